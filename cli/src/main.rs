@@ -1,0 +1,2 @@
+//! The `kvhoist` command.
+fn main() {}

@@ -1,0 +1,39 @@
+//! What a block is: its key, its place in a prefix chain, its segments in memory.
+
+mod key;
+mod layout;
+
+pub use key::BlockKey;
+pub use layout::{Layout, Segment};
+
+use std::fmt;
+
+/// A level of the hierarchy, fastest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Tier {
+    /// GPU HBM, or host memory that plays it.
+    Device,
+    /// Pinned host DRAM.
+    Host,
+    /// NVMe.
+    Disk,
+}
+
+impl Tier {
+    /// All tiers, fastest first.
+    pub const ALL: [Tier; 3] = [Tier::Device, Tier::Host, Tier::Disk];
+
+    /// Number of tiers.
+    pub const COUNT: usize = 3;
+
+    /// The name used in metrics, logs and reports.
+    pub fn name(self) -> &'static str {
+        ["device", "host", "disk"][self as usize]
+    }
+}
+
+impl fmt::Display for Tier {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,0 +1,268 @@
+//! What a cache is opened with. Validated once; errors name the field.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    block::Layout,
+    error::{Error, Result},
+    io::IO_ALIGN,
+};
+
+/// When a stored block goes to disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum WritePolicy {
+    /// At once; `store` resolves when the disk has taken the block (written, not flushed).
+    #[default]
+    WriteThrough,
+    /// After [`Config::selective_hits`] hits; `store` resolves when the block is visible.
+    WriteThroughSelective,
+    /// When the block must leave host memory, or at `sync`; `store` resolves when it is visible.
+    WriteBack,
+}
+
+/// What serves reads and writes of the disk tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum StorageKind {
+    /// The ring, or the thread pool (with a warning) where the ring is refused.
+    #[default]
+    Auto,
+    /// The ring, or an error.
+    Uring,
+    /// A pool of threads that call `pread` and `pwrite`.
+    Blocking,
+}
+
+/// What to do where a path has no direct I/O.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum DirectIo {
+    /// Refuse to open.
+    #[default]
+    Require,
+    /// Use the page cache, with a warning.
+    Prefer,
+}
+
+/// One file or raw device of the disk tier.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DiskPath {
+    /// A directory (the store is the file `kvhoist.store` in it), a file, or a block device.
+    pub path: PathBuf,
+    /// Slots kept there.
+    pub blocks: u32,
+}
+
+/// Settings of a cache. `Config::default()` is a small cache in memory only.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Config {
+    /// Size of every block, bytes. 1 B to 1 GiB; slots are padded to 4 KiB.
+    pub block_bytes: usize,
+    /// Slots in host memory. At least 1.
+    pub host_blocks: u32,
+    /// Slots in device memory. 0: no device tier.
+    pub device_blocks: u32,
+    /// How a block lies in device memory; its segments sum to `block_bytes`. `None`: one segment.
+    pub device_layout: Option<Layout>,
+    /// The disk tier's files or devices; slots are striped over them. Empty: no disk tier.
+    pub disks: Vec<DiskPath>,
+    /// The name that keys belong to. A store of another namespace is refused.
+    pub namespace: String,
+    /// When blocks go to disk.
+    pub write_policy: WritePolicy,
+    /// Hits after which `write_through_selective` writes a block. 1 to 255.
+    pub selective_hits: u8,
+    /// What serves reads and writes of the disk tier.
+    pub storage: StorageKind,
+    /// What to do where a path has no direct I/O.
+    pub direct_io: DirectIo,
+    /// Threads of the blocking storage engine. 1 to 256.
+    pub blocking_threads: usize,
+    /// Bytes that reads of the disk tier may have in flight. At least one block.
+    pub read_bytes_in_flight_max: u64,
+    /// Bytes that writes to the disk tier may have in flight. At least one block.
+    pub write_bytes_in_flight_max: u64,
+    /// Movements that may be asked for and not yet finished; past it callers get `Error::Busy`.
+    pub movements_max: u32,
+    /// Callers that may wait for one block or one slot; past it callers get `Error::Busy`.
+    pub waiters_max: u32,
+    /// Prefetches and background writes that may be queued; past it they are refused and counted.
+    pub background_max: u32,
+    /// Write-back starts when less than this share of the host slots could be given up at once.
+    pub low_watermark: f64,
+    /// ... and stops when this share could.
+    pub high_watermark: f64,
+    /// Slots of the disk tier that may be quarantined before it is taken out of service.
+    pub quarantine_max: u32,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            block_bytes: 64 << 10,
+            host_blocks: 1024,
+            device_blocks: 0,
+            device_layout: None,
+            disks: Vec::new(),
+            namespace: "default".into(),
+            write_policy: WritePolicy::default(),
+            selective_hits: 2,
+            storage: StorageKind::default(),
+            direct_io: DirectIo::default(),
+            blocking_threads: 16,
+            read_bytes_in_flight_max: 96 << 20,
+            write_bytes_in_flight_max: 32 << 20,
+            movements_max: 65_536,
+            waiters_max: 65_536,
+            background_max: 4_096,
+            low_watermark: 0.10,
+            high_watermark: 0.20,
+            quarantine_max: 1_024,
+        }
+    }
+}
+
+impl Config {
+    /// Bytes between two slots of a tier: `block_bytes` padded for direct I/O.
+    pub fn slot_bytes(&self) -> usize {
+        self.block_bytes.next_multiple_of(IO_ALIGN)
+    }
+
+    /// Slots of the whole disk tier.
+    pub fn disk_blocks(&self) -> u64 {
+        self.disks.iter().map(|disk| u64::from(disk.blocks)).sum()
+    }
+
+    /// Checks every field; the error names the first that is wrong.
+    pub fn validate(&self) -> Result<()> {
+        let block_bytes_max = 1 << 30;
+        check("block_bytes", self.block_bytes, 1, block_bytes_max, "bytes")?;
+        check("host_blocks", self.host_blocks, 1, u32::MAX >> 1, "slots")?;
+        check("device_blocks", self.device_blocks, 0, u32::MAX >> 1, "slots")?;
+        check("selective_hits", self.selective_hits, 1, u8::MAX, "hits")?;
+        check("blocking_threads", self.blocking_threads, 1, 256, "threads")?;
+        let slot_bytes = self.slot_bytes() as u64;
+        check(
+            "read_bytes_in_flight_max",
+            self.read_bytes_in_flight_max,
+            slot_bytes,
+            u64::MAX >> 1,
+            "bytes (one block at least)",
+        )?;
+        check(
+            "write_bytes_in_flight_max",
+            self.write_bytes_in_flight_max,
+            slot_bytes,
+            u64::MAX >> 1,
+            "bytes (one block at least)",
+        )?;
+        check("movements_max", self.movements_max, 1, 1 << 24, "movements")?;
+        check("waiters_max", self.waiters_max, 1, 1 << 24, "waiters")?;
+        check("background_max", self.background_max, 1, 1 << 24, "movements")?;
+        self.validate_names()?;
+        self.validate_watermarks()?;
+        self.validate_disks()?;
+        self.validate_layout()
+    }
+
+    fn validate_names(&self) -> Result<()> {
+        if self.namespace.is_empty() || self.namespace.len() > 255 {
+            return Err(wrong("namespace", format!("{} bytes", self.namespace.len()), "a name of 1 to 255 bytes"));
+        }
+        Ok(())
+    }
+
+    fn validate_watermarks(&self) -> Result<()> {
+        let (low, high) = (self.low_watermark, self.high_watermark);
+        if !(0.0..=1.0).contains(&low) {
+            return Err(wrong("low_watermark", low, "a share from 0.0 to 1.0"));
+        }
+        if !(low..=1.0).contains(&high) {
+            return Err(wrong("high_watermark", high, format!("a share from low_watermark ({low}) to 1.0")));
+        }
+        Ok(())
+    }
+
+    fn validate_disks(&self) -> Result<()> {
+        check("disks", self.disks.len(), 0, 64, "paths")?;
+        for disk in &self.disks {
+            if disk.path.as_os_str().is_empty() {
+                return Err(wrong("disks.path", "an empty path", "a directory, a file or a block device"));
+            }
+            check("disks.blocks", disk.blocks, 1, u32::MAX >> 1, "slots")?;
+            if self.disks.iter().filter(|other| other.path == disk.path).count() > 1 {
+                return Err(wrong("disks.path", format!("{} twice", disk.path.display()), "each path once"));
+            }
+        }
+        check("disks.blocks", self.disk_blocks(), 0, u64::from(u32::MAX >> 1), "slots in all")
+    }
+
+    fn validate_layout(&self) -> Result<()> {
+        let Some(layout) = &self.device_layout else { return Ok(()) };
+        if layout.block_bytes() != self.block_bytes {
+            return Err(wrong(
+                "device_layout",
+                format!("segments of {} bytes in all", layout.block_bytes()),
+                format!("block_bytes = {}", self.block_bytes),
+            ));
+        }
+        Ok(())
+    }
+}
+
+fn wrong(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Error {
+    Error::Config { field, found: found.to_string(), expected: expected.into() }
+}
+
+fn check<T: PartialOrd + std::fmt::Display>(field: &'static str, found: T, min: T, max: T, unit: &str) -> Result<()> {
+    if found < min || found > max {
+        return Err(wrong(field, format!("{found}"), format!("{min} to {max} {unit}")));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_default_is_valid() {
+        Config::default().validate().expect("default");
+    }
+
+    #[test]
+    fn every_wrong_field_is_named() {
+        type Spoil = fn(&mut Config);
+        let cases: [(&str, Spoil); 16] = [
+            ("block_bytes", |c| c.block_bytes = 0),
+            ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
+            ("host_blocks", |c| c.host_blocks = 0),
+            ("device_blocks", |c| c.device_blocks = u32::MAX),
+            ("selective_hits", |c| c.selective_hits = 0),
+            ("blocking_threads", |c| c.blocking_threads = 0),
+            ("read_bytes_in_flight_max", |c| c.read_bytes_in_flight_max = 1),
+            ("write_bytes_in_flight_max", |c| c.write_bytes_in_flight_max = 1),
+            ("movements_max", |c| c.movements_max = 0),
+            ("waiters_max", |c| c.waiters_max = 0),
+            ("namespace", |c| c.namespace.clear()),
+            ("low_watermark", |c| c.low_watermark = f64::NAN),
+            ("high_watermark", |c| c.high_watermark = 0.05),
+            ("disks.blocks", |c| c.disks = vec![DiskPath { path: "a".into(), blocks: 0 }]),
+            ("disks.path", |c| c.disks = vec![DiskPath { path: "a".into(), blocks: 1 }; 2]),
+            ("disks.path", |c| c.disks = vec![DiskPath { path: "".into(), blocks: 1 }]),
+        ];
+        for (name, spoil) in cases {
+            let mut config = Config::default();
+            spoil(&mut config);
+            match config.validate() {
+                Err(Error::Config { field, .. }) => assert_eq!(field, name),
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+}

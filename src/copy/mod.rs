@@ -1,0 +1,87 @@
+//! Copy engines behind one trait: what moves bytes between host and device memory.
+
+
+
+
+
+use std::{any::Any, future::Future, sync::Arc, time::Duration};
+
+use crate::error::Result;
+
+/// One contiguous copy.
+#[derive(Debug, Clone, Copy)]
+pub struct CopyOp {
+    /// Where the bytes are: a host or a device address.
+    pub src: *const u8,
+    /// Where they go.
+    pub dst: *mut u8,
+    /// How many.
+    pub len: usize,
+}
+
+// SAFETY: addresses only; what may be done with them is the batch's contract.
+unsafe impl Send for CopyOp {}
+
+/// Which way a batch goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// Host memory to host memory.
+    HostToHost,
+    /// Host memory to device memory.
+    HostToDevice,
+    /// Device memory to host memory.
+    DeviceToHost,
+}
+
+/// Copies that start together and complete together, with what keeps their memory alive.
+pub struct CopyBatch {
+    ops: Vec<CopyOp>,
+    direction: Direction,
+    owners: Vec<Arc<dyn Any + Send + Sync>>,
+}
+
+impl CopyBatch {
+    /// A batch of copies whose ranges do not overlap.
+    ///
+    /// # Safety
+    /// Until the batch is dropped every `src` range must stay readable and unwritten, every `dst`
+    /// range must stay writable and untouched by others, and `owners` must keep both mapped.
+    pub unsafe fn new(ops: Vec<CopyOp>, direction: Direction, owners: Vec<Arc<dyn Any + Send + Sync>>) -> Self {
+        CopyBatch { ops, direction, owners }
+    }
+
+    /// The copies.
+    pub fn ops(&self) -> &[CopyOp] {
+        &self.ops
+    }
+
+    /// Which way they go.
+    pub fn direction(&self) -> Direction {
+        self.direction
+    }
+
+    /// Sum of their lengths.
+    pub fn bytes(&self) -> u64 {
+        self.ops.iter().map(|op| op.len as u64).sum()
+    }
+
+    /// Gives back what kept the memory alive.
+    pub fn into_owners(self) -> Vec<Arc<dyn Any + Send + Sync>> {
+        self.owners
+    }
+}
+
+/// Copies batches between memories; completes on the reactor.
+///
+/// Dropping a returned future abandons the result; the batch and its owners live until the
+/// hardware is done with them.
+pub trait CopyEngine: 'static {
+    /// The name shown in metrics and by `kvhoist doctor`.
+    fn name(&self) -> &'static str;
+
+    /// Copies all of `batch`, or says why not; the destination is then undefined.
+    fn copy(&self, batch: CopyBatch) -> impl Future<Output = (Result<()>, CopyBatch)>;
+
+    /// What the batch is expected to take.
+    fn cost(&self, batch: &CopyBatch) -> Duration;
+}

@@ -1,0 +1,111 @@
+//! Errors, split by what the caller can do about them.
+
+use std::{io, path::PathBuf, sync::Arc};
+
+/// What every fallible function of this crate returns.
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Why a call failed, grouped by what the caller can do about it.
+///
+/// Cheap to clone: one failed movement may have many waiters.
+#[derive(Debug, Clone, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// A setting is wrong. Mend the named field and open again.
+    #[error("{field}: found {found}, expected {expected}")]
+    Config {
+        /// The field of [`Config`](crate::Config), as written in code and files.
+        field: &'static str,
+        /// What was found, with its value.
+        found: String,
+        /// What would have been accepted, and what to do.
+        expected: String,
+    },
+
+    /// An argument of the call is wrong. Mend the call; the cache is unharmed.
+    #[error("{what}: found {found}, expected {expected}")]
+    Argument {
+        /// Which argument.
+        what: &'static str,
+        /// What was found.
+        found: String,
+        /// What would have been accepted.
+        expected: String,
+    },
+
+    /// A store on disk was refused, and left untouched.
+    #[error("{}: found {found}, expected {expected}; {action}", path.display())]
+    Store {
+        /// The store's file or device.
+        path: PathBuf,
+        /// What was found there.
+        found: String,
+        /// What was expected instead.
+        expected: String,
+        /// What to do about it.
+        action: String,
+    },
+
+    /// A limit was reached; nothing was done. Try again later, or raise the named setting.
+    #[error("busy: {what} reached its limit of {limit} (setting `{setting}`); retry later or raise it")]
+    Busy {
+        /// What is full.
+        what: &'static str,
+        /// The limit that was reached.
+        limit: u64,
+        /// The [`Config`](crate::Config) field that sets it.
+        setting: &'static str,
+    },
+
+    /// The disk tier did not take a block. The block may still be resident in a faster tier.
+    #[error("write refused: {reason}")]
+    Refused {
+        /// Why.
+        reason: String,
+    },
+
+    /// The operating system failed an operation.
+    #[error("{op} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        op: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// What the system said.
+        source: Arc<io::Error>,
+    },
+
+    /// A copy between memories failed.
+    #[error("copy by {engine}: {reason}")]
+    Copy {
+        /// The copy engine.
+        engine: &'static str,
+        /// What it said.
+        reason: String,
+    },
+
+    /// A tier that the call needs is absent or out of service.
+    #[error("{tier} tier is not available: {reason}")]
+    Unavailable {
+        /// The tier.
+        tier: &'static str,
+        /// Why.
+        reason: String,
+    },
+
+    /// The cache is closed, or closing. Open another.
+    #[error("the cache is closed")]
+    Closed,
+}
+
+impl Error {
+    /// An [`Error::Io`] of `op` on `path`.
+    pub fn io(op: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
+        Error::Io { op, path: path.into(), source: Arc::new(source) }
+    }
+
+    /// True where the same call may succeed later without any change.
+    pub fn is_transient(&self) -> bool {
+        matches!(self, Error::Busy { .. })
+    }
+}

@@ -1,0 +1,152 @@
+//! Memory lent to an operation.
+
+use std::{
+    alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
+    any::Any,
+    fmt,
+    ops::{Deref, DerefMut},
+    ptr::NonNull,
+    sync::Arc,
+};
+
+use super::IO_ALIGN;
+
+/// A range of memory in the hands of an operation.
+///
+/// It travels by value into a storage engine, stays there until the kernel is done with it, and
+/// comes back with the result. The `owner` keeps the memory alive for as long as the `Lent` lives,
+/// wherever that is: a future may be dropped while the kernel still writes.
+pub struct Lent {
+    ptr: NonNull<u8>,
+    len: usize,
+    /// Index of the registered buffer that contains this range, if one does.
+    fixed: Option<u16>,
+    owner: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the constructor's contract says that nobody else touches the range in a conflicting way
+// while the `Lent` lives, on any thread.
+unsafe impl Send for Lent {}
+
+impl Lent {
+    /// Lends `len` bytes at `ptr`. `fixed` names the registered buffer around them.
+    ///
+    /// # Safety
+    /// While `owner` lives the range must stay mapped. Until the `Lent` is dropped nobody may write
+    /// to it, and if it is used for a read from storage nobody may read it either.
+    pub unsafe fn new(ptr: NonNull<u8>, len: usize, fixed: Option<u16>, owner: Arc<dyn Any + Send + Sync>) -> Self {
+        Lent { ptr, len, fixed, owner }
+    }
+
+    /// Start of the range.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// True for a range of no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Index of the registered buffer around the range.
+    pub fn fixed(&self) -> Option<u16> {
+        self.fixed
+    }
+
+    /// The same memory from `start` on: what is left after a short operation.
+    ///
+    /// # Panics
+    /// If `start` is past the end.
+    #[must_use]
+    pub fn skip(self, start: usize) -> Self {
+        assert!(start <= self.len, "skip {start} of {} bytes", self.len);
+        // SAFETY: `start` is within the range, so the sum stays inside it or one past its end.
+        let ptr = unsafe { self.ptr.add(start) };
+        Lent { ptr, len: self.len - start, ..self }
+    }
+
+    /// What keeps the memory alive.
+    pub fn into_owner(self) -> Arc<dyn Any + Send + Sync> {
+        self.owner
+    }
+}
+
+impl fmt::Debug for Lent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lent").field("len", &self.len).field("fixed", &self.fixed).finish_non_exhaustive()
+    }
+}
+
+/// Zeroed heap memory aligned for direct I/O: superblocks, record pages, start-up reads.
+pub struct AlignedBuf {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the buffer is owned and has no interior mutability.
+unsafe impl Send for AlignedBuf {}
+// SAFETY: as above; shared access is read-only.
+unsafe impl Sync for AlignedBuf {}
+
+impl AlignedBuf {
+    /// `len` zeroed bytes; `len` must be a positive multiple of [`IO_ALIGN`].
+    ///
+    /// # Panics
+    /// If it is not: lengths come from this crate's own constants, never from users or files.
+    pub fn zeroed(len: usize) -> Self {
+        let layout = Self::layout(len);
+        // SAFETY: the layout has a non-zero size, asserted in `layout`.
+        let ptr = unsafe { alloc_zeroed(layout) };
+        let Some(ptr) = NonNull::new(ptr) else { handle_alloc_error(layout) };
+        AlignedBuf { ptr, len }
+    }
+
+    fn layout(len: usize) -> Layout {
+        assert!(len > 0 && len.is_multiple_of(IO_ALIGN), "{len} bytes is no positive multiple of {IO_ALIGN}");
+        Layout::from_size_align(len, IO_ALIGN).expect("a power-of-two alignment and a length far below isize::MAX")
+    }
+
+    /// Lends the whole buffer.
+    pub fn lend(self) -> Lent {
+        let (ptr, len) = (self.ptr, self.len);
+        // SAFETY: the buffer is moved into the `Lent`, so nobody else can reach it until
+        // `from_lent` takes it back out.
+        unsafe { Lent::new(ptr, len, None, Arc::new(self)) }
+    }
+
+    /// Takes back a buffer that was [lent](Self::lend), however far it was skipped.
+    ///
+    /// # Panics
+    /// If `lent` was not made by [`AlignedBuf::lend`].
+    pub fn from_lent(lent: Lent) -> Self {
+        let owner = lent.into_owner().downcast::<AlignedBuf>().expect("lent by an AlignedBuf");
+        Arc::into_inner(owner).expect("a lent AlignedBuf has one owner")
+    }
+}
+
+impl Deref for AlignedBuf {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `ptr` is valid for `len` initialized bytes and `&self` excludes writers.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl DerefMut for AlignedBuf {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `&mut self` is the only access.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
+    }
+}
+
+impl Drop for AlignedBuf {
+    fn drop(&mut self) {
+        // SAFETY: allocated by `zeroed` with the same layout.
+        unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.len)) }
+    }
+}

@@ -1,0 +1,9 @@
+//! A tiered cache for fixed-size blocks: GPU HBM, pinned host DRAM, NVMe.
+
+pub mod block;
+pub mod config;
+pub mod error;
+pub mod io;
+
+pub use config::Config;
+pub use error::{Error, Result};
