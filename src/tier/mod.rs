@@ -1,0 +1,3 @@
+//! Places where blocks are kept.
+
+pub mod disk;
