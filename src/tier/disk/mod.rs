@@ -1,2 +1,4 @@
 //! x
+mod bits;
 pub mod format;
+pub mod slots;
