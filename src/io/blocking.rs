@@ -224,7 +224,10 @@ mod tests {
     /// Starts the operation and drops its future.
     fn start_and_drop(pool: &Blocking, buf: Lent) {
         let mut future = Box::pin(pool.write(FileId(0), 0, buf));
-        assert!(matches!(future.as_mut().poll(&mut Context::from_waker(Waker::noop())), Poll::Pending | Poll::Ready(_)));
+        assert!(matches!(
+            future.as_mut().poll(&mut Context::from_waker(Waker::noop())),
+            Poll::Pending | Poll::Ready(_)
+        ));
     }
 
     /// Queues an operation whose future is gone already: its memory is surely dropped by a worker.

@@ -22,8 +22,7 @@ pub(super) struct Refusal<'a> {
 impl fmt::Display for Refusal<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the kernel refused to register {} bytes ({})", self.wanted_bytes, self.error)?;
-        let refused_for_size =
-            matches!(self.error.raw_os_error(), Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN));
+        let refused_for_size = matches!(self.error.raw_os_error(), Some(libc::ENOMEM | libc::EPERM | libc::EAGAIN));
         if !refused_for_size {
             return Ok(());
         }

@@ -23,6 +23,7 @@ pub mod uring;
 pub use any::AnyStorage;
 pub use full::{read_full, write_full};
 pub use lent::{AlignedBuf, Lent};
+pub use uring::yield_now;
 
 use std::{fs::File, future::Future, io, sync::Arc};
 

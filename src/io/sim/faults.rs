@@ -62,7 +62,7 @@ pub enum Fault {
     Short(usize),
     /// A read returns one wrong bit.
     BitFlip,
-    /// A write reports success and is gone.
+    /// A write reports success and is gone; a sync reports success and made nothing durable.
     Lost,
     /// It is held until [`Sim::release`](super::Sim::release), then goes on without a fault.
     Stall,

@@ -25,7 +25,8 @@ pub fn probe() -> io::Result<()> {
     if missing.is_empty() {
         return Ok(());
     }
-    let text = format!("io_uring lacks {}: Linux 5.10 or later is needed, or the blocking storage engine", missing.join(", "));
+    let text =
+        format!("io_uring lacks {}: Linux 5.10 or later is needed, or the blocking storage engine", missing.join(", "));
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
 
@@ -54,7 +55,10 @@ fn explain(error: &io::Error, io_uring_disabled: Option<u8>) -> io::Error {
         (Some(libc::EMFILE | libc::ENFILE), _) => "no file descriptor is left: raise `ulimit -n`".into(),
         _ => String::from("an unexpected answer to io_uring_setup"),
     };
-    io::Error::new(error.kind(), format!("io_uring is not available: {error}: {cause}; or use the blocking storage engine"))
+    io::Error::new(
+        error.kind(),
+        format!("io_uring is not available: {error}: {cause}; or use the blocking storage engine"),
+    )
 }
 
 #[cfg(test)]

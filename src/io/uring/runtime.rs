@@ -128,5 +128,7 @@ impl Ring {
 }
 
 fn not_inside() -> io::Error {
-    io::Error::other("the ring was used outside its runtime: call from inside io::uring::Runtime::block_on, on its thread")
+    io::Error::other(
+        "the ring was used outside its runtime: call from inside io::uring::Runtime::block_on, on its thread",
+    )
 }
