@@ -1,4 +1,5 @@
 //! x
 mod bits;
 pub mod format;
+pub mod recovery;
 pub mod slots;

@@ -1,0 +1,255 @@
+//! Creates a store or reads one back, over any [`Storage`].
+//!
+//! The steps of a creation and what a crash between them leaves are in [`format`](super::format). Reading
+//! back costs the superblocks and one sequential pass over the record tables; no payload is read.
+
+mod collect;
+mod table;
+#[cfg(test)]
+mod tests;
+mod window;
+
+pub use collect::{RecoveredRecord, RecoveryCounts};
+
+use std::{io, path::PathBuf};
+
+use super::{
+    format::{
+        HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
+        stripe::{PageId, Stripe},
+        superblock::{State, Superblock},
+        survey::{Found, Standing, Verdict, survey},
+    },
+    slots::DiskSlots,
+};
+use crate::{
+    config::Config,
+    error::{Error, Result},
+    io::{AlignedBuf, FileId, Storage, read_full, write_full},
+};
+
+/// One file or device, as the storage engine has it open; its place in the list is its [`FileId`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// Its name in errors.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// A device may be larger than the store.
+    pub device: bool,
+    /// It is known to read as zeros, so that a new store's record table need not be written.
+    pub zeroed: bool,
+}
+
+/// A store that was read back or created.
+#[derive(Debug)]
+pub struct Recovered {
+    /// The store's id.
+    pub uuid: [u8; 16],
+    /// Where its slots are.
+    pub stripe: Stripe,
+    /// True if it was created just now, and so is empty.
+    pub created: bool,
+    /// The full slots, by ascending last use, then slot. No key occurs twice.
+    pub records: Vec<RecoveredRecord>,
+    /// How many slots of which kind.
+    pub counts: RecoveryCounts,
+    /// Pages with records that do not count, ascending; to be rewritten at leisure.
+    pub stale: Vec<PageId>,
+    /// Higher than every generation on the medium. At least 1.
+    pub generation_next: u64,
+    /// Higher than every last use on the medium. At least 1.
+    pub clock_next: u64,
+}
+
+impl Recovered {
+    /// The books of the store: all slots free, to be [restored](DiskSlots::restore) with the records that
+    /// the index took. The pages of records that do not count are stale.
+    pub fn slots(&self) -> DiskSlots {
+        let mut slots = DiskSlots::new(self.stripe.clone(), self.uuid);
+        self.stale.iter().for_each(|&page| slots.mark_stale(page));
+        slots
+    }
+}
+
+/// Opens the store on these members, or creates it (with this id) where none ever held a block.
+///
+/// # Errors
+/// [`Error::Store`] where the members are not one store of these settings; nothing was written then.
+/// [`Error::Io`] where the storage failed.
+///
+/// # Cancel safety
+/// May be dropped at any point: like a crash, that leaves no store or a whole one.
+///
+/// # Panics
+/// If there is not one member for each of `config.disks`, or `config` is not valid.
+pub async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<Recovered> {
+    match judge(storage, members, config).await? {
+        Verdict::Open(standings) => read_back(storage, members, config, standings).await,
+        Verdict::Create => {
+            create(storage, members, config, uuid).await?;
+            Ok(collect::Collector::new(Stripe::new(config)).finish(uuid, true))
+        }
+    }
+}
+
+/// Creates an empty store with this id.
+///
+/// # Errors, cancel safety, panics
+/// As for [`open`]; a store that is there already is refused.
+pub async fn format<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<()> {
+    match judge(storage, members, config).await? {
+        Verdict::Create => create(storage, members, config, uuid).await,
+        Verdict::Open(_) => Err(Error::Store {
+            path: members[0].path.clone(),
+            found: "a store".into(),
+            expected: "none, for a new one is to be created".into(),
+            action: "open it, or remove the store's files (wipe its devices) to start empty".into(),
+        }),
+    }
+}
+
+/// Opens the store on these members.
+///
+/// # Errors, cancel safety, panics
+/// As for [`open`]; members without a store are refused.
+pub async fn recover<S: Storage>(storage: &S, members: &[Member], config: &Config) -> Result<Recovered> {
+    match judge(storage, members, config).await? {
+        Verdict::Open(standings) => read_back(storage, members, config, standings).await,
+        Verdict::Create => Err(Error::Store {
+            path: members[0].path.clone(),
+            found: "no store".into(),
+            expected: "a store with these settings".into(),
+            action: "create it first".into(),
+        }),
+    }
+}
+
+async fn judge<S: Storage>(storage: &S, members: &[Member], config: &Config) -> Result<Verdict> {
+    assert_eq!(members.len(), config.disks.len(), "one member a configured path");
+    let mut heads = Vec::with_capacity(members.len());
+    for (file, member) in files(members) {
+        // A file shorter than the superblocks is judged by its size.
+        let mut buf = AlignedBuf::zeroed(HEAD_BYTES);
+        if member.bytes >= HEAD_BYTES as u64 {
+            let (result, lent) = read_full(storage, file, 0, buf.lend()).await;
+            result.map_err(|error| Error::io("read the superblocks of", &member.path, error))?;
+            buf = AlignedBuf::from_lent(lent);
+        }
+        heads.push(buf);
+    }
+    let found: Vec<Found<'_>> = members
+        .iter()
+        .zip(&heads)
+        .map(|(member, head)| Found {
+            path: &member.path,
+            bytes: member.bytes,
+            device: member.device,
+            head: head.first_chunk().expect("the buffer has the length of a head"),
+        })
+        .collect();
+    survey(&found, config)
+}
+
+/// The steps of a creation, in the order that [`format`](super::format) gives reasons for.
+async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<()> {
+    let stripe = Stripe::new(config);
+    for ((file, member), geometry) in files(members).zip(stripe.members()) {
+        assert!(member.bytes >= geometry.bytes, "the survey checked the size; files are preallocated before");
+        if !member.zeroed {
+            zero_table(storage, file, geometry.table_bytes()).await.map_err(|e| write_failed(member, e))?;
+        }
+        // Of a creation that was cut off: while B is blank, a torn A is known for what it is.
+        write_page(storage, file, SUPERBLOCK_OFFSETS[1], &[0; PAGE_BYTES])
+            .await
+            .map_err(|e| write_failed(member, e))?;
+    }
+    sync_all(storage, members).await?;
+    for (copy, state, sequence) in [(0, State::Forming, 1), (1, State::Whole, 2), (0, State::Whole, 3)] {
+        for (file, member) in files(members) {
+            let new = Superblock::new(config, uuid, file.0);
+            write_superblock(storage, file, member, copy, &Superblock { state, sequence, ..new }).await?;
+        }
+        sync_all(storage, members).await?;
+    }
+    Ok(())
+}
+
+async fn read_back<S: Storage>(
+    storage: &S,
+    members: &[Member],
+    config: &Config,
+    standings: Vec<Standing>,
+) -> Result<Recovered> {
+    let uuid = standings[0].superblock.uuid;
+    for ((file, member), standing) in files(members).zip(standings) {
+        mend(storage, file, member, standing).await?;
+    }
+    table::read(storage, members, Stripe::new(config), uuid).await
+}
+
+/// Brings both copies to a sound and whole state: finishes a creation, replaces a damaged copy.
+async fn mend<S: Storage>(storage: &S, file: FileId, member: &Member, standing: Standing) -> Result<()> {
+    let Standing { mut superblock, copy, mend_twin } = standing;
+    // The twin first, so that what counts is not touched before there is something to replace it.
+    let rewrite = [(1 - copy, mend_twin), (copy, superblock.state != State::Whole)];
+    superblock.state = State::Whole;
+    for (copy, needed) in rewrite {
+        if needed {
+            tracing::warn!(path = %member.path.display(), copy, "rewriting a torn, damaged or unfinished superblock");
+            superblock.sequence += 1;
+            write_superblock(storage, file, member, copy, &superblock).await?;
+            sync(storage, file, member).await?;
+        }
+    }
+    Ok(())
+}
+
+fn files(members: &[Member]) -> impl Iterator<Item = (FileId, &Member)> {
+    (0..).map(FileId).zip(members)
+}
+
+fn write_failed(member: &Member, error: io::Error) -> Error {
+    Error::io("write the superblocks and record table of", &member.path, error)
+}
+
+async fn write_superblock<S: Storage>(
+    storage: &S,
+    file: FileId,
+    member: &Member,
+    copy: usize,
+    superblock: &Superblock,
+) -> Result<()> {
+    let bytes = superblock.encode();
+    // Read back before written: what is refused at the next start must never get onto the medium.
+    assert_eq!(Superblock::decode(&bytes).as_ref(), Ok(superblock), "a superblock that can be read back");
+    write_page(storage, file, SUPERBLOCK_OFFSETS[copy], &bytes).await.map_err(|error| write_failed(member, error))
+}
+
+async fn write_page<S: Storage>(storage: &S, file: FileId, offset: u64, bytes: &[u8; PAGE_BYTES]) -> io::Result<()> {
+    let mut buf = AlignedBuf::zeroed(PAGE_BYTES);
+    buf.copy_from_slice(bytes);
+    write_full(storage, file, offset, buf.lend()).await.0
+}
+
+async fn zero_table<S: Storage>(storage: &S, file: FileId, bytes: u64) -> io::Result<()> {
+    let mut written = 0;
+    while written < bytes {
+        let len = (bytes - written).min(table::CHUNK_BYTES as u64);
+        let buf = AlignedBuf::zeroed(len as usize);
+        write_full(storage, file, TABLE_OFFSET + written, buf.lend()).await.0?;
+        written += len;
+    }
+    Ok(())
+}
+
+async fn sync_all<S: Storage>(storage: &S, members: &[Member]) -> Result<()> {
+    for (file, member) in files(members) {
+        sync(storage, file, member).await?;
+    }
+    Ok(())
+}
+
+async fn sync<S: Storage>(storage: &S, file: FileId, member: &Member) -> Result<()> {
+    storage.sync(file).await.map_err(|error| Error::io("flush", &member.path, error))
+}

@@ -1,0 +1,357 @@
+//! Creation and recovery over the simulated disk and over plain memory.
+
+use std::{cell::RefCell, future::Future, time::Instant};
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::{
+    block::BlockKey,
+    config::DiskPath,
+    io::{
+        Lent, OpKind,
+        sim::{Fault, Rng, Sim, SimOptions},
+    },
+    tier::disk::format::{
+        RECORD_BYTES,
+        record::{Record, RecordSeal},
+        superblock::Head,
+    },
+};
+
+const UUID: [u8; 16] = [5; 16];
+
+/// Files in memory, answered at once.
+struct Memory(RefCell<Vec<Vec<u8>>>);
+
+impl Storage for Memory {
+    fn name(&self) -> &'static str {
+        "memory"
+    }
+
+    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let files = self.0.borrow();
+        let from = &files[usize::from(file.0)][offset as usize..][..buf.len()];
+        // SAFETY: the `Lent` is this operation's alone, and as long as `from`.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), buf.as_ptr(), buf.len()) };
+        (Ok(buf.len()), buf)
+    }
+
+    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let mut files = self.0.borrow_mut();
+        let to = &mut files[usize::from(file.0)][offset as usize..][..buf.len()];
+        // SAFETY: as above.
+        unsafe { std::ptr::copy_nonoverlapping(buf.as_ptr(), to.as_mut_ptr(), buf.len()) };
+        (Ok(buf.len()), buf)
+    }
+
+    async fn sync(&self, _: FileId) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+fn config(blocks: &[u32]) -> Config {
+    let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("disk{at}").into(), blocks };
+    Config { block_bytes: 512, disks: blocks.iter().enumerate().map(disk).collect(), ..Config::default() }
+}
+
+fn members(config: &Config, zeroed: bool) -> Vec<Member> {
+    let stripe = Stripe::new(config);
+    let places = config.disks.iter().zip(stripe.members());
+    places.map(|(d, m)| Member { path: d.path.clone(), bytes: m.bytes, device: false, zeroed }).collect()
+}
+
+/// Files without a store; of the data only the first slots, which recovery does not read anyway.
+fn blank_files(config: &Config) -> Vec<Vec<u8>> {
+    let stripe = Stripe::new(config);
+    stripe.members().iter().map(|member| vec![0; (TABLE_OFFSET + member.table_bytes()) as usize]).collect()
+}
+
+fn block_on<T>(future: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let local = tokio::task::LocalSet::new();
+    runtime.expect("a runtime").block_on(local.run_until(future))
+}
+
+fn record(n: u32) -> Record {
+    let mut rng = Rng::new(u64::from(n) + 1);
+    let mut key = || BlockKey::new([0; 4].map(|_: u64| rng.next_u64().to_le_bytes()).concat().try_into().expect("32"));
+    let (key, parent) = (key(), key());
+    let parent = (!n.is_multiple_of(3)).then_some(parent);
+    let last_use = rng.next_u64() >> 30;
+    Record { key, parent, length: 512, generation: u64::from(n) + 1, checksum: rng.next_u64(), last_use }
+}
+
+/// Writes a record straight into the table.
+fn put_record(files: &mut [Vec<u8>], stripe: &Stripe, slot: u32, record: &Record) {
+    let (file, local) = stripe.place(slot);
+    let bytes = RecordSeal::new(&UUID, file.0).encode(local, record);
+    files[usize::from(file.0)][TABLE_OFFSET as usize + local as usize * RECORD_BYTES..][..RECORD_BYTES]
+        .copy_from_slice(&bytes);
+}
+
+fn created(config: &Config) -> Vec<Vec<u8>> {
+    let storage = Memory(RefCell::new(blank_files(config)));
+    block_on(format(&storage, &members(config, true), config, UUID)).expect("created");
+    storage.0.into_inner()
+}
+
+fn recovered(config: &Config, files: Vec<Vec<u8>>) -> Recovered {
+    block_on(recover(&Memory(RefCell::new(files)), &members(config, true), config)).expect("a store")
+}
+
+#[test]
+fn a_new_store_is_empty_and_opens_again() {
+    let config = config(&[40, 7]);
+    let storage = Memory(RefCell::new(blank_files(&config)));
+    for (uuid, is_new) in [(UUID, true), ([9; 16], false)] {
+        let store = block_on(open(&storage, &members(&config, true), &config, uuid)).expect("opened");
+        assert_eq!((store.uuid, store.created, store.records.len()), (UUID, is_new, 0));
+        assert_eq!((store.counts.free, store.generation_next, store.clock_next), (47, 1, 1));
+        store.slots().validate();
+    }
+}
+
+#[test]
+fn format_refuses_a_store_and_recover_refuses_none() {
+    let config = config(&[4]);
+    let storage = Memory(RefCell::new(blank_files(&config)));
+    let members = members(&config, true);
+    let text = block_on(recover(&storage, &members, &config)).expect_err("none").to_string();
+    assert!(text.contains("found no store"), "{text}");
+    block_on(format(&storage, &members, &config, UUID)).expect("created");
+    let before = storage.0.borrow().clone();
+    let text = block_on(format(&storage, &members, &config, UUID)).expect_err("one").to_string();
+    assert!(text.contains("found a store"), "{text}");
+    assert_eq!(before, *storage.0.borrow());
+}
+
+#[test]
+fn a_table_that_is_not_known_to_be_zero_is_zeroed() {
+    let config = config(&[70_000]);
+    let mut files = blank_files(&config);
+    files[0][HEAD_BYTES..].fill(0xEE);
+    let storage = Memory(RefCell::new(files));
+    block_on(format(&storage, &members(&config, false), &config, UUID)).expect("created");
+    assert_eq!(recovered(&config, storage.0.into_inner()).counts.free, 70_000);
+}
+
+#[test]
+fn a_crash_at_any_instant_of_creation_leaves_none_or_a_whole_store() {
+    let config = config(&[40, 7]);
+    let mut outcomes = [0; 2];
+    for seed in 0..300 {
+        let mut rng = Rng::new(seed);
+        // Up to three creations in a row are cut off, each on what the one before left.
+        let mut files = blank_files(&config);
+        for attempt in 0..3 {
+            let sim = Sim::new(seed, files, SimOptions::default());
+            let (members, uuid) = (members(&config, false), [(seed as u8).wrapping_add(attempt); 16]);
+            let polls = rng.below(40);
+            block_on(async {
+                let store = open(&sim, &members, &config, uuid);
+                let cut = tokio::time::sleep(std::time::Duration::from_millis(polls * 7));
+                tokio::select! { biased; () = cut => {}, store = store => drop(store.expect("opened")) }
+            });
+            files = sim.crash();
+        }
+        let whole = files.iter().any(
+            |file| matches!(Head::decode(file.first_chunk().expect("a head")), Head::Valid { superblock, .. } if superblock.state == State::Whole),
+        );
+        outcomes[usize::from(whole)] += 1;
+        let sim = Sim::new(seed, files, SimOptions::default());
+        let store = block_on(open(&sim, &members(&config, false), &config, [0xFF; 16]));
+        let store = store.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        assert_eq!((store.created, store.counts.free), (!whole, 47), "seed {seed}");
+        let files = sim.crash();
+        for file in &files {
+            let head = Head::decode(file.first_chunk().expect("a head"));
+            assert!(matches!(head, Head::Valid { twin_is_whole: true, .. }), "seed {seed}: {head:?}");
+        }
+    }
+    assert!(outcomes.iter().all(|&count| count > 20), "both outcomes occur: {outcomes:?}");
+}
+
+#[test]
+fn a_damaged_superblock_is_mended_from_the_other() {
+    let config = config(&[4]);
+    for at in [20, PAGE_BYTES + 20] {
+        let mut files = created(&config);
+        files[0][at] ^= 1;
+        let storage = Memory(RefCell::new(files));
+        block_on(recover(&storage, &members(&config, true), &config)).expect("one copy is sound");
+        let files = storage.0.into_inner();
+        let head = Head::decode(files[0].first_chunk().expect("a head"));
+        assert!(matches!(head, Head::Valid { twin_is_whole: true, .. }), "{head:?}");
+    }
+}
+
+#[test]
+fn a_refused_store_is_not_written_to() {
+    let config = config(&[4, 4]);
+    let mut files = created(&config);
+    files[0][20] ^= 1; // would be mended
+    files.swap(0, 1);
+    let storage = Memory(RefCell::new(files.clone()));
+    block_on(open(&storage, &members(&config, true), &config, UUID)).expect_err("members in the wrong order");
+    assert_eq!(files, *storage.0.borrow());
+}
+
+#[test]
+fn of_two_records_of_a_key_the_higher_generation_counts() {
+    let config = config(&[100]);
+    let stripe = Stripe::new(&config);
+    let mut files = created(&config);
+    let (older, newer) = (Record { generation: 8, last_use: 90, ..record(1) }, Record { generation: 9, ..record(1) });
+    for (slot, record) in [(3, &older), (50, &newer), (99, &Record { generation: 2, ..older }), (7, &record(2))] {
+        put_record(&mut files, &stripe, slot, record);
+    }
+    let store = recovered(&config, files);
+    assert_eq!((store.counts.valid, store.counts.duplicate, store.generation_next), (2, 2, 10));
+    let of_key: Vec<_> = store.records.iter().filter(|found| found.key == older.key).collect();
+    assert_eq!(of_key.iter().map(|found| (found.slot, found.generation)).collect::<Vec<_>>(), [(50, 9)]);
+    assert_eq!(store.stale, [PageId(0), PageId(3)], "the others are to be rubbed out");
+    assert!(store.slots().stale_pages().eq(store.stale.iter().copied()));
+}
+
+#[test]
+fn keys_that_all_collide_are_told_apart() {
+    let config = config(&[2000]);
+    let stripe = Stripe::new(&config);
+    let mut collector = collect::Collector::new(stripe.clone());
+    collector.seal(&UUID);
+    let mut files = created(&config);
+    let key =
+        |n: u32| BlockKey::new([0; 28].into_iter().chain(n.to_be_bytes()).collect::<Vec<_>>().try_into().expect("32"));
+    for slot in 0..2000 {
+        put_record(&mut files, &stripe, slot, &Record { key: key(slot / 2), ..record(slot) });
+    }
+    let store = recovered(&config, files);
+    assert_eq!((store.counts.valid, store.counts.duplicate), (1000, 1000));
+    assert!(store.records.iter().all(|found| found.slot % 2 == 1), "the higher generation");
+}
+
+#[test]
+fn bad_records_are_counted_and_cost_nothing_else() {
+    let config = config(&[100]);
+    let stripe = Stripe::new(&config);
+    let mut files = created(&config);
+    (0..60).for_each(|slot| put_record(&mut files, &stripe, slot, &record(slot)));
+    files[0][TABLE_OFFSET as usize + 40 * RECORD_BYTES + 33] ^= 4; // rot
+    let (head, tail) = files[0].split_at_mut(TABLE_OFFSET as usize + 11 * RECORD_BYTES);
+    head[TABLE_OFFSET as usize + 10 * RECORD_BYTES..].swap_with_slice(&mut tail[..RECORD_BYTES]);
+    files[0].last_mut().expect("a table").clone_from(&1); // past the last slot
+    let store = recovered(&config, files);
+    let counts = RecoveryCounts { valid: 57, bad: 3, free: 40, ..Default::default() };
+    assert_eq!(store.counts, counts);
+    assert_eq!(store.stale, [PageId(0), PageId(1), PageId(3)]);
+    assert!(store.records.iter().all(|found| ![10, 11, 40].contains(&found.slot)));
+}
+
+#[test]
+fn an_unreadable_page_costs_its_own_records_only() {
+    let config = config(&[100]);
+    let stripe = Stripe::new(&config);
+    let mut files = created(&config);
+    (0..100).for_each(|slot| put_record(&mut files, &stripe, slot, &record(slot)));
+    let sim = Sim::new(1, files, SimOptions::default());
+    // Read 0 is the superblocks, 1 the whole table, 2 to 5 its pages.
+    sim.script(OpKind::Read, 1, Fault::Error(libc::EIO));
+    sim.script(OpKind::Read, 3, Fault::Error(libc::EIO));
+    let store = block_on(recover(&sim, &members(&config, true), &config)).expect("a store");
+    assert_eq!((store.counts.valid, store.counts.unreadable), (68, 32));
+    assert_eq!(store.stale, [PageId(1)]);
+}
+
+#[test]
+fn a_dead_device_is_an_error_after_a_bounded_number_of_reads() {
+    let config = config(&[100_000]);
+    let sim = Sim::new(1, created(&config), SimOptions::default());
+    for read in 1..1000 {
+        sim.script(OpKind::Read, read, Fault::Error(libc::EIO));
+    }
+    let error = block_on(recover(&sim, &members(&config, true), &config)).expect_err("dead");
+    assert!(error.to_string().starts_with("read the record table of disk0"), "{error}");
+    assert!(sim.counts().started[OpKind::Read as usize] < 100);
+}
+
+#[test]
+fn failures_of_the_storage_are_errors_that_name_the_path() {
+    let config = config(&[40, 7]);
+    for (kind, count) in [(OpKind::Read, 2), (OpKind::Write, 10), (OpKind::Sync, 8)] {
+        for nth in 0..count {
+            let sim = Sim::new(1, blank_files(&config), SimOptions::default());
+            sim.script(kind, nth, Fault::Error(libc::EIO));
+            let error = block_on(open(&sim, &members(&config, false), &config, UUID)).expect_err("a fault");
+            assert!(error.to_string().contains(" disk"), "{error}");
+            block_on(open(&sim, &members(&config, false), &config, UUID)).expect("the next attempt succeeds");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn records_come_back_in_order_of_last_use(
+        blocks in prop::collection::vec(1u32..300, 1..5),
+        picks in prop::collection::vec((any::<prop::sample::Index>(), 0u64..50), 0..200),
+    ) {
+        let config = config(&blocks);
+        let stripe = Stripe::new(&config);
+        let mut files = created(&config);
+        let mut model = std::collections::BTreeMap::new();
+        for (at, (pick, last_use)) in (0..).zip(picks) {
+            let slot = pick.index(stripe.slots() as usize) as u32;
+            let record = Record { last_use, ..record(at) };
+            put_record(&mut files, &stripe, slot, &record);
+            model.insert(slot, record);
+        }
+        let store = recovered(&config, files);
+        let mut expected: Vec<_> = model.into_iter().map(|(slot, r)| RecoveredRecord {
+            key: r.key, parent: r.parent, slot, generation: r.generation, checksum: r.checksum, last_use: r.last_use,
+        }).collect();
+        expected.sort_by_key(|r| (r.last_use, r.slot));
+        prop_assert_eq!(store.generation_next, expected.iter().map(|r| r.generation + 1).max().unwrap_or(1));
+        prop_assert_eq!(store.clock_next, expected.iter().map(|r| r.last_use + 1).max().unwrap_or(1));
+        prop_assert_eq!(store.counts.free + store.counts.valid, u64::from(stripe.slots()));
+        prop_assert!(store.stale.is_empty());
+        prop_assert_eq!(store.records, expected);
+    }
+
+    #[test]
+    fn random_tables_never_panic(seed: u64, zeros in 0u32..100) {
+        let config = config(&[200, 100]);
+        let mut rng = Rng::new(seed);
+        let mut files = created(&config);
+        for file in &mut files {
+            for byte in &mut file[HEAD_BYTES..] {
+                *byte = if rng.below(100) < u64::from(zeros) { 0 } else { rng.next_u64() as u8 };
+            }
+        }
+        let store = recovered(&config, files);
+        prop_assert_eq!(store.counts.valid, 0);
+    }
+}
+
+/// `cargo test --release -p kvhoist --lib a_million_records -- --ignored --nocapture`
+#[test]
+#[ignore = "a measurement"]
+fn a_million_records() {
+    let config = config(&[500_000, 500_000]);
+    let stripe = Stripe::new(&config);
+    let mut files = created(&config);
+    (0..1_000_000).for_each(|slot| put_record(&mut files, &stripe, slot, &record(slot)));
+    let (storage, members) = (Memory(RefCell::new(files)), members(&config, true));
+    for _ in 0..5 {
+        let start = Instant::now();
+        let store = block_on(recover(&storage, &members, &config)).expect("a store");
+        let recovered_ms = start.elapsed().as_secs_f64() * 1e3;
+        assert_eq!(store.counts.valid, 1_000_000);
+        let start = Instant::now();
+        let mut slots = store.slots();
+        store.records.iter().for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
+        let restored_ms = start.elapsed().as_secs_f64() * 1e3;
+        eprintln!("1 M records: recovered in {recovered_ms:.1} ms, slots restored in {restored_ms:.1} ms");
+    }
+}
