@@ -9,7 +9,7 @@ mod table;
 mod tests;
 mod window;
 
-pub use collect::{RecoveredRecord, RecoveryCounts};
+pub use collect::{RecoveredRecord, RecoveredRecords, RecoveryCounts};
 
 use std::{io, path::PathBuf};
 
@@ -50,8 +50,8 @@ pub struct Recovered {
     pub stripe: Stripe,
     /// True if it was created just now, and so is empty.
     pub created: bool,
-    /// The full slots, by ascending last use, then slot. No key occurs twice.
-    pub records: Vec<RecoveredRecord>,
+    /// The full slots, in order of last use. No key occurs twice.
+    pub records: RecoveredRecords,
     /// How many slots of which kind.
     pub counts: RecoveryCounts,
     /// Pages with records that do not count, ascending; to be rewritten at leisure.
