@@ -2,7 +2,7 @@
 
 use std::cmp::Reverse;
 
-use super::Recovered;
+use super::{Recovered, radix::sort_by_high_half};
 use crate::{
     block::BlockKey,
     tier::disk::format::{
@@ -29,33 +29,6 @@ pub struct RecoveredRecord {
     pub last_use: u64,
 }
 
-/// The full slots of a store. No key occurs twice.
-///
-/// They stay where they were parsed (96 bytes each) and are handed out in order: moving a million of them
-/// once more would cost as much as parsing them.
-#[derive(Debug, Clone, Default)]
-pub struct RecoveredRecords {
-    table: Vec<RecoveredRecord>,
-    order: Vec<u32>,
-}
-
-impl RecoveredRecords {
-    /// By ascending last use; of equal ones, in the order of the record tables.
-    pub fn iter(&self) -> impl ExactSizeIterator<Item = &RecoveredRecord> + DoubleEndedIterator + Clone {
-        self.order.iter().map(|&at| &self.table[at as usize])
-    }
-
-    /// How many there are.
-    pub fn len(&self) -> usize {
-        self.order.len()
-    }
-
-    /// True if there are none.
-    pub fn is_empty(&self) -> bool {
-        self.order.is_empty()
-    }
-}
-
 /// How many slots were found in which state; they sum to the store's slots.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RecoveryCounts {
@@ -76,7 +49,10 @@ pub(super) struct Collector {
     seals: Vec<RecordSeal>,
     /// In the order of the tables.
     records: Vec<RecoveredRecord>,
-    keys: KeyFilter,
+    /// A hash of each record's key.
+    hashes: Vec<u32>,
+    /// Each record's last use, so that sorting need not walk the records.
+    last_uses: Vec<u64>,
     counts: RecoveryCounts,
     stale: Vec<PageId>,
     /// A page that is all zero for now because it could not be read.
@@ -88,10 +64,11 @@ pub(super) struct Collector {
 impl Collector {
     pub fn new(stripe: Stripe) -> Self {
         Collector {
-            keys: KeyFilter::new(stripe.slots()),
             stripe,
             seals: Vec::new(),
             records: Vec::new(),
+            hashes: Vec::new(),
+            last_uses: Vec::new(),
             counts: RecoveryCounts::default(),
             stale: Vec::new(),
             unreadable: Vec::new(),
@@ -126,7 +103,8 @@ impl Collector {
             match seal.decode(local, self.stripe.block_bytes(), bytes) {
                 Ok(None) => self.counts.free += 1,
                 Ok(Some(record)) => {
-                    self.keys.insert(&record.key);
+                    self.hashes.push(hash(&record.key));
+                    self.last_uses.push(record.last_use);
                     self.generation_next = self.generation_next.max(record.generation + 1);
                     self.clock_next = self.clock_next.max(record.last_use + 1);
                     self.records.push(RecoveredRecord {
@@ -149,7 +127,7 @@ impl Collector {
         }
     }
 
-    /// The result. One piece of work that does not yield: about a fifth of the whole.
+    /// The result. One piece of work that does not yield, about half of all CPU time of a recovery.
     pub fn finish(mut self, uuid: [u8; 16], created: bool) -> Recovered {
         if created {
             self.counts.free = self.stripe.slots().into();
@@ -163,11 +141,12 @@ impl Collector {
         let counts = self.counts;
         let sum = counts.valid + counts.free + counts.bad + counts.duplicate + counts.unreadable;
         assert_eq!(sum, u64::from(self.stripe.slots()), "every slot was counted once: {counts:?}");
-        let order = order(&self.records, &dropped);
+        let order = order(&self.last_uses, &dropped);
         Recovered {
             uuid,
             created,
-            records: RecoveredRecords { table: self.records, order },
+            // One tight loop, so that cache misses overlap; whoever walks the list then has none.
+            records: order.into_iter().map(|at| self.records[at as usize]).collect(),
             counts,
             stale: self.stale,
             generation_next: self.generation_next,
@@ -177,78 +156,47 @@ impl Collector {
     }
 
     /// Places of the records whose key has a higher generation elsewhere, ascending.
+    ///
+    /// Equal keys have equal hashes, so only the few records that share a hash are looked at. Keys chosen to
+    /// collide cost a sort of all records, not more.
     fn duplicates(&mut self) -> Vec<u32> {
-        let records = &self.records;
-        let mut suspects = self.keys.suspects();
-        // Of the same key and generation (the medium was tampered with, or copied) the lower slot counts.
-        suspects.sort_unstable_by_key(|&at| {
-            let record = &records[at as usize];
-            (record.key, Reverse(record.generation), record.slot)
-        });
-        let same_key = |pair: &&[u32]| records[pair[0] as usize].key == records[pair[1] as usize].key;
-        let mut dropped: Vec<u32> = suspects.windows(2).filter(same_key).map(|pair| pair[1]).collect();
+        let hashes = std::mem::take(&mut self.hashes);
+        let words = (0u64..).zip(hashes).map(|(at, hash)| u64::from(hash) << 32 | at).collect();
+        let mut dropped = Vec::new();
+        for group in sort_by_high_half(words).chunk_by(|a, b| a >> 32 == b >> 32) {
+            if group.len() > 1 {
+                self.duplicates_among(group.iter().map(|&word| word as u32).collect(), &mut dropped);
+            }
+        }
         dropped.sort_unstable();
         dropped
+    }
+
+    fn duplicates_among(&self, mut group: Vec<u32>, dropped: &mut Vec<u32>) {
+        let record = |at: u32| &self.records[at as usize];
+        // Of the same key and generation (the medium was tampered with, or copied) the lower slot counts.
+        group.sort_unstable_by_key(|&at| (record(at).key, Reverse(record(at).generation), record(at).slot));
+        let same_key = |pair: &&[u32]| record(pair[0]).key == record(pair[1]).key;
+        dropped.extend(group.windows(2).filter(same_key).map(|pair| pair[1]));
     }
 }
 
 /// Places of the records that are not `dropped` (ascending), by ascending last use, then place.
-fn order(records: &[RecoveredRecord], dropped: &[u32]) -> Vec<u32> {
+fn order(last_uses: &[u64], dropped: &[u32]) -> Vec<u32> {
     let mut dropped = dropped.iter().copied().peekable();
-    let kept = (0u32..).zip(records).filter(|(at, _)| dropped.next_if_eq(at).is_none());
-    let first = records.iter().map(|record| record.last_use).min().unwrap_or(0);
-    let last = records.iter().map(|record| record.last_use).max().unwrap_or(0);
-    if last - first <= u64::from(u32::MAX) {
-        // The usual case fits a word a record, which sorts twice as fast.
-        let mut words: Vec<u64> = kept.map(|(at, record)| (record.last_use - first) << 32 | u64::from(at)).collect();
-        words.sort_unstable();
-        words.into_iter().map(|word| word as u32).collect()
-    } else {
-        let mut pairs: Vec<(u64, u32)> = kept.map(|(at, record)| (record.last_use, at)).collect();
-        pairs.sort_unstable();
-        pairs.into_iter().map(|(_, at)| at).collect()
-    }
-}
-
-/// Finds the keys that may occur twice. Duplicates are rare, so a few bits a key spare nearly all comparisons.
-/// Keys chosen to collide cost the sort of all keys, not more.
-struct KeyFilter {
-    /// A hash of each key.
-    hashes: Vec<u32>,
-    /// Two bits a hash value, as many values as `mask` leaves: seen, seen again.
-    cells: Vec<u64>,
-    mask: u32,
-}
-
-const CELLS_PER_WORD: u32 = u64::BITS / 2;
-
-impl KeyFilter {
-    /// For at most so many keys. Two bytes a key to four, 32 MiB at most.
-    fn new(keys: u32) -> Self {
-        let cells = (u64::from(keys) * 8).next_power_of_two().clamp(CELLS_PER_WORD.into(), 1 << 27) as u32;
-        KeyFilter { hashes: Vec::new(), cells: vec![0; (cells / CELLS_PER_WORD) as usize], mask: cells - 1 }
-    }
-
-    fn insert(&mut self, key: &BlockKey) {
-        let hash = hash(key);
-        self.hashes.push(hash);
-        let (word, shift) = self.place(hash);
-        let cell = self.cells[word] >> shift & 1;
-        self.cells[word] |= (1 | cell << 1) << shift;
-    }
-
-    fn place(&self, hash: u32) -> (usize, u32) {
-        let cell = hash & self.mask;
-        ((cell / CELLS_PER_WORD) as usize, cell % CELLS_PER_WORD * 2)
-    }
-
-    /// The keys, by their number, that share a cell with another.
-    fn suspects(&self) -> Vec<u32> {
-        let suspected = |(_, hash): &(u32, &u32)| {
-            let (word, shift) = self.place(**hash);
-            self.cells[word] >> shift & 2 != 0
-        };
-        (0..).zip(&self.hashes).filter(suspected).map(|(at, _)| at).collect()
+    let kept = (0..last_uses.len() as u32).filter(|at| dropped.next_if_eq(at).is_none());
+    let order: Vec<u32> = kept.collect();
+    let first = last_uses.iter().copied().min().unwrap_or(0);
+    // Digit by digit, the lowest first: a stable sort by the low half, then one by the high half where any differs.
+    let age = |at: u32| last_uses[at as usize] - first;
+    let sort_by = |order: Vec<u32>, half: &dyn Fn(u32) -> u64| -> Vec<u32> {
+        let words = order.into_iter().map(|at| half(at) << 32 | u64::from(at)).collect();
+        sort_by_high_half(words).into_iter().map(|word| word as u32).collect()
+    };
+    let order = sort_by(order, &|at| age(at) & u64::from(u32::MAX));
+    match last_uses.iter().all(|last_use| last_use - first <= u64::from(u32::MAX)) {
+        true => order,
+        false => sort_by(order, &|at| age(at) >> 32),
     }
 }
 

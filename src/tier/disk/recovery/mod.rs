@@ -4,12 +4,13 @@
 //! back costs the superblocks and one sequential pass over the record tables; no payload is read.
 
 mod collect;
+mod radix;
 mod table;
 #[cfg(test)]
 mod tests;
 mod window;
 
-pub use collect::{RecoveredRecord, RecoveredRecords, RecoveryCounts};
+pub use collect::{RecoveredRecord, RecoveryCounts};
 
 use std::{io, path::PathBuf};
 
@@ -50,8 +51,8 @@ pub struct Recovered {
     pub stripe: Stripe,
     /// True if it was created just now, and so is empty.
     pub created: bool,
-    /// The full slots, in order of last use. No key occurs twice.
-    pub records: RecoveredRecords,
+    /// The full slots, by ascending last use; of equal ones, in the order of the tables. No key occurs twice.
+    pub records: Vec<RecoveredRecord>,
     /// How many slots of which kind.
     pub counts: RecoveryCounts,
     /// Pages with records that do not count, ascending; to be rewritten at leisure.
