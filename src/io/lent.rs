@@ -19,6 +19,8 @@ use super::IO_ALIGN;
 pub struct Lent {
     ptr: NonNull<u8>,
     len: usize,
+    /// Bytes before `ptr` that were lent too and skipped since.
+    skipped: usize,
     /// Index of the registered buffer that contains this range, if one does.
     fixed: Option<u16>,
     owner: Arc<dyn Any + Send + Sync>,
@@ -35,7 +37,7 @@ impl Lent {
     /// While `owner` lives the range must stay mapped. Until the `Lent` is dropped nobody may write
     /// to it, and if it is used for a read from storage nobody may read it either.
     pub unsafe fn new(ptr: NonNull<u8>, len: usize, fixed: Option<u16>, owner: Arc<dyn Any + Send + Sync>) -> Self {
-        Lent { ptr, len, fixed, owner }
+        Lent { ptr, len, skipped: 0, fixed, owner }
     }
 
     /// Start of the range.
@@ -67,7 +69,21 @@ impl Lent {
         assert!(start <= self.len, "skip {start} of {} bytes", self.len);
         // SAFETY: `start` is within the range, so the sum stays inside it or one past its end.
         let ptr = unsafe { self.ptr.add(start) };
-        Lent { ptr, len: self.len - start, ..self }
+        Lent { ptr, len: self.len - start, skipped: self.skipped + start, ..self }
+    }
+
+    /// All of the memory again, however far it was [skipped](Self::skip).
+    #[must_use]
+    pub fn rewind(self) -> Self {
+        // SAFETY: `skipped` bytes before `ptr` belong to the range that `new` was given: only
+        // `skip` moves `ptr`, and it counts what it moves.
+        let ptr = unsafe { self.ptr.sub(self.skipped) };
+        Lent { ptr, len: self.len + self.skipped, skipped: 0, ..self }
+    }
+
+    /// Bytes before this range that were lent too and [skipped](Self::skip) since.
+    pub fn skipped(&self) -> usize {
+        self.skipped
     }
 
     /// What keeps the memory alive.
@@ -148,5 +164,29 @@ impl Drop for AlignedBuf {
     fn drop(&mut self) {
         // SAFETY: allocated by `zeroed` with the same layout.
         unsafe { dealloc(self.ptr.as_ptr(), Self::layout(self.len)) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn skipping_and_rewinding_keep_the_range() {
+        let lent = AlignedBuf::zeroed(2 * IO_ALIGN).lend();
+        let start = lent.as_ptr() as usize;
+        let lent = lent.skip(100).skip(IO_ALIGN);
+        assert_eq!((lent.as_ptr() as usize, lent.len()), (start + IO_ALIGN + 100, IO_ALIGN - 100));
+        let lent = lent.skip(IO_ALIGN - 100);
+        assert!(lent.is_empty());
+        let lent = lent.rewind();
+        assert_eq!((lent.as_ptr() as usize, lent.len()), (start, 2 * IO_ALIGN));
+        assert_eq!(AlignedBuf::from_lent(lent.skip(7)).len(), 2 * IO_ALIGN);
+    }
+
+    #[test]
+    #[should_panic(expected = "skip 4097 of 4096 bytes")]
+    fn skipping_past_the_end_is_refused() {
+        let _ = AlignedBuf::zeroed(IO_ALIGN).lend().skip(IO_ALIGN + 1);
     }
 }

@@ -1,16 +1,36 @@
 //! Storage engines behind one trait.
 //!
-//! The movement code is generic over [`Storage`] and runs unchanged over the ring, over a pool of
-//! `pread`/`pwrite` threads, and over a simulated disk.
+//! The movement code is generic over [`Storage`] and runs unchanged over the ring ([`uring`]), over
+//! a pool of `pread`/`pwrite` threads ([`blocking`]), and over a simulated disk (`sim`, behind the
+//! feature of that name). [`AnyStorage`] is whichever of the first two was picked at run time.
+//!
+//! What every engine keeps to:
+//! - memory and file descriptors belong to the operation until the kernel is done with them,
+//!   whatever happens to the future, the engine or the runtime meanwhile;
+//! - an operation reports the bytes it moved and never more than it was asked for; resuming short
+//!   ones is the work of [`read_full`] and [`write_full`];
+//! - an engine with nothing to do uses no CPU.
 
+mod any;
+pub mod blocking;
+mod full;
 mod lent;
+mod memlock;
+pub(crate) mod reactor;
+pub mod uring;
 
+pub use any::AnyStorage;
+pub use full::{read_full, write_full};
 pub use lent::{AlignedBuf, Lent};
 
-use std::{future::Future, io};
+use std::{fs::File, future::Future, io, sync::Arc};
 
 /// Every offset, length and address of direct I/O is a multiple of this.
 pub const IO_ALIGN: usize = 4096;
+
+/// The most bytes that one operation moves; longer ones come back short. Linux's own limit
+/// (`MAX_RW_COUNT`), which is a multiple of [`IO_ALIGN`].
+const TRANSFER_BYTES_MAX: usize = 0x7fff_f000;
 
 /// Which of the store's files an operation is for: its place in the list the engine was built with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -18,30 +38,61 @@ pub struct FileId(pub u16);
 
 /// Reads and writes that own their memory until the storage is done with it.
 ///
-/// Dropping a returned future abandons the *result*; the operation still runs, and the [`Lent`]
-/// memory stays alive until it has. Futures are polled on the reactor's thread only.
+/// An operation starts when its future is first polled, or later if the engine is at its limit of
+/// operations in flight. Dropping the future before that drops the [`Lent`] and nothing happens.
+/// Dropping it afterwards abandons the *result*: the operation still runs, and the memory stays
+/// alive until it has. Futures are polled on the reactor's thread only, inside its runtime.
 pub trait Storage: 'static {
     /// The name shown in metrics and by `kvhoist doctor`.
     fn name(&self) -> &'static str;
 
-    /// Reads at `offset` into `buf`; resolves to the bytes read, which may be fewer than asked.
+    /// Reads at `offset` into `buf`; resolves to the bytes read, which may be fewer than asked, and
+    /// are 0 at or past the end of the file.
     fn read(&self, file: FileId, offset: u64, buf: Lent) -> impl Future<Output = (io::Result<usize>, Lent)>;
 
     /// Writes `buf` at `offset`; resolves to the bytes written, which may be fewer than asked.
     fn write(&self, file: FileId, offset: u64, buf: Lent) -> impl Future<Output = (io::Result<usize>, Lent)>;
 
-    /// Flushes what was written before it to the medium (`fdatasync`).
+    /// Flushes to the medium (`fdatasync`) every write that had completed when this one started.
     fn sync(&self, file: FileId) -> impl Future<Output = io::Result<()>>;
 }
 
-/// Reads until `buf` is full. A short read is resumed; the end of the file is an error.
-pub async fn read_full<S: Storage>(storage: &S, file: FileId, offset: u64, buf: Lent) -> (io::Result<()>, Lent) {
-    let _ = (storage, file, offset);
-    (Ok(()), buf)
+/// What an operation does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum OpKind {
+    /// From storage to memory.
+    Read,
+    /// From memory to storage.
+    Write,
+    /// From the device's caches to the medium.
+    Sync,
 }
 
-/// Writes all of `buf`. A short write is resumed; a write of nothing is an error.
-pub async fn write_full<S: Storage>(storage: &S, file: FileId, offset: u64, buf: Lent) -> (io::Result<()>, Lent) {
-    let _ = (storage, file, offset);
-    (Ok(()), buf)
+impl OpKind {
+    /// The name used in errors, logs and metrics.
+    pub fn name(self) -> &'static str {
+        ["read", "write", "sync"][self as usize]
+    }
+}
+
+/// The file of that id, or an error that says how many there are.
+fn file_at(files: &[Arc<File>], file: FileId) -> io::Result<&Arc<File>> {
+    files.get(usize::from(file.0)).ok_or_else(|| no_such_file(file, files.len()))
+}
+
+fn no_such_file(file: FileId, files: usize) -> io::Error {
+    let text = format!("file {} was asked for, but the storage engine was opened with {files} files", file.0);
+    io::Error::new(io::ErrorKind::InvalidInput, text)
+}
+
+/// Refuses offsets that the kernel would take for something else: `u64::MAX` means "where the last
+/// operation ended" to a ring.
+fn check_offset(offset: u64, len: usize) -> io::Result<()> {
+    match offset.checked_add(len as u64) {
+        Some(end) if i64::try_from(end).is_ok() => Ok(()),
+        _ => {
+            let text = format!("{len} bytes at offset {offset} reach past the largest offset of a file, {}", i64::MAX);
+            Err(io::Error::new(io::ErrorKind::InvalidInput, text))
+        }
+    }
 }

@@ -1,0 +1,43 @@
+//! The engine picked at run time.
+
+use std::io;
+
+use super::{FileId, Lent, Storage, blocking::Blocking, uring::Uring};
+
+/// One of the engines that production uses, chosen when a cache is opened.
+pub enum AnyStorage {
+    /// The ring.
+    Uring(Uring),
+    /// The thread pool.
+    Blocking(Blocking),
+}
+
+impl Storage for AnyStorage {
+    fn name(&self) -> &'static str {
+        match self {
+            AnyStorage::Uring(engine) => engine.name(),
+            AnyStorage::Blocking(engine) => engine.name(),
+        }
+    }
+
+    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        match self {
+            AnyStorage::Uring(engine) => engine.read(file, offset, buf).await,
+            AnyStorage::Blocking(engine) => engine.read(file, offset, buf).await,
+        }
+    }
+
+    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        match self {
+            AnyStorage::Uring(engine) => engine.write(file, offset, buf).await,
+            AnyStorage::Blocking(engine) => engine.write(file, offset, buf).await,
+        }
+    }
+
+    async fn sync(&self, file: FileId) -> io::Result<()> {
+        match self {
+            AnyStorage::Uring(engine) => engine.sync(file).await,
+            AnyStorage::Blocking(engine) => engine.sync(file).await,
+        }
+    }
+}

@@ -1,0 +1,324 @@
+//! Storage by a pool of threads that call `pread`, `pwrite` and `fdatasync`.
+//!
+//! Works on every kernel and in every runtime; used where the ring is refused. A job owns its
+//! memory and its file: the worker that ran it sends both back, or drops them where nobody waits.
+
+use std::{
+    collections::VecDeque,
+    fs::File,
+    io,
+    os::fd::AsRawFd,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread::{self, JoinHandle},
+};
+
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+
+use super::{FileId, Lent, OpKind, Storage, TRANSFER_BYTES_MAX, check_offset, file_at};
+
+/// Operations that may be queued or running, for each thread; past it callers wait.
+pub const IN_FLIGHT_PER_THREAD_MAX: usize = 64;
+
+/// A bounded pool of threads doing blocking I/O.
+///
+/// Dropping it runs what is queued to its end and joins the threads, and so blocks for that long.
+pub struct Blocking {
+    files: Vec<Arc<File>>,
+    queue: Arc<Queue>,
+    permits: Arc<Semaphore>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Blocking {
+    /// Starts `threads` threads (1 at least) that serve `files`.
+    ///
+    /// # Errors
+    /// What the system said when it refused a thread; those already started are joined.
+    pub fn new(files: Vec<Arc<File>>, threads: usize) -> io::Result<Self> {
+        let count = threads.max(1);
+        let permits = Arc::new(Semaphore::new(count.saturating_mul(IN_FLIGHT_PER_THREAD_MAX).min(1 << 20)));
+        let mut pool = Blocking { files, queue: Arc::default(), permits, threads: Vec::with_capacity(count) };
+        for index in 0..count {
+            let queue = Arc::clone(&pool.queue);
+            let thread = thread::Builder::new().name(format!("kvhoist-io-{index}")).spawn(move || work(&queue))?;
+            pool.threads.push(thread);
+        }
+        Ok(pool)
+    }
+
+    async fn run(&self, kind: OpKind, file: FileId, offset: u64, buf: Option<Lent>) -> Done {
+        let len = buf.as_ref().map_or(0, Lent::len);
+        let file = match check_offset(offset, len).and_then(|()| file_at(&self.files, file)) {
+            Ok(file) => Arc::clone(file),
+            Err(error) => return (Err(error), buf),
+        };
+        let permit = Arc::clone(&self.permits).acquire_owned().await.expect("the semaphore is never closed");
+        let (answer, answered) = oneshot::channel();
+        self.queue.push(Job { kind, file, offset, buf, answer, permit });
+        answered.await.expect("workers answer every job before they end, and end after the queue is empty")
+    }
+}
+
+impl Storage for Blocking {
+    fn name(&self) -> &'static str {
+        "blocking"
+    }
+
+    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let (result, buf) = self.run(OpKind::Read, file, offset, Some(buf)).await;
+        (result, buf.expect("a job gives back the memory it took"))
+    }
+
+    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let (result, buf) = self.run(OpKind::Write, file, offset, Some(buf)).await;
+        (result, buf.expect("a job gives back the memory it took"))
+    }
+
+    async fn sync(&self, file: FileId) -> io::Result<()> {
+        self.run(OpKind::Sync, file, 0, None).await.0.map(|_| ())
+    }
+}
+
+impl Drop for Blocking {
+    fn drop(&mut self) {
+        self.queue.close();
+        for thread in self.threads.drain(..) {
+            // The last owner of the pool may be memory that a worker just dropped: a thread that
+            // joins itself would wait forever.
+            if thread.thread().id() != thread::current().id() && thread.join().is_err() {
+                tracing::error!("a storage thread panicked; its operations were answered all the same");
+            }
+        }
+    }
+}
+
+type Done = (io::Result<usize>, Option<Lent>);
+
+struct Job {
+    kind: OpKind,
+    file: Arc<File>,
+    offset: u64,
+    /// Where to or from; nothing for a sync.
+    buf: Option<Lent>,
+    answer: oneshot::Sender<Done>,
+    permit: OwnedSemaphorePermit,
+}
+
+impl Job {
+    fn run(self) {
+        let Job { kind, file, offset, buf, answer, permit } = self;
+        let result = call(kind, &file, offset, buf.as_ref());
+        drop(file);
+        drop(permit);
+        if let Err(abandoned) = answer.send((result, buf)) {
+            drop(abandoned);
+        }
+    }
+}
+
+fn call(kind: OpKind, file: &File, offset: u64, buf: Option<&Lent>) -> io::Result<usize> {
+    let fd = file.as_raw_fd();
+    let (ptr, len) = buf.map_or((std::ptr::null_mut(), 0), |buf| (buf.as_ptr(), buf.len().min(TRANSFER_BYTES_MAX)));
+    let offset = libc::off_t::try_from(offset).expect("checked by `check_offset` before the job was queued");
+    let result = match kind {
+        // SAFETY: the descriptor is open while `file` lives; the `Lent` says that `len` bytes at
+        // `ptr` are mapped and ours alone to write.
+        OpKind::Read => unsafe { libc::pread(fd, ptr.cast(), len, offset) },
+        // SAFETY: as above, and nobody writes to the range meanwhile.
+        OpKind::Write => unsafe { libc::pwrite(fd, ptr.cast(), len, offset) },
+        // SAFETY: the descriptor is open while `file` lives.
+        OpKind::Sync => unsafe { libc::fdatasync(fd) as isize },
+    };
+    usize::try_from(result).map_err(|_| io::Error::last_os_error())
+}
+
+#[derive(Default)]
+struct Queue {
+    state: Mutex<QueueState>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct QueueState {
+    jobs: VecDeque<Job>,
+    closed: bool,
+}
+
+impl Queue {
+    /// No code that can panic runs under the lock, so a poisoned one holds a good state.
+    fn lock(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn push(&self, job: Job) {
+        let mut state = self.lock();
+        assert!(!state.closed, "a future borrows its engine, so none outlives the pool");
+        state.jobs.push_back(job);
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// The next job; `None` once closed and empty. Blocks without using the CPU.
+    fn pop(&self) -> Option<Job> {
+        let mut state = self.lock();
+        loop {
+            if let Some(job) = state.jobs.pop_front() {
+                return Some(job);
+            }
+            if state.closed {
+                return None;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+}
+
+fn work(queue: &Queue) {
+    while let Some(job) = queue.pop() {
+        // The job is answered before anything of the caller's can run; what may panic is the drop
+        // of memory that nobody waits for any more.
+        if catch_unwind(AssertUnwindSafe(|| job.run())).is_err() {
+            tracing::error!("the owner of abandoned memory panicked while it was dropped");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        any::Any,
+        ptr::NonNull,
+        sync::mpsc,
+        task::{Context, Poll, Waker},
+    };
+
+    use super::*;
+
+    /// Memory whose drop is under the test's control.
+    struct Owner(Box<dyn Fn() + Send + Sync>);
+
+    impl Drop for Owner {
+        fn drop(&mut self) {
+            (self.0)();
+        }
+    }
+
+    fn lend(on_drop: impl Fn() + Send + Sync + 'static) -> Lent {
+        let owner: Arc<dyn Any + Send + Sync> = Arc::new(Owner(Box::new(on_drop)));
+        let bytes = Box::leak(vec![0_u8; 512].into_boxed_slice());
+        // SAFETY: the bytes are leaked, so they live forever, and are reachable only through here.
+        unsafe { Lent::new(NonNull::from(bytes).cast(), 512, None, owner) }
+    }
+
+    fn pool(threads: usize) -> Blocking {
+        let file = tempfile::tempfile().expect("a temporary file");
+        Blocking::new(vec![Arc::new(file)], threads).expect("threads")
+    }
+
+    /// Starts the operation and drops its future.
+    fn start_and_drop(pool: &Blocking, buf: Lent) {
+        let mut future = Box::pin(pool.write(FileId(0), 0, buf));
+        assert!(matches!(
+            future.as_mut().poll(&mut Context::from_waker(Waker::noop())),
+            Poll::Pending | Poll::Ready(_)
+        ));
+    }
+
+    /// Queues an operation whose future is gone already: its memory is surely dropped by a worker.
+    fn abandon(pool: &Blocking, buf: Lent) {
+        let (answer, _) = oneshot::channel();
+        let permit = Arc::clone(&pool.permits).try_acquire_owned().expect("below the limit");
+        let (file, buf) = (Arc::clone(&pool.files[0]), Some(buf));
+        pool.queue.push(Job { kind: OpKind::Write, file, offset: 0, buf, answer, permit });
+    }
+
+    #[test]
+    fn abandoned_memory_lives_until_its_operation_has_run() {
+        let pool = pool(1);
+        let (entered, has_entered) = mpsc::channel();
+        let (go, may_go) = mpsc::channel::<()>();
+        let (gone, is_gone) = mpsc::channel();
+        let may_go = Mutex::new(may_go);
+        // The only worker hangs in the drop of the first operation's memory ...
+        abandon(
+            &pool,
+            lend(move || {
+                let _ = entered.send(());
+                let _ = may_go.lock().expect("locked once").recv();
+            }),
+        );
+        has_entered.recv().expect("the worker dropped the memory");
+        // ... so the second has not run, and its memory must live.
+        start_and_drop(&pool, lend(move || gone.send(()).expect("the test listens")));
+        assert!(is_gone.try_recv().is_err());
+        go.send(()).expect("the worker waits");
+        is_gone.recv().expect("the second operation ran and its memory was dropped");
+    }
+
+    #[test]
+    fn a_panicking_owner_harms_nobody() {
+        let pool = pool(1);
+        abandon(&pool, lend(|| panic!("an owner that panics, on purpose")));
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        let (result, _) = runtime.block_on(pool.write(FileId(0), 0, lend(|| ())));
+        assert_eq!(result.expect("the pool still works"), 512);
+    }
+
+    #[test]
+    fn dropping_the_pool_runs_what_is_queued() {
+        let pool = pool(2);
+        let (gone, is_gone) = mpsc::channel();
+        for _ in 0..100 {
+            let gone = gone.clone();
+            start_and_drop(&pool, lend(move || gone.send(()).expect("the test listens")));
+        }
+        drop(pool);
+        assert_eq!(is_gone.try_iter().count(), 100, "all ran before drop returned");
+    }
+
+    #[test]
+    fn the_pool_may_be_dropped_by_its_own_worker() {
+        let pool = Arc::new(pool(1));
+        let (gone, is_gone) = mpsc::channel();
+        let (go, may_go) = mpsc::channel::<()>();
+        let may_go = Mutex::new(may_go);
+        let inner = Mutex::new(Some(Arc::clone(&pool)));
+        abandon(
+            &pool,
+            lend(move || {
+                let _ = may_go.lock().expect("locked once").recv();
+                drop(inner.lock().expect("locked once").take());
+                gone.send(()).expect("the test listens");
+            }),
+        );
+        drop(pool);
+        go.send(()).expect("the worker waits");
+        is_gone.recv().expect("no deadlock");
+    }
+
+    #[test]
+    fn callers_past_the_limit_wait() {
+        let pool = pool(1);
+        let (go, may_go) = mpsc::channel::<()>();
+        let may_go = Mutex::new(may_go);
+        abandon(&pool, lend(move || drop(may_go.lock().expect("locked once").recv())));
+        let mut context = Context::from_waker(Waker::noop());
+        let mut futures: Vec<_> =
+            (0..2 * IN_FLIGHT_PER_THREAD_MAX).map(|_| Box::pin(pool.write(FileId(0), 0, lend(|| ())))).collect();
+        for future in &mut futures {
+            assert!(future.as_mut().poll(&mut context).is_pending(), "the only worker is held");
+        }
+        assert!(pool.queue.lock().jobs.len() <= IN_FLIGHT_PER_THREAD_MAX);
+        go.send(()).expect("the worker waits");
+        let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+        for future in futures {
+            assert_eq!(runtime.block_on(future).0.expect("written"), 512);
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Storage by io_uring, on the tokio-uring runtime.
+//!
+//! # Who keeps memory alive, and until when
+//! Read from the source of tokio-uring 0.5.0:
+//! - *Future dropped, runtime lives.* `InFlightOneshot::drop` moves the operation's data into the
+//!   driver, which drops it when the completion has arrived. That is what this engine needs.
+//! - *Runtime dropped.* Tasks are dropped first, which moves their data into the driver as above.
+//!   `Driver::drop` then cancels every operation and waits for all completions, but **before** it
+//!   does so it replaces the data of abandoned operations, that is drops it, while the kernel may
+//!   still write there. So what is dropped while [`Runtime`] shuts down is set aside, and freed
+//!   when the driver is gone ([`Runtime`] has the details).
+//!
+//! The data of an operation is its [`Lent`], the file and the place in the budget of operations in
+//! flight: a descriptor closed early could name another file when the kernel gets to see it.
+//!
+//! # When operations reach the kernel
+//! When the runtime parks, many at a time; tokio-uring has no other flush than a full ring. So a
+//! task must wait for I/O by awaiting it. One that loops over `yield_now` until I/O has happened
+//! keeps the runtime from parking, and waits forever.
+
+mod op;
+mod probe;
+mod runtime;
+
+pub use probe::probe;
+pub use runtime::{Runtime, runtime};
+
+use std::{any::Any, fs::File, io, os::fd::AsRawFd, ptr::NonNull, rc::Rc, sync::Arc};
+
+use io_uring::{opcode, squeue, types};
+use tokio::sync::Semaphore;
+use tokio_uring::{
+    UnsubmittedOneshot,
+    buf::{IoBuf, IoBufMut, fixed::FixedBufRegistry},
+};
+
+use super::{FileId, Lent, Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
+use op::{Finish, Held};
+use runtime::Ring;
+
+/// Buffers that one ring can register through tokio-uring (`UIO_MAXIOV`); ranges in regions past it
+/// are read and written unregistered.
+pub const REGIONS_MAX: usize = 1024;
+
+/// The ring, its files and its registered memory.
+///
+/// Used on the thread and inside the [`Runtime`] that it was made in. At most as many operations as
+/// the ring has entries are in flight, later ones wait in order: so neither the submission nor the
+/// completion queue overflows.
+pub struct Uring {
+    files: Vec<Arc<File>>,
+    ring: Rc<Ring>,
+    permits: Arc<Semaphore>,
+    /// Regions that the kernel has registered; `Lent::fixed` below it is a fixed operation.
+    regions: u16,
+}
+
+impl Uring {
+    /// An engine for `files` on the ring of the [`Runtime`] that this is called in.
+    ///
+    /// Region `i` becomes what [`Lent::fixed`] calls `Some(i)`; the kernel takes at most 1 GiB each
+    /// and [`REGIONS_MAX`] of them. Where it refuses them all operations are plain ones and a
+    /// warning says why. A ring registers once in its life: a second engine on it is unregistered.
+    ///
+    /// # Errors
+    /// Called outside [`Runtime::block_on`].
+    ///
+    /// # Safety
+    /// Every region must stay mapped, and to the same memory, while `keep_alive` lives. It is kept
+    /// until the runtime is dropped.
+    pub unsafe fn new(
+        files: Vec<Arc<File>>,
+        regions: Vec<(NonNull<u8>, usize)>,
+        keep_alive: Arc<dyn Any + Send + Sync>,
+    ) -> io::Result<Self> {
+        let ring = Ring::current()?;
+        let permits = ring.permits();
+        let regions = regions.into_iter().take(REGIONS_MAX);
+        let regions = regions.map(|(ptr, len)| Region { ptr, len, _keep_alive: Arc::clone(&keep_alive) }).collect();
+        let regions = register(regions);
+        Ok(Uring { files, ring, permits, regions })
+    }
+
+    /// True where memory regions were given and the kernel has registered them.
+    pub fn registered(&self) -> bool {
+        self.regions > 0
+    }
+
+    /// The registered region that `buf` lies in, if it does.
+    fn fixed(&self, buf: &Lent) -> Option<u16> {
+        buf.fixed().filter(|&region| region < self.regions)
+    }
+
+    /// Waits for its turn, submits, and waits for the completion.
+    async fn run(
+        &self,
+        file: &Arc<File>,
+        entry: squeue::Entry,
+        buf: Option<Lent>,
+    ) -> (io::Result<usize>, Option<Lent>) {
+        let permit = Arc::clone(&self.permits).acquire_owned().await.expect("the semaphore is never closed");
+        if let Err(error) = self.ring.check_current() {
+            return (Err(error), buf);
+        }
+        let held = Held::new(buf, Arc::clone(file), permit, Rc::clone(&self.ring));
+        UnsubmittedOneshot::new(held, Finish, entry).submit().await
+    }
+}
+
+impl Storage for Uring {
+    fn name(&self) -> &'static str {
+        "uring"
+    }
+
+    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
+            Ok(file) => file,
+            Err(error) => return (Err(error), buf),
+        };
+        let (fd, len) = (types::Fd(file.as_raw_fd()), transfer_bytes(&buf));
+        let entry = match self.fixed(&buf) {
+            Some(region) => opcode::ReadFixed::new(fd, buf.as_ptr(), len, region).offset(offset).build(),
+            None => opcode::Read::new(fd, buf.as_ptr(), len).offset(offset).build(),
+        };
+        let (result, buf) = self.run(file, entry, Some(buf)).await;
+        (result, buf.expect("an operation gives back the memory it took"))
+    }
+
+    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
+            Ok(file) => file,
+            Err(error) => return (Err(error), buf),
+        };
+        let (fd, len) = (types::Fd(file.as_raw_fd()), transfer_bytes(&buf));
+        let entry = match self.fixed(&buf) {
+            Some(region) => opcode::WriteFixed::new(fd, buf.as_ptr(), len, region).offset(offset).build(),
+            None => opcode::Write::new(fd, buf.as_ptr(), len).offset(offset).build(),
+        };
+        let (result, buf) = self.run(file, entry, Some(buf)).await;
+        (result, buf.expect("an operation gives back the memory it took"))
+    }
+
+    async fn sync(&self, file: FileId) -> io::Result<()> {
+        let file = file_at(&self.files, file)?;
+        let entry = opcode::Fsync::new(types::Fd(file.as_raw_fd())).flags(types::FsyncFlags::DATASYNC).build();
+        self.run(file, entry, None).await.0.map(|_| ())
+    }
+}
+
+fn transfer_bytes(buf: &Lent) -> u32 {
+    u32::try_from(buf.len().min(TRANSFER_BYTES_MAX)).expect("TRANSFER_BYTES_MAX fits in 31 bits")
+}
+
+/// Memory that the kernel has pinned; the registry in the driver keeps it until the ring is closed.
+struct Region {
+    ptr: NonNull<u8>,
+    len: usize,
+    _keep_alive: Arc<dyn Any + Send + Sync>,
+}
+
+// SAFETY: the address does not change, and by the contract of `Uring::new` the range is mapped
+// while `_keep_alive` lives.
+unsafe impl IoBuf for Region {
+    fn stable_ptr(&self) -> *const u8 {
+        self.ptr.as_ptr()
+    }
+
+    fn bytes_init(&self) -> usize {
+        self.len
+    }
+
+    fn bytes_total(&self) -> usize {
+        self.len
+    }
+}
+
+// SAFETY: as above. The registry hands out no buffer (`check_out` is never called): the range is
+// only ever accessed through a `Lent`, whose contract is exclusive access.
+unsafe impl IoBufMut for Region {
+    fn stable_mut_ptr(&mut self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    unsafe fn set_init(&mut self, _: usize) {}
+}
+
+/// Registers all regions or none; returns how many.
+fn register(regions: Vec<Region>) -> u16 {
+    if regions.is_empty() {
+        return 0;
+    }
+    let count = u16::try_from(regions.len()).expect("REGIONS_MAX fits in 16 bits");
+    let wanted_bytes = regions.iter().map(|region| region.len as u64).sum();
+    match FixedBufRegistry::new(regions).register() {
+        Ok(()) => count,
+        Err(error) => {
+            let refusal = memlock::Refusal { wanted_bytes, error: &error };
+            tracing::warn!(wanted_bytes, regions = count, "{refusal}; reads and writes go on unregistered, slower");
+            0
+        }
+    }
+}

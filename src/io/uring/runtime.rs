@@ -1,0 +1,132 @@
+//! The runtime of the ring, and its shutdown.
+
+use std::{
+    cell::{Cell, RefCell},
+    fs::File,
+    io,
+    mem::ManuallyDrop,
+    rc::Rc,
+    sync::Arc,
+};
+
+use tokio::sync::Semaphore;
+
+use super::{Lent, probe::probe};
+
+/// A tokio-uring runtime that frees no memory which the kernel may still use.
+///
+/// tokio-uring drops the data of abandoned operations when its driver is dropped, before it cancels
+/// them and waits. Therefore this type marks its ring as closing first; what operations held is
+/// then set aside, and freed when the inner runtime is gone: it returns from its drop when every
+/// operation has completed. Should that drop panic instead, what was set aside is leaked.
+pub struct Runtime {
+    /// Present until drop.
+    inner: Option<tokio_uring::Runtime>,
+    ring: Rc<Ring>,
+}
+
+/// A runtime whose ring has `entries` entries (rounded up to a power of two by the kernel; 1 to
+/// 4096), and lets as many operations be in flight.
+///
+/// It must be made on the thread that uses it: the kernel ties the ring to the thread.
+///
+/// # Errors
+/// What the kernel said, explained, where it refuses rings ([`probe`]) or this many entries.
+pub fn runtime(entries: u32) -> io::Result<Runtime> {
+    probe()?;
+    let entries = entries.clamp(1, 4096);
+    let mut modern = tokio_uring::uring_builder();
+    modern.setup_single_issuer().setup_coop_taskrun();
+    let inner = match build(entries, &modern) {
+        // Kernels before 6.0 (one issuer) or 5.19 (cooperative task work) know no such flags.
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => build(entries, &tokio_uring::uring_builder())?,
+        other => other?,
+    };
+    let permits = Arc::new(Semaphore::new(entries as usize));
+    let ring = Ring { permits, closing: Cell::new(false), aside: RefCell::default() };
+    Ok(Runtime { inner: Some(inner), ring: Rc::new(ring) })
+}
+
+fn build(entries: u32, ring: &io_uring::Builder) -> io::Result<tokio_uring::Runtime> {
+    let mut builder = tokio_uring::builder();
+    builder.entries(entries).uring_builder(ring);
+    tokio_uring::Runtime::new(&builder)
+}
+
+impl Runtime {
+    /// Runs `future` to its end on this thread, and meanwhile every task spawned with
+    /// `tokio::task::spawn_local`.
+    ///
+    /// # Panics
+    /// If called inside a runtime, or if `future` panics.
+    pub fn block_on<F: Future>(&self, future: F) -> F::Output {
+        let _current = CurrentGuard(CURRENT.replace(Some(Rc::clone(&self.ring))));
+        self.inner.as_ref().expect("present until drop").block_on(future)
+    }
+}
+
+impl Drop for Runtime {
+    fn drop(&mut self) {
+        self.ring.closing.set(true);
+        drop(self.inner.take());
+        // Every operation has completed and the ring is closed: the memory is ours again.
+        for aside in self.ring.aside.take() {
+            drop(ManuallyDrop::into_inner(aside));
+        }
+    }
+}
+
+thread_local! {
+    /// The ring of the runtime that this thread is in.
+    static CURRENT: RefCell<Option<Rc<Ring>>> = const { RefCell::new(None) };
+}
+
+/// Puts back what was current before.
+struct CurrentGuard(Option<Rc<Ring>>);
+
+impl Drop for CurrentGuard {
+    fn drop(&mut self) {
+        CURRENT.set(self.0.take());
+    }
+}
+
+/// What engines and operations know of their runtime.
+pub(super) struct Ring {
+    /// One for each entry of the ring; shared by all engines on it.
+    permits: Arc<Semaphore>,
+    closing: Cell<bool>,
+    /// Freed when the ring is closed, and never if that fails.
+    aside: RefCell<Vec<ManuallyDrop<Aside>>>,
+}
+
+type Aside = (Option<Lent>, Option<Arc<File>>);
+
+impl Ring {
+    /// The ring of the runtime that the caller is in.
+    pub(super) fn current() -> io::Result<Rc<Ring>> {
+        CURRENT.with_borrow(Clone::clone).ok_or_else(not_inside)
+    }
+
+    /// Refuses an operation that would be submitted to no ring or to another one.
+    pub(super) fn check_current(self: &Rc<Self>) -> io::Result<()> {
+        let current = CURRENT.with_borrow(|current| current.as_ref().is_some_and(|ring| Rc::ptr_eq(ring, self)));
+        if current { Ok(()) } else { Err(not_inside()) }
+    }
+
+    pub(super) fn permits(&self) -> Arc<Semaphore> {
+        Arc::clone(&self.permits)
+    }
+
+    /// Frees what an operation held, now or when the ring is closed.
+    pub(super) fn release(&self, buf: Option<Lent>, file: Option<Arc<File>>) {
+        if self.closing.get() {
+            self.aside.borrow_mut().push(ManuallyDrop::new((buf, file)));
+        }
+    }
+}
+
+fn not_inside() -> io::Error {
+    io::Error::other(
+        "the ring was used outside its runtime: call from inside io::uring::Runtime::block_on, on its thread",
+    )
+}
