@@ -1,0 +1,97 @@
+//! What every byte of a store means. Little endian throughout; unused bytes are zero and checked.
+//!
+//! ```text
+//! member (a file or a raw device)
+//! 0         4096      8192                       data_offset (a multiple of 1 MiB)
+//! | super A | super B | record page | record p.. | slot 0 | slot 1 | ..
+//!                     | 32 records of 128 bytes  | slot_bytes = block_bytes padded to 4 KiB
+//!
+//! superblock (4096 bytes; only the first 512-byte sector is in use, so a sector-wise torn write is
+//! all or nothing)
+//!   0  magic "KVHOIST\0"       8      64  slots of all members   8
+//!   8  format version          4      72  layout fingerprint     8
+//!  12  state (1, 2)            4      80  member index           2
+//!  16  store uuid             16      82  member count           2
+//!  32  sequence number         8      84  namespace length       2
+//!  40  block_bytes             8      86  zero                   2
+//!  48  slot_bytes              8      88  namespace (UTF-8)    255, zero padded
+//!  56  slots of this member    8     504  crc of bytes 0..504    8
+//!
+//! record (128 bytes; all zero: a free slot)
+//!   0  flags: 1 full, 2 has a parent  4      24  last use         8
+//!   4  payload length                 4      32  key             32
+//!   8  generation                     8      64  parent          32
+//!  16  payload checksum               8      96  zero            24
+//!                                           120  crc              8
+//! ```
+//!
+//! All checksums are CRC-64/NVME ([`checksum`](crate::checksum)). A record's crc is taken over its first 120
+//! bytes followed by 8 bytes that stand for the store, the member and the slot
+//! ([`RecordSeal`](record::RecordSeal)): a record that was copied elsewhere is refused.
+//!
+//! **Versions.** Magic, version and the crc at 504 stay where they are in every version, so that an
+//! older program can tell a newer store from a damaged one.
+//!
+//! **States.** *Forming* (1) means that the store is being created and holds no block; *whole* (2) that every
+//! member was at least forming on the medium. Creation goes: zero the record tables and superblocks B, sync;
+//! write A forming, sync; write B whole, sync; write A whole, sync; each step over all members before the
+//! next. So one whole superblock anywhere proves that creation only needs to be finished, and none
+//! proves that nothing was ever stored.
+
+pub mod record;
+pub mod stripe;
+pub mod superblock;
+pub mod survey;
+
+use crate::io::IO_ALIGN;
+
+/// Bytes of a superblock, and of a page of the record table.
+pub const PAGE_BYTES: usize = IO_ALIGN;
+
+/// Offsets of the two copies of the superblock.
+pub const SUPERBLOCK_OFFSETS: [u64; 2] = [0, PAGE_BYTES as u64];
+
+/// Bytes of both superblocks.
+pub const HEAD_BYTES: usize = 2 * PAGE_BYTES;
+
+/// Offset of the record table.
+pub const TABLE_OFFSET: u64 = HEAD_BYTES as u64;
+
+/// Bytes of a record.
+pub const RECORD_BYTES: usize = 128;
+
+/// Records in a page of the record table.
+pub const RECORDS_PER_PAGE: usize = PAGE_BYTES / RECORD_BYTES;
+
+/// Data starts at a multiple of this.
+pub const DATA_ALIGN: u64 = 1 << 20;
+
+const _: () = assert!(PAGE_BYTES == 4096 && RECORDS_PER_PAGE == 32 && TABLE_OFFSET == 8192);
+
+/// The `N` bytes at `offset`.
+fn array<const N: usize>(bytes: &[u8], offset: usize) -> [u8; N] {
+    bytes[offset..offset + N].try_into().expect("the slice has N bytes")
+}
+
+fn get_u16(bytes: &[u8], offset: usize) -> u16 {
+    u16::from_le_bytes(array(bytes, offset))
+}
+
+fn get_u32(bytes: &[u8], offset: usize) -> u32 {
+    u32::from_le_bytes(array(bytes, offset))
+}
+
+fn get_u64(bytes: &[u8], offset: usize) -> u64 {
+    u64::from_le_bytes(array(bytes, offset))
+}
+
+fn put(bytes: &mut [u8], offset: usize, value: &[u8]) {
+    bytes[offset..offset + value.len()].copy_from_slice(value);
+}
+
+/// True if all bytes are zero.
+pub fn is_zero(bytes: &[u8]) -> bool {
+    // Wide chunks, which the compiler compares with vector instructions.
+    let (chunks, rest) = bytes.as_chunks::<64>();
+    chunks.iter().all(|chunk| *chunk == [0; 64]) && rest.iter().all(|&byte| byte == 0)
+}

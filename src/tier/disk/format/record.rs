@@ -1,0 +1,239 @@
+//! A slot's record: 128 bytes that say which block the slot holds.
+//!
+//! The byte diagram is in [`format`](super).
+
+use super::{RECORD_BYTES, array, get_u32, get_u64, is_zero, put};
+use crate::{block::BlockKey, checksum::checksum};
+
+const FLAGS: usize = 0;
+const LENGTH: usize = 4;
+const GENERATION: usize = 8;
+const CHECKSUM: usize = 16;
+const LAST_USE: usize = 24;
+const KEY: usize = 32;
+const PARENT: usize = 64;
+const ZERO: usize = 96;
+const CRC: usize = 120;
+
+const FLAG_FULL: u32 = 1;
+const FLAG_PARENT: u32 = 2;
+
+/// Generations and last uses are below this, so that "the next one" never overflows.
+pub const COUNTER_MAX: u64 = 1 << 63;
+
+/// What a full slot's record says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Record {
+    /// The block's key.
+    pub key: BlockKey,
+    /// The key of the block before it in its prefix chain.
+    pub parent: Option<BlockKey>,
+    /// Bytes of the payload.
+    pub length: u32,
+    /// Rises with every block stored; of two records of one key the higher is the newer.
+    pub generation: u64,
+    /// CRC-64/NVME of the payload.
+    pub checksum: u64,
+    /// The index's logical clock when the block was last used.
+    pub last_use: u64,
+}
+
+/// Why a record does not count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RecordFlaw {
+    /// Torn, rotten, or written for another slot, member or store.
+    Crc,
+    /// The crc holds, but a field is impossible.
+    Field(&'static str),
+}
+
+/// Ties records to one member of one store.
+///
+/// Its 8 bytes for a slot stand at the end of what the record's crc covers. A CRC maps equal
+/// prefixes with different last 8 bytes to different values, so two slots never share a seal within a store,
+/// and two stores do so with a chance of 2^-64.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RecordSeal(u64);
+
+impl RecordSeal {
+    /// The seal of member `member` of the store `uuid`.
+    pub fn new(uuid: &[u8; 16], member: u16) -> Self {
+        // Slot numbers are below 2^31 and take the low half, so members differ in bits of their own.
+        RecordSeal(checksum(uuid) ^ (u64::from(member) << 48))
+    }
+
+    fn of_slot(self, local: u32) -> [u8; 8] {
+        (self.0 ^ u64::from(local)).to_le_bytes()
+    }
+
+    /// The record's bytes for slot `local` of the member.
+    ///
+    /// # Panics
+    /// If a counter is past [`COUNTER_MAX`]: a program error, not a state of the store.
+    pub fn encode(self, local: u32, record: &Record) -> [u8; RECORD_BYTES] {
+        assert!(record.generation < COUNTER_MAX && record.last_use < COUNTER_MAX, "counters fit: {record:?}");
+        let mut bytes = [0; RECORD_BYTES];
+        let flags = if record.parent.is_some() { FLAG_FULL | FLAG_PARENT } else { FLAG_FULL };
+        put(&mut bytes, FLAGS, &flags.to_le_bytes());
+        put(&mut bytes, LENGTH, &record.length.to_le_bytes());
+        put(&mut bytes, GENERATION, &record.generation.to_le_bytes());
+        put(&mut bytes, CHECKSUM, &record.checksum.to_le_bytes());
+        put(&mut bytes, LAST_USE, &record.last_use.to_le_bytes());
+        put(&mut bytes, KEY, record.key.as_bytes());
+        if let Some(parent) = &record.parent {
+            put(&mut bytes, PARENT, parent.as_bytes());
+        }
+        put(&mut bytes, CRC, &self.of_slot(local));
+        let crc = checksum(&bytes);
+        put(&mut bytes, CRC, &crc.to_le_bytes());
+        bytes
+    }
+
+    /// Reads the record of slot `local`; `None` is a free slot. `block_bytes` is the only length accepted.
+    pub fn decode(
+        self,
+        local: u32,
+        block_bytes: u32,
+        bytes: &[u8; RECORD_BYTES],
+    ) -> Result<Option<Record>, RecordFlaw> {
+        if get_u32(bytes, FLAGS) == 0 && is_zero(bytes) {
+            return Ok(None);
+        }
+        let mut sealed = *bytes;
+        put(&mut sealed, CRC, &self.of_slot(local));
+        if checksum(&sealed) != get_u64(bytes, CRC) {
+            return Err(RecordFlaw::Crc);
+        }
+        let parent = match get_u32(bytes, FLAGS) {
+            FLAG_FULL if is_zero(&bytes[PARENT..ZERO]) => None,
+            FLAG_FULL => return Err(RecordFlaw::Field("parent without its flag")),
+            flags if flags == FLAG_FULL | FLAG_PARENT => Some(BlockKey::new(array(bytes, PARENT))),
+            _ => return Err(RecordFlaw::Field("unknown flags")),
+        };
+        let record = Record {
+            key: BlockKey::new(array(bytes, KEY)),
+            parent,
+            length: get_u32(bytes, LENGTH),
+            generation: get_u64(bytes, GENERATION),
+            checksum: get_u64(bytes, CHECKSUM),
+            last_use: get_u64(bytes, LAST_USE),
+        };
+        if record.length != block_bytes {
+            return Err(RecordFlaw::Field("length"));
+        }
+        if record.generation >= COUNTER_MAX || record.last_use >= COUNTER_MAX {
+            return Err(RecordFlaw::Field("counter"));
+        }
+        if !is_zero(&bytes[ZERO..CRC]) {
+            return Err(RecordFlaw::Field("unused bytes"));
+        }
+        Ok(Some(record))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const SEAL: RecordSeal = RecordSeal(0x1234_5678_9abc_def0);
+
+    fn record() -> impl Strategy<Value = Record> {
+        let counter = 0..COUNTER_MAX;
+        (any::<[u8; 32]>(), any::<Option<[u8; 32]>>(), counter.clone(), any::<u64>(), counter).prop_map(
+            |(key, parent, generation, checksum, last_use)| Record {
+                key: BlockKey::new(key),
+                parent: parent.map(BlockKey::new),
+                length: 4096,
+                generation,
+                checksum,
+                last_use,
+            },
+        )
+    }
+
+    fn sample() -> Record {
+        let key = BlockKey::new([7; 32]);
+        Record { key, parent: Some(BlockKey::new([9; 32])), length: 4096, generation: 3, checksum: 4, last_use: 5 }
+    }
+
+    #[test]
+    fn the_bytes_are_where_the_diagram_says() {
+        let bytes = SEAL.encode(1, &sample());
+        assert_eq!(bytes[0..8], [3, 0, 0, 0, 0, 16, 0, 0]);
+        assert_eq!((bytes[8], bytes[16], bytes[24]), (3, 4, 5));
+        assert_eq!((&bytes[32..64], &bytes[64..96], &bytes[96..120]), (&[7; 32][..], &[9; 32][..], &[0; 24][..]));
+    }
+
+    #[test]
+    fn every_single_bit_flip_is_detected() {
+        let good = SEAL.encode(1, &sample());
+        for bit in 0..RECORD_BYTES * 8 {
+            let mut bad = good;
+            bad[bit / 8] ^= 1 << (bit % 8);
+            assert!(SEAL.decode(1, 4096, &bad).is_err(), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn a_free_slot_with_any_bit_set_is_not_free() {
+        for bit in 0..RECORD_BYTES * 8 {
+            let mut bytes = [0; RECORD_BYTES];
+            bytes[bit / 8] ^= 1 << (bit % 8);
+            assert_eq!(SEAL.decode(1, 4096, &bytes), Err(RecordFlaw::Crc), "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn impossible_fields_under_a_good_crc_are_refused() {
+        type Spoil = fn(&mut [u8; RECORD_BYTES]);
+        let cases: [(&str, Spoil); 7] = [
+            ("unknown flags", |b| b[0] = 7),
+            ("unknown flags", |b| b[0] = 2),
+            ("parent without its flag", |b| b[0] = 1),
+            ("length", |b| b[4] = 1),
+            ("counter", |b| b[GENERATION + 7] = 0x80),
+            ("counter", |b| b[LAST_USE + 7] = 0xff),
+            ("unused bytes", |b| b[ZERO] = 1),
+        ];
+        for (what, spoil) in cases {
+            let mut bytes = SEAL.encode(1, &sample());
+            spoil(&mut bytes);
+            put(&mut bytes, CRC, &SEAL.of_slot(1));
+            let crc = checksum(&bytes);
+            put(&mut bytes, CRC, &crc.to_le_bytes());
+            assert_eq!(SEAL.decode(1, 4096, &bytes), Err(RecordFlaw::Field(what)));
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_written_is_read_back(record in record(), local: u32) {
+            prop_assert_eq!(SEAL.decode(local, 4096, &SEAL.encode(local, &record)), Ok(Some(record)));
+        }
+
+        #[test]
+        fn a_record_counts_only_where_it_was_written(
+            record in record(), uuid: [u8; 16], other_uuid: [u8; 16],
+            local in 0u32..1 << 31, other_local in 0u32..1 << 31, member in 0u16..64, other_member in 0u16..64,
+        ) {
+            let bytes = RecordSeal::new(&uuid, member).encode(local, &record);
+            let here = (uuid, member, local);
+            for there in [(uuid, member, other_local), (uuid, other_member, local), (uuid, other_member, other_local),
+                (other_uuid, member, local)]
+            {
+                if there != here {
+                    let seal = RecordSeal::new(&there.0, there.1);
+                    prop_assert_eq!(seal.decode(there.2, 4096, &bytes), Err(RecordFlaw::Crc));
+                }
+            }
+        }
+
+        #[test]
+        fn random_bytes_are_refused_and_never_panic(bytes: [[u8; 32]; 4], local: u32) {
+            let bytes = bytes.concat().try_into().expect("4 x 32 bytes");
+            prop_assert!(SEAL.decode(local, 4096, &bytes).is_err());
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! Where a slot is: global slots striped over the members.
+//!
+//! Slots are dealt out in rows, one to every member that still has room, in the order of the members:
+//!
+//! ```text
+//! members of 4, 2 and 3 slots          member 0   member 1   member 2
+//!                              row 0       0          1          2     \ band of all three
+//!                              row 1       3          4          5     /
+//!                              row 2       6                     7       band of members 0 and 2
+//!                              row 3       8                             band of member 0
+//! ```
+//!
+//! Rows with the same members form a *band*; there are at most as many bands as members, so a slot is found in
+//! O(members). A slot's place within its member is its row.
+
+use super::{DATA_ALIGN, PAGE_BYTES, RECORDS_PER_PAGE, TABLE_OFFSET};
+use crate::{config::Config, io::FileId};
+
+/// Most members that a store may have.
+pub const MEMBERS_MAX: usize = 64;
+
+/// Most slots that a store may have; keeps every offset far below 2^63.
+pub const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
+
+/// A page of the record table of any member: pages of member 0 first, then those of member 1, ...
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct PageId(pub u32);
+
+/// Rows that the same members share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Band {
+    slot_first: u32,
+    row_first: u32,
+    row_end: u32,
+    members: Vec<u16>,
+}
+
+/// One member's sizes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemberGeometry {
+    /// Its slots.
+    pub slots: u32,
+    /// Its pages of the record table.
+    pub pages: u32,
+    /// Where slot 0 starts.
+    pub data_offset: u64,
+    /// Bytes that the file or device must have.
+    pub bytes: u64,
+    page_first: u32,
+}
+
+/// Where every slot and record page of a store is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stripe {
+    block_bytes: u32,
+    slot_bytes: u32,
+    slots: u32,
+    pages: u32,
+    members: Vec<MemberGeometry>,
+    bands: Vec<Band>,
+}
+
+impl Stripe {
+    /// The places of a store with these settings, which must be [valid](Config::validate).
+    ///
+    /// # Panics
+    /// If the settings are not valid.
+    pub fn new(config: &Config) -> Self {
+        let slots: Vec<u32> = config.disks.iter().map(|disk| disk.blocks).collect();
+        Self::of(config.block_bytes, config.slot_bytes(), &slots)
+    }
+
+    fn of(block_bytes: usize, slot_bytes: usize, slots: &[u32]) -> Self {
+        let total: u64 = slots.iter().map(|&slots| u64::from(slots)).sum();
+        assert!(slots.len() <= MEMBERS_MAX && total <= SLOTS_MAX, "Config::validate limits members and slots");
+        assert!(slots.iter().all(|&slots| slots > 0), "Config::validate refuses empty members");
+        assert!(block_bytes > 0 && block_bytes <= slot_bytes && slot_bytes <= 1 << 30, "Config::validate limits both");
+        let mut members = Vec::with_capacity(slots.len());
+        let mut page_first = 0;
+        for &slots in slots {
+            let member = MemberGeometry::new(slots, slot_bytes as u64, page_first);
+            page_first += member.pages;
+            members.push(member);
+        }
+        Stripe {
+            block_bytes: block_bytes as u32,
+            slot_bytes: slot_bytes as u32,
+            slots: total as u32,
+            pages: page_first,
+            bands: bands(slots),
+            members,
+        }
+    }
+
+    /// Bytes of a block.
+    pub fn block_bytes(&self) -> u32 {
+        self.block_bytes
+    }
+
+    /// Bytes from one slot to the next.
+    pub fn slot_bytes(&self) -> u32 {
+        self.slot_bytes
+    }
+
+    /// Slots of all members; slot numbers are below it.
+    pub fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    /// Record pages of all members; page numbers are below it.
+    pub fn pages(&self) -> u32 {
+        self.pages
+    }
+
+    /// The members' sizes, in the order of the configured paths.
+    pub fn members(&self) -> &[MemberGeometry] {
+        &self.members
+    }
+
+    /// The member that holds `slot`, and the slot's number there.
+    ///
+    /// # Panics
+    /// If the store has no such slot.
+    pub fn place(&self, slot: u32) -> (FileId, u32) {
+        assert!(slot < self.slots, "slot {slot} of {}", self.slots);
+        let at = self.bands.partition_point(|band| band.slot_first <= slot) - 1;
+        let band = &self.bands[at];
+        let (within, width) = (slot - band.slot_first, band.members.len() as u32);
+        (FileId(band.members[(within % width) as usize]), band.row_first + within / width)
+    }
+
+    /// The slot that is number `local` of member `file`: the reverse of [`place`](Self::place).
+    ///
+    /// # Panics
+    /// If the member has no such slot.
+    pub fn slot(&self, file: FileId, local: u32) -> u32 {
+        let slots = self.members[usize::from(file.0)].slots;
+        assert!(local < slots, "slot {local} of {slots} of member {}", file.0);
+        let at = self.bands.partition_point(|band| band.row_end <= local);
+        let band = &self.bands[at];
+        let column = band.members.binary_search(&file.0).expect("a member is in every band up to its last row");
+        band.slot_first + (local - band.row_first) * band.members.len() as u32 + column as u32
+    }
+
+    /// Where the block in `slot` starts.
+    ///
+    /// # Panics
+    /// If the store has no such slot.
+    pub fn locate(&self, slot: u32) -> (FileId, u64) {
+        let (file, local) = self.place(slot);
+        (file, self.members[usize::from(file.0)].data_offset + u64::from(local) * u64::from(self.slot_bytes))
+    }
+
+    /// The record page that holds the record of `slot`.
+    ///
+    /// # Panics
+    /// If the store has no such slot.
+    pub fn page_of(&self, slot: u32) -> PageId {
+        let (file, local) = self.place(slot);
+        PageId(self.members[usize::from(file.0)].page_first + local / RECORDS_PER_PAGE as u32)
+    }
+
+    /// Where a record page starts.
+    ///
+    /// # Panics
+    /// If the store has no such page.
+    pub fn page_location(&self, page: PageId) -> (FileId, u64) {
+        let (file, within) = self.page_place(page);
+        (file, TABLE_OFFSET + u64::from(within) * PAGE_BYTES as u64)
+    }
+
+    /// The slots of a record page, as their member, the number of the first there, and how many.
+    ///
+    /// # Panics
+    /// If the store has no such page.
+    pub fn page_slots(&self, page: PageId) -> (FileId, u32, u32) {
+        let (file, within) = self.page_place(page);
+        let first = within * RECORDS_PER_PAGE as u32;
+        let slots = self.members[usize::from(file.0)].slots;
+        (file, first, (slots - first).min(RECORDS_PER_PAGE as u32))
+    }
+
+    fn page_place(&self, page: PageId) -> (FileId, u32) {
+        assert!(page.0 < self.pages, "record page {} of {}", page.0, self.pages);
+        let at = self.members.partition_point(|member| member.page_first <= page.0) - 1;
+        (FileId(at as u16), page.0 - self.members[at].page_first)
+    }
+}
+
+impl MemberGeometry {
+    fn new(slots: u32, slot_bytes: u64, page_first: u32) -> Self {
+        let pages = slots.div_ceil(RECORDS_PER_PAGE as u32);
+        let table_end = TABLE_OFFSET + u64::from(pages) * PAGE_BYTES as u64;
+        let data_offset = table_end.next_multiple_of(DATA_ALIGN);
+        MemberGeometry { slots, pages, data_offset, bytes: data_offset + u64::from(slots) * slot_bytes, page_first }
+    }
+
+    /// Bytes of the record table.
+    pub fn table_bytes(&self) -> u64 {
+        u64::from(self.pages) * PAGE_BYTES as u64
+    }
+}
+
+fn bands(slots: &[u32]) -> Vec<Band> {
+    let mut ends = slots.to_vec();
+    ends.sort_unstable();
+    ends.dedup();
+    let (mut slot_first, mut row_first) = (0, 0);
+    let mut bands = Vec::with_capacity(ends.len());
+    for row_end in ends {
+        let members: Vec<u16> = (0..slots.len() as u16).filter(|&at| slots[usize::from(at)] > row_first).collect();
+        let width = members.len() as u32;
+        bands.push(Band { slot_first, row_first, row_end, members });
+        slot_first += (row_end - row_first) * width;
+        row_first = row_end;
+    }
+    bands
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn the_example_in_the_docs_is_right() {
+        let stripe = Stripe::of(4096, 4096, &[4, 2, 3]);
+        let places: Vec<(u16, u32)> = (0..9).map(|slot| stripe.place(slot)).map(|(file, at)| (file.0, at)).collect();
+        assert_eq!(places, [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2), (2, 2), (0, 3)]);
+    }
+
+    #[test]
+    fn the_largest_store_has_offsets_far_below_the_limit() {
+        let stripe = Stripe::of(1 << 30, 1 << 30, &[u32::MAX >> 1]);
+        let (_, offset) = stripe.locate((u32::MAX >> 1) - 1);
+        assert!(offset < 1 << 62 && stripe.members()[0].bytes < 1 << 62);
+    }
+
+    #[test]
+    #[should_panic(expected = "slot 3 of 3")]
+    fn a_slot_out_of_range_is_asserted() {
+        Stripe::of(4096, 4096, &[3]).locate(3);
+    }
+
+    proptest! {
+        #[test]
+        fn every_slot_has_one_place_of_its_own(slots in prop::collection::vec(1u32..200, 1..9)) {
+            let stripe = Stripe::of(5000, 8192, &slots);
+            let mut seen = HashSet::new();
+            for slot in 0..stripe.slots() {
+                let (file, local) = stripe.place(slot);
+                prop_assert!(local < slots[usize::from(file.0)]);
+                prop_assert!(seen.insert((file, local)));
+                prop_assert_eq!(stripe.slot(file, local), slot);
+                let member = stripe.members()[usize::from(file.0)];
+                let (_, offset) = stripe.locate(slot);
+                prop_assert!(offset >= member.data_offset && offset + 8192 <= member.bytes && offset % 4096 == 0);
+                let (page_file, first, count) = stripe.page_slots(stripe.page_of(slot));
+                prop_assert!(page_file == file && (first..first + count).contains(&local));
+            }
+            prop_assert_eq!(seen.len() as u32, slots.iter().sum::<u32>());
+        }
+
+        #[test]
+        fn record_pages_lie_between_the_superblocks_and_the_data(slots in prop::collection::vec(1u32..200, 1..9)) {
+            let stripe = Stripe::of(4096, 4096, &slots);
+            let mut covered = 0;
+            for page in (0..stripe.pages()).map(PageId) {
+                let (file, offset) = stripe.page_location(page);
+                let member = stripe.members()[usize::from(file.0)];
+                prop_assert!(offset >= TABLE_OFFSET && offset + 4096 <= TABLE_OFFSET + member.table_bytes());
+                prop_assert!(TABLE_OFFSET + member.table_bytes() <= member.data_offset);
+                covered += stripe.page_slots(page).2;
+            }
+            prop_assert_eq!(covered, stripe.slots());
+        }
+    }
+}

@@ -1,0 +1,433 @@
+//! The superblock: what a member is a part of, and of which shape.
+//!
+//! The byte diagram and the meaning of the states are in [`format`](super).
+
+use super::{
+    HEAD_BYTES, PAGE_BYTES, array, get_u16, get_u32, get_u64, is_zero, put,
+    stripe::{MEMBERS_MAX, SLOTS_MAX},
+};
+use crate::{
+    checksum::{Digest, checksum},
+    config::Config,
+};
+
+/// The first 8 bytes of a store, in every version.
+pub const MAGIC: [u8; 8] = *b"KVHOIST\0";
+
+/// The version that this program writes, and the only one that it reads.
+pub const VERSION: u32 = 1;
+
+const VERSION_AT: usize = 8;
+const STATE: usize = 12;
+const UUID: usize = 16;
+const SEQUENCE: usize = 32;
+const BLOCK_BYTES: usize = 40;
+const SLOT_BYTES: usize = 48;
+const SLOTS: usize = 56;
+const SLOTS_ALL: usize = 64;
+const FINGERPRINT: usize = 72;
+const MEMBER: usize = 80;
+const MEMBERS: usize = 82;
+const NAMESPACE_BYTES: usize = 84;
+const ZERO_1: usize = 86;
+const NAMESPACE: usize = 88;
+const NAMESPACE_MAX: usize = 255;
+const ZERO_2: usize = NAMESPACE + NAMESPACE_MAX;
+const CRC: usize = 504;
+const ZERO_3: usize = 512;
+
+/// How far a store's creation has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Being created; holds no block.
+    Forming = 1,
+    /// Complete.
+    Whole = 2,
+}
+
+/// A decoded superblock. Every field has been checked to be possible.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Superblock {
+    /// How far creation has come.
+    pub state: State,
+    /// Random, and the same in all members of a store.
+    pub uuid: [u8; 16],
+    /// Rises with every write; the higher of the two copies counts.
+    pub sequence: u64,
+    /// Bytes of a block.
+    pub block_bytes: u64,
+    /// Bytes of a slot.
+    pub slot_bytes: u64,
+    /// Slots of this member.
+    pub slots: u64,
+    /// Slots of all members.
+    pub slots_all: u64,
+    /// [`fingerprint`] of the settings that decide where a slot is and what it means.
+    pub fingerprint: u64,
+    /// This member's place among the members.
+    pub member: u16,
+    /// How many members there are.
+    pub members: u16,
+    /// The namespace that the keys belong to.
+    pub namespace: String,
+}
+
+/// Why a superblock does not count.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum SuperblockFlaw {
+    /// All zero.
+    Blank,
+    /// Not written by this program.
+    Foreign,
+    /// Written by this program, but torn or rotten.
+    Damaged,
+    /// Sound, and of a later version.
+    Newer(u32),
+    /// The crc holds, but a field is impossible.
+    Field(&'static str),
+}
+
+impl Superblock {
+    /// The superblock of member `member` of a new store with valid settings.
+    pub fn new(config: &Config, uuid: [u8; 16], member: u16) -> Self {
+        Superblock {
+            state: State::Forming,
+            uuid,
+            sequence: 1,
+            block_bytes: config.block_bytes as u64,
+            slot_bytes: config.slot_bytes() as u64,
+            slots: config.disks[usize::from(member)].blocks.into(),
+            slots_all: config.disk_blocks(),
+            fingerprint: fingerprint(config),
+            member,
+            members: config.disks.len() as u16,
+            namespace: config.namespace.clone(),
+        }
+    }
+
+    /// Its bytes.
+    ///
+    /// # Panics
+    /// If the namespace is longer than 255 bytes, which [`Config::validate`] refuses.
+    pub fn encode(&self) -> [u8; PAGE_BYTES] {
+        assert!(self.namespace.len() <= NAMESPACE_MAX, "Config::validate limits the namespace");
+        let mut bytes = [0; PAGE_BYTES];
+        put(&mut bytes, 0, &MAGIC);
+        put(&mut bytes, VERSION_AT, &VERSION.to_le_bytes());
+        put(&mut bytes, STATE, &(self.state as u32).to_le_bytes());
+        put(&mut bytes, UUID, &self.uuid);
+        put(&mut bytes, SEQUENCE, &self.sequence.to_le_bytes());
+        put(&mut bytes, BLOCK_BYTES, &self.block_bytes.to_le_bytes());
+        put(&mut bytes, SLOT_BYTES, &self.slot_bytes.to_le_bytes());
+        put(&mut bytes, SLOTS, &self.slots.to_le_bytes());
+        put(&mut bytes, SLOTS_ALL, &self.slots_all.to_le_bytes());
+        put(&mut bytes, FINGERPRINT, &self.fingerprint.to_le_bytes());
+        put(&mut bytes, MEMBER, &self.member.to_le_bytes());
+        put(&mut bytes, MEMBERS, &self.members.to_le_bytes());
+        put(&mut bytes, NAMESPACE_BYTES, &(self.namespace.len() as u16).to_le_bytes());
+        put(&mut bytes, NAMESPACE, self.namespace.as_bytes());
+        let crc = checksum(&bytes[..CRC]);
+        put(&mut bytes, CRC, &crc.to_le_bytes());
+        bytes
+    }
+
+    /// Reads one copy.
+    pub fn decode(bytes: &[u8; PAGE_BYTES]) -> Result<Self, SuperblockFlaw> {
+        use SuperblockFlaw::{Blank, Damaged, Field, Foreign, Newer};
+        if is_zero(bytes) {
+            return Err(Blank);
+        }
+        if bytes[..MAGIC.len()] != MAGIC {
+            return Err(Foreign);
+        }
+        if checksum(&bytes[..CRC]) != get_u64(bytes, CRC) {
+            return Err(Damaged);
+        }
+        match get_u32(bytes, VERSION_AT) {
+            VERSION => {}
+            version if version > VERSION => return Err(Newer(version)),
+            _ => return Err(Field("format version")),
+        }
+        // Past the crc nothing protects the bytes but that they are zero: rot, then, not a field.
+        if !is_zero(&bytes[ZERO_3..]) {
+            return Err(Damaged);
+        }
+        let superblock = Superblock {
+            state: match get_u32(bytes, STATE) {
+                1 => State::Forming,
+                2 => State::Whole,
+                _ => return Err(Field("state")),
+            },
+            uuid: array(bytes, UUID),
+            sequence: get_u64(bytes, SEQUENCE),
+            block_bytes: get_u64(bytes, BLOCK_BYTES),
+            slot_bytes: get_u64(bytes, SLOT_BYTES),
+            slots: get_u64(bytes, SLOTS),
+            slots_all: get_u64(bytes, SLOTS_ALL),
+            fingerprint: get_u64(bytes, FINGERPRINT),
+            member: get_u16(bytes, MEMBER),
+            members: get_u16(bytes, MEMBERS),
+            namespace: decode_namespace(bytes)?,
+        };
+        if !is_zero(&bytes[ZERO_1..NAMESPACE]) || !is_zero(&bytes[ZERO_2..CRC]) {
+            return Err(Field("unused bytes"));
+        }
+        superblock.check().map_err(Field)?;
+        Ok(superblock)
+    }
+
+    fn check(&self) -> Result<(), &'static str> {
+        // Far below the end, so that raising it never overflows.
+        if self.sequence == 0 || self.sequence >= 1 << 63 {
+            return Err("sequence number");
+        }
+        if self.block_bytes == 0 || self.block_bytes > 1 << 30 {
+            return Err("block_bytes");
+        }
+        if self.slot_bytes != self.block_bytes.next_multiple_of(PAGE_BYTES as u64) {
+            return Err("slot_bytes");
+        }
+        if self.slots == 0 || self.slots > self.slots_all || self.slots_all > SLOTS_MAX {
+            return Err("slots");
+        }
+        if self.member >= self.members || usize::from(self.members) > MEMBERS_MAX {
+            return Err("member index");
+        }
+        Ok(())
+    }
+}
+
+fn decode_namespace(bytes: &[u8; PAGE_BYTES]) -> Result<String, SuperblockFlaw> {
+    let len = usize::from(get_u16(bytes, NAMESPACE_BYTES));
+    if len == 0 || len > NAMESPACE_MAX {
+        return Err(SuperblockFlaw::Field("namespace length"));
+    }
+    let (name, padding) = bytes[NAMESPACE..ZERO_2].split_at(len);
+    match std::str::from_utf8(name) {
+        Ok(name) if is_zero(padding) => Ok(name.to_owned()),
+        _ => Err(SuperblockFlaw::Field("namespace")),
+    }
+}
+
+/// Stands for the settings that decide where a slot is and what its bytes mean: the slot mapping, the block
+/// size, the sizes of all members in their order, the namespace. Blocks lie on disk in one canonical
+/// order, so the layout in device memory is not among them.
+pub fn fingerprint(config: &Config) -> u64 {
+    let mut digest = Digest::new();
+    digest.update(b"stripe 1");
+    digest.update(&(config.block_bytes as u64).to_le_bytes());
+    digest.update(&(config.disks.len() as u64).to_le_bytes());
+    for disk in &config.disks {
+        digest.update(&u64::from(disk.blocks).to_le_bytes());
+    }
+    digest.update(config.namespace.as_bytes());
+    digest.finish()
+}
+
+/// What the first 8 KiB of a member say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Head {
+    /// All zero.
+    Blank,
+    /// The first write of a creation was cut off; there was no store here before it.
+    Torn,
+    /// A superblock counts.
+    Valid {
+        /// The copy with the higher sequence number.
+        superblock: Superblock,
+        /// Which copy that is: 0 for A, 1 for B.
+        copy: usize,
+        /// The other copy is sound and whole as well.
+        twin_is_whole: bool,
+    },
+    /// Neither copy counts; the flaw that says most.
+    Bad(SuperblockFlaw),
+}
+
+impl Head {
+    /// Judges both copies. Never panics, whatever the bytes.
+    pub fn decode(bytes: &[u8; HEAD_BYTES]) -> Self {
+        let a_bytes: &[u8; PAGE_BYTES] = bytes.first_chunk().expect("a head has two pages");
+        let b_bytes: &[u8; PAGE_BYTES] = bytes.last_chunk().expect("a head has two pages");
+        match (Superblock::decode(a_bytes), Superblock::decode(b_bytes)) {
+            // A newer program has been here, even if it wrote one copy only.
+            (Err(flaw @ SuperblockFlaw::Newer(_)), _) | (_, Err(flaw @ SuperblockFlaw::Newer(_))) => Head::Bad(flaw),
+            (Ok(a), Ok(b)) if b.sequence > a.sequence => Self::valid(b, 1, Some(&a)),
+            (Ok(a), b) => Self::valid(a, 0, b.as_ref().ok()),
+            (Err(_), Ok(b)) => Self::valid(b, 1, None),
+            (Err(SuperblockFlaw::Blank), Err(SuperblockFlaw::Blank)) => Head::Blank,
+            (Err(_), Err(SuperblockFlaw::Blank)) if begins_like_a_store(a_bytes) => Head::Torn,
+            (Err(flaw @ SuperblockFlaw::Field(_)), Err(_)) | (Err(_), Err(flaw @ SuperblockFlaw::Field(_))) => {
+                Head::Bad(flaw)
+            }
+            (Err(SuperblockFlaw::Damaged), Err(_)) | (Err(_), Err(SuperblockFlaw::Damaged)) => {
+                Head::Bad(SuperblockFlaw::Damaged)
+            }
+            (Err(_), Err(_)) => Head::Bad(SuperblockFlaw::Foreign),
+        }
+    }
+
+    fn valid(superblock: Superblock, copy: usize, twin: Option<&Superblock>) -> Self {
+        let twin_is_whole = twin.is_some_and(|twin| twin.state == State::Whole && twin.uuid == superblock.uuid);
+        Head::Valid { superblock, copy, twin_is_whole }
+    }
+}
+
+/// What a torn first write of superblock A leaves: the damaged whole of it, or a part of the magic and zeros.
+/// In a store whose creation went further, copy B is not blank.
+fn begins_like_a_store(bytes: &[u8; PAGE_BYTES]) -> bool {
+    let matching = bytes.iter().zip(MAGIC).take_while(|(byte, magic)| **byte == *magic).count();
+    match Superblock::decode(bytes) {
+        Err(SuperblockFlaw::Damaged) => true,
+        _ => matching > 0 && is_zero(&bytes[matching..]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::config::DiskPath;
+
+    fn sample() -> Superblock {
+        let disk = |blocks| DiskPath { path: format!("d{blocks}").into(), blocks };
+        let config = Config { disks: vec![disk(10), disk(20)], namespace: "naïve".into(), ..Config::default() };
+        Superblock { state: State::Whole, ..Superblock::new(&config, [0xAB; 16], 1) }
+    }
+
+    fn head(a: &[u8; PAGE_BYTES], b: &[u8; PAGE_BYTES]) -> Head {
+        let mut bytes = [0; HEAD_BYTES];
+        put(&mut bytes, 0, a);
+        put(&mut bytes, PAGE_BYTES, b);
+        Head::decode(&bytes)
+    }
+
+    fn seal(bytes: &mut [u8; PAGE_BYTES]) {
+        let crc = checksum(&bytes[..CRC]);
+        put(bytes, CRC, &crc.to_le_bytes());
+    }
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let longest = Superblock { namespace: "n".repeat(255), ..sample() };
+        for superblock in [sample(), longest, Superblock { state: State::Forming, ..sample() }] {
+            assert_eq!(Superblock::decode(&superblock.encode()), Ok(superblock));
+        }
+    }
+
+    #[test]
+    fn the_bytes_are_where_the_diagram_says() {
+        let bytes = sample().encode();
+        assert_eq!(&bytes[..16], b"KVHOIST\0\x01\0\0\0\x02\0\0\0");
+        assert_eq!((&bytes[16..32], bytes[32], bytes[56], bytes[64]), (&[0xAB; 16][..], 1, 20, 30));
+        assert_eq!((bytes[80], bytes[82], bytes[84], &bytes[88..94]), (1, 2, 6, "naïve".as_bytes()));
+        assert_eq!(get_u64(&bytes, 504), checksum(&bytes[..504]));
+        assert!(is_zero(&bytes[512..]), "only one sector is in use");
+    }
+
+    #[test]
+    fn every_single_bit_flip_is_detected() {
+        let good = sample().encode();
+        for bit in 0..PAGE_BYTES * 8 {
+            let mut bad = good;
+            bad[bit / 8] ^= 1 << (bit % 8);
+            let flaw = Superblock::decode(&bad).expect_err("a flipped bit");
+            let expected = if bit < 64 { SuperblockFlaw::Foreign } else { SuperblockFlaw::Damaged };
+            assert_eq!(flaw, expected, "bit {bit}");
+        }
+    }
+
+    #[test]
+    fn impossible_fields_under_a_good_crc_are_refused() {
+        let cases: [(&str, usize, u8); 14] = [
+            ("format version", VERSION_AT, 0),
+            ("state", STATE, 3),
+            ("sequence number", SEQUENCE + 7, 0xFF),
+            ("sequence number", SEQUENCE, 0),
+            ("block_bytes", BLOCK_BYTES + 7, 0xFF),
+            ("slot_bytes", SLOT_BYTES, 1),
+            ("slots", SLOTS, 0),
+            ("slots", SLOTS, 31),
+            ("slots", SLOTS_ALL + 6, 1),
+            ("member index", MEMBER, 2),
+            ("member index", MEMBERS + 1, 1),
+            ("namespace length", NAMESPACE_BYTES + 1, 1),
+            ("namespace", NAMESPACE, 0xFF),
+            ("unused bytes", ZERO_1, 1),
+        ];
+        for (what, at, value) in cases {
+            let mut bytes = sample().encode();
+            bytes[at] = value;
+            seal(&mut bytes);
+            assert_eq!(Superblock::decode(&bytes), Err(SuperblockFlaw::Field(what)), "byte {at}");
+        }
+    }
+
+    #[test]
+    fn a_newer_version_is_told_from_damage() {
+        let mut newer = sample().encode();
+        newer[VERSION_AT] = 2;
+        assert_eq!(Superblock::decode(&newer), Err(SuperblockFlaw::Damaged));
+        seal(&mut newer);
+        newer[3000] = 1;
+        assert_eq!(Superblock::decode(&newer), Err(SuperblockFlaw::Newer(2)));
+        assert_eq!(head(&sample().encode(), &newer), Head::Bad(SuperblockFlaw::Newer(2)));
+    }
+
+    #[test]
+    fn a_torn_copy_leaves_the_other() {
+        let old = sample();
+        let new = Superblock { sequence: 2, ..sample() };
+        for torn_bytes in 0..PAGE_BYTES {
+            let mut torn = old.encode();
+            let new_bytes = Superblock { sequence: 3, uuid: [1; 16], ..sample() }.encode();
+            torn[..torn_bytes].copy_from_slice(&new_bytes[..torn_bytes]);
+            if torn == old.encode() || torn == new_bytes {
+                continue;
+            }
+            let expected = |copy| Head::Valid { superblock: new.clone(), copy, twin_is_whole: false };
+            assert_eq!(head(&torn, &new.encode()), expected(1), "A torn after {torn_bytes}");
+            assert_eq!(head(&new.encode(), &torn), expected(0), "B torn after {torn_bytes}");
+        }
+    }
+
+    #[test]
+    fn the_higher_sequence_number_counts() {
+        let (old, new) = (sample(), Superblock { sequence: 2, ..sample() });
+        let expected = |copy| Head::Valid { superblock: new.clone(), copy, twin_is_whole: true };
+        assert_eq!(head(&old.encode(), &new.encode()), expected(1));
+        assert_eq!(head(&new.encode(), &old.encode()), expected(0));
+    }
+
+    #[test]
+    fn a_creation_torn_anywhere_is_blank_torn_or_forming() {
+        let forming = Superblock { state: State::Forming, ..sample() };
+        let blank = [0; PAGE_BYTES];
+        for torn_bytes in 0..=PAGE_BYTES {
+            let mut a = blank;
+            a[..torn_bytes].copy_from_slice(&forming.encode()[..torn_bytes]);
+            match head(&a, &blank) {
+                Head::Blank => assert_eq!(torn_bytes, 0),
+                Head::Torn => assert!(torn_bytes < ZERO_3),
+                Head::Valid { superblock, .. } => assert_eq!((superblock, a), (forming.clone(), forming.encode())),
+                other => panic!("{torn_bytes} bytes: {other:?}"),
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn random_bytes_are_refused_and_never_panic(bytes in prop::collection::vec(any::<u8>(), PAGE_BYTES), at in 8usize..504) {
+            let mut page: [u8; PAGE_BYTES] = bytes.try_into().expect("a page");
+            prop_assert!(Superblock::decode(&page).is_err());
+            // Past the first checks: a sound beginning, a good crc, and random bytes between.
+            let sound = sample().encode();
+            put(&mut page, 0, &sound[..at]);
+            page[ZERO_3..].fill(0);
+            seal(&mut page);
+            let _ = head(&page, &sound);
+            let _ = head(&sound, &page);
+        }
+    }
+}

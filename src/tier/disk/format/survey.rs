@@ -1,0 +1,352 @@
+//! Decides from the members' first bytes whether to open a store, to create one, or to refuse.
+
+use std::path::Path;
+
+use super::{
+    HEAD_BYTES,
+    stripe::Stripe,
+    superblock::{Head, State, Superblock, SuperblockFlaw, VERSION, fingerprint},
+};
+use crate::{
+    config::Config,
+    error::{Error, Result},
+};
+
+/// One member as it was found.
+#[derive(Debug, Clone, Copy)]
+pub struct Found<'a> {
+    /// Its name in errors.
+    pub path: &'a Path,
+    /// Its size.
+    pub bytes: u64,
+    /// A device has the size that it has; a file is as large as its store wants it.
+    pub device: bool,
+    /// Its first bytes; zeros where it is shorter.
+    pub head: &'a [u8; HEAD_BYTES],
+}
+
+/// What to do with the members.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Verdict {
+    /// No block was ever stored: create a store.
+    Create,
+    /// A store: open it. For every member its superblock and which copies want writing.
+    Open(Vec<Standing>),
+}
+
+/// A member's superblock in a store to be opened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Standing {
+    /// What counts.
+    pub superblock: Superblock,
+    /// Where it was: 0 for copy A, 1 for B.
+    pub copy: usize,
+    /// The other copy must be written, for it is torn, rotten, blank or forming.
+    pub mend_twin: bool,
+}
+
+/// Judges all members against each other and against valid settings.
+///
+/// # Errors
+/// [`Error::Store`], one of a kind for every reason; the text says what to do.
+pub fn survey(found: &[Found<'_>], config: &Config) -> Result<Verdict> {
+    assert_eq!(found.len(), config.disks.len(), "one member a configured path");
+    let stripe = Stripe::new(config);
+    let heads: Vec<Head> = found.iter().map(|member| Head::decode(member.head)).collect();
+    for (member, head) in found.iter().zip(&heads) {
+        check_readable(member, head)?;
+    }
+    let whole = heads.iter().find_map(|head| match head {
+        Head::Valid { superblock, .. } if superblock.state == State::Whole => Some(superblock),
+        _ => None,
+    });
+    let Some(whole) = whole else {
+        for (member, geometry) in found.iter().zip(stripe.members()) {
+            check_room_for_new(member, geometry.bytes)?;
+        }
+        return Ok(Verdict::Create);
+    };
+    let mut standings = Vec::with_capacity(found.len());
+    for (index, (member, head)) in found.iter().zip(heads.iter()).enumerate() {
+        let Head::Valid { superblock, copy, twin_is_whole } = head else {
+            return Err(missing_member(member, head, whole));
+        };
+        check_family(member, superblock, whole, index, config)?;
+        check_settings(member, superblock, index, config)?;
+        check_size(member, stripe.members()[index].bytes)?;
+        standings.push(Standing { superblock: superblock.clone(), copy: *copy, mend_twin: !twin_is_whole });
+    }
+    Ok(Verdict::Open(standings))
+}
+
+fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>, action: impl Into<String>) -> Error {
+    Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: action.into() }
+}
+
+const START_EMPTY: &str = "or remove the store's files (wipe its devices) to start empty";
+
+fn check_readable(member: &Found<'_>, head: &Head) -> Result<()> {
+    let Head::Bad(flaw) = head else { return Ok(()) };
+    let path = member.path;
+    Err(match flaw {
+        SuperblockFlaw::Foreign | SuperblockFlaw::Blank => refuse(
+            path,
+            format!("data that kvhoist did not write (it begins with {:02x?})", &member.head[..8]),
+            "a store, or nothing but zeros",
+            "choose another path in `disks`, or remove what is there if nobody needs it",
+        ),
+        SuperblockFlaw::Newer(version) => refuse(
+            path,
+            format!("a store of format version {version}"),
+            format!("format version {VERSION}"),
+            format!("open it with the newer kvhoist that wrote it, {START_EMPTY}"),
+        ),
+        SuperblockFlaw::Damaged => refuse(
+            path,
+            "a store whose two superblocks are both damaged (bad crc)",
+            "at least one sound superblock",
+            format!("check the disk, {START_EMPTY}"),
+        ),
+        SuperblockFlaw::Field(field) => refuse(
+            path,
+            format!("a superblock with an impossible {field}"),
+            format!("a superblock as format version {VERSION} writes it"),
+            format!("restore the file from where it came from, {START_EMPTY}"),
+        ),
+    })
+}
+
+fn check_room_for_new(member: &Found<'_>, wanted: u64) -> Result<()> {
+    if member.device {
+        return check_size(member, wanted);
+    }
+    // An empty file is about to be preallocated; one of the right size was, before a creation that was cut off.
+    if member.bytes == 0 || member.bytes == wanted {
+        return Ok(());
+    }
+    Err(refuse(
+        member.path,
+        format!("a file of {} bytes that holds no store", member.bytes),
+        format!("no file, an empty file, or one of exactly {wanted} bytes left by a creation that was cut off"),
+        "choose another path in `disks`, or remove the file if nobody needs it",
+    ))
+}
+
+fn check_size(member: &Found<'_>, wanted: u64) -> Result<()> {
+    if member.bytes >= wanted {
+        return Ok(());
+    }
+    let (what, action) = if member.device {
+        ("a device", "lower `disks.blocks` for this path".to_owned())
+    } else {
+        ("a file cut short to", format!("restore the whole file, {START_EMPTY}"))
+    };
+    let found = if member.device {
+        format!("{what} of {} bytes", member.bytes)
+    } else {
+        format!("{what} {} bytes", member.bytes)
+    };
+    Err(refuse(member.path, found, format!("at least {wanted} bytes"), action))
+}
+
+fn missing_member(member: &Found<'_>, head: &Head, whole: &Superblock) -> Error {
+    let found = if *head == Head::Blank { "no superblock (all zeros)" } else { "a damaged superblock" };
+    refuse(
+        member.path,
+        found,
+        format!("a member of store {}, which another path holds", Uuid(&whole.uuid)),
+        format!("bring back the file or device that belongs here, {START_EMPTY}"),
+    )
+}
+
+fn check_family(
+    member: &Found<'_>,
+    superblock: &Superblock,
+    whole: &Superblock,
+    index: usize,
+    config: &Config,
+) -> Result<()> {
+    let put_back = format!("list the store's own paths in `disks` in their first order, {START_EMPTY}");
+    if superblock.uuid != whole.uuid {
+        let found = format!("a member of store {}", Uuid(&superblock.uuid));
+        let expected = format!("a member of store {}, as at another path", Uuid(&whole.uuid));
+        return Err(refuse(member.path, found, expected, put_back));
+    }
+    if usize::from(superblock.members) != config.disks.len() {
+        let found = format!("a store of {} members", superblock.members);
+        let expected = format!("one of {}, as many as `disks` has paths", config.disks.len());
+        return Err(refuse(member.path, found, expected, put_back));
+    }
+    if usize::from(superblock.member) != index {
+        let found = format!("member {} of the store", superblock.member);
+        return Err(refuse(member.path, found, format!("member {index}, its place in `disks`"), put_back));
+    }
+    Ok(())
+}
+
+fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, config: &Config) -> Result<()> {
+    let differs = |setting: &str, found: &dyn std::fmt::Display, expected: &dyn std::fmt::Display| {
+        Err(refuse(
+            member.path,
+            format!("a store with {setting} = {found}"),
+            format!("{setting} = {expected}, as configured"),
+            format!("set {setting} = {found}, {START_EMPTY}"),
+        ))
+    };
+    let blocks = u64::from(config.disks[index].blocks);
+    if superblock.namespace != config.namespace {
+        return differs("namespace", &format!("{:?}", superblock.namespace), &format!("{:?}", config.namespace));
+    }
+    if superblock.block_bytes != config.block_bytes as u64 {
+        return differs("block_bytes", &superblock.block_bytes, &config.block_bytes);
+    }
+    if superblock.slots != blocks {
+        return differs("disks.blocks", &superblock.slots, &blocks);
+    }
+    if superblock.slots_all != config.disk_blocks() {
+        return differs("disks.blocks summed over all paths", &superblock.slots_all, &config.disk_blocks());
+    }
+    let (found, expected) = (superblock.fingerprint, fingerprint(config));
+    if found != expected {
+        return Err(refuse(
+            member.path,
+            format!("a store with layout fingerprint {found:016x}"),
+            format!("{expected:016x}, from block_bytes, namespace and the sizes of all members"),
+            format!("list `disks` as when the store was created, {START_EMPTY}"),
+        ));
+    }
+    Ok(())
+}
+
+/// Shows a store's id.
+struct Uuid<'a>(&'a [u8; 16]);
+
+impl std::fmt::Display for Uuid<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{config::DiskPath, tier::disk::format::PAGE_BYTES};
+
+    type Bytes = Box<[u8; HEAD_BYTES]>;
+
+    fn config(blocks: &[u32]) -> Config {
+        let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("disk{at}").into(), blocks };
+        Config { disks: blocks.iter().enumerate().map(disk).collect(), ..Config::default() }
+    }
+
+    fn blank() -> Bytes {
+        Box::new([0; HEAD_BYTES])
+    }
+
+    /// A head with the copies in these states; `None` is blank.
+    fn head(config: &Config, uuid: u8, member: u16, states: [Option<State>; 2]) -> Bytes {
+        let mut bytes = blank();
+        for (copy, state) in states.into_iter().enumerate() {
+            let Some(state) = state else { continue };
+            let new = Superblock::new(config, [uuid; 16], member);
+            let superblock = Superblock { state, sequence: state as u64, ..new };
+            bytes[copy * PAGE_BYTES..][..PAGE_BYTES].copy_from_slice(&superblock.encode());
+        }
+        bytes
+    }
+
+    const WHOLE: [Option<State>; 2] = [Some(State::Whole), Some(State::Whole)];
+    const FORMING: [Option<State>; 2] = [Some(State::Forming), None];
+    const HALF: [Option<State>; 2] = [Some(State::Forming), Some(State::Whole)];
+
+    fn judge(config: &Config, heads: &[Bytes]) -> Result<Verdict> {
+        let stripe = Stripe::new(config);
+        let found: Vec<Found<'_>> = (heads.iter().zip(&config.disks).zip(stripe.members()))
+            .map(|((head, disk), geometry)| Found { path: &disk.path, bytes: geometry.bytes, device: false, head })
+            .collect();
+        survey(&found, config)
+    }
+
+    fn refusal(verdict: Result<Verdict>) -> String {
+        let error = verdict.expect_err("a refusal");
+        assert!(matches!(error, Error::Store { .. }), "{error:?}");
+        error.to_string()
+    }
+
+    #[test]
+    fn a_store_is_created_until_a_member_is_whole_and_opened_from_then_on() {
+        let c = config(&[5, 6]);
+        let create = |a: Bytes, b: Bytes| assert_eq!(judge(&c, &[a, b]).expect("accepted"), Verdict::Create);
+        create(blank(), blank());
+        create(head(&c, 1, 0, FORMING), blank());
+        create(head(&c, 1, 0, FORMING), head(&c, 2, 1, FORMING));
+        let open = |a: Bytes, b: Bytes| match judge(&c, &[a, b]).expect("accepted") {
+            Verdict::Open(members) => members.iter().map(|m| (m.superblock.state, m.mend_twin)).collect::<Vec<_>>(),
+            Verdict::Create => panic!("one member is whole"),
+        };
+        let (done, half, forming) = ((State::Whole, false), (State::Whole, true), (State::Forming, true));
+        assert_eq!(open(head(&c, 1, 0, FORMING), head(&c, 1, 1, HALF)), [forming, half]);
+        assert_eq!(open(head(&c, 1, 0, HALF), head(&c, 1, 1, HALF)), [half, half]);
+        assert_eq!(open(head(&c, 1, 0, WHOLE), head(&c, 1, 1, HALF)), [done, half]);
+        assert_eq!(open(head(&c, 1, 0, WHOLE), head(&c, 1, 1, WHOLE)), [done, done]);
+    }
+
+    #[test]
+    fn every_reason_to_refuse_has_its_own_words() {
+        let c = config(&[5, 6]);
+        let whole = |config: &Config, uuid, member| head(config, uuid, member, WHOLE);
+        let foreign = Box::new([0xEE; HEAD_BYTES]);
+        let damaged = {
+            let mut bytes = whole(&c, 1, 1);
+            (bytes[100], bytes[PAGE_BYTES + 100]) = (0xFF, 0xFF);
+            bytes
+        };
+        let other = |change: fn(&mut Config)| {
+            let mut other = config(&[5, 6]);
+            change(&mut other);
+            whole(&other, 1, 1)
+        };
+        let cases: Vec<(&str, Bytes)> = vec![
+            ("did not write (it begins with [ee, ee,", foreign),
+            ("both damaged", damaged),
+            ("no superblock (all zeros)", blank()),
+            ("expected a member of store 01010101", whole(&c, 2, 1)),
+            ("found a store of 3 members", whole(&config(&[5, 6, 7]), 1, 1)),
+            ("found member 0 of the store, expected member 1", whole(&c, 1, 0)),
+            ("found a store with namespace = \"other\"", other(|c| c.namespace = "other".into())),
+            ("set block_bytes = 32768", other(|c| c.block_bytes = 32 << 10)),
+            ("set disks.blocks = 9", other(|c| c.disks[1].blocks = 9)),
+            ("summed over all paths = 15", other(|c| c.disks[0].blocks = 9)),
+        ];
+        for (words, second) in cases {
+            let text = refusal(judge(&c, &[whole(&c, 1, 0), second]));
+            assert!(text.contains(words) && text.starts_with("disk1: found "), "{words:?} is not in: {text}");
+        }
+    }
+
+    #[test]
+    fn a_store_with_a_wrong_fingerprint_alone_is_refused() {
+        let c = config(&[5]);
+        let mut superblock = Superblock::new(&c, [1; 16], 0);
+        (superblock.state, superblock.fingerprint) = (State::Whole, 0);
+        let mut bytes = blank();
+        bytes[..PAGE_BYTES].copy_from_slice(&superblock.encode());
+        assert!(refusal(judge(&c, &[bytes])).contains("layout fingerprint 0000000000000000"));
+    }
+
+    #[test]
+    fn sizes_are_checked() {
+        let c = config(&[5]);
+        let wanted = Stripe::new(&c).members()[0].bytes;
+        let judge = |head: &Bytes, bytes, device| survey(&[Found { path: Path::new("d"), bytes, device, head }], &c);
+        let whole = head(&c, 1, 0, WHOLE);
+        assert!(refusal(judge(&whole, wanted - 1, false)).contains("cut short"));
+        assert!(refusal(judge(&blank(), wanted - 1, false)).contains("holds no store"));
+        assert!(refusal(judge(&blank(), wanted + 1, false)).contains("holds no store"));
+        assert!(refusal(judge(&blank(), wanted - 1, true)).contains("lower `disks.blocks`"));
+        for (head, bytes, device) in [(&blank(), 0, false), (&blank(), wanted, false), (&blank(), wanted + 9, true)] {
+            assert_eq!(judge(head, bytes, device).expect("accepted"), Verdict::Create);
+        }
+        assert!(matches!(judge(&whole, wanted + 1, false), Ok(Verdict::Open(_))));
+    }
+}

@@ -1,0 +1,12 @@
+//! The disk tier: format, files, recovery, slots. No movement.
+
+mod bits;
+mod files;
+pub mod format;
+mod recovery;
+pub mod slots;
+
+pub use files::{StoreFile, open_files};
+pub use format::stripe::PageId;
+pub use recovery::{Counts, Recovered, RecoveredRecord, recover};
+pub use slots::DiskSlots;

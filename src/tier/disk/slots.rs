@@ -1,0 +1,466 @@
+//! Which disk slot holds what: pure bookkeeping under the mover's lock.
+//!
+//! ```text
+//!            alloc              commit
+//!     free ---------> filling ---------> full
+//!       ^  <---------         <---------
+//!       |    release            clear         quarantine: from filling or full, for good
+//! ```
+//!
+//! The records on the medium are rebuilt from here, a page of 32 at a time. A page is *stale* while the
+//! medium says something else than the slots do: after `commit`, `clear` and `quarantine`. Encoding it makes
+//! it fresh; whoever then fails to write it says so with [`DiskSlots::mark_stale`]. A change that comes
+//! between encoding and the end of the write makes the page stale again, so no change is lost.
+//!
+//! Nothing must be written before a slot is used again: a stale record that describes a block which
+//! is no longer there is found out by its payload checksum. Writing stale pages only saves those misses.
+
+use super::{
+    bits::BitSet,
+    format::{
+        PAGE_BYTES, RECORD_BYTES,
+        record::{COUNTER_MAX, Record, RecordSeal},
+        stripe::{PageId, Stripe},
+    },
+};
+use crate::{block::BlockKey, io::FileId};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Free,
+    Filling,
+    Full,
+    Quarantined,
+}
+
+/// What a full slot holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlotMeta {
+    /// CRC-64/NVME of the payload.
+    pub checksum: u64,
+    /// The block's generation.
+    pub generation: u64,
+    /// The index's entry of the block.
+    pub entry: u32,
+    // In the padding, so that a slot costs 24 bytes.
+    state: State,
+}
+
+impl SlotMeta {
+    const FREE: Self = SlotMeta { checksum: 0, generation: 0, entry: 0, state: State::Free };
+}
+
+/// The books of a store's slots. 24.2 bytes a slot.
+#[derive(Debug)]
+pub struct DiskSlots {
+    stripe: Stripe,
+    uuid: [u8; 16],
+    slots: Vec<SlotMeta>,
+    free: BitSet,
+    stale: BitSet,
+    /// Where the search for a free slot goes on.
+    cursor: u32,
+    full: u32,
+    quarantined: u32,
+}
+
+impl DiskSlots {
+    /// The books of the store `uuid`, all slots free.
+    pub fn new(stripe: Stripe, uuid: [u8; 16]) -> Self {
+        let mut free = BitSet::new(stripe.slots());
+        (0..stripe.slots()).for_each(|slot| assert!(free.insert(slot)));
+        DiskSlots {
+            slots: vec![SlotMeta::FREE; stripe.slots() as usize],
+            stale: BitSet::new(stripe.pages()),
+            free,
+            stripe,
+            uuid,
+            cursor: 0,
+            full: 0,
+            quarantined: 0,
+        }
+    }
+
+    /// Enters a block found by recovery: a free slot becomes full, and its page stays fresh.
+    ///
+    /// # Panics
+    /// If the slot is not free or out of range.
+    pub fn restore(&mut self, slot: u32, entry: u32, checksum: u64, generation: u64) {
+        assert!(self.free.remove(slot), "restored slot {slot} is {:?}", self.state(slot));
+        self.slots[slot as usize].state = State::Filling;
+        self.fill(slot, entry, checksum, generation);
+    }
+
+    /// A free slot, which becomes filling, or `None` if there is none.
+    ///
+    /// Goes on from the last one in ascending order and around, so that blocks stored together share record pages.
+    pub fn alloc(&mut self) -> Option<u32> {
+        let slot = self.free.next(self.cursor).or_else(|| self.free.next(0))?;
+        assert!(self.free.remove(slot) && self.state(slot) == State::Free, "the set of free slots is right");
+        self.slots[slot as usize].state = State::Filling;
+        self.cursor = slot + 1;
+        Some(slot)
+    }
+
+    /// Gives back a slot that is not going to be filled.
+    ///
+    /// # Panics
+    /// If the slot is not filling.
+    pub fn release(&mut self, slot: u32) {
+        self.expect(slot, State::Filling);
+        self.slots[slot as usize] = SlotMeta::FREE;
+        assert!(self.free.insert(slot), "a filling slot is not in the set of free slots");
+    }
+
+    /// A filling slot becomes full; its record page becomes stale.
+    ///
+    /// # Panics
+    /// If the slot is not filling, or `generation` is not below 2^63.
+    pub fn commit(&mut self, slot: u32, entry: u32, checksum: u64, generation: u64) {
+        self.fill(slot, entry, checksum, generation);
+        self.stale.insert(self.stripe.page_of(slot).0);
+    }
+
+    /// A full slot becomes filling again, and its record page stale: evicted or removed. To be followed by
+    /// `release`, or by filling the slot with another block.
+    ///
+    /// # Panics
+    /// If the slot is not full.
+    pub fn clear(&mut self, slot: u32) {
+        self.expect(slot, State::Full);
+        self.slots[slot as usize] = SlotMeta { state: State::Filling, ..SlotMeta::FREE };
+        self.full -= 1;
+        self.stale.insert(self.stripe.page_of(slot).0);
+    }
+
+    /// Takes a filling or full slot out of service until the store is opened again.
+    ///
+    /// # Panics
+    /// If the slot is free or quarantined.
+    pub fn quarantine(&mut self, slot: u32) {
+        if self.state(slot) == State::Full {
+            self.clear(slot);
+        }
+        self.expect(slot, State::Filling);
+        self.slots[slot as usize] = SlotMeta { state: State::Quarantined, ..SlotMeta::FREE };
+        self.quarantined += 1;
+    }
+
+    /// What a full slot holds; `None` for every other.
+    ///
+    /// # Panics
+    /// If the store has no such slot.
+    pub fn meta(&self, slot: u32) -> Option<&SlotMeta> {
+        let meta = &self.slots[slot as usize];
+        (meta.state == State::Full).then_some(meta)
+    }
+
+    /// Where the block in `slot` starts.
+    ///
+    /// # Panics
+    /// If the store has no such slot.
+    pub fn locate(&self, slot: u32) -> (FileId, u64) {
+        self.stripe.locate(slot)
+    }
+
+    /// The record page of `slot`.
+    ///
+    /// # Panics
+    /// If the store has no such slot.
+    pub fn page_of(&self, slot: u32) -> PageId {
+        self.stripe.page_of(slot)
+    }
+
+    /// Where a record page starts.
+    ///
+    /// # Panics
+    /// If the store has no such page.
+    pub fn page_location(&self, page: PageId) -> (FileId, u64) {
+        self.stripe.page_location(page)
+    }
+
+    /// Rebuilds a record page, to be written at [`page_location`](Self::page_location); the page is
+    /// fresh from here on. `describe` tells key, parent and last use of an index entry.
+    ///
+    /// # Panics
+    /// If the store has no such page, or a last use is not below 2^63.
+    pub fn encode_page(
+        &mut self,
+        page: PageId,
+        out: &mut [u8; PAGE_BYTES],
+        mut describe: impl FnMut(u32) -> (BlockKey, Option<BlockKey>, u64),
+    ) {
+        let (file, first, count) = self.stripe.page_slots(page);
+        let seal = RecordSeal::new(&self.uuid, file.0);
+        let (records, _) = out.as_chunks_mut::<RECORD_BYTES>();
+        for (local, bytes) in (first..).zip(records) {
+            *bytes = [0; RECORD_BYTES];
+            // The last page of a member may have more records than the member has slots.
+            if local - first >= count {
+                continue;
+            }
+            let Some(meta) = self.meta(self.stripe.slot(file, local)) else { continue };
+            let (key, parent, last_use) = describe(meta.entry);
+            let length = self.stripe.block_bytes();
+            let (generation, checksum) = (meta.generation, meta.checksum);
+            *bytes = seal.encode(local, &Record { key, parent, length, generation, checksum, last_use });
+        }
+        self.stale.remove(page.0);
+    }
+
+    /// Marks a page whose write failed or was given up, or whose records on the medium are known to be wrong.
+    ///
+    /// # Panics
+    /// If the store has no such page.
+    pub fn mark_stale(&mut self, page: PageId) {
+        self.stale.insert(page.0);
+    }
+
+    /// Pages whose records on the medium differ from the slots, ascending.
+    pub fn stale_pages(&self) -> impl Iterator<Item = PageId> + '_ {
+        self.stale.iter().map(PageId)
+    }
+
+    /// How many pages are stale.
+    pub fn stale_count(&self) -> u32 {
+        self.stale.len()
+    }
+
+    /// How many slots may be allocated.
+    pub fn free_count(&self) -> u32 {
+        self.free.len()
+    }
+
+    /// How many slots hold a block.
+    pub fn full_count(&self) -> u32 {
+        self.full
+    }
+
+    /// How many slots are out of service.
+    pub fn quarantined_count(&self) -> u32 {
+        self.quarantined
+    }
+
+    /// The places of the slots.
+    pub fn stripe(&self) -> &Stripe {
+        &self.stripe
+    }
+
+    /// Checks the books against each other. Costs time in proportion to the slots; for tests and fuzzing.
+    ///
+    /// # Panics
+    /// If they disagree.
+    pub fn validate(&self) {
+        self.free.validate();
+        self.stale.validate();
+        let count = |state| self.slots.iter().filter(|meta| meta.state == state).count() as u32;
+        assert_eq!(count(State::Free), self.free.len(), "free slots");
+        assert_eq!(count(State::Full), self.full, "full slots");
+        assert_eq!(count(State::Quarantined), self.quarantined, "quarantined slots");
+        for slot in self.free.iter() {
+            assert_eq!(self.slots[slot as usize], SlotMeta::FREE, "slot {slot} in the set of free slots");
+        }
+    }
+
+    fn fill(&mut self, slot: u32, entry: u32, checksum: u64, generation: u64) {
+        self.expect(slot, State::Filling);
+        assert!(generation < COUNTER_MAX, "generation {generation} fits a record");
+        self.slots[slot as usize] = SlotMeta { checksum, generation, entry, state: State::Full };
+        self.full += 1;
+    }
+
+    fn state(&self, slot: u32) -> State {
+        self.slots[slot as usize].state
+    }
+
+    fn expect(&self, slot: u32, state: State) {
+        assert_eq!(self.state(slot), state, "slot {slot}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{
+        config::{Config, DiskPath},
+        tier::disk::format::is_zero,
+    };
+
+    const UUID: [u8; 16] = [3; 16];
+
+    fn slots_of(blocks: &[u32]) -> DiskSlots {
+        let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("d{at}").into(), blocks };
+        let config = Config { disks: blocks.iter().enumerate().map(disk).collect(), ..Config::default() };
+        DiskSlots::new(Stripe::new(&config), UUID)
+    }
+
+    fn describe(entry: u32) -> (BlockKey, Option<BlockKey>, u64) {
+        let key = |n: u32| BlockKey::new([n as u8; 32]);
+        (key(entry), (entry % 2 == 1).then(|| key(entry - 1)), u64::from(entry) * 10)
+    }
+
+    /// The records of a page, by slot.
+    fn decode(slots: &DiskSlots, page: PageId, bytes: &[u8; PAGE_BYTES]) -> BTreeMap<u32, Record> {
+        let (file, first, count) = slots.stripe.page_slots(page);
+        let seal = RecordSeal::new(&UUID, file.0);
+        let (records, _) = bytes.as_chunks::<RECORD_BYTES>();
+        assert!(records[count as usize..].iter().all(|record| is_zero(record)), "nothing past the last slot");
+        (first..first + count)
+            .zip(records)
+            .filter_map(|(local, bytes)| {
+                let record = seal.decode(local, slots.stripe.block_bytes(), bytes).expect("a sound record")?;
+                Some((slots.stripe.slot(file, local), record))
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_slot_costs_less_than_32_bytes() {
+        let slots = slots_of(&[1_000_000]);
+        let heap = slots.slots.capacity() * size_of::<SlotMeta>() + slots.free.heap_bytes() + slots.stale.heap_bytes();
+        assert!(heap <= 24_200_000, "{heap} bytes for a million slots");
+    }
+
+    #[test]
+    fn slots_are_handed_out_in_ascending_order_and_around() {
+        let mut slots = slots_of(&[100]);
+        let first: Vec<u32> = std::iter::from_fn(|| slots.alloc()).collect();
+        assert!(first.iter().copied().eq(0..100));
+        [70, 3, 71, 2].map(|slot| slots.release(slot));
+        assert_eq!([(); 5].map(|()| slots.alloc()), [Some(2), Some(3), Some(70), Some(71), None]);
+        slots.validate();
+    }
+
+    #[test]
+    fn a_page_that_changes_while_it_is_written_stays_stale() {
+        let mut slots = slots_of(&[64]);
+        let (a, b) = (slots.alloc().expect("free"), slots.alloc().expect("free"));
+        slots.commit(a, 1, 2, 3);
+        let page = slots.page_of(a);
+        let mut bytes = [0xFF; PAGE_BYTES];
+        slots.encode_page(page, &mut bytes, describe);
+        assert_eq!(slots.stale_count(), 0);
+        slots.commit(b, 2, 2, 4);
+        assert!(slots.stale_pages().eq([page]), "the image in flight does not know of b");
+        slots.encode_page(page, &mut bytes, describe);
+        slots.mark_stale(page);
+        assert!(slots.stale_pages().eq([page]), "the write failed");
+    }
+
+    #[test]
+    fn a_quarantined_slot_is_gone_for_good_and_its_record_too() {
+        let mut slots = slots_of(&[1]);
+        let slot = slots.alloc().expect("free");
+        slots.commit(slot, 1, 2, 3);
+        slots.quarantine(slot);
+        let mut bytes = [0xFF; PAGE_BYTES];
+        slots.encode_page(PageId(0), &mut bytes, describe);
+        assert!(is_zero(&bytes));
+        assert_eq!((slots.alloc(), slots.meta(slot), slots.quarantined_count()), (None, None, 1));
+        slots.validate();
+    }
+
+    #[test]
+    #[should_panic(expected = "slot 0")]
+    fn a_slot_is_not_released_twice() {
+        let mut slots = slots_of(&[2]);
+        let slot = slots.alloc().expect("free");
+        slots.release(slot);
+        slots.release(slot);
+    }
+
+    #[test]
+    #[should_panic(expected = "slot 2 of 2")]
+    fn a_slot_out_of_range_is_asserted() {
+        slots_of(&[2]).locate(2);
+    }
+
+    #[derive(Debug, Clone, Copy)]
+    enum Op {
+        Alloc,
+        Release,
+        Commit,
+        Clear,
+        Quarantine,
+        Write,
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        use Op::{Alloc, Clear, Commit, Quarantine, Release, Write};
+        prop_oneof![4 => Just(Alloc), 1 => Just(Release), 4 => Just(Commit), 2 => Just(Clear), 1 => Just(Quarantine),
+            2 => Just(Write)]
+    }
+
+    proptest! {
+        #[test]
+        fn the_medium_says_what_the_model_says(
+            blocks in prop::collection::vec(1u32..80, 1..4),
+            ops in prop::collection::vec((op(), any::<prop::sample::Index>()), 0..300),
+        ) {
+            let mut slots = slots_of(&blocks);
+            let (mut filling, mut full, mut lost) = (BTreeSet::new(), BTreeMap::new(), 0);
+            let mut medium = vec![[0; PAGE_BYTES]; slots.stripe.pages() as usize];
+            for (at, (op, pick)) in (0..).zip(ops) {
+                let some_filling = (!filling.is_empty()).then(|| *pick.get(&Vec::from_iter(filling.clone())));
+                let some_full = (!full.is_empty()).then(|| *pick.get(&Vec::from_iter(full.keys().copied())));
+                match (op, some_filling, some_full) {
+                    (Op::Alloc, ..) => match slots.alloc() {
+                        Some(slot) => prop_assert!(filling.insert(slot) && !full.contains_key(&slot)),
+                        None => prop_assert_eq!(slots.free_count(), 0),
+                    },
+                    (Op::Release, Some(slot), _) => {
+                        slots.release(slot);
+                        filling.remove(&slot);
+                    }
+                    (Op::Commit, Some(slot), _) => {
+                        slots.commit(slot, at, u64::from(at) << 32, u64::from(at));
+                        filling.remove(&slot);
+                        full.insert(slot, at);
+                    }
+                    (Op::Clear, _, Some(slot)) => {
+                        slots.clear(slot);
+                        full.remove(&slot);
+                        filling.insert(slot);
+                    }
+                    (Op::Quarantine, some_filling, Some(slot)) => {
+                        let slot = if at % 2 == 0 { slot } else { some_filling.unwrap_or(slot) };
+                        slots.quarantine(slot);
+                        full.remove(&slot);
+                        filling.remove(&slot);
+                        lost += 1;
+                    }
+                    (Op::Write, ..) => {
+                        let page = slots.stale_pages().next();
+                        if let Some(page) = page {
+                            slots.encode_page(page, &mut medium[page.0 as usize], describe);
+                        }
+                    }
+                    _ => {}
+                }
+            }
+            slots.validate();
+            prop_assert_eq!(slots.full_count() as usize, full.len());
+            prop_assert_eq!(slots.quarantined_count(), lost);
+            prop_assert_eq!(slots.free_count() as usize + filling.len() + full.len() + lost as usize,
+                slots.stripe.slots() as usize);
+            for page in slots.stale_pages().collect::<Vec<_>>() {
+                slots.encode_page(page, &mut medium[page.0 as usize], describe);
+            }
+            let mut found = BTreeMap::new();
+            for (page, bytes) in (0..).map(PageId).zip(&medium) {
+                found.extend(decode(&slots, page, bytes));
+            }
+            prop_assert!(found.keys().eq(full.keys()));
+            for (slot, record) in found {
+                let at = full[&slot];
+                let (key, parent, last_use) = describe(at);
+                let (length, generation, checksum) = (slots.stripe.block_bytes(), u64::from(at), u64::from(at) << 32);
+                prop_assert_eq!(record, Record { key, parent, length, generation, checksum, last_use });
+            }
+        }
+    }
+}

@@ -1,0 +1,6 @@
+//! The places where blocks lie: host arena, device pool, disk slots.
+
+pub mod arena;
+pub mod device;
+pub mod disk;
+mod mapping;
