@@ -49,9 +49,9 @@ async fn a_stored_block_is_fetched_from_every_tier(storage: StorageKind) {
         store(&cache, n).await;
     }
     let lease = cache.fetch(&key(15)).await.expect("fetch").expect("resident");
-    assert_eq!((lease.route(), &lease[..] == payload(15, BLOCK_BYTES)), (Route::HostHit, true));
+    assert_eq!((lease.route(), lease[..] == payload(15, BLOCK_BYTES)), (Route::HostHit, true));
     let lease = cache.fetch(&key(0)).await.expect("fetch").expect("on disk");
-    assert_eq!((lease.route(), &lease[..] == payload(0, BLOCK_BYTES)), (Route::DiskToHost, true));
+    assert_eq!((lease.route(), lease[..] == payload(0, BLOCK_BYTES)), (Route::DiskToHost, true));
     drop(lease);
     for (n, route) in [(0, Route::HostToDevice), (1, Route::DiskToHostToDevice), (0, Route::DeviceHit)] {
         let lease = cache.fetch_to_device(&key(n)).await.expect("fetch").expect("resident");

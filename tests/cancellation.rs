@@ -5,7 +5,7 @@ mod common;
 use std::{
     future::Future,
     pin::pin,
-    task::{Context, Poll, Waker},
+    task::{Context, Waker},
 };
 
 use common::{BLOCK_BYTES, config, directory, fetch_verified, key, payload, store};
@@ -15,7 +15,7 @@ use kvhoist::{Cache, Config, StorageKind, Tier, WritePolicy};
 async fn poll_some(future: impl Future, polls: usize) -> bool {
     let mut future = pin!(future);
     for _ in 0..polls {
-        if let Poll::Ready(_) = future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+        if future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready() {
             return true;
         }
         tokio::task::yield_now().await;

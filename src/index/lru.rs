@@ -114,7 +114,9 @@ mod tests {
             for op in ops {
                 match op {
                     Op::Insert(id, time) => {
-                        if model.insert(id, time).is_some_and(|old| { lru.remove(EntryId(id), old); true }) {}
+                        if let Some(old) = model.insert(id, time) {
+                            lru.remove(EntryId(id), old);
+                        }
                         lru.insert(EntryId(id), time);
                     }
                     Op::Remove(id) => {

@@ -307,7 +307,12 @@ mod tests {
         let pool = pool(1);
         let (go, may_go) = mpsc::channel::<()>();
         let may_go = Mutex::new(may_go);
-        abandon(&pool, lend(move || drop(may_go.lock().expect("locked once").recv())));
+        abandon(
+            &pool,
+            lend(move || {
+                let _ = may_go.lock().expect("locked once").recv();
+            }),
+        );
         let mut context = Context::from_waker(Waker::noop());
         let mut futures: Vec<_> =
             (0..2 * IN_FLIGHT_PER_THREAD_MAX).map(|_| Box::pin(pool.write(FileId(0), 0, lend(|| ())))).collect();

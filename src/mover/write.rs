@@ -14,6 +14,7 @@ use crate::{
     block::{BlockKey, Route, Tier},
     copy::CopyEngine,
     error::{Error, Result},
+    index::EntryId,
     io::{FileId, Lent, Storage, write_full},
 };
 
@@ -72,33 +73,43 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (result, filling) = self.write_slot(file, offset, pin, filling).await;
         drop(share);
         let slot = filling.slot();
+        let Some(written) = self.publish_disk(id, checksum, filling, result, file)? else { return Ok(false) };
+        match self.write_record(slot).await {
+            Ok(()) => Ok(true),
+            Err(error) => {
+                self.take_back(written);
+                Err(error)
+            }
+        }
+    }
+
+    /// Makes a written disk slot visible, pinned until its record is written, so that the slot is
+    /// still this block's then. `None` if the block was removed meanwhile.
+    fn publish_disk(
+        &self,
+        id: EntryId,
+        checksum: u64,
+        filling: Filling,
+        result: std::io::Result<()>,
+        file: FileId,
+    ) -> Result<Option<Pin>> {
+        let slot = filling.slot();
         let mut state = self.shared.lock();
         if let Err(source) = result {
             state.index.abort_fill(id, Tier::Disk);
             filling.release(&mut state);
-            drop(state);
             self.shared.metrics.write_errors.add(1);
             return Err(Error::io("write", self.path_of(file), source));
         }
         if !state.index.complete_fill(id, Tier::Disk, slot) {
             filling.release(&mut state);
-            return Ok(false);
+            return Ok(None);
         }
         let generation = state.generation;
         state.generation += 1;
         state.disk_slots().commit(slot, id.as_u32(), checksum, generation);
         filling.published();
-        // Pinned until its record is written, so that the slot is still this block's then.
-        let written = Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::HostToDisk);
-        drop(state);
-        let recorded = self.write_record(slot).await;
-        if let Some(written) = written {
-            match &recorded {
-                Ok(()) => drop(written),
-                Err(_) => self.take_back(written),
-            }
-        }
-        recorded.map(|()| true)
+        Ok(Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::HostToDisk))
     }
 
     /// A block whose record could not be written would be gone at the next start: it is not stored.

@@ -76,6 +76,7 @@ impl Args {
 }
 
 /// [`WritePolicy`] as a flag.
+#[allow(clippy::enum_variant_names, reason = "the names are the library's")]
 #[derive(Clone, Copy, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum Policy {

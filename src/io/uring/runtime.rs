@@ -69,7 +69,9 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         self.ring.closing.set(true);
         drop(self.inner.take());
-        // Every operation has completed and the ring is closed: the memory is ours again.
+        // Every operation has completed and the ring is closed: the memory is ours again, and so is
+        // what futures hold that outlive the runtime.
+        self.ring.closing.set(false);
         for aside in self.ring.aside.take() {
             drop(ManuallyDrop::into_inner(aside));
         }

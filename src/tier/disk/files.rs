@@ -70,6 +70,11 @@ fn open_one(disk: &DiskPath, direct_io: DirectIo) -> Result<StoreFile> {
 fn resolve(path: &Path) -> Result<PathBuf> {
     match std::fs::metadata(path) {
         Ok(found) if found.is_dir() => Ok(path.join(FILE_NAME)),
+        // Not even opened: opening a tape or a tty may do something.
+        Ok(found) if !found.is_file() && !found.file_type().is_block_device() => {
+            let expected = "a directory, a regular file or a block device";
+            Err(refuse(path, "neither a file nor a block device", expected, "name another path"))
+        }
         Ok(_) => Ok(path.to_owned()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => match path.parent() {
             Some(parent) if parent.as_os_str().is_empty() || parent.is_dir() => Ok(path.to_owned()),

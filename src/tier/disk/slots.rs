@@ -330,7 +330,7 @@ mod tests {
         let mut slots = slots_of(&[100]);
         let first: Vec<u32> = std::iter::from_fn(|| slots.alloc()).collect();
         assert!(first.iter().copied().eq(0..100));
-        [70, 3, 71, 2].map(|slot| slots.release(slot));
+        [70, 3, 71, 2].into_iter().for_each(|slot| slots.release(slot));
         assert_eq!([(); 5].map(|()| slots.alloc()), [Some(2), Some(3), Some(70), Some(71), None]);
         slots.validate();
     }
