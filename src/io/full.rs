@@ -87,7 +87,7 @@ impl Progress {
             Ok(0) => Err(self.ended()),
             Ok(moved) if moved > self.len - self.done => Err(self.error(
                 io::ErrorKind::InvalidData,
-                format!("the storage engine reported {moved} bytes for {} asked", self.len - self.done),
+                &format!("the storage engine reported {moved} bytes for {} asked", self.len - self.done),
             )),
             Ok(moved) => self.advance(moved),
             Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {
@@ -112,10 +112,10 @@ impl Progress {
             OpKind::Write => io::ErrorKind::WriteZero,
             OpKind::Read | OpKind::Sync => io::ErrorKind::UnexpectedEof,
         };
-        self.error(kind, "no further byte was moved; check the size and the health of the file".into())
+        self.error(kind, "no further byte was moved; check the size and the health of the file")
     }
 
-    fn error(&self, kind: io::ErrorKind, what: String) -> io::Error {
+    fn error(&self, kind: io::ErrorKind, what: &str) -> io::Error {
         let (name, file, offset) = (self.kind.name(), self.file.0, self.offset);
         let text = format!("{name} of {} bytes at {offset} of file {file}: {} done, then {what}", self.len, self.done);
         io::Error::new(kind, text)

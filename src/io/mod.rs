@@ -16,12 +16,14 @@ pub mod blocking;
 mod full;
 mod lent;
 mod memlock;
-pub(crate) mod reactor;
+#[cfg(any(test, feature = "sim"))]
+pub mod sim;
 pub mod uring;
 
 pub use any::AnyStorage;
 pub use full::{read_full, write_full};
 pub use lent::{AlignedBuf, Lent};
+pub use uring::yield_now;
 
 use std::{fs::File, future::Future, io, sync::Arc};
 

@@ -14,9 +14,10 @@
 //! flight: a descriptor closed early could name another file when the kernel gets to see it.
 //!
 //! # When operations reach the kernel
-//! When the runtime parks, many at a time; tokio-uring has no other flush than a full ring. So a
-//! task must wait for I/O by awaiting it. One that loops over `yield_now` until I/O has happened
-//! keeps the runtime from parking, and waits forever.
+//! When the runtime parks, many at a time; tokio-uring has no other flush than a full ring. So
+//! tasks that always have work, and let others run with tokio's `yield_now`, keep all I/O from being
+//! submitted, for ever if they wait for it so. [`yield_now`] of this module goes through the ring
+//! and lets the runtime park.
 
 mod op;
 mod probe;
@@ -35,7 +36,7 @@ use tokio_uring::{
 };
 
 use super::{FileId, Lent, Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
-use op::{Finish, Held};
+use op::{Finish, Held, Nothing};
 use runtime::Ring;
 
 /// Buffers that one ring can register through tokio-uring (`UIO_MAXIOV`); ranges in regions past it
@@ -53,6 +54,8 @@ pub struct Uring {
     permits: Arc<Semaphore>,
     /// Regions that the kernel has registered; `Lent::fixed` below it is a fixed operation.
     regions: u16,
+    /// The owner of the memory, for as long as operations can be asked for.
+    _keep_alive: Arc<dyn Any + Send + Sync>,
 }
 
 impl Uring {
@@ -67,7 +70,7 @@ impl Uring {
     ///
     /// # Safety
     /// Every region must stay mapped, and to the same memory, while `keep_alive` lives. It is kept
-    /// until the runtime is dropped.
+    /// until engine and runtime are dropped.
     pub unsafe fn new(
         files: Vec<Arc<File>>,
         regions: Vec<(NonNull<u8>, usize)>,
@@ -78,7 +81,7 @@ impl Uring {
         let regions = regions.into_iter().take(REGIONS_MAX);
         let regions = regions.map(|(ptr, len)| Region { ptr, len, _keep_alive: Arc::clone(&keep_alive) }).collect();
         let regions = register(regions);
-        Ok(Uring { files, ring, permits, regions })
+        Ok(Uring { files, ring, permits, regions, _keep_alive: keep_alive })
     }
 
     /// True where memory regions were given and the kernel has registered them.
@@ -144,6 +147,18 @@ impl Storage for Uring {
         let file = file_at(&self.files, file)?;
         let entry = opcode::Fsync::new(types::Fd(file.as_raw_fd())).flags(types::FsyncFlags::DATASYNC).build();
         self.run(file, entry, None).await.0.map(|_| ())
+    }
+}
+
+/// Lets other tasks run, and operations reach the kernel.
+///
+/// What long work on the reactor calls between its parts, in place of `tokio::task::yield_now`
+/// (which it is where there is no ring). Costs an empty operation on the ring.
+pub async fn yield_now() {
+    if Ring::current().is_ok() {
+        UnsubmittedOneshot::new((), Nothing, opcode::Nop::new().build()).submit().await;
+    } else {
+        tokio::task::yield_now().await;
     }
 }
 

@@ -45,3 +45,13 @@ impl OneshotOutputTransform for Finish {
         (result, held.buf.take())
     }
 }
+
+/// An operation that does nothing, and holds nothing.
+pub(super) struct Nothing;
+
+impl OneshotOutputTransform for Nothing {
+    type Output = ();
+    type StoredData = ();
+
+    fn transform_oneshot_output(self, (): (), _: cqueue::Entry) {}
+}

@@ -1,0 +1,173 @@
+//! A simulated disk: files in memory, virtual time, faults from one seed or from a script.
+//!
+//! For tests of everything above the storage seam. It runs in a current-thread tokio runtime with a
+//! paused clock, inside a `LocalSet`: every operation is a local task there, so that it goes on when
+//! its future is dropped, and is cut off when the runtime is. The same seed and the same operations
+//! in the same order give the same latencies, faults and log ([`Sim::log_digest`]).
+//!
+//! The simulation also holds callers to the seam's rules: memory under a read is filled with garbage
+//! until the read is done, and a write panics if its memory changed while it was in flight.
+
+mod disk;
+mod faults;
+mod log;
+mod rng;
+mod state;
+#[cfg(test)]
+mod tests;
+
+pub use disk::SECTOR_BYTES;
+pub use faults::{Fault, FaultRates, SimOptions};
+pub use log::{Counts, Event, LogEntry};
+pub use rng::Rng;
+
+use std::{cell::RefCell, io, rc::Rc};
+
+use tokio::sync::oneshot;
+
+use super::{FileId, Lent, OpKind, Storage};
+use state::{Plan, State};
+
+/// A simulated storage and the handle to script it by; clones share everything.
+#[derive(Clone)]
+pub struct Sim(Rc<RefCell<State>>);
+
+impl Sim {
+    /// Storage with these files on the medium: zeros for a new store, or what
+    /// [`crash`](Self::crash) left.
+    pub fn new(seed: u64, files: Vec<Vec<u8>>, options: SimOptions) -> Self {
+        Sim(Rc::new(RefCell::new(State::new(seed, files, options))))
+    }
+
+    /// Makes `fault` happen to the `nth` operation of `kind` (from 0, counted from the start of the
+    /// simulation; [`counts`](Self::counts) tells how many there were), instead of what chance says.
+    pub fn script(&self, kind: OpKind, nth: u64, fault: Fault) {
+        self.0.borrow_mut().script(kind, nth, fault);
+    }
+
+    /// Makes `fault` happen to the next operation of `kind`.
+    pub fn script_next(&self, kind: OpKind, fault: Fault) {
+        let mut state = self.0.borrow_mut();
+        let nth = state.counts().started[kind as usize];
+        state.script(kind, nth, fault);
+    }
+
+    /// Changes the faults by chance from now on.
+    pub fn set_rates(&self, rates: FaultRates) {
+        self.0.borrow_mut().set_rates(rates);
+    }
+
+    /// Lets every stalled operation go on; returns how many there were.
+    pub fn release(&self) -> usize {
+        let stalled = self.0.borrow_mut().take_stalled();
+        // Receivers are gone where the runtime was dropped meanwhile.
+        stalled.into_iter().map(|go| usize::from(go.send(()).is_ok())).sum()
+    }
+
+    /// Operations that wait for [`release`](Self::release).
+    pub fn stalled(&self) -> usize {
+        self.0.borrow().stalled()
+    }
+
+    /// Operations in flight, stalled ones among them.
+    pub fn in_flight(&self) -> usize {
+        self.0.borrow().in_flight()
+    }
+
+    /// Operations so far, by what became of them.
+    pub fn counts(&self) -> Counts {
+        self.0.borrow().counts()
+    }
+
+    /// The newest entries of the operation log, oldest first.
+    pub fn log(&self) -> Vec<LogEntry> {
+        self.0.borrow().log().entries()
+    }
+
+    /// A digest of the whole log, the forgotten part too.
+    pub fn log_digest(&self) -> u64 {
+        self.0.borrow().log().digest()
+    }
+
+    /// What a reader would see of the file.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn contents(&self, file: FileId) -> Vec<u8> {
+        self.0.borrow().disk(file).contents().to_vec()
+    }
+
+    /// Flips the bits of `mask` in a byte of the medium, unnoticed: rot.
+    ///
+    /// # Panics
+    /// If there is no such file or byte.
+    pub fn flip(&self, file: FileId, at: usize, mask: u8) {
+        self.0.borrow_mut().disk_mut(file).flip(at, mask);
+    }
+
+    /// True if a power cut now would lose nothing of this file.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn is_durable(&self, file: FileId) -> bool {
+        self.0.borrow().disk(file).is_clean()
+    }
+
+    /// What is on the medium if the power fails now, file by file.
+    ///
+    /// Synced writes are there. Each sector that was written and not synced holds its newest
+    /// content, the one before that, or the synced one; each sector of a write in flight may have
+    /// been written. Sectors of [`SECTOR_BYTES`] are never torn. The length of a file is never lost
+    /// (stores are preallocated). Every call draws another outcome; the simulation goes on unharmed.
+    pub fn crash(&self) -> Vec<Vec<u8>> {
+        self.0.borrow_mut().crash()
+    }
+
+    async fn run(&self, kind: OpKind, file: FileId, offset: u64, buf: Option<Lent>) -> Done {
+        let plan = match self.0.borrow_mut().start(kind, file, offset, buf.as_ref()) {
+            Ok(plan) => plan,
+            Err(error) => return (Err(error), buf),
+        };
+        let (answer, answered) = oneshot::channel();
+        let state = Rc::clone(&self.0);
+        tokio::task::spawn_local(async move {
+            wait(&state, &plan).await;
+            let result = state.borrow_mut().finish(plan, buf.as_ref());
+            // Nobody may be waiting any more; the memory is free in either case.
+            drop(answer.send((result, buf)));
+        });
+        answered.await.expect("the task that answers lives as long as the runtime that polls this")
+    }
+}
+
+type Done = (io::Result<usize>, Option<Lent>);
+
+async fn wait(state: &RefCell<State>, plan: &Plan) {
+    tokio::time::sleep(plan.latency).await;
+    if plan.fault == Some(Fault::Stall) {
+        let (go, may_go) = oneshot::channel();
+        state.borrow_mut().stall(go);
+        // An error means that the simulation itself is gone: nothing to wait for.
+        let _ = may_go.await;
+    }
+}
+
+impl Storage for Sim {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let (result, buf) = self.run(OpKind::Read, file, offset, Some(buf)).await;
+        (result, buf.expect("an operation gives back the memory it took"))
+    }
+
+    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let (result, buf) = self.run(OpKind::Write, file, offset, Some(buf)).await;
+        (result, buf.expect("an operation gives back the memory it took"))
+    }
+
+    async fn sync(&self, file: FileId) -> io::Result<()> {
+        self.run(OpKind::Sync, file, 0, None).await.0.map(|_| ())
+    }
+}

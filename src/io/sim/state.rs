@@ -1,0 +1,289 @@
+//! The simulated storage itself: what starts, what ends, and with what effect.
+
+use std::{collections::BTreeMap, io, time::Duration};
+
+use tokio::{sync::oneshot, time::Instant};
+
+use super::{
+    Fault, FaultRates, SECTOR_BYTES, SimOptions,
+    disk::{Disk, SyncPoint},
+    faults::Faults,
+    log::{Counts, Event, Log, LogEntry},
+    rng::Rng,
+};
+use crate::io::{FileId, Lent, OpKind, check_offset, no_such_file};
+
+/// What memory under a read holds until the read is done.
+const GARBAGE: u8 = 0xdb;
+
+/// Everything decided about an operation when it starts.
+pub(super) struct Plan {
+    op: u64,
+    pub latency: Duration,
+    pub fault: Option<Fault>,
+    /// For what is decided when it ends.
+    rng: Rng,
+}
+
+struct InFlight {
+    kind: OpKind,
+    file: FileId,
+    offset: u64,
+    len: usize,
+    /// What a write writes, as it was when it started.
+    data: Vec<u8>,
+    /// What a sync will have made durable.
+    sync_point: Option<SyncPoint>,
+}
+
+pub(super) struct State {
+    disks: Vec<Disk>,
+    options: SimOptions,
+    faults: Faults,
+    rng: Rng,
+    crash_rng: Rng,
+    started_at: Option<Instant>,
+    op_next: u64,
+    in_flight: BTreeMap<u64, InFlight>,
+    stalled: Vec<oneshot::Sender<()>>,
+    log: Log,
+    counts: Counts,
+}
+
+impl State {
+    pub(super) fn new(seed: u64, files: Vec<Vec<u8>>, options: SimOptions) -> Self {
+        let mut rng = Rng::new(seed);
+        State {
+            disks: files.into_iter().map(Disk::new).collect(),
+            faults: Faults::new(options.rates),
+            crash_rng: rng.fork(),
+            rng,
+            started_at: None,
+            op_next: 0,
+            in_flight: BTreeMap::new(),
+            stalled: Vec::new(),
+            log: Log::new(options.log_entries_max),
+            counts: Counts::default(),
+            options,
+        }
+    }
+
+    pub(super) fn script(&mut self, kind: OpKind, nth: u64, fault: Fault) {
+        self.faults.script(kind, nth, fault);
+    }
+
+    pub(super) fn set_rates(&mut self, rates: FaultRates) {
+        self.faults.set_rates(rates);
+    }
+
+    pub(super) fn stall(&mut self, go: oneshot::Sender<()>) {
+        self.stalled.push(go);
+    }
+
+    pub(super) fn take_stalled(&mut self) -> Vec<oneshot::Sender<()>> {
+        std::mem::take(&mut self.stalled)
+    }
+
+    pub(super) fn stalled(&self) -> usize {
+        self.stalled.len()
+    }
+
+    pub(super) fn in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    pub(super) fn counts(&self) -> Counts {
+        self.counts
+    }
+
+    pub(super) fn log(&self) -> &Log {
+        &self.log
+    }
+
+    pub(super) fn disk(&self, file: FileId) -> &Disk {
+        &self.disks[usize::from(file.0)]
+    }
+
+    pub(super) fn disk_mut(&mut self, file: FileId) -> &mut Disk {
+        &mut self.disks[usize::from(file.0)]
+    }
+
+    /// Admits an operation and decides its fate.
+    pub(super) fn start(&mut self, kind: OpKind, file: FileId, offset: u64, buf: Option<&Lent>) -> io::Result<Plan> {
+        let len = buf.map_or(0, Lent::len);
+        check_offset(offset, len)?;
+        if usize::from(file.0) >= self.disks.len() {
+            return Err(no_such_file(file, self.disks.len()));
+        }
+        self.check_aligned(offset, buf)?;
+
+        let nth = self.counts.started[kind as usize];
+        let fault = self.faults.draw(kind, nth, len, &mut self.rng);
+        let (min, max) = (self.options.latency.start().as_nanos() as u64, self.options.latency.end().as_nanos() as u64);
+        let latency = Duration::from_nanos(self.rng.between(min, max));
+        let plan = Plan { op: self.op_next, latency, fault, rng: self.rng.fork() };
+
+        self.op_next += 1;
+        self.counts.started[kind as usize] += 1;
+        self.counts.faults += u64::from(fault.is_some());
+        let mut in_flight = InFlight { kind, file, offset, len, data: Vec::new(), sync_point: None };
+        match (kind, buf) {
+            (OpKind::Read, Some(buf)) => fill(buf, GARBAGE),
+            (OpKind::Write, Some(buf)) => in_flight.data = copy_out(buf),
+            _ => in_flight.sync_point = Some(self.disk(file).sync_point()),
+        }
+        self.counts.conflicts += u64::from(self.in_flight.values().any(|other| other.conflicts(&in_flight)));
+        self.note(plan.op, &in_flight, Event::Started);
+        self.in_flight.insert(plan.op, in_flight);
+        self.counts.in_flight_max = self.counts.in_flight_max.max(self.in_flight.len());
+        Ok(plan)
+    }
+
+    fn check_aligned(&self, offset: u64, buf: Option<&Lent>) -> io::Result<()> {
+        let align = self.options.align_bytes.max(1);
+        let Some(buf) = buf else { return Ok(()) };
+        let aligned = offset.is_multiple_of(align as u64)
+            && buf.len().is_multiple_of(align)
+            && (buf.as_ptr() as usize).is_multiple_of(align);
+        if aligned { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EINVAL)) }
+    }
+
+    /// Lets an operation take effect, at its end.
+    pub(super) fn finish(&mut self, plan: Plan, buf: Option<&Lent>) -> io::Result<usize> {
+        let mut in_flight = self.in_flight.remove(&plan.op).expect("started once and finished once");
+        let Plan { op, fault, mut rng, .. } = plan;
+        let result = match (in_flight.kind, buf) {
+            (OpKind::Read, Some(buf)) => Self::finish_read(self.disk(in_flight.file), &in_flight, buf, fault, &mut rng),
+            (OpKind::Write, Some(buf)) => {
+                assert!(copy_out(buf) == in_flight.data, "memory lent to a write changed while it was in flight");
+                self.finish_write(&in_flight, fault, &mut rng)
+            }
+            _ => self.finish_sync(&mut in_flight, fault),
+        };
+        let kind = in_flight.kind as usize;
+        match result {
+            Ok(bytes) => {
+                self.counts.done[kind] += 1;
+                self.counts.bytes[kind] += bytes as u64;
+                self.note(op, &in_flight, Event::Done(bytes));
+            }
+            Err(errno) => {
+                self.counts.failed[kind] += 1;
+                self.note(op, &in_flight, Event::Failed(errno));
+            }
+        }
+        result.map_err(io::Error::from_raw_os_error)
+    }
+
+    fn finish_read(
+        disk: &Disk,
+        read: &InFlight,
+        buf: &Lent,
+        fault: Option<Fault>,
+        rng: &mut Rng,
+    ) -> Result<usize, i32> {
+        let data = disk.read(read.offset, read.len);
+        match fault {
+            Some(Fault::Error(errno)) => Err(errno),
+            Some(Fault::Short(bytes)) => Ok(copy_in(&data[..bytes.min(data.len())], buf)),
+            Some(Fault::BitFlip) if !data.is_empty() => {
+                let mut wrong = data.to_vec();
+                let bit = rng.below(8 * data.len() as u64) as usize;
+                wrong[bit / 8] ^= 1 << (bit % 8);
+                Ok(copy_in(&wrong, buf))
+            }
+            _ => Ok(copy_in(data, buf)),
+        }
+    }
+
+    fn finish_write(&mut self, write: &InFlight, fault: Option<Fault>, rng: &mut Rng) -> Result<usize, i32> {
+        let end = write.offset + write.len as u64;
+        if end > self.options.file_bytes_max || fault == Some(Fault::Error(libc::ENOSPC)) {
+            return Err(libc::ENOSPC);
+        }
+        let offset = usize::try_from(write.offset).expect("below file_bytes_max, which is in memory");
+        let disk = &mut self.disks[usize::from(write.file.0)];
+        match fault {
+            Some(Fault::Error(errno)) => {
+                for (index, sector) in write.data.chunks(SECTOR_BYTES).enumerate() {
+                    if rng.chance(0.5) {
+                        disk.write(offset + index * SECTOR_BYTES, sector);
+                    }
+                }
+                Err(errno)
+            }
+            Some(Fault::Lost) => Ok(write.len),
+            Some(Fault::Short(bytes)) => {
+                let bytes = bytes.min(write.len);
+                disk.write(offset, &write.data[..bytes]);
+                Ok(bytes)
+            }
+            _ => {
+                disk.write(offset, &write.data);
+                Ok(write.len)
+            }
+        }
+    }
+
+    fn finish_sync(&mut self, sync: &mut InFlight, fault: Option<Fault>) -> Result<usize, i32> {
+        match (fault, sync.sync_point.take()) {
+            (Some(Fault::Error(errno)), _) => Err(errno),
+            // A device that lies: success is reported, and nothing became durable.
+            (Some(Fault::Lost), _) | (_, None) => Ok(0),
+            (_, Some(point)) => {
+                self.disk_mut(sync.file).synced(point);
+                Ok(0)
+            }
+        }
+    }
+
+    pub(super) fn crash(&mut self) -> Vec<Vec<u8>> {
+        let mut rng = self.crash_rng.fork();
+        let files = self.disks.iter().enumerate().map(|(index, disk)| {
+            let writes = self.in_flight.values().filter(|op| {
+                op.kind == OpKind::Write && usize::from(op.file.0) == index && op.end() <= self.options.file_bytes_max
+            });
+            let writes: Vec<_> = writes.map(|op| (op.offset as usize, &op.data[..])).collect();
+            disk.after_power_cut(&writes, &mut rng)
+        });
+        files.collect()
+    }
+
+    fn note(&mut self, op: u64, what: &InFlight, event: Event) {
+        let now = Instant::now();
+        let at = now.duration_since(*self.started_at.get_or_insert(now));
+        let InFlight { kind, file, offset, len, .. } = *what;
+        self.log.push(LogEntry { op, kind, file, offset, len, at, event });
+    }
+}
+
+impl InFlight {
+    fn end(&self) -> u64 {
+        self.offset + self.len as u64
+    }
+
+    /// True where the result depends on which of the two comes first.
+    fn conflicts(&self, other: &InFlight) -> bool {
+        let one_writes = self.kind == OpKind::Write || other.kind == OpKind::Write;
+        one_writes && self.file == other.file && self.offset < other.end() && other.offset < self.end()
+    }
+}
+
+fn fill(buf: &Lent, byte: u8) {
+    // SAFETY: the `Lent` says that the range is mapped and, lent to a read, accessed by us alone.
+    unsafe { buf.as_ptr().write_bytes(byte, buf.len()) }
+}
+
+fn copy_out(buf: &Lent) -> Vec<u8> {
+    // SAFETY: the `Lent` says that the range is mapped and that nobody writes to it; `Lent`s are
+    // made from initialized memory.
+    unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) }.to_vec()
+}
+
+fn copy_in(data: &[u8], buf: &Lent) -> usize {
+    assert!(data.len() <= buf.len(), "no more is read than was asked for");
+    // SAFETY: as for `fill`, the length is checked above, and the simulated disk owns its bytes, so
+    // the ranges do not overlap.
+    unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), buf.as_ptr(), data.len()) }
+    data.len()
+}
