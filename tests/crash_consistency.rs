@@ -143,7 +143,8 @@ fn damage_anywhere_is_a_miss_or_a_refusal() {
     }
     block_on(cache.close()).expect("close");
     let whole = std::fs::read(store_file(&dir)).expect("the store");
-    let data = whole.windows(64).position(|window| window == &payload(0, BLOCK_BYTES)[..64]).expect("block 0") as u64;
+    let block = payload(0, BLOCK_BYTES);
+    let data = whole.windows(64).position(|window| window == &block[..64]).expect("block 0 is in the file") as u64;
     let mut rng = Rng(common::seed());
     let mut places = vec![0, 8, 12, 16, 40, 88, 500, 504, 4096, 4104, 4600];
     places.extend((0..32).map(|field| 8192 + 128 * 3 + field * 4));

@@ -14,12 +14,17 @@ use std::{
     },
     path::{Path, PathBuf},
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use crate::{
     config::{Config, DirectIo, DiskPath},
     error::{Error, Result},
 };
+
+/// How long the lock of a store is waited for, and how often it is tried.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_POLL: Duration = Duration::from_millis(5);
 
 /// The file's name where a path is a directory.
 const FILE_NAME: &str = "kvhoist.store";
@@ -199,22 +204,29 @@ impl StoreFile {
         Ok(StoreFile { path, file, direct: self.direct, device, bytes, created: self.created })
     }
 
+    /// Takes the lock that keeps other caches out, however they came by the file.
+    ///
+    /// The kernel ends the I/O of a killed process, and with it its lock, a little after the process
+    /// is gone: a restart right after a crash waits for that instead of failing.
     fn lock(&self) -> Result<()> {
-        // SAFETY: plain system call on a descriptor that `self` keeps open.
-        if unsafe { libc::flock(self.file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
-            return Ok(());
+        let give_up = Instant::now() + LOCK_WAIT;
+        loop {
+            // SAFETY: plain system call on a descriptor that `self` keeps open.
+            if unsafe { libc::flock(self.file.as_raw_fd(), libc::LOCK_EX | libc::LOCK_NB) } == 0 {
+                return Ok(());
+            }
+            let error = io::Error::last_os_error();
+            match error.raw_os_error() {
+                Some(libc::EINTR) => {}
+                Some(libc::EWOULDBLOCK) if Instant::now() < give_up => std::thread::sleep(LOCK_POLL),
+                Some(libc::EWOULDBLOCK) => {
+                    let found = "a store that another cache holds open, in this process or another";
+                    let action = "close that cache first, or name another path";
+                    return Err(refuse(&self.path, found, "a store of our own", action));
+                }
+                _ => return Err(Error::io("lock", &self.path, error)),
+            }
         }
-        let error = io::Error::last_os_error();
-        if error.raw_os_error() == Some(libc::EWOULDBLOCK) {
-            let found = "a store that another cache holds open, in this process or another";
-            return Err(refuse(
-                &self.path,
-                found,
-                "a store of our own",
-                "close that cache first, or name another path",
-            ));
-        }
-        Err(Error::io("lock", &self.path, error))
     }
 
     /// Gives a new file all the bytes that its store will ever have, so that no later write finds
