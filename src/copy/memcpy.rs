@@ -42,7 +42,7 @@ impl Memcpy {
                 done += len;
                 left = left.saturating_sub(len.max(OP_BYTES_MIN));
                 if left == 0 {
-                    tokio::task::yield_now().await;
+                    crate::io::yield_now().await;
                     left = QUANTUM_BYTES;
                 }
                 if done == op.len {

@@ -81,6 +81,8 @@ pub(crate) struct Mover<S, C> {
     files: Vec<FileId>,
     budget: Budget,
     records: RefCell<RecordPages>,
+    /// Outcomes on their way to those who wait for them.
+    answers: RefCell<Vec<(oneshot::Sender<Outcome>, Outcome)>>,
     /// Write-backs under way that nobody awaits.
     demoting: Cell<u32>,
     active: Cell<u32>,
@@ -95,6 +97,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Rc::new(Mover {
             budget: Budget::new(config.read_bytes_in_flight_max, config.write_bytes_in_flight_max),
             records: RefCell::default(),
+            answers: RefCell::default(),
             demoting: Cell::new(0),
             active: Cell::new(0),
             settled: Notify::new(),

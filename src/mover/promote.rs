@@ -2,7 +2,7 @@
 
 use std::{any::Any, rc::Rc, sync::Arc};
 
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 
 use super::{
     Mover,
@@ -50,7 +50,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error.
-    pub(super) fn land(&self, key: &BlockKey, tier: Tier, outcome: Outcome) {
+    pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
         let mut answers = Vec::new();
         {
             let mut state = self.shared.lock();
@@ -68,9 +68,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 answers.push((last, outcome));
             }
         }
-        // After the lock: a waiter that is gone drops its pin here, which takes the lock again.
-        for (waiter, answer) in answers {
-            drop(waiter.send(answer));
+        self.answer(answers);
+    }
+
+    /// Answers waiters when the tasks that are ready now have run. Movements that completed together
+    /// then wake their callers together: waking a thread costs more than most of what it then does.
+    fn answer(self: &Rc<Self>, answers: Vec<(oneshot::Sender<Outcome>, Outcome)>) {
+        let first = {
+            let mut waiting = self.answers.borrow_mut();
+            let first = waiting.is_empty();
+            waiting.extend(answers);
+            first && !waiting.is_empty()
+        };
+        if first {
+            let this = Rc::clone(self);
+            self.spawn(async move {
+                tokio::task::yield_now().await;
+                let answers = this.answers.take();
+                // Not under the lock: a waiter that is gone drops its pin here, which takes the lock.
+                for (waiter, answer) in answers {
+                    drop(waiter.send(answer));
+                }
+            });
         }
     }
 
@@ -230,7 +249,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    async fn fill_device(&self, key: &BlockKey, class: Class) -> Outcome {
+    async fn fill_device(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
         let started = Instant::now();
         let Some(source) = self.obtain_host(key, class).await? else { return Ok(None) };
         let id = source.id();
@@ -270,7 +289,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Pins `key` in host memory, promoting it first where it must be.
-    pub(super) async fn obtain_host(&self, key: &BlockKey, class: Class) -> Outcome {
+    pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
         let receiver = match self.shared.promote(key, Tier::Host)?.0 {
             Promotion::Hit(pin) => return Ok(Some(pin)),
             Promotion::Miss => return Ok(None),
@@ -350,7 +369,7 @@ pub(super) async fn checksum_of(bytes: &[u8]) -> u64 {
     let mut digest = Digest::new();
     for (i, chunk) in bytes.chunks(CHECKSUM_CHUNK_BYTES).enumerate() {
         if i > 0 {
-            tokio::task::yield_now().await;
+            crate::io::yield_now().await;
         }
         digest.update(chunk);
     }

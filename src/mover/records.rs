@@ -86,7 +86,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let Err(source) = result {
             // What is on the medium is older than the index: the page is to be written again.
             self.shared.lock().disk_slots().mark_stale(page);
-            self.shared.metrics.write_errors.add(1);
             return (Err(Error::io("write", self.path_of(file), source)), buf);
         }
         (Ok(()), buf)

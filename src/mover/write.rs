@@ -60,68 +60,55 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let share = self.budget.take(Kind::Write, class, slot_bytes).await;
         let filling = self.shared.acquire(Tier::Disk).await?;
         let id = pin.id();
-        let (file, offset, checksum) = {
+        let (file, offset) = {
             let mut state = self.shared.lock();
             if !state.index.begin_fill(id, Tier::Disk) {
                 filling.release(&mut state);
                 return Ok(false);
             }
             let checksum = state.host_checksums[pin.slot() as usize];
-            let (file, offset) = state.disk_slots().locate(filling.slot());
-            (file, offset, checksum)
+            let generation = state.generation;
+            state.generation += 1;
+            let slots = state.disk_slots();
+            slots.commit(filling.slot(), id.as_u32(), checksum, generation);
+            slots.locate(filling.slot())
         };
-        let (result, filling) = self.write_slot(file, offset, pin, filling).await;
+        // Both at once: whichever comes first on the medium, a record without its payload is found out
+        // by the checksum that it carries. Nobody here sees the block before both have ended.
+        let slot = filling.slot();
+        let (written, recorded) = tokio::join!(self.write_slot(file, offset, pin, filling), self.write_record(slot));
         drop(share);
+        let (result, filling) = written;
+        self.publish_disk(
+            id,
+            filling,
+            result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded),
+        )
+    }
+
+    /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
+    fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
         let slot = filling.slot();
-        let Some(written) = self.publish_disk(id, checksum, filling, result, file)? else { return Ok(false) };
-        match self.write_record(slot).await {
-            Ok(()) => Ok(true),
-            Err(error) => {
-                self.take_back(written);
-                Err(error)
+        let mut state = self.shared.lock();
+        let published = match &result {
+            Ok(()) => state.index.complete_fill(id, Tier::Disk, slot),
+            Err(_) => {
+                state.index.abort_fill(id, Tier::Disk);
+                false
             }
-        }
-    }
-
-    /// Makes a written disk slot visible, pinned until its record is written, so that the slot is
-    /// still this block's then. `None` if the block was removed meanwhile.
-    fn publish_disk(
-        &self,
-        id: EntryId,
-        checksum: u64,
-        filling: Filling,
-        result: std::io::Result<()>,
-        file: FileId,
-    ) -> Result<Option<Pin>> {
-        let slot = filling.slot();
-        let mut state = self.shared.lock();
-        if let Err(source) = result {
-            state.index.abort_fill(id, Tier::Disk);
-            filling.release(&mut state);
-            self.shared.metrics.write_errors.add(1);
-            return Err(Error::io("write", self.path_of(file), source));
-        }
-        if !state.index.complete_fill(id, Tier::Disk, slot) {
-            filling.release(&mut state);
-            return Ok(None);
-        }
-        let generation = state.generation;
-        state.generation += 1;
-        state.disk_slots().commit(slot, id.as_u32(), checksum, generation);
-        filling.published();
-        Ok(Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::HostToDisk))
-    }
-
-    /// A block whose record could not be written would be gone at the next start: it is not stored.
-    fn take_back(&self, pin: Pin) {
-        let (id, slot) = (pin.id(), pin.slot());
-        let mut state = self.shared.lock();
-        pin.release(&mut state);
-        if state.index.slot(id, Tier::Disk) == Some(slot) && state.index.drop_copy(id, Tier::Disk).is_some() {
+        };
+        if published {
+            filling.published();
+        } else {
+            // The record page is stale now, and written when it next comes due, or at `sync`.
             state.disk_slots().clear(slot);
-            state.disk_slots().release(slot);
-            self.shared.slot_became_available(&state, Tier::Disk);
+            filling.release(&mut state);
         }
+        drop(state);
+        if let Err(Error::Io { op: "write", .. }) = &result {
+            self.shared.metrics.write_errors.add(1);
+        }
+        result.map(|()| published)
     }
 
     async fn write_slot(

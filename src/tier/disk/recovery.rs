@@ -237,7 +237,7 @@ async fn read_tables<S: Storage>(
                         local += 1;
                     }
                     if local.is_multiple_of(1024) {
-                        tokio::task::yield_now().await;
+                        crate::io::yield_now().await;
                     }
                 }
             };
