@@ -71,11 +71,10 @@ impl BareRing {
         let slab = Slab::new(block_bytes, depth)?;
         // SAFETY: the buffers stay mapped until after the ring is closed (`BareRing`'s field order), and
         // the kernel keeps registered pages alive for operations that outlive even that.
-        unsafe { ring.submitter().register_buffers(&slab.iovecs()) }.map_err(|error| {
-            io::Error::new(
-                error.kind(),
-                format!("registering {depth} buffers of {block_bytes} bytes: {error}; raise `ulimit -l` if that is what refuses it"),
-            )
+        let registered = unsafe { ring.submitter().register_buffers(&slab.iovecs()) };
+        registered.map_err(|error| {
+            let what = format!("registering {depth} buffers of {block_bytes} bytes: {error}");
+            io::Error::new(error.kind(), format!("{what}; raise `ulimit -l` if that is what refuses it"))
         })?;
         Ok(BareRing { ring, slab, depth, block_bytes })
     }
