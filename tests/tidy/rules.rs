@@ -108,11 +108,10 @@ fn comment_above(raw: &[&str], code: &[&str], line: usize) -> String {
     while at > 0 {
         at -= 1;
         let (text, code) = (raw[at].trim(), code[at].trim());
+        let between = comment.is_empty() && (code.starts_with("#[") || continues(code));
         if text.starts_with("//") {
             comment.push(text);
-        } else if !comment.is_empty() || text.is_empty() {
-            break;
-        } else if !code.starts_with("#[") && !continues(code) {
+        } else if !between {
             break;
         }
     }
