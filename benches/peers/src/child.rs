@@ -4,7 +4,7 @@
 //! `BYTES SECONDS CPU_SECONDS DISK MEMORY LOST`. It ends when its input does.
 
 use std::{
-    env, fmt,
+    env,
     io::{self, BufRead, BufReader, Write},
     path::Path,
     process::{self, ChildStdin, ChildStdout, Command, Stdio},
@@ -16,7 +16,7 @@ use tokio::runtime::Runtime;
 
 use crate::{
     bare::{BareRing, Op, Setup, measure::Sample, pattern, scratch::Scratch},
-    contender::{Contender, Tally, drive},
+    contender::{Contender, Outcome, Tally, drive},
     foyer_cache::{self, IoKind},
     options::Options,
 };
@@ -27,9 +27,7 @@ pub struct Child {
     process: process::Child,
     to: Option<ChildStdin>,
     from: BufReader<ChildStdout>,
-    filled: u64,
-    lost_in_fill: u64,
-    found: Tally,
+    outcome: Outcome,
 }
 
 impl Child {
@@ -46,13 +44,11 @@ impl Child {
             process,
             to,
             from: BufReader::new(from),
-            filled: options.blocks,
-            lost_in_fill: 0,
-            found: Tally::default(),
+            outcome: Outcome { filled: options.blocks, ..Outcome::default() },
         };
         let line = child.listen()?;
         let lost = line.strip_prefix("ready ").and_then(|lost| lost.trim().parse().ok());
-        child.lost_in_fill = lost.ok_or_else(|| child.misunderstood(&line, "`ready LOST`"))?;
+        child.outcome.lost_in_fill = lost.ok_or_else(|| child.misunderstood(&line, "`ready LOST`"))?;
         child.signal(libc::SIGSTOP)?;
         Ok(child)
     }
@@ -70,19 +66,13 @@ impl Child {
         let line = self.listen()?;
         self.signal(libc::SIGSTOP)?;
         let (sample, tally) = decode(&line).ok_or_else(|| self.misunderstood(&line, "six numbers"))?;
-        self.found.disk += tally.disk;
-        self.found.memory += tally.memory;
-        self.found.lost += tally.lost;
+        self.outcome.found += tally;
         Ok(sample)
     }
 
-    /// What was found, over all rounds and the fill.
-    pub fn tally(&self) -> impl fmt::Display + use<> {
-        let Tally { disk, memory, lost } = self.found;
-        let (filled, lost_in_fill) = (self.filled, self.lost_in_fill);
-        format!(
-            "read {disk} from disk, {memory} from memory, {lost} lost; {lost_in_fill} of {filled} lost while filling"
-        )
+    /// What became of its blocks, over all rounds and the fill.
+    pub fn outcome(&self) -> Outcome {
+        self.outcome
     }
 
     /// Ends the process and says whether it ended well.

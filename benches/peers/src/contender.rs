@@ -1,8 +1,10 @@
 //! What takes part in the comparison, and how it is driven.
 
 use std::{
+    fmt,
     future::Future,
     io,
+    ops::AddAssign,
     sync::{
         Arc,
         atomic::{AtomicU64, AtomicUsize, Ordering::Relaxed},
@@ -51,6 +53,41 @@ pub struct Tally {
     pub memory: u64,
     /// Reads of blocks that had been there.
     pub lost: u64,
+}
+
+impl AddAssign for Tally {
+    fn add_assign(&mut self, other: Tally) {
+        self.disk += other.disk;
+        self.memory += other.memory;
+        self.lost += other.lost;
+    }
+}
+
+/// What became of one contender's blocks, over all rounds and fills.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Outcome {
+    /// What its reads found, warm-up included.
+    pub found: Tally,
+    /// Blocks stored as fast as its interface takes them.
+    pub filled: u64,
+    /// How many of those were then missing.
+    pub lost_in_fill: u64,
+}
+
+impl AddAssign for Outcome {
+    fn add_assign(&mut self, other: Outcome) {
+        self.found += other.found;
+        self.filled += other.filled;
+        self.lost_in_fill += other.lost_in_fill;
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Tally { disk, memory, lost } = self.found;
+        write!(f, "read {disk} from disk, {memory} from memory, {lost} lost; ")?;
+        write!(f, "{} of {} lost while filling", self.lost_in_fill, self.filled)
+    }
 }
 
 /// Reads `keys` with `depth` reads in flight, and measures it.

@@ -37,8 +37,8 @@ pub struct FoyerCache {
 impl FoyerCache {
     /// Opens an empty cache in `dir` with room for twice `blocks`, so that nothing has to be evicted.
     ///
-    /// Direct I/O, no compression, no recovery. Everything not named here is foyer's default, except for larger write
-    /// buffers: with the default 16 MiB it would lose most of what is stored at full speed.
+    /// Direct I/O, no compression, no recovery. Everything not named here is foyer's default, except for two flushers
+    /// and larger write buffers, so that fewer blocks are lost when they are stored at full speed.
     pub async fn open(dir: &Path, io: IoKind, block_bytes: usize, blocks: u64) -> io::Result<FoyerCache> {
         let capacity = (2 * blocks as usize * block_bytes).max(1 << 30);
         let device = FsDeviceBuilder::new(dir).with_capacity(capacity).with_direct(true).build().map_err(other)?;

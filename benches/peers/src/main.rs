@@ -26,6 +26,7 @@ use std::{env, io, path::Path, process::ExitCode};
 
 use bare::measure::{Entrant, Series, interleave, table};
 use child::Child;
+use contender::Outcome;
 use options::Options;
 
 /// Everyone who takes part. The first is what ratios relate to, unless it is left out.
@@ -58,27 +59,30 @@ fn compare(options: &Options) -> io::Result<()> {
     let names: Vec<&str> = NAMES.into_iter().filter(chosen).collect();
     for dir in &options.dirs {
         for &depth in &options.depths {
-            let mut all: Vec<Series> =
-                names.iter().map(|&name| Series { name: name.into(), samples: Vec::new() }).collect();
-            let (mut order, mut notes) = (names.clone(), Vec::new());
+            let empty = |&name: &&str| (Series { name: name.into(), samples: Vec::new() }, Outcome::default());
+            let (mut all, mut outcomes): (Vec<Series>, Vec<Outcome>) = names.iter().map(empty).unzip();
+            let mut order: Vec<usize> = (0..names.len()).collect();
             for _ in 0..options.fills {
-                for (series, note) in fill_and_read(&order, dir, depth, options)? {
-                    let place = all.iter_mut().find(|place| place.name == series.name);
-                    place.expect("named above").samples.extend(series.samples);
-                    notes.push(format!("  {:12}  {note}", series.name));
+                let turn: Vec<&str> = order.iter().map(|&index| names[index]).collect();
+                for (&index, (series, outcome)) in order.iter().zip(fill_and_read(&turn, dir, depth, options)?) {
+                    all[index].samples.extend(series.samples);
+                    outcomes[index] += outcome;
                 }
                 order.rotate_left(1);
             }
             let title = format!("{}: random reads, {} KiB, QD{depth}", dir.display(), options.block_bytes >> 10);
-            notes.sort();
-            println!("{}{}\n", table(&title, &all), notes.join("\n"));
+            print!("{}", table(&title, &all));
+            for (name, outcome) in names.iter().zip(outcomes) {
+                println!("  {name:12}  {outcome}");
+            }
+            println!();
         }
     }
     Ok(())
 }
 
-/// Everyone's rounds on newly filled stores, each with a line about what was found.
-fn fill_and_read(names: &[&str], dir: &Path, depth: usize, options: &Options) -> io::Result<Vec<(Series, String)>> {
+/// Everyone's rounds on newly filled stores, each with what became of its blocks.
+fn fill_and_read(names: &[&str], dir: &Path, depth: usize, options: &Options) -> io::Result<Vec<(Series, Outcome)>> {
     let mut children = Vec::new();
     for name in names {
         // One at a time: a fill under load would not be the contender's own.
@@ -92,7 +96,7 @@ fn fill_and_read(names: &[&str], dir: &Path, depth: usize, options: &Options) ->
     drop(entrants);
     let mut results = Vec::new();
     for (child, series) in children.into_iter().zip(series) {
-        results.push((series, child.tally().to_string()));
+        results.push((series, child.outcome()));
         child.finish()?;
     }
     Ok(results)
