@@ -79,12 +79,22 @@ fn undocumented_unsafe(raw: &[&str], code: &[&str], line: usize) -> Option<Strin
         if (next.starts_with("impl") || is_foreign_block(next)) && !reason {
             return Some("found an unsafe impl or extern block, expected `// SAFETY:` directly above".into());
         }
-        if (next.starts_with("trait") || declares_fn(next)) && !contract {
+        if (next.starts_with("trait") || declares_fn(next)) && !contract && !implements_trait(code, line) {
             return Some("found an unsafe fn or trait, expected `# Safety` in its docs".into());
         }
         rest = &rest[at + "unsafe".len()..];
     }
     None
+}
+
+/// True for a method of `impl Trait for Type`, whose contract is in the trait's docs. Relies on rustfmt's indentation.
+fn implements_trait(code: &[&str], line: usize) -> bool {
+    let indent = |line: &str| line.len() - line.trim_start().len();
+    let encloses = |above: &&&str| {
+        !above.trim().is_empty() && indent(above) < indent(code[line]) && !["{", "where"].contains(&above.trim())
+    };
+    let block = code[..line].iter().rev().find(encloses);
+    block.is_some_and(|block| has_word(block, "impl") && has_word(block, "for"))
 }
 
 /// `extern "C" {`, but not `extern "C" fn`.
