@@ -1,6 +1,6 @@
 //! What this machine gives at best: the bare ring loop on a file in `target/` and on tmpfs.
 //!
-//!     cargo bench --bench ceiling -- [--dir DIR]... [--file-mib 512] [--rounds 5] [--write]
+//!     cargo bench -p kvhoist --bench ceiling -- [--dir DIR]... [--file-mib 512] [--rounds 5] [--write]
 //!
 //! Every run reads blocks at random offsets and checks their stamps. `coop` is the baseline of each table because
 //! the cache's own ring has the same flags.

@@ -71,11 +71,10 @@ impl BareRing {
         let slab = Slab::new(block_bytes, depth)?;
         // SAFETY: the buffers stay mapped until after the ring is closed (`BareRing`'s field order), and
         // the kernel keeps registered pages alive for operations that outlive even that.
-        unsafe { ring.submitter().register_buffers(&slab.iovecs()) }.map_err(|error| {
-            io::Error::new(
-                error.kind(),
-                format!("registering {depth} buffers of {block_bytes} bytes: {error}; raise `ulimit -l` if that is what refuses it"),
-            )
+        let registered = unsafe { ring.submitter().register_buffers(&slab.iovecs()) };
+        registered.map_err(|error| {
+            let what = format!("registering {depth} buffers of {block_bytes} bytes: {error}");
+            io::Error::new(error.kind(), format!("{what}; raise `ulimit -l` if that is what refuses it"))
         })?;
         Ok(BareRing { ring, slab, depth, block_bytes })
     }
@@ -179,73 +178,4 @@ fn check(result: i32, op: Op, offset: u64, block_bytes: usize) -> io::Result<()>
         return Err(io::Error::other(format!("{op:?} at {offset}: found {result} bytes, expected {block_bytes}")));
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::{pattern::*, scratch::Scratch, *};
-
-    const BLOCK: usize = 8192;
-
-    /// A ring and a filled file, or `None` with the reason where this machine refuses either.
-    fn fixture(setup: Setup, depth: usize) -> Option<(BareRing, Scratch)> {
-        let ring = BareRing::open(BLOCK, depth, setup);
-        let scratch = Scratch::filled(env!("CARGO_MANIFEST_DIR").as_ref(), BLOCK, 64);
-        match (ring, scratch) {
-            (Ok(ring), Ok(scratch)) => Some((ring, scratch)),
-            (ring, scratch) => {
-                eprintln!("SKIPPED: no ring or no direct I/O here: {:?}, {:?}", ring.err(), scratch.err());
-                None
-            }
-        }
-    }
-
-    #[test]
-    fn every_offset_is_visited_once_and_holds_its_own_block() {
-        for setup in Setup::ALL {
-            for depth in [1, 3, 64, 100] {
-                let Some((mut ring, scratch)) = fixture(setup, depth) else { return };
-                let mut seen = [0; 64];
-                let offsets = shuffled(7, 64).map(|index| index * BLOCK as u64);
-                let sample = ring
-                    .run(scratch.file(), Op::Read, offsets, |offset, block| {
-                        seen[offset as usize / BLOCK] += 1;
-                        verify(block, offset / BLOCK as u64)
-                    })
-                    .expect("reads");
-                assert_eq!(seen, [1; 64], "{setup:?} depth {depth}");
-                assert_eq!(sample.bytes, 64 * BLOCK as u64);
-            }
-        }
-    }
-
-    #[test]
-    fn what_was_written_is_read_back() {
-        let Some((mut ring, scratch)) = fixture(Setup::Coop, 4) else { return };
-        let offsets = || shuffled(3, 64).map(|index| index * BLOCK as u64);
-        let key_of = |offset: u64| offset / BLOCK as u64 + 1000;
-        ring.run(scratch.file(), Op::Write, offsets(), |offset, block| {
-            stamp(block, key_of(offset));
-            Ok(())
-        })
-        .expect("writes");
-        ring.run(scratch.file(), Op::Read, offsets(), |offset, block| verify(block, key_of(offset)))
-            .expect("new stamps");
-    }
-
-    #[test]
-    fn a_read_past_the_end_is_an_error_and_the_ring_survives_it() {
-        let Some((mut ring, scratch)) = fixture(Setup::Defer, 4) else { return };
-        let offsets = [0, 64 * BLOCK as u64, BLOCK as u64];
-        let error = ring.run(scratch.file(), Op::Read, offsets, |_, _| Ok(())).expect_err("past the end");
-        assert!(error.to_string().contains("found 0 bytes, expected 8192"), "{error}");
-        ring.run(scratch.file(), Op::Read, [0], |_, block| verify(block, 0)).expect("still usable");
-    }
-
-    #[test]
-    fn a_refused_block_ends_the_run() {
-        let Some((mut ring, scratch)) = fixture(Setup::Coop, 2) else { return };
-        let refused = ring.run(scratch.file(), Op::Read, [0, BLOCK as u64], |_, block| verify(block, 0));
-        assert!(refused.is_err(), "block 1 passed for block 0");
-    }
 }

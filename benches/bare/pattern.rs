@@ -3,7 +3,7 @@
 use std::io;
 
 /// Bytes between two stamps: a block written or read in the wrong place, or in part, is found page by page.
-const STAMP_STRIDE: usize = 4096;
+pub const STAMP_STRIDE: usize = 4096;
 
 /// SplitMix64: small, seeded, and the same on every machine.
 #[derive(Debug, Clone)]
@@ -73,42 +73,4 @@ pub fn verify(block: &[u8], key: u64) -> io::Result<()> {
         }
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_block_passes_for_no_other_block_and_not_in_part() {
-        let mut block = vec![0; 3 * STAMP_STRIDE + 5];
-        stamp(&mut block, 17);
-        verify(&block, 17).expect("its own stamps");
-        assert!(verify(&block, 18).is_err(), "another key");
-        for page in 0..4 {
-            let mut torn = block.clone();
-            torn[page * STAMP_STRIDE] ^= 1;
-            let error = verify(&torn, 17).expect_err("torn");
-            assert!(error.to_string().starts_with(&format!("block 17, page {page}:")), "{error}");
-        }
-        block.copy_within(STAMP_STRIDE..2 * STAMP_STRIDE, 0);
-        assert!(verify(&block, 17).is_err(), "a page in the wrong place");
-    }
-
-    #[test]
-    fn random_stays_below_its_limit_and_repeats() {
-        let numbers: Vec<u64> = random(5, 10, 1000).collect();
-        assert!(numbers.iter().all(|&number| number < 10));
-        assert!((0..10).all(|number| numbers.contains(&number)), "every number comes up");
-        assert!(numbers.iter().copied().eq(random(5, 10, 1000)), "the seed decides");
-        assert!(!numbers.iter().copied().eq(random(6, 10, 1000)), "another seed differs");
-    }
-
-    #[test]
-    fn shuffled_is_a_permutation() {
-        let mut numbers: Vec<u64> = shuffled(1, 500).collect();
-        assert!(!numbers.is_sorted());
-        numbers.sort_unstable();
-        assert!(numbers.into_iter().eq(0..500));
-    }
 }

@@ -3,7 +3,7 @@
 use std::{
     fs::{self, File, OpenOptions},
     io,
-    os::unix::fs::OpenOptionsExt,
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
     path::Path,
     process,
     ptr::NonNull,
@@ -94,6 +94,13 @@ impl Scratch {
     /// A file of `blocks` blocks, block `i` stamped with key `i`, flushed.
     pub fn filled(dir: &Path, block_bytes: usize, blocks: u64) -> io::Result<Scratch> {
         let scratch = Scratch::empty(dir)?;
+        // Allocated in one piece, as a store is: a file grown write by write is fragmented, and its reads are split.
+        let bytes = blocks * block_bytes as u64;
+        // SAFETY: a plain system call on a descriptor that `scratch` keeps open.
+        let refused = unsafe { libc::posix_fallocate(scratch.file.as_raw_fd(), 0, bytes as libc::off_t) };
+        if refused != 0 {
+            return Err(io::Error::from_raw_os_error(refused));
+        }
         // Deep enough for speed, and below the 8 MiB of lockable memory that is a usual default.
         let depth = ((4 << 20) / block_bytes).clamp(1, 32);
         let mut ring = BareRing::open(block_bytes, depth, Setup::Coop)?;
