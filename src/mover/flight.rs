@@ -19,6 +19,9 @@ pub(crate) type Outcome = Result<Option<Pin>>;
 
 /// Movements under way, by what they will make resident where.
 ///
+/// A read that has ended waits here, unverified, for the first of its waiters to be polled: the
+/// checksum is computed on the thread that wants the block, and the reactor goes on.
+///
 /// The hasher has fixed keys, for the simulation's sake. That is safe: the map never holds more
 /// than the movements that [`Config::movements_max`](crate::Config::movements_max) allows.
 #[derive(Default)]

@@ -18,6 +18,7 @@ use crate::{
     bare::{BareRing, Op, Setup, measure::Sample, pattern, scratch::Scratch},
     contender::{Contender, Outcome, Tally, drive},
     foyer_cache::{self, IoKind},
+    kvhoist_cache,
     options::Options,
 };
 
@@ -122,6 +123,12 @@ pub fn serve(name: &str, options: &Options) -> io::Result<()> {
     let (dir, depth) = (&options.dirs[0], options.depths[0]);
     if name.starts_with("bare") {
         return serve_bare(dir, depth, options);
+    }
+    if name == "kvhoist" {
+        let dir = tempfile::tempdir_in(dir)?;
+        let runtime = Runtime::new()?;
+        let cache = runtime.block_on(kvhoist_cache::open(dir.path(), options.block_bytes, options.blocks))?;
+        return serve_contender(&runtime, &cache, depth, options);
     }
     let io = if name == "foyer-psync" { IoKind::Psync } else { IoKind::Uring };
     let dir = tempfile::tempdir_in(dir)?;

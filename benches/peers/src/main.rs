@@ -20,6 +20,7 @@ mod bare;
 mod child;
 mod contender;
 mod foyer_cache;
+mod kvhoist_cache;
 mod options;
 
 use std::{env, io, path::Path, process::ExitCode};
@@ -30,7 +31,7 @@ use contender::Outcome;
 use options::Options;
 
 /// Everyone who takes part. The first is what ratios relate to, unless it is left out.
-pub const NAMES: [&str; 4] = ["bare", "bare-again", "foyer-psync", "foyer-uring"];
+pub const NAMES: [&str; 5] = ["bare", "bare-again", "kvhoist", "foyer-psync", "foyer-uring"];
 
 fn main() -> ExitCode {
     let options = match Options::parse(env::args().skip(1)) {
