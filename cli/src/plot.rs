@@ -124,7 +124,8 @@ fn legend(svg: &mut String) {
         let x = WIDTH - RIGHT - 90.0 * (SERIES.len() - i) as f64;
         let _ = writeln!(
             svg,
-            "<rect x=\"{x}\" y=\"30\" width=\"12\" height=\"12\" fill=\"{color}\"/><text x=\"{}\" y=\"41\">{name}</text>",
+            "<rect x=\"{x}\" y=\"30\" width=\"12\" height=\"12\" fill=\"{color}\"/>\
+             <text x=\"{}\" y=\"41\">{name}</text>",
             x + 18.0
         );
     }

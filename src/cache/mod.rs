@@ -23,7 +23,7 @@ use crate::{
     config::{Config, WritePolicy},
     error::{Error, Result},
     index::PrefixMatch,
-    mover::{Class, Command, Committed, Found, Outcome, Pin, Promotion, Shared, Urgent},
+    mover::{Class, Command, Committed, Found, Outcome, Pin, Promotion, Settled, Shared, Urgent},
 };
 
 /// A tiered cache of fixed-size blocks.
@@ -244,22 +244,32 @@ impl Cache {
 
     async fn promote(&self, key: &BlockKey, tier: Tier) -> Outcome {
         let shared = &self.inner.shared;
-        let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-        let (promotion, source) = shared.promote(key, tier)?;
-        match source {
-            Some(source) => shared.metrics.tier(source).hits.add(1),
-            None => shared.metrics.misses.add(1),
-        }
-        let receiver = match promotion {
-            Promotion::Hit(pin) => return Ok(Some(pin)),
-            Promotion::Miss => return Ok(None),
-            Promotion::Joined(receiver) => receiver,
-            Promotion::Started(receiver) => {
-                permit.send(Command::Promote { key: *key, to: tier, class: Class::Read });
-                receiver
+        let mut counted = false;
+        loop {
+            let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+            let (promotion, source) = shared.promote(key, tier)?;
+            match source {
+                _ if counted => {}
+                Some(source) => shared.metrics.tier(source).hits.add(1),
+                None => shared.metrics.misses.add(1),
             }
-        };
-        receiver.await.unwrap_or(Err(Error::Closed))
+            counted = true;
+            let receiver = match promotion {
+                Promotion::Hit(pin) => return Ok(Some(pin)),
+                Promotion::Miss => return Ok(None),
+                Promotion::Joined(receiver) => {
+                    drop(permit);
+                    receiver
+                }
+                Promotion::Started(receiver) => {
+                    permit.send(Command::Promote { key: *key, to: tier, class: Class::Read });
+                    receiver
+                }
+            };
+            if let Settled::Ended(outcome) = shared.settle(receiver).await {
+                return outcome;
+            }
+        }
     }
 
     /// Does what the write policy wants for a committed block.
@@ -269,11 +279,11 @@ impl Cache {
                 Committed::Done => break Ok(()),
                 Committed::Write(pin, receiver) => {
                     self.send_urgent(Urgent::Write { key: *key, pin, class: Class::Write })?;
-                    break receiver.await.unwrap_or(Err(Error::Closed)).map(drop);
+                    break self.inner.shared.written(receiver).await;
                 }
                 Committed::Join(receiver) => receiver,
             };
-            if let Err(error) = receiver.await.unwrap_or(Err(Error::Closed)) {
+            if let Err(error) = self.inner.shared.written(receiver).await {
                 break Err(error);
             }
             // The write that was joined may have been of a copy removed meanwhile: look again.

@@ -178,11 +178,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Committed::Join(receiver) => receiver,
                 Committed::Write(pin, receiver) => {
                     self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
-                    drop(receiver.await.unwrap_or(Err(Error::Closed))?);
-                    return Ok(());
+                    return self.shared.written(receiver).await;
                 }
             };
-            drop(receiver.await.unwrap_or(Err(Error::Closed))?);
+            self.shared.written(receiver).await?;
             // The write that was joined may have been of a copy removed meanwhile: look again.
             committed = self.shared.store_known(key, None)?.unwrap_or(Committed::Done);
         }

@@ -13,12 +13,14 @@ mod records;
 pub(crate) mod shared;
 mod shutdown;
 mod store;
+mod verify;
 mod write;
 
-pub(crate) use flight::Outcome;
+pub(crate) use flight::{Message, Outcome};
 pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
 pub(crate) use shared::{Filling, Found, Pin, Promotion, Shared};
 pub(crate) use store::Committed;
+pub(crate) use verify::Settled;
 
 use std::{
     cell::{Cell, RefCell},
@@ -82,7 +84,7 @@ pub(crate) struct Mover<S, C> {
     budget: Budget,
     records: RefCell<RecordPages>,
     /// Outcomes on their way to those who wait for them.
-    answers: RefCell<Vec<(oneshot::Sender<Outcome>, Outcome)>>,
+    answers: RefCell<Vec<(oneshot::Sender<Message>, Message)>>,
     /// Write-backs under way that nobody awaits.
     demoting: Cell<u32>,
     active: Cell<u32>,
@@ -200,8 +202,9 @@ struct Ended(Arc<Shared>);
 impl Drop for Ended {
     fn drop(&mut self) {
         self.0.close();
+        self.0.give_up_all_unverified();
         // Dropping the senders answers the waiters with `Error::Closed`.
-        let waiters = self.0.lock().flights.finish_all();
-        drop(waiters);
+        let flights = self.0.lock().flights.finish_all();
+        drop(flights);
     }
 }

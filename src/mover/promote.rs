@@ -6,9 +6,10 @@ use tokio::{sync::oneshot, time::Instant};
 
 use super::{
     Mover,
-    budget::{Class, Kind, Share},
-    flight::Outcome,
-    shared::{Filling, Pin, Promotion},
+    budget::{Class, Kind},
+    flight::{Message, Outcome},
+    shared::{Filling, Pin, Promotion, Shared},
+    verify::{self, Settled, Unverified},
 };
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
@@ -35,45 +36,40 @@ enum Source {
     Gone,
 }
 
+/// What reading a block came to.
+enum Read {
+    /// A pin on it, or nothing: no checksum is wanted.
+    Ended(Option<Pin>),
+    /// It came from disk.
+    Unverified(Unverified),
+}
+
 /// Bytes that are checksummed before the other tasks get a turn: about 15 us.
 const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes `key` resident in `to` and answers those who wait for it.
     pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier, class: Class) {
-        let outcome = match to {
-            Tier::Host => self.fill_host(&key, class).await,
-            Tier::Device => self.fill_device(&key, class).await,
+        match to {
+            Tier::Host => self.fill_host_for_waiters(&key, class).await,
+            Tier::Device => {
+                let outcome = self.fill_device(&key, class).await;
+                self.land(&key, to, outcome);
+            }
             Tier::Disk => unreachable!("copies to disk are writes"),
-        };
-        self.land(&key, to, outcome);
+        }
     }
 
     /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error.
     pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
-        let mut answers = Vec::new();
-        {
-            let mut state = self.shared.lock();
-            let mut waiters = state.flights.finish(key, tier);
-            let last = waiters.pop();
-            for waiter in waiters {
-                let copy = match &outcome {
-                    Ok(Some(pin)) => Ok(Pin::take(&self.shared, &mut state, pin.id(), tier, pin.route())),
-                    Ok(None) => Ok(None),
-                    Err(error) => Err(error.clone()),
-                };
-                answers.push((waiter, copy));
-            }
-            if let Some(last) = last {
-                answers.push((last, outcome));
-            }
-        }
-        self.answer(answers);
+        let answers = self.shared.take_answers(key, tier, &outcome);
+        drop(outcome);
+        self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
     }
 
     /// Answers waiters when the tasks that are ready now have run. Movements that completed together
     /// then wake their callers together: waking a thread costs more than most of what it then does.
-    fn answer(self: &Rc<Self>, answers: Vec<(oneshot::Sender<Outcome>, Outcome)>) {
+    fn answer(self: &Rc<Self>, answers: Vec<(oneshot::Sender<Message>, Message)>) {
         let first = {
             let mut waiting = self.answers.borrow_mut();
             let first = waiting.is_empty();
@@ -93,29 +89,64 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// Fills a host slot, and verifies it here: for those on the reactor, and where nobody waits.
     async fn fill_host(&self, key: &BlockKey, class: Class) -> Outcome {
+        match self.read_host(key, class).await? {
+            Read::Ended(pin) => Ok(pin),
+            Read::Unverified(unverified) => self.verify_here(unverified).await,
+        }
+    }
+
+    async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
+        let matches = checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
+        self.shared.finish_read(unverified, matches)
+    }
+
+    /// Fills a host slot, and leaves it to those who wait for it to verify it.
+    async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey, class: Class) {
+        let outcome = match self.read_host(key, class).await {
+            Ok(Read::Unverified(unverified)) => {
+                let mine = class != Class::Read || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
+                let left = if mine { Err(unverified) } else { self.shared.leave_unverified(key, unverified) };
+                match left {
+                    Ok(tickets) => {
+                        let messages = tickets.into_iter().map(|(waiter, ticket)| (waiter, Message::Verify(ticket)));
+                        return self.answer(messages.collect());
+                    }
+                    Err(unverified) => self.verify_here(unverified).await,
+                }
+            }
+            Ok(Read::Ended(pin)) => Ok(pin),
+            Err(error) => Err(error),
+        };
+        self.land(key, Tier::Host, outcome);
+    }
+
+    async fn read_host(&self, key: &BlockKey, class: Class) -> Result<Read> {
         let started = Instant::now();
         // The slot first: while it is waited for nothing is pinned that others could wait for.
         let filling = self.shared.acquire(Tier::Host).await?;
         let share = self.budget.take(Kind::Read, class, self.shared.config.slot_bytes() as u64).await;
         match self.choose_source(key) {
-            Source::Host(pin) => Ok(Some(pin)),
-            Source::Gone => Ok(None),
+            Source::Host(pin) => Ok(Read::Ended(Some(pin))),
+            Source::Gone => Ok(Read::Ended(None)),
             Source::Disk { pin, file, offset, checksum } => {
-                let from = (file, offset, checksum);
-                let outcome = self.read_from_disk(pin, from, filling, share).await;
-                if let Ok(Some(_)) = outcome {
-                    self.shared.metrics.moved(Route::DiskToHost, self.shared.config.block_bytes, started.elapsed());
+                let (result, filling) = self.read_slot(file, offset, filling).await;
+                drop(share);
+                if let Err(source) = result {
+                    self.shared.metrics.read_errors.add(1);
+                    self.shared.unlink(pin, filling, "it cannot be read");
+                    return Err(Error::io("read", self.path_of(file), source));
                 }
-                outcome
+                Ok(Read::Unverified(Unverified { source: pin, filling, checksum, started }))
             }
             Source::Device(pin) => {
                 drop(share);
-                let outcome = self.copy_from_device(pin, filling).await;
-                if let Ok(Some(_)) = outcome {
+                let outcome = self.copy_from_device(pin, filling).await?;
+                if outcome.is_some() {
                     self.shared.metrics.moved(Route::DeviceToHost, self.shared.config.block_bytes, started.elapsed());
                 }
-                outcome
+                Ok(Read::Ended(outcome))
             }
         }
     }
@@ -145,32 +176,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Source::Gone
     }
 
-    async fn read_from_disk(&self, pin: Pin, from: (FileId, u64, u64), filling: Filling, share: Share) -> Outcome {
-        let (file, offset, checksum) = from;
-        let (result, mut filling) = self.read_slot(file, offset, filling).await;
-        drop(share);
-        let verified = match result {
-            Ok(()) => Ok(checksum_of(filling.bytes_mut()).await == checksum),
-            Err(source) => Err(source),
-        };
-        match verified {
-            Ok(true) => {
-                let id = pin.id();
-                Ok(self.publish_host(id, filling, checksum, Route::DiskToHost, pin))
-            }
-            Ok(false) => {
-                self.shared.metrics.checksum_failures.add(1);
-                self.unlink(pin, filling, "its checksum does not match");
-                Ok(None)
-            }
-            Err(source) => {
-                self.shared.metrics.read_errors.add(1);
-                self.unlink(pin, filling, "it cannot be read");
-                Err(Error::io("read", self.path_of(file), source))
-            }
-        }
-    }
-
     async fn read_slot(&self, file: FileId, offset: u64, filling: Filling) -> (std::io::Result<()>, Filling) {
         let slot = filling.slot();
         let owner: Arc<dyn Any + Send + Sync> = Arc::new(filling);
@@ -189,48 +194,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (result, Arc::into_inner(filling).expect("the engine keeps no owner"))
     }
 
-    /// Makes a filled host slot visible, pinned for the first waiter. `None` if the block was
-    /// removed meanwhile.
-    fn publish_host(&self, id: EntryId, filling: Filling, checksum: u64, route: Route, source: Pin) -> Option<Pin> {
-        let mut state = self.shared.lock();
-        let published = state.index.complete_fill(id, Tier::Host, filling.slot());
-        let pin = if published {
-            state.host_checksums[filling.slot() as usize] = checksum;
-            filling.published();
-            Pin::take(&self.shared, &mut state, id, Tier::Host, route)
-        } else {
-            filling.release(&mut state);
-            None
-        };
-        source.release(&mut state);
-        pin
-    }
-
-    /// A block that cannot be had from its disk slot: forgotten there, and the slot set aside.
-    fn unlink(&self, pin: Pin, filling: Filling, why: &str) {
-        let (id, slot) = (pin.id(), pin.slot());
-        let mut state = self.shared.lock();
-        state.index.abort_fill(id, Tier::Host);
-        pin.release(&mut state);
-        let mut quarantined = None;
-        if state.index.slot(id, Tier::Disk) == Some(slot) && state.index.drop_copy(id, Tier::Disk).is_some() {
-            let slots = state.disk_slots();
-            slots.clear(slot);
-            slots.quarantine(slot);
-            quarantined = Some(slots.quarantined_count());
-        }
-        filling.release(&mut state);
-        drop(state);
-        tracing::warn!(slot, why, "a block on disk was given up and its slot quarantined");
-        if let Some(count) = quarantined {
-            self.shared.metrics.quarantined.add(1);
-            let limit = self.shared.config.quarantine_max;
-            if count > limit {
-                self.shared.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
-            }
-        }
-    }
-
     async fn copy_from_device(&self, pin: Pin, filling: Filling) -> Outcome {
         let id = pin.id();
         let source = self.device_segments(pin.slot());
@@ -239,7 +202,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match result {
             Ok(()) => {
                 let checksum = checksum_of(filling.bytes_mut()).await;
-                Ok(self.publish_host(id, filling, checksum, Route::DeviceToHost, pin))
+                Ok(self.shared.publish_host(id, filling, checksum, Route::DeviceToHost, pin))
             }
             Err(error) => {
                 self.shared.metrics.copy_errors.add(1);
@@ -290,17 +253,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Pins `key` in host memory, promoting it first where it must be.
     pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
-        let receiver = match self.shared.promote(key, Tier::Host)?.0 {
-            Promotion::Hit(pin) => return Ok(Some(pin)),
-            Promotion::Miss => return Ok(None),
-            Promotion::Joined(receiver) => receiver,
-            Promotion::Started(receiver) => {
-                let outcome = self.fill_host(key, class).await;
-                self.land(key, Tier::Host, outcome);
-                receiver
+        loop {
+            let receiver = match self.shared.promote(key, Tier::Host)?.0 {
+                Promotion::Hit(pin) => return Ok(Some(pin)),
+                Promotion::Miss => return Ok(None),
+                Promotion::Joined(receiver) => receiver,
+                Promotion::Started(receiver) => {
+                    let outcome = self.fill_host(key, class).await;
+                    self.land(key, Tier::Host, outcome);
+                    receiver
+                }
+            };
+            if let Settled::Ended(outcome) = self.shared.settle(receiver).await {
+                return outcome;
             }
-        };
-        receiver.await.unwrap_or(Err(Error::Closed))
+        }
     }
 
     /// Copies between a full slot and one that is being filled; both come back with the result.
@@ -361,6 +328,57 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Which way a copy from the device to the host goes.
     pub(super) fn demote_direction(&self) -> Direction {
         self.device().memory().demote_direction()
+    }
+}
+
+impl Shared {
+    /// Makes a filled host slot visible, pinned for the first waiter. `None` if the block was
+    /// removed meanwhile.
+    pub(super) fn publish_host(
+        self: &Arc<Self>,
+        id: EntryId,
+        filling: Filling,
+        checksum: u64,
+        route: Route,
+        source: Pin,
+    ) -> Option<Pin> {
+        let mut state = self.lock();
+        let published = state.index.complete_fill(id, Tier::Host, filling.slot());
+        let pin = if published {
+            state.host_checksums[filling.slot() as usize] = checksum;
+            filling.published();
+            Pin::take(self, &mut state, id, Tier::Host, route)
+        } else {
+            filling.release(&mut state);
+            None
+        };
+        source.release(&mut state);
+        pin
+    }
+
+    /// A block that cannot be had from its disk slot: forgotten there, and the slot set aside.
+    pub(super) fn unlink(&self, pin: Pin, filling: Filling, why: &str) {
+        let (id, slot) = (pin.id(), pin.slot());
+        let mut state = self.lock();
+        state.index.abort_fill(id, Tier::Host);
+        pin.release(&mut state);
+        let mut quarantined = None;
+        if state.index.slot(id, Tier::Disk) == Some(slot) && state.index.drop_copy(id, Tier::Disk).is_some() {
+            let slots = state.disk_slots();
+            slots.clear(slot);
+            slots.quarantine(slot);
+            quarantined = Some(slots.quarantined_count());
+        }
+        filling.release(&mut state);
+        drop(state);
+        tracing::warn!(slot, why, "a block on disk was given up and its slot quarantined");
+        if let Some(count) = quarantined {
+            self.metrics.quarantined.add(1);
+            let limit = self.config.quarantine_max;
+            if count > limit {
+                self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
+            }
+        }
     }
 }
 

@@ -9,7 +9,10 @@ use std::{
 
 use tokio::sync::{Notify, oneshot};
 
-use super::flight::{Flights, Joined, Outcome};
+use super::{
+    flight::{Flights, Joined, Message},
+    verify::Ticket,
+};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::{Config, WritePolicy},
@@ -75,9 +78,9 @@ pub(crate) enum Promotion {
     /// It is nowhere.
     Miss,
     /// A movement is under way; its outcome comes here.
-    Joined(oneshot::Receiver<Outcome>),
+    Joined(oneshot::Receiver<Message>),
     /// The caller must start the movement; its outcome comes here.
-    Started(oneshot::Receiver<Outcome>),
+    Started(oneshot::Receiver<Message>),
 }
 
 impl Shared {
@@ -157,6 +160,7 @@ impl Shared {
         let waiters_max = self.config.waiters_max;
         match state.flights.join(key, tier, waiters_max) {
             Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
+            Joined::Unverified => return Ok((Promotion::Joined(self.ticket(&mut state, key)), source)),
             Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
             Joined::None => {}
         }
@@ -166,6 +170,15 @@ impl Shared {
         state.index.touch(id);
         state.index.hit(id);
         Ok((Promotion::Started(state.flights.begin(key, tier)), source))
+    }
+
+    /// A receiver that has a ticket already.
+    fn ticket(self: &Arc<Self>, state: &mut State, key: &BlockKey) -> oneshot::Receiver<Message> {
+        let (sender, receiver) = oneshot::channel();
+        let flight = state.flights.get_mut(key, Tier::Host).expect("it was just joined");
+        let sent = sender.send(Message::Verify(Ticket::new(self, *key, flight)));
+        assert!(sent.is_ok(), "the receiver is here");
+        receiver
     }
 
     /// A slot of `tier` that is nobody's: a free one, or the coldest block's. Waits where there is

@@ -11,6 +11,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Ends the cache's life on disk. The command channel is closed already.
     pub(super) async fn drain(self: &Rc<Self>, mut urgent: mpsc::UnboundedReceiver<Urgent>) -> Result<()> {
         self.shared.close();
+        self.shared.give_up_all_unverified();
         // A flight that has begun is under way, in the channel, or about to be sent by its caller.
         while self.active.get() > 0 || self.shared.lock().flights.len() > 0 {
             tokio::select! {

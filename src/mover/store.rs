@@ -5,8 +5,9 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 
 use super::{
-    flight::{Joined, Outcome},
+    flight::{Joined, Message},
     shared::{Filling, Pin, Shared, State},
+    verify::Settled,
 };
 use crate::{
     block::{BlockKey, Route, Tier},
@@ -20,9 +21,9 @@ pub(crate) enum Committed {
     /// Nothing: the policy is satisfied.
     Done,
     /// Another write of the same block is under way; its outcome comes here.
-    Join(oneshot::Receiver<Outcome>),
+    Join(oneshot::Receiver<Message>),
     /// The block must be written; the flight has begun, the reactor must be asked.
-    Write(Pin, oneshot::Receiver<Outcome>),
+    Write(Pin, oneshot::Receiver<Message>),
 }
 
 impl Shared {
@@ -98,10 +99,19 @@ impl Shared {
         match state.flights.join(key, Tier::Disk, waiters_max) {
             Joined::Waiting(receiver) => return Ok(Committed::Join(receiver)),
             Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Joined::Unverified => unreachable!("only reads are verified"),
             Joined::None => {}
         }
         let Some(pin) = Pin::take(self, state, id, Tier::Host, Route::HostHit) else { return Ok(Committed::Done) };
         Ok(Committed::Write(pin, state.flights.begin(key, Tier::Disk)))
+    }
+
+    /// Waits for a write to disk.
+    pub(crate) async fn written(self: &Arc<Self>, receiver: oneshot::Receiver<Message>) -> Result<()> {
+        match self.settle(receiver).await {
+            Settled::Ended(outcome) => outcome.map(drop),
+            Settled::AskAgain => unreachable!("only reads are verified"),
+        }
     }
 
     /// For `write_through_selective`: begins the write of a block that has been hit often enough

@@ -173,7 +173,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 receivers.extend(self.begin_sync_write(key));
             }
             for receiver in receivers {
-                if let Err(error) = receiver.await.unwrap_or(Err(Error::Closed)) {
+                if let Err(error) = self.shared.written(receiver).await {
                     failed += 1;
                     last_error = Some(error);
                 }
@@ -191,7 +191,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Option<tokio::sync::oneshot::Receiver<super::Outcome>> {
+    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Option<tokio::sync::oneshot::Receiver<super::Message>> {
         let mut state = self.shared.lock();
         let id = state.index.find(key)?;
         let committed = self.shared.begin_write(&mut state, id, key);
