@@ -154,12 +154,15 @@ fn fetch(dir: &Path, block_bytes: usize, depth: usize, rounds: u64) -> io::Resul
     block_on(cache.sync()).map_err(other)?;
     let path = scratch.path().join("kvhoist.store");
     let file = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)?;
-    // A fresh store fills its slots in order: block n is in slot n.
     let data_offset = Stripe::new(&settings).locate(0).1;
     let mut ring = BareRing::open(block_bytes, depth, Setup::Coop)?;
     let bare = Entrant::new("bare ring", move |round| {
         let offsets = shuffled(round, blocks).map(|n| data_offset + n * block_bytes as u64);
-        ring.run(&file, Op::Read, offsets, |offset, block| verify(block, (offset - data_offset) / block_bytes as u64))
+        // Which block is in which slot is the cache's business: the bare loop looks at as many places of each.
+        ring.run(&file, Op::Read, offsets, |_, block| {
+            let stamped = block.chunks(4096).all(|page| page.iter().take(8).any(|byte| *byte != 0));
+            if stamped { Ok(()) } else { Err(other("an empty page where every slot is full")) }
+        })
     });
     let ours = cache.clone();
     let kvhoist = Entrant::new("kvhoist fetch", move |round| {
@@ -196,6 +199,7 @@ fn store(dir: &Path, block_bytes: usize, depth: usize, rounds: u64) -> io::Resul
     });
     let series = interleave(rounds, &mut [bare, kvhoist])?;
     print(&format!("write-through store, {}: {} KiB, QD{depth}", dir.display(), block_bytes >> 10), &series);
+    println!("record pages written per block stored: {:.3}", cache.stats().record_writes as f64 / next as f64);
     // Every block of the last round was acknowledged and nothing has come after it.
     run_local(fetch_all(&cache, next - blocks..next, depth))?;
     println!("all {blocks} acknowledged blocks of the last round found and verified\n");
