@@ -124,15 +124,37 @@ pub(super) async fn assemble<S: Storage>(
     Ok((Cache { inner: Arc::new(inner) }, mover, commands, urgent_requests))
 }
 
+/// Records entered before the other tasks of the reactor get a turn: about 50 us.
+const RESTORE_BATCH: usize = 128;
+
 /// Fills the index and the books of the slots with what recovery found.
 async fn restore(index: &mut Index, recovered: disk::Recovered) -> DiskSlots {
-    let disk::Recovered { mut slots, records, .. } = recovered;
+    let disk::Recovered { mut slots, records, order, .. } = recovered;
     index.reserve(records.len());
-    for record in records {
-        let restored = index.restore(record.key, record.parent, Tier::Disk, record.slot, record.last_use);
-        if let Some(id) = restored {
-            slots.restore(record.slot, id.as_u32(), record.checksum, record.generation);
+    for (i, at) in order.into_iter().enumerate() {
+        let record = &records[at as usize];
+        restore_one(index, &mut slots, record);
+        if i % RESTORE_BATCH == RESTORE_BATCH - 1 {
+            tokio::task::yield_now().await;
         }
     }
     slots
+}
+
+fn restore_one(index: &mut Index, slots: &mut DiskSlots, record: &disk::RecoveredRecord) {
+    // Of two records of one key the newer counts; the slot of the other is free, and its record is to be cleared.
+    let known = index.find(&record.key).and_then(|id| Some((id, index.slot(id, Tier::Disk)?)));
+    if let Some((id, slot)) = known {
+        let older = slots.meta(slot).is_some_and(|meta| meta.generation < record.generation);
+        if !older {
+            return slots.mark_stale(slots.page_of(record.slot));
+        }
+        let dropped = index.drop_copy(id, Tier::Disk);
+        assert_eq!(dropped, Some(slot), "nothing is pinned before the cache is open");
+        slots.clear(slot);
+        slots.release(slot);
+    }
+    let restored = index.restore(record.key, record.parent, Tier::Disk, record.slot, record.last_use);
+    let id = restored.expect("the key has no copy on disk yet");
+    slots.restore(record.slot, id.as_u32(), record.checksum, record.generation);
 }

@@ -359,7 +359,7 @@ mod tests {
 
     #[test]
     fn a_page_that_changes_while_it_is_written_stays_stale() {
-        let mut slots = slots_of(&[64]);
+        let mut slots = slots_of(&[32]);
         let (a, b) = (slots.alloc().expect("free"), slots.alloc().expect("free"));
         slots.commit(a, 1, 2, 3);
         let page = slots.page_of(a);
