@@ -226,7 +226,7 @@ fn hits() -> io::Result<()> {
     let keys: Vec<BlockKey> = (0..blocks).map(key).collect();
     let data = vec![0; 4096];
     for (n, key) in keys.iter().enumerate() {
-        let parent = (n % 128 > 0).then(|| &keys[n - 1]);
+        let parent = (!n.is_multiple_of(128)).then(|| &keys[n - 1]);
         block_on(cache.store(key, parent, &data)).map_err(other)?;
     }
     let ns = median_ns(9, blocks * 8, || {

@@ -66,7 +66,7 @@ async fn one_step(cache: &Cache, rng: &mut Rng) {
             }
         }
         11..18 => {
-            let parent = (n % 10 > 0).then(|| key(n - 1));
+            let parent = (!n.is_multiple_of(10)).then(|| key(n - 1));
             cache.store(&key(n), parent.as_ref(), &expected).await.expect("store");
         }
         18 => drop(cache.remove(&key(n)).await.expect("remove")),

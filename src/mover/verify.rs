@@ -169,7 +169,6 @@ impl Shared {
 
     /// Leaves a block with its flight, for its waiters to verify: a ticket for each of them. Gives
     /// it back where nobody waits.
-    #[expect(clippy::type_complexity, reason = "one caller")]
     pub(super) fn leave_unverified(
         self: &Arc<Self>,
         key: &BlockKey,
