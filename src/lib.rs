@@ -1,11 +1,34 @@
-//! A tiered cache for fixed-size blocks: GPU HBM, pinned host DRAM, NVMe.
+//! A tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
+//!
+//! See [`Cache`] for what callers hold, [`Config`] for what it is opened with, [`PrefixChain`] for keys.
+//!
+//! Nothing here spawns onto the caller's runtime: a reactor thread of the cache's own moves the blocks, so its futures
+//! can be awaited anywhere, and on a plain thread with [`block_on`].
 
 pub mod block;
+mod block_on;
+mod cache;
 pub mod checksum;
 pub mod config;
+pub mod copy;
 pub mod error;
+pub mod index;
 pub mod io;
+mod metrics;
+mod mover;
+mod sync;
 pub mod tier;
 
-pub use config::Config;
+pub use block::{BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
+pub use block_on::block_on;
+pub use cache::{
+    Builder, Cache, Completion, CompletionQueue, DeviceLease, Lease, Region, Reservation, RouteStats, Stats, TierStats,
+};
+pub use config::{Config, DirectIo, DiskPath, StorageKind, WritePolicy};
 pub use error::{Error, Result};
+pub use index::PrefixMatch;
+
+/// The README's program compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct ReadmeDoctests;

@@ -15,7 +15,14 @@ use kvhoist::{
     Config, Error, Result,
     config::{DirectIo, DiskPath},
     io::blocking::Blocking,
-    tier::disk::{Recovered, StoreFile, StoreFiles, recovery},
+    tier::disk::{
+        StoreFile,
+        format::{
+            stripe::Stripe,
+            superblock::{State, Superblock},
+        },
+        open_files, recover,
+    },
 };
 use tempfile::TempDir;
 
@@ -29,13 +36,25 @@ fn config(paths: &[&Path]) -> Config {
     Config { block_bytes: 5000, disks: paths.iter().map(disk).collect(), ..Config::default() }
 }
 
-/// Opens the files and then the store in them; both go when this returns.
-fn open_store(config: &Config) -> Result<Recovered> {
-    let files = StoreFiles::open(config)?;
+/// A store that was opened and closed again.
+#[derive(Debug)]
+struct Seen {
+    created: bool,
+    uuid: [u8; 16],
+    free: u64,
+}
+
+/// Opens the files and then the store in them; both are closed when this returns.
+fn open_store(config: &Config) -> Result<Seen> {
+    let files = open_files(config)?;
     let storage = Blocking::new(files.iter().map(|file| file.file.clone()).collect(), 2).expect("threads");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    let uuid = StoreFiles::random_uuid()?;
-    runtime.block_on(recovery::open(&storage, &StoreFiles::members(&files), config, uuid))
+    let recovered = runtime.block_on(recover(&storage, &files, config))?;
+    let mut head = [0; 4096];
+    File::open(&files[0].path).expect("there").read_exact_at(&mut head, 0).expect("a superblock");
+    let superblock = Superblock::decode(&head).expect("a sound superblock");
+    assert_eq!(superblock.state, State::Whole);
+    Ok(Seen { created: files[0].fresh, uuid: superblock.uuid, free: recovered.counts.free })
 }
 
 /// The found, expected and action parts of a refusal of `path`, none of them empty.
@@ -70,7 +89,7 @@ fn assert_refused(dir: &Path, path: &Path, words: &str) {
     // Cut short, a store may still be one that misses its other members: alone only.
     let alone = words.contains("cut short");
     for paths in [&[path][..], &[&new, path], &[path, &new]].into_iter().take(if alone { 1 } else { 3 }) {
-        let (found, expected, action) = refusal(path, StoreFiles::open(&config(paths)));
+        let (found, expected, action) = refusal(path, open_files(&config(paths)));
         let text = format!("found {found}, expected {expected}; {action}");
         assert!(text.contains(words), "{words:?} is not in: {text}");
         assert!(snapshot(dir) == before, "something changed in {} ({words})", dir.display());
@@ -81,22 +100,20 @@ fn assert_refused(dir: &Path, path: &Path, words: &str) {
 fn a_new_store_is_private_whole_and_opens_again() {
     let dir = scratch();
     let config = config(&[dir.path()]);
-    let files = StoreFiles::open(&config).expect("opened");
-    let StoreFile { path, direct, fresh, zeroed, device, bytes, geometry, .. } = &files[0];
+    let files = open_files(&config).expect("opened");
+    let StoreFile { path, direct, fresh, zeroed, device, bytes, .. } = &files[0];
+    let wanted = Stripe::new(&config).members()[0].bytes;
     assert_eq!(*path, dir.path().join("kvhoist.store"));
     assert!(*direct && *fresh && *zeroed && !device);
     let metadata = fs::metadata(path).expect("metadata");
-    assert_eq!(
-        (metadata.permissions().mode() & 0o777, metadata.len(), *bytes),
-        (0o600, geometry.bytes, geometry.bytes)
-    );
+    assert_eq!((metadata.permissions().mode() & 0o777, metadata.len(), *bytes), (0o600, wanted, wanted));
     let allocated = std::os::unix::fs::MetadataExt::blocks(&metadata) * 512;
-    assert!(allocated >= geometry.bytes, "{allocated} bytes are preallocated");
+    assert!(allocated >= wanted, "{allocated} bytes are preallocated");
     drop(files);
     let first = open_store(&config).expect("created");
     let second = open_store(&config).expect("opened again");
     assert_eq!((first.created, second.created, first.uuid), (true, false, second.uuid));
-    assert_eq!(second.counts.free, 40);
+    assert_eq!(second.free, 40);
 }
 
 #[test]
@@ -112,7 +129,7 @@ fn a_missing_directory_is_not_created() {
     let dir = scratch();
     assert_refused(dir.path(), &dir.path().join("no/file"), &format!("no directory {}/no", dir.path().display()));
     let slash = PathBuf::from(format!("{}/no/", dir.path().display()));
-    let (found, ..) = refusal(&slash, StoreFiles::open(&config(&[&slash])));
+    let (found, ..) = refusal(&slash, open_files(&config(&[&slash])));
     assert!(found.contains("no directory"), "{found}");
     assert!(snapshot(dir.path()).is_empty());
 }
@@ -135,7 +152,7 @@ fn what_is_neither_a_file_nor_a_block_device_is_refused() {
     assert_refused(dir.path(), Path::new("/dev/null"), "found a character device");
     let below = path("below");
     fs::create_dir_all(below.join("kvhoist.store")).expect("created");
-    let (found, ..) = refusal(&below.join("kvhoist.store"), StoreFiles::open(&config(&[&below])));
+    let (found, ..) = refusal(&below.join("kvhoist.store"), open_files(&config(&[&below])));
     assert_eq!(found, "a directory");
 }
 
@@ -242,7 +259,7 @@ fn stores_of_other_settings_are_refused_and_stay_as_they_are() {
     ];
     for (path, config, words) in cases {
         let swapped = config.disks.first().is_some_and(|disk| disk.path == b);
-        let (found, ..) = refusal(if swapped { &b } else { path }, StoreFiles::open(&config));
+        let (found, ..) = refusal(if swapped { &b } else { path }, open_files(&config));
         assert!(found.contains(if swapped { "member 1 of the store" } else { words }), "{words:?} is not in: {found}");
         assert!(snapshot(dir.path()) == before, "something changed ({words})");
     }
@@ -253,15 +270,15 @@ fn stores_of_other_settings_are_refused_and_stay_as_they_are() {
 fn a_store_is_opened_once() {
     let dir = scratch();
     let path = dir.path().join("a");
-    let held = StoreFiles::open(&config(&[&path])).expect("opened");
+    let held = open_files(&config(&[&path])).expect("opened");
     assert_refused(dir.path(), &path, "the store is open in another process, or a second time in this one");
     drop(held);
     let hard_link = dir.path().join("b");
     fs::hard_link(&path, &hard_link).expect("linked");
-    let (found, ..) = refusal(&hard_link, StoreFiles::open(&config(&[&path, &hard_link])));
+    let (found, ..) = refusal(&hard_link, open_files(&config(&[&path, &hard_link])));
     assert!(found.contains("a lock on it"), "{found}");
     fs::remove_file(hard_link).expect("removed");
-    drop(StoreFiles::open(&config(&[&path])).expect("the lock is gone"));
+    drop(open_files(&config(&[&path])).expect("the lock is gone"));
     let other = File::open(&path).expect("opened");
     other.lock().expect("locked, as another process would");
     assert_refused(dir.path(), &path, "close the other cache first");
@@ -273,7 +290,7 @@ fn a_creation_that_was_cut_off_is_done_again() {
     let path = dir.path().join("a");
     let config = config(&[&path]);
     fs::write(&path, b"").expect("an empty file, as a crash before preallocation leaves it");
-    let bytes = StoreFiles::open(&config).expect("opened")[0].geometry.bytes;
+    let bytes = open_files(&config).expect("opened")[0].bytes;
     assert_eq!(fs::metadata(&path).expect("metadata").len(), bytes);
     // Preallocated, not formatted, and with rubbish in the record table that must not survive.
     let file = File::options().write(true).open(&path).expect("opened");
@@ -287,8 +304,8 @@ fn a_creation_that_was_cut_off_is_done_again() {
     file.write_all_at(&[0; 4096], 4096).expect("written");
     file.write_all_at(&[0xEE; 4096], 8192).expect("written");
     let again = open_store(&config).expect("created again");
-    assert_eq!((again.created, again.counts.free), (true, 40));
-    assert_eq!(open_store(&config).expect("opened").counts.free, 40);
+    assert_eq!((again.created, again.free), (true, 40));
+    assert_eq!(open_store(&config).expect("opened").free, 40);
 }
 
 #[test]
@@ -299,14 +316,14 @@ fn more_than_there_is_room_for_is_refused_and_taken_back() {
     (config.block_bytes, config.disks[0].blocks, config.disks[1].blocks) = (1 << 30, 1, 1 << 22);
     config.read_bytes_in_flight_max = 1 << 30;
     config.write_bytes_in_flight_max = 1 << 30;
-    let (found, expected, action) = refusal(&large, StoreFiles::open(&config));
+    let (found, expected, action) = refusal(&large, open_files(&config));
     assert!(found.contains("bytes available on "), "{found}");
     assert_eq!(expected, format!("room for {} bytes", (1u64 << 52) + (513 << 20)));
     assert!(action.contains("lower `disks.blocks`"), "{action}");
     assert!(snapshot(dir.path()).is_empty(), "both files are gone");
     fs::write(&empty, b"").expect("written");
     config.disks[1].path.clone_from(&empty);
-    refusal(&empty, StoreFiles::open(&config));
+    refusal(&empty, open_files(&config));
     assert_eq!(snapshot(dir.path()).len(), 1);
     assert_eq!(fs::metadata(&empty).expect("not ours to remove").len(), 0);
 }
@@ -315,7 +332,7 @@ fn more_than_there_is_room_for_is_refused_and_taken_back() {
 fn a_path_without_permission_is_refused() {
     // Not even root may create files there.
     let path = Path::new("/sys/kvhoist.store");
-    let (found, ..) = refusal(path, StoreFiles::open(&config(&[path])));
+    let (found, ..) = refusal(path, open_files(&config(&[path])));
     assert!(found.contains("no permission"), "{found}");
 }
 
@@ -324,7 +341,7 @@ fn wrong_settings_are_refused_before_anything_is_touched() {
     let dir = scratch();
     let mut config = config(&[dir.path()]);
     config.namespace.clear();
-    assert!(matches!(StoreFiles::open(&config), Err(Error::Config { field: "namespace", .. })));
+    assert!(matches!(open_files(&config), Err(Error::Config { field: "namespace", .. })));
     assert!(snapshot(dir.path()).is_empty());
 }
 
@@ -337,7 +354,7 @@ fn a_file_system_without_direct_io_is_refused_or_warned_about() {
     };
     let path = dir.path().join("kvhoist.store");
     let mut config = config(&[dir.path()]);
-    match StoreFiles::open(&config) {
+    match open_files(&config) {
         Ok(files) => assert!(files[0].direct),
         Err(Error::Store { path: of, found, action, .. }) => {
             assert_eq!(of, path);
@@ -385,7 +402,7 @@ fn a_raw_device_is_used_only_if_it_is_blank_or_ours() {
     {
         disk.write_all_at(b"what another system keeps there", at).expect("written");
         disk.sync_all().expect("flushed");
-        let (found, ..) = refusal(path, StoreFiles::open(&config(&[path])));
+        let (found, ..) = refusal(path, open_files(&config(&[path])));
         assert!(found.contains(words), "{found}");
         disk.write_all_at(&[0; 512], at).expect("written");
     }
@@ -393,14 +410,14 @@ fn a_raw_device_is_used_only_if_it_is_blank_or_ours() {
     disk.sync_all().expect("flushed");
     let mut large = config(&[path]);
     large.disks[0].blocks = 4000;
-    let (found, expected, action) = refusal(path, StoreFiles::open(&large));
+    let (found, expected, action) = refusal(path, open_files(&large));
     assert_eq!((&*found, &*expected), ("a device of 16777216 bytes", "at least 33816576 bytes"));
     assert!(action.contains("lower `disks.blocks`"), "{action}");
     let store = open_store(&config(&[path])).expect("created");
     assert!(store.created);
     assert_eq!(open_store(&config(&[path])).expect("opened").uuid, store.uuid);
-    let files = StoreFiles::open(&config(&[path])).expect("opened");
+    let files = open_files(&config(&[path])).expect("opened");
     assert!(files[0].device && files[0].bytes == 16 << 20 && !files[0].zeroed);
-    let (found, ..) = refusal(path, StoreFiles::open(&config(&[path])));
+    let (found, ..) = refusal(path, open_files(&config(&[path])));
     assert!(found.contains("in use") || found.contains("a lock on it"), "{found}");
 }

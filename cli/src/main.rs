@@ -1,2 +1,63 @@
 //! The `kvhoist` command.
-fn main() {}
+
+mod failure;
+mod generator;
+mod payload;
+mod plot;
+mod replay;
+mod report;
+mod size;
+mod trace;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand, error::ErrorKind};
+
+use crate::failure::Failure;
+
+/// Tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
+#[derive(Parser)]
+#[command(version, about)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Replay a trace of prefix chains through the cache and verify every byte that comes back.
+    Replay(Box<replay::Args>),
+}
+
+fn main() -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("KVHOIST_LOG").unwrap_or_else(|_| "warn".into());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return wrong_flags(&error),
+    };
+    let result = match cli.command {
+        Command::Replay(args) => replay::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(failure) => {
+            eprintln!("kvhoist: {failure}");
+            ExitCode::from(failure.exit_status())
+        }
+    }
+}
+
+/// Wrong flags are one line like every other error; help and version are what clap makes of them.
+fn wrong_flags(error: &clap::Error) -> ExitCode {
+    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
+        // A closed pipe is no reason to complain.
+        drop(error.print());
+        return ExitCode::SUCCESS;
+    }
+    let text = error.to_string();
+    let words: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+    let line = words.join("; ");
+    eprintln!("kvhoist: {}", line.strip_prefix("error: ").unwrap_or(&line));
+    ExitCode::from(Failure::USAGE)
+}

@@ -1,23 +1,278 @@
 //! Keys: digests that name a block's content and its whole prefix.
 
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
+
+use crate::error::Error;
+
+const KEY_BYTES: usize = 32;
+
 /// A 32-byte digest naming a block's content and its whole prefix.
+///
+/// Displayed and parsed as 64 hex characters; serialized as that string where the format is for
+/// humans, and as bytes elsewhere. `Debug` shows the first four bytes only: a key tells what was
+/// asked, and does not belong in logs.
+///
+/// ```
+/// use kvhoist::block::BlockKey;
+/// let key: BlockKey = "00112233445566778899aabbccddeeff00112233445566778899AABBCCDDEEFF".parse()?;
+/// assert_eq!(key.as_bytes()[1], 0x11);
+/// assert_eq!(format!("{key:?}"), "BlockKey(00112233..)");
+/// # Ok::<(), kvhoist::block::KeyParseError>(())
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BlockKey([u8; 32]);
+pub struct BlockKey([u8; KEY_BYTES]);
 
 impl BlockKey {
     /// The key of these 32 bytes.
-    pub const fn new(bytes: [u8; 32]) -> Self {
+    pub const fn new(bytes: [u8; KEY_BYTES]) -> Self {
         BlockKey(bytes)
     }
 
     /// Its 32 bytes.
-    pub const fn as_bytes(&self) -> &[u8; 32] {
+    pub const fn as_bytes(&self) -> &[u8; KEY_BYTES] {
         &self.0
     }
 }
 
-impl std::fmt::Debug for BlockKey {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "BlockKey({:02x}{:02x}{:02x}{:02x}..)", self.0[0], self.0[1], self.0[2], self.0[3])
+impl fmt::Debug for BlockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt_short(f, "BlockKey", &self.0)
+    }
+}
+
+/// The first four bytes of a digest: enough to follow it through a log, too little to use it.
+pub(super) fn fmt_short(f: &mut fmt::Formatter<'_>, name: &str, bytes: &[u8; KEY_BYTES]) -> fmt::Result {
+    write!(f, "{name}({:02x}{:02x}{:02x}{:02x}..)", bytes[0], bytes[1], bytes[2], bytes[3])
+}
+
+impl fmt::Display for BlockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        const DIGITS: &[u8; 16] = b"0123456789abcdef";
+        let mut hex = [0; 2 * KEY_BYTES];
+        for (pair, byte) in hex.chunks_exact_mut(2).zip(self.0) {
+            pair[0] = DIGITS[usize::from(byte >> 4)];
+            pair[1] = DIGITS[usize::from(byte & 15)];
+        }
+        f.pad(std::str::from_utf8(&hex).expect("hex digits are ASCII"))
+    }
+}
+
+impl From<[u8; KEY_BYTES]> for BlockKey {
+    fn from(bytes: [u8; KEY_BYTES]) -> Self {
+        BlockKey(bytes)
+    }
+}
+
+impl TryFrom<&[u8]> for BlockKey {
+    type Error = KeyParseError;
+
+    fn try_from(bytes: &[u8]) -> Result<Self, KeyParseError> {
+        match bytes.try_into() {
+            Ok(bytes) => Ok(BlockKey(bytes)),
+            Err(_) => Err(KeyParseError::ByteLength { found: bytes.len() }),
+        }
+    }
+}
+
+impl FromStr for BlockKey {
+    type Err = KeyParseError;
+
+    fn from_str(text: &str) -> Result<Self, KeyParseError> {
+        let found = text.chars().count();
+        if found != 2 * KEY_BYTES {
+            return Err(KeyParseError::HexLength { found });
+        }
+        let mut bytes = [0; KEY_BYTES];
+        for (position, found) in text.chars().enumerate() {
+            let Some(digit) = found.to_digit(16) else {
+                return Err(KeyParseError::HexCharacter { found, position });
+            };
+            bytes[position / 2] = (bytes[position / 2] << 4) | u8::try_from(digit).expect("a hex digit is under 16");
+        }
+        Ok(BlockKey(bytes))
+    }
+}
+
+/// Why a text or a byte string is no [`BlockKey`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum KeyParseError {
+    /// A text of the wrong length.
+    #[error("found {found} characters, expected {HEX_EXPECTED}")]
+    HexLength {
+        /// Characters found.
+        found: usize,
+    },
+    /// A text with a character that is no hex digit.
+    #[error("found {found:?} at character {position} (counted from 0), expected {HEX_EXPECTED}")]
+    HexCharacter {
+        /// The first such character.
+        found: char,
+        /// Characters before it.
+        position: usize,
+    },
+    /// A byte string of the wrong length.
+    #[error("found {found} bytes, expected {BYTES_EXPECTED}")]
+    ByteLength {
+        /// Bytes found.
+        found: usize,
+    },
+}
+
+const HEX_EXPECTED: &str = "a key of exactly 64 hex characters";
+const BYTES_EXPECTED: &str = "a key of exactly 32 bytes";
+
+impl From<KeyParseError> for Error {
+    fn from(error: KeyParseError) -> Self {
+        let (found, expected) = match error {
+            KeyParseError::HexLength { found } => (format!("{found} characters"), HEX_EXPECTED),
+            KeyParseError::HexCharacter { found, position } => {
+                (format!("{found:?} at character {position} (counted from 0)"), HEX_EXPECTED)
+            }
+            KeyParseError::ByteLength { found } => (format!("{found} bytes"), BYTES_EXPECTED),
+        };
+        Error::Argument { what: "key", found, expected: expected.into() }
+    }
+}
+
+impl Serialize for BlockKey {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if serializer.is_human_readable() { serializer.collect_str(self) } else { serializer.serialize_bytes(&self.0) }
+    }
+}
+
+impl<'de> Deserialize<'de> for BlockKey {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        if deserializer.is_human_readable() {
+            deserializer.deserialize_str(HexVisitor)
+        } else {
+            deserializer.deserialize_bytes(BytesVisitor)
+        }
+    }
+}
+
+struct HexVisitor;
+
+impl de::Visitor<'_> for HexVisitor {
+    type Value = BlockKey;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(HEX_EXPECTED)
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<BlockKey, E> {
+        text.parse().map_err(E::custom)
+    }
+}
+
+struct BytesVisitor;
+
+impl<'de> de::Visitor<'de> for BytesVisitor {
+    type Value = BlockKey;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(BYTES_EXPECTED)
+    }
+
+    fn visit_bytes<E: de::Error>(self, bytes: &[u8]) -> Result<BlockKey, E> {
+        BlockKey::try_from(bytes).map_err(E::custom)
+    }
+
+    // Formats without a byte-string type present bytes as a sequence of numbers.
+    fn visit_seq<A: de::SeqAccess<'de>>(self, mut seq: A) -> Result<BlockKey, A::Error> {
+        let mut bytes = [0; KEY_BYTES];
+        for (found, byte) in bytes.iter_mut().enumerate() {
+            *byte = seq.next_element()?.ok_or_else(|| de::Error::custom(KeyParseError::ByteLength { found }))?;
+        }
+        match seq.next_element::<u8>()? {
+            None => Ok(BlockKey(bytes)),
+            Some(_) => Err(de::Error::invalid_length(KEY_BYTES + 1, &self)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_test::{Configure, Token, assert_de_tokens, assert_de_tokens_error, assert_tokens};
+
+    use super::*;
+
+    const HEX: &str = "00112233445566778899aabbccddeeff0123456789abcdeffedcba9876543210";
+
+    fn key() -> BlockKey {
+        HEX.parse().expect("64 hex characters")
+    }
+
+    #[test]
+    fn hex_is_parsed_in_either_case_and_shown_in_lower() {
+        assert_eq!(key().to_string(), HEX);
+        assert_eq!(HEX.to_uppercase().parse(), Ok(key()));
+        assert_eq!(key().as_bytes()[..4], [0x00, 0x11, 0x22, 0x33]);
+        assert_eq!(key().as_bytes()[28..], [0x76, 0x54, 0x32, 0x10]);
+    }
+
+    #[test]
+    fn what_is_no_key_is_named() {
+        let short = HEX[1..].parse::<BlockKey>();
+        assert_eq!(short, Err(KeyParseError::HexLength { found: 63 }));
+        assert_eq!("".parse::<BlockKey>(), Err(KeyParseError::HexLength { found: 0 }));
+        // 64 bytes of UTF-8, and 32 characters.
+        assert_eq!("é".repeat(32).parse::<BlockKey>(), Err(KeyParseError::HexLength { found: 32 }));
+        let spoiled = format!("{}g{}", &HEX[..40], &HEX[41..]);
+        assert_eq!(spoiled.parse::<BlockKey>(), Err(KeyParseError::HexCharacter { found: 'g', position: 40 }));
+        let sign = format!("+{}", &HEX[1..]);
+        assert_eq!(sign.parse::<BlockKey>(), Err(KeyParseError::HexCharacter { found: '+', position: 0 }));
+        // A digit elsewhere in Unicode is no hex digit.
+        let wide = format!("{}\u{ff11}", &HEX[..63]);
+        assert_eq!(wide.parse::<BlockKey>(), Err(KeyParseError::HexCharacter { found: '\u{ff11}', position: 63 }));
+        assert_eq!(BlockKey::try_from(&[0_u8; 31][..]), Err(KeyParseError::ByteLength { found: 31 }));
+        assert_eq!(BlockKey::try_from(&key().as_bytes()[..]), Ok(key()));
+    }
+
+    #[test]
+    fn the_crate_error_says_the_same() {
+        for error in [
+            KeyParseError::HexLength { found: 5 },
+            KeyParseError::HexCharacter { found: 'x', position: 7 },
+            KeyParseError::ByteLength { found: 9 },
+        ] {
+            assert_eq!(Error::from(error.clone()).to_string(), format!("key: {error}"));
+        }
+    }
+
+    #[test]
+    fn debug_shows_no_more_than_four_bytes() {
+        assert_eq!(format!("{:?}", key()), "BlockKey(00112233..)");
+    }
+
+    #[test]
+    fn serde_is_hex_for_humans_and_bytes_for_machines() {
+        static BYTES: [u8; 32] = [7; 32];
+        assert_tokens(&key().readable(), &[Token::Str(HEX)]);
+        assert_tokens(&BlockKey::new(BYTES).compact(), &[Token::Bytes(&BYTES)]);
+
+        let mut sequence = vec![Token::Seq { len: Some(32) }];
+        sequence.extend([Token::U8(7); 32]);
+        sequence.push(Token::SeqEnd);
+        assert_de_tokens(&BlockKey::new(BYTES).compact(), &sequence);
+    }
+
+    #[test]
+    fn serde_refuses_what_is_no_key() {
+        use serde_test::{Compact, Readable};
+        assert_de_tokens_error::<Readable<BlockKey>>(
+            &[Token::Str("abc")],
+            "found 3 characters, expected a key of exactly 64 hex characters",
+        );
+        assert_de_tokens_error::<Compact<BlockKey>>(
+            &[Token::Bytes(&[1, 2])],
+            "found 2 bytes, expected a key of exactly 32 bytes",
+        );
+        assert_de_tokens_error::<Compact<BlockKey>>(
+            &[Token::Seq { len: None }, Token::U8(1), Token::SeqEnd],
+            "found 1 bytes, expected a key of exactly 32 bytes",
+        );
     }
 }

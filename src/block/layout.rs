@@ -2,6 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::error::{Error, Result};
+
 /// A contiguous range of memory: address and length in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Segment {
@@ -17,14 +19,126 @@ unsafe impl Send for Segment {}
 unsafe impl Sync for Segment {}
 
 /// The lengths of a block's segments, in the order in which they make up the block.
+///
+/// Serialized as the list of lengths; a list that [`Layout::new`] refuses is refused there too.
+///
+/// ```
+/// use kvhoist::block::Layout;
+/// let layout = Layout::new(vec![4096, 4096, 512])?;
+/// assert_eq!((layout.block_bytes(), layout.segments().len()), (8704, 3));
+/// assert!(Layout::new(vec![4096, 0]).is_err());
+/// # Ok::<(), kvhoist::Error>(())
+/// ```
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "Vec<usize>", into = "Vec<usize>")]
 pub struct Layout {
-    segments: Vec<usize>,
+    segments: Box<[usize]>,
+    block_bytes: usize,
 }
 
 impl Layout {
+    /// Most segments that a block may have.
+    pub const SEGMENTS_MAX: usize = 65_536;
+
+    /// The layout of segments of these lengths, bytes, in order.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is no segment, more than [`Layout::SEGMENTS_MAX`], an empty
+    /// one, or if together they are longer than memory can be (`isize::MAX`).
+    pub fn new(segments: Vec<usize>) -> Result<Self> {
+        if segments.is_empty() || segments.len() > Self::SEGMENTS_MAX {
+            let expected = format!("1 to {} segments", Self::SEGMENTS_MAX);
+            return Err(wrong("layout", format!("{} segments", segments.len()), expected));
+        }
+        if let Some(index) = segments.iter().position(|&len| len == 0) {
+            return Err(wrong("layout", format!("segment {index} of 0 bytes"), "segments of at least 1 byte"));
+        }
+        let sum = segments.iter().try_fold(0, |sum: usize, &len| sum.checked_add(len));
+        let Some(block_bytes) = sum.filter(|&sum| isize::try_from(sum).is_ok()) else {
+            let sum: u128 = segments.iter().map(|&len| len as u128).sum();
+            return Err(wrong("layout", format!("{sum} bytes in all"), format!("{} bytes at most", isize::MAX)));
+        };
+        Ok(Layout { segments: segments.into(), block_bytes })
+    }
+
+    /// One segment of `bytes`.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `bytes` is 0 or over `isize::MAX`.
+    pub fn contiguous(bytes: usize) -> Result<Self> {
+        Layout::new(vec![bytes])
+    }
+
+    /// The length of every segment, bytes.
+    pub fn segments(&self) -> &[usize] {
+        &self.segments
+    }
+
     /// Sum of the segments, bytes.
     pub fn block_bytes(&self) -> usize {
-        self.segments.iter().sum()
+        self.block_bytes
+    }
+}
+
+impl TryFrom<Vec<usize>> for Layout {
+    type Error = Error;
+
+    fn try_from(segments: Vec<usize>) -> Result<Self> {
+        Layout::new(segments)
+    }
+}
+
+impl From<Layout> for Vec<usize> {
+    fn from(layout: Layout) -> Self {
+        layout.segments.into()
+    }
+}
+
+pub(super) fn wrong(what: &'static str, found: impl Into<String>, expected: impl Into<String>) -> Error {
+    Error::Argument { what, found: found.into(), expected: expected.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_test::{Token, assert_de_tokens_error, assert_tokens};
+
+    use super::*;
+
+    fn refusal(segments: Vec<usize>) -> String {
+        Layout::new(segments).expect_err("a wrong layout").to_string()
+    }
+
+    #[test]
+    fn a_layout_knows_its_segments_and_their_sum() {
+        let layout = Layout::new(vec![3, 1, 2]).expect("three segments");
+        assert_eq!((layout.segments(), layout.block_bytes()), (&[3, 1, 2][..], 6));
+        assert_eq!(Layout::contiguous(7).expect("7 bytes"), Layout::new(vec![7]).expect("7 bytes"));
+    }
+
+    #[test]
+    fn wrong_layouts_are_refused_with_what_was_found() {
+        assert_eq!(refusal(vec![]), "layout: found 0 segments, expected 1 to 65536 segments");
+        assert_eq!(refusal(vec![1; 65_537]), "layout: found 65537 segments, expected 1 to 65536 segments");
+        assert_eq!(refusal(vec![1, 0]), "layout: found segment 1 of 0 bytes, expected segments of at least 1 byte");
+        let most = isize::MAX.unsigned_abs();
+        assert!(refusal(vec![most, 1]).contains("9223372036854775808 bytes in all"), "{}", refusal(vec![most, 1]));
+        assert!(refusal(vec![usize::MAX; 4]).contains("73786976294838206460 bytes in all"));
+        assert!(Layout::contiguous(0).is_err());
+        assert!(Layout::new(vec![most - 1, 1]).is_ok());
+        assert!(Layout::new(vec![1; 65_536]).is_ok());
+    }
+
+    #[test]
+    fn serde_is_the_list_and_validates_it() {
+        let layout = Layout::new(vec![8, 9]).expect("two segments");
+        assert_tokens(&layout, &[Token::Seq { len: Some(2) }, Token::U64(8), Token::U64(9), Token::SeqEnd]);
+        assert_de_tokens_error::<Layout>(
+            &[Token::Seq { len: Some(0) }, Token::SeqEnd],
+            "layout: found 0 segments, expected 1 to 65536 segments",
+        );
+        assert_de_tokens_error::<Layout>(
+            &[Token::Seq { len: Some(1) }, Token::U64(0), Token::SeqEnd],
+            "layout: found segment 0 of 0 bytes, expected segments of at least 1 byte",
+        );
     }
 }

@@ -1,10 +1,16 @@
 //! What a block is: its key, its place in a prefix chain, its segments in memory.
 
+mod chain;
+mod geometry;
 mod key;
 mod layout;
+mod route;
 
-pub use key::BlockKey;
+pub use chain::{Namespace, PrefixChain};
+pub use geometry::{Attention, BlockGeometry};
+pub use key::{BlockKey, KeyParseError};
 pub use layout::{Layout, Segment};
+pub use route::Route;
 
 use std::fmt;
 

@@ -1,8 +1,10 @@
 //! Copy engines behind one trait: what moves bytes between host and device memory.
 
+mod memcpy;
+mod pair;
 
-
-
+pub use memcpy::Memcpy;
+pub use pair::pair_segments;
 
 use std::{any::Any, future::Future, sync::Arc, time::Duration};
 

@@ -16,6 +16,7 @@ pub mod blocking;
 mod full;
 mod lent;
 mod memlock;
+pub(crate) mod reactor;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
 pub mod uring;

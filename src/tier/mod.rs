@@ -1,3 +1,6 @@
-//! Places where blocks are kept.
+//! The places where blocks lie: host arena, device pool, disk slots.
 
+pub mod arena;
+pub mod device;
 pub mod disk;
+mod mapping;

@@ -140,7 +140,7 @@ mod tests {
         #[test]
         fn behaves_like_a_btree_set(
             limit in prop_oneof![1u32..70, 4000u32..4200, 270_000u32..270_100],
-            ops in prop::collection::vec((any::<bool>(), any::<prop::sample::Index>(), any::<prop::sample::Index>()), 0..200),
+            ops in prop::collection::vec(any::<(bool, prop::sample::Index, prop::sample::Index)>(), 0..200),
         ) {
             let (mut set, mut model) = (BitSet::new(limit), BTreeSet::new());
             for (insert, number, from) in ops {

@@ -18,12 +18,15 @@
 use super::{
     bits::BitSet,
     format::{
-        PAGE_BYTES, RECORD_BYTES,
+        PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
         record::{COUNTER_MAX, Record, RecordSeal},
         stripe::{PageId, Stripe},
     },
 };
 use crate::{block::BlockKey, io::FileId};
+
+/// Record pages (of each member) that successive stores go to in turn.
+const PAGES_AT_ONCE: u32 = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
@@ -93,13 +96,26 @@ impl DiskSlots {
 
     /// A free slot, which becomes filling, or `None` if there is none.
     ///
-    /// Goes on from the last one in ascending order and around, so that blocks stored together share record pages.
+    /// Goes round over a few record pages, then on to the next few: blocks stored together share page writes, and a
+    /// store seldom waits for the write of its page that is under way, because there are others.
     pub fn alloc(&mut self) -> Option<u32> {
         let slot = self.free.next(self.cursor).or_else(|| self.free.next(0))?;
         assert!(self.free.remove(slot) && self.state(slot) == State::Free, "the set of free slots is right");
         self.slots[slot as usize].state = State::Filling;
-        self.cursor = slot + 1;
+        self.cursor = self.after(slot);
         Some(slot)
+    }
+
+    /// Where the search for a slot goes on after `slot`.
+    fn after(&self, slot: u32) -> u32 {
+        let page = RECORDS_PER_PAGE as u32 * self.stripe.members().len() as u32;
+        let group = page * PAGES_AT_ONCE;
+        let within = slot % group;
+        match (within + page < group, within % page + 1) {
+            (true, _) => slot.saturating_add(page),
+            (false, next) if next < page => slot - within + next,
+            (false, _) => (slot - within).saturating_add(group),
+        }
     }
 
     /// Gives back a slot that is not going to be filled.
@@ -326,18 +342,24 @@ mod tests {
     }
 
     #[test]
-    fn slots_are_handed_out_in_ascending_order_and_around() {
-        let mut slots = slots_of(&[100]);
+    fn slots_are_handed_out_over_a_few_pages_in_turn_and_each_once() {
+        let mut slots = slots_of(&[200]);
         let first: Vec<u32> = std::iter::from_fn(|| slots.alloc()).collect();
-        assert!(first.iter().copied().eq(0..100));
+        let start: Vec<u32> = (0..32).flat_map(|i| [i, 32 + i]).chain((0..32).flat_map(|i| [64 + i, 96 + i])).collect();
+        assert_eq!(first[..128], start, "two pages at once");
+        let mut all = first.clone();
+        all.sort_unstable();
+        assert!(all.iter().copied().eq(0..200), "every slot once");
         [70, 3, 71, 2].into_iter().for_each(|slot| slots.release(slot));
-        assert_eq!([(); 5].map(|()| slots.alloc()), [Some(2), Some(3), Some(70), Some(71), None]);
+        let mut again: Vec<u32> = std::iter::from_fn(|| slots.alloc()).collect();
+        again.sort_unstable();
+        assert_eq!(again, [2, 3, 70, 71]);
         slots.validate();
     }
 
     #[test]
     fn a_page_that_changes_while_it_is_written_stays_stale() {
-        let mut slots = slots_of(&[64]);
+        let mut slots = slots_of(&[32]);
         let (a, b) = (slots.alloc().expect("free"), slots.alloc().expect("free"));
         slots.commit(a, 1, 2, 3);
         let page = slots.page_of(a);

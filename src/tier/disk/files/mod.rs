@@ -12,12 +12,14 @@ use std::{
     os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     sync::Arc,
+    thread,
+    time::{Duration, Instant},
 };
 
 use super::{
     format::{
         DATA_ALIGN, HEAD_BYTES, PAGE_BYTES, is_zero,
-        stripe::{MemberGeometry, Stripe},
+        stripe::Stripe,
         survey::{Found, Verdict, survey},
     },
     recovery::Member,
@@ -28,6 +30,10 @@ use crate::{
     io::AlignedBuf,
 };
 use path::Opened;
+
+/// How long the lock of a store is waited for, and how often it is tried.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_POLL: Duration = Duration::from_millis(5);
 
 /// One open file or device of a store, locked against other processes while it lives.
 #[derive(Debug, Clone)]
@@ -46,58 +52,43 @@ pub struct StoreFile {
     pub device: bool,
     /// Its size.
     pub bytes: u64,
-    /// What the store has there.
-    pub geometry: MemberGeometry,
 }
 
-/// Opens stores.
-#[derive(Debug)]
-pub struct StoreFiles;
-
-impl StoreFiles {
-    /// Opens the files of the configured disk tier, in the order of `config.disks`. Files that do not
-    /// exist are created (mode 0600) and preallocated. Blocks: call it off the reactor.
-    ///
-    /// # Errors
-    /// [`Error::Config`] for invalid settings. [`Error::Store`] where a path is not, and must not become,
-    /// a member of this store; [`Error::Io`] where the system fails. Nothing has changed then.
-    pub fn open(config: &Config) -> Result<Vec<StoreFile>> {
-        config.validate()?;
-        let stripe = Stripe::new(config);
-        let mut opened = Vec::with_capacity(config.disks.len());
-        for disk in &config.disks {
-            opened.push(Opening::new(path::open(&disk.path)?, config.direct_io)?);
-        }
-        let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
-        let fresh = survey(&found, config)? == Verdict::Create;
-        let mut files = Vec::with_capacity(opened.len());
-        for (opening, &geometry) in opened.iter_mut().zip(stripe.members()) {
-            files.push(opening.prepare(geometry, fresh, config.direct_io)?);
-        }
-        for opening in opened {
-            opening.opened.keep()?;
-        }
-        Ok(files)
+/// Opens the files of the configured disk tier, in the order of `config.disks`. Files that do not
+/// exist are created (mode 0600) and preallocated. Blocks, for up to a second on a lock.
+///
+/// # Errors
+/// [`Error::Config`] for invalid settings. [`Error::Store`] where a path is not, and must not become,
+/// a member of this store; [`Error::Io`] where the system fails. Nothing has changed then.
+pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
+    config.validate()?;
+    let stripe = Stripe::new(config);
+    let mut opened = Vec::with_capacity(config.disks.len());
+    for disk in &config.disks {
+        opened.push(Opening::new(path::open(&disk.path)?, config.direct_io)?);
     }
-
-    /// The files as recovery wants to know them.
-    pub fn members(files: &[StoreFile]) -> Vec<Member> {
-        let member = |file: &StoreFile| Member {
-            path: file.path.clone(),
-            bytes: file.bytes,
-            device: file.device,
-            zeroed: file.zeroed,
-        };
-        files.iter().map(member).collect()
+    let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
+    let fresh = survey(&found, config)? == Verdict::Create;
+    let mut files = Vec::with_capacity(opened.len());
+    for (opening, geometry) in opened.iter_mut().zip(stripe.members()) {
+        files.push(opening.prepare(geometry.bytes, fresh, config.direct_io)?);
     }
-
-    /// A random id for a new store.
-    ///
-    /// # Errors
-    /// [`Error::Io`] where the system has no random numbers.
-    pub fn random_uuid() -> Result<[u8; 16]> {
-        sys::random_uuid().map_err(|error| Error::io("getrandom for", "a new store's id", error))
+    for opening in opened {
+        opening.opened.keep()?;
     }
+    Ok(files)
+}
+
+impl StoreFile {
+    /// The file as recovery wants to know it.
+    pub(super) fn member(&self) -> Member {
+        Member { path: self.path.clone(), bytes: self.bytes, device: self.device, zeroed: self.zeroed }
+    }
+}
+
+/// A random id for a new store.
+pub(super) fn random_uuid() -> Result<[u8; 16]> {
+    sys::random_uuid().map_err(|error| Error::io("getrandom for", "a new store's id", error))
 }
 
 /// A file on the way to becoming a [`StoreFile`].
@@ -206,10 +197,10 @@ impl Opening {
     }
 
     /// Makes an accepted member ready for use.
-    fn prepare(&mut self, geometry: MemberGeometry, fresh: bool, wanted: DirectIo) -> Result<StoreFile> {
+    fn prepare(&mut self, wanted_bytes: u64, fresh: bool, wanted: DirectIo) -> Result<StoreFile> {
         let preallocate = self.bytes == 0 && !self.opened.device;
         if preallocate {
-            self.preallocate(geometry.bytes)?;
+            self.preallocate(wanted_bytes)?;
         }
         if fresh && is_zero(&self.head) {
             self.probe_write(wanted)?;
@@ -222,7 +213,6 @@ impl Opening {
             zeroed: preallocate,
             device: self.opened.device,
             bytes: self.bytes,
-            geometry,
         })
     }
 
@@ -278,6 +268,9 @@ impl Opening {
 }
 
 /// Takes the lock, and makes sure that the path still names the file that was locked.
+///
+/// The kernel ends the I/O of a killed process, and with it its lock, a little after the process
+/// is gone: a restart right after a crash waits for that instead of failing.
 fn lock(opened: &Opened) -> Result<()> {
     let path = &opened.path;
     let store = |found: &str, expected: &str, action: &str| Error::Store {
@@ -286,16 +279,21 @@ fn lock(opened: &Opened) -> Result<()> {
         expected: expected.into(),
         action: action.into(),
     };
-    match opened.file.try_lock() {
-        Ok(()) => {}
-        Err(fs::TryLockError::WouldBlock) => {
-            return Err(store(
-                "a lock on it: the store is open in another process, or a second time in this one",
-                "a store that nobody has open",
-                "close the other cache first, or choose another path in `disks`",
-            ));
+    let give_up = Instant::now() + LOCK_WAIT;
+    loop {
+        match opened.file.try_lock() {
+            Ok(()) => break,
+            Err(fs::TryLockError::WouldBlock) if Instant::now() < give_up => thread::sleep(LOCK_POLL),
+            Err(fs::TryLockError::WouldBlock) => {
+                return Err(store(
+                    "a lock on it: the store is open in another process, or a second time in this one",
+                    "a store that nobody has open",
+                    "close the other cache first, or choose another path in `disks`",
+                ));
+            }
+            Err(fs::TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(fs::TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
         }
-        Err(fs::TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
     }
     opened.locked();
     let ours = opened.file.metadata().map_err(|error| Error::io("stat", path, error))?;

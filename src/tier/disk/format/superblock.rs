@@ -418,7 +418,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn random_bytes_are_refused_and_never_panic(bytes in prop::collection::vec(any::<u8>(), PAGE_BYTES), at in 8usize..504) {
+        fn random_bytes_are_refused_and_never_panic(
+            bytes in prop::collection::vec(any::<u8>(), PAGE_BYTES),
+            at in 8usize..504,
+        ) {
             let mut page: [u8; PAGE_BYTES] = bytes.try_into().expect("a page");
             prop_assert!(Superblock::decode(&page).is_err());
             // Past the first checks: a sound beginning, a good crc, and random bytes between.

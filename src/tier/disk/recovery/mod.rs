@@ -10,14 +10,15 @@ mod table;
 mod tests;
 mod window;
 
-pub use collect::{RecoveredRecord, RecoveryCounts};
+pub use collect::{Counts, RecoveredRecord};
 
 use std::{io, path::PathBuf};
 
 use super::{
+    files::{StoreFile, random_uuid},
     format::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
-        stripe::{PageId, Stripe},
+        stripe::Stripe,
         superblock::{State, Superblock},
         survey::{Found, Standing, Verdict, survey},
     },
@@ -42,35 +43,29 @@ pub struct Member {
     pub zeroed: bool,
 }
 
-/// A store that was read back or created.
+/// An open store.
 #[derive(Debug)]
 pub struct Recovered {
-    /// The store's id.
-    pub uuid: [u8; 16],
-    /// Where its slots are.
-    pub stripe: Stripe,
-    /// True if it was created just now, and so is empty.
-    pub created: bool,
-    /// The full slots, by ascending last use; of equal ones, in the order of the tables. No key occurs twice.
+    /// The books of its slots, all free: the caller enters the records. Pages with records that do not count are stale.
+    pub slots: DiskSlots,
+    /// What it holds, in the order of the record tables. A block that was evicted and stored again may
+    /// have two records: the one with the higher generation counts.
     pub records: Vec<RecoveredRecord>,
-    /// How many slots of which kind.
-    pub counts: RecoveryCounts,
-    /// Pages with records that do not count, ascending; to be rewritten at leisure.
-    pub stale: Vec<PageId>,
-    /// Higher than every generation on the medium. At least 1.
-    pub generation_next: u64,
-    /// Higher than every last use on the medium. At least 1.
-    pub clock_next: u64,
+    /// The places of the records in the order of their last use, oldest first.
+    pub order: Vec<u32>,
+    /// What the record tables came to.
+    pub counts: Counts,
+    /// The first generation that no record has.
+    pub next_generation: u64,
 }
 
-impl Recovered {
-    /// The books of the store: all slots free, to be [restored](DiskSlots::restore) with the records that
-    /// the index took. The pages of records that do not count are stale.
-    pub fn slots(&self) -> DiskSlots {
-        let mut slots = DiskSlots::new(self.stripe.clone(), self.uuid);
-        self.stale.iter().for_each(|&page| slots.mark_stale(page));
-        slots
-    }
+/// Opens the store in `files`, or creates one where none ever held a block. As [`open`].
+///
+/// # Errors
+/// [`Error::Store`] for what is not this store, before anything was written; [`Error::Io`].
+pub async fn recover<S: Storage>(storage: &S, files: &[StoreFile], config: &Config) -> Result<Recovered> {
+    let members: Vec<Member> = files.iter().map(StoreFile::member).collect();
+    open(storage, &members, config, random_uuid()?).await
 }
 
 /// Opens the store on these members, or creates it (with this id) where none ever held a block.
@@ -85,44 +80,21 @@ impl Recovered {
 /// # Panics
 /// If there is not one member for each of `config.disks`, or `config` is not valid.
 pub async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<Recovered> {
+    let stripe = Stripe::new(config);
     match judge(storage, members, config).await? {
-        Verdict::Open(standings) => read_back(storage, members, config, standings).await,
+        Verdict::Open(standings) => {
+            let uuid = standings[0].superblock.uuid;
+            for ((file, member), standing) in files(members).zip(standings) {
+                mend(storage, file, member, standing).await?;
+            }
+            table::read(storage, members, stripe, uuid).await
+        }
         Verdict::Create => {
             create(storage, members, config, uuid).await?;
-            Ok(collect::Collector::new(Stripe::new(config)).finish(uuid, true))
+            let counts = Counts { free: stripe.slots().into(), ..Counts::default() };
+            let slots = DiskSlots::new(stripe, uuid);
+            Ok(Recovered { slots, records: Vec::new(), order: Vec::new(), counts, next_generation: 1 })
         }
-    }
-}
-
-/// Creates an empty store with this id.
-///
-/// # Errors, cancel safety, panics
-/// As for [`open`]; a store that is there already is refused.
-pub async fn format<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<()> {
-    match judge(storage, members, config).await? {
-        Verdict::Create => create(storage, members, config, uuid).await,
-        Verdict::Open(_) => Err(Error::Store {
-            path: members[0].path.clone(),
-            found: "a store".into(),
-            expected: "none, for a new one is to be created".into(),
-            action: "open it, or remove the store's files (wipe its devices) to start empty".into(),
-        }),
-    }
-}
-
-/// Opens the store on these members.
-///
-/// # Errors, cancel safety, panics
-/// As for [`open`]; members without a store are refused.
-pub async fn recover<S: Storage>(storage: &S, members: &[Member], config: &Config) -> Result<Recovered> {
-    match judge(storage, members, config).await? {
-        Verdict::Open(standings) => read_back(storage, members, config, standings).await,
-        Verdict::Create => Err(Error::Store {
-            path: members[0].path.clone(),
-            found: "no store".into(),
-            expected: "a store with these settings".into(),
-            action: "create it first".into(),
-        }),
     }
 }
 
@@ -174,19 +146,6 @@ async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uu
         sync_all(storage, members).await?;
     }
     Ok(())
-}
-
-async fn read_back<S: Storage>(
-    storage: &S,
-    members: &[Member],
-    config: &Config,
-    standings: Vec<Standing>,
-) -> Result<Recovered> {
-    let uuid = standings[0].superblock.uuid;
-    for ((file, member), standing) in files(members).zip(standings) {
-        mend(storage, file, member, standing).await?;
-    }
-    table::read(storage, members, Stripe::new(config), uuid).await
 }
 
 /// Brings both copies to a sound and whole state: finishes a creation, replaces a damaged copy.

@@ -66,7 +66,7 @@ pub(super) async fn read<S: Storage>(
         parse(&chunk, &buffer, &mut collector).await;
         buffers.push(buffer);
     }
-    Ok(collector.finish(uuid, false))
+    Ok(collector.finish(uuid))
 }
 
 /// All chunks, in turns over the members so that all devices are busy.
@@ -125,7 +125,7 @@ async fn parse(chunk: &Chunk, buffer: &AlignedBuf, collector: &mut Collector) {
         let bytes = bytes.first_chunk().expect("chunks of a page");
         collector.page(PageId(chunk.page.0 + at as u32), bytes);
         if at % PAGES_PER_YIELD == PAGES_PER_YIELD - 1 {
-            tokio::task::yield_now().await;
+            crate::io::yield_now().await;
         }
     }
 }

@@ -15,6 +15,7 @@ use crate::{
     tier::disk::format::{
         RECORD_BYTES,
         record::{Record, RecordSeal},
+        stripe::PageId,
         superblock::Head,
     },
 };
@@ -92,38 +93,37 @@ fn put_record(files: &mut [Vec<u8>], stripe: &Stripe, slot: u32, record: &Record
 
 fn created(config: &Config) -> Vec<Vec<u8>> {
     let storage = Memory(RefCell::new(blank_files(config)));
-    block_on(format(&storage, &members(config, true), config, UUID)).expect("created");
+    block_on(open(&storage, &members(config, true), config, UUID)).expect("created");
     storage.0.into_inner()
 }
 
 fn recovered(config: &Config, files: Vec<Vec<u8>>) -> Recovered {
-    block_on(recover(&Memory(RefCell::new(files)), &members(config, true), config)).expect("a store")
+    block_on(open(&Memory(RefCell::new(files)), &members(config, true), config, [0xFF; 16])).expect("a store")
+}
+
+/// The superblock that counts.
+fn superblock(file: &[u8]) -> Option<Superblock> {
+    match Head::decode(file.first_chunk().expect("a head")) {
+        Head::Valid { superblock, .. } => Some(superblock),
+        _ => None,
+    }
+}
+
+fn stale(store: &Recovered) -> Vec<PageId> {
+    store.slots.stale_pages().collect()
 }
 
 #[test]
 fn a_new_store_is_empty_and_opens_again() {
     let config = config(&[40, 7]);
     let storage = Memory(RefCell::new(blank_files(&config)));
-    for (uuid, is_new) in [(UUID, true), ([9; 16], false)] {
+    for uuid in [UUID, [9; 16]] {
         let store = block_on(open(&storage, &members(&config, true), &config, uuid)).expect("opened");
-        assert_eq!((store.uuid, store.created, store.records.len()), (UUID, is_new, 0));
-        assert_eq!((store.counts.free, store.generation_next, store.clock_next), (47, 1, 1));
-        store.slots().validate();
+        let counts = Counts { free: 47, ..Default::default() };
+        assert_eq!((store.counts, store.next_generation, store.records.len()), (counts, 1, 0));
+        store.slots.validate();
+        assert_eq!(superblock(&storage.0.borrow()[1]).expect("sound").uuid, UUID, "the first id stays");
     }
-}
-
-#[test]
-fn format_refuses_a_store_and_recover_refuses_none() {
-    let config = config(&[4]);
-    let storage = Memory(RefCell::new(blank_files(&config)));
-    let members = members(&config, true);
-    let text = block_on(recover(&storage, &members, &config)).expect_err("none").to_string();
-    assert!(text.contains("found no store"), "{text}");
-    block_on(format(&storage, &members, &config, UUID)).expect("created");
-    let before = storage.0.borrow().clone();
-    let text = block_on(format(&storage, &members, &config, UUID)).expect_err("one").to_string();
-    assert!(text.contains("found a store"), "{text}");
-    assert_eq!(before, *storage.0.borrow());
 }
 
 #[test]
@@ -132,7 +132,7 @@ fn a_table_that_is_not_known_to_be_zero_is_zeroed() {
     let mut files = blank_files(&config);
     files[0][HEAD_BYTES..].fill(0xEE);
     let storage = Memory(RefCell::new(files));
-    block_on(format(&storage, &members(&config, false), &config, UUID)).expect("created");
+    block_on(open(&storage, &members(&config, false), &config, UUID)).expect("created");
     assert_eq!(recovered(&config, storage.0.into_inner()).counts.free, 70_000);
 }
 
@@ -155,15 +155,16 @@ fn a_crash_at_any_instant_of_creation_leaves_none_or_a_whole_store() {
             });
             files = sim.crash();
         }
-        let whole = files.iter().any(
-            |file| matches!(Head::decode(file.first_chunk().expect("a head")), Head::Valid { superblock, .. } if superblock.state == State::Whole),
-        );
+        let state = |file: &Vec<u8>| superblock(file).map(|superblock| superblock.state);
+        let whole = files.iter().any(|file| state(file) == Some(State::Whole));
         outcomes[usize::from(whole)] += 1;
         let sim = Sim::new(seed, files, SimOptions::default());
         let store = block_on(open(&sim, &members(&config, false), &config, [0xFF; 16]));
         let store = store.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
-        assert_eq!((store.created, store.counts.free), (!whole, 47), "seed {seed}");
+        assert_eq!(store.counts.free, 47, "seed {seed}");
         let files = sim.crash();
+        let is_new = files.iter().all(|file| superblock(file).is_some_and(|s| s.uuid == [0xFF; 16]));
+        assert_eq!(is_new, !whole, "seed {seed}");
         for file in &files {
             let head = Head::decode(file.first_chunk().expect("a head"));
             assert!(matches!(head, Head::Valid { twin_is_whole: true, .. }), "seed {seed}: {head:?}");
@@ -179,7 +180,7 @@ fn a_damaged_superblock_is_mended_from_the_other() {
         let mut files = created(&config);
         files[0][at] ^= 1;
         let storage = Memory(RefCell::new(files));
-        block_on(recover(&storage, &members(&config, true), &config)).expect("one copy is sound");
+        block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
         let files = storage.0.into_inner();
         let head = Head::decode(files[0].first_chunk().expect("a head"));
         assert!(matches!(head, Head::Valid { twin_is_whole: true, .. }), "{head:?}");
@@ -198,40 +199,6 @@ fn a_refused_store_is_not_written_to() {
 }
 
 #[test]
-fn of_two_records_of_a_key_the_higher_generation_counts() {
-    let config = config(&[100]);
-    let stripe = Stripe::new(&config);
-    let mut files = created(&config);
-    let (older, newer) = (Record { generation: 8, last_use: 90, ..record(1) }, Record { generation: 9, ..record(1) });
-    for (slot, record) in [(3, &older), (50, &newer), (99, &Record { generation: 2, ..older }), (7, &record(2))] {
-        put_record(&mut files, &stripe, slot, record);
-    }
-    let store = recovered(&config, files);
-    assert_eq!((store.counts.valid, store.counts.duplicate, store.generation_next), (2, 2, 10));
-    let of_key: Vec<_> = store.records.iter().filter(|found| found.key == older.key).collect();
-    assert_eq!(of_key.iter().map(|found| (found.slot, found.generation)).collect::<Vec<_>>(), [(50, 9)]);
-    assert_eq!(store.stale, [PageId(0), PageId(3)], "the others are to be rubbed out");
-    assert!(store.slots().stale_pages().eq(store.stale.iter().copied()));
-}
-
-#[test]
-fn keys_that_all_collide_are_told_apart() {
-    let config = config(&[2000]);
-    let stripe = Stripe::new(&config);
-    let mut collector = collect::Collector::new(stripe.clone());
-    collector.seal(&UUID);
-    let mut files = created(&config);
-    let key =
-        |n: u32| BlockKey::new([0; 28].into_iter().chain(n.to_be_bytes()).collect::<Vec<_>>().try_into().expect("32"));
-    for slot in 0..2000 {
-        put_record(&mut files, &stripe, slot, &Record { key: key(slot / 2), ..record(slot) });
-    }
-    let store = recovered(&config, files);
-    assert_eq!((store.counts.valid, store.counts.duplicate), (1000, 1000));
-    assert!(store.records.iter().all(|found| found.slot % 2 == 1), "the higher generation");
-}
-
-#[test]
 fn bad_records_are_counted_and_cost_nothing_else() {
     let config = config(&[100]);
     let stripe = Stripe::new(&config);
@@ -242,9 +209,9 @@ fn bad_records_are_counted_and_cost_nothing_else() {
     head[TABLE_OFFSET as usize + 10 * RECORD_BYTES..].swap_with_slice(&mut tail[..RECORD_BYTES]);
     files[0].last_mut().expect("a table").clone_from(&1); // past the last slot
     let store = recovered(&config, files);
-    let counts = RecoveryCounts { valid: 57, bad: 3, free: 40, ..Default::default() };
+    let counts = Counts { valid: 57, bad: 3, free: 40 };
     assert_eq!(store.counts, counts);
-    assert_eq!(store.stale, [PageId(0), PageId(1), PageId(3)]);
+    assert_eq!(stale(&store), [PageId(0), PageId(1), PageId(3)]);
     assert!(store.records.iter().all(|found| ![10, 11, 40].contains(&found.slot)));
 }
 
@@ -258,9 +225,9 @@ fn an_unreadable_page_costs_its_own_records_only() {
     // Read 0 is the superblocks, 1 the whole table, 2 to 5 its pages.
     sim.script(OpKind::Read, 1, Fault::Error(libc::EIO));
     sim.script(OpKind::Read, 3, Fault::Error(libc::EIO));
-    let store = block_on(recover(&sim, &members(&config, true), &config)).expect("a store");
-    assert_eq!((store.counts.valid, store.counts.unreadable), (68, 32));
-    assert_eq!(store.stale, [PageId(1)]);
+    let store = block_on(open(&sim, &members(&config, true), &config, UUID)).expect("a store");
+    assert_eq!((store.counts.valid, store.counts.bad), (68, 32));
+    assert_eq!(stale(&store), [PageId(1)]);
 }
 
 #[test]
@@ -270,7 +237,7 @@ fn a_dead_device_is_an_error_after_a_bounded_number_of_reads() {
     for read in 1..1000 {
         sim.script(OpKind::Read, read, Fault::Error(libc::EIO));
     }
-    let error = block_on(recover(&sim, &members(&config, true), &config)).expect_err("dead");
+    let error = block_on(open(&sim, &members(&config, true), &config, UUID)).expect_err("dead");
     assert!(error.to_string().starts_with("read the record table of disk0"), "{error}");
     assert!(sim.counts().started[OpKind::Read as usize] < 100);
 }
@@ -313,11 +280,11 @@ proptest! {
             key: r.key, parent: r.parent, slot, generation: r.generation, checksum: r.checksum, last_use: r.last_use,
         }).collect();
         expected.sort_by_key(|r| (r.last_use, stripe.place(r.slot)));
-        prop_assert_eq!(store.generation_next, expected.iter().map(|r| r.generation + 1).max().unwrap_or(1));
-        prop_assert_eq!(store.clock_next, expected.iter().map(|r| r.last_use + 1).max().unwrap_or(1));
+        prop_assert_eq!(store.next_generation, expected.iter().map(|r| r.generation + 1).max().unwrap_or(1));
         prop_assert_eq!(store.counts.free + store.counts.valid, u64::from(stripe.slots()));
-        prop_assert!(store.stale.is_empty());
-        prop_assert_eq!(store.records, expected);
+        prop_assert!(stale(&store).is_empty());
+        let found: Vec<_> = store.order.iter().map(|&at| store.records[at as usize]).collect();
+        prop_assert_eq!(found, expected);
     }
 
     #[test]
@@ -361,11 +328,12 @@ fn a_million_records() {
             pages.iter().zip(&mut page).for_each(|(bytes, page)| collector.page(page, bytes));
         }
         let parsed = cpu_ms();
-        let store = collector.finish(UUID, false);
+        let store = collector.finish(UUID);
         let finished = cpu_ms();
         assert_eq!(store.counts.valid, 1_000_000);
-        let mut slots = store.slots();
-        store.records.iter().for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
+        let mut slots = store.slots;
+        let in_order = store.order.iter().map(|&at| &store.records[at as usize]);
+        in_order.for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
         let (parse, finish, restore) = (parsed - start, finished - parsed, cpu_ms() - finished);
         eprintln!(
             "1 M records, CPU: {parse:.1} ms to parse, {finish:.1} ms to sort, {restore:.1} ms to enter in the books"
@@ -383,7 +351,7 @@ fn a_million_records() {
     let (storage, members) = (Memory(RefCell::new(files)), members(&config, true));
     for _ in 0..3 {
         let (start, wall) = (cpu_ms(), Instant::now());
-        block_on(recover(&storage, &members, &config)).expect("a store");
+        block_on(open(&storage, &members, &config, UUID)).expect("a store");
         let (cpu, wall) = (cpu_ms() - start, wall.elapsed().as_secs_f64() * 1e3);
         eprintln!("1 M records, 128 MiB copied from memory: {cpu:.1} ms CPU, {wall:.1} ms wall");
     }

@@ -1,0 +1,49 @@
+//! Why a command failed, and the exit status that says so.
+
+use std::fmt;
+
+/// One line of text and an exit status.
+#[derive(Debug)]
+pub struct Failure {
+    text: String,
+    status: u8,
+}
+
+impl Failure {
+    /// Exit status of wrong flags, inputs and stores: mend them and try again.
+    pub const USAGE: u8 = 2;
+    const RUN: u8 = 1;
+
+    /// A wrong flag, input or store.
+    pub fn usage(text: impl Into<String>) -> Self {
+        Failure { text: text.into(), status: Self::USAGE }
+    }
+
+    /// The run itself failed.
+    pub fn run(text: impl Into<String>) -> Self {
+        Failure { text: text.into(), status: Self::RUN }
+    }
+
+    /// What the process exits with.
+    pub fn exit_status(&self) -> u8 {
+        self.status
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // One line, whatever a path or an input may contain.
+        f.write_str(&self.text.replace(['\n', '\r'], " "))
+    }
+}
+
+impl From<kvhoist::Error> for Failure {
+    fn from(error: kvhoist::Error) -> Self {
+        use kvhoist::Error::{Argument, Config, Io, Store};
+        let text = error.to_string();
+        match error {
+            Config { .. } | Argument { .. } | Store { .. } | Io { op: "open" | "create", .. } => Failure::usage(text),
+            _ => Failure::run(text),
+        }
+    }
+}

@@ -1,0 +1,132 @@
+//! The plot of a replay: hits per tier over the trace, as stacked areas in an SVG file.
+
+use std::{
+    fmt::Write as _,
+    fs::File,
+    io::{self, Write},
+    path::Path,
+};
+
+use kvhoist::Tier;
+
+use crate::{failure::Failure, replay::Summary};
+
+const BUCKETS: usize = 200;
+const WIDTH: f64 = 960.0;
+const HEIGHT: f64 = 420.0;
+const LEFT: f64 = 70.0;
+const TOP: f64 = 50.0;
+const RIGHT: f64 = 20.0;
+const BOTTOM: f64 = 50.0;
+const SERIES: [(&str, &str); Tier::COUNT + 1] =
+    [("device", "#1b6ca8"), ("host", "#3fa34d"), ("disk", "#e8a33d"), ("miss", "#d9d9d9")];
+
+/// Creates the file, before the run that it is to show.
+pub fn create(path: &Path) -> Result<File, Failure> {
+    let shown = path.display();
+    if path.extension().is_none_or(|suffix| !suffix.eq_ignore_ascii_case("svg")) {
+        return Err(Failure::usage(format!("--plot {shown}: expected a file name that ends in .svg")));
+    }
+    File::create(path)
+        .map_err(|error| Failure::usage(format!("--plot {shown}: {error}; name a file that can be written")))
+}
+
+/// Writes the plot.
+pub fn write(mut file: File, summary: &Summary) -> io::Result<()> {
+    file.write_all(draw(summary).as_bytes())
+}
+
+fn draw(summary: &Summary) -> String {
+    let shares = shares(&summary.tally.per_request);
+    let mut svg = String::new();
+    // Writing to a String cannot fail.
+    let _ = write!(
+        svg,
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" \
+         font-size=\"13\">\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n\
+         <text x=\"{LEFT}\" y=\"24\" font-size=\"16\">Hits per tier: {} references, hit ratio {:.4}</text>\n",
+        summary.tally.references,
+        summary.tally.hit_ratio(),
+    );
+    let mut floor = vec![0.0; shares.len()];
+    for (series, (_, color)) in SERIES.iter().enumerate() {
+        let ceiling: Vec<f64> = floor.iter().zip(&shares).map(|(floor, share)| floor + share[series]).collect();
+        let _ = writeln!(svg, "<path d=\"{}\" fill=\"{color}\"/>", area(&floor, &ceiling));
+        floor = ceiling;
+    }
+    axes(&mut svg, summary.tally.per_request.len());
+    legend(&mut svg);
+    svg.push_str("</svg>\n");
+    svg
+}
+
+/// The share of each series in each bucket of requests.
+fn shares(requests: &[[u32; Tier::COUNT + 1]]) -> Vec<[f64; Tier::COUNT + 1]> {
+    let per_bucket = requests.len().div_ceil(BUCKETS).max(1);
+    requests
+        .chunks(per_bucket)
+        .map(|bucket| {
+            let sums: [u64; Tier::COUNT + 1] =
+                std::array::from_fn(|series| bucket.iter().map(|request| u64::from(request[series])).sum());
+            let all = sums.iter().sum::<u64>().max(1) as f64;
+            sums.map(|sum| sum as f64 / all)
+        })
+        .collect()
+}
+
+fn area(floor: &[f64], ceiling: &[f64]) -> String {
+    let mut path = String::new();
+    let last = ceiling.len().saturating_sub(1).max(1) as f64;
+    let point = |at: usize, share: f64| {
+        let x = LEFT + (WIDTH - LEFT - RIGHT) * at as f64 / last;
+        let y = HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * share;
+        (x, y)
+    };
+    let outline = (0..ceiling.len()).map(|at| point(at, ceiling[at]));
+    let back = (0..floor.len()).rev().map(|at| point(at, floor[at]));
+    for (i, (x, y)) in outline.chain(back).enumerate() {
+        let _ = write!(path, "{}{x:.1} {y:.1}", if i == 0 { "M" } else { "L" });
+    }
+    path.push('Z');
+    path
+}
+
+fn axes(svg: &mut String, requests: usize) {
+    let (bottom, right) = (HEIGHT - BOTTOM, WIDTH - RIGHT);
+    let _ = writeln!(svg, "<path d=\"M{LEFT} {TOP}V{bottom}H{right}\" fill=\"none\" stroke=\"black\"/>");
+    for quarter in 0..=4 {
+        let share = f64::from(quarter) / 4.0;
+        let y = bottom - (bottom - TOP) * share;
+        let x = LEFT + (right - LEFT) * share;
+        let _ = writeln!(
+            svg,
+            "<text x=\"{}\" y=\"{}\" text-anchor=\"end\">{:.0}%</text>\
+             <text x=\"{x}\" y=\"{}\" text-anchor=\"middle\">{:.0}</text>",
+            LEFT - 8.0,
+            y + 4.0,
+            share * 100.0,
+            bottom + 18.0,
+            requests as f64 * share,
+        );
+    }
+    let _ = writeln!(
+        svg,
+        "<text x=\"{}\" y=\"{}\" text-anchor=\"middle\">requests</text>\
+         <text transform=\"translate(18 {}) rotate(-90)\" text-anchor=\"middle\">share of references</text>",
+        f64::midpoint(LEFT, right),
+        HEIGHT - 12.0,
+        f64::midpoint(TOP, bottom),
+    );
+}
+
+fn legend(svg: &mut String) {
+    for (i, (name, color)) in SERIES.iter().enumerate() {
+        let x = WIDTH - RIGHT - 90.0 * (SERIES.len() - i) as f64;
+        let _ = writeln!(
+            svg,
+            "<rect x=\"{x}\" y=\"30\" width=\"12\" height=\"12\" fill=\"{color}\"/>\
+             <text x=\"{}\" y=\"41\">{name}</text>",
+            x + 18.0
+        );
+    }
+}

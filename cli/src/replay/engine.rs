@@ -1,0 +1,174 @@
+//! Drives the cache with the requests of a trace.
+
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Instant,
+};
+
+use kvhoist::{BlockKey, Cache, Route};
+use tokio::{sync::Semaphore, task::JoinSet};
+
+use super::{
+    Args,
+    progress::Progress,
+    tally::{Outcome, Tally, tier_of},
+};
+use crate::{
+    failure::Failure,
+    payload::{fill, is_payload, key_of},
+    size::show_bytes,
+    trace::Request,
+};
+
+/// Blocks of one request that are fetched or stored at the same time.
+const WINDOW: usize = 8;
+
+/// What one fetch came to: the route and whether the bytes were right, or nothing.
+type Fetched = Option<(Route, bool, std::time::Duration)>;
+
+/// Replays all requests, `in_flight` at a time, started in the order of the trace.
+pub async fn replay(
+    cache: &Cache,
+    requests: Vec<Request>,
+    args: &Args,
+    interrupted: &Arc<AtomicBool>,
+) -> Result<Tally, Failure> {
+    let tally = Arc::new(Mutex::new(Tally::default()));
+    let places = Arc::new(Semaphore::new(args.in_flight));
+    let mut progress = Progress::new(requests.len(), args.quiet);
+    let mut running = JoinSet::new();
+    let mut done = 0;
+    for (number, request) in requests.into_iter().enumerate() {
+        let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
+        while let Some(ended) = running.try_join_next() {
+            done += 1;
+            joined(ended)?;
+        }
+        progress.update(done, || so_far(&tally));
+        if interrupted.load(Ordering::Relaxed) {
+            break;
+        }
+        let worker = Worker { cache: cache.clone(), tally: Arc::clone(&tally), number };
+        running.spawn(async move {
+            let result = worker.serve(request).await;
+            drop(place);
+            result
+        });
+    }
+    while let Some(ended) = running.join_next().await {
+        done += 1;
+        joined(ended)?;
+        progress.update(done, || so_far(&tally));
+    }
+    progress.finish();
+    let tally = std::mem::take(&mut *tally.lock().expect("nothing panics under it"));
+    Ok(tally)
+}
+
+fn joined(ended: Result<Result<(), Failure>, tokio::task::JoinError>) -> Result<(), Failure> {
+    ended.map_err(|error| Failure::run(format!("a request ended early: {error}")))?
+}
+
+fn so_far(tally: &Mutex<Tally>) -> String {
+    let tally = tally.lock().expect("nothing panics under it");
+    let bytes = tally.routes.values().map(|route| route.bytes).sum();
+    format!("hit ratio {:.4}, {} fetched", tally.hit_ratio(), show_bytes(bytes))
+}
+
+/// Serves one request.
+#[derive(Clone)]
+struct Worker {
+    cache: Cache,
+    tally: Arc<Mutex<Tally>>,
+    number: usize,
+}
+
+impl Worker {
+    /// Matches the prefix, fetches and verifies the hits, stores the misses.
+    async fn serve(self, request: Request) -> Result<(), Failure> {
+        let keys: Arc<[BlockKey]> = request.hash_ids.iter().copied().map(key_of).collect();
+        let found = self.cache.match_len(&keys);
+        let mut missing = Vec::new();
+        for start in (0..found).step_by(WINDOW) {
+            let window = start..found.min(start + WINDOW);
+            let mut fetches = JoinSet::new();
+            for at in window {
+                let (worker, key) = (self.clone(), keys[at]);
+                fetches.spawn(async move { worker.fetch(key).await.map(|fetched| (at, fetched)) });
+            }
+            while let Some(ended) = fetches.join_next().await {
+                let fetched = ended.map_err(|error| Failure::run(format!("a fetch ended early: {error}")))?;
+                let (at, fetched) = fetched?;
+                if !self.count(fetched) {
+                    missing.push(at);
+                }
+            }
+        }
+        missing.sort_unstable();
+        missing.extend(found..keys.len());
+        self.count_misses(missing.len());
+        self.store_all(&keys, &missing).await
+    }
+
+    async fn fetch(&self, key: BlockKey) -> Result<Fetched, Failure> {
+        let started = Instant::now();
+        if self.cache.config().device_blocks == 0 {
+            let Some(lease) = self.cache.fetch(&key).await? else { return Ok(None) };
+            let took = started.elapsed();
+            return Ok(Some((lease.route(), is_payload(&key, &lease), took)));
+        }
+        let Some(lease) = self.cache.fetch_to_device(&key).await? else { return Ok(None) };
+        let took = started.elapsed();
+        let bytes = self.cache.read_device(&lease, Vec::new()).await?;
+        Ok(Some((lease.route(), is_payload(&key, &bytes), took)))
+    }
+
+    /// True for a hit.
+    fn count(&self, fetched: Fetched) -> bool {
+        let Some((route, verified, took)) = fetched else { return false };
+        let mut tally = self.tally.lock().expect("nothing panics under it");
+        tally.count(self.number, Outcome::Hit(tier_of(route)));
+        tally.moved(route, self.cache.config().block_bytes, took);
+        tally.verification_failures += u64::from(!verified);
+        true
+    }
+
+    fn count_misses(&self, misses: usize) {
+        let mut tally = self.tally.lock().expect("nothing panics under it");
+        for _ in 0..misses {
+            tally.count(self.number, Outcome::Miss);
+        }
+    }
+
+    async fn store_all(&self, keys: &Arc<[BlockKey]>, missing: &[usize]) -> Result<(), Failure> {
+        for window in missing.chunks(WINDOW) {
+            let mut stores = JoinSet::new();
+            for &at in window {
+                let (worker, keys) = (self.clone(), Arc::clone(keys));
+                stores.spawn(async move { worker.store(&keys, at).await });
+            }
+            while let Some(ended) = stores.join_next().await {
+                ended.map_err(|error| Failure::run(format!("a store ended early: {error}")))??;
+            }
+        }
+        Ok(())
+    }
+
+    async fn store(&self, keys: &[BlockKey], at: usize) -> Result<(), Failure> {
+        let mut block = self.cache.reserve().await?;
+        fill(&keys[at], &mut block);
+        let started = Instant::now();
+        let stored = block.commit(&keys[at], at.checked_sub(1).map(|parent| &keys[parent])).await;
+        let mut tally = self.tally.lock().expect("nothing panics under it");
+        match stored {
+            Ok(()) => tally.moved(Route::CallerToHost, self.cache.config().block_bytes, started.elapsed()),
+            // The trace goes on: a block that was not taken is a miss when it comes again.
+            Err(kvhoist::Error::Refused { .. } | kvhoist::Error::Io { .. }) => tally.store_failures += 1,
+            Err(error) => return Err(error.into()),
+        }
+        Ok(())
+    }
+}

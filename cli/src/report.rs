@@ -1,0 +1,121 @@
+//! The report of a replay: a table for people, an object for programs.
+
+use std::io::Write;
+
+use kvhoist::Tier;
+use serde_json::{Value, json};
+
+use crate::{replay::Summary, size::show_bytes};
+
+/// Prints one JSON object.
+pub fn print_json(summary: &Summary) {
+    emit(&format!("{:#}\n", object(summary)));
+}
+
+/// Prints tables.
+pub fn print_table(summary: &Summary) {
+    emit(&table(summary));
+}
+
+/// A reader that has gone is no reason to fail.
+fn emit(text: &str) {
+    drop(std::io::stdout().write_all(text.as_bytes()));
+}
+
+fn object(summary: &Summary) -> Value {
+    let (tally, stats) = (&summary.tally, &summary.stats);
+    let tiers: serde_json::Map<String, Value> = Tier::ALL
+        .map(|tier| {
+            let figures = stats.tier(tier);
+            let value = json!({
+                "hits": tally.hits[tier as usize],
+                "evictions": figures.evictions,
+                "bytes_in": figures.bytes_in,
+                "bytes_out": figures.bytes_out,
+                "resident": figures.resident,
+                "slots": figures.slots,
+            });
+            (tier.name().to_owned(), value)
+        })
+        .into_iter()
+        .collect();
+    let routes: serde_json::Map<String, Value> = tally
+        .routes
+        .iter()
+        .map(|(route, figures)| {
+            let value = json!({
+                "blocks": figures.latency_ns.len(),
+                "bytes": figures.bytes,
+                "p50_us": figures.latency_ns.value_at_quantile(0.5) as f64 / 1e3,
+                "p99_us": figures.latency_ns.value_at_quantile(0.99) as f64 / 1e3,
+            });
+            (route.name().to_owned(), value)
+        })
+        .collect();
+    json!({
+        "requests": summary.requests,
+        "references": tally.references,
+        "hits": tally.all_hits(),
+        "hit_ratio": tally.hit_ratio(),
+        "verification_failures": tally.verification_failures,
+        "store_failures": tally.store_failures,
+        "seconds": summary.seconds,
+        "tiers": tiers,
+        "routes": routes,
+        "storage": stats.storage,
+        "direct_io": stats.direct_io,
+        "checksum_failures": stats.checksum_failures,
+        "writes_refused": stats.writes_refused,
+        "config": summary.config,
+    })
+}
+
+fn table(summary: &Summary) -> String {
+    let (tally, stats) = (&summary.tally, &summary.stats);
+    let mut text = String::new();
+    let mut line = |row: String| {
+        text.push_str(row.trim_end());
+        text.push('\n');
+    };
+    line(format!("requests               {:>12}", summary.requests));
+    line(format!("references             {:>12}", tally.references));
+    line(format!("hits                   {:>12}", tally.all_hits()));
+    line(format!("hit ratio              {:>12.4}", tally.hit_ratio()));
+    line(format!("verification failures  {:>12}", tally.verification_failures));
+    line(format!("store failures         {:>12}", tally.store_failures));
+    line(format!("seconds                {:>12.2}", summary.seconds));
+    line(format!("storage                {:>12}{}", stats.storage, if stats.direct_io { ", direct I/O" } else { "" }));
+    line(String::new());
+    line(format!(
+        "{:8}{:>10}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}",
+        "tier", "hits", "of refs", "resident", "slots", "evictions", "bytes in", "bytes out"
+    ));
+    for tier in Tier::ALL {
+        let (hits, figures) = (tally.hits[tier as usize], stats.tier(tier));
+        line(format!(
+            "{:8}{hits:>10}{:>12.4}{:>12}{:>12}{:>12}{:>14}{:>14}",
+            tier.name(),
+            hits as f64 / (tally.references as f64).max(1.0),
+            figures.resident,
+            figures.slots,
+            figures.evictions,
+            show_bytes(figures.bytes_in),
+            show_bytes(figures.bytes_out),
+        ));
+    }
+    line(String::new());
+    line(format!("{:24}{:>10}{:>14}{:>14}{:>12}{:>12}", "route", "blocks", "bytes", "bytes/s", "p50 us", "p99 us"));
+    for (route, figures) in &tally.routes {
+        let quantile = |q| figures.latency_ns.value_at_quantile(q) as f64 / 1e3;
+        line(format!(
+            "{:24}{:>10}{:>14}{:>14}{:>12.1}{:>12.1}",
+            route.name(),
+            figures.latency_ns.len(),
+            show_bytes(figures.bytes),
+            show_bytes((figures.bytes as f64 / summary.seconds.max(1e-9)) as u64),
+            quantile(0.5),
+            quantile(0.99),
+        ));
+    }
+    text
+}

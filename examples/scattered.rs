@@ -1,0 +1,51 @@
+//! A layer-first load: one block's layers land far apart in a pool of device memory.
+
+use kvhoist::{
+    Cache, PrefixChain, Segment,
+    block::{Attention, BlockGeometry},
+    block_on,
+};
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // A small model: 4 layers, 2 KV heads of 64, 16 tokens a block, 2-byte elements.
+    let attention = Attention::Mha { kv_heads: 2, head_dim: 64 };
+    let geometry = BlockGeometry { attention, layers: 4, tokens: 16, dtype_bytes: 2 };
+    let (block_bytes, layout) = (geometry.block_bytes()?, geometry.layer_first()?);
+    let cache = block_on(
+        Cache::builder()
+            .block_bytes(block_bytes)
+            .host_bytes(1 << 20)
+            .device_bytes(1 << 20)
+            .device_layout(layout.clone())
+            .open(),
+    )?;
+    let keys = PrefixChain::new("a small model").extend_tokens(&(0..64).collect::<Vec<_>>(), 16)?;
+    for (n, key) in keys.iter().enumerate() {
+        block_on(cache.store(key, n.checked_sub(1).map(|n| &keys[n]), &vec![n as u8; block_bytes]))?;
+    }
+    // The engine's own pool: for each of the 2 x layers segments a buffer with a place for every block.
+    let mut pool: Vec<Vec<u8>> = layout.segments().iter().map(|len| vec![0xff; len * keys.len()]).collect();
+    let mut regions = Vec::new();
+    for buffer in &mut pool {
+        // SAFETY: the pool outlives the cache's use of it, which ends with `unregister` below; nobody
+        // touches it while it is loaded.
+        regions.push(unsafe { cache.register_device(buffer.as_mut_ptr(), buffer.len()) }?);
+    }
+    let places: Vec<Vec<Segment>> = (0..keys.len())
+        .map(|n| {
+            let lens = layout.segments().iter().zip(&mut pool);
+            lens.map(|(&len, buffer)| Segment { ptr: buffer[n * len..].as_mut_ptr(), len }).collect()
+        })
+        .collect();
+    let loaded = block_on(cache.load_into(&keys, &places))?;
+    println!("{} of {} blocks loaded", loaded.iter().filter(|block| matches!(block, Ok(true))).count(), keys.len());
+    for region in regions {
+        block_on(cache.unregister(region));
+    }
+    for (buffer, len) in pool.iter().zip(layout.segments()) {
+        assert!(buffer.chunks(*len).enumerate().all(|(n, layer)| layer.iter().all(|byte| *byte == n as u8)));
+    }
+    println!("every layer of every block is in its place: {} segments a block", layout.segments().len());
+    block_on(cache.close())?;
+    Ok(())
+}

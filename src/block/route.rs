@@ -1,0 +1,61 @@
+//! The path a block's bytes took.
+
+use std::fmt;
+
+/// The path a block's bytes took.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Route {
+    /// Found in device memory: nothing moved.
+    DeviceHit,
+    /// Found in host memory: nothing moved.
+    HostHit,
+    /// Read from disk into a host slot.
+    DiskToHost,
+    /// Read from disk into a host slot, which served as bounce buffer, and copied to the device.
+    DiskToHostToDevice,
+    /// Copied from a host slot to the device.
+    HostToDevice,
+    /// Copied from the device to a host slot.
+    DeviceToHost,
+    /// Copied by the caller into a host slot.
+    CallerToHost,
+    /// Written from a host slot to disk.
+    HostToDisk,
+}
+
+impl Route {
+    /// All routes.
+    pub const ALL: [Route; 8] = [
+        Route::DeviceHit,
+        Route::HostHit,
+        Route::DiskToHost,
+        Route::DiskToHostToDevice,
+        Route::HostToDevice,
+        Route::DeviceToHost,
+        Route::CallerToHost,
+        Route::HostToDisk,
+    ];
+
+    /// Number of routes.
+    pub const COUNT: usize = Route::ALL.len();
+
+    /// The name used in metrics, logs and reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Route::DeviceHit => "device_hit",
+            Route::HostHit => "host_hit",
+            Route::DiskToHost => "disk_to_host",
+            Route::DiskToHostToDevice => "disk_to_host_to_device",
+            Route::HostToDevice => "host_to_device",
+            Route::DeviceToHost => "device_to_host",
+            Route::CallerToHost => "caller_to_host",
+            Route::HostToDisk => "host_to_disk",
+        }
+    }
+}
+
+impl fmt::Display for Route {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

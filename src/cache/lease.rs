@@ -1,0 +1,147 @@
+//! Guards: a lease on a full slot, a reservation of an empty one.
+
+use std::{
+    fmt,
+    ops::{Deref, DerefMut},
+};
+
+use bytes::Bytes;
+
+use super::Cache;
+use crate::{
+    block::{BlockKey, Route, Segment},
+    checksum::checksum,
+    error::Result,
+    mover::{Filling, Pin},
+};
+
+/// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.
+///
+/// Dereferences to the block's bytes; turns into [`Bytes`] without a copy.
+pub struct Lease {
+    pin: Pin,
+}
+
+impl Lease {
+    pub(super) fn new(pin: Pin) -> Self {
+        Lease { pin }
+    }
+
+    /// The path the bytes took for this fetch.
+    pub fn route(&self) -> Route {
+        self.pin.route()
+    }
+
+    /// The same memory as [`Bytes`]; the slot is pinned until the last clone is dropped.
+    pub fn into_bytes(self) -> Bytes {
+        Bytes::from_owner(self)
+    }
+}
+
+impl Deref for Lease {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.pin.bytes()
+    }
+}
+
+impl AsRef<[u8]> for Lease {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl From<Lease> for Bytes {
+    fn from(lease: Lease) -> Bytes {
+        lease.into_bytes()
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease").field("len", &self.len()).field("route", &self.route()).finish_non_exhaustive()
+    }
+}
+
+/// A block in device memory, pinned: it stays there, unchanged, until the lease is dropped.
+pub struct DeviceLease {
+    pin: Pin,
+}
+
+impl DeviceLease {
+    pub(super) fn new(pin: Pin) -> Self {
+        DeviceLease { pin }
+    }
+
+    pub(super) fn pin(&self) -> &Pin {
+        &self.pin
+    }
+
+    /// The path the bytes took for this fetch.
+    pub fn route(&self) -> Route {
+        self.pin.route()
+    }
+
+    /// Where the block's segments lie in device memory, in the order of the block's bytes. Valid
+    /// while the lease lives; not to be written to.
+    pub fn segments(&self) -> Vec<Segment> {
+        let device = self.pin.shared().device.as_ref();
+        device.expect("device slots exist only with a device").segments(self.pin.slot()).collect()
+    }
+}
+
+impl fmt::Debug for DeviceLease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DeviceLease").field("route", &self.route()).finish_non_exhaustive()
+    }
+}
+
+/// An empty host slot, to be filled in place and committed. Dropping it gives the slot back.
+///
+/// Its bytes are zero at first.
+pub struct Reservation {
+    cache: Cache,
+    filling: Filling,
+}
+
+impl Reservation {
+    pub(super) fn new(cache: Cache, mut filling: Filling) -> Self {
+        // A slot may hold an evicted block of another tenant: never hand it out.
+        filling.bytes_mut().fill(0);
+        Reservation { cache, filling }
+    }
+
+    /// Makes the block visible under `key`, then does what the write policy wants, as
+    /// [`Cache::store`] does.
+    ///
+    /// # Errors
+    /// As [`Cache::store`].
+    ///
+    /// # Cancel safety
+    /// As [`Cache::store`].
+    pub async fn commit(self, key: &BlockKey, parent: Option<&BlockKey>) -> Result<()> {
+        let Reservation { cache, mut filling } = self;
+        let checksum = checksum(filling.bytes_mut());
+        let committed = cache.shared().commit(key, parent, filling, checksum)?;
+        cache.finish_store(key, committed).await
+    }
+}
+
+impl Deref for Reservation {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        self.filling.bytes()
+    }
+}
+
+impl DerefMut for Reservation {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        self.filling.bytes_mut()
+    }
+}
+
+impl fmt::Debug for Reservation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reservation").field("len", &self.len()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,344 @@
+//! [`Cache`]: what callers hold.
+
+mod builder;
+mod lease;
+mod open;
+mod queue;
+mod region;
+mod stats;
+
+pub use builder::Builder;
+pub use lease::{DeviceLease, Lease, Reservation};
+pub use queue::{Completion, CompletionQueue};
+pub use region::Region;
+pub use stats::{RouteStats, Stats, TierStats};
+
+use std::sync::Arc;
+
+use tokio::sync::{mpsc, oneshot};
+
+use crate::{
+    block::{BlockKey, Tier},
+    checksum::checksum,
+    config::{Config, WritePolicy},
+    error::{Error, Result},
+    index::PrefixMatch,
+    mover::{Class, Command, Committed, Found, Outcome, Pin, Promotion, Settled, Shared, Urgent},
+};
+
+/// A tiered cache of fixed-size blocks.
+///
+/// Cheap to clone; usable from any thread and any async runtime. When the last handle is dropped
+/// the cache writes what it must and closes in the background; [`close`](Cache::close) waits for
+/// that. Leases may outlive the cache.
+#[derive(Clone)]
+pub struct Cache {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    shared: Arc<Shared>,
+    commands: mpsc::Sender<Command>,
+    urgent: mpsc::UnboundedSender<Urgent>,
+    regions: region::Regions,
+    storage_name: &'static str,
+    direct_io: bool,
+}
+
+impl Cache {
+    /// A builder with the default configuration.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// Opens a cache: takes the memory, opens or creates the store, reads its records.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names the wrong field; [`Error::Store`] says what was found in the store's
+    /// place. Nothing that exists on disk is changed by a failed open.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped the cache is opened and closed again in the background.
+    pub async fn open(config: Config) -> Result<Cache> {
+        open::open(config).await
+    }
+
+    /// The configuration it was opened with.
+    pub fn config(&self) -> &Config {
+        &self.inner.shared.config
+    }
+
+    /// The leading blocks of `keys` that are resident, and where. One lock, no I/O, no use counted.
+    pub fn match_prefix(&self, keys: &[BlockKey]) -> PrefixMatch {
+        self.inner.shared.lock().index.match_prefix(keys)
+    }
+
+    /// The number of leading `keys` that are resident in some tier. Allocates nothing.
+    pub fn match_len(&self, keys: &[BlockKey]) -> usize {
+        self.inner.shared.lock().index.match_len(keys)
+    }
+
+    /// A block in host memory, read from a slower tier where it must be; `None` if it is nowhere.
+    ///
+    /// A block already in host memory is returned at the first poll, on the caller's thread. One
+    /// from disk has been verified against its checksum. However many callers want a block, it is
+    /// read once.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up),
+    /// [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves no trace; a read that began may still finish and make the block
+    /// resident.
+    pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
+        let pin = match self.inner.shared.look_up(key, Tier::Host)? {
+            Found::Hit(pin) => Some(pin),
+            Found::Miss => None,
+            Found::Elsewhere => self.promote(key, Tier::Host).await?,
+        };
+        if self.config().write_policy == WritePolicy::WriteThroughSelective && pin.is_some() {
+            self.write_selected(key);
+        }
+        Ok(pin.map(Lease::new))
+    }
+
+    /// A block in device memory, promoted where it must be; `None` if it is nowhere.
+    ///
+    /// # Errors
+    /// As [`fetch`](Cache::fetch); [`Error::Unavailable`] without a device tier.
+    ///
+    /// # Cancel safety
+    /// As [`fetch`](Cache::fetch).
+    pub async fn fetch_to_device(&self, key: &BlockKey) -> Result<Option<DeviceLease>> {
+        self.need_device()?;
+        let pin = match self.inner.shared.look_up(key, Tier::Device)? {
+            Found::Hit(pin) => Some(pin),
+            Found::Miss => None,
+            Found::Elsewhere => self.promote(key, Tier::Device).await?,
+        };
+        if self.config().write_policy == WritePolicy::WriteThroughSelective && pin.is_some() {
+            self.write_selected(key);
+        }
+        Ok(pin.map(DeviceLease::new))
+    }
+
+    /// Starts to bring blocks into host memory; returns how many movements it started.
+    ///
+    /// Nobody waits for them: they go after the reads that someone awaits. Past
+    /// [`Config::background_max`] or with the queue full, the rest is refused and counted.
+    pub fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
+        let shared = &self.inner.shared;
+        let mut started = 0;
+        for (i, key) in keys.iter().enumerate() {
+            if shared.lock().flights.len() >= self.config().background_max as usize {
+                shared.metrics.background_refused.add((keys.len() - i) as u64);
+                break;
+            }
+            let Ok(permit) = self.inner.commands.try_reserve() else {
+                shared.metrics.background_refused.add((keys.len() - i) as u64);
+                break;
+            };
+            if let (Promotion::Started(_nobody), _) = shared.promote(key, Tier::Host)? {
+                permit.send(Command::Promote { key: *key, to: Tier::Host, class: Class::Background });
+                started += 1;
+            }
+        }
+        Ok(started)
+    }
+
+    /// Stores a block: copies `data` into a host slot, then does what the write policy wants.
+    ///
+    /// `parent` is the key before this one in its prefix chain. With `write_through` it resolves
+    /// when the disk has taken the block (written, not flushed), else when the block is visible. A
+    /// block that is resident already is not copied again: keys name content.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `data` is not one block; [`Error::Busy`] past a limit;
+    /// [`Error::Io`] or [`Error::Refused`] if the disk did not take it: the block is then not on
+    /// disk, though host memory may still serve it.
+    ///
+    /// # Cancel safety
+    /// Dropped before the copy, it leaves no trace; after it, the block is visible and its write
+    /// goes on.
+    pub async fn store(&self, key: &BlockKey, parent: Option<&BlockKey>, data: &[u8]) -> Result<()> {
+        let block_bytes = self.config().block_bytes;
+        if data.len() != block_bytes {
+            return Err(Error::Argument {
+                what: "data",
+                found: format!("{} bytes", data.len()),
+                expected: format!("one block of {block_bytes} bytes"),
+            });
+        }
+        let committed = match self.inner.shared.store_known(key, parent)? {
+            Some(committed) => committed,
+            None => {
+                let mut filling = self.inner.shared.acquire(Tier::Host).await?;
+                filling.bytes_mut().copy_from_slice(data);
+                self.inner.shared.commit(key, parent, filling, checksum(data))?
+            }
+        };
+        self.finish_store(key, committed).await
+    }
+
+    /// A host slot to fill in place and [commit](Reservation::commit). Waits for a slot.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] past [`Config::waiters_max`], [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future or the reservation gives the slot back.
+    pub async fn reserve(&self) -> Result<Reservation> {
+        let filling = self.inner.shared.acquire(Tier::Host).await?;
+        Ok(Reservation::new(self.clone(), filling))
+    }
+
+    /// Forgets a block in every tier; true if it was resident. Readers keep their leases.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if its record on disk could not be cleared; it is forgotten all the same.
+    ///
+    /// # Cancel safety
+    /// The block is forgotten at the first poll; dropped later, only its record may come back at
+    /// the next start.
+    pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
+        let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+        let Some(removed) = self.inner.shared.remove(key)? else { return Ok(false) };
+        let Some(slot) = removed.disk_slot else { return Ok(true) };
+        let (reply, receiver) = oneshot::channel();
+        permit.send(Command::Forget { slot, reply });
+        receiver.await.unwrap_or(Err(Error::Closed))?;
+        Ok(true)
+    }
+
+    /// Resolves when all that was stored before it is written and flushed.
+    ///
+    /// # Errors
+    /// The first failure. Blocks that could not be written are counted, not retried.
+    ///
+    /// # Cancel safety
+    /// The flush goes on.
+    pub async fn sync(&self) -> Result<()> {
+        self.ask(|reply| Command::Sync { reply }).await
+    }
+
+    /// Finishes what is under way, writes what is dirty, flushes, and releases the files.
+    ///
+    /// Calls on other handles fail with [`Error::Closed`] from now on. Leases stay valid.
+    ///
+    /// # Errors
+    /// As [`sync`](Cache::sync); the cache is closed all the same.
+    ///
+    /// # Cancel safety
+    /// The close goes on.
+    pub async fn close(&self) -> Result<()> {
+        let result = self.ask(|reply| Command::Close { reply }).await;
+        if let Err(Error::Closed) = result { Ok(()) } else { result }
+    }
+
+    async fn ask(&self, command: impl FnOnce(oneshot::Sender<Result<()>>) -> Command) -> Result<()> {
+        let (reply, receiver) = oneshot::channel();
+        self.inner.commands.send(command(reply)).await.map_err(|_| Error::Closed)?;
+        receiver.await.unwrap_or(Err(Error::Closed))
+    }
+
+    async fn promote(&self, key: &BlockKey, tier: Tier) -> Outcome {
+        let shared = &self.inner.shared;
+        let mut counted = false;
+        loop {
+            let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+            let (promotion, source) = shared.promote(key, tier)?;
+            match source {
+                _ if counted => {}
+                Some(source) => shared.metrics.tier(source).hits.add(1),
+                None => shared.metrics.misses.add(1),
+            }
+            counted = true;
+            let receiver = match promotion {
+                Promotion::Hit(pin) => return Ok(Some(pin)),
+                Promotion::Miss => return Ok(None),
+                Promotion::Joined(receiver) => {
+                    drop(permit);
+                    receiver
+                }
+                Promotion::Started(receiver) => {
+                    permit.send(Command::Promote { key: *key, to: tier, class: Class::Read });
+                    receiver
+                }
+            };
+            if let Settled::Ended(outcome) = shared.settle(receiver).await {
+                return outcome;
+            }
+        }
+    }
+
+    /// Does what the write policy wants for a committed block.
+    async fn finish_store(&self, key: &BlockKey, mut committed: Committed) -> Result<()> {
+        let written = loop {
+            let receiver = match committed {
+                Committed::Done => break Ok(()),
+                Committed::Write(pin, receiver) => {
+                    self.send_urgent(Urgent::Write { key: *key, pin, class: Class::Write })?;
+                    break self.inner.shared.written(receiver).await;
+                }
+                Committed::Join(receiver) => receiver,
+            };
+            if let Err(error) = self.inner.shared.written(receiver).await {
+                break Err(error);
+            }
+            // The write that was joined may have been of a copy removed meanwhile: look again.
+            committed = self.inner.shared.store_known(key, None)?.unwrap_or(Committed::Done);
+        };
+        written.inspect_err(|_| self.inner.shared.metrics.stores_failed.add(1))
+    }
+
+    fn write_selected(&self, key: &BlockKey) {
+        if let Some(pin) = self.inner.shared.selected_for_disk(key) {
+            // Closing: the flight ends with the reactor.
+            drop(self.send_urgent(Urgent::Write { key: *key, pin, class: Class::Background }));
+        }
+    }
+
+    fn send_urgent(&self, request: Urgent) -> Result<()> {
+        self.inner.urgent.send(request).map_err(|_| Error::Closed)
+    }
+
+    fn need_device(&self) -> Result<()> {
+        if self.inner.shared.device.is_some() {
+            return Ok(());
+        }
+        let reason = "the cache was opened with device_blocks = 0".to_owned();
+        Err(Error::Unavailable { tier: "device", reason })
+    }
+
+    /// Copies a device block to the host: `buf` comes back with its bytes, resized to fit.
+    ///
+    /// # Errors
+    /// [`Error::Copy`] if the copy failed, [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops `buf` when the copy has ended.
+    pub async fn read_device(&self, lease: &DeviceLease, buf: Vec<u8>) -> Result<Vec<u8>> {
+        let pin = lease.pin().again()?;
+        let (reply, receiver) = oneshot::channel();
+        self.send_urgent(Urgent::ReadDevice { pin, buf, reply })?;
+        receiver.await.unwrap_or(Err(Error::Closed))
+    }
+
+    fn shared(&self) -> &Arc<Shared> {
+        &self.inner.shared
+    }
+}
+
+impl std::fmt::Debug for Cache {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Cache").field("config", self.config()).finish_non_exhaustive()
+    }
+}
+
+/// A pin is all that keeps a slot from being reused: it may be dropped on any thread.
+const _: fn() = || {
+    fn sendable<T: Send + Sync + 'static>() {}
+    sendable::<Cache>();
+    sendable::<Pin>();
+};

@@ -1,0 +1,160 @@
+//! Opening: memory, files, records, and the reactor's thread.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    rc::Rc,
+    sync::Arc,
+    thread,
+};
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::{Cache, Inner, region::Regions};
+use crate::{
+    block::{Layout, Tier},
+    config::Config,
+    copy::Memcpy,
+    error::{Error, Result},
+    index::Index,
+    io::{Storage, reactor::Reactor},
+    metrics::Metrics,
+    mover::{Command, Farewell, Mover, Shared, Urgent},
+    tier::{
+        arena::Arena,
+        device::DevicePool,
+        disk::{self, DiskSlots, StoreFile},
+    },
+};
+
+/// Commands that may be queued before those who ask wait; what is under way is bounded by
+/// [`Config::movements_max`].
+const COMMANDS_MAX: usize = 1024;
+
+pub(super) async fn open(config: Config) -> Result<Cache> {
+    config.validate()?;
+    let (opened, receiver) = oneshot::channel();
+    thread::Builder::new()
+        .name("kvhoist-reactor".into())
+        .spawn(move || run_reactor(config, opened))
+        .map_err(|source| Error::io("start the reactor's thread", "", source))?;
+    receiver.await.unwrap_or(Err(Error::Closed))
+}
+
+/// The reactor's thread, from the first file opened to the last one closed.
+fn run_reactor(config: Config, opened: oneshot::Sender<Result<Cache>>) {
+    let reactor = match Reactor::new(&config) {
+        Ok(reactor) => reactor,
+        Err(error) => return drop(opened.send(Err(error))),
+    };
+    let farewell = reactor.block_on(serve(&reactor, config, opened));
+    // The runtime waits for the kernel, then the files are closed and the store's lock released:
+    // whoever is told that the cache is closed may open the store again.
+    drop(reactor);
+    if let Some(Farewell { closers, result }) = farewell {
+        for closer in closers {
+            drop(closer.send(result.clone()));
+        }
+    }
+}
+
+async fn serve(reactor: &Reactor, config: Config, opened: oneshot::Sender<Result<Cache>>) -> Option<Farewell> {
+    let started = match start(reactor, config).await {
+        Ok(started) => started,
+        Err(error) => {
+            drop(opened.send(Err(error)));
+            return None;
+        }
+    };
+    let (cache, mover, commands, urgent) = started;
+    // A caller that is gone drops the cache, which ends `run`.
+    drop(opened.send(Ok(cache)));
+    Some(mover.run(commands, urgent).await)
+}
+
+type Started<S> = (Cache, Rc<Mover<S, Memcpy>>, mpsc::Receiver<Command>, mpsc::UnboundedReceiver<Urgent>);
+
+async fn start(reactor: &Reactor, config: Config) -> Result<Started<crate::io::AnyStorage>> {
+    let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
+    let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
+    let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
+    let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
+    let storage = reactor
+        .storage(handles, &arena, config.blocking_threads)
+        .map_err(|source| Error::io("start the storage engine", "", source))?;
+    // Random, so that nobody can aim keys at one bucket of the index.
+    let seed = RandomState::new().hash_one(0u64);
+    assemble(config, storage, &files, arena, direct_io, seed).await
+}
+
+/// Puts a cache together over any storage.
+pub(super) async fn assemble<S: Storage>(
+    config: Config,
+    storage: S,
+    files: &[StoreFile],
+    arena: Arc<Arena>,
+    direct_io: bool,
+    seed: u64,
+) -> Result<Started<S>> {
+    let device = match config.device_blocks {
+        0 => None,
+        slots => {
+            let layout = match &config.device_layout {
+                Some(layout) => layout.clone(),
+                None => Layout::contiguous(config.block_bytes)?,
+            };
+            Some(DevicePool::simulated(slots, layout)?)
+        }
+    };
+    let metrics = Metrics::new();
+    let mut index = Index::new(seed);
+    let mut generation = 1;
+    let mut slots = None;
+    if !config.disks.is_empty() {
+        let recovered = disk::recover(&storage, files, &config).await?;
+        metrics.records_bad.add(recovered.counts.bad);
+        generation = recovered.next_generation;
+        slots = Some(restore(&mut index, recovered).await);
+    }
+    let storage_name = if config.disks.is_empty() { "none" } else { storage.name() };
+    let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
+    let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new());
+    let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(shared.config.movements_max as usize));
+    let (urgent, urgent_requests) = mpsc::unbounded_channel();
+    let inner = Inner { shared, commands: sender, urgent, regions: Regions::default(), storage_name, direct_io };
+    Ok((Cache { inner: Arc::new(inner) }, mover, commands, urgent_requests))
+}
+
+/// Records entered before the other tasks of the reactor get a turn: about 50 us.
+const RESTORE_BATCH: usize = 128;
+
+/// Fills the index and the books of the slots with what recovery found.
+async fn restore(index: &mut Index, recovered: disk::Recovered) -> DiskSlots {
+    let disk::Recovered { mut slots, records, order, .. } = recovered;
+    index.reserve(records.len());
+    for (i, at) in order.into_iter().enumerate() {
+        let record = &records[at as usize];
+        restore_one(index, &mut slots, record);
+        if i % RESTORE_BATCH == RESTORE_BATCH - 1 {
+            tokio::task::yield_now().await;
+        }
+    }
+    slots
+}
+
+fn restore_one(index: &mut Index, slots: &mut DiskSlots, record: &disk::RecoveredRecord) {
+    // Of two records of one key the newer counts; the slot of the other is free, and its record is to be cleared.
+    let known = index.find(&record.key).and_then(|id| Some((id, index.slot(id, Tier::Disk)?)));
+    if let Some((id, slot)) = known {
+        let older = slots.meta(slot).is_some_and(|meta| meta.generation < record.generation);
+        if !older {
+            return slots.mark_stale(slots.page_of(record.slot));
+        }
+        let dropped = index.drop_copy(id, Tier::Disk);
+        assert_eq!(dropped, Some(slot), "nothing is pinned before the cache is open");
+        slots.clear(slot);
+        slots.release(slot);
+    }
+    let restored = index.restore(record.key, record.parent, Tier::Disk, record.slot, record.last_use);
+    let id = restored.expect("the key has no copy on disk yet");
+    slots.restore(record.slot, id.as_u32(), record.checksum, record.generation);
+}

@@ -1,0 +1,171 @@
+//! The embedding face: submit, an eventfd, drain. For engines with a loop of their own.
+
+use std::{
+    collections::VecDeque,
+    fs::File,
+    io::{Read, Write},
+    os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+};
+
+use super::Cache;
+use crate::{
+    block::{BlockKey, Segment},
+    error::{Error, Result},
+    mover::{Command, Job, Reply},
+};
+
+/// What became of one submission.
+#[derive(Debug)]
+pub struct Completion {
+    /// What `submit_*` returned for it.
+    pub ticket: u64,
+    /// One result per block, as of [`Cache::load_into`] and [`Cache::store_from`].
+    pub results: Vec<Result<bool>>,
+}
+
+/// Submissions without futures: nothing here waits.
+///
+/// The [eventfd](CompletionQueue::event_fd) becomes readable when a submission has completed.
+pub struct CompletionQueue {
+    cache: Cache,
+    inner: Arc<Inner>,
+    tickets: AtomicU64,
+    depth: usize,
+}
+
+struct Inner {
+    done: Mutex<VecDeque<Completion>>,
+    outstanding: AtomicUsize,
+    event: File,
+}
+
+impl Inner {
+    fn complete(&self, ticket: u64, results: Vec<Result<bool>>) {
+        self.done.lock().expect("nothing panics under it").push_back(Completion { ticket, results });
+        // An eventfd takes any count below 2^64 - 1; nobody can have that many outstanding.
+        let written = (&self.event).write(&1u64.to_ne_bytes());
+        debug_assert!(written.is_ok(), "{written:?}");
+    }
+}
+
+/// Answers its submission exactly once, also when the reactor ends without running it.
+struct Ticket {
+    inner: Arc<Inner>,
+    ticket: u64,
+    blocks: usize,
+    answered: bool,
+}
+
+impl Ticket {
+    fn answer(mut self, results: Vec<Result<bool>>) {
+        self.answered = true;
+        self.inner.complete(self.ticket, results);
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        if !self.answered {
+            let results = (0..self.blocks).map(|_| Err(Error::Closed)).collect();
+            self.inner.complete(self.ticket, results);
+        }
+    }
+}
+
+impl Cache {
+    /// A queue of at most `depth` submissions that are not drained yet.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if the system has no eventfd to give.
+    pub fn completion_queue(&self, depth: usize) -> Result<CompletionQueue> {
+        // SAFETY: plain system call; the result is checked before it is used.
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        if fd < 0 {
+            return Err(Error::io("eventfd", "", std::io::Error::last_os_error()));
+        }
+        // SAFETY: a descriptor just made, owned by nobody else.
+        let event = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+        let inner = Arc::new(Inner { done: Mutex::default(), outstanding: AtomicUsize::new(0), event });
+        Ok(CompletionQueue { cache: self.clone(), inner, tickets: AtomicU64::new(1), depth: depth.max(1) })
+    }
+}
+
+impl CompletionQueue {
+    /// Readable when [`drain`](CompletionQueue::drain) has something to give.
+    pub fn event_fd(&self) -> BorrowedFd<'_> {
+        self.inner.event.as_fd()
+    }
+
+    /// Submits a [load](Cache::load_into); returns its ticket.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] with `depth` submissions outstanding or the reactor's queue full: nothing
+    /// was submitted. Else as [`Cache::load_into`].
+    pub fn submit_load(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<u64> {
+        let jobs = self.cache.jobs(keys, None, segments)?;
+        self.submit(jobs, |jobs, reply| Command::Load { jobs, reply })
+    }
+
+    /// Submits a [store](Cache::store_from); returns its ticket.
+    ///
+    /// # Errors
+    /// As [`submit_load`](CompletionQueue::submit_load).
+    pub fn submit_store(&self, keys: &[BlockKey], parent: Option<&BlockKey>, segments: &[Vec<Segment>]) -> Result<u64> {
+        let jobs = self.cache.jobs(keys, Some(parent), segments)?;
+        self.submit(jobs, |jobs, reply| Command::StoreFrom { jobs, reply })
+    }
+
+    /// Takes all completions, oldest first, and makes the eventfd unreadable.
+    pub fn drain(&self) -> Vec<Completion> {
+        // Cleared first: a completion that comes after this makes it readable again. Nothing to
+        // read is no error.
+        let _ = (&self.inner.event).read(&mut [0; 8]);
+        let done: Vec<_> = self.inner.done.lock().expect("nothing panics under it").drain(..).collect();
+        self.inner.outstanding.fetch_sub(done.len(), Ordering::AcqRel);
+        done
+    }
+
+    /// Submissions not drained yet.
+    pub fn outstanding(&self) -> usize {
+        self.inner.outstanding.load(Ordering::Acquire)
+    }
+
+    fn submit(&self, jobs: Vec<Job>, command: impl FnOnce(Vec<Job>, Reply) -> Command) -> Result<u64> {
+        let shared = self.cache.shared();
+        let taken = self.inner.outstanding.fetch_update(Ordering::AcqRel, Ordering::Acquire, |outstanding| {
+            (outstanding < self.depth).then_some(outstanding + 1)
+        });
+        if taken.is_err() {
+            return Err(shared.busy("outstanding submissions", self.depth as u64, "depth"));
+        }
+        let permit = match self.cache.inner.commands.try_reserve() {
+            Ok(permit) => permit,
+            Err(error) => {
+                self.inner.outstanding.fetch_sub(1, Ordering::AcqRel);
+                return Err(match error {
+                    tokio::sync::mpsc::error::TrySendError::Closed(()) => Error::Closed,
+                    tokio::sync::mpsc::error::TrySendError::Full(()) => {
+                        shared.busy("queued movements", u64::from(shared.config.movements_max), "movements_max")
+                    }
+                });
+            }
+        };
+        let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
+        let answer = Ticket { inner: Arc::clone(&self.inner), ticket, blocks: jobs.len(), answered: false };
+        permit.send(command(jobs, Box::new(move |results| answer.answer(results))));
+        Ok(ticket)
+    }
+}
+
+impl std::fmt::Debug for CompletionQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CompletionQueue")
+            .field("depth", &self.depth)
+            .field("outstanding", &self.outstanding())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,209 @@
+//! Foreign memory, registered once, then read and written in place.
+
+use std::sync::{Arc, Mutex};
+
+use tokio::sync::oneshot;
+
+use super::Cache;
+use crate::{
+    block::{BlockKey, Segment},
+    error::{Error, Result},
+    mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply},
+};
+
+/// A registered range of foreign memory. Give it back with [`Cache::unregister`]: until that has
+/// resolved the memory must stay mapped.
+///
+/// Dropping it changes nothing: the range stays registered for the life of the cache.
+pub struct Region {
+    inner: Arc<RegionInner>,
+}
+
+impl std::fmt::Debug for Region {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Region").field("len", &self.inner.len).field("memory", &self.inner.memory).finish()
+    }
+}
+
+/// Regions that may be registered at once.
+const REGIONS_MAX: usize = 4096;
+
+#[derive(Default)]
+pub(super) struct Regions(Mutex<Vec<Arc<RegionInner>>>);
+
+impl Regions {
+    fn add(&self, start: *mut u8, len: usize, memory: RegionMemory) -> Result<Region> {
+        let start = start as usize;
+        if start == 0 || len == 0 || start.checked_add(len).is_none() {
+            return Err(Error::Argument {
+                what: "region",
+                found: format!("{len} bytes at {start:#x}"),
+                expected: "a range of memory".into(),
+            });
+        }
+        let mut regions = self.0.lock().expect("nothing panics under it");
+        if regions.len() >= REGIONS_MAX {
+            return Err(Error::Busy { what: "registered regions", limit: REGIONS_MAX as u64, setting: "none" });
+        }
+        if regions.iter().any(|other| start < other.start + other.len && other.start < start + len) {
+            return Err(Error::Argument {
+                what: "region",
+                found: format!("{len} bytes at {start:#x}, part of which is registered"),
+                expected: "each range registered once".into(),
+            });
+        }
+        let inner = RegionInner::new(start, len, memory);
+        regions.push(Arc::clone(&inner));
+        Ok(Region { inner })
+    }
+
+    fn remove(&self, region: &Region) {
+        self.0.lock().expect("nothing panics under it").retain(|other| !Arc::ptr_eq(other, &region.inner));
+    }
+
+    /// Holds the regions that `segments` lie in.
+    fn hold(&self, segments: &[Segment], block_bytes: usize) -> Result<Vec<RegionUse>> {
+        let bytes = segments.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
+        if bytes != Some(block_bytes) {
+            return Err(Error::Argument {
+                what: "segments",
+                found: format!("{bytes:?} bytes in {} segments", segments.len()),
+                expected: format!("one block of {block_bytes} bytes"),
+            });
+        }
+        let regions = self.0.lock().expect("nothing panics under it");
+        let mut held: Vec<RegionUse> = Vec::new();
+        for segment in segments {
+            let Some(region) = regions.iter().find(|region| region.contains(segment)) else {
+                return Err(Error::Argument {
+                    what: "segments",
+                    found: format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
+                    expected: "memory registered by register_host or register_device".into(),
+                });
+            };
+            if held.first().is_some_and(|first| first.memory() != region.memory) {
+                return Err(Error::Argument {
+                    what: "segments",
+                    found: "host and device memory in one block".into(),
+                    expected: "one kind of memory".into(),
+                });
+            }
+            if !held.iter().any(|other| other.is_of(region)) {
+                held.push(region.hold());
+            }
+        }
+        Ok(held)
+    }
+}
+
+impl Cache {
+    /// Registers host memory, to be the source and target of [`load_into`](Cache::load_into) and
+    /// [`store_from`](Cache::store_from).
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an empty range or one that overlaps another region.
+    ///
+    /// # Safety
+    /// Until [`unregister`](Cache::unregister) has resolved, or the cache is closed and every call
+    /// on it has returned, the range must stay mapped, readable and writable. While a segment is
+    /// loaded nobody else may touch it; while it is stored from, nobody may write to it. That a
+    /// future was dropped does not end its load: only its result or `unregister` does.
+    pub unsafe fn register_host(&self, start: *mut u8, len: usize) -> Result<Region> {
+        self.inner.regions.add(start, len, RegionMemory::Host)
+    }
+
+    /// Registers device memory; without a GPU, host memory that plays it.
+    ///
+    /// # Errors
+    /// As [`register_host`](Cache::register_host); [`Error::Unavailable`] without a device tier.
+    ///
+    /// # Safety
+    /// As [`register_host`](Cache::register_host), for device addresses.
+    pub unsafe fn register_device(&self, start: *mut u8, len: usize) -> Result<Region> {
+        self.need_device()?;
+        self.inner.regions.add(start, len, RegionMemory::Device)
+    }
+
+    /// Forgets a region: resolves when no movement uses it any longer.
+    ///
+    /// # Cancel safety
+    /// The region is forgotten at the first poll; movements may still use it when the future is
+    /// dropped.
+    pub async fn unregister(&self, region: Region) {
+        self.inner.regions.remove(&region);
+        region.inner.wait_unused().await;
+    }
+
+    /// Copies blocks into registered memory: one result per block, in order. `true`: it is there;
+    /// `false`: it was resident nowhere, its segments are as they were.
+    ///
+    /// `segments[i]` are the places of block `i`, in the order of its bytes, one block long in all.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] before anything moved: lengths, or a segment outside every region. A
+    /// block's own error is in its result; its segments then hold anything.
+    ///
+    /// # Cancel safety
+    /// The loads go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.
+    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
+        let jobs = self.jobs(keys, None, segments)?;
+        self.ask_jobs(|reply| Command::Load { jobs, reply }).await
+    }
+
+    /// Stores blocks from registered memory: one result per block, in order; `true`: stored, as the
+    /// write policy wants it.
+    ///
+    /// `keys` are one prefix chain: the parent of each is the one before it; `parent` is the first's.
+    ///
+    /// # Errors
+    /// As [`load_into`](Cache::load_into) and [`store`](Cache::store).
+    ///
+    /// # Cancel safety
+    /// The stores go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.
+    pub async fn store_from(
+        &self,
+        keys: &[BlockKey],
+        parent: Option<&BlockKey>,
+        segments: &[Vec<Segment>],
+    ) -> Result<Vec<Result<bool>>> {
+        let jobs = self.jobs(keys, Some(parent), segments)?;
+        self.ask_jobs(|reply| Command::StoreFrom { jobs, reply }).await
+    }
+
+    /// `chain`: the first key's parent, if the keys are a chain to be stored.
+    pub(super) fn jobs(
+        &self,
+        keys: &[BlockKey],
+        chain: Option<Option<&BlockKey>>,
+        segments: &[Vec<Segment>],
+    ) -> Result<Vec<Job>> {
+        if keys.len() != segments.len() {
+            return Err(Error::Argument {
+                what: "segments",
+                found: format!("{} lists", segments.len()),
+                expected: format!("one for each of {} keys", keys.len()),
+            });
+        }
+        let jobs_max = self.config().movements_max;
+        if keys.len() > jobs_max as usize {
+            return Err(self.shared().busy("blocks of one call", u64::from(jobs_max), "movements_max"));
+        }
+        let mut parent = chain.flatten().copied();
+        let mut jobs = Vec::with_capacity(keys.len());
+        for (key, segments) in keys.iter().zip(segments) {
+            let regions = self.inner.regions.hold(segments, self.config().block_bytes)?;
+            jobs.push(Job { key: *key, parent, segments: segments.clone(), regions });
+            if chain.is_some() {
+                parent = Some(*key);
+            }
+        }
+        Ok(jobs)
+    }
+
+    async fn ask_jobs(&self, command: impl FnOnce(Reply) -> Command) -> Result<Vec<Result<bool>>> {
+        let (sender, receiver) = oneshot::channel();
+        let reply: Reply = Box::new(move |results| drop(sender.send(results)));
+        self.inner.commands.send(command(reply)).await.map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)
+    }
+}

@@ -1,0 +1,141 @@
+//! What a cache has done so far.
+
+use super::Cache;
+use crate::block::{Route, Tier};
+
+/// One tier's figures.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct TierStats {
+    /// Look-ups answered from this tier.
+    pub hits: u64,
+    /// Slots given up to make room.
+    pub evictions: u64,
+    /// Bytes moved into it.
+    pub bytes_in: u64,
+    /// Bytes moved out of it.
+    pub bytes_out: u64,
+    /// Blocks in it now.
+    pub resident: u64,
+    /// Slots it has.
+    pub slots: u64,
+    /// Slots that hold nothing now.
+    pub free: u64,
+}
+
+/// One route's figures.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct RouteStats {
+    /// Blocks that went this way.
+    pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// What a cache has done since it was opened.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Stats {
+    /// Per tier, indexed by [`Tier`]` as usize`.
+    pub tiers: [TierStats; Tier::COUNT],
+    /// Per route, indexed by [`Route`]` as usize`.
+    pub routes: [RouteStats; Route::COUNT],
+    /// Look-ups answered by no tier.
+    pub misses: u64,
+    /// Blocks stored.
+    pub stores: u64,
+    /// Stores of blocks that were resident already.
+    pub stores_known: u64,
+    /// Writes that the disk tier did not take.
+    pub writes_refused: u64,
+    /// Blocks read from disk whose checksum did not match.
+    pub checksum_failures: u64,
+    /// Reads of the disk tier that failed.
+    pub read_errors: u64,
+    /// Writes to the disk tier that failed.
+    pub write_errors: u64,
+    /// Disk slots taken out of use.
+    pub quarantined: u64,
+    /// Prefetches and background writes refused for want of room.
+    pub background_refused: u64,
+    /// Calls answered with `Error::Busy`.
+    pub busy: u64,
+    /// Pages of the record table written.
+    pub record_writes: u64,
+    /// Records that recovery refused: torn or damaged.
+    pub records_bad: u64,
+    /// Blocks of the host tier that are not on disk yet and must be.
+    pub dirty: u64,
+    /// What serves the disk tier: `uring`, `blocking`, or `none`.
+    pub storage: &'static str,
+    /// True if every path of the disk tier is open for direct I/O.
+    pub direct_io: bool,
+    /// Why the disk tier is out of service, if it is.
+    pub disk_retired: Option<String>,
+}
+
+impl Stats {
+    /// A tier's figures.
+    pub fn tier(&self, tier: Tier) -> &TierStats {
+        &self.tiers[tier as usize]
+    }
+
+    /// A route's figures.
+    pub fn route(&self, route: Route) -> &RouteStats {
+        &self.routes[route as usize]
+    }
+}
+
+impl Cache {
+    /// What it has done since it was opened. One short lock.
+    pub fn stats(&self) -> Stats {
+        let shared = self.shared();
+        let config = &shared.config;
+        let metrics = &shared.metrics;
+        let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
+        let state = shared.lock();
+        Stats {
+            tiers: Tier::ALL.map(|tier| TierStats {
+                hits: metrics.tier(tier).hits.get(),
+                evictions: metrics.tier(tier).evictions.get(),
+                bytes_in: metrics.tier(tier).bytes_in.get(),
+                bytes_out: metrics.tier(tier).bytes_out.get(),
+                resident: state.index.resident(tier) as u64,
+                slots: slots[tier as usize],
+                free: state.free_slots(tier) as u64,
+            }),
+            routes: Route::ALL.map(|route| RouteStats {
+                blocks: metrics.routes[route as usize].blocks.get(),
+                bytes: metrics.routes[route as usize].bytes.get(),
+            }),
+            misses: metrics.misses.get(),
+            stores: metrics.stores.get(),
+            stores_known: metrics.stores_known.get(),
+            writes_refused: metrics.writes_refused.get(),
+            checksum_failures: metrics.checksum_failures.get(),
+            read_errors: metrics.read_errors.get(),
+            write_errors: metrics.write_errors.get(),
+            quarantined: metrics.quarantined.get(),
+            background_refused: metrics.background_refused.get(),
+            busy: metrics.busy.get(),
+            record_writes: metrics.record_writes.get(),
+            records_bad: metrics.records_bad.get(),
+            dirty: state.dirty.len() as u64,
+            storage: self.inner.storage_name,
+            direct_io: self.inner.direct_io,
+            disk_retired: state.disk_retired.clone(),
+        }
+    }
+
+    /// Checks every invariant of the index and of the slots, from scratch; slow.
+    ///
+    /// # Errors
+    /// The first that is broken, in words.
+    pub fn validate(&self) -> std::result::Result<(), String> {
+        let state = self.shared().lock();
+        state.index.validate()?;
+        if let Some(slots) = &state.disk {
+            slots.validate();
+        }
+        Ok(())
+    }
+}

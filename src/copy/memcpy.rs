@@ -1,0 +1,203 @@
+//! The copy engine of the processor: host memory to host memory, on the reactor's thread.
+
+use std::time::Duration;
+
+use super::{CopyBatch, CopyEngine, CopyOp, Direction};
+use crate::error::{Error, Result};
+
+/// Bytes copied between two yields: about 25 us at [`BYTES_PER_SECOND`], so that pages the
+/// processor has to fetch or the system has to map leave it under 50 us.
+const QUANTUM_BYTES: usize = 256 << 10;
+
+/// What a copy counts for at least: small ones cost a cache miss, not their bytes.
+const OP_BYTES_MIN: usize = 512;
+
+/// An estimate for [`CopyEngine::cost`]: what one core of a server copies when neither side is in
+/// its caches. Not measured on this machine.
+const BYTES_PER_SECOND: u64 = 10_000_000_000;
+
+/// Copies between ranges of host memory, for machines and tests without a device.
+///
+/// It yields to the reactor after every 256 KiB. A dropped future stops between two yields: no
+/// copy goes on, and the destination is undefined.
+///
+/// It takes batches of [`Direction::HostToHost`] only and refuses others with
+/// [`Error::Copy`], because their addresses may be ones that a processor cannot use.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Memcpy;
+
+impl Memcpy {
+    /// The engine.
+    pub const fn new() -> Self {
+        Memcpy
+    }
+
+    async fn copy_ops(self, ops: &[CopyOp]) {
+        let mut left = QUANTUM_BYTES;
+        for op in ops {
+            let mut done = 0;
+            loop {
+                let len = (op.len - done).min(left);
+                copy_part(op, done, len);
+                done += len;
+                left = left.saturating_sub(len.max(OP_BYTES_MIN));
+                if left == 0 {
+                    crate::io::yield_now().await;
+                    left = QUANTUM_BYTES;
+                }
+                if done == op.len {
+                    break;
+                }
+            }
+        }
+    }
+}
+
+fn copy_part(op: &CopyOp, start: usize, len: usize) {
+    assert!(start + len <= op.len, "{len} bytes from {start} of {}", op.len);
+    if len == 0 {
+        return; // an empty range may have any address
+    }
+    // SAFETY: `start + len` is within the range. By the contract of `CopyBatch::new` the source is
+    // readable, the destination writable and both untouched by others while the batch lives, and
+    // they do not overlap; the batch is borrowed by the caller, and is host to host.
+    unsafe { std::ptr::copy_nonoverlapping(op.src.add(start), op.dst.add(start), len) }
+}
+
+impl CopyEngine for Memcpy {
+    fn name(&self) -> &'static str {
+        "memcpy"
+    }
+
+    async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
+        if batch.direction() != Direction::HostToHost {
+            let reason =
+                format!("found a batch {:?}, expected HostToHost; use an engine of that device", batch.direction());
+            return (Err(Error::Copy { engine: self.name(), reason }), batch);
+        }
+        self.copy_ops(batch.ops()).await;
+        (Ok(()), batch)
+    }
+
+    fn cost(&self, batch: &CopyBatch) -> Duration {
+        let bytes = batch.ops().iter().map(|op| op.len.max(OP_BYTES_MIN) as u128).sum::<u128>();
+        let nanos = bytes * 1_000_000_000 / u128::from(BYTES_PER_SECOND);
+        Duration::from_nanos(u64::try_from(nanos).unwrap_or(u64::MAX))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        future::Future,
+        pin::pin,
+        sync::Arc,
+        task::{Context, Poll, Waker},
+    };
+
+    use super::*;
+
+    /// A batch over memory that the test keeps.
+    fn batch(ops: Vec<CopyOp>, direction: Direction) -> CopyBatch {
+        // SAFETY: every test drops the batch before the memory, and leaves the memory alone.
+        unsafe { CopyBatch::new(ops, direction, vec![Arc::new(())]) }
+    }
+
+    fn op(src: &[u8], dst: &mut [u8]) -> CopyOp {
+        assert_eq!(src.len(), dst.len());
+        CopyOp { src: src.as_ptr(), dst: dst.as_mut_ptr(), len: src.len() }
+    }
+
+    /// Runs a copy to its end; counts how often it yielded.
+    fn run(batch: CopyBatch) -> (Result<()>, CopyBatch, usize) {
+        let mut future = pin!(Memcpy.copy(batch));
+        let mut context = Context::from_waker(Waker::noop());
+        for yields in 0.. {
+            if let Poll::Ready((result, batch)) = future.as_mut().poll(&mut context) {
+                return (result, batch, yields);
+            }
+        }
+        unreachable!("the loop ends by returning");
+    }
+
+    fn pattern(len: usize) -> Vec<u8> {
+        (0..len).map(|i| (i * 31 + (i >> 8)) as u8).collect()
+    }
+
+    #[test]
+    fn every_byte_arrives_and_the_owners_come_back() {
+        for len in [1, 511, QUANTUM_BYTES - 1, QUANTUM_BYTES, QUANTUM_BYTES + 1, 3 * QUANTUM_BYTES + 7] {
+            let (src, mut dst) = (pattern(len), vec![0; len]);
+            let (head, tail) = src.split_at(len / 3);
+            let (dst_head, dst_tail) = dst.split_at_mut(len / 3);
+            let ops = vec![op(head, dst_head), op(tail, dst_tail)];
+            let (result, batch, _) = run(batch(ops, Direction::HostToHost));
+            result.expect("host to host");
+            assert_eq!(batch.into_owners().len(), 1);
+            assert_eq!(src, dst, "{len} bytes");
+        }
+    }
+
+    #[test]
+    fn empty_copies_touch_nothing() {
+        let nowhere = CopyOp { src: std::ptr::null(), dst: std::ptr::null_mut(), len: 0 };
+        let (result, _, yields) = run(batch(vec![nowhere; 3], Direction::HostToHost));
+        result.expect("nothing to copy");
+        assert_eq!(yields, 0);
+        run(batch(vec![], Direction::HostToHost)).0.expect("no copy");
+    }
+
+    #[test]
+    fn it_yields_by_bytes_and_by_copies() {
+        let (src, mut dst) = (pattern(8 * QUANTUM_BYTES), vec![0; 8 * QUANTUM_BYTES]);
+        let (_, _, yields) = run(batch(vec![op(&src, &mut dst)], Direction::HostToHost));
+        assert_eq!(yields, 8);
+        let ops = src.chunks(64).zip(dst.chunks_mut(64)).map(|(src, dst)| op(src, dst)).take(2048).collect();
+        let (_, _, yields) = run(batch(ops, Direction::HostToHost));
+        assert_eq!(yields, 2048 * OP_BYTES_MIN / QUANTUM_BYTES);
+        let nowhere = CopyOp { src: std::ptr::null(), dst: std::ptr::null_mut(), len: 0 };
+        let (_, _, yields) = run(batch(vec![nowhere; 2048], Direction::HostToHost));
+        assert_eq!(yields, 2048 * OP_BYTES_MIN / QUANTUM_BYTES);
+    }
+
+    #[test]
+    fn no_piece_is_longer_than_a_quantum() {
+        let (src, mut dst) = (pattern(4 * QUANTUM_BYTES), vec![0; 4 * QUANTUM_BYTES]);
+        let copied = dst.as_ptr();
+        // Cut so that a copy begins in the middle of a quantum.
+        let (head, tail) = dst.split_at_mut(1000);
+        let ops = vec![op(&src[..1000], head), op(&src[1000..], tail)];
+        let mut future = pin!(Memcpy.copy(batch(ops, Direction::HostToHost)));
+        let mut context = Context::from_waker(Waker::noop());
+        for polls in 1..=4 {
+            assert!(future.as_mut().poll(&mut context).is_pending());
+            let (end, len) = (polls * QUANTUM_BYTES, src.len());
+            // SAFETY: `dst` lives; the copy is at rest between two polls on this thread.
+            let seen = unsafe { std::slice::from_raw_parts(copied, len) };
+            assert_eq!(seen[..end], src[..end]);
+            assert!(seen[end..].iter().all(|&byte| byte == 0));
+        }
+        assert!(future.as_mut().poll(&mut context).is_ready());
+    }
+
+    #[test]
+    fn addresses_of_a_device_are_refused() {
+        let (src, mut dst) = (pattern(10), vec![0; 10]);
+        for direction in [Direction::HostToDevice, Direction::DeviceToHost] {
+            let (result, _, _) = run(batch(vec![op(&src, &mut dst)], direction));
+            let error = result.expect_err("not host to host").to_string();
+            assert!(error.starts_with(&format!("copy by memcpy: found a batch {direction:?}")), "{error}");
+        }
+        assert_eq!(dst, [0; 10]);
+    }
+
+    #[test]
+    fn cost_grows_with_bytes_and_never_overflows() {
+        let sized =
+            |len| batch(vec![CopyOp { src: std::ptr::null(), dst: std::ptr::null_mut(), len }], Direction::HostToHost);
+        assert_eq!(Memcpy.cost(&sized(10_000_000)), Duration::from_millis(1));
+        assert!(Memcpy.cost(&sized(0)) > Duration::ZERO);
+        assert!(Memcpy.cost(&sized(usize::MAX)) > Duration::from_secs(1_000_000_000));
+        assert_eq!(Memcpy.cost(&batch(vec![], Direction::HostToHost)), Duration::ZERO);
+    }
+}

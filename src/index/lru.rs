@@ -1,0 +1,160 @@
+//! Exact least-recently-used order over entries that come and go.
+
+use std::collections::BTreeSet;
+
+use lru::LruCache;
+
+use super::{EntryId, EvictionPolicy, hash::BuildIdHasher};
+
+/// Gives up what was used longest ago. Exact, also for entries that arrive out of order.
+///
+/// Almost all arrivals are in order: an entry was just used, so it goes to the recent end of a
+/// linked list. But where a leaf is evicted, its parent may be evicted from then on and was used
+/// long ago; at the recent end it would live another whole round, and so would every block of the
+/// chain after it. Such late arrivals go to an ordered set, and the victim is the colder of the two
+/// fronts.
+pub struct Lru {
+    in_order: LruCache<u32, (), BuildIdHasher>,
+    late: BTreeSet<(u64, u32)>,
+    /// No `last_use` in `in_order` is above this. A bound, not the maximum: the most recent may have left.
+    newest: u64,
+}
+
+impl Lru {
+    /// An order of nothing.
+    pub fn new() -> Self {
+        Lru { in_order: LruCache::unbounded_with_hasher(BuildIdHasher::default()), late: BTreeSet::new(), newest: 0 }
+    }
+
+    /// True where `id` is held. `last_use` is what was last told of it.
+    pub(super) fn contains(&self, id: EntryId, last_use: u64) -> bool {
+        self.in_order.contains(&id.0) || self.late.contains(&(last_use, id.0))
+    }
+}
+
+impl Default for Lru {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl EvictionPolicy for Lru {
+    fn insert(&mut self, id: EntryId, last_use: u64) {
+        if last_use >= self.newest || self.in_order.is_empty() {
+            self.newest = last_use;
+            self.in_order.put(id.0, ());
+        } else {
+            self.late.insert((last_use, id.0));
+        }
+    }
+
+    fn remove(&mut self, id: EntryId, last_use: u64) {
+        if self.in_order.pop(&id.0).is_none() {
+            let held = self.late.remove(&(last_use, id.0));
+            debug_assert!(held, "{id:?} with last use {last_use} is not held");
+        }
+    }
+
+    fn touch(&mut self, id: EntryId, from: u64, to: u64) {
+        if to >= self.newest && self.in_order.promote(&id.0) {
+            self.newest = to;
+        } else {
+            self.remove(id, from);
+            self.insert(id, to);
+        }
+    }
+
+    fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId> {
+        let in_order = self.in_order.peek_lru().map(|(&id, &())| (last_use(EntryId(id)), id));
+        let late = self.late.first().copied();
+        let (_, id) = match (in_order, late) {
+            (Some(a), Some(b)) => a.min(b),
+            (a, b) => a.or(b)?,
+        };
+        Some(EntryId(id))
+    }
+
+    fn len(&self) -> usize {
+        self.in_order.len() + self.late.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[derive(Debug, Clone)]
+    enum Op {
+        Insert(u32, u64),
+        Remove(u32),
+        Touch(u32, u64),
+        Evict,
+    }
+
+    fn op() -> impl Strategy<Value = Op> {
+        let (id, time) = (0..24u32, 0..64u64);
+        prop_oneof![
+            4 => (id.clone(), time.clone()).prop_map(|(id, time)| Op::Insert(id, time)),
+            2 => id.clone().prop_map(Op::Remove),
+            2 => (id, time).prop_map(|(id, time)| Op::Touch(id, time)),
+            1 => Just(Op::Evict),
+        ]
+    }
+
+    proptest! {
+        /// In whatever order entries come, go and are used, the victim is the one used longest ago.
+        #[test]
+        fn the_victim_is_the_coldest(ops in proptest::collection::vec(op(), 1..200)) {
+            let mut lru = Lru::new();
+            let mut model = BTreeMap::<u32, u64>::new();
+            for op in ops {
+                match op {
+                    Op::Insert(id, time) => {
+                        if let Some(old) = model.insert(id, time) {
+                            lru.remove(EntryId(id), old);
+                        }
+                        lru.insert(EntryId(id), time);
+                    }
+                    Op::Remove(id) => {
+                        if let Some(time) = model.remove(&id) {
+                            lru.remove(EntryId(id), time);
+                        }
+                    }
+                    Op::Touch(id, to) => {
+                        if let Some(time) = model.get_mut(&id) {
+                            let from = std::mem::replace(time, to);
+                            lru.touch(EntryId(id), from, to);
+                        }
+                    }
+                    Op::Evict => {
+                        if let Some(id) = lru.victim(&|id| model[&id.0]) {
+                            let time = model.remove(&id.0).expect("the victim is held");
+                            lru.remove(id, time);
+                        }
+                    }
+                }
+                prop_assert_eq!(lru.len(), model.len());
+                let victim = lru.victim(&|id| model[&id.0]).map(|id| model[&id.0]);
+                prop_assert_eq!(victim, model.values().min().copied());
+                for (&id, &time) in &model {
+                    prop_assert!(lru.contains(EntryId(id), time));
+                }
+            }
+        }
+    }
+
+    /// The order of equal times is the order of arrival: a clock that stands still is a queue.
+    #[test]
+    fn a_saturated_clock_leaves_a_queue() {
+        let mut lru = Lru::new();
+        for id in [5, 3, 9] {
+            lru.insert(EntryId(id), u64::MAX);
+        }
+        lru.touch(EntryId(5), u64::MAX, u64::MAX);
+        assert_eq!(lru.victim(&|_| u64::MAX), Some(EntryId(3)));
+    }
+}

@@ -1,0 +1,304 @@
+//! Who is where: the prefix-hash index.
+//!
+//! For every known block the index holds its parent in the prefix chain and, per tier, its slot, its
+//! pins, whether a fill is under way and whether the copy is dirty. From that it keeps, per tier, the
+//! list of what may be evicted now and the list of what must be demoted first. It is pure data: no
+//! I/O, no threads, no clock but a count of uses, and no randomness but the seed it is given; the
+//! same calls give the same answers.
+//!
+//! # Life of an entry
+//!
+//! [`insert`](Index::insert) makes an entry; its parent, where unknown, becomes a *ghost*: an entry
+//! that is resident nowhere and exists because a child names it. An entry goes, and its id with it,
+//! as soon as it has no slot in any tier, no fill is under way and no other entry names it as its
+//! parent. So an id is good while one of these holds or, after `insert` or
+//! [`find`](Index::find), until the next call that takes something away. Whoever keeps an id for
+//! longer (a lease, a movement) keeps a pin or a fill. The methods panic on an id that is not good, or
+//! where its number was given out anew answer for another entry: that is a bug of the caller, which
+//! no key and no file can cause.
+//!
+//! [`remove`](Index::remove) takes an entry out of the map at once. What is pinned or filling then
+//! lives on under its id, out of sight, until the last unpin or the end of the fill; the key can
+//! be inserted anew meanwhile.
+//!
+//! # What may be evicted
+//!
+//! A copy that is full, unpinned and clean, of a block that is not being filled in any tier (a fill
+//! may read from any copy) and that has no child with a copy in the same tier: a suffix without its
+//! prefix is useless, so leaves go first.
+//!
+//! # What counts as a use
+//!
+//! The last unpin and every other, [`touch`](Index::touch), [`touch_chain`](Index::touch_chain), and a
+//! fill that completes, unless a faster tier holds the block already: a demotion must not make a
+//! cold block recent.
+//!
+//! # Bytes
+//!
+//! An entry takes 88 bytes of slab with its key and its tag, a map place 5 bytes, a place in an LRU list
+//! a node of 24 bytes and 17 bytes of table; tables are between 7/16 and 7/8 full, and the slab doubles
+//! where [`reserve`](Index::reserve) was not called.
+//! `tests/index_bytes.rs` measures and bounds them.
+//!
+//! # Cost
+//!
+//! Every operation is O(1) but for these: a late arrival in an [`Lru`] is O(log n);
+//! `touch_chain` and `match_prefix` are linear in their keys; giving up a block frees the ghosts
+//! above it, as many as there are; and linking a block that has children to a parent that has
+//! parents walks up to the root of the chain in search of a cycle.
+
+mod entry;
+mod hash;
+mod lru;
+mod policy;
+mod prefix;
+mod recency;
+mod residency;
+mod validate;
+
+pub use lru::Lru;
+pub use policy::EvictionPolicy;
+pub use prefix::PrefixMatch;
+pub use residency::Unpin;
+
+use std::fmt;
+
+use hashbrown::{HashTable, hash_table};
+use slab::Slab;
+
+use self::{
+    entry::{Entry, NONE},
+    hash::KeyHasher,
+};
+use crate::block::{BlockKey, Tier};
+
+/// Steps of a walk up a chain in search of a cycle; where it would take more the link is refused, which
+/// costs no more than the order of eviction. A million tokens in pages of 16 are 65,536 blocks.
+const ANCESTORS_MAX: usize = 1 << 17;
+
+/// Names an entry of an [`Index`] while that entry lives; see [the module](self) for how long that is.
+#[derive(Copy, Clone, Eq, PartialEq, Hash, Ord, PartialOrd, Debug)]
+pub struct EntryId(u32);
+
+impl EntryId {
+    /// The entry of this number.
+    pub const fn from_u32(id: u32) -> Self {
+        EntryId(id)
+    }
+
+    /// Its number: small, and reused.
+    pub const fn as_u32(self) -> u32 {
+        self.0
+    }
+}
+
+/// Which blocks are resident where, and what each tier gives up next. See [the module](self).
+pub struct Index {
+    entries: Slab<Entry>,
+    /// Finds entries by key; those that were removed are not in it.
+    map: HashTable<u32>,
+    hasher: KeyHasher,
+    /// Uses so far. Stays at its maximum should a store ever say so.
+    clock: u64,
+    policies: [Box<dyn EvictionPolicy>; Tier::COUNT],
+    /// Dirty and unpinned, by last use.
+    dirty: [Lru; Tier::COUNT],
+    /// Full copies of entries in the map.
+    resident: [usize; Tier::COUNT],
+}
+
+impl Index {
+    /// An empty index that evicts by LRU in every tier.
+    ///
+    /// Keys may be chosen by strangers, so in production `seed` is random; in a simulation it is fixed.
+    pub fn new(seed: u64) -> Self {
+        Self::with_policies(seed, |_| Box::new(Lru::new()))
+    }
+
+    /// An empty index with an eviction policy for each tier.
+    pub fn with_policies(seed: u64, policies: impl FnMut(Tier) -> Box<dyn EvictionPolicy>) -> Self {
+        Index {
+            entries: Slab::new(),
+            map: HashTable::new(),
+            hasher: KeyHasher::new(seed),
+            clock: 0,
+            policies: Tier::ALL.map(policies),
+            dirty: std::array::from_fn(|_| Lru::new()),
+            resident: [0; Tier::COUNT],
+        }
+    }
+
+    /// Makes room for `entries` more entries, exactly: nothing moves until then.
+    pub fn reserve(&mut self, entries: usize) {
+        self.entries.reserve_exact(entries);
+        let (slab, hasher) = (&self.entries, &self.hasher);
+        self.map.reserve(entries, |&id| hasher.hash(&slab[id as usize].key));
+    }
+
+    /// The entry of `key`, also where it is resident nowhere: a ghost, or a first fill under way.
+    #[inline]
+    pub fn find(&self, key: &BlockKey) -> Option<EntryId> {
+        let hash = self.hasher.hash(key);
+        self.map.find(hash, |&id| self.entries[id as usize].key == *key).map(|&id| EntryId(id))
+    }
+
+    /// The key of an entry.
+    pub fn key(&self, id: EntryId) -> BlockKey {
+        self.entry(id).key
+    }
+
+    /// The key of the block before it in its chain; `None` for the first, or where it was never told.
+    pub fn parent_key(&self, id: EntryId) -> Option<BlockKey> {
+        let parent = self.entry(id).parent;
+        (parent != NONE).then(|| self.entries[parent as usize].key)
+    }
+
+    /// Finds the entry of `key`, or makes one that is resident nowhere.
+    ///
+    /// A `parent` that is unknown becomes a ghost. An entry keeps the parent that it was first given; one
+    /// that had none, or whose parent was removed, takes `parent`. A parent that is the key itself or
+    /// one of its descendants is ignored: no true prefix chain has that.
+    ///
+    /// An entry that comes to nothing must be given up, by [`abort_fill`](Self::abort_fill) or
+    /// [`remove`](Self::remove).
+    pub fn insert(&mut self, key: BlockKey, parent: Option<BlockKey>) -> EntryId {
+        let id = self.find_or_create(key);
+        if let Some(parent) = parent
+            && parent != key
+        {
+            self.link(id, parent);
+        }
+        id
+    }
+
+    /// Number of entries that can be found, ghosts included.
+    pub fn len(&self) -> usize {
+        self.map.len()
+    }
+
+    /// True where no entry can be found.
+    pub fn is_empty(&self) -> bool {
+        self.map.is_empty()
+    }
+
+    #[inline]
+    fn entry(&self, id: EntryId) -> &Entry {
+        &self.entries[id.0 as usize]
+    }
+
+    #[inline]
+    fn entry_mut(&mut self, id: EntryId) -> &mut Entry {
+        &mut self.entries[id.0 as usize]
+    }
+
+    #[inline]
+    fn parent(&self, id: EntryId) -> Option<EntryId> {
+        let parent = self.entry(id).parent;
+        (parent != NONE).then_some(EntryId(parent))
+    }
+
+    fn find_or_create(&mut self, key: BlockKey) -> EntryId {
+        let Index { entries, map, hasher, .. } = self;
+        let entry = map.entry(
+            hasher.hash(&key),
+            |&id| entries[id as usize].key == key,
+            |&id| hasher.hash(&entries[id as usize].key),
+        );
+        match entry {
+            hash_table::Entry::Occupied(found) => EntryId(*found.get()),
+            hash_table::Entry::Vacant(place) => {
+                let id = u32::try_from(entries.insert(Entry::new(key))).expect("memory ends long before ids do");
+                assert!(id != NONE, "memory ends long before ids do");
+                place.insert(id);
+                EntryId(id)
+            }
+        }
+    }
+
+    /// Makes the entry of `parent` the parent of `id`, unless it has one in the map already.
+    fn link(&mut self, id: EntryId, parent: BlockKey) {
+        if self.parent(id).is_some_and(|current| !self.entry(current).removed) {
+            return;
+        }
+        let parent = self.find_or_create(parent);
+        // A fresh ghost names nobody and a block without children is nobody's ancestor: the walk is rare.
+        if self.entry(id).named_by > 0 && self.is_ancestor(id, parent) {
+            return;
+        }
+        // Counted before the old link goes, which may take with it whatever nobody names.
+        self.entry_mut(parent).named_by += 1;
+        self.unlink(id);
+        self.entry_mut(id).parent = parent.0;
+        for tier in Tier::ALL {
+            if self.entry(id).occupies(tier) {
+                self.child_arrived(parent, tier);
+            }
+        }
+    }
+
+    /// Undoes the link of `id` to its parent, which may then leave.
+    fn unlink(&mut self, id: EntryId) {
+        let Some(parent) = self.parent(id) else { return };
+        for tier in Tier::ALL {
+            if self.entry(id).occupies(tier) {
+                self.child_left(parent, tier);
+            }
+        }
+        self.entry_mut(id).parent = NONE;
+        self.entry_mut(parent).named_by -= 1;
+        self.collect(parent);
+    }
+
+    /// True where `id` is `of` or above it, or where the chain is too long to tell.
+    fn is_ancestor(&self, id: EntryId, of: EntryId) -> bool {
+        let mut at = Some(of);
+        for _ in 0..ANCESTORS_MAX {
+            match at {
+                None => return false,
+                Some(found) if found == id => return true,
+                Some(other) => at = self.parent(other),
+            }
+        }
+        true
+    }
+
+    /// Drops `id` if nothing needs it any more, then the ghosts above it for which it was the last child.
+    fn collect(&mut self, mut id: EntryId) {
+        while self.entry(id).is_idle() {
+            let Entry { key, parent, removed, .. } = self.entries.remove(id.0 as usize);
+            if !removed {
+                self.unmap(id, &key);
+            }
+            if parent == NONE {
+                return;
+            }
+            id = EntryId(parent);
+            self.entry_mut(id).named_by -= 1;
+        }
+    }
+
+    fn unmap(&mut self, id: EntryId, key: &BlockKey) {
+        let found = self.map.find_entry(self.hasher.hash(key), |&other| other == id.0);
+        found.expect("an entry that was not removed is in the map").remove();
+    }
+
+    fn child_arrived(&mut self, parent: EntryId, tier: Tier) {
+        self.entry_mut(parent).place_mut(tier).children += 1;
+        self.relist(parent, tier);
+    }
+
+    fn child_left(&mut self, parent: EntryId, tier: Tier) {
+        self.entry_mut(parent).place_mut(tier).children -= 1;
+        self.relist(parent, tier);
+    }
+}
+
+impl fmt::Debug for Index {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Index")
+            .field("len", &self.len())
+            .field("resident", &self.resident)
+            .field("clock", &self.clock)
+            .finish_non_exhaustive()
+    }
+}

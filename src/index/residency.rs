@@ -1,0 +1,265 @@
+//! Copies in tiers: how they come, are held, and go.
+
+use super::{
+    EntryId, Index,
+    entry::{DIRTY, FILLING, FULL, LISTED},
+};
+use crate::block::{BlockKey, Tier};
+
+/// What an [`unpin`](Index::unpin) brought about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[must_use = "a freed slot must be given back to its tier"]
+pub struct Unpin {
+    /// The slot of an entry that was removed and whose last pin went: free, and the caller's to give back.
+    pub freed: Option<u32>,
+    /// The copy may be evicted now: whoever waits for a slot may try.
+    pub evictable: bool,
+}
+
+impl Index {
+    /// The slot that holds the block in `tier`; `None` where it is not full or the entry was removed.
+    #[inline]
+    pub fn slot(&self, id: EntryId, tier: Tier) -> Option<u32> {
+        let entry = self.entry(id);
+        (entry.has(tier, FULL) && !entry.removed).then(|| entry.place(tier).slot)
+    }
+
+    /// True where a fill of `tier` is under way, also one that will be refused because the entry was removed.
+    pub fn is_filling(&self, id: EntryId, tier: Tier) -> bool {
+        self.entry(id).has(tier, FILLING)
+    }
+
+    /// The fastest tier where the block is full; `None` where there is none or the entry was removed.
+    #[inline]
+    pub fn best_tier(&self, id: EntryId) -> Option<Tier> {
+        let entry = self.entry(id);
+        if entry.removed { None } else { entry.best_tier() }
+    }
+
+    /// Number of blocks that are full in `tier` and can be found.
+    pub fn resident(&self, tier: Tier) -> usize {
+        self.resident[tier as usize]
+    }
+
+    /// Starts a fill of `tier`: true for one caller, who ends it by [`complete_fill`](Self::complete_fill) or
+    /// [`abort_fill`](Self::abort_fill). False where it is full or filling already, or the entry was removed.
+    #[must_use = "only one caller may fill"]
+    pub fn begin_fill(&mut self, id: EntryId, tier: Tier) -> bool {
+        let entry = self.entry_mut(id);
+        if entry.removed || entry.occupies(tier) {
+            return false;
+        }
+        entry.set(tier, FILLING);
+        self.relist_all(id);
+        if let Some(parent) = self.parent(id) {
+            self.child_arrived(parent, tier);
+        }
+        true
+    }
+
+    /// Ends a fill: the block is resident in `slot` of `tier` from now on. A use, unless a faster tier holds the
+    /// block already.
+    ///
+    /// False if the entry was removed meanwhile: nothing is resident and the slot stays the caller's.
+    ///
+    /// # Panics
+    /// If no fill is under way: the caller did not begin one.
+    #[must_use = "where it is false the slot stays the caller's"]
+    pub fn complete_fill(&mut self, id: EntryId, tier: Tier, slot: u32) -> bool {
+        let entry = self.entry_mut(id);
+        assert!(entry.has(tier, FILLING), "no fill of {tier} is under way for {:?}", entry.key);
+        if entry.removed {
+            self.vacate(id, tier);
+            return false;
+        }
+        let demoted = entry.best_tier().is_some_and(|best| best < tier);
+        entry.clear(tier, FILLING);
+        entry.set(tier, FULL);
+        entry.place_mut(tier).slot = slot;
+        self.resident[tier as usize] += 1;
+        if !demoted {
+            self.touch(id);
+        }
+        self.relist_all(id);
+        true
+    }
+
+    /// Ends a fill that failed. Where none is under way it only gives up an entry that came to nothing.
+    pub fn abort_fill(&mut self, id: EntryId, tier: Tier) {
+        if self.entry(id).has(tier, FILLING) {
+            self.vacate(id, tier);
+        } else {
+            self.collect(id);
+        }
+    }
+
+    /// Holds the copy in `tier`; gives its slot. `None` where it is not full, the entry was removed, or
+    /// four billion pins are out.
+    #[inline]
+    pub fn pin(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
+        let entry = &mut self.entries[id.0 as usize];
+        if !entry.has(tier, FULL) || entry.removed {
+            return None;
+        }
+        let place = entry.place_mut(tier);
+        place.pins = place.pins.checked_add(1)?;
+        let slot = place.slot;
+        if entry.has(tier, LISTED) {
+            self.delist(id, tier);
+        }
+        Some(slot)
+    }
+
+    /// Ends one hold. A use.
+    ///
+    /// # Panics
+    /// If nobody holds the copy.
+    #[inline]
+    pub fn unpin(&mut self, id: EntryId, tier: Tier) -> Unpin {
+        let entry = &mut self.entries[id.0 as usize];
+        let place = entry.place_mut(tier);
+        assert!(place.pins > 0, "unpin of a copy in {tier} that nobody has pinned");
+        place.pins -= 1;
+        if entry.removed {
+            let place = entry.place(tier);
+            let freed = (place.pins == 0).then_some(place.slot);
+            if freed.is_some() {
+                self.vacate(id, tier);
+            }
+            return Unpin { freed, evictable: false };
+        }
+        self.touch(id);
+        self.relist(id, tier);
+        let entry = self.entry(id);
+        Unpin { freed: None, evictable: entry.has(tier, LISTED) && !entry.has(tier, DIRTY) }
+    }
+
+    /// How many hold the copy in `tier`, also of an entry that was removed.
+    pub fn pins(&self, id: EntryId, tier: Tier) -> u32 {
+        self.entry(id).place(tier).pins
+    }
+
+    /// Gives up the copy in `tier`; its slot is the caller's.
+    ///
+    /// # Panics
+    /// If it may not be evicted now. Whatever [`victim`](Self::victim) names may, until the index next changes.
+    pub fn evict(&mut self, id: EntryId, tier: Tier) -> u32 {
+        let entry = self.entry(id);
+        let may = entry.has(tier, LISTED) && !entry.has(tier, DIRTY);
+        assert!(may, "{:?} may not be evicted from {tier} now", entry.key);
+        self.free(id, tier)
+    }
+
+    /// Forgets the copy in `tier` although it may have children there or be dirty: the slot turned out to be corrupt.
+    /// Gives the slot; `None` where it is not full, or pinned.
+    pub fn drop_copy(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
+        let entry = self.entry(id);
+        let may = entry.has(tier, FULL) && entry.place(tier).pins == 0 && !entry.removed;
+        may.then(|| self.free(id, tier))
+    }
+
+    /// Forgets a block: it leaves the map at once, and its key can be inserted anew.
+    ///
+    /// Gives, per tier, the slots that are free now. A pinned one is freed by its last [`unpin`](Self::unpin); a fill
+    /// under way is refused when it completes. Where neither is the case but other entries name it as
+    /// their parent, it stays as a ghost.
+    pub fn remove(&mut self, id: EntryId) -> [Option<u32>; 3] {
+        let mut freed = [None; Tier::COUNT];
+        if self.entry(id).removed {
+            return freed;
+        }
+        let mut lives_on = false;
+        for tier in Tier::ALL {
+            let entry = self.entry_mut(id);
+            if entry.has(tier, FULL) && entry.place(tier).pins == 0 {
+                freed[tier as usize] = Some(entry.place(tier).slot);
+                self.forget(id, tier);
+            } else if entry.occupies(tier) {
+                entry.clear(tier, DIRTY);
+                let full = entry.has(tier, FULL);
+                self.resident[tier as usize] -= usize::from(full);
+                lives_on = true;
+            }
+        }
+        let entry = self.entry_mut(id);
+        entry.hits = 0;
+        if lives_on {
+            entry.removed = true;
+            let key = entry.key;
+            self.unmap(id, &key);
+        } else {
+            self.collect(id);
+        }
+        freed
+    }
+
+    /// Recovery: makes the block resident in `slot` of `tier`, last used at `last_use`.
+    ///
+    /// Quickest in ascending order of `last_use`, and right in any. `None` if the block has a copy in `tier` already:
+    /// the index keeps that and the slot given here is the caller's to free.
+    pub fn restore(
+        &mut self,
+        key: BlockKey,
+        parent: Option<BlockKey>,
+        tier: Tier,
+        slot: u32,
+        last_use: u64,
+    ) -> Option<EntryId> {
+        let id = self.insert(key, parent);
+        if self.entry(id).occupies(tier) {
+            return None;
+        }
+        let entry = self.entry_mut(id);
+        let from = entry.last_use;
+        let to = from.max(last_use);
+        entry.last_use = to;
+        entry.set(tier, FULL);
+        entry.place_mut(tier).slot = slot;
+        if from != to && entry.is_listed_anywhere() {
+            self.retime(id, from, to);
+        }
+        self.clock = self.clock.max(to);
+        self.resident[tier as usize] += 1;
+        self.relist(id, tier);
+        if let Some(parent) = self.parent(id) {
+            self.child_arrived(parent, tier);
+        }
+        Some(id)
+    }
+
+    /// Gives up a full copy of an entry in the map; gives its slot.
+    fn free(&mut self, id: EntryId, tier: Tier) -> u32 {
+        let slot = self.entry(id).place(tier).slot;
+        self.forget(id, tier);
+        self.collect(id);
+        slot
+    }
+
+    /// A full copy of an entry in the map is no more. The entry stays, whether or not anything needs it.
+    fn forget(&mut self, id: EntryId, tier: Tier) {
+        self.delist(id, tier);
+        self.resident[tier as usize] -= 1;
+        self.clear_place(id, tier);
+    }
+
+    /// A fill, or a full copy of a removed entry, is no more; then perhaps the entry.
+    fn vacate(&mut self, id: EntryId, tier: Tier) {
+        self.clear_place(id, tier);
+        self.relist_all(id);
+        self.collect(id);
+    }
+
+    fn clear_place(&mut self, id: EntryId, tier: Tier) {
+        self.entry_mut(id).clear(tier, FILLING | FULL | DIRTY);
+        if let Some(parent) = self.parent(id) {
+            self.child_left(parent, tier);
+        }
+    }
+
+    /// A fill holds back the entry's copies in all tiers, so its begin and end concern them all.
+    fn relist_all(&mut self, id: EntryId) {
+        for tier in Tier::ALL {
+            self.relist(id, tier);
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Every invariant of the index, checked from scratch.
+
+use std::collections::BTreeSet;
+
+use super::{
+    EntryId, EvictionPolicy, Index,
+    entry::{DIRTY, Entry, FILLING, FULL, LISTED, NONE},
+};
+use crate::block::Tier;
+
+/// Fails with a message unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)+) => {
+        if !$condition {
+            return Err(format!($($message)+));
+        }
+    };
+}
+
+/// What one pass over the entries counts.
+#[derive(Default)]
+struct Counts {
+    found: usize,
+    resident: [usize; Tier::COUNT],
+    evictable: [usize; Tier::COUNT],
+    dirty: [usize; Tier::COUNT],
+    slots: [BTreeSet<u32>; Tier::COUNT],
+}
+
+impl Index {
+    /// Checks every invariant from scratch; the error says which does not hold. Linear in the entries: for tests and
+    /// fuzzing.
+    pub fn validate(&self) -> Result<(), String> {
+        let mut counts = Counts::default();
+        for (id, entry) in &self.entries {
+            let id = EntryId(u32::try_from(id).map_err(|_| format!("id {id} is no u32"))?);
+            self.validate_entry(id, entry, &mut counts).map_err(|what| format!("{id:?} {:?}: {what}", entry.key))?;
+        }
+        ensure!(counts.found == self.map.len(), "{} entries in the map, found {}", self.map.len(), counts.found);
+        self.validate_lists(&counts)?;
+        self.validate_children()?;
+        self.validate_chains()
+    }
+
+    fn validate_entry(&self, id: EntryId, entry: &Entry, counts: &mut Counts) -> Result<(), String> {
+        let found = self.find(&entry.key);
+        if entry.removed {
+            ensure!(found != Some(id), "removed, but in the map");
+            ensure!(!entry.is_idle(), "removed and idle, but here");
+        } else {
+            ensure!(found == Some(id), "its key finds {found:?}");
+            counts.found += 1;
+        }
+        ensure!(entry.last_use <= self.clock, "last use {} is after the clock {}", entry.last_use, self.clock);
+        for tier in Tier::ALL {
+            self.validate_place(id, entry, tier, counts).map_err(|what| format!("{tier}: {what}"))?;
+        }
+        Ok(())
+    }
+
+    fn validate_place(&self, id: EntryId, entry: &Entry, tier: Tier, counts: &mut Counts) -> Result<(), String> {
+        let [full, filling, dirty, listed] = [FULL, FILLING, DIRTY, LISTED].map(|mark| entry.has(tier, mark));
+        let place = entry.place(tier);
+        ensure!(!(full && filling), "full and filling");
+        ensure!(full || place.pins == 0, "{} pins on what is not full", place.pins);
+        ensure!(full || !dirty, "dirty and not full");
+        ensure!(listed == entry.belongs_in_list(tier), "listed is {listed}, and should not be");
+        if entry.removed {
+            ensure!(!full || place.pins > 0, "removed and unpinned, but full");
+            ensure!(!dirty, "removed and dirty");
+        }
+        let at = tier as usize;
+        if full {
+            ensure!(counts.slots[at].insert(place.slot), "slot {} is another's too", place.slot);
+            counts.resident[at] += usize::from(!entry.removed);
+        }
+        if listed && dirty {
+            ensure!(self.dirty[at].contains(id, entry.last_use), "not in the dirty list");
+            counts.dirty[at] += 1;
+        } else if listed {
+            counts.evictable[at] += 1;
+        }
+        Ok(())
+    }
+
+    fn validate_lists(&self, counts: &Counts) -> Result<(), String> {
+        for tier in Tier::ALL {
+            let at = tier as usize;
+            let (evictable, dirty) = (self.policies[at].len(), self.dirty[at].len());
+            ensure!(counts.resident[at] == self.resident[at], "{tier}: resident {}", self.resident[at]);
+            ensure!(counts.evictable[at] == evictable, "{tier}: {evictable} in the eviction list");
+            ensure!(counts.dirty[at] == dirty, "{tier}: {dirty} in the dirty list");
+            for (list, len) in [(self.victim(tier), evictable), (self.demotable(tier), dirty)] {
+                ensure!(list.is_some() == (len > 0), "{tier}: a list of {len} gives {list:?}");
+                if let Some(id) = list {
+                    let known = self.entries.get(id.0 as usize).is_some_and(|entry| entry.has(tier, LISTED));
+                    ensure!(known, "{tier}: {id:?} is given, but not listed");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The counts that entries keep of their children.
+    fn validate_children(&self) -> Result<(), String> {
+        let ids = self.entries.iter().map(|(id, _)| id + 1).max().unwrap_or(0);
+        let mut named_by = vec![0u32; ids];
+        let mut children = vec![[0u32; Tier::COUNT]; ids];
+        for (id, entry) in self.entries.iter().filter(|(_, entry)| entry.parent != NONE) {
+            let parent = entry.parent as usize;
+            ensure!(self.entries.contains(parent), "entry {id} names {parent}, which is not here");
+            named_by[parent] += 1;
+            for tier in Tier::ALL {
+                children[parent][tier as usize] += u32::from(entry.occupies(tier));
+            }
+        }
+        for (id, entry) in &self.entries {
+            ensure!(entry.named_by == named_by[id], "entry {id} is named by {}, not {}", named_by[id], entry.named_by);
+            let counted = entry.places.map(|place| place.children);
+            ensure!(counted == children[id], "entry {id} has children {:?}, not {counted:?}", children[id]);
+        }
+        Ok(())
+    }
+
+    /// Every chain has a root. Each entry is walked over once.
+    fn validate_chains(&self) -> Result<(), String> {
+        let ids = self.entries.iter().map(|(id, _)| id + 1).max().unwrap_or(0);
+        let mut walk_of = vec![0usize; ids];
+        for (walk, (start, _)) in (1..).zip(&self.entries) {
+            let mut at = Some(EntryId(start as u32));
+            while let Some(id) = at {
+                let seen = &mut walk_of[id.0 as usize];
+                ensure!(*seen != walk, "the chain above entry {start} is a ring");
+                if *seen != 0 {
+                    break;
+                }
+                *seen = walk;
+                at = self.parent(id);
+            }
+        }
+        Ok(())
+    }
+}

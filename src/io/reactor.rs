@@ -1,0 +1,79 @@
+//! The reactor's runtime: a ring where the kernel gives one, a plain current-thread runtime else.
+
+use std::{fs::File, future::Future, io, sync::Arc};
+
+use tokio::task::LocalSet;
+
+use super::{
+    AnyStorage,
+    blocking::Blocking,
+    uring::{self, Uring},
+};
+use crate::{
+    config::{Config, StorageKind},
+    error::{Error, Result},
+    tier::arena::Arena,
+};
+
+/// Operations that the ring takes at once. The byte budgets are what bounds the disk's load.
+const RING_ENTRIES: u32 = 1024;
+
+/// What runs the reactor's tasks.
+pub(crate) enum Reactor {
+    Uring(uring::Runtime),
+    Plain(tokio::runtime::Runtime),
+}
+
+impl Reactor {
+    /// Picks the runtime that `config` wants, on the thread that will run it.
+    pub(crate) fn new(config: &Config) -> Result<Self> {
+        let wants_ring = match config.storage {
+            StorageKind::Blocking => false,
+            StorageKind::Uring => true,
+            StorageKind::Auto => !config.disks.is_empty(),
+        };
+        if wants_ring {
+            match uring::runtime(RING_ENTRIES) {
+                Ok(runtime) => return Ok(Reactor::Uring(runtime)),
+                Err(error) if config.storage == StorageKind::Uring => {
+                    return Err(Error::Config {
+                        field: "storage",
+                        found: format!("uring, and a system that refuses it ({error})"),
+                        expected: "a system with io_uring, or storage = auto or blocking".into(),
+                    });
+                }
+                Err(error) => tracing::warn!(
+                    %error,
+                    threads = config.blocking_threads,
+                    "io_uring is refused; the disk tier is served by threads that call pread and pwrite"
+                ),
+            }
+        }
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+        runtime.map(Reactor::Plain).map_err(|source| Error::io("start a runtime", "", source))
+    }
+
+    /// The storage engine that goes with the runtime. Call inside [`block_on`](Reactor::block_on).
+    pub(crate) fn storage(&self, files: Vec<Arc<File>>, arena: &Arc<Arena>, threads: usize) -> io::Result<AnyStorage> {
+        match self {
+            Reactor::Uring(_) => {
+                let regions = arena.chunks().to_vec();
+                // SAFETY: the chunks are the arena's for all its life, and the arena is what is kept.
+                unsafe { Uring::new(files, regions, Arc::clone(arena) as _) }.map(AnyStorage::Uring)
+            }
+            Reactor::Plain(_) => {
+                // Without files nothing will ever be asked of the threads.
+                let threads = if files.is_empty() { 1 } else { threads };
+                Blocking::new(files, threads).map(AnyStorage::Blocking)
+            }
+        }
+    }
+
+    /// Runs `future` to its end, and what it spawns locally meanwhile.
+    pub(crate) fn block_on<F: Future>(&self, future: F) -> F::Output {
+        match self {
+            Reactor::Uring(runtime) => runtime.block_on(future),
+            Reactor::Plain(runtime) => LocalSet::new().block_on(runtime, future),
+        }
+    }
+}

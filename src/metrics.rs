@@ -1,0 +1,186 @@
+//! Every counter and histogram, named and described in one place.
+//!
+//! Each counter is kept twice: in an atomic that [`Cache::stats`](crate::Cache::stats) reads, and
+//! in a handle of the `metrics` crate, fetched once at open. Install the recorder before opening.
+
+use std::{
+    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    time::Duration,
+};
+
+use metrics::{Counter, Gauge, Histogram, Unit};
+
+use crate::block::{Route, Tier};
+
+/// A counter with a cached handle.
+pub(crate) struct Count {
+    own: AtomicU64,
+    exported: Counter,
+}
+
+impl Count {
+    fn new(exported: Counter) -> Self {
+        Count { own: AtomicU64::new(0), exported }
+    }
+
+    pub(crate) fn add(&self, n: u64) {
+        self.own.fetch_add(n, Relaxed);
+        self.exported.increment(n);
+    }
+
+    pub(crate) fn get(&self) -> u64 {
+        self.own.load(Relaxed)
+    }
+}
+
+/// Counters of one tier.
+pub(crate) struct TierMetrics {
+    pub(crate) hits: Count,
+    pub(crate) evictions: Count,
+    pub(crate) bytes_in: Count,
+    pub(crate) bytes_out: Count,
+}
+
+/// Counters of one route.
+pub(crate) struct RouteMetrics {
+    pub(crate) blocks: Count,
+    pub(crate) bytes: Count,
+    pub(crate) seconds: Histogram,
+}
+
+/// All metrics of one cache.
+pub(crate) struct Metrics {
+    pub(crate) tiers: [TierMetrics; Tier::COUNT],
+    pub(crate) routes: [RouteMetrics; Route::COUNT],
+    pub(crate) misses: Count,
+    pub(crate) stores: Count,
+    pub(crate) stores_known: Count,
+    pub(crate) stores_failed: Count,
+    pub(crate) writes_refused: Count,
+    pub(crate) checksum_failures: Count,
+    pub(crate) read_errors: Count,
+    pub(crate) write_errors: Count,
+    pub(crate) copy_errors: Count,
+    pub(crate) quarantined: Count,
+    pub(crate) background_refused: Count,
+    pub(crate) busy: Count,
+    pub(crate) record_writes: Count,
+    pub(crate) records_bad: Count,
+    pub(crate) movements: Gauge,
+}
+
+const COUNTERS: [(&str, Unit, &str); 19] = [
+    ("kvhoist_hits_total", Unit::Count, "Look-ups answered from a tier, by tier"),
+    ("kvhoist_misses_total", Unit::Count, "Look-ups answered by no tier"),
+    ("kvhoist_evictions_total", Unit::Count, "Slots given up to make room, by tier"),
+    ("kvhoist_bytes_in_total", Unit::Bytes, "Bytes moved into a tier, by tier"),
+    ("kvhoist_bytes_out_total", Unit::Bytes, "Bytes moved out of a tier, by tier"),
+    ("kvhoist_moved_blocks_total", Unit::Count, "Blocks served or moved, by route"),
+    ("kvhoist_moved_bytes_total", Unit::Bytes, "Bytes served or moved, by route"),
+    ("kvhoist_stores_total", Unit::Count, "Blocks stored"),
+    ("kvhoist_stores_known_total", Unit::Count, "Stores of blocks that were resident already"),
+    ("kvhoist_stores_failed_total", Unit::Count, "Stores that ended in an error"),
+    ("kvhoist_writes_refused_total", Unit::Count, "Writes that the disk tier did not take"),
+    ("kvhoist_checksum_failures_total", Unit::Count, "Blocks read from disk whose checksum did not match"),
+    ("kvhoist_read_errors_total", Unit::Count, "Reads of the disk tier that failed"),
+    ("kvhoist_write_errors_total", Unit::Count, "Writes to the disk tier that failed"),
+    ("kvhoist_copy_errors_total", Unit::Count, "Copies between memories that failed"),
+    ("kvhoist_quarantined_total", Unit::Count, "Disk slots taken out of use until the store is opened anew"),
+    ("kvhoist_background_refused_total", Unit::Count, "Prefetches and background writes refused for want of room"),
+    ("kvhoist_busy_total", Unit::Count, "Calls answered with Error::Busy"),
+    ("kvhoist_record_writes_total", Unit::Count, "Pages of the record table written"),
+];
+
+impl Metrics {
+    pub(crate) fn new() -> Self {
+        describe();
+        Metrics {
+            tiers: Tier::ALL.map(|tier| TierMetrics {
+                hits: labelled("kvhoist_hits_total", "tier", tier.name()),
+                evictions: labelled("kvhoist_evictions_total", "tier", tier.name()),
+                bytes_in: labelled("kvhoist_bytes_in_total", "tier", tier.name()),
+                bytes_out: labelled("kvhoist_bytes_out_total", "tier", tier.name()),
+            }),
+            routes: Route::ALL.map(|route| RouteMetrics {
+                blocks: labelled("kvhoist_moved_blocks_total", "route", route.name()),
+                bytes: labelled("kvhoist_moved_bytes_total", "route", route.name()),
+                seconds: metrics::histogram!("kvhoist_movement_seconds", "route" => route.name()),
+            }),
+            misses: plain("kvhoist_misses_total"),
+            stores: plain("kvhoist_stores_total"),
+            stores_known: plain("kvhoist_stores_known_total"),
+            stores_failed: plain("kvhoist_stores_failed_total"),
+            writes_refused: plain("kvhoist_writes_refused_total"),
+            checksum_failures: plain("kvhoist_checksum_failures_total"),
+            read_errors: plain("kvhoist_read_errors_total"),
+            write_errors: plain("kvhoist_write_errors_total"),
+            copy_errors: plain("kvhoist_copy_errors_total"),
+            quarantined: plain("kvhoist_quarantined_total"),
+            background_refused: plain("kvhoist_background_refused_total"),
+            busy: plain("kvhoist_busy_total"),
+            record_writes: plain("kvhoist_record_writes_total"),
+            records_bad: plain("kvhoist_records_bad_total"),
+            movements: metrics::gauge!("kvhoist_movements"),
+        }
+    }
+
+    pub(crate) fn tier(&self, tier: Tier) -> &TierMetrics {
+        &self.tiers[tier as usize]
+    }
+
+    /// Counts a block that was found where it was wanted.
+    pub(crate) fn hit(&self, route: Route, bytes: usize) {
+        let metrics = &self.routes[route as usize];
+        metrics.blocks.add(1);
+        metrics.bytes.add(bytes as u64);
+    }
+
+    /// Counts a block that was moved, and how long that took.
+    pub(crate) fn moved(&self, route: Route, bytes: usize, took: Duration) {
+        let metrics = &self.routes[route as usize];
+        metrics.blocks.add(1);
+        metrics.bytes.add(bytes as u64);
+        metrics.seconds.record(took.as_secs_f64());
+        let (from, to) = ends(route);
+        if let Some(tier) = from {
+            self.tier(tier).bytes_out.add(bytes as u64);
+        }
+        if let Some(tier) = to {
+            self.tier(tier).bytes_in.add(bytes as u64);
+        }
+    }
+}
+
+/// The tiers that a route's bytes leave and enter. The host slot of a bounced load counts in the
+/// read that filled it.
+fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
+    match route {
+        Route::DeviceHit | Route::HostHit => (None, None),
+        Route::DiskToHost => (Some(Tier::Disk), Some(Tier::Host)),
+        Route::DiskToHostToDevice | Route::HostToDevice => (Some(Tier::Host), Some(Tier::Device)),
+        Route::DeviceToHost => (Some(Tier::Device), Some(Tier::Host)),
+        Route::CallerToHost => (None, Some(Tier::Host)),
+        Route::HostToDisk => (Some(Tier::Host), Some(Tier::Disk)),
+    }
+}
+
+fn plain(name: &'static str) -> Count {
+    Count::new(metrics::counter!(name))
+}
+
+fn labelled(name: &'static str, label: &'static str, value: &'static str) -> Count {
+    Count::new(metrics::counter!(name, label => value))
+}
+
+fn describe() {
+    for (name, unit, text) in COUNTERS {
+        metrics::describe_counter!(name, unit, text);
+    }
+    metrics::describe_counter!("kvhoist_records_bad_total", "Records refused at recovery: torn or damaged");
+    metrics::describe_histogram!(
+        "kvhoist_movement_seconds",
+        Unit::Seconds,
+        "From start to end of a movement, by route"
+    );
+    metrics::describe_gauge!("kvhoist_movements", "Movements under way");
+}

@@ -1,0 +1,120 @@
+//! Single flight: one movement per key and destination, however many wait for it.
+
+use std::{
+    collections::HashMap,
+    hash::{BuildHasherDefault, DefaultHasher},
+};
+
+use tokio::sync::oneshot;
+
+use super::{
+    shared::Pin,
+    verify::{Ticket, Unverified},
+};
+use crate::{
+    block::{BlockKey, Tier},
+    error::Result,
+};
+
+/// What a movement gives each of its waiters: a pin on the destination, or `None` for a miss.
+/// Movements to disk give `None`: nobody reads there.
+pub(crate) type Outcome = Result<Option<Pin>>;
+
+/// What a waiter is told.
+pub(crate) enum Message {
+    /// The movement has ended.
+    Ended(Outcome),
+    /// The block has been read, and the first who is polled verifies it.
+    Verify(Ticket),
+}
+
+/// Those who wait for one movement.
+#[derive(Default)]
+pub(crate) struct Flight {
+    /// Tells it from earlier and later ones of the same key.
+    pub(crate) number: u64,
+    pub(crate) waiters: Vec<oneshot::Sender<Message>>,
+    /// Read, and to be verified by whoever redeems a ticket first.
+    pub(crate) unverified: Option<Unverified>,
+    /// Tickets given out and neither redeemed nor dropped.
+    pub(crate) tickets: u32,
+}
+
+/// Movements under way, by what they will make resident where.
+///
+/// The hasher has fixed keys, for the simulation's sake. That is safe: the map never holds more
+/// than the movements that [`Config::movements_max`](crate::Config::movements_max) allows.
+#[derive(Default)]
+pub(crate) struct Flights {
+    by_target: HashMap<(BlockKey, Tier), Flight, BuildHasherDefault<DefaultHasher>>,
+    begun: u64,
+}
+
+/// What joining a flight came to.
+pub(crate) enum Joined {
+    /// A movement is under way; its outcome comes here.
+    Waiting(oneshot::Receiver<Message>),
+    /// It has been read and waits to be verified.
+    Unverified,
+    /// No movement is under way.
+    None,
+    /// As many wait for it as may.
+    Full,
+}
+
+impl Flights {
+    /// True while a movement of `key` to `tier` is under way.
+    pub(crate) fn contains(&self, key: &BlockKey, tier: Tier) -> bool {
+        self.by_target.contains_key(&(*key, tier))
+    }
+
+    /// The movement of `key` to `tier`, while it is under way.
+    pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight> {
+        self.by_target.get_mut(&(*key, tier))
+    }
+
+    /// Waits for the movement under way, if there is one.
+    pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined {
+        let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
+        if flight.unverified.is_some() {
+            return Joined::Unverified;
+        }
+        if flight.waiters.len() >= waiters_max as usize {
+            return Joined::Full;
+        }
+        let (sender, receiver) = oneshot::channel();
+        flight.waiters.push(sender);
+        Joined::Waiting(receiver)
+    }
+
+    /// Starts a movement, with its first waiter.
+    pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier) -> oneshot::Receiver<Message> {
+        let (sender, receiver) = oneshot::channel();
+        self.begun += 1;
+        let flight = Flight { number: self.begun, waiters: vec![sender], ..Flight::default() };
+        let earlier = self.by_target.insert((*key, tier), flight);
+        assert!(earlier.is_none(), "one movement per key and tier");
+        receiver
+    }
+
+    /// Ends a movement; its waiters are the caller's to answer, after the lock is released.
+    pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Vec<oneshot::Sender<Message>> {
+        self.by_target.remove(&(*key, tier)).map(|flight| flight.waiters).unwrap_or_default()
+    }
+
+    /// Keys of the blocks that wait to be verified.
+    pub(crate) fn unverified(&self) -> Vec<BlockKey> {
+        let waiting = self.by_target.iter().filter(|(_, flight)| flight.unverified.is_some());
+        waiting.map(|((key, _), _)| *key).collect()
+    }
+
+    /// Ends all movements.
+    pub(crate) fn finish_all(&mut self) -> Vec<Flight> {
+        self.by_target.drain().map(|(_, flight)| flight).collect()
+    }
+
+    /// Movements under way.
+    pub(crate) fn len(&self) -> usize {
+        self.by_target.len()
+    }
+}

@@ -1,0 +1,189 @@
+//! Blocks to and from memory that is not ours: an engine's host pool, a device's KV pool.
+
+use std::{
+    future::Future,
+    rc::Rc,
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use tokio::sync::Notify;
+
+use super::{Mover, budget::Class, promote::checksum_of, store::Committed};
+use crate::{
+    block::{BlockKey, Segment, Tier},
+    copy::{CopyBatch, CopyEngine, Direction, pair_segments},
+    error::{Error, Result},
+    io::Storage,
+};
+
+/// What kind of memory a region is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RegionMemory {
+    Host,
+    Device,
+}
+
+/// A registered range of foreign memory.
+pub(crate) struct RegionInner {
+    pub(crate) start: usize,
+    pub(crate) len: usize,
+    pub(crate) memory: RegionMemory,
+    users: AtomicUsize,
+    unused: Notify,
+}
+
+/// A movement's hold on a region: it is not given back to its owner before this is dropped.
+pub(crate) struct RegionUse(Arc<RegionInner>);
+
+impl RegionInner {
+    pub(crate) fn new(start: usize, len: usize, memory: RegionMemory) -> Arc<Self> {
+        Arc::new(RegionInner { start, len, memory, users: AtomicUsize::new(0), unused: Notify::new() })
+    }
+
+    pub(crate) fn contains(&self, segment: &Segment) -> bool {
+        let start = segment.ptr as usize;
+        start >= self.start && segment.len <= self.len && start - self.start <= self.len - segment.len
+    }
+
+    pub(crate) fn hold(self: &Arc<Self>) -> RegionUse {
+        self.users.fetch_add(1, Ordering::AcqRel);
+        RegionUse(Arc::clone(self))
+    }
+
+    /// Waits until no movement uses the region.
+    pub(crate) async fn wait_unused(&self) {
+        loop {
+            let unused = self.unused.notified();
+            tokio::pin!(unused);
+            unused.as_mut().enable();
+            if self.users.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            unused.await;
+        }
+    }
+}
+
+impl RegionUse {
+    pub(crate) fn is_of(&self, region: &Arc<RegionInner>) -> bool {
+        Arc::ptr_eq(&self.0, region)
+    }
+
+    pub(crate) fn memory(&self) -> RegionMemory {
+        self.0.memory
+    }
+}
+
+impl Drop for RegionUse {
+    fn drop(&mut self) {
+        if self.0.users.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.unused.notify_waiters();
+        }
+    }
+}
+
+/// One block of a load or a store: its key, and where its bytes go to or come from.
+pub(crate) struct Job {
+    pub(crate) key: BlockKey,
+    pub(crate) parent: Option<BlockKey>,
+    pub(crate) segments: Vec<Segment>,
+    /// Holds every region that the segments lie in. All are of one kind of memory.
+    pub(crate) regions: Vec<RegionUse>,
+}
+
+impl Job {
+    fn memory(&self) -> RegionMemory {
+        self.regions.first().map_or(RegionMemory::Host, RegionUse::memory)
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Copies each block into its segments; `false` for a block that is resident nowhere.
+    pub(super) async fn load(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
+        self.each(jobs, |this, job| async move { this.load_one(job).await }).await
+    }
+
+    /// Stores each block from its segments.
+    pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
+        self.each(jobs, |this, job| async move { this.store_one(job).await.map(|()| true) }).await
+    }
+
+    /// Runs all jobs at once: the byte budget, not the number of jobs, bounds what is in flight.
+    async fn each<F>(self: &Rc<Self>, jobs: Vec<Job>, run: impl Fn(Rc<Self>, Job) -> F) -> Vec<Result<bool>>
+    where
+        F: Future<Output = Result<bool>> + 'static,
+    {
+        let tasks: Vec<_> = jobs.into_iter().map(|job| tokio::task::spawn_local(run(Rc::clone(self), job))).collect();
+        let mut results = Vec::with_capacity(tasks.len());
+        for task in tasks {
+            results.push(task.await.unwrap_or(Err(Error::Closed)));
+        }
+        results
+    }
+
+    async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
+        let Some(pin) = self.obtain_host(&job.key, Class::Read).await? else { return Ok(false) };
+        let direction = match job.memory() {
+            RegionMemory::Host => Direction::HostToHost,
+            RegionMemory::Device => self.promote_direction(),
+        };
+        let ops = pair_segments(&[self.host_segment(pin.slot())], &job.segments)?;
+        // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
+        // promised at registration not to touch a segment while it is loaded. All guards travel.
+        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(pin), Arc::new(job)]) };
+        let (result, batch) = self.copy.copy(batch).await;
+        drop(batch);
+        result.inspect_err(|_| self.shared.metrics.copy_errors.add(1)).map(|()| true)
+    }
+
+    async fn store_one(self: Rc<Self>, job: Job) -> Result<()> {
+        let (key, parent) = (job.key, job.parent);
+        let committed = match self.shared.store_known(&key, parent.as_ref())? {
+            Some(committed) => {
+                drop(job);
+                committed
+            }
+            None => self.gather(job).await?,
+        };
+        self.finish_store(&key, committed).await
+    }
+
+    async fn gather(&self, job: Job) -> Result<Committed> {
+        let (key, parent, memory) = (job.key, job.parent, job.memory());
+        let filling = self.shared.acquire(Tier::Host).await?;
+        let direction = match memory {
+            RegionMemory::Host => Direction::HostToHost,
+            RegionMemory::Device => self.demote_direction(),
+        };
+        let ops = pair_segments(&job.segments, &[self.host_segment(filling.slot())])?;
+        // SAFETY: the source lies in regions that the job holds, whose owner promised at
+        // registration not to write to a segment while it is stored; the target is unpublished.
+        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(job), Arc::new(filling)]) };
+        let (result, batch) = self.copy.copy(batch).await;
+        let filling = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast().ok()?));
+        let mut filling: super::Filling = filling.expect("the second of two owners");
+        result.inspect_err(|_| self.shared.metrics.copy_errors.add(1))?;
+        let checksum = checksum_of(filling.bytes_mut()).await;
+        self.shared.commit(&key, parent.as_ref(), filling, checksum)
+    }
+
+    /// Does what the write policy wants for a committed block.
+    async fn finish_store(self: &Rc<Self>, key: &BlockKey, mut committed: Committed) -> Result<()> {
+        loop {
+            let receiver = match committed {
+                Committed::Done => return Ok(()),
+                Committed::Join(receiver) => receiver,
+                Committed::Write(pin, receiver) => {
+                    self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
+                    return self.shared.written(receiver).await;
+                }
+            };
+            self.shared.written(receiver).await?;
+            // The write that was joined may have been of a copy removed meanwhile: look again.
+            committed = self.shared.store_known(key, None)?.unwrap_or(Committed::Done);
+        }
+    }
+}

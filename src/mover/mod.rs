@@ -1,0 +1,210 @@
+//! The futures that move blocks between tiers: store, promote, demote, evict.
+//!
+//! All of it runs on the reactor's thread, as tasks of a current-thread runtime; nothing here is
+//! `Send` or locked but [`Shared`], which callers use too. Generic over the storage and the copy
+//! engine, it runs unchanged over the ring, over threads, and in simulation, for whose sake it has
+//! no wall clock, no random hasher and no thread of its own.
+
+mod budget;
+mod flight;
+mod foreign;
+mod promote;
+mod records;
+pub(crate) mod shared;
+mod shutdown;
+mod store;
+mod verify;
+mod write;
+
+pub(crate) use flight::{Message, Outcome};
+pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
+pub(crate) use shared::{Filling, Found, Pin, Promotion, Shared};
+pub(crate) use store::Committed;
+pub(crate) use verify::Settled;
+
+use std::{
+    cell::{Cell, RefCell},
+    future::Future,
+    rc::Rc,
+    sync::Arc,
+};
+
+use tokio::sync::{Notify, mpsc, oneshot};
+
+use self::{budget::Budget, records::RecordPages};
+use crate::{
+    block::{BlockKey, Tier},
+    copy::CopyEngine,
+    error::Result,
+    io::{FileId, Storage},
+};
+
+pub(crate) use budget::Class;
+
+/// What callers ask of the reactor, through a bounded channel.
+pub(crate) enum Command {
+    /// Make `key` resident in `to`. Its flight has begun.
+    Promote { key: BlockKey, to: Tier, class: Class },
+    /// Copy blocks into foreign memory: true for each that was copied.
+    Load { jobs: Vec<Job>, reply: Reply },
+    /// Store blocks from foreign memory: true for each that was stored.
+    StoreFrom { jobs: Vec<Job>, reply: Reply },
+    /// Write the record page of a slot whose block was removed.
+    Forget { slot: u32, reply: oneshot::Sender<Result<()>> },
+    /// Write what is dirty and flush.
+    Sync { reply: oneshot::Sender<Result<()>> },
+    /// Finish what is under way, write what is dirty, flush, and end.
+    Close { reply: oneshot::Sender<Result<()>> },
+}
+
+/// What those ask who hold a slot already. They never wait behind those who want one, or both could
+/// wait for ever: the channel has no bound of its own. It never holds more than there are pins.
+pub(crate) enum Urgent {
+    /// Write a host block to disk. Its flight has begun.
+    Write { key: BlockKey, pin: Pin, class: Class },
+    /// Copy a device block into `buf`, which is resized to fit.
+    ReadDevice { pin: Pin, buf: Vec<u8>, reply: oneshot::Sender<Result<Vec<u8>>> },
+}
+
+/// One result per block, in the order of the request, to whoever asked.
+pub(crate) type Reply = Box<dyn FnOnce(Vec<Result<bool>>) + Send>;
+
+/// Closers, answered when the files are closed, and with what.
+pub(crate) struct Farewell {
+    pub(crate) closers: Vec<oneshot::Sender<Result<()>>>,
+    pub(crate) result: Result<()>,
+}
+
+/// The reactor's side of a cache.
+pub(crate) struct Mover<S, C> {
+    shared: Arc<Shared>,
+    storage: S,
+    copy: C,
+    files: Vec<FileId>,
+    budget: Budget,
+    records: RefCell<RecordPages>,
+    /// Outcomes on their way to those who wait for them.
+    answers: RefCell<Vec<(oneshot::Sender<Message>, Message)>>,
+    /// Write-backs under way that nobody awaits.
+    demoting: Cell<u32>,
+    active: Cell<u32>,
+    /// Told whenever `active` goes down.
+    settled: Notify,
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    pub(crate) fn new(shared: Arc<Shared>, storage: S, copy: C) -> Rc<Self> {
+        let config = &shared.config;
+        let files = (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
+        Rc::new(Mover {
+            budget: Budget::new(config.read_bytes_in_flight_max, config.write_bytes_in_flight_max),
+            records: RefCell::default(),
+            answers: RefCell::default(),
+            demoting: Cell::new(0),
+            active: Cell::new(0),
+            settled: Notify::new(),
+            files,
+            shared,
+            storage,
+            copy,
+        })
+    }
+
+    /// Serves commands until the cache is closed or its last handle is gone, then drains.
+    pub(crate) async fn run(
+        self: Rc<Self>,
+        mut commands: mpsc::Receiver<Command>,
+        mut urgent: mpsc::UnboundedReceiver<Urgent>,
+    ) -> Farewell {
+        let _ended = Ended(Arc::clone(&self.shared));
+        let write_back = tokio::task::spawn_local(Rc::clone(&self).write_back_loop());
+        let mut closers = Vec::new();
+        loop {
+            let may_start = self.active.get() < self.shared.config.movements_max;
+            tokio::select! {
+                biased;
+                Some(request) = urgent.recv() => self.start_urgent(request),
+                command = commands.recv(), if may_start => match command {
+                    None => break,
+                    Some(Command::Close { reply }) => {
+                        closers.push(reply);
+                        commands.close();
+                    }
+                    Some(command) => self.start(command),
+                },
+                () = self.settled.notified(), if !may_start => {}
+            }
+        }
+        let result = self.drain(urgent).await;
+        write_back.abort();
+        Farewell { closers, result }
+    }
+
+    fn start(self: &Rc<Self>, command: Command) {
+        let this = Rc::clone(self);
+        match command {
+            Command::Promote { key, to, class } => self.spawn(async move { this.promote(key, to, class).await }),
+            Command::Load { jobs, reply } => self.spawn(async move { reply(this.load(jobs).await) }),
+            Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
+            // A caller that is gone does not want the answer.
+            Command::Forget { slot, reply } => self.spawn(async move {
+                drop(reply.send(this.write_record(slot).await));
+            }),
+            Command::Sync { reply } => self.spawn(async move {
+                drop(reply.send(this.sync().await));
+            }),
+            Command::Close { .. } => unreachable!("run() answers it"),
+        }
+    }
+
+    fn start_urgent(self: &Rc<Self>, request: Urgent) {
+        let this = Rc::clone(self);
+        match request {
+            Urgent::Write { key, pin, class } => self.spawn(this.write(key, pin, class)),
+            Urgent::ReadDevice { pin, buf, reply } => self.spawn(async move {
+                drop(reply.send(this.read_device(pin, buf).await));
+            }),
+        }
+    }
+
+    /// Runs a movement to its end, whoever waits for it.
+    fn spawn(self: &Rc<Self>, movement: impl Future<Output = ()> + 'static) {
+        let active = Active::new(self);
+        tokio::task::spawn_local(async move {
+            movement.await;
+            drop(active);
+        });
+    }
+}
+
+/// Counts a movement while it runs.
+struct Active<S: Storage, C: CopyEngine>(Rc<Mover<S, C>>);
+
+impl<S: Storage, C: CopyEngine> Active<S, C> {
+    fn new(mover: &Rc<Mover<S, C>>) -> Self {
+        mover.active.set(mover.active.get() + 1);
+        mover.shared.metrics.movements.increment(1.0);
+        Active(Rc::clone(mover))
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Drop for Active<S, C> {
+    fn drop(&mut self) {
+        self.0.active.set(self.0.active.get() - 1);
+        self.0.shared.metrics.movements.decrement(1.0);
+        self.0.settled.notify_one();
+    }
+}
+
+/// However the reactor ends, nobody waits for it any longer.
+struct Ended(Arc<Shared>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        self.0.close();
+        self.0.give_up_all_unverified();
+        // Dropping the senders answers the waiters with `Error::Closed`.
+        let flights = self.0.lock().flights.finish_all();
+        drop(flights);
+    }
+}

@@ -1,0 +1,395 @@
+//! Copying up: disk -> host, host -> device, and device -> host where only the device has a block.
+
+use std::{any::Any, rc::Rc, sync::Arc};
+
+use tokio::{sync::oneshot, time::Instant};
+
+use super::{
+    Mover,
+    budget::{Class, Kind},
+    flight::{Message, Outcome},
+    shared::{Filling, Pin, Promotion, Shared},
+    verify::{self, Settled, Unverified},
+};
+use crate::{
+    block::{BlockKey, Route, Segment, Tier},
+    checksum::Digest,
+    copy::{CopyBatch, CopyEngine, Direction, pair_segments},
+    error::{Error, Result},
+    index::EntryId,
+    io::{FileId, Lent, Storage, read_full},
+    tier::device::DevicePool,
+};
+
+/// Where a block will be read from.
+enum Source {
+    /// It is in the host tier after all.
+    Host(Pin),
+    Disk {
+        pin: Pin,
+        file: FileId,
+        offset: u64,
+        checksum: u64,
+    },
+    Device(Pin),
+    /// It is nowhere any more.
+    Gone,
+}
+
+/// What reading a block came to.
+enum Read {
+    /// A pin on it, or nothing: no checksum is wanted.
+    Ended(Option<Pin>),
+    /// It came from disk.
+    Unverified(Unverified),
+}
+
+/// Bytes that are checksummed before the other tasks get a turn: about 15 us.
+const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Makes `key` resident in `to` and answers those who wait for it.
+    pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier, class: Class) {
+        match to {
+            Tier::Host => self.fill_host_for_waiters(&key, class).await,
+            Tier::Device => {
+                let outcome = self.fill_device(&key, class).await;
+                self.land(&key, to, outcome);
+            }
+            Tier::Disk => unreachable!("copies to disk are writes"),
+        }
+    }
+
+    /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error.
+    pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
+        let answers = self.shared.take_answers(key, tier, &outcome);
+        drop(outcome);
+        self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
+    }
+
+    /// Answers waiters when the tasks that are ready now have run. Movements that completed together
+    /// then wake their callers together: waking a thread costs more than most of what it then does.
+    fn answer(self: &Rc<Self>, answers: Vec<(oneshot::Sender<Message>, Message)>) {
+        let first = {
+            let mut waiting = self.answers.borrow_mut();
+            let first = waiting.is_empty();
+            waiting.extend(answers);
+            first && !waiting.is_empty()
+        };
+        if first {
+            let this = Rc::clone(self);
+            self.spawn(async move {
+                tokio::task::yield_now().await;
+                let answers = this.answers.take();
+                // Not under the lock: a waiter that is gone drops its pin here, which takes the lock.
+                for (waiter, answer) in answers {
+                    drop(waiter.send(answer));
+                }
+            });
+        }
+    }
+
+    /// Fills a host slot, and verifies it here: for those on the reactor, and where nobody waits.
+    async fn fill_host(&self, key: &BlockKey, class: Class) -> Outcome {
+        match self.read_host(key, class).await? {
+            Read::Ended(pin) => Ok(pin),
+            Read::Unverified(unverified) => self.verify_here(unverified).await,
+        }
+    }
+
+    async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
+        let matches = checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
+        self.shared.finish_read(unverified, matches)
+    }
+
+    /// Fills a host slot, and leaves it to those who wait for it to verify it.
+    async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey, class: Class) {
+        let outcome = match self.read_host(key, class).await {
+            Ok(Read::Unverified(unverified)) => {
+                let mine = class != Class::Read || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
+                let left = if mine { Err(unverified) } else { self.shared.leave_unverified(key, unverified) };
+                match left {
+                    Ok(tickets) => {
+                        let messages = tickets.into_iter().map(|(waiter, ticket)| (waiter, Message::Verify(ticket)));
+                        return self.answer(messages.collect());
+                    }
+                    Err(unverified) => self.verify_here(unverified).await,
+                }
+            }
+            Ok(Read::Ended(pin)) => Ok(pin),
+            Err(error) => Err(error),
+        };
+        self.land(key, Tier::Host, outcome);
+    }
+
+    async fn read_host(&self, key: &BlockKey, class: Class) -> Result<Read> {
+        let started = Instant::now();
+        // The slot first: while it is waited for nothing is pinned that others could wait for.
+        let filling = self.shared.acquire(Tier::Host).await?;
+        let share = self.budget.take(Kind::Read, class, self.shared.config.slot_bytes() as u64).await;
+        match self.choose_source(key) {
+            Source::Host(pin) => Ok(Read::Ended(Some(pin))),
+            Source::Gone => Ok(Read::Ended(None)),
+            Source::Disk { pin, file, offset, checksum } => {
+                let (result, filling) = self.read_slot(file, offset, filling).await;
+                drop(share);
+                if let Err(source) = result {
+                    self.shared.metrics.read_errors.add(1);
+                    self.shared.unlink(pin, filling, "it cannot be read");
+                    return Err(Error::io("read", self.path_of(file), source));
+                }
+                Ok(Read::Unverified(Unverified { source: pin, filling, checksum, started }))
+            }
+            Source::Device(pin) => {
+                drop(share);
+                let outcome = self.copy_from_device(pin, filling).await?;
+                if outcome.is_some() {
+                    self.shared.metrics.moved(Route::DeviceToHost, self.shared.config.block_bytes, started.elapsed());
+                }
+                Ok(Read::Ended(outcome))
+            }
+        }
+    }
+
+    /// Pins where `key` is, and begins the fill of its host slot.
+    fn choose_source(&self, key: &BlockKey) -> Source {
+        let mut state = self.shared.lock();
+        let Some(id) = state.index.find(key) else { return Source::Gone };
+        if let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit) {
+            return Source::Host(pin);
+        }
+        if state.disk_retired.is_none()
+            && let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::DiskToHost)
+        {
+            let slots = state.disk_slots();
+            let (file, offset) = slots.locate(pin.slot());
+            let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
+            let began = state.index.begin_fill(id, Tier::Host);
+            assert!(began, "flights are single, and stores publish in one step");
+            return Source::Disk { pin, file, offset, checksum };
+        }
+        if let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Device, Route::DeviceToHost) {
+            let began = state.index.begin_fill(id, Tier::Host);
+            assert!(began, "flights are single, and stores publish in one step");
+            return Source::Device(pin);
+        }
+        Source::Gone
+    }
+
+    async fn read_slot(&self, file: FileId, offset: u64, filling: Filling) -> (std::io::Result<()>, Filling) {
+        let slot = filling.slot();
+        let owner: Arc<dyn Any + Send + Sync> = Arc::new(filling);
+        // SAFETY: the range is an unpublished slot, owned by `filling`, which lives in the `Lent`;
+        // `filling` keeps the arena alive.
+        let lent = unsafe {
+            Lent::new(
+                self.shared.host_ptr(slot),
+                self.shared.config.slot_bytes(),
+                self.shared.fixed_buffer(slot),
+                owner,
+            )
+        };
+        let (result, lent) = read_full(&self.storage, file, offset, lent).await;
+        let filling = lent.into_owner().downcast::<Filling>().expect("lent with this owner");
+        (result, Arc::into_inner(filling).expect("the engine keeps no owner"))
+    }
+
+    async fn copy_from_device(&self, pin: Pin, filling: Filling) -> Outcome {
+        let id = pin.id();
+        let source = self.device_segments(pin.slot());
+        let target = [self.host_segment(filling.slot())];
+        let (pin, mut filling, result) = self.copy_owned(&source, &target, self.demote_direction(), pin, filling).await;
+        match result {
+            Ok(()) => {
+                let checksum = checksum_of(filling.bytes_mut()).await;
+                Ok(self.shared.publish_host(id, filling, checksum, Route::DeviceToHost, pin))
+            }
+            Err(error) => {
+                self.shared.metrics.copy_errors.add(1);
+                self.shared.lock().index.abort_fill(id, Tier::Host);
+                Err(error)
+            }
+        }
+    }
+
+    async fn fill_device(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
+        let started = Instant::now();
+        let Some(source) = self.obtain_host(key, class).await? else { return Ok(None) };
+        let id = source.id();
+        let route = match source.route() {
+            Route::DiskToHost => Route::DiskToHostToDevice,
+            _ => Route::HostToDevice,
+        };
+        let filling = self.shared.acquire(Tier::Device).await?;
+        if !self.shared.lock().index.begin_fill(id, Tier::Device) {
+            let pin = Pin::take(&self.shared, &mut self.shared.lock(), id, Tier::Device, Route::DeviceHit);
+            return Ok(pin);
+        }
+        let from = [self.host_segment(source.slot())];
+        let to = self.device_segments(filling.slot());
+        let (source, filling, result) = self.copy_owned(&from, &to, self.promote_direction(), source, filling).await;
+        let mut state = self.shared.lock();
+        if let Err(error) = result {
+            state.index.abort_fill(id, Tier::Device);
+            filling.release(&mut state);
+            source.release(&mut state);
+            drop(state);
+            self.shared.metrics.copy_errors.add(1);
+            return Err(error);
+        }
+        let published = state.index.complete_fill(id, Tier::Device, filling.slot());
+        let pin = if published {
+            filling.published();
+            Pin::take(&self.shared, &mut state, id, Tier::Device, route)
+        } else {
+            filling.release(&mut state);
+            None
+        };
+        source.release(&mut state);
+        drop(state);
+        self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
+        Ok(pin)
+    }
+
+    /// Pins `key` in host memory, promoting it first where it must be.
+    pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
+        loop {
+            let receiver = match self.shared.promote(key, Tier::Host)?.0 {
+                Promotion::Hit(pin) => return Ok(Some(pin)),
+                Promotion::Miss => return Ok(None),
+                Promotion::Joined(receiver) => receiver,
+                Promotion::Started(receiver) => {
+                    let outcome = self.fill_host(key, class).await;
+                    self.land(key, Tier::Host, outcome);
+                    receiver
+                }
+            };
+            if let Settled::Ended(outcome) = self.shared.settle(receiver).await {
+                return outcome;
+            }
+        }
+    }
+
+    /// Copies between a full slot and one that is being filled; both come back with the result.
+    async fn copy_owned(
+        &self,
+        from: &[Segment],
+        to: &[Segment],
+        direction: Direction,
+        source: Pin,
+        filling: Filling,
+    ) -> (Pin, Filling, Result<()>) {
+        let ops = match pair_segments(from, to) {
+            Ok(ops) => ops,
+            Err(error) => return (source, filling, Err(error)),
+        };
+        // SAFETY: the source is pinned and the target unpublished, and both guards travel with the
+        // batch; slots of different tiers do not overlap.
+        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(source), Arc::new(filling)]) };
+        let (result, batch) = self.copy.copy(batch).await;
+        let mut owners = batch.into_owners();
+        let filling = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Filling>().ok()?));
+        let source = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Pin>().ok()?));
+        let (source, filling) = (source.expect("second of two owners"), filling.expect("first of two owners"));
+        (source, filling, result)
+    }
+
+    /// A device block's bytes, for a caller on the host.
+    pub(super) async fn read_device(&self, pin: Pin, buf: Vec<u8>) -> Result<Vec<u8>> {
+        let mut buf = buf;
+        buf.resize(self.shared.config.block_bytes, 0);
+        let to = [Segment { ptr: buf.as_mut_ptr(), len: buf.len() }];
+        let ops = pair_segments(&self.device_segments(pin.slot()), &to)?;
+        // SAFETY: the device slot is pinned and `buf` is owned: both travel with the batch, and a
+        // moved Vec keeps its heap memory where it is.
+        let batch = unsafe { CopyBatch::new(ops, self.demote_direction(), vec![Arc::new(pin), Arc::new(buf)]) };
+        let (result, batch) = self.copy.copy(batch).await;
+        let buf = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast::<Vec<u8>>().ok()?));
+        result.map(|()| buf.expect("the second of two owners"))
+    }
+
+    pub(super) fn host_segment(&self, slot: u32) -> Segment {
+        Segment { ptr: self.shared.host_ptr(slot).as_ptr(), len: self.shared.config.block_bytes }
+    }
+
+    fn device_segments(&self, slot: u32) -> Vec<Segment> {
+        self.device().segments(slot).collect()
+    }
+
+    fn device(&self) -> &DevicePool {
+        self.shared.device.as_ref().expect("device slots and regions exist only with a device")
+    }
+
+    /// Which way a copy from the host to the device goes: simulated devices are host memory.
+    pub(super) fn promote_direction(&self) -> Direction {
+        self.device().memory().promote_direction()
+    }
+
+    /// Which way a copy from the device to the host goes.
+    pub(super) fn demote_direction(&self) -> Direction {
+        self.device().memory().demote_direction()
+    }
+}
+
+impl Shared {
+    /// Makes a filled host slot visible, pinned for the first waiter. `None` if the block was
+    /// removed meanwhile.
+    pub(super) fn publish_host(
+        self: &Arc<Self>,
+        id: EntryId,
+        filling: Filling,
+        checksum: u64,
+        route: Route,
+        source: Pin,
+    ) -> Option<Pin> {
+        let mut state = self.lock();
+        let published = state.index.complete_fill(id, Tier::Host, filling.slot());
+        let pin = if published {
+            state.host_checksums[filling.slot() as usize] = checksum;
+            filling.published();
+            Pin::take(self, &mut state, id, Tier::Host, route)
+        } else {
+            filling.release(&mut state);
+            None
+        };
+        source.release(&mut state);
+        pin
+    }
+
+    /// A block that cannot be had from its disk slot: forgotten there, and the slot set aside.
+    pub(super) fn unlink(&self, pin: Pin, filling: Filling, why: &str) {
+        let (id, slot) = (pin.id(), pin.slot());
+        let mut state = self.lock();
+        state.index.abort_fill(id, Tier::Host);
+        pin.release(&mut state);
+        let mut quarantined = None;
+        if state.index.slot(id, Tier::Disk) == Some(slot) && state.index.drop_copy(id, Tier::Disk).is_some() {
+            let slots = state.disk_slots();
+            slots.clear(slot);
+            slots.quarantine(slot);
+            quarantined = Some(slots.quarantined_count());
+        }
+        filling.release(&mut state);
+        drop(state);
+        tracing::warn!(slot, why, "a block on disk was given up and its slot quarantined");
+        if let Some(count) = quarantined {
+            self.metrics.quarantined.add(1);
+            let limit = self.config.quarantine_max;
+            if count > limit {
+                self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
+            }
+        }
+    }
+}
+
+/// The checksum of a block, with turns for the other tasks between chunks.
+pub(super) async fn checksum_of(bytes: &[u8]) -> u64 {
+    let mut digest = Digest::new();
+    for (i, chunk) in bytes.chunks(CHECKSUM_CHUNK_BYTES).enumerate() {
+        if i > 0 {
+            crate::io::yield_now().await;
+        }
+        digest.update(chunk);
+    }
+    digest.finish()
+}

@@ -1,0 +1,504 @@
+//! What callers and the reactor share: the index, the free slots and the flights under one short
+//! lock, and the memory behind the slots.
+
+use std::{
+    collections::BTreeSet,
+    ptr::NonNull,
+    sync::{Arc, MutexGuard},
+};
+
+use tokio::sync::{Notify, oneshot};
+
+use super::{
+    flight::{Flights, Joined, Message},
+    verify::Ticket,
+};
+use crate::{
+    block::{BlockKey, Route, Tier},
+    config::{Config, WritePolicy},
+    error::{Error, Result},
+    index::{EntryId, Index},
+    metrics::Metrics,
+    sync::Mutex,
+    tier::{arena::Arena, device::DevicePool, disk::DiskSlots},
+};
+
+/// State under the lock. No I/O, no await, no allocation that grows with the cache.
+pub(crate) struct State {
+    pub(crate) index: Index,
+    /// Free slots of the device and the host tier; the disk's are kept by [`DiskSlots`].
+    free: [Vec<u32>; 2],
+    pub(crate) disk: Option<DiskSlots>,
+    pub(crate) flights: Flights,
+    /// Checksum of the block in each host slot.
+    pub(crate) host_checksums: Vec<u64>,
+    /// Generation of the next record.
+    pub(crate) generation: u64,
+    /// Callers waiting for a slot, per tier.
+    slot_waiters: [u32; Tier::COUNT],
+    /// Why the disk tier takes no more blocks and serves none, once it does not.
+    pub(crate) disk_retired: Option<String>,
+    /// Blocks of the host tier that the disk tier must take before they may go.
+    pub(crate) dirty: BTreeSet<BlockKey>,
+    closed: bool,
+}
+
+/// What callers and the reactor share.
+pub(crate) struct Shared {
+    pub(crate) config: Config,
+    state: Mutex<State>,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) device: Option<DevicePool>,
+    pub(crate) metrics: Metrics,
+    slot_freed: [Notify; Tier::COUNT],
+    /// Wakes the write-back task.
+    pub(crate) write_back: Notify,
+}
+
+/// What a look-up came to.
+pub(crate) enum Found {
+    /// Resident in the wanted tier, and now pinned there.
+    Hit(Pin),
+    /// Resident in another tier only.
+    Elsewhere,
+    /// Resident nowhere.
+    Miss,
+}
+
+/// A block that is resident no more.
+pub(crate) struct Removed {
+    /// The disk slot whose record still names it.
+    pub(crate) disk_slot: Option<u32>,
+}
+
+/// What asking for a promotion came to.
+pub(crate) enum Promotion {
+    /// It is there already.
+    Hit(Pin),
+    /// It is nowhere.
+    Miss,
+    /// A movement is under way; its outcome comes here.
+    Joined(oneshot::Receiver<Message>),
+    /// The caller must start the movement; its outcome comes here.
+    Started(oneshot::Receiver<Message>),
+}
+
+impl Shared {
+    /// `index` and `disk` as recovery left them.
+    pub(crate) fn new(
+        config: Config,
+        arena: Arc<Arena>,
+        device: Option<DevicePool>,
+        index: Index,
+        disk: Option<DiskSlots>,
+        generation: u64,
+        metrics: Metrics,
+    ) -> Self {
+        let ascending_from_the_end = |slots: u32| (0..slots).rev().collect::<Vec<_>>();
+        let state = State {
+            index,
+            free: [ascending_from_the_end(config.device_blocks), ascending_from_the_end(config.host_blocks)],
+            disk,
+            flights: Flights::default(),
+            host_checksums: vec![0; config.host_blocks as usize],
+            generation,
+            slot_waiters: [0; Tier::COUNT],
+            disk_retired: None,
+            dirty: BTreeSet::new(),
+            closed: false,
+        };
+        Shared {
+            config,
+            state: Mutex::new(state),
+            arena,
+            device,
+            metrics,
+            slot_freed: Default::default(),
+            write_back: Notify::new(),
+        }
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock()
+    }
+
+    /// Looks `key` up, pins it in `tier` if it is resident there, and counts the use.
+    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
+        let mut state = self.lock();
+        state.check_open()?;
+        let Some(id) = state.index.find(key) else {
+            drop(state);
+            self.metrics.misses.add(1);
+            return Ok(Found::Miss);
+        };
+        if let Some(slot) = state.pin_used(id, tier) {
+            drop(state);
+            let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
+            self.metrics.tier(tier).hits.add(1);
+            self.metrics.hit(route, self.config.block_bytes);
+            return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route }));
+        }
+        if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
+            return Ok(Found::Elsewhere);
+        }
+        drop(state);
+        self.metrics.misses.add(1);
+        Ok(Found::Miss)
+    }
+
+    /// Starts or joins the movement that makes `key` resident in `tier`; also says where it was
+    /// found. Counts no hit and no miss: this may be one step of a larger movement.
+    pub(crate) fn promote(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<(Promotion, Option<Tier>)> {
+        let mut state = self.lock();
+        state.check_open()?;
+        let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
+        let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
+        if let Some(pin) = Pin::take(self, &mut state, id, tier, route) {
+            return Ok((Promotion::Hit(pin), Some(tier)));
+        }
+        let source = state.index.best_tier(id);
+        let waiters_max = self.config.waiters_max;
+        match state.flights.join(key, tier, waiters_max) {
+            Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
+            Joined::Unverified => return Ok((Promotion::Joined(self.ticket(&mut state, key)), source)),
+            Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Joined::None => {}
+        }
+        if source.is_none() {
+            return Ok((Promotion::Miss, None));
+        }
+        state.index.touch(id);
+        state.index.hit(id);
+        Ok((Promotion::Started(state.flights.begin(key, tier)), source))
+    }
+
+    /// A receiver that has a ticket already.
+    fn ticket(self: &Arc<Self>, state: &mut State, key: &BlockKey) -> oneshot::Receiver<Message> {
+        let (sender, receiver) = oneshot::channel();
+        let flight = state.flights.get_mut(key, Tier::Host).expect("it was just joined");
+        let sent = sender.send(Message::Verify(Ticket::new(self, *key, flight)));
+        assert!(sent.is_ok(), "the receiver is here");
+        receiver
+    }
+
+    /// A slot of `tier` that is nobody's: a free one, or the coldest block's. Waits where there is
+    /// neither. Cancel safe.
+    pub(crate) async fn acquire(self: &Arc<Self>, tier: Tier) -> Result<Filling> {
+        loop {
+            let freed = self.slot_freed[tier as usize].notified();
+            tokio::pin!(freed);
+            // Registered before the look, so that no release between the two is lost.
+            freed.as_mut().enable();
+            let _waiting = {
+                let mut state = self.lock();
+                if let Some(slot) = self.take_slot(&mut state, tier) {
+                    return Ok(Filling { shared: Some(Arc::clone(self)), tier, slot });
+                }
+                state.check_may_wait(tier)?;
+                if state.slot_waiters[tier as usize] >= self.config.waiters_max {
+                    return Err(self.busy("waiters for a slot", u64::from(self.config.waiters_max), "waiters_max"));
+                }
+                state.slot_waiters[tier as usize] += 1;
+                SlotWaiter { shared: self, tier }
+            };
+            freed.await;
+        }
+    }
+
+    fn take_slot(&self, state: &mut State, tier: Tier) -> Option<u32> {
+        let slot = state.pop_free(tier).or_else(|| {
+            let victim = state.index.victim(tier)?;
+            let slot = state.index.evict(victim, tier);
+            self.metrics.tier(tier).evictions.add(1);
+            if tier == Tier::Disk {
+                state.disk_slots().clear(slot);
+            }
+            Some(slot)
+        });
+        if tier == Tier::Host && self.write_back_is_due(state, 0, self.config.low_watermark) {
+            self.write_back.notify_one();
+        }
+        slot
+    }
+
+    /// True where too few host slots could be given up at once, and write-back could help.
+    /// `demoting` are on their way already.
+    pub(crate) fn write_back_is_due(&self, state: &State, demoting: u32, watermark: f64) -> bool {
+        if self.config.write_policy != WritePolicy::WriteBack || state.index.demotable_len(Tier::Host) == 0 {
+            return false;
+        }
+        let available = state.free[Tier::Host as usize].len() + state.index.evictable(Tier::Host) + demoting as usize;
+        // At least one, so that a tiny tier is never stuck with dirty blocks only.
+        let wanted = (f64::from(self.config.host_blocks) * watermark).ceil().max(1.0);
+        (available as f64) < wanted
+    }
+
+    /// Gives a slot back that holds nothing.
+    fn release_slot(&self, state: &mut State, tier: Tier, slot: u32) {
+        state.push_free(tier, slot);
+        self.slot_became_available(state, tier);
+    }
+
+    /// Wakes a waiter for a slot of `tier`, if there is one.
+    pub(crate) fn slot_became_available(&self, state: &State, tier: Tier) {
+        if state.slot_waiters[tier as usize] > 0 {
+            self.slot_freed[tier as usize].notify_one();
+        }
+    }
+
+    fn unpin(&self, state: &mut State, id: EntryId, tier: Tier) {
+        let unpin = state.index.unpin(id, tier);
+        if let Some(slot) = unpin.freed {
+            if tier == Tier::Disk {
+                state.disk_slots().clear(slot);
+            }
+            state.push_free(tier, slot);
+        }
+        if unpin.freed.is_some() || unpin.evictable {
+            self.slot_became_available(state, tier);
+        }
+        if tier == Tier::Host && state.slot_waiters[tier as usize] > 0 && self.write_back_is_due(state, 0, 0.0) {
+            self.write_back.notify_one();
+        }
+    }
+
+    /// Forgets `key`; `None` if it was resident nowhere. Pinned copies stay until their last reader
+    /// is done.
+    pub(crate) fn remove(&self, key: &BlockKey) -> Result<Option<Removed>> {
+        let mut state = self.lock();
+        state.check_open()?;
+        let Some(id) = state.index.find(key) else { return Ok(None) };
+        if state.index.best_tier(id).is_none() {
+            return Ok(None);
+        }
+        let disk_slot = state.index.slot(id, Tier::Disk);
+        state.dirty.remove(key);
+        for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
+            let Some(slot) = slot else { continue };
+            if tier == Tier::Disk {
+                state.disk_slots().clear(slot);
+            }
+            state.push_free(tier, slot);
+            self.slot_became_available(&state, tier);
+        }
+        Ok(Some(Removed { disk_slot }))
+    }
+
+    /// Refuses every call from now on, and wakes those who wait for slots.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+        for notify in &self.slot_freed {
+            notify.notify_waiters();
+        }
+    }
+
+    /// Takes the disk tier out of service. Host and device keep serving.
+    pub(crate) fn retire_disk(&self, reason: String) {
+        let mut state = self.lock();
+        if state.disk_retired.is_none() {
+            tracing::error!(reason, "the disk tier is out of service");
+            state.disk_retired = Some(reason);
+        }
+        drop(state);
+        self.slot_freed[Tier::Disk as usize].notify_waiters();
+    }
+
+    pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
+        self.metrics.busy.add(1);
+        Error::Busy { what, limit, setting }
+    }
+
+    /// The registered buffer around a host slot.
+    pub(crate) fn fixed_buffer(&self, slot: u32) -> Option<u16> {
+        Some(self.arena.chunk_of(slot))
+    }
+
+    /// First byte of a host slot.
+    pub(crate) fn host_ptr(&self, slot: u32) -> NonNull<u8> {
+        self.arena.slot_ptr(slot)
+    }
+}
+
+impl State {
+    pub(crate) fn check_open(&self) -> Result<()> {
+        if self.closed { Err(Error::Closed) } else { Ok(()) }
+    }
+
+    /// After the close host and device slots may never come free: readers hold them for as long as
+    /// they like. Disk slots do, as the movements that hold them end; the last write-back needs them.
+    fn check_may_wait(&self, tier: Tier) -> Result<()> {
+        match (tier, &self.disk_retired) {
+            (Tier::Disk, None) => Ok(()),
+            (Tier::Disk, Some(reason)) => Err(Error::Unavailable { tier: "disk", reason: reason.clone() }),
+            _ => self.check_open(),
+        }
+    }
+
+    pub(crate) fn disk_slots(&mut self) -> &mut DiskSlots {
+        self.disk.as_mut().expect("only a cache with a disk tier has disk slots")
+    }
+
+    /// Free slots of a tier.
+    pub(crate) fn free_slots(&self, tier: Tier) -> usize {
+        match tier {
+            Tier::Disk => self.disk.as_ref().map_or(0, |slots| slots.free_count() as usize),
+            tier => self.free[tier as usize].len(),
+        }
+    }
+
+    /// Pins `id` where it is resident in `tier`, and counts the use in every tier.
+    fn pin_used(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
+        let slot = self.index.pin(id, tier)?;
+        self.index.touch(id);
+        self.index.hit(id);
+        Some(slot)
+    }
+
+    fn pop_free(&mut self, tier: Tier) -> Option<u32> {
+        match tier {
+            Tier::Disk => self.disk.as_mut()?.alloc(),
+            tier => self.free[tier as usize].pop(),
+        }
+    }
+
+    fn push_free(&mut self, tier: Tier, slot: u32) {
+        match tier {
+            Tier::Disk => self.disk_slots().release(slot),
+            tier => self.free[tier as usize].push(slot),
+        }
+    }
+}
+
+/// Counts a waiter for a slot for as long as it waits.
+struct SlotWaiter<'a> {
+    shared: &'a Shared,
+    tier: Tier,
+}
+
+impl Drop for SlotWaiter<'_> {
+    fn drop(&mut self) {
+        self.shared.lock().slot_waiters[self.tier as usize] -= 1;
+    }
+}
+
+/// A slot that is being filled: nobody else's until it is published or dropped.
+pub(crate) struct Filling {
+    /// `None` once published.
+    shared: Option<Arc<Shared>>,
+    tier: Tier,
+    slot: u32,
+}
+
+impl Filling {
+    pub(crate) fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    /// The slot now belongs to the index. Call under the lock that published it.
+    pub(crate) fn published(mut self) {
+        self.shared = None;
+    }
+
+    /// Drops it for a holder of the lock.
+    pub(crate) fn release(mut self, state: &mut State) {
+        if let Some(shared) = self.shared.take() {
+            shared.release_slot(state, self.tier, self.slot);
+        }
+    }
+
+    /// The block-sized start of a host slot.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        assert_eq!(self.tier, Tier::Host, "only host slots are readable");
+        let shared = self.shared.as_ref().expect("not published while it can be named");
+        // SAFETY: as in `bytes_mut`; `&self` excludes writers, and the arena was zeroed at first.
+        unsafe { std::slice::from_raw_parts(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
+    }
+
+    /// The same, writable.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        assert_eq!(self.tier, Tier::Host, "only host slots are writable");
+        let shared = self.shared.as_ref().expect("not published while it can be named");
+        // SAFETY: an unpublished slot is this value's alone, and `&mut self` is the only access; the
+        // arena lives as long as `shared`, and every slot has at least `block_bytes`.
+        unsafe { std::slice::from_raw_parts_mut(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
+    }
+}
+
+impl Drop for Filling {
+    fn drop(&mut self) {
+        if let Some(shared) = &self.shared {
+            shared.release_slot(&mut shared.lock(), self.tier, self.slot);
+        }
+    }
+}
+
+/// A reader's hold on a full slot: it is neither evicted nor reused until this is dropped.
+///
+/// Never dropped under the lock: a holder of the lock [releases](Pin::release) it.
+pub(crate) struct Pin {
+    /// `None` once released.
+    shared: Option<Arc<Shared>>,
+    id: EntryId,
+    tier: Tier,
+    slot: u32,
+    route: Route,
+}
+
+impl Pin {
+    /// Pins `id`, if it is resident in `tier`, for a holder of the lock.
+    pub(crate) fn take(shared: &Arc<Shared>, state: &mut State, id: EntryId, tier: Tier, route: Route) -> Option<Pin> {
+        let slot = state.index.pin(id, tier)?;
+        Some(Pin { shared: Some(Arc::clone(shared)), id, tier, slot, route })
+    }
+
+    /// Drops it for a holder of the lock.
+    pub(crate) fn release(mut self, state: &mut State) {
+        if let Some(shared) = self.shared.take() {
+            shared.unpin(state, self.id, self.tier);
+        }
+    }
+
+    pub(crate) fn id(&self) -> EntryId {
+        self.id
+    }
+
+    pub(crate) fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    pub(crate) fn route(&self) -> Route {
+        self.route
+    }
+
+    /// Another pin on the same copy.
+    pub(crate) fn again(&self) -> Result<Pin> {
+        let shared = self.shared();
+        let pin = Pin::take(shared, &mut shared.lock(), self.id, self.tier, self.route);
+        pin.ok_or_else(|| Error::Argument {
+            what: "lease",
+            found: "a lease on a removed block".into(),
+            expected: "a lease on a block that is still resident".into(),
+        })
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        self.shared.as_ref().expect("not released while it can be named")
+    }
+
+    /// The block, where it is in host memory.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        assert_eq!(self.tier, Tier::Host, "only host slots are readable");
+        let shared = self.shared();
+        // SAFETY: the slot is full and pinned, so nobody writes to it while `self` lives; the arena
+        // lives as long as `shared`, and every slot has at least `block_bytes`.
+        unsafe { std::slice::from_raw_parts(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        if let Some(shared) = self.shared.take() {
+            shared.unpin(&mut shared.lock(), self.id, self.tier);
+        }
+    }
+}

@@ -1,0 +1,38 @@
+//! The ordered end: no new work, finish what is under way, write what is dirty, flush.
+
+use std::rc::Rc;
+
+use tokio::sync::mpsc;
+
+use super::{Mover, Urgent};
+use crate::{copy::CopyEngine, error::Result, io::Storage, tier::disk::PageId};
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Ends the cache's life on disk. The command channel is closed already.
+    pub(super) async fn drain(self: &Rc<Self>, mut urgent: mpsc::UnboundedReceiver<Urgent>) -> Result<()> {
+        self.shared.close();
+        self.shared.give_up_all_unverified();
+        // A flight that has begun is under way, in the channel, or about to be sent by its caller.
+        while self.active.get() > 0 || self.shared.lock().flights.len() > 0 {
+            tokio::select! {
+                biased;
+                Some(request) = urgent.recv() => self.start_urgent(request),
+                () = self.settled.notified() => {}
+            }
+        }
+        if self.files.is_empty() {
+            return Ok(());
+        }
+        // The use order of this run is what the next one starts from.
+        if let Some(slots) = &mut self.shared.lock().disk {
+            for page in 0..slots.stripe().pages() {
+                slots.mark_stale(PageId(page));
+            }
+        }
+        let result = self.sync().await;
+        while self.active.get() > 0 {
+            self.settled.notified().await;
+        }
+        result
+    }
+}

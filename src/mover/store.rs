@@ -1,0 +1,138 @@
+//! Making a filled host slot visible, and what the write policy wants done then.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::{
+    flight::{Joined, Message},
+    shared::{Filling, Pin, Shared, State},
+    verify::Settled,
+};
+use crate::{
+    block::{BlockKey, Route, Tier},
+    config::WritePolicy,
+    error::Result,
+    index::EntryId,
+};
+
+/// What a store has still to do.
+pub(crate) enum Committed {
+    /// Nothing: the policy is satisfied.
+    Done,
+    /// Another write of the same block is under way; its outcome comes here.
+    Join(oneshot::Receiver<Message>),
+    /// The block must be written; the flight has begun, the reactor must be asked.
+    Write(Pin, oneshot::Receiver<Message>),
+}
+
+impl Shared {
+    /// What is to be done for a block that is resident already; `None` where its bytes are needed.
+    pub(crate) fn store_known(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        parent: Option<&BlockKey>,
+    ) -> Result<Option<Committed>> {
+        let mut state = self.lock();
+        state.check_open()?;
+        let Some(id) = state.index.find(key) else { return Ok(None) };
+        let on_disk = state.index.slot(id, Tier::Disk).is_some() && state.disk_retired.is_none();
+        if !on_disk && state.index.slot(id, Tier::Host).is_none() {
+            return Ok(None);
+        }
+        if parent.is_some() {
+            state.index.insert(*key, parent.copied());
+        }
+        state.index.touch(id);
+        self.metrics.stores_known.add(1);
+        self.apply_policy(&mut state, id, key).map(Some)
+    }
+
+    /// Makes a filled host slot visible under `key`.
+    pub(crate) fn commit(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        parent: Option<&BlockKey>,
+        filling: Filling,
+        checksum: u64,
+    ) -> Result<Committed> {
+        let mut state = self.lock();
+        if let Err(error) = state.check_open() {
+            filling.release(&mut state);
+            return Err(error);
+        }
+        let id = state.index.insert(*key, parent.copied());
+        if state.index.begin_fill(id, Tier::Host) {
+            let published = state.index.complete_fill(id, Tier::Host, filling.slot());
+            assert!(published, "nothing can come between the two");
+            state.host_checksums[filling.slot() as usize] = checksum;
+            filling.published();
+            self.metrics.stores.add(1);
+        } else {
+            // Stored by someone else meanwhile, or being read from disk: the same bytes either way.
+            filling.release(&mut state);
+            self.metrics.stores_known.add(1);
+        }
+        self.apply_policy(&mut state, id, key)
+    }
+
+    fn apply_policy(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
+        if self.config.disks.is_empty() || state.index.slot(id, Tier::Disk).is_some() {
+            return Ok(Committed::Done);
+        }
+        match self.config.write_policy {
+            WritePolicy::WriteThrough => self.begin_write(state, id, key),
+            WritePolicy::WriteThroughSelective => Ok(Committed::Done),
+            WritePolicy::WriteBack => {
+                if state.disk_retired.is_none() && state.index.slot(id, Tier::Host).is_some() {
+                    state.index.set_dirty(id, Tier::Host, true);
+                    state.dirty.insert(*key);
+                }
+                Ok(Committed::Done)
+            }
+        }
+    }
+
+    /// Starts or joins the write of a host block to disk.
+    pub(crate) fn begin_write(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
+        let waiters_max = self.config.waiters_max;
+        match state.flights.join(key, Tier::Disk, waiters_max) {
+            Joined::Waiting(receiver) => return Ok(Committed::Join(receiver)),
+            Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Joined::Unverified => unreachable!("only reads are verified"),
+            Joined::None => {}
+        }
+        let Some(pin) = Pin::take(self, state, id, Tier::Host, Route::HostHit) else { return Ok(Committed::Done) };
+        Ok(Committed::Write(pin, state.flights.begin(key, Tier::Disk)))
+    }
+
+    /// Waits for a write to disk.
+    pub(crate) async fn written(self: &Arc<Self>, receiver: oneshot::Receiver<Message>) -> Result<()> {
+        match self.settle(receiver).await {
+            Settled::Ended(outcome) => outcome.map(drop),
+            Settled::AskAgain => unreachable!("only reads are verified"),
+        }
+    }
+
+    /// For `write_through_selective`: begins the write of a block that has been hit often enough
+    /// and is not on disk. Its outcome is nobody's.
+    pub(crate) fn selected_for_disk(self: &Arc<Self>, key: &BlockKey) -> Option<Pin> {
+        let mut state = self.lock();
+        let id = state.index.find(key)?;
+        let wanted = state.index.hits(id) >= self.config.selective_hits
+            && state.index.slot(id, Tier::Disk).is_none()
+            && state.disk_retired.is_none()
+            && !state.flights.contains(key, Tier::Disk);
+        if !wanted {
+            return None;
+        }
+        if state.flights.len() >= self.config.background_max as usize {
+            self.metrics.background_refused.add(1);
+            return None;
+        }
+        match self.begin_write(&mut state, id, key) {
+            Ok(Committed::Write(pin, _nobody)) => Some(pin),
+            _ => None,
+        }
+    }
+}

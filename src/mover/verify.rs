@@ -1,0 +1,210 @@
+//! Verification by those who wait.
+//!
+//! A checksum over a block that has just come from disk costs as much as all else that a fetch does.
+//! On the reactor it would bound the throughput of the whole cache by one core. So a block that
+//! callers wait for is left unverified with its flight, each of them is sent a [`Ticket`], and the
+//! first one that is polled verifies the block in that poll and answers the others. Nobody sees the
+//! block before that. A caller that never polls again holds up nobody: any ticket will do, and
+//! whoever comes later gets one too. When the last ticket is dropped the block is given up, whole.
+//!
+//! The reactor verifies what nobody waits for, and blocks so large that one poll would take long.
+
+use std::sync::Arc;
+
+use tokio::{sync::oneshot, time::Instant};
+
+use super::{
+    flight::{Joined, Message, Outcome},
+    shared::{Filling, Pin, Shared, State},
+};
+use crate::{
+    block::{BlockKey, Route, Tier},
+    checksum::checksum,
+    error::Error,
+};
+
+/// Larger blocks are verified on the reactor, in pieces: at most about 100 us in one poll.
+pub(super) const BLOCK_BYTES_MAX: usize = 1 << 20;
+
+/// A block that has been read from disk into its host slot, and not yet verified.
+pub(crate) struct Unverified {
+    /// Holds the disk slot that it came from.
+    pub(super) source: Pin,
+    pub(super) filling: Filling,
+    /// What its checksum must be.
+    pub(super) checksum: u64,
+    pub(super) started: Instant,
+}
+
+/// The right to verify a block, and the duty to say so when it is not used.
+pub(crate) struct Ticket {
+    /// `None` once redeemed.
+    shared: Option<Arc<Shared>>,
+    key: BlockKey,
+    /// The flight's number: by the time a ticket is used another may be under way.
+    flight: u64,
+}
+
+/// What a waiter is left with.
+pub(crate) enum Settled {
+    /// The movement has ended.
+    Ended(Outcome),
+    /// It ended without this waiter, and the block may have moved on: ask anew.
+    AskAgain,
+}
+
+enum Redeemed {
+    Ended(Outcome),
+    /// Another thread is at it.
+    Wait(oneshot::Receiver<Message>),
+    AskAgain,
+}
+
+impl Ticket {
+    /// A ticket for the block of `flight`, for a holder of the lock.
+    pub(super) fn new(shared: &Arc<Shared>, key: BlockKey, flight: &mut super::flight::Flight) -> Self {
+        flight.tickets += 1;
+        Ticket { shared: Some(Arc::clone(shared)), key, flight: flight.number }
+    }
+
+    fn redeem(mut self) -> Redeemed {
+        let shared = self.shared.take().expect("a ticket is redeemed once");
+        let key = self.key;
+        let mut state = shared.lock();
+        let waiters_max = shared.config.waiters_max;
+        let mine = state.flights.get_mut(&key, Tier::Host).filter(|flight| flight.number == self.flight);
+        let Some(flight) = mine else {
+            let found = state.index.find(&key);
+            let pin = found.and_then(|id| Pin::take(&shared, &mut state, id, Tier::Host, Route::DiskToHost));
+            return pin.map_or(Redeemed::AskAgain, |pin| Redeemed::Ended(Ok(Some(pin))));
+        };
+        flight.tickets -= 1;
+        match flight.unverified.take() {
+            Some(unverified) => {
+                drop(state);
+                Redeemed::Ended(shared.verify(&key, unverified))
+            }
+            None => match state.flights.join(&key, Tier::Host, waiters_max) {
+                Joined::Waiting(receiver) => Redeemed::Wait(receiver),
+                _ => Redeemed::AskAgain,
+            },
+        }
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let Some(shared) = self.shared.take() else { return };
+        let mut state = shared.lock();
+        let mine = state.flights.get_mut(&self.key, Tier::Host).filter(|flight| flight.number == self.flight);
+        let Some(flight) = mine else { return };
+        flight.tickets -= 1;
+        if flight.tickets == 0 && flight.unverified.is_some() {
+            shared.give_up_unverified(&mut state, &self.key);
+        }
+    }
+}
+
+impl Shared {
+    /// Waits for a movement, and verifies the block if that falls to this waiter.
+    pub(crate) async fn settle(self: &Arc<Self>, mut receiver: oneshot::Receiver<Message>) -> Settled {
+        loop {
+            match receiver.await {
+                Err(_) => return Settled::Ended(Err(Error::Closed)),
+                Ok(Message::Ended(outcome)) => return Settled::Ended(outcome),
+                Ok(Message::Verify(ticket)) => match ticket.redeem() {
+                    Redeemed::Ended(outcome) => return Settled::Ended(outcome),
+                    Redeemed::AskAgain => return Settled::AskAgain,
+                    Redeemed::Wait(again) => receiver = again,
+                },
+            }
+        }
+    }
+
+    /// Verifies a block and ends its flight.
+    fn verify(self: &Arc<Self>, key: &BlockKey, mut unverified: Unverified) -> Outcome {
+        let matches = checksum(unverified.filling.bytes_mut()) == unverified.checksum;
+        let outcome = self.finish_read(unverified, matches);
+        let mut outcome = Some(outcome);
+        let answers = self.take_answers(key, Tier::Host, outcome.as_ref().expect("just made"));
+        for (waiter, answer) in answers {
+            drop(waiter.send(Message::Ended(answer)));
+        }
+        outcome.take().expect("just made")
+    }
+
+    /// Publishes a block that matched, or gives it up for good; a pin for who verified it.
+    pub(super) fn finish_read(self: &Arc<Self>, unverified: Unverified, matches: bool) -> Outcome {
+        let Unverified { source, filling, checksum, started } = unverified;
+        if !matches {
+            self.metrics.checksum_failures.add(1);
+            self.unlink(source, filling, "its checksum does not match");
+            return Ok(None);
+        }
+        self.metrics.moved(Route::DiskToHost, self.config.block_bytes, started.elapsed());
+        Ok(self.publish_host(source.id(), filling, checksum, Route::DiskToHost, source))
+    }
+
+    /// Ends a flight; each waiter's answer is the caller's to send when the lock is released.
+    pub(super) fn take_answers(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        tier: Tier,
+        outcome: &Outcome,
+    ) -> Vec<(oneshot::Sender<Message>, Outcome)> {
+        let mut state = self.lock();
+        let waiters = state.flights.finish(key, tier);
+        waiters
+            .into_iter()
+            .map(|waiter| {
+                let answer = match outcome {
+                    Ok(Some(pin)) => Ok(Pin::take(self, &mut state, pin.id(), tier, pin.route())),
+                    Ok(None) => Ok(None),
+                    Err(error) => Err(error.clone()),
+                };
+                (waiter, answer)
+            })
+            .collect()
+    }
+
+    /// Leaves a block with its flight, for its waiters to verify: a ticket for each of them. Gives
+    /// it back where nobody waits.
+    pub(super) fn leave_unverified(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        unverified: Unverified,
+    ) -> Result<Vec<(oneshot::Sender<Message>, Ticket)>, Unverified> {
+        let mut state = self.lock();
+        if state.check_open().is_err() {
+            return Err(unverified);
+        }
+        let Some(flight) = state.flights.get_mut(key, Tier::Host) else { return Err(unverified) };
+        flight.waiters.retain(|waiter| !waiter.is_closed());
+        if flight.waiters.is_empty() {
+            return Err(unverified);
+        }
+        flight.unverified = Some(unverified);
+        let waiters = std::mem::take(&mut flight.waiters);
+        Ok(waiters.into_iter().map(|waiter| (waiter, Ticket::new(self, *key, flight))).collect())
+    }
+
+    /// Gives up a block that nobody wants any longer: its slot is free, the disk keeps it.
+    fn give_up_unverified(&self, state: &mut State, key: &BlockKey) {
+        let unverified = state.flights.get_mut(key, Tier::Host).and_then(|flight| flight.unverified.take());
+        let Some(Unverified { source, filling, .. }) = unverified else { return };
+        // Whoever came while it waited has a ticket of its own: nobody is in the list.
+        let waiters = state.flights.finish(key, Tier::Host);
+        assert!(waiters.is_empty(), "a flight that waits to be verified is joined by tickets only");
+        state.index.abort_fill(source.id(), Tier::Host);
+        filling.release(state);
+        source.release(state);
+    }
+
+    /// At the end: whoever still has a ticket is told that the cache is closed.
+    pub(super) fn give_up_all_unverified(self: &Arc<Self>) {
+        let mut state = self.lock();
+        for key in state.flights.unverified() {
+            self.give_up_unverified(&mut state, &key);
+        }
+    }
+}

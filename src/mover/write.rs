@@ -1,0 +1,215 @@
+//! Copying down: host -> disk, because a store waits for it or because the block must go.
+
+use std::{any::Any, path::PathBuf, rc::Rc, sync::Arc};
+
+use tokio::time::Instant;
+
+use super::{
+    Mover,
+    budget::{Class, Kind},
+    shared::{Filling, Pin},
+    store::Committed,
+};
+use crate::{
+    block::{BlockKey, Route, Tier},
+    copy::CopyEngine,
+    error::{Error, Result},
+    index::EntryId,
+    io::{FileId, Lent, Storage, write_full},
+};
+
+/// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.
+const DEMOTING_MAX: u32 = 64;
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Writes a host block to disk and answers those who wait for it.
+    pub(super) async fn write(self: Rc<Self>, key: BlockKey, pin: Pin, class: Class) {
+        let started = Instant::now();
+        let pin = Arc::new(pin);
+        let result = self.write_block(&pin, class).await;
+        let outcome = match result {
+            Ok(moved) => {
+                if moved {
+                    self.shared.metrics.moved(Route::HostToDisk, self.shared.config.block_bytes, started.elapsed());
+                }
+                Ok(None)
+            }
+            Err(error) => {
+                self.shared.metrics.writes_refused.add(1);
+                tracing::warn!(%error, "the disk tier did not take a block");
+                Err(error)
+            }
+        };
+        self.clean(&key, &pin);
+        drop(pin);
+        self.land(&key, Tier::Disk, outcome);
+    }
+
+    /// A block that was written, or that the disk refused, no longer waits to be written. A refusal
+    /// was counted: a host tier that could never let go of its blocks would end all service.
+    fn clean(&self, key: &BlockKey, pin: &Pin) {
+        let mut state = self.shared.lock();
+        if state.dirty.remove(key) {
+            state.index.set_dirty(pin.id(), Tier::Host, false);
+        }
+    }
+
+    /// True if the block was written, false if it was on disk already or was removed meanwhile.
+    async fn write_block(self: &Rc<Self>, pin: &Arc<Pin>, class: Class) -> Result<bool> {
+        let slot_bytes = self.shared.config.slot_bytes() as u64;
+        let share = self.budget.take(Kind::Write, class, slot_bytes).await;
+        let filling = self.shared.acquire(Tier::Disk).await?;
+        let id = pin.id();
+        let (file, offset) = {
+            let mut state = self.shared.lock();
+            if !state.index.begin_fill(id, Tier::Disk) {
+                filling.release(&mut state);
+                return Ok(false);
+            }
+            let checksum = state.host_checksums[pin.slot() as usize];
+            let generation = state.generation;
+            state.generation += 1;
+            let slots = state.disk_slots();
+            slots.commit(filling.slot(), id.as_u32(), checksum, generation);
+            slots.locate(filling.slot())
+        };
+        // Both at once: whichever comes first on the medium, a record without its payload is found out
+        // by the checksum that it carries. Nobody here sees the block before both have ended.
+        let slot = filling.slot();
+        let (written, recorded) = tokio::join!(self.write_slot(file, offset, pin, filling), self.write_record(slot));
+        drop(share);
+        let (result, filling) = written;
+        self.publish_disk(
+            id,
+            filling,
+            result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded),
+        )
+    }
+
+    /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
+    fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
+        let slot = filling.slot();
+        let mut state = self.shared.lock();
+        let published = match &result {
+            Ok(()) => state.index.complete_fill(id, Tier::Disk, slot),
+            Err(_) => {
+                state.index.abort_fill(id, Tier::Disk);
+                false
+            }
+        };
+        if published {
+            filling.published();
+        } else {
+            // The record page is stale now, and written when it next comes due, or at `sync`.
+            state.disk_slots().clear(slot);
+            filling.release(&mut state);
+        }
+        drop(state);
+        if let Err(Error::Io { op: "write", .. }) = &result {
+            self.shared.metrics.write_errors.add(1);
+        }
+        result.map(|()| published)
+    }
+
+    async fn write_slot(
+        &self,
+        file: FileId,
+        offset: u64,
+        pin: &Arc<Pin>,
+        filling: Filling,
+    ) -> (std::io::Result<()>, Filling) {
+        let (ptr, fixed) = (self.shared.host_ptr(pin.slot()), self.shared.fixed_buffer(pin.slot()));
+        let owner: Arc<dyn Any + Send + Sync> = Arc::new((Arc::clone(pin), filling));
+        // SAFETY: the range is a full host slot, pinned by the owner: nobody writes to it while the
+        // `Lent` lives, and the pin keeps the arena alive. The disk slot is the owner's as well.
+        let lent = unsafe { Lent::new(ptr, self.shared.config.slot_bytes(), fixed, owner) };
+        let (result, lent) = write_full(&self.storage, file, offset, lent).await;
+        let owner = lent.into_owner().downcast::<(Arc<Pin>, Filling)>().expect("lent with this owner");
+        let (_pin, filling) = Arc::into_inner(owner).expect("the engine keeps no owner");
+        (result, filling)
+    }
+
+    pub(super) fn path_of(&self, file: FileId) -> PathBuf {
+        self.shared.config.disks[usize::from(file.0)].path.clone()
+    }
+
+    /// Writes dirty blocks back, coldest first, from the low watermark to the high one.
+    pub(super) async fn write_back_loop(self: Rc<Self>) {
+        loop {
+            self.shared.write_back.notified().await;
+            while self.demoting.get() < DEMOTING_MAX {
+                let Some((key, pin)) = self.coldest_dirty() else { break };
+                self.demoting.set(self.demoting.get() + 1);
+                let this = Rc::clone(&self);
+                self.spawn(async move {
+                    Rc::clone(&this).write(key, pin, Class::Background).await;
+                    this.demoting.set(this.demoting.get() - 1);
+                    this.shared.write_back.notify_one();
+                });
+            }
+        }
+    }
+
+    fn coldest_dirty(&self) -> Option<(BlockKey, Pin)> {
+        let shared = &self.shared;
+        let mut state = shared.lock();
+        if !shared.write_back_is_due(&state, self.demoting.get(), shared.config.high_watermark) {
+            return None;
+        }
+        let id = state.index.demotable(Tier::Host)?;
+        let key = state.index.key(id);
+        begun(shared.begin_write(&mut state, id, &key), key)
+    }
+
+    /// Writes every block that is dirty now, flushes the record pages that are out of date, and the
+    /// files.
+    pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
+        let keys: Vec<BlockKey> = self.shared.lock().dirty.iter().copied().collect();
+        let mut failed = 0u64;
+        let mut last_error = None;
+        for batch in keys.chunks(DEMOTING_MAX as usize) {
+            let mut receivers = Vec::new();
+            for key in batch {
+                receivers.extend(self.begin_sync_write(key));
+            }
+            for receiver in receivers {
+                if let Err(error) = self.shared.written(receiver).await {
+                    failed += 1;
+                    last_error = Some(error);
+                }
+            }
+        }
+        self.write_stale_records().await?;
+        for (file, disk) in self.files.iter().zip(&self.shared.config.disks) {
+            self.storage.sync(*file).await.map_err(|source| Error::io("sync", &disk.path, source))?;
+        }
+        match last_error {
+            None => Ok(()),
+            Some(error) => Err(Error::Refused {
+                reason: format!("{failed} blocks could not be written; the last because: {error}"),
+            }),
+        }
+    }
+
+    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Option<tokio::sync::oneshot::Receiver<super::Message>> {
+        let mut state = self.shared.lock();
+        let id = state.index.find(key)?;
+        let committed = self.shared.begin_write(&mut state, id, key);
+        drop(state);
+        match committed {
+            Ok(Committed::Write(pin, receiver)) => {
+                self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
+                Some(receiver)
+            }
+            Ok(Committed::Join(receiver)) => Some(receiver),
+            _ => None,
+        }
+    }
+}
+
+fn begun(committed: Result<Committed>, key: BlockKey) -> Option<(BlockKey, Pin)> {
+    match committed {
+        Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
+        _ => None,
+    }
+}

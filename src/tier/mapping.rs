@@ -1,0 +1,212 @@
+//! Anonymous memory from the system: what host slots and a simulated device lie in.
+
+use std::{io, ptr::NonNull};
+
+/// The huge page that mappings are aligned to, so that their first and last slots get one too.
+pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// Zeroed, page-aligned memory, given back when dropped.
+///
+/// - Huge pages are advised (`MADV_HUGEPAGE`): fewer TLB misses, and fewer pages to pin for the
+///   ring and for the device.
+/// - Not inherited by `fork` (`MADV_DONTFORK`). After a fork the pages would be shared
+///   copy-on-write. The next write to one of them, by either process, moves that process to a fresh
+///   copy, while a device that reads or writes under `O_DIRECT` or DMA keeps the old page: bytes
+///   from disk would land where nobody looks. A forked child that touches this memory faults.
+/// - Not in core dumps (`MADV_DONTDUMP`): they would be as large as the cache, and hold what users
+///   asked.
+pub(super) struct Mapping {
+    ptr: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: the mapping is owned, and hands out addresses only. Who may touch what lies there is
+// decided by the owners of slots, under the contracts of `Lent::new` and `CopyBatch::new`.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; no method reads or writes the memory through `&self`.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// `len` bytes at least, `len` > 0. Memory is committed when it is first written; only address
+    /// space and the system's overcommit rule can refuse here.
+    pub(super) fn anonymous(len: usize) -> io::Result<Self> {
+        let page_bytes = page_bytes();
+        let too_large = || io::Error::from_raw_os_error(libc::ENOMEM);
+        let len = len.checked_next_multiple_of(page_bytes).ok_or_else(too_large)?;
+        if len < HUGE_PAGE_BYTES {
+            return Self::map(len)?.advise();
+        }
+        // The system aligns to small pages: take more, give back what lies before and after.
+        let slack = HUGE_PAGE_BYTES - page_bytes;
+        let mut mapping = Self::map(len.checked_add(slack).ok_or_else(too_large)?)?;
+        let head = mapping.ptr.as_ptr().align_offset(HUGE_PAGE_BYTES);
+        assert!(head <= slack, "the next huge page begins {head} bytes on, past {slack}");
+        mapping.trim(head, len)?;
+        mapping.advise()
+    }
+
+    fn map(len: usize) -> io::Result<Self> {
+        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        // SAFETY: a new mapping at an address of the system's choice disturbs no existing memory.
+        let ptr = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
+        if ptr == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::other("mmap gave address 0"))?;
+        Ok(Mapping { ptr, len })
+    }
+
+    /// Keeps `len` bytes from `head` on; both are multiples of a page, within the mapping.
+    fn trim(&mut self, head: usize, len: usize) -> io::Result<()> {
+        let tail = self.len - head - len;
+        if tail > 0 {
+            // SAFETY: the last `tail` bytes of our own mapping, which nobody has seen yet.
+            unsafe { unmap(self.ptr.add(head + len), tail)? };
+            self.len -= tail;
+        }
+        if head > 0 {
+            // SAFETY: the first `head` bytes of our own mapping, which nobody has seen yet.
+            unsafe { unmap(self.ptr, head)? };
+            // SAFETY: `head` bytes on lies in the mapping, which has `len` more.
+            self.ptr = unsafe { self.ptr.add(head) };
+            self.len -= head;
+        }
+        Ok(())
+    }
+
+    fn advise(self) -> io::Result<Self> {
+        // Without huge pages all is slower, and right: kernels may lack them. Likewise dumps.
+        let _ = self.madvise(libc::MADV_HUGEPAGE);
+        let _ = self.madvise(libc::MADV_DONTDUMP);
+        self.madvise(libc::MADV_DONTFORK)?;
+        Ok(self)
+    }
+
+    fn madvise(&self, advice: libc::c_int) -> io::Result<()> {
+        // SAFETY: the range is our own mapping, and no advice given here changes its contents.
+        let rc = unsafe { libc::madvise(self.ptr.as_ptr().cast(), self.len, advice) };
+        if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// Commits all pages now, so that no later first write has to wait for the system to find and
+    /// clear one. Contents are unchanged.
+    pub(super) fn populate(&mut self) -> io::Result<()> {
+        match self.madvise(libc::MADV_POPULATE_WRITE) {
+            // Before Linux 5.14.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => self.touch(),
+            other => return other,
+        }
+        Ok(())
+    }
+
+    fn touch(&mut self) {
+        for offset in (0..self.len).step_by(page_bytes()) {
+            // SAFETY: `offset` is in the mapping; its bytes are initialized (zero at first).
+            let byte = unsafe { self.ptr.add(offset) };
+            // SAFETY: as above; `&mut self` is held before any slot is given out, so nobody else
+            // writes here. Writing back what is there changes nothing.
+            unsafe { byte.write_volatile(byte.read_volatile()) };
+        }
+    }
+
+    pub(super) fn ptr(&self) -> NonNull<u8> {
+        self.ptr
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: our own mapping. Whoever was given an address in it keeps its owner alive for as
+        // long as the address is in use (contracts of `Lent::new` and `CopyBatch::new`).
+        let unmapped = unsafe { unmap(self.ptr, self.len) };
+        debug_assert!(unmapped.is_ok(), "munmap of {} bytes: {unmapped:?}", self.len);
+    }
+}
+
+/// # Safety
+/// The range must be whole pages of a mapping that nobody uses from here on.
+unsafe fn unmap(ptr: NonNull<u8>, len: usize) -> io::Result<()> {
+    // SAFETY: the caller's promise.
+    let rc = unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
+    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+}
+
+fn page_bytes() -> usize {
+    // SAFETY: reads a constant of the system.
+    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    usize::try_from(bytes).expect("every system has a page size")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The kernel's flags of the mapping that begins at `ptr`, and its end.
+    fn smaps_of(ptr: NonNull<u8>) -> Option<(usize, String)> {
+        let smaps = std::fs::read_to_string("/proc/self/smaps").expect("procfs");
+        let (start, mut end) = (format!("{:x}-", ptr.as_ptr().addr()), None);
+        for line in smaps.lines() {
+            if let Some(rest) = line.strip_prefix(&start) {
+                let hex = rest.split(' ').next().expect("an end address");
+                end = Some(usize::from_str_radix(hex, 16).expect("hex"));
+            } else if let (Some(end), Some(flags)) = (end, line.strip_prefix("VmFlags:")) {
+                return Some((end, flags.to_owned()));
+            }
+        }
+        None
+    }
+
+    #[test]
+    fn a_mapping_is_advised_exact_and_gone_when_dropped() {
+        // Not a multiple of the huge page, so that head and tail are both cut.
+        let len = 3 * HUGE_PAGE_BYTES + 64 * 1024;
+        let mapping = Mapping::anonymous(len).expect("6 MiB");
+        let ptr = mapping.ptr();
+        let (end, flags) = smaps_of(ptr).expect("a mapping of its own: differently advised ones do not merge");
+        assert_eq!(end - ptr.as_ptr().addr(), len, "no more is kept than was asked for");
+        let flags: Vec<&str> = flags.split_whitespace().collect();
+        assert!(flags.contains(&"dc"), "not copied by fork: {flags:?}");
+        assert!(flags.contains(&"dd"), "not in core dumps: {flags:?}");
+        drop(mapping);
+        // Another thread's test may map the same address at once, but never a range of this size.
+        assert!(smaps_of(ptr).is_none_or(|(other, _)| other != end));
+    }
+
+    #[test]
+    fn large_mappings_begin_on_a_huge_page_and_all_are_zero_and_writable() {
+        for len in [1, 4096, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES + 1] {
+            let mapping = Mapping::anonymous(len).expect("at most 4 MiB");
+            assert!(mapping.len() >= len && mapping.len() < len + page_bytes());
+            if mapping.len() >= HUGE_PAGE_BYTES {
+                assert!(mapping.ptr().as_ptr().addr().is_multiple_of(HUGE_PAGE_BYTES));
+            }
+            // SAFETY: mapped, zeroed by the system, and known to this test only.
+            let bytes = unsafe { std::slice::from_raw_parts_mut(mapping.ptr().as_ptr(), mapping.len()) };
+            assert!(bytes.iter().all(|&byte| byte == 0));
+            bytes.fill(1);
+        }
+    }
+
+    #[test]
+    fn populating_changes_no_byte() {
+        let mut mapping = Mapping::anonymous(3 * 4096).expect("12 KiB");
+        // SAFETY: mapped, and known to this test only.
+        unsafe { mapping.ptr().write(7) };
+        mapping.populate().expect("12 KiB");
+        mapping.touch();
+        // SAFETY: as above.
+        assert_eq!(unsafe { mapping.ptr().read() }, 7);
+    }
+
+    #[test]
+    fn what_the_system_cannot_map_is_an_error() {
+        for len in [usize::MAX, isize::MAX.unsigned_abs(), 1 << 60] {
+            let error = Mapping::anonymous(len).err().expect("more than the address space");
+            assert_eq!(error.raw_os_error(), Some(libc::ENOMEM));
+        }
+    }
+}

@@ -1,0 +1,92 @@
+//! What the integration tests share: stores in temporary directories, keys, payloads.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
+
+use std::path::PathBuf;
+
+use kvhoist::{BlockKey, Cache, Config, DiskPath, StorageKind, WritePolicy};
+use tempfile::TempDir;
+
+pub const BLOCK_BYTES: usize = 16 << 10;
+
+/// A directory on a real file system, so that direct I/O is what it is in production.
+pub fn directory() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary directory")
+}
+
+/// The `n`-th key of a test; all 32 bytes depend on `n`.
+pub fn key(n: u64) -> BlockKey {
+    let mut bytes = [0; 32];
+    for (i, word) in bytes.chunks_exact_mut(8).enumerate() {
+        word.copy_from_slice(&mix(n.wrapping_mul(4).wrapping_add(i as u64)).to_le_bytes());
+    }
+    BlockKey::new(bytes)
+}
+
+/// The block of the `n`-th key; every 8 bytes depend on `n` and on their place.
+pub fn payload(n: u64, len: usize) -> Vec<u8> {
+    let seed = mix(n);
+    let mut bytes: Vec<u8> = (0..len.div_ceil(8) as u64).flat_map(|i| mix(seed ^ i).to_le_bytes()).collect();
+    bytes.truncate(len);
+    bytes
+}
+
+pub fn mix(n: u64) -> u64 {
+    let mut z = n.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// A small generator for randomised tests; its seed is printed by those who use it.
+pub struct Rng(pub u64);
+
+impl Rng {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    pub fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+}
+
+/// A seed from the environment, to replay a run, or a new one; printed either way.
+pub fn seed() -> u64 {
+    let seed = match std::env::var("KVHOIST_TEST_SEED") {
+        Ok(text) => text.parse().expect("KVHOIST_TEST_SEED is a number"),
+        Err(_) => std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64),
+    };
+    println!("replay with KVHOIST_TEST_SEED={seed}");
+    seed
+}
+
+pub fn config(directory: &TempDir, storage: StorageKind, host_blocks: u32, disk_blocks: u32) -> Config {
+    Config {
+        block_bytes: BLOCK_BYTES,
+        host_blocks,
+        disks: vec![DiskPath { path: directory.path().to_owned(), blocks: disk_blocks }],
+        storage,
+        write_policy: WritePolicy::WriteThrough,
+        ..Config::default()
+    }
+}
+
+pub fn store_file(directory: &TempDir) -> PathBuf {
+    directory.path().join("kvhoist.store")
+}
+
+/// Fetches and compares every byte; true if it was there.
+pub async fn fetch_verified(cache: &Cache, n: u64) -> bool {
+    match cache.fetch(&key(n)).await.expect("fetch") {
+        None => false,
+        Some(lease) => {
+            assert!(*lease == payload(n, lease.len())[..], "wrong bytes for key {n} by {}", lease.route());
+            true
+        }
+    }
+}
+
+pub async fn store(cache: &Cache, n: u64) {
+    cache.store(&key(n), None, &payload(n, cache.config().block_bytes)).await.expect("store");
+}

@@ -1,0 +1,69 @@
+//! What an entry of the index costs: measured by counting the allocator.
+
+mod common;
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    sync::atomic::{AtomicUsize, Ordering::Relaxed},
+};
+
+use common::key;
+use kvhoist::{Tier, index::Index};
+
+struct Counting;
+
+static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator unchanged; only sums are kept beside it.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE_BYTES.fetch_add(layout.size(), Relaxed);
+        // SAFETY: the caller's contract is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        LIVE_BYTES.fetch_sub(layout.size(), Relaxed);
+        // SAFETY: the caller's contract is passed on.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+const KEY_BYTES: usize = 32;
+
+/// Bytes an entry, key excluded, of `entries` entries that may be evicted in every tier for which `resident` says so.
+fn bytes_per_entry(entries: u64, resident: impl Fn(u64, Tier) -> bool) -> usize {
+    let before = LIVE_BYTES.load(Relaxed);
+    let mut index = Index::new(1);
+    index.reserve(entries as usize);
+    for n in 0..entries {
+        let id = index.insert(key(n), None);
+        for tier in Tier::ALL.into_iter().filter(|tier| resident(n, *tier)) {
+            assert!(index.begin_fill(id, tier) && index.complete_fill(id, tier, n as u32));
+        }
+    }
+    let bytes = LIVE_BYTES.load(Relaxed) - before;
+    drop(index);
+    bytes.div_ceil(entries as usize) - KEY_BYTES
+}
+
+#[test]
+fn an_entry_costs_at_most_200_bytes_plus_its_key() {
+    // Tables double: just above a power of two is the worst, just below it the best.
+    for entries in [100_000, 120_000, 230_000] {
+        let disk = bytes_per_entry(entries, |_, tier| tier == Tier::Disk);
+        let usual = bytes_per_entry(entries, |n, tier| match tier {
+            Tier::Disk => true,
+            Tier::Host => n.is_multiple_of(4),
+            Tier::Device => n.is_multiple_of(20),
+        });
+        let worst = bytes_per_entry(entries, |_, _| true);
+        println!("{entries} entries: {disk} B on disk only, {usual} B with a quarter in host, {worst} B in all tiers");
+        assert!(disk <= 150, "{disk} bytes");
+        assert!(usual <= 200, "{usual} bytes");
+        assert!(worst <= 260, "{worst} bytes: evictable in all three tiers at once");
+    }
+}

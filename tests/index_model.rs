@@ -1,0 +1,204 @@
+//! The index against a plain model: maps, naive scans, every answer compared.
+
+mod common;
+
+use std::collections::BTreeMap;
+
+use common::{Rng, key};
+use kvhoist::{
+    BlockKey, Tier,
+    index::{EntryId, Index},
+};
+
+/// What the model knows of a key.
+#[derive(Clone, Default)]
+struct Known {
+    parent: Option<u64>,
+    /// Slot, pins, dirty.
+    copies: [Option<(u32, u32, bool)>; Tier::COUNT],
+    last_use: u64,
+}
+
+#[derive(Default)]
+struct Model {
+    known: BTreeMap<u64, Known>,
+    next_slot: u32,
+    clock: u64,
+}
+
+impl Model {
+    fn has_child_in(&self, n: u64, tier: Tier) -> bool {
+        self.known.values().any(|other| other.parent == Some(n) && other.copies[tier as usize].is_some())
+    }
+
+    fn may_evict(&self, n: u64, tier: Tier) -> bool {
+        matches!(self.known[&n].copies[tier as usize], Some((_, 0, false))) && !self.has_child_in(n, tier)
+    }
+
+    /// The coldest that may be evicted: a naive scan.
+    fn victim(&self, tier: Tier) -> Option<u64> {
+        let may = self.known.keys().copied().filter(|n| self.may_evict(*n, tier));
+        may.min_by_key(|n| self.known[n].last_use)
+    }
+
+    fn touch(&mut self, n: u64) {
+        self.clock += 1;
+        self.known.get_mut(&n).expect("known").last_use = self.clock;
+    }
+
+    fn best(&self, n: u64) -> Option<Tier> {
+        let known = self.known.get(&n)?;
+        Tier::ALL.into_iter().find(|tier| known.copies[*tier as usize].is_some())
+    }
+}
+
+/// One random operation on both; every answer is compared.
+fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
+    let n = rng.below(24);
+    let tier = Tier::ALL[rng.below(3) as usize];
+    let at = tier as usize;
+    let id = index.find(&key(n)).filter(|id| index.best_tier(*id).is_some());
+    assert_eq!(id.is_some(), model.best(n).is_some(), "key {n}");
+    match (rng.below(9), id) {
+        (0 | 1, _) => fill(n, tier, index, model),
+        (2, Some(id)) => {
+            let pinned = index.pin(id, tier);
+            let copy = &mut model.known.get_mut(&n).expect("resident").copies[at];
+            assert_eq!(pinned, copy.map(|(slot, ..)| slot));
+            if let Some((_, pins, _)) = copy {
+                *pins += 1;
+            }
+        }
+        (3, Some(id)) if matches!(model.known[&n].copies[at], Some((_, 1.., _))) => {
+            let unpin = index.unpin(id, tier);
+            if let Some((_, pins, _)) = &mut model.known.get_mut(&n).expect("resident").copies[at] {
+                *pins -= 1;
+            }
+            model.touch(n);
+            assert_eq!((unpin.freed, unpin.evictable), (None, model.may_evict(n, tier)));
+        }
+        (4, Some(id)) => {
+            index.touch(id);
+            model.touch(n);
+        }
+        (5, Some(id)) => {
+            let dirty = rng.below(2) == 0;
+            index.set_dirty(id, tier, dirty);
+            if let Some((.., mark)) = &mut model.known.get_mut(&n).expect("resident").copies[at] {
+                *mark = dirty;
+            }
+        }
+        (6 | 7, _) => evict(tier, index, model),
+        (8, Some(id)) if model.known[&n].copies.iter().flatten().all(|(_, pins, _)| *pins == 0) => {
+            let freed = index.remove(id);
+            let known = model.known.get_mut(&n).expect("resident");
+            assert_eq!(freed, known.copies.map(|copy| copy.map(|(slot, ..)| slot)));
+            known.copies = Default::default();
+        }
+        _ => {}
+    }
+}
+
+fn fill(n: u64, tier: Tier, index: &mut Index, model: &mut Model) {
+    // Chains of four: 0 <- 1 <- 2 <- 3, 4 <- 5 ...
+    let parent = (!n.is_multiple_of(4)).then(|| n - 1);
+    let id = index.insert(key(n), parent.map(key));
+    let known = model.known.entry(n).or_default();
+    known.parent = parent;
+    let free = known.copies[tier as usize].is_none();
+    assert_eq!(index.begin_fill(id, tier), free);
+    if !free {
+        return;
+    }
+    assert!(!index.begin_fill(id, tier), "one fill at a time");
+    model.next_slot += 1;
+    let demoted = Tier::ALL[..tier as usize].iter().any(|faster| known.copies[*faster as usize].is_some());
+    known.copies[tier as usize] = Some((model.next_slot, 0, false));
+    if !demoted {
+        model.touch(n);
+    }
+    assert!(index.complete_fill(id, tier, model.next_slot));
+}
+
+fn evict(tier: Tier, index: &mut Index, model: &mut Model) {
+    let victim = index.victim(tier);
+    let expected = model.victim(tier);
+    assert_eq!(victim.map(|id| index.key(id)), expected.map(key), "exact leaf-first LRU of {tier}");
+    if let (Some(id), Some(n)) = (victim, expected) {
+        let slot = index.evict(id, tier);
+        let copy = model.known.get_mut(&n).expect("resident").copies[tier as usize].take();
+        assert_eq!(Some(slot), copy.map(|(slot, ..)| slot));
+    }
+}
+
+#[test]
+fn every_answer_is_the_models() {
+    let seed = common::seed();
+    for run in 0..60 {
+        let mut rng = Rng(seed.wrapping_add(run));
+        let (mut index, mut model) = (Index::new(seed), Model::default());
+        for _ in 0..400 {
+            step(&mut rng, &mut index, &mut model);
+            index.validate().unwrap_or_else(|what| panic!("run {run}: {what}"));
+            for tier in Tier::ALL {
+                let resident = model.known.values().filter(|known| known.copies[tier as usize].is_some()).count();
+                assert_eq!(index.resident(tier), resident);
+            }
+        }
+        let chain: Vec<BlockKey> = (0..4).map(key).collect();
+        let leading = (0..4).take_while(|n| model.best(*n).is_some()).count();
+        assert_eq!((index.match_len(&chain), index.match_prefix(&chain).len()), (leading, leading));
+    }
+}
+
+#[test]
+fn a_removed_block_lives_on_for_its_readers_only() {
+    let mut index = Index::new(1);
+    let old = index.insert(key(1), None);
+    assert!(index.begin_fill(old, Tier::Host) && index.complete_fill(old, Tier::Host, 7));
+    assert_eq!(index.pin(old, Tier::Host), Some(7));
+    assert_eq!(index.remove(old), [None; 3], "the slot is a reader's");
+    assert_eq!(index.find(&key(1)), None);
+    let new = index.insert(key(1), None);
+    assert_ne!(new, old);
+    assert!(index.begin_fill(new, Tier::Host) && index.complete_fill(new, Tier::Host, 8));
+    assert_eq!(index.unpin(old, Tier::Host).freed, Some(7));
+    assert_eq!(index.slot(new, Tier::Host), Some(8));
+    index.validate().expect("valid");
+}
+
+#[test]
+fn a_fill_of_a_removed_block_is_refused() {
+    let mut index = Index::new(1);
+    let id = index.insert(key(1), Some(key(0)));
+    assert!(index.begin_fill(id, Tier::Disk));
+    assert_eq!(index.remove(id), [None; 3]);
+    assert!(!index.complete_fill(id, Tier::Disk, 3));
+    assert!(index.is_empty(), "nothing is left of it, nor of the parent that only it named");
+    index.validate().expect("valid");
+}
+
+#[test]
+fn absurd_parents_and_long_chains_are_survived() {
+    let mut index = Index::new(1);
+    let mut fill = |n: u64, parent: Option<u64>| -> EntryId {
+        let id = index.insert(key(n), parent.map(key));
+        if index.begin_fill(id, Tier::Disk) {
+            assert!(index.complete_fill(id, Tier::Disk, n as u32));
+        }
+        id
+    };
+    fill(1, Some(1));
+    fill(2, Some(3));
+    fill(3, Some(2));
+    let length = 100_000;
+    for n in 10..10 + length {
+        fill(n, Some(n + 1));
+    }
+    index.validate().expect("no rings");
+    while let Some(id) = index.victim(Tier::Disk) {
+        index.evict(id, Tier::Disk);
+    }
+    assert_eq!(index.resident(Tier::Disk), 0);
+    assert!(index.is_empty(), "ghosts go with the last that names them");
+}

@@ -1,0 +1,118 @@
+//! The tree keeps its own house rules.
+//!
+//! What rustfmt and clippy cannot say, or say only with flags that a contributor may not have set. Every failure names
+//! file:line, what was found and what was expected. The checker is itself checked on small bad texts (`tidy/rules.rs`).
+
+#[path = "tidy/mask.rs"]
+mod mask;
+#[path = "tidy/rules.rs"]
+mod rules;
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use rules::{Finding, check_rust, check_text, test_modules};
+
+/// Top folders that hold Rust of this project.
+const RUST_FOLDERS: [&str; 7] = ["src", "cli", "tests", "benches", "examples", "fuzz", "python"];
+
+#[test]
+fn rust_files_keep_the_house_rules() {
+    let files = rust_files();
+    assert!(files.len() > 10, "found {} Rust files in {}, expected the whole tree", files.len(), root().display());
+    let mut tests_only = BTreeSet::new();
+    for file in &files {
+        tests_only.extend(test_modules(file, &read(file)));
+    }
+    let mut findings = Vec::new();
+    for file in &files {
+        findings.extend(check_rust(file, &read(file), rules::is_test_code(file, &tests_only)));
+    }
+    report(&findings);
+}
+
+#[test]
+fn no_file_names_a_machine() {
+    let mut findings = Vec::new();
+    for file in tree() {
+        // Not text, then nothing to read in it.
+        let Ok(text) = fs::read_to_string(root().join(&file)) else { continue };
+        findings.extend(check_text(&file, &text));
+    }
+    report(&findings);
+}
+
+#[test]
+fn dependencies_come_from_the_public_registry() {
+    let mut findings = Vec::new();
+    for file in tree().iter().filter(|file| file.file_name().is_some_and(|name| name == "Cargo.lock")) {
+        findings.extend(rules::check_lock(file, &read(file)));
+    }
+    report(&findings);
+}
+
+fn report(findings: &[Finding]) {
+    let lines: Vec<String> = findings.iter().map(ToString::to_string).collect();
+    assert!(lines.is_empty(), "{} places to tidy up:\n{}", lines.len(), lines.join("\n"));
+}
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+fn read(file: &Path) -> String {
+    fs::read_to_string(root().join(file)).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
+}
+
+fn rust_files() -> Vec<PathBuf> {
+    let ours = |file: &PathBuf| RUST_FOLDERS.iter().any(|folder| file.starts_with(folder));
+    tree().into_iter().filter(|file| ours(file) && file.extension().is_some_and(|ext| ext == "rs")).collect()
+}
+
+/// Files of the project, relative to its root: what git tracks or would track, or all but build folders where the tree
+/// is no git checkout.
+fn tree() -> Vec<PathBuf> {
+    let listed = Command::new("git")
+        .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
+        .current_dir(root())
+        .output()
+        .ok()
+        .filter(|output| output.status.success() && !output.stdout.is_empty());
+    let mut files: Vec<PathBuf> = match listed {
+        Some(output) => String::from_utf8_lossy(&output.stdout).split_terminator('\0').map(PathBuf::from).collect(),
+        None => walk(Path::new("")),
+    };
+    // Deleted, but not yet from git's list.
+    files.retain(|file| root().join(file).is_file());
+    files.sort();
+    files
+}
+
+fn walk(folder: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(root().join(folder)).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
+    let mut files = Vec::new();
+    for entry in entries {
+        let entry = entry.expect("a readable folder");
+        let (path, name) = (folder.join(entry.file_name()), entry.file_name());
+        let name = name.to_string_lossy();
+        let skipped = name == "target" || (name.starts_with('.') && name != ".ci");
+        match entry.file_type().expect("a readable entry") {
+            kind if kind.is_dir() && !skipped => files.extend(walk(&path)),
+            kind if kind.is_file() => files.push(path),
+            _ => {}
+        }
+    }
+    files
+}
+
+#[test]
+fn git_and_the_walk_agree_on_what_matters() {
+    let walked: BTreeSet<PathBuf> = walk(Path::new("")).into_iter().collect();
+    for file in rust_files() {
+        assert!(walked.contains(&file), "{} is not found without git", file.display());
+    }
+}
