@@ -118,7 +118,7 @@ impl Collector {
         }
     }
 
-    /// The result. One piece of work that does not yield: sorting small keys, some 20 ms for a million records.
+    /// The result. One piece of work that does not yield: it sorts small keys, before anybody is served.
     pub fn finish(self, uuid: [u8; 16]) -> Recovered {
         let sum = self.counts.valid + self.counts.free + self.counts.bad;
         assert_eq!(sum, u64::from(self.stripe.slots()), "every slot was counted once: {:?}", self.counts);

@@ -18,8 +18,8 @@ pub(super) const CHUNK_BYTES: usize = 1 << 20;
 /// Reads in flight, so that parsing one overlaps the others.
 const CHUNKS_IN_FLIGHT: usize = 4;
 
-/// Pages parsed between two yields: 512 records, about 30 us.
-const PAGES_PER_YIELD: usize = 16;
+/// Pages parsed between two yields: 256 records, less than 50 us (see the test `a_million_records`).
+const PAGES_PER_YIELD: usize = 8;
 
 /// Pages that may be unreadable before the device is given up. Each costs a failing read.
 const UNREADABLE_PAGES_MAX: u64 = 64;
