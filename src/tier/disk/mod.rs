@@ -3,7 +3,7 @@
 mod bits;
 mod files;
 pub mod format;
-mod recovery;
+pub mod recovery;
 pub mod slots;
 
 pub use files::{StoreFile, open_files};

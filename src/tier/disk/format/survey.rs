@@ -136,15 +136,10 @@ fn check_size(member: &Found<'_>, wanted: u64) -> Result<()> {
     if member.bytes >= wanted {
         return Ok(());
     }
-    let (what, action) = if member.device {
-        ("a device", "lower `disks.blocks` for this path".to_owned())
+    let (found, action) = if member.device {
+        (format!("a device of {} bytes", member.bytes), "lower `disks.blocks` for this path".to_owned())
     } else {
-        ("a file cut short to", format!("restore the whole file, {START_EMPTY}"))
-    };
-    let found = if member.device {
-        format!("{what} of {} bytes", member.bytes)
-    } else {
-        format!("{what} {} bytes", member.bytes)
+        (format!("a file cut short to {} bytes", member.bytes), format!("restore the whole file, {START_EMPTY}"))
     };
     Err(refuse(member.path, found, format!("at least {wanted} bytes"), action))
 }

@@ -1,0 +1,338 @@
+//! Opens the files and devices of a store: found out, locked, judged, preallocated, in that order.
+//!
+//! Nothing that was there before is changed unless the whole store was accepted, and a file
+//! that this call created is removed again when it fails.
+
+mod path;
+mod sys;
+
+use std::{
+    fs::{self, File},
+    io::{self, Seek, SeekFrom},
+    os::unix::fs::{FileExt, MetadataExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use super::{
+    format::{
+        DATA_ALIGN, HEAD_BYTES, PAGE_BYTES, is_zero,
+        stripe::Stripe,
+        survey::{Found, Verdict, survey},
+    },
+    recovery::Member,
+};
+use crate::{
+    config::{Config, DirectIo},
+    error::{Error, Result},
+    io::AlignedBuf,
+};
+use path::Opened;
+
+/// How long the lock of a store is waited for, and how often it is tried.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_POLL: Duration = Duration::from_millis(5);
+
+/// One open file or device of a store, locked against other processes while it lives.
+#[derive(Debug, Clone)]
+pub struct StoreFile {
+    /// The file itself, where a directory was configured.
+    pub path: PathBuf,
+    /// Open for reading and writing. The lock goes when the last clone does.
+    pub file: Arc<File>,
+    /// Opened with `O_DIRECT`, and seen to work.
+    pub direct: bool,
+    /// Holds no store yet.
+    pub fresh: bool,
+    /// Known to read as zeros.
+    pub zeroed: bool,
+    /// A block device.
+    pub device: bool,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// Opens the files of the configured disk tier, in the order of `config.disks`. Files that do not
+/// exist are created (mode 0600) and preallocated. Blocks, for up to a second on a lock.
+///
+/// # Errors
+/// [`Error::Config`] for invalid settings. [`Error::Store`] where a path is not, and must not become,
+/// a member of this store; [`Error::Io`] where the system fails. Nothing has changed then.
+pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
+    config.validate()?;
+    let stripe = Stripe::new(config);
+    let mut opened = Vec::with_capacity(config.disks.len());
+    for disk in &config.disks {
+        opened.push(Opening::new(path::open(&disk.path)?, config.direct_io)?);
+    }
+    let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
+    let fresh = survey(&found, config)? == Verdict::Create;
+    let mut files = Vec::with_capacity(opened.len());
+    for (opening, geometry) in opened.iter_mut().zip(stripe.members()) {
+        files.push(opening.prepare(geometry.bytes, fresh, config.direct_io)?);
+    }
+    for opening in opened {
+        opening.opened.keep()?;
+    }
+    Ok(files)
+}
+
+impl StoreFile {
+    /// The file as recovery wants to know it.
+    pub(super) fn member(&self) -> Member {
+        Member { path: self.path.clone(), bytes: self.bytes, device: self.device, zeroed: self.zeroed }
+    }
+}
+
+/// A random id for a new store.
+pub(super) fn random_uuid() -> Result<[u8; 16]> {
+    sys::random_uuid().map_err(|error| Error::io("getrandom for", "a new store's id", error))
+}
+
+/// A file on the way to becoming a [`StoreFile`].
+struct Opening {
+    opened: Opened,
+    direct: bool,
+    bytes: u64,
+    head: AlignedBuf,
+}
+
+impl Opening {
+    fn new(opened: Opened, wanted: DirectIo) -> Result<Self> {
+        lock(&opened)?;
+        let bytes = size(&opened)?;
+        let mut opening = Opening { opened, direct: false, bytes, head: AlignedBuf::zeroed(HEAD_BYTES) };
+        opening.turn_direct(wanted)?;
+        opening.read_head(wanted)?;
+        opening.check_blank()?;
+        Ok(opening)
+    }
+
+    fn found(&self) -> Found<'_> {
+        Found {
+            path: &self.opened.path,
+            bytes: self.bytes,
+            device: self.opened.device,
+            head: self.head.first_chunk().expect("the buffer has the length of a head"),
+        }
+    }
+
+    fn io(&self, op: &'static str) -> impl FnOnce(io::Error) -> Error {
+        let path = self.opened.path.clone();
+        move |error| Error::io(op, path, error)
+    }
+
+    fn turn_direct(&mut self, wanted: DirectIo) -> Result<()> {
+        let system = sys::file_system(&self.opened.file);
+        let refused = match sys::set_direct(&self.opened.file, true) {
+            Ok(()) if system == sys::NFS => "a server's disk is not this machine's".to_owned(),
+            Ok(()) => {
+                self.direct = true;
+                return Ok(());
+            }
+            Err(error) => error.to_string(),
+        };
+        self.without_direct(wanted, &refused)
+    }
+
+    /// There is no direct I/O: an error, or the page cache and a warning.
+    fn without_direct(&mut self, wanted: DirectIo, reason: &str) -> Result<()> {
+        let path = &self.opened.path;
+        let system = if self.opened.device { "a block device".into() } else { sys::file_system(&self.opened.file) };
+        if wanted == DirectIo::Require {
+            return Err(Error::Store {
+                path: path.clone(),
+                found: format!("{system}, without direct I/O in units of {PAGE_BYTES} bytes ({reason})"),
+                expected: "direct I/O (O_DIRECT)".into(),
+                action:
+                    "put the store on a local ext4 or xfs file system or a raw device, or set direct_io = \"prefer\""
+                        .into(),
+            });
+        }
+        tracing::warn!(path = %path.display(), system, reason, "no direct I/O: going through the page cache");
+        self.direct = false;
+        sys::set_direct(&self.opened.file, false).map_err(self.io("set the flags of"))
+    }
+
+    fn read_head(&mut self, wanted: DirectIo) -> Result<()> {
+        let read = read_up_to(&self.opened.file, &mut self.head, 0);
+        let read = match read {
+            // Taking the flag proves nothing: a device may have larger blocks.
+            Err(error) if self.direct && error.raw_os_error() == Some(libc::EINVAL) => {
+                self.without_direct(wanted, &error.to_string())?;
+                read_up_to(&self.opened.file, &mut self.head, 0)
+            }
+            read => read,
+        };
+        let read = read.map_err(self.io("read"))?;
+        if (read as u64) < self.bytes.min(HEAD_BYTES as u64) {
+            let text = format!("{read} bytes read of {}", self.bytes.min(HEAD_BYTES as u64));
+            return Err(self.io("read")(io::Error::new(io::ErrorKind::UnexpectedEof, text)));
+        }
+        Ok(())
+    }
+
+    /// Zeros at the start alone prove nothing: some file systems and volume managers leave the first sectors
+    /// alone, others keep what matters at the end.
+    fn check_blank(&self) -> Result<()> {
+        if self.bytes == 0 || !is_zero(&self.head) {
+            return Ok(());
+        }
+        let ends = [0, self.bytes.saturating_sub(DATA_ALIGN) / PAGE_BYTES as u64 * PAGE_BYTES as u64];
+        let mut buf = AlignedBuf::zeroed(DATA_ALIGN as usize + PAGE_BYTES);
+        for start in ends {
+            let read = read_up_to(&self.opened.file, &mut buf, start).map_err(self.io("read"))?;
+            if let Some(at) = buf[..read].iter().position(|&byte| byte != 0) {
+                return Err(Error::Store {
+                    path: self.opened.path.clone(),
+                    found: format!("zeros at its start, but data at byte {}", start + at as u64),
+                    expected: "a store, or nothing but zeros".into(),
+                    action: "choose another path in `disks`, or wipe it (wipefs, blkdiscard) if nobody needs it".into(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes an accepted member ready for use.
+    fn prepare(&mut self, wanted_bytes: u64, fresh: bool, wanted: DirectIo) -> Result<StoreFile> {
+        let preallocate = self.bytes == 0 && !self.opened.device;
+        if preallocate {
+            self.preallocate(wanted_bytes)?;
+        }
+        if fresh && is_zero(&self.head) {
+            self.probe_write(wanted)?;
+        }
+        Ok(StoreFile {
+            path: self.opened.path.clone(),
+            file: Arc::clone(&self.opened.file),
+            direct: self.direct,
+            fresh,
+            zeroed: preallocate,
+            device: self.opened.device,
+            bytes: self.bytes,
+        })
+    }
+
+    fn preallocate(&mut self, wanted: u64) -> Result<()> {
+        let file = &self.opened.file;
+        let available = sys::available_bytes(file).map_err(self.io("statvfs"))?;
+        if wanted > available {
+            return Err(self.no_space(wanted, available));
+        }
+        match sys::preallocate(file, wanted) {
+            Ok(()) => {}
+            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) => {
+                return Err(self.no_space(wanted, available));
+            }
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EFBIG)) => {
+                return Err(Error::Store {
+                    path: self.opened.path.clone(),
+                    found: format!("{} that cannot reserve {wanted} bytes ({error})", sys::file_system(file)),
+                    expected: "a file system with fallocate and files of that size".into(),
+                    action: "put the store on ext4 or xfs or a raw device, or lower `disks.blocks`".into(),
+                });
+            }
+            Err(error) => return Err(self.io("fallocate")(error)),
+        }
+        self.bytes = wanted;
+        self.opened.file.sync_all().map_err(self.io("fsync"))
+    }
+
+    fn no_space(&self, wanted: u64, available: u64) -> Error {
+        Error::Store {
+            path: self.opened.path.clone(),
+            found: format!("{available} bytes available on {}", sys::file_system(&self.opened.file)),
+            expected: format!("room for {wanted} bytes"),
+            action: "lower `disks.blocks` for this path, or free space".into(),
+        }
+    }
+
+    /// Writes zeros over zeros, and reads them back.
+    fn probe_write(&mut self, wanted: DirectIo) -> Result<()> {
+        let probe = |file: &File| {
+            let mut buf = AlignedBuf::zeroed(PAGE_BYTES);
+            file.write_all_at(&buf, 0)?;
+            file.read_exact_at(&mut buf, 0)
+        };
+        match probe(&self.opened.file) {
+            Err(error) if self.direct && error.raw_os_error() == Some(libc::EINVAL) => {
+                self.without_direct(wanted, &error.to_string())?;
+                probe(&self.opened.file).map_err(self.io("write"))
+            }
+            result => result.map_err(self.io("write")),
+        }
+    }
+}
+
+/// Takes the lock, and makes sure that the path still names the file that was locked.
+///
+/// The kernel ends the I/O of a killed process, and with it its lock, a little after the process
+/// is gone: a restart right after a crash waits for that instead of failing.
+fn lock(opened: &Opened) -> Result<()> {
+    let path = &opened.path;
+    let store = |found: &str, expected: &str, action: &str| Error::Store {
+        path: path.clone(),
+        found: found.into(),
+        expected: expected.into(),
+        action: action.into(),
+    };
+    let give_up = Instant::now() + LOCK_WAIT;
+    loop {
+        match opened.file.try_lock() {
+            Ok(()) => break,
+            Err(fs::TryLockError::WouldBlock) if Instant::now() < give_up => thread::sleep(LOCK_POLL),
+            Err(fs::TryLockError::WouldBlock) => {
+                return Err(store(
+                    "a lock on it: the store is open in another process, or a second time in this one",
+                    "a store that nobody has open",
+                    "close the other cache first, or choose another path in `disks`",
+                ));
+            }
+            Err(fs::TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(fs::TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
+        }
+    }
+    opened.locked();
+    let ours = opened.file.metadata().map_err(|error| Error::io("stat", path, error))?;
+    let same = fs::symlink_metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (ours.dev(), ours.ino()));
+    if same {
+        return Ok(());
+    }
+    Err(store(
+        "another file than a moment ago: it was removed or replaced while it was opened",
+        "a file that stays in its place",
+        "open again",
+    ))
+}
+
+fn size(opened: &Opened) -> Result<u64> {
+    // Of a device, the metadata do not tell.
+    (&*opened.file).seek(SeekFrom::End(0)).map_err(|error| Error::io("find the size of", &opened.path, error))
+}
+
+/// Reads at `offset` until the buffer is full or the file ends.
+fn read_up_to(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
+    let mut read = 0;
+    while read < buf.len() {
+        match file.read_at(&mut buf[read..], offset + read as u64) {
+            Ok(0) => break,
+            Ok(bytes) => read += bytes,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        // A direct read that stops between two blocks has come to the end.
+        if !read.is_multiple_of(PAGE_BYTES) {
+            break;
+        }
+    }
+    Ok(read)
+}
+
+/// Makes the directory entry of a file durable.
+fn sync_directory(path: &Path) -> Result<()> {
+    let parent = path::parent(path);
+    File::open(parent).and_then(|dir| dir.sync_all()).map_err(|error| Error::io("fsync the directory", parent, error))
+}

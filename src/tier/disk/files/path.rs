@@ -1,0 +1,187 @@
+//! From a configured path to an open file, and back to nothing if the store is not to be.
+
+use std::{
+    cell::Cell,
+    fs::{self, File, FileType, OpenOptions},
+    io,
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{FileTypeExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use super::sync_directory;
+use crate::error::{Error, Result};
+
+/// The store in a configured directory.
+const FILE_NAME: &str = "kvhoist.store";
+
+/// What a failure has to take back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Undo {
+    Nothing,
+    /// The file was there, and empty.
+    Truncate,
+    /// The file was created.
+    Remove,
+}
+
+/// An open file. Dropped without [`keep`](Self::keep) it takes back what opening it did.
+pub(super) struct Opened {
+    pub path: PathBuf,
+    pub file: Arc<File>,
+    pub device: bool,
+    undo: Undo,
+    /// Nothing is taken back without the lock: another process may have come first.
+    locked: Cell<bool>,
+}
+
+impl Opened {
+    /// The lock is ours.
+    pub fn locked(&self) {
+        self.locked.set(true);
+    }
+
+    /// The store is accepted.
+    pub fn keep(mut self) -> Result<()> {
+        if self.undo == Undo::Remove {
+            sync_directory(&self.path)?;
+        }
+        self.undo = Undo::Nothing;
+        Ok(())
+    }
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        let undone = match self.undo {
+            _ if !self.locked.get() => return,
+            Undo::Nothing => return,
+            Undo::Truncate => self.file.set_len(0),
+            Undo::Remove => fs::remove_file(&self.path),
+        };
+        if let Err(error) = undone {
+            tracing::warn!(path = %self.path.display(), %error, "left behind after the store was refused");
+        }
+    }
+}
+
+fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>, action: impl Into<String>) -> Error {
+    Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: action.into() }
+}
+
+/// Opens the file, device, or file in the directory `configured`; creates a file that is missing.
+pub(super) fn open(configured: &Path) -> Result<Opened> {
+    let path = store_path(configured)?;
+    let (mut options, flags) = (OpenOptions::new(), libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK);
+    options.read(true).write(true).mode(0o600);
+    match options.clone().create_new(true).custom_flags(flags).open(&path) {
+        Ok(file) => {
+            return Ok(Opened { path, file: file.into(), device: false, undo: Undo::Remove, locked: false.into() });
+        }
+        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
+        Err(error) => return Err(cannot_open(&path, error)),
+    }
+    let before = fs::symlink_metadata(&path).map_err(|error| cannot_open(&path, error))?.file_type();
+    check_type(&path, before)?;
+    // On a block device, and there only, O_EXCL without O_CREAT has a meaning: not mounted, not part of anything.
+    let exclusive = if before.is_block_device() { libc::O_EXCL } else { 0 };
+    let file = options.custom_flags(flags | exclusive).open(&path).map_err(|error| cannot_open(&path, error))?;
+    let metadata = file.metadata().map_err(|error| Error::io("stat", &path, error))?;
+    let now = metadata.file_type();
+    check_type(&path, now)?;
+    if now != before {
+        return Err(refuse(&path, "a path that changes while it is opened", "one that stays", "open again"));
+    }
+    let device = now.is_block_device();
+    let undo = if !device && metadata.len() == 0 { Undo::Truncate } else { Undo::Nothing };
+    Ok(Opened { path, file: file.into(), device, undo, locked: false.into() })
+}
+
+/// The file or device that a configured path means.
+fn store_path(configured: &Path) -> Result<PathBuf> {
+    let path = follow_device_name(configured);
+    match fs::metadata(&path) {
+        Ok(metadata) if metadata.is_dir() => return Ok(path.join(FILE_NAME)),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            // With a slash at its end it means a directory, whether there is one or not.
+            let directory = if path.as_os_str().as_bytes().ends_with(b"/") { &path } else { parent(&path) };
+            if !directory.is_dir() {
+                return Err(refuse(
+                    &path,
+                    format!("no directory {}", directory.display()),
+                    "a directory that exists, or a file in one",
+                    "create it (mkdir -p), mount what belongs there, or mend `disks.path`",
+                ));
+            }
+        }
+        // Whatever it is, opening it says.
+        _ => {}
+    }
+    Ok(path)
+}
+
+/// Symbolic links are not followed, for whoever may write to the directory could aim one at any file. The names
+/// by which devices are best configured are such links, but made by root alone.
+fn follow_device_name(configured: &Path) -> PathBuf {
+    let named_by_root = configured.starts_with("/dev/disk") || configured.starts_with("/dev/mapper");
+    match fs::canonicalize(configured) {
+        Ok(device) if named_by_root => device,
+        _ => configured.to_owned(),
+    }
+}
+
+/// The directory that holds `path`.
+pub(super) fn parent(path: &Path) -> &Path {
+    path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn check_type(path: &Path, kind: FileType) -> Result<()> {
+    let name = if kind.is_file() || kind.is_block_device() {
+        return Ok(());
+    } else if kind.is_symlink() {
+        "a symbolic link"
+    } else if kind.is_dir() {
+        "a directory"
+    } else if kind.is_fifo() {
+        "a named pipe"
+    } else if kind.is_socket() {
+        "a socket"
+    } else {
+        "a character device"
+    };
+    let action = if kind.is_symlink() {
+        "put the path that the link points to in `disks`; links are not followed"
+    } else {
+        "choose another path in `disks`"
+    };
+    Err(refuse(path, name, "a regular file or a block device", action))
+}
+
+fn cannot_open(path: &Path, error: io::Error) -> Error {
+    match error.raw_os_error() {
+        // A link that came between the look and the opening.
+        Some(libc::ELOOP) => refuse(path, "a symbolic link", "a regular file or a block device", "open again"),
+        Some(libc::EACCES | libc::EPERM | libc::EROFS) => refuse(
+            path,
+            format!("no permission ({error})"),
+            "a path that this process may create, read and write",
+            "run as the user who owns it, or change its owner or mode",
+        ),
+        Some(libc::EBUSY) => refuse(
+            path,
+            "a device in use (mounted, swap, or part of a volume)",
+            "a device that nobody uses",
+            "unmount it or take it out of its volume, if it is the right one",
+        ),
+        Some(libc::ENOSPC | libc::EDQUOT) => refuse(
+            path,
+            format!("no room for another file ({error})"),
+            "room for the store",
+            "free space or inodes, or choose another path in `disks`",
+        ),
+        _ => Error::io("open", path, error),
+    }
+}

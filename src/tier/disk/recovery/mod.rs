@@ -1,0 +1,215 @@
+//! Creates a store or reads one back, over any [`Storage`].
+//!
+//! The steps of a creation and what a crash between them leaves are in [`format`](super::format). Reading
+//! back costs the superblocks and one sequential pass over the record tables; no payload is read.
+
+mod collect;
+mod radix;
+mod table;
+#[cfg(test)]
+mod tests;
+mod window;
+
+pub use collect::{Counts, RecoveredRecord};
+
+use std::{io, path::PathBuf};
+
+use super::{
+    files::{StoreFile, random_uuid},
+    format::{
+        HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
+        stripe::Stripe,
+        superblock::{State, Superblock},
+        survey::{Found, Standing, Verdict, survey},
+    },
+    slots::DiskSlots,
+};
+use crate::{
+    config::Config,
+    error::{Error, Result},
+    io::{AlignedBuf, FileId, Storage, read_full, write_full},
+};
+
+/// One file or device, as the storage engine has it open; its place in the list is its [`FileId`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// Its name in errors.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// A device may be larger than the store.
+    pub device: bool,
+    /// It is known to read as zeros, so that a new store's record table need not be written.
+    pub zeroed: bool,
+}
+
+/// An open store.
+#[derive(Debug)]
+pub struct Recovered {
+    /// The books of its slots, all free: the caller enters the records. Pages with records that do not count are stale.
+    pub slots: DiskSlots,
+    /// What it holds, in the order of the record tables. A block that was evicted and stored again may
+    /// have two records: the one with the higher generation counts.
+    pub records: Vec<RecoveredRecord>,
+    /// The places of the records in the order of their last use, oldest first.
+    pub order: Vec<u32>,
+    /// What the record tables came to.
+    pub counts: Counts,
+    /// The first generation that no record has.
+    pub next_generation: u64,
+}
+
+/// Opens the store in `files`, or creates one where none ever held a block. As [`open`].
+///
+/// # Errors
+/// [`Error::Store`] for what is not this store, before anything was written; [`Error::Io`].
+pub async fn recover<S: Storage>(storage: &S, files: &[StoreFile], config: &Config) -> Result<Recovered> {
+    let members: Vec<Member> = files.iter().map(StoreFile::member).collect();
+    open(storage, &members, config, random_uuid()?).await
+}
+
+/// Opens the store on these members, or creates it (with this id) where none ever held a block.
+///
+/// # Errors
+/// [`Error::Store`] where the members are not one store of these settings; nothing was written then.
+/// [`Error::Io`] where the storage failed.
+///
+/// # Cancel safety
+/// May be dropped at any point: like a crash, that leaves no store or a whole one.
+///
+/// # Panics
+/// If there is not one member for each of `config.disks`, or `config` is not valid.
+pub async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<Recovered> {
+    let stripe = Stripe::new(config);
+    match judge(storage, members, config).await? {
+        Verdict::Open(standings) => {
+            let uuid = standings[0].superblock.uuid;
+            for ((file, member), standing) in files(members).zip(standings) {
+                mend(storage, file, member, standing).await?;
+            }
+            table::read(storage, members, stripe, uuid).await
+        }
+        Verdict::Create => {
+            create(storage, members, config, uuid).await?;
+            let counts = Counts { free: stripe.slots().into(), ..Counts::default() };
+            let slots = DiskSlots::new(stripe, uuid);
+            Ok(Recovered { slots, records: Vec::new(), order: Vec::new(), counts, next_generation: 1 })
+        }
+    }
+}
+
+async fn judge<S: Storage>(storage: &S, members: &[Member], config: &Config) -> Result<Verdict> {
+    assert_eq!(members.len(), config.disks.len(), "one member a configured path");
+    let mut heads = Vec::with_capacity(members.len());
+    for (file, member) in files(members) {
+        // A file shorter than the superblocks is judged by its size.
+        let mut buf = AlignedBuf::zeroed(HEAD_BYTES);
+        if member.bytes >= HEAD_BYTES as u64 {
+            let (result, lent) = read_full(storage, file, 0, buf.lend()).await;
+            result.map_err(|error| Error::io("read the superblocks of", &member.path, error))?;
+            buf = AlignedBuf::from_lent(lent);
+        }
+        heads.push(buf);
+    }
+    let found: Vec<Found<'_>> = members
+        .iter()
+        .zip(&heads)
+        .map(|(member, head)| Found {
+            path: &member.path,
+            bytes: member.bytes,
+            device: member.device,
+            head: head.first_chunk().expect("the buffer has the length of a head"),
+        })
+        .collect();
+    survey(&found, config)
+}
+
+/// The steps of a creation, in the order that [`format`](super::format) gives reasons for.
+async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<()> {
+    let stripe = Stripe::new(config);
+    for ((file, member), geometry) in files(members).zip(stripe.members()) {
+        assert!(member.bytes >= geometry.bytes, "the survey checked the size; files are preallocated before");
+        if !member.zeroed {
+            zero_table(storage, file, geometry.table_bytes()).await.map_err(|e| write_failed(member, e))?;
+        }
+        // Of a creation that was cut off: while B is blank, a torn A is known for what it is.
+        write_page(storage, file, SUPERBLOCK_OFFSETS[1], &[0; PAGE_BYTES])
+            .await
+            .map_err(|e| write_failed(member, e))?;
+    }
+    sync_all(storage, members).await?;
+    for (copy, state, sequence) in [(0, State::Forming, 1), (1, State::Whole, 2), (0, State::Whole, 3)] {
+        for (file, member) in files(members) {
+            let new = Superblock::new(config, uuid, file.0);
+            write_superblock(storage, file, member, copy, &Superblock { state, sequence, ..new }).await?;
+        }
+        sync_all(storage, members).await?;
+    }
+    Ok(())
+}
+
+/// Brings both copies to a sound and whole state: finishes a creation, replaces a damaged copy.
+async fn mend<S: Storage>(storage: &S, file: FileId, member: &Member, standing: Standing) -> Result<()> {
+    let Standing { mut superblock, copy, mend_twin } = standing;
+    // The twin first, so that what counts is not touched before there is something to replace it.
+    let rewrite = [(1 - copy, mend_twin), (copy, superblock.state != State::Whole)];
+    superblock.state = State::Whole;
+    for (copy, needed) in rewrite {
+        if needed {
+            tracing::warn!(path = %member.path.display(), copy, "rewriting a torn, damaged or unfinished superblock");
+            superblock.sequence += 1;
+            write_superblock(storage, file, member, copy, &superblock).await?;
+            sync(storage, file, member).await?;
+        }
+    }
+    Ok(())
+}
+
+fn files(members: &[Member]) -> impl Iterator<Item = (FileId, &Member)> {
+    (0..).map(FileId).zip(members)
+}
+
+fn write_failed(member: &Member, error: io::Error) -> Error {
+    Error::io("write the superblocks and record table of", &member.path, error)
+}
+
+async fn write_superblock<S: Storage>(
+    storage: &S,
+    file: FileId,
+    member: &Member,
+    copy: usize,
+    superblock: &Superblock,
+) -> Result<()> {
+    let bytes = superblock.encode();
+    // Read back before written: what is refused at the next start must never get onto the medium.
+    assert_eq!(Superblock::decode(&bytes).as_ref(), Ok(superblock), "a superblock that can be read back");
+    write_page(storage, file, SUPERBLOCK_OFFSETS[copy], &bytes).await.map_err(|error| write_failed(member, error))
+}
+
+async fn write_page<S: Storage>(storage: &S, file: FileId, offset: u64, bytes: &[u8; PAGE_BYTES]) -> io::Result<()> {
+    let mut buf = AlignedBuf::zeroed(PAGE_BYTES);
+    buf.copy_from_slice(bytes);
+    write_full(storage, file, offset, buf.lend()).await.0
+}
+
+async fn zero_table<S: Storage>(storage: &S, file: FileId, bytes: u64) -> io::Result<()> {
+    let mut written = 0;
+    while written < bytes {
+        let len = (bytes - written).min(table::CHUNK_BYTES as u64);
+        let buf = AlignedBuf::zeroed(len as usize);
+        write_full(storage, file, TABLE_OFFSET + written, buf.lend()).await.0?;
+        written += len;
+    }
+    Ok(())
+}
+
+async fn sync_all<S: Storage>(storage: &S, members: &[Member]) -> Result<()> {
+    for (file, member) in files(members) {
+        sync(storage, file, member).await?;
+    }
+    Ok(())
+}
+
+async fn sync<S: Storage>(storage: &S, file: FileId, member: &Member) -> Result<()> {
+    storage.sync(file).await.map_err(|error| Error::io("flush", &member.path, error))
+}

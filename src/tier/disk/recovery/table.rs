@@ -1,0 +1,131 @@
+//! The sequential pass over the record tables.
+
+use std::{io, mem};
+
+use super::{Member, Recovered, collect::Collector, window::Window};
+use crate::{
+    error::{Error, Result},
+    io::{AlignedBuf, FileId, Storage, read_full},
+    tier::disk::format::{
+        PAGE_BYTES, TABLE_OFFSET,
+        stripe::{PageId, Stripe},
+    },
+};
+
+/// Bytes of one read: 8192 records.
+pub(super) const CHUNK_BYTES: usize = 1 << 20;
+
+/// Reads in flight, so that parsing one overlaps the others.
+const CHUNKS_IN_FLIGHT: usize = 4;
+
+/// Pages parsed between two yields: 512 records, about 30 us.
+const PAGES_PER_YIELD: usize = 16;
+
+/// Pages that may be unreadable before the device is given up. Each costs a failing read.
+const UNREADABLE_PAGES_MAX: u64 = 64;
+
+/// Consecutive record pages of one member.
+struct Chunk {
+    file: FileId,
+    page: PageId,
+    offset: u64,
+    bytes: usize,
+}
+
+/// Reads all record tables.
+pub(super) async fn read<S: Storage>(
+    storage: &S,
+    members: &[Member],
+    stripe: Stripe,
+    uuid: [u8; 16],
+) -> Result<Recovered> {
+    let mut chunks = chunks(&stripe).into_iter();
+    let mut collector = Collector::new(stripe);
+    collector.seal(&uuid);
+    let mut buffers: Vec<AlignedBuf> = (0..CHUNKS_IN_FLIGHT).map(|_| AlignedBuf::zeroed(CHUNK_BYTES)).collect();
+    let mut window = Window::new();
+    let mut unreadable = 0;
+    loop {
+        while !buffers.is_empty()
+            && let Some(chunk) = chunks.next()
+        {
+            let buffer = buffers.pop().expect("there is one");
+            window.push(read_chunk(storage, chunk, buffer));
+        }
+        let Some((chunk, result, mut buffer)) = window.next().await else { break };
+        if result.is_err() {
+            let path = &members[usize::from(chunk.file.0)].path;
+            unreadable += read_pages(storage, &chunk, &mut buffer, &mut collector)
+                .await
+                .map_err(|error| Error::io("read the record table of", path, error))?;
+            if unreadable > UNREADABLE_PAGES_MAX {
+                let text = format!("more than {UNREADABLE_PAGES_MAX} pages are unreadable; replace the device");
+                return Err(Error::io("read the record table of", path, io::Error::other(text)));
+            }
+        }
+        parse(&chunk, &buffer, &mut collector).await;
+        buffers.push(buffer);
+    }
+    Ok(collector.finish(uuid))
+}
+
+/// All chunks, in turns over the members so that all devices are busy.
+fn chunks(stripe: &Stripe) -> Vec<Chunk> {
+    let mut chunks = Vec::new();
+    let mut page_first = 0;
+    for (member, file) in stripe.members().iter().zip((0..).map(FileId)) {
+        for (at, start) in (0..member.table_bytes()).step_by(CHUNK_BYTES).enumerate() {
+            let bytes = (member.table_bytes() - start).min(CHUNK_BYTES as u64) as usize;
+            let page = PageId(page_first + (start / PAGE_BYTES as u64) as u32);
+            chunks.push((at, Chunk { file, page, offset: TABLE_OFFSET + start, bytes }));
+        }
+        page_first += member.pages;
+    }
+    chunks.sort_by_key(|(at, _)| *at);
+    chunks.into_iter().map(|(_, chunk)| chunk).collect()
+}
+
+async fn read_chunk<S: Storage>(storage: &S, chunk: Chunk, buffer: AlignedBuf) -> (Chunk, io::Result<()>, AlignedBuf) {
+    // Only the last chunk of a member is short; its reader gets a buffer of its own length.
+    let buffer = if buffer.len() == chunk.bytes { buffer } else { AlignedBuf::zeroed(chunk.bytes) };
+    let (result, lent) = read_full(storage, chunk.file, chunk.offset, buffer.lend()).await;
+    (chunk, result, AlignedBuf::from_lent(lent))
+}
+
+/// After a failed read of the chunk: its pages one by one. Those that cannot be read become zeros, are
+/// counted and marked stale: writing them again often heals them. Returns how many there were.
+async fn read_pages<S: Storage>(
+    storage: &S,
+    chunk: &Chunk,
+    buffer: &mut AlignedBuf,
+    collector: &mut Collector,
+) -> io::Result<u64> {
+    let mut unreadable = 0;
+    let mut page_buffer = AlignedBuf::zeroed(PAGE_BYTES);
+    for (at, page) in buffer.chunks_exact_mut(PAGE_BYTES).enumerate() {
+        let lent = mem::replace(&mut page_buffer, AlignedBuf::zeroed(PAGE_BYTES)).lend();
+        let offset = chunk.offset + (at * PAGE_BYTES) as u64;
+        let (result, lent) = read_full(storage, chunk.file, offset, lent).await;
+        page_buffer = AlignedBuf::from_lent(lent);
+        match result {
+            Ok(()) => page.copy_from_slice(&page_buffer),
+            Err(error) if unreadable == UNREADABLE_PAGES_MAX => return Err(error),
+            Err(_) => {
+                page.fill(0);
+                collector.unreadable(PageId(chunk.page.0 + at as u32));
+                unreadable += 1;
+            }
+        }
+    }
+    Ok(unreadable)
+}
+
+async fn parse(chunk: &Chunk, buffer: &AlignedBuf, collector: &mut Collector) {
+    for (at, bytes) in buffer[..chunk.bytes].chunks_exact(PAGE_BYTES).enumerate() {
+        let bytes = bytes.first_chunk().expect("chunks of a page");
+        collector.page(PageId(chunk.page.0 + at as u32), bytes);
+        if at % PAGES_PER_YIELD == PAGES_PER_YIELD - 1 {
+            crate::io::yield_now().await;
+        }
+    }
+}

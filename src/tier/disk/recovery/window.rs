@@ -1,0 +1,49 @@
+//! A few futures in flight, answered in the order in which they were started.
+
+use std::{
+    collections::VecDeque,
+    future::{Future, poll_fn},
+    pin::Pin,
+    task::Poll,
+};
+
+enum Entry<F: Future> {
+    Running(Pin<Box<F>>),
+    Done(F::Output),
+}
+
+/// Futures of one task that make progress together, without spawning: recovery runs under any runtime.
+pub(super) struct Window<F: Future>(VecDeque<Entry<F>>);
+
+impl<F: Future> Window<F> {
+    pub fn new() -> Self {
+        Window(VecDeque::new())
+    }
+
+    /// Adds a future. It starts with the next call of [`next`](Self::next).
+    pub fn push(&mut self, future: F) {
+        self.0.push_back(Entry::Running(Box::pin(future)));
+    }
+
+    /// The output of the oldest future, or `None` if there is none. All of them are driven meanwhile.
+    pub async fn next(&mut self) -> Option<F::Output> {
+        poll_fn(|context| {
+            for entry in &mut self.0 {
+                if let Entry::Running(future) = entry
+                    && let Poll::Ready(output) = future.as_mut().poll(context)
+                {
+                    *entry = Entry::Done(output);
+                }
+            }
+            match self.0.pop_front() {
+                None => Poll::Ready(None),
+                Some(Entry::Done(output)) => Poll::Ready(Some(output)),
+                Some(running) => {
+                    self.0.push_front(running);
+                    Poll::Pending
+                }
+            }
+        })
+        .await
+    }
+}

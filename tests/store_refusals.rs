@@ -1,0 +1,423 @@
+//! What is not a store of these settings is refused in words of its own, and left as it was.
+
+use std::{
+    ffi::CString,
+    fs::{self, File},
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{FileExt, PermissionsExt, symlink},
+    },
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use kvhoist::{
+    Config, Error, Result,
+    config::{DirectIo, DiskPath},
+    io::blocking::Blocking,
+    tier::disk::{
+        StoreFile,
+        format::{
+            stripe::Stripe,
+            superblock::{State, Superblock},
+        },
+        open_files, recover,
+    },
+};
+use tempfile::TempDir;
+
+/// A directory on the disk that the build is on: `/tmp` may be a tmpfs, which older kernels refuse direct I/O.
+fn scratch() -> TempDir {
+    TempDir::new_in(env!("CARGO_TARGET_TMPDIR")).expect("a scratch directory")
+}
+
+fn config(paths: &[&Path]) -> Config {
+    let disk = |path: &&Path| DiskPath { path: path.to_path_buf(), blocks: 40 };
+    Config { block_bytes: 5000, disks: paths.iter().map(disk).collect(), ..Config::default() }
+}
+
+/// A store that was opened and closed again.
+#[derive(Debug)]
+struct Seen {
+    created: bool,
+    uuid: [u8; 16],
+    free: u64,
+}
+
+/// Opens the files and then the store in them; both are closed when this returns.
+fn open_store(config: &Config) -> Result<Seen> {
+    let files = open_files(config)?;
+    let storage = Blocking::new(files.iter().map(|file| file.file.clone()).collect(), 2).expect("threads");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let recovered = runtime.block_on(recover(&storage, &files, config))?;
+    let mut head = [0; 4096];
+    File::open(&files[0].path).expect("there").read_exact_at(&mut head, 0).expect("a superblock");
+    let superblock = Superblock::decode(&head).expect("a sound superblock");
+    assert_eq!(superblock.state, State::Whole);
+    Ok(Seen { created: files[0].fresh, uuid: superblock.uuid, free: recovered.counts.free })
+}
+
+/// The found, expected and action parts of a refusal of `path`, none of them empty.
+fn refusal<T>(path: &Path, result: Result<T>) -> (String, String, String) {
+    match result.err().expect("a refusal") {
+        Error::Store { path: of, found, expected, action } => {
+            assert_eq!(of, path);
+            assert!(!found.is_empty() && !expected.is_empty() && !action.is_empty());
+            (found, expected, action)
+        }
+        other => panic!("not a refusal of a store: {other}"),
+    }
+}
+
+/// Everything below a directory: names, modes and bytes.
+fn snapshot(dir: &Path) -> Vec<(PathBuf, u32, Option<Vec<u8>>)> {
+    let mut entries: Vec<_> =
+        fs::read_dir(dir).expect("a directory").map(|entry| entry.expect("an entry").path()).collect();
+    entries.sort();
+    let describe = |path: PathBuf| {
+        let metadata = fs::symlink_metadata(&path).expect("metadata");
+        let bytes = metadata.is_file().then(|| fs::read(&path).expect("readable"));
+        (path, metadata.permissions().mode(), bytes)
+    };
+    entries.into_iter().map(describe).collect()
+}
+
+/// Refused both as the only path and after a path whose file would have to be created; nothing changes.
+fn assert_refused(dir: &Path, path: &Path, words: &str) {
+    let before = snapshot(dir);
+    let new = dir.join("new.store");
+    // Cut short, a store may still be one that misses its other members: alone only.
+    let alone = words.contains("cut short");
+    for paths in [&[path][..], &[&new, path], &[path, &new]].into_iter().take(if alone { 1 } else { 3 }) {
+        let (found, expected, action) = refusal(path, open_files(&config(paths)));
+        let text = format!("found {found}, expected {expected}; {action}");
+        assert!(text.contains(words), "{words:?} is not in: {text}");
+        assert!(snapshot(dir) == before, "something changed in {} ({words})", dir.display());
+    }
+}
+
+#[test]
+fn a_new_store_is_private_whole_and_opens_again() {
+    let dir = scratch();
+    let config = config(&[dir.path()]);
+    let files = open_files(&config).expect("opened");
+    let StoreFile { path, direct, fresh, zeroed, device, bytes, .. } = &files[0];
+    let wanted = Stripe::new(&config).members()[0].bytes;
+    assert_eq!(*path, dir.path().join("kvhoist.store"));
+    assert!(*direct && *fresh && *zeroed && !device);
+    let metadata = fs::metadata(path).expect("metadata");
+    assert_eq!((metadata.permissions().mode() & 0o777, metadata.len(), *bytes), (0o600, wanted, wanted));
+    let allocated = std::os::unix::fs::MetadataExt::blocks(&metadata) * 512;
+    assert!(allocated >= wanted, "{allocated} bytes are preallocated");
+    drop(files);
+    let first = open_store(&config).expect("created");
+    let second = open_store(&config).expect("opened again");
+    assert_eq!((first.created, second.created, first.uuid), (true, false, second.uuid));
+    assert_eq!(second.free, 40);
+}
+
+#[test]
+fn a_file_path_may_be_relative_to_a_directory_that_exists() {
+    let dir = scratch();
+    let path = dir.path().join("a.store");
+    open_store(&config(&[&path])).expect("created");
+    assert!(path.is_file());
+}
+
+#[test]
+fn a_missing_directory_is_not_created() {
+    let dir = scratch();
+    assert_refused(dir.path(), &dir.path().join("no/file"), &format!("no directory {}/no", dir.path().display()));
+    let slash = PathBuf::from(format!("{}/no/", dir.path().display()));
+    let (found, ..) = refusal(&slash, open_files(&config(&[&slash])));
+    assert!(found.contains("no directory"), "{found}");
+    assert!(snapshot(dir.path()).is_empty());
+}
+
+#[test]
+fn what_is_neither_a_file_nor_a_block_device_is_refused() {
+    let dir = scratch();
+    let path = |name: &str| dir.path().join(name);
+    fs::write(path("target"), b"").expect("written");
+    symlink(path("target"), path("link")).expect("linked");
+    symlink(path("nowhere"), path("dangling")).expect("linked");
+    let fifo = CString::new(path("fifo").as_os_str().as_bytes()).expect("no zeros");
+    // SAFETY: a valid string that outlives the call.
+    assert_eq!(unsafe { libc::mkfifo(fifo.as_ptr(), 0o600) }, 0);
+    let _socket = std::os::unix::net::UnixListener::bind(path("socket")).expect("bound");
+    assert_refused(dir.path(), &path("link"), "links are not followed");
+    assert_refused(dir.path(), &path("dangling"), "found a symbolic link");
+    assert_refused(dir.path(), &path("fifo"), "found a named pipe");
+    assert_refused(dir.path(), &path("socket"), "found a socket");
+    assert_refused(dir.path(), Path::new("/dev/null"), "found a character device");
+    let below = path("below");
+    fs::create_dir_all(below.join("kvhoist.store")).expect("created");
+    let (found, ..) = refusal(&below.join("kvhoist.store"), open_files(&config(&[&below])));
+    assert_eq!(found, "a directory");
+}
+
+#[test]
+fn foreign_files_are_refused_and_stay_as_they_are() {
+    let dir = scratch();
+    let path = |name: &str| dir.path().join(name);
+    let whole = {
+        open_store(&config(&[&path("other")])).expect("created");
+        fs::read(path("other")).expect("readable")
+    };
+    fs::remove_file(path("other")).expect("removed");
+    let with = |name: &str, change: &dyn Fn(&mut Vec<u8>)| {
+        let mut bytes = whole.clone();
+        change(&mut bytes);
+        fs::write(path(name), bytes).expect("written");
+        path(name)
+    };
+    let blank = |bytes: &mut Vec<u8>| bytes.fill(0);
+    let cases = [
+        (with("text", &|b| b.splice(.., *b"to be kept").for_each(drop)), "kvhoist did not write"),
+        (with("short blank", &|b| b.splice(.., [0; 5000]).for_each(drop)), "5000 bytes that holds no store"),
+        (
+            with("long blank", &|b| {
+                blank(b);
+                b.push(0);
+            }),
+            "holds no store",
+        ),
+        (
+            with("late data", &|b| {
+                blank(b);
+                b[100_000] = 1;
+            }),
+            "data at byte 100000",
+        ),
+        (
+            with("last data", &|b| {
+                blank(b);
+                *b.last_mut().expect("bytes") = 1;
+            }),
+            "data at byte ",
+        ),
+        (with("cut", &|b| b.truncate(b.len() - 1)), "a file cut short to"),
+        (with("cut to a head", &|b| b.truncate(8192)), "a file cut short to 8192 bytes"),
+        (with("cut into the head", &|b| b.truncate(4097)), "a file cut short to 4097 bytes"),
+        (
+            with("damaged", &|b| {
+                b[50] ^= 1;
+                b[4146] ^= 1;
+            }),
+            "both damaged",
+        ),
+        (
+            with("newer", &|b| {
+                b[8] = 2;
+                reseal(b);
+            }),
+            "format version 2",
+        ),
+        (
+            with("impossible", &|b| {
+                b[4096..8192].fill(0);
+                b[80] = 9;
+                reseal(b);
+            }),
+            "impossible member index",
+        ),
+    ];
+    for (path, words) in cases {
+        assert_refused(dir.path(), &path, words);
+    }
+}
+
+/// Gives superblock A a good crc.
+fn reseal(bytes: &mut [u8]) {
+    let crc = kvhoist::checksum::checksum(&bytes[..504]);
+    bytes[504..512].copy_from_slice(&crc.to_le_bytes());
+}
+
+#[test]
+fn stores_of_other_settings_are_refused_and_stay_as_they_are() {
+    let dir = scratch();
+    let [a, b, c] = ["a", "b", "c"].map(|name| dir.path().join(name));
+    let ours = config(&[&a, &b]);
+    open_store(&ours).expect("created");
+    open_store(&config(&[&c])).expect("created");
+    let before = snapshot(dir.path());
+    let changed = |change: &dyn Fn(&mut Config)| {
+        let mut config = ours.clone();
+        change(&mut config);
+        config
+    };
+    let missing = dir.path().join("missing");
+    let cases: Vec<(&Path, Config, &str)> = vec![
+        (&a, changed(&|c| c.namespace = "other".into()), "namespace = \"default\""),
+        (&a, changed(&|c| c.block_bytes = 5001), "block_bytes = 5000"),
+        (&a, changed(&|c| c.disks[0].blocks = 41), "disks.blocks = 40"),
+        (&a, changed(&|c| c.disks[1].blocks = 39), "summed over all paths = 80"),
+        (&a, changed(&|c| c.disks.swap(0, 1)), ""),
+        (&a, config(&[&a]), "a store of 2 members"),
+        (&c, config(&[&a, &c]), "a member of store"),
+        (&missing, config(&[&a, &missing]), "no superblock (all zeros)"),
+    ];
+    for (path, config, words) in cases {
+        let swapped = config.disks.first().is_some_and(|disk| disk.path == b);
+        let (found, ..) = refusal(if swapped { &b } else { path }, open_files(&config));
+        assert!(found.contains(if swapped { "member 1 of the store" } else { words }), "{words:?} is not in: {found}");
+        assert!(snapshot(dir.path()) == before, "something changed ({words})");
+    }
+    open_store(&ours).expect("still a store");
+}
+
+#[test]
+fn a_store_is_opened_once() {
+    let dir = scratch();
+    let path = dir.path().join("a");
+    let held = open_files(&config(&[&path])).expect("opened");
+    assert_refused(dir.path(), &path, "the store is open in another process, or a second time in this one");
+    drop(held);
+    let hard_link = dir.path().join("b");
+    fs::hard_link(&path, &hard_link).expect("linked");
+    let (found, ..) = refusal(&hard_link, open_files(&config(&[&path, &hard_link])));
+    assert!(found.contains("a lock on it"), "{found}");
+    fs::remove_file(hard_link).expect("removed");
+    drop(open_files(&config(&[&path])).expect("the lock is gone"));
+    let other = File::open(&path).expect("opened");
+    other.lock().expect("locked, as another process would");
+    assert_refused(dir.path(), &path, "close the other cache first");
+}
+
+#[test]
+fn a_creation_that_was_cut_off_is_done_again() {
+    let dir = scratch();
+    let path = dir.path().join("a");
+    let config = config(&[&path]);
+    fs::write(&path, b"").expect("an empty file, as a crash before preallocation leaves it");
+    let bytes = open_files(&config).expect("opened")[0].bytes;
+    assert_eq!(fs::metadata(&path).expect("metadata").len(), bytes);
+    // Preallocated, not formatted, and with rubbish in the record table that must not survive.
+    let file = File::options().write(true).open(&path).expect("opened");
+    assert!(open_store(&config).expect("created").created);
+    let head: Vec<u8> = fs::read(&path).expect("readable")[..8192].to_vec();
+    // Superblock A forming (as before the second step), B blank.
+    let mut forming = head[..4096].to_vec();
+    forming[12] = 1;
+    reseal(&mut forming);
+    file.write_all_at(&forming, 0).expect("written");
+    file.write_all_at(&[0; 4096], 4096).expect("written");
+    file.write_all_at(&[0xEE; 4096], 8192).expect("written");
+    let again = open_store(&config).expect("created again");
+    assert_eq!((again.created, again.free), (true, 40));
+    assert_eq!(open_store(&config).expect("opened").free, 40);
+}
+
+#[test]
+fn more_than_there_is_room_for_is_refused_and_taken_back() {
+    let dir = scratch();
+    let (small, large, empty) = (dir.path().join("small"), dir.path().join("large"), dir.path().join("empty"));
+    let mut config = config(&[&small, &large]);
+    (config.block_bytes, config.disks[0].blocks, config.disks[1].blocks) = (1 << 30, 1, 1 << 22);
+    config.read_bytes_in_flight_max = 1 << 30;
+    config.write_bytes_in_flight_max = 1 << 30;
+    let (found, expected, action) = refusal(&large, open_files(&config));
+    assert!(found.contains("bytes available on "), "{found}");
+    assert_eq!(expected, format!("room for {} bytes", (1u64 << 52) + (513 << 20)));
+    assert!(action.contains("lower `disks.blocks`"), "{action}");
+    assert!(snapshot(dir.path()).is_empty(), "both files are gone");
+    fs::write(&empty, b"").expect("written");
+    config.disks[1].path.clone_from(&empty);
+    refusal(&empty, open_files(&config));
+    assert_eq!(snapshot(dir.path()).len(), 1);
+    assert_eq!(fs::metadata(&empty).expect("not ours to remove").len(), 0);
+}
+
+#[test]
+fn a_path_without_permission_is_refused() {
+    // Not even root may create files there.
+    let path = Path::new("/sys/kvhoist.store");
+    let (found, ..) = refusal(path, open_files(&config(&[path])));
+    assert!(found.contains("no permission"), "{found}");
+}
+
+#[test]
+fn wrong_settings_are_refused_before_anything_is_touched() {
+    let dir = scratch();
+    let mut config = config(&[dir.path()]);
+    config.namespace.clear();
+    assert!(matches!(open_files(&config), Err(Error::Config { field: "namespace", .. })));
+    assert!(snapshot(dir.path()).is_empty());
+}
+
+#[test]
+fn a_file_system_without_direct_io_is_refused_or_warned_about() {
+    // Since Linux 6.6 a tmpfs takes direct I/O; either answer is right, a third is not.
+    let Ok(dir) = TempDir::new_in("/dev/shm") else {
+        eprintln!("skipped: no tmpfs at /dev/shm");
+        return;
+    };
+    let path = dir.path().join("kvhoist.store");
+    let mut config = config(&[dir.path()]);
+    match open_files(&config) {
+        Ok(files) => assert!(files[0].direct),
+        Err(Error::Store { path: of, found, action, .. }) => {
+            assert_eq!(of, path);
+            assert!(found.contains("tmpfs") && action.contains("direct_io"), "{found}; {action}");
+            assert!(!path.exists(), "taken back");
+        }
+        Err(other) => panic!("{other}"),
+    }
+    config.direct_io = DirectIo::Prefer;
+    assert!(open_store(&config).expect("created").created);
+    assert!(!open_store(&config).expect("opened").created);
+}
+
+/// A block device over a file.
+struct Loop(PathBuf);
+
+impl Loop {
+    fn new(file: &Path) -> Option<Self> {
+        let output = Command::new("losetup").args(["--find", "--show"]).arg(file).output().ok()?;
+        let name = String::from_utf8(output.stdout).ok()?.trim().to_owned();
+        (output.status.success() && name.starts_with("/dev/loop")).then(|| Loop(name.into()))
+    }
+}
+
+impl Drop for Loop {
+    fn drop(&mut self) {
+        let _ = Command::new("losetup").arg("--detach").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_raw_device_is_used_only_if_it_is_blank_or_ours() {
+    let dir = scratch();
+    let image = dir.path().join("image");
+    let file = File::create(&image).expect("created");
+    file.set_len(16 << 20).expect("sized");
+    let Some(device) = Loop::new(&image) else {
+        eprintln!("skipped: no loop devices here (needs root and losetup)");
+        return;
+    };
+    let path = device.0.as_path();
+    let disk = File::options().read(true).write(true).open(path).expect("opened");
+    for (at, words) in
+        [(0, "did not write"), (65536, "data at byte 65536"), ((16 << 20) - 512, "data at byte 16776704")]
+    {
+        disk.write_all_at(b"what another system keeps there", at).expect("written");
+        disk.sync_all().expect("flushed");
+        let (found, ..) = refusal(path, open_files(&config(&[path])));
+        assert!(found.contains(words), "{found}");
+        disk.write_all_at(&[0; 512], at).expect("written");
+    }
+    disk.write_all_at(&[0xEE; 4096], 2 << 20).expect("old data where blocks go");
+    disk.sync_all().expect("flushed");
+    let mut large = config(&[path]);
+    large.disks[0].blocks = 4000;
+    let (found, expected, action) = refusal(path, open_files(&large));
+    assert_eq!((&*found, &*expected), ("a device of 16777216 bytes", "at least 33816576 bytes"));
+    assert!(action.contains("lower `disks.blocks`"), "{action}");
+    let store = open_store(&config(&[path])).expect("created");
+    assert!(store.created);
+    assert_eq!(open_store(&config(&[path])).expect("opened").uuid, store.uuid);
+    let files = open_files(&config(&[path])).expect("opened");
+    assert!(files[0].device && files[0].bytes == 16 << 20 && !files[0].zeroed);
+    let (found, ..) = refusal(path, open_files(&config(&[path])));
+    assert!(found.contains("in use") || found.contains("a lock on it"), "{found}");
+}
