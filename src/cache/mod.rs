@@ -181,7 +181,7 @@ impl Cache {
         self.finish_store(key, committed).await
     }
 
-    /// A host slot to fill in place and [commit](Reservation::commit). Waits for a slot.
+    /// A host slot, all zero, to fill in place and [commit](Reservation::commit). Waits for a slot.
     ///
     /// # Errors
     /// [`Error::Busy`] past [`Config::waiters_max`], [`Error::Closed`].
@@ -189,6 +189,22 @@ impl Cache {
     /// # Cancel safety
     /// Dropping the future or the reservation gives the slot back.
     pub async fn reserve(&self) -> Result<Reservation> {
+        let mut reservation = self.reserve_for_overwrite().await?;
+        reservation.fill(0);
+        Ok(reservation)
+    }
+
+    /// As [`reserve`](Self::reserve), without the time to clear the slot: for those who write every byte of it.
+    ///
+    /// Until then its bytes are those of whatever block was evicted from the slot, which may be another tenant's. Show
+    /// them to nobody, and do not commit a block that was not filled to its end.
+    ///
+    /// # Errors
+    /// As [`reserve`](Self::reserve).
+    ///
+    /// # Cancel safety
+    /// As [`reserve`](Self::reserve).
+    pub async fn reserve_for_overwrite(&self) -> Result<Reservation> {
         let filling = self.inner.shared.acquire(Tier::Host).await?;
         Ok(Reservation::new(self.clone(), filling))
     }
