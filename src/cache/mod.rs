@@ -70,12 +70,22 @@ impl Cache {
 
     /// The leading blocks of `keys` that are resident, and where. One lock, no I/O, no use counted.
     pub fn match_prefix(&self, keys: &[BlockKey]) -> PrefixMatch {
-        self.inner.shared.lock().index.match_prefix(keys)
+        let state = self.inner.shared.lock();
+        let mut found = state.index.match_prefix(keys);
+        if !state.disk_service.reads() {
+            found.truncate_at(Tier::Disk);
+        }
+        found
     }
 
-    /// The number of leading `keys` that are resident in some tier. Allocates nothing.
+    /// The number of leading `keys` that are resident in some tier. Allocates nothing while the disk is in service.
     pub fn match_len(&self, keys: &[BlockKey]) -> usize {
-        self.inner.shared.lock().index.match_len(keys)
+        let state = self.inner.shared.lock();
+        if state.disk_service.reads() {
+            return state.index.match_len(keys);
+        }
+        drop(state);
+        self.match_prefix(keys).len()
     }
 
     /// A block in host memory, read from a slower tier where it must be; `None` if it is nowhere.
@@ -86,7 +96,7 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up),
-    /// [`Error::Closed`].
+    /// [`Error::Timeout`] past [`Config::deadline_ms`] (the read goes on), [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future leaves no trace; a read that began may still finish and make the block
@@ -155,8 +165,10 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Argument`] if `data` is not one block; [`Error::Busy`] past a limit;
-    /// [`Error::Io`] or [`Error::Refused`] if the disk did not take it: the block is then not on
-    /// disk, though host memory may still serve it.
+    /// [`Error::Io`], [`Error::Refused`] or [`Error::Unavailable`] if the disk did not take it: the
+    /// block is then not on disk, though host memory may still serve it. [`Error::Timeout`] past
+    /// [`Config::deadline_ms`], waiting for a slot (nothing was done) or for the disk (which may still
+    /// take it).
     ///
     /// # Cancel safety
     /// Dropped before the copy, it leaves no trace; after it, the block is visible and its write
@@ -184,7 +196,8 @@ impl Cache {
     /// A host slot, all zero, to fill in place and [commit](Reservation::commit). Waits for a slot.
     ///
     /// # Errors
-    /// [`Error::Busy`] past [`Config::waiters_max`], [`Error::Closed`].
+    /// [`Error::Busy`] past [`Config::waiters_max`], [`Error::Timeout`] past [`Config::deadline_ms`],
+    /// [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future or the reservation gives the slot back.
