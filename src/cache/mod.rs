@@ -2,6 +2,8 @@
 
 mod builder;
 mod lease;
+#[cfg(test)]
+mod model;
 mod open;
 mod queue;
 mod region;

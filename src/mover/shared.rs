@@ -4,7 +4,7 @@
 use std::{
     collections::BTreeSet,
     ptr::NonNull,
-    sync::{Arc, MutexGuard, atomic::AtomicU64},
+    sync::{Arc, atomic::AtomicU64},
 };
 
 use tokio::sync::{Notify, oneshot};
@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result},
     index::{EntryId, Index},
     metrics::Metrics,
-    sync::Mutex,
+    sync::{Mutex, MutexGuard},
     tier::{arena::Arena, device::DevicePool, disk::DiskSlots},
 };
 

@@ -1,0 +1,97 @@
+//! The hand-off between callers and the reactor, under a model checker that chooses every interleaving.
+//!
+//! What runs is the product: [`Cache`](super::Cache) and the mover, over the lock of [`crate::sync`], which is the
+//! checker's here. Only the threads, the storage and the clock are the model's. A lost wake-up is a deadlock to the
+//! checker, because no clock moves that could end a wait.
+//!
+//! The checker switches threads where the lock is taken or released, where a future waits, and in the storage. What
+//! tokio's channels do between two of these is one step: they are checked by their own authors.
+
+mod world;
+
+use world::{World, assert_is, below, check, config, give_up_some_time, key, payload};
+
+use crate::{Cache, Error};
+
+/// Fetches, and holds the lease for a while.
+async fn fetch(cache: &Cache, n: u32) -> bool {
+    let Some(lease) = cache.fetch(&key(n)).await.expect("fetch") else { return false };
+    assert_is(&lease, n);
+    shuttle::future::yield_now().await;
+    assert_is(&lease, n);
+    true
+}
+
+/// Callers that stay and callers that leave, all after the same block: each who stays gets it.
+#[test]
+fn whoever_stays_gets_the_block_that_others_leave() {
+    check(|| {
+        let world = World::new(config(0, 2, 4), 2, false);
+        let stays = world.caller(async |cache: Cache| assert!(fetch(&cache, 0).await));
+        let leaves = world.caller(async |cache: Cache| {
+            if let Some(found) = give_up_some_time(cache.fetch(&key(0))).await {
+                assert_is(&found.expect("fetch").expect("on disk"), 0);
+            }
+            assert!(fetch(&cache, 0).await);
+        });
+        let other = world.caller(async |cache: Cache| drop(give_up_some_time(cache.fetch(&key(0))).await));
+        [stays, leaves, other].into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.end();
+    });
+}
+
+/// More who want a host slot than there are: every slot that comes free goes to one who waits.
+#[test]
+fn slots_that_come_free_find_their_waiters() {
+    check(|| {
+        let world = World::new(config(0, 1, 4), 3, false);
+        let callers = [0, 1, 2].map(|n| {
+            world.caller(async move |cache: Cache| {
+                drop(give_up_some_time(cache.reserve_for_overwrite()).await);
+                assert!(fetch(&cache, n).await);
+                drop(cache.reserve_for_overwrite().await.expect("reserve"));
+            })
+        });
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.end();
+    });
+}
+
+/// Everything at once, over three tiers.
+#[test]
+fn any_calls_in_any_order_leave_a_whole_cache() {
+    check(|| {
+        let world = World::new(config(1, 3, 5), 3, below(2) == 0);
+        let callers = [(); 3].map(|()| {
+            world.caller(async move |cache: Cache| {
+                for _ in 0..2 {
+                    one_call(&cache, below(4)).await;
+                }
+            })
+        });
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.end();
+    });
+}
+
+async fn one_call(cache: &Cache, n: u32) {
+    let block = payload(n);
+    match below(9) {
+        0 => drop(fetch(cache, n).await),
+        1 => drop(give_up_some_time(cache.fetch(&key(n))).await),
+        2 => cache.store(&key(n), None, &block).await.expect("store"),
+        3 => drop(give_up_some_time(cache.store(&key(n), None, &block)).await),
+        4 => drop(cache.remove(&key(n)).await.expect("remove")),
+        5 => drop(give_up_some_time(cache.remove(&key(n))).await),
+        6 => drop(give_up_some_time(cache.fetch_to_device(&key(n))).await),
+        7 => drop(cache.prefetch(&[key(n)]).expect("prefetch")),
+        _ => {
+            let Some(lease) = cache.fetch_to_device(&key(n)).await.expect("fetch") else { return };
+            match cache.read_device(&lease, Vec::new()).await {
+                Ok(bytes) => assert_is(&bytes, n),
+                // Removed meanwhile.
+                Err(error) => assert!(matches!(error, Error::Argument { .. }), "{error}"),
+            }
+        }
+    }
+}
