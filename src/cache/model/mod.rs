@@ -9,9 +9,12 @@
 
 mod world;
 
+use std::sync::Arc;
+
+use shuttle::future::block_on;
 use world::{World, assert_is, below, check, config, give_up_some_time, key, payload};
 
-use crate::{Cache, Error};
+use crate::{Cache, Error, Lease, Tier};
 
 /// Fetches, and holds the lease for a while.
 async fn fetch(cache: &Cache, n: u32) -> bool {
@@ -53,6 +56,60 @@ fn slots_that_come_free_find_their_waiters() {
             })
         });
         callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.end();
+    });
+}
+
+/// Two callers want slots of a chain that one pin holds back. When the suffix goes its prefix may go as well: both get one,
+/// though only one thing happened.
+fn two_slots_of_a_chain(release: fn(&World, Lease)) {
+    let world = World::new(config(0, 2, 8), 2, true);
+    block_on(async { assert!(fetch(&world.cache, 0).await && fetch(&world.cache, 1).await) });
+    let held = block_on(world.cache.fetch(&key(1))).expect("fetch").expect("resident");
+    let both = Arc::new(tokio::sync::Barrier::new(2));
+    let callers = [(); 2].map(|()| {
+        let both = Arc::clone(&both);
+        world.caller(async move |cache: Cache| {
+            let reserved = cache.reserve_for_overwrite().await.expect("reserve");
+            both.wait().await;
+            drop(reserved);
+        })
+    });
+    release(&world, held);
+    callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+    world.end();
+}
+
+#[test]
+fn a_suffix_that_is_let_go_sets_its_prefix_free() {
+    check(|| two_slots_of_a_chain(|_, held| drop(held)));
+}
+
+#[test]
+fn a_suffix_that_is_removed_sets_its_prefix_free() {
+    check(|| {
+        two_slots_of_a_chain(|world, held| {
+            assert!(block_on(world.cache.remove(&key(1))).expect("remove"));
+            drop(held);
+        });
+    });
+}
+
+/// A read of a block holds its device copy back, and sets it free again for those who wait for a device slot.
+#[test]
+fn the_end_of_a_read_frees_the_device_copy() {
+    check(|| {
+        let world = World::new(config(1, 2, 4), 3, false);
+        drop(block_on(world.cache.fetch_to_device(&key(0))).expect("fetch").expect("on disk"));
+        assert!(block_on(async { fetch(&world.cache, 2).await && fetch(&world.cache, 1).await }));
+        assert_eq!(world.cache.match_prefix(&[key(0)]).tiers(), [Tier::Device], "its host slot was given up");
+        let reads = world.caller(async |cache: Cache| {
+            drop(give_up_some_time(cache.fetch(&key(0))).await);
+        });
+        let promotes = world.caller(async |cache: Cache| {
+            drop(cache.fetch_to_device(&key(1)).await.expect("fetch").expect("on disk"));
+        });
+        [reads, promotes].into_iter().for_each(|caller| caller.join().expect("no panic"));
         world.end();
     });
 }
