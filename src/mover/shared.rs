@@ -54,6 +54,8 @@ pub(crate) struct Shared {
     slot_freed: [Notify; Tier::COUNT],
     /// Wakes the write-back task.
     pub(crate) write_back: Notify,
+    /// Told when a caller has verified a block, and so ended its flight: the end of the cache waits for that.
+    pub(super) verified: Notify,
     /// Wakes the task that watches the clock.
     pub(crate) watch: Notify,
     /// How often it has looked at it.
@@ -120,6 +122,7 @@ impl Shared {
             metrics,
             slot_freed: Default::default(),
             write_back: Notify::new(),
+            verified: Notify::new(),
             watch: Notify::new(),
             looks: AtomicU64::new(0),
         }

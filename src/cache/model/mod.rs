@@ -114,6 +114,23 @@ fn the_end_of_a_read_frees_the_device_copy() {
     });
 }
 
+/// The last reader of a block may be verifying it when the cache is closed.
+#[test]
+fn a_close_waits_for_nobody_for_ever() {
+    check(|| {
+        let world = World::new(config(0, 2, 4), 2, false);
+        let callers = [0, 1].map(|n| {
+            world.caller(async move |cache: Cache| match cache.fetch(&key(n)).await {
+                Ok(lease) => assert_is(&lease.expect("on disk"), n),
+                Err(error) => assert!(matches!(error, Error::Closed), "{error}"),
+            })
+        });
+        block_on(world.cache.close()).expect("close");
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.ended();
+    });
+}
+
 /// Everything at once, over three tiers.
 #[test]
 fn any_calls_in_any_order_leave_a_whole_cache() {
