@@ -340,7 +340,7 @@ impl State {
     }
 
     /// True where somebody waits for a slot of `tier`.
-    fn has_waiters(&self, tier: Tier) -> bool {
+    pub(super) fn has_waiters(&self, tier: Tier) -> bool {
         self.slot_waiters[tier as usize] > 0
     }
 

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use shuttle::future::block_on;
 use world::{World, assert_is, below, check, config, give_up_some_time, key, payload};
 
-use crate::{Cache, Error, Lease, Tier};
+use crate::{Cache, Config, Error, Lease, Tier, WritePolicy};
 
 /// Fetches, and holds the lease for a while.
 async fn fetch(cache: &Cache, n: u32) -> bool {
@@ -110,6 +110,22 @@ fn the_end_of_a_read_frees_the_device_copy() {
             drop(cache.fetch_to_device(&key(1)).await.expect("fetch").expect("on disk"));
         });
         [reads, promotes].into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.end();
+    });
+}
+
+/// A block that must be written before it may go, committed while somebody waits for its slot: it is written.
+#[test]
+fn a_dirty_block_makes_way_for_who_waits() {
+    check(|| {
+        let settings = Config { write_policy: WritePolicy::WriteBack, ..config(0, 1, 4) };
+        let world = World::new(settings, 0, false);
+        let callers = [0, 1, 2].map(|n| {
+            world.caller(async move |cache: Cache| {
+                cache.store(&key(n), None, &payload(n)).await.expect("store");
+            })
+        });
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
         world.end();
     });
 }
