@@ -11,10 +11,10 @@ mod world;
 
 use std::sync::Arc;
 
-use shuttle::future::block_on;
+use shuttle::{future::block_on, thread::JoinHandle};
 use world::{World, assert_is, below, check, config, give_up_some_time, key, payload};
 
-use crate::{Cache, Config, Error, Lease, Tier, WritePolicy};
+use crate::{Cache, Config, Error, Lease, Result, Tier, WritePolicy};
 
 /// Fetches, and holds the lease for a while.
 async fn fetch(cache: &Cache, n: u32) -> bool {
@@ -147,41 +147,105 @@ fn a_close_waits_for_nobody_for_ever() {
     });
 }
 
+/// Waiters that are told that it takes too long, while the movement goes on and lands.
+#[test]
+fn who_is_answered_at_the_deadline_leaves_the_movement_whole() {
+    check(|| {
+        let world = World::new(config(0, 2, 4), 2, false);
+        let callers = [0, 0, 1].map(|n| {
+            world.caller(async move |cache: Cache| match cache.fetch(&key(n)).await {
+                Ok(lease) => assert_is(&lease.expect("on disk"), n),
+                Err(error) => assert!(matches!(error, Error::Timeout { .. }), "{error}"),
+            })
+        });
+        let watch = world.time_out();
+        callers.into_iter().chain([watch]).for_each(|caller| caller.join().expect("no panic"));
+        world.end();
+    });
+}
+
 /// Everything at once, over three tiers.
 #[test]
 fn any_calls_in_any_order_leave_a_whole_cache() {
     check(|| {
-        let world = World::new(config(1, 3, 5), 3, below(2) == 0);
-        let callers = [(); 3].map(|()| {
-            world.caller(async move |cache: Cache| {
-                for _ in 0..2 {
-                    one_call(&cache, below(4)).await;
-                }
-            })
-        });
+        let world = any_world();
+        let callers = any_callers(&world, |error| panic!("{error}"));
         callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
         world.end();
     });
 }
 
-async fn one_call(cache: &Cache, n: u32) {
+/// The same, with a close among it.
+#[test]
+fn a_close_among_any_calls_leaves_a_whole_cache() {
+    check(|| {
+        let world = any_world();
+        let callers = any_callers(&world, |error| assert!(matches!(error, Error::Closed), "{error}"));
+        block_on(give_up_some_time(world.cache.close()));
+        block_on(world.cache.close()).expect("close");
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.ended();
+    });
+}
+
+/// The same, with nobody who closes it: the last handle is dropped when the last caller ends.
+#[test]
+fn the_last_handle_may_go_at_any_time() {
+    check(|| {
+        let world = any_world();
+        drop(any_callers(&world, |error| panic!("{error}")));
+        world.leave();
+    });
+}
+
+fn any_world() -> World {
+    let policies = [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
+    let write_policy = policies[below(3) as usize];
+    World::new(Config { write_policy, selective_hits: 1, ..config(1, 3, 5) }, 3, below(2) == 0)
+}
+
+fn any_callers(world: &World, refused: fn(Error)) -> [JoinHandle<()>; 3] {
+    [(); 3].map(|()| {
+        world.caller(async move |cache: Cache| {
+            for _ in 0..2 {
+                if let Err(error) = one_call(&cache, below(4)).await {
+                    refused(error);
+                }
+            }
+        })
+    })
+}
+
+async fn one_call(cache: &Cache, n: u32) -> Result<()> {
     let block = payload(n);
-    match below(9) {
-        0 => drop(fetch(cache, n).await),
-        1 => drop(give_up_some_time(cache.fetch(&key(n))).await),
-        2 => cache.store(&key(n), None, &block).await.expect("store"),
-        3 => drop(give_up_some_time(cache.store(&key(n), None, &block)).await),
-        4 => drop(cache.remove(&key(n)).await.expect("remove")),
-        5 => drop(give_up_some_time(cache.remove(&key(n))).await),
-        6 => drop(give_up_some_time(cache.fetch_to_device(&key(n))).await),
-        7 => drop(cache.prefetch(&[key(n)]).expect("prefetch")),
+    match below(11) {
+        0 => {
+            let Some(lease) = cache.fetch(&key(n)).await? else { return Ok(()) };
+            shuttle::future::yield_now().await;
+            assert_is(&lease, n);
+        }
+        1 => drop(give_up_some_time(cache.fetch(&key(n))).await.transpose()?),
+        2 => cache.store(&key(n), None, &block).await?,
+        3 => drop(give_up_some_time(cache.store(&key(n), None, &block)).await.transpose()?),
+        4 => drop(cache.remove(&key(n)).await?),
+        5 => drop(give_up_some_time(cache.remove(&key(n))).await.transpose()?),
+        6 => drop(give_up_some_time(cache.fetch_to_device(&key(n))).await.transpose()?),
+        7 => drop(cache.prefetch(&[key(n)])?),
+        8 => drop(give_up_some_time(cache.sync()).await.transpose()?),
+        9 => {
+            let mut reserved = cache.reserve_for_overwrite().await?;
+            reserved.copy_from_slice(&block);
+            _ = give_up_some_time(reserved.commit(&key(n), None)).await.transpose()?;
+        }
         _ => {
-            let Some(lease) = cache.fetch_to_device(&key(n)).await.expect("fetch") else { return };
+            let Some(lease) = cache.fetch_to_device(&key(n)).await? else { return Ok(()) };
             match cache.read_device(&lease, Vec::new()).await {
                 Ok(bytes) => assert_is(&bytes, n),
                 // Removed meanwhile.
-                Err(error) => assert!(matches!(error, Error::Argument { .. }), "{error}"),
+                Err(Error::Argument { .. }) => {}
+                Err(error) => return Err(error),
             }
         }
     }
+    Ok(())
 }

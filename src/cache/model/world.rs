@@ -19,7 +19,7 @@ use crate::{
     copy::Memcpy,
     index::Index,
     io::{FileId, Lent, Storage},
-    metrics::Metrics,
+    metrics::{Count, Metrics},
     mover::{Farewell, Mover, Shared},
     tier::{
         arena::Arena,
@@ -163,6 +163,24 @@ impl World {
         World { cache, reactor }
     }
 
+    /// The reactor's watch looks at its clock, which says that all movements of now take too long.
+    pub(super) fn time_out(&self) -> JoinHandle<()> {
+        self.caller(async |cache: Cache| {
+            let begun = cache.shared().lock().flights.begun();
+            shuttle::future::yield_now().await;
+            cache.shared().give_up_overdue(begun);
+        })
+    }
+
+    /// Drops this handle, and lets the reactor end when the others are gone.
+    pub(super) fn leave(self) {
+        let World { cache, reactor } = self;
+        let shared = Arc::clone(cache.shared());
+        drop(cache);
+        reactor.join().expect("the reactor does not panic");
+        check_balance(&shared);
+    }
+
     /// A thread of a caller.
     pub(super) fn caller<F: Future<Output = ()>>(
         &self,
@@ -182,20 +200,28 @@ impl World {
     pub(super) fn ended(self) {
         let World { cache, reactor } = self;
         reactor.join().expect("the reactor does not panic");
-        cache.validate().expect("valid");
-        let stats = cache.stats();
-        for tier in Tier::ALL {
-            let tier_stats = stats.tier(tier);
-            assert_eq!(tier_stats.resident + tier_stats.free, tier_stats.slots, "{tier}: a slot leaked");
-        }
-        assert_eq!((stats.checksum_failures, stats.writes_refused, stats.timeouts), (0, 0, 0));
-        let state = cache.shared().lock();
-        assert_eq!(state.flights.len(), 0, "a flight is under way for ever");
-        for id in (0..16).filter_map(|n| state.index.find(&key(n))) {
-            let pins = Tier::ALL.map(|tier| state.index.pins(id, tier));
-            assert_eq!(pins, [0; 3], "a pin leaked");
-        }
+        check_balance(cache.shared());
     }
+}
+
+/// Every slot is free or full, nothing is held, and nothing went wrong.
+fn check_balance(shared: &Shared) {
+    let state = shared.lock();
+    state.index.validate().expect("valid");
+    let config = &shared.config;
+    let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
+    for (tier, slots) in Tier::ALL.into_iter().zip(slots) {
+        let (resident, free) = (state.index.resident(tier), state.free_slots(tier));
+        assert_eq!((resident + free) as u64, slots, "{tier}: a slot leaked");
+    }
+    assert_eq!(state.flights.len(), 0, "a flight is under way for ever");
+    for id in (0..16).filter_map(|n| state.index.find(&key(n))) {
+        let pins = Tier::ALL.map(|tier| state.index.pins(id, tier));
+        assert_eq!(pins, [0; 3], "a pin leaked");
+    }
+    let metrics = &shared.metrics;
+    let failures = [&metrics.checksum_failures, &metrics.read_errors, &metrics.write_errors, &metrics.writes_refused];
+    assert_eq!(failures.map(Count::get), [0; 4], "nothing fails here");
 }
 
 async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender<Cache>) -> Farewell {
