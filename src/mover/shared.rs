@@ -340,7 +340,7 @@ impl State {
     }
 
     /// True where somebody waits for a slot of `tier`.
-    pub(super) fn has_waiters(&self, tier: Tier) -> bool {
+    pub(crate) fn has_waiters(&self, tier: Tier) -> bool {
         self.slot_waiters[tier as usize] > 0
     }
 

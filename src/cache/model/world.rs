@@ -31,7 +31,7 @@ use crate::{
 pub(super) const BLOCK_BYTES: usize = 4096;
 
 /// Executions of each model under each scheduler, unless the environment says otherwise.
-const ITERATIONS: usize = 150;
+const ITERATIONS: usize = 80;
 
 /// Stacks hold futures of a debug build.
 const STACK_BYTES: usize = 1 << 20;
@@ -215,6 +215,7 @@ fn check_balance(shared: &Shared) {
         assert_eq!((resident + free) as u64, slots, "{tier}: a slot leaked");
     }
     assert_eq!(state.flights.len(), 0, "a flight is under way for ever");
+    assert!(!Tier::ALL.into_iter().any(|tier| state.has_waiters(tier)), "one who left is still waited for");
     for id in (0..16).filter_map(|n| state.index.find(&key(n))) {
         let pins = Tier::ALL.map(|tier| state.index.pins(id, tier));
         assert_eq!(pins, [0; 3], "a pin leaked");
