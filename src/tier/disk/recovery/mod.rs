@@ -15,7 +15,6 @@ pub use collect::{Counts, RecoveredRecord};
 use std::{io, path::PathBuf};
 
 use super::{
-    files::{StoreFile, random_uuid},
     format::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
         stripe::Stripe,
@@ -57,15 +56,6 @@ pub struct Recovered {
     pub counts: Counts,
     /// The first generation that no record has.
     pub next_generation: u64,
-}
-
-/// Opens the store in `files`, or creates one where none ever held a block. As [`open`].
-///
-/// # Errors
-/// [`Error::Store`] for what is not this store, before anything was written; [`Error::Io`].
-pub async fn recover<S: Storage>(storage: &S, files: &[StoreFile], config: &Config) -> Result<Recovered> {
-    let members: Vec<Member> = files.iter().map(StoreFile::member).collect();
-    open(storage, &members, config, random_uuid()?).await
 }
 
 /// Opens the store on these members, or creates it (with this id) where none ever held a block.

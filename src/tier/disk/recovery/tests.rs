@@ -121,7 +121,7 @@ fn a_new_store_is_empty_and_opens_again() {
         let store = block_on(open(&storage, &members(&config, true), &config, uuid)).expect("opened");
         let counts = Counts { free: 47, ..Default::default() };
         assert_eq!((store.counts, store.next_generation, store.records.len()), (counts, 1, 0));
-        store.slots.validate();
+        store.slots.validate().expect("valid");
         assert_eq!(superblock(&storage.0.borrow()[1]).expect("sound").uuid, UUID, "the first id stays");
     }
 }
