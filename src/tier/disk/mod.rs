@@ -9,5 +9,5 @@ pub mod slots;
 pub(crate) use files::random_uuid;
 pub use files::{StoreFile, open_files};
 pub use format::stripe::PageId;
-pub use recovery::{Counts, Member, Recovered, RecoveredRecord};
+pub use recovery::{Counts, Member, Recovered, RecoveredRecord, Take, recover};
 pub use slots::DiskSlots;
