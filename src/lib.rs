@@ -21,6 +21,8 @@ pub mod tier;
 
 pub use block::{BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
 pub use block_on::block_on;
+#[cfg(feature = "sim")]
+pub use cache::sim;
 pub use cache::{
     Builder, Cache, Completion, CompletionQueue, DeviceLease, Lease, Region, Reservation, RouteStats, Stats, TierStats,
 };

@@ -5,6 +5,8 @@ mod lease;
 mod open;
 mod queue;
 mod region;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod stats;
 
 pub use builder::Builder;

@@ -2,6 +2,8 @@
 
 mod memcpy;
 mod pair;
+#[cfg(feature = "sim")]
+pub mod sim;
 
 pub use memcpy::Memcpy;
 pub use pair::pair_segments;

@@ -6,7 +6,8 @@ pub mod format;
 pub mod recovery;
 pub mod slots;
 
+pub(crate) use files::random_uuid;
 pub use files::{StoreFile, open_files};
 pub use format::stripe::PageId;
-pub use recovery::{Counts, Recovered, RecoveredRecord, Take, recover};
+pub use recovery::{Counts, Member, Recovered, RecoveredRecord, Take, recover};
 pub use slots::DiskSlots;
