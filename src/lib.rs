@@ -12,6 +12,7 @@ pub mod checksum;
 pub mod config;
 pub mod copy;
 pub mod error;
+pub mod gpu;
 pub mod index;
 pub mod io;
 mod metrics;
@@ -26,7 +27,7 @@ pub use cache::sim;
 pub use cache::{
     Builder, Cache, Completion, CompletionQueue, DeviceLease, Lease, Region, Reservation, RouteStats, Stats, TierStats,
 };
-pub use config::{Config, DirectIo, DiskPath, StorageKind, WritePolicy};
+pub use config::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
 pub use error::{Error, Result};
 pub use index::PrefixMatch;
 

@@ -1,6 +1,7 @@
 //! [`Cache`]: what callers hold.
 
 mod builder;
+mod device;
 mod lease;
 mod open;
 mod queue;
