@@ -1,6 +1,8 @@
 //! Turns record pages into a list and its order of last use. No I/O.
 
-use super::{Recovered, radix::sort_by_high_half};
+use std::ops::ControlFlow;
+
+use super::{Pages, Recovered, radix::sort_by_high_half};
 use crate::{
     block::BlockKey,
     tier::disk::{
@@ -56,10 +58,11 @@ pub(super) struct Collector {
 }
 
 impl Collector {
-    pub fn new(stripe: Stripe) -> Self {
+    /// Accepts records of the store `uuid` only.
+    pub fn new(stripe: Stripe, uuid: &[u8; 16]) -> Self {
         Collector {
+            seals: (0..stripe.members().len() as u16).map(|member| RecordSeal::new(uuid, member)).collect(),
             stripe,
-            seals: Vec::new(),
             records: Vec::new(),
             last_uses: Vec::new(),
             counts: Counts::default(),
@@ -69,18 +72,7 @@ impl Collector {
         }
     }
 
-    /// Accepts records of this store only.
-    pub fn seal(&mut self, uuid: &[u8; 16]) {
-        self.seals = (0..self.stripe.members().len() as u16).map(|member| RecordSeal::new(uuid, member)).collect();
-    }
-
-    /// The page is going to come as zeros, because it could not be read.
-    pub fn unreadable(&mut self, page: PageId) {
-        self.unreadable.push(page);
-    }
-
-    /// Takes in a page of records.
-    pub fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
+    fn take_in(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
         let (file, first, count) = self.stripe.page_slots(page);
         if self.unreadable.contains(&page) {
             self.counts.bad += u64::from(count);
@@ -131,6 +123,19 @@ impl Collector {
             counts: self.counts,
             next_generation: self.generation_next,
         }
+    }
+}
+
+impl Pages for Collector {
+    const UNREADABLE_MAX: u64 = 64;
+
+    fn unreadable(&mut self, page: PageId) {
+        self.unreadable.push(page);
+    }
+
+    fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()> {
+        self.take_in(page, bytes);
+        ControlFlow::Continue(())
     }
 }
 

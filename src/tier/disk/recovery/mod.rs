@@ -11,8 +11,11 @@ mod tests;
 mod window;
 
 pub use collect::{Counts, RecoveredRecord};
+pub(crate) use table::{Pages, read_tables};
 
 use std::{io, path::PathBuf};
+
+use collect::Collector;
 
 use super::{
     files::{StoreFile, random_uuid},
@@ -87,7 +90,9 @@ pub async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, 
             for ((file, member), standing) in files(members).zip(standings) {
                 mend(storage, file, member, standing).await?;
             }
-            table::read(storage, members, stripe, uuid).await
+            let mut collector = Collector::new(stripe.clone(), &uuid);
+            read_tables(storage, members, &stripe, &mut collector).await?;
+            Ok(collector.finish(uuid))
         }
         Verdict::Create => {
             create(storage, members, config, uuid).await?;

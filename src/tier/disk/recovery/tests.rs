@@ -320,12 +320,11 @@ fn a_million_records() {
     (0..1_000_000).for_each(|slot| put_record(&mut files, &stripe, slot, &record(slot)));
     for _ in 0..3 {
         let start = cpu_ms();
-        let mut collector = collect::Collector::new(stripe.clone());
-        collector.seal(&UUID);
+        let mut collector = Collector::new(stripe.clone(), &UUID);
         let mut page = (0..).map(PageId);
         for file in &files {
             let (pages, _) = file[HEAD_BYTES..].as_chunks::<PAGE_BYTES>();
-            pages.iter().zip(&mut page).for_each(|(bytes, page)| collector.page(page, bytes));
+            pages.iter().zip(&mut page).for_each(|(bytes, page)| assert!(collector.page(page, bytes).is_continue()));
         }
         let parsed = cpu_ms();
         let store = collector.finish(UUID);
