@@ -24,7 +24,6 @@ pub(super) struct Committed {
     pub slot: u32,
     pub generation: u64,
     pub checksum: u64,
-    pub last_use: u64,
 }
 
 /// Smallest and largest of what was seen.
@@ -101,7 +100,7 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
                     self.generations.add(record.generation);
                     self.last_uses.add(record.last_use);
                     let (key, generation, checksum) = (record.key, record.generation, record.checksum);
-                    self.committed.push(Committed { key, slot, generation, checksum, last_use: record.last_use });
+                    self.committed.push(Committed { key, slot, generation, checksum });
                 }
                 Err(flaw) => {
                     self.bad += 1;
@@ -156,7 +155,7 @@ impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> Pages for Tables<'_, F> {
 }
 
 /// Puts records of one key next to each other, the one that counts first: as when a cache opens the store, the newest,
-/// and of equally new ones (which no cache writes) the one that was used longest ago.
+/// and of equally new ones (which no cache writes) the one that stands first in the tables. They come in that order.
 pub(super) fn group_by_key(committed: &mut [Committed]) {
-    committed.sort_unstable_by_key(|it| (it.key, Reverse(it.generation), it.last_use, it.slot));
+    committed.sort_by_key(|it| (it.key, Reverse(it.generation)));
 }

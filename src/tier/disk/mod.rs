@@ -8,6 +8,6 @@ pub mod slots;
 
 pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub use format::stripe::PageId;
-pub use recovery::{Counts, Recovered, RecoveredRecord, recover};
+pub use recovery::{Counts, Recovered, RecoveredRecord, Take, recover};
 pub(crate) use recovery::{Pages, read_tables};
 pub use slots::DiskSlots;
