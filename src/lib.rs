@@ -1,6 +1,7 @@
 //! A tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
 //!
-//! See [`Cache`] for what callers hold, [`Config`] for what it is opened with, [`PrefixChain`] for keys.
+//! See [`Cache`] for what callers hold, [`Config`] for what it is opened with, [`PrefixChain`] for keys, [`store`] for
+//! looking at a store on disk without opening a cache on it.
 //!
 //! Nothing here spawns onto the caller's runtime: a reactor thread of the cache's own moves the blocks, so its futures
 //! can be awaited anywhere, and on a plain thread with [`block_on`].
@@ -17,6 +18,7 @@ pub mod index;
 pub mod io;
 mod metrics;
 mod mover;
+pub mod store;
 mod sync;
 pub mod tier;
 

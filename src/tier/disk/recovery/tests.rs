@@ -342,11 +342,11 @@ fn a_million_records() {
         let take = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
             page.iter().for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
         };
-        let mut collector = collect::Collector::new(stripe.clone(), UUID, take);
+        let mut collector = Collector::new(stripe.clone(), UUID, take);
         let mut page = (0..).map(PageId);
         for file in &files {
             let (pages, _) = file[HEAD_BYTES..].as_chunks::<PAGE_BYTES>();
-            pages.iter().zip(&mut page).for_each(|(bytes, page)| collector.page(page, bytes));
+            pages.iter().zip(&mut page).for_each(|(bytes, page)| assert!(collector.page(page, bytes).is_continue()));
         }
         let store = collector.finish();
         let parsed = cpu_ms() - start;
