@@ -1,17 +1,15 @@
 //! The `kvhoist` command.
 
-mod failure;
 mod generator;
 mod payload;
 mod plot;
 mod replay;
 mod report;
-mod size;
-mod trace;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, error::ErrorKind};
+use kvhoist_cli::{failure, size, trace};
 
 use crate::failure::Failure;
 
