@@ -93,7 +93,7 @@ async fn store_range(cache: &Cache, from: u64, to: u64, depth: usize) -> io::Res
                     return Ok(());
                 }
                 next.set(n + 1);
-                let mut block = cache.reserve().await.map_err(other)?;
+                let mut block = cache.reserve_for_overwrite().await.map_err(other)?;
                 stamp(&mut block, n);
                 block.commit(&key(n), None).await.map_err(other)?;
             }

@@ -99,6 +99,12 @@ pub struct Config {
     pub high_watermark: f64,
     /// Slots of the disk tier that may be quarantined before it is taken out of service.
     pub quarantine_max: u32,
+    /// Failures in a row of one file, without a success between them, before the disk tier is taken out of service
+    /// (reads) or takes no more blocks (writes). At least 1.
+    pub disk_failures_max: u32,
+    /// Milliseconds after which those who wait for a movement or a slot get `Error::Timeout`; it may be a quarter more.
+    /// The movement itself goes on for as long as the disk takes. 1 to 86,400,000 (a day).
+    pub deadline_ms: u64,
 }
 
 impl Default for Config {
@@ -123,6 +129,8 @@ impl Default for Config {
             low_watermark: 0.10,
             high_watermark: 0.20,
             quarantine_max: 1_024,
+            disk_failures_max: 16,
+            deadline_ms: 30_000,
         }
     }
 }
@@ -164,6 +172,8 @@ impl Config {
         check("movements_max", self.movements_max, 1, 1 << 24, "movements")?;
         check("waiters_max", self.waiters_max, 1, 1 << 24, "waiters")?;
         check("background_max", self.background_max, 1, 1 << 24, "movements")?;
+        check("disk_failures_max", self.disk_failures_max, 1, u32::MAX, "failures in a row")?;
+        check("deadline_ms", self.deadline_ms, 1, 86_400_000, "milliseconds")?;
         self.validate_names()?;
         self.validate_watermarks()?;
         self.validate_disks()?;
@@ -238,7 +248,7 @@ mod tests {
     #[test]
     fn every_wrong_field_is_named() {
         type Spoil = fn(&mut Config);
-        let cases: [(&str, Spoil); 16] = [
+        let cases: [(&str, Spoil); 19] = [
             ("block_bytes", |c| c.block_bytes = 0),
             ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
             ("host_blocks", |c| c.host_blocks = 0),
@@ -250,6 +260,9 @@ mod tests {
             ("movements_max", |c| c.movements_max = 0),
             ("waiters_max", |c| c.waiters_max = 0),
             ("namespace", |c| c.namespace.clear()),
+            ("disk_failures_max", |c| c.disk_failures_max = 0),
+            ("deadline_ms", |c| c.deadline_ms = 0),
+            ("deadline_ms", |c| c.deadline_ms = u64::MAX),
             ("low_watermark", |c| c.low_watermark = f64::NAN),
             ("high_watermark", |c| c.high_watermark = 0.05),
             ("disks.blocks", |c| c.disks = vec![DiskPath { path: "a".into(), blocks: 0 }]),

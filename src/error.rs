@@ -57,6 +57,17 @@ pub enum Error {
         setting: &'static str,
     },
 
+    /// It took longer than `deadline_ms`; what was waited for goes on. Try again later: the disk is slow or stuck.
+    #[error(
+        "timeout: waited for {what} longer than {limit:?} (setting `deadline_ms`); retry later, or look at the disk"
+    )]
+    Timeout {
+        /// What was waited for.
+        what: &'static str,
+        /// How long.
+        limit: std::time::Duration,
+    },
+
     /// The disk tier did not take a block. The block may still be resident in a faster tier.
     #[error("write refused: {reason}")]
     Refused {
@@ -106,6 +117,6 @@ impl Error {
 
     /// True where the same call may succeed later without any change.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Error::Busy { .. })
+        matches!(self, Error::Busy { .. } | Error::Timeout { .. })
     }
 }

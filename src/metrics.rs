@@ -64,12 +64,13 @@ pub(crate) struct Metrics {
     pub(crate) quarantined: Count,
     pub(crate) background_refused: Count,
     pub(crate) busy: Count,
+    pub(crate) timeouts: Count,
     pub(crate) record_writes: Count,
     pub(crate) records_bad: Count,
     pub(crate) movements: Gauge,
 }
 
-const COUNTERS: [(&str, Unit, &str); 19] = [
+const COUNTERS: [(&str, Unit, &str); 20] = [
     ("kvhoist_hits_total", Unit::Count, "Look-ups answered from a tier, by tier"),
     ("kvhoist_misses_total", Unit::Count, "Look-ups answered by no tier"),
     ("kvhoist_evictions_total", Unit::Count, "Slots given up to make room, by tier"),
@@ -88,6 +89,7 @@ const COUNTERS: [(&str, Unit, &str); 19] = [
     ("kvhoist_quarantined_total", Unit::Count, "Disk slots taken out of use until the store is opened anew"),
     ("kvhoist_background_refused_total", Unit::Count, "Prefetches and background writes refused for want of room"),
     ("kvhoist_busy_total", Unit::Count, "Calls answered with Error::Busy"),
+    ("kvhoist_timeouts_total", Unit::Count, "Calls answered with Error::Timeout"),
     ("kvhoist_record_writes_total", Unit::Count, "Pages of the record table written"),
 ];
 
@@ -118,6 +120,7 @@ impl Metrics {
             quarantined: plain("kvhoist_quarantined_total"),
             background_refused: plain("kvhoist_background_refused_total"),
             busy: plain("kvhoist_busy_total"),
+            timeouts: plain("kvhoist_timeouts_total"),
             record_writes: plain("kvhoist_record_writes_total"),
             records_bad: plain("kvhoist_records_bad_total"),
             movements: metrics::gauge!("kvhoist_movements"),

@@ -38,7 +38,7 @@ const KEY_BYTES: usize = 32;
 fn bytes_per_entry(entries: u64, resident: impl Fn(u64, Tier) -> bool) -> usize {
     let before = LIVE_BYTES.load(Relaxed);
     let mut index = Index::new(1);
-    index.reserve(entries as usize);
+    index.try_reserve(entries as usize).expect("there is memory");
     for n in 0..entries {
         let id = index.insert(key(n), None);
         for tier in Tier::ALL.into_iter().filter(|tier| resident(n, *tier)) {

@@ -151,6 +151,42 @@ fn every_answer_is_the_models() {
     }
 }
 
+/// What a restart finds comes in the order of slots, with suffixes before prefixes and the other way round; evicted
+/// from then on it is in the order of last use, leaves first, mixed with what was used since.
+#[test]
+fn what_was_restored_in_any_order_is_evicted_like_the_model() {
+    let seed = common::seed();
+    for run in 0..40 {
+        let mut rng = Rng(seed.wrapping_add(run));
+        let (mut index, mut model) = (Index::new(seed), Model::default());
+        let mut order: Vec<u64> = (0..24).collect();
+        (0..order.len()).for_each(|i| order.swap(i, rng.below(24) as usize));
+        for (slot, n) in (0..20).zip(order) {
+            let parent = (!n.is_multiple_of(4)).then(|| n - 1);
+            // Distinct but for a few, as a crash leaves them.
+            let last_use = 1 + rng.below(1 << 40) * 32 + n;
+            let id = index.restore(key(n), parent.map(key), Tier::Disk, slot, last_use).expect("not there yet");
+            assert_eq!(index.restore(key(n), parent.map(key), Tier::Disk, 99, last_use), Err(id));
+            let known = model.known.entry(n).or_default();
+            *known = Known { parent, last_use, ..Known::default() };
+            known.copies[Tier::Disk as usize] = Some((slot, 0, false));
+            model.clock = model.clock.max(last_use);
+        }
+        assert_eq!(index.victim(Tier::Disk), None, "not before the end");
+        index.restored(Tier::Disk);
+        index.validate().unwrap_or_else(|what| panic!("run {run}: {what}"));
+        model.next_slot = 100;
+        for _ in 0..rng.below(60) {
+            step(&mut rng, &mut index, &mut model);
+            index.validate().unwrap_or_else(|what| panic!("run {run}: {what}"));
+        }
+        while index.victim(Tier::Disk).is_some() {
+            evict(Tier::Disk, &mut index, &mut model);
+        }
+        assert_eq!(model.victim(Tier::Disk), None);
+    }
+}
+
 #[test]
 fn a_removed_block_lives_on_for_its_readers_only() {
     let mut index = Index::new(1);

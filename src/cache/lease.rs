@@ -96,18 +96,16 @@ impl fmt::Debug for DeviceLease {
     }
 }
 
-/// An empty host slot, to be filled in place and committed. Dropping it gives the slot back.
+/// A host slot to be filled in place and committed. Dropping it gives the slot back.
 ///
-/// Its bytes are zero at first.
+/// Its bytes are zero at first, or with [`Cache::reserve_for_overwrite`] whatever was there before.
 pub struct Reservation {
     cache: Cache,
     filling: Filling,
 }
 
 impl Reservation {
-    pub(super) fn new(cache: Cache, mut filling: Filling) -> Self {
-        // A slot may hold an evicted block of another tenant: never hand it out.
-        filling.bytes_mut().fill(0);
+    pub(super) fn new(cache: Cache, filling: Filling) -> Self {
         Reservation { cache, filling }
     }
 

@@ -70,12 +70,22 @@ impl Cache {
 
     /// The leading blocks of `keys` that are resident, and where. One lock, no I/O, no use counted.
     pub fn match_prefix(&self, keys: &[BlockKey]) -> PrefixMatch {
-        self.inner.shared.lock().index.match_prefix(keys)
+        let state = self.inner.shared.lock();
+        let mut found = state.index.match_prefix(keys);
+        if !state.disk_service.reads() {
+            found.truncate_at(Tier::Disk);
+        }
+        found
     }
 
-    /// The number of leading `keys` that are resident in some tier. Allocates nothing.
+    /// The number of leading `keys` that are resident in some tier. Allocates nothing while the disk is in service.
     pub fn match_len(&self, keys: &[BlockKey]) -> usize {
-        self.inner.shared.lock().index.match_len(keys)
+        let state = self.inner.shared.lock();
+        if state.disk_service.reads() {
+            return state.index.match_len(keys);
+        }
+        drop(state);
+        self.match_prefix(keys).len()
     }
 
     /// A block in host memory, read from a slower tier where it must be; `None` if it is nowhere.
@@ -86,7 +96,7 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up),
-    /// [`Error::Closed`].
+    /// [`Error::Timeout`] past [`Config::deadline_ms`] (the read goes on), [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future leaves no trace; a read that began may still finish and make the block
@@ -155,8 +165,10 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Argument`] if `data` is not one block; [`Error::Busy`] past a limit;
-    /// [`Error::Io`] or [`Error::Refused`] if the disk did not take it: the block is then not on
-    /// disk, though host memory may still serve it.
+    /// [`Error::Io`], [`Error::Refused`] or [`Error::Unavailable`] if the disk did not take it: the
+    /// block is then not on disk, though host memory may still serve it. [`Error::Timeout`] past
+    /// [`Config::deadline_ms`], waiting for a slot (nothing was done) or for the disk (which may still
+    /// take it).
     ///
     /// # Cancel safety
     /// Dropped before the copy, it leaves no trace; after it, the block is visible and its write
@@ -181,14 +193,31 @@ impl Cache {
         self.finish_store(key, committed).await
     }
 
-    /// A host slot to fill in place and [commit](Reservation::commit). Waits for a slot.
+    /// A host slot, all zero, to fill in place and [commit](Reservation::commit). Waits for a slot.
     ///
     /// # Errors
-    /// [`Error::Busy`] past [`Config::waiters_max`], [`Error::Closed`].
+    /// [`Error::Busy`] past [`Config::waiters_max`], [`Error::Timeout`] past [`Config::deadline_ms`],
+    /// [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future or the reservation gives the slot back.
     pub async fn reserve(&self) -> Result<Reservation> {
+        let mut reservation = self.reserve_for_overwrite().await?;
+        reservation.fill(0);
+        Ok(reservation)
+    }
+
+    /// As [`reserve`](Self::reserve), without the time to clear the slot: for those who write every byte of it.
+    ///
+    /// Until then its bytes are those of whatever block was evicted from the slot, which may be another tenant's. Show
+    /// them to nobody, and do not commit a block that was not filled to its end.
+    ///
+    /// # Errors
+    /// As [`reserve`](Self::reserve).
+    ///
+    /// # Cancel safety
+    /// As [`reserve`](Self::reserve).
+    pub async fn reserve_for_overwrite(&self) -> Result<Reservation> {
         let filling = self.inner.shared.acquire(Tier::Host).await?;
         Ok(Reservation::new(self.clone(), filling))
     }

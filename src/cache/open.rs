@@ -22,7 +22,7 @@ use crate::{
     tier::{
         arena::Arena,
         device::DevicePool,
-        disk::{self, DiskSlots, StoreFile},
+        disk::{self, DiskSlots, RecoveredRecord, StoreFile},
     },
 };
 
@@ -110,10 +110,21 @@ pub(super) async fn assemble<S: Storage>(
     let mut generation = 1;
     let mut slots = None;
     if !config.disks.is_empty() {
-        let recovered = disk::recover(&storage, files, &config).await?;
+        let blocks = config.disk_blocks();
+        index.try_reserve(blocks as usize).map_err(|bytes| Error::Config {
+            field: "disks.blocks",
+            found: format!("{blocks} slots in all, whose index takes {bytes} bytes of memory that the system refused"),
+            expected: "fewer slots, or a system with more memory".into(),
+        })?;
+        let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
+            index.prepare_restore(page.iter().map(|record| &record.key));
+            page.iter().for_each(|record| restore(&mut index, slots, record));
+        };
+        let recovered = disk::recover(&storage, files, &config, enter).await?;
+        index.restored(Tier::Disk);
         metrics.records_bad.add(recovered.counts.bad);
         generation = recovered.next_generation;
-        slots = Some(restore(&mut index, recovered).await);
+        slots = Some(recovered.slots);
     }
     let storage_name = if config.disks.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
@@ -124,37 +135,23 @@ pub(super) async fn assemble<S: Storage>(
     Ok((Cache { inner: Arc::new(inner) }, mover, commands, urgent_requests))
 }
 
-/// Records entered before the other tasks of the reactor get a turn: about 50 us.
-const RESTORE_BATCH: usize = 128;
-
-/// Fills the index and the books of the slots with what recovery found.
-async fn restore(index: &mut Index, recovered: disk::Recovered) -> DiskSlots {
-    let disk::Recovered { mut slots, records, order, .. } = recovered;
-    index.reserve(records.len());
-    for (i, at) in order.into_iter().enumerate() {
-        let record = &records[at as usize];
-        restore_one(index, &mut slots, record);
-        if i % RESTORE_BATCH == RESTORE_BATCH - 1 {
-            tokio::task::yield_now().await;
+/// Enters a record that recovery found in the index and in the books of the slots.
+fn restore(index: &mut Index, slots: &mut DiskSlots, record: &RecoveredRecord) {
+    let RecoveredRecord { key, parent, slot, last_use, .. } = *record;
+    let id = match index.restore(key, parent, Tier::Disk, slot, last_use) {
+        Ok(id) => id,
+        // Of two records of one key the newer counts; the slot of the other is free, and its record is to be cleared.
+        Err(known) => {
+            let other = index.slot(known, Tier::Disk).expect("that copy is why it was refused");
+            if slots.meta(other).is_none_or(|meta| meta.generation >= record.generation) {
+                return slots.mark_stale(slots.page_of(slot));
+            }
+            let dropped = index.drop_copy(known, Tier::Disk);
+            assert_eq!(dropped, Some(other), "nothing is pinned before the cache is open");
+            slots.clear(other);
+            slots.release(other);
+            index.restore(key, parent, Tier::Disk, slot, last_use).expect("the other copy is gone")
         }
-    }
-    slots
-}
-
-fn restore_one(index: &mut Index, slots: &mut DiskSlots, record: &disk::RecoveredRecord) {
-    // Of two records of one key the newer counts; the slot of the other is free, and its record is to be cleared.
-    let known = index.find(&record.key).and_then(|id| Some((id, index.slot(id, Tier::Disk)?)));
-    if let Some((id, slot)) = known {
-        let older = slots.meta(slot).is_some_and(|meta| meta.generation < record.generation);
-        if !older {
-            return slots.mark_stale(slots.page_of(record.slot));
-        }
-        let dropped = index.drop_copy(id, Tier::Disk);
-        assert_eq!(dropped, Some(slot), "nothing is pinned before the cache is open");
-        slots.clear(slot);
-        slots.release(slot);
-    }
-    let restored = index.restore(record.key, record.parent, Tier::Disk, record.slot, record.last_use);
-    let id = restored.expect("the key has no copy on disk yet");
-    slots.restore(record.slot, id.as_u32(), record.checksum, record.generation);
+    };
+    slots.restore(slot, id.as_u32(), record.checksum, record.generation);
 }

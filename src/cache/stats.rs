@@ -69,8 +69,12 @@ pub struct Stats {
     pub storage: &'static str,
     /// True if every path of the disk tier is open for direct I/O.
     pub direct_io: bool,
+    /// Calls answered with `Error::Timeout`.
+    pub timeouts: u64,
     /// Why the disk tier is out of service, if it is.
     pub disk_retired: Option<String>,
+    /// Why the disk tier takes no more blocks, if it does not: its writes failed, or it is out of service.
+    pub disk_read_only: Option<String>,
 }
 
 impl Stats {
@@ -93,6 +97,7 @@ impl Cache {
         let metrics = &shared.metrics;
         let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
         let state = shared.lock();
+        let reason = || state.disk_service.reason().map(str::to_owned);
         Stats {
             tiers: Tier::ALL.map(|tier| TierStats {
                 hits: metrics.tier(tier).hits.get(),
@@ -117,12 +122,14 @@ impl Cache {
             quarantined: metrics.quarantined.get(),
             background_refused: metrics.background_refused.get(),
             busy: metrics.busy.get(),
+            timeouts: metrics.timeouts.get(),
             record_writes: metrics.record_writes.get(),
             records_bad: metrics.records_bad.get(),
             dirty: state.dirty.len() as u64,
             storage: self.inner.storage_name,
             direct_io: self.inner.direct_io,
-            disk_retired: state.disk_retired.clone(),
+            disk_retired: (!state.disk_service.reads()).then(reason).flatten(),
+            disk_read_only: reason(),
         }
     }
 

@@ -37,7 +37,7 @@
 //!
 //! An entry takes 88 bytes of slab with its key and its tag, a map place 5 bytes, a place in an LRU list
 //! a node of 24 bytes and 17 bytes of table; tables are between 7/16 and 7/8 full, and the slab doubles
-//! where [`reserve`](Index::reserve) was not called.
+//! where [`try_reserve`](Index::try_reserve) was not called.
 //! `tests/index_bytes.rs` measures and bounds them.
 //!
 //! # Cost
@@ -52,8 +52,10 @@ mod hash;
 mod lru;
 mod policy;
 mod prefix;
+mod radix;
 mod recency;
 mod residency;
+mod restore;
 mod validate;
 
 pub use lru::Lru;
@@ -128,11 +130,16 @@ impl Index {
         }
     }
 
-    /// Makes room for `entries` more entries, exactly: nothing moves until then.
-    pub fn reserve(&mut self, entries: usize) {
-        self.entries.reserve_exact(entries);
+    /// Makes room for `entries` more entries, exactly: nothing moves until then. Address space is what it takes; memory
+    /// comes with the entries. Where there is not enough, the error is how many bytes were asked for.
+    pub fn try_reserve(&mut self, entries: usize) -> Result<(), usize> {
         let (slab, hasher) = (&self.entries, &self.hasher);
-        self.map.reserve(entries, |&id| hasher.hash(&slab[id as usize].key));
+        let bytes = entries.saturating_mul(size_of::<Entry>() + size_of::<u32>());
+        self.map.try_reserve(entries, |&id| hasher.hash(&slab[id as usize].key)).map_err(|_| bytes)?;
+        // The slab itself could only panic. This gives the place back that it then takes.
+        Vec::<Entry>::new().try_reserve_exact(slab.len().saturating_add(entries)).map_err(|_| bytes)?;
+        self.entries.reserve_exact(entries);
+        Ok(())
     }
 
     /// The entry of `key`, also where it is resident nowhere: a ghost, or a first fill under way.

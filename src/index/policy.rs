@@ -56,6 +56,11 @@ pub trait EvictionPolicy: Send {
     /// entry that is held.
     fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId>;
 
+    /// Enters many at once, none of them held before, in ascending order of last use: what a restart found.
+    fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, u64)>) {
+        entries.for_each(|(id, last_use)| self.insert(id, last_use));
+    }
+
     /// Number of entries held.
     fn len(&self) -> usize;
 

@@ -4,7 +4,7 @@ use super::{
     EntryId, Index,
     entry::{DIRTY, FILLING, FULL, LISTED},
 };
-use crate::block::{BlockKey, Tier};
+use crate::block::Tier;
 
 /// What an [`unpin`](Index::unpin) brought about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -191,40 +191,6 @@ impl Index {
             self.collect(id);
         }
         freed
-    }
-
-    /// Recovery: makes the block resident in `slot` of `tier`, last used at `last_use`.
-    ///
-    /// Quickest in ascending order of `last_use`, and right in any. `None` if the block has a copy in `tier` already:
-    /// the index keeps that and the slot given here is the caller's to free.
-    pub fn restore(
-        &mut self,
-        key: BlockKey,
-        parent: Option<BlockKey>,
-        tier: Tier,
-        slot: u32,
-        last_use: u64,
-    ) -> Option<EntryId> {
-        let id = self.insert(key, parent);
-        if self.entry(id).occupies(tier) {
-            return None;
-        }
-        let entry = self.entry_mut(id);
-        let from = entry.last_use;
-        let to = from.max(last_use);
-        entry.last_use = to;
-        entry.set(tier, FULL);
-        entry.place_mut(tier).slot = slot;
-        if from != to && entry.is_listed_anywhere() {
-            self.retime(id, from, to);
-        }
-        self.clock = self.clock.max(to);
-        self.resident[tier as usize] += 1;
-        self.relist(id, tier);
-        if let Some(parent) = self.parent(id) {
-            self.child_arrived(parent, tier);
-        }
-        Some(id)
     }
 
     /// Gives up a full copy of an entry in the map; gives its slot.

@@ -1,7 +1,7 @@
 //! Single flight: one movement per key and destination, however many wait for it.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     hash::{BuildHasherDefault, DefaultHasher},
 };
 
@@ -29,10 +29,11 @@ pub(crate) enum Message {
 }
 
 /// Those who wait for one movement.
-#[derive(Default)]
 pub(crate) struct Flight {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
+    /// Its waiters were told that it takes too long.
+    overdue: bool,
     pub(crate) waiters: Vec<oneshot::Sender<Message>>,
     /// Read, and to be verified by whoever redeems a ticket first.
     pub(crate) unverified: Option<Unverified>,
@@ -47,7 +48,12 @@ pub(crate) struct Flight {
 #[derive(Default)]
 pub(crate) struct Flights {
     by_target: HashMap<(BlockKey, Tier), Flight, BuildHasherDefault<DefaultHasher>>,
+    /// By number, the oldest first: those that are not overdue yet.
+    by_age: BTreeMap<u64, (BlockKey, Tier)>,
+    /// Movements begun so far.
     begun: u64,
+    /// Movements under way that are overdue.
+    overdue: usize,
 }
 
 /// What joining a flight came to.
@@ -60,6 +66,8 @@ pub(crate) enum Joined {
     None,
     /// As many wait for it as may.
     Full,
+    /// It takes too long.
+    Overdue,
 }
 
 impl Flights {
@@ -79,6 +87,9 @@ impl Flights {
         if flight.unverified.is_some() {
             return Joined::Unverified;
         }
+        if flight.overdue {
+            return Joined::Overdue;
+        }
         if flight.waiters.len() >= waiters_max as usize {
             return Joined::Full;
         }
@@ -91,15 +102,45 @@ impl Flights {
     pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier) -> oneshot::Receiver<Message> {
         let (sender, receiver) = oneshot::channel();
         self.begun += 1;
-        let flight = Flight { number: self.begun, waiters: vec![sender], ..Flight::default() };
+        let flight = Flight { number: self.begun, overdue: false, waiters: vec![sender], unverified: None, tickets: 0 };
         let earlier = self.by_target.insert((*key, tier), flight);
         assert!(earlier.is_none(), "one movement per key and tier");
+        self.by_age.insert(self.begun, (*key, tier));
         receiver
     }
 
     /// Ends a movement; its waiters are the caller's to answer, after the lock is released.
     pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Vec<oneshot::Sender<Message>> {
-        self.by_target.remove(&(*key, tier)).map(|flight| flight.waiters).unwrap_or_default()
+        let Some(flight) = self.by_target.remove(&(*key, tier)) else { return Vec::new() };
+        match flight.overdue {
+            true => self.overdue -= 1,
+            false => drop(self.by_age.remove(&flight.number)),
+        }
+        flight.waiters
+    }
+
+    /// How many movements have begun so far.
+    pub(crate) fn begun(&self) -> u64 {
+        self.begun
+    }
+
+    /// The waiters of those of the first `begun` movements that are still under way; they are overdue from now on.
+    pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<oneshot::Sender<Message>> {
+        let mut waiters = Vec::new();
+        while let Some(oldest) = self.by_age.first_entry()
+            && *oldest.key() <= begun
+        {
+            let flight = self.by_target.get_mut(&oldest.remove()).expect("every movement by age is under way");
+            flight.overdue = true;
+            self.overdue += 1;
+            waiters.append(&mut flight.waiters);
+        }
+        waiters
+    }
+
+    /// True while a movement under way is overdue.
+    pub(crate) fn any_overdue(&self) -> bool {
+        self.overdue > 0
     }
 
     /// Keys of the blocks that wait to be verified.
@@ -110,6 +151,8 @@ impl Flights {
 
     /// Ends all movements.
     pub(crate) fn finish_all(&mut self) -> Vec<Flight> {
+        self.by_age.clear();
+        self.overdue = 0;
         self.by_target.drain().map(|(_, flight)| flight).collect()
     }
 

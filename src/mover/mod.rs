@@ -8,8 +8,10 @@
 mod budget;
 mod flight;
 mod foreign;
+mod overdue;
 mod promote;
 mod records;
+pub(crate) mod service;
 pub(crate) mod shared;
 mod shutdown;
 mod store;
@@ -31,7 +33,7 @@ use std::{
 
 use tokio::sync::{Notify, mpsc, oneshot};
 
-use self::{budget::Budget, records::RecordPages};
+use self::{budget::Budget, records::RecordPages, service::Failures};
 use crate::{
     block::{BlockKey, Tier},
     copy::CopyEngine,
@@ -88,6 +90,10 @@ pub(crate) struct Mover<S, C> {
     /// Write-backs under way that nobody awaits.
     demoting: Cell<u32>,
     active: Cell<u32>,
+    /// A movement is overdue: what cannot be started is refused.
+    overdue: Cell<bool>,
+    /// One for each file.
+    failures: Vec<Failures>,
     /// Told whenever `active` goes down.
     settled: Notify,
 }
@@ -95,13 +101,16 @@ pub(crate) struct Mover<S, C> {
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(crate) fn new(shared: Arc<Shared>, storage: S, copy: C) -> Rc<Self> {
         let config = &shared.config;
-        let files = (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
+        let files: Vec<FileId> =
+            (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
         Rc::new(Mover {
             budget: Budget::new(config.read_bytes_in_flight_max, config.write_bytes_in_flight_max),
             records: RefCell::default(),
             answers: RefCell::default(),
             demoting: Cell::new(0),
             active: Cell::new(0),
+            overdue: Cell::new(false),
+            failures: files.iter().map(|_| Failures::default()).collect(),
             settled: Notify::new(),
             files,
             shared,
@@ -118,25 +127,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Farewell {
         let _ended = Ended(Arc::clone(&self.shared));
         let write_back = tokio::task::spawn_local(Rc::clone(&self).write_back_loop());
+        let deadlines = tokio::task::spawn_local(Rc::clone(&self).deadline_loop());
         let mut closers = Vec::new();
         loop {
             let may_start = self.active.get() < self.shared.config.movements_max;
             tokio::select! {
                 biased;
                 Some(request) = urgent.recv() => self.start_urgent(request),
-                command = commands.recv(), if may_start => match command {
+                command = commands.recv(), if may_start || self.overdue.get() => match command {
                     None => break,
                     Some(Command::Close { reply }) => {
                         closers.push(reply);
                         commands.close();
                     }
-                    Some(command) => self.start(command),
+                    Some(command) if may_start => self.start(command),
+                    Some(command) => self.refuse(command),
                 },
                 () = self.settled.notified(), if !may_start => {}
             }
         }
         let result = self.drain(urgent).await;
         write_back.abort();
+        deadlines.abort();
         Farewell { closers, result }
     }
 
@@ -148,7 +160,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
             // A caller that is gone does not want the answer.
             Command::Forget { slot, reply } => self.spawn(async move {
-                drop(reply.send(this.write_record(slot).await));
+                drop(reply.send(this.within_deadline("the write of a record", this.write_record(slot)).await));
             }),
             Command::Sync { reply } => self.spawn(async move {
                 drop(reply.send(this.sync().await));
@@ -182,7 +194,9 @@ struct Active<S: Storage, C: CopyEngine>(Rc<Mover<S, C>>);
 
 impl<S: Storage, C: CopyEngine> Active<S, C> {
     fn new(mover: &Rc<Mover<S, C>>) -> Self {
-        mover.active.set(mover.active.get() + 1);
+        if mover.active.replace(mover.active.get() + 1) == 0 {
+            mover.shared.watch.notify_one();
+        }
         mover.shared.metrics.movements.increment(1.0);
         Active(Rc::clone(mover))
     }

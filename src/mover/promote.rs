@@ -17,7 +17,7 @@ use crate::{
     copy::{CopyBatch, CopyEngine, Direction, pair_segments},
     error::{Error, Result},
     index::EntryId,
-    io::{FileId, Lent, Storage, read_full},
+    io::{FileId, Lent, OpKind, Storage, read_full},
     tier::device::DevicePool,
 };
 
@@ -133,6 +133,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Source::Disk { pin, file, offset, checksum } => {
                 let (result, filling) = self.read_slot(file, offset, filling).await;
                 drop(share);
+                self.shared.account(&self.failures, file, OpKind::Read, &result);
                 if let Err(source) = result {
                     self.shared.metrics.read_errors.add(1);
                     self.shared.unlink(pin, filling, "it cannot be read");
@@ -158,7 +159,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit) {
             return Source::Host(pin);
         }
-        if state.disk_retired.is_none()
+        if state.disk_service.reads()
             && let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::DiskToHost)
         {
             let slots = state.disk_slots();
@@ -258,9 +259,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
                 Promotion::Miss => return Ok(None),
                 Promotion::Joined(receiver) => receiver,
+                // A movement of its own: it may be overdue, and then we go on without it.
                 Promotion::Started(receiver) => {
-                    let outcome = self.fill_host(key, class).await;
-                    self.land(key, Tier::Host, outcome);
+                    let (this, key) = (Rc::clone(self), *key);
+                    self.spawn(async move {
+                        let outcome = this.fill_host(&key, class).await;
+                        this.land(&key, Tier::Host, outcome);
+                    });
                     receiver
                 }
             };

@@ -102,7 +102,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 .iter()
                 .map(|page| {
                     let (this, page) = (Rc::clone(self), *page);
-                    tokio::task::spawn_local(async move { this.write_page(page).await })
+                    tokio::task::spawn_local(async move {
+                        this.within_deadline("the write of records", this.write_page(page)).await
+                    })
                 })
                 .collect();
             for write in writes {

@@ -4,13 +4,14 @@
 use std::{
     collections::BTreeSet,
     ptr::NonNull,
-    sync::{Arc, MutexGuard},
+    sync::{Arc, MutexGuard, atomic::AtomicU64},
 };
 
 use tokio::sync::{Notify, oneshot};
 
 use super::{
     flight::{Flights, Joined, Message},
+    service::DiskService,
     verify::Ticket,
 };
 use crate::{
@@ -36,8 +37,7 @@ pub(crate) struct State {
     pub(crate) generation: u64,
     /// Callers waiting for a slot, per tier.
     slot_waiters: [u32; Tier::COUNT],
-    /// Why the disk tier takes no more blocks and serves none, once it does not.
-    pub(crate) disk_retired: Option<String>,
+    pub(crate) disk_service: DiskService,
     /// Blocks of the host tier that the disk tier must take before they may go.
     pub(crate) dirty: BTreeSet<BlockKey>,
     closed: bool,
@@ -53,6 +53,10 @@ pub(crate) struct Shared {
     slot_freed: [Notify; Tier::COUNT],
     /// Wakes the write-back task.
     pub(crate) write_back: Notify,
+    /// Wakes the task that watches the clock.
+    pub(crate) watch: Notify,
+    /// How often it has looked at it.
+    pub(super) looks: AtomicU64,
 }
 
 /// What a look-up came to.
@@ -103,7 +107,7 @@ impl Shared {
             host_checksums: vec![0; config.host_blocks as usize],
             generation,
             slot_waiters: [0; Tier::COUNT],
-            disk_retired: None,
+            disk_service: DiskService::Full,
             dirty: BTreeSet::new(),
             closed: false,
         };
@@ -115,6 +119,8 @@ impl Shared {
             metrics,
             slot_freed: Default::default(),
             write_back: Notify::new(),
+            watch: Notify::new(),
+            looks: AtomicU64::new(0),
         }
     }
 
@@ -162,6 +168,7 @@ impl Shared {
             Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
             Joined::Unverified => return Ok((Promotion::Joined(self.ticket(&mut state, key)), source)),
             Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Joined::Overdue => return Err(self.timeout("a movement of the block that is overdue")),
             Joined::None => {}
         }
         if source.is_none() {
@@ -182,8 +189,9 @@ impl Shared {
     }
 
     /// A slot of `tier` that is nobody's: a free one, or the coldest block's. Waits where there is
-    /// neither. Cancel safe.
+    /// neither, up to the deadline. Cancel safe.
     pub(crate) async fn acquire(self: &Arc<Self>, tier: Tier) -> Result<Filling> {
+        let mut since = None;
         loop {
             let freed = self.slot_freed[tier as usize].notified();
             tokio::pin!(freed);
@@ -191,6 +199,9 @@ impl Shared {
             freed.as_mut().enable();
             let _waiting = {
                 let mut state = self.lock();
+                if tier == Tier::Disk {
+                    state.disk_service.check_writes()?;
+                }
                 if let Some(slot) = self.take_slot(&mut state, tier) {
                     return Ok(Filling { shared: Some(Arc::clone(self)), tier, slot });
                 }
@@ -198,7 +209,12 @@ impl Shared {
                 if state.slot_waiters[tier as usize] >= self.config.waiters_max {
                     return Err(self.busy("waiters for a slot", u64::from(self.config.waiters_max), "waiters_max"));
                 }
+                if self.is_overdue(*since.get_or_insert_with(|| self.looks())) {
+                    drop(state);
+                    return Err(self.timeout(["a device slot", "a host slot", "a disk slot"][tier as usize]));
+                }
                 state.slot_waiters[tier as usize] += 1;
+                self.watch.notify_one();
                 SlotWaiter { shared: self, tier }
             };
             freed.await;
@@ -287,20 +303,17 @@ impl Shared {
     /// Refuses every call from now on, and wakes those who wait for slots.
     pub(crate) fn close(&self) {
         self.lock().closed = true;
-        for notify in &self.slot_freed {
-            notify.notify_waiters();
-        }
+        Tier::ALL.into_iter().for_each(|tier| self.wake_slot_waiters(tier));
     }
 
-    /// Takes the disk tier out of service. Host and device keep serving.
-    pub(crate) fn retire_disk(&self, reason: String) {
-        let mut state = self.lock();
-        if state.disk_retired.is_none() {
-            tracing::error!(reason, "the disk tier is out of service");
-            state.disk_retired = Some(reason);
-        }
-        drop(state);
-        self.slot_freed[Tier::Disk as usize].notify_waiters();
+    /// Lets all who wait for a slot of `tier` look again whether they should.
+    pub(super) fn wake_slot_waiters(&self, tier: Tier) {
+        self.slot_freed[tier as usize].notify_waiters();
+    }
+
+    /// True while somebody waits for a slot.
+    pub(super) fn has_slot_waiters(&self) -> bool {
+        self.lock().slot_waiters.iter().any(|&waiters| waiters > 0)
     }
 
     pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
@@ -327,9 +340,8 @@ impl State {
     /// After the close host and device slots may never come free: readers hold them for as long as
     /// they like. Disk slots do, as the movements that hold them end; the last write-back needs them.
     fn check_may_wait(&self, tier: Tier) -> Result<()> {
-        match (tier, &self.disk_retired) {
-            (Tier::Disk, None) => Ok(()),
-            (Tier::Disk, Some(reason)) => Err(Error::Unavailable { tier: "disk", reason: reason.clone() }),
+        match tier {
+            Tier::Disk => Ok(()),
             _ => self.check_open(),
         }
     }

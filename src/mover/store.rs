@@ -36,7 +36,7 @@ impl Shared {
         let mut state = self.lock();
         state.check_open()?;
         let Some(id) = state.index.find(key) else { return Ok(None) };
-        let on_disk = state.index.slot(id, Tier::Disk).is_some() && state.disk_retired.is_none();
+        let on_disk = state.index.slot(id, Tier::Disk).is_some() && state.disk_service.reads();
         if !on_disk && state.index.slot(id, Tier::Host).is_none() {
             return Ok(None);
         }
@@ -84,7 +84,7 @@ impl Shared {
             WritePolicy::WriteThrough => self.begin_write(state, id, key),
             WritePolicy::WriteThroughSelective => Ok(Committed::Done),
             WritePolicy::WriteBack => {
-                if state.disk_retired.is_none() && state.index.slot(id, Tier::Host).is_some() {
+                if state.disk_service.writes() && state.index.slot(id, Tier::Host).is_some() {
                     state.index.set_dirty(id, Tier::Host, true);
                     state.dirty.insert(*key);
                 }
@@ -99,6 +99,7 @@ impl Shared {
         match state.flights.join(key, Tier::Disk, waiters_max) {
             Joined::Waiting(receiver) => return Ok(Committed::Join(receiver)),
             Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Joined::Overdue => return Err(self.timeout("a write of the block that is overdue")),
             Joined::Unverified => unreachable!("only reads are verified"),
             Joined::None => {}
         }
@@ -121,7 +122,7 @@ impl Shared {
         let id = state.index.find(key)?;
         let wanted = state.index.hits(id) >= self.config.selective_hits
             && state.index.slot(id, Tier::Disk).is_none()
-            && state.disk_retired.is_none()
+            && state.disk_service.writes()
             && !state.flights.contains(key, Tier::Disk);
         if !wanted {
             return None;

@@ -86,6 +86,7 @@ impl Ticket {
             }
             None => match state.flights.join(&key, Tier::Host, waiters_max) {
                 Joined::Waiting(receiver) => Redeemed::Wait(receiver),
+                Joined::Overdue => Redeemed::Ended(Err(shared.timeout("the verification of the block"))),
                 _ => Redeemed::AskAgain,
             },
         }

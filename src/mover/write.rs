@@ -15,7 +15,7 @@ use crate::{
     copy::CopyEngine,
     error::{Error, Result},
     index::EntryId,
-    io::{FileId, Lent, Storage, write_full},
+    io::{FileId, Lent, OpKind, Storage, write_full},
 };
 
 /// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.
@@ -79,6 +79,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (written, recorded) = tokio::join!(self.write_slot(file, offset, pin, filling), self.write_record(slot));
         drop(share);
         let (result, filling) = written;
+        self.shared.account(&self.failures, file, OpKind::Write, &result);
         self.publish_disk(
             id,
             filling,
@@ -181,7 +182,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         self.write_stale_records().await?;
         for (file, disk) in self.files.iter().zip(&self.shared.config.disks) {
-            self.storage.sync(*file).await.map_err(|source| Error::io("sync", &disk.path, source))?;
+            let sync = async {
+                let result = self.storage.sync(*file).await;
+                self.shared.account(&self.failures, *file, OpKind::Sync, &result);
+                result.map_err(|source| Error::io("sync", &disk.path, source))
+            };
+            self.within_deadline("a flush of the disk", sync).await?;
         }
         match last_error {
             None => Ok(()),

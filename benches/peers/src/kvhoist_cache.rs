@@ -35,7 +35,7 @@ fn key_of(n: u64) -> BlockKey {
 }
 
 async fn store(cache: &Cache, n: u64) -> io::Result<()> {
-    let mut block = cache.reserve().await.map_err(io::Error::other)?;
+    let mut block = cache.reserve_for_overwrite().await.map_err(io::Error::other)?;
     pattern::stamp(&mut block, n);
     block.commit(&key_of(n), None).await.map_err(io::Error::other)
 }

@@ -158,7 +158,7 @@ impl Worker {
     }
 
     async fn store(&self, keys: &[BlockKey], at: usize) -> Result<(), Failure> {
-        let mut block = self.cache.reserve().await?;
+        let mut block = self.cache.reserve_for_overwrite().await?;
         fill(&keys[at], &mut block);
         let started = Instant::now();
         let stored = block.commit(&keys[at], at.checked_sub(1).map(|parent| &keys[parent])).await;

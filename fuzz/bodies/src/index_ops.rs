@@ -65,15 +65,23 @@ enum Op {
     Remove {
         pick: u8,
     },
+    /// A restart's records, in any order, then the end of the restart.
     Restore {
-        key: u8,
-        parent: Option<u8>,
         tier: u8,
-        last_use: u16,
+        records: [Option<Record>; 6],
     },
     Reserve {
         entries: u8,
     },
+}
+
+#[derive(Debug, Arbitrary)]
+struct Record {
+    key: u8,
+    parent: Option<u8>,
+    last_use: u16,
+    /// Goes before a copy that is there already.
+    newer: bool,
 }
 
 /// Does the operations in `data`, and compares every answer and all that can be asked after each.
@@ -150,10 +158,13 @@ impl Pair {
                     assert_eq!(self.index.remove(self.model.id(at)), self.model.remove(at));
                 }
             }
-            Op::Restore { key, parent, tier: to, last_use } => {
-                self.restore(key % KEYS, parent.map(|p| p % KEYS), tier(to), last_use.into());
+            Op::Restore { tier: to, ref records } => {
+                let keys = records.iter().flatten().map(|record| block_key(record.key % KEYS)).collect::<Vec<_>>();
+                self.index.prepare_restore(keys.iter());
+                records.iter().flatten().for_each(|record| self.restore(record, tier(to)));
+                self.index.restored(tier(to));
             }
-            Op::Reserve { entries } => self.index.reserve(entries.into()),
+            Op::Reserve { entries } => self.index.try_reserve(entries.into()).expect("room for a few"),
         }
     }
 
@@ -228,13 +239,28 @@ impl Pair {
         }
     }
 
-    fn restore(&mut self, key: u8, parent: Option<u8>, tier: Tier, last_use: u64) {
-        let slot = self.slot();
+    fn restore(&mut self, record: &Record, tier: Tier) {
+        if self.try_restore(record, tier) || !record.newer {
+            return;
+        }
+        let at = self.model.live(record.key % KEYS).expect("it was refused for its copy");
+        let dropped = self.index.drop_copy(self.model.id(at), tier);
+        assert_eq!(dropped, self.model.drop_copy(at, tier));
+        if dropped.is_some() {
+            assert!(self.try_restore(record, tier), "the other copy is gone");
+        }
+    }
+
+    fn try_restore(&mut self, record: &Record, tier: Tier) -> bool {
+        let (key, parent) = (record.key % KEYS, record.parent.map(|parent| parent % KEYS));
+        let (slot, last_use) = (self.slot(), record.last_use.into());
         let restored = self.index.restore(block_key(key), parent.map(block_key), tier, slot, last_use);
         let index = &self.index;
         let at = self.model.insert(key, parent, |key| index.find(&block_key(key)).expect("just inserted"));
-        let expected = self.model.restore(at, tier, slot, last_use).then(|| self.model.id(at));
+        let id = self.model.id(at);
+        let expected = if self.model.restore(at, tier, slot, last_use) { Ok(id) } else { Err(id) };
         assert_eq!(restored, expected);
+        restored.is_ok()
     }
 
     /// Everything that can be asked, and every invariant from scratch.

@@ -7,6 +7,7 @@ use kvhoist::{
     BlockKey, Config, block_on,
     checksum::checksum,
     tier::disk::{
+        DiskSlots,
         format::{
             PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
             record::{COUNTER_MAX, Record, RecordSeal},
@@ -85,27 +86,35 @@ pub fn run(data: &[u8]) {
     }
     let mut store = Store::new(&blocks);
     input.edits.iter().for_each(|edit| store.edit(edit));
-    let recovered = store.open();
-    store.check(&recovered);
-    store.write_back(recovered);
+    let (recovered, records) = store.open();
+    store.check(&recovered, &records);
+    store.write_back(recovered, records);
 }
 
 impl Store {
     fn new(blocks: &[u32]) -> Self {
         let config = config(BLOCK_BYTES as usize, blocks);
         let mut store = Store { stripe: Stripe::new(&config), files: blank_files(&config), config };
-        assert_eq!(store.open().counts.free, u64::from(store.stripe.slots()));
+        assert_eq!(store.open().0.counts.free, u64::from(store.stripe.slots()));
         store
     }
 
-    fn open(&mut self) -> Recovered {
+    /// What was recovered; a record's entry in the books is its place among the records.
+    fn open(&mut self) -> (Recovered, Vec<RecoveredRecord>) {
         let storage = Memory::new(std::mem::take(&mut self.files));
         let slots = self.stripe.slots() as usize;
-        let opening = || block_on(open(&storage, &members(&self.config), &self.config, UUID));
+        let mut records = Vec::with_capacity(slots);
+        let take = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
+            for record in page {
+                slots.restore(record.slot, records.len() as u32, record.checksum, record.generation);
+                records.push(*record);
+            }
+        };
+        let opening = || block_on(open(&storage, &members(&self.config), &self.config, UUID, take));
         // Four reads of a megabyte in flight, and 200 bytes a slot.
         let recovered = bounded((16 << 20) + 200 * slots, opening).expect("the superblocks are sound");
         self.files = storage.into_files();
-        recovered
+        (recovered, records)
     }
 
     /// Where a record is.
@@ -160,8 +169,8 @@ impl Store {
         }
     }
 
-    /// Every record that counts by itself is there, in the order of last use, and nothing else.
-    fn check(&self, recovered: &Recovered) {
+    /// Every record that counts by itself is there, in the order of the tables, and nothing else.
+    fn check(&self, recovered: &Recovered, records: &[RecoveredRecord]) {
         let mut counts = Counts::default();
         let mut expected = BTreeMap::new();
         for slot in 0..self.stripe.slots() {
@@ -182,27 +191,19 @@ impl Store {
             }
         }
         assert_eq!(recovered.counts, counts);
-        let found: BTreeMap<u32, RecoveredRecord> = recovered.records.iter().map(|r| (r.slot, *r)).collect();
-        assert_eq!(found, expected);
-        assert!(recovered.records.iter().all(|record| record.generation < recovered.next_generation));
-        let in_order: Vec<_> = recovered.order.iter().map(|&at| &recovered.records[at as usize]).collect();
-        assert!(in_order.is_sorted_by_key(|record| record.last_use));
-        let mut places = recovered.order.clone();
-        places.sort_unstable();
-        assert!(places.into_iter().eq(0..recovered.records.len() as u32), "each once");
+        let found: BTreeMap<u32, RecoveredRecord> = records.iter().map(|record| (record.slot, *record)).collect();
+        assert_eq!((&found, found.len()), (&expected, records.len()));
+        assert!(records.iter().all(|record| record.generation < recovered.next_generation));
+        assert!(records.is_sorted_by_key(|record| self.stripe.place(record.slot)));
+        recovered.slots.validate();
     }
 
     /// The books go on from there: every other slot is filled, every page written, and all is found again.
-    fn write_back(&mut self, recovered: Recovered) {
-        let Recovered { mut slots, records, order, next_generation, .. } = recovered;
-        let mut blocks: Vec<(BlockKey, Option<BlockKey>, u64)> = Vec::new();
-        for at in order {
-            let RecoveredRecord { key, parent, slot, generation, checksum, last_use } = records[at as usize];
-            slots.restore(slot, blocks.len() as u32, checksum, generation);
-            blocks.push((key, parent, last_use));
-        }
-        slots.validate();
-        let clock = blocks.last().map_or(0, |block| block.2);
+    fn write_back(&mut self, recovered: Recovered, records: Vec<RecoveredRecord>) {
+        let Recovered { mut slots, next_generation, .. } = recovered;
+        let block = |record: RecoveredRecord| (record.key, record.parent, record.last_use);
+        let mut blocks: Vec<(BlockKey, Option<BlockKey>, u64)> = records.into_iter().map(block).collect();
+        let clock = blocks.iter().map(|block| block.2).max().unwrap_or(0);
         for (generation, last_use) in (next_generation..).zip(clock + 1..) {
             let Some(slot) = slots.alloc() else { break };
             slots.commit(slot, blocks.len() as u32, 7, generation);
@@ -215,9 +216,9 @@ impl Store {
             let (file, offset) = slots.page_location(page);
             self.files[usize::from(file.0)][offset as usize..][..PAGE_BYTES].copy_from_slice(&bytes);
         }
-        let again = self.open();
+        let (again, records) = self.open();
         assert_eq!(again.counts, Counts { valid: u64::from(self.stripe.slots()), ..Counts::default() });
-        let mut found: Vec<_> = again.records.iter().map(|r| (r.key, r.parent, r.last_use)).collect();
+        let mut found: Vec<_> = records.into_iter().map(block).collect();
         found.sort_unstable();
         blocks.sort_unstable();
         assert_eq!(found, blocks);

@@ -209,6 +209,6 @@ fn opened(
 ) -> (kvhoist::Result<Recovered>, Vec<Vec<u8>>) {
     let storage = Memory::new(files);
     // Four reads of a megabyte in flight, and what the members' records take.
-    let result = bounded(16 << 20, || block_on(open(&storage, members, config, uuid)));
+    let result = bounded(16 << 20, || block_on(open(&storage, members, config, uuid, &mut |_, _| ())));
     (result, storage.into_files())
 }

@@ -8,5 +8,5 @@ pub mod slots;
 
 pub use files::{StoreFile, open_files};
 pub use format::stripe::PageId;
-pub use recovery::{Counts, Recovered, RecoveredRecord, recover};
+pub use recovery::{Counts, Recovered, RecoveredRecord, Take, recover};
 pub use slots::DiskSlots;

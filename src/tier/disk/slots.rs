@@ -26,7 +26,7 @@ use super::{
 use crate::{block::BlockKey, io::FileId};
 
 /// Record pages (of each member) that successive stores go to in turn.
-const PAGES_AT_ONCE: u32 = 2;
+const PAGES_AT_ONCE: u32 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
@@ -345,8 +345,8 @@ mod tests {
     fn slots_are_handed_out_over_a_few_pages_in_turn_and_each_once() {
         let mut slots = slots_of(&[200]);
         let first: Vec<u32> = std::iter::from_fn(|| slots.alloc()).collect();
-        let start: Vec<u32> = (0..32).flat_map(|i| [i, 32 + i]).chain((0..32).flat_map(|i| [64 + i, 96 + i])).collect();
-        assert_eq!(first[..128], start, "two pages at once");
+        let start: Vec<u32> = (0..32).flat_map(|i| [i, 32 + i, 64 + i, 96 + i]).collect();
+        assert_eq!(first[..128], start, "four pages at once");
         let mut all = first.clone();
         all.sort_unstable();
         assert!(all.iter().copied().eq(0..200), "every slot once");

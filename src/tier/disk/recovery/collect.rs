@@ -1,12 +1,12 @@
-//! Turns record pages into a list and its order of last use. No I/O.
+//! Turns record pages into records, and counts what is wrong with them. No I/O.
 
-use super::{Recovered, radix::sort_by_high_half};
+use super::{Recovered, Take};
 use crate::{
     block::BlockKey,
     tier::disk::{
         DiskSlots,
         format::{
-            PAGE_BYTES, RECORD_BYTES, is_zero,
+            PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE, is_zero,
             record::RecordSeal,
             stripe::{PageId, Stripe},
         },
@@ -41,37 +41,32 @@ pub struct Counts {
     pub bad: u64,
 }
 
-pub(super) struct Collector {
+pub(super) struct Collector<'a> {
     stripe: Stripe,
+    slots: DiskSlots,
     seals: Vec<RecordSeal>,
-    /// In the order of the tables.
-    records: Vec<RecoveredRecord>,
-    /// Each record's last use, so that sorting need not walk the records.
-    last_uses: Vec<u64>,
+    take: &'a mut Take<'a>,
+    /// The records of the page at hand.
+    page: Vec<RecoveredRecord>,
     counts: Counts,
-    stale: Vec<PageId>,
     /// A page that is all zero for now because it could not be read.
     unreadable: Vec<PageId>,
     generation_next: u64,
 }
 
-impl Collector {
-    pub fn new(stripe: Stripe) -> Self {
+impl<'a> Collector<'a> {
+    /// Accepts records of the store `uuid` only.
+    pub fn new(stripe: Stripe, uuid: [u8; 16], take: &'a mut Take<'a>) -> Self {
         Collector {
+            seals: (0..stripe.members().len() as u16).map(|member| RecordSeal::new(&uuid, member)).collect(),
+            slots: DiskSlots::new(stripe.clone(), uuid),
             stripe,
-            seals: Vec::new(),
-            records: Vec::new(),
-            last_uses: Vec::new(),
+            take,
+            page: Vec::with_capacity(RECORDS_PER_PAGE),
             counts: Counts::default(),
-            stale: Vec::new(),
             unreadable: Vec::new(),
             generation_next: 1,
         }
-    }
-
-    /// Accepts records of this store only.
-    pub fn seal(&mut self, uuid: &[u8; 16]) {
-        self.seals = (0..self.stripe.members().len() as u16).map(|member| RecordSeal::new(uuid, member)).collect();
     }
 
     /// The page is going to come as zeros, because it could not be read.
@@ -84,7 +79,7 @@ impl Collector {
         let (file, first, count) = self.stripe.page_slots(page);
         if self.unreadable.contains(&page) {
             self.counts.bad += u64::from(count);
-            self.stale.push(page);
+            self.slots.mark_stale(page);
             return;
         }
         let (records, _) = bytes.as_chunks::<RECORD_BYTES>();
@@ -96,9 +91,8 @@ impl Collector {
                 Ok(None) => self.counts.free += 1,
                 Ok(Some(record)) => {
                     self.counts.valid += 1;
-                    self.last_uses.push(record.last_use);
                     self.generation_next = self.generation_next.max(record.generation + 1);
-                    self.records.push(RecoveredRecord {
+                    self.page.push(RecoveredRecord {
                         key: record.key,
                         parent: record.parent,
                         slot: self.stripe.slot(file, local),
@@ -113,40 +107,17 @@ impl Collector {
                 }
             }
         }
+        (self.take)(&mut self.slots, &self.page);
+        self.page.clear();
         if stale {
-            self.stale.push(page);
+            self.slots.mark_stale(page);
         }
     }
 
-    /// The result. One piece of work that does not yield: it sorts small keys, before anybody is served.
-    pub fn finish(self, uuid: [u8; 16]) -> Recovered {
+    /// The result.
+    pub fn finish(self) -> Recovered {
         let sum = self.counts.valid + self.counts.free + self.counts.bad;
         assert_eq!(sum, u64::from(self.stripe.slots()), "every slot was counted once: {:?}", self.counts);
-        let mut slots = DiskSlots::new(self.stripe, uuid);
-        self.stale.iter().for_each(|&page| slots.mark_stale(page));
-        Recovered {
-            slots,
-            order: order(&self.last_uses),
-            records: self.records,
-            counts: self.counts,
-            next_generation: self.generation_next,
-        }
-    }
-}
-
-/// Places of the records by ascending last use, then place.
-fn order(last_uses: &[u64]) -> Vec<u32> {
-    let order: Vec<u32> = (0..last_uses.len() as u32).collect();
-    let first = last_uses.iter().copied().min().unwrap_or(0);
-    // Digit by digit, the lowest first: a stable sort by the low half, then one by the high half where any differs.
-    let age = |at: u32| last_uses[at as usize] - first;
-    let sort_by = |order: Vec<u32>, half: &dyn Fn(u32) -> u64| -> Vec<u32> {
-        let words = order.into_iter().map(|at| half(at) << 32 | u64::from(at)).collect();
-        sort_by_high_half(words).into_iter().map(|word| word as u32).collect()
-    };
-    let order = sort_by(order, &|at| age(at) & u64::from(u32::MAX));
-    match last_uses.iter().all(|last_use| last_use - first <= u64::from(u32::MAX)) {
-        true => order,
-        false => sort_by(order, &|at| age(at) >> 32),
+        Recovered { slots: self.slots, counts: self.counts, next_generation: self.generation_next }
     }
 }

@@ -4,7 +4,6 @@
 //! back costs the superblocks and one sequential pass over the record tables; no payload is read.
 
 mod collect;
-mod radix;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -43,16 +42,17 @@ pub struct Member {
     pub zeroed: bool,
 }
 
+/// Takes the records of a store as they are read, a page at a time, and enters them in the books of its slots.
+///
+/// They come in the order of the record tables. A block that was evicted and stored again may have two records: the
+/// one with the higher generation counts. Those that are not entered leave their slots free.
+pub type Take<'a> = dyn FnMut(&mut DiskSlots, &[RecoveredRecord]) + 'a;
+
 /// An open store.
 #[derive(Debug)]
 pub struct Recovered {
-    /// The books of its slots, all free: the caller enters the records. Pages with records that do not count are stale.
+    /// The books of its slots, with what was entered. Pages with records that do not count are stale.
     pub slots: DiskSlots,
-    /// What it holds, in the order of the record tables. A block that was evicted and stored again may
-    /// have two records: the one with the higher generation counts.
-    pub records: Vec<RecoveredRecord>,
-    /// The places of the records in the order of their last use, oldest first.
-    pub order: Vec<u32>,
     /// What the record tables came to.
     pub counts: Counts,
     /// The first generation that no record has.
@@ -63,9 +63,14 @@ pub struct Recovered {
 ///
 /// # Errors
 /// [`Error::Store`] for what is not this store, before anything was written; [`Error::Io`].
-pub async fn recover<S: Storage>(storage: &S, files: &[StoreFile], config: &Config) -> Result<Recovered> {
+pub async fn recover<S: Storage>(
+    storage: &S,
+    files: &[StoreFile],
+    config: &Config,
+    take: &mut Take<'_>,
+) -> Result<Recovered> {
     let members: Vec<Member> = files.iter().map(StoreFile::member).collect();
-    open(storage, &members, config, random_uuid()?).await
+    open(storage, &members, config, random_uuid()?, take).await
 }
 
 /// Opens the store on these members, or creates it (with this id) where none ever held a block.
@@ -79,7 +84,13 @@ pub async fn recover<S: Storage>(storage: &S, files: &[StoreFile], config: &Conf
 ///
 /// # Panics
 /// If there is not one member for each of `config.disks`, or `config` is not valid.
-pub async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<Recovered> {
+pub async fn open<S: Storage>(
+    storage: &S,
+    members: &[Member],
+    config: &Config,
+    uuid: [u8; 16],
+    take: &mut Take<'_>,
+) -> Result<Recovered> {
     let stripe = Stripe::new(config);
     match judge(storage, members, config).await? {
         Verdict::Open(standings) => {
@@ -87,13 +98,13 @@ pub async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, 
             for ((file, member), standing) in files(members).zip(standings) {
                 mend(storage, file, member, standing).await?;
             }
-            table::read(storage, members, stripe, uuid).await
+            table::read(storage, members, stripe, uuid, take).await
         }
         Verdict::Create => {
             create(storage, members, config, uuid).await?;
             let counts = Counts { free: stripe.slots().into(), ..Counts::default() };
             let slots = DiskSlots::new(stripe, uuid);
-            Ok(Recovered { slots, records: Vec::new(), order: Vec::new(), counts, next_generation: 1 })
+            Ok(Recovered { slots, counts, next_generation: 1 })
         }
     }
 }

@@ -1,0 +1,104 @@
+//! Deadlines. A movement takes as long as the disk takes, and holds what it holds until then; those who wait for it
+//! do not. When one has been under way for longer than [`Config::deadline_ms`](crate::Config::deadline_ms) its waiters
+//! are told so, and who asks for the same block before it ends is told so at once.
+
+use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering, time::Duration};
+
+use tokio::time::{sleep, timeout};
+
+use super::{Command, Mover, flight::Message, shared::Shared};
+use crate::{
+    block::Tier,
+    copy::CopyEngine,
+    error::{Error, Result},
+    io::Storage,
+};
+
+/// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
+const LOOKS_PER_DEADLINE: u32 = 4;
+
+impl Shared {
+    /// How long a movement may take.
+    pub(crate) fn deadline(&self) -> Duration {
+        Duration::from_millis(self.config.deadline_ms)
+    }
+
+    pub(crate) fn timeout(&self, what: &'static str) -> Error {
+        self.metrics.timeouts.add(1);
+        Error::Timeout { what, limit: self.deadline() }
+    }
+
+    /// Answers those who wait for any of the first `begun` movements; true if some of these are still under way.
+    fn give_up_overdue(&self, begun: u64) -> bool {
+        let (waiters, any) = {
+            let mut state = self.lock();
+            (state.flights.take_overdue(begun), state.flights.any_overdue())
+        };
+        if !waiters.is_empty() {
+            tracing::warn!(waiters = waiters.len(), deadline = ?self.deadline(), "movements are overdue");
+        }
+        for waiter in waiters {
+            drop(waiter.send(Message::Ended(Err(self.timeout("a movement")))));
+        }
+        any
+    }
+
+    /// How often the clock has been looked at: for those who have none, which are all but the reactor.
+    pub(super) fn looks(&self) -> u64 {
+        self.looks.load(Ordering::Relaxed)
+    }
+
+    /// True where somebody who waits since `looks` has waited too long.
+    pub(super) fn is_overdue(&self, since: u64) -> bool {
+        self.looks() - since > u64::from(LOOKS_PER_DEADLINE)
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Watches the clock while anything is under way or somebody waits for a slot; sleeps otherwise.
+    ///
+    /// No other part of a movement, and no caller, reads a clock for this: what was begun before one look and is not
+    /// done [`LOOKS_PER_DEADLINE`] looks later is overdue.
+    pub(super) async fn deadline_loop(self: Rc<Self>) {
+        loop {
+            self.shared.watch.notified().await;
+            let mut begun = VecDeque::new();
+            while self.active.get() > 0 || self.shared.has_slot_waiters() {
+                begun.push_back(self.shared.lock().flights.begun());
+                sleep(self.shared.deadline() / LOOKS_PER_DEADLINE).await;
+                self.shared.looks.fetch_add(1, Ordering::Relaxed);
+                if begun.len() >= LOOKS_PER_DEADLINE as usize {
+                    let overdue = self.shared.give_up_overdue(begun.pop_front().expect("not empty"));
+                    if self.overdue.replace(overdue) != overdue {
+                        // Commands may be refused now, or started again.
+                        self.settled.notify_one();
+                    }
+                }
+                Tier::ALL.into_iter().for_each(|tier| self.shared.wake_slot_waiters(tier));
+            }
+            self.overdue.set(false);
+        }
+    }
+
+    /// Answers a command that cannot be started: all movements are taken, and the disk does not end them.
+    pub(super) fn refuse(self: &Rc<Self>, command: Command) {
+        let error = self.shared.timeout("a free movement");
+        match command {
+            Command::Promote { key, to, .. } => self.land(&key, to, Err(error)),
+            Command::Load { jobs, reply } | Command::StoreFrom { jobs, reply } => {
+                reply(jobs.iter().map(|_| Err(error.clone())).collect());
+            }
+            Command::Forget { reply, .. } | Command::Sync { reply } => drop(reply.send(Err(error))),
+            Command::Close { .. } => unreachable!("run() answers it"),
+        }
+    }
+
+    /// Waits no longer than the deadline for something that goes on without us.
+    pub(super) async fn within_deadline<T>(
+        &self,
+        what: &'static str,
+        future: impl Future<Output = Result<T>>,
+    ) -> Result<T> {
+        timeout(self.shared.deadline(), future).await.unwrap_or_else(|_| Err(self.shared.timeout(what)))
+    }
+}

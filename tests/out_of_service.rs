@@ -1,0 +1,78 @@
+//! What callers get from a cache whose disk or whose slots are not there for them: an answer, with a reason.
+
+mod common;
+
+use std::{fs::OpenOptions, time::Instant};
+
+use common::{config, directory, fetch_verified, key, payload, store, store_file};
+use kvhoist::{Cache, Config, Error, StorageKind, Tier, block_on};
+
+/// A store cut to nothing while it is open is a disk that fails for good: every read ends at its end.
+async fn a_disk_that_fails_for_good_is_taken_out_of_service(storage: StorageKind) {
+    let dir = directory();
+    let settings = Config { disk_failures_max: 4, ..config(&dir, storage, 4, 64) };
+    let cache = Cache::open(settings).await.expect("open");
+    for n in 0..32 {
+        store(&cache, n).await;
+    }
+    let resident: Vec<u64> = (0..32).filter(|n| cache.match_prefix(&[key(*n)]).tiers() == [Tier::Host]).collect();
+    assert!(!resident.is_empty() && resident.len() <= 4);
+    OpenOptions::new().write(true).open(store_file(&dir)).expect("there").set_len(0).expect("cut");
+    let on_disk: Vec<u64> = (0..32).filter(|n| !resident.contains(n)).collect();
+    // A lease on the hot blocks, so that reads that fail do not push them out.
+    let leases: Vec<_> = resident[1..].iter().map(|n| block_on(cache.fetch(&key(*n)))).collect();
+    for n in &on_disk[..4] {
+        match cache.fetch(&key(*n)).await {
+            Err(Error::Io { op: "read", .. }) => {}
+            other => panic!("{other:?}"),
+        }
+    }
+    let reason = cache.stats().disk_retired.expect("out of service");
+    assert!(reason.contains("4 reads of") && reason.contains("failed in a row"), "{reason}");
+    let reads = cache.stats().read_errors;
+    for n in &on_disk {
+        assert!(!fetch_verified(&cache, *n).await, "a miss");
+        assert!(cache.match_prefix(&[key(*n)]).is_empty() && cache.match_len(&[key(*n)]) == 0);
+    }
+    assert_eq!(cache.stats().read_errors, reads, "the disk is left alone");
+    drop(leases);
+    for n in &resident[1..] {
+        assert!(fetch_verified(&cache, *n).await, "host memory serves on");
+    }
+    match cache.store(&key(100), None, &payload(100, cache.config().block_bytes)).await {
+        Err(Error::Unavailable { tier: "disk", reason: found }) => assert_eq!(found, reason),
+        other => panic!("{other:?}"),
+    }
+    assert!(fetch_verified(&cache, 100).await, "what the disk did not take host memory serves");
+    cache.validate().expect("valid");
+    // The records cannot be read back from a file that is gone, but writing them fails nobody.
+    drop(cache.close().await);
+}
+
+#[test]
+fn a_disk_that_fails_for_good_is_taken_out_of_service_over_the_ring() {
+    block_on(a_disk_that_fails_for_good_is_taken_out_of_service(StorageKind::Uring));
+}
+
+#[test]
+fn a_disk_that_fails_for_good_is_taken_out_of_service_over_threads() {
+    block_on(a_disk_that_fails_for_good_is_taken_out_of_service(StorageKind::Blocking));
+}
+
+#[test]
+fn who_waits_too_long_for_a_slot_is_told_so() {
+    let dir = directory();
+    let settings = Config { deadline_ms: 60, ..config(&dir, StorageKind::Auto, 1, 8) };
+    let cache = block_on(Cache::open(settings)).expect("open");
+    let held = block_on(cache.reserve()).expect("the only slot");
+    let started = Instant::now();
+    match block_on(cache.reserve()) {
+        Err(error @ Error::Timeout { what: "a host slot", .. }) => assert!(error.is_transient()),
+        other => panic!("{other:?}"),
+    }
+    assert!(started.elapsed().as_millis() >= 60, "not before the deadline");
+    assert_eq!(cache.stats().timeouts, 1);
+    drop(held);
+    drop(block_on(cache.reserve()).expect("the slot is free again"));
+    block_on(cache.close()).expect("close");
+}
