@@ -29,7 +29,7 @@ use crate::{
 pub(crate) struct State {
     pub(crate) index: Index,
     /// Free slots of the device and the host tier; the disk's are kept by [`DiskSlots`].
-    free: [Vec<u32>; 2],
+    pub(super) free: [Vec<u32>; 2],
     pub(crate) disk: Option<DiskSlots>,
     pub(crate) flights: Flights,
     /// Checksum of the block in each host slot.
@@ -37,7 +37,7 @@ pub(crate) struct State {
     /// Generation of the next record.
     pub(crate) generation: u64,
     /// Callers waiting for a slot, per tier.
-    slot_waiters: [u32; Tier::COUNT],
+    pub(super) slot_waiters: [u32; Tier::COUNT],
     pub(crate) disk_service: DiskService,
     /// Blocks of the host tier that the disk tier must take before they may go.
     pub(crate) dirty: BTreeSet<BlockKey>,
@@ -340,7 +340,7 @@ impl State {
     }
 
     /// True where somebody waits for a slot of `tier`.
-    pub(crate) fn has_waiters(&self, tier: Tier) -> bool {
+    pub(super) fn has_waiters(&self, tier: Tier) -> bool {
         self.slot_waiters[tier as usize] > 0
     }
 
@@ -383,8 +383,8 @@ impl State {
 /// The state, locked. Its end wakes one of those who wait for a slot, if there is one to take.
 ///
 /// Many things set a slot free, and some more than one: the end of a fill lets copies in other tiers go, an evicted
-/// suffix its prefix. None of them has to think of those who wait. Who is woken and takes a slot ends a lock too, and so
-/// passes on what is left. Wakers run after the unlock: they are the callers' code, and may drop a future that locks.
+/// suffix its prefix. None of them has to think of those who wait. Who is woken and takes a slot ends a lock too, and
+/// so passes on what is left. Wakers run after the unlock: they are the callers' code, and may drop a future that locks.
 pub(crate) struct Locked<'a> {
     shared: &'a Shared,
     /// `None` once unlocked.
