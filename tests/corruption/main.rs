@@ -15,6 +15,7 @@ mod sample;
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::File,
+    future::poll_fn,
     ops::ControlFlow,
     os::unix::fs::FileExt,
     panic,
@@ -23,16 +24,17 @@ use std::{
         Once,
         atomic::{AtomicUsize, Ordering},
     },
+    task::Poll,
     thread,
 };
 
 use case::{Case, Cases, Finds, Outcome};
-use common::{directory, fetch_verified, key, payload};
+use common::{directory, fetch_verified, key};
 use kvhoist::{
     Cache, Config, Error, StorageKind, Tier, block_on,
     store::{self, Verification},
 };
-use sample::{BLOCK_BYTES, Image, Sample};
+use sample::{Image, Sample};
 use tempfile::TempDir;
 
 /// Panics of the library's own threads, which those who wait for them see as errors only.
@@ -206,6 +208,34 @@ impl<'a> Bench<'a> {
         }
     }
 
+    /// Asks for every block that there ever was, all at once.
+    async fn fetch_all(&self, cache: &Cache) -> Result<BTreeSet<u64>, String> {
+        let fetch = |n: u64| async move { (n, cache.fetch(&key(n)).await) };
+        let mut fetches: Vec<_> = self.sample.payloads.keys().map(|n| Box::pin(fetch(*n))).collect();
+        let mut served = BTreeSet::new();
+        let mut failure = Ok(());
+        poll_fn(|context| {
+            fetches.retain_mut(|fetch| match fetch.as_mut().poll(context) {
+                Poll::Pending => true,
+                Poll::Ready((n, Ok(Some(lease)))) => {
+                    if *lease != self.sample.payloads[&n][..] {
+                        failure = Err(format!("wrong bytes for block {n}"));
+                    }
+                    served.insert(n);
+                    false
+                }
+                Poll::Ready((_, Ok(None))) => false,
+                Poll::Ready((n, Err(error))) => {
+                    failure = Err(format!("block {n}: {error}"));
+                    false
+                }
+            });
+            if fetches.is_empty() { Poll::Ready(()) } else { Poll::Pending }
+        })
+        .await;
+        failure.map(|()| served)
+    }
+
     /// What is served and what is not. How many blocks the store is left with.
     fn check_service(
         &self,
@@ -219,9 +249,7 @@ impl<'a> Bench<'a> {
         let whole = report.is_some_and(|report| report.shape.is_some());
         let expected: BTreeSet<u64> =
             if whole { sample.served(&case.image, &case.crafted) } else { Vec::new() }.into_iter().collect();
-        // Panics on a wrong byte.
-        let served: BTreeSet<u64> =
-            sample.known().into_iter().filter(|n| block_on(fetch_verified(cache, *n))).collect();
+        let served = block_on(self.fetch_all(cache))?;
         ensure!(served == expected, "served {served:?}, expected {expected:?}");
         let missing: Vec<u64> = sample.live().into_iter().filter(|n| !served.contains(n)).collect();
         ensure!(missing.len() == lost, "{missing:?} are lost, expected {lost}");
@@ -235,7 +263,7 @@ impl<'a> Bench<'a> {
         cache.validate().map_err(|error| format!("{error:?}"))?;
         // All that is lost can be stored again.
         for n in &missing {
-            block_on(cache.store(&key(*n), None, &payload(*n, BLOCK_BYTES))).map_err(|error| error.to_string())?;
+            block_on(cache.store(&key(*n), None, &sample.payloads[n])).map_err(|error| error.to_string())?;
             ensure!(block_on(fetch_verified(cache, *n)), "{n} was stored again");
         }
         let room = cache.stats().tier(Tier::Disk).slots - stats.quarantined;

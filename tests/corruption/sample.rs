@@ -62,6 +62,8 @@ pub struct Sample {
     pub older: Image,
     /// Another store of this shape, with the same blocks.
     pub other: Image,
+    /// All blocks that any of the images ever held, by the numbers of their keys.
+    pub payloads: BTreeMap<u64, Vec<u8>>,
     /// Whose block a record is, by the slot and the bytes of the record: number of the key, and generation.
     records: BTreeMap<(u32, Vec<u8>), (u64, u64)>,
 }
@@ -92,8 +94,10 @@ impl Sample {
         let stripe = Stripe::new(&config);
         let head = now[0].first_chunk().expect("a superblock");
         let uuid = Superblock::decode(head).expect("sound").uuid;
-        let mut sample = Sample { config, stripe, uuid, now, older, other, records: BTreeMap::new() };
+        let mut sample =
+            Sample { config, stripe, uuid, now, older, other, payloads: BTreeMap::new(), records: BTreeMap::new() };
         sample.records = sample.known_records(all);
+        sample.payloads = sample.records.values().map(|(n, _)| (*n, payload(*n, BLOCK_BYTES))).collect();
         Ok(sample)
     }
 
@@ -195,28 +199,19 @@ impl Sample {
         self.served(&self.now, &[])
     }
 
-    /// All blocks that any of the images ever held.
-    pub fn known(&self) -> Vec<u64> {
-        let mut known: Vec<u64> = self.records.values().map(|(n, _)| *n).collect();
-        known.sort_unstable();
-        known.dedup();
-        known
-    }
-
     /// What an image serves, by what its bytes were once known to be, or are `crafted` to be: how the library reads
     /// damaged bytes has no say.
     pub fn served(&self, image: &Image, crafted: &[(u32, Record)]) -> Vec<u64> {
         let mut records = self.records.clone();
         for (slot, record) in crafted {
-            let of_key = |n: &u64| key(*n) == record.key;
-            let n = self.known().into_iter().find(of_key).expect("a known key");
-            records.insert((*slot, self.encode(*slot, record).to_vec()), (n, record.generation));
+            let n = self.payloads.keys().find(|n| key(**n) == record.key).expect("a known key");
+            records.insert((*slot, self.encode(*slot, record).to_vec()), (*n, record.generation));
         }
         let mut newest: BTreeMap<u64, (u64, bool)> = BTreeMap::new();
         for slot in 0..self.stripe.slots() {
             let record = (slot, self.record(slot).bytes(image).to_vec());
             let Some((n, generation)) = records.get(&record) else { continue };
-            let right = self.block(slot).bytes(image) == payload(*n, BLOCK_BYTES);
+            let right = self.block(slot).bytes(image) == self.payloads[n];
             let counts = newest.entry(*n).or_insert((*generation, right));
             if counts.0 < *generation {
                 *counts = (*generation, right);
