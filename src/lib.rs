@@ -13,6 +13,7 @@ pub mod checksum;
 pub mod config;
 pub mod copy;
 pub mod error;
+pub mod gpu;
 pub mod index;
 pub mod io;
 mod metrics;
@@ -23,10 +24,12 @@ pub mod tier;
 
 pub use block::{BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
 pub use block_on::block_on;
+#[cfg(feature = "sim")]
+pub use cache::sim;
 pub use cache::{
     Builder, Cache, Completion, CompletionQueue, DeviceLease, Lease, Region, Reservation, RouteStats, Stats, TierStats,
 };
-pub use config::{Config, DirectIo, DiskPath, StorageKind, WritePolicy};
+pub use config::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
 pub use error::{Error, Result};
 pub use index::PrefixMatch;
 

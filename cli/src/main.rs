@@ -1,6 +1,5 @@
 //! The `kvhoist` command.
 
-mod failure;
 mod generator;
 mod inspect;
 mod interrupt;
@@ -9,14 +8,13 @@ mod plot;
 mod progress;
 mod replay;
 mod report;
-mod size;
 mod store;
-mod trace;
 mod verify;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, error::ErrorKind};
+use kvhoist_cli::{failure, size, trace};
 
 use crate::failure::Failure;
 

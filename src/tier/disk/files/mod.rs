@@ -84,13 +84,13 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
 
 impl StoreFile {
     /// The file as recovery wants to know it.
-    pub(super) fn member(&self) -> Member {
+    pub(crate) fn member(&self) -> Member {
         Member { path: self.path.clone(), bytes: self.bytes, device: self.device, zeroed: self.zeroed }
     }
 }
 
 /// A random id for a new store.
-pub(super) fn random_uuid() -> Result<[u8; 16]> {
+pub(crate) fn random_uuid() -> Result<[u8; 16]> {
     sys::random_uuid().map_err(|error| Error::io("getrandom for", "a new store's id", error))
 }
 

@@ -117,7 +117,7 @@ fn recovered(config: &Config, files: Vec<Vec<u8>>) -> (Recovered, Vec<RecoveredR
         super::open(&storage, &members(config, true), config, [0xFF; 16], &mut take).await
     };
     let store = block_on(opening).expect("a store");
-    store.slots.validate();
+    store.slots.validate().expect("valid");
     (store, records)
 }
 
@@ -141,7 +141,7 @@ fn a_new_store_is_empty_and_opens_again() {
         let store = block_on(open(&storage, &members(&config, true), &config, uuid)).expect("opened");
         let counts = Counts { free: 47, ..Default::default() };
         assert_eq!((store.counts, store.next_generation, store.slots.full_count()), (counts, 1, 0));
-        store.slots.validate();
+        store.slots.validate().expect("valid");
         assert_eq!(superblock(&storage.0.borrow()[1]).expect("sound").uuid, UUID, "the first id stays");
     }
 }
