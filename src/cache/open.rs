@@ -74,8 +74,9 @@ async fn serve(reactor: &Reactor, config: Config, opened: oneshot::Sender<Result
 type Started<S> = (Cache, Rc<Mover<S, Memcpy>>, mpsc::Receiver<Command>, mpsc::UnboundedReceiver<Urgent>);
 
 async fn start(reactor: &Reactor, config: Config) -> Result<Started<crate::io::AnyStorage>> {
-    let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
+    // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
+    let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
