@@ -24,7 +24,7 @@ const SLOTS: u32 = 64;
 #[test]
 fn child() {
     if let Ok(plan) = std::env::var(CHILD) {
-        crash::run(&Plan::from_text(&plan));
+        crash::run(&Plan::from_text(&plan), &crash::print);
     }
 }
 

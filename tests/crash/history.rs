@@ -2,7 +2,7 @@
 
 use kvhoist::{Cache, Tier};
 
-use super::{PREFIX, Plan, load::WIDTH};
+use super::{PREFIX, Plan, SUFFIX, load::WIDTH};
 use crate::common::{fetch_verified, key};
 
 /// What died, and so what it takes for a write to have outlived it.
@@ -69,10 +69,16 @@ impl History {
         self.fates.len() as u64
     }
 
-    /// Takes note of a line; false if it is none of the child's.
+    /// Takes note of what was printed; false if it is no whole line of the child's.
     pub fn read(&mut self, line: &str) -> bool {
         let Some((_, line)) = line.split_once(PREFIX) else { return false };
-        let line = line.trim_end();
+        let Some(line) = line.trim_end().strip_suffix(SUFFIX) else { return false };
+        self.note(line);
+        true
+    }
+
+    /// Takes note of what a child said.
+    pub fn note(&mut self, line: &str) {
         line.clone_into(&mut self.last);
         let (word, rest) = line.split_once(' ').unwrap_or((line, ""));
         let number = || rest.parse::<usize>().expect("a number");
@@ -88,7 +94,6 @@ impl History {
             "opening" | "opened" | "closing" => {}
             other => panic!("a child does not say {other}"),
         }
-        true
     }
 
     fn pass(&mut self, end: usize, from: Fate, to: Fate) {

@@ -1,40 +1,32 @@
 //! The child: it stores, removes, flushes, closes and opens until it is killed.
 
-use std::io::Write;
-
 use kvhoist::Cache;
 
-use super::{PREFIX, Plan};
+use super::Plan;
 use crate::common::{Rng, fetch_verified, key, payload};
 
 /// Stores at the same time. The order in which blocks were stored is known up to twice this.
 pub const WIDTH: u64 = 12;
 
-/// Runs `plan` to its end, over as many openings of the store as come up.
-pub fn run(plan: &Plan) {
+/// Runs `plan` to its end, over as many openings of the store as come up, and says what it does.
+pub fn run(plan: &Plan, say: &dyn Fn(&str)) {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     runtime.block_on(async {
         let (mut rng, mut next) = (Rng(plan.seed), plan.first);
         while next < plan.end {
-            session(plan, &mut rng, &mut next).await;
+            session(plan, say, &mut rng, &mut next).await;
         }
     });
 }
 
-/// A line for the parent, written at one stroke.
-fn say(line: &str) {
-    let line = format!("{PREFIX}{line}\n");
-    std::io::stdout().write_all(line.as_bytes()).and_then(|()| std::io::stdout().flush()).expect("a parent that reads");
-}
-
-async fn session(plan: &Plan, rng: &mut Rng, next: &mut u64) {
+async fn session(plan: &Plan, say: &dyn Fn(&str), rng: &mut Rng, next: &mut u64) {
     say("opening");
     let cache = Cache::open(plan.config()).await.expect("a crash leaves a store that opens");
     let stats = cache.stats();
     say(&format!("opened by {}{}", stats.storage, if stats.direct_io { " with direct I/O" } else { "" }));
     for _ in 0..1 + rng.below(16) {
         if *next < plan.end {
-            round(plan, &cache, rng, next).await;
+            round(plan, &cache, say, rng, next).await;
         }
     }
     say("closing");
@@ -42,7 +34,7 @@ async fn session(plan: &Plan, rng: &mut Rng, next: &mut u64) {
     say(&format!("synced {next}"));
 }
 
-async fn round(plan: &Plan, cache: &Cache, rng: &mut Rng, next: &mut u64) {
+async fn round(plan: &Plan, cache: &Cache, say: &dyn Fn(&str), rng: &mut Rng, next: &mut u64) {
     let from = *next;
     *next = (from + 1 + rng.below(WIDTH)).min(plan.end);
     say(&format!("store {next}"));

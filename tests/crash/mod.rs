@@ -9,9 +9,20 @@ mod history;
 mod load;
 mod plan;
 
+use std::io::Write;
+
 pub use history::{Checked, Death, History};
 pub use load::run;
 pub use plan::Plan;
 
 /// What the lines of a child begin with, among all else that is printed where it runs.
 pub const PREFIX: &str = "crash-child: ";
+
+/// What they end with: one that was cut short by the crash does not count.
+pub const SUFFIX: &str = ";";
+
+/// A line for whoever keeps the history, written at one stroke.
+pub fn print(line: &str) {
+    let (mut out, line) = (std::io::stdout(), format!("{PREFIX}{line}{SUFFIX}\n"));
+    out.write_all(line.as_bytes()).and_then(|()| out.flush()).expect("somebody who reads");
+}
