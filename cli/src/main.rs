@@ -1,10 +1,15 @@
 //! The `kvhoist` command.
 
 mod generator;
+mod inspect;
+mod interrupt;
 mod payload;
 mod plot;
+mod progress;
 mod replay;
 mod report;
+mod store;
+mod verify;
 
 use std::process::ExitCode;
 
@@ -25,6 +30,11 @@ struct Cli {
 enum Command {
     /// Replay a trace of prefix chains through the cache and verify every byte that comes back.
     Replay(Box<replay::Args>),
+    /// Say what a store is and how full, from its superblocks and record tables. Changes nothing.
+    Inspect(inspect::Args),
+    /// Read a whole store and check every checksum. Changes nothing. Exit status: 0 clean, 1 damage found, 2 no store
+    /// or wrong flags, 130 interrupted.
+    Verify(verify::Args),
 }
 
 fn main() -> ExitCode {
@@ -36,6 +46,8 @@ fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Replay(args) => replay::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Verify(args) => verify::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,10 +1,13 @@
 //! [`Cache`]: what callers hold.
 
 mod builder;
+mod device;
 mod lease;
 mod open;
 mod queue;
 mod region;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod stats;
 
 pub use builder::Builder;

@@ -42,6 +42,23 @@ impl Index {
         self.validate_chains()
     }
 
+    /// [Validates](Self::validate), and checks that nobody holds a copy and nothing is being filled: so it must be when
+    /// all movements have ended and all leases are gone.
+    pub fn validate_idle(&self) -> Result<(), String> {
+        self.validate()?;
+        for (id, entry) in &self.entries {
+            let held = Tier::ALL.iter().any(|tier| entry.place(*tier).pins > 0 || entry.has(*tier, FILLING));
+            ensure!(!held && !entry.removed, "entry {id} {:?} is pinned, filling or removed", entry.key);
+        }
+        Ok(())
+    }
+
+    /// Every copy in `tier`, by ascending id: the entry and its slot.
+    pub fn copies(&self, tier: Tier) -> impl Iterator<Item = (EntryId, u32)> + '_ {
+        let full = self.entries.iter().filter(move |(_, entry)| entry.has(tier, FULL));
+        full.map(move |(id, entry)| (EntryId(id as u32), entry.place(tier).slot))
+    }
+
     fn validate_entry(&self, id: EntryId, entry: &Entry, counts: &mut Counts) -> Result<(), String> {
         let found = self.find(&entry.key);
         if entry.removed {

@@ -28,7 +28,7 @@ use crate::{
 pub(crate) struct State {
     pub(crate) index: Index,
     /// Free slots of the device and the host tier; the disk's are kept by [`DiskSlots`].
-    free: [Vec<u32>; 2],
+    pub(super) free: [Vec<u32>; 2],
     pub(crate) disk: Option<DiskSlots>,
     pub(crate) flights: Flights,
     /// Checksum of the block in each host slot.
@@ -36,7 +36,7 @@ pub(crate) struct State {
     /// Generation of the next record.
     pub(crate) generation: u64,
     /// Callers waiting for a slot, per tier.
-    slot_waiters: [u32; Tier::COUNT],
+    pub(super) slot_waiters: [u32; Tier::COUNT],
     pub(crate) disk_service: DiskService,
     /// Blocks of the host tier that the disk tier must take before they may go.
     pub(crate) dirty: BTreeSet<BlockKey>,

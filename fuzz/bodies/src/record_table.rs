@@ -201,7 +201,7 @@ impl Store {
         assert_eq!((&found, found.len()), (&expected, records.len()));
         assert!(records.iter().all(|record| record.generation < recovered.next_generation));
         assert!(records.is_sorted_by_key(|record| self.stripe.place(record.slot)));
-        recovered.slots.validate();
+        recovered.slots.validate().expect("the levels agree");
     }
 
     /// The books go on from there: every other slot is filled, every page written, and all is found again.
@@ -215,7 +215,7 @@ impl Store {
             slots.commit(slot, blocks.len() as u32, 7, generation);
             blocks.push((BlockKey::new([0xEE; 32]), None, last_use));
         }
-        slots.validate();
+        slots.validate().expect("the levels agree");
         for page in (0..self.stripe.pages()).map(kvhoist::tier::disk::PageId) {
             let mut bytes = [0; PAGE_BYTES];
             slots.encode_page(page, &mut bytes, |entry| blocks[entry as usize]);

@@ -97,6 +97,22 @@ impl Sim {
         self.0.borrow().disk(file).contents().to_vec()
     }
 
+    /// The length of the file.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn file_bytes(&self, file: FileId) -> u64 {
+        self.0.borrow().disk(file).contents().len() as u64
+    }
+
+    /// True if a reader would see nothing but zeros.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn is_zero(&self, file: FileId) -> bool {
+        self.0.borrow().disk(file).contents().iter().all(|byte| *byte == 0)
+    }
+
     /// Flips the bits of `mask` in a byte of the medium, unnoticed: rot.
     ///
     /// # Panics

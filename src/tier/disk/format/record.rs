@@ -131,6 +131,22 @@ impl RecordSeal {
     }
 }
 
+/// Where in the store `uuid` a record that does not count in its place was written for: member and slot there, which
+/// the caller holds against the store's own sizes. A write that went astray, or a swap, is told apart from rot by it.
+pub fn written_for(uuid: &[u8; 16], bytes: &[u8; RECORD_BYTES]) -> (u16, u64) {
+    // The crc is a bijection of the seal that ends its input: run the last 8 bytes backwards.
+    let mut state = !get_u64(bytes, CRC);
+    for _ in 0..64 {
+        let carried = state >> 63;
+        state = ((state ^ (POLYNOMIAL * carried)) << 1) | carried;
+    }
+    let seal = state ^ !checksum(&bytes[..CRC]) ^ RecordSeal::new(uuid, 0).0;
+    ((seal >> 48) as u16, seal & ((1 << 48) - 1))
+}
+
+/// CRC-64/NVME's polynomial, reflected.
+const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -228,6 +244,14 @@ mod tests {
                     prop_assert_eq!(seal.decode(there.2, 4096, &bytes), Err(RecordFlaw::Crc));
                 }
             }
+        }
+
+        #[test]
+        fn a_record_tells_where_it_was_written_for(
+            record in record(), uuid: [u8; 16], local in 0u32..1 << 31, member in 0u16..64,
+        ) {
+            let bytes = RecordSeal::new(&uuid, member).encode(local, &record);
+            prop_assert_eq!(written_for(&uuid, &bytes), (member, u64::from(local)));
         }
 
         #[test]

@@ -10,8 +10,11 @@ mod tests;
 mod window;
 
 pub use collect::{Counts, RecoveredRecord};
+pub(crate) use table::{Pages, read_tables};
 
 use std::{io, path::PathBuf};
+
+use collect::Collector;
 
 use super::{
     files::{StoreFile, random_uuid},
@@ -98,7 +101,9 @@ pub async fn open<S: Storage>(
             for ((file, member), standing) in files(members).zip(standings) {
                 mend(storage, file, member, standing).await?;
             }
-            table::read(storage, members, stripe, uuid, take).await
+            let mut collector = Collector::new(stripe.clone(), uuid, take);
+            read_tables(storage, members, &stripe, &mut collector).await?;
+            Ok(collector.finish())
         }
         Verdict::Create => {
             create(storage, members, config, uuid).await?;

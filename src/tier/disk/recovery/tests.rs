@@ -117,7 +117,7 @@ fn recovered(config: &Config, files: Vec<Vec<u8>>) -> (Recovered, Vec<RecoveredR
         super::open(&storage, &members(config, true), config, [0xFF; 16], &mut take).await
     };
     let store = block_on(opening).expect("a store");
-    store.slots.validate();
+    store.slots.validate().expect("valid");
     (store, records)
 }
 
@@ -141,7 +141,7 @@ fn a_new_store_is_empty_and_opens_again() {
         let store = block_on(open(&storage, &members(&config, true), &config, uuid)).expect("opened");
         let counts = Counts { free: 47, ..Default::default() };
         assert_eq!((store.counts, store.next_generation, store.slots.full_count()), (counts, 1, 0));
-        store.slots.validate();
+        store.slots.validate().expect("valid");
         assert_eq!(superblock(&storage.0.borrow()[1]).expect("sound").uuid, UUID, "the first id stays");
     }
 }
@@ -342,11 +342,11 @@ fn a_million_records() {
         let take = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
             page.iter().for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
         };
-        let mut collector = collect::Collector::new(stripe.clone(), UUID, take);
+        let mut collector = Collector::new(stripe.clone(), UUID, take);
         let mut page = (0..).map(PageId);
         for file in &files {
             let (pages, _) = file[HEAD_BYTES..].as_chunks::<PAGE_BYTES>();
-            pages.iter().zip(&mut page).for_each(|(bytes, page)| collector.page(page, bytes));
+            pages.iter().zip(&mut page).for_each(|(bytes, page)| assert!(collector.page(page, bytes).is_continue()));
         }
         let store = collector.finish();
         let parsed = cpu_ms() - start;
