@@ -33,7 +33,7 @@ use tokio::{sync::Notify, task::LocalSet};
 
 pub use crate::{
     copy::sim::{CopyCounts, CopyOptions, SimCopy},
-    io::sim::{Counts, Event, Fault, FaultRates, LogEntry, Rng, SECTOR_BYTES, Sim, SimOptions},
+    io::sim::{Counts, Event, Fault, FaultKind, FaultRates, LogEntry, Rng, SECTOR_BYTES, Sim, SimOptions},
 };
 
 use super::{
