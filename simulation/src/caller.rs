@@ -185,7 +185,9 @@ impl Kept {
     fn check(&self, context: &Context) -> Result<(), String> {
         let (block, right) = match self {
             Kept::Host { lease, block } => (*block, **lease == *context.plan.universe.block(*block).payload),
-            Kept::Device { lease, block } => (*block, device_holds(lease, &context.plan.universe.block(*block).payload)),
+            Kept::Device { lease, block } => {
+                (*block, device_holds(lease, &context.plan.universe.block(*block).payload))
+            }
         };
         if right { Ok(()) } else { Err(format!("a lease on block {block} shows wrong bytes")) }
     }

@@ -250,8 +250,7 @@ pub async fn store_from(caller: &mut Caller, cancel: Cancel) -> End {
     }
     let parent = blocks.first().and_then(|&first| caller.context.plan.universe.parent_key(first));
     caller.context.say(|| format!("caller {} stores {blocks:?} from its memory", caller.number));
-    let began: Vec<Began> =
-        blocks.iter().map(|&block| caller.context.model.borrow_mut().store_begins(block)).collect();
+    let began: Vec<Began> = blocks.iter().map(|&block| caller.context.model.borrow_mut().store_begins(block)).collect();
     let result = caller.run_call(cancel, caller.cache.store_from(&keys, parent.as_ref(), &segments)).await;
     let all = |caller: &Caller, end: StoreEnd| {
         let mut model = caller.context.model.borrow_mut();

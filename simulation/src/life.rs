@@ -10,8 +10,8 @@ use kvhoist::{
 use tokio::time::timeout;
 
 use crate::{
-    calls::check_found,
     caller::Caller,
+    calls::check_found,
     context::Context,
     foreign::Pool,
     model::{Claims, Ending},
@@ -163,7 +163,9 @@ impl Life {
             match timeout(PATIENCE, sim::open(plan.config.clone(), &self.world)).await {
                 Err(_) => self.context.fail("the cache never opened"),
                 Ok(Ok(simulated)) => return Some(simulated),
-                Ok(Err(Error::Store { found, .. })) if self.context.has_lied(&self.world) || plan.rates.bit_flip > 0.0 => {
+                Ok(Err(Error::Store { found, .. }))
+                    if self.context.has_lied(&self.world) || plan.rates.bit_flip > 0.0 =>
+                {
                     self.context.say(|| format!("the store is refused: {found}"));
                     return self.wipe().await;
                 }
@@ -183,8 +185,7 @@ impl Life {
         self.context.model.borrow_mut().wipe();
         self.context.report.borrow_mut().wipes += 1;
         let config = self.context.plan.config.clone();
-        self.world.storage =
-            sim::Sim::new(self.rng.next_u64(), sim::blank_files(&config), SimOptions::default());
+        self.world.storage = sim::Sim::new(self.rng.next_u64(), sim::blank_files(&config), SimOptions::default());
         match sim::open(config, &self.world).await {
             Ok(simulated) => Some(simulated),
             Err(error) => {
@@ -285,7 +286,11 @@ impl Life {
         let claims = cache.map_or(Claims { keeps: honest, honest }, |cache| self.look_back(cache));
         let power_cut = exit == Exit::PowerCut;
         let mut report = self.context.report.borrow_mut();
-        if power_cut { report.power_cuts += 1 } else { report.kills += 1 }
+        if power_cut {
+            report.power_cuts += 1
+        } else {
+            report.kills += 1
+        }
         drop(report);
         let remains = self.remains(power_cut);
         self.context.say(|| "the life is cut off".into());

@@ -120,7 +120,11 @@ impl Report {
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let calls: u64 = self.calls.iter().sum();
-        writeln!(f, "{} runs of {} lives, {calls} calls ({} dropped in mid-work)", self.runs, self.lives, self.dropped)?;
+        writeln!(
+            f,
+            "{} runs of {} lives, {calls} calls ({} dropped in mid-work)",
+            self.runs, self.lives, self.dropped
+        )?;
         for call in Call::ALL {
             write!(f, "  {} {}", call.name(), self.calls[call as usize])?;
         }
