@@ -16,7 +16,7 @@ impl Cancel {
     /// Polls the future to its end, or as often as it may be polled: then `None`.
     pub async fn run<F: Future>(self, future: F) -> Option<F::Output> {
         let mut future = pin!(future);
-        let polls_max = self.0.map(|polls| 1 + polls % 6);
+        let polls_max = self.0.map(|polls| 1 + u64::from(polls % 6));
         let mut polls = 0;
         std::future::poll_fn(|context| {
             if Some(polls) == polls_max {
