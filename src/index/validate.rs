@@ -43,12 +43,15 @@ impl Index {
     }
 
     /// [Validates](Self::validate), and checks that nobody holds a copy and nothing is being filled: so it must be when
-    /// all movements have ended and all leases are gone. A removed entry may be left: its children's parent.
+    /// all movements have ended and all leases are gone.
     pub fn validate_idle(&self) -> Result<(), String> {
         self.validate()?;
         for (id, entry) in &self.entries {
-            let held = Tier::ALL.iter().any(|tier| entry.place(*tier).pins > 0 || entry.has(*tier, FILLING));
-            ensure!(!held, "entry {id} {:?} is pinned or filling", entry.key);
+            for tier in Tier::ALL {
+                let (pins, filling) = (entry.place(tier).pins, entry.has(tier, FILLING));
+                ensure!(pins == 0, "entry {id} {:?} has {pins} pins in {tier}", entry.key);
+                ensure!(!filling, "entry {id} {:?} is being filled in {tier}", entry.key);
+            }
         }
         Ok(())
     }

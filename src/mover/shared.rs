@@ -384,7 +384,8 @@ impl State {
 ///
 /// Many things set a slot free, and some more than one: the end of a fill lets copies in other tiers go, an evicted
 /// suffix its prefix. None of them has to think of those who wait. Who is woken and takes a slot ends a lock too, and
-/// so passes on what is left. Wakers run after the unlock: they are the callers' code, and may drop a future that locks.
+/// so passes on what is left. Wakers run after the unlock: they are the callers' code, and may drop a future that
+/// locks.
 pub(crate) struct Locked<'a> {
     shared: &'a Shared,
     /// `None` once unlocked.
@@ -484,9 +485,13 @@ impl Filling {
 
 impl Drop for Filling {
     fn drop(&mut self) {
-        if let Some(shared) = &self.shared {
-            shared.lock().push_free(self.tier, self.slot);
+        let Some(shared) = &self.shared else { return };
+        let mut state = shared.lock();
+        if self.tier == Tier::Disk && state.disk_slots().meta(self.slot).is_some() {
+            // A write that was dropped in mid-work: the books name a block that nobody will see.
+            state.disk_slots().clear(self.slot);
         }
+        state.push_free(self.tier, self.slot);
     }
 }
 

@@ -21,7 +21,7 @@ use super::{
     format::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
         stripe::Stripe,
-        superblock::{State, Superblock},
+        superblock::{SEQUENCE_MAX, State, Superblock},
         survey::{Found, Standing, Verdict, survey},
     },
     slots::DiskSlots,
@@ -173,7 +173,8 @@ async fn mend<S: Storage>(storage: &S, file: FileId, member: &Member, standing: 
     for (copy, needed) in rewrite {
         if needed {
             tracing::warn!(path = %member.path.display(), copy, "rewriting a torn, damaged or unfinished superblock");
-            superblock.sequence += 1;
+            // A forged one may be at the end. Of equal ones A counts, and by now both say the same.
+            superblock.sequence = SEQUENCE_MAX.min(superblock.sequence + 1);
             write_superblock(storage, file, member, copy, &superblock).await?;
             sync(storage, file, member).await?;
         }
