@@ -1,5 +1,6 @@
 //! The `kvhoist` command.
 
+mod bench;
 mod generator;
 mod inspect;
 mod interrupt;
@@ -30,6 +31,8 @@ struct Cli {
 enum Command {
     /// Replay a trace of prefix chains through the cache and verify every byte that comes back.
     Replay(Box<replay::Args>),
+    /// Measure the routes of this machine against its bare hardware.
+    Bench(bench::Args),
     /// Say what a store is and how full, from its superblocks and record tables. Changes nothing.
     Inspect(inspect::Args),
     /// Read a whole store and check every checksum. Changes nothing. Exit status: 0 clean, 1 damage found, 2 no store
@@ -46,6 +49,7 @@ fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Replay(args) => replay::run(&args),
+        Command::Bench(args) => bench::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
     };

@@ -3,6 +3,8 @@
 mod builder;
 mod device;
 mod lease;
+#[cfg(test)]
+mod model;
 mod open;
 mod queue;
 mod region;

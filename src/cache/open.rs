@@ -89,10 +89,11 @@ pub(super) struct Parts<S, C> {
 }
 
 async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, AnyCopy>> {
-    let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
+    // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
-    let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let (device, copy) = super::device::open(&config, &arena)?;
+    let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
+    let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
         .storage(handles, &arena, config.blocking_threads)

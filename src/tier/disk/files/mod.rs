@@ -229,12 +229,15 @@ impl Opening {
         let file = &self.opened.file;
         let available = sys::available_bytes(file).map_err(self.io("statvfs"))?;
         if wanted > available {
-            return Err(self.no_space(wanted, available));
+            return Err(self.no_space(wanted, format!("{available} bytes available")));
         }
         match sys::preallocate(file, wanted) {
             Ok(()) => {}
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) => {
-                return Err(self.no_space(wanted, available));
+            Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => {
+                return Err(self.no_space(wanted, format!("{available} bytes available, not all of them for a file,")));
+            }
+            Err(error) if error.raw_os_error() == Some(libc::EDQUOT) => {
+                return Err(self.no_space(wanted, format!("a used up quota ({error})")));
             }
             Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EFBIG)) => {
                 return Err(Error::Store {
@@ -250,10 +253,10 @@ impl Opening {
         self.opened.file.sync_all().map_err(self.io("fsync"))
     }
 
-    fn no_space(&self, wanted: u64, available: u64) -> Error {
+    fn no_space(&self, wanted: u64, found: String) -> Error {
         Error::Store {
             path: self.opened.path.clone(),
-            found: format!("{available} bytes available on {}", sys::file_system(&self.opened.file)),
+            found: format!("{found} on {}", sys::file_system(&self.opened.file)),
             expected: format!("room for {wanted} bytes"),
             action: "lower `disks.blocks` for this path, or free space".into(),
         }

@@ -178,7 +178,13 @@ fn cannot_open(path: &Path, error: io::Error) -> Error {
     match error.raw_os_error() {
         // A link that came between the look and the opening.
         Some(libc::ELOOP) => refuse(path, "a symbolic link", "a regular file or a block device", "open again"),
-        Some(libc::EACCES | libc::EPERM | libc::EROFS) => refuse(
+        Some(libc::EROFS) => refuse(
+            path,
+            format!("a read-only file system ({error})"),
+            "a path that this process may create, read and write",
+            "remount it for writing (after an error in it: check it first), or choose another path in `disks`",
+        ),
+        Some(libc::EACCES | libc::EPERM) => refuse(
             path,
             format!("no permission ({error})"),
             "a path that this process may create, read and write",
