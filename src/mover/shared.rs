@@ -484,9 +484,13 @@ impl Filling {
 
 impl Drop for Filling {
     fn drop(&mut self) {
-        if let Some(shared) = &self.shared {
-            shared.lock().push_free(self.tier, self.slot);
+        let Some(shared) = &self.shared else { return };
+        let mut state = shared.lock();
+        if self.tier == Tier::Disk && state.disk_slots().meta(self.slot).is_some() {
+            // A write that was dropped in mid-work: the books name a block that nobody will see.
+            state.disk_slots().clear(self.slot);
         }
+        state.push_free(self.tier, self.slot);
     }
 }
 

@@ -7,6 +7,7 @@ pub mod config;
 pub mod index_ops;
 pub mod keys;
 pub mod memory;
+pub mod mover_ops;
 pub mod prefix_chain;
 pub mod record_table;
 pub mod store_files;
@@ -17,10 +18,11 @@ pub mod trace;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 7] = [
+pub const TARGETS: [Target; 8] = [
     ("config", config::run),
     ("index_ops", index_ops::run),
     ("keys", keys::run),
+    ("mover_ops", mover_ops::run),
     ("prefix_chain", prefix_chain::run),
     ("record_table", record_table::run),
     ("superblock", superblock::run),

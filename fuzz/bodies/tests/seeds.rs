@@ -2,6 +2,7 @@
 
 use std::{fs, path::PathBuf};
 
+use kvhoist::sim::Rng;
 use kvhoist_fuzz_bodies::TARGETS;
 
 /// More than this is not minimised: see docs/testing.md.
@@ -25,6 +26,26 @@ fn every_seed_passes() {
             // The last line of a failing run names the seed.
             println!("{target}: {}", file.display());
             run(&fs::read(&file).expect("a readable seed"));
+        }
+    }
+}
+
+/// Without coverage to lead them random bytes find little, but they need no other compiler. `KVHOIST_FUZZ_INPUTS` sets
+/// how many, `KVHOIST_FUZZ_SEED` the first seed, `KVHOIST_FUZZ_TARGET` the only target.
+#[test]
+fn random_bytes_pass() {
+    let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
+    let inputs = number("KVHOIST_FUZZ_INPUTS").unwrap_or(20);
+    let first = number("KVHOIST_FUZZ_SEED").unwrap_or(0);
+    let only = std::env::var("KVHOIST_FUZZ_TARGET").ok();
+    for (target, run) in TARGETS.into_iter().filter(|(name, _)| only.as_ref().is_none_or(|only| only == name)) {
+        for seed in first..first + inputs {
+            // The last line of a failing run names the seed.
+            println!("{target}: seed {seed}");
+            let mut rng = Rng::new(seed);
+            let len = 16 << rng.below(8);
+            let bytes: Vec<u8> = (0..len).map(|_| rng.next_u64() as u8).collect();
+            run(&bytes);
         }
     }
 }

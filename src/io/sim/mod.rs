@@ -17,7 +17,7 @@ mod state;
 mod tests;
 
 pub use disk::SECTOR_BYTES;
-pub use faults::{Fault, FaultRates, SimOptions};
+pub use faults::{Fault, FaultKind, FaultRates, SimOptions};
 pub use log::{Counts, Event, LogEntry};
 pub use rng::Rng;
 

@@ -1,6 +1,6 @@
 //! What the index promises, in maps and scans.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use kvhoist::{Tier, index::EntryId};
 
@@ -114,12 +114,12 @@ impl Model {
 
     /// Full, unpinned, clean, filled in no tier, and with no child's copy in the same tier.
     pub fn evictable(&self, tier: Tier) -> Vec<usize> {
-        let leaf = |at: usize| {
-            !self.entities().any(|(child, entity)| entity.parent == Some(at) && self.copy(child, tier) != Copy::None)
-        };
+        let present = |entity: &Entity| entity.copies[tier as usize] != Copy::None;
+        let children = self.entities.values().filter(|entity| present(entity));
+        let parents: BTreeSet<usize> = children.filter_map(|child| child.parent).collect();
         let settled = |at: usize| Tier::ALL.into_iter().all(|tier| self.copy(at, tier) != Copy::Filling);
         let clean = |at: usize| matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty: false, .. });
-        self.full(tier).filter(|&at| clean(at) && settled(at) && leaf(at)).collect()
+        self.full(tier).filter(|&at| clean(at) && settled(at) && !parents.contains(&at)).collect()
     }
 
     /// Full, unpinned and dirty.
@@ -163,10 +163,9 @@ impl Model {
     /// Drops what has no copy and no child, again and again; `kept` is about to get a copy.
     pub fn collect(&mut self, kept: Option<usize>) {
         loop {
-            let is_idle = |at: usize, entity: &Entity| {
-                entity.copies == [Copy::None; Tier::COUNT]
-                    && !self.entities.values().any(|child| child.parent == Some(at))
-            };
+            let parents: BTreeSet<usize> = self.entities.values().filter_map(|entity| entity.parent).collect();
+            let is_idle =
+                |at: usize, entity: &Entity| entity.copies == [Copy::None; Tier::COUNT] && !parents.contains(&at);
             let idle = self.entities().find(|&(at, entity)| Some(at) != kept && is_idle(at, entity));
             let Some(at) = idle.map(|(at, _)| at) else { return };
             self.entities.remove(&at);
