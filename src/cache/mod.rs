@@ -1,10 +1,15 @@
 //! [`Cache`]: what callers hold.
 
 mod builder;
+mod device;
 mod lease;
+#[cfg(test)]
+mod model;
 mod open;
 mod queue;
 mod region;
+#[cfg(feature = "sim")]
+pub mod sim;
 mod stats;
 
 pub use builder::Builder;

@@ -11,18 +11,18 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{Cache, Inner, region::Regions};
 use crate::{
-    block::{Layout, Tier},
+    block::Tier,
     config::Config,
-    copy::Memcpy,
+    copy::{AnyCopy, CopyEngine},
     error::{Error, Result},
     index::Index,
-    io::{Storage, reactor::Reactor},
+    io::{AnyStorage, Storage, reactor::Reactor},
     metrics::Metrics,
     mover::{Command, Farewell, Mover, Shared, Urgent},
     tier::{
         arena::Arena,
         device::DevicePool,
-        disk::{self, DiskSlots, RecoveredRecord, StoreFile},
+        disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile},
     },
 };
 
@@ -71,41 +71,53 @@ async fn serve(reactor: &Reactor, config: Config, opened: oneshot::Sender<Result
     Some(mover.run(commands, urgent).await)
 }
 
-type Started<S> = (Cache, Rc<Mover<S, Memcpy>>, mpsc::Receiver<Command>, mpsc::UnboundedReceiver<Urgent>);
+pub(super) type Started<S, C> = (Cache, Rc<Mover<S, C>>, mpsc::Receiver<Command>, mpsc::UnboundedReceiver<Urgent>);
 
-async fn start(reactor: &Reactor, config: Config) -> Result<Started<crate::io::AnyStorage>> {
+/// What a cache is put together from, besides its settings.
+pub(super) struct Parts<S, C> {
+    pub(super) storage: S,
+    pub(super) copy: C,
+    /// The slots of the device tier, in memory that `copy` can reach.
+    pub(super) device: Option<DevicePool>,
+    /// The storage's files, in its order.
+    pub(super) members: Vec<Member>,
+    pub(super) direct_io: bool,
+    /// The id of the store, should it have to be created.
+    pub(super) uuid: [u8; 16],
+    /// Seeds the hash of the index.
+    pub(super) seed: u64,
+}
+
+async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
+    let (device, copy) = super::device::open(&config, &arena)?;
     let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
         .storage(handles, &arena, config.blocking_threads)
         .map_err(|source| Error::io("start the storage engine", "", source))?;
-    // Random, so that nobody can aim keys at one bucket of the index.
-    let seed = RandomState::new().hash_one(0u64);
-    assemble(config, storage, &files, arena, direct_io, seed).await
+    let parts = Parts {
+        storage,
+        copy,
+        device,
+        members: files.iter().map(StoreFile::member).collect(),
+        direct_io,
+        uuid: disk::random_uuid()?,
+        // Random, so that nobody can aim keys at one bucket of the index.
+        seed: RandomState::new().hash_one(0u64),
+    };
+    assemble(config, arena, parts).await
 }
 
-/// Puts a cache together over any storage.
-pub(super) async fn assemble<S: Storage>(
+/// Puts a cache together over any storage and any copy engine.
+pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     config: Config,
-    storage: S,
-    files: &[StoreFile],
     arena: Arc<Arena>,
-    direct_io: bool,
-    seed: u64,
-) -> Result<Started<S>> {
-    let device = match config.device_blocks {
-        0 => None,
-        slots => {
-            let layout = match &config.device_layout {
-                Some(layout) => layout.clone(),
-                None => Layout::contiguous(config.block_bytes)?,
-            };
-            Some(DevicePool::simulated(slots, layout)?)
-        }
-    };
+    parts: Parts<S, C>,
+) -> Result<Started<S, C>> {
+    let Parts { storage, copy, device, members, direct_io, uuid, seed } = parts;
     let metrics = Metrics::new();
     let mut index = Index::new(seed);
     let mut generation = 1;
@@ -121,7 +133,7 @@ pub(super) async fn assemble<S: Storage>(
             index.prepare_restore(page.iter().map(|record| &record.key));
             page.iter().for_each(|record| restore(&mut index, slots, record));
         };
-        let recovered = disk::recover(&storage, files, &config, enter).await?;
+        let recovered = disk::recovery::open(&storage, &members, &config, uuid, enter).await?;
         index.restored(Tier::Disk);
         metrics.records_bad.add(recovered.counts.bad);
         generation = recovered.next_generation;
@@ -129,7 +141,7 @@ pub(super) async fn assemble<S: Storage>(
     }
     let storage_name = if config.disks.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
-    let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new());
+    let mover = Mover::new(Arc::clone(&shared), storage, copy);
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(shared.config.movements_max as usize));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let inner = Inner { shared, commands: sender, urgent, regions: Regions::default(), storage_name, direct_io };

@@ -141,7 +141,7 @@ impl Cache {
         let state = self.shared().lock();
         state.index.validate()?;
         if let Some(slots) = &state.disk {
-            slots.validate();
+            slots.validate()?;
         }
         Ok(())
     }

@@ -42,6 +42,26 @@ impl Index {
         self.validate_chains()
     }
 
+    /// [Validates](Self::validate), and checks that nobody holds a copy and nothing is being filled: so it must be when
+    /// all movements have ended and all leases are gone.
+    pub fn validate_idle(&self) -> Result<(), String> {
+        self.validate()?;
+        for (id, entry) in &self.entries {
+            for tier in Tier::ALL {
+                let (pins, filling) = (entry.place(tier).pins, entry.has(tier, FILLING));
+                ensure!(pins == 0, "entry {id} {:?} has {pins} pins in {tier}", entry.key);
+                ensure!(!filling, "entry {id} {:?} is being filled in {tier}", entry.key);
+            }
+        }
+        Ok(())
+    }
+
+    /// Every copy in `tier`, by ascending id: the entry and its slot.
+    pub fn copies(&self, tier: Tier) -> impl Iterator<Item = (EntryId, u32)> + '_ {
+        let full = self.entries.iter().filter(move |(_, entry)| entry.has(tier, FULL));
+        full.map(move |(id, entry)| (EntryId(id as u32), entry.place(tier).slot))
+    }
+
     fn validate_entry(&self, id: EntryId, entry: &Entry, counts: &mut Counts) -> Result<(), String> {
         let found = self.find(&entry.key);
         if entry.removed {

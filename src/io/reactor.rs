@@ -65,12 +65,25 @@ impl Reactor {
                 // SAFETY: the chunks are the arena's for all its life, and the arena is what is kept.
                 unsafe { Uring::new(files, regions, Arc::clone(arena) as _) }.map(AnyStorage::Uring)
             }
-            Reactor::Plain(_) => {
-                // Without files nothing will ever be asked of the threads.
-                let threads = if files.is_empty() { 1 } else { threads };
-                Blocking::new(files, threads).map(AnyStorage::Blocking)
-            }
+            Reactor::Plain(_) => Self::pool(files, threads),
         }
+    }
+
+    /// The same without an arena: for buffers that come and go.
+    pub(crate) fn storage_unregistered(&self, files: Vec<Arc<File>>, threads: usize) -> io::Result<AnyStorage> {
+        match self {
+            Reactor::Uring(_) => {
+                // SAFETY: there is no region that would have to stay mapped.
+                unsafe { Uring::new(files, Vec::new(), Arc::new(())) }.map(AnyStorage::Uring)
+            }
+            Reactor::Plain(_) => Self::pool(files, threads),
+        }
+    }
+
+    fn pool(files: Vec<Arc<File>>, threads: usize) -> io::Result<AnyStorage> {
+        // Without files nothing will ever be asked of the threads.
+        let threads = if files.is_empty() { 1 } else { threads };
+        Blocking::new(files, threads).map(AnyStorage::Blocking)
     }
 
     /// Runs `future` to its end, and what it spawns locally meanwhile.

@@ -79,9 +79,15 @@ impl Budget {
         receiver.await.expect("the queue holds its senders until it sends")
     }
 
+    /// Operations that wait for their share.
+    #[cfg(feature = "sim")]
+    pub(super) fn waiting(&self) -> usize {
+        self.0.borrow().waiting.iter().flatten().filter(|waiter| !waiter.wake.is_closed()).count()
+    }
+
     /// Bytes in flight of a kind.
-    #[cfg(test)]
-    fn in_flight(&self, kind: Kind) -> u64 {
+    #[cfg(any(test, feature = "sim"))]
+    pub(super) fn in_flight(&self, kind: Kind) -> u64 {
         self.0.borrow().in_flight[kind as usize]
     }
 

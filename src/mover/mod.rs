@@ -5,6 +5,8 @@
 //! engine, it runs unchanged over the ring, over threads, and in simulation, for whose sake it has
 //! no wall clock, no random hasher and no thread of its own.
 
+#[cfg(feature = "sim")]
+mod balance;
 mod budget;
 mod flight;
 mod foreign;

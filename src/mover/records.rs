@@ -21,6 +21,14 @@ use crate::{
 #[derive(Default)]
 pub(super) struct RecordPages(BTreeMap<PageId, Vec<oneshot::Sender<Result<()>>>>);
 
+impl RecordPages {
+    /// Pages being written.
+    #[cfg(feature = "sim")]
+    pub(super) fn len(&self) -> usize {
+        self.0.len()
+    }
+}
+
 /// Stale pages written at once by `sync`.
 const STALE_BATCH: usize = 32;
 

@@ -87,6 +87,10 @@ impl Shared {
                 if state.disk_service.writes() && state.index.slot(id, Tier::Host).is_some() {
                     state.index.set_dirty(id, Tier::Host, true);
                     state.dirty.insert(*key);
+                    // Nothing else tells of a block that must be written before it may make way for them.
+                    if state.has_waiters(Tier::Host) {
+                        self.write_back.notify_one();
+                    }
                 }
                 Ok(Committed::Done)
             }

@@ -51,6 +51,10 @@ pub struct FaultRates {
     pub lost_write: f64,
     /// A write fails with `ENOSPC` and writes nothing.
     pub no_space: f64,
+    /// A write reports success and went to another place of the same file.
+    pub misdirected_write: f64,
+    /// A read, write or sync is held until [`Sim::release`](super::Sim::release).
+    pub stall: f64,
 }
 
 /// What goes wrong with one operation.
@@ -64,8 +68,49 @@ pub enum Fault {
     BitFlip,
     /// A write reports success and is gone; a sync reports success and made nothing durable.
     Lost,
+    /// A write reports success and went to another place of the same file, a multiple of [`IO_ALIGN`].
+    Misdirected,
     /// It is held until [`Sim::release`](super::Sim::release), then goes on without a fault.
     Stall,
+}
+
+/// The sorts of [`Fault`], to count them by.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FaultKind {
+    /// [`Fault::Error`], but for `ENOSPC`.
+    Error,
+    /// [`Fault::Error`] of `ENOSPC`.
+    NoSpace,
+    /// [`Fault::Short`].
+    Short,
+    /// [`Fault::BitFlip`].
+    BitFlip,
+    /// [`Fault::Lost`].
+    Lost,
+    /// [`Fault::Misdirected`].
+    Misdirected,
+    /// [`Fault::Stall`].
+    Stall,
+}
+
+impl FaultKind {
+    /// How many there are.
+    pub const COUNT: usize = 7;
+}
+
+impl Fault {
+    /// Its sort.
+    pub fn kind(self) -> FaultKind {
+        match self {
+            Fault::Error(libc::ENOSPC) => FaultKind::NoSpace,
+            Fault::Error(_) => FaultKind::Error,
+            Fault::Short(_) => FaultKind::Short,
+            Fault::BitFlip => FaultKind::BitFlip,
+            Fault::Lost => FaultKind::Lost,
+            Fault::Misdirected => FaultKind::Misdirected,
+            Fault::Stall => FaultKind::Stall,
+        }
+    }
 }
 
 /// Decides what goes wrong with the operations to come.
@@ -91,13 +136,14 @@ impl Faults {
     /// rates and the script are, so that changing one fault leaves all others as they were.
     pub(super) fn draw(&mut self, kind: OpKind, nth: u64, len: usize, rng: &mut Rng) -> Option<Fault> {
         let rates = self.rates;
-        let (error, wrong_bytes, no_space) = match kind {
-            OpKind::Read => (rates.read_error, rates.bit_flip, 0.0),
-            OpKind::Write => (rates.write_error, rates.lost_write, rates.no_space),
-            OpKind::Sync => (rates.sync_error, 0.0, 0.0),
+        let (error, wrong_bytes, no_space, misdirected) = match kind {
+            OpKind::Read => (rates.read_error, rates.bit_flip, 0.0, 0.0),
+            OpKind::Write => (rates.write_error, rates.lost_write, rates.no_space, rates.misdirected_write),
+            OpKind::Sync => (rates.sync_error, 0.0, 0.0, 0.0),
         };
         let hits = [rng.chance(error), rng.chance(no_space), rng.chance(wrong_bytes), rng.chance(rates.short)];
         let short_sectors = rng.below((len / SECTOR_BYTES) as u64) as usize;
+        let (misdirected, stalled) = (rng.chance(misdirected), rng.chance(rates.stall));
         if let Some(fault) = self.script.remove(&(kind, nth)) {
             return Some(fault);
         }
@@ -106,7 +152,9 @@ impl Faults {
             [_, true, ..] => Some(Fault::Error(libc::ENOSPC)),
             [_, _, true, _] if kind == OpKind::Read => Some(Fault::BitFlip),
             [_, _, true, _] => Some(Fault::Lost),
+            _ if misdirected => Some(Fault::Misdirected),
             [.., true] if short_sectors > 0 => Some(Fault::Short(short_sectors * SECTOR_BYTES)),
+            _ if stalled => Some(Fault::Stall),
             _ => None,
         }
     }

@@ -2,6 +2,7 @@
 
 use std::{collections::VecDeque, time::Duration};
 
+use super::FaultKind;
 use crate::io::{FileId, OpKind};
 
 /// One completed or started operation.
@@ -47,6 +48,8 @@ pub struct Counts {
     pub bytes: [u64; 3],
     /// Faults of any sort that were injected.
     pub faults: u64,
+    /// The same, by `OpKind as usize` and `FaultKind as usize`.
+    pub faults_by_kind: [[u64; FaultKind::COUNT]; 3],
     /// Operations that started while a conflicting one was in flight on the same bytes.
     pub conflicts: u64,
     /// The most operations that were in flight at once.

@@ -17,7 +17,7 @@ mod state;
 mod tests;
 
 pub use disk::SECTOR_BYTES;
-pub use faults::{Fault, FaultRates, SimOptions};
+pub use faults::{Fault, FaultKind, FaultRates, SimOptions};
 pub use log::{Counts, Event, LogEntry};
 pub use rng::Rng;
 
@@ -95,6 +95,22 @@ impl Sim {
     /// If there is no such file.
     pub fn contents(&self, file: FileId) -> Vec<u8> {
         self.0.borrow().disk(file).contents().to_vec()
+    }
+
+    /// The length of the file.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn file_bytes(&self, file: FileId) -> u64 {
+        self.0.borrow().disk(file).contents().len() as u64
+    }
+
+    /// True if a reader would see nothing but zeros.
+    ///
+    /// # Panics
+    /// If there is no such file.
+    pub fn is_zero(&self, file: FileId) -> bool {
+        self.0.borrow().disk(file).contents().iter().all(|byte| *byte == 0)
     }
 
     /// Flips the bits of `mask` in a byte of the medium, unnoticed: rot.

@@ -11,7 +11,7 @@ use super::{
     log::{Counts, Event, Log, LogEntry},
     rng::Rng,
 };
-use crate::io::{FileId, Lent, OpKind, check_offset, no_such_file};
+use crate::io::{FileId, IO_ALIGN, Lent, OpKind, check_offset, no_such_file};
 
 /// What memory under a read holds until the read is done.
 const GARBAGE: u8 = 0xdb;
@@ -125,7 +125,10 @@ impl State {
 
         self.op_next += 1;
         self.counts.started[kind as usize] += 1;
-        self.counts.faults += u64::from(fault.is_some());
+        if let Some(fault) = fault {
+            self.counts.faults += 1;
+            self.counts.faults_by_kind[kind as usize][fault.kind() as usize] += 1;
+        }
         let mut in_flight = InFlight { kind, file, offset, len, data: Vec::new(), sync_point: None };
         match (kind, buf) {
             (OpKind::Read, Some(buf)) => fill(buf, GARBAGE),
@@ -204,6 +207,11 @@ impl State {
         let offset = usize::try_from(write.offset).expect("below file_bytes_max, which is in memory");
         let disk = &mut self.disks[usize::from(write.file.0)];
         match fault {
+            Some(Fault::Misdirected) => {
+                let places = (disk.contents().len().saturating_sub(write.len) / IO_ALIGN) as u64;
+                disk.write(rng.between(0, places) as usize * IO_ALIGN, &write.data);
+                Ok(write.len)
+            }
             Some(Fault::Error(errno)) => {
                 for (index, sector) in write.data.chunks(SECTOR_BYTES).enumerate() {
                     if rng.chance(0.5) {

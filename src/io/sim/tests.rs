@@ -57,6 +57,8 @@ fn busy_run(seed: u64) -> Trace {
             bit_flip: 0.1,
             lost_write: 0.1,
             no_space: 0.1,
+            misdirected_write: 0.1,
+            stall: 0.0,
         };
         let sim = Sim::new(seed, vec![vec![0; 64 * IO_ALIGN]], SimOptions { rates, ..SimOptions::default() });
         let tasks = (0..64_u64).map(|block| {
@@ -114,6 +116,42 @@ fn scripted_faults_hit_the_operation_they_name() {
         assert_eq!(result.expect_err("full").raw_os_error(), Some(libc::ENOSPC));
         assert_eq!(sim.contents(FILE)[0], 2);
         assert_eq!(sim.counts().faults, 4);
+        let of_writes = sim.counts().faults_by_kind[OpKind::Write as usize];
+        assert_eq!((of_writes[FaultKind::Lost as usize], of_writes[FaultKind::NoSpace as usize]), (1, 1));
+    });
+}
+
+#[test]
+fn a_misdirected_write_reports_success_and_lands_elsewhere_in_the_file() {
+    simulate(async {
+        let sim = Sim::new(7, vec![vec![0; 16 * IO_ALIGN]], quick());
+        let mut places = std::collections::BTreeSet::new();
+        for _ in 0..100 {
+            sim.script_next(OpKind::Write, Fault::Misdirected);
+            let (result, _) = sim.write(FILE, 0, filled(9, IO_ALIGN)).await;
+            assert_eq!(result.expect("it says"), IO_ALIGN);
+            let contents = sim.contents(FILE);
+            assert_eq!(contents.len(), 16 * IO_ALIGN, "the file does not grow");
+            places.extend((0..16).filter(|place| contents[place * IO_ALIGN..][..IO_ALIGN] == [9; IO_ALIGN]));
+        }
+        assert_eq!(places.len(), 16, "any place will do");
+    });
+}
+
+#[test]
+fn operations_stall_by_chance_until_they_are_released() {
+    simulate(async {
+        let sim = sim(quick());
+        sim.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
+        let write = tokio::task::spawn_local({
+            let sim = sim.clone();
+            async move { sim.write(FILE, 0, filled(9, IO_ALIGN)).await.0 }
+        });
+        tokio::time::sleep(Duration::from_secs(3600)).await;
+        assert_eq!((sim.stalled(), sim.in_flight(), write.is_finished()), (1, 1, false));
+        assert_eq!(sim.release(), 1);
+        assert_eq!(write.await.expect("no panic").expect("no fault but the delay"), IO_ALIGN);
+        assert_eq!(sim.contents(FILE)[0], 9);
     });
 }
 

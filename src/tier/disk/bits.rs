@@ -107,20 +107,24 @@ impl BitSet {
         self.levels.iter().map(|level| level.len() * 8).sum()
     }
 
-    /// Checks the levels against each other.
-    ///
-    /// # Panics
-    /// If they disagree.
-    pub fn validate(&self) {
+    /// Checks the levels against each other; the error says where they disagree.
+    pub fn validate(&self) -> Result<(), String> {
         let count: u32 = self.levels[0].iter().map(|word| word.count_ones()).sum();
-        assert_eq!(count, self.len, "the length counts the members");
+        if count != self.len {
+            return Err(format!("{count} members, expected {}", self.len));
+        }
         for pair in self.levels.windows(2) {
             for (at, &word) in pair[0].iter().enumerate() {
                 let marked = pair[1][at / BITS as usize] & bit(at as u32) != 0;
-                assert_eq!(marked, word != 0, "a mark for every word that is not empty");
+                if marked != (word != 0) {
+                    return Err(format!("word {at} is {word:#x}, and its mark {marked}"));
+                }
             }
         }
-        assert!(self.next(self.limit).is_none(), "no member past the limit");
+        match self.next(self.limit) {
+            Some(member) => Err(format!("member {member}, expected none from {} on", self.limit)),
+            None => Ok(()),
+        }
     }
 }
 
@@ -154,7 +158,7 @@ mod tests {
                 prop_assert_eq!(set.next(from), model.range(from..).next().copied());
                 prop_assert_eq!(set.len() as usize, model.len());
             }
-            set.validate();
+            set.validate().expect("valid");
             prop_assert!(set.iter().eq(model.iter().copied()));
         }
     }
@@ -163,7 +167,7 @@ mod tests {
     fn a_full_set_lists_every_number() {
         let mut set = BitSet::new(4097);
         (0..4097).for_each(|number| assert!(set.insert(number)));
-        set.validate();
+        set.validate().expect("valid");
         assert!(set.iter().eq(0..4097));
         assert!(set.heap_bytes() * 8 < 4097 + 64 * 5, "about a bit a number");
     }

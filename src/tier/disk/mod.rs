@@ -6,7 +6,9 @@ pub mod format;
 pub mod recovery;
 pub mod slots;
 
-pub use files::{StoreFile, open_files};
+pub(crate) use files::random_uuid;
+pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub use format::stripe::PageId;
-pub use recovery::{Counts, Recovered, RecoveredRecord, Take, recover};
+pub use recovery::{Counts, Member, Recovered, RecoveredRecord, Take, recover};
+pub(crate) use recovery::{Pages, read_tables};
 pub use slots::DiskSlots;

@@ -19,7 +19,7 @@ use super::{
     bits::BitSet,
     format::{
         PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
-        record::{COUNTER_MAX, Record, RecordSeal},
+        record::{Record, RecordSeal},
         stripe::{PageId, Stripe},
     },
 };
@@ -262,25 +262,27 @@ impl DiskSlots {
         &self.stripe
     }
 
-    /// Checks the books against each other. Costs time in proportion to the slots; for tests and fuzzing.
-    ///
-    /// # Panics
-    /// If they disagree.
-    pub fn validate(&self) {
-        self.free.validate();
-        self.stale.validate();
-        let count = |state| self.slots.iter().filter(|meta| meta.state == state).count() as u32;
-        assert_eq!(count(State::Free), self.free.len(), "free slots");
-        assert_eq!(count(State::Full), self.full, "full slots");
-        assert_eq!(count(State::Quarantined), self.quarantined, "quarantined slots");
-        for slot in self.free.iter() {
-            assert_eq!(self.slots[slot as usize], SlotMeta::FREE, "slot {slot} in the set of free slots");
+    /// Checks the books against each other; the error says where they disagree. Costs time in proportion to the
+    /// slots; for tests and fuzzing.
+    pub fn validate(&self) -> Result<(), String> {
+        self.free.validate().map_err(|what| format!("free slots: {what}"))?;
+        self.stale.validate().map_err(|what| format!("stale pages: {what}"))?;
+        let counted =
+            [(State::Free, self.free.len()), (State::Full, self.full), (State::Quarantined, self.quarantined)];
+        for (state, kept) in counted {
+            let found = self.slots.iter().filter(|meta| meta.state == state).count() as u32;
+            if found != kept {
+                return Err(format!("{found} slots are {state:?}, expected {kept}"));
+            }
+        }
+        match self.free.iter().find(|&slot| self.slots[slot as usize] != SlotMeta::FREE) {
+            Some(slot) => Err(format!("slot {slot} is in the set of free slots and {:?}", self.state(slot))),
+            None => Ok(()),
         }
     }
 
     fn fill(&mut self, slot: u32, entry: u32, checksum: u64, generation: u64) {
         self.expect(slot, State::Filling);
-        assert!(generation < COUNTER_MAX, "generation {generation} fits a record");
         self.slots[slot as usize] = SlotMeta { checksum, generation, entry, state: State::Full };
         self.full += 1;
     }
@@ -354,7 +356,7 @@ mod tests {
         let mut again: Vec<u32> = std::iter::from_fn(|| slots.alloc()).collect();
         again.sort_unstable();
         assert_eq!(again, [2, 3, 70, 71]);
-        slots.validate();
+        slots.validate().expect("valid");
     }
 
     #[test]
@@ -383,7 +385,7 @@ mod tests {
         slots.encode_page(PageId(0), &mut bytes, describe);
         assert!(is_zero(&bytes));
         assert_eq!((slots.alloc(), slots.meta(slot), slots.quarantined_count()), (None, None, 1));
-        slots.validate();
+        slots.validate().expect("valid");
     }
 
     #[test]
@@ -464,7 +466,7 @@ mod tests {
                     _ => {}
                 }
             }
-            slots.validate();
+            slots.validate().expect("valid");
             prop_assert_eq!(slots.full_count() as usize, full.len());
             prop_assert_eq!(slots.quarantined_count(), lost);
             prop_assert_eq!(slots.free_count() as usize + filling.len() + full.len() + lost as usize,

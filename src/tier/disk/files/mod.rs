@@ -4,7 +4,10 @@
 //! that this call created is removed again when it fails.
 
 mod path;
+mod read_only;
 mod sys;
+
+pub use read_only::{ReadOnlyFile, open_read_only};
 
 use std::{
     fs::{self, File},
@@ -81,13 +84,13 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
 
 impl StoreFile {
     /// The file as recovery wants to know it.
-    pub(super) fn member(&self) -> Member {
+    pub(crate) fn member(&self) -> Member {
         Member { path: self.path.clone(), bytes: self.bytes, device: self.device, zeroed: self.zeroed }
     }
 }
 
 /// A random id for a new store.
-pub(super) fn random_uuid() -> Result<[u8; 16]> {
+pub(crate) fn random_uuid() -> Result<[u8; 16]> {
     sys::random_uuid().map_err(|error| Error::io("getrandom for", "a new store's id", error))
 }
 
@@ -101,12 +104,18 @@ struct Opening {
 
 impl Opening {
     fn new(opened: Opened, wanted: DirectIo) -> Result<Self> {
-        lock(&opened)?;
+        lock(&opened, Hold::Exclusive)?;
+        let opening = Self::look(opened, wanted)?;
+        opening.check_blank()?;
+        Ok(opening)
+    }
+
+    /// Finds out all that is needed to judge the file; locked already, where that matters.
+    fn look(opened: Opened, wanted: DirectIo) -> Result<Self> {
         let bytes = size(&opened)?;
         let mut opening = Opening { opened, direct: false, bytes, head: AlignedBuf::zeroed(HEAD_BYTES) };
         opening.turn_direct(wanted)?;
         opening.read_head(wanted)?;
-        opening.check_blank()?;
         Ok(opening)
     }
 
@@ -270,11 +279,29 @@ impl Opening {
     }
 }
 
+/// Who else may have the store open.
+#[derive(Debug, Clone, Copy)]
+enum Hold {
+    /// Nobody.
+    Exclusive,
+    /// Those who only read.
+    Shared,
+}
+
+impl Hold {
+    fn try_take(self, file: &File) -> Result<(), fs::TryLockError> {
+        match self {
+            Hold::Exclusive => file.try_lock(),
+            Hold::Shared => file.try_lock_shared(),
+        }
+    }
+}
+
 /// Takes the lock, and makes sure that the path still names the file that was locked.
 ///
 /// The kernel ends the I/O of a killed process, and with it its lock, a little after the process
 /// is gone: a restart right after a crash waits for that instead of failing.
-fn lock(opened: &Opened) -> Result<()> {
+fn lock(opened: &Opened, hold: Hold) -> Result<()> {
     let path = &opened.path;
     let store = |found: &str, expected: &str, action: &str| Error::Store {
         path: path.clone(),
@@ -284,7 +311,7 @@ fn lock(opened: &Opened) -> Result<()> {
     };
     let give_up = Instant::now() + LOCK_WAIT;
     loop {
-        match opened.file.try_lock() {
+        match hold.try_take(&opened.file) {
             Ok(()) => break,
             Err(fs::TryLockError::WouldBlock) if Instant::now() < give_up => thread::sleep(LOCK_POLL),
             Err(fs::TryLockError::WouldBlock) => {

@@ -1,0 +1,228 @@
+//! A whole cache in simulation: the same code as in production over a simulated disk and a simulated copy engine, on
+//! the caller's own thread, in virtual time. Behind the feature `sim`; for tests.
+//!
+//! ```
+//! use kvhoist::{BlockKey, Config, DiskPath, sim};
+//!
+//! let config = Config {
+//!     block_bytes: 4096,
+//!     host_blocks: 4,
+//!     disks: vec![DiskPath { path: "simulated".into(), blocks: 16 }],
+//!     ..Config::default()
+//! };
+//! let world = sim::World::new(7, sim::blank_files(&config));
+//! sim::block_on(async {
+//!     let sim::Simulated { cache, reactor } = sim::open(config, &world).await?;
+//!     let key = BlockKey::new([1; 32]);
+//!     cache.store(&key, None, &[42; 4096]).await?;
+//!     assert_eq!(cache.fetch(&key).await?.expect("stored")[0], 42);
+//!     cache.close().await?;
+//!     reactor.ended().await;
+//!     reactor.check_balance().expect("every slot is accounted for");
+//!     Ok::<(), kvhoist::Error>(())
+//! })?;
+//! # Ok::<(), kvhoist::Error>(())
+//! ```
+//!
+//! The same seeds and the same calls in the same order give the same run: the thread is one, time is virtual, and
+//! neither the index nor the movements take chance from anywhere else.
+
+use std::{cell::Cell, future::Future, rc::Rc, sync::Arc, time::Duration};
+
+use tokio::{sync::Notify, task::LocalSet};
+
+pub use crate::{
+    copy::sim::{CopyCounts, CopyOptions, SimCopy},
+    io::sim::{Counts, Event, Fault, FaultKind, FaultRates, LogEntry, Rng, SECTOR_BYTES, Sim, SimOptions},
+};
+
+use super::{
+    Cache,
+    open::{Parts, assemble},
+};
+use crate::{
+    config::Config,
+    error::Result,
+    mover::{Farewell, Mover},
+    tier::{
+        arena::Arena,
+        disk::{Member, format::stripe::Stripe},
+    },
+};
+
+/// What a simulated cache stands on. Clones share everything.
+#[derive(Clone)]
+pub struct World {
+    /// The files of the disk tier, one for each of [`Config::disks`].
+    pub storage: Sim,
+    /// What copies between host and device memory.
+    pub copy: SimCopy,
+    /// Seeds the hash of the index and the id of a new store.
+    pub seed: u64,
+}
+
+impl World {
+    /// A world without faults.
+    pub fn new(seed: u64, files: Vec<Vec<u8>>) -> Self {
+        let mut rng = Rng::new(seed);
+        World {
+            storage: Sim::new(rng.next_u64(), files, SimOptions::default()),
+            copy: SimCopy::new(rng.next_u64(), CopyOptions::default()),
+            seed: rng.next_u64(),
+        }
+    }
+}
+
+/// Files of the right lengths, all zeros: those of a store that was never created.
+///
+/// # Panics
+/// If the settings are not [valid](Config::validate).
+pub fn blank_files(config: &Config) -> Vec<Vec<u8>> {
+    Stripe::new(config).members().iter().map(|member| vec![0; member.bytes as usize]).collect()
+}
+
+/// Runs `future` on this thread in virtual time: the clock stands still while anything can run, and jumps to the next
+/// timer when nothing can. What it spawned is dropped when it ends, as a crash would.
+///
+/// Where nothing can run and no timer is set it waits for ever: bound what may hang with `tokio::time::timeout`.
+pub fn block_on<F: Future>(future: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+    let runtime = runtime.expect("a runtime without I/O needs nothing of the system");
+    LocalSet::new().block_on(&runtime, future)
+}
+
+/// A simulated cache, and its reactor.
+pub struct Simulated {
+    /// The cache, as any other.
+    pub cache: Cache,
+    /// The reactor's side of it.
+    pub reactor: Reactor,
+}
+
+/// Opens a cache over `world`; the reactor is a task of the current `LocalSet`. Call inside [`block_on`].
+///
+/// # Errors
+/// As [`Cache::open`].
+pub async fn open(config: Config, world: &World) -> Result<Simulated> {
+    config.validate()?;
+    let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
+    let mut uuid = [0; 16];
+    uuid[..8].copy_from_slice(&world.seed.to_le_bytes());
+    let parts = Parts {
+        storage: world.storage.clone(),
+        copy: world.copy.clone(),
+        device: super::device::simulated(&config)?,
+        members: members(&config, &world.storage),
+        direct_io: true,
+        uuid,
+        seed: world.seed,
+    };
+    let (cache, mover, commands, urgent) = assemble(config, arena, parts).await?;
+    let end = Rc::new(End::default());
+    let reactor = Reactor { mover: Rc::clone(&mover), world: world.clone(), end: Rc::clone(&end) };
+    let world = world.clone();
+    tokio::task::spawn_local(async move {
+        let Farewell { closers, result } = mover.run(commands, urgent).await;
+        quiet(&world).await;
+        end.reached();
+        for closer in closers {
+            drop(closer.send(result.clone()));
+        }
+    });
+    Ok(Simulated { cache, reactor })
+}
+
+fn members(config: &Config, storage: &Sim) -> Vec<Member> {
+    let files = (0..).map(crate::io::FileId).zip(&config.disks);
+    files
+        .map(|(file, disk)| Member {
+            path: disk.path.clone(),
+            bytes: storage.file_bytes(file),
+            device: false,
+            zeroed: storage.is_zero(file),
+        })
+        .collect()
+}
+
+/// Waits for what is in flight, as the end of a real runtime does.
+async fn quiet(world: &World) {
+    while world.storage.in_flight() > 0 || world.copy.in_flight() > 0 {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+}
+
+#[derive(Default)]
+struct End {
+    reached: Cell<bool>,
+    told: Notify,
+}
+
+impl End {
+    fn reached(&self) {
+        self.reached.set(true);
+        self.told.notify_waiters();
+    }
+}
+
+/// The reactor's side of a simulated cache.
+pub struct Reactor {
+    mover: Rc<Mover<Sim, SimCopy>>,
+    world: World,
+    end: Rc<End>,
+}
+
+impl Reactor {
+    /// Resolves when the cache has been closed, or dropped, and all it began has ended.
+    pub async fn ended(&self) {
+        while !self.end.reached.get() {
+            self.end.told.notified().await;
+        }
+    }
+
+    /// True once the cache has been closed, or dropped, and all it began has ended.
+    pub fn is_ended(&self) -> bool {
+        self.end.reached.get()
+    }
+
+    /// Resolves when nothing is in flight and the balance holds, or with what is wrong with it after `patience` of
+    /// virtual time. Nobody may call the cache meanwhile, and no lease may be alive.
+    ///
+    /// # Errors
+    /// As [`check_balance`](Self::check_balance).
+    pub async fn settle(&self, patience: Duration) -> std::result::Result<(), String> {
+        let give_up = tokio::time::Instant::now() + patience;
+        let mut pause = Duration::from_millis(1);
+        loop {
+            let balance = self.check_balance();
+            if balance.is_ok() || tokio::time::Instant::now() >= give_up {
+                return balance;
+            }
+            tokio::time::sleep(pause).await;
+            pause *= 2;
+        }
+    }
+
+    /// Checks a cache at rest: every slot of every tier is free, full or quarantined and none is two of these; nothing
+    /// is pinned, being filled, in flight or waited for; budgets are whole; dirty blocks are to be written; the bytes
+    /// in host memory are those that were published.
+    ///
+    /// # Errors
+    /// The first of it that does not hold, in words.
+    pub fn check_balance(&self) -> std::result::Result<(), String> {
+        let (io, copies) = (self.world.storage.in_flight(), self.world.copy.in_flight());
+        if io > 0 || copies > 0 {
+            return Err(format!("{io} operations and {copies} copies are in flight"));
+        }
+        self.mover.check_balance()
+    }
+}
+
+impl Cache {
+    /// Checks a cache at rest, as [`Reactor::check_balance`] does, without what only the reactor knows.
+    ///
+    /// # Errors
+    /// The first that does not hold, in words.
+    pub fn check_balance(&self) -> std::result::Result<(), String> {
+        self.shared().check_balance()
+    }
+}

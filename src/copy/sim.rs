@@ -1,0 +1,140 @@
+//! A simulated copy engine: virtual time, failures by chance from one seed.
+//!
+//! The counterpart of [`io::sim`](crate::io::sim) for copies. It runs in a current-thread tokio runtime with a paused
+//! clock, inside a `LocalSet`: every batch is a local task there, so that it goes on when its future is dropped, as
+//! hardware does. It holds callers to the seam's rules: destinations are filled with garbage until the copy is done,
+//! and a copy panics if its source changed while it was in flight.
+
+use std::{cell::RefCell, ops::RangeInclusive, rc::Rc, time::Duration};
+
+use tokio::sync::oneshot;
+
+use super::{CopyBatch, CopyEngine, Memcpy};
+use crate::{
+    checksum::Digest,
+    error::{Error, Result},
+    io::sim::Rng,
+};
+
+/// What a destination holds until the copy is done, and after one that failed.
+const GARBAGE: u8 = 0xdc;
+
+/// How the simulated copy engine behaves. The default is quick and free of faults.
+#[derive(Debug, Clone)]
+pub struct CopyOptions {
+    /// Virtual time that a batch takes.
+    pub latency: RangeInclusive<Duration>,
+    /// The probability that a batch fails, 0.0 to 1.0.
+    pub failure: f64,
+}
+
+impl Default for CopyOptions {
+    fn default() -> Self {
+        CopyOptions { latency: Duration::ZERO..=Duration::from_millis(3), failure: 0.0 }
+    }
+}
+
+/// Batches so far, by what became of them.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CopyCounts {
+    /// Started.
+    pub started: u64,
+    /// Ended without an error.
+    pub done: u64,
+    /// Failed.
+    pub failed: u64,
+}
+
+struct State {
+    options: CopyOptions,
+    rng: Rng,
+    counts: CopyCounts,
+}
+
+/// A simulated copy engine and the handle to it; clones share everything.
+#[derive(Clone)]
+pub struct SimCopy(Rc<RefCell<State>>);
+
+impl SimCopy {
+    /// An engine whose latencies and failures follow from `seed`.
+    pub fn new(seed: u64, options: CopyOptions) -> Self {
+        SimCopy(Rc::new(RefCell::new(State { options, rng: Rng::new(seed), counts: CopyCounts::default() })))
+    }
+
+    /// Changes the probability that a batch fails, from now on.
+    pub fn set_failure(&self, failure: f64) {
+        self.0.borrow_mut().options.failure = failure;
+    }
+
+    /// Batches so far, by what became of them.
+    pub fn counts(&self) -> CopyCounts {
+        self.0.borrow().counts
+    }
+
+    /// Batches in flight.
+    pub fn in_flight(&self) -> u64 {
+        let counts = self.counts();
+        counts.started - counts.done - counts.failed
+    }
+
+    fn start(&self) -> (Duration, bool) {
+        let mut state = self.0.borrow_mut();
+        let State { options, rng, counts } = &mut *state;
+        counts.started += 1;
+        let (min, max) = (options.latency.start().as_nanos() as u64, options.latency.end().as_nanos() as u64);
+        (Duration::from_nanos(rng.between(min, max)), rng.chance(options.failure))
+    }
+
+    async fn finish(self, batch: CopyBatch, latency: Duration, fails: bool) -> (Result<()>, CopyBatch) {
+        let before = digest(&batch);
+        spoil(&batch);
+        tokio::time::sleep(latency).await;
+        assert!(before == digest(&batch), "the source of a copy changed while it was in flight");
+        if fails {
+            self.0.borrow_mut().counts.failed += 1;
+            return (Err(Error::Copy { engine: "sim", reason: "the simulation says so".into() }), batch);
+        }
+        let (result, batch) = Memcpy::new().copy(batch).await;
+        self.0.borrow_mut().counts.done += 1;
+        (result, batch)
+    }
+}
+
+impl CopyEngine for SimCopy {
+    fn name(&self) -> &'static str {
+        "sim"
+    }
+
+    async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
+        let (latency, fails) = self.start();
+        let (answer, answered) = oneshot::channel();
+        let this = self.clone();
+        tokio::task::spawn_local(async move {
+            // Nobody may be waiting any more; the memory is free in either case.
+            drop(answer.send(this.finish(batch, latency, fails).await));
+        });
+        answered.await.expect("the task that answers lives as long as the runtime that polls this")
+    }
+
+    fn cost(&self, _batch: &CopyBatch) -> Duration {
+        *self.0.borrow().options.latency.end()
+    }
+}
+
+fn digest(batch: &CopyBatch) -> u64 {
+    let mut digest = Digest::new();
+    for op in batch.ops().iter().filter(|op| op.len > 0) {
+        // SAFETY: by the contract of `CopyBatch::new` the source is readable and nobody writes to it while the batch
+        // lives; in simulation every address is one of host memory.
+        digest.update(unsafe { std::slice::from_raw_parts(op.src, op.len) });
+    }
+    digest.finish()
+}
+
+fn spoil(batch: &CopyBatch) {
+    for op in batch.ops().iter().filter(|op| op.len > 0) {
+        // SAFETY: by the contract of `CopyBatch::new` the destination is writable and nobody else touches it while the
+        // batch lives; in simulation every address is one of host memory.
+        unsafe { op.dst.write_bytes(GARBAGE, op.len) };
+    }
+}

@@ -1,0 +1,107 @@
+//! The balance of a cache at rest: every slot accounted for, nothing held, nothing under way.
+
+use std::collections::BTreeSet;
+
+use super::{
+    Mover,
+    budget::Kind,
+    shared::{Shared, State},
+};
+use crate::{block::Tier, checksum::checksum, copy::CopyEngine, index::EntryId, io::Storage};
+
+/// Fails with a message unless the condition holds.
+macro_rules! ensure {
+    ($condition:expr, $($message:tt)+) => {
+        if !$condition {
+            return Err(format!($($message)+));
+        }
+    };
+}
+
+impl Shared {
+    /// Checks what must hold while no call and no movement is under way and no lease, reservation or device lease is
+    /// alive; the error says what does not.
+    pub(crate) fn check_balance(&self) -> Result<(), String> {
+        let state = self.lock();
+        state.index.validate_idle()?;
+        let flights = state.flights.len();
+        ensure!(flights == 0, "{flights} flights are under way");
+        ensure!(state.slot_waiters == [0; Tier::COUNT], "{:?} callers wait for slots", state.slot_waiters);
+        self.check_memory(&state, Tier::Device, self.config.device_blocks)?;
+        self.check_memory(&state, Tier::Host, self.config.host_blocks)?;
+        self.check_disk(&state)?;
+        self.check_dirty(&state)?;
+        self.check_host_bytes(&state)
+    }
+
+    /// Every slot of a tier in memory is free or holds a block, and is not both.
+    fn check_memory(&self, state: &State, tier: Tier, slots: u32) -> Result<(), String> {
+        let free = &state.free[tier as usize];
+        let mut found: BTreeSet<u32> = free.iter().copied().collect();
+        ensure!(found.len() == free.len(), "{tier}: a slot is free twice: {free:?}");
+        for (_, slot) in state.index.copies(tier) {
+            ensure!(found.insert(slot), "{tier}: slot {slot} holds a block and is free");
+        }
+        ensure!(found.iter().copied().eq(0..slots), "{tier}: of {slots} slots these are accounted for: {found:?}");
+        Ok(())
+    }
+
+    fn check_disk(&self, state: &State) -> Result<(), String> {
+        let Some(slots) = &state.disk else { return Ok(()) };
+        slots.validate()?;
+        let (free, full, quarantined) = (slots.free_count(), slots.full_count(), slots.quarantined_count());
+        ensure!(
+            u64::from(free) + u64::from(full) + u64::from(quarantined) == self.config.disk_blocks(),
+            "disk: {free} slots free, {full} full, {quarantined} quarantined, expected {} in all",
+            self.config.disk_blocks()
+        );
+        let mut copies = 0;
+        for (id, slot) in state.index.copies(Tier::Disk) {
+            let owner = slots.meta(slot).map(|meta| EntryId::from_u32(meta.entry));
+            ensure!(owner == Some(id), "disk: slot {slot} of {id:?} is {owner:?}'s");
+            copies += 1;
+        }
+        ensure!(copies == full, "disk: {full} slots are full, {copies} of them of a block");
+        Ok(())
+    }
+
+    /// What is to be written is what the index says is dirty.
+    fn check_dirty(&self, state: &State) -> Result<(), String> {
+        let dirty = state.index.demotable_len(Tier::Host);
+        ensure!(dirty == state.dirty.len(), "{dirty} dirty blocks, {} of them to be written", state.dirty.len());
+        for key in &state.dirty {
+            let here = state.index.find(key).and_then(|id| state.index.slot(id, Tier::Host));
+            ensure!(here.is_some(), "{key:?} is to be written, and is not in host memory");
+        }
+        Ok(())
+    }
+
+    /// Every block of the host tier is what was published there.
+    fn check_host_bytes(&self, state: &State) -> Result<(), String> {
+        for (id, slot) in state.index.copies(Tier::Host) {
+            // SAFETY: the slot is full and the lock is held, so nobody writes to it: the index gives no slot away
+            // without the lock. The arena lives as long as `self`, and every slot has at least `block_bytes`.
+            let bytes = unsafe { std::slice::from_raw_parts(self.host_ptr(slot).as_ptr(), self.config.block_bytes) };
+            let matches = checksum(bytes) == state.host_checksums[slot as usize];
+            ensure!(matches, "host: slot {slot} of {:?} does not match its checksum", state.index.key(id));
+        }
+        Ok(())
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Checks what must hold on the reactor's side while nothing is under way.
+    pub(crate) fn check_balance(&self) -> Result<(), String> {
+        for kind in [Kind::Read, Kind::Write] {
+            let bytes = self.budget.in_flight(kind);
+            ensure!(bytes == 0, "{bytes} bytes of the budget for {kind:?} are taken");
+        }
+        ensure!(self.budget.waiting() == 0, "{} operations wait for their share", self.budget.waiting());
+        let pages = self.records.borrow().len();
+        ensure!(pages == 0, "{pages} record pages are being written");
+        ensure!(self.answers.borrow().is_empty(), "{} answers are on their way", self.answers.borrow().len());
+        let (active, demoting) = (self.active.get(), self.demoting.get());
+        ensure!(active == 0 && demoting == 0, "{active} movements are under way, {demoting} of them write-backs");
+        self.shared.check_balance()
+    }
+}

@@ -1,0 +1,317 @@
+//! Every call that a caller may make, and what is checked about its answer.
+
+use std::time::Duration;
+
+use kvhoist::{BlockKey, Error, Segment, Tier};
+
+use crate::{
+    caller::{Caller, End, Kept},
+    cancel::Cancel,
+    model::{Began, RemoveEnd, StoreEnd},
+};
+
+pub async fn store(caller: &mut Caller, cancel: Cancel) -> End {
+    let block = caller.draw_block();
+    let (with_parent, wrong_length) = (caller.rng.chance(0.8), caller.rng.chance(0.01));
+    let universe = &caller.context.plan.universe;
+    let (key, payload) = (universe.key(block), &universe.block(block).payload);
+    let parent = universe.parent_key(block).filter(|_| with_parent);
+    if wrong_length {
+        return match caller.cache.store(&key, parent.as_ref(), &payload[1..]).await {
+            Err(Error::Argument { .. }) => End::Done(9),
+            other => {
+                caller.context.fail(format!("a store of a block too short came to {other:?}"));
+                End::Done(10)
+            }
+        };
+    }
+    caller.context.say(|| format!("caller {} stores block {block}", caller.number));
+    let began = caller.context.model.borrow_mut().store_begins(block);
+    let result = caller.run_call(cancel, caller.cache.store(&key, parent.as_ref(), payload)).await;
+    end_store(caller, began, result)
+}
+
+fn end_store(caller: &Caller, began: Began, result: Option<Result<(), Error>>) -> End {
+    let (end, store_end) = match result {
+        Some(Ok(())) => (End::Done(1), StoreEnd::Acknowledged),
+        Some(Err(error)) => (End::Error(error), StoreEnd::Failed),
+        None => (End::Dropped, StoreEnd::Dropped),
+    };
+    caller.context.model.borrow_mut().store_ends(began, store_end);
+    end
+}
+
+pub async fn reserve(caller: &mut Caller, cancel: Cancel) -> End {
+    let block = caller.draw_block();
+    let (commits, clears, hold_ms) = (caller.rng.chance(0.8), caller.rng.chance(0.5), caller.rng.below(20));
+    let reserved = match clears {
+        true => caller.run_call(cancel, caller.cache.reserve()).await,
+        false => caller.run_call(cancel, caller.cache.reserve_for_overwrite()).await,
+    };
+    let mut reservation = match reserved {
+        None => return End::Dropped,
+        Some(Err(error)) => return End::Error(error),
+        Some(Ok(reservation)) => reservation,
+    };
+    if clears && reservation.iter().any(|byte| *byte != 0) {
+        caller.context.fail("a reservation showed what its slot held before");
+    }
+    tokio::time::sleep(Duration::from_millis(hold_ms)).await;
+    if !commits {
+        return End::Done(2);
+    }
+    let universe = &caller.context.plan.universe;
+    reservation.copy_from_slice(&universe.block(block).payload);
+    caller.context.say(|| format!("caller {} commits block {block}", caller.number));
+    let began = caller.context.model.borrow_mut().store_begins(block);
+    let (key, parent) = (universe.key(block), universe.parent_key(block));
+    let result = caller.run_call(cancel, reservation.commit(&key, parent.as_ref())).await;
+    end_store(caller, began, result)
+}
+
+pub async fn fetch(caller: &mut Caller, cancel: Cancel) -> End {
+    let block = caller.draw_block();
+    let key = caller.context.plan.universe.key(block);
+    caller.context.say(|| format!("caller {} fetches block {block}", caller.number));
+    let began = caller.context.model.borrow().begin(block);
+    match caller.run_call(cancel, caller.cache.fetch(&key)).await {
+        None => End::Dropped,
+        Some(Err(error)) => End::Error(error),
+        Some(Ok(found)) => {
+            check_found(caller, began, found.is_some());
+            let hit = found.is_some();
+            if let Some(lease) = found {
+                caller.keep(Kept::Host { lease, block });
+            }
+            End::Done(3 + u64::from(hit))
+        }
+    }
+}
+
+pub async fn fetch_to_device(caller: &mut Caller, cancel: Cancel) -> End {
+    let block = caller.draw_block();
+    let key = caller.context.plan.universe.key(block);
+    caller.context.say(|| format!("caller {} fetches block {block} to the device", caller.number));
+    let began = caller.context.model.borrow().begin(block);
+    let found = match caller.run_call(cancel, caller.cache.fetch_to_device(&key)).await {
+        None => return End::Dropped,
+        Some(Err(error)) => return End::Error(error),
+        Some(Ok(found)) => found,
+    };
+    check_found(caller, began, found.is_some());
+    let Some(lease) = found else { return End::Done(3) };
+    if caller.rng.chance(0.3) {
+        match caller.run_call(cancel, caller.cache.read_device(&lease, Vec::new())).await {
+            // The block was removed meanwhile, which ends new uses.
+            Some(Err(Error::Argument { what: "lease", .. })) => return End::Done(5),
+            Some(Err(error)) => return End::Error(error),
+            Some(Ok(bytes)) if bytes != caller.context.plan.universe.block(block).payload => {
+                caller.context.fail(format!("block {block} read from the device shows wrong bytes"));
+            }
+            _ => {}
+        }
+    }
+    caller.keep(Kept::Device { lease, block });
+    End::Done(4)
+}
+
+/// Asks the model about an answer.
+pub fn check_found(caller: &Caller, began: Began, found: bool) {
+    let context = &caller.context;
+    let claims = context.claims(&caller.cache, &caller.world);
+    let mut model = context.model.borrow_mut();
+    context.check(model.answered(began, found, claims));
+    let mut report = context.report.borrow_mut();
+    match found {
+        true => report.hits += 1,
+        false => report.misses += 1,
+    }
+    report.hits_promised += u64::from(found && began.must_hit && claims.keeps);
+    report.misses_promised += u64::from(!found && began.must_miss);
+}
+
+pub fn prefetch(caller: &mut Caller) -> End {
+    let blocks: Vec<usize> = (0..caller.rng.between(1, 5)).map(|_| caller.draw_block()).collect();
+    caller.context.say(|| format!("caller {} prefetches {blocks:?}", caller.number));
+    let keys: Vec<BlockKey> = blocks.iter().map(|&block| caller.context.plan.universe.key(block)).collect();
+    match caller.cache.prefetch(&keys) {
+        Ok(started) if started <= keys.len() => End::Done(200 + started as u64),
+        Ok(started) => {
+            caller.context.fail(format!("a prefetch of {} blocks started {started}", keys.len()));
+            End::Done(6)
+        }
+        Err(error) => End::Error(error),
+    }
+}
+
+pub async fn remove(caller: &mut Caller, cancel: Cancel) -> End {
+    let block = caller.draw_block();
+    let key = caller.context.plan.universe.key(block);
+    caller.context.say(|| format!("caller {} removes block {block}", caller.number));
+    let began = caller.context.model.borrow_mut().remove_begins(block);
+    let (end, remove_end) = match caller.run_call(cancel, caller.cache.remove(&key)).await {
+        None => (End::Dropped, RemoveEnd::Unknown),
+        Some(Ok(resident)) => (End::Done(7 + u64::from(resident)), RemoveEnd::Recorded),
+        Some(Err(error @ (Error::Io { .. } | Error::Timeout { .. }))) => (End::Error(error), RemoveEnd::Forgotten),
+        Some(Err(error)) => (End::Error(error), RemoveEnd::Unknown),
+    };
+    caller.context.model.borrow_mut().remove_ends(began, remove_end);
+    end
+}
+
+pub fn match_prefix(caller: &mut Caller) -> End {
+    let block = caller.draw_block();
+    let universe = &caller.context.plan.universe;
+    let path = universe.path(block);
+    let keys: Vec<BlockKey> = path.iter().map(|&block| universe.key(block)).collect();
+    let (found, length) = (caller.cache.match_prefix(&keys), caller.cache.match_len(&keys));
+    if found.len() != length || length > keys.len() {
+        caller.context.fail(format!("of {path:?} {} blocks were matched, and {length} counted", found.len()));
+    }
+    let model = caller.context.model.borrow();
+    let claims = caller.context.claims(&caller.cache, &caller.world);
+    for (at, &block) in path.iter().enumerate().take(length + 1) {
+        caller.context.check(model.listed(model.begin(block), at < length, claims));
+    }
+    let tiers = found.tiers().iter().fold(0, |sum, tier| sum * 3 + *tier as u64);
+    End::Done(1000 + tiers % 1000)
+}
+
+/// Draws blocks and their places in the caller's memory.
+fn draw_jobs(caller: &mut Caller, chain: bool) -> (Vec<usize>, Vec<BlockKey>, Vec<Vec<Segment>>) {
+    let room = caller.memory.blocks();
+    let blocks: Vec<usize> = match chain {
+        true => {
+            let last = caller.draw_block();
+            let path = caller.context.plan.universe.path(last);
+            path[path.len().saturating_sub(room)..].to_vec()
+        }
+        false => (0..caller.rng.between(1, room as u64)).map(|_| caller.draw_block()).collect(),
+    };
+    let keys = blocks.iter().map(|&block| caller.context.plan.universe.key(block)).collect();
+    let segments = (0..blocks.len()).map(|at| caller.memory.segments(at, &mut caller.rng)).collect();
+    (blocks, keys, segments)
+}
+
+/// Registers the memory, where it is not.
+fn prepare(caller: &mut Caller) -> Result<(), Error> {
+    if caller.memory.is_registered() { Ok(()) } else { caller.memory.register(&caller.cache) }
+}
+
+pub async fn load(caller: &mut Caller, cancel: Cancel) -> End {
+    if let Err(error) = prepare(caller) {
+        return End::Error(error);
+    }
+    let (blocks, keys, segments) = draw_jobs(caller, false);
+    (0..blocks.len()).for_each(|at| caller.memory.clear(at));
+    caller.context.say(|| format!("caller {} loads {blocks:?}", caller.number));
+    let began: Vec<Began> = blocks.iter().map(|&block| caller.context.model.borrow().begin(block)).collect();
+    let results = match caller.run_call(cancel, caller.cache.load_into(&keys, &segments)).await {
+        Some(Ok(results)) => results,
+        Some(Err(error)) => return End::Error(error),
+        None => {
+            caller.memory.unregister(&caller.cache).await;
+            return End::Dropped;
+        }
+    };
+    if results.len() != blocks.len() {
+        caller.context.fail(format!("{} results for {} blocks", results.len(), blocks.len()));
+    }
+    let mut code = 300;
+    for (at, ((result, block), began)) in results.into_iter().zip(&blocks).zip(began).enumerate() {
+        match result {
+            Ok(found) => {
+                check_found(caller, began, found);
+                let right = match found {
+                    true => caller.memory.holds(at, &caller.context.plan.universe.block(*block).payload),
+                    false => caller.memory.is_clear(at),
+                };
+                if !right {
+                    caller.context.fail(format!("block {block}, loaded: {found}, left wrong bytes"));
+                }
+                code = code * 2 + u64::from(found);
+            }
+            Err(error) => check_one(caller, "a load", &error),
+        }
+    }
+    End::Done(code)
+}
+
+pub async fn store_from(caller: &mut Caller, cancel: Cancel) -> End {
+    if let Err(error) = prepare(caller) {
+        return End::Error(error);
+    }
+    let (blocks, keys, segments) = draw_jobs(caller, true);
+    for (at, &block) in blocks.iter().enumerate() {
+        caller.memory.fill(at, &caller.context.plan.universe.block(block).payload);
+    }
+    let parent = blocks.first().and_then(|&first| caller.context.plan.universe.parent_key(first));
+    caller.context.say(|| format!("caller {} stores {blocks:?} from its memory", caller.number));
+    let began: Vec<Began> = blocks.iter().map(|&block| caller.context.model.borrow_mut().store_begins(block)).collect();
+    let result = caller.run_call(cancel, caller.cache.store_from(&keys, parent.as_ref(), &segments)).await;
+    let all = |caller: &Caller, end: StoreEnd| {
+        let mut model = caller.context.model.borrow_mut();
+        began.iter().for_each(|began| model.store_ends(*began, end));
+    };
+    let results = match result {
+        Some(Ok(results)) => results,
+        Some(Err(error)) => {
+            all(caller, if matches!(error, Error::Closed) { StoreEnd::GoesOn } else { StoreEnd::Failed });
+            return End::Error(error);
+        }
+        None => {
+            caller.memory.unregister(&caller.cache).await;
+            // No job reads the memory any longer, but one may be about to become visible.
+            all(caller, StoreEnd::GoesOn);
+            return End::Dropped;
+        }
+    };
+    let mut code = 400;
+    for (result, began) in results.into_iter().zip(began) {
+        code *= 2;
+        let end = match result {
+            Ok(true) => {
+                code += 1;
+                StoreEnd::Acknowledged
+            }
+            Ok(false) => StoreEnd::Failed,
+            Err(error) => {
+                check_one(caller, "a store", &error);
+                StoreEnd::Failed
+            }
+        };
+        caller.context.model.borrow_mut().store_ends(began, end);
+    }
+    End::Done(code)
+}
+
+/// One block's error in a call on many.
+fn check_one(caller: &Caller, what: &str, error: &Error) {
+    let closing = caller.context.closing.get();
+    caller.context.check_error(&format_args!("caller {}: {what} of one block", caller.number), error, closing);
+    caller.context.mix(crate::context::error_code(error));
+}
+
+pub async fn sync(caller: &mut Caller, cancel: Cancel) -> End {
+    caller.context.say(|| format!("caller {} syncs", caller.number));
+    let began = caller.context.model.borrow().sync_begins();
+    match caller.run_call(cancel, caller.cache.sync()).await {
+        None => End::Dropped,
+        Some(Err(error)) => End::Error(error),
+        Some(Ok(())) => {
+            caller.context.model.borrow_mut().sync_ends(began);
+            End::Done(11)
+        }
+    }
+}
+
+pub fn stats(caller: &Caller) -> End {
+    let stats = caller.cache.stats();
+    for tier in Tier::ALL {
+        let of = stats.tier(tier);
+        if of.resident + of.free > of.slots {
+            caller.context.fail(format!("{tier}: {} resident and {} free of {} slots", of.resident, of.free, of.slots));
+        }
+    }
+    End::Done(12)
+}

@@ -1,0 +1,199 @@
+//! What everything in a run shares.
+
+use std::{
+    cell::{Cell, RefCell},
+    fmt,
+    rc::Rc,
+    time::Duration,
+};
+
+use kvhoist::{
+    Cache, Error, Tier, WritePolicy,
+    io::OpKind,
+    sim::{FaultKind, World},
+};
+use tokio::{sync::Notify, time::Instant};
+
+use crate::{
+    model::{Claims, Model},
+    plan::{Call, Level, Plan},
+    report::Report,
+};
+
+/// One run.
+pub struct Context {
+    pub plan: Plan,
+    pub model: RefCell<Model>,
+    pub report: RefCell<Report>,
+    pub verbose: bool,
+    /// A disk of an earlier life lied.
+    pub lied_before: Cell<bool>,
+    /// The cache is being closed: calls may be refused.
+    pub closing: Cell<bool>,
+    failure: RefCell<Option<String>>,
+    digest: Cell<u64>,
+    life_began: Cell<Option<Instant>>,
+    /// Calls ended in this life.
+    calls_ended: Cell<u64>,
+    pub call_ended: Notify,
+}
+
+impl Context {
+    pub fn new(plan: Plan, verbose: bool) -> Rc<Self> {
+        let writes_through = plan.config.write_policy == WritePolicy::WriteThrough;
+        let model = Model::new(plan.universe.len(), plan.store_keeps(), writes_through);
+        Rc::new(Context {
+            plan,
+            model: RefCell::new(model),
+            report: RefCell::new(Report { runs: 1, ..Report::default() }),
+            verbose,
+            lied_before: Cell::new(false),
+            closing: Cell::new(false),
+            failure: RefCell::new(None),
+            digest: Cell::new(0xcbf2_9ce4_8422_2325),
+            life_began: Cell::new(None),
+            calls_ended: Cell::new(0),
+            call_ended: Notify::new(),
+        })
+    }
+
+    pub fn begin_life(&self) {
+        self.life_began.set(Some(Instant::now()));
+        self.calls_ended.set(0);
+        self.closing.set(false);
+    }
+
+    /// The longest that a call may take in virtual time, however slow the disk is.
+    pub fn patience(&self, call: Call) -> Duration {
+        let deadlines = match call {
+            Call::Sync => 100,
+            _ => 20,
+        };
+        Duration::from_millis(self.plan.config.deadline_ms * deadlines + 2_000)
+    }
+
+    /// Notes the first thing that is wrong; the run ends as soon as it can.
+    pub fn fail(&self, what: impl Into<String>) {
+        let what = what.into();
+        self.say(|| format!("WRONG: {what}"));
+        self.failure.borrow_mut().get_or_insert(what);
+    }
+
+    pub fn check(&self, result: Result<(), String>) {
+        if let Err(what) = result {
+            self.fail(what);
+        }
+    }
+
+    pub fn failed(&self) -> bool {
+        self.failure.borrow().is_some()
+    }
+
+    pub fn take_failure(&self) -> Option<String> {
+        self.failure.borrow_mut().take()
+    }
+
+    /// Virtual time since the life began, milliseconds.
+    pub fn now_ms(&self) -> u64 {
+        self.life_began.get().map_or(0, |began| began.elapsed().as_millis() as u64)
+    }
+
+    /// A line for who watches.
+    pub fn say(&self, line: impl FnOnce() -> String) {
+        if self.verbose {
+            eprintln!("{:>8} ms  {}", self.now_ms(), line());
+        }
+    }
+
+    /// Takes `word` into the digest of all answers.
+    pub fn mix(&self, word: u64) {
+        self.digest.set((self.digest.get() ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(23));
+    }
+
+    pub fn digest(&self) -> u64 {
+        self.digest.get()
+    }
+
+    pub fn call_ended(&self) {
+        self.calls_ended.set(self.calls_ended.get() + 1);
+        self.call_ended.notify_waiters();
+    }
+
+    pub fn calls_ended(&self) -> u64 {
+        self.calls_ended.get()
+    }
+
+    /// True where a disk of this life or an earlier one lied about a write.
+    pub fn has_lied(&self, world: &World) -> bool {
+        let faults = world.storage.counts().faults_by_kind;
+        let lies: u64 = [FaultKind::Lost, FaultKind::Misdirected]
+            .into_iter()
+            .map(|kind| faults[OpKind::Write as usize][kind as usize] + faults[OpKind::Sync as usize][kind as usize])
+            .sum();
+        self.lied_before.get() || lies > 0
+    }
+
+    /// What can be claimed now.
+    pub fn claims(&self, cache: &Cache, world: &World) -> Claims {
+        let stats = cache.stats();
+        let honest = !self.has_lied(world);
+        let of_reads = world.storage.counts().faults_by_kind[OpKind::Read as usize];
+        let read_well = of_reads[FaultKind::Error as usize] + of_reads[FaultKind::BitFlip as usize] == 0;
+        let keeps = honest
+            && read_well
+            && stats.read_errors == 0
+            && stats.disk_retired.is_none()
+            && stats.tier(Tier::Disk).evictions == 0
+            && (self.plan.config.write_policy == WritePolicy::WriteThrough || stats.writes_refused == 0);
+        Claims { keeps, honest }
+    }
+
+    /// Whether the faults of this run allow a call to end like this.
+    pub fn check_error(&self, what: &dyn fmt::Display, error: &Error, closing: bool) {
+        let plan = &self.plan;
+        let allowed = match error {
+            Error::Busy { .. } => plan.has_tight_limits(),
+            Error::Timeout { .. } => plan.may_time_out(),
+            Error::Io { op, .. } => {
+                let rates = &plan.rates;
+                let rate = match op.split(' ').next() {
+                    Some("read") => rates.read_error + rates.short,
+                    Some("write") => rates.write_error + rates.no_space + rates.short,
+                    _ => rates.sync_error,
+                };
+                rate > 0.0
+            }
+            Error::Copy { .. } => plan.copy_failure > 0.0,
+            Error::Refused { .. } => plan.level >= Level::Crashes,
+            Error::Unavailable { tier: "disk", .. } => plan.level >= Level::Crashes,
+            Error::Unavailable { tier: "device", .. } => plan.config.device_blocks == 0,
+            Error::Closed => closing,
+            _ => false,
+        };
+        let mut report = self.report.borrow_mut();
+        match error {
+            Error::Busy { .. } => report.busy += 1,
+            Error::Timeout { .. } => report.timeouts += 1,
+            _ => report.failed += 1,
+        }
+        drop(report);
+        if !allowed {
+            self.fail(format!("{what} failed, and nothing in this run explains it: {error}"));
+        }
+    }
+}
+
+/// A number for the digest that tells errors apart.
+pub fn error_code(error: &Error) -> u64 {
+    match error {
+        Error::Busy { .. } => 101,
+        Error::Timeout { .. } => 102,
+        Error::Io { .. } => 103,
+        Error::Copy { .. } => 104,
+        Error::Refused { .. } => 105,
+        Error::Unavailable { .. } => 106,
+        Error::Closed => 107,
+        Error::Argument { .. } => 108,
+        _ => 109,
+    }
+}

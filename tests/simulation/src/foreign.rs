@@ -1,0 +1,106 @@
+//! A caller's own memory, registered with the cache.
+
+use kvhoist::{Cache, Error, Region, Segment, sim::Rng};
+
+/// What memory holds that nothing was loaded into.
+const UNTOUCHED: u8 = 0x55;
+
+/// Room for some blocks. It outlives the life in which it is used: operations of a cache that died may still name it.
+pub struct Memory {
+    /// From a box that [`Pool`] keeps.
+    start: *mut u8,
+    block_bytes: usize,
+    blocks: usize,
+    device: bool,
+    region: Option<Region>,
+}
+
+/// Keeps the memory of callers until their runtime is gone.
+#[derive(Default)]
+pub struct Pool(Vec<*mut [u8]>);
+
+impl Pool {
+    pub fn take(&mut self, block_bytes: usize, blocks: usize, device: bool) -> Memory {
+        let memory = Box::into_raw(vec![UNTOUCHED; block_bytes * blocks].into_boxed_slice());
+        self.0.push(memory);
+        Memory { start: memory.cast(), block_bytes, blocks, device, region: None }
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        for memory in self.0.drain(..) {
+            // SAFETY: it came from `Box::into_raw` in `take`, once; whoever could name it is gone: a pool is dropped
+            // after the runtime of its life.
+            drop(unsafe { Box::from_raw(memory) });
+        }
+    }
+}
+
+impl Memory {
+    pub fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    pub fn is_registered(&self) -> bool {
+        self.region.is_some()
+    }
+
+    pub fn register(&mut self, cache: &Cache) -> Result<(), Error> {
+        let len = self.block_bytes * self.blocks;
+        // SAFETY: the pool keeps the memory mapped for longer than the cache lives, and nobody touches a block of it
+        // while a call on it is under way: each caller makes one call at a time, and waits for `unregister` after
+        // one that it dropped.
+        let region = unsafe {
+            match self.device {
+                true => cache.register_device(self.start, len),
+                false => cache.register_host(self.start, len),
+            }
+        };
+        self.region = Some(region?);
+        Ok(())
+    }
+
+    /// Resolves when no call uses the memory any longer.
+    pub async fn unregister(&mut self, cache: &Cache) {
+        if let Some(region) = self.region.take() {
+            cache.unregister(region).await;
+        }
+    }
+
+    /// The place of block `at`, in one to three segments.
+    pub fn segments(&self, at: usize, rng: &mut Rng) -> Vec<Segment> {
+        let mut cuts = vec![0, self.block_bytes];
+        cuts.extend((0..rng.below(3)).map(|_| rng.below(self.block_bytes as u64) as usize));
+        cuts.sort_unstable();
+        cuts.dedup();
+        let start = self.place(at);
+        cuts.windows(2).map(|cut| Segment { ptr: start.wrapping_add(cut[0]), len: cut[1] - cut[0] }).collect()
+    }
+
+    pub fn fill(&mut self, at: usize, data: &[u8]) {
+        assert_eq!(data.len(), self.block_bytes, "one block");
+        // SAFETY: the range is in the memory (`place` checks), and no call is under way on it.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.place(at), data.len()) }
+    }
+
+    pub fn clear(&mut self, at: usize) {
+        // SAFETY: as in `fill`.
+        unsafe { self.place(at).write_bytes(UNTOUCHED, self.block_bytes) }
+    }
+
+    pub fn holds(&self, at: usize, data: &[u8]) -> bool {
+        // SAFETY: the range is in the memory, initialized, and no call is under way on it.
+        unsafe { std::slice::from_raw_parts(self.place(at), self.block_bytes) == data }
+    }
+
+    pub fn is_clear(&self, at: usize) -> bool {
+        // SAFETY: as in `holds`.
+        unsafe { std::slice::from_raw_parts(self.place(at), self.block_bytes).iter().all(|byte| *byte == UNTOUCHED) }
+    }
+
+    fn place(&self, at: usize) -> *mut u8 {
+        assert!(at < self.blocks, "a block of this memory");
+        self.start.wrapping_add(at * self.block_bytes)
+    }
+}

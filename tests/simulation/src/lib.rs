@@ -1,0 +1,19 @@
+//! Whole caches in simulation. One seed decides the settings, the calls, the latencies, the faults, the crashes and
+//! what each crash leaves; a model checks every answer, and the books are balanced at the end of each life.
+//!
+//! The same seed gives the same run, so a failing one is its own reproduction: `kvhoist-sim --seed N --verbose`.
+
+mod caller;
+mod calls;
+mod cancel;
+mod context;
+mod foreign;
+mod life;
+mod model;
+mod plan;
+mod report;
+mod run;
+mod universe;
+
+pub use report::Report;
+pub use run::{Failure, run};

@@ -1,0 +1,313 @@
+//! One life of a cache: opened, used by several callers at once, and ended in one way or another.
+
+use std::{rc::Rc, time::Duration};
+
+use kvhoist::{
+    Cache, Error,
+    io::FileId,
+    sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World},
+};
+use tokio::time::timeout;
+
+use crate::{
+    caller::Caller,
+    calls::check_found,
+    context::Context,
+    foreign::Pool,
+    model::{Claims, Ending},
+    plan::Level,
+};
+
+/// Virtual time in which everything must have come to its end.
+const PATIENCE: Duration = Duration::from_secs(3_600);
+
+/// How a life ends, once its callers have done what they came for or a part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Exit {
+    /// All is done, then the cache is closed.
+    Close,
+    /// The cache is closed while calls are under way.
+    CloseEarly,
+    /// The last handle is dropped.
+    Drop,
+    /// The process ends at once.
+    Kill,
+    /// The power fails.
+    PowerCut,
+}
+
+/// What a life leaves.
+pub struct Remains {
+    pub files: Vec<Vec<u8>>,
+}
+
+/// Lives once on `files`.
+pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
+    let plan = &context.plan;
+    let mut rng = Rng::new(plan.rng.clone().next_u64() ^ u64::from(life + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let options = SimOptions {
+        latency: Duration::ZERO..=plan.disk_latency_max,
+        rates: plan.rates,
+        log_entries_max: if context.verbose { 1 << 16 } else { 0 },
+        ..SimOptions::default()
+    };
+    let copy = CopyOptions { latency: Duration::ZERO..=plan.copy_latency_max, failure: plan.copy_failure };
+    let mut world = World::new(rng.next_u64(), Vec::new());
+    world.storage = sim::Sim::new(rng.next_u64(), files, options);
+    world.copy = sim::SimCopy::new(rng.next_u64(), copy);
+    // Dropped after the runtime: what died with it may still name the memory.
+    let mut pool = Pool::default();
+    let remains = sim::block_on(async {
+        context.begin_life();
+        let controller = tokio::task::spawn_local(release_stalled(world.clone(), rng.fork(), plan.config.deadline_ms));
+        let remains = Life { context: Rc::clone(context), world: world.clone(), rng }.live(&mut pool).await;
+        controller.abort();
+        remains
+    });
+    drop(pool);
+    for entry in world.storage.log() {
+        context.say(|| format!("disk: {entry:?}"));
+    }
+    let mut report = context.report.borrow_mut();
+    report.lives += 1;
+    report.add_world(&world.storage.counts(), &world.copy.counts());
+    context.lied_before.set(context.has_lied(&world));
+    context.mix(world.storage.log_digest());
+    remains
+}
+
+/// Lets stalled operations go on, sooner or later.
+async fn release_stalled(world: World, mut rng: Rng, deadline_ms: u64) {
+    loop {
+        let pause_ms = rng.between(1, 8 * deadline_ms.min(1_000));
+        tokio::time::sleep(Duration::from_millis(pause_ms)).await;
+        world.storage.release();
+    }
+}
+
+struct Life {
+    context: Rc<Context>,
+    world: World,
+    rng: Rng,
+}
+
+impl Life {
+    async fn live(mut self, pool: &mut Pool) -> Remains {
+        let exit = self.draw_exit();
+        self.context.say(|| format!("a life begins that will end by {exit:?}"));
+        let Some(Simulated { cache, reactor }) = self.open(exit).await else {
+            return self.cut_off(exit, None);
+        };
+        let callers: Vec<_> = (0..self.context.plan.callers)
+            .map(|number| tokio::task::spawn_local(self.caller(number, &cache, pool).run()))
+            .collect();
+        let all_calls = self.context.plan.callers * self.context.plan.calls_each;
+        if matches!(exit, Exit::CloseEarly | Exit::Kill | Exit::PowerCut) {
+            let calls = self.rng.below(all_calls + all_calls / 8);
+            self.wait_for_calls(calls, &callers).await;
+        }
+        if matches!(exit, Exit::Kill | Exit::PowerCut) {
+            return self.cut_off(exit, Some(&cache));
+        }
+        let mut sync = None;
+        if exit == Exit::CloseEarly {
+            sync = self.close(&cache).await;
+        }
+        for caller in callers {
+            if timeout(PATIENCE, caller).await.is_err() {
+                self.context.fail("a caller waits for ever");
+                return self.cut_off(exit, Some(&cache));
+            }
+        }
+        // From here on nothing goes wrong any more.
+        self.world.storage.set_rates(FaultRates::default());
+        self.world.copy.set_failure(0.0);
+        if exit != Exit::CloseEarly {
+            self.balance(&reactor).await;
+            self.audit(&cache).await;
+            self.balance(&reactor).await;
+        }
+        let claims = self.look_back(&cache);
+        if exit == Exit::Close {
+            sync = self.close(&cache).await;
+        } else if exit == Exit::Drop {
+            self.context.report.borrow_mut().drops += 1;
+            sync = Some(self.context.model.borrow().sync_begins());
+        }
+        drop(cache);
+        if timeout(PATIENCE, reactor.ended()).await.is_err() {
+            self.context.fail("the cache never came to its end");
+        }
+        self.balance(&reactor).await;
+        if let Some(began) = sync {
+            self.context.model.borrow_mut().sync_ends(began);
+        }
+        let remains = self.remains(self.rng.clone().chance(0.5));
+        self.context.model.borrow_mut().restart(Ending::PowerCut, claims);
+        remains
+    }
+
+    fn draw_exit(&mut self) -> Exit {
+        let exits = [Exit::Close, Exit::CloseEarly, Exit::Drop, Exit::Kill, Exit::PowerCut, Exit::PowerCut];
+        let calm = self.context.plan.level == Level::Calm;
+        exits[self.rng.below(if calm { 3 } else { exits.len() as u64 }) as usize]
+    }
+
+    /// Opens the cache; `None` where the life is over before that.
+    async fn open(&mut self, exit: Exit) -> Option<Simulated> {
+        let plan = &self.context.plan;
+        if matches!(exit, Exit::Kill | Exit::PowerCut) && self.rng.chance(0.1) {
+            let soon = Duration::from_millis(self.rng.below(20));
+            if timeout(soon, sim::open(plan.config.clone(), &self.world)).await.is_err() {
+                return None;
+            }
+        }
+        for _ in 0..20 {
+            match timeout(PATIENCE, sim::open(plan.config.clone(), &self.world)).await {
+                Err(_) => self.context.fail("the cache never opened"),
+                Ok(Ok(simulated)) => return Some(simulated),
+                Ok(Err(Error::Store { found, .. }))
+                    if self.context.has_lied(&self.world) || plan.rates.bit_flip > 0.0 =>
+                {
+                    self.context.say(|| format!("the store is refused: {found}"));
+                    return self.wipe().await;
+                }
+                Ok(Err(error)) => self.context.check_error(&"open", &error, false),
+            }
+            if self.context.failed() {
+                return None;
+            }
+            self.world.storage.set_rates(FaultRates { stall: plan.rates.stall, ..FaultRates::default() });
+        }
+        self.context.fail("the cache did not open in 20 attempts");
+        None
+    }
+
+    /// Starts anew, as someone would whose store is refused.
+    async fn wipe(&mut self) -> Option<Simulated> {
+        self.context.model.borrow_mut().wipe();
+        self.context.report.borrow_mut().wipes += 1;
+        let config = self.context.plan.config.clone();
+        self.world.storage = sim::Sim::new(self.rng.next_u64(), sim::blank_files(&config), SimOptions::default());
+        match sim::open(config, &self.world).await {
+            Ok(simulated) => Some(simulated),
+            Err(error) => {
+                self.context.fail(format!("a blank store does not open: {error}"));
+                None
+            }
+        }
+    }
+
+    fn caller(&mut self, number: u64, cache: &Cache, pool: &mut Pool) -> Caller {
+        let config = &self.context.plan.config;
+        let device = config.device_blocks > 0 && self.rng.chance(0.5);
+        let blocks = self.rng.between(1, 4).min(u64::from(config.movements_max)) as usize;
+        Caller {
+            context: Rc::clone(&self.context),
+            cache: cache.clone(),
+            world: self.world.clone(),
+            number,
+            rng: self.rng.fork(),
+            memory: pool.take(config.block_bytes, blocks, device),
+            kept: Vec::new(),
+        }
+    }
+
+    /// Waits until so many calls have ended, or all callers have, and then a little longer.
+    async fn wait_for_calls(&mut self, calls: u64, callers: &[tokio::task::JoinHandle<()>]) {
+        let enough = async {
+            while self.context.calls_ended() < calls && !callers.iter().all(tokio::task::JoinHandle::is_finished) {
+                // The last caller to end may end no more calls.
+                drop(timeout(Duration::from_secs(1), self.context.call_ended.notified()).await);
+            }
+        };
+        if timeout(PATIENCE, enough).await.is_err() {
+            self.context.fail("the callers wait for ever");
+        }
+        match self.rng.below(3) {
+            0 => {}
+            1 => tokio::task::yield_now().await,
+            _ => tokio::time::sleep(Duration::from_millis(self.rng.below(10))).await,
+        }
+    }
+
+    /// Closes the cache; what is durable then, if it says so.
+    async fn close(&mut self, cache: &Cache) -> Option<Vec<crate::model::Began>> {
+        self.context.report.borrow_mut().closes += 1;
+        self.context.closing.set(true);
+        let began = self.context.model.borrow().sync_begins();
+        match timeout(PATIENCE, cache.close()).await {
+            Err(_) => self.context.fail("the cache never closed"),
+            Ok(Ok(())) => return Some(began),
+            Ok(Err(error)) => self.context.check_error(&"close", &error, true),
+        }
+        None
+    }
+
+    /// With nobody at work, every slot and every byte is accounted for.
+    async fn balance(&self, reactor: &Reactor) {
+        if let Err(what) = reactor.settle(PATIENCE).await {
+            self.context.fail(format!("the balance does not hold: {what}"));
+        }
+    }
+
+    /// Asks for every block once, with nobody else at work.
+    async fn audit(&mut self, cache: &Cache) {
+        let mut auditor = self.caller(99, cache, &mut Pool::default());
+        for block in 0..self.context.plan.universe.len() {
+            let began = self.context.model.borrow().begin(block);
+            let key = self.context.plan.universe.key(block);
+            match timeout(PATIENCE, cache.fetch(&key)).await {
+                Err(_) => self.context.fail(format!("block {block} is waited for for ever")),
+                Ok(Err(error)) => self.context.check_error(&format_args!("the audit of block {block}"), &error, false),
+                Ok(Ok(found)) => {
+                    check_found(&auditor, began, found.is_some());
+                    if let Some(lease) = found {
+                        auditor.keep(crate::caller::Kept::Host { lease, block });
+                        auditor.let_go(0);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Notes what the life was, and what can be claimed of it.
+    fn look_back(&self, cache: &Cache) -> Claims {
+        let stats = cache.stats();
+        let mut report = self.context.report.borrow_mut();
+        report.read_only += u64::from(stats.disk_read_only.is_some());
+        report.retired += u64::from(stats.disk_retired.is_some());
+        report.quarantined += stats.quarantined;
+        report.checksum_failures += stats.checksum_failures;
+        report.evictions += stats.tiers.iter().map(|tier| tier.evictions).sum::<u64>();
+        self.context.claims(cache, &self.world)
+    }
+
+    /// Ends the life where it stands.
+    fn cut_off(&self, exit: Exit, cache: Option<&Cache>) -> Remains {
+        let honest = !self.context.has_lied(&self.world);
+        let claims = cache.map_or(Claims { keeps: honest, honest }, |cache| self.look_back(cache));
+        let power_cut = exit == Exit::PowerCut;
+        let mut report = self.context.report.borrow_mut();
+        if power_cut {
+            report.power_cuts += 1;
+        } else {
+            report.kills += 1;
+        }
+        drop(report);
+        let remains = self.remains(power_cut);
+        self.context.say(|| "the life is cut off".into());
+        let ending = if power_cut { Ending::PowerCut } else { Ending::Kill };
+        self.context.model.borrow_mut().restart(ending, claims);
+        remains
+    }
+
+    fn remains(&self, power_cut: bool) -> Remains {
+        let storage = &self.world.storage;
+        let files = match power_cut {
+            true => storage.crash(),
+            false => (0..self.context.plan.config.disks.len()).map(|n| storage.contents(FileId(n as u16))).collect(),
+        };
+        Remains { files }
+    }
+}

@@ -1,0 +1,107 @@
+//! `kvhoist-sim`: many seeds, or one.
+
+use std::{
+    ops::Range,
+    process::ExitCode,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use clap::Parser;
+use kvhoist_simulation::{Failure, Report, run};
+
+/// Runs whole caches in simulation, each from one seed, until all are done; exits with 1 if any broke a promise.
+#[derive(Parser)]
+#[command(version, about)]
+struct Args {
+    /// Seeds to run, as FROM..TO; TO is not run.
+    #[arg(long, default_value = "0..1000", value_parser = seeds)]
+    seeds: Range<u64>,
+    /// One seed to run instead.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Prints every call of every run.
+    #[arg(long)]
+    verbose: bool,
+    /// Threads.
+    #[arg(long, default_value_t = 1)]
+    jobs: usize,
+    /// Failures after which no more seeds are run.
+    #[arg(long, default_value_t = 10)]
+    failures: usize,
+}
+
+fn seeds(text: &str) -> Result<Range<u64>, String> {
+    let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
+    range.filter(|range: &Range<u64>| !range.is_empty()).ok_or_else(|| "expected FROM..TO, such as 0..1000".into())
+}
+
+/// What the threads share.
+struct Work {
+    next: AtomicU64,
+    end: u64,
+    done: Mutex<Done>,
+}
+
+#[derive(Default)]
+struct Done {
+    report: Report,
+    failures: Vec<Failure>,
+}
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let range = args.seed.map_or(args.seeds.clone(), |seed| seed..seed + 1);
+    let work = Work { next: AtomicU64::new(range.start), end: range.end, done: Mutex::default() };
+    let started = Instant::now();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..args.jobs.max(1)).map(|_| scope.spawn(|| serve(&work, &args))).collect();
+        let mut told = Instant::now();
+        while !threads.iter().all(std::thread::ScopedJoinHandle::is_finished) {
+            std::thread::sleep(Duration::from_millis(50));
+            if told.elapsed() > Duration::from_secs(10) {
+                told = Instant::now();
+                progress(&work, started);
+            }
+        }
+    });
+    let done = work.done.into_inner().expect("no thread panics under it");
+    let seconds = started.elapsed().as_secs_f64();
+    println!("{}", done.report);
+    println!("{:.1} s, {:.1} seeds/s", seconds, done.report.runs as f64 / seconds);
+    if args.seed.is_some() {
+        println!("digest {:016x}", done.report.digest);
+    }
+    if done.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn serve(work: &Work, args: &Args) {
+    loop {
+        let seed = work.next.fetch_add(1, Ordering::Relaxed);
+        if seed >= work.end {
+            return;
+        }
+        let result = run(seed, args.verbose);
+        let mut done = work.done.lock().expect("no thread panics under it");
+        match result {
+            Ok(report) => done.report.add(&report),
+            Err(failure) => {
+                eprintln!("{failure}");
+                done.failures.push(failure);
+                if done.failures.len() >= args.failures {
+                    work.next.store(work.end, Ordering::Relaxed);
+                }
+            }
+        }
+    }
+}
+
+fn progress(work: &Work, started: Instant) {
+    let done = work.done.lock().expect("no thread panics under it");
+    let (runs, failures) = (done.report.runs, done.failures.len());
+    let rate = runs as f64 / started.elapsed().as_secs_f64();
+    eprintln!("{runs} seeds done, {failures} failed, {rate:.1} seeds/s");
+}

@@ -1,0 +1,218 @@
+//! What the answers must be. The content of a key never changes, so the model only has to know which keys must be
+//! there and which must not.
+//!
+//! *Present*: a store was acknowledged, and no remove began since. A fetch that begins then must find the block, unless
+//! the disk tier gave something up for good ([`Claims`]). *Absent*: a remove has ended, and no store ran since it
+//! began. A fetch that begins then must not find it. *Durable*, *durably absent*: the same, and a sync covered it.
+
+/// Which promises still stand, given what has gone wrong so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Claims {
+    /// Nothing was evicted from disk, no disk lied, and the disk tier serves reads.
+    pub keeps: bool,
+    /// No disk lied.
+    pub honest: bool,
+}
+
+#[derive(Debug, Clone, Default)]
+struct State {
+    stored_ever: bool,
+    /// Calls under way; a store that was dropped and may go on counts for the rest of the life.
+    stores: u32,
+    removes: u32,
+    /// Calls begun so far.
+    stores_begun: u64,
+    removes_begun: u64,
+    /// A store was dropped in this life: its write may end at any time.
+    write_loose: bool,
+    /// A life before was cut off, and may have left a record of the block whose payload is torn. A store of such a block
+    /// is acknowledged without a write, and the first read finds out.
+    doubtful: bool,
+    present: bool,
+    absent: bool,
+    /// Absent, and the remove said that its record is written.
+    recorded_absent: bool,
+    durable: bool,
+    durably_absent: bool,
+}
+
+/// What was so when a call began.
+#[derive(Debug, Clone, Copy)]
+pub struct Began {
+    block: usize,
+    stores: u64,
+    removes: u64,
+    /// No other store was under way.
+    alone: bool,
+    pub must_hit: bool,
+    pub must_miss: bool,
+}
+
+/// How a store ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum StoreEnd {
+    Acknowledged,
+    Failed,
+    /// Dropped: nothing more becomes visible, though a write may be under way.
+    Dropped,
+    /// Dropped, and it goes on.
+    GoesOn,
+}
+
+/// How a remove ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RemoveEnd {
+    /// The block is forgotten and its record is written.
+    Recorded,
+    /// The block is forgotten.
+    Forgotten,
+    /// It may be, or not.
+    Unknown,
+}
+
+/// How a life ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ending {
+    /// What was acknowledged as flushed is there.
+    PowerCut,
+    /// What was written is there.
+    Kill,
+}
+
+pub struct Model {
+    blocks: Vec<State>,
+    /// An acknowledged store is on disk, not only visible.
+    writes_through: bool,
+    /// An acknowledged store stays.
+    keeps: bool,
+}
+
+impl Model {
+    pub fn new(blocks: usize, keeps: bool, writes_through: bool) -> Self {
+        Model { blocks: vec![State::default(); blocks], keeps, writes_through }
+    }
+
+    pub fn begin(&self, block: usize) -> Began {
+        let state = &self.blocks[block];
+        Began {
+            block,
+            stores: state.stores_begun,
+            removes: state.removes_begun,
+            alone: state.stores == 0,
+            must_hit: state.present && state.removes == 0,
+            must_miss: state.absent,
+        }
+    }
+
+    pub fn store_begins(&mut self, block: usize) -> Began {
+        let state = &mut self.blocks[block];
+        state.stored_ever = true;
+        state.stores += 1;
+        state.stores_begun += 1;
+        state.absent = false;
+        state.recorded_absent = false;
+        state.durably_absent = false;
+        self.begin(block)
+    }
+
+    pub fn store_ends(&mut self, began: Began, end: StoreEnd) {
+        let keeps = self.keeps;
+        let state = &mut self.blocks[began.block];
+        if end != StoreEnd::GoesOn {
+            state.stores -= 1;
+        }
+        state.write_loose |= matches!(end, StoreEnd::Dropped | StoreEnd::GoesOn | StoreEnd::Failed);
+        let undisturbed = state.removes == 0 && state.removes_begun == began.removes;
+        if end == StoreEnd::Acknowledged && undisturbed && keeps && !state.doubtful {
+            state.present = true;
+        }
+    }
+
+    pub fn remove_begins(&mut self, block: usize) -> Began {
+        let began = self.begin(block);
+        let state = &mut self.blocks[block];
+        state.removes += 1;
+        state.removes_begun += 1;
+        state.present = false;
+        state.durable = false;
+        began
+    }
+
+    pub fn remove_ends(&mut self, began: Began, end: RemoveEnd) {
+        let state = &mut self.blocks[began.block];
+        state.removes -= 1;
+        let undisturbed = began.alone && state.stores_begun == began.stores;
+        if undisturbed && end != RemoveEnd::Unknown {
+            state.absent = true;
+            state.recorded_absent |= end == RemoveEnd::Recorded && !state.write_loose;
+        }
+    }
+
+    /// What is wrong with having found the block, or with having missed it, if anything is.
+    pub fn answered(&mut self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
+        self.blocks[began.block].doubtful = false;
+        self.listed(began, found, claims)
+    }
+
+    /// The same where only the index was asked.
+    pub fn listed(&self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
+        let state = &self.blocks[began.block];
+        if found && !state.stored_ever {
+            return Err(format!("block {} was found, and nobody ever stored it", began.block));
+        }
+        if found && began.must_miss && state.stores_begun == began.stores {
+            return Err(format!("block {} was found, and it was removed", began.block));
+        }
+        if !found && began.must_hit && state.removes_begun == began.removes && claims.keeps {
+            return Err(format!("block {} was not found, and it must be there: {state:?}", began.block));
+        }
+        Ok(())
+    }
+
+    /// What a sync that begins now will have made durable.
+    pub fn sync_begins(&self) -> Vec<Began> {
+        (0..self.blocks.len()).map(|block| self.begin(block)).collect()
+    }
+
+    pub fn sync_ends(&mut self, began: Vec<Began>) {
+        for began in began {
+            let state = &mut self.blocks[began.block];
+            if began.must_hit && state.removes_begun == began.removes {
+                state.durable = true;
+            }
+            if began.must_miss && began.alone && state.recorded_absent && state.stores_begun == began.stores {
+                state.durably_absent = true;
+            }
+        }
+    }
+
+    /// The next life begins on what the last one left.
+    pub fn restart(&mut self, ending: Ending, claims: Claims) {
+        for state in &mut self.blocks {
+            let written = ending == Ending::Kill && self.writes_through;
+            let present = claims.keeps && (state.durable || (written && state.present));
+            let recorded = ending == Ending::Kill && state.recorded_absent;
+            let absent = claims.honest && (state.durably_absent || recorded);
+            let stored_ever = state.stored_ever;
+            // What the next life starts from is on the medium.
+            let (durable, recorded_absent, durably_absent) = (present, absent, absent);
+            let doubtful = stored_ever && !present;
+            *state = State {
+                stored_ever,
+                doubtful,
+                present,
+                absent,
+                durable,
+                recorded_absent,
+                durably_absent,
+                ..State::default()
+            };
+        }
+    }
+
+    /// The store was wiped.
+    pub fn wipe(&mut self) {
+        let stored = self.blocks.iter().map(|state| State { stored_ever: state.stored_ever, ..State::default() });
+        self.blocks = stored.collect();
+    }
+}

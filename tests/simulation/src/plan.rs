@@ -1,0 +1,240 @@
+//! What a seed decides before anything runs.
+
+use std::time::Duration;
+
+use kvhoist::{
+    Config, DiskPath, Layout, WritePolicy,
+    sim::{FaultRates, Rng},
+};
+
+use crate::universe::Universe;
+
+/// How much goes wrong in a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Level {
+    /// Nothing: restarts are orderly.
+    Calm,
+    /// Processes are killed and power is cut.
+    Crashes,
+    /// Operations fail too, in ways that the cache is told of and that harm nothing stored.
+    Errors,
+    /// Disks also lie: bits flip, writes are lost or go astray, reads fail.
+    Lies,
+}
+
+/// Chances of each call; of the sum of all.
+#[derive(Debug, Clone)]
+pub struct Habits {
+    pub weights: [u64; Call::COUNT],
+    /// A future is dropped before it has ended.
+    pub cancel: f64,
+    /// A lease is kept while other calls are made.
+    pub keep: f64,
+    /// A caller pauses between calls.
+    pub pause: f64,
+}
+
+/// What a caller may do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Call {
+    Store,
+    Reserve,
+    Fetch,
+    FetchToDevice,
+    Prefetch,
+    Remove,
+    Match,
+    Load,
+    StoreFrom,
+    Sync,
+    Stats,
+}
+
+impl Call {
+    pub const COUNT: usize = 11;
+    pub const ALL: [Call; Call::COUNT] = [
+        Call::Store,
+        Call::Reserve,
+        Call::Fetch,
+        Call::FetchToDevice,
+        Call::Prefetch,
+        Call::Remove,
+        Call::Match,
+        Call::Load,
+        Call::StoreFrom,
+        Call::Sync,
+        Call::Stats,
+    ];
+
+    pub fn name(self) -> &'static str {
+        const NAMES: [&str; Call::COUNT] = [
+            "store",
+            "reserve",
+            "fetch",
+            "fetch_to_device",
+            "prefetch",
+            "remove",
+            "match_prefix",
+            "load_into",
+            "store_from",
+            "sync",
+            "stats",
+        ];
+        NAMES[self as usize]
+    }
+}
+
+/// Everything that a seed decides beforehand.
+pub struct Plan {
+    pub level: Level,
+    pub config: Config,
+    pub universe: Universe,
+    pub rates: FaultRates,
+    pub copy_failure: f64,
+    pub disk_latency_max: Duration,
+    pub copy_latency_max: Duration,
+    pub lives: u32,
+    pub callers: u64,
+    pub calls_each: u64,
+    pub habits: Habits,
+    /// For what is decided on the way.
+    pub rng: Rng,
+}
+
+impl Plan {
+    pub fn new(seed: u64) -> Self {
+        let mut rng = Rng::new(seed);
+        let level = pick(&mut rng, &[Level::Calm, Level::Crashes, Level::Errors, Level::Errors, Level::Lies]);
+        let (rates, copy_failure) = rates(&mut rng, level);
+        let config = config(&mut rng, level);
+        let slots = config.disk_blocks().max(u64::from(config.host_blocks));
+        // Half of the runs have room for all.
+        let blocks = if rng.chance(0.5) { rng.between(2, slots.max(2)) } else { rng.between(2, 2 * slots + 8) };
+        let universe = Universe::new(&mut rng, blocks.min(80) as usize, config.block_bytes);
+        let milliseconds = |rng: &mut Rng, of: &[u64]| Duration::from_millis(pick(rng, of));
+        Plan {
+            level,
+            rates,
+            copy_failure,
+            disk_latency_max: milliseconds(&mut rng, &[0, 1, 3, 20]),
+            copy_latency_max: milliseconds(&mut rng, &[0, 1, 5]),
+            lives: rng.between(1, 3) as u32,
+            callers: rng.between(1, 6),
+            calls_each: rng.between(5, 50),
+            habits: habits(&mut rng, &config),
+            config,
+            universe,
+            rng,
+        }
+    }
+
+    /// True where callers may run into a limit.
+    pub fn has_tight_limits(&self) -> bool {
+        let config = &self.config;
+        config.movements_max.min(config.waiters_max).min(config.background_max) < 1024
+    }
+
+    /// True where a wait may end at its deadline although nothing is stuck for good.
+    pub fn may_time_out(&self) -> bool {
+        self.rates.stall > 0.0 || self.habits.keep > 0.0 || self.config.deadline_ms < 60_000
+    }
+
+    /// True where what `store` has acknowledged must still be there as long as nothing is evicted from disk.
+    pub fn store_keeps(&self) -> bool {
+        !self.config.disks.is_empty() && self.config.write_policy != WritePolicy::WriteThroughSelective
+    }
+}
+
+fn pick<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
+    of[rng.below(of.len() as u64) as usize]
+}
+
+fn rates(rng: &mut Rng, level: Level) -> (FaultRates, f64) {
+    // Seldom, sometimes, often; or never.
+    let mut rate = |from: Level| {
+        let rate = pick(rng, &[0.0, 0.0, 0.003, 0.02, 0.1]);
+        if level >= from { rate } else { 0.0 }
+    };
+    let mut rates = FaultRates {
+        read_error: rate(Level::Lies),
+        write_error: rate(Level::Errors),
+        sync_error: rate(Level::Errors),
+        short: rate(Level::Errors),
+        bit_flip: rate(Level::Lies),
+        lost_write: rate(Level::Lies),
+        no_space: rate(Level::Errors),
+        misdirected_write: rate(Level::Lies),
+        stall: rate(Level::Errors),
+    };
+    let copy_failure = rate(Level::Errors);
+    if level >= Level::Errors && rng.chance(0.05) {
+        // A disk that is no good at all.
+        match rng.below(3) {
+            0 => rates.write_error = 1.0,
+            1 if level == Level::Lies => rates.read_error = 1.0,
+            _ => rates.sync_error = 1.0,
+        }
+    }
+    (rates, copy_failure)
+}
+
+fn config(rng: &mut Rng, level: Level) -> Config {
+    let block_bytes: usize = pick(rng, &[4096, 4096, 4096, 8192, 16384, 100, 4095, 5000]);
+    let slot_bytes = block_bytes.next_multiple_of(4096) as u64;
+    let device_blocks = if rng.chance(0.5) { rng.between(1, 4) as u32 } else { 0 };
+    let split = rng.between(1, block_bytes as u64 - 1) as usize;
+    let layout = rng.chance(0.5).then(|| Layout::new(vec![split, block_bytes - split]).expect("two segments"));
+    let mut disks: Vec<DiskPath> = (0..rng.between(1, 3))
+        .map(|n| DiskPath { path: format!("disk{n}").into(), blocks: rng.between(2, 24) as u32 })
+        .collect();
+    if rng.chance(0.05) {
+        disks.clear();
+    }
+    let policies = [WritePolicy::WriteThrough, WritePolicy::WriteBack, WritePolicy::WriteThroughSelective];
+    let tight = rng.chance(0.4);
+    let mut limit = |small: &[u32]| if tight { pick(rng, small) } else { 65_536 };
+    let (movements_max, waiters_max, background_max) =
+        (limit(&[1, 2, 4, 16, 65_536]), limit(&[1, 2, 8, 65_536]), limit(&[1, 4, 65_536]));
+    let low_watermark = pick(rng, &[0.0, 0.1, 0.3, 1.0]);
+    let config = Config {
+        block_bytes,
+        host_blocks: pick(rng, &[1, 2, 3, 4, 6, 8, 16]),
+        device_blocks,
+        device_layout: layout.filter(|_| device_blocks > 0),
+        disks,
+        write_policy: pick(rng, &policies),
+        selective_hits: pick(rng, &[1, 2, 3]),
+        read_bytes_in_flight_max: slot_bytes * pick(rng, &[1, 2, 8, 1024]),
+        write_bytes_in_flight_max: slot_bytes * pick(rng, &[1, 2, 8, 1024]),
+        movements_max,
+        waiters_max,
+        background_max,
+        low_watermark,
+        high_watermark: if rng.chance(0.5) { low_watermark } else { 1.0 },
+        quarantine_max: pick(rng, &[0, 2, 1024]),
+        disk_failures_max: pick(rng, &[1, 2, 4, 16]),
+        deadline_ms: if level >= Level::Errors { pick(rng, &[25, 100, 1000, 60_000]) } else { 60_000 },
+        ..Config::default()
+    };
+    config.validate().expect("every choice is within its limits");
+    config
+}
+
+fn habits(rng: &mut Rng, config: &Config) -> Habits {
+    let mut weights = Call::ALL.map(|_| pick(rng, &[0, 1, 3, 10]));
+    // No run without stores and fetches.
+    weights[Call::Store as usize] += 3;
+    weights[Call::Fetch as usize] += 3;
+    weights[Call::Remove as usize] = weights[Call::Remove as usize].min(pick(rng, &[0, 1, 3]));
+    weights[Call::Sync as usize] = weights[Call::Sync as usize].min(pick(rng, &[0, 1, 2]));
+    weights[Call::Stats as usize] = weights[Call::Stats as usize].min(1);
+    if config.device_blocks == 0 {
+        weights[Call::FetchToDevice as usize] = weights[Call::FetchToDevice as usize].min(1);
+    }
+    Habits {
+        weights,
+        cancel: pick(rng, &[0.0, 0.05, 0.3]),
+        keep: pick(rng, &[0.0, 0.2, 0.6]),
+        pause: pick(rng, &[0.0, 0.1, 0.5]),
+    }
+}

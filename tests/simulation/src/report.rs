@@ -1,0 +1,157 @@
+//! What a run was, in numbers.
+
+use std::fmt;
+
+use kvhoist::{
+    io::OpKind,
+    sim::{CopyCounts, Counts, FaultKind},
+};
+
+use crate::plan::Call;
+
+/// What was done and what went wrong, in one run or in many.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Report {
+    /// Seeds run.
+    pub runs: u64,
+    /// Lives of caches.
+    pub lives: u64,
+    /// Calls, in the order in which they are printed.
+    pub calls: [u64; Call::COUNT],
+    /// Futures dropped before they ended.
+    pub dropped: u64,
+    /// Blocks found.
+    pub hits: u64,
+    /// Blocks not found.
+    pub misses: u64,
+    /// Blocks found that had to be found.
+    pub hits_promised: u64,
+    /// Blocks not found that must not be found.
+    pub misses_promised: u64,
+    /// Answers that were `Error::Busy`.
+    pub busy: u64,
+    /// Answers that were `Error::Timeout`.
+    pub timeouts: u64,
+    /// Answers that were other errors.
+    pub failed: u64,
+    /// Lives that a power cut ended.
+    pub power_cuts: u64,
+    /// Lives that ended with their process.
+    pub kills: u64,
+    /// Lives that ended by `close`.
+    pub closes: u64,
+    /// Lives that ended with the last handle.
+    pub drops: u64,
+    /// Stores that were refused because of what lying disks had done to them, and wiped.
+    pub wipes: u64,
+    /// Lives in which the disk tier took no more blocks.
+    pub read_only: u64,
+    /// Lives in which the disk tier was out of service.
+    pub retired: u64,
+    /// Slots quarantined.
+    pub quarantined: u64,
+    /// Blocks evicted, in all tiers.
+    pub evictions: u64,
+    /// Blocks read from disk that were not what they should be.
+    pub checksum_failures: u64,
+    /// Operations that the disks began.
+    pub disk_operations: u64,
+    /// Copies begun.
+    pub copies: u64,
+    /// Copies that failed.
+    pub copy_failures: u64,
+    /// Faults injected, by `OpKind as usize` and `FaultKind as usize`.
+    pub faults: [[u64; FaultKind::COUNT]; 3],
+    /// Of every answer and every operation, in order.
+    pub digest: u64,
+}
+
+impl Report {
+    pub(crate) fn add_world(&mut self, storage: &Counts, copies: &CopyCounts) {
+        self.disk_operations += storage.started.iter().sum::<u64>();
+        self.copies += copies.started;
+        self.copy_failures += copies.failed;
+        for (sum, counts) in self.faults.iter_mut().zip(storage.faults_by_kind) {
+            sum.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        }
+    }
+
+    /// Adds another run's numbers.
+    pub fn add(&mut self, other: &Report) {
+        for (mine, theirs) in self.numbers_mut().into_iter().zip(other.clone().numbers_mut()) {
+            *mine += *theirs;
+        }
+        self.calls.iter_mut().zip(other.calls).for_each(|(sum, count)| *sum += count);
+        for (sum, counts) in self.faults.iter_mut().zip(other.faults) {
+            sum.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
+        }
+        self.digest = self.digest.rotate_left(1) ^ other.digest;
+    }
+
+    fn numbers_mut(&mut self) -> [&mut u64; 23] {
+        [
+            &mut self.runs,
+            &mut self.lives,
+            &mut self.dropped,
+            &mut self.hits,
+            &mut self.misses,
+            &mut self.hits_promised,
+            &mut self.misses_promised,
+            &mut self.busy,
+            &mut self.timeouts,
+            &mut self.failed,
+            &mut self.power_cuts,
+            &mut self.kills,
+            &mut self.closes,
+            &mut self.drops,
+            &mut self.wipes,
+            &mut self.read_only,
+            &mut self.retired,
+            &mut self.quarantined,
+            &mut self.evictions,
+            &mut self.checksum_failures,
+            &mut self.disk_operations,
+            &mut self.copies,
+            &mut self.copy_failures,
+        ]
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let calls: u64 = self.calls.iter().sum();
+        writeln!(
+            f,
+            "{} runs of {} lives, {calls} calls ({} dropped in mid-work)",
+            self.runs, self.lives, self.dropped
+        )?;
+        for call in Call::ALL {
+            write!(f, "  {} {}", call.name(), self.calls[call as usize])?;
+        }
+        writeln!(f)?;
+        writeln!(
+            f,
+            "answers: {} hits ({} of them promised), {} misses ({} promised), {} busy, {} timeouts, {} other errors",
+            self.hits, self.hits_promised, self.misses, self.misses_promised, self.busy, self.timeouts, self.failed
+        )?;
+        writeln!(
+            f,
+            "lives ended by: {} power cuts, {} kills, {} closes, {} drops; {} stores wiped",
+            self.power_cuts, self.kills, self.closes, self.drops, self.wipes
+        )?;
+        writeln!(
+            f,
+            "disk tiers: {} took no more blocks, {} out of service; {} slots quarantined, {} checksum failures, \
+             {} evictions in all tiers",
+            self.read_only, self.retired, self.quarantined, self.checksum_failures, self.evictions
+        )?;
+        write!(f, "{} disk operations, faults:", self.disk_operations)?;
+        const KINDS: [&str; FaultKind::COUNT] = ["error", "no space", "short", "bit flip", "lost", "astray", "stall"];
+        for kind in [OpKind::Read, OpKind::Write, OpKind::Sync] {
+            for (name, count) in KINDS.iter().zip(self.faults[kind as usize]).filter(|(_, count)| *count > 0) {
+                write!(f, " {} {name} {count},", kind.name())?;
+            }
+        }
+        write!(f, " copy {} of {}", self.copy_failures, self.copies)
+    }
+}
