@@ -203,6 +203,8 @@ impl Shared {
                     state.disk_service.check_writes()?;
                 }
                 if let Some(slot) = self.take_slot(&mut state, tier) {
+                    // What was woken for may have been more than one slot: an evicted leaf uncovers its parent.
+                    self.offer_slot(&state, tier);
                     return Ok(Filling { shared: Some(Arc::clone(self)), tier, slot });
                 }
                 state.check_may_wait(tier)?;
@@ -252,13 +254,19 @@ impl Shared {
     /// Gives a slot back that holds nothing.
     fn release_slot(&self, state: &mut State, tier: Tier, slot: u32) {
         state.push_free(tier, slot);
-        self.slot_became_available(state, tier);
+        self.offer_slot(state, tier);
     }
 
-    /// Wakes a waiter for a slot of `tier`, if there is one.
-    pub(crate) fn slot_became_available(&self, state: &State, tier: Tier) {
-        if state.slot_waiters[tier as usize] > 0 {
+    /// Wakes a waiter for a slot of `tier` if there is one and a slot for it, or what can make one. To be called
+    /// whenever a slot came free, a block may be evicted that could not be, or one became dirty.
+    pub(super) fn offer_slot(&self, state: &State, tier: Tier) {
+        if state.slot_waiters[tier as usize] == 0 {
+            return;
+        }
+        if state.free_slots(tier) > 0 || state.index.evictable(tier) > 0 {
             self.slot_freed[tier as usize].notify_one();
+        } else if tier == Tier::Host && self.write_back_is_due(state, 0, 0.0) {
+            self.write_back.notify_one();
         }
     }
 
@@ -270,12 +278,7 @@ impl Shared {
             }
             state.push_free(tier, slot);
         }
-        if unpin.freed.is_some() || unpin.evictable {
-            self.slot_became_available(state, tier);
-        }
-        if tier == Tier::Host && state.slot_waiters[tier as usize] > 0 && self.write_back_is_due(state, 0, 0.0) {
-            self.write_back.notify_one();
-        }
+        self.offer_slot(state, tier);
     }
 
     /// Forgets `key`; `None` if it was resident nowhere. Pinned copies stay until their last reader
@@ -295,7 +298,7 @@ impl Shared {
                 state.disk_slots().clear(slot);
             }
             state.push_free(tier, slot);
-            self.slot_became_available(&state, tier);
+            self.offer_slot(&state, tier);
         }
         Ok(Some(Removed { disk_slot }))
     }

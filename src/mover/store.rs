@@ -73,7 +73,10 @@ impl Shared {
             filling.release(&mut state);
             self.metrics.stores_known.add(1);
         }
-        self.apply_policy(&mut state, id, key)
+        let committed = self.apply_policy(&mut state, id, key);
+        // Nobody may ever pin it: then no unpin wakes who waits for its slot.
+        self.offer_slot(&state, Tier::Host);
+        committed
     }
 
     fn apply_policy(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
