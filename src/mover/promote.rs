@@ -366,13 +366,16 @@ impl Shared {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
         state.index.abort_fill(id, Tier::Host);
+        // Of a block that was removed meanwhile this pin is the last trace: its slot is free already, its entry gone.
+        let removed = state.index.slot(id, Tier::Disk) != Some(slot);
         pin.release(&mut state);
         let mut quarantined = None;
-        if state.index.slot(id, Tier::Disk) == Some(slot) && state.index.drop_copy(id, Tier::Disk).is_some() {
+        if !removed && state.index.drop_copy(id, Tier::Disk).is_some() {
             let slots = state.disk_slots();
             slots.clear(slot);
             slots.quarantine(slot);
             quarantined = Some(slots.quarantined_count());
+            self.offer_slot(&state, Tier::Disk);
         }
         filling.release(&mut state);
         drop(state);
