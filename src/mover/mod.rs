@@ -166,7 +166,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn start(self: &Rc<Self>, command: Command) {
         let this = Rc::clone(self);
         match command {
-            Command::Promote { key, to, class } => self.spawn(async move { this.promote(key, to, class).await }),
+            Command::Promote { key, to, class } => {
+                // Else a movement that could not wait for this command has started it.
+                if self.shared.lock().flights.start(&key, to) {
+                    self.spawn(async move { this.promote(key, to, class).await });
+                }
+            }
             Command::Load { jobs, reply } => self.spawn(async move { reply(this.load(jobs).await) }),
             Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
             // A caller that is gone does not want the answer.

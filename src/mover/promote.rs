@@ -273,17 +273,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let receiver = match self.shared.promote(key, Tier::Host)?.0 {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
                 Promotion::Miss => return Ok(None),
-                Promotion::Joined(receiver) => receiver,
-                // A movement of its own: it may be overdue, and then we go on without it.
-                Promotion::Started(receiver) => {
-                    let (this, key) = (Rc::clone(self), *key);
-                    self.spawn(async move {
-                        let outcome = this.fill_host(&key, class).await;
-                        this.land(&key, Tier::Host, outcome);
-                    });
-                    receiver
-                }
+                Promotion::Joined(receiver) | Promotion::Started(receiver) => receiver,
             };
+            // Also one that a caller began: its command may wait in the channel for movements like this one to end.
+            if self.shared.lock().flights.start(key, Tier::Host) {
+                // A movement of its own: it may be overdue, and then we go on without it.
+                let (this, key) = (Rc::clone(self), *key);
+                self.spawn(async move {
+                    let outcome = this.fill_host(&key, class).await;
+                    this.land(&key, Tier::Host, outcome);
+                });
+            }
             if let Settled::Ended(outcome) = self.shared.settle(receiver).await {
                 return outcome;
             }
@@ -381,9 +381,11 @@ impl Shared {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
         state.index.abort_fill(id, Tier::Host);
+        // Of a block that was removed meanwhile this pin is the last trace: its slot is free already, its entry gone.
+        let removed = state.index.slot(id, Tier::Disk) != Some(slot);
         pin.release(&mut state);
         let mut quarantined = None;
-        if state.index.slot(id, Tier::Disk) == Some(slot) && state.index.drop_copy(id, Tier::Disk).is_some() {
+        if !removed && state.index.drop_copy(id, Tier::Disk).is_some() {
             let slots = state.disk_slots();
             slots.clear(slot);
             slots.quarantine(slot);
