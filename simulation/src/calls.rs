@@ -119,8 +119,8 @@ pub async fn fetch_to_device(caller: &mut Caller, cancel: Cancel) -> End {
 pub fn check_found(caller: &Caller, began: Began, found: bool) {
     let context = &caller.context;
     let claims = context.claims(&caller.cache, &caller.world);
-    let model = context.model.borrow();
-    context.check(if found { model.found(began) } else { model.missed(began, claims) });
+    let mut model = context.model.borrow_mut();
+    context.check(model.answered(began, found, claims));
     let mut report = context.report.borrow_mut();
     match found {
         true => report.hits += 1,
@@ -170,11 +170,8 @@ pub fn match_prefix(caller: &mut Caller) -> End {
     }
     let model = caller.context.model.borrow();
     let claims = caller.context.claims(&caller.cache, &caller.world);
-    for &block in &path[..length.min(path.len())] {
-        caller.context.check(model.found(model.begin(block)));
-    }
-    if let Some(&first) = path.get(length) {
-        caller.context.check(model.missed(model.begin(first), claims));
+    for (at, &block) in path.iter().enumerate().take(length + 1) {
+        caller.context.check(model.listed(model.begin(block), at < length, claims));
     }
     let tiers = found.tiers().iter().fold(0, |sum, tier| sum * 3 + *tier as u64);
     End::Done(1000 + tiers % 1000)

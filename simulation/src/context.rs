@@ -164,7 +164,7 @@ impl Context {
                 rate > 0.0
             }
             Error::Copy { .. } => plan.copy_failure > 0.0,
-            Error::Refused { .. } => plan.level >= Level::Errors,
+            Error::Refused { .. } => plan.level >= Level::Crashes,
             Error::Unavailable { tier: "disk", .. } => plan.level >= Level::Crashes,
             Error::Unavailable { tier: "device", .. } => plan.config.device_blocks == 0,
             Error::Closed => closing,

@@ -65,6 +65,9 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
         remains
     });
     drop(pool);
+    for entry in world.storage.log() {
+        context.say(|| format!("disk: {entry:?}"));
+    }
     let mut report = context.report.borrow_mut();
     report.lives += 1;
     report.add_world(&world.storage.counts(), &world.copy.counts());

@@ -25,6 +25,9 @@ struct State {
     removes_begun: u64,
     /// A store was dropped in this life: its write may end at any time.
     write_loose: bool,
+    /// A life before was cut off, and may have left a record of the block whose payload is torn. A store of such a block
+    /// is acknowledged without a write, and the first read finds out.
+    doubtful: bool,
     present: bool,
     absent: bool,
     /// Absent, and the remove said that its record is written.
@@ -120,7 +123,7 @@ impl Model {
         }
         state.write_loose |= matches!(end, StoreEnd::Dropped | StoreEnd::GoesOn | StoreEnd::Failed);
         let undisturbed = state.removes == 0 && state.removes_begun == began.removes;
-        if end == StoreEnd::Acknowledged && undisturbed && keeps {
+        if end == StoreEnd::Acknowledged && undisturbed && keeps && !state.doubtful {
             state.present = true;
         }
     }
@@ -145,22 +148,22 @@ impl Model {
         }
     }
 
-    /// What is wrong with having found the block, if anything is.
-    pub fn found(&self, began: Began) -> Result<(), String> {
-        let state = &self.blocks[began.block];
-        if !state.stored_ever {
-            return Err(format!("block {} was found, and nobody ever stored it", began.block));
-        }
-        if began.must_miss && state.stores_begun == began.stores {
-            return Err(format!("block {} was found, and it was removed", began.block));
-        }
-        Ok(())
+    /// What is wrong with having found the block, or with having missed it, if anything is.
+    pub fn answered(&mut self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
+        self.blocks[began.block].doubtful = false;
+        self.listed(began, found, claims)
     }
 
-    /// What is wrong with not having found the block, if anything is.
-    pub fn missed(&self, began: Began, claims: Claims) -> Result<(), String> {
+    /// The same where only the index was asked.
+    pub fn listed(&self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
         let state = &self.blocks[began.block];
-        if began.must_hit && state.removes_begun == began.removes && claims.keeps {
+        if found && !state.stored_ever {
+            return Err(format!("block {} was found, and nobody ever stored it", began.block));
+        }
+        if found && began.must_miss && state.stores_begun == began.stores {
+            return Err(format!("block {} was found, and it was removed", began.block));
+        }
+        if !found && began.must_hit && state.removes_begun == began.removes && claims.keeps {
             return Err(format!("block {} was not found, and it must be there: {state:?}", began.block));
         }
         Ok(())
@@ -193,8 +196,17 @@ impl Model {
             let stored_ever = state.stored_ever;
             // What the next life starts from is on the medium.
             let (durable, recorded_absent, durably_absent) = (present, absent, absent);
-            *state =
-                State { stored_ever, present, absent, durable, recorded_absent, durably_absent, ..State::default() };
+            let doubtful = stored_ever && !present;
+            *state = State {
+                stored_ever,
+                doubtful,
+                present,
+                absent,
+                durable,
+                recorded_absent,
+                durably_absent,
+                ..State::default()
+            };
         }
     }
 

@@ -191,12 +191,14 @@ impl Reactor {
     /// As [`check_balance`](Self::check_balance).
     pub async fn settle(&self, patience: Duration) -> std::result::Result<(), String> {
         let give_up = tokio::time::Instant::now() + patience;
+        let mut pause = Duration::from_millis(1);
         loop {
             let balance = self.check_balance();
             if balance.is_ok() || tokio::time::Instant::now() >= give_up {
                 return balance;
             }
-            tokio::time::sleep(Duration::from_millis(1)).await;
+            tokio::time::sleep(pause).await;
+            pause *= 2;
         }
     }
 

@@ -47,8 +47,11 @@ impl Index {
     pub fn validate_idle(&self) -> Result<(), String> {
         self.validate()?;
         for (id, entry) in &self.entries {
-            let held = Tier::ALL.iter().any(|tier| entry.place(*tier).pins > 0 || entry.has(*tier, FILLING));
-            ensure!(!held && !entry.removed, "entry {id} {:?} is pinned, filling or removed", entry.key);
+            for tier in Tier::ALL {
+                let (pins, filling) = (entry.place(tier).pins, entry.has(tier, FILLING));
+                ensure!(pins == 0, "entry {id} {:?} has {pins} pins in {tier}", entry.key);
+                ensure!(!filling, "entry {id} {:?} is being filled in {tier}", entry.key);
+            }
         }
         Ok(())
     }
