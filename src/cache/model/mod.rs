@@ -209,7 +209,7 @@ fn a_ticket_is_good_for_its_own_flight_only() {
             assert!(fetch(&cache, 0).await && fetch(&cache, 1).await && fetch(&cache, 2).await);
             let wanted = key(0);
             let again = cache.fetch(&wanted);
-            drop(gone.send(()));
+            gone.send(()).expect("the other waits");
             assert_is(&again.await.expect("fetch").expect("on disk"), 0);
         });
         [parks, goes_on].into_iter().for_each(|caller| caller.join().expect("no panic"));
