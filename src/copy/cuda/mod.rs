@@ -116,7 +116,11 @@ impl CudaCopy {
             return Err(Error::Unavailable { tier: "device", reason });
         }
         let key = format!("{} {}", gpu.device().pci_address, options.blocks_max);
-        let calibration = method::kept(&key, || calibrate::calibrate(gpu, &launcher))?;
+        let calibration = method::kept(&key, || calibrate::calibrate(gpu, &launcher)).unwrap_or_else(|error| {
+            // Without pinned memory there is nothing to choose from.
+            tracing::warn!(%error, "the ways to copy could not be measured; each copy is a call of the driver's own");
+            Arc::default()
+        });
         let (pins, pinned) = pin(gpu, arena);
         let lane = |direction| -> Result<_> {
             let streams = (0..STREAMS).map(|_| Ok((Stream::new(gpu)?, VecDeque::new())));
