@@ -6,6 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     block::Layout,
+    copy::cuda::CopyMethod,
     error::{Error, Result},
     io::IO_ALIGN,
 };
@@ -34,6 +35,19 @@ pub enum StorageKind {
     Uring,
     /// A pool of threads that call `pread` and `pwrite`.
     Blocking,
+}
+
+/// What the device tier is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceKind {
+    /// A CUDA device, or host memory that plays one (with a warning) where there is none.
+    #[default]
+    Auto,
+    /// Host memory that plays a device.
+    Simulated,
+    /// A CUDA device, or an error.
+    Cuda,
 }
 
 /// What to do where a path has no direct I/O.
@@ -67,6 +81,15 @@ pub struct Config {
     pub host_blocks: u32,
     /// Slots in device memory. 0: no device tier.
     pub device_blocks: u32,
+    /// What the device tier is made of.
+    pub device: DeviceKind,
+    /// Which CUDA device, as CUDA counts.
+    pub device_ordinal: u32,
+    /// How copies to and from a CUDA device are made. `None`: whatever is quickest there, as measured when the cache is
+    /// opened. The environment's `KVHOIST_COPY` (`auto`, `loop`, `batch`, `kernel`) goes before this.
+    pub copy: Option<CopyMethod>,
+    /// Thread blocks of 512 threads that the copy kernel may use at a time. 1 to 1024.
+    pub copy_blocks_max: u32,
     /// How a block lies in device memory; its segments sum to `block_bytes`. `None`: one segment.
     pub device_layout: Option<Layout>,
     /// The disk tier's files or devices; slots are striped over them. Empty: no disk tier.
@@ -113,6 +136,10 @@ impl Default for Config {
             block_bytes: 64 << 10,
             host_blocks: 1024,
             device_blocks: 0,
+            device: DeviceKind::default(),
+            device_ordinal: 0,
+            copy: None,
+            copy_blocks_max: 32,
             device_layout: None,
             disks: Vec::new(),
             namespace: "default".into(),
@@ -152,6 +179,7 @@ impl Config {
         check("block_bytes", self.block_bytes, 1, block_bytes_max, "bytes")?;
         check("host_blocks", self.host_blocks, 1, u32::MAX >> 1, "slots")?;
         check("device_blocks", self.device_blocks, 0, u32::MAX >> 1, "slots")?;
+        check("copy_blocks_max", self.copy_blocks_max, 1, 1024, "thread blocks")?;
         check("selective_hits", self.selective_hits, 1, u8::MAX, "hits")?;
         check("blocking_threads", self.blocking_threads, 1, 256, "threads")?;
         let slot_bytes = self.slot_bytes() as u64;
@@ -248,11 +276,12 @@ mod tests {
     #[test]
     fn every_wrong_field_is_named() {
         type Spoil = fn(&mut Config);
-        let cases: [(&str, Spoil); 19] = [
+        let cases: [(&str, Spoil); 20] = [
             ("block_bytes", |c| c.block_bytes = 0),
             ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
             ("host_blocks", |c| c.host_blocks = 0),
             ("device_blocks", |c| c.device_blocks = u32::MAX),
+            ("copy_blocks_max", |c| c.copy_blocks_max = 0),
             ("selective_hits", |c| c.selective_hits = 0),
             ("blocking_threads", |c| c.blocking_threads = 0),
             ("read_bytes_in_flight_max", |c| c.read_bytes_in_flight_max = 1),

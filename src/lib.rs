@@ -1,6 +1,7 @@
 //! A tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
 //!
-//! See [`Cache`] for what callers hold, [`Config`] for what it is opened with, [`PrefixChain`] for keys.
+//! See [`Cache`] for what callers hold, [`Config`] for what it is opened with, [`PrefixChain`] for keys, [`store`] for
+//! looking at a store on disk without opening a cache on it.
 //!
 //! Nothing here spawns onto the caller's runtime: a reactor thread of the cache's own moves the blocks, so its futures
 //! can be awaited anywhere, and on a plain thread with [`block_on`].
@@ -12,10 +13,12 @@ pub mod checksum;
 pub mod config;
 pub mod copy;
 pub mod error;
+pub mod gpu;
 pub mod index;
 pub mod io;
 mod metrics;
 mod mover;
+pub mod store;
 mod sync;
 pub mod tier;
 
@@ -26,7 +29,7 @@ pub use cache::sim;
 pub use cache::{
     Builder, Cache, Completion, CompletionQueue, DeviceLease, Lease, Region, Reservation, RouteStats, Stats, TierStats,
 };
-pub use config::{Config, DirectIo, DiskPath, StorageKind, WritePolicy};
+pub use config::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
 pub use error::{Error, Result};
 pub use index::PrefixMatch;
 

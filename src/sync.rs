@@ -1,13 +1,21 @@
 //! The one lock, so that a model checker can be put in its place.
 
-use std::sync::MutexGuard;
+#[cfg(test)]
+mod modelled;
+
+#[cfg(test)]
+use modelled as primitives;
+#[cfg(not(test))]
+use std::sync as primitives;
+
+pub(crate) use primitives::MutexGuard;
 
 /// A mutex whose holders never panic, and so is never poisoned.
-pub(crate) struct Mutex<T>(std::sync::Mutex<T>);
+pub(crate) struct Mutex<T>(primitives::Mutex<T>);
 
 impl<T> Mutex<T> {
     pub(crate) fn new(value: T) -> Self {
-        Mutex(std::sync::Mutex::new(value))
+        Mutex(primitives::Mutex::new(value))
     }
 
     /// Locks. A poisoned lock means that an invariant broke under it: going on could serve wrong

@@ -1,15 +1,21 @@
 //! A crash at any instant: what the next start serves is what was completely stored, or a miss.
 
 mod common;
+mod crash;
 
 use std::{
-    io::{BufRead, BufReader, Read, Write},
-    os::unix::fs::FileExt,
+    collections::BTreeMap,
+    fs::File,
+    io::{BufRead, BufReader},
+    os::unix::{fs::FileExt, process::ExitStatusExt},
     process::{Command, Stdio},
+    time::{Duration, Instant},
 };
 
 use common::{BLOCK_BYTES, Rng, config, directory, fetch_verified, key, payload, store, store_file};
-use kvhoist::{Cache, StorageKind, Tier, WritePolicy, block_on};
+use crash::{Checked, Death, History, Plan};
+use kvhoist::{Cache, StorageKind, block_on};
+use tempfile::TempDir;
 
 const CHILD: &str = "KVHOIST_CRASH_CHILD";
 const SLOTS: u32 = 64;
@@ -17,90 +23,113 @@ const SLOTS: u32 = 64;
 /// Not a test of its own: what the child process of the next one runs, under load until it is killed.
 #[test]
 fn child() {
-    let Ok(directory) = std::env::var(CHILD) else { return };
-    let settings = kvhoist::Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 8,
-        disks: vec![kvhoist::DiskPath { path: directory.into(), blocks: SLOTS }],
-        write_policy: WritePolicy::WriteThrough,
-        ..kvhoist::Config::default()
-    };
-    let cache = block_on(Cache::open(settings)).expect("open");
-    let mut out = std::io::stdout().lock();
-    for n in 0.. {
-        block_on(store(&cache, n));
-        if n % 16 == 15 {
-            block_on(cache.sync()).expect("sync");
-            // The parent reads what was acknowledged as durable.
-            writeln!(out, "synced {n}").expect("a parent that reads");
-            out.flush().expect("a parent that reads");
-        }
+    if let Ok(plan) = std::env::var(CHILD) {
+        crash::run(&Plan::from_text(&plan), &crash::print);
     }
 }
 
 #[test]
-fn a_killed_process_leaves_what_it_stored_or_a_miss() {
-    let mut rng = Rng(common::seed());
+fn a_killed_process_leaves_what_it_acknowledged_and_nothing_wrong() {
     let kills = std::env::var("KVHOIST_KILLS").ok().and_then(|text| text.parse().ok()).unwrap_or(10);
-    let dir = directory();
+    let mut rng = Rng(common::seed());
+    let mut worlds: Vec<World> = (0..8).map(|kind| World::new(kind, rng.next())).collect();
+    let (mut all, mut instants) = (Checked::default(), BTreeMap::<String, u32>::new());
     for kill in 0..kills {
-        let synced = run_and_kill(dir.path(), 1 + rng.below(4), rng.below(3_000));
-        let settings = config(&dir, StorageKind::Auto, 8, SLOTS);
-        let cache = block_on(Cache::open(settings)).expect("a killed process leaves a store that opens");
-        let mut served = 0;
-        for n in 0..synced + 2_000 {
-            served += u64::from(block_on(fetch_verified(&cache, n)));
+        let world = &mut worlds[kill % 8];
+        if world.history.next() + 256 > world.plan.end {
+            *world = World::new(kill % 8, rng.next());
         }
-        // The newest blocks before the last sync cannot have been evicted by more than what came after it; those that
-        // the child stored later may have taken the place of older ones.
-        let stats = cache.stats();
-        assert!(served > 0, "kill {kill}: nothing of {synced} synced blocks is served");
-        assert!(stats.tier(Tier::Disk).resident <= u64::from(SLOTS));
-        block_on(cache.close()).expect("close");
-    }
-}
-
-/// Runs the child until it has synced `syncs` times and then some, and kills it. The last block known to be synced.
-fn run_and_kill(directory: &std::path::Path, syncs: u64, spins: u64) -> u64 {
-    let mut child = Command::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", "child", "--nocapture", "--test-threads", "1"])
-        .env(CHILD, directory)
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .expect("spawn");
-    let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines();
-    let mut synced = 0;
-    for _ in 0..syncs {
-        let line = lines.by_ref().map_while(Result::ok).find(|line| line.contains("synced "));
-        let line = line.expect("the child stores until it is killed");
-        let (_, n) = line.split_once("synced ").expect("found above");
-        synced = n.parse().expect("a number");
-    }
-    // A random while longer, so that the kill comes at any point of a store.
-    for _ in 0..spins * 100 {
-        std::hint::spin_loop();
-    }
-    child.kill().expect("SIGKILL");
-    child.wait().expect("reaped");
-    // What it printed before the end counts too.
-    let mut rest = String::new();
-    drop(lines.into_inner_text(&mut rest));
-    let last = rest.lines().filter_map(|line| line.split_once("synced ")?.1.parse().ok()).next_back();
-    last.unwrap_or(synced)
-}
-
-trait IntoInnerText {
-    fn into_inner_text(self, rest: &mut String) -> std::io::Result<usize>;
-}
-
-impl<R: Read> IntoInnerText for std::io::Lines<BufReader<R>> {
-    fn into_inner_text(self, rest: &mut String) -> std::io::Result<usize> {
-        for line in self.map_while(Result::ok) {
-            rest.push_str(&line);
-            rest.push('\n');
+        world.run_and_kill(&mut rng);
+        let last = world.history.last.split(' ').next().expect("a word").to_owned();
+        *instants.entry(last).or_default() += 1;
+        match world.check() {
+            Ok(checked) => all += checked,
+            Err(wrong) => panic!("kill {kill} after {:?} of {:?}: {wrong}", world.history.last, world.plan),
         }
-        Ok(rest.len())
+    }
+    println!("{kills} kills: {all:?}; the last words were {instants:?}");
+    assert!(kills == 0 || all.kept > 0, "every kill came too early to show anything");
+}
+
+/// A store, and what is known of its past.
+struct World {
+    directories: Vec<TempDir>,
+    plan: Plan,
+    history: History,
+}
+
+impl World {
+    /// One of eight kinds: both engines, both policies, with and without eviction, on one path and on three.
+    fn new(kind: usize, seed: u64) -> Self {
+        let (evicts, several) = (kind & 2 != 0, kind & 1 != (kind >> 2) & 1);
+        let directories: Vec<TempDir> = (0..if several { 3 } else { 1 }).map(|_| directory()).collect();
+        let plan = Plan {
+            disks: directories.iter().map(|dir| dir.path().to_owned()).collect(),
+            blocks: if evicts { 96 } else { 2_048 } / directories.len() as u32,
+            block_bytes: if several { 5_000 } else { 4_096 },
+            storage: if kind & 1 == 0 { StorageKind::Uring } else { StorageKind::Blocking },
+            write_back: kind & 4 != 0,
+            evicts,
+            first: 0,
+            end: 2_000,
+            seed,
+        };
+        World { directories, plan, history: History::default() }
+    }
+
+    /// Runs the child up to a random word of its own, and kills it a random moment later.
+    fn run_and_kill(&mut self, rng: &mut Rng) {
+        let words = ["opening", "opened", "store", "stored", "synced", "remove", "closing"];
+        // The first death of a store comes when there is something to lose.
+        let word = if self.history.next() == 0 { "synced" } else { words[rng.below(7) as usize] };
+        let times = 1 + rng.below(3);
+        let magnitude = rng.below(13);
+        let moment = Duration::from_micros(rng.below(1 << magnitude));
+        (self.plan.first, self.plan.seed) = (self.history.next(), rng.next());
+        let mut child = Command::new(std::env::current_exe().expect("this test"))
+            .args(["--exact", "child", "--nocapture", "--test-threads", "1"])
+            .env(CHILD, self.plan.to_text())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("spawn");
+        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines().map_while(Result::ok);
+        let mut seen = 0;
+        while seen < times {
+            // A child that came to the end of its plan dies a natural death.
+            let Some(line) = lines.next() else { break };
+            if self.history.read(&line) {
+                seen += u64::from(self.history.last.split(' ').next() == Some(word));
+            }
+        }
+        // Not a wait for anything: the kill is to come at any point of what follows the word.
+        let until = Instant::now() + moment;
+        while Instant::now() < until {
+            std::hint::spin_loop();
+        }
+        child.kill().expect("SIGKILL");
+        // What it said before the end counts too.
+        lines.for_each(|line| {
+            self.history.read(&line);
+        });
+        let status = child.wait().expect("reaped");
+        assert!(status.success() || status.signal() == Some(libc::SIGKILL), "{status} after {:?}", self.history.last);
+        self.history.end(&self.plan, Death::Process);
+    }
+
+    /// Holds a copy to the history: the store itself keeps the traces of all its crashes.
+    fn check(&self) -> Result<Checked, String> {
+        let copies: Vec<TempDir> = self.directories.iter().map(|_| directory()).collect();
+        for (dir, copy) in self.directories.iter().zip(&copies) {
+            // The kernel ends the writes of a killed process, and then its lock.
+            let Ok(file) = File::open(store_file(dir)) else { continue };
+            file.lock().expect("a lock");
+            std::fs::copy(store_file(dir), store_file(copy)).expect("copied");
+        }
+        let plan = Plan { disks: copies.iter().map(|dir| dir.path().to_owned()).collect(), ..self.plan.clone() };
+        let cache = block_on(Cache::open(plan.config())).map_err(|error| error.to_string())?;
+        let checked = block_on(self.history.check(&plan, &cache))?;
+        block_on(cache.close()).map_err(|error| error.to_string())?;
+        Ok(checked)
     }
 }
 

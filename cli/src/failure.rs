@@ -13,6 +13,8 @@ impl Failure {
     /// Exit status of wrong flags, inputs and stores: mend them and try again.
     pub const USAGE: u8 = 2;
     const RUN: u8 = 1;
+    // 128 and SIGINT's number, as shells have it.
+    const INTERRUPTED: u8 = 130;
 
     /// A wrong flag, input or store.
     pub fn usage(text: impl Into<String>) -> Self {
@@ -22,6 +24,11 @@ impl Failure {
     /// The run itself failed.
     pub fn run(text: impl Into<String>) -> Self {
         Failure { text: text.into(), status: Self::RUN }
+    }
+
+    /// The user wanted no more: neither good nor bad news.
+    pub fn interrupted() -> Self {
+        Failure { text: "interrupted".into(), status: Self::INTERRUPTED }
     }
 
     /// What the process exits with.

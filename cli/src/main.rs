@@ -1,17 +1,21 @@
 //! The `kvhoist` command.
 
-mod failure;
+mod bench;
 mod generator;
+mod inspect;
+mod interrupt;
 mod payload;
 mod plot;
+mod progress;
 mod replay;
 mod report;
-mod size;
-mod trace;
+mod store;
+mod verify;
 
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand, error::ErrorKind};
+use kvhoist_cli::{failure, size, trace};
 
 use crate::failure::Failure;
 
@@ -27,6 +31,13 @@ struct Cli {
 enum Command {
     /// Replay a trace of prefix chains through the cache and verify every byte that comes back.
     Replay(Box<replay::Args>),
+    /// Measure the routes of this machine against its bare hardware.
+    Bench(bench::Args),
+    /// Say what a store is and how full, from its superblocks and record tables. Changes nothing.
+    Inspect(inspect::Args),
+    /// Read a whole store and check every checksum. Changes nothing. Exit status: 0 clean, 1 damage found, 2 no store
+    /// or wrong flags, 130 interrupted.
+    Verify(verify::Args),
 }
 
 fn main() -> ExitCode {
@@ -38,6 +49,9 @@ fn main() -> ExitCode {
     };
     let result = match cli.command {
         Command::Replay(args) => replay::run(&args),
+        Command::Bench(args) => bench::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
+        Command::Verify(args) => verify::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -1,6 +1,9 @@
 //! Sizes as people write them.
 
 /// Parses `65536`, `64K`, `64KiB`, `1M`, `1MiB`, `2G`, `2GiB`: binary units.
+///
+/// # Errors
+/// What was found and what was expected.
 pub fn parse_bytes(text: &str) -> Result<usize, String> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);

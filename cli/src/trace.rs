@@ -24,6 +24,9 @@ pub struct Request {
 }
 
 /// Reads a whole trace; errors name the line.
+///
+/// # Errors
+/// [`Failure::USAGE`] for what is no trace file.
 pub fn read(path: &Path) -> Result<Vec<Request>, Failure> {
     let shown = path.display();
     let wrong = |error: std::io::Error| Failure::usage(format!("--trace {shown}: {error}; expected a trace file"));
@@ -34,7 +37,11 @@ pub fn read(path: &Path) -> Result<Vec<Request>, Failure> {
     parse(BufReader::new(file)).map_err(|what| Failure::usage(format!("--trace {shown}: {what}")))
 }
 
-fn parse(mut reader: impl BufRead) -> Result<Vec<Request>, String> {
+/// Reads a trace from anything; errors begin with the line.
+///
+/// # Errors
+/// What was found in which line, and what was expected.
+pub fn parse(mut reader: impl BufRead) -> Result<Vec<Request>, String> {
     let mut requests = Vec::new();
     let mut line = Vec::new();
     for number in 1.. {

@@ -5,7 +5,7 @@ use std::{future::Future, path::PathBuf};
 use super::Cache;
 use crate::{
     block::Layout,
-    config::{Config, DirectIo, DiskPath, StorageKind, WritePolicy},
+    config::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy},
     error::{Error, Result},
 };
 
@@ -42,6 +42,13 @@ impl Builder {
     #[must_use]
     pub fn device_bytes(mut self, bytes: u64) -> Self {
         self.device_bytes = Some(bytes);
+        self
+    }
+
+    /// What the device tier is made of.
+    #[must_use]
+    pub fn device(mut self, kind: DeviceKind) -> Self {
+        self.config.device = kind;
         self
     }
 

@@ -1,7 +1,10 @@
 //! [`Cache`]: what callers hold.
 
 mod builder;
+mod device;
 mod lease;
+#[cfg(test)]
+mod model;
 mod open;
 mod queue;
 mod region;

@@ -11,12 +11,12 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{Cache, Inner, region::Regions};
 use crate::{
-    block::{Layout, Tier},
+    block::Tier,
     config::Config,
-    copy::{CopyEngine, Memcpy},
+    copy::{AnyCopy, CopyEngine},
     error::{Error, Result},
     index::Index,
-    io::{Storage, reactor::Reactor},
+    io::{AnyStorage, Storage, reactor::Reactor},
     metrics::Metrics,
     mover::{Command, Farewell, Mover, Shared, Urgent},
     tier::{
@@ -77,6 +77,8 @@ pub(super) type Started<S, C> = (Cache, Rc<Mover<S, C>>, mpsc::Receiver<Command>
 pub(super) struct Parts<S, C> {
     pub(super) storage: S,
     pub(super) copy: C,
+    /// The slots of the device tier, in memory that `copy` can reach.
+    pub(super) device: Option<DevicePool>,
     /// The storage's files, in its order.
     pub(super) members: Vec<Member>,
     pub(super) direct_io: bool,
@@ -86,9 +88,11 @@ pub(super) struct Parts<S, C> {
     pub(super) seed: u64,
 }
 
-async fn start(reactor: &Reactor, config: Config) -> Result<Started<crate::io::AnyStorage, Memcpy>> {
-    let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
+async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, AnyCopy>> {
+    // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
+    let (device, copy) = super::device::open(&config, &arena)?;
+    let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
@@ -96,7 +100,8 @@ async fn start(reactor: &Reactor, config: Config) -> Result<Started<crate::io::A
         .map_err(|source| Error::io("start the storage engine", "", source))?;
     let parts = Parts {
         storage,
-        copy: Memcpy::new(),
+        copy,
+        device,
         members: files.iter().map(StoreFile::member).collect(),
         direct_io,
         uuid: disk::random_uuid()?,
@@ -112,17 +117,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     arena: Arc<Arena>,
     parts: Parts<S, C>,
 ) -> Result<Started<S, C>> {
-    let Parts { storage, copy, members, direct_io, uuid, seed } = parts;
-    let device = match config.device_blocks {
-        0 => None,
-        slots => {
-            let layout = match &config.device_layout {
-                Some(layout) => layout.clone(),
-                None => Layout::contiguous(config.block_bytes)?,
-            };
-            Some(DevicePool::simulated(slots, layout)?)
-        }
-    };
+    let Parts { storage, copy, device, members, direct_io, uuid, seed } = parts;
     let metrics = Metrics::new();
     let mut index = Index::new(seed);
     let mut generation = 1;

@@ -111,6 +111,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     let parts = Parts {
         storage: world.storage.clone(),
         copy: world.copy.clone(),
+        device: super::device::simulated(&config)?,
         members: members(&config, &world.storage),
         direct_io: true,
         uuid,

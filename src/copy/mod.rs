@@ -1,10 +1,13 @@
 //! Copy engines behind one trait: what moves bytes between host and device memory.
 
+mod any;
+pub mod cuda;
 mod memcpy;
 mod pair;
 #[cfg(feature = "sim")]
 pub mod sim;
 
+pub use any::AnyCopy;
 pub use memcpy::Memcpy;
 pub use pair::pair_segments;
 

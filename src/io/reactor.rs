@@ -18,6 +18,9 @@ use crate::{
 /// Operations that the ring takes at once. The byte budgets are what bounds the disk's load.
 const RING_ENTRIES: u32 = 1024;
 
+/// File descriptors that a runtime with a ring takes: the ring, epoll, the wake-up, and tokio's pair for signals.
+const DESCRIPTORS: usize = 12;
+
 /// What runs the reactor's tasks.
 pub(crate) enum Reactor {
     Uring(uring::Runtime),
@@ -33,6 +36,7 @@ impl Reactor {
             StorageKind::Auto => !config.disks.is_empty(),
         };
         if wants_ring {
+            check_descriptors()?;
             match uring::runtime(RING_ENTRIES) {
                 Ok(runtime) => return Ok(Reactor::Uring(runtime)),
                 Err(error) if config.storage == StorageKind::Uring => {
@@ -61,12 +65,25 @@ impl Reactor {
                 // SAFETY: the chunks are the arena's for all its life, and the arena is what is kept.
                 unsafe { Uring::new(files, regions, Arc::clone(arena) as _) }.map(AnyStorage::Uring)
             }
-            Reactor::Plain(_) => {
-                // Without files nothing will ever be asked of the threads.
-                let threads = if files.is_empty() { 1 } else { threads };
-                Blocking::new(files, threads).map(AnyStorage::Blocking)
-            }
+            Reactor::Plain(_) => Self::pool(files, threads),
         }
+    }
+
+    /// The same without an arena: for buffers that come and go.
+    pub(crate) fn storage_unregistered(&self, files: Vec<Arc<File>>, threads: usize) -> io::Result<AnyStorage> {
+        match self {
+            Reactor::Uring(_) => {
+                // SAFETY: there is no region that would have to stay mapped.
+                unsafe { Uring::new(files, Vec::new(), Arc::new(())) }.map(AnyStorage::Uring)
+            }
+            Reactor::Plain(_) => Self::pool(files, threads),
+        }
+    }
+
+    fn pool(files: Vec<Arc<File>>, threads: usize) -> io::Result<AnyStorage> {
+        // Without files nothing will ever be asked of the threads.
+        let threads = if files.is_empty() { 1 } else { threads };
+        Blocking::new(files, threads).map(AnyStorage::Blocking)
     }
 
     /// Runs `future` to its end, and what it spawns locally meanwhile.
@@ -76,4 +93,10 @@ impl Reactor {
             Reactor::Plain(runtime) => LocalSet::new().block_on(runtime, future),
         }
     }
+}
+
+/// Takes as many descriptors as a runtime needs, and gives them back: tokio panics where it gets none for its signals.
+fn check_descriptors() -> Result<()> {
+    let pipes: io::Result<Vec<_>> = (0..DESCRIPTORS / 2).map(|_| io::pipe()).collect();
+    pipes.map(drop).map_err(|source| Error::io("find descriptors (raise `ulimit -n`) for", "the reactor", source))
 }

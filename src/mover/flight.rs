@@ -50,7 +50,7 @@ pub(crate) struct Flight {
 #[derive(Default)]
 pub(crate) struct Flights {
     by_target: HashMap<(BlockKey, Tier), Flight, BuildHasherDefault<DefaultHasher>>,
-    /// By number, the oldest first: those that are not overdue yet.
+    /// By number, the oldest first: those that may become overdue.
     by_age: BTreeMap<u64, (BlockKey, Tier)>,
     /// Movements begun so far.
     begun: u64,
@@ -146,6 +146,10 @@ impl Flights {
             && *oldest.key() <= begun
         {
             let flight = self.by_target.get_mut(&oldest.remove()).expect("every movement by age is under way");
+            // It has been read, in time: whoever has a ticket ends it as soon as he is polled.
+            if flight.unverified.is_some() {
+                continue;
+            }
             flight.overdue = true;
             self.overdue += 1;
             waiters.append(&mut flight.waiters);

@@ -29,7 +29,7 @@ impl Shared {
     }
 
     /// Answers those who wait for any of the first `begun` movements; true if some of these are still under way.
-    fn give_up_overdue(&self, begun: u64) -> bool {
+    pub(crate) fn give_up_overdue(&self, begun: u64) -> bool {
         let (waiters, any) = {
             let mut state = self.lock();
             (state.flights.take_overdue(begun), state.flights.any_overdue())

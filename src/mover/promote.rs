@@ -375,7 +375,6 @@ impl Shared {
             slots.clear(slot);
             slots.quarantine(slot);
             quarantined = Some(slots.quarantined_count());
-            self.offer_slot(&state, Tier::Disk);
         }
         filling.release(&mut state);
         drop(state);

@@ -3,8 +3,9 @@
 
 use std::{
     collections::BTreeSet,
+    ops::{Deref, DerefMut},
     ptr::NonNull,
-    sync::{Arc, MutexGuard, atomic::AtomicU64},
+    sync::{Arc, atomic::AtomicU64},
 };
 
 use tokio::sync::{Notify, oneshot};
@@ -20,7 +21,7 @@ use crate::{
     error::{Error, Result},
     index::{EntryId, Index},
     metrics::Metrics,
-    sync::Mutex,
+    sync::{Mutex, MutexGuard},
     tier::{arena::Arena, device::DevicePool, disk::DiskSlots},
 };
 
@@ -53,6 +54,8 @@ pub(crate) struct Shared {
     slot_freed: [Notify; Tier::COUNT],
     /// Wakes the write-back task.
     pub(crate) write_back: Notify,
+    /// Told when a caller has verified a block, and so ended its flight: the end of the cache waits for that.
+    pub(super) verified: Notify,
     /// Wakes the task that watches the clock.
     pub(crate) watch: Notify,
     /// How often it has looked at it.
@@ -119,13 +122,14 @@ impl Shared {
             metrics,
             slot_freed: Default::default(),
             write_back: Notify::new(),
+            verified: Notify::new(),
             watch: Notify::new(),
             looks: AtomicU64::new(0),
         }
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock()
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        Locked { shared: self, state: Some(self.state.lock()) }
     }
 
     /// Looks `key` up, pins it in `tier` if it is resident there, and counts the use.
@@ -192,19 +196,19 @@ impl Shared {
     /// neither, up to the deadline. Cancel safe.
     pub(crate) async fn acquire(self: &Arc<Self>, tier: Tier) -> Result<Filling> {
         let mut since = None;
+        let mut waiting: Option<SlotWaiter> = None;
         loop {
             let freed = self.slot_freed[tier as usize].notified();
             tokio::pin!(freed);
             // Registered before the look, so that no release between the two is lost.
             freed.as_mut().enable();
-            let _waiting = {
+            waiting = {
                 let mut state = self.lock();
+                waiting.into_iter().for_each(|waiter| waiter.end(&mut state));
                 if tier == Tier::Disk {
                     state.disk_service.check_writes()?;
                 }
                 if let Some(slot) = self.take_slot(&mut state, tier) {
-                    // What was woken for may have been more than one slot: an evicted leaf uncovers its parent.
-                    self.offer_slot(&state, tier);
                     return Ok(Filling { shared: Some(Arc::clone(self)), tier, slot });
                 }
                 state.check_may_wait(tier)?;
@@ -217,7 +221,7 @@ impl Shared {
                 }
                 state.slot_waiters[tier as usize] += 1;
                 self.watch.notify_one();
-                SlotWaiter { shared: self, tier }
+                Some(SlotWaiter { shared: Some(self), tier })
             };
             freed.await;
         }
@@ -251,25 +255,6 @@ impl Shared {
         (available as f64) < wanted
     }
 
-    /// Gives a slot back that holds nothing.
-    fn release_slot(&self, state: &mut State, tier: Tier, slot: u32) {
-        state.push_free(tier, slot);
-        self.offer_slot(state, tier);
-    }
-
-    /// Wakes a waiter for a slot of `tier` if there is one and a slot for it, or what can make one. To be called
-    /// whenever a slot came free, a block may be evicted that could not be, or one became dirty.
-    pub(super) fn offer_slot(&self, state: &State, tier: Tier) {
-        if state.slot_waiters[tier as usize] == 0 {
-            return;
-        }
-        if state.free_slots(tier) > 0 || state.index.evictable(tier) > 0 {
-            self.slot_freed[tier as usize].notify_one();
-        } else if tier == Tier::Host && self.write_back_is_due(state, 0, 0.0) {
-            self.write_back.notify_one();
-        }
-    }
-
     fn unpin(&self, state: &mut State, id: EntryId, tier: Tier) {
         let unpin = state.index.unpin(id, tier);
         if let Some(slot) = unpin.freed {
@@ -278,7 +263,9 @@ impl Shared {
             }
             state.push_free(tier, slot);
         }
-        self.offer_slot(state, tier);
+        if tier == Tier::Host && state.has_waiters(tier) && self.write_back_is_due(state, 0, 0.0) {
+            self.write_back.notify_one();
+        }
     }
 
     /// Forgets `key`; `None` if it was resident nowhere. Pinned copies stay until their last reader
@@ -298,7 +285,6 @@ impl Shared {
                 state.disk_slots().clear(slot);
             }
             state.push_free(tier, slot);
-            self.offer_slot(&state, tier);
         }
         Ok(Some(Removed { disk_slot }))
     }
@@ -353,6 +339,16 @@ impl State {
         self.disk.as_mut().expect("only a cache with a disk tier has disk slots")
     }
 
+    /// True where somebody waits for a slot of `tier`.
+    pub(crate) fn has_waiters(&self, tier: Tier) -> bool {
+        self.slot_waiters[tier as usize] > 0
+    }
+
+    /// True where a slot of `tier` could be taken now: a free one, or one whose block may be evicted.
+    fn has_slot_to_take(&self, tier: Tier) -> bool {
+        self.free_slots(tier) > 0 || self.index.evictable(tier) > 0
+    }
+
     /// Free slots of a tier.
     pub(crate) fn free_slots(&self, tier: Tier) -> usize {
         match tier {
@@ -384,15 +380,62 @@ impl State {
     }
 }
 
+/// The state, locked. Its end wakes one of those who wait for a slot, if there is one to take.
+///
+/// Many things set a slot free, and some more than one: the end of a fill lets copies in other tiers go, an evicted
+/// suffix its prefix. None of them has to think of those who wait. Who is woken and takes a slot ends a lock too, and so
+/// passes on what is left. Wakers run after the unlock: they are the callers' code, and may drop a future that locks.
+pub(crate) struct Locked<'a> {
+    shared: &'a Shared,
+    /// `None` once unlocked.
+    state: Option<MutexGuard<'a, State>>,
+}
+
+impl Deref for Locked<'_> {
+    type Target = State;
+    fn deref(&self) -> &State {
+        self.state.as_ref().expect("locked until it is dropped")
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        self.state.as_mut().expect("locked until it is dropped")
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let to_wake = Tier::ALL.map(|tier| self.has_waiters(tier) && self.has_slot_to_take(tier));
+        self.state = None;
+        for (freed, wake) in self.shared.slot_freed.iter().zip(to_wake) {
+            if wake {
+                freed.notify_one();
+            }
+        }
+    }
+}
+
 /// Counts a waiter for a slot for as long as it waits.
 struct SlotWaiter<'a> {
-    shared: &'a Shared,
+    /// `None` once it has ended.
+    shared: Option<&'a Shared>,
     tier: Tier,
+}
+
+impl SlotWaiter<'_> {
+    /// Ends it for a holder of the lock.
+    fn end(mut self, state: &mut State) {
+        self.shared = None;
+        state.slot_waiters[self.tier as usize] -= 1;
+    }
 }
 
 impl Drop for SlotWaiter<'_> {
     fn drop(&mut self) {
-        self.shared.lock().slot_waiters[self.tier as usize] -= 1;
+        if let Some(shared) = self.shared {
+            shared.lock().slot_waiters[self.tier as usize] -= 1;
+        }
     }
 }
 
@@ -416,8 +459,8 @@ impl Filling {
 
     /// Drops it for a holder of the lock.
     pub(crate) fn release(mut self, state: &mut State) {
-        if let Some(shared) = self.shared.take() {
-            shared.release_slot(state, self.tier, self.slot);
+        if self.shared.take().is_some() {
+            state.push_free(self.tier, self.slot);
         }
     }
 
@@ -447,7 +490,7 @@ impl Drop for Filling {
             // A write that was dropped in mid-work: the books name a block that nobody will see.
             state.disk_slots().clear(self.slot);
         }
-        shared.release_slot(&mut state, self.tier, self.slot);
+        state.push_free(self.tier, self.slot);
     }
 }
 

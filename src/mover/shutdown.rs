@@ -12,12 +12,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn drain(self: &Rc<Self>, mut urgent: mpsc::UnboundedReceiver<Urgent>) -> Result<()> {
         self.shared.close();
         self.shared.give_up_all_unverified();
-        // A flight that has begun is under way, in the channel, or about to be sent by its caller.
+        // A flight that has begun is under way, in the channel, about to be sent by its caller, or its block is being
+        // verified by a caller.
         while self.active.get() > 0 || self.shared.lock().flights.len() > 0 {
             tokio::select! {
                 biased;
                 Some(request) = urgent.recv() => self.start_urgent(request),
                 () = self.settled.notified() => {}
+                () = self.shared.verified.notified() => {}
             }
         }
         if self.files.is_empty() {

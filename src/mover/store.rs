@@ -73,10 +73,7 @@ impl Shared {
             filling.release(&mut state);
             self.metrics.stores_known.add(1);
         }
-        let committed = self.apply_policy(&mut state, id, key);
-        // Nobody may ever pin it: then no unpin wakes who waits for its slot.
-        self.offer_slot(&state, Tier::Host);
-        committed
+        self.apply_policy(&mut state, id, key)
     }
 
     fn apply_policy(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
@@ -90,6 +87,10 @@ impl Shared {
                 if state.disk_service.writes() && state.index.slot(id, Tier::Host).is_some() {
                     state.index.set_dirty(id, Tier::Host, true);
                     state.dirty.insert(*key);
+                    // Nothing else tells of a block that must be written before it may make way for them.
+                    if state.has_waiters(Tier::Host) {
+                        self.write_back.notify_one();
+                    }
                 }
                 Ok(Committed::Done)
             }

@@ -131,6 +131,7 @@ impl Shared {
         for (waiter, answer) in answers {
             drop(waiter.send(Message::Ended(answer)));
         }
+        self.verified.notify_one();
         outcome.take().expect("just made")
     }
 

@@ -100,7 +100,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         if published {
             filling.published();
-            self.shared.offer_slot(&state, Tier::Disk);
         } else {
             // The record page is stale now, and written when it next comes due, or at `sync`.
             state.disk_slots().clear(slot);

@@ -13,12 +13,12 @@ use tokio::{sync::Semaphore, task::JoinSet};
 
 use super::{
     Args,
-    progress::Progress,
     tally::{Outcome, Tally, tier_of},
 };
 use crate::{
     failure::Failure,
     payload::{fill, is_payload, key_of},
+    progress::Progress,
     size::show_bytes,
     trace::Request,
 };
@@ -38,7 +38,7 @@ pub async fn replay(
 ) -> Result<Tally, Failure> {
     let tally = Arc::new(Mutex::new(Tally::default()));
     let places = Arc::new(Semaphore::new(args.in_flight));
-    let mut progress = Progress::new(requests.len(), args.quiet);
+    let mut progress = Progress::new(requests.len(), "requests", args.quiet);
     let mut running = JoinSet::new();
     let mut done = 0;
     for (number, request) in requests.into_iter().enumerate() {

@@ -2,10 +2,9 @@
 
 mod args;
 mod engine;
-mod progress;
 mod tally;
 
-pub use args::Args;
+pub use args::{Args, Direct, Engine};
 pub use tally::Tally;
 
 use std::{
@@ -20,7 +19,7 @@ use std::{
 use kvhoist::{Cache, Config, DiskPath, Stats};
 use tempfile::TempDir;
 
-use crate::{failure::Failure, generator, plot, report, trace};
+use crate::{failure::Failure, generator, interrupt, plot, report, trace};
 
 /// What a replay came to.
 pub struct Summary {
@@ -45,11 +44,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         None => generator::generate(args.seed),
     };
     let (config, directory) = settings(args)?;
-    let interrupted = Arc::new(AtomicBool::new(false));
-    for signal in [signal_hook::consts::SIGINT, signal_hook::consts::SIGTERM] {
-        signal_hook::flag::register(signal, Arc::clone(&interrupted))
-            .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
-    }
+    let interrupted = interrupt::catch()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
     let runtime = runtime.map_err(|error| Failure::run(format!("cannot start a runtime: {error}")))?;
     let summary = runtime.block_on(replay(args, config, requests, &interrupted))?;

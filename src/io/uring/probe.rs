@@ -10,7 +10,7 @@ use io_uring::{IoUring, Probe, opcode};
 /// What the kernel said, with its likely cause and what to do about it. The kind is that of the
 /// system's error, `Unsupported` where an operation is missing.
 pub fn probe() -> io::Result<()> {
-    let ring = IoUring::new(2).map_err(|error| explain(&error, setting()))?;
+    let mut ring = IoUring::new(2).map_err(|error| explain(&error, setting()))?;
     let mut known = Probe::new();
     ring.submitter().register_probe(&mut known).map_err(|error| explain(&error, setting()))?;
     let needed = [
@@ -23,11 +23,23 @@ pub fn probe() -> io::Result<()> {
     ];
     let missing: Vec<_> = needed.iter().filter(|(_, code)| !known.is_supported(*code)).map(|(name, _)| *name).collect();
     if missing.is_empty() {
-        return Ok(());
+        return enter(&mut ring).map_err(|error| explain(&error, setting()));
     }
     let text =
         format!("io_uring lacks {}: Linux 5.10 or later is needed, or the blocking storage engine", missing.join(", "));
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
+}
+
+/// Has the kernel do nothing, once. A filter may let a ring be made and not used: whoever used it would wait for ever.
+fn enter(ring: &mut IoUring) -> io::Result<()> {
+    // SAFETY: the operation touches no memory.
+    unsafe { ring.submission().push(&opcode::Nop::new().build()) }.expect("a new ring has room for two");
+    ring.submit_and_wait(1)?;
+    match ring.completion().next() {
+        Some(done) if done.result() == 0 => Ok(()),
+        Some(done) => Err(io::Error::from_raw_os_error(-done.result())),
+        None => Err(io::Error::other("an operation was submitted and never completed")),
+    }
 }
 
 /// The sysctl `kernel.io_uring_disabled`, where there is one (Linux 6.6 and later).
@@ -53,7 +65,7 @@ fn explain(error: &io::Error, io_uring_disabled: Option<u8>) -> io::Error {
             "the ring could not be locked in memory: raise RLIMIT_MEMLOCK (`ulimit -l`) or free memory".into()
         }
         (Some(libc::EMFILE | libc::ENFILE), _) => "no file descriptor is left: raise `ulimit -n`".into(),
-        _ => String::from("an unexpected answer to io_uring_setup"),
+        _ => String::from("an unexpected answer of the kernel"),
     };
     io::Error::new(
         error.kind(),

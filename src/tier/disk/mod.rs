@@ -7,7 +7,8 @@ pub mod recovery;
 pub mod slots;
 
 pub(crate) use files::random_uuid;
-pub use files::{StoreFile, open_files};
+pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub use format::stripe::PageId;
 pub use recovery::{Counts, Member, Recovered, RecoveredRecord, Take, recover};
+pub(crate) use recovery::{Pages, read_tables};
 pub use slots::DiskSlots;

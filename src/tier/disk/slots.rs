@@ -19,7 +19,7 @@ use super::{
     bits::BitSet,
     format::{
         PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
-        record::{COUNTER_MAX, Record, RecordSeal},
+        record::{Record, RecordSeal},
         stripe::{PageId, Stripe},
     },
 };
@@ -283,7 +283,6 @@ impl DiskSlots {
 
     fn fill(&mut self, slot: u32, entry: u32, checksum: u64, generation: u64) {
         self.expect(slot, State::Filling);
-        assert!(generation < COUNTER_MAX, "generation {generation} fits a record");
         self.slots[slot as usize] = SlotMeta { checksum, generation, entry, state: State::Full };
         self.full += 1;
     }

@@ -4,7 +4,10 @@
 //! that this call created is removed again when it fails.
 
 mod path;
+mod read_only;
 mod sys;
+
+pub use read_only::{ReadOnlyFile, open_read_only};
 
 use std::{
     fs::{self, File},
@@ -101,12 +104,18 @@ struct Opening {
 
 impl Opening {
     fn new(opened: Opened, wanted: DirectIo) -> Result<Self> {
-        lock(&opened)?;
+        lock(&opened, Hold::Exclusive)?;
+        let opening = Self::look(opened, wanted)?;
+        opening.check_blank()?;
+        Ok(opening)
+    }
+
+    /// Finds out all that is needed to judge the file; locked already, where that matters.
+    fn look(opened: Opened, wanted: DirectIo) -> Result<Self> {
         let bytes = size(&opened)?;
         let mut opening = Opening { opened, direct: false, bytes, head: AlignedBuf::zeroed(HEAD_BYTES) };
         opening.turn_direct(wanted)?;
         opening.read_head(wanted)?;
-        opening.check_blank()?;
         Ok(opening)
     }
 
@@ -220,12 +229,15 @@ impl Opening {
         let file = &self.opened.file;
         let available = sys::available_bytes(file).map_err(self.io("statvfs"))?;
         if wanted > available {
-            return Err(self.no_space(wanted, available));
+            return Err(self.no_space(wanted, format!("{available} bytes available")));
         }
         match sys::preallocate(file, wanted) {
             Ok(()) => {}
-            Err(error) if matches!(error.raw_os_error(), Some(libc::ENOSPC | libc::EDQUOT)) => {
-                return Err(self.no_space(wanted, available));
+            Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => {
+                return Err(self.no_space(wanted, format!("{available} bytes available, not all of them for a file,")));
+            }
+            Err(error) if error.raw_os_error() == Some(libc::EDQUOT) => {
+                return Err(self.no_space(wanted, format!("a used up quota ({error})")));
             }
             Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EFBIG)) => {
                 return Err(Error::Store {
@@ -241,10 +253,10 @@ impl Opening {
         self.opened.file.sync_all().map_err(self.io("fsync"))
     }
 
-    fn no_space(&self, wanted: u64, available: u64) -> Error {
+    fn no_space(&self, wanted: u64, found: String) -> Error {
         Error::Store {
             path: self.opened.path.clone(),
-            found: format!("{available} bytes available on {}", sys::file_system(&self.opened.file)),
+            found: format!("{found} on {}", sys::file_system(&self.opened.file)),
             expected: format!("room for {wanted} bytes"),
             action: "lower `disks.blocks` for this path, or free space".into(),
         }
@@ -267,11 +279,29 @@ impl Opening {
     }
 }
 
+/// Who else may have the store open.
+#[derive(Debug, Clone, Copy)]
+enum Hold {
+    /// Nobody.
+    Exclusive,
+    /// Those who only read.
+    Shared,
+}
+
+impl Hold {
+    fn try_take(self, file: &File) -> Result<(), fs::TryLockError> {
+        match self {
+            Hold::Exclusive => file.try_lock(),
+            Hold::Shared => file.try_lock_shared(),
+        }
+    }
+}
+
 /// Takes the lock, and makes sure that the path still names the file that was locked.
 ///
 /// The kernel ends the I/O of a killed process, and with it its lock, a little after the process
 /// is gone: a restart right after a crash waits for that instead of failing.
-fn lock(opened: &Opened) -> Result<()> {
+fn lock(opened: &Opened, hold: Hold) -> Result<()> {
     let path = &opened.path;
     let store = |found: &str, expected: &str, action: &str| Error::Store {
         path: path.clone(),
@@ -281,7 +311,7 @@ fn lock(opened: &Opened) -> Result<()> {
     };
     let give_up = Instant::now() + LOCK_WAIT;
     loop {
-        match opened.file.try_lock() {
+        match hold.try_take(&opened.file) {
             Ok(()) => break,
             Err(fs::TryLockError::WouldBlock) if Instant::now() < give_up => thread::sleep(LOCK_POLL),
             Err(fs::TryLockError::WouldBlock) => {

@@ -100,6 +100,20 @@ pub(super) fn open(configured: &Path) -> Result<Opened> {
     Ok(Opened { path, file: file.into(), device, undo, locked: false.into() })
 }
 
+/// Opens what is at `configured` for reading; creates and changes nothing.
+pub(super) fn open_read_only(configured: &Path) -> Result<Opened> {
+    let path = store_path(configured)?;
+    // The type first, so that no pipe or character device notices the opening.
+    let before = fs::symlink_metadata(&path).map_err(|error| cannot_open(&path, error))?.file_type();
+    check_type(&path, before)?;
+    let flags = libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK;
+    let file = OpenOptions::new().read(true).custom_flags(flags).open(&path);
+    let file = file.map_err(|error| cannot_open(&path, error))?;
+    let now = file.metadata().map_err(|error| Error::io("stat", &path, error))?.file_type();
+    check_type(&path, now)?;
+    Ok(Opened { path, file: file.into(), device: now.is_block_device(), undo: Undo::Nothing, locked: false.into() })
+}
+
 /// The file or device that a configured path means.
 fn store_path(configured: &Path) -> Result<PathBuf> {
     let path = follow_device_name(configured);
@@ -164,7 +178,13 @@ fn cannot_open(path: &Path, error: io::Error) -> Error {
     match error.raw_os_error() {
         // A link that came between the look and the opening.
         Some(libc::ELOOP) => refuse(path, "a symbolic link", "a regular file or a block device", "open again"),
-        Some(libc::EACCES | libc::EPERM | libc::EROFS) => refuse(
+        Some(libc::EROFS) => refuse(
+            path,
+            format!("a read-only file system ({error})"),
+            "a path that this process may create, read and write",
+            "remount it for writing (after an error in it: check it first), or choose another path in `disks`",
+        ),
+        Some(libc::EACCES | libc::EPERM) => refuse(
             path,
             format!("no permission ({error})"),
             "a path that this process may create, read and write",

@@ -18,8 +18,9 @@ const CRC: usize = 120;
 const FLAG_FULL: u32 = 1;
 const FLAG_PARENT: u32 = 2;
 
-/// Generations and last uses are below this, so that "the next one" never overflows.
-pub const COUNTER_MAX: u64 = 1 << 63;
+/// Generations and last uses are at most this, so that "the next one" never overflows. No store gets there by counting,
+/// but a record may have been forged: from then on all new ones say the same.
+pub const COUNTER_MAX: u64 = (1 << 63) - 1;
 
 /// What a full slot's record says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,19 +67,15 @@ impl RecordSeal {
         (self.0 ^ u64::from(local)).to_le_bytes()
     }
 
-    /// The record's bytes for slot `local` of the member.
-    ///
-    /// # Panics
-    /// If a counter is past [`COUNTER_MAX`]: a program error, not a state of the store.
+    /// The record's bytes for slot `local` of the member. Counters past [`COUNTER_MAX`] become that.
     pub fn encode(self, local: u32, record: &Record) -> [u8; RECORD_BYTES] {
-        assert!(record.generation < COUNTER_MAX && record.last_use < COUNTER_MAX, "counters fit: {record:?}");
         let mut bytes = [0; RECORD_BYTES];
         let flags = if record.parent.is_some() { FLAG_FULL | FLAG_PARENT } else { FLAG_FULL };
         put(&mut bytes, FLAGS, &flags.to_le_bytes());
         put(&mut bytes, LENGTH, &record.length.to_le_bytes());
-        put(&mut bytes, GENERATION, &record.generation.to_le_bytes());
+        put(&mut bytes, GENERATION, &record.generation.min(COUNTER_MAX).to_le_bytes());
         put(&mut bytes, CHECKSUM, &record.checksum.to_le_bytes());
-        put(&mut bytes, LAST_USE, &record.last_use.to_le_bytes());
+        put(&mut bytes, LAST_USE, &record.last_use.min(COUNTER_MAX).to_le_bytes());
         put(&mut bytes, KEY, record.key.as_bytes());
         if let Some(parent) = &record.parent {
             put(&mut bytes, PARENT, parent.as_bytes());
@@ -121,7 +118,7 @@ impl RecordSeal {
         if record.length != block_bytes {
             return Err(RecordFlaw::Field("length"));
         }
-        if record.generation >= COUNTER_MAX || record.last_use >= COUNTER_MAX {
+        if record.generation > COUNTER_MAX || record.last_use > COUNTER_MAX {
             return Err(RecordFlaw::Field("counter"));
         }
         if !is_zero(&bytes[ZERO..CRC]) {
@@ -130,6 +127,22 @@ impl RecordSeal {
         Ok(Some(record))
     }
 }
+
+/// Where in the store `uuid` a record that does not count in its place was written for: member and slot there, which
+/// the caller holds against the store's own sizes. A write that went astray, or a swap, is told apart from rot by it.
+pub fn written_for(uuid: &[u8; 16], bytes: &[u8; RECORD_BYTES]) -> (u16, u64) {
+    // The crc is a bijection of the seal that ends its input: run the last 8 bytes backwards.
+    let mut state = !get_u64(bytes, CRC);
+    for _ in 0..64 {
+        let carried = state >> 63;
+        state = ((state ^ (POLYNOMIAL * carried)) << 1) | carried;
+    }
+    let seal = state ^ !checksum(&bytes[..CRC]) ^ RecordSeal::new(uuid, 0).0;
+    ((seal >> 48) as u16, seal & ((1 << 48) - 1))
+}
+
+/// CRC-64/NVME's polynomial, reflected.
+const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
 
 #[cfg(test)]
 mod tests {
@@ -140,7 +153,7 @@ mod tests {
     const SEAL: RecordSeal = RecordSeal(0x1234_5678_9abc_def0);
 
     fn record() -> impl Strategy<Value = Record> {
-        let counter = 0..COUNTER_MAX;
+        let counter = 0..=COUNTER_MAX;
         (any::<[u8; 32]>(), any::<Option<[u8; 32]>>(), counter.clone(), any::<u64>(), counter).prop_map(
             |(key, parent, generation, checksum, last_use)| Record {
                 key: BlockKey::new(key),
@@ -207,6 +220,13 @@ mod tests {
         }
     }
 
+    #[test]
+    fn counters_stay_at_their_end() {
+        let last = Record { generation: COUNTER_MAX, last_use: COUNTER_MAX, ..sample() };
+        let past = Record { generation: COUNTER_MAX + 1, last_use: u64::MAX, ..sample() };
+        assert_eq!(SEAL.decode(1, 4096, &SEAL.encode(1, &past)), Ok(Some(last)));
+    }
+
     proptest! {
         #[test]
         fn what_is_written_is_read_back(record in record(), local: u32) {
@@ -228,6 +248,14 @@ mod tests {
                     prop_assert_eq!(seal.decode(there.2, 4096, &bytes), Err(RecordFlaw::Crc));
                 }
             }
+        }
+
+        #[test]
+        fn a_record_tells_where_it_was_written_for(
+            record in record(), uuid: [u8; 16], local in 0u32..1 << 31, member in 0u16..64,
+        ) {
+            let bytes = RecordSeal::new(&uuid, member).encode(local, &record);
+            prop_assert_eq!(written_for(&uuid, &bytes), (member, u64::from(local)));
         }
 
         #[test]

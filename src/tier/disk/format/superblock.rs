@@ -17,6 +17,9 @@ pub const MAGIC: [u8; 8] = *b"KVHOIST\0";
 /// The version that this program writes, and the only one that it reads.
 pub const VERSION: u32 = 1;
 
+/// Sequence numbers are at most this, so that the next one never overflows.
+pub const SEQUENCE_MAX: u64 = (1 << 63) - 1;
+
 const VERSION_AT: usize = 8;
 const STATE: usize = 12;
 const UUID: usize = 16;
@@ -177,8 +180,7 @@ impl Superblock {
     }
 
     fn check(&self) -> Result<(), &'static str> {
-        // Far below the end, so that raising it never overflows.
-        if self.sequence == 0 || self.sequence >= 1 << 63 {
+        if self.sequence == 0 || self.sequence > SEQUENCE_MAX {
             return Err("sequence number");
         }
         if self.block_bytes == 0 || self.block_bytes > 1 << 30 {

@@ -1,6 +1,8 @@
 //! Turns record pages into records, and counts what is wrong with them. No I/O.
 
-use super::{Recovered, Take};
+use std::ops::ControlFlow;
+
+use super::{Pages, Recovered, Take};
 use crate::{
     block::BlockKey,
     tier::disk::{
@@ -69,13 +71,7 @@ impl<'a> Collector<'a> {
         }
     }
 
-    /// The page is going to come as zeros, because it could not be read.
-    pub fn unreadable(&mut self, page: PageId) {
-        self.unreadable.push(page);
-    }
-
-    /// Takes in a page of records.
-    pub fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
+    fn take_in(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
         let (file, first, count) = self.stripe.page_slots(page);
         if self.unreadable.contains(&page) {
             self.counts.bad += u64::from(count);
@@ -119,5 +115,18 @@ impl<'a> Collector<'a> {
         let sum = self.counts.valid + self.counts.free + self.counts.bad;
         assert_eq!(sum, u64::from(self.stripe.slots()), "every slot was counted once: {:?}", self.counts);
         Recovered { slots: self.slots, counts: self.counts, next_generation: self.generation_next }
+    }
+}
+
+impl Pages for Collector<'_> {
+    const UNREADABLE_MAX: u64 = 64;
+
+    fn unreadable(&mut self, page: PageId) {
+        self.unreadable.push(page);
+    }
+
+    fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()> {
+        self.take_in(page, bytes);
+        ControlFlow::Continue(())
     }
 }

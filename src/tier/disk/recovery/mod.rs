@@ -10,15 +10,18 @@ mod tests;
 mod window;
 
 pub use collect::{Counts, RecoveredRecord};
+pub(crate) use table::{Pages, read_tables};
 
 use std::{io, path::PathBuf};
+
+use collect::Collector;
 
 use super::{
     files::{StoreFile, random_uuid},
     format::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
         stripe::Stripe,
-        superblock::{State, Superblock},
+        superblock::{SEQUENCE_MAX, State, Superblock},
         survey::{Found, Standing, Verdict, survey},
     },
     slots::DiskSlots,
@@ -98,7 +101,9 @@ pub async fn open<S: Storage>(
             for ((file, member), standing) in files(members).zip(standings) {
                 mend(storage, file, member, standing).await?;
             }
-            table::read(storage, members, stripe, uuid, take).await
+            let mut collector = Collector::new(stripe.clone(), uuid, take);
+            read_tables(storage, members, &stripe, &mut collector).await?;
+            Ok(collector.finish())
         }
         Verdict::Create => {
             create(storage, members, config, uuid).await?;
@@ -168,7 +173,8 @@ async fn mend<S: Storage>(storage: &S, file: FileId, member: &Member, standing: 
     for (copy, needed) in rewrite {
         if needed {
             tracing::warn!(path = %member.path.display(), copy, "rewriting a torn, damaged or unfinished superblock");
-            superblock.sequence += 1;
+            // A forged one may be at the end. Of equal ones A counts, and by now both say the same.
+            superblock.sequence = SEQUENCE_MAX.min(superblock.sequence + 1);
             write_superblock(storage, file, member, copy, &superblock).await?;
             sync(storage, file, member).await?;
         }

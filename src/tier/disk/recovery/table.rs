@@ -1,8 +1,8 @@
 //! The sequential pass over the record tables.
 
-use std::{io, mem};
+use std::{io, mem, ops::ControlFlow};
 
-use super::{Member, Recovered, Take, collect::Collector, window::Window};
+use super::{Member, window::Window};
 use crate::{
     error::{Error, Result},
     io::{AlignedBuf, FileId, Storage, read_full},
@@ -21,8 +21,17 @@ const CHUNKS_IN_FLIGHT: usize = 4;
 /// Pages parsed between two yields: 2048 records, less than a millisecond. Nobody is served before the store is open.
 const PAGES_PER_YIELD: usize = 64;
 
-/// Pages that may be unreadable before the device is given up. Each costs a failing read.
-const UNREADABLE_PAGES_MAX: u64 = 64;
+/// What takes the record pages in, in the order of the tables but for the turns of the members.
+pub(crate) trait Pages {
+    /// Pages that may be unreadable before the device is given up. Each costs a failing read.
+    const UNREADABLE_MAX: u64;
+
+    /// The page is going to come as zeros, because it could not be read.
+    fn unreadable(&mut self, page: PageId);
+
+    /// Takes in a page of records; `Break` ends the pass.
+    fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()>;
+}
 
 /// Consecutive record pages of one member.
 struct Chunk {
@@ -32,16 +41,14 @@ struct Chunk {
     bytes: usize,
 }
 
-/// Reads all record tables.
-pub(super) async fn read<S: Storage>(
+/// Reads all record tables, until `pages` has enough.
+pub(crate) async fn read_tables<S: Storage, P: Pages>(
     storage: &S,
     members: &[Member],
-    stripe: Stripe,
-    uuid: [u8; 16],
-    take: &mut Take<'_>,
-) -> Result<Recovered> {
-    let mut chunks = chunks(&stripe).into_iter();
-    let mut collector = Collector::new(stripe, uuid, take);
+    stripe: &Stripe,
+    pages: &mut P,
+) -> Result<()> {
+    let mut chunks = chunks(stripe).into_iter();
     let mut buffers: Vec<AlignedBuf> = (0..CHUNKS_IN_FLIGHT).map(|_| AlignedBuf::zeroed(CHUNK_BYTES)).collect();
     let mut window = Window::new();
     let mut unreadable = 0;
@@ -55,18 +62,20 @@ pub(super) async fn read<S: Storage>(
         let Some((chunk, result, mut buffer)) = window.next().await else { break };
         if result.is_err() {
             let path = &members[usize::from(chunk.file.0)].path;
-            unreadable += read_pages(storage, &chunk, &mut buffer, &mut collector)
+            unreadable += read_pages(storage, &chunk, &mut buffer, pages)
                 .await
                 .map_err(|error| Error::io("read the record table of", path, error))?;
-            if unreadable > UNREADABLE_PAGES_MAX {
-                let text = format!("more than {UNREADABLE_PAGES_MAX} pages are unreadable; replace the device");
+            if unreadable > P::UNREADABLE_MAX {
+                let text = format!("more than {} pages are unreadable; replace the device", P::UNREADABLE_MAX);
                 return Err(Error::io("read the record table of", path, io::Error::other(text)));
             }
         }
-        parse(&chunk, &buffer, &mut collector).await;
+        if parse(&chunk, &buffer, pages).await.is_break() {
+            break;
+        }
         buffers.push(buffer);
     }
-    Ok(collector.finish())
+    Ok(())
 }
 
 /// All chunks, in turns over the members so that all devices are busy.
@@ -94,11 +103,11 @@ async fn read_chunk<S: Storage>(storage: &S, chunk: Chunk, buffer: AlignedBuf) -
 
 /// After a failed read of the chunk: its pages one by one. Those that cannot be read become zeros, are
 /// counted and marked stale: writing them again often heals them. Returns how many there were.
-async fn read_pages<S: Storage>(
+async fn read_pages<S: Storage, P: Pages>(
     storage: &S,
     chunk: &Chunk,
     buffer: &mut AlignedBuf,
-    collector: &mut Collector<'_>,
+    pages: &mut P,
 ) -> io::Result<u64> {
     let mut unreadable = 0;
     let mut page_buffer = AlignedBuf::zeroed(PAGE_BYTES);
@@ -109,10 +118,10 @@ async fn read_pages<S: Storage>(
         page_buffer = AlignedBuf::from_lent(lent);
         match result {
             Ok(()) => page.copy_from_slice(&page_buffer),
-            Err(error) if unreadable == UNREADABLE_PAGES_MAX => return Err(error),
+            Err(error) if unreadable == P::UNREADABLE_MAX => return Err(error),
             Err(_) => {
                 page.fill(0);
-                collector.unreadable(PageId(chunk.page.0 + at as u32));
+                pages.unreadable(PageId(chunk.page.0 + at as u32));
                 unreadable += 1;
             }
         }
@@ -120,12 +129,13 @@ async fn read_pages<S: Storage>(
     Ok(unreadable)
 }
 
-async fn parse(chunk: &Chunk, buffer: &AlignedBuf, collector: &mut Collector<'_>) {
+async fn parse<P: Pages>(chunk: &Chunk, buffer: &AlignedBuf, pages: &mut P) -> ControlFlow<()> {
     for (at, bytes) in buffer[..chunk.bytes].chunks_exact(PAGE_BYTES).enumerate() {
         let bytes = bytes.first_chunk().expect("chunks of a page");
-        collector.page(PageId(chunk.page.0 + at as u32), bytes);
+        pages.page(PageId(chunk.page.0 + at as u32), bytes)?;
         if at % PAGES_PER_YIELD == PAGES_PER_YIELD - 1 {
             crate::io::yield_now().await;
         }
     }
+    ControlFlow::Continue(())
 }

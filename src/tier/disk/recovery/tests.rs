@@ -208,6 +208,21 @@ fn a_damaged_superblock_is_mended_from_the_other() {
 }
 
 #[test]
+fn a_superblock_at_the_end_of_its_numbers_is_mended_too() {
+    let config = config(&[4]);
+    let mut files = created(&config);
+    let last = Superblock { sequence: SEQUENCE_MAX, ..superblock(&files[0]).expect("sound") };
+    files[0][..PAGE_BYTES].copy_from_slice(&last.encode());
+    files[0][PAGE_BYTES + 20] ^= 1;
+    let storage = Memory(RefCell::new(files));
+    for _ in 0..2 {
+        block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
+        let head = Head::decode(storage.0.borrow()[0].first_chunk().expect("a head"));
+        assert_eq!(head, Head::Valid { superblock: last.clone(), copy: 0, twin_is_whole: true });
+    }
+}
+
+#[test]
 fn a_refused_store_is_not_written_to() {
     let config = config(&[4, 4]);
     let mut files = created(&config);
@@ -342,11 +357,11 @@ fn a_million_records() {
         let take = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
             page.iter().for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
         };
-        let mut collector = collect::Collector::new(stripe.clone(), UUID, take);
+        let mut collector = Collector::new(stripe.clone(), UUID, take);
         let mut page = (0..).map(PageId);
         for file in &files {
             let (pages, _) = file[HEAD_BYTES..].as_chunks::<PAGE_BYTES>();
-            pages.iter().zip(&mut page).for_each(|(bytes, page)| collector.page(page, bytes));
+            pages.iter().zip(&mut page).for_each(|(bytes, page)| assert!(collector.page(page, bytes).is_continue()));
         }
         let store = collector.finish();
         let parsed = cpu_ms() - start;

@@ -302,9 +302,9 @@ impl Life {
         let power_cut = exit == Exit::PowerCut;
         let mut report = self.context.report.borrow_mut();
         if power_cut {
-            report.power_cuts += 1
+            report.power_cuts += 1;
         } else {
-            report.kills += 1
+            report.kills += 1;
         }
         drop(report);
         let remains = self.remains(power_cut);

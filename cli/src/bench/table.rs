@@ -1,0 +1,66 @@
+//! A table whose columns are as wide as what is in them.
+
+use std::io::Write;
+
+use serde_json::{Value, json};
+
+/// Rows of cells under a heading, printed as text or as JSON.
+pub struct Table {
+    title: String,
+    columns: Vec<&'static str>,
+    rows: Vec<Vec<Value>>,
+}
+
+impl Table {
+    /// An empty table.
+    pub fn new(title: impl Into<String>, columns: Vec<&'static str>) -> Self {
+        Table { title: title.into(), columns, rows: Vec::new() }
+    }
+
+    /// Adds a row: as many cells as there are columns.
+    pub fn row(&mut self, cells: Vec<Value>) {
+        assert_eq!(cells.len(), self.columns.len(), "{}", self.title);
+        self.rows.push(cells);
+    }
+
+    /// The table as an object.
+    pub fn object(&self) -> Value {
+        let row = |cells: &Vec<Value>| {
+            let cells = self.columns.iter().zip(cells).map(|(name, cell)| ((*name).to_owned(), cell.clone()));
+            Value::Object(cells.collect())
+        };
+        json!({ "title": self.title, "rows": self.rows.iter().map(row).collect::<Vec<_>>() })
+    }
+
+    fn text(&self) -> String {
+        let shown = |cell: &Value| match cell {
+            Value::String(text) => text.clone(),
+            Value::Number(number) if number.is_f64() => format!("{:.2}", number.as_f64().unwrap_or(f64::NAN)),
+            Value::Null => "-".into(),
+            other => other.to_string(),
+        };
+        let heads = self.columns.iter().map(|name| (*name).to_owned()).collect();
+        let lines: Vec<Vec<String>> =
+            std::iter::once(heads).chain(self.rows.iter().map(|row| row.iter().map(shown).collect())).collect();
+        let width = |column: usize| lines.iter().map(|line| line[column].len()).max().unwrap_or(0);
+        let widths: Vec<usize> = (0..self.columns.len()).map(width).collect();
+        let mut text = format!("{}\n", self.title);
+        for line in &lines {
+            let cells: Vec<String> = line.iter().zip(&widths).map(|(cell, &width)| format!("{cell:>width$}")).collect();
+            text.push_str(&cells.join("  "));
+            text.push('\n');
+        }
+        text
+    }
+}
+
+/// Prints tables: as text, or as one JSON object.
+pub fn print(tables: &[Table], json: bool) {
+    let text = if json {
+        format!("{:#}\n", json!({ "tables": tables.iter().map(Table::object).collect::<Vec<_>>() }))
+    } else {
+        tables.iter().map(|table| table.text() + "\n").collect()
+    };
+    // A reader that has gone is no reason to fail.
+    drop(std::io::stdout().write_all(text.as_bytes()));
+}

@@ -1,0 +1,89 @@
+//! `kvhoist inspect`: what a store is and how full.
+
+use kvhoist::store::{self, Inspection};
+use serde_json::{Value, json};
+
+use crate::{
+    failure::Failure,
+    report::emit,
+    size::show_bytes,
+    store::{StoreArgs, Table, faults_object, shape_object},
+};
+
+/// Flags of `kvhoist inspect`.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    store: StoreArgs,
+}
+
+/// Inspects a store and prints what it is. Damage is shown, but not what was asked about: no failure.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let found = store::inspect(&args.store.paths, &args.store.options())?;
+    if args.store.json {
+        emit(&format!("{:#}\n", object(&found)));
+    } else {
+        emit(&table(&found));
+    }
+    Ok(())
+}
+
+fn fill(found: &Inspection) -> f64 {
+    found.full as f64 / f64::from(found.shape.slots)
+}
+
+fn object(found: &Inspection) -> Value {
+    let range = |range: Option<(u64, u64)>| range.map(|(low, high)| json!({ "lowest": low, "highest": high }));
+    let member = |member: &store::Member| {
+        json!({
+            "path": member.path.to_string_lossy(),
+            "bytes": member.bytes,
+            "device": member.device,
+            "slots": member.slots,
+            "full": member.full,
+            "data_offset": member.data_offset,
+            "sequence": member.sequence,
+        })
+    };
+    json!({
+        "store": shape_object(&found.shape),
+        "members": found.members.iter().map(member).collect::<Vec<_>>(),
+        "full": found.full,
+        "fill": fill(found),
+        "empty": found.empty,
+        "bad": found.bad,
+        "superseded": found.superseded,
+        "roots": found.roots,
+        "bytes": found.bytes,
+        // A store has one namespace, and so all blocks are its.
+        "blocks_by_namespace": { &found.shape.namespace: found.full },
+        "generations": range(found.generations),
+        "last_uses": range(found.last_uses),
+        "in_use": found.in_use,
+        "faults": faults_object(&found.faults),
+    })
+}
+
+fn table(found: &Inspection) -> String {
+    let mut table = Table::default();
+    table.shape(&found.shape);
+    table.row("full", format!("{} ({:.1}%)", found.full, fill(found) * 100.0));
+    table.row("empty", found.empty);
+    table.row("bad", found.bad);
+    table.row("superseded", found.superseded);
+    table.row("chains", found.roots);
+    table.row("bytes", show_bytes(found.bytes));
+    let range = |range: Option<(u64, u64)>| range.map_or("none".into(), |(low, high)| format!("{low} to {high}"));
+    table.row("generations", range(found.generations));
+    table.row("last uses", range(found.last_uses));
+    table.row("in use", if found.in_use { "yes" } else { "no" });
+    table.line("");
+    table.line(format!("{:>6}{:>12}{:>12}{:>14}{:>10}  path", "member", "slots", "full", "size", "sequence"));
+    for (at, member) in found.members.iter().enumerate() {
+        let (slots, full, size) = (member.slots, member.full, show_bytes(member.bytes));
+        let (sequence, path) = (member.sequence, member.path.display());
+        table.line(format!("{at:>6}{slots:>12}{full:>12}{size:>14}{sequence:>10}  {path}"));
+    }
+    table.faults(&found.faults);
+    table.text().to_owned()
+}

@@ -1,0 +1,5 @@
+//! What the `kvhoist` command reads, apart from the command: so that tests and fuzzing reach it.
+
+pub mod failure;
+pub mod size;
+pub mod trace;

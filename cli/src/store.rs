@@ -1,0 +1,134 @@
+//! What `inspect` and `verify` have in common: flags, and how they show a store.
+
+use std::path::PathBuf;
+
+use kvhoist::store::{Fault, Faults, Options, Shape};
+use serde_json::{Value, json};
+
+use crate::{
+    replay::{Direct, Engine},
+    size::show_bytes,
+};
+
+/// Which store, and how to look at it.
+#[derive(clap::Args)]
+pub struct StoreArgs {
+    /// All directories, files or block devices of one store, in any order.
+    #[arg(required = true, value_name = "PATH")]
+    pub paths: Vec<PathBuf>,
+    /// Look at a store that a cache has open, too: blocks on the move then look damaged.
+    #[arg(long)]
+    pub allow_in_use: bool,
+    /// What serves the reads.
+    #[arg(long, value_name = "ENGINE", default_value = "auto")]
+    pub storage: Engine,
+    /// Whether a path without direct I/O is refused.
+    #[arg(long, value_name = "MODE", default_value = "prefer")]
+    pub direct_io: Direct,
+    /// Faults that are listed; all are counted.
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    pub list: usize,
+    /// Print one JSON object instead of a table.
+    #[arg(long)]
+    pub json: bool,
+}
+
+impl StoreArgs {
+    /// The library's options.
+    pub fn options(&self) -> Options {
+        Options {
+            storage: self.storage.into(),
+            direct_io: self.direct_io.into(),
+            allow_in_use: self.allow_in_use,
+            listed_max: self.list,
+            ..Options::default()
+        }
+    }
+}
+
+/// Lines of a name and a value.
+#[derive(Default)]
+pub struct Table(String);
+
+impl Table {
+    /// Adds a line.
+    pub fn row(&mut self, name: &str, value: impl std::fmt::Display) {
+        self.line(format!("{name:<23}{value:>12}"));
+    }
+
+    /// Adds a line as it is.
+    pub fn line(&mut self, text: impl AsRef<str>) {
+        self.0.push_str(text.as_ref().trim_end());
+        self.0.push('\n');
+    }
+
+    /// What the superblocks say.
+    pub fn shape(&mut self, shape: &Shape) {
+        self.row("store", uuid(shape));
+        self.row("format version", shape.version);
+        // From the disk: nothing in it may drive a terminal.
+        self.row("namespace", shape.namespace.escape_debug());
+        self.row("block", show_bytes(shape.block_bytes));
+        self.row("slot", show_bytes(shape.slot_bytes));
+        self.row("slots", shape.slots);
+    }
+
+    /// The listed faults.
+    pub fn faults(&mut self, faults: &Faults) {
+        if faults.count() == 0 {
+            return;
+        }
+        self.line("");
+        for (kind, count) in faults.counts() {
+            self.row(kind, count);
+        }
+        self.line("");
+        for fault in faults.listed() {
+            let slot = fault.slot.map(|slot| format!(" slot {slot}")).unwrap_or_default();
+            let key = fault.key_prefix.as_ref().map(|key| format!(" key {key}..")).unwrap_or_default();
+            self.line(format!("{} at {}{slot}{key}: {}", fault.path.display(), fault.offset, fault.kind));
+        }
+        let more = faults.count() - faults.listed().len() as u64;
+        if more > 0 {
+            self.line(format!("and {more} more; --list N lists more"));
+        }
+    }
+
+    /// All lines.
+    pub fn text(&self) -> &str {
+        &self.0
+    }
+}
+
+fn uuid(shape: &Shape) -> String {
+    shape.uuid.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// What the superblocks say, as an object.
+pub fn shape_object(shape: &Shape) -> Value {
+    json!({
+        "uuid": uuid(shape),
+        "format_version": shape.version,
+        "namespace": shape.namespace,
+        "block_bytes": shape.block_bytes,
+        "slot_bytes": shape.slot_bytes,
+        "slots": shape.slots,
+    })
+}
+
+/// The faults, as an object.
+pub fn faults_object(faults: &Faults) -> Value {
+    let listed: Vec<Value> = faults.listed().iter().map(fault_object).collect();
+    json!({ "count": faults.count(), "by_kind": faults.counts(), "listed": listed })
+}
+
+fn fault_object(fault: &Fault) -> Value {
+    json!({
+        "path": fault.path.to_string_lossy(),
+        "offset": fault.offset,
+        "slot": fault.slot,
+        "key_prefix": fault.key_prefix,
+        "kind": fault.kind.name(),
+        "text": fault.kind.to_string(),
+    })
+}

@@ -1,0 +1,132 @@
+//! `kvhoist verify`: every checksum of a store.
+
+use std::{ops::ControlFlow, sync::atomic::Ordering};
+
+use kvhoist::store::{self, Verification};
+use serde_json::{Value, json};
+
+use crate::{
+    failure::Failure,
+    interrupt,
+    progress::Progress,
+    report::emit,
+    size::show_bytes,
+    store::{StoreArgs, Table, faults_object, shape_object},
+};
+
+/// Flags of `kvhoist verify`.
+#[derive(clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    store: StoreArgs,
+    /// Slots that are read at the same time.
+    #[arg(long, value_name = "N", default_value_t = 32)]
+    depth: u32,
+    /// No progress on stderr.
+    #[arg(long)]
+    quiet: bool,
+}
+
+/// Verifies a store and prints the report.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let options = store::Options { depth: args.depth, ..args.store.options() };
+    let interrupted = interrupt::catch()?;
+    let mut shown: Option<Progress> = None;
+    let report = store::verify(&args.store.paths, &options, |now| {
+        if now.blocks > 0 {
+            let total = usize::try_from(now.blocks).unwrap_or(usize::MAX);
+            let shown = shown.get_or_insert_with(|| Progress::new(total, "blocks", args.quiet));
+            let done = usize::try_from(now.blocks_done).unwrap_or(usize::MAX);
+            shown.update(done, || format!("{} read, {} faults", show_bytes(now.bytes_read), now.faults));
+        }
+        match interrupted.load(Ordering::Relaxed) {
+            true => ControlFlow::Break(()),
+            false => ControlFlow::Continue(()),
+        }
+    })?;
+    if let Some(shown) = shown {
+        shown.finish();
+    }
+    if args.store.json {
+        emit(&format!("{:#}\n", object(&report)));
+    } else {
+        emit(&table(&report));
+    }
+    match report.faults.count() {
+        _ if !report.complete => Err(Failure::interrupted()),
+        0 => Ok(()),
+        1 => Err(Failure::run("1 fault found")),
+        faults => Err(Failure::run(format!("{faults} faults found"))),
+    }
+}
+
+fn bytes_per_second(report: &Verification) -> f64 {
+    report.bytes_read as f64 / report.elapsed.as_secs_f64().max(1e-9)
+}
+
+fn object(report: &Verification) -> Value {
+    let duplicate = |duplicate: &store::Duplicate| {
+        json!({
+            "key_prefix": duplicate.key_prefix,
+            "slot": duplicate.slot,
+            "generation": duplicate.generation,
+            "superseded_slot": duplicate.superseded_slot,
+            "superseded_generation": duplicate.superseded_generation,
+        })
+    };
+    json!({
+        "clean": report.is_clean(),
+        "complete": report.complete,
+        "in_use": report.in_use,
+        "store": report.shape.as_ref().map(shape_object),
+        "paths": report.paths.iter().map(|path| path.to_string_lossy()).collect::<Vec<_>>(),
+        "committed": report.committed,
+        "empty": report.empty,
+        "records_bad": report.records_bad,
+        "superseded": report.superseded,
+        "duplicates": report.duplicates.iter().map(duplicate).collect::<Vec<_>>(),
+        "payloads_good": report.payloads_good,
+        "payloads_bad": report.payloads_bad,
+        "faults": faults_object(&report.faults),
+        "bytes_read": report.bytes_read,
+        "seconds": report.elapsed.as_secs_f64(),
+        "gb_per_second": bytes_per_second(report) / 1e9,
+        "storage": report.storage,
+        "direct_io": report.direct_io,
+    })
+}
+
+fn table(report: &Verification) -> String {
+    let mut table = Table::default();
+    for path in &report.paths {
+        table.row("path", path.display());
+    }
+    if let Some(shape) = &report.shape {
+        table.shape(shape);
+    }
+    table.row("committed", report.committed);
+    table.row("empty", report.empty);
+    table.row("records bad", report.records_bad);
+    table.row("superseded", report.superseded);
+    table.row("payloads good", report.payloads_good);
+    table.row("payloads bad", report.payloads_bad);
+    table.row("bytes read", show_bytes(report.bytes_read));
+    table.row("seconds", format!("{:.2}", report.elapsed.as_secs_f64()));
+    table.row("GB/s", format!("{:.2}", bytes_per_second(report) / 1e9));
+    table.row("storage", report.storage);
+    table.row("direct I/O", if report.direct_io { "yes" } else { "no" });
+    for it in &report.duplicates {
+        table.line(format!(
+            "key {}.. twice: slot {} (generation {}) counts, slot {} (generation {}) does not",
+            it.key_prefix, it.slot, it.generation, it.superseded_slot, it.superseded_generation
+        ));
+    }
+    if report.in_use {
+        table.line("a cache had the store open: blocks on the move look damaged");
+    }
+    table.faults(&report.faults);
+    if !report.complete {
+        table.line("interrupted: the rest was not read");
+    }
+    table.text().to_owned()
+}

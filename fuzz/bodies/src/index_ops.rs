@@ -1,0 +1,310 @@
+//! The index against a plain model: every call that it has, in any order that its contract allows.
+
+mod model;
+
+use arbitrary::{Arbitrary, Unstructured};
+use kvhoist::{
+    BlockKey, Tier,
+    index::{EntryId, Index},
+};
+use model::{Copy, Model};
+
+/// Operations of one input at most: every one of them is followed by a look at everything.
+const OPS_MAX: usize = 256;
+const KEYS: u8 = 20;
+
+#[derive(Debug, Arbitrary)]
+enum Op {
+    /// An insert, and a fill where there is none.
+    Fill {
+        key: u8,
+        parent: Option<u8>,
+        tier: u8,
+    },
+    /// An insert that comes to nothing.
+    Insert {
+        key: u8,
+        parent: Option<u8>,
+        by_abort: bool,
+    },
+    Complete {
+        pick: u8,
+    },
+    Abort {
+        pick: u8,
+    },
+    Pin {
+        pick: u8,
+        tier: u8,
+    },
+    Unpin {
+        pick: u8,
+    },
+    Touch {
+        pick: u8,
+    },
+    TouchChain {
+        from: u8,
+        len: u8,
+    },
+    Hit {
+        pick: u8,
+    },
+    SetDirty {
+        pick: u8,
+        tier: u8,
+        dirty: bool,
+    },
+    Evict {
+        tier: u8,
+    },
+    Drop {
+        pick: u8,
+        tier: u8,
+    },
+    Remove {
+        pick: u8,
+    },
+    /// A restart's records, in any order, then the end of the restart.
+    Restore {
+        tier: u8,
+        records: [Option<Record>; 6],
+    },
+    Reserve {
+        entries: u8,
+    },
+}
+
+#[derive(Debug, Arbitrary)]
+struct Record {
+    key: u8,
+    parent: Option<u8>,
+    last_use: u16,
+    /// Goes before a copy that is there already.
+    newer: bool,
+}
+
+/// Does the operations in `data`, and compares every answer and all that can be asked after each.
+pub fn run(data: &[u8]) {
+    let mut input = Unstructured::new(data);
+    let Ok(seed) = input.arbitrary::<u64>() else { return };
+    let mut pair = Pair { index: Index::new(seed), model: Model::default(), slots: 0 };
+    for _ in 0..OPS_MAX {
+        if input.is_empty() {
+            break;
+        }
+        let Ok(op) = Op::arbitrary(&mut input) else { break };
+        pair.step(&op);
+        pair.compare();
+    }
+}
+
+struct Pair {
+    index: Index,
+    model: Model,
+    /// Slots given out so far: each has a number of its own.
+    slots: u32,
+}
+
+fn block_key(key: u8) -> BlockKey {
+    BlockKey::new([key; 32])
+}
+
+fn tier(number: u8) -> Tier {
+    Tier::ALL[usize::from(number) % Tier::COUNT]
+}
+
+impl Pair {
+    fn step(&mut self, op: &Op) {
+        match *op {
+            Op::Fill { key, parent, tier: to } => self.fill(key % KEYS, parent.map(|p| p % KEYS), tier(to)),
+            Op::Insert { key, parent, by_abort } => self.insert(key % KEYS, parent.map(|p| p % KEYS), by_abort),
+            Op::Complete { pick } => self.complete(pick),
+            Op::Abort { pick } => {
+                if let Some((at, tier)) = self.model.filling(pick) {
+                    self.index.abort_fill(self.model.id(at), tier);
+                    self.model.vacate(at, tier);
+                }
+            }
+            Op::Pin { pick, tier: at } => self.pin(pick, tier(at)),
+            Op::Unpin { pick } => self.unpin(pick),
+            Op::Touch { pick } => {
+                if let Some(at) = self.model.any(pick) {
+                    self.index.touch(self.model.id(at));
+                    self.model.touch(at);
+                }
+            }
+            Op::TouchChain { from, len } => self.touch_chain(from, len),
+            Op::Hit { pick } => {
+                if let Some(at) = self.model.any(pick) {
+                    assert_eq!(self.index.hit(self.model.id(at)), self.model.hit(at));
+                }
+            }
+            Op::SetDirty { pick, tier: at, dirty } => {
+                if let Some(entity) = self.model.any(pick) {
+                    self.index.set_dirty(self.model.id(entity), tier(at), dirty);
+                    self.model.set_dirty(entity, tier(at), dirty);
+                }
+            }
+            Op::Evict { tier: from } => self.evict(tier(from)),
+            Op::Drop { pick, tier: from } => {
+                if let Some(at) = self.model.any(pick) {
+                    let dropped = self.index.drop_copy(self.model.id(at), tier(from));
+                    assert_eq!(dropped, self.model.drop_copy(at, tier(from)));
+                }
+            }
+            Op::Remove { pick } => {
+                if let Some(at) = self.model.any(pick) {
+                    assert_eq!(self.index.remove(self.model.id(at)), self.model.remove(at));
+                }
+            }
+            Op::Restore { tier: to, ref records } => {
+                let keys = records.iter().flatten().map(|record| block_key(record.key % KEYS)).collect::<Vec<_>>();
+                self.index.prepare_restore(keys.iter());
+                records.iter().flatten().for_each(|record| self.restore(record, tier(to)));
+                self.index.restored(tier(to));
+            }
+            Op::Reserve { entries } => self.index.try_reserve(entries.into()).expect("room for a few"),
+        }
+    }
+
+    fn slot(&mut self) -> u32 {
+        self.slots += 1;
+        self.slots
+    }
+
+    /// Inserts in both. The model learns the ids of what is new, ghosts too.
+    fn inserted(&mut self, key: u8, parent: Option<u8>) -> (EntryId, usize) {
+        let id = self.index.insert(block_key(key), parent.map(block_key));
+        let index = &self.index;
+        let at = self.model.insert(key, parent, |key| index.find(&block_key(key)).expect("just inserted"));
+        assert_eq!(self.model.id(at), id);
+        (id, at)
+    }
+
+    fn fill(&mut self, key: u8, parent: Option<u8>, tier: Tier) {
+        let (id, at) = self.inserted(key, parent);
+        let began = self.index.begin_fill(id, tier);
+        assert_eq!(began, self.model.begin_fill(at, tier));
+        assert!(!self.index.begin_fill(id, tier), "one fill at a time");
+    }
+
+    fn insert(&mut self, key: u8, parent: Option<u8>, by_abort: bool) {
+        let (id, at) = self.inserted(key, parent);
+        let idle = Tier::ALL.into_iter().find(|tier| !self.index.is_filling(id, *tier));
+        match idle.filter(|_| by_abort) {
+            Some(tier) => {
+                self.index.abort_fill(id, tier);
+                self.model.collect(None);
+            }
+            None => assert_eq!(self.index.remove(id), self.model.remove(at)),
+        }
+    }
+
+    fn complete(&mut self, pick: u8) {
+        let Some((at, tier)) = self.model.filling(pick) else { return };
+        let slot = self.slot();
+        assert_eq!(self.index.complete_fill(self.model.id(at), tier, slot), self.model.complete_fill(at, tier, slot));
+    }
+
+    fn pin(&mut self, pick: u8, tier: Tier) {
+        let Some(at) = self.model.any(pick) else { return };
+        assert_eq!(self.index.pin(self.model.id(at), tier), self.model.pin(at, tier));
+    }
+
+    fn unpin(&mut self, pick: u8) {
+        let Some((at, tier)) = self.model.pinned(pick) else { return };
+        let unpin = self.index.unpin(self.model.id(at), tier);
+        assert_eq!((unpin.freed, unpin.evictable), self.model.unpin(at, tier));
+    }
+
+    fn touch_chain(&mut self, from: u8, len: u8) {
+        let keys: Vec<BlockKey> = (from..from.saturating_add(len % KEYS)).map(|key| block_key(key % KEYS)).collect();
+        let found = self.index.match_prefix(&keys);
+        let resident = |key: &&BlockKey| self.model.resident(key.as_bytes()[0]).is_some();
+        let expected: Vec<usize> =
+            keys.iter().take_while(resident).map(|key| self.model.live(key.as_bytes()[0]).expect("resident")).collect();
+        assert_eq!((self.index.match_len(&keys), found.len()), (expected.len(), expected.len()));
+        assert!(found.ids().iter().copied().eq(expected.iter().map(|&at| self.model.id(at))));
+        let tiers = expected.iter().map(|&at| self.model.best_tier(at).expect("resident"));
+        assert!(found.tiers().iter().copied().eq(tiers));
+        self.index.touch_chain(found.ids());
+        expected.into_iter().rev().for_each(|at| self.model.touch(at));
+    }
+
+    fn evict(&mut self, tier: Tier) {
+        if let Some(id) = self.index.victim(tier) {
+            let at = self.model.by_id(id);
+            assert_eq!(Some(self.index.evict(id, tier)), self.model.evict(at, tier));
+        }
+    }
+
+    fn restore(&mut self, record: &Record, tier: Tier) {
+        if self.try_restore(record, tier) || !record.newer {
+            return;
+        }
+        let at = self.model.live(record.key % KEYS).expect("it was refused for its copy");
+        let dropped = self.index.drop_copy(self.model.id(at), tier);
+        assert_eq!(dropped, self.model.drop_copy(at, tier));
+        if dropped.is_some() {
+            assert!(self.try_restore(record, tier), "the other copy is gone");
+        }
+    }
+
+    fn try_restore(&mut self, record: &Record, tier: Tier) -> bool {
+        let (key, parent) = (record.key % KEYS, record.parent.map(|parent| parent % KEYS));
+        let (slot, last_use) = (self.slot(), record.last_use.into());
+        let restored = self.index.restore(block_key(key), parent.map(block_key), tier, slot, last_use);
+        let index = &self.index;
+        let at = self.model.insert(key, parent, |key| index.find(&block_key(key)).expect("just inserted"));
+        let id = self.model.id(at);
+        let expected = if self.model.restore(at, tier, slot, last_use) { Ok(id) } else { Err(id) };
+        assert_eq!(restored, expected);
+        restored.is_ok()
+    }
+
+    /// Everything that can be asked, and every invariant from scratch.
+    fn compare(&self) {
+        let Pair { index, model, .. } = self;
+        index.validate().unwrap_or_else(|what| panic!("{what}"));
+        assert_eq!((index.len(), index.is_empty(), index.clock()), (model.len(), model.len() == 0, model.clock()));
+        for key in 0..KEYS {
+            assert_eq!(index.find(&block_key(key)), model.live(key).map(|at| model.id(at)), "key {key}");
+        }
+        for (at, entity) in model.entities() {
+            let id = model.id(at);
+            assert_eq!(index.key(id), block_key(entity.key));
+            assert_eq!(index.parent_key(id), model.parent_key(at).map(block_key), "parent of {}", entity.key);
+            assert_eq!((index.hits(id), index.last_use(id)), (entity.hits, entity.last_use));
+            assert_eq!(index.best_tier(id), model.best_tier(at).filter(|_| !entity.removed));
+            for tier in Tier::ALL {
+                let (slot, pins, dirty) = match entity.copies[tier as usize] {
+                    Copy::Full { slot, pins, dirty } => (Some(slot).filter(|_| !entity.removed), pins, dirty),
+                    _ => (None, 0, false),
+                };
+                let found = (index.slot(id, tier), index.pins(id, tier), index.is_dirty(id, tier));
+                assert_eq!(found, (slot, pins, dirty), "{tier} of {}", entity.key);
+                assert_eq!(index.is_filling(id, tier), entity.copies[tier as usize] == Copy::Filling);
+            }
+        }
+        for tier in Tier::ALL {
+            assert_eq!(index.resident(tier), model.full(tier).count());
+            let (evictable, demotable) = (model.evictable(tier), model.demotable(tier));
+            assert_eq!(
+                (index.evictable(tier), index.demotable_len(tier)),
+                (evictable.len(), demotable.len()),
+                "{tier}"
+            );
+            self.coldest(index.victim(tier), &evictable);
+            self.coldest(index.demotable(tier), &demotable);
+        }
+    }
+
+    /// The choice is among those that may be chosen, and none of them was used before it.
+    fn coldest(&self, choice: Option<EntryId>, among: &[usize]) {
+        let last_use = |at: &usize| self.model.entity(*at).last_use;
+        let choice = choice.map(|id| self.model.by_id(id));
+        assert_eq!(choice.as_ref().map(last_use), among.iter().map(last_use).min());
+        assert!(choice.is_none_or(|at| among.contains(&at)));
+    }
+}

@@ -1,0 +1,313 @@
+//! What the index promises, in maps and scans.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use kvhoist::{Tier, index::EntryId};
+
+#[derive(Debug, Clone, std::marker::Copy, PartialEq, Eq)]
+pub enum Copy {
+    None,
+    Filling,
+    Full { slot: u32, pins: u32, dirty: bool },
+}
+
+/// One life of one key.
+#[derive(Debug)]
+pub struct Entity {
+    pub key: u8,
+    id: EntryId,
+    parent: Option<usize>,
+    pub removed: bool,
+    pub copies: [Copy; Tier::COUNT],
+    pub last_use: u64,
+    pub hits: u8,
+}
+
+/// All lives, each under a number that is never used again.
+#[derive(Debug, Default)]
+pub struct Model {
+    entities: BTreeMap<usize, Entity>,
+    live: BTreeMap<u8, usize>,
+    created: usize,
+    clock: u64,
+}
+
+impl Model {
+    pub fn entity(&self, at: usize) -> &Entity {
+        &self.entities[&at]
+    }
+
+    fn entity_mut(&mut self, at: usize) -> &mut Entity {
+        self.entities.get_mut(&at).expect("it lives")
+    }
+
+    pub fn entities(&self) -> impl Iterator<Item = (usize, &Entity)> {
+        self.entities.iter().map(|(&at, entity)| (at, entity))
+    }
+
+    pub fn id(&self, at: usize) -> EntryId {
+        self.entity(at).id
+    }
+
+    pub fn by_id(&self, id: EntryId) -> usize {
+        let mut found = self.entities().filter(|(_, entity)| entity.id == id);
+        found.next().expect("an id that is good").0
+    }
+
+    pub fn live(&self, key: u8) -> Option<usize> {
+        self.live.get(&key).copied()
+    }
+
+    pub fn len(&self) -> usize {
+        self.live.len()
+    }
+
+    pub fn clock(&self) -> u64 {
+        self.clock
+    }
+
+    pub fn parent_key(&self, at: usize) -> Option<u8> {
+        self.entity(at).parent.map(|parent| self.entity(parent).key)
+    }
+
+    /// Any entity: ghosts and removed ones too.
+    pub fn any(&self, pick: u8) -> Option<usize> {
+        nth(&self.entities.keys().copied().collect::<Vec<_>>(), pick)
+    }
+
+    /// Any fill under way.
+    pub fn filling(&self, pick: u8) -> Option<(usize, Tier)> {
+        nth(&self.copies(|copy| copy == Copy::Filling), pick)
+    }
+
+    /// Any copy that someone has pinned.
+    pub fn pinned(&self, pick: u8) -> Option<(usize, Tier)> {
+        nth(&self.copies(|copy| matches!(copy, Copy::Full { pins: 1.., .. })), pick)
+    }
+
+    fn copies(&self, wanted: impl Fn(Copy) -> bool) -> Vec<(usize, Tier)> {
+        let all = self.entities().flat_map(|(at, _)| Tier::ALL.map(|tier| (at, tier)));
+        all.filter(|&(at, tier)| wanted(self.copy(at, tier))).collect()
+    }
+
+    fn copy(&self, at: usize, tier: Tier) -> Copy {
+        self.entity(at).copies[tier as usize]
+    }
+
+    fn set(&mut self, at: usize, tier: Tier, copy: Copy) {
+        self.entity_mut(at).copies[tier as usize] = copy;
+    }
+
+    pub fn best_tier(&self, at: usize) -> Option<Tier> {
+        Tier::ALL.into_iter().find(|&tier| matches!(self.copy(at, tier), Copy::Full { .. }))
+    }
+
+    /// The fastest tier where a key can be found.
+    pub fn resident(&self, key: u8) -> Option<Tier> {
+        self.best_tier(self.live(key)?)
+    }
+
+    pub fn full(&self, tier: Tier) -> impl Iterator<Item = usize> {
+        let full = move |&at: &usize| matches!(self.copy(at, tier), Copy::Full { .. });
+        self.live.values().copied().filter(full)
+    }
+
+    /// Full, unpinned, clean, filled in no tier, and with no child's copy in the same tier.
+    pub fn evictable(&self, tier: Tier) -> Vec<usize> {
+        let present = |entity: &Entity| entity.copies[tier as usize] != Copy::None;
+        let children = self.entities.values().filter(|entity| present(entity));
+        let parents: BTreeSet<usize> = children.filter_map(|child| child.parent).collect();
+        let settled = |at: usize| Tier::ALL.into_iter().all(|tier| self.copy(at, tier) != Copy::Filling);
+        let clean = |at: usize| matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty: false, .. });
+        self.full(tier).filter(|&at| clean(at) && settled(at) && !parents.contains(&at)).collect()
+    }
+
+    /// Full, unpinned and dirty.
+    pub fn demotable(&self, tier: Tier) -> Vec<usize> {
+        self.full(tier).filter(|&at| matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty: true, .. })).collect()
+    }
+
+    fn find_or_create(&mut self, key: u8, id: &impl Fn(u8) -> EntryId) -> usize {
+        if let Some(at) = self.live(key) {
+            return at;
+        }
+        let at = self.created;
+        self.created += 1;
+        let copies = [Copy::None; Tier::COUNT];
+        let entity = Entity { key, id: id(key), parent: None, removed: false, copies, last_use: 0, hits: 0 };
+        self.entities.insert(at, entity);
+        self.live.insert(key, at);
+        at
+    }
+
+    /// `id` says what a new entry was named.
+    pub fn insert(&mut self, key: u8, parent: Option<u8>, id: impl Fn(u8) -> EntryId) -> usize {
+        let at = self.find_or_create(key, &id);
+        let Some(parent) = parent.filter(|parent| *parent != key) else { return at };
+        if self.entity(at).parent.is_some_and(|parent| !self.entity(parent).removed) {
+            return at;
+        }
+        let parent = self.find_or_create(parent, &id);
+        if !self.is_ancestor(at, parent) {
+            self.entity_mut(at).parent = Some(parent);
+        }
+        self.collect(Some(at));
+        at
+    }
+
+    fn is_ancestor(&self, at: usize, of: usize) -> bool {
+        let mut chain = std::iter::successors(Some(of), |&at| self.entity(at).parent);
+        chain.any(|ancestor| ancestor == at)
+    }
+
+    /// Drops what has no copy and no child, again and again; `kept` is about to get a copy.
+    pub fn collect(&mut self, kept: Option<usize>) {
+        loop {
+            let parents: BTreeSet<usize> = self.entities.values().filter_map(|entity| entity.parent).collect();
+            let is_idle =
+                |at: usize, entity: &Entity| entity.copies == [Copy::None; Tier::COUNT] && !parents.contains(&at);
+            let idle = self.entities().find(|&(at, entity)| Some(at) != kept && is_idle(at, entity));
+            let Some(at) = idle.map(|(at, _)| at) else { return };
+            self.entities.remove(&at);
+            self.live.retain(|_, live| *live != at);
+        }
+    }
+
+    pub fn begin_fill(&mut self, at: usize, tier: Tier) -> bool {
+        let may = !self.entity(at).removed && self.copy(at, tier) == Copy::None;
+        if may {
+            self.set(at, tier, Copy::Filling);
+        }
+        may
+    }
+
+    pub fn complete_fill(&mut self, at: usize, tier: Tier, slot: u32) -> bool {
+        if self.entity(at).removed {
+            self.vacate(at, tier);
+            return false;
+        }
+        let demoted = self.best_tier(at).is_some_and(|best| best < tier);
+        self.set(at, tier, Copy::Full { slot, pins: 0, dirty: false });
+        if !demoted {
+            self.touch(at);
+        }
+        true
+    }
+
+    pub fn vacate(&mut self, at: usize, tier: Tier) {
+        self.set(at, tier, Copy::None);
+        self.collect(None);
+    }
+
+    pub fn pin(&mut self, at: usize, tier: Tier) -> Option<u32> {
+        let entity = self.entity_mut(at);
+        match &mut entity.copies[tier as usize] {
+            Copy::Full { slot, pins, .. } if !entity.removed => {
+                *pins += 1;
+                Some(*slot)
+            }
+            _ => None,
+        }
+    }
+
+    /// The slot that came free, and whether the copy may be evicted now.
+    pub fn unpin(&mut self, at: usize, tier: Tier) -> (Option<u32>, bool) {
+        let removed = self.entity(at).removed;
+        let Copy::Full { slot, pins, .. } = &mut self.entity_mut(at).copies[tier as usize] else {
+            panic!("pinned copies are full")
+        };
+        *pins -= 1;
+        let last = *pins == 0;
+        let slot = *slot;
+        if !removed {
+            self.touch(at);
+            return (None, self.evictable(tier).contains(&at));
+        }
+        if last {
+            self.vacate(at, tier);
+        }
+        (last.then_some(slot), false)
+    }
+
+    pub fn touch(&mut self, at: usize) {
+        self.clock += 1;
+        self.entity_mut(at).last_use = self.clock;
+    }
+
+    pub fn hit(&mut self, at: usize) -> u8 {
+        let hits = &mut self.entity_mut(at).hits;
+        *hits = hits.saturating_add(1);
+        *hits
+    }
+
+    pub fn set_dirty(&mut self, at: usize, tier: Tier, mark: bool) {
+        let entity = self.entity_mut(at);
+        if let Copy::Full { dirty, .. } = &mut entity.copies[tier as usize]
+            && !entity.removed
+        {
+            *dirty = mark;
+        }
+    }
+
+    pub fn evict(&mut self, at: usize, tier: Tier) -> Option<u32> {
+        assert!(self.evictable(tier).contains(&at));
+        self.drop_copy(at, tier)
+    }
+
+    pub fn drop_copy(&mut self, at: usize, tier: Tier) -> Option<u32> {
+        match self.copy(at, tier) {
+            Copy::Full { slot, pins: 0, .. } if !self.entity(at).removed => {
+                self.vacate(at, tier);
+                Some(slot)
+            }
+            _ => None,
+        }
+    }
+
+    pub fn remove(&mut self, at: usize) -> [Option<u32>; 3] {
+        let mut freed = [None; Tier::COUNT];
+        if self.entity(at).removed {
+            return freed;
+        }
+        let mut lives_on = false;
+        for tier in Tier::ALL {
+            match self.copy(at, tier) {
+                Copy::None => {}
+                Copy::Full { slot, pins: 0, .. } => {
+                    freed[tier as usize] = Some(slot);
+                    self.set(at, tier, Copy::None);
+                }
+                Copy::Full { slot, pins, .. } => {
+                    self.set(at, tier, Copy::Full { slot, pins, dirty: false });
+                    lives_on = true;
+                }
+                Copy::Filling => lives_on = true,
+            }
+        }
+        let entity = self.entity_mut(at);
+        entity.hits = 0;
+        entity.removed = lives_on;
+        let key = entity.key;
+        if lives_on {
+            self.live.remove(&key);
+        }
+        self.collect(None);
+        freed
+    }
+
+    pub fn restore(&mut self, at: usize, tier: Tier, slot: u32, last_use: u64) -> bool {
+        if self.copy(at, tier) != Copy::None {
+            return false;
+        }
+        self.set(at, tier, Copy::Full { slot, pins: 0, dirty: false });
+        let entity = self.entity_mut(at);
+        entity.last_use = entity.last_use.max(last_use);
+        let last_use = entity.last_use;
+        self.clock = self.clock.max(last_use);
+        true
+    }
+}
+
+fn nth<T: std::marker::Copy>(all: &[T], pick: u8) -> Option<T> {
+    (!all.is_empty()).then(|| all[usize::from(pick) % all.len()])
+}

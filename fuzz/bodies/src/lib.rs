@@ -1,0 +1,30 @@
+//! What the fuzz targets do: a function from bytes to nothing, which panics where a promise is broken.
+//!
+//! Without libFuzzer, so that `cargo test` runs each of them over its committed seeds (`fuzz/seeds/TARGET`) and any
+//! debugger over a finding. [`TARGETS`] lists them; `docs/testing.md` says what each is for.
+
+pub mod config;
+pub mod index_ops;
+pub mod keys;
+pub mod memory;
+pub mod mover_ops;
+pub mod prefix_chain;
+pub mod record_table;
+pub mod store_files;
+pub mod superblock;
+pub mod trace;
+
+/// A target: its name, and what it does with an input.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// Every target.
+pub const TARGETS: [Target; 8] = [
+    ("config", config::run),
+    ("index_ops", index_ops::run),
+    ("keys", keys::run),
+    ("mover_ops", mover_ops::run),
+    ("prefix_chain", prefix_chain::run),
+    ("record_table", record_table::run),
+    ("superblock", superblock::run),
+    ("trace", trace::run),
+];

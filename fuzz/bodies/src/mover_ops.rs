@@ -1,0 +1,119 @@
+//! A whole cache, call by call, over a disk that fails where the input says so, against a map.
+//!
+//! The simulation has many callers at once and draws everything from a seed; here one caller makes the calls that the
+//! fuzzer finds worth making, so that rare orders are found by coverage and findings are short.
+
+mod life;
+mod model;
+mod ops;
+
+use arbitrary::{Arbitrary, Unstructured};
+use kvhoist::{BlockKey, Config, DiskPath, Layout, WritePolicy, sim};
+
+use life::Life;
+use model::Model;
+
+/// Blocks that an input can name. The parent of each is the one before it, but for every fourth.
+const KEYS: u8 = 12;
+/// Lives of one input that end as it says; one more looks at what is left.
+const LIVES_MAX: usize = 4;
+
+#[derive(Debug, Arbitrary)]
+struct Settings {
+    seed: u64,
+    policy: u8,
+    block: u8,
+    host: u8,
+    device: u8,
+    disks: [u8; 2],
+    watermarks: [u8; 2],
+    limits: [u8; 5],
+    failures: [u8; 2],
+}
+
+impl Settings {
+    fn config(&self) -> Config {
+        let policies = [WritePolicy::WriteThrough, WritePolicy::WriteBack, WritePolicy::WriteThroughSelective];
+        let block_bytes = [512, 4096, 300, 5000][usize::from(self.block % 4)];
+        let slot_bytes = (block_bytes as u64).next_multiple_of(4096);
+        let disk =
+            |(n, &blocks): (usize, &u8)| DiskPath { path: format!("disk{n}").into(), blocks: (blocks % 20).into() };
+        let share = |part: u8| f64::from(part % 5) / 4.0;
+        let limit = |which: usize| [65_536, 1, 2, 8][usize::from(self.limits[which] % 4)];
+        let device_blocks = u32::from(self.device % 4);
+        let layout = || Layout::new(vec![100, block_bytes - 100]).expect("two segments");
+        let [low, high] = self.watermarks;
+        Config {
+            block_bytes,
+            host_blocks: 1 + u32::from(self.host % 6),
+            device_blocks,
+            device_layout: (device_blocks > 1).then(layout),
+            disks: self.disks.iter().enumerate().map(disk).filter(|disk| disk.blocks > 0).collect(),
+            write_policy: policies[usize::from(self.policy) % policies.len()],
+            selective_hits: 1 + self.policy % 3,
+            movements_max: limit(0),
+            waiters_max: limit(1),
+            background_max: limit(2),
+            read_bytes_in_flight_max: slot_bytes * u64::from(limit(3)),
+            write_bytes_in_flight_max: slot_bytes * u64::from(limit(4)),
+            low_watermark: share(low).min(share(high)),
+            high_watermark: share(low).max(share(high)),
+            quarantine_max: [1024, 0, 2][usize::from(self.failures[0] % 3)],
+            disk_failures_max: [16, 1, 3][usize::from(self.failures[1] % 3)],
+            deadline_ms: 1000,
+            ..Config::default()
+        }
+    }
+}
+
+/// What all lives of an input share.
+pub(crate) struct Run {
+    config: Config,
+    model: Model,
+    /// A disk lied, in this life or before: nothing is promised but right bytes.
+    lied: bool,
+    /// For what is not worth a choice.
+    rng: sim::Rng,
+}
+
+impl Run {
+    /// True where callers may run into a limit.
+    fn has_tight_limits(&self) -> bool {
+        let config = &self.config;
+        config.movements_max.min(config.waiters_max).min(config.background_max) < 100
+    }
+}
+
+/// Lives on the same disks, one after the other, as `data` says.
+pub fn run(data: &[u8]) {
+    let mut input = Unstructured::new(data);
+    let Ok(settings) = input.arbitrary::<Settings>() else { return };
+    let config = settings.config();
+    config.validate().expect("every choice is within its limits");
+    let mut files = sim::blank_files(&config);
+    let keeps = !config.disks.is_empty() && config.write_policy != WritePolicy::WriteThroughSelective;
+    let writes_through = config.write_policy == WritePolicy::WriteThrough;
+    let model = Model::new(keeps, writes_through);
+    let mut run = Run { config, model, lied: false, rng: sim::Rng::new(settings.seed) };
+    for _ in 0..LIVES_MAX {
+        if input.is_empty() {
+            break;
+        }
+        let Some(left) = Life::live(&mut run, files, &mut input) else { return };
+        files = left;
+    }
+    Life::live(&mut run, files, &mut Unstructured::new(&[]));
+}
+
+fn block_key(block: u8) -> BlockKey {
+    BlockKey::new([block + 1; 32])
+}
+
+fn parent_key(block: u8) -> Option<BlockKey> {
+    (!block.is_multiple_of(4)).then(|| block_key(block - 1))
+}
+
+/// The content that a key names.
+fn payload(block: u8, block_bytes: usize) -> Vec<u8> {
+    (0..block_bytes).map(|at| (at as u8).wrapping_mul(31) ^ ((at >> 8) as u8) ^ block.wrapping_mul(89)).collect()
+}

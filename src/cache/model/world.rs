@@ -1,0 +1,270 @@
+//! What a model stands on: a cache whose reactor, callers and storage are threads and memory of the model checker's.
+
+use std::{cell::RefCell, future::Future, io, pin::pin, rc::Rc, sync::Arc, task::Poll};
+
+use shuttle::{
+    rand::Rng,
+    scheduler::{PctScheduler, RandomScheduler, Scheduler},
+    thread::JoinHandle,
+};
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::LocalSet,
+};
+
+use crate::{
+    BlockKey, Cache, Config, DiskPath, Layout, Tier,
+    cache::{Inner, region::Regions},
+    checksum::checksum,
+    copy::Memcpy,
+    index::Index,
+    io::{FileId, Lent, Storage},
+    metrics::{Count, Metrics},
+    mover::{Farewell, Mover, Shared},
+    tier::{
+        arena::Arena,
+        device::DevicePool,
+        disk::{DiskSlots, format::stripe::Stripe},
+    },
+};
+
+pub(super) const BLOCK_BYTES: usize = 4096;
+
+/// Executions of each model under each scheduler, unless the environment says otherwise.
+const ITERATIONS: usize = 80;
+
+/// Stacks hold futures of a debug build.
+const STACK_BYTES: usize = 1 << 20;
+
+/// Priorities that change in an execution under the second scheduler.
+const PCT_DEPTH: usize = 3;
+
+/// Runs `model` under many schedules. A failure prints the one that failed.
+///
+/// `KVHOIST_MODEL_ITERATIONS` is how many; `KVHOIST_MODEL_SCHEDULE` runs one schedule again.
+pub(super) fn check(model: fn()) {
+    if let Ok(schedule) = std::env::var("KVHOIST_MODEL_SCHEDULE") {
+        let scheduler = shuttle::scheduler::ReplayScheduler::new_from_encoded(schedule.trim());
+        return run(scheduler, model);
+    }
+    let iterations = std::env::var("KVHOIST_MODEL_ITERATIONS").ok();
+    let iterations = iterations.map_or(ITERATIONS, |n| n.parse().expect("KVHOIST_MODEL_ITERATIONS is a number"));
+    run(RandomScheduler::new(iterations), model);
+    run(PctScheduler::new(PCT_DEPTH, iterations), model);
+}
+
+fn run(scheduler: impl Scheduler + 'static, model: fn()) {
+    let mut config = shuttle::Config::new();
+    config.stack_size = STACK_BYTES;
+    shuttle::Runner::new(scheduler, config).run(model);
+}
+
+/// A number below `limit`, of the schedule's choice.
+pub(super) fn below(limit: u32) -> u32 {
+    shuttle::rand::thread_rng().gen_range(0..limit)
+}
+
+pub(super) fn key(n: u32) -> BlockKey {
+    BlockKey::new(std::array::from_fn(|i| n as u8 ^ i as u8))
+}
+
+/// The block of key `n`: every byte tells which it is.
+pub(super) fn payload(n: u32) -> Vec<u8> {
+    (0..BLOCK_BYTES).map(|i| (i as u8).wrapping_mul(31) ^ (n as u8)).collect()
+}
+
+pub(super) fn assert_is(bytes: &[u8], n: u32) {
+    assert!(bytes == payload(n), "wrong bytes for key {n}");
+}
+
+/// Files in memory. Every operation takes a few turns of the reactor.
+#[derive(Clone)]
+struct Memory(Rc<RefCell<Vec<u8>>>);
+
+impl Memory {
+    async fn turns(&self) {
+        for _ in 0..below(3) {
+            shuttle::thread::yield_now();
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+impl Storage for Memory {
+    fn name(&self) -> &'static str {
+        "memory"
+    }
+
+    async fn read(&self, _: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        self.turns().await;
+        // SAFETY: memory that was lent for a read is the operation's alone.
+        let into = unsafe { std::slice::from_raw_parts_mut(buf.as_ptr(), buf.len()) };
+        into.copy_from_slice(&self.0.borrow()[offset as usize..][..buf.len()]);
+        self.turns().await;
+        (Ok(buf.len()), buf)
+    }
+
+    async fn write(&self, _: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        self.turns().await;
+        // SAFETY: nobody writes to memory that was lent for a write.
+        let from = unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) };
+        self.0.borrow_mut()[offset as usize..][..buf.len()].copy_from_slice(from);
+        self.turns().await;
+        (Ok(buf.len()), buf)
+    }
+
+    async fn sync(&self, _: FileId) -> io::Result<()> {
+        self.turns().await;
+        Ok(())
+    }
+}
+
+/// A cache of few slots, and the thread of its reactor.
+pub(super) struct World {
+    pub(super) cache: Cache,
+    reactor: JoinHandle<()>,
+}
+
+/// Settings of few slots, so that everything is contended for.
+pub(super) fn config(device_blocks: u32, host_blocks: u32, disk_blocks: u32) -> Config {
+    Config {
+        block_bytes: BLOCK_BYTES,
+        device_blocks,
+        host_blocks,
+        disks: vec![DiskPath { path: "memory".into(), blocks: disk_blocks }],
+        ..Config::default()
+    }
+}
+
+impl World {
+    /// A cache whose disk tier holds the blocks of the keys below `stored`. With `chain`, each is the parent of the next.
+    pub(super) fn new(config: Config, stored: u32, chain: bool) -> World {
+        let (sender, mut receiver) = oneshot::channel();
+        let reactor = shuttle::thread::spawn(move || {
+            // Its clock is never looked at: no deadline passes that could hide a lost wake-up.
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
+            let runtime = runtime.expect("a runtime without I/O needs nothing of the system");
+            let _context = runtime.enter();
+            let local = LocalSet::new();
+            let farewell = shuttle::future::block_on(local.run_until(serve(config, stored, chain, sender)));
+            let Farewell { closers, result } = farewell;
+            drop(local);
+            for closer in closers {
+                drop(closer.send(result.clone()));
+            }
+        });
+        let cache = loop {
+            match receiver.try_recv() {
+                Ok(cache) => break cache,
+                Err(oneshot::error::TryRecvError::Empty) => shuttle::thread::yield_now(),
+                Err(closed) => panic!("{closed}"),
+            }
+        };
+        World { cache, reactor }
+    }
+
+    /// The reactor's watch looks at its clock, which says that all movements of now take too long.
+    pub(super) fn time_out(&self) -> JoinHandle<()> {
+        self.caller(async |cache: Cache| {
+            let begun = cache.shared().lock().flights.begun();
+            shuttle::future::yield_now().await;
+            cache.shared().give_up_overdue(begun);
+        })
+    }
+
+    /// Drops this handle, and lets the reactor end when the others are gone.
+    pub(super) fn leave(self) {
+        let World { cache, reactor } = self;
+        let shared = Arc::clone(cache.shared());
+        drop(cache);
+        reactor.join().expect("the reactor does not panic");
+        check_balance(&shared);
+    }
+
+    /// A thread of a caller.
+    pub(super) fn caller<F: Future<Output = ()>>(
+        &self,
+        call: impl FnOnce(Cache) -> F + Send + 'static,
+    ) -> JoinHandle<()> {
+        let cache = self.cache.clone();
+        shuttle::thread::spawn(move || shuttle::future::block_on(call(cache)))
+    }
+
+    /// Closes the cache and checks that nothing is left over.
+    pub(super) fn end(self) {
+        shuttle::future::block_on(self.cache.close()).expect("close");
+        self.ended();
+    }
+
+    /// The same for a cache that was closed, or is being closed.
+    pub(super) fn ended(self) {
+        let World { cache, reactor } = self;
+        reactor.join().expect("the reactor does not panic");
+        check_balance(cache.shared());
+    }
+}
+
+/// Every slot is free or full, nothing is held, and nothing went wrong.
+fn check_balance(shared: &Shared) {
+    let state = shared.lock();
+    state.index.validate().expect("valid");
+    let config = &shared.config;
+    let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
+    for (tier, slots) in Tier::ALL.into_iter().zip(slots) {
+        let (resident, free) = (state.index.resident(tier), state.free_slots(tier));
+        assert_eq!((resident + free) as u64, slots, "{tier}: a slot leaked");
+    }
+    assert_eq!(state.flights.len(), 0, "a flight is under way for ever");
+    assert!(!Tier::ALL.into_iter().any(|tier| state.has_waiters(tier)), "one who left is still waited for");
+    for id in (0..16).filter_map(|n| state.index.find(&key(n))) {
+        let pins = Tier::ALL.map(|tier| state.index.pins(id, tier));
+        assert_eq!(pins, [0; 3], "a pin leaked");
+    }
+    let metrics = &shared.metrics;
+    let failures = [&metrics.checksum_failures, &metrics.read_errors, &metrics.write_errors, &metrics.writes_refused];
+    assert_eq!(failures.map(Count::get), [0; 4], "nothing fails here");
+}
+
+async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender<Cache>) -> Farewell {
+    let stripe = Stripe::new(&config);
+    let mut file = vec![0; stripe.members()[0].bytes as usize];
+    let mut slots = DiskSlots::new(stripe, [7; 16]);
+    let mut index = Index::new(1);
+    for n in 0..stored {
+        let parent = (chain && n > 0).then(|| key(n - 1));
+        let id = index.restore(key(n), parent, Tier::Disk, n, u64::from(n) + 1).expect("stored once");
+        slots.restore(n, id.as_u32(), checksum(&payload(n)), u64::from(n) + 1);
+        file[slots.locate(n).1 as usize..][..BLOCK_BYTES].copy_from_slice(&payload(n));
+    }
+    index.restored(Tier::Disk);
+    let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes()).expect("few slots"));
+    let layout = || Layout::contiguous(BLOCK_BYTES).expect("one segment");
+    let device =
+        (config.device_blocks > 0).then(|| DevicePool::simulated(config.device_blocks, layout()).expect("few"));
+    let shared = Shared::new(config, arena, device, index, Some(slots), u64::from(stored) + 1, Metrics::new());
+    let shared = Arc::new(shared);
+    let storage = Memory(Rc::new(RefCell::new(file)));
+    let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new());
+    let (commands, requests) = mpsc::channel(4);
+    let (urgent, urgent_requests) = mpsc::unbounded_channel();
+    let regions = Regions::default();
+    let inner = Inner { shared, commands, urgent, regions, storage_name: "memory", direct_io: true };
+    drop(sender.send(Cache { inner: Arc::new(inner) }));
+    mover.run(requests, urgent_requests).await
+}
+
+/// Polls `future` a few times, as the schedule wants it, and drops it. Its outcome, if it came to one.
+pub(super) async fn give_up_some_time<F: Future>(future: F) -> Option<F::Output> {
+    let mut future = pin!(future);
+    for _ in 0..below(5) {
+        let output = std::future::poll_fn(|context| match future.as_mut().poll(context) {
+            Poll::Ready(output) => Poll::Ready(Some(output)),
+            Poll::Pending => Poll::Ready(None),
+        });
+        if let Some(output) = output.await {
+            return Some(output);
+        }
+        shuttle::future::yield_now().await;
+    }
+    None
+}

@@ -1,0 +1,109 @@
+//! Measures the methods on the device at hand.
+
+use std::{
+    ptr::NonNull,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{
+    launch::Launcher,
+    method::{Calibration, CopyMethod},
+};
+use crate::{
+    copy::{CopyOp, Direction},
+    error::{Error, Result},
+    gpu::{DeviceBuffer, Fault, Gpu, HostPin, Stream},
+    io::AlignedBuf,
+    tier::device::DeviceMemory,
+};
+
+/// Memory on either side: what is measured fits, and is many times a launch's fixed cost.
+const SCRATCH_BYTES: usize = 16 << 20;
+
+/// Sizes of copies, bytes.
+const SIZES: [usize; 6] = [512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
+
+/// How many copies are started together.
+const COUNTS: [usize; 5] = [1, 8, 64, 512, 4096];
+
+/// Each is measured this often, and the best counts: what disturbs only adds.
+const ROUNDS: usize = 3;
+
+/// Measures every method on this device: some hundred milliseconds.
+pub(super) fn calibrate(gpu: &Arc<Gpu>, launcher: &Launcher) -> Result<Calibration> {
+    let scratch = Scratch::new(gpu)?;
+    let stream = Stream::new(gpu).map_err(told)?;
+    let mut calibration = Calibration::default();
+    for direction in [Direction::HostToDevice, Direction::DeviceToHost] {
+        for method in CopyMethod::ALL.into_iter().filter(|&method| launcher.has(method)) {
+            for bytes in SIZES {
+                for count in COUNTS.into_iter().filter(|count| count * bytes <= SCRATCH_BYTES) {
+                    let ops = scratch.ops(direction, bytes, count);
+                    let time = scratch.time(launcher, &stream, &ops, direction, method).map_err(told)?;
+                    calibration.note(direction == Direction::HostToDevice, method, bytes, count, time);
+                }
+            }
+        }
+    }
+    Ok(calibration)
+}
+
+fn told(fault: Fault) -> Error {
+    Error::Unavailable { tier: "device", reason: format!("calibration failed: {fault}") }
+}
+
+struct Scratch {
+    // Dropped in this order: the pin before its memory.
+    host: NonNull<u8>,
+    _pin: HostPin,
+    device: DeviceBuffer,
+}
+
+impl Scratch {
+    fn new(gpu: &Arc<Gpu>) -> Result<Self> {
+        let mut memory = AlignedBuf::zeroed(SCRATCH_BYTES);
+        let host = NonNull::from(&mut *memory).cast::<u8>();
+        // SAFETY: the memory of a buffer stays where it is when the buffer is moved, and lives as long as its owner.
+        let pin = unsafe { HostPin::new(Arc::clone(gpu), host, SCRATCH_BYTES, Arc::new(memory))? };
+        Ok(Scratch { host, _pin: pin, device: DeviceBuffer::new(Arc::clone(gpu), SCRATCH_BYTES)? })
+    }
+
+    /// Copies between places that are scattered on either side.
+    fn ops(&self, direction: Direction, bytes: usize, count: usize) -> Vec<CopyOp> {
+        let places = SCRATCH_BYTES / bytes;
+        // Odd, and so prime to the number of places, which is a power of two: every place once.
+        let place = |at: usize, step: usize| (at * step) % places * bytes;
+        let op = |at| {
+            let host = self.host.as_ptr().wrapping_add(place(at, 7919));
+            let device = self.device.base().as_ptr().wrapping_add(place(at, 104_729));
+            match direction {
+                Direction::HostToDevice => CopyOp { src: host, dst: device, len: bytes },
+                _ => CopyOp { src: device, dst: host, len: bytes },
+            }
+        };
+        (0..count).map(op).collect()
+    }
+
+    fn time(
+        &self,
+        launcher: &Launcher,
+        stream: &Stream,
+        ops: &[CopyOp],
+        direction: Direction,
+        method: CopyMethod,
+    ) -> std::result::Result<Duration, Fault> {
+        let mut best = Duration::MAX;
+        for _ in 0..=ROUNDS {
+            let started = Instant::now();
+            // SAFETY: ranges of the scratch memory, which lives until the stream has been waited for; copies of one
+            // launch go to different places.
+            let (result, launched) = unsafe { launcher.launch(stream, ops, direction, method) };
+            let waited = stream.synchronize();
+            best = best.min(started.elapsed());
+            result.and(waited)?;
+            launcher.recycle(launched);
+        }
+        Ok(best)
+    }
+}

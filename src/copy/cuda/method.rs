@@ -1,0 +1,188 @@
+//! Which way to copy: measured, not guessed.
+
+use std::{
+    fmt,
+    sync::{Arc, Mutex, OnceLock},
+    time::Duration,
+};
+
+use serde::{Deserialize, Serialize};
+
+/// How copies between host and device memory are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CopyMethod {
+    /// One call of the driver for each copy: its copy engines are fastest for megabytes.
+    Loop,
+    /// One call of the driver for all copies of a batch (CUDA 12.8).
+    Batch,
+    /// One launch of our own kernel: fastest for kilobytes, and takes multiprocessors from others meanwhile.
+    Kernel,
+}
+
+impl CopyMethod {
+    /// All of them.
+    pub const ALL: [CopyMethod; 3] = [CopyMethod::Loop, CopyMethod::Batch, CopyMethod::Kernel];
+
+    /// The name in settings and reports.
+    pub fn name(self) -> &'static str {
+        ["loop", "batch", "kernel"][self as usize]
+    }
+
+    /// The method of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|method| method.name() == name)
+    }
+}
+
+impl fmt::Display for CopyMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// What the methods take on a device, by size and number of copies: measured when a cache is opened.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct Calibration {
+    /// By direction (to the device, from it), then by method.
+    times: [[Vec<Row>; 3]; 2],
+}
+
+/// Copies of one size.
+#[derive(Debug, Clone, PartialEq)]
+struct Row {
+    bytes: usize,
+    /// How many copies there were, ascending, and what they took in all.
+    points: Vec<(usize, Duration)>,
+}
+
+impl Calibration {
+    /// Notes that `count` copies of `bytes` each took `time`. Called with ascending counts of ascending sizes.
+    pub(super) fn note(&mut self, to_device: bool, method: CopyMethod, bytes: usize, count: usize, time: Duration) {
+        let rows = &mut self.times[usize::from(!to_device)][method as usize];
+        match rows.last_mut().filter(|row| row.bytes == bytes) {
+            Some(row) => row.points.push((count, time)),
+            None => rows.push(Row { bytes, points: vec![(count, time)] }),
+        }
+    }
+
+    /// What `count` copies of `bytes` each should take. `None` for a method that this device does not have.
+    pub fn estimate(&self, to_device: bool, method: CopyMethod, bytes: usize, count: usize) -> Option<Duration> {
+        let rows = &self.times[usize::from(!to_device)][method as usize];
+        let row = nearest(rows, bytes)?;
+        let time = row.at(count);
+        // Beyond the largest size that was measured time grows with the bytes.
+        let largest = rows.last().expect("there is a nearest row").bytes;
+        Some(if bytes > largest { time.mul_f64(bytes as f64 / largest as f64) } else { time })
+    }
+
+    /// The method that should be quickest for `count` copies of `bytes` each.
+    pub fn quickest(&self, to_device: bool, bytes: usize, count: usize) -> CopyMethod {
+        let timed = |method| Some((self.estimate(to_device, method, bytes, count)?, method));
+        CopyMethod::ALL.into_iter().filter_map(timed).min().map_or(CopyMethod::Loop, |(_, method)| method)
+    }
+}
+
+/// The row whose size is the nearest by ratio.
+fn nearest(rows: &[Row], bytes: usize) -> Option<&Row> {
+    let distance = |row: &&Row| {
+        let (a, b) = (row.bytes.max(1) as f64, bytes.max(1) as f64);
+        (a / b).max(b / a)
+    };
+    rows.iter().min_by(|a, b| distance(a).total_cmp(&distance(b)))
+}
+
+impl Row {
+    /// Between two counts that were measured on the line through them; past the last in proportion to the count.
+    fn at(&self, count: usize) -> Duration {
+        let next = self.points.iter().position(|point| point.0 >= count);
+        match next {
+            Some(0) => self.points[0].1,
+            Some(next) => {
+                let ((from, low), (to, high)) = (self.points[next - 1], self.points[next]);
+                let share = (count - from) as f64 / (to - from) as f64;
+                low + high.saturating_sub(low).mul_f64(share)
+            }
+            None => {
+                let &(most, time) = self.points.last().expect("a row begins with a point");
+                time.mul_f64(count as f64 / most.max(1) as f64)
+            }
+        }
+    }
+}
+
+/// A calibration, under the device and the settings that it is good for.
+type Kept = (String, Arc<Calibration>);
+
+/// The calibration of this device and these settings, made at most once a process.
+pub(super) fn kept<E>(key: &str, make: impl FnOnce() -> Result<Calibration, E>) -> Result<Arc<Calibration>, E> {
+    static KEPT: OnceLock<Mutex<Vec<Kept>>> = OnceLock::new();
+    let mut kept = KEPT.get_or_init(Mutex::default).lock().expect("nothing panics under it");
+    if let Some((_, calibration)) = kept.iter().find(|(known, _)| known == key) {
+        return Ok(Arc::clone(calibration));
+    }
+    let calibration = Arc::new(make()?);
+    kept.push((key.to_owned(), Arc::clone(&calibration)));
+    Ok(calibration)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const US: fn(u64) -> Duration = Duration::from_micros;
+
+    fn measured() -> Calibration {
+        let mut calibration = Calibration::default();
+        for (bytes, count, kernel, batch) in
+            [(4096, 1, 9, 8), (4096, 1024, 90, 400), (1 << 20, 1, 30, 25), (1 << 20, 16, 400, 320)]
+        {
+            calibration.note(true, CopyMethod::Kernel, bytes, count, US(kernel));
+            calibration.note(true, CopyMethod::Batch, bytes, count, US(batch));
+        }
+        calibration
+    }
+
+    #[test]
+    fn the_quickest_depends_on_size_and_count() {
+        let calibration = measured();
+        assert_eq!(calibration.quickest(true, 4096, 1), CopyMethod::Batch);
+        assert_eq!(calibration.quickest(true, 4096, 1000), CopyMethod::Kernel);
+        assert_eq!(calibration.quickest(true, 1 << 20, 16), CopyMethod::Batch);
+        assert_eq!(calibration.quickest(false, 4096, 1), CopyMethod::Loop, "nothing was measured");
+    }
+
+    #[test]
+    fn estimates_lie_on_lines_and_grow_beyond() {
+        let calibration = measured();
+        let kernel = |bytes, count| calibration.estimate(true, CopyMethod::Kernel, bytes, count);
+        assert_eq!(kernel(4096, 1), Some(US(9)));
+        assert!(kernel(4096, 500) > Some(US(40)) && kernel(4096, 500) < Some(US(55)));
+        assert_eq!(kernel(4096, 4096), Some(US(360)));
+        assert_eq!(kernel(4 << 20, 1), Some(US(120)));
+        assert_eq!(kernel(5000, 1), Some(US(9)), "the nearest size");
+        assert_eq!(calibration.estimate(true, CopyMethod::Loop, 4096, 1), None);
+    }
+
+    #[test]
+    fn one_calibration_is_kept() {
+        let made = std::cell::Cell::new(0);
+        let make = || {
+            made.set(made.get() + 1);
+            Ok::<_, ()>(measured())
+        };
+        for _ in 0..3 {
+            kept("a device of this test", make).expect("made");
+        }
+        assert_eq!(made.get(), 1);
+        assert_eq!(kept("another", || Err(7)), Err(7));
+    }
+
+    #[test]
+    fn names_go_there_and_back() {
+        for method in CopyMethod::ALL {
+            assert_eq!(CopyMethod::from_name(method.name()), Some(method));
+        }
+        assert_eq!(CopyMethod::from_name("gdr"), None);
+    }
+}

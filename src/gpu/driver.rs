@@ -1,0 +1,171 @@
+//! The driver's library: found, complete, initialised.
+
+use std::{
+    ffi::{CStr, c_char},
+    fmt,
+    sync::OnceLock,
+};
+
+use cudarc::driver::sys::{self, CUdeviceptr, CUmemcpyAttributes, CUresult, CUstream};
+
+/// Functions that everything here relies on. The binding panics where one is missing, so they are looked for first.
+const REQUIRED: [&str; 35] = [
+    "cuInit",
+    "cuDriverGetVersion",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuDeviceGet",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetPCIBusId",
+    "cuDeviceTotalMem_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuCtxSetCurrent",
+    "cuMemAlloc_v2",
+    "cuMemFree_v2",
+    "cuMemGetInfo_v2",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemHostGetDevicePointer_v2",
+    "cuMemcpyAsync",
+    "cuStreamCreateWithPriority",
+    "cuCtxGetStreamPriorityRange",
+    "cuStreamDestroy_v2",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuEventCreate",
+    "cuEventRecord",
+    "cuEventQuery",
+    "cuEventSynchronize",
+    "cuEventDestroy_v2",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuModuleGetFunction",
+    "cuFuncGetAttribute",
+    "cuLaunchKernel",
+];
+
+/// The driver, ready for use.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Driver {
+    /// The newest CUDA version that it supports: 13000 is 13.0.
+    pub version: i32,
+    pub batch: Option<BatchForm>,
+}
+
+/// The form in which this driver copies batches.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum BatchForm {
+    /// CUDA 12.8: reports which copy failed. Not in the binding, which is for CUDA 13.
+    V1(BatchV1),
+    /// CUDA 13.
+    V2,
+}
+
+/// `cuMemcpyBatchAsync` of CUDA 12.8: destinations, sources, lengths, their number, attributes, the first copy that
+/// each is for, the number of attributes, which copy failed, the stream.
+pub(super) type BatchV1 = unsafe extern "C" fn(
+    *mut CUdeviceptr,
+    *mut CUdeviceptr,
+    *mut usize,
+    usize,
+    *mut CUmemcpyAttributes,
+    *mut usize,
+    usize,
+    *mut usize,
+    CUstream,
+) -> CUresult;
+
+/// What a call of the driver came to, other than success.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Fault {
+    call: &'static str,
+    code: CUresult,
+}
+
+impl Fault {
+    /// True where every later call on the context will fail too: the device took the context down.
+    pub(crate) fn is_sticky(&self) -> bool {
+        matches!(
+            self.code,
+            CUresult::CUDA_ERROR_ILLEGAL_ADDRESS
+                | CUresult::CUDA_ERROR_LAUNCH_FAILED
+                | CUresult::CUDA_ERROR_LAUNCH_TIMEOUT
+                | CUresult::CUDA_ERROR_MISALIGNED_ADDRESS
+                | CUresult::CUDA_ERROR_INVALID_ADDRESS_SPACE
+                | CUresult::CUDA_ERROR_INVALID_PC
+                | CUresult::CUDA_ERROR_ILLEGAL_INSTRUCTION
+                | CUresult::CUDA_ERROR_HARDWARE_STACK_ERROR
+                | CUresult::CUDA_ERROR_ASSERT
+                | CUresult::CUDA_ERROR_ECC_UNCORRECTABLE
+                | CUresult::CUDA_ERROR_CONTEXT_IS_DESTROYED
+                | CUresult::CUDA_ERROR_DEINITIALIZED
+                | CUresult::CUDA_ERROR_UNKNOWN
+        )
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let text = |lookup: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
+            let mut text = std::ptr::null();
+            // SAFETY: a `Fault` exists only after `Driver::get` found these functions; they write one pointer to a
+            // constant string, or leave it.
+            let found = unsafe { lookup(self.code, &mut text) } == CUresult::CUDA_SUCCESS && !text.is_null();
+            if !found {
+                return format!("{:?}", self.code);
+            }
+            // SAFETY: not null, and a constant of the library.
+            unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+        };
+        write!(f, "{}: {} ({})", self.call, text(sys::cuGetErrorName), text(sys::cuGetErrorString))
+    }
+}
+
+/// The result of a call, with its name.
+pub(crate) fn check(call: &'static str, code: CUresult) -> Result<(), Fault> {
+    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(Fault { call, code }) }
+}
+
+/// A Result's error as text, for those who only tell.
+fn told<T>(result: Result<T, Fault>) -> Result<T, String> {
+    result.map_err(|fault| fault.to_string())
+}
+
+impl Driver {
+    /// Looks for the library once a process; the error says what is missing.
+    pub(super) fn get() -> Result<Driver, String> {
+        static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
+        DRIVER.get_or_init(Self::load).clone()
+    }
+
+    fn load() -> Result<Driver, String> {
+        // SAFETY: loads the driver's library, whose constructors are trusted like those of any library of the system.
+        if !unsafe { sys::is_culib_present() } {
+            return Err("libcuda.so was not found; it comes with the NVIDIA driver".into());
+        }
+        if let Some(missing) = REQUIRED.iter().find(|name| !has(name)) {
+            return Err(format!("libcuda.so has no {missing}; install a newer NVIDIA driver"));
+        }
+        // SAFETY: the function exists, and takes no pointers.
+        told(check("cuInit", unsafe { sys::cuInit(0) }))?;
+        let mut version = 0;
+        // SAFETY: the function exists, and writes one integer.
+        told(check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }))?;
+        let batch = if has("cuMemcpyBatchAsync_v2") { Some(BatchForm::V2) } else { batch_v1().map(BatchForm::V1) };
+        Ok(Driver { version, batch })
+    }
+}
+
+fn batch_v1() -> Option<BatchV1> {
+    // SAFETY: the library was found before, is never unloaded, and the type is that of the function of this name.
+    unsafe { sys::culib().get::<BatchV1>(b"cuMemcpyBatchAsync") }.ok().map(|function| *function)
+}
+
+/// True if the library, which is there, has this function.
+fn has(name: &str) -> bool {
+    // SAFETY: the library was found before; a symbol is looked up and not called.
+    unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok()
+}

@@ -1,0 +1,136 @@
+//! The copy kernel, and the descriptions that it works from.
+
+use std::{ffi::c_void, sync::Arc};
+
+use cudarc::driver::sys::{self, CUfunction, CUmodule};
+
+use super::{
+    context::Gpu,
+    driver::{Fault, check},
+    stream::Stream,
+};
+use crate::copy::CopyOp;
+
+/// `kernels/copy.cu` for every device since compute capability 8.0; the driver compiles it for the one at hand.
+const PTX: &str = concat!(include_str!("kernels/copy.ptx"), "\0");
+
+/// Threads of a thread block: 16 warps, one tile each at a time.
+pub(crate) const BLOCK_THREADS: u32 = 512;
+
+/// What one warp copies without a look at anything else. As `Tile` in `kernels/copy.cu`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[repr(C)]
+pub(crate) struct Tile {
+    src: u64,
+    dst: u64,
+    len: u64,
+}
+
+impl Tile {
+    /// The pieces of a copy, `tile_bytes` each but for the last.
+    pub(crate) fn cut(op: &CopyOp, tile_bytes: usize) -> impl Iterator<Item = Tile> {
+        let (src, dst, len) = (op.src.expose_provenance() as u64, op.dst.expose_provenance() as u64, op.len as u64);
+        (0..len).step_by(tile_bytes).map(move |at| Tile {
+            src: src + at,
+            dst: dst + at,
+            len: (len - at).min(tile_bytes as u64),
+        })
+    }
+}
+
+/// The gather/scatter kernel, loaded.
+pub(crate) struct CopyKernel {
+    gpu: Arc<Gpu>,
+    module: CUmodule,
+    function: CUfunction,
+}
+
+impl CopyKernel {
+    pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, Fault> {
+        gpu.bind()?;
+        let mut module = std::ptr::null_mut();
+        // SAFETY: the context is current; the image is a string that ends in 0; unloaded when this is dropped.
+        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, PTX.as_ptr().cast()) })?;
+        let mut kernel = CopyKernel { gpu: Arc::clone(gpu), module, function: std::ptr::null_mut() };
+        // SAFETY: our own module, and the name of a kernel in it.
+        check("cuModuleGetFunction", unsafe {
+            sys::cuModuleGetFunction(&mut kernel.function, module, c"kvhoist_copy".as_ptr())
+        })?;
+        Ok(kernel)
+    }
+
+    /// Queues the copy of `count` tiles from `tiles` on, an address that the device knows, by `blocks` thread blocks.
+    /// The context is current.
+    ///
+    /// # Safety
+    /// The tiles and all that they name must stay valid, and untouched by others, until the stream has passed them.
+    pub(crate) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        tiles: *const Tile,
+        count: u32,
+        blocks: u32,
+    ) -> Result<(), Fault> {
+        let (mut tiles, mut count) = (tiles.expose_provenance() as u64, count);
+        let mut arguments: [*mut c_void; 2] = [(&raw mut tiles).cast(), (&raw mut count).cast()];
+        // SAFETY: our own function, with arguments of its types, which the driver copies during the call; what they
+        // lead to is as the caller promises.
+        check("cuLaunchKernel", unsafe {
+            sys::cuLaunchKernel(
+                self.function,
+                blocks,
+                1,
+                1,
+                BLOCK_THREADS,
+                1,
+                1,
+                0,
+                stream.raw(),
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        })
+    }
+}
+
+impl Drop for CopyKernel {
+    fn drop(&mut self) {
+        // SAFETY: our own module, unloaded once, when no launch is under way.
+        let unloaded =
+            self.gpu.bind().and_then(|()| check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.module) }));
+        if let Err(fault) = unloaded {
+            tracing::debug!(%fault, "the copy kernel was not unloaded");
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_cover_a_copy_once() {
+        let op = |len| CopyOp {
+            src: std::ptr::without_provenance(4096),
+            dst: std::ptr::without_provenance_mut(1 << 20),
+            len,
+        };
+        for (len, pieces) in
+            [(0, vec![]), (1, vec![1]), (4096, vec![4096]), (4097, vec![4096, 1]), (8192, vec![4096; 2])]
+        {
+            let tiles: Vec<Tile> = Tile::cut(&op(len), 4096).collect();
+            assert_eq!(tiles.iter().map(|tile| tile.len).collect::<Vec<_>>(), pieces);
+            let mut at = 0;
+            for tile in tiles {
+                assert_eq!((tile.src, tile.dst), (4096 + at, (1 << 20) + at));
+                at += tile.len;
+            }
+        }
+    }
+
+    #[test]
+    fn a_tile_is_what_the_kernel_reads() {
+        assert_eq!(size_of::<Tile>(), 24);
+        assert!(PTX.contains(".entry kvhoist_copy("), "the kernel of that name");
+    }
+}

@@ -1,0 +1,40 @@
+//! A runtime and a storage engine for as long as a store is looked at.
+
+use std::{sync::Arc, thread};
+
+use super::{Options, open::Store};
+use crate::{
+    config::Config,
+    error::{Error, Result},
+    io::{AnyStorage, reactor::Reactor},
+};
+
+/// Threads of the blocking engine; past it, more in flight brings nothing.
+const THREADS_MAX: usize = 64;
+
+/// Runs `work` on a thread of its own, inside a runtime and with a storage engine for the store's files: the caller may
+/// be inside a runtime itself, and a ring belongs to its thread.
+pub(super) fn on_a_runtime<T: Send>(
+    store: &Store,
+    options: &Options,
+    work: impl AsyncFnOnce(&AnyStorage) -> Result<T> + Send,
+) -> Result<T> {
+    let threads = (options.depth as usize).min(THREADS_MAX);
+    let config = Config { storage: options.storage, blocking_threads: threads, ..store.config.clone() };
+    let run = move || {
+        let reactor = Reactor::new(&config)?;
+        reactor.block_on(async {
+            let files = store.files.iter().map(|file| Arc::clone(&file.file)).collect();
+            let storage = reactor.storage_unregistered(files, config.blocking_threads);
+            work(&storage.map_err(|source| Error::io("start the storage engine", "", source))?).await
+        })
+    };
+    thread::scope(|scope| {
+        let thread = thread::Builder::new().name("kvhoist-store".into()).spawn_scoped(scope, run);
+        let thread = thread.map_err(|source| Error::io("start a thread", "", source))?;
+        match thread.join() {
+            Ok(result) => result,
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    })
+}

@@ -1,0 +1,124 @@
+//! What a store is and how full.
+
+use std::{
+    ops::ControlFlow,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    Options,
+    engine::on_a_runtime,
+    fault::{FaultKind, Faults},
+    open::{Opened, Shape, Store, open},
+    tables::{Tables, group_by_key},
+};
+use crate::{
+    error::{Error, Result},
+    io::Storage,
+    tier::disk::{ReadOnlyFile, read_tables},
+};
+
+/// One file or device of a store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Member {
+    /// The file or device.
+    pub path: PathBuf,
+    /// Its size.
+    pub bytes: u64,
+    /// A block device.
+    pub device: bool,
+    /// Its slots.
+    pub slots: u32,
+    /// Slots that hold a block.
+    pub full: u64,
+    /// Where slot 0 starts.
+    pub data_offset: u64,
+    /// Rises with every write of the superblock.
+    pub sequence: u64,
+}
+
+/// What a store is and what its record tables say. No payload was read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Inspection {
+    /// What the superblocks say.
+    pub shape: Shape,
+    /// The files and devices, in the order in which a cache must be given them.
+    pub members: Vec<Member>,
+    /// Slots whose record names a block; [`superseded`](Self::superseded) ones too.
+    pub full: u64,
+    /// Slots without a record.
+    pub empty: u64,
+    /// Slots whose record does not count.
+    pub bad: u64,
+    /// Full slots whose block has a newer copy in another: free when a cache next opens the store.
+    pub superseded: u64,
+    /// Blocks without a parent: the first ones of prefix chains.
+    pub roots: u64,
+    /// Bytes of the blocks in full slots.
+    pub bytes: u64,
+    /// Lowest and highest generation.
+    pub generations: Option<(u64, u64)>,
+    /// The least and the most recent use, by the index's logical clock.
+    pub last_uses: Option<(u64, u64)>,
+    /// A cache has the store open.
+    pub in_use: bool,
+    /// What is wrong with the superblocks and record tables.
+    pub faults: Faults,
+}
+
+/// Looks at the store at `paths`: all of its files, directories or devices, in any order. Reads the superblocks and
+/// the record tables, 128 bytes a slot.
+///
+/// # Errors
+/// [`Error::Store`] where the paths are not all of one store, the store is too damaged to be opened, or a cache has it
+/// open; [`Error::Argument`]; [`Error::Io`] where the system fails.
+pub fn inspect<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<Inspection> {
+    options.validate()?;
+    let paths: Vec<&Path> = paths.iter().map(AsRef::as_ref).collect();
+    match open(&paths, options)? {
+        Opened::Store(store) => on_a_runtime(&store, options, async |storage| read(&store, storage, options).await),
+        Opened::Lost { faults, .. } => {
+            let fault = faults.into_iter().find(|fault| fault.kind != FaultKind::SuperblockCopy);
+            let fault = fault.expect("a store is lost for a reason");
+            Err(Error::Store {
+                path: fault.path,
+                found: fault.kind.to_string(),
+                expected: "a store that can be opened".into(),
+                action: "check the disk; a cache cannot open this store either".into(),
+            })
+        }
+    }
+}
+
+async fn read<S: Storage>(store: &Store, storage: &S, options: &Options) -> Result<Inspection> {
+    let mut faults = Faults::new(options.listed_max);
+    faults.extend(store.faults.iter().cloned());
+    let mut tables = Tables::new(store, faults, |_, _| ControlFlow::Continue(()));
+    read_tables(storage, &store.members(), &store.stripe, &mut tables).await?;
+    group_by_key(&mut tables.committed);
+    let superseded = tables.committed.windows(2).filter(|pair| pair[0].key == pair[1].key).count() as u64;
+    let member = |(at, file): (usize, &ReadOnlyFile)| Member {
+        path: file.path.clone(),
+        bytes: file.bytes,
+        device: file.device,
+        slots: store.stripe.members()[at].slots,
+        full: tables.committed_by_member[at],
+        data_offset: store.stripe.members()[at].data_offset,
+        sequence: store.superblocks[at].sequence,
+    };
+    let in_use = store.in_use();
+    Ok(Inspection {
+        shape: store.shape.clone(),
+        members: store.files.iter().enumerate().map(member).collect(),
+        full: tables.committed.len() as u64,
+        empty: tables.empty,
+        bad: tables.bad,
+        superseded,
+        roots: tables.roots,
+        bytes: tables.committed.len() as u64 * store.shape.block_bytes,
+        generations: tables.generations.0,
+        last_uses: tables.last_uses.0,
+        in_use,
+        faults: tables.faults,
+    })
+}

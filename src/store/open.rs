@@ -1,0 +1,232 @@
+//! From paths to a store that may be looked at: opened, put in the store's order, judged.
+
+use std::path::{Path, PathBuf};
+
+use super::{
+    Options,
+    fault::{Fault, FaultKind},
+};
+use crate::{
+    config::{Config, DiskPath},
+    error::{Error, Result},
+    tier::disk::{
+        ReadOnlyFile,
+        format::{
+            PAGE_BYTES, SUPERBLOCK_OFFSETS,
+            stripe::{SLOTS_MAX, Stripe},
+            superblock::{Head, State, Superblock, SuperblockFlaw, VERSION},
+            survey::{Found, Verdict, survey},
+        },
+        open_read_only,
+        recovery::Member,
+    },
+};
+
+/// What to do about a refusal: there are no settings here that could be wrong.
+const ACTION: &str = "name every path of one store, each once; symbolic links are not followed";
+
+/// What a store is, as its superblocks say.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shape {
+    /// Version of the format.
+    pub version: u32,
+    /// The store's id, random when it was created.
+    pub uuid: [u8; 16],
+    /// The namespace that all of its keys belong to: a store has one, and no cache of another opens it.
+    pub namespace: String,
+    /// Bytes of a block.
+    pub block_bytes: u64,
+    /// Bytes of a slot: a block, padded.
+    pub slot_bytes: u64,
+    /// Slots of all paths.
+    pub slots: u32,
+}
+
+/// A store, open for reading, its members in the order of the store.
+pub(super) struct Store {
+    pub files: Vec<ReadOnlyFile>,
+    pub superblocks: Vec<Superblock>,
+    /// The settings that the store was created with.
+    pub config: Config,
+    pub stripe: Stripe,
+    pub shape: Shape,
+    /// What is wrong with the superblocks, and still lets the store be opened.
+    pub faults: Vec<Fault>,
+}
+
+impl Store {
+    /// The files as the pass over the record tables wants to know them.
+    pub fn members(&self) -> Vec<Member> {
+        self.files.iter().map(ReadOnlyFile::member).collect()
+    }
+
+    /// A cache has the store open.
+    pub fn in_use(&self) -> bool {
+        self.files.iter().any(|file| file.in_use)
+    }
+}
+
+/// What the paths turned out to be.
+pub(super) enum Opened {
+    Store(Box<Store>),
+    /// A store of this program, so damaged that no cache can open it.
+    Lost {
+        files: Vec<ReadOnlyFile>,
+        faults: Vec<Fault>,
+    },
+}
+
+/// Opens the store at `paths`, named in any order.
+///
+/// # Errors
+/// [`Error::Store`] where they are not all members of one store, or a cache has it open; [`Error::Io`].
+pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
+    if paths.is_empty() {
+        let expected = "the files, directories or devices of one store".into();
+        return Err(Error::Argument { what: "paths", found: "no path".into(), expected });
+    }
+    let open = |path: &&Path| open_read_only(path, options.direct_io, options.allow_in_use);
+    let files: Vec<ReadOnlyFile> = paths.iter().map(open).collect::<Result<_>>().map_err(reword)?;
+    let mut members = Vec::with_capacity(files.len());
+    let mut faults = Vec::new();
+    let mut lost = Vec::new();
+    for file in files {
+        match Head::decode(file.head()) {
+            Head::Valid { superblock, .. } => {
+                faults.extend(damaged_copies(&file, &superblock));
+                members.push((superblock, file));
+            }
+            // A cache would take the torn one for a creation that was cut off, and start empty. It may be no less.
+            Head::Torn | Head::Bad(SuperblockFlaw::Damaged | SuperblockFlaw::Field(_)) => {
+                faults.push(fault(&file, 0, FaultKind::Superblocks));
+                lost.push(file);
+            }
+            Head::Blank => return Err(refuse(&file.path, "no store (zeros)", "a store")),
+            Head::Bad(SuperblockFlaw::Foreign | SuperblockFlaw::Blank) => {
+                let found = format!("data that kvhoist did not write (it begins with {:02x?})", &file.head()[..8]);
+                return Err(refuse(&file.path, found, "a store"));
+            }
+            Head::Bad(SuperblockFlaw::Newer(version)) => {
+                let found = format!("a store of format version {version}");
+                return Err(refuse(&file.path, found, format!("format version {VERSION}")));
+            }
+        }
+    }
+    if !lost.is_empty() {
+        lost.extend(members.into_iter().map(|(_, file)| file));
+        return Ok(Opened::Lost { files: lost, faults });
+    }
+    members.sort_by_key(|(superblock, _)| superblock.member);
+    check_complete(&members)?;
+    let config = settings(&members)?;
+    let stripe = Stripe::new(&config);
+    let cut = cut_short(&members, &stripe);
+    let (superblocks, files): (Vec<Superblock>, Vec<ReadOnlyFile>) = members.into_iter().unzip();
+    if !cut.is_empty() {
+        faults.extend(cut);
+        return Ok(Opened::Lost { files, faults });
+    }
+    let found: Vec<Found<'_>> = files.iter().map(ReadOnlyFile::found).collect();
+    if survey(&found, &config).map_err(reword)? == Verdict::Create {
+        let found = "a store whose creation was cut off; it never held a block";
+        return Err(refuse(&files[0].path, found, "a whole store"));
+    }
+    let first = &superblocks[0];
+    let shape = Shape {
+        version: VERSION,
+        uuid: first.uuid,
+        namespace: first.namespace.clone(),
+        block_bytes: first.block_bytes,
+        slot_bytes: first.slot_bytes,
+        slots: stripe.slots(),
+    };
+    Ok(Opened::Store(Box::new(Store { files, superblocks, config, stripe, shape, faults })))
+}
+
+fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>) -> Error {
+    Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: ACTION.into() }
+}
+
+/// Refusals made for a cache speak of its settings.
+fn reword(error: Error) -> Error {
+    match error {
+        Error::Store { path, found, expected, action } if action.contains("disks") || action.contains("remove") => {
+            Error::Store { path, found, expected, action: ACTION.into() }
+        }
+        other => other,
+    }
+}
+
+fn fault(file: &ReadOnlyFile, offset: u64, kind: FaultKind) -> Fault {
+    Fault { path: file.path.clone(), offset, slot: None, key_prefix: None, kind }
+}
+
+/// Copies that do not say what the superblock that counts says. One that is older, or of a creation that was not
+/// finished, is as it was written.
+fn damaged_copies(file: &ReadOnlyFile, counts: &Superblock) -> Vec<Fault> {
+    let sound = |copy: usize| {
+        let bytes = file.head()[copy * PAGE_BYTES..].first_chunk().expect("a head has two pages");
+        match Superblock::decode(bytes) {
+            Ok(twin) => Superblock { state: counts.state, sequence: counts.sequence, ..twin } == *counts,
+            // Not written yet when the creation was cut off.
+            Err(SuperblockFlaw::Blank) => copy == 1 && counts.state == State::Forming,
+            Err(_) => false,
+        }
+    };
+    let damaged = (0..SUPERBLOCK_OFFSETS.len()).filter(|&copy| !sound(copy));
+    damaged.map(|copy| fault(file, SUPERBLOCK_OFFSETS[copy], FaultKind::SuperblockCopy)).collect()
+}
+
+/// All members of one store, each once. They come sorted.
+fn check_complete(members: &[(Superblock, ReadOnlyFile)]) -> Result<()> {
+    let (first, first_file) = &members[0];
+    for (at, (superblock, file)) in members.iter().enumerate() {
+        if superblock.uuid != first.uuid {
+            return Err(refuse(
+                &file.path,
+                "a member of another store",
+                format!("one of {}", first_file.path.display()),
+            ));
+        }
+        if usize::from(superblock.member) != at {
+            let found = format!("member {} of a store of {}", superblock.member, superblock.members);
+            return Err(refuse(&file.path, found, format!("member {at}, which is missing or here twice")));
+        }
+    }
+    if usize::from(first.members) != members.len() {
+        let found = format!("a store of {} members", first.members);
+        return Err(refuse(&first_file.path, found, format!("one of {}, as many as paths are named", members.len())));
+    }
+    Ok(())
+}
+
+/// The settings that the store was created with.
+fn settings(members: &[(Superblock, ReadOnlyFile)]) -> Result<Config> {
+    let first = &members[0].0;
+    let slots: u64 = members.iter().map(|(superblock, _)| superblock.slots).sum();
+    // One superblock's fields were checked against each other, those of several were not.
+    if slots > SLOTS_MAX {
+        let found = format!("{slots} slots in all members");
+        return Err(refuse(&members[0].1.path, found, format!("{SLOTS_MAX} at most")));
+    }
+    let disk = |(superblock, file): &(Superblock, ReadOnlyFile)| DiskPath {
+        path: PathBuf::from(&file.path),
+        blocks: u32::try_from(superblock.slots).expect("the sum fits"),
+    };
+    let config = Config {
+        block_bytes: usize::try_from(first.block_bytes).expect("checked to be 1 GiB at most"),
+        disks: members.iter().map(disk).collect(),
+        namespace: first.namespace.clone(),
+        read_bytes_in_flight_max: first.slot_bytes,
+        write_bytes_in_flight_max: first.slot_bytes,
+        ..Config::default()
+    };
+    config.validate()?;
+    Ok(config)
+}
+
+fn cut_short(members: &[(Superblock, ReadOnlyFile)], stripe: &Stripe) -> Vec<Fault> {
+    let geometry = members.iter().zip(stripe.members());
+    let short = geometry.filter(|((_, file), geometry)| file.bytes < geometry.bytes);
+    short.map(|((_, file), g)| fault(file, file.bytes, FaultKind::CutShort { expected: g.bytes })).collect()
+}

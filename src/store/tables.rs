@@ -1,0 +1,161 @@
+//! What the record tables say.
+
+use std::{cmp::Reverse, ops::ControlFlow};
+
+use super::{
+    fault::{Fault, FaultKind, Faults},
+    open::Store,
+};
+use crate::{
+    block::BlockKey,
+    tier::disk::{
+        PageId, Pages,
+        format::{
+            PAGE_BYTES, RECORD_BYTES, is_zero,
+            record::{RecordFlaw, RecordSeal, written_for},
+        },
+    },
+};
+
+/// A slot whose record names a block.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Committed {
+    pub key: BlockKey,
+    pub slot: u32,
+    pub generation: u64,
+    pub checksum: u64,
+}
+
+/// Smallest and largest of what was seen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Range(pub Option<(u64, u64)>);
+
+impl Range {
+    fn add(&mut self, value: u64) {
+        let (low, high) = self.0.unwrap_or((value, value));
+        self.0 = Some((low.min(value), high.max(value)));
+    }
+}
+
+/// Takes in all record tables of a store.
+pub(super) struct Tables<'a, F> {
+    store: &'a Store,
+    seals: Vec<RecordSeal>,
+    unreadable: Vec<PageId>,
+    /// Asked after every page whether to go on.
+    go_on: F,
+    pub committed: Vec<Committed>,
+    pub committed_by_member: Vec<u64>,
+    /// Records that begin a prefix chain.
+    pub roots: u64,
+    pub empty: u64,
+    pub bad: u64,
+    pub generations: Range,
+    pub last_uses: Range,
+    pub faults: Faults,
+    pub bytes: u64,
+    pub stopped: bool,
+}
+
+impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
+    pub fn new(store: &'a Store, faults: Faults, go_on: F) -> Self {
+        let members = store.files.len();
+        Tables {
+            store,
+            seals: (0..members as u16).map(|member| RecordSeal::new(&store.shape.uuid, member)).collect(),
+            unreadable: Vec::new(),
+            go_on,
+            committed: Vec::new(),
+            committed_by_member: vec![0; members],
+            roots: 0,
+            empty: 0,
+            bad: 0,
+            generations: Range::default(),
+            last_uses: Range::default(),
+            faults,
+            bytes: 0,
+            stopped: false,
+        }
+    }
+
+    fn take_in(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
+        let stripe = &self.store.stripe;
+        let (file, first, count) = stripe.page_slots(page);
+        let (_, page_offset) = stripe.page_location(page);
+        // Taken out again, so that the list is never longer than one read has pages.
+        if let Some(at) = self.unreadable.iter().position(|&unreadable| unreadable == page) {
+            self.unreadable.swap_remove(at);
+            self.bad += u64::from(count);
+            return self.fault(usize::from(file.0), page_offset, None, FaultKind::RecordsUnreadable);
+        }
+        self.bytes += PAGE_BYTES as u64;
+        let (records, past_end) = bytes.as_chunks::<RECORD_BYTES>().0.split_at(count as usize);
+        for (at, (local, bytes)) in (first..).zip(records).enumerate() {
+            let slot = stripe.slot(file, local);
+            match self.seals[usize::from(file.0)].decode(local, stripe.block_bytes(), bytes) {
+                Ok(None) => self.empty += 1,
+                Ok(Some(record)) => {
+                    self.committed_by_member[usize::from(file.0)] += 1;
+                    self.roots += u64::from(record.parent.is_none());
+                    self.generations.add(record.generation);
+                    self.last_uses.add(record.last_use);
+                    let (key, generation, checksum) = (record.key, record.generation, record.checksum);
+                    self.committed.push(Committed { key, slot, generation, checksum });
+                }
+                Err(flaw) => {
+                    self.bad += 1;
+                    let offset = page_offset + (at * RECORD_BYTES) as u64;
+                    let kind = match flaw {
+                        RecordFlaw::Crc => self.why_crc(bytes),
+                        RecordFlaw::Field(field) => FaultKind::RecordField(field),
+                    };
+                    self.fault(usize::from(file.0), offset, Some(slot), kind);
+                }
+            }
+        }
+        if let Some(at) = past_end.iter().position(|record| !is_zero(record)) {
+            let offset = page_offset + ((count as usize + at) * RECORD_BYTES) as u64;
+            self.fault(usize::from(file.0), offset, None, FaultKind::RecordsPastEnd);
+        }
+    }
+
+    /// A record of another place in the store, or no record at all.
+    fn why_crc(&self, bytes: &[u8; RECORD_BYTES]) -> FaultKind {
+        let (member, local) = written_for(&self.store.shape.uuid, bytes);
+        let members = self.store.stripe.members();
+        match (members.get(usize::from(member)), u32::try_from(local)) {
+            (Some(geometry), Ok(local)) if local < geometry.slots => {
+                let file = crate::io::FileId(member);
+                FaultKind::RecordMisplaced { written_for: self.store.stripe.slot(file, local) }
+            }
+            _ => FaultKind::RecordCrc,
+        }
+    }
+
+    fn fault(&mut self, member: usize, offset: u64, slot: Option<u32>, kind: FaultKind) {
+        let path = self.store.files[member].path.clone();
+        self.faults.add(Fault { path, offset, slot, key_prefix: None, kind });
+    }
+}
+
+impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> Pages for Tables<'_, F> {
+    // To look at bad disks is what it is for.
+    const UNREADABLE_MAX: u64 = u64::MAX;
+
+    fn unreadable(&mut self, page: PageId) {
+        self.unreadable.push(page);
+    }
+
+    fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()> {
+        self.take_in(page, bytes);
+        let flow = (self.go_on)(self.bytes, &self.faults);
+        self.stopped = flow.is_break();
+        flow
+    }
+}
+
+/// Puts records of one key next to each other, the one that counts first: as when a cache opens the store, the newest,
+/// and of equally new ones (which no cache writes) the one that stands first in the tables. They come in that order.
+pub(super) fn group_by_key(committed: &mut [Committed]) {
+    committed.sort_by_key(|it| (it.key, Reverse(it.generation)));
+}

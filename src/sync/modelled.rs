@@ -1,0 +1,59 @@
+//! For unit tests: a mutex that is the model checker's where it is made in an execution of a model, and the standard
+//! library's everywhere else.
+
+use std::{
+    ops::{Deref, DerefMut},
+    sync::{LockResult, PoisonError},
+};
+
+pub(crate) enum Mutex<T> {
+    Real(std::sync::Mutex<T>),
+    Modelled(shuttle::sync::Mutex<T>),
+}
+
+pub(crate) enum MutexGuard<'a, T> {
+    Real(std::sync::MutexGuard<'a, T>),
+    Modelled(shuttle::sync::MutexGuard<'a, T>),
+}
+
+impl<T> Mutex<T> {
+    pub(crate) fn new(value: T) -> Self {
+        match shuttle::current::try_get_current_task() {
+            None => Mutex::Real(std::sync::Mutex::new(value)),
+            Some(_) => Mutex::Modelled(shuttle::sync::Mutex::new(value)),
+        }
+    }
+
+    pub(crate) fn lock(&self) -> LockResult<MutexGuard<'_, T>> {
+        match self {
+            Mutex::Real(mutex) => wrap(mutex.lock(), MutexGuard::Real),
+            Mutex::Modelled(mutex) => wrap(mutex.lock(), MutexGuard::Modelled),
+        }
+    }
+}
+
+fn wrap<G, M>(locked: LockResult<G>, guard: impl Fn(G) -> M) -> LockResult<M> {
+    match locked {
+        Ok(inner) => Ok(guard(inner)),
+        Err(poisoned) => Err(PoisonError::new(guard(poisoned.into_inner()))),
+    }
+}
+
+impl<T> Deref for MutexGuard<'_, T> {
+    type Target = T;
+    fn deref(&self) -> &T {
+        match self {
+            MutexGuard::Real(guard) => guard,
+            MutexGuard::Modelled(guard) => guard,
+        }
+    }
+}
+
+impl<T> DerefMut for MutexGuard<'_, T> {
+    fn deref_mut(&mut self) -> &mut T {
+        match self {
+            MutexGuard::Real(guard) => guard,
+            MutexGuard::Modelled(guard) => guard,
+        }
+    }
+}
