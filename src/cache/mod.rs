@@ -3,7 +3,7 @@
 mod builder;
 mod device;
 mod lease;
-#[cfg(test)]
+#[cfg(all(test, feature = "sim"))]
 mod model;
 mod open;
 mod queue;

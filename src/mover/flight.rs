@@ -93,6 +93,10 @@ impl Flights {
             return Joined::Overdue;
         }
         if flight.waiters.len() >= waiters_max as usize {
+            // Those who left make room: a movement that nobody asked for begins with a waiter who is gone.
+            flight.waiters.retain(|waiter| !waiter.is_closed());
+        }
+        if flight.waiters.len() >= waiters_max as usize {
             return Joined::Full;
         }
         let (sender, receiver) = oneshot::channel();

@@ -97,8 +97,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// The checksum of a block, with turns for the other tasks between chunks.
+    ///
+    /// One block at a time, in the order in which they were asked for, and a turn of the I/O after each: blocks that
+    /// arrive together leave one by one, and the first of them makes room for its successor on the disk while the
+    /// others wait. All at once, they would all be late, and the disk idle meanwhile.
+    pub(super) async fn checksum_of(&self, bytes: &[u8]) -> u64 {
+        let _turn = self.checksums.acquire().await.expect("never closed");
+        let mut digest = Digest::new();
+        for chunk in bytes.chunks(CHECKSUM_CHUNK_BYTES) {
+            digest.update(chunk);
+            crate::io::yield_now().await;
+        }
+        digest.finish()
+    }
+
     async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
-        let matches = checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
+        let matches = self.checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
         self.shared.finish_read(unverified, matches)
     }
 
@@ -202,7 +217,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (pin, mut filling, result) = self.copy_owned(&source, &target, self.demote_direction(), pin, filling).await;
         match result {
             Ok(()) => {
-                let checksum = checksum_of(filling.bytes_mut()).await;
+                let checksum = self.checksum_of(filling.bytes_mut()).await;
                 Ok(self.shared.publish_host(id, filling, checksum, Route::DeviceToHost, pin))
             }
             Err(error) => {
@@ -387,16 +402,4 @@ impl Shared {
             }
         }
     }
-}
-
-/// The checksum of a block, with turns for the other tasks between chunks.
-pub(super) async fn checksum_of(bytes: &[u8]) -> u64 {
-    let mut digest = Digest::new();
-    for (i, chunk) in bytes.chunks(CHECKSUM_CHUNK_BYTES).enumerate() {
-        if i > 0 {
-            crate::io::yield_now().await;
-        }
-        digest.update(chunk);
-    }
-    digest.finish()
 }

@@ -2,10 +2,10 @@
 
 use std::{any::Any, path::PathBuf, rc::Rc, sync::Arc};
 
-use tokio::time::Instant;
+use tokio::{sync::oneshot, time::Instant};
 
 use super::{
-    Mover,
+    Message, Mover,
     budget::{Class, Kind},
     shared::{Filling, Pin},
     store::Committed,
@@ -169,12 +169,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut failed = 0u64;
         let mut last_error = None;
         for batch in keys.chunks(DEMOTING_MAX as usize) {
-            let mut receivers = Vec::new();
-            for key in batch {
-                receivers.extend(self.begin_sync_write(key));
-            }
-            for receiver in receivers {
-                if let Err(error) = self.shared.written(receiver).await {
+            let begun: Vec<_> = batch.iter().map(|key| self.begin_sync_write(key)).collect();
+            for begun in begun {
+                let written = match begun {
+                    Ok(None) => Ok(()),
+                    Ok(Some(receiver)) => self.shared.written(receiver).await,
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = written {
                     failed += 1;
                     last_error = Some(error);
                 }
@@ -191,25 +193,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         match last_error {
             None => Ok(()),
+            Some(error) if error.is_transient() => Err(error),
             Some(error) => Err(Error::Refused {
                 reason: format!("{failed} blocks could not be written; the last because: {error}"),
             }),
         }
     }
 
-    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Option<tokio::sync::oneshot::Receiver<super::Message>> {
+    /// Starts or joins the write of a dirty block, and says where its outcome comes; `None` where there is none to wait
+    /// for.
+    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<oneshot::Receiver<Message>>> {
         let mut state = self.shared.lock();
-        let id = state.index.find(key)?;
+        let Some(id) = state.index.find(key) else { return Ok(None) };
         let committed = self.shared.begin_write(&mut state, id, key);
         drop(state);
-        match committed {
-            Ok(Committed::Write(pin, receiver)) => {
+        Ok(match committed? {
+            Committed::Write(pin, receiver) => {
                 self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
                 Some(receiver)
             }
-            Ok(Committed::Join(receiver)) => Some(receiver),
-            _ => None,
-        }
+            Committed::Join(receiver) => Some(receiver),
+            Committed::Done => None,
+        })
     }
 }
 

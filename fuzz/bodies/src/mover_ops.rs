@@ -72,6 +72,8 @@ pub(crate) struct Run {
     model: Model,
     /// A disk lied, in this life or before: nothing is promised but right bytes.
     lied: bool,
+    /// A life before was cut off.
+    cut_off: bool,
     /// For what is not worth a choice.
     rng: sim::Rng,
 }
@@ -94,7 +96,7 @@ pub fn run(data: &[u8]) {
     let keeps = !config.disks.is_empty() && config.write_policy != WritePolicy::WriteThroughSelective;
     let writes_through = config.write_policy == WritePolicy::WriteThrough;
     let model = Model::new(keeps, writes_through);
-    let mut run = Run { config, model, lied: false, rng: sim::Rng::new(settings.seed) };
+    let mut run = Run { config, model, lied: false, cut_off: false, rng: sim::Rng::new(settings.seed) };
     for _ in 0..LIVES_MAX {
         if input.is_empty() {
             break;

@@ -3,7 +3,7 @@
 use std::{fs, path::PathBuf};
 
 use kvhoist::sim::Rng;
-use kvhoist_fuzz_bodies::TARGETS;
+use kvhoist_fuzz_bodies::{TARGETS, Target};
 
 /// More than this is not minimised: see docs/testing.md.
 const SEEDS_MAX: usize = 50;
@@ -17,9 +17,15 @@ fn seeds(target: &str) -> Vec<PathBuf> {
     files
 }
 
+/// All targets, or the one that `KVHOIST_FUZZ_TARGET` names.
+fn targets() -> Vec<Target> {
+    let only = std::env::var("KVHOIST_FUZZ_TARGET").ok();
+    TARGETS.into_iter().filter(|(name, _)| only.as_ref().is_none_or(|only| only == name)).collect()
+}
+
 #[test]
 fn every_seed_passes() {
-    for (target, run) in TARGETS {
+    for (target, run) in targets() {
         let files = seeds(target);
         assert!(!files.is_empty(), "{target} has no seeds");
         for file in files {
@@ -31,14 +37,13 @@ fn every_seed_passes() {
 }
 
 /// Without coverage to lead them random bytes find little, but they need no other compiler. `KVHOIST_FUZZ_INPUTS` sets
-/// how many, `KVHOIST_FUZZ_SEED` the first seed, `KVHOIST_FUZZ_TARGET` the only target.
+/// how many, `KVHOIST_FUZZ_SEED` the first seed.
 #[test]
 fn random_bytes_pass() {
     let number = |name: &str| std::env::var(name).ok().map(|text| text.parse::<u64>().expect("a number"));
     let inputs = number("KVHOIST_FUZZ_INPUTS").unwrap_or(20);
     let first = number("KVHOIST_FUZZ_SEED").unwrap_or(0);
-    let only = std::env::var("KVHOIST_FUZZ_TARGET").ok();
-    for (target, run) in TARGETS.into_iter().filter(|(name, _)| only.as_ref().is_none_or(|only| only == name)) {
+    for (target, run) in targets() {
         for seed in first..first + inputs {
             // The last line of a failing run names the seed.
             println!("{target}: seed {seed}");

@@ -99,6 +99,7 @@ impl Life<'_> {
                 Opened::Refused => None,
                 Opened::CutOff { power_cut } => {
                     let honest = !has_lied(run, &world);
+                    run.cut_off = true;
                     run.model.restart(power_cut, Claims { keeps: honest, honest });
                     Some(remains(run, &world, power_cut))
                 }
@@ -159,6 +160,7 @@ impl Life<'_> {
         match exit {
             Exit::Kill | Exit::PowerCut => {
                 let (claims, power_cut) = (self.claims(), exit == Exit::PowerCut);
+                self.run.cut_off = true;
                 self.run.model.restart(power_cut, claims);
                 remains(self.run, &self.world, power_cut)
             }
@@ -177,7 +179,7 @@ impl Life<'_> {
             self.fetch(block, false, Cancel::NEVER).await;
         }
         balance(reactor).await;
-        let claims = self.claims();
+        let mut claims = self.claims();
         let closed = match exit {
             Exit::Close => {
                 let result = timeout(PATIENCE, self.cache.close()).await.expect("it closes some time");
@@ -190,12 +192,19 @@ impl Life<'_> {
             let result = self.cache.fetch(&block_key(0)).await;
             assert!(matches!(result, Err(Error::Closed)), "a closed cache answers with {result:?}");
         }
+        if closed {
+            claims = self.claims();
+        } else {
+            // Nobody can ask what the end evicts.
+            claims.keeps &= self.run.model.writes_through() || self.run.config.disk_blocks() >= 2 * u64::from(KEYS);
+        }
         let Life { run, world, cache, .. } = self;
         drop(cache);
         timeout(PATIENCE, reactor.ended()).await.expect("it ends some time");
         balance(reactor).await;
-        let power_cut = !run.rng.chance(0.5) || !closed;
-        run.model.restart(true, claims);
+        let honest = claims.honest && !has_lied(run, &world);
+        run.model.restart(true, Claims { keeps: claims.keeps && honest, honest });
+        let power_cut = run.rng.chance(0.5);
         remains(run, &world, power_cut)
     }
 
@@ -278,9 +287,10 @@ impl Life<'_> {
             Error::Busy { .. } => self.run.has_tight_limits(),
             // A slot may be waited for that someone keeps.
             Error::Timeout { .. } => trouble || !self.kept.is_empty(),
-            Error::Io { .. } | Error::Refused { .. } | Error::Copy { .. } => trouble,
+            Error::Io { .. } | Error::Copy { .. } => trouble,
             Error::Unavailable { tier, .. } if *tier == "device" => config.device_blocks == 0,
-            Error::Unavailable { .. } => trouble,
+            // Slots with torn blocks are taken out of use.
+            Error::Refused { .. } | Error::Unavailable { .. } => trouble || self.run.cut_off,
             _ => false,
         };
         assert!(explained, "nothing explains that {what} failed: {error}");
@@ -314,7 +324,8 @@ impl Life<'_> {
     async fn fetch(&mut self, block: u8, keep: bool, cancel: Cancel) {
         let result = self.call(cancel, self.cache.fetch(&block_key(block))).await;
         let Some(found) = result.and_then(|result| self.checked("fetch", result)) else { return };
-        self.run.model.check(block, found.is_some(), self.claims());
+        let claims = self.claims();
+        self.run.model.answered(block, found.is_some(), claims);
         let Some(lease) = found else { return };
         assert_eq!(*lease, *payload(block, self.run.config.block_bytes), "wrong bytes of block {block}");
         if keep {
@@ -334,7 +345,8 @@ impl Life<'_> {
                 continue;
             }
             let Some(found) = self.checked("one of three fetches", result) else { continue };
-            self.run.model.check(block, found.is_some(), self.claims());
+            let claims = self.claims();
+            self.run.model.answered(block, found.is_some(), claims);
             if let Some(lease) = found {
                 assert_eq!(*lease, *payload(block, self.run.config.block_bytes), "wrong bytes of block {block}");
             }
@@ -344,7 +356,8 @@ impl Life<'_> {
     async fn fetch_to_device(&mut self, block: u8, keep: bool, cancel: Cancel) {
         let result = self.call(cancel, self.cache.fetch_to_device(&block_key(block))).await;
         let Some(found) = result.and_then(|result| self.checked("fetch_to_device", result)) else { return };
-        self.run.model.check(block, found.is_some(), self.claims());
+        let claims = self.claims();
+        self.run.model.answered(block, found.is_some(), claims);
         let Some(lease) = found else { return };
         self.kept.push((block, Kept::Device(lease)));
         if !keep {
@@ -391,8 +404,8 @@ impl Life<'_> {
         let len = self.cache.match_len(&keys);
         assert_eq!(self.cache.match_prefix(&keys).len(), len);
         let claims = self.claims();
-        path[..len].iter().for_each(|&block| self.run.model.check(block, true, claims));
-        path.get(len).into_iter().for_each(|&block| self.run.model.check(block, false, claims));
+        path[..len].iter().for_each(|&block| self.run.model.listed(block, true, claims));
+        path.get(len).into_iter().for_each(|&block| self.run.model.listed(block, false, claims));
     }
 
     async fn load(&mut self, first: u8, len: u8, cut: u16, device: bool, cancel: Cancel) {
@@ -408,7 +421,8 @@ impl Life<'_> {
         assert_eq!(results.len(), blocks.len());
         for ((at, block), result) in blocks.into_iter().enumerate().zip(results) {
             let Some(found) = self.checked("a load", result) else { continue };
-            self.run.model.check(block, found, self.claims());
+            let claims = self.claims();
+            self.run.model.answered(block, found, claims);
             let expected = if found { payload(block, untouched.len()) } else { untouched.clone() };
             assert_eq!(self.memory.read(at), expected, "block {block}, loaded: {found}, left wrong bytes");
         }

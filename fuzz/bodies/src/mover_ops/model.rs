@@ -16,6 +16,9 @@ pub struct Claims {
 struct Known {
     /// A store of it failed or was dropped in this life: a write of it may end at any time.
     loose: bool,
+    /// A life before was cut off, and may have left a record whose payload is torn. A store of such a block is
+    /// acknowledged without a write, and the first read finds out.
+    doubtful: bool,
     /// A store was acknowledged, and no remove came after it.
     present: bool,
     /// A remove has ended, and no store came after it.
@@ -55,7 +58,7 @@ impl Model {
     /// `acknowledged`: else it failed or was dropped.
     pub fn store_ends(&mut self, block: u8, acknowledged: bool) {
         let known = self.blocks.get_mut(&block).expect("it began");
-        known.present |= acknowledged && self.keeps;
+        known.present |= acknowledged && self.keeps && !known.doubtful;
         known.loose |= !acknowledged;
     }
 
@@ -81,8 +84,16 @@ impl Model {
         }
     }
 
-    /// Panics where an answer breaks a promise.
-    pub fn check(&self, block: u8, found: bool, claims: Claims) {
+    /// The block was asked for, and its bytes if it was found. Panics where the answer breaks a promise.
+    pub fn answered(&mut self, block: u8, found: bool, claims: Claims) {
+        self.listed(block, found, claims);
+        if let Some(known) = self.blocks.get_mut(&block) {
+            known.doubtful = false;
+        }
+    }
+
+    /// The same where only the index was asked.
+    pub fn listed(&self, block: u8, found: bool, claims: Claims) {
         let known = self.blocks.get(&block);
         match known {
             None => assert!(!found, "block {block} was found, and nobody ever stored it"),
@@ -102,6 +113,7 @@ impl Model {
             // What the next life starts from is on the medium.
             *known = Known {
                 loose: false,
+                doubtful: !present,
                 present,
                 absent,
                 durable: present,

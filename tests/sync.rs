@@ -1,0 +1,57 @@
+//! What `sync` has answered for survives a power cut, whatever else was writing.
+#![cfg(feature = "sim")]
+
+use std::time::Duration;
+
+use kvhoist::{BlockKey, Config, DiskPath, Error, WritePolicy, sim};
+
+fn config(waiters_max: u32) -> Config {
+    Config {
+        block_bytes: 4096,
+        host_blocks: 4,
+        disks: vec![DiskPath { path: "simulated".into(), blocks: 8 }],
+        write_policy: WritePolicy::WriteBack,
+        waiters_max,
+        // The second block of four is one too many: it is written back at once.
+        low_watermark: 0.75,
+        high_watermark: 1.0,
+        ..Config::default()
+    }
+}
+
+/// Stores blocks, syncs while write-backs are under way, and cuts the power: what sync said, and how many are left.
+fn stored_synced_and_cut(blocks: u8, waiters_max: u32) -> (Result<(), Error>, usize) {
+    let world = sim::World::new(3, sim::blank_files(&config(waiters_max)));
+    let synced = sim::block_on(async {
+        let sim::Simulated { cache, .. } = sim::open(config(waiters_max), &world).await.expect("a new store");
+        for block in 0..blocks {
+            cache.store(&BlockKey::new([block; 32]), None, &[block; 4096]).await.expect("stored");
+        }
+        cache.sync().await
+    });
+    let mut after = sim::World::new(4, world.storage.crash());
+    after.seed = world.seed;
+    let left = sim::block_on(async {
+        let sim::Simulated { cache, .. } = sim::open(config(waiters_max), &after).await.expect("a whole store");
+        let mut left = 0;
+        for block in 0..blocks {
+            let key = BlockKey::new([block; 32]);
+            let found = tokio::time::timeout(Duration::from_secs(60), cache.fetch(&key)).await;
+            let found = found.expect("fetched in time");
+            left += usize::from(found.expect("no read fails").is_some());
+        }
+        left
+    });
+    (synced, left)
+}
+
+#[test]
+fn blocks_that_are_being_written_back_are_synced_too() {
+    for waiters_max in [1, 2, 65_536] {
+        for blocks in 1..=4 {
+            let (synced, left) = stored_synced_and_cut(blocks, waiters_max);
+            synced.expect("nothing went wrong");
+            assert_eq!(left, usize::from(blocks), "{waiters_max} waiters at most");
+        }
+    }
+}
