@@ -82,7 +82,7 @@ fn locked_memory(registered: bool) -> Finding {
 fn lies_on(path: &Path) -> Finding {
     let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let mounts = read("/proc/self/mountinfo").unwrap_or_default();
-    // "36 35 98:0 /root /mount options - type source super": the longest mount point that the path is under counts.
+    // "36 35 98:0 / /mount options - type source super": the longest mount point that the path is under counts.
     let mount = |line: &str| {
         let (left, right) = line.split_once(" - ")?;
         let point = PathBuf::from(left.split(' ').nth(4)?);
