@@ -18,7 +18,7 @@ use std::{
 use rules::{Finding, check_rust, check_text, test_modules};
 
 /// Top folders that hold Rust of this project.
-const RUST_FOLDERS: [&str; 8] = ["src", "cli", "simulation", "tests", "benches", "examples", "fuzz", "python"];
+const RUST_FOLDERS: [&str; 7] = ["src", "cli", "tests", "benches", "examples", "fuzz", "python"];
 
 #[test]
 fn rust_files_keep_the_house_rules() {

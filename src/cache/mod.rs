@@ -47,6 +47,7 @@ struct Inner {
     urgent: mpsc::UnboundedSender<Urgent>,
     regions: region::Regions,
     storage_name: &'static str,
+    registered: bool,
     direct_io: bool,
 }
 

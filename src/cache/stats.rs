@@ -69,8 +69,12 @@ pub struct Stats {
     pub storage: &'static str,
     /// True if every path of the disk tier is open for direct I/O.
     pub direct_io: bool,
+    /// True if the memory of the host tier is registered with the ring.
+    pub registered: bool,
     /// Calls answered with `Error::Timeout`.
     pub timeouts: u64,
+    /// Why the device tier is out of service, if it is.
+    pub device_retired: Option<String>,
     /// Why the disk tier is out of service, if it is.
     pub disk_retired: Option<String>,
     /// Why the disk tier takes no more blocks, if it does not: its writes failed, or it is out of service.
@@ -127,7 +131,9 @@ impl Cache {
             records_bad: metrics.records_bad.get(),
             dirty: state.dirty.len() as u64,
             storage: self.inner.storage_name,
+            registered: self.inner.registered,
             direct_io: self.inner.direct_io,
+            device_retired: state.device_retired.clone(),
             disk_retired: (!state.disk_service.reads()).then(reason).flatten(),
             disk_read_only: reason(),
         }
