@@ -1,6 +1,6 @@
 //! Blocks to and from a CUDA device through the cache, beside what the disk gives to a bare ring loop in the same run.
 //!
-//!     cargo bench --bench device -- [hit|load|disk|store]... [--rounds N] [--dir DIR]
+//!     cargo bench --bench device -- [hit|load|disk|store]... [--rounds N] [--spin-us N] [--dir DIR]
 //!
 //! Without a name all of them run. Needs a CUDA device.
 
@@ -15,7 +15,10 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
     rc::Rc,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicU32, Ordering},
+    },
     time::Instant,
 };
 
@@ -32,18 +35,23 @@ use kvhoist::{
 };
 
 const FILE_BYTES: u64 = 512 << 20;
+
+/// [`Config::spin_us`] of every cache, from the flag.
+static SPIN_US: AtomicU32 = AtomicU32::new(0);
+
 const NAMES: [&str; 4] = ["hit", "load", "disk", "store"];
 
 fn main() -> ExitCode {
-    let (mut names, mut rounds, mut dir) = (Vec::new(), 7, PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
+    let (mut names, mut rounds, mut spin_us, mut dir) = (Vec::new(), 7, 0, PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
     let mut args = env::args().skip(1).filter(|arg| arg != "--bench");
     while let Some(arg) = args.next() {
         match (arg.as_str(), NAMES.contains(&arg.as_str())) {
             (_, true) => names.push(arg),
             ("--rounds", _) => rounds = args.next().and_then(|n| n.parse().ok()).unwrap_or(rounds),
+            ("--spin-us", _) => spin_us = args.next().and_then(|n| n.parse().ok()).unwrap_or(spin_us),
             ("--dir", _) => dir = args.next().map_or(dir, PathBuf::from),
             _ => {
-                eprintln!("found {arg}, expected {NAMES:?}, --rounds N or --dir DIR");
+                eprintln!("found {arg}, expected {NAMES:?}, --rounds N, --spin-us N or --dir DIR");
                 return ExitCode::FAILURE;
             }
         }
@@ -56,6 +64,7 @@ fn main() -> ExitCode {
         }
     };
     println!("{}\n", gpu.device());
+    SPIN_US.store(spin_us, Ordering::Relaxed);
     if names.is_empty() {
         names = NAMES.map(String::from).to_vec();
     }
@@ -91,7 +100,14 @@ fn run_local<T>(future: impl Future<Output = T>) -> T {
 }
 
 fn settings(block_bytes: usize, host_blocks: u32, device_blocks: u32) -> Config {
-    Config { block_bytes, host_blocks, device_blocks, device: DeviceKind::Cuda, ..Config::default() }
+    Config {
+        block_bytes,
+        host_blocks,
+        device_blocks,
+        device: DeviceKind::Cuda,
+        spin_us: SPIN_US.load(Ordering::Relaxed),
+        ..Config::default()
+    }
 }
 
 /// Runs `task` with every number of `order`, `depth` at a time.

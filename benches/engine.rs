@@ -1,6 +1,6 @@
 //! The cache against the bare ring loop on the same file, in interleaved rounds; and what it does without a disk.
 //!
-//!     cargo bench --bench engine -- [disk|tmpfs|store|hits|idle|start]... [--rounds N] [--dir DIR]
+//!     cargo bench --bench engine -- [disk|tmpfs|store|hits|idle|start]... [--rounds N] [--spin-us N] [--dir DIR]
 //!
 //! Without a name all of them run.
 
@@ -15,6 +15,7 @@ use std::{
     path::{Path, PathBuf},
     process::ExitCode,
     rc::Rc,
+    sync::atomic::{AtomicU32, Ordering},
     time::{Duration, Instant},
 };
 
@@ -27,22 +28,28 @@ use bare::{
 use kvhoist::{BlockKey, Cache, Config, DiskPath, block_on, tier::disk::format::stripe::Stripe};
 
 const FILE_BYTES: u64 = 512 << 20;
+
+/// [`Config::spin_us`] of every cache, from the flag.
+static SPIN_US: AtomicU32 = AtomicU32::new(0);
+
 const NAMES: [&str; 6] = ["disk", "tmpfs", "store", "hits", "idle", "start"];
 
 fn main() -> ExitCode {
-    let (mut names, mut rounds, mut dir) = (Vec::new(), 7, PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
+    let (mut names, mut rounds, mut spin_us, mut dir) = (Vec::new(), 7, 0, PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
     let mut args = env::args().skip(1).filter(|arg| arg != "--bench");
     while let Some(arg) = args.next() {
         match (arg.as_str(), NAMES.contains(&arg.as_str())) {
             (_, true) => names.push(arg),
             ("--rounds", _) => rounds = args.next().and_then(|n| n.parse().ok()).unwrap_or(rounds),
+            ("--spin-us", _) => spin_us = args.next().and_then(|n| n.parse().ok()).unwrap_or(spin_us),
             ("--dir", _) => dir = args.next().map_or(dir, PathBuf::from),
             _ => {
-                eprintln!("found {arg}, expected {NAMES:?}, --rounds N or --dir DIR");
+                eprintln!("found {arg}, expected {NAMES:?}, --rounds N, --spin-us N or --dir DIR");
                 return ExitCode::FAILURE;
             }
         }
     }
+    SPIN_US.store(spin_us, Ordering::Relaxed);
     if names.is_empty() {
         names = NAMES.map(String::from).to_vec();
     }
@@ -74,7 +81,7 @@ fn key(n: u64) -> BlockKey {
 
 fn config(dir: &Path, block_bytes: usize, host_blocks: u32, disk_blocks: u32) -> Config {
     let disks = vec![DiskPath { path: dir.to_owned(), blocks: disk_blocks }];
-    Config { block_bytes, host_blocks, disks, ..Config::default() }
+    Config { block_bytes, host_blocks, disks, spin_us: SPIN_US.load(Ordering::Relaxed), ..Config::default() }
 }
 
 fn other(error: impl ToString) -> io::Error {
@@ -221,7 +228,12 @@ fn median_ns(rounds: usize, n: u64, mut run: impl FnMut()) -> f64 {
 
 fn hits() -> io::Result<()> {
     let blocks = 16_384u64;
-    let settings = Config { block_bytes: 4096, host_blocks: blocks as u32, ..Config::default() };
+    let settings = Config {
+        block_bytes: 4096,
+        host_blocks: blocks as u32,
+        spin_us: SPIN_US.load(Ordering::Relaxed),
+        ..Config::default()
+    };
     let cache = block_on(Cache::open(settings)).map_err(other)?;
     let keys: Vec<BlockKey> = (0..blocks).map(key).collect();
     let data = vec![0; 4096];

@@ -3,6 +3,7 @@
 use std::{
     ffi::CString,
     fs::{self, File},
+    ops::ControlFlow,
     os::unix::{
         ffi::OsStrExt,
         fs::{FileExt, PermissionsExt, symlink},
@@ -15,6 +16,7 @@ use kvhoist::{
     Config, Error, Result,
     config::{DirectIo, DiskPath},
     io::blocking::Blocking,
+    store,
     tier::disk::{
         StoreFile,
         format::{
@@ -416,6 +418,10 @@ fn a_raw_device_is_used_only_if_it_is_blank_or_ours() {
     let store = open_store(&config(&[path])).expect("created");
     assert!(store.created);
     assert_eq!(open_store(&config(&[path])).expect("opened").uuid, store.uuid);
+    let report = store::verify(&[path], &store::Options::default(), |_| ControlFlow::Continue(()));
+    assert!(report.expect("a store").is_clean());
+    let found = store::inspect(&[path], &store::Options::default()).expect("a store");
+    assert!(found.members[0].device && found.members[0].bytes == 16 << 20);
     let files = open_files(&config(&[path])).expect("opened");
     assert!(files[0].device && files[0].bytes == 16 << 20 && !files[0].zeroed);
     let (found, ..) = refusal(path, open_files(&config(&[path])));

@@ -1,6 +1,7 @@
 //! The `kvhoist` command.
 
 mod bench;
+mod doctor;
 mod generator;
 mod inspect;
 mod interrupt;
@@ -31,6 +32,9 @@ struct Cli {
 enum Command {
     /// Replay a trace of prefix chains through the cache and verify every byte that comes back.
     Replay(Box<replay::Args>),
+    /// Tell what this machine gives, which way bytes will go on it, and why not a better one. Exit status: 0 if all
+    /// that is wanted is there.
+    Doctor(doctor::Args),
     /// Measure the routes of this machine against its bare hardware.
     Bench(bench::Args),
     /// Say what a store is and how full, from its superblocks and record tables. Changes nothing.
@@ -50,6 +54,7 @@ fn main() -> ExitCode {
     let result = match cli.command {
         Command::Replay(args) => replay::run(&args),
         Command::Bench(args) => bench::run(&args),
+        Command::Doctor(args) => doctor::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
     };

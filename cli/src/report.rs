@@ -2,7 +2,7 @@
 
 use std::io::Write;
 
-use kvhoist::Tier;
+use kvhoist::{DeviceKind, Tier};
 use serde_json::{Value, json};
 
 use crate::{replay::Summary, size::show_bytes};
@@ -84,6 +84,12 @@ fn table(summary: &Summary) -> String {
     line(format!("verification failures  {:>12}", tally.verification_failures));
     line(format!("store failures         {:>12}", tally.store_failures));
     line(format!("seconds                {:>12.2}", summary.seconds));
+    let device = match summary.config.device {
+        _ if summary.config.device_blocks == 0 => "none",
+        DeviceKind::Cuda => "cuda",
+        DeviceKind::Auto | DeviceKind::Simulated => "simulated",
+    };
+    line(format!("device                 {device:>12}"));
     line(format!("storage                {:>12}{}", stats.storage, if stats.direct_io { ", direct I/O" } else { "" }));
     line(String::new());
     line(format!(

@@ -3,7 +3,7 @@
 mod builder;
 mod device;
 mod lease;
-#[cfg(test)]
+#[cfg(all(test, feature = "sim"))]
 mod model;
 mod open;
 mod queue;
@@ -47,6 +47,7 @@ struct Inner {
     urgent: mpsc::UnboundedSender<Urgent>,
     regions: region::Regions,
     storage_name: &'static str,
+    registered: bool,
     direct_io: bool,
 }
 

@@ -82,6 +82,8 @@ pub(super) struct Parts<S, C> {
     /// The storage's files, in its order.
     pub(super) members: Vec<Member>,
     pub(super) direct_io: bool,
+    /// The arena is registered with the ring.
+    pub(super) registered: bool,
     /// The id of the store, should it have to be created.
     pub(super) uuid: [u8; 16],
     /// Seeds the hash of the index.
@@ -99,6 +101,7 @@ async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, 
         .storage(handles, &arena, config.blocking_threads)
         .map_err(|source| Error::io("start the storage engine", "", source))?;
     let parts = Parts {
+        registered: storage.registered(),
         storage,
         copy,
         device,
@@ -117,7 +120,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     arena: Arc<Arena>,
     parts: Parts<S, C>,
 ) -> Result<Started<S, C>> {
-    let Parts { storage, copy, device, members, direct_io, uuid, seed } = parts;
+    let Parts { storage, copy, device, members, direct_io, registered, uuid, seed } = parts;
     let metrics = Metrics::new();
     let mut index = Index::new(seed);
     let mut generation = 1;
@@ -144,7 +147,8 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let mover = Mover::new(Arc::clone(&shared), storage, copy);
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(shared.config.movements_max as usize));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
-    let inner = Inner { shared, commands: sender, urgent, regions: Regions::default(), storage_name, direct_io };
+    let regions = Regions::default();
+    let inner = Inner { shared, commands: sender, urgent, regions, storage_name, direct_io, registered };
     Ok((Cache { inner: Arc::new(inner) }, mover, commands, urgent_requests))
 }
 

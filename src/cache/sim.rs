@@ -114,6 +114,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
         device: super::device::simulated(&config)?,
         members: members(&config, &world.storage),
         direct_io: true,
+        registered: false,
         uuid,
         seed: world.seed,
     };

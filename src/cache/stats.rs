@@ -69,6 +69,8 @@ pub struct Stats {
     pub storage: &'static str,
     /// True if every path of the disk tier is open for direct I/O.
     pub direct_io: bool,
+    /// True if the memory of the host tier is registered with the ring.
+    pub registered: bool,
     /// Calls answered with `Error::Timeout`.
     pub timeouts: u64,
     /// Why the disk tier is out of service, if it is.
@@ -127,6 +129,7 @@ impl Cache {
             records_bad: metrics.records_bad.get(),
             dirty: state.dirty.len() as u64,
             storage: self.inner.storage_name,
+            registered: self.inner.registered,
             direct_io: self.inner.direct_io,
             disk_retired: (!state.disk_service.reads()).then(reason).flatten(),
             disk_read_only: reason(),

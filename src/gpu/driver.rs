@@ -86,6 +86,11 @@ pub(crate) struct Fault {
 }
 
 impl Fault {
+    /// Success, if all that is wrong is that the memory is pinned already.
+    pub(super) fn unless_pinned(self) -> Result<(), Fault> {
+        if self.code == CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED { Ok(()) } else { Err(self) }
+    }
+
     /// True where every later call on the context will fail too: the device took the context down.
     pub(crate) fn is_sticky(&self) -> bool {
         matches!(

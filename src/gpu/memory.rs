@@ -4,7 +4,10 @@ use std::{any::Any, fmt, ptr::NonNull, sync::Arc};
 
 use cudarc::driver::sys;
 
-use super::{context::Gpu, driver::check};
+use super::{
+    context::Gpu,
+    driver::{Fault, check},
+};
 use crate::{
     copy::Direction,
     error::{Error, Result},
@@ -95,6 +98,8 @@ pub struct HostPin {
     gpu: Arc<Gpu>,
     start: NonNull<u8>,
     bytes: usize,
+    /// Pinned by us, and so to be unpinned by us.
+    ours: bool,
     /// Keeps it mapped.
     _owner: Arc<dyn Any + Send + Sync>,
 }
@@ -105,7 +110,8 @@ unsafe impl Send for HostPin {}
 unsafe impl Sync for HostPin {}
 
 impl HostPin {
-    /// Pins a range.
+    /// Pins a range. One that somebody else in the process has pinned is as good; whoever did must not take that back
+    /// while it is in use.
     ///
     /// # Safety
     /// The range must be mapped, readable and writable for as long as `owner` lives.
@@ -118,16 +124,29 @@ impl HostPin {
         bytes: usize,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Self> {
+        // SAFETY: the caller's promise.
+        unsafe { Self::register(gpu, start, bytes, owner) }.map_err(|fault| Error::Unavailable {
+            tier: "device",
+            reason: format!("{bytes} bytes of host memory could not be pinned for it: {fault}"),
+        })
+    }
+
+    /// # Safety
+    /// As [`new`](Self::new).
+    pub(crate) unsafe fn register(
+        gpu: Arc<Gpu>,
+        start: NonNull<u8>,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> std::result::Result<Self, Fault> {
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         let registered = gpu.bind().and_then(|()| {
             // SAFETY: the caller's promise; unregistered when dropped, before the owner goes.
             check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(start.as_ptr().cast(), bytes, flags) })
         });
-        registered.map_err(|fault| Error::Unavailable {
-            tier: "device",
-            reason: format!("{bytes} bytes of host memory could not be pinned for it: {fault}"),
-        })?;
-        Ok(HostPin { gpu, start, bytes, _owner: owner })
+        let ours = registered.is_ok();
+        registered.or_else(Fault::unless_pinned)?;
+        Ok(HostPin { gpu, start, bytes, ours, _owner: owner })
     }
 
     /// Its first address.
@@ -143,6 +162,9 @@ impl HostPin {
 
 impl Drop for HostPin {
     fn drop(&mut self) {
+        if !self.ours {
+            return;
+        }
         let unpinned = self.gpu.bind().and_then(|()| {
             // SAFETY: registered in `new`, unregistered once. The driver waits for copies that use it.
             check("cuMemHostUnregister", unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) })

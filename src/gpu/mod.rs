@@ -15,7 +15,7 @@ mod module;
 mod stream;
 
 pub use context::Gpu;
-pub use discover::{Device, Discovery, discover};
+pub use discover::{Device, Discovery, cufile_library, discover};
 pub use memory::{DeviceBuffer, HostPin};
 pub(crate) use module::{CopyKernel, Tile};
 pub(crate) use stream::{BatchArrays, Event, Stream};

@@ -27,14 +27,10 @@ pub(crate) struct Tile {
 }
 
 impl Tile {
-    /// The pieces of a copy, `tile_bytes` each but for the last.
-    pub(crate) fn cut(op: &CopyOp, tile_bytes: usize) -> impl Iterator<Item = Tile> {
-        let (src, dst, len) = (op.src.expose_provenance() as u64, op.dst.expose_provenance() as u64, op.len as u64);
-        (0..len).step_by(tile_bytes).map(move |at| Tile {
-            src: src + at,
-            dst: dst + at,
-            len: (len - at).min(tile_bytes as u64),
-        })
+    /// The copy of `len` bytes from the byte `at` of a copy on.
+    pub(crate) fn part(op: &CopyOp, at: usize, len: usize) -> Tile {
+        let (src, dst) = (op.src.expose_provenance() as u64, op.dst.expose_provenance() as u64);
+        Tile { src: src + at as u64, dst: dst + at as u64, len: len as u64 }
     }
 }
 
@@ -107,26 +103,6 @@ impl Drop for CopyKernel {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn tiles_cover_a_copy_once() {
-        let op = |len| CopyOp {
-            src: std::ptr::without_provenance(4096),
-            dst: std::ptr::without_provenance_mut(1 << 20),
-            len,
-        };
-        for (len, pieces) in
-            [(0, vec![]), (1, vec![1]), (4096, vec![4096]), (4097, vec![4096, 1]), (8192, vec![4096; 2])]
-        {
-            let tiles: Vec<Tile> = Tile::cut(&op(len), 4096).collect();
-            assert_eq!(tiles.iter().map(|tile| tile.len).collect::<Vec<_>>(), pieces);
-            let mut at = 0;
-            for tile in tiles {
-                assert_eq!((tile.src, tile.dst), (4096 + at, (1 << 20) + at));
-                at += tile.len;
-            }
-        }
-    }
 
     #[test]
     fn a_tile_is_what_the_kernel_reads() {

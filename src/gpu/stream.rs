@@ -75,7 +75,7 @@ impl Stream {
     /// As [`copy`](Self::copy), for each.
     pub(crate) unsafe fn copy_batch(
         &self,
-        ops: &[CopyOp],
+        ops: impl Iterator<Item = CopyOp>,
         direction: Direction,
         arrays: &mut BatchArrays,
     ) -> Result<(), Fault> {
@@ -83,6 +83,7 @@ impl Stream {
             return check("cuMemcpyBatchAsync", CUresult::CUDA_ERROR_NOT_SUPPORTED);
         };
         arrays.fill(ops);
+        let count = arrays.lens.len();
         // A source on the device is final when the stream comes to it, not before: reading it early would copy what a
         // kernel has yet to write. One in host memory is final already.
         let order = match direction {
@@ -94,15 +95,15 @@ impl Stream {
             CUmemcpyAttributes { srcAccessOrder: order, srcLocHint: nowhere, dstLocHint: nowhere, flags: 0 };
         let (mut first, mut failed) = (0_usize, usize::MAX);
         let (dsts, srcs, lens) = (arrays.dsts.as_mut_ptr(), arrays.srcs.as_mut_ptr(), arrays.lens.as_mut_ptr());
-        // SAFETY: three arrays of `ops.len()` numbers, which the driver reads during the call, and one attribute for
+        // SAFETY: three arrays of `count` numbers, which the driver reads during the call, and one attribute for
         // all of them; the ranges are as the caller promises.
         let code = unsafe {
             match form {
                 BatchForm::V2 => {
-                    sys::cuMemcpyBatchAsync_v2(dsts, srcs, lens, ops.len(), &mut attributes, &mut first, 1, self.raw)
+                    sys::cuMemcpyBatchAsync_v2(dsts, srcs, lens, count, &mut attributes, &mut first, 1, self.raw)
                 }
                 BatchForm::V1(copy) => {
-                    copy(dsts, srcs, lens, ops.len(), &mut attributes, &mut first, 1, &mut failed, self.raw)
+                    copy(dsts, srcs, lens, count, &mut attributes, &mut first, 1, &mut failed, self.raw)
                 }
             }
         };
@@ -111,13 +112,15 @@ impl Stream {
 }
 
 impl BatchArrays {
-    fn fill(&mut self, ops: &[CopyOp]) {
+    fn fill(&mut self, ops: impl Iterator<Item = CopyOp>) {
         self.dsts.clear();
         self.srcs.clear();
         self.lens.clear();
-        self.dsts.extend(ops.iter().map(|op| op.dst.expose_provenance() as u64));
-        self.srcs.extend(ops.iter().map(|op| op.src.expose_provenance() as u64));
-        self.lens.extend(ops.iter().map(|op| op.len));
+        for op in ops {
+            self.dsts.push(op.dst.expose_provenance() as u64);
+            self.srcs.push(op.src.expose_provenance() as u64);
+            self.lens.push(op.len);
+        }
     }
 }
 

@@ -12,6 +12,16 @@ pub enum AnyStorage {
     Blocking(Blocking),
 }
 
+impl AnyStorage {
+    /// True if the memory that it was given is registered with a ring.
+    pub fn registered(&self) -> bool {
+        match self {
+            AnyStorage::Uring(engine) => engine.registered(),
+            AnyStorage::Blocking(_) => false,
+        }
+    }
+}
+
 impl Storage for AnyStorage {
     fn name(&self) -> &'static str {
         match self {

@@ -32,6 +32,8 @@ pub(crate) enum Message {
 pub(crate) struct Flight {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
+    /// Somebody is at it. A promotion begins with its caller, and starts when its command is served.
+    started: bool,
     /// Its waiters were told that it takes too long.
     overdue: bool,
     pub(crate) waiters: Vec<oneshot::Sender<Message>>,
@@ -106,11 +108,24 @@ impl Flights {
     pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier) -> oneshot::Receiver<Message> {
         let (sender, receiver) = oneshot::channel();
         self.begun += 1;
-        let flight = Flight { number: self.begun, overdue: false, waiters: vec![sender], unverified: None, tickets: 0 };
+        let flight = Flight {
+            number: self.begun,
+            started: false,
+            overdue: false,
+            waiters: vec![sender],
+            unverified: None,
+            tickets: 0,
+        };
         let earlier = self.by_target.insert((*key, tier), flight);
         assert!(earlier.is_none(), "one movement per key and tier");
         self.by_age.insert(self.begun, (*key, tier));
         receiver
+    }
+
+    /// Takes it on to carry out the movement that has begun: false where there is none, or somebody else is at it.
+    #[must_use = "whoever takes a movement on must end it"]
+    pub(crate) fn start(&mut self, key: &BlockKey, tier: Tier) -> bool {
+        self.by_target.get_mut(&(*key, tier)).is_some_and(|flight| !std::mem::replace(&mut flight.started, true))
     }
 
     /// Ends a movement; its waiters are the caller's to answer, after the lock is released.

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::sync::Notify;
 
-use super::{Mover, budget::Class, promote::checksum_of, store::Committed};
+use super::{Mover, budget::Class, store::Committed};
 use crate::{
     block::{BlockKey, Segment, Tier},
     copy::{CopyBatch, CopyEngine, Direction, pair_segments},
@@ -166,7 +166,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let filling = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast().ok()?));
         let mut filling: super::Filling = filling.expect("the second of two owners");
         result.inspect_err(|_| self.shared.metrics.copy_errors.add(1))?;
-        let checksum = checksum_of(filling.bytes_mut()).await;
+        let checksum = self.checksum_of(filling.bytes_mut()).await;
         self.shared.commit(&key, parent.as_ref(), filling, checksum)
     }
 

@@ -16,6 +16,7 @@ mod records;
 pub(crate) mod service;
 pub(crate) mod shared;
 mod shutdown;
+mod spin;
 mod store;
 mod verify;
 mod write;
@@ -33,7 +34,7 @@ use std::{
     sync::Arc,
 };
 
-use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 
 use self::{budget::Budget, records::RecordPages, service::Failures};
 use crate::{
@@ -87,6 +88,8 @@ pub(crate) struct Mover<S, C> {
     files: Vec<FileId>,
     budget: Budget,
     records: RefCell<RecordPages>,
+    /// One permit: whose block is checksummed on this thread.
+    checksums: Semaphore,
     /// Outcomes on their way to those who wait for them.
     answers: RefCell<Vec<(oneshot::Sender<Message>, Message)>>,
     /// Write-backs under way that nobody awaits.
@@ -98,6 +101,8 @@ pub(crate) struct Mover<S, C> {
     failures: Vec<Failures>,
     /// Told whenever `active` goes down.
     settled: Notify,
+    /// Told when the first movement begins.
+    begun: Notify,
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -108,12 +113,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Rc::new(Mover {
             budget: Budget::new(config.read_bytes_in_flight_max, config.write_bytes_in_flight_max),
             records: RefCell::default(),
+            checksums: Semaphore::new(1),
             answers: RefCell::default(),
             demoting: Cell::new(0),
             active: Cell::new(0),
             overdue: Cell::new(false),
             failures: files.iter().map(|_| Failures::default()).collect(),
             settled: Notify::new(),
+            begun: Notify::new(),
             files,
             shared,
             storage,
@@ -130,6 +137,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let _ended = Ended(Arc::clone(&self.shared));
         let write_back = tokio::task::spawn_local(Rc::clone(&self).write_back_loop());
         let deadlines = tokio::task::spawn_local(Rc::clone(&self).deadline_loop());
+        let spin = tokio::task::spawn_local(Rc::clone(&self).spin_loop());
         let mut closers = Vec::new();
         loop {
             let may_start = self.active.get() < self.shared.config.movements_max;
@@ -151,13 +159,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let result = self.drain(urgent).await;
         write_back.abort();
         deadlines.abort();
+        spin.abort();
         Farewell { closers, result }
     }
 
     fn start(self: &Rc<Self>, command: Command) {
         let this = Rc::clone(self);
         match command {
-            Command::Promote { key, to, class } => self.spawn(async move { this.promote(key, to, class).await }),
+            Command::Promote { key, to, class } => {
+                // Else a movement that could not wait for this command has started it.
+                if self.shared.lock().flights.start(&key, to) {
+                    self.spawn(async move { this.promote(key, to, class).await });
+                }
+            }
             Command::Load { jobs, reply } => self.spawn(async move { reply(this.load(jobs).await) }),
             Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
             // A caller that is gone does not want the answer.
@@ -198,6 +212,7 @@ impl<S: Storage, C: CopyEngine> Active<S, C> {
     fn new(mover: &Rc<Mover<S, C>>) -> Self {
         if mover.active.replace(mover.active.get() + 1) == 0 {
             mover.shared.watch.notify_one();
+            mover.begun.notify_one();
         }
         mover.shared.metrics.movements.increment(1.0);
         Active(Rc::clone(mover))

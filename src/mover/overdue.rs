@@ -84,7 +84,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn refuse(self: &Rc<Self>, command: Command) {
         let error = self.shared.timeout("a free movement");
         match command {
-            Command::Promote { key, to, .. } => self.land(&key, to, Err(error)),
+            Command::Promote { key, to, .. } => {
+                if self.shared.lock().flights.start(&key, to) {
+                    self.land(&key, to, Err(error));
+                }
+            }
             Command::Load { jobs, reply } | Command::StoreFrom { jobs, reply } => {
                 reply(jobs.iter().map(|_| Err(error.clone())).collect());
             }

@@ -97,8 +97,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// The checksum of a block, with turns for the other tasks between chunks.
+    ///
+    /// One block at a time, in the order in which they were asked for, and a turn of the I/O after each: blocks that
+    /// arrive together leave one by one, and the first of them makes room for its successor on the disk while the
+    /// others wait. All at once, they would all be late, and the disk idle meanwhile.
+    pub(super) async fn checksum_of(&self, bytes: &[u8]) -> u64 {
+        let _turn = self.checksums.acquire().await.expect("never closed");
+        let mut digest = Digest::new();
+        for chunk in bytes.chunks(CHECKSUM_CHUNK_BYTES) {
+            digest.update(chunk);
+            crate::io::yield_now().await;
+        }
+        digest.finish()
+    }
+
     async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
-        let matches = checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
+        let matches = self.checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
         self.shared.finish_read(unverified, matches)
     }
 
@@ -202,7 +217,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (pin, mut filling, result) = self.copy_owned(&source, &target, self.demote_direction(), pin, filling).await;
         match result {
             Ok(()) => {
-                let checksum = checksum_of(filling.bytes_mut()).await;
+                let checksum = self.checksum_of(filling.bytes_mut()).await;
                 Ok(self.shared.publish_host(id, filling, checksum, Route::DeviceToHost, pin))
             }
             Err(error) => {
@@ -258,17 +273,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let receiver = match self.shared.promote(key, Tier::Host)?.0 {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
                 Promotion::Miss => return Ok(None),
-                Promotion::Joined(receiver) => receiver,
-                // A movement of its own: it may be overdue, and then we go on without it.
-                Promotion::Started(receiver) => {
-                    let (this, key) = (Rc::clone(self), *key);
-                    self.spawn(async move {
-                        let outcome = this.fill_host(&key, class).await;
-                        this.land(&key, Tier::Host, outcome);
-                    });
-                    receiver
-                }
+                Promotion::Joined(receiver) | Promotion::Started(receiver) => receiver,
             };
+            // Also one that a caller began: its command may wait in the channel for movements like this one to end.
+            if self.shared.lock().flights.start(key, Tier::Host) {
+                // A movement of its own: it may be overdue, and then we go on without it.
+                let (this, key) = (Rc::clone(self), *key);
+                self.spawn(async move {
+                    let outcome = this.fill_host(&key, class).await;
+                    this.land(&key, Tier::Host, outcome);
+                });
+            }
             if let Settled::Ended(outcome) = self.shared.settle(receiver).await {
                 return outcome;
             }
@@ -366,9 +381,11 @@ impl Shared {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
         state.index.abort_fill(id, Tier::Host);
+        // Of a block that was removed meanwhile this pin is the last trace: its slot is free already, its entry gone.
+        let removed = state.index.slot(id, Tier::Disk) != Some(slot);
         pin.release(&mut state);
         let mut quarantined = None;
-        if state.index.slot(id, Tier::Disk) == Some(slot) && state.index.drop_copy(id, Tier::Disk).is_some() {
+        if !removed && state.index.drop_copy(id, Tier::Disk).is_some() {
             let slots = state.disk_slots();
             slots.clear(slot);
             slots.quarantine(slot);
@@ -385,16 +402,4 @@ impl Shared {
             }
         }
     }
-}
-
-/// The checksum of a block, with turns for the other tasks between chunks.
-pub(super) async fn checksum_of(bytes: &[u8]) -> u64 {
-    let mut digest = Digest::new();
-    for (i, chunk) in bytes.chunks(CHECKSUM_CHUNK_BYTES).enumerate() {
-        if i > 0 {
-            crate::io::yield_now().await;
-        }
-        digest.update(chunk);
-    }
-    digest.finish()
 }

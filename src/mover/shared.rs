@@ -340,7 +340,7 @@ impl State {
     }
 
     /// True where somebody waits for a slot of `tier`.
-    pub(crate) fn has_waiters(&self, tier: Tier) -> bool {
+    pub(super) fn has_waiters(&self, tier: Tier) -> bool {
         self.slot_waiters[tier as usize] > 0
     }
 
@@ -383,8 +383,9 @@ impl State {
 /// The state, locked. Its end wakes one of those who wait for a slot, if there is one to take.
 ///
 /// Many things set a slot free, and some more than one: the end of a fill lets copies in other tiers go, an evicted
-/// suffix its prefix. None of them has to think of those who wait. Who is woken and takes a slot ends a lock too, and so
-/// passes on what is left. Wakers run after the unlock: they are the callers' code, and may drop a future that locks.
+/// suffix its prefix. None of them has to think of those who wait. Who is woken and takes a slot ends a lock too, and
+/// so passes on what is left. Wakers run after the unlock: they are the callers' code, and may drop a future that
+/// locks.
 pub(crate) struct Locked<'a> {
     shared: &'a Shared,
     /// `None` once unlocked.

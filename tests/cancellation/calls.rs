@@ -41,6 +41,8 @@ fn fetch() {
                 for other in others.into_iter().chain(late).flatten() {
                     other.await.expect("served");
                 }
+                // Before anybody asks again, and so picks up what was left lying.
+                scene.rest().await;
                 assert!(fetch_verified(&scene.cache, n).await);
                 scene.rest().await;
                 done
@@ -64,6 +66,7 @@ fn fetch_to_device() {
                 for other in others.into_iter().flatten() {
                     other.await.expect("served");
                 }
+                scene.rest().await;
                 let lease = scene.cache.fetch_to_device(&key(n)).await.expect("fetch").expect("stored");
                 let bytes = scene.cache.read_device(&lease, Vec::new()).await.expect("read");
                 assert!(bytes == payload(n, BLOCK_BYTES));

@@ -1,4 +1,5 @@
-//! A future may be dropped after any poll, and a cache closed at any time: nothing leaks, nothing hangs, nobody else is hurt.
+//! A future may be dropped after any poll, and a cache closed at any time: nothing leaks, nothing hangs, nobody else is
+//! hurt.
 
 #[path = "../common/mod.rs"]
 mod common;

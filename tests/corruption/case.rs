@@ -11,6 +11,8 @@ pub enum Outcome {
     Refused,
     /// It opens, and this many blocks are misses.
     Loses(usize),
+    /// One or the other.
+    Any,
 }
 
 /// What a verification makes of it.
@@ -20,6 +22,8 @@ pub enum Finds {
     Faults(Vec<(&'static str, u64)>),
     /// This is not one store.
     Refusal,
+    /// One or the other.
+    Any,
 }
 
 /// Nothing that a verification looks at is changed.

@@ -122,7 +122,8 @@ pub fn astray(cases: &mut Cases<'_>) {
     let sample = cases.sample;
     let (a, b, far, free) = (sample.kept(0, 0), sample.kept(0, 1), sample.kept(1, 0), sample.free(0));
     let class = "astray";
-    for (name, b) in [("in one member", b), ("between members", far)] {
+    let (left, right) = sample.side_by_side();
+    for (name, a, b) in [("in one member", a, b), ("between members", a, far), ("side by side", left, right)] {
         let (records, blocks) = ((sample.record(a), sample.record(b)), (sample.block(a), sample.block(b)));
         let (misplaced, spoiled) = (faults("record_misplaced", 2), faults("payload", 2));
         let slots = (sample.slot(a), sample.slot(b));

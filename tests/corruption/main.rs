@@ -10,6 +10,7 @@ mod common;
 mod case;
 mod contents;
 mod heads;
+mod random;
 mod sample;
 
 use std::{
@@ -29,7 +30,7 @@ use std::{
 };
 
 use case::{Case, Cases, Finds, Outcome};
-use common::{directory, fetch_verified, key};
+use common::{Rng, directory, fetch_verified, key};
 use kvhoist::{
     Cache, Config, Error, StorageKind, Tier, block_on,
     store::{self, Verification},
@@ -114,6 +115,30 @@ fn every_case(storage: StorageKind) {
     assert!(failures.is_empty(), "{} cases (KVHOIST_CASE=.. picks):\n{}", failures.len(), failures.join("\n"));
 }
 
+/// Several damages at once, anywhere.
+#[test]
+fn random_damage() {
+    count_panics();
+    let rounds = std::env::var("KVHOIST_CORRUPTION_ROUNDS").map_or(40, |text| text.parse().expect("a number"));
+    let mut rng = Rng(common::seed());
+    let sample = Sample::new(StorageKind::Auto, &[34, 12]).expect("a store");
+    let bench = Bench::new(&sample, StorageKind::Auto);
+    for round in 0..rounds {
+        let (image, told) = random::damage(&sample, &mut rng);
+        let case = Case {
+            class: "random",
+            name: round.to_string(),
+            image,
+            outcome: Outcome::Any,
+            finds: Finds::Any,
+            crafted: Vec::new(),
+        };
+        let result = bench.attempt(&case);
+        assert!(result.is_ok(), "round {round}: {}: {result:?}", told.join(", "));
+    }
+    println!("{rounds} rounds");
+}
+
 /// Files that are damaged, used and restored again and again.
 struct Bench<'a> {
     sample: &'a Sample,
@@ -172,15 +197,15 @@ impl<'a> Bench<'a> {
         ensure!(self.is(&case.image), "a verification changed something");
         let opened = block_on(Cache::open(self.config.clone()));
         let result = match (opened, case.outcome) {
-            (Err(error), Outcome::Refused) => {
+            (Err(error), Outcome::Refused | Outcome::Any) => {
                 ensure!(matches!(error, Error::Store { .. }), "refused with {error:?}");
                 ensure!(self.is(&case.image), "refused, and something changed");
                 Ok(())
             }
             (Err(error), _) => Err(format!("refused: {error}")),
             (Ok(cache), Outcome::Refused) => Err(format!("opened; {:?}", block_on(cache.close()))),
-            (Ok(cache), Outcome::Loses(count)) => {
-                let service = self.check_service(case, &cache, count, report.as_ref());
+            (Ok(cache), _) => {
+                let service = self.check_service(case, &cache, report.as_ref());
                 // Whatever it was, the files are to be left alone from now on.
                 let closed = block_on(cache.close()).map_err(|error| error.to_string());
                 service.and_then(|blocks| closed.and_then(|()| self.check_mended(blocks)))
@@ -199,7 +224,8 @@ impl<'a> Bench<'a> {
                 ensure!(report.is_clean() == wanted.is_empty(), "{report:?}");
                 Ok(Some(report))
             }
-            (Err(error), Finds::Refusal) => {
+            (Ok(report), Finds::Any) => Ok(Some(report)),
+            (Err(error), Finds::Refusal | Finds::Any) => {
                 ensure!(matches!(error, Error::Store { .. }), "verification refused with {error:?}");
                 Ok(None)
             }
@@ -237,13 +263,7 @@ impl<'a> Bench<'a> {
     }
 
     /// What is served and what is not. How many blocks the store is left with.
-    fn check_service(
-        &self,
-        case: &Case,
-        cache: &Cache,
-        lost: usize,
-        report: Option<&Verification>,
-    ) -> Result<u64, String> {
+    fn check_service(&self, case: &Case, cache: &Cache, report: Option<&Verification>) -> Result<u64, String> {
         let sample = self.sample;
         // An empty store took the place of one that began like a creation that was cut off.
         let whole = report.is_some_and(|report| report.shape.is_some());
@@ -252,7 +272,9 @@ impl<'a> Bench<'a> {
         let served = block_on(self.fetch_all(cache))?;
         ensure!(served == expected, "served {served:?}, expected {expected:?}");
         let missing: Vec<u64> = sample.live().into_iter().filter(|n| !served.contains(n)).collect();
-        ensure!(missing.len() == lost, "{missing:?} are lost, expected {lost}");
+        if let Outcome::Loses(lost) = case.outcome {
+            ensure!(missing.len() == lost, "{missing:?} are lost, expected {lost}");
+        }
         let stats = cache.stats();
         if let Some(report) = report.filter(|_| whole) {
             let counts = (report.payloads_bad, report.records_bad, report.payloads_good);

@@ -179,6 +179,13 @@ impl Sample {
         slots.nth(nth).expect("some slots were left alone")
     }
 
+    /// Two full slots with the same place in their members, the first two.
+    pub fn side_by_side(&self) -> (u32, u32) {
+        let full = |slot: &u32| self.decode(&self.now, *slot).is_some();
+        let mut pairs = self.slots_of(0).zip(self.slots_of(1));
+        pairs.find(|(left, right)| full(left) && full(right)).expect("most slots are full")
+    }
+
     /// A free slot of the member.
     pub fn free(&self, member: usize) -> u32 {
         self.find(member, |now, _| now.is_none())

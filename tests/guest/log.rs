@@ -20,7 +20,7 @@ use crate::{
     inside::{NVME, check, make_ext4, mount_ext4, unmount},
 };
 
-const DATA_BYTES: u64 = 24 << 20;
+const DATA_BYTES: u64 = 12 << 20;
 const LOG_BYTES: u64 = 100 << 20;
 /// `WRITE_LOG_MAGIC` of drivers/md/dm-log-writes.c.
 const MAGIC: u64 = 0x006a_7366_7773_6872;
@@ -51,7 +51,7 @@ pub fn all(ext4: bool, seed: u64) {
     for (evicts, write_back, storage) in kinds {
         let plan = Plan {
             disks: vec![PathBuf::new()],
-            blocks: if evicts { 96 } else { 1_024 },
+            blocks: if evicts { 96 } else { 512 },
             block_bytes: if ext4 { 5_000 } else { 4_096 },
             storage,
             write_back,

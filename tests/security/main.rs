@@ -21,7 +21,12 @@ use kvhoist::{
     checksum::checksum,
     config::DirectIo,
     store,
-    tier::disk::format::{PAGE_BYTES, TABLE_OFFSET, stripe::SLOTS_MAX},
+    tier::disk::format::{
+        PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
+        record::{Record, RecordSeal},
+        stripe::SLOTS_MAX,
+        superblock::Superblock,
+    },
 };
 use tempfile::TempDir;
 
@@ -151,6 +156,7 @@ fn nothing_logged_and_no_message_tells_what_was_asked_or_answered() {
                 cache.store(&secret_key(n), parent.as_ref(), &secret_payload(n)).await.expect("stored");
             }
             say(&cache);
+            say(&secret_key(20));
             say(&cache.match_prefix(&[secret_key(20), secret_key(21)]));
             say(&cache.store(&secret_key(1), None, b"too short").await.expect_err("another length"));
             say(&Cache::open(settings.clone()).await.expect_err("open already"));
@@ -306,6 +312,38 @@ fn peak_bytes() -> u64 {
     let status = fs::read_to_string("/proc/self/status").expect("procfs");
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).expect("a peak");
     line.trim().trim_end_matches(" kB").parse::<u64>().expect("a number") << 10
+}
+
+/// Records that name each other, or themselves, as parents: no order of the disk tier begins with any of them.
+#[test]
+fn blocks_that_are_their_own_ancestors_can_be_evicted() {
+    for ring in [1, 2, 4] {
+        let dir = directory();
+        let settings = Config { deadline_ms: 2_000, ..config(&dir, StorageKind::Auto, 4, 4) };
+        let cache = block_on(Cache::open(settings.clone())).expect("open");
+        (0..4).for_each(|n| block_on(common::store(&cache, n)));
+        block_on(cache.close()).expect("close");
+        let file = File::options().read(true).write(true).open(store_file(&dir)).expect("open");
+        let mut head = [0; PAGE_BYTES];
+        file.read_exact_at(&mut head, 0).expect("read");
+        let seal = RecordSeal::new(&Superblock::decode(&head).expect("sound").uuid, 0);
+        for slot in 0..4 {
+            let (mut bytes, offset) = ([0; RECORD_BYTES], TABLE_OFFSET + u64::from(slot) * RECORD_BYTES as u64);
+            file.read_exact_at(&mut bytes, offset).expect("read");
+            let record = seal.decode(slot, common::BLOCK_BYTES as u32, &bytes).expect("sound").expect("full");
+            let n = (0..4).find(|n| key(*n) == record.key).expect("one of them");
+            let parent = Some(key(n / ring * ring + (n + 1) % ring));
+            file.write_all_at(&seal.encode(slot, &Record { parent, ..record }), offset).expect("written");
+        }
+        let cache = block_on(Cache::open(settings)).expect("open");
+        (0..4).for_each(|n| assert!(block_on(common::fetch_verified(&cache, n))));
+        for n in 10..20 {
+            block_on(common::store(&cache, n));
+        }
+        assert_eq!(cache.stats().tier(Tier::Disk).evictions, 10, "rings of {ring}");
+        cache.validate().expect("valid");
+        block_on(cache.close()).expect("close");
+    }
 }
 
 /// Keys are compared whole: one that differs in its last bit is another.

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::ValueEnum;
-use kvhoist::{DirectIo, StorageKind, WritePolicy};
+use kvhoist::{DeviceKind, DirectIo, StorageKind, WritePolicy};
 
 use crate::{failure::Failure, size::parse_bytes};
 
@@ -16,7 +16,10 @@ pub struct Args {
     /// Bytes of a block, for example 64KiB or 1MiB.
     #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = parse_bytes)]
     pub block_bytes: usize,
-    /// Slots in device memory (simulated); 0: no device tier, blocks are fetched to the host.
+    /// What the device tier is made of; auto: a CUDA device, or host memory where there is none.
+    #[arg(long, value_name = "KIND", default_value = "auto")]
+    pub device: Device,
+    /// Slots in device memory; 0: no device tier, blocks are fetched to the host.
     #[arg(long, value_name = "N", default_value_t = 256)]
     pub device_blocks: u32,
     /// Slots in host memory.
@@ -131,6 +134,25 @@ impl From<Direct> for DirectIo {
         match direct {
             Direct::Require => DirectIo::Require,
             Direct::Prefer => DirectIo::Prefer,
+        }
+    }
+}
+
+/// [`DeviceKind`] as a flag.
+#[derive(Clone, Copy, ValueEnum)]
+pub enum Device {
+    Auto,
+    Simulated,
+    Cuda,
+}
+
+impl From<Device> for DeviceKind {
+    fn from(device: Device) -> Self {
+        match device {
+            // Chosen here, so that a replay without a GPU, as most are, has nothing to warn of.
+            Device::Auto if kvhoist::gpu::discover().devices.is_empty() => DeviceKind::Simulated,
+            Device::Auto | Device::Cuda => DeviceKind::Cuda,
+            Device::Simulated => DeviceKind::Simulated,
         }
     }
 }

@@ -110,6 +110,7 @@ fn settings(args: &Args) -> Result<(Config, Option<TempDir>), Failure> {
         block_bytes: args.block_bytes,
         host_blocks: args.host_blocks,
         device_blocks: args.device_blocks,
+        device: args.device.into(),
         disks: if args.disk_blocks == 0 { Vec::new() } else { disks.collect() },
         namespace: "replay".into(),
         write_policy: args.write_policy.into(),

@@ -65,8 +65,8 @@ fn slots_that_come_free_find_their_waiters() {
     });
 }
 
-/// Two callers want slots of a chain that one pin holds back. When the suffix goes its prefix may go as well: both get one,
-/// though only one thing happened.
+/// Two callers want slots of a chain that one pin holds back. When the suffix goes its prefix may go as well: both get
+/// one, though only one thing happened.
 fn two_slots_of_a_chain(release: fn(&World, Lease)) {
     let world = World::new(config(0, 2, 8), 2, true);
     block_on(async { assert!(fetch(&world.cache, 0).await && fetch(&world.cache, 1).await) });
@@ -209,7 +209,8 @@ fn a_ticket_is_good_for_its_own_flight_only() {
             assert!(fetch(&cache, 0).await && fetch(&cache, 1).await && fetch(&cache, 2).await);
             let wanted = key(0);
             let again = cache.fetch(&wanted);
-            gone.send(()).expect("the other waits");
+            // Gone where it found the block resident at once.
+            gone.send(()).ok();
             assert_is(&again.await.expect("fetch").expect("on disk"), 0);
         });
         [parks, goes_on].into_iter().for_each(|caller| caller.join().expect("no panic"));

@@ -137,7 +137,7 @@ pub(super) fn config(device_blocks: u32, host_blocks: u32, disk_blocks: u32) -> 
 }
 
 impl World {
-    /// A cache whose disk tier holds the blocks of the keys below `stored`. With `chain`, each is the parent of the next.
+    /// A cache whose disk tier holds the blocks of the keys below `stored`; with `chain`, each the parent of the next.
     pub(super) fn new(config: Config, stored: u32, chain: bool) -> World {
         let (sender, mut receiver) = oneshot::channel();
         let reactor = shuttle::thread::spawn(move || {
@@ -204,22 +204,9 @@ impl World {
     }
 }
 
-/// Every slot is free or full, nothing is held, and nothing went wrong.
+/// Every slot is accounted for, nothing is held, and nothing went wrong.
 fn check_balance(shared: &Shared) {
-    let state = shared.lock();
-    state.index.validate().expect("valid");
-    let config = &shared.config;
-    let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
-    for (tier, slots) in Tier::ALL.into_iter().zip(slots) {
-        let (resident, free) = (state.index.resident(tier), state.free_slots(tier));
-        assert_eq!((resident + free) as u64, slots, "{tier}: a slot leaked");
-    }
-    assert_eq!(state.flights.len(), 0, "a flight is under way for ever");
-    assert!(!Tier::ALL.into_iter().any(|tier| state.has_waiters(tier)), "one who left is still waited for");
-    for id in (0..16).filter_map(|n| state.index.find(&key(n))) {
-        let pins = Tier::ALL.map(|tier| state.index.pins(id, tier));
-        assert_eq!(pins, [0; 3], "a pin leaked");
-    }
+    shared.check_balance().expect("balance");
     let metrics = &shared.metrics;
     let failures = [&metrics.checksum_failures, &metrics.read_errors, &metrics.write_errors, &metrics.writes_refused];
     assert_eq!(failures.map(Count::get), [0; 4], "nothing fails here");
@@ -248,7 +235,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
     let (commands, requests) = mpsc::channel(4);
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let regions = Regions::default();
-    let inner = Inner { shared, commands, urgent, regions, storage_name: "memory", direct_io: true };
+    let inner = Inner { shared, commands, urgent, regions, storage_name: "memory", direct_io: true, registered: false };
     drop(sender.send(Cache { inner: Arc::new(inner) }));
     mover.run(requests, urgent_requests).await
 }

@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    launch::Launcher,
+    launch::{Launcher, Ops},
     method::{Calibration, CopyMethod},
 };
 use crate::{
@@ -98,7 +98,8 @@ impl Scratch {
             let started = Instant::now();
             // SAFETY: ranges of the scratch memory, which lives until the stream has been waited for; copies of one
             // launch go to different places.
-            let (result, launched) = unsafe { launcher.launch(stream, ops, direction, method) };
+            let (result, launched) =
+                unsafe { launcher.launch(stream, &Ops::new(std::iter::once(ops)), direction, method) };
             let waited = stream.synchronize();
             best = best.min(started.elapsed());
             result.and(waited)?;

@@ -5,7 +5,6 @@ use std::{cell::RefCell, ptr::NonNull, sync::Arc};
 use super::method::CopyMethod;
 use crate::{
     copy::{CopyOp, Direction},
-    error::Result,
     gpu::{BatchArrays, CopyKernel, Event, Fault, Gpu, HostPin, Stream, Tile},
     io::AlignedBuf,
 };
@@ -32,24 +31,48 @@ pub(super) struct TileBuffer {
 }
 
 impl TileBuffer {
-    fn new(gpu: &Arc<Gpu>) -> Result<Self> {
+    fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, Fault> {
         let bytes = TILES_PER_BUFFER * size_of::<Tile>();
         let mut memory = AlignedBuf::zeroed(bytes);
         let start = NonNull::from(&mut *memory).cast::<u8>();
         // SAFETY: the memory of a buffer stays where it is when the buffer is moved, and lives as long as its owner.
-        let pin = unsafe { HostPin::new(Arc::clone(gpu), start, bytes, Arc::new(memory))? };
+        let pin = unsafe { HostPin::register(Arc::clone(gpu), start, bytes, Arc::new(memory))? };
         Ok(TileBuffer { tiles: start.cast(), _pin: pin })
     }
 
-    /// Fills it from the front; returns how many it took.
-    fn fill(&mut self, tiles: &mut impl Iterator<Item = Tile>) -> usize {
-        let mut count = 0;
-        for tile in tiles.take(TILES_PER_BUFFER) {
-            // SAFETY: within the buffer, aligned to pages, which nobody else knows while it is not in a stream.
-            unsafe { self.tiles.add(count).write(tile) };
-            count += 1;
+    /// Writes a description at the place of this number.
+    fn write(&mut self, at: usize, tile: Tile) {
+        assert!(at < TILES_PER_BUFFER, "tile {at} of {TILES_PER_BUFFER}");
+        // SAFETY: within the buffer, aligned to pages, which nobody else knows while it is not in a stream.
+        unsafe { self.tiles.add(at).write(tile) };
+    }
+}
+
+/// Copies to be launched together, where they are: the lists of several batches. Empty ones are passed over.
+pub(super) struct Ops<'a> {
+    pub(super) lists: Vec<&'a [CopyOp]>,
+    /// How many there are, and their bytes in all.
+    pub(super) count: usize,
+    pub(super) bytes: usize,
+}
+
+impl<'a> Ops<'a> {
+    pub(super) fn new(lists: impl Iterator<Item = &'a [CopyOp]>) -> Self {
+        let mut ops = Ops { lists: lists.collect(), count: 0, bytes: 0 };
+        for op in ops.lists.iter().copied().flatten() {
+            ops.count += usize::from(op.len > 0);
+            ops.bytes += op.len;
         }
-        count
+        ops
+    }
+
+    fn iter(&self) -> impl Iterator<Item = CopyOp> {
+        self.lists.iter().copied().flatten().copied().filter(|op| op.len > 0)
+    }
+
+    /// Bytes of one, on average.
+    pub(super) fn mean_bytes(&self) -> usize {
+        self.bytes / self.count.max(1)
     }
 }
 
@@ -102,7 +125,7 @@ impl Launcher {
     pub(super) unsafe fn launch(
         &self,
         stream: &Stream,
-        ops: &[CopyOp],
+        ops: &Ops<'_>,
         direction: Direction,
         method: CopyMethod,
     ) -> (std::result::Result<(), Fault>, Launched) {
@@ -124,7 +147,7 @@ impl Launcher {
     unsafe fn queue(
         &self,
         stream: &Stream,
-        ops: &[CopyOp],
+        ops: &Ops<'_>,
         direction: Direction,
         method: CopyMethod,
         launched: &mut Launched,
@@ -134,14 +157,12 @@ impl Launcher {
                 // SAFETY: the caller's promise.
                 unsafe { self.queue_kernel(kernel, stream, ops, &mut launched.tiles) }
             }
-            (CopyMethod::Batch, _) if self.gpu.has_batches() => {
+            (CopyMethod::Batch, _) if self.gpu.has_batches() && ops.count > 0 => {
                 // SAFETY: the caller's promise.
-                unsafe { stream.copy_batch(ops, direction, &mut self.arrays.borrow_mut()) }
+                unsafe { stream.copy_batch(ops.iter(), direction, &mut self.arrays.borrow_mut()) }
             }
-            _ => ops.iter().try_for_each(|op| {
-                // SAFETY: the caller's promise.
-                unsafe { stream.copy(op) }
-            }),
+            // SAFETY: the caller's promise.
+            _ => ops.iter().try_for_each(|op| unsafe { stream.copy(&op) }),
         }
     }
 
@@ -151,27 +172,50 @@ impl Launcher {
         &self,
         kernel: &CopyKernel,
         stream: &Stream,
-        ops: &[CopyOp],
+        ops: &Ops<'_>,
         used: &mut Vec<TileBuffer>,
     ) -> std::result::Result<(), Fault> {
-        let bytes: usize = ops.iter().map(|op| op.len).sum();
-        let tile_bytes = self.tile_bytes(bytes);
-        let mut tiles = ops.iter().flat_map(|op| Tile::cut(op, tile_bytes)).peekable();
-        while tiles.peek().is_some() {
-            let Some(mut buffer) = self.tile_buffer() else {
-                // Without memory for descriptions: slower, and right.
-                // SAFETY: the caller's promise; what a launch before this one copies is copied again, from the same
-                // sources to the same places, behind it in the same stream.
-                return ops.iter().try_for_each(|op| unsafe { stream.copy(op) });
-            };
-            let count = buffer.fill(&mut tiles);
-            let blocks = count.div_ceil(WARPS_PER_BLOCK).min(self.blocks_max as usize) as u32;
-            let start = buffer.tiles.as_ptr();
-            used.push(buffer);
-            // SAFETY: the descriptions are in `used`, which the caller keeps; for the rest the caller's promise.
-            unsafe { kernel.launch(stream, start, count as u32, blocks)? };
+        let tile_bytes = self.tile_bytes(ops.bytes);
+        let mut buffer = None;
+        let mut count = 0;
+        for op in ops.iter() {
+            let mut at = 0;
+            while at < op.len {
+                if count == TILES_PER_BUFFER {
+                    // SAFETY: the caller's promise.
+                    unsafe { self.queue_tiles(kernel, stream, buffer.take(), count, used)? };
+                    count = 0;
+                }
+                let len = tile_bytes.min(op.len - at);
+                let tiles = match &mut buffer {
+                    Some(tiles) => tiles,
+                    None => buffer.insert(self.tile_buffer()?),
+                };
+                tiles.write(count, Tile::part(&op, at, len));
+                count += 1;
+                at += len;
+            }
         }
-        Ok(())
+        // SAFETY: the caller's promise.
+        unsafe { self.queue_tiles(kernel, stream, buffer, count, used) }
+    }
+
+    /// # Safety
+    /// As [`launch`](Self::launch), for what the first `count` tiles say.
+    unsafe fn queue_tiles(
+        &self,
+        kernel: &CopyKernel,
+        stream: &Stream,
+        buffer: Option<TileBuffer>,
+        count: usize,
+        used: &mut Vec<TileBuffer>,
+    ) -> std::result::Result<(), Fault> {
+        let Some(buffer) = buffer else { return Ok(()) };
+        let blocks = count.div_ceil(WARPS_PER_BLOCK).min(self.blocks_max as usize) as u32;
+        let start = buffer.tiles.as_ptr();
+        used.push(buffer);
+        // SAFETY: the descriptions are in `used`, which the caller keeps; for the rest the caller's promise.
+        unsafe { kernel.launch(stream, start, count as u32, blocks) }
     }
 
     fn tile_bytes(&self, bytes: usize) -> usize {
@@ -180,16 +224,10 @@ impl Launcher {
         even.clamp(TILE_BYTES_MIN, TILE_BYTES_MAX)
     }
 
-    fn tile_buffer(&self) -> Option<TileBuffer> {
-        if let Some(buffer) = self.tiles.borrow_mut().pop() {
-            return Some(buffer);
-        }
-        match TileBuffer::new(&self.gpu) {
-            Ok(buffer) => Some(buffer),
-            Err(error) => {
-                tracing::warn!(%error, "no pinned memory for the copy kernel's descriptions");
-                None
-            }
+    fn tile_buffer(&self) -> std::result::Result<TileBuffer, Fault> {
+        match self.tiles.borrow_mut().pop() {
+            Some(buffer) => Ok(buffer),
+            None => TileBuffer::new(&self.gpu),
         }
     }
 

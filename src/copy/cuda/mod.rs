@@ -20,12 +20,12 @@ use std::{
     ops::Range,
     rc::Rc,
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use tokio::sync::oneshot;
 
-use self::launch::{Launched, Launcher};
+use self::launch::{Launched, Launcher, Ops};
 use super::{CopyBatch, CopyEngine, CopyOp, Direction, Memcpy};
 use crate::{
     error::{Error, Result},
@@ -42,6 +42,10 @@ const LAUNCHES_PER_STREAM: usize = 2;
 /// Bytes of one launch, unless one batch alone is larger: what was asked first is not kept waiting for all that came
 /// after.
 const LAUNCH_BYTES: u64 = 32 << 20;
+
+/// How long the engine looks for more after the last copy has ended, before its task ends: about what waking the
+/// reactor takes. Who copies one block after the other is spared that.
+const LINGER: Duration = Duration::from_micros(30);
 
 type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
 
@@ -83,6 +87,12 @@ struct Lane {
     streams: Vec<(Stream, VecDeque<Flight>)>,
 }
 
+impl Lane {
+    fn is_idle(&self) -> bool {
+        self.waiting.is_empty() && self.streams.iter().all(|(_, flights)| flights.is_empty())
+    }
+}
+
 /// Batches that were launched together.
 struct Flight {
     launched: Launched,
@@ -106,7 +116,11 @@ impl CudaCopy {
             return Err(Error::Unavailable { tier: "device", reason });
         }
         let key = format!("{} {}", gpu.device().pci_address, options.blocks_max);
-        let calibration = method::kept(&key, || calibrate::calibrate(gpu, &launcher))?;
+        let calibration = method::kept(&key, || calibrate::calibrate(gpu, &launcher)).unwrap_or_else(|error| {
+            // Without pinned memory there is nothing to choose from.
+            tracing::warn!(%error, "the ways to copy could not be measured; each copy is a call of the driver's own");
+            Arc::default()
+        });
         let (pins, pinned) = pin(gpu, arena);
         let lane = |direction| -> Result<_> {
             let streams = (0..STREAMS).map(|_| Ok((Stream::new(gpu)?, VecDeque::new())));
@@ -172,7 +186,12 @@ impl CopyEngine for CudaCopy {
             return (Err(Error::Copy { engine: "cuda", reason }), batch);
         }
         let (answer, answered) = oneshot::channel();
+        let idle = lane.borrow().is_idle();
         lane.borrow_mut().waiting.push_back((batch, answer));
+        if idle {
+            // Nothing to wait for. What comes while this one is under way goes together.
+            self.inner.turn(&mut lane.borrow_mut());
+        }
         if !self.inner.polling.replace(true) {
             tokio::task::spawn_local(Rc::clone(&self.inner).poll());
         }
@@ -183,21 +202,18 @@ impl CopyEngine for CudaCopy {
         if batch.direction() == Direction::HostToHost {
             return self.host.cost(batch);
         }
-        let ops = batch.ops();
-        let method = self.inner.method(ops, batch.direction());
+        let ops = Ops::new(std::iter::once(batch.ops()));
         let to_device = batch.direction() == Direction::HostToDevice;
-        let estimate = self.inner.calibration.estimate(to_device, method, mean_bytes(ops), ops.len());
+        let method = self.inner.method(&ops, to_device);
+        let estimate = self.inner.calibration.estimate(to_device, method, ops.mean_bytes(), ops.count);
         estimate.unwrap_or_default()
     }
 }
 
-fn mean_bytes(ops: &[CopyOp]) -> usize {
-    ops.iter().map(|op| op.len).sum::<usize>() / ops.len().max(1)
-}
-
 impl Inner {
-    /// Launches and answers until nothing is left to do.
+    /// Launches and answers until there was nothing left to do for a while.
     async fn poll(self: Rc<Self>) {
+        let mut last = Instant::now();
         loop {
             // Others of this turn may have copies to add.
             crate::io::yield_now().await;
@@ -205,7 +221,9 @@ impl Inner {
             for lane in &self.lanes {
                 busy |= self.turn(&mut lane.borrow_mut());
             }
-            if !busy {
+            if busy {
+                last = Instant::now();
+            } else if last.elapsed() > LINGER {
                 self.polling.set(false);
                 return;
             }
@@ -250,17 +268,17 @@ impl Inner {
     fn launch(&self, lane: &mut Lane, at: usize) {
         let (mut batches, mut bytes) = (Vec::new(), 0);
         while let Some((batch, _)) = lane.waiting.front() {
-            let more = batch.bytes();
+            // Few batches are asked for their bytes, and only those that could go with others.
+            let more = if lane.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
             if !batches.is_empty() && bytes + more > LAUNCH_BYTES {
                 break;
             }
             bytes += more;
             batches.extend(lane.waiting.pop_front());
         }
-        let ops: Vec<CopyOp> =
-            batches.iter().flat_map(|(batch, _)| batch.ops()).filter(|op| op.len > 0).copied().collect();
+        let ops = Ops::new(batches.iter().map(|(batch, _)| batch.ops()));
         let (stream, flights) = &mut lane.streams[at];
-        let method = self.method(&ops, lane.direction);
+        let method = self.method(&ops, lane.direction == Direction::HostToDevice);
         // SAFETY: by the contract of `CopyBatch::new` all ranges stay valid and untouched while their batches live,
         // which the flight holds until the stream has passed the mark; methods that need pinned memory are chosen for
         // it only.
@@ -274,14 +292,16 @@ impl Inner {
     }
 
     /// The method for these copies.
-    fn method(&self, ops: &[CopyOp], direction: Direction) -> CopyMethod {
-        let to_device = direction == Direction::HostToDevice;
-        let host = |op: &CopyOp| if to_device { op.src.addr() } else { op.dst.addr() };
-        let is_pinned = |op: &CopyOp| self.pinned.contains(&host(op)) && host(op) + op.len <= self.pinned.end;
-        if !ops.iter().all(is_pinned) {
+    fn method(&self, ops: &Ops<'_>, to_device: bool) -> CopyMethod {
+        let Range { start, end } = self.pinned;
+        let is_pinned = |op: &CopyOp| {
+            let host = if to_device { op.src.addr() } else { op.dst.addr() };
+            host >= start && host + op.len <= end
+        };
+        if !ops.lists.iter().copied().flatten().all(is_pinned) {
             return CopyMethod::Loop;
         }
-        let quickest = || self.calibration.quickest(to_device, mean_bytes(ops), ops.len());
+        let quickest = || self.calibration.quickest(to_device, ops.mean_bytes(), ops.count);
         self.options.method.unwrap_or_else(quickest)
     }
 

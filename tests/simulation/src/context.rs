@@ -144,7 +144,8 @@ impl Context {
             && stats.read_errors == 0
             && stats.disk_retired.is_none()
             && stats.tier(Tier::Disk).evictions == 0
-            && (self.plan.config.write_policy == WritePolicy::WriteThrough || stats.writes_refused == 0);
+            && (self.plan.config.write_policy == WritePolicy::WriteThrough
+                || (stats.writes_refused == 0 && stats.disk_read_only.is_none()));
         Claims { keeps, honest }
     }
 

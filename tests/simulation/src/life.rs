@@ -127,18 +127,22 @@ impl Life {
             self.audit(&cache).await;
             self.balance(&reactor).await;
         }
-        let claims = self.look_back(&cache);
-        if exit == Exit::Close {
-            sync = self.close(&cache).await;
-        } else if exit == Exit::Drop {
+        let claims = if exit == Exit::Drop {
             self.context.report.borrow_mut().drops += 1;
             sync = Some(self.context.model.borrow().sync_begins());
-        }
-        drop(cache);
-        if timeout(PATIENCE, reactor.ended()).await.is_err() {
-            self.context.fail("the cache never came to its end");
-        }
-        self.balance(&reactor).await;
+            let mut claims = self.look_back(&cache);
+            drop(cache);
+            // What the last write-backs evict nobody sees.
+            claims.keeps &= self.context.plan.universe.len() as u64 <= self.context.plan.config.disk_blocks();
+            self.end(&reactor).await;
+            claims
+        } else {
+            if exit == Exit::Close {
+                sync = self.close(&cache).await;
+            }
+            self.end(&reactor).await;
+            self.look_back(&cache)
+        };
         if let Some(began) = sync {
             self.context.model.borrow_mut().sync_ends(began);
         }
@@ -242,6 +246,14 @@ impl Life {
             Ok(Err(error)) => self.context.check_error(&"close", &error, true),
         }
         None
+    }
+
+    /// Waits for the reactor to end.
+    async fn end(&self, reactor: &Reactor) {
+        if timeout(PATIENCE, reactor.ended()).await.is_err() {
+            self.context.fail("the cache never came to its end");
+        }
+        self.balance(reactor).await;
     }
 
     /// With nobody at work, every slot and every byte is accounted for.

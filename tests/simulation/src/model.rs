@@ -25,8 +25,8 @@ struct State {
     removes_begun: u64,
     /// A store was dropped in this life: its write may end at any time.
     write_loose: bool,
-    /// A life before was cut off, and may have left a record of the block whose payload is torn. A store of such a block
-    /// is acknowledged without a write, and the first read finds out.
+    /// A life before was cut off, and may have left a record of the block whose payload is torn. A store of such a
+    /// block is acknowledged without a write, and the first read finds out.
     doubtful: bool,
     present: bool,
     absent: bool,

@@ -1,0 +1,162 @@
+//! A path: what it lies on, and what a store there reaches.
+
+use std::{
+    fs,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    time::Instant,
+};
+
+use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, StorageKind, block_on};
+
+use super::{Finding, Want, system::read};
+use crate::failure::Failure;
+
+/// Bytes of a block of the store that is measured, and how many there are.
+const BLOCK_BYTES: usize = 1 << 20;
+const BLOCKS: u32 = 64;
+
+/// Blocks in flight.
+const DEPTH: usize = 16;
+
+pub fn findings(path: Option<&Path>) -> Result<Vec<Finding>, Failure> {
+    let parent = path.map_or_else(std::env::temp_dir, Path::to_owned);
+    let directory = tempfile::Builder::new().prefix("kvhoist-doctor-").tempdir_in(&parent).map_err(|error| {
+        Failure::usage(format!("--path {}: {error}; name a directory that can be written", parent.display()))
+    })?;
+    let mut findings = vec![lies_on(&parent)];
+    findings.extend(device(&parent));
+    let config = |storage, direct_io| Config {
+        block_bytes: BLOCK_BYTES,
+        host_blocks: 2 * DEPTH as u32,
+        disks: vec![DiskPath { path: directory.path().to_owned(), blocks: BLOCKS }],
+        storage,
+        direct_io,
+        ..Config::default()
+    };
+    // Each by the engine itself: what it refuses is what a cache will be refused.
+    let ring = block_on(Cache::open(config(StorageKind::Uring, DirectIo::Prefer)));
+    findings.push(match &ring {
+        Ok(_) => Finding::note("io_uring", "may be used").decides(Want::Ring, true),
+        Err(error) => Finding::note("io_uring", error.to_string())
+            .decides(Want::Ring, false)
+            .fix("allow io_uring_setup in the container's seccomp profile, and set kernel.io_uring_disabled = 0"),
+    });
+    if let Ok(cache) = ring {
+        findings.push(locked_memory(cache.stats().registered));
+        block_on(cache.close())?;
+    }
+    let direct = block_on(Cache::open(config(StorageKind::Auto, DirectIo::Require)));
+    findings.push(match &direct {
+        Ok(_) => Finding::note("direct I/O", "the path takes O_DIRECT").decides(Want::DirectIo, true),
+        Err(error) => Finding::note("direct I/O", error.to_string())
+            .decides(Want::DirectIo, false)
+            .fix("a directory on ext4 or xfs on a local drive, or direct_io = prefer for the page cache"),
+    });
+    if let Ok(cache) = direct {
+        let (write, read) = block_on(throughput(&cache))?;
+        let storage = cache.stats().storage;
+        let found =
+            format!("{write:.0} MiB/s written, {read:.0} MiB/s read (1 MiB blocks, {DEPTH} in flight, {storage})");
+        findings.push(Finding::note("a store there", found));
+        block_on(cache.close())?;
+    }
+    Ok(findings)
+}
+
+fn locked_memory(registered: bool) -> Finding {
+    let limits = read("/proc/self/limits").unwrap_or_default();
+    let limit = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
+    let limit = limit.and_then(|rest| rest.split_whitespace().next()).unwrap_or("unknown").to_owned();
+    let finding =
+        Finding::note("locked memory", format!("limit {limit} bytes; registered with the ring: {registered}"));
+    let finding = finding.decides(Want::LockedMemory, registered);
+    if registered {
+        finding
+    } else {
+        finding.fix("ulimit -l unlimited, systemd LimitMEMLOCK=infinity, docker --ulimit memlock=-1")
+    }
+}
+
+/// The file system that a path lies on.
+fn lies_on(path: &Path) -> Finding {
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let mounts = read("/proc/self/mountinfo").unwrap_or_default();
+    // "36 35 98:0 / /mount options - type source super": the longest mount point that the path is under counts.
+    let mount = |line: &str| {
+        let (left, right) = line.split_once(" - ")?;
+        let point = PathBuf::from(left.split(' ').nth(4)?);
+        let mut kind = right.split(' ');
+        path.starts_with(&point).then_some((point, kind.next()?.to_owned(), kind.next()?.to_owned()))
+    };
+    match mounts.lines().filter_map(mount).max_by_key(|(point, ..)| point.as_os_str().len()) {
+        Some((point, kind, source)) => {
+            let found = format!("{}: {kind} on {source}, mounted at {}", path.display(), point.display());
+            let finding = Finding::note("path", found);
+            if matches!(kind.as_str(), "tmpfs" | "ramfs" | "overlay" | "nfs" | "nfs4") {
+                return finding.fix("a directory on a local drive: blocks there survive, and do not take memory");
+            }
+            finding
+        }
+        None => Finding::note("path", path.display().to_string()),
+    }
+}
+
+/// The drive under a path.
+fn device(path: &Path) -> Option<Finding> {
+    let device = fs::metadata(path).ok()?.dev();
+    // As the C library takes a device number apart.
+    let (major, minor) = ((device >> 8) & 0xfff, (device & 0xff) | ((device >> 12) & 0xfff00));
+    let link = fs::canonicalize(format!("/sys/dev/block/{major}:{minor}")).ok()?;
+    // A partition lies in the folder of its drive.
+    let drive = if link.join("queue").exists() { link } else { link.parent()?.to_owned() };
+    let file = |name: &str| read(&drive.join(name).to_string_lossy());
+    let name = drive.file_name()?.to_string_lossy().into_owned();
+    let model = file("device/model").unwrap_or_else(|| "no model".into());
+    let kind = if file("queue/rotational").as_deref() == Some("1") { "rotating" } else { "solid state" };
+    let finding = Finding::note("drive", format!("{name}: {model}, {kind}"));
+    Some(if name.starts_with("nvme") {
+        let controller = name.split_once('n').map_or(name.as_str(), |_| name.trim_end_matches(|c| c != 'n'));
+        finding.fix(format!("its wear: nvme smart-log /dev/{} (percentage_used)", controller.trim_end_matches('n')))
+    } else {
+        finding
+    })
+}
+
+/// MiB/s of stores that are written through, and of fetches from disk.
+async fn throughput(cache: &Cache) -> Result<(f64, f64), Failure> {
+    let key = |n: u32| BlockKey::new(std::array::from_fn(|i| (n >> (8 * (i % 4))) as u8 ^ i as u8));
+    let mib = f64::from(BLOCKS) * BLOCK_BYTES as f64 / f64::from(1 << 20);
+    let started = Instant::now();
+    in_flight(|n| async move { cache.store(&key(n), None, &vec![n as u8; BLOCK_BYTES]).await }).await?;
+    cache.sync().await?;
+    let write = mib / started.elapsed().as_secs_f64();
+    // Whatever is still in host memory is found there: at most half of them.
+    let started = Instant::now();
+    in_flight(|n| async move { cache.fetch(&key(n)).await.map(drop) }).await?;
+    Ok((write, mib / started.elapsed().as_secs_f64()))
+}
+
+async fn in_flight<F: Future<Output = kvhoist::Result<()>>>(task: impl Fn(u32) -> F) -> Result<(), Failure> {
+    for first in (0..BLOCKS).step_by(DEPTH) {
+        let mut tasks: Vec<_> = (first..(first + DEPTH as u32).min(BLOCKS)).map(|n| Box::pin(task(n))).collect();
+        std::future::poll_fn(|context| {
+            let mut failed = None;
+            tasks.retain_mut(|task| match task.as_mut().poll(context) {
+                std::task::Poll::Pending => true,
+                std::task::Poll::Ready(Ok(())) => false,
+                std::task::Poll::Ready(Err(error)) => {
+                    failed = Some(error);
+                    false
+                }
+            });
+            match failed {
+                Some(error) => std::task::Poll::Ready(Err(error)),
+                None if tasks.is_empty() => std::task::Poll::Ready(Ok(())),
+                None => std::task::Poll::Pending,
+            }
+        })
+        .await?;
+    }
+    Ok(())
+}

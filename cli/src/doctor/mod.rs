@@ -1,0 +1,147 @@
+//! `kvhoist doctor`: what this machine gives, which way bytes will go on it, and why not a better one.
+
+mod disk;
+mod gpu;
+mod system;
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use serde_json::{Value, json};
+
+use crate::{failure::Failure, report::emit};
+
+/// Flags of `kvhoist doctor`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Where a store is going to be: a directory. A store of 64 MiB is made, measured and removed there.
+    #[arg(long, value_name = "DIR")]
+    path: Option<PathBuf>,
+    /// CUDA device.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: u32,
+    /// What must be there; the exit status is 1 where it is not.
+    #[arg(long, value_name = "WHAT", value_delimiter = ',', default_value = "ring,direct-io")]
+    want: Vec<Want>,
+    /// Print one JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What can be wanted of a machine.
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Want {
+    /// io_uring may be used.
+    Ring,
+    /// The path takes direct I/O.
+    DirectIo,
+    /// Host memory can be registered with the ring.
+    LockedMemory,
+    /// There is a CUDA device that works.
+    Cuda,
+}
+
+/// One line of the report.
+struct Finding {
+    what: &'static str,
+    found: String,
+    /// What to do to get more out of it.
+    fix: Option<String>,
+    /// What it decides, and how.
+    decides: Option<(Want, bool)>,
+}
+
+impl Finding {
+    /// Something to know.
+    fn note(what: &'static str, found: impl Into<String>) -> Self {
+        Finding { what, found: found.into(), fix: None, decides: None }
+    }
+
+    /// With what to do about it.
+    fn fix(mut self, fix: impl Into<String>) -> Self {
+        self.fix = Some(fix.into());
+        self
+    }
+
+    fn decides(mut self, want: Want, is_there: bool) -> Self {
+        self.decides = Some((want, is_there));
+        self
+    }
+}
+
+/// Looks at everything and prints what was found.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let mut sections = vec![("system", system::findings())];
+    let disk = disk::findings(args.path.as_deref())?;
+    let gpu = gpu::findings(args.device);
+    let routes = routes(&disk, &gpu);
+    sections.extend([("disk", disk), ("device", gpu), ("routes", routes)]);
+    if args.json {
+        emit(&format!("{:#}\n", object(&sections)));
+    } else {
+        emit(&table(&sections));
+    }
+    let findings = || sections.iter().flat_map(|(_, findings)| findings);
+    let missing: Vec<String> = args
+        .want
+        .iter()
+        .filter(|&&want| !findings().any(|finding| finding.decides == Some((want, true))))
+        .filter_map(|want| Some(want.to_possible_value()?.get_name().to_owned()))
+        .collect();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    Err(Failure::run(format!("not on this machine: {}; see what is said to the fix of each", missing.join(", "))))
+}
+
+/// Which way bytes go, by what was found.
+fn routes(disk: &[Finding], gpu: &[Finding]) -> Vec<Finding> {
+    let has = |findings: &[Finding], want| findings.iter().any(|finding| finding.decides == Some((want, true)));
+    let ring = if has(disk, Want::Ring) { "io_uring" } else { "a pool of threads" };
+    let direct = if has(disk, Want::DirectIo) { "O_DIRECT" } else { "the page cache (only with direct_io = prefer)" };
+    let host = Finding::note("disk <-> host", format!("{ring}, {direct}, checksum on every read"));
+    if !has(gpu, Want::Cuda) {
+        return vec![host, Finding::note("host <-> device", "memcpy into host memory that plays the device")];
+    }
+    vec![
+        host,
+        Finding::note("host <-> device", "CUDA, by the quickest method for size and number (see above)"),
+        Finding::note("disk <-> device", format!("through pinned host memory: {ring}, {direct}, then CUDA"))
+            .fix("none needed: kvhoist has no cuFile route, and in libcufile's compat mode one would be slower"),
+    ]
+}
+
+type Section = (&'static str, Vec<Finding>);
+
+fn object(sections: &[Section]) -> Value {
+    let finding = |finding: &Finding| {
+        json!({
+            "what": finding.what,
+            "found": finding.found,
+            "fix": finding.fix,
+            "there": finding.decides.map(|(_, is_there)| is_there),
+        })
+    };
+    let section =
+        |(name, findings): &Section| ((*name).to_owned(), Value::Array(findings.iter().map(finding).collect()));
+    Value::Object(sections.iter().map(section).collect())
+}
+
+fn table(sections: &[Section]) -> String {
+    let mut text = String::new();
+    for (name, findings) in sections {
+        text.push_str(&format!("{name}\n"));
+        for finding in findings {
+            let mark = match finding.decides {
+                Some((_, true)) => "+",
+                Some((_, false)) => "!",
+                None => " ",
+            };
+            text.push_str(&format!("{mark} {:18} {}\n", finding.what, finding.found));
+            if let Some(fix) = &finding.fix {
+                text.push_str(&format!("  {:18} -> {fix}\n", ""));
+            }
+        }
+    }
+    text
+}

@@ -1,0 +1,139 @@
+/* A double of NVIDIA's driver library, for machines without a GPU.
+ *
+ * "Device memory" is host memory. Work that is put into a stream is done later, by whoever asks about it: an event is
+ * reached once it has been asked for as often as DOUBLE_POLLS says (default 3), and only then are the bytes of all that
+ * was put into its stream before it moved. So whoever reads a destination too early, or gives a source away too early,
+ * finds wrong bytes. The copy kernel is carried out from its descriptions, as the one on the device does.
+ *
+ * DOUBLE_FAULT makes one thing fail: "init" (no device can be used), "none" (no device), "register" (no memory can be
+ * pinned), "alloc" (no device memory). double_stop() makes the device stop, as an illegal access by any kernel does.
+ */
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
+       ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304 };
+
+typedef struct work { struct work *next; void *dst; const void *src; size_t len; } work;
+typedef struct { work *first, **last; } stream;
+typedef struct { stream *marked; work *upto; int asked, recorded; } event;
+typedef struct { uint64_t src, dst, len; } tile;
+
+static int polls = 3, dead;
+
+void double_stop(void) { dead = 1; }
+
+static int is_fault(const char *name) {
+    const char *fault = getenv("DOUBLE_FAULT");
+    return fault && strcmp(fault, name) == 0;
+}
+
+static int put(stream *s, uint64_t dst, uint64_t src, size_t len) {
+    if (dead) return ILLEGAL_ADDRESS;
+    work *w = malloc(sizeof *w);
+    *w = (work){ NULL, (void *)dst, (const void *)src, len };
+    *s->last = w;
+    s->last = &w->next;
+    return SUCCESS;
+}
+
+/* Does what is in the stream, up to and with `upto`; all of it for NULL. */
+static void run(stream *s, work *upto) {
+    while (s->first) {
+        work *w = s->first;
+        memcpy(w->dst, w->src, w->len);
+        s->first = w->next;
+        if (!s->first) s->last = &s->first;
+        int reached = w == upto;
+        free(w);
+        if (reached) return;
+    }
+}
+
+int cuInit(unsigned flags) {
+    (void)flags;
+    const char *often = getenv("DOUBLE_POLLS");
+    if (often) polls = atoi(often);
+    return is_fault("init") ? OPERATING_SYSTEM : SUCCESS;
+}
+int cuDriverGetVersion(int *v) { *v = 13000; return SUCCESS; }
+int cuGetErrorName(int e, const char **s) { *s = e == ILLEGAL_ADDRESS ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OF_THE_DOUBLE"; return SUCCESS; }
+int cuGetErrorString(int e, const char **s) { static char text[32]; snprintf(text, sizeof text, "error %d", e); *s = text; return SUCCESS; }
+int cuDeviceGetCount(int *n) { *n = is_fault("none") ? 0 : 1; return SUCCESS; }
+int cuDeviceGet(int *d, int ordinal) { *d = ordinal; return ordinal == 0 ? SUCCESS : NO_DEVICE; }
+int cuDeviceGetName(char *s, int n, int d) { (void)d; snprintf(s, n, "double"); return SUCCESS; }
+int cuDeviceGetPCIBusId(char *s, int n, int d) { (void)d; snprintf(s, n, "0000:00:00.0"); return SUCCESS; }
+int cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; *n = 1ul << 30; return SUCCESS; }
+int cuDeviceGetAttribute(int *v, int which, int d) { (void)which; (void)d; *v = 1; return SUCCESS; }
+int cuDevicePrimaryCtxRetain(void **c, int d) { (void)d; *c = (void *)1; return SUCCESS; }
+int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return SUCCESS; }
+int cuCtxSetCurrent(void *c) { (void)c; return SUCCESS; }
+int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
+int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { *free_bytes = *total = 1ul << 30; return SUCCESS; }
+int cuMemAlloc_v2(uint64_t *p, size_t n) {
+    void *memory = NULL;
+    if (is_fault("alloc") || posix_memalign(&memory, 4096, n)) return OUT_OF_MEMORY;
+    memset(memory, 0xdd, n);
+    *p = (uint64_t)memory;
+    return SUCCESS;
+}
+int cuMemFree_v2(uint64_t p) { free((void *)p); return SUCCESS; }
+int cuMemHostRegister_v2(void *p, size_t n, unsigned flags) { (void)p; (void)n; (void)flags; return is_fault("register") ? OUT_OF_MEMORY : SUCCESS; }
+int cuMemHostUnregister(void *p) { (void)p; return SUCCESS; }
+int cuMemHostGetDevicePointer_v2(uint64_t *d, void *p, unsigned flags) { (void)flags; *d = (uint64_t)p; return SUCCESS; }
+int cuStreamCreateWithPriority(stream **s, unsigned flags, int priority) {
+    (void)flags; (void)priority;
+    *s = calloc(1, sizeof **s);
+    (*s)->last = &(*s)->first;
+    return SUCCESS;
+}
+int cuStreamDestroy_v2(stream *s) { run(s, NULL); free(s); return SUCCESS; }
+int cuStreamSynchronize(stream *s) { run(s, NULL); return dead ? ILLEGAL_ADDRESS : SUCCESS; }
+int cuStreamWaitEvent(stream *s, event *e, unsigned flags) { (void)s; (void)e; (void)flags; return NOT_SUPPORTED; }
+int cuEventCreate(event **e, unsigned flags) { (void)flags; *e = calloc(1, sizeof **e); return SUCCESS; }
+int cuEventDestroy_v2(event *e) { free(e); return SUCCESS; }
+int cuEventRecord(event *e, stream *s) {
+    work *last = NULL;
+    for (work *w = s->first; w; w = w->next) last = w;
+    *e = (event){ s, last, 0, 1 };
+    return dead ? ILLEGAL_ADDRESS : SUCCESS;
+}
+int cuEventQuery(event *e) {
+    if (dead) return ILLEGAL_ADDRESS;
+    if (e->recorded && ++e->asked < polls) return NOT_READY;
+    if (e->recorded && e->upto) {
+        /* It may have been done by a later event of the stream. */
+        for (work *w = e->marked->first; w; w = w->next)
+            if (w == e->upto) { run(e->marked, e->upto); break; }
+    }
+    e->upto = NULL;
+    return SUCCESS;
+}
+int cuEventSynchronize(event *e) { e->asked = polls; return cuEventQuery(e); }
+int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, stream *s) { return put(s, dst, src, n); }
+int cuMemcpyBatchAsync_v2(uint64_t *dsts, uint64_t *srcs, size_t *lens, size_t n, void *attrs, size_t *first, size_t n_attrs, stream *s) {
+    (void)attrs;
+    if (n == 0 || n_attrs != 1 || first[0] != 0) return INVALID_VALUE;
+    for (size_t i = 0; i < n; i++) {
+        int result = put(s, dsts[i], srcs[i], lens[i]);
+        if (result) return result;
+    }
+    return SUCCESS;
+}
+int cuModuleLoadData(void **m, const void *image) { *m = (void *)1; return strstr(image, ".entry kvhoist_copy(") ? SUCCESS : INVALID_VALUE; }
+int cuModuleUnload(void *m) { (void)m; return SUCCESS; }
+int cuModuleGetFunction(void **f, void *m, const char *name) { (void)m; *f = (void *)2; return strcmp(name, "kvhoist_copy") ? NOT_FOUND : SUCCESS; }
+int cuFuncGetAttribute(int *v, int which, void *f) { (void)which; (void)f; *v = 0; return SUCCESS; }
+int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, stream *s, void **params, void **extra) {
+    (void)f; (void)gy; (void)gz; (void)by; (void)bz; (void)shared; (void)extra;
+    const tile *tiles = *(const tile **)params[0];
+    unsigned count = *(unsigned *)params[1];
+    if (gx == 0 || bx != 512) return INVALID_VALUE;
+    for (unsigned i = 0; i < count; i++) {
+        int result = put(s, tiles[i].dst, tiles[i].src, tiles[i].len);
+        if (result) return result;
+    }
+    return SUCCESS;
+}

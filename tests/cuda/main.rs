@@ -1,0 +1,257 @@
+//! The device tier on a CUDA device, without one: over a double of the driver's library (`libcuda.c`), whose copies
+//! take effect late, and which can be told to fail. Each test runs in a process of its own, because a process loads
+//! the library once.
+
+#[path = "../machine_faults/apart.rs"]
+#[allow(dead_code, reason = "a part of it is used here")]
+mod apart;
+#[path = "../common/mod.rs"]
+mod common;
+
+use std::{path::Path, process::Command, sync::OnceLock};
+
+use common::{BLOCK_BYTES, key, payload};
+use kvhoist::{
+    Cache, Config, DeviceKind, Error, Segment,
+    block::Layout,
+    block_on,
+    copy::cuda::CopyMethod,
+    gpu::{DeviceBuffer, Gpu, discover},
+    tier::device::DeviceMemory,
+};
+use tempfile::TempDir;
+
+/// The directory of the double, built once a process.
+fn double() -> &'static Path {
+    static DOUBLE: OnceLock<TempDir> = OnceLock::new();
+    DOUBLE
+        .get_or_init(|| {
+            let directory = common::directory();
+            let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/libcuda.c");
+            let mut compiler = Command::new("cc");
+            compiler.args(["-shared", "-fPIC", "-O1", "-o"]).arg(directory.path().join("libcuda.so")).arg(source);
+            assert!(compiler.status().expect("Rust links with cc").success(), "the double does not compile");
+            directory
+        })
+        .path()
+}
+
+/// Runs the body in a process that finds the double, told to fail so.
+fn with_double(name: &str, fault: &str, body: impl FnOnce()) {
+    let ours = std::env::var("DOUBLE_FAULT").is_ok();
+    if ours {
+        return apart::apart(name, body);
+    }
+    let output = apart::command(name, "").env("LD_LIBRARY_PATH", double()).env("DOUBLE_FAULT", fault).output();
+    let output = output.expect("this test starts again");
+    assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
+}
+
+/// Makes the double's device stop.
+fn stop_device() {
+    // SAFETY: the library is loaded already; a handle to it is looked up, and none is closed.
+    let library = unsafe { libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    assert!(!library.is_null(), "the double is loaded");
+    // SAFETY: a valid handle and a name.
+    let stop = unsafe { libc::dlsym(library, c"double_stop".as_ptr()) };
+    assert!(!stop.is_null(), "the double has double_stop");
+    // SAFETY: the function of this name takes nothing and gives nothing.
+    unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn()>(stop)() };
+}
+
+fn config(device_blocks: u32) -> Config {
+    Config {
+        block_bytes: BLOCK_BYTES,
+        host_blocks: 64,
+        device_blocks,
+        device: DeviceKind::Cuda,
+        // Segments of which some are aligned for the widest loads and some are not.
+        device_layout: Some(Layout::new(vec![4096, 4096 + 4, 100, BLOCK_BYTES - 8296]).expect("it is one block")),
+        ..Config::default()
+    }
+}
+
+/// Blocks go to the device, out of it again as others come, and are right there, by every way there is.
+fn round_trips(copy: Option<CopyMethod>) {
+    let cache = block_on(Cache::open(Config { copy, ..config(8) })).expect("the double is a device");
+    for n in 0..32 {
+        block_on(common::store(&cache, n));
+    }
+    for n in (0..32).chain((0..32).rev()) {
+        let lease = block_on(cache.fetch_to_device(&key(n))).expect("fetch").expect("stored");
+        let bytes = block_on(cache.read_device(&lease, Vec::new())).expect("read");
+        assert!(bytes == payload(n, BLOCK_BYTES), "block {n} by {}", lease.route());
+    }
+    block_on(cache.close()).expect("close");
+}
+
+#[test]
+fn blocks_are_right_by_every_method() {
+    with_double("blocks_are_right_by_every_method", "", || {
+        round_trips(None);
+        CopyMethod::ALL.into_iter().for_each(|method| round_trips(Some(method)));
+    });
+}
+
+#[test]
+fn many_at_once_are_right() {
+    with_double("many_at_once_are_right", "", || {
+        let cache = block_on(Cache::open(config(16))).expect("the double is a device");
+        for n in 0..64 {
+            block_on(common::store(&cache, n));
+        }
+        let threads: Vec<_> = (0..8_u64)
+            .map(|thread| {
+                let cache = cache.clone();
+                std::thread::spawn(move || {
+                    for i in 0..64 {
+                        let n = common::mix(thread * 1000 + i) % 64;
+                        let lease = block_on(cache.fetch_to_device(&key(n))).expect("fetch").expect("stored");
+                        let bytes = block_on(cache.read_device(&lease, Vec::new())).expect("read");
+                        assert!(bytes == payload(n, BLOCK_BYTES), "block {n}");
+                    }
+                })
+            })
+            .collect();
+        threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+        block_on(cache.close()).expect("close");
+    });
+}
+
+#[test]
+fn a_pool_of_the_caller_is_filled_and_stored_from() {
+    with_double("a_pool_of_the_caller_is_filled_and_stored_from", "", || {
+        let cache = block_on(Cache::open(config(4))).expect("the double is a device");
+        let gpu = Gpu::open(0).expect("the double is a device");
+        let pool = DeviceBuffer::new(gpu, 16 * BLOCK_BYTES).expect("memory");
+        // SAFETY: the pool lives until the region is given back below, and nobody else uses it.
+        let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
+        let keys: Vec<_> = (0..16).map(key).collect();
+        // Layer-first: quarter `q` of all blocks lie together.
+        let quarter = BLOCK_BYTES / 4;
+        let place = |block: usize, q: usize| Segment {
+            ptr: pool.base().as_ptr().wrapping_add((q * 16 + block) * quarter),
+            len: quarter,
+        };
+        let places: Vec<Vec<Segment>> = (0..16).map(|block| (0..4).map(|q| place(block, q)).collect()).collect();
+        for n in 0..16 {
+            block_on(common::store(&cache, n));
+        }
+        let loaded = block_on(cache.load_into(&keys, &places)).expect("loads");
+        assert!(loaded.into_iter().all(|result| result.expect("load")), "all were stored");
+        for n in 0..16 {
+            assert!(block_on(cache.remove(&key(n))).expect("remove"));
+        }
+        let stored = block_on(cache.store_from(&keys, None, &places)).expect("stores");
+        assert!(stored.into_iter().all(|result| result.expect("store")), "all were stored");
+        for n in 0..16 {
+            assert!(block_on(common::fetch_verified(&cache, n)), "block {n}");
+        }
+        block_on(cache.unregister(region));
+        block_on(cache.close()).expect("close");
+    });
+}
+
+#[test]
+fn what_is_dropped_in_mid_copy_leaves_nothing_behind() {
+    with_double("what_is_dropped_in_mid_copy_leaves_nothing_behind", "", || {
+        let cache = block_on(Cache::open(config(2))).expect("the double is a device");
+        for n in 0..16 {
+            block_on(common::store(&cache, n));
+        }
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        for n in 0..16 {
+            let wanted = key(n);
+            let mut fetch = std::pin::pin!(cache.fetch_to_device(&wanted));
+            // Begun, and dropped.
+            assert!(fetch.as_mut().poll(&mut context).is_pending());
+        }
+        // Two slots: were one of them lost, this would come to an end only at the deadline.
+        for n in 0..16 {
+            let lease = block_on(cache.fetch_to_device(&key(n))).expect("fetch").expect("stored");
+            let bytes = block_on(cache.read_device(&lease, Vec::new())).expect("read");
+            assert!(bytes == payload(n, BLOCK_BYTES), "block {n}");
+        }
+        cache.validate().expect("valid");
+        block_on(cache.close()).expect("close");
+    });
+}
+
+#[test]
+fn memory_that_cannot_be_pinned_is_copied_all_the_same() {
+    with_double("memory_that_cannot_be_pinned_is_copied_all_the_same", "register", || {
+        // Nor can the descriptions of the kernel: whatever is asked for, each copy is a call of the driver's own.
+        round_trips(None);
+        round_trips(Some(CopyMethod::Kernel));
+    });
+}
+
+#[test]
+fn a_device_without_memory_is_said_to_have_none() {
+    with_double("a_device_without_memory_is_said_to_have_none", "alloc", || {
+        let error = block_on(Cache::open(config(8))).expect_err("no memory").to_string();
+        assert!(error.contains("bytes of device memory were refused") && error.contains("are free"), "{error}");
+    });
+}
+
+#[test]
+fn without_a_usable_driver_the_reason_is_told() {
+    for fault in ["init", "none"] {
+        let name = "without_a_usable_driver_the_reason_is_told";
+        with_double(name, fault, || {
+            let is_init = std::env::var("DOUBLE_FAULT").is_ok_and(|fault| fault == "init");
+            let reason = if is_init { "cuInit: " } else { "the driver shows no GPU to this process" };
+            let error = Gpu::open(0).expect_err("no device").to_string();
+            assert!(error.contains(reason), "{error}");
+            // Asked for in any case: refused. Asked for where there is one: simulated.
+            assert!(matches!(block_on(Cache::open(config(8))), Err(Error::Unavailable { tier: "device", .. })));
+            let cache = block_on(Cache::open(Config { device: DeviceKind::Auto, ..config(8) })).expect("simulated");
+            block_on(common::store(&cache, 1));
+            assert!(block_on(cache.fetch_to_device(&key(1))).expect("fetch").is_some());
+        });
+    }
+}
+
+#[test]
+fn without_a_library_the_device_is_simulated_or_refused() {
+    if discover().driver.is_ok() {
+        println!("SKIPPED: this machine has NVIDIA's driver");
+        return;
+    }
+    let error = block_on(Cache::open(config(8))).expect_err("no library").to_string();
+    assert!(error.contains("libcuda.so was not found"), "{error}");
+    let cache = block_on(Cache::open(Config { device: DeviceKind::Auto, ..config(8) })).expect("simulated");
+    block_on(common::store(&cache, 1));
+    assert!(block_on(cache.fetch_to_device(&key(1))).expect("fetch").is_some());
+}
+
+#[test]
+fn a_device_that_stops_takes_nothing_else_with_it() {
+    with_double("a_device_that_stops_takes_nothing_else_with_it", "", || {
+        let cache = block_on(Cache::open(config(8))).expect("the double is a device");
+        for n in 0..16 {
+            block_on(common::store(&cache, n));
+        }
+        assert!(block_on(cache.fetch_to_device(&key(0))).expect("fetch").is_some());
+        stop_device();
+        for n in 1..16 {
+            let error = block_on(cache.fetch_to_device(&key(n))).expect_err("the device stopped").to_string();
+            assert!(error.starts_with("copy by cuda: ") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");
+            assert!(block_on(common::fetch_verified(&cache, n)), "block {n} from host memory");
+        }
+        cache.validate().expect("valid");
+        block_on(cache.close()).expect("close");
+    });
+}
+
+#[test]
+fn a_wrong_method_is_refused() {
+    with_double("a_wrong_method_is_refused", "", || {
+        // SAFETY: this process has no other thread that reads or writes its environment.
+        unsafe { std::env::set_var("KVHOIST_COPY", "gdr") };
+        match block_on(Cache::open(config(8))) {
+            Err(Error::Config { field: "KVHOIST_COPY", found, .. }) => assert_eq!(found, "gdr"),
+            other => panic!("{other:?}"),
+        }
+    });
+}

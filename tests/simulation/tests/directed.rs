@@ -1,0 +1,386 @@
+//! What seeds reach by chance only, made to happen.
+
+use std::{future::Future, rc::Rc, time::Duration};
+
+use kvhoist::{
+    BlockKey, Cache, Config, DiskPath, Error, Tier, WritePolicy,
+    io::OpKind,
+    sim::{self, Fault, FaultRates, Reactor, Sim, SimOptions, Simulated, World},
+};
+
+const BLOCK_BYTES: usize = 4096;
+const DEADLINE: Duration = Duration::from_millis(400);
+
+fn config() -> Config {
+    Config {
+        block_bytes: BLOCK_BYTES,
+        host_blocks: 4,
+        disks: vec![DiskPath { path: "simulated".into(), blocks: 16 }],
+        deadline_ms: DEADLINE.as_millis() as u64,
+        disk_failures_max: 3,
+        ..Config::default()
+    }
+}
+
+fn key(n: u8) -> BlockKey {
+    BlockKey::new([n; 32])
+}
+
+fn payload(n: u8) -> Vec<u8> {
+    vec![n; BLOCK_BYTES]
+}
+
+async fn store(cache: &Cache, n: u8) -> Result<(), Error> {
+    cache.store(&key(n), None, &payload(n)).await
+}
+
+/// True if the block was found, and whole.
+async fn fetch(cache: &Cache, n: u8) -> Result<bool, Error> {
+    let found = cache.fetch(&key(n)).await?;
+    assert!(found.iter().all(|lease| **lease == payload(n)), "block {n} shows wrong bytes");
+    Ok(found.is_some())
+}
+
+/// Opens a cache over quick disks.
+async fn open(config: Config) -> (Cache, Reactor, Sim) {
+    let mut world = World::new(1, Vec::new());
+    let latency = Duration::from_millis(1)..=Duration::from_millis(1);
+    let options = SimOptions { latency, ..SimOptions::default() };
+    world.storage = Sim::new(1, sim::blank_files(&config), options);
+    let Simulated { cache, reactor } = sim::open(config, &world).await.expect("blank files open");
+    (cache, reactor, world.storage)
+}
+
+/// Stores blocks `0..16`: all on disk, the last few in host memory too.
+async fn fill(cache: &Cache) {
+    for n in 0..16 {
+        store(cache, n).await.expect("a sound disk");
+    }
+}
+
+/// Balances the books and closes.
+async fn finish(cache: Cache, reactor: Reactor) {
+    reactor.settle(Duration::from_secs(60)).await.expect("balanced");
+    // What a failing disk did not take may make this an error.
+    drop(cache.close().await);
+    reactor.ended().await;
+    reactor.settle(Duration::from_secs(60)).await.expect("balanced after the end");
+}
+
+async fn elapsed<T>(future: impl Future<Output = T>) -> (T, Duration) {
+    let began = tokio::time::Instant::now();
+    (future.await, began.elapsed())
+}
+
+fn on_time(took: Duration) -> bool {
+    (DEADLINE..=DEADLINE * 3 / 2).contains(&took)
+}
+
+#[test]
+fn a_stalled_read_is_a_timeout_and_its_buffer_stays_with_the_disk() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let (first, took) = elapsed(fetch(&cache, 0)).await;
+        assert!(matches!(first, Err(Error::Timeout { .. })) && on_time(took), "{first:?} after {took:?}");
+        let (again, took) = elapsed(fetch(&cache, 0)).await;
+        assert!(matches!(again, Err(Error::Timeout { .. })), "{again:?}");
+        assert_eq!(took, Duration::ZERO, "the movement is known to be overdue");
+        // The slot that is being read into is nobody else's: the simulated disk fills it with garbage until the read is
+        // done, and these reads would show that.
+        for n in [1, 2, 3, 4, 5, 1, 2, 3] {
+            assert!(fetch(&cache, n).await.expect("other blocks are served"), "block {n}");
+        }
+        let stats = cache.stats();
+        let host = stats.tier(Tier::Host);
+        assert_eq!((disk.in_flight(), host.resident + host.free), (1, 3), "one slot is the disk's");
+        assert_eq!(disk.release(), 1);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert!(fetch(&cache, 0).await.expect("served again"), "what was read late is there");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_stalled_write_is_a_timeout_and_the_block_stays_whole() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let (first, took) = elapsed(store(&cache, 0)).await;
+        assert!(matches!(first, Err(Error::Timeout { .. })) && on_time(took), "{first:?} after {took:?}");
+        // Its slot is pinned: these go through the other three, and the simulated disk panics if its memory changes.
+        for n in 1..8 {
+            store(&cache, n).await.expect("other writes go on");
+        }
+        let again = store(&cache, 0).await;
+        assert!(matches!(again, Err(Error::Timeout { .. })), "{again:?}");
+        assert!(fetch(&cache, 0).await.expect("host memory serves it"), "stored and visible");
+        disk.release();
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        store(&cache, 0).await.expect("it is on disk by now");
+        assert_eq!(cache.stats().tier(Tier::Disk).resident, 8);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_stalled_flush_is_a_timeout_for_sync_and_close_waits_for_it() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        disk.script_next(OpKind::Sync, Fault::Stall);
+        let (result, took) = elapsed(cache.sync()).await;
+        assert!(matches!(result, Err(Error::Timeout { .. })) && took >= DEADLINE, "{result:?} after {took:?}");
+        assert_eq!(disk.in_flight(), 1, "the flush goes on");
+        disk.release();
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn when_every_movement_is_stalled_callers_are_told_in_time() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { movements_max: 2, ..config() }).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
+        let calls: Vec<_> = (0..8)
+            .map(|n| {
+                let cache = cache.clone();
+                tokio::task::spawn_local(async move { elapsed(fetch(&cache, n)).await })
+            })
+            .collect();
+        for call in calls {
+            let (result, took) = call.await.expect("no panic");
+            let told = matches!(result, Err(Error::Timeout { .. } | Error::Busy { .. }));
+            assert!(told && took < DEADLINE * 3, "{result:?} after {took:?}");
+        }
+        let (result, took) = elapsed(cache.remove(&key(12))).await;
+        assert!(matches!(result, Err(Error::Timeout { .. })) && took < DEADLINE * 2, "{result:?} after {took:?}");
+        disk.set_rates(FaultRates::default());
+        while disk.in_flight() > 0 {
+            disk.release();
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        for n in 0..8 {
+            assert!(fetch(&cache, n).await.expect("the disk is back"), "block {n}");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn failing_writes_make_the_disk_read_only() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
+        for n in 20..23 {
+            let result = store(&cache, n).await;
+            assert!(matches!(result, Err(Error::Io { op: "write", .. })), "{result:?}");
+        }
+        let stats = cache.stats();
+        let reason = stats.disk_read_only.expect("three writes failed in a row");
+        assert!(reason.contains("3 writes of simulated failed in a row"), "{reason}");
+        assert_eq!(stats.disk_retired, None, "it can still be read");
+        let writes = disk.counts().started[OpKind::Write as usize];
+        let result = store(&cache, 23).await;
+        assert!(matches!(result, Err(Error::Unavailable { tier: "disk", .. })), "{result:?}");
+        assert_eq!(disk.counts().started[OpKind::Write as usize], writes, "it is asked no more");
+        assert!(fetch(&cache, 23).await.expect("host memory serves it"), "stored and visible");
+        let survivors = (0..16).filter(|n| cache.match_len(&[key(*n)]) == 1).collect::<Vec<_>>();
+        assert!(survivors.len() >= 13, "each failed write took one slot at most: {survivors:?}");
+        for n in survivors {
+            assert!(fetch(&cache, n).await.expect("the disk serves on"), "block {n}");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn failures_that_are_not_in_a_row_change_nothing() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        for n in 0..12 {
+            let fails = n % 3 != 2;
+            if fails {
+                disk.script_next(OpKind::Write, Fault::Error(5));
+            }
+            assert_eq!(store(&cache, n).await.is_err(), fails, "block {n}");
+        }
+        assert_eq!(cache.stats().disk_read_only, None);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn failing_reads_take_the_disk_out_of_service() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { read_error: 1.0, ..FaultRates::default() });
+        for n in 0..3 {
+            let result = fetch(&cache, n).await;
+            assert!(matches!(result, Err(Error::Io { op: "read", .. })), "{result:?}");
+        }
+        let reason = cache.stats().disk_retired.expect("three reads failed in a row");
+        assert!(reason.contains("3 reads of simulated failed in a row"), "{reason}");
+        let reads = disk.counts().started[OpKind::Read as usize];
+        for n in 0..16 {
+            let served = cache.match_prefix(&[key(n)]).tiers() == [Tier::Host];
+            assert_eq!(fetch(&cache, n).await.expect("no error: a miss"), served, "block {n}");
+        }
+        assert_eq!(disk.counts().started[OpKind::Read as usize], reads, "it is asked no more");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn more_bad_blocks_than_may_be_quarantined_take_the_disk_out_of_service() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { quarantine_max: 2, ..config() }).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { bit_flip: 1.0, ..FaultRates::default() });
+        for n in 0..3 {
+            assert!(!fetch(&cache, n).await.expect("a miss"), "block {n} does not match its checksum");
+        }
+        let stats = cache.stats();
+        assert_eq!((stats.quarantined, stats.checksum_failures), (3, 3));
+        assert!(stats.disk_retired.expect("out of service").contains("quarantine_max = 2"));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_block_removed_while_its_bad_copy_is_read_is_gone_quietly() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        for fault in [Fault::BitFlip, Fault::Error(5)] {
+            let n = if fault == Fault::BitFlip { 0 } else { 1 };
+            disk.script_next(OpKind::Read, fault);
+            cache.prefetch(&[key(n)]).expect("started");
+            while disk.in_flight() == 0 {
+                tokio::task::yield_now().await;
+            }
+            assert!(cache.remove(&key(n)).await.expect("removed"), "block {n} was there");
+            assert!(!fetch(&cache, n).await.expect("a miss"), "block {n} was removed");
+        }
+        assert_eq!(cache.stats().quarantined, 0, "nobody knows of a block there any more");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_block_published_without_a_pin_wakes_who_waits_for_its_slot() {
+    sim::block_on(async {
+        for write_policy in [WritePolicy::WriteThroughSelective, WritePolicy::WriteBack] {
+            let (cache, reactor, _disk) = open(Config { host_blocks: 1, write_policy, ..config() }).await;
+            let reservation = cache.reserve().await.expect("the only slot");
+            let waiter = tokio::task::spawn_local({
+                let cache = cache.clone();
+                async move { elapsed(store(&cache, 1)).await }
+            });
+            tokio::task::yield_now().await;
+            let mut reservation = reservation;
+            reservation.copy_from_slice(&payload(0));
+            reservation.commit(&key(0), None).await.expect("visible");
+            let (result, took) = waiter.await.expect("no panic");
+            result.expect("the slot is free to take");
+            assert!(took < DEADLINE / 4, "{write_policy:?}: woken after {took:?}, by the watch for deadlines");
+            finish(cache, reactor).await;
+        }
+    });
+}
+
+#[test]
+fn an_evicted_leaf_uncovers_its_parent_for_the_next_who_waits() {
+    sim::block_on(async {
+        let write_policy = WritePolicy::WriteThroughSelective;
+        let (cache, reactor, _disk) = open(Config { host_blocks: 2, write_policy, ..config() }).await;
+        cache.store(&key(0), None, &payload(0)).await.expect("the parent");
+        cache.store(&key(1), Some(&key(0)), &payload(1)).await.expect("its child");
+        let leaf = cache.fetch(&key(1)).await.expect("found").expect("found");
+        let waiters: Vec<_> = (0..2)
+            .map(|_| {
+                let cache = cache.clone();
+                tokio::task::spawn_local(async move { elapsed(cache.reserve()).await })
+            })
+            .collect();
+        tokio::task::yield_now().await;
+        drop(leaf);
+        let mut held = Vec::new();
+        for waiter in waiters {
+            let (reserved, took) = waiter.await.expect("no panic");
+            held.push(reserved.expect("both slots can be had"));
+            assert!(took < DEADLINE / 4, "woken after {took:?}, by the watch for deadlines");
+        }
+        drop(held);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_load_does_not_wait_for_a_promotion_that_waits_for_it() {
+    sim::block_on(async {
+        let (cache, reactor, _disk) = open(Config { movements_max: 1, ..config() }).await;
+        fill(&cache).await;
+        let mut memory = vec![0u8; BLOCK_BYTES];
+        // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
+        let region = unsafe { cache.register_host(memory.as_mut_ptr(), BLOCK_BYTES) }.expect("registered");
+        let segments = vec![vec![kvhoist::Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
+        // Both are polled before the reactor is: the load is first in the channel, the promotion has begun.
+        let (keys, wanted) = ([key(0)], key(0));
+        let load = cache.load_into(&keys, &segments);
+        let (loaded, fetched) = both(load, cache.fetch(&wanted)).await;
+        assert!(matches!(loaded.expect("asked")[..], [Ok(true)]), "loaded");
+        assert!(fetched.expect("no timeout").is_some());
+        cache.unregister(region).await;
+        assert_eq!(memory, payload(0));
+        finish(cache, reactor).await;
+    });
+}
+
+/// Both results, polling the first one first.
+async fn both<A: Future, B: Future>(a: A, b: B) -> (A::Output, B::Output) {
+    let (mut a, mut b) = (Box::pin(a), Box::pin(b));
+    let (mut first, mut second) = (None, None);
+    std::future::poll_fn(|context| {
+        use std::task::Poll;
+        if first.is_none()
+            && let Poll::Ready(output) = a.as_mut().poll(context)
+        {
+            first = Some(output);
+        }
+        if second.is_none()
+            && let Poll::Ready(output) = b.as_mut().poll(context)
+        {
+            second = Some(output);
+        }
+        if first.is_some() && second.is_some() { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    (first.expect("ready"), second.expect("ready"))
+}
+
+#[test]
+fn what_a_write_that_was_cut_off_held_is_given_back() {
+    let world = Rc::new(World::new(1, sim::blank_files(&config())));
+    // The reactor's tasks are dropped while a payload, a record and a checksum are under way: no panic under the lock,
+    // which would end the process here.
+    for polls in 0..40 {
+        let cache = sim::block_on(async {
+            let Simulated { cache, reactor } = sim::open(config(), &world).await.expect("open");
+            let store = tokio::task::spawn_local({
+                let cache = cache.clone();
+                async move { drop(store(&cache, 50 + polls).await) }
+            });
+            for _ in 0..polls {
+                tokio::task::yield_now().await;
+            }
+            drop((store, reactor));
+            cache
+        });
+        cache.validate().expect("the books are in order");
+    }
+}
