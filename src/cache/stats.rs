@@ -73,6 +73,8 @@ pub struct Stats {
     pub registered: bool,
     /// Calls answered with `Error::Timeout`.
     pub timeouts: u64,
+    /// Why the device tier is out of service, if it is.
+    pub device_retired: Option<String>,
     /// Why the disk tier is out of service, if it is.
     pub disk_retired: Option<String>,
     /// Why the disk tier takes no more blocks, if it does not: its writes failed, or it is out of service.
@@ -131,6 +133,7 @@ impl Cache {
             storage: self.inner.storage_name,
             registered: self.inner.registered,
             direct_io: self.inner.direct_io,
+            device_retired: state.device_retired.clone(),
             disk_retired: (!state.disk_service.reads()).then(reason).flatten(),
             disk_read_only: reason(),
         }

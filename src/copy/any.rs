@@ -28,6 +28,13 @@ impl CopyEngine for AnyCopy {
         }
     }
 
+    fn fault(&self) -> Option<String> {
+        match self {
+            AnyCopy::Memcpy(engine) => engine.fault(),
+            AnyCopy::Cuda(engine) => engine.fault(),
+        }
+    }
+
     fn cost(&self, batch: &CopyBatch) -> Duration {
         match self {
             AnyCopy::Memcpy(engine) => engine.cost(batch),

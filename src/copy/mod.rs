@@ -89,6 +89,11 @@ pub trait CopyEngine: 'static {
     /// Copies all of `batch`, or says why not; the destination is then undefined.
     fn copy(&self, batch: CopyBatch) -> impl Future<Output = (Result<()>, CopyBatch)>;
 
+    /// Why it cannot copy to and from the device any more, once it cannot.
+    fn fault(&self) -> Option<String> {
+        None
+    }
+
     /// What the batch is expected to take.
     fn cost(&self, batch: &CopyBatch) -> Duration;
 }

@@ -134,9 +134,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
         // promised at registration not to touch a segment while it is loaded. All guards travel.
         let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(pin), Arc::new(job)]) };
-        let (result, batch) = self.copy.copy(batch).await;
+        let (result, batch) = self.copied(batch).await;
         drop(batch);
-        result.inspect_err(|_| self.shared.metrics.copy_errors.add(1)).map(|()| true)
+        result.map(|()| true)
     }
 
     async fn store_one(self: Rc<Self>, job: Job) -> Result<()> {
@@ -162,10 +162,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // SAFETY: the source lies in regions that the job holds, whose owner promised at
         // registration not to write to a segment while it is stored; the target is unpublished.
         let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(job), Arc::new(filling)]) };
-        let (result, batch) = self.copy.copy(batch).await;
+        let (result, batch) = self.copied(batch).await;
         let filling = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast().ok()?));
         let mut filling: super::Filling = filling.expect("the second of two owners");
-        result.inspect_err(|_| self.shared.metrics.copy_errors.add(1))?;
+        result?;
         let checksum = self.checksum_of(filling.bytes_mut()).await;
         self.shared.commit(&key, parent.as_ref(), filling, checksum)
     }

@@ -184,7 +184,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             assert!(began, "flights are single, and stores publish in one step");
             return Source::Disk { pin, file, offset, checksum };
         }
-        if let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Device, Route::DeviceToHost) {
+        if state.device_retired.is_none()
+            && let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Device, Route::DeviceToHost)
+        {
             let began = state.index.begin_fill(id, Tier::Host);
             assert!(began, "flights are single, and stores publish in one step");
             return Source::Device(pin);
@@ -221,7 +223,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Ok(self.shared.publish_host(id, filling, checksum, Route::DeviceToHost, pin))
             }
             Err(error) => {
-                self.shared.metrics.copy_errors.add(1);
                 self.shared.lock().index.abort_fill(id, Tier::Host);
                 Err(error)
             }
@@ -250,7 +251,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             filling.release(&mut state);
             source.release(&mut state);
             drop(state);
-            self.shared.metrics.copy_errors.add(1);
             return Err(error);
         }
         let published = state.index.complete_fill(id, Tier::Device, filling.slot());
@@ -290,6 +290,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// Copies a batch, and draws the conclusion where the device has stopped.
+    pub(super) async fn copied(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
+        let (result, batch) = self.copy.copy(batch).await;
+        if result.is_err() {
+            self.shared.metrics.copy_errors.add(1);
+            if let Some(reason) = self.copy.fault() {
+                self.shared.retire_device(reason);
+            }
+        }
+        (result, batch)
+    }
+
     /// Copies between a full slot and one that is being filled; both come back with the result.
     async fn copy_owned(
         &self,
@@ -306,7 +318,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // SAFETY: the source is pinned and the target unpublished, and both guards travel with the
         // batch; slots of different tiers do not overlap.
         let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(source), Arc::new(filling)]) };
-        let (result, batch) = self.copy.copy(batch).await;
+        let (result, batch) = self.copied(batch).await;
         let mut owners = batch.into_owners();
         let filling = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Filling>().ok()?));
         let source = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Pin>().ok()?));
@@ -323,7 +335,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // SAFETY: the device slot is pinned and `buf` is owned: both travel with the batch, and a
         // moved Vec keeps its heap memory where it is.
         let batch = unsafe { CopyBatch::new(ops, self.demote_direction(), vec![Arc::new(pin), Arc::new(buf)]) };
-        let (result, batch) = self.copy.copy(batch).await;
+        let (result, batch) = self.copied(batch).await;
         let buf = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast::<Vec<u8>>().ok()?));
         result.map(|()| buf.expect("the second of two owners"))
     }

@@ -1,4 +1,4 @@
-//! Whether the disk tier may be used, and when it may not be any longer.
+//! Whether the disk and the device tier may be used, and when they may not be any longer.
 //!
 //! A disk that fails is not asked for ever: after a run of failures without a success between them its tier is taken
 //! out of service, with a reason, until the cache is opened again. Failing writes end the writing only: what is
@@ -83,6 +83,23 @@ impl Shared {
     /// Takes the disk tier out of service. Host and device keep serving.
     pub(crate) fn retire_disk(&self, reason: String) {
         self.lower_service(DiskService::Retired(reason));
+    }
+
+    /// Takes the device tier out of service: what is on the device is out of reach. Host and disk keep serving.
+    pub(super) fn retire_device(&self, reason: String) {
+        let mut state = self.lock();
+        if state.device_retired.is_some() {
+            return;
+        }
+        tracing::error!(reason, "the device tier is out of service");
+        state.device_retired = Some(reason);
+        // What is leased goes when its last lease does.
+        while let Some(victim) = state.index.victim(Tier::Device) {
+            let slot = state.index.evict(victim, Tier::Device);
+            state.push_free(Tier::Device, slot);
+        }
+        drop(state);
+        self.wake_slot_waiters(Tier::Device);
     }
 
     /// Lowers the service of the disk tier; it never rises again.

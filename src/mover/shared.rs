@@ -39,6 +39,8 @@ pub(crate) struct State {
     /// Callers waiting for a slot, per tier.
     pub(super) slot_waiters: [u32; Tier::COUNT],
     pub(crate) disk_service: DiskService,
+    /// Why the device tier is out of service, once it is.
+    pub(crate) device_retired: Option<String>,
     /// Blocks of the host tier that the disk tier must take before they may go.
     pub(crate) dirty: BTreeSet<BlockKey>,
     closed: bool,
@@ -111,6 +113,7 @@ impl Shared {
             generation,
             slot_waiters: [0; Tier::COUNT],
             disk_service: DiskService::Full,
+            device_retired: None,
             dirty: BTreeSet::new(),
             closed: false,
         };
@@ -136,6 +139,7 @@ impl Shared {
     pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
         let mut state = self.lock();
         state.check_open()?;
+        state.check_device(tier)?;
         let Some(id) = state.index.find(key) else {
             drop(state);
             self.metrics.misses.add(1);
@@ -161,6 +165,7 @@ impl Shared {
     pub(crate) fn promote(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<(Promotion, Option<Tier>)> {
         let mut state = self.lock();
         state.check_open()?;
+        state.check_device(tier)?;
         let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
         let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
         if let Some(pin) = Pin::take(self, &mut state, id, tier, route) {
@@ -205,9 +210,7 @@ impl Shared {
             waiting = {
                 let mut state = self.lock();
                 waiting.into_iter().for_each(|waiter| waiter.end(&mut state));
-                if tier == Tier::Disk {
-                    state.disk_service.check_writes()?;
-                }
+                state.check_service(tier)?;
                 if let Some(slot) = self.take_slot(&mut state, tier) {
                     return Ok(Filling { shared: Some(Arc::clone(self)), tier, slot });
                 }
@@ -372,7 +375,23 @@ impl State {
         }
     }
 
-    fn push_free(&mut self, tier: Tier, slot: u32) {
+    /// An error where blocks cannot go to `tier`.
+    fn check_service(&self, tier: Tier) -> Result<()> {
+        match tier {
+            Tier::Disk => self.disk_service.check_writes(),
+            Tier::Device | Tier::Host => self.check_device(tier),
+        }
+    }
+
+    /// An error where blocks of `tier` are on a device that is out of service.
+    fn check_device(&self, tier: Tier) -> Result<()> {
+        match &self.device_retired {
+            Some(reason) if tier == Tier::Device => Err(Error::Unavailable { tier: "device", reason: reason.clone() }),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn push_free(&mut self, tier: Tier, slot: u32) {
         match tier {
             Tier::Disk => self.disk_slots().release(slot),
             tier => self.free[tier as usize].push(slot),

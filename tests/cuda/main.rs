@@ -12,7 +12,7 @@ use std::{path::Path, process::Command, sync::OnceLock};
 
 use common::{BLOCK_BYTES, key, payload};
 use kvhoist::{
-    Cache, Config, DeviceKind, Error, Segment,
+    Cache, Config, DeviceKind, Error, Segment, Tier,
     block::Layout,
     block_on,
     copy::cuda::CopyMethod,
@@ -233,12 +233,21 @@ fn a_device_that_stops_takes_nothing_else_with_it() {
             block_on(common::store(&cache, n));
         }
         assert!(block_on(cache.fetch_to_device(&key(0))).expect("fetch").is_some());
+        let leased = block_on(cache.fetch_to_device(&key(1))).expect("fetch").expect("stored");
         stop_device();
-        for n in 1..16 {
+        let error = block_on(cache.fetch_to_device(&key(2))).expect_err("the device stopped").to_string();
+        assert!(error.starts_with("copy by cuda: ") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");
+        // From now on nobody is given what is on the device, be it there or not.
+        for n in 0..16 {
             let error = block_on(cache.fetch_to_device(&key(n))).expect_err("the device stopped").to_string();
-            assert!(error.starts_with("copy by cuda: ") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");
+            assert!(error.starts_with("device tier is not available: the device stopped: "), "{error}");
             assert!(block_on(common::fetch_verified(&cache, n)), "block {n} from host memory");
         }
+        let stats = cache.stats();
+        assert!(stats.device_retired.is_some_and(|reason| reason.contains("CUDA_ERROR_ILLEGAL_ADDRESS")));
+        assert_eq!(stats.tiers[Tier::Device as usize].resident, 1, "what is leased");
+        block_on(cache.read_device(&leased, Vec::new())).expect_err("the device stopped");
+        drop(leased);
         cache.validate().expect("valid");
         block_on(cache.close()).expect("close");
     });

@@ -198,6 +198,10 @@ impl CopyEngine for CudaCopy {
         answered.await.expect("the engine answers every batch it took before it goes")
     }
 
+    fn fault(&self) -> Option<String> {
+        self.inner.fault.borrow().clone()
+    }
+
     fn cost(&self, batch: &CopyBatch) -> Duration {
         if batch.direction() == Direction::HostToHost {
             return self.host.cost(batch);
@@ -307,7 +311,6 @@ impl Inner {
 
     fn note(&self, fault: &Fault) {
         if fault.is_sticky() && self.fault.borrow().is_none() {
-            tracing::error!(%fault, "the device stopped; nothing is copied to or from it any more");
             *self.fault.borrow_mut() = Some(format!("the device stopped: {fault}"));
         }
     }
