@@ -65,24 +65,27 @@ fn config(numbers: Numbers) -> Config {
     let [host_blocks, device_blocks, movements_max, waiters_max, background_max, quarantine_max] = numbers.counts;
     let [low_watermark, high_watermark] = numbers.watermarks;
     let disk = |(name, blocks): (u8, u32)| DiskPath { path: "d".repeat(usize::from(name)).into(), blocks };
+    // No number of these is wrong, so it says as well which of the others are as they should be.
+    let sane = |bit: u32| quarantine_max >> bit & 1 == 1;
+    let default = Config::default();
     Config {
-        block_bytes: numbers.block_bytes,
-        host_blocks,
-        device_blocks,
-        device_layout: numbers.segments.and_then(layout),
-        disks: numbers.disks.into_iter().map(disk).collect(),
-        namespace: numbers.namespace,
-        selective_hits: numbers.selective_hits,
-        blocking_threads: numbers.blocking_threads.into(),
-        read_bytes_in_flight_max,
-        write_bytes_in_flight_max,
-        movements_max,
-        waiters_max,
-        background_max,
-        low_watermark,
-        high_watermark,
+        block_bytes: if sane(0) { default.block_bytes } else { numbers.block_bytes },
+        host_blocks: if sane(1) { default.host_blocks } else { host_blocks },
+        device_blocks: if sane(2) { default.device_blocks } else { device_blocks },
+        device_layout: numbers.segments.filter(|_| !sane(3)).and_then(layout),
+        disks: if sane(4) { Vec::new() } else { numbers.disks.into_iter().map(disk).collect() },
+        namespace: if sane(5) { default.namespace.clone() } else { numbers.namespace },
+        selective_hits: if sane(6) { default.selective_hits } else { numbers.selective_hits },
+        blocking_threads: if sane(7) { default.blocking_threads } else { numbers.blocking_threads.into() },
+        read_bytes_in_flight_max: if sane(8) { default.read_bytes_in_flight_max } else { read_bytes_in_flight_max },
+        write_bytes_in_flight_max: if sane(9) { default.write_bytes_in_flight_max } else { write_bytes_in_flight_max },
+        movements_max: if sane(10) { default.movements_max } else { movements_max },
+        waiters_max: if sane(11) { default.waiters_max } else { waiters_max },
+        background_max: if sane(12) { default.background_max } else { background_max },
+        low_watermark: if sane(13) { default.low_watermark } else { low_watermark },
+        high_watermark: if sane(14) { default.high_watermark } else { high_watermark },
         quarantine_max,
-        ..Config::default()
+        ..default
     }
 }
 

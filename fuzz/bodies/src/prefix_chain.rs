@@ -5,7 +5,7 @@ use kvhoist::{BlockKey, Namespace, PrefixChain};
 use sha2::{Digest, Sha256};
 
 #[derive(Debug, Arbitrary)]
-struct Input {
+struct Input<'a> {
     namespace: String,
     other: String,
     foreign: Vec<u8>,
@@ -13,32 +13,34 @@ struct Input {
     block_tokens: u16,
     /// Tokens of a piece, and whether the chain is dropped and resumed after it.
     cuts: Vec<(u8, bool)>,
-    tokens: Vec<u32>,
+    /// The rest: four bytes a token.
+    tokens: &'a [u8],
 }
 
 /// Extends a chain by the tokens in `data` in pieces, and compares.
 pub fn run(data: &[u8]) {
     let Ok(input) = Input::arbitrary_take_rest(Unstructured::new(data)) else { return };
+    let tokens: Vec<u32> = input.tokens.as_chunks().0.iter().map(|token| u32::from_le_bytes(*token)).collect();
     // Longer than what is hashed at once.
     let block_tokens = usize::from(input.block_tokens % 600);
     let start = || if input.sglang { PrefixChain::sglang() } else { PrefixChain::new(&input.namespace) };
     if block_tokens == 0 {
         let mut chain = start();
-        chain.extend_tokens(&input.tokens, 0).expect_err("no tokens a block");
+        chain.extend_tokens(&tokens, 0).expect_err("no tokens a block");
         assert_eq!(chain, start());
         return;
     }
     let root = (!input.sglang).then(|| namespace_digest(&input.namespace));
-    let expected = reference(root, &input.tokens, block_tokens);
-    assert_eq!(start().extend_tokens(&input.tokens, block_tokens).expect("at least one"), expected);
-    assert_eq!(in_pieces(start(), &input, block_tokens), expected);
-    namespaces(&input, &expected, block_tokens);
+    let expected = reference(root, &tokens, block_tokens);
+    assert_eq!(start().extend_tokens(&tokens, block_tokens).expect("at least one"), expected);
+    assert_eq!(in_pieces(start(), &input.cuts, &tokens, block_tokens), expected);
+    namespaces(&input, &tokens, &expected, block_tokens);
 }
 
 /// The keys where tokens come piece by piece, what filled no block in front of the next piece.
-fn in_pieces(mut chain: PrefixChain, input: &Input, block_tokens: usize) -> Vec<BlockKey> {
-    let (mut keys, mut pending, mut rest) = (Vec::new(), Vec::new(), &input.tokens[..]);
-    for &(len, resume) in &input.cuts {
+fn in_pieces(mut chain: PrefixChain, cuts: &[(u8, bool)], tokens: &[u32], block_tokens: usize) -> Vec<BlockKey> {
+    let (mut keys, mut pending, mut rest) = (Vec::new(), Vec::new(), tokens);
+    for &(len, resume) in cuts {
         let (piece, after) = rest.split_at(usize::from(len).min(rest.len()));
         rest = after;
         pending.extend_from_slice(piece);
@@ -56,7 +58,7 @@ fn in_pieces(mut chain: PrefixChain, input: &Input, block_tokens: usize) -> Vec<
     keys
 }
 
-fn namespaces(input: &Input, keys: &[BlockKey], block_tokens: usize) {
+fn namespaces(input: &Input<'_>, tokens: &[u32], keys: &[BlockKey], block_tokens: usize) {
     let (one, other) = (Namespace::new(&input.namespace), Namespace::new(&input.other));
     assert_eq!(*one.digest(), namespace_digest(&input.namespace));
     let foreign = Sha256::new()
@@ -70,7 +72,7 @@ fn namespaces(input: &Input, keys: &[BlockKey], block_tokens: usize) {
     }
     assert_ne!(one, other);
     assert_ne!(one.key(&input.foreign), other.key(&input.foreign));
-    let theirs = PrefixChain::new(other).extend_tokens(&input.tokens, block_tokens).expect("at least one");
+    let theirs = PrefixChain::new(other).extend_tokens(tokens, block_tokens).expect("at least one");
     assert!(theirs.iter().all(|key| !keys.contains(key)), "a key of two namespaces");
 }
 

@@ -69,7 +69,9 @@ impl Page {
                 let new = Superblock::new(config, [*uuid; 16], member as u16);
                 bytes = Superblock { state, sequence: u64::from(*sequence).max(1), ..new }.encode();
                 for (at, value) in edits {
-                    bytes[usize::from(*at) % PAGE_BYTES] = *value;
+                    // Half of them among the fields.
+                    let range = if *at < 1 << 15 { 128 } else { PAGE_BYTES };
+                    bytes[usize::from(*at) % range] = *value;
                 }
                 if *seal {
                     let crc = checksum(&bytes[..504]);
