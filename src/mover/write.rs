@@ -47,9 +47,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// A block that was written, or that the disk refused, no longer waits to be written. A refusal
     /// was counted: a host tier that could never let go of its blocks would end all service.
+    ///
+    /// One that was removed meanwhile waits for nothing, and a block that was stored under its key since is another.
     fn clean(&self, key: &BlockKey, pin: &Pin) {
         let mut state = self.shared.lock();
-        if state.dirty.remove(key) {
+        if state.index.find(key) == Some(pin.id()) && state.dirty.remove(key) {
             state.index.set_dirty(pin.id(), Tier::Host, false);
         }
     }

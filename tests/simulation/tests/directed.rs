@@ -384,3 +384,28 @@ fn what_a_write_that_was_cut_off_held_is_given_back() {
         cache.validate().expect("the books are in order");
     }
 }
+
+#[test]
+fn a_block_removed_and_stored_anew_while_it_is_written_back_is_still_to_be_written() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { write_policy: WritePolicy::WriteBack, ..config() }).await;
+        store(&cache, 0).await.expect("stored");
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let syncing = cache.clone();
+        let first = tokio::task::spawn_local(async move { syncing.sync().await });
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert_eq!(disk.stalled(), 1, "the block is being written");
+        cache.remove(&key(0)).await.expect("removed");
+        store(&cache, 0).await.expect("stored anew");
+        disk.release();
+        drop(first.await.expect("no panic"));
+        // The end of the first write is no news of the second block of this key.
+        assert_eq!(cache.stats().dirty, 1);
+        cache.sync().await.expect("synced");
+        assert_eq!(cache.stats().dirty, 0);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        reactor.settle(DEADLINE).await.expect("in balance");
+        assert_eq!(cache.stats().tier(Tier::Disk).resident, 1);
+        finish(cache, reactor).await;
+    });
+}
