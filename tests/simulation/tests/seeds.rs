@@ -15,7 +15,7 @@ const NAMED: [(u64, &str); 5] = [
 
 /// `KVHOIST_SEEDS=FROM..TO` runs others.
 fn seeds() -> Range<u64> {
-    let Ok(text) = std::env::var("KVHOIST_SEEDS") else { return 0..200 };
+    let Ok(text) = std::env::var("KVHOIST_SEEDS") else { return 0..300 };
     let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
     range.expect("KVHOIST_SEEDS is FROM..TO")
 }
