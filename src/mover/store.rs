@@ -126,6 +126,7 @@ impl Shared {
         let id = state.index.find(key)?;
         let wanted = state.index.hits(id) >= self.config.selective_hits
             && state.index.slot(id, Tier::Disk).is_none()
+            && state.disk.is_some()
             && state.disk_service.writes()
             && !state.flights.contains(key, Tier::Disk);
         if !wanted {

@@ -409,3 +409,18 @@ fn a_block_removed_and_stored_anew_while_it_is_written_back_is_still_to_be_writt
         finish(cache, reactor).await;
     });
 }
+
+#[test]
+fn without_a_disk_no_block_is_selected_for_it() {
+    sim::block_on(async {
+        let settings = Config { host_blocks: 1, disks: Vec::new(), selective_hits: 1, ..config() };
+        let (cache, reactor, _) = open(Config { write_policy: WritePolicy::WriteThroughSelective, ..settings }).await;
+        store(&cache, 0).await.expect("stored");
+        assert!(fetch(&cache, 0).await.expect("a hit"), "in host memory");
+        // Its slot is needed, and nobody holds it: no write to a disk that there is none of.
+        let (stored, took) = elapsed(store(&cache, 1)).await;
+        stored.expect("the only slot is free to be taken");
+        assert_eq!(took, Duration::ZERO);
+        finish(cache, reactor).await;
+    });
+}
