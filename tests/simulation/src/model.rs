@@ -44,6 +44,8 @@ pub struct Began {
     removes: u64,
     /// No other store was under way.
     alone: bool,
+    /// Nobody had found out yet whether the block is whole.
+    doubtful: bool,
     pub must_hit: bool,
     pub must_miss: bool,
 }
@@ -99,6 +101,7 @@ impl Model {
             stores: state.stores_begun,
             removes: state.removes_begun,
             alone: state.stores == 0,
+            doubtful: state.doubtful,
             must_hit: state.present && state.removes == 0,
             must_miss: state.absent,
         }
@@ -123,7 +126,7 @@ impl Model {
         }
         state.write_loose |= matches!(end, StoreEnd::Dropped | StoreEnd::GoesOn | StoreEnd::Failed);
         let undisturbed = state.removes == 0 && state.removes_begun == began.removes;
-        if end == StoreEnd::Acknowledged && undisturbed && keeps && !state.doubtful {
+        if end == StoreEnd::Acknowledged && undisturbed && keeps && !began.doubtful {
             state.present = true;
         }
     }
@@ -139,18 +142,22 @@ impl Model {
     }
 
     pub fn remove_ends(&mut self, began: Began, end: RemoveEnd) {
+        // Under the other policies blocks are written when no call says so, and one that is removed meanwhile may be
+        // back after a crash.
+        let writes_through = self.writes_through;
         let state = &mut self.blocks[began.block];
         state.removes -= 1;
         let undisturbed = began.alone && state.stores_begun == began.stores;
         if undisturbed && end != RemoveEnd::Unknown {
             state.absent = true;
-            state.recorded_absent |= end == RemoveEnd::Recorded && !state.write_loose;
+            state.recorded_absent |= end == RemoveEnd::Recorded && !state.write_loose && writes_through;
         }
     }
 
     /// What is wrong with having found the block, or with having missed it, if anything is.
     pub fn answered(&mut self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
-        self.blocks[began.block].doubtful = false;
+        // A miss ends the doubt: what was torn is given up. A hit may have come from memory, and says nothing of the disk.
+        self.blocks[began.block].doubtful &= found;
         self.listed(began, found, claims)
     }
 
