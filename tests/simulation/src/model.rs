@@ -44,6 +44,8 @@ pub struct Began {
     removes: u64,
     /// No other store was under way.
     alone: bool,
+    /// A remove was under way: it may take effect after a store that begins now.
+    removing: bool,
     /// Nobody had found out yet whether the block is whole.
     doubtful: bool,
     pub must_hit: bool,
@@ -101,6 +103,7 @@ impl Model {
             stores: state.stores_begun,
             removes: state.removes_begun,
             alone: state.stores == 0,
+            removing: state.removes > 0,
             doubtful: state.doubtful,
             must_hit: state.present && state.removes == 0,
             must_miss: state.absent,
@@ -125,7 +128,7 @@ impl Model {
             state.stores -= 1;
         }
         state.write_loose |= matches!(end, StoreEnd::Dropped | StoreEnd::GoesOn | StoreEnd::Failed);
-        let undisturbed = state.removes == 0 && state.removes_begun == began.removes;
+        let undisturbed = !began.removing && state.removes_begun == began.removes;
         if end == StoreEnd::Acknowledged && undisturbed && keeps && !began.doubtful {
             state.present = true;
         }
@@ -156,7 +159,7 @@ impl Model {
 
     /// What is wrong with having found the block, or with having missed it, if anything is.
     pub fn answered(&mut self, began: Began, found: bool, claims: Claims) -> Result<(), String> {
-        // A miss ends the doubt: what was torn is given up. A hit may have come from memory, and says nothing of the disk.
+        // A miss ends the doubt: what was torn is given up. A hit may have come from memory, and says nothing of it.
         self.blocks[began.block].doubtful &= found;
         self.listed(began, found, claims)
     }
