@@ -289,20 +289,23 @@ impl Cache {
                 None => shared.metrics.misses.add(1),
             }
             counted = true;
-            let receiver = match promotion {
+            let (receiver, joined) = match promotion {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
                 Promotion::Miss => return Ok(None),
                 Promotion::Joined(receiver) => {
                     drop(permit);
-                    receiver
+                    (receiver, true)
                 }
                 Promotion::Started(receiver) => {
                     permit.send(Command::Promote { key: *key, to: tier, class: Class::Read });
-                    receiver
+                    (receiver, false)
                 }
             };
-            if let Settled::Ended(outcome) = shared.settle(receiver).await {
-                return outcome;
+            match shared.settle(receiver).await {
+                // The movement may have begun before the block was removed and stored anew: its miss is not ours.
+                Settled::Ended(Ok(None)) if joined => {}
+                Settled::Ended(outcome) => return outcome,
+                Settled::AskAgain => {}
             }
         }
     }

@@ -5,11 +5,12 @@ use std::ops::Range;
 use kvhoist_simulation::{Report, run};
 
 /// Seeds in which something was wrong once, and what.
-const NAMED: [(u64, &str); 5] = [
+const NAMED: [(u64, &str); 6] = [
     (0, "a disk slot was given back twice when the write that filled it was dropped"),
     (309, "the books counted a removed parent as held"),
     (463, "a load and the promotion that it joined waited for each other"),
     (629, "nobody woke who waited for a slot when a block was published that could go"),
+    (7501, "a fetch got the miss of a movement that had begun before its block was removed and stored anew"),
     (1345, "a block that was removed while its bad copy was read was looked up once more"),
 ];
 
