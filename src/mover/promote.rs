@@ -270,10 +270,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Pins `key` in host memory, promoting it first where it must be.
     pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
         loop {
-            let receiver = match self.shared.promote(key, Tier::Host)?.0 {
+            let (receiver, joined) = match self.shared.promote(key, Tier::Host)?.0 {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
                 Promotion::Miss => return Ok(None),
-                Promotion::Joined(receiver) | Promotion::Started(receiver) => receiver,
+                Promotion::Joined(receiver) => (receiver, true),
+                Promotion::Started(receiver) => (receiver, false),
             };
             // Also one that a caller began: its command may wait in the channel for movements like this one to end.
             if self.shared.lock().flights.start(key, Tier::Host) {
@@ -284,8 +285,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     this.land(&key, Tier::Host, outcome);
                 });
             }
-            if let Settled::Ended(outcome) = self.shared.settle(receiver).await {
-                return outcome;
+            match self.shared.settle(receiver).await {
+                // As in `Cache::promote`: it may have begun before the block was removed and stored anew.
+                Settled::Ended(Ok(None)) if joined => {}
+                Settled::Ended(outcome) => return outcome,
+                Settled::AskAgain => {}
             }
         }
     }
