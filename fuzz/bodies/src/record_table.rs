@@ -211,7 +211,8 @@ impl Store {
         for (generation, last_use) in (next_generation..).zip(clock + 1..) {
             let Some(slot) = slots.alloc() else { break };
             slots.commit(slot, blocks.len() as u32, 7, generation);
-            blocks.push((BlockKey::new([0xEE; 32]), None, last_use));
+            // A forged record may hold the last count that the format has; what comes after it is recorded as that.
+            blocks.push((BlockKey::new([0xEE; 32]), None, last_use.min(COUNTER_MAX)));
         }
         slots.validate().expect("the levels agree");
         for page in (0..self.stripe.pages()).map(kvhoist::tier::disk::PageId) {
