@@ -29,7 +29,7 @@ pub use cache::sim;
 pub use cache::{
     Builder, Cache, Completion, CompletionQueue, DeviceLease, Lease, Region, Reservation, RouteStats, Stats, TierStats,
 };
-pub use config::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
+pub use config::{Config, CufileMode, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
 pub use error::{Error, Result};
 pub use index::PrefixMatch;
 

@@ -146,6 +146,11 @@ impl CudaCopy {
         &self.inner.calibration
     }
 
+    /// The device.
+    pub(crate) fn gpu(&self) -> Arc<Gpu> {
+        Arc::clone(&self.inner.gpu)
+    }
+
     /// True if all of the arena is pinned for the device.
     pub fn is_pinned(&self) -> bool {
         !self.inner.pins.is_empty()
