@@ -88,7 +88,11 @@ const COUNTERS: [(&str, Unit, &str); 21] = [
     ("kvhoist_read_errors_total", Unit::Count, "Reads of the disk tier that failed"),
     ("kvhoist_write_errors_total", Unit::Count, "Writes to the disk tier that failed"),
     ("kvhoist_copy_errors_total", Unit::Count, "Copies between memories that failed"),
-    ("kvhoist_cufile_errors_total", Unit::Count, "Requests that libcufile failed; their blocks went through host memory"),
+    (
+        "kvhoist_cufile_errors_total",
+        Unit::Count,
+        "Requests that libcufile failed; their blocks went through host memory",
+    ),
     ("kvhoist_quarantined_total", Unit::Count, "Disk slots taken out of use until the store is opened anew"),
     ("kvhoist_background_refused_total", Unit::Count, "Prefetches and background writes refused for want of room"),
     ("kvhoist_busy_total", Unit::Count, "Calls answered with Error::Busy"),

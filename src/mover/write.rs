@@ -60,12 +60,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Writes a block that only the device holds: by libcufile, or by way of host memory where that fails.
-    async fn write_from_device(
-        self: &Rc<Self>,
-        key: &BlockKey,
-        pin: &Arc<Pin>,
-        class: Class,
-    ) -> (Result<bool>, Route) {
+    async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>, class: Class) -> (Result<bool>, Route) {
         if let Some(result) = self.write_directly(pin, class).await {
             return (result, Route::DeviceToDisk);
         }

@@ -1,6 +1,11 @@
 //! The doubles, and caches over them.
 
-use std::{ffi::CString, path::Path, process::Command, sync::OnceLock};
+use std::{
+    ffi::CString,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
 
 use kvhoist::{Cache, Config, CufileMode, DeviceKind, DiskPath, Layout, Stats, block_on};
 use tempfile::TempDir;
@@ -15,7 +20,7 @@ pub const DEVICE_BLOCKS: u32 = 12;
 const HOST_BLOCKS: u32 = 8;
 pub const BLOCKS: u64 = 48;
 
-/// The directory of the doubles, built once a process. With `parts` they lack something.
+/// A directory with the doubles: libcufile's if it is to be there, and without what `define` leaves out.
 fn built(cufile: bool, define: Option<&str>) -> TempDir {
     let directory = common::directory();
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
@@ -32,27 +37,31 @@ fn built(cufile: bool, define: Option<&str>) -> TempDir {
     directory
 }
 
-/// Runs the body in a process that finds both doubles, libcufile's told to behave so.
-pub fn with_double(name: &str, mode: &str, body: impl FnOnce(&str)) {
+/// Runs the body once for each of these ways to behave, in a process that finds both doubles, libcufile's told so.
+pub fn with_double(name: &str, modes: &[&str], body: impl FnOnce(&str)) {
     static DOUBLES: OnceLock<TempDir> = OnceLock::new();
-    run(name, mode, || DOUBLES.get_or_init(|| built(true, None)).path().to_owned(), body);
+    run(name, modes, || DOUBLES.get_or_init(|| built(true, None)).path().to_owned(), body);
 }
 
 /// The same where libcufile is not there, or (`define`) lacks functions.
 pub fn with_part(name: &str, cufile: bool, define: Option<&str>, body: impl FnOnce(&str)) {
     let mut kept = None;
-    run(name, "direct", || kept.insert(built(cufile, define)).path().to_owned(), body);
+    run(name, &["direct"], || kept.insert(built(cufile, define)).path().to_owned(), body);
 }
 
-fn run(name: &str, mode: &str, doubles: impl FnOnce() -> std::path::PathBuf, body: impl FnOnce(&str)) {
+fn run(name: &str, modes: &[&str], doubles: impl FnOnce() -> PathBuf, body: impl FnOnce(&str)) {
     if let Some(mode) = apart::case() {
         return apart::apart(name, || body(&mode));
     }
-    let mut command = apart::command(name, mode);
-    command.env("LD_LIBRARY_PATH", doubles()).env("CUFILE_DOUBLE", mode).env("DOUBLE_FAULT", "");
-    let output = command.output().expect("this test starts again");
-    let said = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{mode}: {}: {}{said}", output.status, String::from_utf8_lossy(&output.stdout));
+    let doubles = doubles();
+    for mode in modes {
+        let mut command = apart::command(name, mode);
+        command.env("LD_LIBRARY_PATH", &doubles).env("CUFILE_DOUBLE", mode).env("DOUBLE_FAULT", "");
+        let output = command.output().expect("this test starts again");
+        let [out, said] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+        assert!(output.status.success(), "{mode}: {}: {out}{said}", output.status);
+        assert!(out.contains("1 passed"), "found no test of the name {name}: {out}");
+    }
 }
 
 /// Calls a function of the double.
@@ -109,7 +118,9 @@ pub fn fetch(cache: &Cache, n: u64) -> &'static str {
 pub fn fetch_all(cache: &Cache) {
     std::thread::scope(|scope| {
         for thread in 0..8 {
-            scope.spawn(move || (0..BLOCKS).filter(|n| n % 8 == thread).for_each(|n| drop(fetch(cache, n))));
+            scope.spawn(move || {
+                (0..BLOCKS).filter(|n| n % 8 == thread).for_each(|n| assert!(!fetch(cache, n).is_empty()))
+            });
         }
     });
 }

@@ -50,8 +50,7 @@ impl Driver {
             *opening = Opening::UnderWay;
         }
         let under_way = |opening: &mut Opening| matches!(opening, Opening::UnderWay);
-        let (opening, _) =
-            OPENED.wait_timeout_while(opening, limit, under_way).unwrap_or_else(PoisonError::into_inner);
+        let (opening, _) = OPENED.wait_timeout_while(opening, limit, under_way).unwrap_or_else(PoisonError::into_inner);
         match &*opening {
             Opening::Open(driver) => Ok(driver),
             Opening::Failed(reason) => Err(reason.clone()),

@@ -135,9 +135,9 @@ impl Statistics {
 fn find<F: Copy>(loaded: &Loaded, name: &str) -> Result<F, String> {
     // SAFETY: the symbol is a function of the type that NVIDIA's cufile.h gives it; `F` is that type, above. The library
     // is never unloaded.
-    unsafe { loaded.get::<F>(name.as_bytes()) }.map(|function| *function).map_err(|_| {
-        format!("libcufile.so has no {name}; install a newer libcufile (CUDA 12 or later has it)")
-    })
+    unsafe { loaded.get::<F>(name.as_bytes()) }
+        .map(|function| *function)
+        .map_err(|_| format!("libcufile.so has no {name}; install a newer libcufile (CUDA 12 or later has it)"))
 }
 
 /// libcufile, loaded for the rest of the process, with every function that is used.

@@ -171,9 +171,8 @@ impl Batch {
         }));
         let count = self.entries.len() as u32;
         // SAFETY: `count` entries that live across the call; for the rest the caller's promise.
-        let result = unsafe {
-            (self.driver.library().functions.batch_submit)(self.raw, count, self.entries.as_mut_ptr(), 0)
-        };
+        let result =
+            unsafe { (self.driver.library().functions.batch_submit)(self.raw, count, self.entries.as_mut_ptr(), 0) };
         check("cuFileBatchIOSubmit", result)
     }
 

@@ -135,13 +135,8 @@ mod tests {
                 answer[start + 21] = 100;
             }
             let counters = Counters::decode(&answer, version);
-            let expected = Counters {
-                read_bytes: 8192,
-                reads_p2p: 2,
-                reads_posix: 20,
-                writes_nvfs: 200,
-                ..Counters::default()
-            };
+            let expected =
+                Counters { read_bytes: 8192, reads_p2p: 2, reads_posix: 20, writes_nvfs: 200, ..Counters::default() };
             assert_eq!(counters, expected, "version {version:?}");
             assert!(!counters.proves_reads() && counters.proves_writes());
         }

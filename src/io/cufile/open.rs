@@ -93,8 +93,7 @@ impl Cufile {
         let (limit, stuck) = (setup.limit, Arc::clone(&setup.stuck));
         // One for the library, one for all that follows.
         let patience = limit * 2;
-        let cufile =
-            Cufile { queue: Arc::clone(&queue), stuck, limit, worker: RefCell::new(Some(has_ended)) };
+        let cufile = Cufile { queue: Arc::clone(&queue), stuck, limit, worker: RefCell::new(Some(has_ended)) };
         let thread = thread::Builder::new().name("kvhoist-cufile".into());
         let main = move || {
             run(setup, queue, ready);
@@ -187,10 +186,16 @@ fn prove(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<Rea
         return Ok(Ready { evidence, direct: false });
     };
     let Counters { read_bytes, reads_p2p, reads_nvfs, reads_posix, .. } = after.since(before);
-    let counted = format!("{name}: of {} reads n_nvfs_reads counted {reads_nvfs}, n_p2p_reads {reads_p2p}, \
-                           n_posix_reads {reads_posix}", handles.len());
+    let counted = format!(
+        "{name}: of {} reads n_nvfs_reads counted {reads_nvfs}, n_p2p_reads {reads_p2p}, \
+                           n_posix_reads {reads_posix}",
+        handles.len()
+    );
     if read_bytes != (probe.len * handles.len()) as u64 {
-        return Ok(Ready { evidence: format!("{counted}, and not our bytes: its statistics are unknown"), direct: false });
+        return Ok(Ready {
+            evidence: format!("{counted}, and not our bytes: its statistics are unknown"),
+            direct: false,
+        });
     }
     let direct = after.since(before).proves_reads();
     let way = match (direct, reads_nvfs > 0) {

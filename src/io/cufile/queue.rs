@@ -59,7 +59,8 @@ impl Request {
 
     /// The library will not say what became of it: what it owns is never given back.
     pub(super) fn lose(&mut self, reason: &str) {
-        std::mem::forget(self.owner.take());
+        let Some(owner) = self.owner.take() else { return };
+        std::mem::forget(owner);
         if !self.given_up.load(Ordering::SeqCst) {
             self.stuck.fetch_add(1, Ordering::SeqCst);
         }

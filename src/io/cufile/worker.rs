@@ -107,6 +107,9 @@ impl Worker {
                 return;
             }
             requests.into_iter().for_each(|request| self.admit(request));
+            if closed {
+                self.state.give_back_backlog();
+            }
             match &self.way {
                 Some(Way::Batch(_)) => {
                     self.submit();
@@ -250,6 +253,13 @@ impl Moving {
         (POLL * (1 << doublings)).min(POLL_MAX)
     }
 
+    /// Ends, as failed, all pieces that the library does not have.
+    fn give_back_backlog(&mut self) {
+        for piece in std::mem::take(&mut self.backlog) {
+            self.settle(piece, Err("the route was given up".into()));
+        }
+    }
+
     /// Ends a transfer of a piece: a short one goes on where it stopped.
     fn settle(&mut self, mut piece: Piece, result: Result<usize, String>) {
         let part = &mut piece.part;
@@ -340,10 +350,12 @@ mod tests {
 
     #[test]
     fn ranges_are_of_whole_segments_and_no_longer_than_allowed() {
-        let buffer = |start: usize, len, count| {
-            Buffer { segment: Segment { ptr: std::ptr::without_provenance_mut(start), len }, count }
+        let buffer = |start: usize, len, count| Buffer {
+            segment: Segment { ptr: std::ptr::without_provenance_mut(start), len },
+            count,
         };
-        let ranges = Ranges::of(&[buffer(0x9000, 0x1000, 1), buffer(0x1000, 0x1000, 3), buffer(0x10000, 0x4000, 2)], 0x2800);
+        let ranges =
+            Ranges::of(&[buffer(0x9000, 0x1000, 1), buffer(0x1000, 0x1000, 3), buffer(0x10000, 0x4000, 2)], 0x2800);
         assert_eq!(ranges.all, [(0x1000, 0x2000), (0x3000, 0x1000), (0x9000, 0x1000)]);
     }
 }
