@@ -107,11 +107,12 @@ impl Shared {
             Joined::Unverified => unreachable!("only reads are verified"),
             Joined::None => {}
         }
-        let pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
-        // Only libcufile spares such a block the way through host memory, where there may be no room for it.
-        let from_device = state.cufile.writes && state.device_retired.is_none();
-        let on_device = || Pin::take(self, state, id, Tier::Device, Route::DeviceHit).filter(|_| from_device);
-        let Some(pin) = pin.or_else(on_device) else { return Ok(Committed::Done) };
+        let mut pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
+        // Only libcufile spares a block the way through host memory, where there may be no room for it.
+        if pin.is_none() && state.cufile.writes && state.device_retired.is_none() {
+            pin = Pin::take(self, state, id, Tier::Device, Route::DeviceHit);
+        }
+        let Some(pin) = pin else { return Ok(Committed::Done) };
         Ok(Committed::Write(pin, state.flights.begin(key, Tier::Disk)))
     }
 
