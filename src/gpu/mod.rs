@@ -8,6 +8,7 @@
 //! - [`cufile`]: transfers between files and device memory.
 //! - [`HostPin`]: host memory made known to the device, so that it can be copied without a detour.
 
+mod checksum;
 mod context;
 pub mod cufile;
 mod discover;
@@ -16,6 +17,7 @@ mod memory;
 mod module;
 mod stream;
 
+pub(crate) use checksum::{ChecksumKernel, PIECE_MULTIPLE, PieceBuffer, Plan};
 pub use context::Gpu;
 pub use discover::{Device, Discovery, discover};
 pub use memory::{DeviceBuffer, HostPin};

@@ -1,7 +1,7 @@
 //! The doubles, and caches over them.
 
 use std::{
-    ffi::CString,
+    ffi::{CStr, CString},
     path::{Path, PathBuf},
     process::Command,
     sync::OnceLock,
@@ -40,23 +40,29 @@ fn built(cufile: bool, define: Option<&str>) -> TempDir {
 /// Runs the body once for each of these ways to behave, in a process that finds both doubles, libcufile's told so.
 pub fn with_double(name: &str, modes: &[&str], body: impl FnOnce(&str)) {
     static DOUBLES: OnceLock<TempDir> = OnceLock::new();
-    run(name, modes, || DOUBLES.get_or_init(|| built(true, None)).path().to_owned(), body);
+    run(name, modes, "", || DOUBLES.get_or_init(|| built(true, None)).path().to_owned(), body);
+}
+
+/// The same where the checksum kernel cannot be loaded.
+pub fn without_kernel(name: &str, modes: &[&str], body: impl FnOnce(&str)) {
+    let mut kept = None;
+    run(name, modes, "checksum", || kept.insert(built(true, None)).path().to_owned(), body);
 }
 
 /// The same where libcufile is not there, or (`define`) lacks functions.
 pub fn with_part(name: &str, cufile: bool, define: Option<&str>, body: impl FnOnce(&str)) {
     let mut kept = None;
-    run(name, &["direct"], || kept.insert(built(cufile, define)).path().to_owned(), body);
+    run(name, &["direct"], "", || kept.insert(built(cufile, define)).path().to_owned(), body);
 }
 
-fn run(name: &str, modes: &[&str], doubles: impl FnOnce() -> PathBuf, body: impl FnOnce(&str)) {
+fn run(name: &str, modes: &[&str], fault: &str, doubles: impl FnOnce() -> PathBuf, body: impl FnOnce(&str)) {
     if let Some(mode) = apart::case() {
         return apart::apart(name, || body(&mode));
     }
     let doubles = doubles();
     for mode in modes {
         let mut command = apart::command(name, mode);
-        command.env("LD_LIBRARY_PATH", &doubles).env("CUFILE_DOUBLE", mode).env("DOUBLE_FAULT", "");
+        command.env("LD_LIBRARY_PATH", &doubles).env("CUFILE_DOUBLE", mode).env("DOUBLE_FAULT", fault);
         let output = command.output().expect("this test starts again");
         let [out, said] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
         assert!(output.status.success(), "{mode}: {}: {out}{said}", output.status);
@@ -64,12 +70,21 @@ fn run(name: &str, modes: &[&str], doubles: impl FnOnce() -> PathBuf, body: impl
     }
 }
 
-/// Calls a function of the double.
+/// Calls a function of libcufile's double.
 pub fn ask(function: &str) -> u64 {
+    call(c"libcufile.so.0", &format!("cufile_double_{function}"))
+}
+
+/// Launches of the checksum kernel.
+pub fn checksum_launches() -> u64 {
+    call(c"libcuda.so", "double_checksum_launches")
+}
+
+fn call(library: &CStr, function: &str) -> u64 {
     // SAFETY: the library is loaded already; a handle to it is looked up, and none is closed.
-    let library = unsafe { libc::dlopen(c"libcufile.so.0".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    let library = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
     assert!(!library.is_null(), "the double is loaded");
-    let name = CString::new(format!("cufile_double_{function}")).expect("no zeros");
+    let name = CString::new(function).expect("no zeros");
     // SAFETY: a valid handle and a name.
     let found = unsafe { libc::dlsym(library, name.as_ptr()) };
     assert!(!found.is_null(), "the double has {function}");

@@ -4,7 +4,10 @@ use kvhoist::{Cache, Config, CufileMode, Error, Layout, Route, WritePolicy, bloc
 
 use crate::{
     common::{self, key},
-    doubles::{BLOCKS, DEVICE_BLOCKS, ask, close, cold, config, fetch, fetch_all, open, with_double, with_part},
+    doubles::{
+        BLOCKS, DEVICE_BLOCKS, ask, checksum_launches, close, cold, config, fetch, fetch_all, open, with_double,
+        with_part, without_kernel,
+    },
 };
 
 #[test]
@@ -22,11 +25,25 @@ fn a_proven_path_is_taken() {
         let (most, buffers) = (ask("most_in_flight"), ask("buffers"));
         assert!((2..=8).contains(&most), "{most} transfers at once");
         assert!(buffers > 0, "the device's slots are registered");
+        let launches = checksum_launches();
+        assert!(launches > 0 && launches <= cache.stats().route(Route::DiskToDevice).blocks, "{launches} checksums");
         let stats = close(cache);
         let route = stats.route(Route::DiskToDevice);
         assert!(route.blocks >= BLOCKS && ask("direct") >= 3 * route.blocks, "{stats:?}");
         assert_eq!(stats.tiers[kvhoist::Tier::Host as usize].bytes_in, 0, "nothing went through host memory");
         assert_eq!((stats.cufile_errors, stats.cufile_stuck, stats.checksum_failures), (0, 0, 0));
+    });
+}
+
+#[test]
+fn without_the_kernel_blocks_are_verified_by_the_host() {
+    let name = "routes::without_the_kernel_blocks_are_verified_by_the_host";
+    without_kernel(name, &["direct", "wrong"], |mode| {
+        let directory = common::directory();
+        let cache = cold(config(&directory));
+        fetch_all(&cache);
+        assert_eq!(checksum_launches(), 0);
+        assert_eq!(close(cache).cufile, mode == "direct");
     });
 }
 
