@@ -23,7 +23,7 @@ mod write;
 
 pub(crate) use flight::{Message, Outcome};
 pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
-pub(crate) use shared::{Filling, Found, Pin, Promotion, Shared};
+pub(crate) use shared::{Filling, Found, Pin, Promotion, Removed, Shared};
 pub(crate) use store::Committed;
 pub(crate) use verify::Settled;
 
