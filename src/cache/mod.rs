@@ -230,7 +230,8 @@ impl Cache {
 
     /// Forgets a block in every tier; true if it was resident. Readers keep their leases.
     ///
-    /// Resolves when no record on disk names it any more: a write of the block that is under way is waited for.
+    /// Resolves when no record on disk names it any more, also where it was resident no longer: a write of the block
+    /// that is under way is waited for, and records that are out of date are written.
     ///
     /// # Errors
     /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block
@@ -241,10 +242,10 @@ impl Cache {
     /// after that, only its record may come back at the next start.
     pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
         let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-        let Removed { resident, disk_slot, writing } = self.inner.shared.remove(key)?;
-        if let Some(slot) = disk_slot {
+        let Removed { resident, recorded, writing } = self.inner.shared.remove(key)?;
+        if recorded {
             let (reply, receiver) = oneshot::channel();
-            permit.send(Command::Forget { slot, reply });
+            permit.send(Command::Forget { reply });
             receiver.await.unwrap_or(Err(Error::Closed))?;
         } else {
             drop(permit);

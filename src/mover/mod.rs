@@ -54,8 +54,8 @@ pub(crate) enum Command {
     Load { jobs: Vec<Job>, reply: Reply },
     /// Store blocks from foreign memory: true for each that was stored.
     StoreFrom { jobs: Vec<Job>, reply: Reply },
-    /// Write the record page of a slot whose block was removed.
-    Forget { slot: u32, reply: oneshot::Sender<Result<()>> },
+    /// Write the record pages that name blocks which are not there.
+    Forget { reply: oneshot::Sender<Result<()>> },
     /// Write what is dirty and flush.
     Sync { reply: oneshot::Sender<Result<()>> },
     /// Finish what is under way, write what is dirty, flush, and end.
@@ -175,8 +175,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Load { jobs, reply } => self.spawn(async move { reply(this.load(jobs).await) }),
             Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
             // A caller that is gone does not want the answer.
-            Command::Forget { slot, reply } => self.spawn(async move {
-                drop(reply.send(this.within_deadline("the write of a record", this.write_record(slot)).await));
+            Command::Forget { reply } => self.spawn(async move {
+                drop(reply.send(this.write_stale_records().await));
             }),
             Command::Sync { reply } => self.spawn(async move {
                 drop(reply.send(this.sync().await));

@@ -79,8 +79,8 @@ pub(crate) enum Found {
 pub(crate) struct Removed {
     /// It was resident until now.
     pub(crate) resident: bool,
-    /// The disk slot whose record still names it.
-    pub(crate) disk_slot: Option<u32>,
+    /// A record may still name it: of the slot that it had, or of one that it had before.
+    pub(crate) recorded: bool,
     /// The end of a write of it that is under way; its record is cleared by then.
     pub(crate) writing: Option<oneshot::Receiver<Message>>,
 }
@@ -284,9 +284,8 @@ impl Shared {
             && state.index.best_tier(id).is_some()
         {
             removed.resident = true;
-            removed.disk_slot = state.index.slot(id, Tier::Disk);
             state.dirty.remove(key);
-            if let Some(slot) = removed.disk_slot {
+            if let Some(slot) = state.index.slot(id, Tier::Disk) {
                 // Its record must go now, although whoever reads the slot holds it for a while yet.
                 state.disk_slots().clear(slot);
             }
@@ -294,6 +293,7 @@ impl Shared {
                 slot.into_iter().for_each(|slot| state.push_free(tier, slot));
             }
         }
+        removed.recorded = state.disk.as_ref().is_some_and(|slots| slots.stale_count() > 0);
         // Bounded by the removals under way, each of which has a caller.
         match state.flights.join(key, Tier::Disk, u32::MAX) {
             Joined::Waiting(receiver) => removed.writing = Some(receiver),
