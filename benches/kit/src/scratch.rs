@@ -11,7 +11,10 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::{BareRing, Op, Setup, pattern};
+use crate::{
+    pattern,
+    ring::{BareRing, Op, Setup},
+};
 
 /// Every address, offset and length of direct I/O is a multiple of this.
 pub const ALIGN: usize = 4096;
