@@ -23,6 +23,7 @@ use crate::{
     drive::{check_on_device, each, fetch_stamped, key, measured, other, run_local, store_stamped, to_device},
     measure::{Entrant, Sample, Series, interleave_told, ratio, table},
     pattern::{shuffled, stamp},
+    peers::{self, Places},
     ring::{BareRing, Op, Setup},
     scratch::{Scratch, Slab},
 };
@@ -178,10 +179,7 @@ impl<'a> World<'a> {
         let bare = Entrant::new("bare ring, to host", |round| {
             let offsets = shuffled(round, blocks).map(|n| data_offset + n * block_bytes as u64);
             // Which block is in which slot is the cache's business: the bare loop looks at as many places of each.
-            ring.run(&file, Op::Read, offsets, |_, block| {
-                let stamped = block.chunks(4096).all(|page| page.iter().take(8).any(|byte| *byte != 0));
-                if stamped { Ok(()) } else { Err(other("an empty page where every slot is full")) }
-            })
+            ring.run(&file, Op::Read, offsets, |_, block| peers::check_stamped(block))
         });
         let kvhoist = Entrant::new(format!("kvhoist, {}", way.name()), |round| {
             // An order of its own: the same one would find in the host's caches what the bare loop just read.
@@ -191,7 +189,12 @@ impl<'a> World<'a> {
                 _ => self.each(order, to_device),
             })
         });
-        let series = interleave_told(rounds, &mut [bare, kvhoist], told)?;
+        let mut entrants = vec![bare, kvhoist];
+        if let Way::DiskToDevice(DeviceKind::Cuda) = way {
+            let places = Places { file: &file, data_offset, block_bytes, blocks };
+            entrants.push(peers::pread_and_copy(places)?);
+        }
+        let series = interleave_told(rounds, &mut entrants, told)?;
         if let Way::DiskToDevice(_) = way {
             self.each(0..blocks, check_on_device)?;
         }

@@ -26,6 +26,9 @@ pub struct Slab {
     count: usize,
 }
 
+// SAFETY: the only owner of its mapping, which is the same on every thread.
+unsafe impl Send for Slab {}
+
 impl Slab {
     /// Maps and touches the memory, so that no round pays for page faults.
     pub fn new(block_bytes: usize, count: usize) -> io::Result<Slab> {
