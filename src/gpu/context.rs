@@ -69,6 +69,11 @@ impl Gpu {
         self.driver.batch
     }
 
+    /// Whether streams can wait for a word in memory.
+    pub(super) fn has_stream_waits(&self) -> bool {
+        self.driver.stream_waits
+    }
+
     /// Whether the driver copies batches.
     pub(crate) fn has_batches(&self) -> bool {
         self.batch_form().is_some()
