@@ -194,7 +194,6 @@ impl LayerBoard {
         let leading = self.there[layer].iter().take_while(|&&is_there| is_there).count();
         let error = match self.blocks.get(leading) {
             Some(Some(Err(error))) => Some(error.clone()),
-            Some(None) => Some(Error::Closed),
             _ => None,
         };
         self.progress.complete(layer, LayerDone { leading, error });
@@ -203,20 +202,20 @@ impl LayerBoard {
 
 impl Drop for LayerBoard {
     fn drop(&mut self) {
+        // A block of which only some layers are known to be there is not there.
+        for (block, outcome) in self.blocks.iter_mut().enumerate() {
+            let is_whole = || self.there.iter().all(|layer| layer[block]);
+            if outcome.is_none() || (matches!(outcome, Some(Ok(true))) && !is_whole()) {
+                *outcome = Some(Err(Error::Closed));
+            }
+        }
         for layer in 0..self.left.len() {
             if self.left[layer] > 0 {
                 self.complete(layer);
             }
         }
-        // A block of which only some layers were copied is not there.
-        let lost = self.left.iter().any(|&left| left > 0);
-        let known = |(at, outcome): (usize, Option<Result<bool>>)| match outcome {
-            Some(Ok(true)) if lost && !self.there.iter().all(|layer| layer[at]) => Err(Error::Closed),
-            Some(outcome) => outcome,
-            None => Err(Error::Closed),
-        };
         let blocks = std::mem::take(&mut self.blocks);
-        self.progress.end(blocks.into_iter().enumerate().map(known).collect());
+        self.progress.end(blocks.into_iter().map(|outcome| outcome.expect("just seen to")).collect());
     }
 }
 
@@ -349,5 +348,60 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }));
         }
         ops
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy_error() -> Error {
+        Error::Copy { engine: "test", reason: "on purpose".into() }
+    }
+
+    #[test]
+    fn a_layer_is_complete_when_every_block_is_known() {
+        let progress = LayerProgress::new(2, 3);
+        let mut board = LayerBoard::new(Arc::clone(&progress));
+        board.layer_ended(0, [0, 2].into_iter(), &Ok(()));
+        assert!(progress.layer(0).is_none(), "block 1 is not known");
+        board.block_ended(1, Ok(true));
+        assert_eq!(progress.layer(0).expect("complete").leading, 3);
+        board.layer_ended(1, [0, 2].into_iter(), &Err(copy_error()));
+        let done = progress.layer(1).expect("complete");
+        assert!(done.leading == 0 && matches!(done.error, Some(Error::Copy { .. })), "{done:?}");
+        assert!(progress.blocks().is_none(), "not before the end");
+        drop(board);
+        let blocks = progress.blocks().expect("the end");
+        assert!(matches!(blocks[..], [Err(Error::Copy { .. }), Ok(true), Err(Error::Copy { .. })]), "{blocks:?}");
+    }
+
+    #[test]
+    fn what_is_lost_is_said_to_be() {
+        let progress = LayerProgress::new(3, 2);
+        let mut board = LayerBoard::new(Arc::clone(&progress));
+        board.layer_ended(0, 0..2, &Ok(()));
+        board.layer_ended(1, 0..1, &Ok(()));
+        drop(board);
+        let leading = [2, 1, 0];
+        for (layer, leading) in leading.into_iter().enumerate() {
+            let done = progress.layer(layer).expect("complete");
+            assert_eq!((done.leading, done.error.is_some()), (leading, leading < 2), "layer {layer}: {done:?}");
+        }
+        let blocks = progress.blocks().expect("the end");
+        assert!(matches!(blocks[..], [Err(Error::Closed), Err(Error::Closed)]), "{blocks:?}");
+    }
+
+    #[test]
+    fn a_load_that_is_refused_ends() {
+        let progress = LayerProgress::new(2, 0);
+        assert_eq!(LayerBoard::new(Arc::clone(&progress)).left, [0, 0]);
+        assert!(progress.layer(1).is_some_and(|done| done.leading == 0 && done.error.is_none()), "of no blocks");
+        let progress = LayerProgress::new(1, 1);
+        let job = Job { key: crate::block::BlockKey::new([1; 32]), parent: None, segments: vec![], regions: vec![] };
+        let board = LayerBoard::new(Arc::clone(&progress));
+        LayerJobs { jobs: vec![job], layers: vec![vec![]], board }.refuse(&copy_error());
+        assert!(matches!(progress.layer(0).expect("complete").error, Some(Error::Copy { .. })));
+        assert!(matches!(progress.blocks().expect("the end")[..], [Err(Error::Copy { .. })]));
     }
 }

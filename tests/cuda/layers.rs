@@ -128,9 +128,9 @@ fn a_stream_goes_on_when_its_layer_is_there() {
         for copy in CopyMethod::ALL {
             let cache = open(Some(copy));
             let engine = Engine::new(&cache);
-            for round in 0..20 {
+            for round in 0..6 {
                 let mut wanted = ALL;
-                wanted.rotate_left(round % BLOCKS);
+                wanted.rotate_left(round);
                 let load = engine.load(&cache, &wanted);
                 (0..LAYERS).for_each(|layer| engine.look_at(&load, layer));
                 assert_eq!(engine.synchronize(), sys::CUresult::CUDA_SUCCESS);
@@ -176,6 +176,41 @@ fn layers_are_complete_one_by_one() {
     });
 }
 
+/// Layers that are long enough not to go together are complete one by one from the first to the last.
+#[test]
+fn long_layers_do_not_wait_for_each_other() {
+    with_double("layers::long_layers_do_not_wait_for_each_other", "", || {
+        let block_bytes = BLOCKS * BLOCK_BYTES * 4;
+        let settings = Config { block_bytes, device_layout: None, ..config(1) };
+        let cache = block_on(Cache::open(settings)).expect("the double is a device");
+        let gpu = Gpu::open(0).expect("the double is a device");
+        let pool = DeviceBuffer::new(gpu, 16 * block_bytes).expect("memory");
+        // SAFETY: the pool lives until the cache is closed, and nobody else uses it.
+        let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
+        (0..16).for_each(|n| block_on(common::store(&cache, n)));
+        let keys: Vec<_> = (0..16).map(key).collect();
+        let len = block_bytes / LAYERS;
+        let place = |block: usize, layer: usize| Segment {
+            ptr: pool.base().as_ptr().wrapping_add((layer * 16 + block) * len),
+            len,
+        };
+        let places: Vec<Vec<_>> = (0..16).map(|block| (0..LAYERS).map(|layer| place(block, layer)).collect()).collect();
+        for complete in 1..LAYERS {
+            allow_events(complete as i32);
+            let load = block_on(cache.load_layers(&keys, &places, &[0, 1, 2, 3])).expect("taken on");
+            for layer in 0..complete {
+                assert_eq!(block_on(load.layer(layer)).expect("a layer").leading, 16);
+            }
+            let next = std::pin::pin!(load.layer(complete));
+            assert!(matches!(next.poll(&mut Context::from_waker(Waker::noop())), Poll::Pending));
+            allow_events(i32::MAX);
+            assert!(block_on(load.blocks()).into_iter().all(|result| result.expect("loaded")));
+        }
+        block_on(cache.unregister(region));
+        block_on(cache.close()).expect("close");
+    });
+}
+
 #[test]
 fn a_block_that_is_missing_poisons_its_layers_and_lets_streams_go() {
     with_double("layers::a_block_that_is_missing_poisons_its_layers_and_lets_streams_go", "", || {
@@ -194,6 +229,10 @@ fn a_block_that_is_missing_poisons_its_layers_and_lets_streams_go() {
         }
         let blocks: Vec<bool> = block_on(load.blocks()).into_iter().map(|result| result.expect("no error")).collect();
         assert_eq!(blocks, ALL.map(|n| n != 5));
+        // Also where nobody asked for the word before the layer was complete.
+        let load = engine.load(&cache, &wanted);
+        block_on(load.blocks());
+        (0..LAYERS).for_each(|layer| assert_eq!(poison(&load, layer), 6));
         engine.end(&cache);
     });
 }
@@ -246,7 +285,7 @@ fn a_block_that_cannot_be_read_poisons_its_layers_and_lets_streams_go() {
 #[test]
 fn a_load_that_nobody_holds_lets_its_streams_go() {
     with_double("layers::a_load_that_nobody_holds_lets_its_streams_go", "", || {
-        for round in 0..40 {
+        for round in 0..12 {
             let cache = open(None);
             let engine = Engine::new(&cache);
             let load = engine.load(&cache, &ALL);
