@@ -2,6 +2,7 @@
 
 mod builder;
 mod device;
+mod layers;
 mod lease;
 #[cfg(all(test, feature = "sim"))]
 mod model;
@@ -13,6 +14,7 @@ pub mod sim;
 mod stats;
 
 pub use builder::Builder;
+pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use queue::{Completion, CompletionQueue};
 pub use region::Region;
@@ -49,6 +51,8 @@ struct Inner {
     storage_name: &'static str,
     registered: bool,
     direct_io: bool,
+    /// The device, where it is a CUDA one.
+    gpu: Option<Arc<crate::gpu::Gpu>>,
 }
 
 impl Cache {

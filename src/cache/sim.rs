@@ -115,6 +115,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
         storage: world.storage.clone(),
         copy: world.copy.clone(),
         device: super::device::simulated(&config)?,
+        gpu: None,
         members: members(&config, &world.storage),
         direct_io: true,
         registered: false,

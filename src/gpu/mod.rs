@@ -10,12 +10,14 @@
 mod context;
 mod discover;
 mod driver;
+mod gates;
 mod memory;
 mod module;
 mod stream;
 
 pub use context::Gpu;
 pub use discover::{Device, Discovery, cufile_library, discover};
+pub(crate) use gates::Gates;
 pub use memory::{DeviceBuffer, HostPin};
 pub(crate) use module::{CopyKernel, Tile};
 pub(crate) use stream::{BatchArrays, Event, Stream};

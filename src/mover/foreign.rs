@@ -95,7 +95,7 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    fn memory(&self) -> RegionMemory {
+    pub(crate) fn memory(&self) -> RegionMemory {
         self.regions.first().map_or(RegionMemory::Host, RegionUse::memory)
     }
 }
@@ -124,7 +124,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         results
     }
 
-    async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
+    pub(super) async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
         let Some(pin) = self.obtain_host(&job.key, Class::Read).await? else { return Ok(false) };
         let direction = match job.memory() {
             RegionMemory::Host => Direction::HostToHost,

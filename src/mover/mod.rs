@@ -10,6 +10,7 @@ mod balance;
 mod budget;
 mod flight;
 mod foreign;
+mod layers;
 mod overdue;
 mod promote;
 mod records;
@@ -23,6 +24,8 @@ mod write;
 
 pub(crate) use flight::{Message, Outcome};
 pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
+pub use layers::LayerDone;
+pub(crate) use layers::{LayerBoard, LayerJobs, LayerProgress};
 pub(crate) use shared::{Filling, Found, Pin, Promotion, Removed, Shared};
 pub(crate) use store::Committed;
 pub(crate) use verify::Settled;
@@ -52,6 +55,8 @@ pub(crate) enum Command {
     Promote { key: BlockKey, to: Tier, class: Class },
     /// Copy blocks into foreign memory: true for each that was copied.
     Load { jobs: Vec<Job>, reply: Reply },
+    /// Copy blocks into foreign memory, layer by layer.
+    LoadLayers(LayerJobs),
     /// Store blocks from foreign memory: true for each that was stored.
     StoreFrom { jobs: Vec<Job>, reply: Reply },
     /// Write the record pages that name blocks which are not there.
@@ -173,6 +178,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
             }
             Command::Load { jobs, reply } => self.spawn(async move { reply(this.load(jobs).await) }),
+            Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
             Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
             // A caller that is gone does not want the answer.
             Command::Forget { reply } => self.spawn(async move {
