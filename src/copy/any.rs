@@ -3,7 +3,7 @@
 use std::{any::Any, sync::Arc, time::Duration};
 
 use super::{CopyBatch, CopyEngine, Memcpy, cuda::CudaCopy};
-use crate::{block::Segment, error::Result, gpu::Gpu};
+use crate::{block::Segment, error::Result};
 
 /// One of the engines that production uses, chosen when a cache is opened.
 pub enum AnyCopy {
@@ -11,16 +11,6 @@ pub enum AnyCopy {
     Memcpy(Memcpy),
     /// A CUDA device.
     Cuda(CudaCopy),
-}
-
-impl AnyCopy {
-    /// The device that it copies to, where that is one.
-    pub(crate) fn gpu(&self) -> Option<Arc<Gpu>> {
-        match self {
-            AnyCopy::Memcpy(_) => None,
-            AnyCopy::Cuda(engine) => Some(engine.gpu()),
-        }
-    }
 }
 
 impl CopyEngine for AnyCopy {

@@ -45,6 +45,7 @@ pub struct CopyBatch {
     ops: Vec<CopyOp>,
     direction: Direction,
     owners: Vec<Arc<dyn Any + Send + Sync>>,
+    prompt: bool,
 }
 
 impl CopyBatch {
@@ -54,7 +55,19 @@ impl CopyBatch {
     /// Until the batch is dropped every `src` range must stay readable and unwritten, every `dst`
     /// range must stay writable and untouched by others, and `owners` must keep both mapped.
     pub unsafe fn new(ops: Vec<CopyOp>, direction: Direction, owners: Vec<Arc<dyn Any + Send + Sync>>) -> Self {
-        CopyBatch { ops, direction, owners }
+        CopyBatch { ops, direction, owners, prompt: false }
+    }
+
+    /// The same, for somebody who waits for this batch while others come after it: an engine that lets batches go
+    /// together joins few to it.
+    #[must_use]
+    pub fn prompt(self) -> Self {
+        CopyBatch { prompt: true, ..self }
+    }
+
+    /// Whether somebody waits for this one.
+    pub fn is_prompt(&self) -> bool {
+        self.prompt
     }
 
     /// The copies.

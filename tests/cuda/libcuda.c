@@ -6,8 +6,12 @@
  * finds wrong bytes. The copy kernel is carried out from its descriptions, as the one on the device does.
  *
  * DOUBLE_FAULT makes one thing fail: "init" (no device can be used), "none" (no device), "register" (no memory can be
- * pinned), "alloc" (no device memory), "checksum" (the checksum kernel cannot be loaded). double_stop() makes the device stop, as an illegal access by any kernel does.
+ * pinned), "alloc" (no device memory), "checksum" (the checksum kernel cannot be loaded).
+ * double_stop() makes the device stop, as an illegal access by any kernel does.
+ * double_allow(n) lets n more events be reached, and none after them until it is called again.
  */
+#include <limits.h>
+#include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -18,9 +22,10 @@ enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_R
        ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304 };
 
 typedef struct { uint64_t address, bytes, after; } piece;
+/* A copy; or sums of `len` pieces; or, with no destination, the wait until the word at `src` has reached the value `len`. */
 typedef struct work { struct work *next; void *dst; const void *src; size_t len; const piece *pieces; } work;
 typedef struct { work *first, **last; } stream;
-typedef struct { stream *marked; work *upto; int asked, recorded; } event;
+typedef struct { stream *marked; work *upto; int asked, recorded, reached; } event;
 typedef struct { uint64_t src, dst, len; } tile;
 
 static int polls = 3, dead;
@@ -28,7 +33,11 @@ static uint64_t launches;
 
 uint64_t double_checksum_launches(void) { return launches; }
 
-void double_stop(void) { dead = 1; }
+/* Events that may still be reached. */
+static int allowed = INT_MAX;
+
+void double_stop(void) { __atomic_store_n(&dead, 1, __ATOMIC_SEQ_CST); }
+void double_allow(int n) { __atomic_store_n(&allowed, n, __ATOMIC_SEQ_CST); }
 
 static int is_fault(const char *name) {
     const char *fault = getenv("DOUBLE_FAULT");
@@ -70,12 +79,17 @@ static void sum_up(uint64_t *sums, const piece *pieces, size_t count) {
         sums[i] = product_of(crc_of((const unsigned char *)pieces[i].address, pieces[i].bytes), pieces[i].after);
 }
 
-/* Does what is in the stream, up to and with `upto`; all of it for NULL. */
+static int is_open(const work *w) {
+    return (int32_t)(__atomic_load_n((const uint32_t *)w->src, __ATOMIC_ACQUIRE) - (uint32_t)w->len) >= 0;
+}
+
+/* Does what is in the stream, up to and with `upto`, all of it for NULL, or up to a wait. */
 static void run(stream *s, work *upto) {
     while (s->first) {
         work *w = s->first;
         if (w->pieces) sum_up(w->dst, w->pieces, w->len);
-        else memcpy(w->dst, w->src, w->len);
+        else if (w->dst) memcpy(w->dst, w->src, w->len);
+        else if (!is_open(w)) return;
         s->first = w->next;
         if (!s->first) s->last = &s->first;
         int reached = w == upto;
@@ -122,19 +136,32 @@ int cuStreamCreateWithPriority(stream **s, unsigned flags, int priority) {
     return SUCCESS;
 }
 int cuStreamDestroy_v2(stream *s) { run(s, NULL); free(s); return SUCCESS; }
-int cuStreamSynchronize(stream *s) { run(s, NULL); return dead ? ILLEGAL_ADDRESS : SUCCESS; }
-int cuStreamWaitEvent(stream *s, event *e, unsigned flags) { (void)s; (void)e; (void)flags; return NOT_SUPPORTED; }
+int cuStreamSynchronize(stream *s) {
+    while (!dead && (run(s, NULL), s->first)) sched_yield();
+    return dead ? ILLEGAL_ADDRESS : SUCCESS;
+}
+int cuStreamQuery(stream *s) {
+    if (dead) return ILLEGAL_ADDRESS;
+    run(s, NULL);
+    return s->first ? NOT_READY : SUCCESS;
+}
+int cuStreamWaitValue32_v2(stream *s, uint64_t address, uint32_t value, unsigned flags) {
+    return flags == 0 ? put(s, 0, address, value) : INVALID_VALUE;
+}
 int cuEventCreate(event **e, unsigned flags) { (void)flags; *e = calloc(1, sizeof **e); return SUCCESS; }
 int cuEventDestroy_v2(event *e) { free(e); return SUCCESS; }
 int cuEventRecord(event *e, stream *s) {
     work *last = NULL;
     for (work *w = s->first; w; w = w->next) last = w;
-    *e = (event){ s, last, 0, 1 };
+    *e = (event){ s, last, 0, 1, 0 };
     return dead ? ILLEGAL_ADDRESS : SUCCESS;
 }
 int cuEventQuery(event *e) {
     if (dead) return ILLEGAL_ADDRESS;
     if (e->recorded && ++e->asked < polls) return NOT_READY;
+    if (e->recorded && !e->reached && __atomic_load_n(&allowed, __ATOMIC_SEQ_CST) <= 0) return NOT_READY;
+    if (e->recorded && !e->reached) __atomic_fetch_sub(&allowed, 1, __ATOMIC_SEQ_CST);
+    e->reached = 1;
     if (e->recorded && e->upto) {
         /* It may have been done by a later event of the stream. */
         for (work *w = e->marked->first; w; w = w->next)
@@ -143,7 +170,6 @@ int cuEventQuery(event *e) {
     e->upto = NULL;
     return SUCCESS;
 }
-int cuEventSynchronize(event *e) { e->asked = polls; return cuEventQuery(e); }
 int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, stream *s) { return put(s, dst, src, n); }
 int cuMemcpyBatchAsync_v2(uint64_t *dsts, uint64_t *srcs, size_t *lens, size_t n, void *attrs, size_t *first, size_t n_attrs, stream *s) {
     (void)attrs;
@@ -164,7 +190,6 @@ int cuModuleGetFunction(void **f, void *m, const char *name) {
     *f = m;
     return strcmp(name, m == (void *)1 ? "kvhoist_copy" : "kvhoist_checksum") ? NOT_FOUND : SUCCESS;
 }
-int cuFuncGetAttribute(int *v, int which, void *f) { (void)which; (void)f; *v = 0; return SUCCESS; }
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, stream *s, void **params, void **extra) {
     (void)gy; (void)gz; (void)by; (void)bz; (void)shared; (void)extra;
     if (f == (void *)2) {

@@ -49,6 +49,9 @@ const LAUNCHES_PER_STREAM: usize = 2;
 /// after.
 const LAUNCH_BYTES: u64 = 32 << 20;
 
+/// The same where one of the batches is prompt: 40 us on the bus.
+const PROMPT_BYTES: u64 = 2 << 20;
+
 /// How long the engine looks for more after the last copy has ended, before its task ends: about what waking the
 /// reactor takes. Who copies one block after the other is spared that.
 const LINGER: Duration = Duration::from_micros(30);
@@ -166,11 +169,6 @@ impl CudaCopy {
     /// What was measured.
     pub fn calibration(&self) -> &Calibration {
         &self.inner.calibration
-    }
-
-    /// The device.
-    pub(crate) fn gpu(&self) -> Arc<Gpu> {
-        Arc::clone(&self.inner.gpu)
     }
 
     /// True if all of the arena is pinned for the device.
@@ -304,11 +302,14 @@ impl Inner {
     }
 
     fn launch(&self, lane: &mut Lane, at: usize) {
-        let (mut batches, mut bytes) = (Vec::new(), 0);
+        let (mut batches, mut bytes, mut limit) = (Vec::new(), 0, LAUNCH_BYTES);
         while let Some((batch, _)) = lane.waiting.front() {
             // Few batches are asked for their bytes, and only those that could go with others.
             let more = if lane.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
-            if !batches.is_empty() && bytes + more > LAUNCH_BYTES {
+            if batch.is_prompt() {
+                limit = PROMPT_BYTES;
+            }
+            if !batches.is_empty() && bytes + more > limit {
                 break;
             }
             bytes += more;

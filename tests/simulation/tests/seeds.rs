@@ -5,12 +5,16 @@ use std::ops::Range;
 use kvhoist_simulation::{Report, run};
 
 /// Seeds in which something was wrong once, and what.
-const NAMED: [(u64, &str); 6] = [
+const NAMED: [(u64, &str); 10] = [
     (0, "a disk slot was given back twice when the write that filled it was dropped"),
     (309, "the books counted a removed parent as held"),
     (463, "a load and the promotion that it joined waited for each other"),
     (629, "nobody woke who waited for a slot when a block was published that could go"),
     (7501, "a fetch got the miss of a movement that had begun before its block was removed and stored anew"),
+    (20870, "a block that was removed while its disk slot was read kept its record"),
+    (27529, "a block that was removed while it was written left a record"),
+    (45171, "a removed block, given up before because of a read error, left its record"),
+    (35415, "a store that joined the write of a removed block was acknowledged, and its own block evicted unwritten"),
     (1345, "a block that was removed while its bad copy was read was looked up once more"),
 ];
 
