@@ -261,7 +261,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ended::Done(owner) => {
                 let (_pin, filling) = *owner.downcast::<(Arc<Pin>, Filling)>().expect("it went with this owner");
                 direct.failures.set(0);
-                return Some(self.publish_disk(id, filling, recorded));
+                let published = self.publish_disk(id, filling, recorded);
+                if let Ok(false) = published {
+                    // Removed meanwhile: as in `write_block`.
+                    return Some(self.write_record(slot).await.map(|()| false));
+                }
+                return Some(published);
             }
             Ended::Failed(owner, reason) => {
                 let (_pin, filling) = *owner.downcast::<(Arc<Pin>, Filling)>().expect("it went with this owner");
@@ -274,6 +279,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         };
         self.shared.abort_direct_write(id, slot, fault);
+        // Should the block be removed before it is written elsewhere, no record may name it. An error leaves the page
+        // stale, and whoever removes the block finds it so.
+        drop(self.write_record(slot).await);
         None
     }
 
@@ -390,7 +398,6 @@ impl Shared {
     fn abort_direct_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
         let mut state = self.lock();
         state.index.abort_fill(id, Tier::Disk);
-        // The record page is stale now, and written when it next comes due.
         state.disk_slots().clear(slot);
         if let Some(filling) = filling {
             filling.release(&mut state);
