@@ -83,15 +83,25 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (result, filling) = written;
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
+        self.end_disk_write(id, filling, result).await
+    }
+
+    /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
+    pub(super) async fn end_disk_write(
+        self: &Rc<Self>,
+        id: EntryId,
+        filling: Filling,
+        result: Result<()>,
+    ) -> Result<bool> {
+        let slot = filling.slot();
         let published = self.publish_disk(id, filling, result)?;
         if !published {
-            // Removed meanwhile. Who removed it waits for the end of this: then no record names it any more.
+            // Who removed it waits for the end of this: then no record names it any more.
             self.write_record(slot).await?;
         }
         Ok(published)
     }
 
-    /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
     fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
         let slot = filling.slot();
         let mut state = self.shared.lock();
