@@ -423,6 +423,8 @@ impl Shared {
             let limit = self.config.quarantine_max;
             if count > limit {
                 self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
+            } else if u64::from(count) == self.config.disk_blocks() {
+                self.retire_disk(format!("all of its {count} slots are quarantined"));
             }
         }
     }
