@@ -28,6 +28,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if self.files.is_empty() {
             return Ok(());
         }
+        self.close_direct().await;
         // The use order of this run is what the next one starts from.
         if let Some(slots) = &mut self.shared.lock().disk {
             for page in 0..slots.stripe().pages() {
