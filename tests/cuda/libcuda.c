@@ -104,7 +104,8 @@ int cuStreamCreateWithPriority(stream **s, unsigned flags, int priority) {
 }
 int cuStreamDestroy_v2(stream *s) { run(s, NULL); free(s); return SUCCESS; }
 int cuStreamSynchronize(stream *s) {
-    while (!dead && (run(s, NULL), s->first)) sched_yield();
+    /* What is put into the stream without a name is done at once. */
+    while (s && !dead && (run(s, NULL), s->first)) sched_yield();
     return dead ? ILLEGAL_ADDRESS : SUCCESS;
 }
 int cuStreamQuery(stream *s) {
