@@ -164,6 +164,8 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
         Route::DeviceToHost => (Some(Tier::Device), Some(Tier::Host)),
         Route::CallerToHost => (None, Some(Tier::Host)),
         Route::HostToDisk => (Some(Tier::Host), Some(Tier::Disk)),
+        Route::DiskToRegion => (Some(Tier::Disk), None),
+        Route::RegionToDisk => (None, Some(Tier::Disk)),
     }
 }
 

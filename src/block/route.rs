@@ -21,11 +21,15 @@ pub enum Route {
     CallerToHost,
     /// Written from a host slot to disk.
     HostToDisk,
+    /// Read from disk straight into registered host memory.
+    DiskToRegion,
+    /// Written straight from registered host memory to disk.
+    RegionToDisk,
 }
 
 impl Route {
     /// All routes.
-    pub const ALL: [Route; 8] = [
+    pub const ALL: [Route; 10] = [
         Route::DeviceHit,
         Route::HostHit,
         Route::DiskToHost,
@@ -34,6 +38,8 @@ impl Route {
         Route::DeviceToHost,
         Route::CallerToHost,
         Route::HostToDisk,
+        Route::DiskToRegion,
+        Route::RegionToDisk,
     ];
 
     /// Number of routes.
@@ -50,6 +56,8 @@ impl Route {
             Route::DeviceToHost => "device_to_host",
             Route::CallerToHost => "caller_to_host",
             Route::HostToDisk => "host_to_disk",
+            Route::DiskToRegion => "disk_to_region",
+            Route::RegionToDisk => "region_to_disk",
         }
     }
 }

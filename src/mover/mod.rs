@@ -19,6 +19,7 @@ pub(crate) mod shared;
 mod shutdown;
 mod spin;
 mod store;
+mod straight;
 mod verify;
 mod write;
 
@@ -26,7 +27,7 @@ pub(crate) use flight::{Message, Outcome};
 pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
 pub use layers::LayerDone;
 pub(crate) use layers::{LayerBoard, LayerJobs, LayerProgress};
-pub(crate) use shared::{Filling, Found, Pin, Promotion, Shared};
+pub(crate) use shared::{Filling, Found, Pin, Promotion, Removed, Shared};
 pub(crate) use store::Committed;
 pub(crate) use verify::Settled;
 
@@ -59,8 +60,8 @@ pub(crate) enum Command {
     LoadLayers(LayerJobs),
     /// Store blocks from foreign memory: true for each that was stored.
     StoreFrom { jobs: Vec<Job>, reply: Reply },
-    /// Write the record page of a slot whose block was removed.
-    Forget { slot: u32, reply: oneshot::Sender<Result<()>> },
+    /// Write the record pages that name blocks which are not there.
+    Forget { reply: oneshot::Sender<Result<()>> },
     /// Write what is dirty and flush.
     Sync { reply: oneshot::Sender<Result<()>> },
     /// Finish what is under way, write what is dirty, flush, and end.
@@ -181,8 +182,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
             Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
             // A caller that is gone does not want the answer.
-            Command::Forget { slot, reply } => self.spawn(async move {
-                drop(reply.send(this.within_deadline("the write of a record", this.write_record(slot)).await));
+            Command::Forget { reply } => self.spawn(async move {
+                drop(reply.send(this.write_stale_records().await));
             }),
             Command::Sync { reply } => self.spawn(async move {
                 drop(reply.send(this.sync().await));

@@ -82,14 +82,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         drop(share);
         let (result, filling) = written;
         self.shared.account(&self.failures, file, OpKind::Write, &result);
-        self.publish_disk(
-            id,
-            filling,
-            result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded),
-        )
+        let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
+        self.end_disk_write(id, filling, result).await
     }
 
     /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
+    pub(super) async fn end_disk_write(
+        self: &Rc<Self>,
+        id: EntryId,
+        filling: Filling,
+        result: Result<()>,
+    ) -> Result<bool> {
+        let slot = filling.slot();
+        let published = self.publish_disk(id, filling, result)?;
+        if !published {
+            // Who removed it waits for the end of this: then no record names it any more.
+            self.write_record(slot).await?;
+        }
+        Ok(published)
+    }
+
     fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
         let slot = filling.slot();
         let mut state = self.shared.lock();
@@ -161,7 +173,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let id = state.index.demotable(Tier::Host)?;
         let key = state.index.key(id);
-        begun(shared.begin_write(&mut state, id, &key), key)
+        // A block under this key that was removed is still being written: its end sets a slot free. To join it here
+        // would be to take and drop a pin, which asks for a write-back, which is this.
+        if state.flights.contains(&key, Tier::Disk) {
+            return None;
+        }
+        let committed = shared.begin_write(&mut state, id, &key);
+        drop(state);
+        match committed {
+            Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
+            _ => None,
+        }
     }
 
     /// Writes every block that is dirty now, flushes the record pages that are out of date, and the
@@ -171,14 +193,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut failed = 0u64;
         let mut last_error = None;
         for batch in keys.chunks(DEMOTING_MAX as usize) {
-            let begun: Vec<_> = batch.iter().map(|key| self.begin_sync_write(key)).collect();
-            for begun in begun {
-                let written = match begun {
-                    Ok(None) => Ok(()),
-                    Ok(Some(receiver)) => self.shared.written(receiver).await,
-                    Err(error) => Err(error),
-                };
-                if let Err(error) = written {
+            let begun: Vec<_> = batch.iter().map(|key| (key, self.begin_sync_write(key))).collect();
+            for (key, begun) in begun {
+                if let Err(error) = self.synced(key, begun).await {
                     failed += 1;
                     last_error = Some(error);
                 }
@@ -202,9 +219,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Starts or joins the write of a dirty block, and says where its outcome comes; `None` where there is none to wait
-    /// for.
-    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<oneshot::Receiver<Message>>> {
+    /// Waits for the write of a dirty block that has begun.
+    async fn synced(self: &Rc<Self>, key: &BlockKey, begun: Result<Option<SyncWrite>>) -> Result<()> {
+        let Some(write) = begun? else { return Ok(()) };
+        self.shared.written(write.receiver).await?;
+        // What was joined may have been the write of a copy that was removed before this one was stored. A second
+        // write of the key is of this one, or of a later one.
+        if !write.joined || !self.shared.lock().dirty.contains(key) {
+            return Ok(());
+        }
+        match self.begin_sync_write(key)? {
+            Some(write) => self.shared.written(write.receiver).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Starts or joins the write of a dirty block; `None` where there is nothing to wait for.
+    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<SyncWrite>> {
         let mut state = self.shared.lock();
         let Some(id) = state.index.find(key) else { return Ok(None) };
         let committed = self.shared.begin_write(&mut state, id, key);
@@ -212,17 +243,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(match committed? {
             Committed::Write(pin, receiver) => {
                 self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
-                Some(receiver)
+                Some(SyncWrite { receiver, joined: false })
             }
-            Committed::Join(receiver) => Some(receiver),
+            // A dirty block needs no pin to stay.
+            Committed::Join(receiver, _pin) => Some(SyncWrite { receiver, joined: true }),
             Committed::Done => None,
         })
     }
 }
 
-fn begun(committed: Result<Committed>, key: BlockKey) -> Option<(BlockKey, Pin)> {
-    match committed {
-        Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
-        _ => None,
-    }
+/// A write that a sync waits for.
+struct SyncWrite {
+    receiver: oneshot::Receiver<Message>,
+    /// Somebody else began it.
+    joined: bool,
 }
