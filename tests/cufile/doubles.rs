@@ -134,7 +134,7 @@ pub fn fetch_all(cache: &Cache) {
     std::thread::scope(|scope| {
         for thread in 0..8 {
             scope.spawn(move || {
-                (0..BLOCKS).filter(|n| n % 8 == thread).for_each(|n| assert!(!fetch(cache, n).is_empty()))
+                (0..BLOCKS).filter(|n| n % 8 == thread).for_each(|n| assert!(!fetch(cache, n).is_empty()));
             });
         }
     });
