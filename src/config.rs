@@ -124,6 +124,12 @@ pub struct Config {
     pub direct_io: DirectIo,
     /// Threads of the blocking storage engine. 1 to 256.
     pub blocking_threads: usize,
+    /// `load_into` and `store_from` of registered host memory go straight between it and disk, and leave no copy in the
+    /// host tier: for callers that have a pool of their own. Where every segment begins and ends at a multiple of 4096
+    /// bytes, and is at least 64 KiB long or the whole block; stores with `write_through` only. The rest goes through
+    /// host slots. Such a call ends when the kernel has given the memory back: a disk that stalls holds it up past
+    /// `deadline_ms`.
+    pub bypass_host: bool,
     /// Bytes that reads of the disk tier may have in flight. At least one block.
     pub read_bytes_in_flight_max: u64,
     /// Bytes that writes to the disk tier may have in flight. At least one block.
@@ -138,7 +144,7 @@ pub struct Config {
     pub low_watermark: f64,
     /// ... and stops when this share could.
     pub high_watermark: f64,
-    /// Slots of the disk tier that may be quarantined before it is taken out of service.
+    /// Slots of the disk tier that may be quarantined before it is taken out of service. It is when no other is left, too.
     pub quarantine_max: u32,
     /// Failures in a row of one file, without a success between them, before the disk tier is taken out of service
     /// (reads) or takes no more blocks (writes). At least 1.
@@ -172,6 +178,7 @@ impl Default for Config {
             storage: StorageKind::default(),
             direct_io: DirectIo::default(),
             blocking_threads: 16,
+            bypass_host: false,
             read_bytes_in_flight_max: 96 << 20,
             write_bytes_in_flight_max: 32 << 20,
             movements_max: 65_536,

@@ -174,6 +174,8 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
         Route::CallerToHost => (None, Some(Tier::Host)),
         Route::DiskToDevice => (Some(Tier::Disk), Some(Tier::Device)),
         Route::HostToDisk => (Some(Tier::Host), Some(Tier::Disk)),
+        Route::DiskToRegion => (Some(Tier::Disk), None),
+        Route::RegionToDisk => (None, Some(Tier::Disk)),
         Route::DeviceToDisk => (Some(Tier::Device), Some(Tier::Disk)),
     }
 }

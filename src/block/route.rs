@@ -23,13 +23,17 @@ pub enum Route {
     CallerToHost,
     /// Written from a host slot to disk.
     HostToDisk,
+    /// Read from disk straight into registered host memory.
+    DiskToRegion,
+    /// Written straight from registered host memory to disk.
+    RegionToDisk,
     /// Written straight from device memory to disk, by libcufile.
     DeviceToDisk,
 }
 
 impl Route {
     /// All routes.
-    pub const ALL: [Route; 10] = [
+    pub const ALL: [Route; 12] = [
         Route::DeviceHit,
         Route::HostHit,
         Route::DiskToHost,
@@ -39,6 +43,8 @@ impl Route {
         Route::DeviceToHost,
         Route::CallerToHost,
         Route::HostToDisk,
+        Route::DiskToRegion,
+        Route::RegionToDisk,
         Route::DeviceToDisk,
     ];
 
@@ -57,6 +63,8 @@ impl Route {
             Route::DeviceToHost => "device_to_host",
             Route::CallerToHost => "caller_to_host",
             Route::HostToDisk => "host_to_disk",
+            Route::DiskToRegion => "disk_to_region",
+            Route::RegionToDisk => "region_to_disk",
             Route::DeviceToDisk => "device_to_disk",
         }
     }

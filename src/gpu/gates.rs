@@ -24,11 +24,12 @@ use crate::{
     io::AlignedBuf,
 };
 
-/// Gates that are pinned at once: 32 KiB of them.
-const GATES_PER_SLAB: usize = 4096;
+/// Gates that are pinned at once, 128 KiB of them: the first time nothing waits for a gate yet, and there should be no
+/// second time. Pinning may wait for the device, which may be at a wait of ours.
+const GATES_PER_SLAB: usize = 16_384;
 
 /// Gates of one device at most.
-const GATES_MAX: usize = 16 * GATES_PER_SLAB;
+const GATES_MAX: usize = 4 * GATES_PER_SLAB;
 
 /// As the device reads it.
 #[repr(C)]

@@ -262,12 +262,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ended::Done(owner) => {
                 let (_pin, filling) = *owner.downcast::<(Arc<Pin>, Filling)>().expect("it went with this owner");
                 direct.failures.set(0);
-                let published = self.publish_disk(id, filling, recorded);
-                if let Ok(false) = published {
-                    // Removed meanwhile: as in `write_block`.
-                    return Some(self.write_record(slot).await.map(|()| false));
-                }
-                return Some(published);
+                return Some(self.end_disk_write(id, filling, recorded).await);
             }
             Ended::Failed(owner, reason) => {
                 let (_pin, filling) = *owner.downcast::<(Arc<Pin>, Filling)>().expect("it went with this owner");

@@ -11,7 +11,7 @@ use std::{
 
 use tokio::sync::Notify;
 
-use super::{Mover, budget::Class, store::Committed};
+use super::{Mover, budget::Class, store::Committed, straight::Straight};
 use crate::{
     block::{BlockKey, Segment, Tier},
     copy::{CopyBatch, CopyEngine, Direction, pair_segments},
@@ -125,6 +125,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     pub(super) async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
+        let job = match self.load_straight(job).await {
+            Straight::Ended(result) => return result,
+            Straight::Elsewhere(job) => job,
+        };
         let Some(pin) = self.obtain_host(&job.key, Class::Read).await? else { return Ok(false) };
         let direction = match job.memory() {
             RegionMemory::Host => Direction::HostToHost,
@@ -146,7 +150,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(job);
                 committed
             }
-            None => self.gather(job).await?,
+            None => match self.store_straight(job).await {
+                Straight::Ended(result) => return result,
+                Straight::Elsewhere(job) => self.gather(job).await?,
+            },
         };
         self.finish_store(&key, committed).await
     }

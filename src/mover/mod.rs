@@ -20,6 +20,7 @@ pub(crate) mod shared;
 mod shutdown;
 mod spin;
 mod store;
+mod straight;
 mod verify;
 mod write;
 

@@ -104,13 +104,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// arrive together leave one by one, and the first of them makes room for its successor on the disk while the
     /// others wait. All at once, they would all be late, and the disk idle meanwhile.
     pub(super) async fn checksum_of(&self, bytes: &[u8]) -> u64 {
-        let _turn = self.checksums.acquire().await.expect("never closed");
         let mut digest = Digest::new();
+        self.digest(&mut digest, bytes).await;
+        digest.finish()
+    }
+
+    /// Takes the next bytes of a block into its checksum, likewise.
+    pub(super) async fn digest(&self, digest: &mut Digest, bytes: &[u8]) {
+        let _turn = self.checksums.acquire().await.expect("never closed");
         for chunk in bytes.chunks(CHECKSUM_CHUNK_BYTES) {
             digest.update(chunk);
             crate::io::yield_now().await;
         }
-        digest.finish()
     }
 
     async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
@@ -152,7 +157,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 self.shared.account(&self.failures, file, OpKind::Read, &result);
                 if let Err(source) = result {
                     self.shared.metrics.read_errors.add(1);
-                    self.shared.unlink(pin, filling, "it cannot be read");
+                    self.shared.unlink(pin, Some(filling), "it cannot be read");
                     return Err(Error::io("read", self.path_of(file), source));
                 }
                 Ok(Read::Unverified(Unverified { source: pin, filling, checksum, started }))
@@ -394,10 +399,14 @@ impl Shared {
     }
 
     /// A block that cannot be had from its disk slot: forgotten there, and the slot set aside.
-    pub(super) fn unlink(&self, pin: Pin, filling: Filling, why: &str) {
+    /// `filling` is the host slot that it was read into, if it was.
+    pub(super) fn unlink(&self, pin: Pin, filling: Option<Filling>, why: &str) {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
-        state.index.abort_fill(id, Tier::Host);
+        if let Some(filling) = filling {
+            state.index.abort_fill(id, Tier::Host);
+            filling.release(&mut state);
+        }
         // Of a block that was removed meanwhile this pin is the last trace: its slot is free already, its entry gone.
         let removed = state.index.slot(id, Tier::Disk) != Some(slot);
         pin.release(&mut state);
@@ -408,7 +417,6 @@ impl Shared {
             slots.quarantine(slot);
             quarantined = Some(slots.quarantined_count());
         }
-        filling.release(&mut state);
         drop(state);
         tracing::warn!(slot, why, "a block on disk was given up and its slot quarantined");
         if let Some(count) = quarantined {
@@ -416,6 +424,8 @@ impl Shared {
             let limit = self.config.quarantine_max;
             if count > limit {
                 self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
+            } else if u64::from(count) == self.config.disk_blocks() {
+                self.retire_disk(format!("all of its {count} slots are quarantined"));
             }
         }
     }

@@ -7,7 +7,7 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     Message, Mover,
     budget::{Class, Kind},
-    shared::{Filling, Pin},
+    shared::{Filling, Pin, State},
     store::Committed,
 };
 use crate::{
@@ -88,9 +88,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (result, filling) = written;
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
+        self.end_disk_write(id, filling, result).await
+    }
+
+    /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
+    pub(super) async fn end_disk_write(
+        self: &Rc<Self>,
+        id: EntryId,
+        filling: Filling,
+        result: Result<()>,
+    ) -> Result<bool> {
+        let slot = filling.slot();
         let published = self.publish_disk(id, filling, result)?;
         if !published {
-            // Removed meanwhile. Who removed it waits for the end of this: then no record names it any more.
+            // Who removed it waits for the end of this: then no record names it any more.
             self.write_record(slot).await?;
         }
         Ok(published)
@@ -99,19 +110,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Enters a block in the books of the disk slot that it is about to be written to; says where that is. `None` if it
     /// was removed or is there already.
     pub(super) fn begin_disk_write(&self, id: EntryId, filling: &Filling, checksum: u64) -> Option<(FileId, u64)> {
-        let mut state = self.shared.lock();
-        if !state.index.begin_fill(id, Tier::Disk) {
-            return None;
-        }
-        let generation = state.generation;
-        state.generation += 1;
-        let slots = state.disk_slots();
-        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
-        Some(slots.locate(filling.slot()))
+        self.shared.lock().begin_disk_write(id, filling, checksum)
     }
 
-    /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
-    pub(super) fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
+    fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
         let slot = filling.slot();
         let mut state = self.shared.lock();
         let published = match &result {
@@ -266,4 +268,18 @@ struct SyncWrite {
     receiver: oneshot::Receiver<Message>,
     /// Somebody else began it.
     joined: bool,
+}
+
+impl State {
+    /// As [`Mover::begin_disk_write`].
+    pub(super) fn begin_disk_write(&mut self, id: EntryId, filling: &Filling, checksum: u64) -> Option<(FileId, u64)> {
+        if !self.index.begin_fill(id, Tier::Disk) {
+            return None;
+        }
+        let generation = self.generation;
+        self.generation += 1;
+        let slots = self.disk_slots();
+        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
+        Some(slots.locate(filling.slot()))
+    }
 }

@@ -80,7 +80,9 @@ impl Tally {
 pub fn tier_of(route: Route) -> Tier {
     match route {
         Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk => Tier::Device,
-        Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice => Tier::Disk,
-        Route::HostHit | Route::HostToDevice | Route::CallerToHost | Route::HostToDisk => Tier::Host,
+        Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice | Route::DiskToRegion => Tier::Disk,
+        Route::HostHit | Route::HostToDevice | Route::CallerToHost | Route::HostToDisk | Route::RegionToDisk => {
+            Tier::Host
+        }
     }
 }

@@ -132,6 +132,7 @@ impl CudaCopy {
             tracing::warn!(%error, "the ways to copy could not be measured; each copy is a call of the driver's own");
             Arc::default()
         });
+        launcher.reserve(2 * STREAMS * LAUNCHES_PER_STREAM);
         let (pins, pinned) = pin(gpu, arena);
         let lane = |direction| -> Result<_> {
             let streams = (0..STREAMS).map(|_| Ok((Stream::new(gpu)?, VecDeque::new())));

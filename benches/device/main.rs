@@ -1,8 +1,11 @@
 //! Blocks to and from a CUDA device through the cache, beside what the disk gives to a bare ring loop in the same run.
 //!
-//!     cargo bench --bench device -- [hit|load|disk|store]... [--rounds N] [--spin-us N] [--dir DIR]
+//!     cargo bench --bench device -- [hit|load|layers|completion|disk|store]... [--rounds N] [--spin-us N] [--dir DIR]
 //!
 //! Without a name all of them run. Needs a CUDA device.
+
+mod completion;
+mod layers;
 
 use std::{io, process::ExitCode, sync::Arc, time::Instant};
 
@@ -20,7 +23,7 @@ use kvhoist_bench_kit::{
 
 const FILE_BYTES: u64 = 512 << 20;
 
-const NAMES: [&str; 4] = ["hit", "load", "disk", "store"];
+const NAMES: [&str; 6] = ["hit", "load", "layers", "completion", "disk", "store"];
 
 fn main() -> ExitCode {
     let options = match Options::parse(&NAMES, env!("CARGO_TARGET_TMPDIR")) {
@@ -42,6 +45,8 @@ fn main() -> ExitCode {
         let result = match name.as_str() {
             "hit" => hit(&options),
             "load" => load(&options, &gpu),
+            "layers" => layers::run(&options, &gpu),
+            "completion" => completion::run(&options, &gpu),
             "disk" => routes(&options, Way::DiskToDevice(DeviceKind::Cuda)),
             _ => routes(&options, Way::DeviceToDisk(DeviceKind::Cuda)),
         };
