@@ -11,6 +11,9 @@ use std::{
 
 use super::library::{Library, RawProperties, check};
 
+/// Ranges of longer registrations were seen to go through buffers of the library's own.
+const DIRECT_BYTES_MAX: usize = 16 << 20;
+
 /// libcufile, initialised for the rest of the process. Nobody closes it: others in the process may use it too.
 pub struct Driver {
     library: &'static Library,
@@ -20,8 +23,10 @@ pub struct Driver {
 /// How far opening has come.
 enum Opening {
     NotTried,
-    /// A thread is at it.
-    UnderWay,
+    /// A thread is at it, and whoever asked first has given up on it, or not yet.
+    UnderWay {
+        given_up: bool,
+    },
     Open(&'static Driver),
     Failed(String),
 }
@@ -47,17 +52,19 @@ impl Driver {
         if matches!(*opening, Opening::NotTried) {
             let thread = thread::Builder::new().name("kvhoist-cufile-open".into());
             thread.spawn(move || finish(library)).map_err(|error| format!("no thread to open libcufile: {error}"))?;
-            *opening = Opening::UnderWay;
+            *opening = Opening::UnderWay { given_up: false };
         }
-        let under_way = |opening: &mut Opening| matches!(opening, Opening::UnderWay);
-        let (opening, _) = OPENED.wait_timeout_while(opening, limit, under_way).unwrap_or_else(PoisonError::into_inner);
-        match &*opening {
-            Opening::Open(driver) => Ok(driver),
-            Opening::Failed(reason) => Err(reason.clone()),
-            Opening::UnderWay | Opening::NotTried => Err(format!(
-                "cuFileDriverOpen has not come back in {limit:?}; look at cufile.log, and try another libcufile"
-            )),
+        // One wait is enough: who asks later only looks whether it has come back.
+        let awaited = |opening: &mut Opening| matches!(opening, Opening::UnderWay { given_up: false });
+        let waited = OPENED.wait_timeout_while(opening, limit, awaited);
+        let (mut opening, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match &mut *opening {
+            Opening::Open(driver) => return Ok(driver),
+            Opening::Failed(reason) => return Err(reason.clone()),
+            Opening::UnderWay { given_up } => *given_up |= !limit.is_zero(),
+            Opening::NotTried => {}
         }
+        Err("cuFileDriverOpen has not come back; look at cufile.log, and try another version of libcufile".into())
     }
 
     pub(super) fn library(&self) -> &'static Library {
@@ -84,7 +91,7 @@ impl Driver {
     /// Bytes that go to the device in one piece; registrations that are longer are of no use.
     pub fn direct_bytes_max(&self) -> usize {
         // It counts in KiB.
-        self.properties.max_direct_io.saturating_mul(1024)
+        self.properties.max_direct_io.saturating_mul(1024).min(DIRECT_BYTES_MAX)
     }
 }
 

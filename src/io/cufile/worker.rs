@@ -83,6 +83,8 @@ pub(super) struct Moving {
     /// Pieces that it has; their places are the cookies.
     in_flight: Slab<Piece>,
     unanswered: u32,
+    /// Why nothing can be moved any more.
+    lost: Option<String>,
     /// How often in a row nothing had ended.
     quiet: u32,
 }
@@ -122,6 +124,9 @@ impl Worker {
     }
 
     fn admit(&mut self, mut request: Request) {
+        if let Some(reason) = &self.state.lost {
+            return request.fail(reason.clone());
+        }
         if request.file >= self.handles.len() {
             return request.fail(format!("file {} of {}", request.file, self.handles.len()));
         }
@@ -226,6 +231,7 @@ impl Worker {
                 active.request.lose(reason);
             }
         }
+        self.state.lost = Some(format!("libcufile is out of service: {reason}"));
         // Handles and registrations are in use by what was lost.
         std::mem::take(&mut self.handles).into_iter().for_each(std::mem::forget);
         std::mem::take(&mut self.ranges.registered).into_iter().for_each(std::mem::forget);
@@ -235,8 +241,9 @@ impl Worker {
     /// Nothing can be moved any more.
     fn refuse_all(&mut self) {
         self.state.backlog.clear();
+        let reason = self.state.lost.as_deref().unwrap_or("libcufile is out of service");
         for mut active in self.state.actives.drain() {
-            active.request.fail("libcufile is out of service".into());
+            active.request.fail(reason.to_owned());
         }
     }
 
