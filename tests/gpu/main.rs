@@ -8,6 +8,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 mod copies;
+mod cufile;
 mod layers;
 mod routes;
 

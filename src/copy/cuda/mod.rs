@@ -142,7 +142,7 @@ impl CudaCopy {
         let checksums = match gpu.device().host_addresses {
             // The kernel reads descriptions by the host's own addresses.
             true => Checksums::new(gpu).map_err(|error| {
-                tracing::warn!(%error, "the device cannot verify blocks; what libcufile brings is copied to the host for that");
+                tracing::warn!(%error, "the device verifies no blocks; what libcufile brings is copied to the host");
             }),
             false => Err(()),
         };

@@ -110,7 +110,7 @@ functions! {
     write = "cuFileWrite": fn(*mut c_void, *const c_void, usize, i64, i64) -> isize;
     batch_set_up = "cuFileBatchIOSetUp": fn(*mut *mut c_void, c_uint) -> RawResult;
     batch_submit = "cuFileBatchIOSubmit": fn(*mut c_void, c_uint, *mut RawEntry, c_uint) -> RawResult;
-    batch_status = "cuFileBatchIOGetStatus": fn(*mut c_void, c_uint, *mut c_uint, *mut RawEvent, *mut Timespec) -> RawResult;
+    batch_status = "cuFileBatchIOGetStatus": fn(*mut c_void, u32, *mut u32, *mut RawEvent, *mut Timespec) -> RawResult;
     batch_destroy = "cuFileBatchIODestroy": fn(*mut c_void);
 }
 
@@ -133,8 +133,8 @@ impl Statistics {
 
 /// A function by its name. `F` must be its type.
 fn find<F: Copy>(loaded: &Loaded, name: &str) -> Result<F, String> {
-    // SAFETY: the symbol is a function of the type that NVIDIA's cufile.h gives it; `F` is that type, above. The library
-    // is never unloaded.
+    // SAFETY: the symbol is a function of the type that NVIDIA's cufile.h gives it; `F` is that type, above. The
+    // library is never unloaded.
     unsafe { loaded.get::<F>(name.as_bytes()) }
         .map(|function| *function)
         .map_err(|_| format!("libcufile.so has no {name}; install a newer libcufile (CUDA 12 or later has it)"))
