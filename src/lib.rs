@@ -30,7 +30,7 @@ pub use cache::{
     Builder, Cache, Completion, CompletionQueue, DeviceLease, LayerLoad, Lease, Region, Reservation, RouteStats, Stats,
     TierStats,
 };
-pub use config::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
+pub use config::{Config, CufileMode, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
 pub use error::{Error, Result};
 pub use index::PrefixMatch;
 pub use mover::LayerDone;

@@ -103,3 +103,60 @@ fn a_benchmark_without_a_device_says_why() {
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(said.contains("libcuda.so was not found") || said.contains("cuInit") || said.contains("no GPU"), "{said}");
 }
+
+/// The doubles of the driver's library and of libcufile, which the library's own tests use.
+fn doubles(with_cufile: bool) -> tempfile::TempDir {
+    let built = directory();
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests");
+    let all = [("cuda/libcuda.c", "libcuda.so"), ("cufile/libcufile.c", "libcufile.so.0")];
+    for (source, library) in all.into_iter().take(1 + usize::from(with_cufile)) {
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-pthread", "-o"]).arg(built.path().join(library)).arg(sources.join(source));
+        assert!(compiler.status().expect("Rust links with cc").success(), "{source} does not compile");
+    }
+    built
+}
+
+#[test]
+fn the_way_between_disk_and_device_is_told_with_the_evidence_and_the_fix() {
+    let (both, cuda_only) = (doubles(true), doubles(false));
+    // How libcufile behaves, the exit status where it is wanted, what is found, which way bytes go, and why.
+    let cases = [
+        ("direct", &both, 0, "direct by nvidia-fs; libcufile.so.0 1.15: of 1 reads", "libcufile, straight into", ""),
+        ("compat", &both, 1, "not used: compat mode", "through pinned host memory", "n_posix_reads 1"),
+        ("record", &both, 1, "cuFileHandleRegister: 5027", "through pinned host memory", "/run/udev/data"),
+        ("open", &both, 1, "cuFileDriverOpen has not come back", "through pinned host memory", "cufile.log"),
+        ("direct", &cuda_only, 1, "libcufile.so was not found", "through pinned host memory", "CUDA toolkit"),
+    ];
+    for (mode, doubles, status, found, way, why) in cases {
+        let directory = directory();
+        let output = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+            .args(["doctor", "--json", "--want", "cuda,cufile", "--path", shown(directory.path())])
+            .env("LD_LIBRARY_PATH", doubles.path())
+            .env("CUFILE_DOUBLE", mode)
+            .output()
+            .expect("it starts");
+        let said = text(&output.stderr);
+        if text(&output.stdout).contains("no direct I/O") {
+            println!("SKIPPED: no direct I/O here");
+            return;
+        }
+        assert_eq!(output.status.code(), Some(status), "{mode}: {said}");
+        assert!(status == 0 || said.contains("not on this machine: cufile"), "{mode}: {said}");
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+        let line = |section: &str, what: &str| {
+            let lines = report[section].as_array().expect("a list");
+            lines.iter().find(|line| line["what"] == what).unwrap_or_else(|| panic!("no {what} in {report}")).clone()
+        };
+        let holds = |value: &serde_json::Value, part: &str| value.as_str().unwrap_or_default().contains(part);
+        assert!(holds(&line("device", "cuFile")["found"], found), "{mode}: {report}");
+        assert_eq!(line("device", "cuFile")["there"], status == 0, "{mode}: {report}");
+        for what in ["disk -> device", "device -> disk"] {
+            let route = line("routes", what);
+            assert!(holds(&route["found"], way) || (status == 0 && what == "device -> disk"), "{mode}: {report}");
+            assert!(holds(&route["fix"], why), "{mode}: {report}");
+        }
+        assert!(line("device", "PCI P2PDMA")["found"].is_string() && line("device", "nvidia-fs")["found"].is_string());
+        assert_eq!(directory.path().read_dir().expect("the directory").count(), 0, "nothing is left");
+    }
+}

@@ -103,6 +103,8 @@ async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, 
     let storage = reactor
         .storage(handles, &arena, config.blocking_threads)
         .map_err(|source| Error::io("start the storage engine", "", source))?;
+    let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
+    let device_in_use = gpu.clone();
     let parts = Parts {
         registered: storage.registered(),
         storage,
@@ -115,7 +117,10 @@ async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, 
         // Random, so that nobody can aim keys at one bucket of the index.
         seed: RandomState::new().hash_one(0u64),
     };
-    assemble(config, arena, parts).await
+    let started = assemble(config, arena, parts).await?;
+    // The files are a store by now, which libcufile can be tried on.
+    started.1.open_direct(device_in_use, handles, direct_io).await?;
+    Ok(started)
 }
 
 /// Puts a cache together over any storage and any copy engine.

@@ -13,7 +13,7 @@ pub use pair::pair_segments;
 
 use std::{any::Any, future::Future, sync::Arc, time::Duration};
 
-use crate::error::Result;
+use crate::{block::Segment, error::Result};
 
 /// One contiguous copy.
 #[derive(Debug, Clone, Copy)]
@@ -105,6 +105,17 @@ pub trait CopyEngine: 'static {
     /// Why it cannot copy to and from the device any more, once it cannot.
     fn fault(&self) -> Option<String> {
         None
+    }
+
+    /// The checksum of device memory, in this order, by the device itself. `None` where it cannot; then nothing was
+    /// done. `owner` keeps the memory and is dropped when the device is done with it.
+    fn checksum(
+        &self,
+        segments: &[Segment],
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> impl Future<Output = Option<Result<u64>>> {
+        let _ = (segments, owner);
+        std::future::ready(None)
     }
 
     /// What the batch is expected to take.

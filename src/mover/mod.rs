@@ -8,6 +8,7 @@
 #[cfg(feature = "sim")]
 mod balance;
 mod budget;
+mod direct;
 mod flight;
 mod foreign;
 mod layers;
@@ -32,7 +33,7 @@ pub(crate) use store::Committed;
 pub(crate) use verify::Settled;
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::{Cell, OnceCell, RefCell},
     future::Future,
     rc::Rc,
     sync::Arc,
@@ -40,7 +41,7 @@ use std::{
 
 use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 
-use self::{budget::Budget, records::RecordPages, service::Failures};
+use self::{budget::Budget, direct::Direct, records::RecordPages, service::Failures};
 use crate::{
     block::{BlockKey, Tier},
     copy::CopyEngine,
@@ -91,6 +92,8 @@ pub(crate) struct Mover<S, C> {
     shared: Arc<Shared>,
     storage: S,
     copy: C,
+    /// libcufile, where it is in use.
+    direct: OnceCell<Direct>,
     files: Vec<FileId>,
     budget: Budget,
     records: RefCell<RecordPages>,
@@ -127,6 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             failures: files.iter().map(|_| Failures::default()).collect(),
             settled: Notify::new(),
             begun: Notify::new(),
+            direct: OnceCell::new(),
             files,
             shared,
             storage,

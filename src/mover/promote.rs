@@ -7,6 +7,7 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     Mover,
     budget::{Class, Kind},
+    direct::Tried,
     flight::{Message, Outcome},
     shared::{Filling, Pin, Promotion, Shared},
     verify::{self, Settled, Unverified},
@@ -236,7 +237,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     async fn fill_device(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
         let started = Instant::now();
+        let suspect = match self.fill_device_directly(key, class).await {
+            Tried::Ended(outcome) => return outcome,
+            Tried::Elsewhere => false,
+            Tried::Suspect => true,
+        };
         let Some(source) = self.obtain_host(key, class).await? else { return Ok(None) };
+        if suspect {
+            self.convict_direct();
+        }
         let id = source.id();
         let route = match source.route() {
             Route::DiskToHost => Route::DiskToHostToDevice,
@@ -250,24 +259,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let from = [self.host_segment(source.slot())];
         let to = self.device_segments(filling.slot());
         let (source, filling, result) = self.copy_owned(&from, &to, self.promote_direction(), source, filling).await;
-        let mut state = self.shared.lock();
         if let Err(error) = result {
+            let mut state = self.shared.lock();
             state.index.abort_fill(id, Tier::Device);
             filling.release(&mut state);
             source.release(&mut state);
             drop(state);
             return Err(error);
         }
-        let published = state.index.complete_fill(id, Tier::Device, filling.slot());
-        let pin = if published {
-            filling.published();
-            Pin::take(&self.shared, &mut state, id, Tier::Device, route)
-        } else {
-            filling.release(&mut state);
-            None
-        };
-        source.release(&mut state);
-        drop(state);
+        let checksum = self.shared.lock().host_checksums[source.slot() as usize];
+        let pin = self.shared.publish_device(id, filling, checksum, route, source);
         self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
         Ok(pin)
     }
@@ -353,7 +354,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Segment { ptr: self.shared.host_ptr(slot).as_ptr(), len: self.shared.config.block_bytes }
     }
 
-    fn device_segments(&self, slot: u32) -> Vec<Segment> {
+    pub(super) fn device_segments(&self, slot: u32) -> Vec<Segment> {
         self.device().segments(slot).collect()
     }
 
@@ -423,6 +424,8 @@ impl Shared {
             let limit = self.config.quarantine_max;
             if count > limit {
                 self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
+            } else if u64::from(count) == self.config.disk_blocks() {
+                self.retire_disk(format!("all of its {count} slots are quarantined"));
             }
         }
     }

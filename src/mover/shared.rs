@@ -5,12 +5,16 @@ use std::{
     collections::BTreeSet,
     ops::{Deref, DerefMut},
     ptr::NonNull,
-    sync::{Arc, atomic::AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicI64, AtomicU64, Ordering},
+    },
 };
 
 use tokio::sync::{Notify, oneshot};
 
 use super::{
+    direct::CufileService,
     flight::{Flights, Joined, Message},
     service::DiskService,
     verify::Ticket,
@@ -34,6 +38,9 @@ pub(crate) struct State {
     pub(crate) flights: Flights,
     /// Checksum of the block in each host slot.
     pub(crate) host_checksums: Vec<u64>,
+    /// Likewise in each device slot.
+    pub(super) device_checksums: Vec<u64>,
+    pub(crate) cufile: CufileService,
     /// Generation of the next record.
     pub(crate) generation: u64,
     /// Callers waiting for a slot, per tier.
@@ -62,6 +69,8 @@ pub(crate) struct Shared {
     pub(crate) watch: Notify,
     /// How often it has looked at it.
     pub(super) looks: AtomicU64,
+    /// Requests that libcufile has not given back.
+    pub(super) cufile_stuck: Arc<AtomicI64>,
 }
 
 /// What a look-up came to.
@@ -115,6 +124,8 @@ impl Shared {
             disk,
             flights: Flights::default(),
             host_checksums: vec![0; config.host_blocks as usize],
+            device_checksums: vec![0; config.device_blocks as usize],
+            cufile: CufileService::default(),
             generation,
             slot_waiters: [0; Tier::COUNT],
             disk_service: DiskService::Full,
@@ -133,6 +144,7 @@ impl Shared {
             verified: Notify::new(),
             watch: Notify::new(),
             looks: AtomicU64::new(0),
+            cufile_stuck: Arc::default(),
         }
     }
 
@@ -325,6 +337,12 @@ impl Shared {
     pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
         self.metrics.busy.add(1);
         Error::Busy { what, limit, setting }
+    }
+
+    /// Requests that libcufile has not given back.
+    pub(crate) fn cufile_stuck(&self) -> u64 {
+        // A request that comes back just as it is given up on may be taken off before it is added.
+        u64::try_from(self.cufile_stuck.load(Ordering::SeqCst)).unwrap_or(0)
     }
 
     /// The registered buffer around a host slot.
@@ -560,6 +578,10 @@ impl Pin {
 
     pub(crate) fn slot(&self) -> u32 {
         self.slot
+    }
+
+    pub(crate) fn tier(&self) -> Tier {
+        self.tier
     }
 
     pub(crate) fn route(&self) -> Route {

@@ -100,7 +100,12 @@ impl Shared {
 
     /// Starts or joins the write of a host block to disk. The pin in the answer is not to be dropped under the lock.
     pub(crate) fn begin_write(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
-        let pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
+        let mut pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
+        // Only libcufile spares a block the way through host memory, where there may be no room for it.
+        let from_device = state.cufile.writes && state.device_retired.is_none();
+        if pin.is_none() && from_device && !state.flights.contains(key, Tier::Host) {
+            pin = Pin::take(self, state, id, Tier::Device, Route::DeviceHit);
+        }
         // Without a pin the block is on its way to the host, from the device: when it is there, it can be written.
         let tier = if pin.is_some() || state.flights.contains(key, Tier::Disk) { Tier::Disk } else { Tier::Host };
         let waiters_max = self.config.waiters_max;

@@ -166,13 +166,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Ok(None);
         }
         let id = state.index.insert(job.key, job.parent);
-        let began = state.index.begin_fill(id, Tier::Disk);
-        assert!(began, "resident nowhere, and on no way");
-        let generation = state.generation;
-        state.generation += 1;
-        let slots = state.disk_slots();
-        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
-        let (file, offset) = slots.locate(filling.slot());
+        let place = state.begin_disk_write(id, &filling, checksum);
+        let (file, offset) = place.expect("it is resident nowhere, and on no way");
         // For those who want the same block on disk meanwhile; the one who stores it is answered by the end itself.
         drop(state.flights.begin(&job.key, Tier::Disk));
         Ok(Some(Target { id, filling, file, offset }))

@@ -7,7 +7,7 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     Message, Mover,
     budget::{Class, Kind},
-    shared::{Filling, Pin},
+    shared::{Filling, Pin, State},
     store::Committed,
 };
 use crate::{
@@ -26,11 +26,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn write(self: Rc<Self>, key: BlockKey, pin: Pin, class: Class) {
         let started = Instant::now();
         let pin = Arc::new(pin);
-        let result = self.write_block(&pin, class).await;
+        let (result, route) = match pin.tier() {
+            Tier::Device => self.write_from_device(&key, &pin, class).await,
+            _ => (self.write_block(&pin, class).await, Route::HostToDisk),
+        };
         let outcome = match result {
             Ok(moved) => {
                 if moved {
-                    self.shared.metrics.moved(Route::HostToDisk, self.shared.config.block_bytes, started.elapsed());
+                    self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
                 }
                 Ok(None)
             }
@@ -56,25 +59,27 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// Writes a block that only the device holds: by libcufile, or by way of host memory where that fails.
+    async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>, class: Class) -> (Result<bool>, Route) {
+        if let Some(result) = self.write_directly(pin, class).await {
+            return (result, Route::DeviceToDisk);
+        }
+        let result = match self.obtain_host(key, class).await {
+            Ok(Some(host)) => self.write_block(&Arc::new(host), class).await,
+            Ok(None) => Ok(false),
+            Err(error) => Err(error),
+        };
+        (result, Route::HostToDisk)
+    }
+
     /// True if the block was written, false if it was on disk already or was removed meanwhile.
     async fn write_block(self: &Rc<Self>, pin: &Arc<Pin>, class: Class) -> Result<bool> {
         let slot_bytes = self.shared.config.slot_bytes() as u64;
         let share = self.budget.take(Kind::Write, class, slot_bytes).await;
         let filling = self.shared.acquire(Tier::Disk).await?;
         let id = pin.id();
-        let (file, offset) = {
-            let mut state = self.shared.lock();
-            if !state.index.begin_fill(id, Tier::Disk) {
-                filling.release(&mut state);
-                return Ok(false);
-            }
-            let checksum = state.host_checksums[pin.slot() as usize];
-            let generation = state.generation;
-            state.generation += 1;
-            let slots = state.disk_slots();
-            slots.commit(filling.slot(), id.as_u32(), checksum, generation);
-            slots.locate(filling.slot())
-        };
+        let checksum = self.shared.lock().host_checksums[pin.slot() as usize];
+        let Some((file, offset)) = self.begin_disk_write(id, &filling, checksum) else { return Ok(false) };
         // Both at once: whichever comes first on the medium, a record without its payload is found out
         // by the checksum that it carries. Nobody here sees the block before both have ended.
         let slot = filling.slot();
@@ -100,6 +105,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.write_record(slot).await?;
         }
         Ok(published)
+    }
+
+    /// Enters a block in the books of the disk slot that it is about to be written to; says where that is. `None` if it
+    /// was removed or is there already.
+    pub(super) fn begin_disk_write(&self, id: EntryId, filling: &Filling, checksum: u64) -> Option<(FileId, u64)> {
+        self.shared.lock().begin_disk_write(id, filling, checksum)
     }
 
     fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
@@ -257,4 +268,18 @@ struct SyncWrite {
     receiver: oneshot::Receiver<Message>,
     /// Somebody else began it.
     joined: bool,
+}
+
+impl State {
+    /// As [`Mover::begin_disk_write`].
+    pub(super) fn begin_disk_write(&mut self, id: EntryId, filling: &Filling, checksum: u64) -> Option<(FileId, u64)> {
+        if !self.index.begin_fill(id, Tier::Disk) {
+            return None;
+        }
+        let generation = self.generation;
+        self.generation += 1;
+        let slots = self.disk_slots();
+        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
+        Some(slots.locate(filling.slot()))
+    }
 }

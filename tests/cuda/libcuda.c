@@ -6,11 +6,13 @@
  * finds wrong bytes. The copy kernel is carried out from its descriptions, as the one on the device does.
  *
  * DOUBLE_FAULT makes one thing fail: "init" (no device can be used), "none" (no device), "register" (no memory can be
- * pinned), "alloc" (no device memory). double_stop() makes the device stop, as an illegal access by any kernel does.
+ * pinned), "alloc" (no device memory), "checksum" (the checksum kernel cannot be loaded).
+ * double_stop() makes the device stop, as an illegal access by any kernel does.
  * double_allow(n) lets n more events be reached, and none after them until it is called again.
  */
 #include <limits.h>
 #include <sched.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,13 +21,17 @@
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
        ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304 };
 
-/* A copy, or, with no destination, the wait until the word at `src` has reached the value `len`. */
-typedef struct work { struct work *next; void *dst; const void *src; size_t len; } work;
+typedef struct { uint64_t address, bytes, after; } piece;
+/* A copy; or sums of `len` pieces; or, with no destination, the wait until the word at `src` has reached the value `len`. */
+typedef struct work { struct work *next; void *dst; const void *src; size_t len; const piece *pieces; } work;
 typedef struct { work *first, **last; } stream;
 typedef struct { stream *marked; work *upto; int asked, recorded, reached; } event;
 typedef struct { uint64_t src, dst, len; } tile;
 
 static int polls = 3, dead;
+static uint64_t launches;
+
+uint64_t double_checksum_launches(void) { return launches; }
 
 /* Events that may still be reached. */
 static int allowed = INT_MAX;
@@ -41,10 +47,36 @@ static int is_fault(const char *name) {
 static int put(stream *s, uint64_t dst, uint64_t src, size_t len) {
     if (dead) return ILLEGAL_ADDRESS;
     work *w = malloc(sizeof *w);
-    *w = (work){ NULL, (void *)dst, (const void *)src, len };
+    *w = (work){ NULL, (void *)dst, (const void *)src, len, NULL };
     *s->last = w;
     s->last = &w->next;
     return SUCCESS;
+}
+
+/* CRC-64/NVME bit by bit, without initial value and final inversion, and the product of its field. */
+static uint64_t crc_of(const unsigned char *p, size_t n) {
+    static uint64_t table[256];
+    if (!table[1])
+        for (unsigned v = 0; v < 256; v++) {
+            uint64_t a = v;
+            for (int bit = 0; bit < 8; bit++) a = (a >> 1) ^ (0x9A6C9329AC4BC9B5ull & (0 - (a & 1)));
+            table[v] = a;
+        }
+    uint64_t crc = 0;
+    while (n--) crc = (crc >> 8) ^ table[(crc ^ *p++) & 255];
+    return crc;
+}
+static uint64_t product_of(uint64_t a, uint64_t b) {
+    uint64_t product = 0;
+    for (int bit = 63; bit >= 0; bit--) {
+        if (a >> bit & 1) product ^= b;
+        b = (b >> 1) ^ (0x9A6C9329AC4BC9B5ull & (0 - (b & 1)));
+    }
+    return product;
+}
+static void sum_up(uint64_t *sums, const piece *pieces, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        sums[i] = product_of(crc_of((const unsigned char *)pieces[i].address, pieces[i].bytes), pieces[i].after);
 }
 
 static int is_open(const work *w) {
@@ -55,7 +87,8 @@ static int is_open(const work *w) {
 static void run(stream *s, work *upto) {
     while (s->first) {
         work *w = s->first;
-        if (w->dst) memcpy(w->dst, w->src, w->len);
+        if (w->pieces) sum_up(w->dst, w->pieces, w->len);
+        else if (w->dst) memcpy(w->dst, w->src, w->len);
         else if (!is_open(w)) return;
         s->first = w->next;
         if (!s->first) s->last = &s->first;
@@ -160,11 +193,28 @@ int cuStreamWriteValue32_v2(stream *s, uint64_t address, uint32_t value, unsigne
     return SUCCESS;
 }
 int cuLaunchHostFunc(stream *s, void (*f)(void *), void *arg) { run(s, NULL); f(arg); return SUCCESS; }
-int cuModuleLoadData(void **m, const void *image) { *m = (void *)1; return strstr(image, ".entry kvhoist_copy(") ? SUCCESS : INVALID_VALUE; }
+int cuModuleLoadData(void **m, const void *image) {
+    int copy = strstr(image, ".entry kvhoist_copy(") != NULL, checksum = strstr(image, ".entry kvhoist_checksum(") != NULL;
+    *m = (void *)(uint64_t)(copy ? 1 : 2);
+    return copy || (checksum && !is_fault("checksum")) ? SUCCESS : INVALID_VALUE;
+}
 int cuModuleUnload(void *m) { (void)m; return SUCCESS; }
-int cuModuleGetFunction(void **f, void *m, const char *name) { (void)m; *f = (void *)2; return strcmp(name, "kvhoist_copy") ? NOT_FOUND : SUCCESS; }
+int cuModuleGetFunction(void **f, void *m, const char *name) {
+    *f = m;
+    return strcmp(name, m == (void *)1 ? "kvhoist_copy" : "kvhoist_checksum") ? NOT_FOUND : SUCCESS;
+}
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, stream *s, void **params, void **extra) {
-    (void)f; (void)gy; (void)gz; (void)by; (void)bz; (void)shared; (void)extra;
+    (void)gy; (void)gz; (void)by; (void)bz; (void)shared; (void)extra;
+    if (f == (void *)2) {
+        if (gx == 0 || bx != 256) return INVALID_VALUE;
+        const piece *pieces = *(const piece **)params[0];
+        for (unsigned i = 0; i < *(unsigned *)params[1]; i++)
+            if (pieces[i].address % 16 || pieces[i].bytes % 512) return INVALID_VALUE;
+        int result = put(s, *(uint64_t *)params[2], 0, *(unsigned *)params[1]);
+        if (result == SUCCESS) ((work *)((char *)s->last - offsetof(work, next)))->pieces = pieces;
+        if (result == SUCCESS) launches++;
+        return result;
+    }
     const tile *tiles = *(const tile **)params[0];
     unsigned count = *(unsigned *)params[1];
     if (gx == 0 || bx != 512) return INVALID_VALUE;

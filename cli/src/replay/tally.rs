@@ -79,8 +79,8 @@ impl Tally {
 /// The tier that a route's bytes came from.
 pub fn tier_of(route: Route) -> Tier {
     match route {
-        Route::DeviceHit | Route::DeviceToHost => Tier::Device,
-        Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToRegion => Tier::Disk,
+        Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk => Tier::Device,
+        Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice | Route::DiskToRegion => Tier::Disk,
         Route::HostHit | Route::HostToDevice | Route::CallerToHost | Route::HostToDisk | Route::RegionToDisk => {
             Tier::Host
         }

@@ -9,12 +9,14 @@
 //! task.
 
 mod calibrate;
+mod checksum;
 mod launch;
 mod method;
 
 pub use method::{Calibration, CopyMethod};
 
 use std::{
+    any::Any,
     cell::{Cell, RefCell},
     collections::VecDeque,
     ops::Range,
@@ -25,9 +27,13 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use self::launch::{Launched, Launcher, Ops};
+use self::{
+    checksum::Checksums,
+    launch::{Launched, Launcher, Ops},
+};
 use super::{CopyBatch, CopyEngine, CopyOp, Direction, Memcpy};
 use crate::{
+    block::Segment,
     error::{Error, Result},
     gpu::{Fault, Gpu, HostPin, Stream},
     tier::arena::Arena,
@@ -69,6 +75,8 @@ pub struct CudaCopy {
 
 struct Inner {
     // Dropped in this order: `Drop` has waited for the streams by then.
+    /// `None` where the kernel could not be loaded.
+    checksums: Option<Checksums>,
     lanes: [RefCell<Lane>; 2],
     launcher: Launcher,
     /// Host memory that the device knows.
@@ -131,7 +139,15 @@ impl CudaCopy {
             let streams = streams.collect::<std::result::Result<_, Fault>>().map_err(unavailable)?;
             Ok(RefCell::new(Lane { direction, waiting: VecDeque::new(), streams }))
         };
+        let checksums = match gpu.device().host_addresses {
+            // The kernel reads descriptions by the host's own addresses.
+            true => Checksums::new(gpu).map_err(|error| {
+                tracing::warn!(%error, "the device cannot verify blocks; what libcufile brings is copied to the host for that");
+            }),
+            false => Err(()),
+        };
         let inner = Inner {
+            checksums: checksums.ok(),
             lanes: [lane(Direction::HostToDevice)?, lane(Direction::DeviceToHost)?],
             launcher,
             pinned,
@@ -143,6 +159,12 @@ impl CudaCopy {
             gpu: Arc::clone(gpu),
         };
         Ok(CudaCopy { inner: Rc::new(inner), host: Memcpy::new() })
+    }
+
+    fn start_polling(&self) {
+        if !self.inner.polling.replace(true) {
+            tokio::task::spawn_local(Rc::clone(&self.inner).poll());
+        }
     }
 
     /// What was measured.
@@ -196,10 +218,14 @@ impl CopyEngine for CudaCopy {
             // Nothing to wait for. What comes while this one is under way goes together.
             self.inner.turn(&mut lane.borrow_mut());
         }
-        if !self.inner.polling.replace(true) {
-            tokio::task::spawn_local(Rc::clone(&self.inner).poll());
-        }
+        self.start_polling();
         answered.await.expect("the engine answers every batch it took before it goes")
+    }
+
+    async fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+        let answered = self.inner.checksums.as_ref()?.ask(segments, owner)?;
+        self.start_polling();
+        Some(answered.await.expect("the engine answers everything it took before it goes"))
     }
 
     fn fault(&self) -> Option<String> {
@@ -228,6 +254,9 @@ impl Inner {
             let mut busy = false;
             for lane in &self.lanes {
                 busy |= self.turn(&mut lane.borrow_mut());
+            }
+            if let Some(checksums) = &self.checksums {
+                busy |= checksums.turn(|fault| self.note(fault));
             }
             if busy {
                 last = Instant::now();

@@ -561,3 +561,47 @@ fn a_store_of_a_block_that_comes_from_the_device_is_written() {
         finish(cache, reactor).await;
     });
 }
+
+#[test]
+fn the_end_of_a_cache_flushes_what_was_overdue() {
+    sim::block_on(async {
+        let settings = Config { write_policy: WritePolicy::WriteBack, ..config() };
+        let (cache, reactor, disk) = open(settings.clone()).await;
+        for n in 0..3 {
+            store(&cache, n).await.expect("stored");
+        }
+        disk.script_next(OpKind::Write, Fault::Stall);
+        drop(cache);
+        tokio::time::sleep(DEADLINE * 3).await;
+        assert_eq!(disk.stalled(), 1, "a block is being written, and nobody waits for it any longer");
+        disk.release();
+        reactor.ended().await;
+        let world = World::new(3, disk.crash());
+        let Simulated { cache, reactor } = sim::open(settings, &world).await.expect("a store that was closed opens");
+        for n in 0..3 {
+            assert!(fetch(&cache, n).await.expect("served"), "block {n} was stored before the end");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_disk_tier_without_a_good_slot_is_out_of_service() {
+    sim::block_on(async {
+        let disks = vec![DiskPath { path: "simulated".into(), blocks: 2 }];
+        let (cache, reactor, disk) = open(Config { disks, host_blocks: 1, ..config() }).await;
+        for n in 0..2 {
+            store(&cache, n).await.expect("stored");
+        }
+        disk.set_rates(FaultRates { read_error: 1.0, ..FaultRates::default() });
+        for n in 0..2 {
+            let result = fetch(&cache, n).await;
+            assert!(matches!(result, Err(Error::Io { op: "read", .. })), "{result:?}");
+        }
+        let reason = cache.stats().disk_retired;
+        assert!(reason.as_deref().is_some_and(|reason| reason.contains("all of its 2 slots")), "{reason:?}");
+        let (stored, took) = elapsed(store(&cache, 4)).await;
+        assert!(matches!(stored, Err(Error::Unavailable { .. })) && took < DEADLINE, "{stored:?} after {took:?}");
+        finish(cache, reactor).await;
+    });
+}

@@ -5,7 +5,7 @@ use std::ops::Range;
 use kvhoist_simulation::{LAYERED_SEEDS, Report, STRAIGHT_SEEDS, run};
 
 /// Seeds in which something was wrong once, and what.
-const NAMED: [(u64, &str); 10] = [
+const NAMED: [(u64, &str); 12] = [
     (0, "a disk slot was given back twice when the write that filled it was dropped"),
     (309, "the books counted a removed parent as held"),
     (463, "a load and the promotion that it joined waited for each other"),
@@ -14,6 +14,8 @@ const NAMED: [(u64, &str); 10] = [
     (20870, "a block that was removed while its disk slot was read kept its record"),
     (27529, "a block that was removed while it was written left a record"),
     (45171, "a removed block, given up before because of a read error, left its record"),
+    (63097, "writes waited for a slot of a disk tier whose slots were all quarantined"),
+    (71299, "the end of a cache flushed before the writes that were overdue had ended"),
     (35415, "a store that joined the write of a removed block was acknowledged, and its own block evicted unwritten"),
     (1345, "a block that was removed while its bad copy was read was looked up once more"),
 ];
