@@ -126,6 +126,8 @@ impl Bench {
     }
 
     fn by_function(&self, bytes: usize) -> io::Result<()> {
+        /// # Safety
+        /// For a count of a [`Told`], once.
         unsafe extern "C" fn tell(told: *mut c_void) {
             // SAFETY: the count that `by_function` gave away.
             let told = unsafe { Arc::from_raw(told.cast::<Told>()) };

@@ -180,7 +180,8 @@ fn layers_are_complete_one_by_one() {
 #[test]
 fn long_layers_do_not_wait_for_each_other() {
     with_double("layers::long_layers_do_not_wait_for_each_other", "", || {
-        let block_bytes = BLOCKS * BLOCK_BYTES * 4;
+        // 2.25 MiB a layer: three of them are under way at once, and two would be more than go together.
+        let block_bytes = BLOCKS * BLOCK_BYTES * 9 / 4;
         let settings = Config { block_bytes, device_layout: None, ..config(1) };
         let cache = block_on(Cache::open(settings)).expect("the double is a device");
         let gpu = Gpu::open(0).expect("the double is a device");

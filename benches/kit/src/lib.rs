@@ -5,6 +5,7 @@
 //!
 //! `kvhoist bench` and the benches of the library are thin on top of it. Not for use elsewhere.
 
+mod cufile;
 pub mod drive;
 pub mod measure;
 pub mod pattern;

@@ -87,22 +87,55 @@ impl Lane {
 pub fn pread_and_copy(places: Places<'_>) -> io::Result<Entrant<'_>> {
     let gpu = Gpu::open(0).map_err(other)?;
     let lanes = (0..THREADS).map(|_| Lane::new(&gpu, places.block_bytes)).collect::<io::Result<Vec<_>>>()?;
-    Ok(Entrant::new(format!("pread + cuMemcpy, {THREADS} threads"), move |round| {
+    let one = move |lane: &Lane, block: u64| lane.bring(places, block);
+    let look = |lane: &Lane| check_on_device(&lane.buffer);
+    Ok(threads(format!("pread + cuMemcpy, {THREADS} threads"), gpu, places, lanes, one, look))
+}
+
+/// Reads a block back from the device and checks that it is one. The context is current.
+///
+/// # Errors
+/// What was found.
+pub fn check_on_device(buffer: &DeviceBuffer) -> io::Result<()> {
+    let mut bytes = vec![0_u8; buffer.bytes()];
+    let from = buffer.base().as_ptr().expose_provenance() as u64;
+    // SAFETY: two ranges of that length, and nothing is on its way to either.
+    let copied = unsafe { sys::cuMemcpyDtoH_v2(bytes.as_mut_ptr().cast(), from, bytes.len()) };
+    if copied != sys::CUresult::CUDA_SUCCESS {
+        return Err(other(format!("cuMemcpyDtoH: {copied:?}")));
+    }
+    check_stamped(&bytes)
+}
+
+/// Threads that each bring one block after the other by `one`, in a random order over all of them; `look` checks what
+/// each of them brought last, after the measured time.
+pub fn threads<'a, L: Sync + 'a>(
+    name: String,
+    gpu: Arc<Gpu>,
+    places: Places<'a>,
+    lanes: Vec<L>,
+    one: impl Fn(&L, u64) -> io::Result<()> + Sync + 'a,
+    look: impl Fn(&L) -> io::Result<()> + 'a,
+) -> Entrant<'a> {
+    Entrant::new(name, move |round| {
         // An order of its own, as the cache's.
         let order: Vec<u64> = shuffled(round ^ (1 << 32), places.blocks).collect();
         let next = AtomicUsize::new(0);
-        let run = |lane: &Lane| {
+        let run = |lane: &L| {
             gpu.make_current().map_err(other)?;
             while let Some(&block) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                lane.bring(places, block)?;
+                one(lane, block)?;
             }
             Ok(())
         };
-        measured(places.blocks * places.block_bytes as u64, || {
+        let sample = measured(places.blocks * places.block_bytes as u64, || {
             std::thread::scope(|scope| {
                 let threads: Vec<_> = lanes.iter().map(|lane| scope.spawn(|| run(lane))).collect();
                 threads.into_iter().try_for_each(|thread| thread.join().expect("a peer does not panic"))
             })
-        })
-    }))
+        })?;
+        gpu.make_current().map_err(other)?;
+        lanes.iter().try_for_each(&look)?;
+        Ok(sample)
+    })
 }

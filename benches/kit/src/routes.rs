@@ -20,6 +20,7 @@ use kvhoist::{
 use tempfile::TempDir;
 
 use crate::{
+    cufile,
     drive::{check_on_device, each, fetch_stamped, key, measured, other, run_local, store_stamped, to_device},
     measure::{Entrant, Sample, Series, interleave_told, ratio, table},
     pattern::{shuffled, stamp},
@@ -193,6 +194,10 @@ impl<'a> World<'a> {
         if let Way::DiskToDevice(DeviceKind::Cuda) = way {
             let places = Places { file: &file, data_offset, block_bytes, blocks };
             entrants.push(peers::pread_and_copy(places)?);
+            match cufile::read(places) {
+                Ok(peer) => entrants.push(peer),
+                Err(why) => eprintln!("cuFileRead does not take part: {why}"),
+            }
         }
         let series = interleave_told(rounds, &mut entrants, told)?;
         if let Way::DiskToDevice(_) = way {

@@ -231,8 +231,8 @@ impl Launcher {
         }
     }
 
-    /// Pins buffers for as many launches as are ever under way at once: later, pinning could have to wait for the device,
-    /// and the device for us, at a layer that a stream waits for.
+    /// Pins buffers for as many launches as are ever under way at once: later, pinning could have to wait for the
+    /// device, and the device for us, at a layer that a stream waits for.
     pub(super) fn reserve(&self, launches: usize) {
         if self.kernel.is_none() {
             return;

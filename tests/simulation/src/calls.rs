@@ -2,13 +2,18 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Error, Segment, Tier};
+use kvhoist::{BlockKey, Cache, Error, Segment, Tier};
 
 use crate::{
     caller::{Caller, End, Kept},
     cancel::Cancel,
+    context::Context,
+    foreign::Memory,
     model::{Began, RemoveEnd, StoreEnd},
 };
+
+/// Layers of a load that goes layer by layer.
+const LAYERS: usize = 3;
 
 pub async fn store(caller: &mut Caller, cancel: Cancel) -> End {
     let block = caller.draw_block();
@@ -206,7 +211,14 @@ pub async fn load(caller: &mut Caller, cancel: Cancel) -> End {
     (0..blocks.len()).for_each(|at| caller.memory.clear(at));
     caller.context.say(|| format!("caller {} loads {blocks:?}", caller.number));
     let began: Vec<Began> = blocks.iter().map(|&block| caller.context.model.borrow().begin(block)).collect();
-    let results = match caller.run_call(cancel, caller.cache.load_into(&keys, &segments)).await {
+    let loaded = match caller.context.plan.layered {
+        true => {
+            let load = load_by_layer(&caller.cache, &caller.memory, &caller.context, &blocks, &keys);
+            caller.run_call(cancel, load).await
+        }
+        false => caller.run_call(cancel, caller.cache.load_into(&keys, &segments)).await,
+    };
+    let results = match loaded {
         Some(Ok(results)) => results,
         Some(Err(error)) => return End::Error(error),
         None => {
@@ -236,6 +248,27 @@ pub async fn load(caller: &mut Caller, cancel: Cancel) -> End {
         }
     }
     End::Done(code)
+}
+
+/// What is said of every layer holds at that moment.
+async fn load_by_layer(
+    cache: &Cache,
+    memory: &Memory,
+    context: &Context,
+    blocks: &[usize],
+    keys: &[BlockKey],
+) -> Result<Vec<Result<bool, Error>>, Error> {
+    let segments: Vec<_> = (0..blocks.len()).map(|at| memory.layers(at, LAYERS)).collect();
+    let load = cache.load_layers(keys, &segments, &std::array::from_fn::<usize, LAYERS, _>(|layer| layer)).await?;
+    for layer in 0..LAYERS {
+        let done = load.layer(layer).await?;
+        for (at, &block) in blocks.iter().enumerate().take(done.leading) {
+            if !memory.holds_layer(at, layer, LAYERS, &context.plan.universe.block(block).payload) {
+                context.fail(format!("layer {layer} of block {block} is said to be there and is not"));
+            }
+        }
+    }
+    Ok(load.blocks().await)
 }
 
 pub async fn store_from(caller: &mut Caller, cancel: Cancel) -> End {

@@ -81,6 +81,25 @@ impl Memory {
         cuts.windows(2).map(|cut| Segment { ptr: start.wrapping_add(cut[0]), len: cut[1] - cut[0] }).collect()
     }
 
+    /// The place of block `at`, in as many segments as there are `layers`, the same in every block.
+    pub fn layers(&self, at: usize, layers: usize) -> Vec<Segment> {
+        let (start, len) = (self.place(at), self.block_bytes / layers);
+        let segment = |layer: usize| {
+            let end = if layer + 1 == layers { self.block_bytes } else { (layer + 1) * len };
+            Segment { ptr: start.wrapping_add(layer * len), len: end - layer * len }
+        };
+        (0..layers).map(segment).collect()
+    }
+
+    /// Whether block `at` has the bytes of a layer, of so many.
+    pub fn holds_layer(&self, at: usize, layer: usize, layers: usize, data: &[u8]) -> bool {
+        let segment = self.layers(at, layers)[layer];
+        let offset = segment.ptr.addr() - self.place(at).addr();
+        // SAFETY: the range is in the memory, initialized, and no copy of this layer is under way any longer.
+        let found = unsafe { std::slice::from_raw_parts(segment.ptr, segment.len) };
+        found == &data[offset..offset + segment.len]
+    }
+
     pub fn fill(&mut self, at: usize, data: &[u8]) {
         assert_eq!(data.len(), self.block_bytes, "one block");
         // SAFETY: the range is in the memory (`place` checks), and no call is under way on it.

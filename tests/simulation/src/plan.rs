@@ -88,6 +88,8 @@ impl Call {
 pub struct Plan {
     pub level: Level,
     pub config: Config,
+    /// Loads go layer by layer.
+    pub layered: bool,
     pub universe: Universe,
     pub rates: FaultRates,
     pub copy_failure: f64,
@@ -104,12 +106,15 @@ pub struct Plan {
 /// Seeds from here on are runs with [`Config::bypass_host`].
 pub const STRAIGHT_SEEDS: u64 = 1_000_000;
 
+/// Seeds from here on are runs whose loads go layer by layer.
+pub const LAYERED_SEEDS: u64 = 2_000_000;
+
 impl Plan {
     pub fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let level = pick(&mut rng, &[Level::Calm, Level::Crashes, Level::Errors, Level::Errors, Level::Lies]);
         let (rates, copy_failure) = rates(&mut rng, level);
-        let config = Config { bypass_host: seed >= STRAIGHT_SEEDS, ..config(&mut rng, level) };
+        let config = Config { bypass_host: (STRAIGHT_SEEDS..LAYERED_SEEDS).contains(&seed), ..config(&mut rng, level) };
         let slots = config.disk_blocks().max(u64::from(config.host_blocks));
         // Half of the runs have room for all.
         let blocks = if rng.chance(0.5) { rng.between(2, slots.max(2)) } else { rng.between(2, 2 * slots + 8) };
@@ -126,6 +131,7 @@ impl Plan {
             calls_each: rng.between(5, 50),
             habits: habits(&mut rng, &config),
             config,
+            layered: seed >= LAYERED_SEEDS,
             universe,
             rng,
         }

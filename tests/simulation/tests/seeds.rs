@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvhoist_simulation::{Report, STRAIGHT_SEEDS, run};
+use kvhoist_simulation::{LAYERED_SEEDS, Report, STRAIGHT_SEEDS, run};
 
 /// Seeds in which something was wrong once, and what.
 const NAMED: [(u64, &str); 12] = [
@@ -23,7 +23,7 @@ const NAMED: [(u64, &str); 12] = [
 /// `KVHOIST_SEEDS=FROM..TO` runs others.
 fn seeds() -> Vec<Range<u64>> {
     let Ok(text) = std::env::var("KVHOIST_SEEDS") else {
-        return vec![0..300, STRAIGHT_SEEDS..STRAIGHT_SEEDS + 100];
+        return vec![0..300, STRAIGHT_SEEDS..STRAIGHT_SEEDS + 100, LAYERED_SEEDS..LAYERED_SEEDS + 100];
     };
     let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
     vec![range.expect("KVHOIST_SEEDS is FROM..TO")]
