@@ -6,6 +6,8 @@
  * here: more transfers than the batch was set up for, a batch of more than 64 in compat mode, a handle or a buffer that
  * is forgotten while it is in use.
  *
+ * Files must be open with O_DIRECT (5020) and without O_NOFOLLOW (5019), as for the real one.
+ *
  * CUFILE_DOUBLE says how it behaves:
  *   direct    as nvidia-fs does: the statistics count n_nvfs_reads
  *   p2p       the same by PCI peer-to-peer
@@ -28,6 +30,7 @@
  */
 #define _GNU_SOURCE
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -113,6 +116,9 @@ result cuFileHandleRegister(void **h, description *d) {
     if (is("record")) return fail(5027);
     if (is("register")) wait_released();
     if (d->type != 1) return fail(5018);
+    int flags = fcntl(d->u.fd, F_GETFL);
+    if (flags & O_NOFOLLOW) return fail(5019);
+    if (!(flags & O_DIRECT)) return fail(5020);
     handle *mine = calloc(1, sizeof *mine);
     mine->fd = d->u.fd;
     *h = mine;
