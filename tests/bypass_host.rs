@@ -2,9 +2,7 @@
 
 mod common;
 
-use std::{fs, os::unix::fs::FileExt};
-
-use common::{config, directory, key, payload, store_file};
+use common::{config, damage, directory, key, payload};
 use kvhoist::{Cache, Config, Region, Segment, StorageKind, Tier, WritePolicy, block_on, io::AlignedBuf};
 use tempfile::TempDir;
 
@@ -138,13 +136,7 @@ fn a_damaged_block_is_found_out_in_the_pool_and_never_served() {
     block_on(cache.close()).expect("close");
     drop(region);
 
-    // One bit of the second segment of block 5, wherever it lies.
-    let file = fs::OpenOptions::new().read(true).write(true).open(store_file(&dir)).expect("the store");
-    let (bytes, damaged) = (fs::read(store_file(&dir)).expect("the store"), payload(5, BLOCK));
-    let at = (0..bytes.len()).step_by(4096).find(|&at| bytes[at..].starts_with(&damaged)).expect("block 5 is there");
-    let at = at + SEGMENT + 100;
-    file.write_all_at(&[bytes[at] ^ 4], at as u64).expect("damaged");
-
+    damage(&dir, &payload(5, BLOCK));
     let cache = block_on(Cache::open(settings)).expect("open again");
     let region = pool.register(&cache);
     pool.clear();

@@ -154,8 +154,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             limit,
             stuck: Arc::clone(&shared.cufile_stuck),
         };
-        // SAFETY: the probe is a slot that nobody else has and that `probe_owner` keeps; all of it lies in the pool, which
-        // `shared` keeps.
+        // SAFETY: the probe is a slot that nobody else has and that `probe_owner` keeps; all of it lies in the pool,
+        // which `shared` keeps.
         let opened = unsafe { Cufile::open(setup).await }?;
         // Every file was read into the same place: what is there now is the start of the last one.
         let wanted = AlignedBuf::zeroed(PROBE_BYTES);
@@ -192,7 +192,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let id = pin.id();
         let parts = self.parts(filling.slot(), offset);
         let reading: Reading = (pin, filling);
-        // SAFETY: the device slot is unpublished and travels as owner, as does the pin on the disk slot; both keep the pool.
+        // SAFETY: the device slot is unpublished and travels as owner, as does the pin on the disk slot; both keep the
+        // pool.
         let ended = unsafe { direct.cufile.transfer(OpKind::Read, file, parts, Box::new(reading)).await };
         drop(share);
         let (pin, filling) = match ended {

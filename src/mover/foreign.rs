@@ -11,7 +11,7 @@ use std::{
 
 use tokio::sync::Notify;
 
-use super::{Mover, budget::Class, store::Committed, straight::Straight};
+use super::{Mover, budget::Class, promote::Next, store::Committed, straight::Straight};
 use crate::{
     block::{BlockKey, Segment, Tier},
     copy::{CopyBatch, CopyEngine, Direction, pair_segments},
@@ -129,11 +129,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Straight::Ended(result) => return result,
             Straight::Elsewhere(job) => job,
         };
-        let Some(pin) = self.obtain_host(&job.key, Class::Read).await? else { return Ok(false) };
-        let direction = match job.memory() {
-            RegionMemory::Host => Direction::HostToHost,
-            RegionMemory::Device => self.promote_direction(),
+        let (direction, next) = match job.memory() {
+            RegionMemory::Host => (Direction::HostToHost, Next::Elsewhere),
+            RegionMemory::Device => (self.promote_direction(), Next::Device),
         };
+        let Some(pin) = self.obtain_host(&job.key, Class::Read, next).await? else { return Ok(false) };
         let ops = pair_segments(&[self.host_segment(pin.slot())], &job.segments)?;
         // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
         // promised at registration not to touch a segment while it is loaded. All guards travel.

@@ -37,6 +37,13 @@ enum Source {
     Gone,
 }
 
+/// Where a block goes from host memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Next {
+    Device,
+    Elsewhere,
+}
+
 /// What reading a block came to.
 enum Read {
     /// A pin on it, or nothing: no checksum is wanted.
@@ -91,9 +98,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Fills a host slot, and verifies it here: for those on the reactor, and where nobody waits.
-    async fn fill_host(&self, key: &BlockKey, class: Class) -> Outcome {
+    async fn fill_host(&self, key: &BlockKey, class: Class, next: Next) -> Outcome {
         match self.read_host(key, class).await? {
             Read::Ended(pin) => Ok(pin),
+            Read::Unverified(unverified) if next == Next::Device => self.verify_by_device(unverified).await,
             Read::Unverified(unverified) => self.verify_here(unverified).await,
         }
     }
@@ -121,6 +129,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
         let matches = self.checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
         self.shared.finish_read(unverified, matches)
+    }
+
+    /// The device sums up a block in host memory that goes to it next, where it can: that costs this thread nothing. What
+    /// does not match is summed up here before anything is concluded from it.
+    async fn verify_by_device(&self, unverified: Unverified) -> Outcome {
+        let (segment, wanted) = (self.host_segment(unverified.filling.slot()), unverified.checksum);
+        let owner = Arc::new(unverified);
+        let found = self.copy.checksum_host(segment, Arc::clone(&owner) as _).await;
+        let unverified = Arc::into_inner(owner).expect("the engine keeps no owner");
+        match found {
+            Some(Ok(found)) if found == wanted => self.shared.finish_read(unverified, true),
+            _ => self.verify_here(unverified).await,
+        }
     }
 
     /// Fills a host slot, and leaves it to those who wait for it to verify it.
@@ -242,7 +263,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Tried::Elsewhere => false,
             Tried::Suspect => true,
         };
-        let Some(source) = self.obtain_host(key, class).await? else { return Ok(None) };
+        let Some(source) = self.obtain_host(key, class, Next::Device).await? else { return Ok(None) };
         if suspect {
             self.convict_direct();
         }
@@ -274,7 +295,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Pins `key` in host memory, promoting it first where it must be.
-    pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
+    pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class, next: Next) -> Outcome {
         loop {
             let (receiver, joined) = match self.shared.promote(key, Tier::Host)?.0 {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
@@ -287,7 +308,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 // A movement of its own: it may be overdue, and then we go on without it.
                 let (this, key) = (Rc::clone(self), *key);
                 self.spawn(async move {
-                    let outcome = this.fill_host(&key, class).await;
+                    let outcome = this.fill_host(&key, class, next).await;
                     this.land(&key, Tier::Host, outcome);
                 });
             }

@@ -7,6 +7,7 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     Message, Mover,
     budget::{Class, Kind},
+    promote::Next,
     shared::{Filling, Pin, State},
     store::Committed,
 };
@@ -64,7 +65,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let Some(result) = self.write_directly(pin, class).await {
             return (result, Route::DeviceToDisk);
         }
-        let result = match self.obtain_host(key, class).await {
+        let result = match self.obtain_host(key, class, Next::Elsewhere).await {
             Ok(Some(host)) => self.write_block(&Arc::new(host), class).await,
             Ok(None) => Ok(false),
             Err(error) => Err(error),

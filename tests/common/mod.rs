@@ -76,6 +76,15 @@ pub fn store_file(directory: &TempDir) -> PathBuf {
     directory.path().join("kvhoist.store")
 }
 
+/// Flips a bit in the middle of what is on disk of a block that begins with `payload`.
+pub fn damage(directory: &TempDir, payload: &[u8]) {
+    let file = std::fs::OpenOptions::new().read(true).write(true).open(store_file(directory)).expect("the store");
+    let bytes = std::fs::read(store_file(directory)).expect("the store");
+    let start = (0..bytes.len()).step_by(4096).find(|&at| bytes[at..].starts_with(payload)).expect("it is there");
+    let at = start + payload.len() / 2 + 100;
+    std::os::unix::fs::FileExt::write_all_at(&file, &[bytes[at] ^ 4], at as u64).expect("the store can be written");
+}
+
 /// Fetches and compares every byte; true if it was there.
 pub async fn fetch_verified(cache: &Cache, n: u64) -> bool {
     match cache.fetch(&key(n)).await.expect("fetch") {

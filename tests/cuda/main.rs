@@ -130,6 +130,47 @@ fn many_at_once_are_right() {
     });
 }
 
+/// Blocks from disk to the device, one of which is damaged; how often the device was asked for checksums.
+fn damaged_block_is_a_miss() -> u64 {
+    let directory = common::directory();
+    let settings = Config {
+        device: DeviceKind::Cuda,
+        device_blocks: 4,
+        ..common::config(&directory, kvhoist::StorageKind::Auto, 8, 32)
+    };
+    let cache = block_on(Cache::open(settings.clone())).expect("the double is a device");
+    (0..16).for_each(|n| block_on(common::store(&cache, n)));
+    block_on(cache.close()).expect("close");
+    common::damage(&directory, &payload(5, BLOCK_BYTES));
+    let cache = block_on(Cache::open(settings)).expect("the double is a device");
+    for n in 0..16 {
+        let lease = block_on(cache.fetch_to_device(&key(n))).expect("served");
+        assert_eq!(lease.is_some(), n != 5, "block {n}");
+        if let Some(lease) = lease {
+            let bytes = block_on(cache.read_device(&lease, Vec::new())).expect("read");
+            assert!(bytes == payload(n, BLOCK_BYTES), "block {n}");
+        }
+    }
+    let stats = cache.stats();
+    assert_eq!((stats.checksum_failures, stats.quarantined), (1, 1));
+    block_on(cache.close()).expect("close");
+    // SAFETY: the function of this name takes nothing and gives a number.
+    unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn() -> u64>(of_double(c"double_checksum_launches"))()
+    }
+}
+
+#[test]
+fn blocks_from_disk_are_verified_by_the_device() {
+    with_double("blocks_from_disk_are_verified_by_the_device", "", || assert!(damaged_block_is_a_miss() >= 16));
+}
+
+#[test]
+fn a_device_without_the_checksum_kernel_leaves_it_to_the_processor() {
+    let name = "a_device_without_the_checksum_kernel_leaves_it_to_the_processor";
+    with_double(name, "checksum", || assert_eq!(damaged_block_is_a_miss(), 0));
+}
+
 #[test]
 fn a_pool_of_the_caller_is_filled_and_stored_from() {
     with_double("a_pool_of_the_caller_is_filled_and_stored_from", "", || {

@@ -72,7 +72,8 @@ fn every_size_and_alignment_arrives_and_nothing_beside_it() {
     let (host, tasks) = (Host::new(), LocalSet::new());
     let pool = Pool::new(&gpu, HOST_BYTES / 2);
     let data = payload(1, HOST_BYTES / 2);
-    for (name, engine) in engines(&gpu, &host) {
+    // All of them live to the end: the first has pinned the memory for the others.
+    for (name, engine) in &engines(&gpu, &host) {
         for (bytes, from, to) in shapes() {
             let what = format!("{name}: {bytes} bytes from {from} to {to}");
             let mut expected = vec![UNTOUCHED; to + bytes + 64];
@@ -80,13 +81,13 @@ fn every_size_and_alignment_arrives_and_nothing_beside_it() {
             host.half(0)[..from + bytes].copy_from_slice(&data[..from + bytes]);
             pool.write(&vec![UNTOUCHED; to + bytes + 64]);
             let (src, dst) = (host.at(0, from), pool.base().wrapping_add(to));
-            copy(&engine, &tasks, vec![CopyOp { src, dst, len: bytes }], Direction::HostToDevice);
+            copy(engine, &tasks, vec![CopyOp { src, dst, len: bytes }], Direction::HostToDevice);
             assert_same(&pool.read()[..expected.len()], &expected, &format!("{what}, to the device"));
             // And back: from an odd place on the device to another one in host memory.
             pool.write(&data[..from + bytes]);
             host.half(1)[..expected.len()].fill(UNTOUCHED);
             let (src, dst) = (pool.base().wrapping_add(from), host.at(1, to));
-            copy(&engine, &tasks, vec![CopyOp { src, dst, len: bytes }], Direction::DeviceToHost);
+            copy(engine, &tasks, vec![CopyOp { src, dst, len: bytes }], Direction::DeviceToHost);
             assert_same(&host.half(1)[..expected.len()], &expected, &format!("{what}, from the device"));
         }
     }
@@ -99,7 +100,8 @@ fn scattered_copies_all_arrive() {
     let (host, tasks) = (Host::new(), LocalSet::new());
     let pool = Pool::new(&gpu, HOST_BYTES / 2);
     let mut rng = Rng(common::seed());
-    for (name, engine) in engines(&gpu, &host) {
+    // All of them live to the end: the first has pinned the memory for the others.
+    for (name, engine) in &engines(&gpu, &host) {
         for bytes in [1, 17, 100, 4096, 16_384] {
             let count = ((16 << 20_usize) / (bytes + 8)).min(20_000);
             let data = payload(rng.next(), HOST_BYTES / 2);
@@ -123,9 +125,9 @@ fn scattered_copies_all_arrive() {
             let back =
                 |at: usize| CopyOp { src: pool.base().wrapping_add(to(at)), dst: host.at(1, from(at)), len: bytes };
             let what = format!("{name}: {count} copies of {bytes} bytes");
-            copy(&engine, &tasks, (0..count).map(there).collect(), Direction::HostToDevice);
+            copy(engine, &tasks, (0..count).map(there).collect(), Direction::HostToDevice);
             assert_same(&pool.read(), &expected, &what);
-            copy(&engine, &tasks, (0..count).map(back).collect(), Direction::DeviceToHost);
+            copy(engine, &tasks, (0..count).map(back).collect(), Direction::DeviceToHost);
             assert_same(host.half(1), &returned, &format!("{what}, back"));
         }
     }

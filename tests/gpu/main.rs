@@ -11,6 +11,7 @@ mod apart;
 #[path = "../common/mod.rs"]
 mod common;
 mod copies;
+mod cufile;
 mod layers;
 mod routes;
 mod stops;

@@ -150,8 +150,8 @@ impl Checksums {
             jobs.push(job);
         }
         let queued = self.gpu.bind().and_then(|()| {
-            // SAFETY: pieces of segments that the jobs' owners keep, aligned as `ask` and `Plan::new` made sure; the flight
-            // keeps them and the buffer until the stream has passed the event.
+            // SAFETY: pieces of segments that the jobs' owners keep, aligned as `ask` and `Plan::new` made sure; the
+            // flight keeps them and the buffer until the stream has passed the event.
             unsafe { self.kernel.launch(&self.stream, &buffer, count) }
         });
         let (result, event) = match event.record(&self.stream) {

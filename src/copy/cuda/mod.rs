@@ -142,7 +142,7 @@ impl CudaCopy {
         let checksums = match gpu.device().host_addresses {
             // The kernel reads descriptions by the host's own addresses.
             true => Checksums::new(gpu).map_err(|error| {
-                tracing::warn!(%error, "the device cannot verify blocks; what libcufile brings is copied to the host for that");
+                tracing::warn!(%error, "the device verifies no blocks; what libcufile brings is copied to the host");
             }),
             false => Err(()),
         };
@@ -228,6 +228,15 @@ impl CopyEngine for CudaCopy {
         Some(answered.await.expect("the engine answers everything it took before it goes"))
     }
 
+    async fn checksum_host(&self, segment: Segment, owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+        let at = segment.ptr.addr();
+        let Range { start, end } = self.inner.pinned;
+        if at < start || at + segment.len > end || self.inner.fault.borrow().is_some() {
+            return None;
+        }
+        self.checksum(&[segment], owner).await
+    }
+
     fn fault(&self) -> Option<String> {
         self.inner.fault.borrow().clone()
     }
@@ -272,8 +281,10 @@ impl Inner {
         for at in 0..lane.streams.len() {
             self.land(&mut lane.streams[at].1);
         }
-        while !lane.waiting.is_empty() {
-            let at = (0..lane.streams.len()).min_by_key(|&at| lane.streams[at].1.len());
+        while let Some((first, _)) = lane.waiting.front() {
+            // Prompt batches follow one another in one stream: side by side they would share the bus, and all end late.
+            let streams = if first.is_prompt() { 1 } else { lane.streams.len() };
+            let at = (0..streams).min_by_key(|&at| lane.streams[at].1.len());
             let Some(at) = at.filter(|&at| lane.streams[at].1.len() < LAUNCHES_PER_STREAM) else { break };
             self.launch(lane, at);
         }

@@ -1,8 +1,8 @@
 //! The algebra of `kernels/checksum.cu`, its constants, and in the tests the same algorithm step by step.
 //!
 //! A CRC is linear: that of a whole is the sum (XOR) of what its parts give when each is carried over the bytes that
-//! follow it, and carrying over n bytes is a multiplication by x^(8n) modulo the polynomial. Everything is reflected, as
-//! CRC-64/NVME is: the highest bit of a word is x^0, the lowest x^63.
+//! follow it, and carrying over n bytes is a multiplication by x^(8n) modulo the polynomial. Everything is reflected,
+//! as CRC-64/NVME is: the highest bit of a word is x^0, the lowest x^63.
 
 /// The polynomial without its x^64.
 const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
@@ -217,7 +217,7 @@ mod tests {
 
         /// However a block is cut, the kernel's algorithm gives the checksum of its bytes.
         #[test]
-        fn the_kernels_algorithm_gives_the_checksum(lengths in vec(1..80_usize, 1..5), seed: u64, spare in 1..12_usize) {
+        fn the_algorithm_gives_the_checksum(lengths in vec(1..80_usize, 1..5), seed: u64, spare in 1..12_usize) {
             let mut state = seed | 1;
             let segments: Vec<Vec<u8>> = lengths.iter().map(|rows| {
                 (0..rows * PIECE_MULTIPLE).map(|_| {

@@ -55,7 +55,7 @@ impl Driver {
             Opening::Open(driver) => Ok(driver),
             Opening::Failed(reason) => Err(reason.clone()),
             Opening::UnderWay | Opening::NotTried => Err(format!(
-                "cuFileDriverOpen has not come back in {limit:?}; look at cufile.log, and try another version of libcufile"
+                "cuFileDriverOpen has not come back in {limit:?}; look at cufile.log, and try another libcufile"
             )),
         }
     }

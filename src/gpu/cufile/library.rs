@@ -110,7 +110,7 @@ functions! {
     write = "cuFileWrite": fn(*mut c_void, *const c_void, usize, i64, i64) -> isize;
     batch_set_up = "cuFileBatchIOSetUp": fn(*mut *mut c_void, c_uint) -> RawResult;
     batch_submit = "cuFileBatchIOSubmit": fn(*mut c_void, c_uint, *mut RawEntry, c_uint) -> RawResult;
-    batch_status = "cuFileBatchIOGetStatus": fn(*mut c_void, c_uint, *mut c_uint, *mut RawEvent, *mut Timespec) -> RawResult;
+    batch_status = "cuFileBatchIOGetStatus": fn(*mut c_void, u32, *mut u32, *mut RawEvent, *mut Timespec) -> RawResult;
     batch_destroy = "cuFileBatchIODestroy": fn(*mut c_void);
 }
 
@@ -133,8 +133,8 @@ impl Statistics {
 
 /// A function by its name. `F` must be its type.
 fn find<F: Copy>(loaded: &Loaded, name: &str) -> Result<F, String> {
-    // SAFETY: the symbol is a function of the type that NVIDIA's cufile.h gives it; `F` is that type, above. The library
-    // is never unloaded.
+    // SAFETY: the symbol is a function of the type that NVIDIA's cufile.h gives it; `F` is that type, above. The
+    // library is never unloaded.
     unsafe { loaded.get::<F>(name.as_bytes()) }
         .map(|function| *function)
         .map_err(|_| format!("libcufile.so has no {name}; install a newer libcufile (CUDA 12 or later has it)"))
@@ -254,7 +254,8 @@ fn explained(status: i32) -> (&'static str, &'static str) {
         5011 => ("CUDA_DRIVER_ERROR", "look at what the driver says: nvidia-smi, dmesg"),
         5012..=5015 => ("CUDA_POINTER", "device memory of another context, or none"),
         5018 => ("INVALID_FILE_TYPE", "put the store on a regular file or a block device"),
-        5019 | 5020 => ("DIO_NOT_SET", "the file must be open with O_DIRECT: direct_io = require"),
+        5019 => ("INVALID_FILE_OPEN_FLAG", "the file is open with a flag that libcufile refuses, O_NOFOLLOW say"),
+        5020 => ("DIO_NOT_SET", "the file must be open with O_DIRECT: direct_io = require"),
         5022 => ("INVALID_VALUE", "an offset, a length or an address that it does not take"),
         5023 => ("MEMORY_ALREADY_REGISTERED", "nothing else may register the same memory"),
         5025 => ("PERMISSION_DENIED", "check the rights on /dev/nvidia-fs*"),

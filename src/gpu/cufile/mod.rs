@@ -1,7 +1,7 @@
 //! NVIDIA's libcufile: transfers between files and device memory, in the best case without host memory between them.
 //!
 //! The library is looked for at run time and never linked. It always *works*: where neither nvidia-fs nor PCI
-//! peer-to-peer is there it reads into memory of its own and copies, which it calls its compat mode and tells nobody of.
+//! peer-to-peer is there it reads into memory of its own and copies, which it calls its compat mode and tells nobody.
 //! Only its statistics say which of the two a transfer was; [`Driver::counters`] reads them.
 //!
 //! - [`Library`]: the functions, all there, and what their failures mean.

@@ -2,8 +2,8 @@
 
 use std::{
     ffi::{c_int, c_void},
-    fs::File,
-    os::fd::AsRawFd,
+    fs::{File, OpenOptions},
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
     ptr::null_mut,
     sync::Arc,
 };
@@ -32,22 +32,28 @@ const TIMEOUT: u32 = 32;
 pub(crate) struct Handle {
     driver: &'static Driver,
     raw: *mut c_void,
+    /// What the library uses.
+    _opened: File,
+    /// Holds the store's lock for as long.
     _file: Arc<File>,
 }
 
 impl Handle {
     pub(crate) fn new(driver: &'static Driver, file: Arc<File>) -> Result<Self, CufileFault> {
+        let opened = open_again(&file).map_err(|error| {
+            CufileFault::new("open for cuFileHandleRegister", error.raw_os_error().unwrap_or(libc::EIO))
+        })?;
         let mut raw = null_mut();
         let mut description = RawDescription {
             kind: KIND_DESCRIPTOR,
             handle: RawFile { _pointer: null_mut() },
             operations: std::ptr::null(),
         };
-        description.handle.descriptor = file.as_raw_fd() as c_int;
-        // SAFETY: writes one handle; the description lives across the call, and the file as long as the handle.
+        description.handle.descriptor = opened.as_raw_fd() as c_int;
+        // SAFETY: writes one handle; the description lives across the call, and the descriptor as long as the handle.
         let result = unsafe { (driver.library().functions.handle_register)(&mut raw, &mut description) };
         check("cuFileHandleRegister", result)?;
-        Ok(Handle { driver, raw, _file: file })
+        Ok(Handle { driver, raw, _opened: opened, _file: file })
     }
 
     /// Moves `len` bytes between the file at `offset` and device memory, and waits for that; the bytes moved, which may
@@ -81,6 +87,13 @@ impl Drop for Handle {
         // SAFETY: registered in `new`, forgotten once; whoever transfers borrows the handle.
         unsafe { (self.driver.library().functions.handle_deregister)(self.raw) };
     }
+}
+
+/// The very same file by a descriptor of its own. The store's was opened with `O_NOFOLLOW`, which the library refuses
+/// (5019); what `/proc` leads to is no name that anybody could have changed.
+fn open_again(file: &File) -> std::io::Result<File> {
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)
 }
 
 /// A range of device memory that the library has mapped for the drive; forgotten when dropped.

@@ -164,9 +164,9 @@ impl Worker {
             let Part { ptr, len, offset } = piece.part;
             (BatchEntry { kind, ptr, len, offset, cookie }, &raw const handles[file])
         });
-        // SAFETY: by the contract of `Cufile::transfer` the memory stays ours until the request's owner is dropped, which
-        // happens when its last piece has ended; handles live as long as the worker, which outlives all pieces; pieces
-        // in flight are never more than the capacity.
+        // SAFETY: by the contract of `Cufile::transfer` the memory stays ours until the request's owner is dropped,
+        // which happens when its last piece has ended; handles live as long as the worker, which outlives all pieces;
+        // pieces in flight are never more than the capacity.
         let submitted = unsafe { batch.submit(entries) };
         if submitted.is_err() {
             for cookie in cookies {
@@ -326,7 +326,7 @@ impl Ranges {
             Ok(registration) => self.registered[at] = Some(registration),
             Err(fault) => {
                 let registered = self.registered.iter().flatten().count();
-                tracing::warn!(%fault, registered, "libcufile goes through its own buffers for the rest of the device's slots");
+                tracing::warn!(%fault, registered, "libcufile goes through its own buffers for the other slots");
                 self.refused = true;
             }
         }
