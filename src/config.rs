@@ -144,7 +144,8 @@ pub struct Config {
     pub low_watermark: f64,
     /// ... and stops when this share could.
     pub high_watermark: f64,
-    /// Slots of the disk tier that may be quarantined before it is taken out of service. It is when no other is left, too.
+    /// Slots of the disk tier that may be quarantined before it is taken out of service. It is when no other is left,
+    /// too.
     pub quarantine_max: u32,
     /// Failures in a row of one file, without a success between them, before the disk tier is taken out of service
     /// (reads) or takes no more blocks (writes). At least 1.

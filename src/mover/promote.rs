@@ -131,8 +131,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.finish_read(unverified, matches)
     }
 
-    /// The device sums up a block in host memory that goes to it next, where it can: that costs this thread nothing. What
-    /// does not match is summed up here before anything is concluded from it.
+    /// The device sums up a block in host memory that goes to it next, where it can: that costs this thread nothing.
+    /// What does not match is summed up here before anything is concluded from it.
     async fn verify_by_device(&self, unverified: Unverified) -> Outcome {
         let (segment, wanted) = (self.host_segment(unverified.filling.slot()), unverified.checksum);
         let owner = Arc::new(unverified);

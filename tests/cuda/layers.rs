@@ -180,8 +180,10 @@ fn layers_are_complete_one_by_one() {
 #[test]
 fn long_layers_do_not_wait_for_each_other() {
     with_double("layers::long_layers_do_not_wait_for_each_other", "", || {
-        // 2.25 MiB a layer: three of them are under way at once, and two would be more than go together.
-        let block_bytes = BLOCKS * BLOCK_BYTES * 9 / 4;
+        // 1.25 MiB a layer: six of them are under way at once, of which two wait for a place in a stream, and would be
+        // more than go together.
+        const LAYERS: usize = 8;
+        let block_bytes = LAYERS * (80 << 10);
         let settings = Config { block_bytes, device_layout: None, ..config(1) };
         let cache = block_on(Cache::open(settings)).expect("the double is a device");
         let gpu = Gpu::open(0).expect("the double is a device");
@@ -198,7 +200,7 @@ fn long_layers_do_not_wait_for_each_other() {
         let places: Vec<Vec<_>> = (0..16).map(|block| (0..LAYERS).map(|layer| place(block, layer)).collect()).collect();
         for complete in 1..LAYERS {
             allow_events(complete as i32);
-            let load = block_on(cache.load_layers(&keys, &places, &[0, 1, 2, 3])).expect("taken on");
+            let load = block_on(cache.load_layers(&keys, &places, &[0, 1, 2, 3, 4, 5, 6, 7])).expect("taken on");
             for layer in 0..complete {
                 assert_eq!(block_on(load.layer(layer)).expect("a layer").leading, 16);
             }

@@ -3,7 +3,8 @@
 //!     KVHOIST_GPU_TESTS=require cargo test -p kvhoist --features gpu-tests --test gpu -- --test-threads 1
 //!
 //! Without a device every test passes with a line that begins `SKIPPED`; with `KVHOIST_GPU_TESTS=require` it fails
-//! instead; `KVHOIST_SANITIZED=1` leaves out what compute-sanitizer must complain about. Stores are put into `KVHOIST_GPU_DIR`, or where temporary files go. The binary needs no other file.
+//! instead; `KVHOIST_SANITIZED=1` leaves out what compute-sanitizer must complain about. Stores are put into
+//! `KVHOIST_GPU_DIR`, or where temporary files go. The binary needs no other file.
 
 #[path = "../machine_faults/apart.rs"]
 #[allow(dead_code, reason = "a part of it is used here")]

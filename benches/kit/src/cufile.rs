@@ -87,11 +87,11 @@ impl Drop for Lane {
 /// A function of the library by its name. `F` must be its type.
 fn find<F: Copy>(name: &CStr) -> io::Result<F> {
     assert_eq!(size_of::<F>(), size_of::<*mut c_void>(), "a function");
-    // SAFETY: a name that `Driver::open` found; looks up what is loaded and loads nothing.
-    let library = [c"libcufile.so.0", c"libcufile.so"]
-        .map(|library| unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) })
-        .into_iter()
-        .find(|library| !library.is_null());
+    let loaded = |library: &CStr| {
+        // SAFETY: a name; looks up what is loaded and loads nothing.
+        unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }
+    };
+    let library = [c"libcufile.so.0", c"libcufile.so"].map(loaded).into_iter().find(|library| !library.is_null());
     let library = library.ok_or_else(|| other("libcufile is loaded under another name"))?;
     // SAFETY: a handle of a loaded library and a name.
     let function = unsafe { libc::dlsym(library, name.as_ptr()) };

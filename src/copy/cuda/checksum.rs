@@ -55,7 +55,12 @@ struct State {
 impl Checksums {
     pub(super) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, Fault> {
         let (kernel, stream) = (ChecksumKernel::load(gpu)?, Stream::new(gpu)?);
-        Ok(Checksums { gpu: Arc::clone(gpu), kernel, stream, state: RefCell::default() })
+        // Pinned now: later, pinning could have to wait for the device, and the device for us, at a layer that a stream
+        // waits for. Where it is refused, it is tried again when there is something to sum up.
+        let spare = || Some((kernel.buffer().ok()?, Event::new(gpu).ok()?));
+        let spare = (0..LAUNCHES).map_while(|_| spare()).collect();
+        let state = RefCell::new(State { spare, ..State::default() });
+        Ok(Checksums { gpu: Arc::clone(gpu), kernel, stream, state })
     }
 
     /// Asks for the checksum of a block. `None` where the kernel cannot do it: the segments are not aligned, or there
