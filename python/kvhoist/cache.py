@@ -30,6 +30,20 @@ def slots(field: str, size: int | str, block_bytes: int) -> int:
     return count
 
 
+def store_bytes(slots: int, block_bytes: int) -> int:
+    """Bytes of the file of a store with so many slots: superblocks and records, rounded up to 1 MiB, and the slots."""
+    records = -(-slots // (SLOT_ALIGN // 128)) * SLOT_ALIGN
+    return -(-(2 * SLOT_ALIGN + records) // (1 << 20)) * (1 << 20) + slots * slot_bytes(block_bytes)
+
+
+def slots_within(capacity: int, block_bytes: int) -> int:
+    """The most slots whose store's file is no longer than `capacity` bytes; 0 where there is no room for one."""
+    slots = capacity // slot_bytes(block_bytes)
+    while slots > 0 and (over := store_bytes(slots, block_bytes) - capacity) > 0:
+        slots -= -(-over // (slot_bytes(block_bytes) + 128))
+    return max(slots, 0)
+
+
 def config_error(field: str, found: object, expected: str) -> ConfigError:
     """A ConfigError in the engine's words, with its `field` set."""
     error = ConfigError(f"{field}: found {found!r}, expected {expected}")
@@ -41,8 +55,8 @@ class Cache(_native.Cache):
     """A tiered cache of fixed-size blocks.
 
     Usable from any number of threads. ``path`` is a directory, a file or a block device, or a list of them (slots are
-    striped over the list); ``None`` is a cache in memory only. ``capacity`` are the bytes on disk, of all paths together;
-    they are preallocated, and opening fails where the space is not there. ``host_bytes`` are the bytes in host memory.
+    striped over the list); ``None`` is a cache in memory only. ``capacity`` are the bytes on disk, of all paths together and
+    with all that is written beside the blocks; they are preallocated, and opening fails where the space is not there. ``host_bytes`` are the bytes in host memory.
     Sizes are numbers or strings such as ``"200GiB"``. ``settings`` are those of the engine, by their names there:
     ``write_policy``, ``storage``, ``direct_io``, ``deadline_ms``, ``read_bytes_in_flight_max``, ...
 
@@ -75,8 +89,11 @@ class Cache(_native.Cache):
             if capacity is None:
                 raise config_error("capacity", capacity, "bytes on disk, such as '200GiB'")
             # Each path the same: slots are striped over them.
-            each = parse_bytes(capacity, "capacity") // len(paths)
-            settings["disks"] = [(p, slots("capacity", each, block_bytes)) for p in paths]
+            count = slots_within(parse_bytes(capacity, "capacity") // len(paths), block_bytes)
+            if count < 1:
+                least = store_bytes(1, block_bytes) * len(paths)
+                raise config_error("capacity", capacity, f"{least} bytes at least, for one block of {block_bytes} on each path")
+            settings["disks"] = [(p, count) for p in paths]
         self = super().__new__(cls, settings)
         self._regions = []
         self._loops = weakref.WeakKeyDictionary()

@@ -10,7 +10,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Iterable, Sequence
 
-from .cache import Cache, config_error, slot_bytes
+from .cache import Cache, config_error, slot_bytes, slots_within, store_bytes
 from .config import HiCacheConfig
 from .errors import ClosedError, StoreError
 
@@ -19,10 +19,6 @@ FORMAT = "hicache-v1"
 
 #: Share of a file system that a store leaves free.
 FREE_SHARE_MIN = 0.01
-
-#: What the store's file holds besides slots and their records: superblocks, and tables rounded up.
-_FILE_OVERHEAD = 64 << 10
-_RECORD_BYTES = 128
 
 
 @dataclass(frozen=True)
@@ -141,11 +137,6 @@ def flat_bytes(tensor: Any) -> Any:
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def slots_within(capacity: int, page_bytes: int) -> int:
-    """Slots whose store's file is no longer than `capacity`."""
-    return max(0, capacity - _FILE_OVERHEAD) // (slot_bytes(page_bytes) + _RECORD_BYTES)
-
-
 class PoolStore:
     """One pool of one rank: its store on disk, and the ways in and out.
 
@@ -177,22 +168,21 @@ class PoolStore:
         return [os.path.join(path, f"{model}-{digest[:12]}", rank, pool) for path in self.config.path]
 
     def _open(self) -> Cache:
-        each = self.capacity // len(self.directories)
-        slots = slots_within(each, self.geometry.page_bytes)
+        page, paths = self.geometry.page_bytes, len(self.directories)
+        slot, slots = slot_bytes(page), slots_within(self.capacity // paths, page)
         if slots < 1:
-            page, paths = self.geometry.page_bytes, len(self.directories)
-            raise config_error("capacity", self.capacity, f"room for one page of {page} bytes of pool {self.name!r} on each of {paths} paths")
-        slot = slot_bytes(self.geometry.page_bytes)
+            expected = f"room for one page of {page} bytes of pool {self.name!r} on each of {paths} paths"
+            raise config_error("capacity", self.capacity, expected)
         if self.config.host_bytes < slot:
-            raise config_error("host_bytes", self.config.host_bytes, f"room for one page of {slot} bytes of pool {self.name!r}")
+            expected = f"room for one page of {slot} bytes of pool {self.name!r}"
+            raise config_error("host_bytes", self.config.host_bytes, expected)
         for directory in self.directories:
-            _make_directory(directory, slots * (slot + _RECORD_BYTES))
-        # Nothing waits for what is not in flight: twice that in memory is depth enough, and what is left is a cache.
+            _make_directory(directory, store_bytes(slots, page))
         cache = Cache(
             self.directories,
             block_bytes=self.geometry.page_bytes,
             host_bytes=self.config.host_bytes,
-            capacity=slots * slot * len(self.directories),
+            capacity=self.capacity,
             namespace=self.namespace(),
             write_policy=self.config.write_policy,
             direct_io=self.config.direct_io,
