@@ -41,7 +41,11 @@ def slots_within(capacity: int, block_bytes: int) -> int:
     slots = capacity // slot_bytes(block_bytes)
     while slots > 0 and (over := store_bytes(slots, block_bytes) - capacity) > 0:
         slots -= -(-over // (slot_bytes(block_bytes) + 128))
-    return max(slots, 0)
+    slots = max(slots, 0)
+    # The steps down reckon with whole slots; what they gave away too much is less than the records' rounding.
+    while store_bytes(slots + 1, block_bytes) <= capacity:
+        slots += 1
+    return slots
 
 
 def config_error(field: str, found: object, expected: str) -> ConfigError:

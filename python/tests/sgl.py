@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import sys
@@ -49,6 +50,8 @@ def boot() -> SimpleNamespace:
     import sglboot
 
     sglboot.STUBS.add("triton")
+    # The controller asks whether a pool is one of these; to import them imports the server.
+    sglboot.LEAF_STUBS["sglang.srt.mem_cache.deepseek_v4_memory_pool"] = {}
     sglboot.boot(ROOT)
     _only("sglang.srt.observability.metrics_collector", "StorageMetrics")
     from sglang.srt.managers import cache_controller
@@ -57,11 +60,32 @@ def boot() -> SimpleNamespace:
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
     kvcacheio_torch.patch_pool_modules(mha, mla)
+    _without_compilers_and_devices(cache_controller)
     _modules = SimpleNamespace(
         controller=cache_controller, storage=hicache_storage, memory_pool=memory_pool, mha=mha, mla=mla,
         factory=StorageBackendFactory,
     )  # fmt: skip
     return _modules
+
+
+def _without_compilers_and_devices(cache_controller) -> None:
+    """What SGLang would compile when it first hashes, and the streams of a device that is not there."""
+
+    class Nothing:
+        def __getattr__(self, _name):
+            return lambda *_args, **_kwargs: None
+
+    nothing = lambda *_args, **_kwargs: Nothing()  # noqa: E731
+    if hasattr(cache_controller, "device_module"):
+        cache_controller.device_module = SimpleNamespace(
+            __name__="none", Event=nothing, Stream=nothing, current_stream=nothing
+        )
+    try:
+        from sglang.srt.mem_cache import utils
+        from sglang.srt.mem_cache.cpp_utils import native_hash  # noqa: F401
+    except ImportError:
+        return
+    utils.get_native_hash = lambda tokens, prior, page_size: page_keys(list(tokens), page_size, prior or b"")
 
 
 def _only(module: str, name: str) -> None:
@@ -174,9 +198,34 @@ def process_group():
     return _group
 
 
+_override = None
+
+
+def _one_rank() -> None:
+    """States that this process is the only rank, which a server does when it starts."""
+    global _override
+    if _override is None:
+        from sglang.srt.runtime_context import get_parallel
+
+        sizes = ("tp_size", "pp_size", "attn_tp_size", "attn_dp_size", "attn_dcp_size", "attn_cp_size")
+        ranks = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_dcp_rank", "attn_cp_rank")
+        parallel, values = get_parallel(), {**dict.fromkeys(sizes, 1), **dict.fromkeys(ranks, 0)}
+        for name in list(values):
+            try:
+                with parallel.override(**{name: values[name]}):
+                    pass
+            except ValueError as error:
+                if "unknown" not in str(error):
+                    raise
+                del values[name]  # This version has no such name.
+        _override = parallel.override(**values)
+        _override.__enter__()
+
+
 def controller(device, host, page_tokens: int, extra: dict | None, storage: str = "dynamic", io_backend: str = "direct"):
     """SGLang's HiCacheController, with the storage attached and its threads running."""
     modules = boot()
+    _one_rank()
     allocator = SimpleNamespace(get_kvcache=lambda: device, device="cpu")
     group = process_group()
     return modules.controller.HiCacheController(
@@ -186,12 +235,9 @@ def controller(device, host, page_tokens: int, extra: dict | None, storage: str 
     )  # fmt: skip
 
 
-def page_keys(tokens: list[int], page_tokens: int) -> list[str]:
+def page_keys(tokens: list[int], page_tokens: int, prior: bytes = b"") -> list[str]:
     """The keys that SGLang gives to the pages of these tokens."""
-    boot()
-    import hashlib
-
-    keys, prior = [], b""
+    keys = []
     for start in range(0, len(tokens) - page_tokens + 1, page_tokens):
         digest = hashlib.sha256(prior)
         for token in tokens[start : start + page_tokens]:
