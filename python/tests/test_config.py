@@ -60,3 +60,51 @@ def test_the_file_is_as_long_as_was_reckoned(store_dir):
         kvhoist.Cache(path, block_bytes=block, capacity=capacity, host_bytes="1MiB", direct_io="prefer").close()
         (store,) = path.iterdir()
         assert store.stat().st_size == store_bytes(slots_within(capacity, block), block) <= capacity
+
+
+def test_doctor_looks_at_a_drive_and_leaves_nothing(store_dir, capsys):
+    from kvhoist.__main__ import main
+
+    status = main(["doctor", "--path", str(store_dir)])
+    said = capsys.readouterr().out
+    assert "read at" in said and "io_uring" in said
+    assert status == (1 if "NO:" in said else 0)
+    assert list(store_dir.iterdir()) == []
+
+
+def test_doctor_names_what_is_wrong_with_a_config(store_dir, capsys):
+    import json
+
+    from kvhoist.__main__ import main
+
+    assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "much"})]) == 2
+    assert "capacity: found 'much'" in capsys.readouterr().err
+    assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "900TiB"})]) == 1
+    assert "space" in capsys.readouterr().out
+    assert main(["doctor", "--config", "@/no/such/file"]) == 2
+
+
+def test_the_example_config_is_one(monkeypatch):
+    import json
+    from pathlib import Path
+
+    example = Path(__file__).parents[1] / "example.json"
+    config = HiCacheConfig.load(json.loads(example.read_text()), {})
+    assert config.capacity == 400 << 30 and len(config.path) == 2
+
+
+def test_the_stubs_name_what_there_is():
+    """The type stubs and the native classes have the same public names."""
+    import ast
+    from pathlib import Path
+
+    import kvhoist
+    from kvhoist import _native
+
+    stub = ast.parse(Path(kvhoist.__file__).with_name("_native.pyi").read_text())
+    for node in stub.body:
+        if isinstance(node, ast.ClassDef):
+            stubbed = {item.name for item in node.body if isinstance(item, ast.FunctionDef)} - {"__new__"}
+            real = getattr(_native, node.name)
+            public = {name for name in vars(real) if not name.startswith("_")}
+            assert {name for name in stubbed if not name.startswith("_")} == public, node.name
