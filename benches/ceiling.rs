@@ -5,14 +5,12 @@
 //! Every run reads blocks at random offsets and checks their stamps. `coop` is the baseline of each table because
 //! the cache's own ring has the same flags.
 
-mod bare;
-
 use std::{env, io, path::PathBuf, process::ExitCode};
 
-use bare::{
-    BareRing, Op, Setup,
+use kvhoist_bench_kit::{
     measure::{Entrant, interleave, table},
     pattern::{random, stamp, verify},
+    ring::{BareRing, Op, Setup},
     scratch::Scratch,
 };
 

@@ -5,8 +5,6 @@
 //! `read N` or `write N` does a round of N operations on blocks in random order and answers with its seconds and its
 //! processor's seconds. The end of its input is its own.
 
-mod bare;
-
 use std::{
     env,
     io::{self, BufRead, Write},
@@ -14,7 +12,11 @@ use std::{
     process::ExitCode,
 };
 
-use bare::{BareRing, Op, Setup, pattern::shuffled, scratch::Scratch};
+use kvhoist_bench_kit::{
+    pattern::shuffled,
+    ring::{BareRing, Op, Setup},
+    scratch::Scratch,
+};
 
 struct Options {
     dir: PathBuf,

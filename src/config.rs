@@ -50,6 +50,19 @@ pub enum DeviceKind {
     Cuda,
 }
 
+/// Whether blocks go between disk and a CUDA device by libcufile.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum CufileMode {
+    /// Where libcufile proves, when the cache is opened, that it leaves host memory out; through host memory otherwise.
+    #[default]
+    Auto,
+    /// By libcufile or not at all, also in its compat mode, which is slower than host memory: for tests.
+    On,
+    /// Through host memory. The library is not even looked for.
+    Off,
+}
+
 /// What to do where a path has no direct I/O.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
@@ -90,6 +103,11 @@ pub struct Config {
     pub copy: Option<CopyMethod>,
     /// Thread blocks of 512 threads that the copy kernel may use at a time. 1 to 1024.
     pub copy_blocks_max: u32,
+    /// Whether blocks go between disk and a CUDA device by libcufile.
+    pub cufile: CufileMode,
+    /// Milliseconds after which a call or a batch of libcufile is given up on; the block then goes through host memory,
+    /// and so do all others. Well under `deadline_ms`. 1 to 86,400,000.
+    pub cufile_stuck_ms: u64,
     /// How a block lies in device memory; its segments sum to `block_bytes`. `None`: one segment.
     pub device_layout: Option<Layout>,
     /// The disk tier's files or devices; slots are striped over them. Empty: no disk tier.
@@ -106,6 +124,12 @@ pub struct Config {
     pub direct_io: DirectIo,
     /// Threads of the blocking storage engine. 1 to 256.
     pub blocking_threads: usize,
+    /// `load_into` and `store_from` of registered host memory go straight between it and disk, and leave no copy in the
+    /// host tier: for callers that have a pool of their own. Where every segment begins and ends at a multiple of 4096
+    /// bytes, and is at least 64 KiB long or the whole block; stores with `write_through` only. The rest goes through
+    /// host slots. Such a call ends when the kernel has given the memory back: a disk that stalls holds it up past
+    /// `deadline_ms`.
+    pub bypass_host: bool,
     /// Bytes that reads of the disk tier may have in flight. At least one block.
     pub read_bytes_in_flight_max: u64,
     /// Bytes that writes to the disk tier may have in flight. At least one block.
@@ -120,7 +144,7 @@ pub struct Config {
     pub low_watermark: f64,
     /// ... and stops when this share could.
     pub high_watermark: f64,
-    /// Slots of the disk tier that may be quarantined before it is taken out of service.
+    /// Slots of the disk tier that may be quarantined before it is taken out of service. It is when no other is left, too.
     pub quarantine_max: u32,
     /// Failures in a row of one file, without a success between them, before the disk tier is taken out of service
     /// (reads) or takes no more blocks (writes). At least 1.
@@ -144,6 +168,8 @@ impl Default for Config {
             device_ordinal: 0,
             copy: None,
             copy_blocks_max: 16,
+            cufile: CufileMode::default(),
+            cufile_stuck_ms: 5_000,
             device_layout: None,
             disks: Vec::new(),
             namespace: "default".into(),
@@ -152,6 +178,7 @@ impl Default for Config {
             storage: StorageKind::default(),
             direct_io: DirectIo::default(),
             blocking_threads: 16,
+            bypass_host: false,
             read_bytes_in_flight_max: 96 << 20,
             write_bytes_in_flight_max: 32 << 20,
             movements_max: 65_536,
@@ -185,6 +212,7 @@ impl Config {
         check("host_blocks", self.host_blocks, 1, u32::MAX >> 1, "slots")?;
         check("device_blocks", self.device_blocks, 0, u32::MAX >> 1, "slots")?;
         check("copy_blocks_max", self.copy_blocks_max, 1, 1024, "thread blocks")?;
+        check("cufile_stuck_ms", self.cufile_stuck_ms, 1, 86_400_000, "milliseconds")?;
         check("selective_hits", self.selective_hits, 1, u8::MAX, "hits")?;
         check("blocking_threads", self.blocking_threads, 1, 256, "threads")?;
         let slot_bytes = self.slot_bytes() as u64;

@@ -27,11 +27,13 @@ pub use block_on::block_on;
 #[cfg(feature = "sim")]
 pub use cache::sim;
 pub use cache::{
-    Builder, Cache, Completion, CompletionQueue, DeviceLease, Lease, Region, Reservation, RouteStats, Stats, TierStats,
+    Builder, Cache, Completion, CompletionQueue, DeviceLease, LayerLoad, Lease, Region, Reservation, RouteStats, Stats,
+    TierStats,
 };
-pub use config::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
+pub use config::{Config, CufileMode, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
 pub use error::{Error, Result};
 pub use index::PrefixMatch;
+pub use mover::LayerDone;
 
 /// The README's program compiles.
 #[cfg(doctest)]

@@ -67,10 +67,12 @@ pub(crate) struct Metrics {
     pub(crate) timeouts: Count,
     pub(crate) record_writes: Count,
     pub(crate) records_bad: Count,
+    pub(crate) cufile_errors: Count,
     pub(crate) movements: Gauge,
+    pub(crate) cufile_in_use: Gauge,
 }
 
-const COUNTERS: [(&str, Unit, &str); 20] = [
+const COUNTERS: [(&str, Unit, &str); 21] = [
     ("kvhoist_hits_total", Unit::Count, "Look-ups answered from a tier, by tier"),
     ("kvhoist_misses_total", Unit::Count, "Look-ups answered by no tier"),
     ("kvhoist_evictions_total", Unit::Count, "Slots given up to make room, by tier"),
@@ -86,6 +88,11 @@ const COUNTERS: [(&str, Unit, &str); 20] = [
     ("kvhoist_read_errors_total", Unit::Count, "Reads of the disk tier that failed"),
     ("kvhoist_write_errors_total", Unit::Count, "Writes to the disk tier that failed"),
     ("kvhoist_copy_errors_total", Unit::Count, "Copies between memories that failed"),
+    (
+        "kvhoist_cufile_errors_total",
+        Unit::Count,
+        "Requests that libcufile failed; their blocks went through host memory",
+    ),
     ("kvhoist_quarantined_total", Unit::Count, "Disk slots taken out of use until the store is opened anew"),
     ("kvhoist_background_refused_total", Unit::Count, "Prefetches and background writes refused for want of room"),
     ("kvhoist_busy_total", Unit::Count, "Calls answered with Error::Busy"),
@@ -123,7 +130,9 @@ impl Metrics {
             timeouts: plain("kvhoist_timeouts_total"),
             record_writes: plain("kvhoist_record_writes_total"),
             records_bad: plain("kvhoist_records_bad_total"),
+            cufile_errors: plain("kvhoist_cufile_errors_total"),
             movements: metrics::gauge!("kvhoist_movements"),
+            cufile_in_use: metrics::gauge!("kvhoist_cufile_in_use"),
         }
     }
 
@@ -163,7 +172,11 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
         Route::DiskToHostToDevice | Route::HostToDevice => (Some(Tier::Host), Some(Tier::Device)),
         Route::DeviceToHost => (Some(Tier::Device), Some(Tier::Host)),
         Route::CallerToHost => (None, Some(Tier::Host)),
+        Route::DiskToDevice => (Some(Tier::Disk), Some(Tier::Device)),
         Route::HostToDisk => (Some(Tier::Host), Some(Tier::Disk)),
+        Route::DiskToRegion => (Some(Tier::Disk), None),
+        Route::RegionToDisk => (None, Some(Tier::Disk)),
+        Route::DeviceToDisk => (Some(Tier::Device), Some(Tier::Disk)),
     }
 }
 
@@ -186,4 +199,8 @@ fn describe() {
         "From start to end of a movement, by route"
     );
     metrics::describe_gauge!("kvhoist_movements", "Movements under way");
+    metrics::describe_gauge!(
+        "kvhoist_cufile_in_use",
+        "1 while libcufile moves blocks directly, 0.5 in its compat mode, 0 while it does not"
+    );
 }

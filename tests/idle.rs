@@ -5,7 +5,7 @@ mod common;
 use std::{fs, path::PathBuf, time::Duration};
 
 use common::{config, directory, fetch_verified, store};
-use kvhoist::{Cache, StorageKind, block_on};
+use kvhoist::{Cache, Config, StorageKind, block_on};
 
 /// How often the threads of the cache have given up a processor so far.
 fn switches() -> u64 {
@@ -23,11 +23,21 @@ fn switches_of(task: &std::path::Path) -> u64 {
     counts.map(|line| line.split_whitespace().last().expect("a number").parse::<u64>().expect("a number")).sum()
 }
 
+/// How long the threads of the cache have run so far.
+fn running() -> Duration {
+    let of = |task: &PathBuf| {
+        let text = fs::read_to_string(task.join("schedstat")).expect("a running thread");
+        text.split_whitespace().next().and_then(|nanos| nanos.parse::<u64>().ok()).expect("nanoseconds first")
+    };
+    Duration::from_nanos(reactor_threads().iter().map(of).sum())
+}
+
 #[test]
 fn a_cache_with_nothing_to_do_is_not_scheduled() {
-    for storage in [StorageKind::Uring, StorageKind::Blocking] {
+    // Spinning, it stays awake for a moment after the last movement, and no longer.
+    for (storage, spin_us) in [(StorageKind::Uring, 0), (StorageKind::Blocking, 0), (StorageKind::Uring, 50)] {
         let dir = directory();
-        let cache = block_on(Cache::open(config(&dir, storage, 4, 64))).expect("open");
+        let cache = block_on(Cache::open(Config { spin_us, ..config(&dir, storage, 4, 64) })).expect("open");
         for n in 0..16 {
             block_on(store(&cache, n));
         }
@@ -43,7 +53,10 @@ fn a_cache_with_nothing_to_do_is_not_scheduled() {
             }
             before = now;
         }
+        let busy = running();
         std::thread::sleep(Duration::from_millis(500));
+        let busy = running() - busy;
+        assert!(busy < Duration::from_millis(5), "{busy:?} of half a second of nothing to do");
         let woken = switches() - before;
         assert!(woken <= 2, "woken {woken} times in half a second of nothing to do");
         block_on(cache.close()).expect("close");

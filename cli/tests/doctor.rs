@@ -50,12 +50,49 @@ fn what_is_wanted_and_missing_is_named_by_the_exit_status() {
 
 #[test]
 fn a_wrong_path_is_one_line_and_status_2() {
-    for args in
-        [&["doctor", "--path", "/nonexistent"][..], &["doctor", "--want", "wings"], &["bench", "copy", "--rounds", "0"]]
-    {
+    for args in [
+        &["doctor", "--path", "/nonexistent"][..],
+        &["doctor", "--want", "wings"],
+        &["bench", "copy", "--rounds", "0"],
+        &["bench", "disk", "--path", "/nonexistent"],
+        &["bench", "store", "--block-bytes", "5000"],
+        &["bench", "disk", "--bytes", "1MiB"],
+        &["bench", "disk", "--in-flight", "0"],
+    ] {
         let output = kvhoist(args);
         let said = text(&output.stderr);
         assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{args:?}: {said}");
+    }
+}
+
+/// Every contender's row, figures that are figures, a plot, and nothing left behind.
+#[test]
+fn routes_are_measured_beside_the_bare_loop() {
+    let directory = directory();
+    let plot = directory.path().join("plot.svg");
+    for (what, routes) in [("disk", ["disk to host", "disk to device"]), ("store", ["host to disk", "device to disk"])]
+    {
+        let mut args = vec!["bench", what, "--path", shown(directory.path()), "--bytes", "4MiB", "--rounds", "1"];
+        args.extend(["--block-bytes", "64KiB,128KiB", "--in-flight", "4", "--quiet", "--json", "--plot", shown(&plot)]);
+        let output = kvhoist(&args);
+        let said = text(&output.stderr);
+        if said.contains("io_uring") || said.contains("O_DIRECT") {
+            println!("SKIPPED: no ring or no direct I/O here: {said}");
+            return;
+        }
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+        let rows = report["tables"][0]["rows"].as_array().expect("rows");
+        assert_eq!(rows.len(), 2 * 2 * 2, "sizes, routes, contenders: {report}");
+        for (row, route) in rows.iter().zip(routes.into_iter().flat_map(|route| [route; 2]).cycle()) {
+            assert_eq!(row["route"], route, "{report}");
+            assert!(row["MiB/s"].as_f64().is_some_and(|speed| speed > 0.0), "{row}");
+        }
+        assert!(rows.iter().step_by(2).all(|row| row["of bare"] == 1.0), "the first is the bare loop: {report}");
+        let drawn = std::fs::read_to_string(&plot).expect("the plot");
+        assert_eq!(drawn.matches("<title>").count(), rows.len(), "{drawn}");
+        std::fs::remove_file(&plot).expect("the plot");
+        assert_eq!(directory.path().read_dir().expect("the directory").count(), 0, "nothing is left");
     }
 }
 
@@ -65,4 +102,61 @@ fn a_benchmark_without_a_device_says_why() {
     let said = text(&output.stderr);
     assert_eq!(output.status.code(), Some(2), "{said}");
     assert!(said.contains("libcuda.so was not found") || said.contains("cuInit") || said.contains("no GPU"), "{said}");
+}
+
+/// The doubles of the driver's library and of libcufile, which the library's own tests use.
+fn doubles(with_cufile: bool) -> tempfile::TempDir {
+    let built = directory();
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests");
+    let all = [("cuda/libcuda.c", "libcuda.so"), ("cufile/libcufile.c", "libcufile.so.0")];
+    for (source, library) in all.into_iter().take(1 + usize::from(with_cufile)) {
+        let mut compiler = Command::new("cc");
+        compiler.args(["-shared", "-fPIC", "-pthread", "-o"]).arg(built.path().join(library)).arg(sources.join(source));
+        assert!(compiler.status().expect("Rust links with cc").success(), "{source} does not compile");
+    }
+    built
+}
+
+#[test]
+fn the_way_between_disk_and_device_is_told_with_the_evidence_and_the_fix() {
+    let (both, cuda_only) = (doubles(true), doubles(false));
+    // How libcufile behaves, the exit status where it is wanted, what is found, which way bytes go, and why.
+    let cases = [
+        ("direct", &both, 0, "direct by nvidia-fs; libcufile.so.0 1.15: of 1 reads", "libcufile, straight into", ""),
+        ("compat", &both, 1, "not used: compat mode", "through pinned host memory", "n_posix_reads 1"),
+        ("record", &both, 1, "cuFileHandleRegister: 5027", "through pinned host memory", "/run/udev/data"),
+        ("open", &both, 1, "cuFileDriverOpen has not come back", "through pinned host memory", "cufile.log"),
+        ("direct", &cuda_only, 1, "libcufile.so was not found", "through pinned host memory", "CUDA toolkit"),
+    ];
+    for (mode, doubles, status, found, way, why) in cases {
+        let directory = directory();
+        let output = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+            .args(["doctor", "--json", "--want", "cuda,cufile", "--path", shown(directory.path())])
+            .env("LD_LIBRARY_PATH", doubles.path())
+            .env("CUFILE_DOUBLE", mode)
+            .output()
+            .expect("it starts");
+        let said = text(&output.stderr);
+        if text(&output.stdout).contains("no direct I/O") {
+            println!("SKIPPED: no direct I/O here");
+            return;
+        }
+        assert_eq!(output.status.code(), Some(status), "{mode}: {said}");
+        assert!(status == 0 || said.contains("not on this machine: cufile"), "{mode}: {said}");
+        let report: serde_json::Value = serde_json::from_slice(&output.stdout).expect("one JSON object");
+        let line = |section: &str, what: &str| {
+            let lines = report[section].as_array().expect("a list");
+            lines.iter().find(|line| line["what"] == what).unwrap_or_else(|| panic!("no {what} in {report}")).clone()
+        };
+        let holds = |value: &serde_json::Value, part: &str| value.as_str().unwrap_or_default().contains(part);
+        assert!(holds(&line("device", "cuFile")["found"], found), "{mode}: {report}");
+        assert_eq!(line("device", "cuFile")["there"], status == 0, "{mode}: {report}");
+        for what in ["disk -> device", "device -> disk"] {
+            let route = line("routes", what);
+            assert!(holds(&route["found"], way) || (status == 0 && what == "device -> disk"), "{mode}: {report}");
+            assert!(holds(&route["fix"], why), "{mode}: {report}");
+        }
+        assert!(line("device", "PCI P2PDMA")["found"].is_string() && line("device", "nvidia-fs")["found"].is_string());
+        assert_eq!(directory.path().read_dir().expect("the directory").count(), 0, "nothing is left");
+    }
 }

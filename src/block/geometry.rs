@@ -83,6 +83,24 @@ impl BlockGeometry {
         Layout::new(vec![layer_bytes; segments])
     }
 
+    /// The layer of every segment of [`layer_first`](Self::layer_first), as
+    /// [`Cache::load_layers`](crate::Cache::load_layers) wants them.
+    ///
+    /// ```
+    /// use kvhoist::block::{Attention, BlockGeometry};
+    /// let attention = Attention::Mha { kv_heads: 8, head_dim: 128 };
+    /// let model = BlockGeometry { attention, layers: 3, tokens: 64, dtype_bytes: 2 };
+    /// assert_eq!(model.layer_of_segments()?, [0, 1, 2, 0, 1, 2]);
+    /// # Ok::<(), kvhoist::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`layer_first`](Self::layer_first).
+    pub fn layer_of_segments(&self) -> Result<Vec<usize>> {
+        let segments = self.layer_first()?.segments().len();
+        Ok((0..segments).map(|segment| segment % self.layers).collect())
+    }
+
     /// One segment for all keys and one for all values (MLA: one segment): the pools of engines
     /// that keep all layers of a page together.
     ///

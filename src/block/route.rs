@@ -13,6 +13,8 @@ pub enum Route {
     DiskToHost,
     /// Read from disk into a host slot, which served as bounce buffer, and copied to the device.
     DiskToHostToDevice,
+    /// Read from disk straight into device memory, by libcufile.
+    DiskToDevice,
     /// Copied from a host slot to the device.
     HostToDevice,
     /// Copied from the device to a host slot.
@@ -21,19 +23,29 @@ pub enum Route {
     CallerToHost,
     /// Written from a host slot to disk.
     HostToDisk,
+    /// Read from disk straight into registered host memory.
+    DiskToRegion,
+    /// Written straight from registered host memory to disk.
+    RegionToDisk,
+    /// Written straight from device memory to disk, by libcufile.
+    DeviceToDisk,
 }
 
 impl Route {
     /// All routes.
-    pub const ALL: [Route; 8] = [
+    pub const ALL: [Route; 12] = [
         Route::DeviceHit,
         Route::HostHit,
         Route::DiskToHost,
         Route::DiskToHostToDevice,
+        Route::DiskToDevice,
         Route::HostToDevice,
         Route::DeviceToHost,
         Route::CallerToHost,
         Route::HostToDisk,
+        Route::DiskToRegion,
+        Route::RegionToDisk,
+        Route::DeviceToDisk,
     ];
 
     /// Number of routes.
@@ -46,10 +58,14 @@ impl Route {
             Route::HostHit => "host_hit",
             Route::DiskToHost => "disk_to_host",
             Route::DiskToHostToDevice => "disk_to_host_to_device",
+            Route::DiskToDevice => "disk_to_device",
             Route::HostToDevice => "host_to_device",
             Route::DeviceToHost => "device_to_host",
             Route::CallerToHost => "caller_to_host",
             Route::HostToDisk => "host_to_disk",
+            Route::DiskToRegion => "disk_to_region",
+            Route::RegionToDisk => "region_to_disk",
+            Route::DeviceToDisk => "device_to_disk",
         }
     }
 }

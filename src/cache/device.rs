@@ -21,8 +21,8 @@ use crate::{
 const COPY_VARIABLE: &str = "KVHOIST_COPY";
 
 /// Opens the device that `config` wants.
-pub(super) fn open(config: &Config, arena: &Arc<Arena>) -> Result<(Option<DevicePool>, AnyCopy)> {
-    let simulated = || Ok((simulated(config)?, AnyCopy::Memcpy(Memcpy::new())));
+pub(super) fn open(config: &Config, arena: &Arc<Arena>) -> Result<(Option<DevicePool>, Option<Arc<Gpu>>, AnyCopy)> {
+    let simulated = || Ok((simulated(config)?, None, AnyCopy::Memcpy(Memcpy::new())));
     if config.device_blocks == 0 || config.device == DeviceKind::Simulated {
         return simulated();
     }
@@ -33,7 +33,7 @@ pub(super) fn open(config: &Config, arena: &Arc<Arena>) -> Result<(Option<Device
             let memory = DeviceBuffer::new(Arc::clone(&gpu), layout.bytes())?;
             let copy = CudaCopy::new(&gpu, arena, options)?;
             tracing::info!(device = %gpu.device(), slots = config.device_blocks, "the device tier is a CUDA device");
-            Ok((Some(DevicePool::new(Box::new(memory), layout)?), AnyCopy::Cuda(copy)))
+            Ok((Some(DevicePool::new(Box::new(memory), layout)?), Some(gpu), AnyCopy::Cuda(copy)))
         }
         Err(error) if config.device == DeviceKind::Auto => {
             tracing::warn!(%error, "the device tier is simulated in host memory");

@@ -2,6 +2,7 @@
 
 mod builder;
 mod device;
+mod layers;
 mod lease;
 #[cfg(all(test, feature = "sim"))]
 mod model;
@@ -13,6 +14,7 @@ pub mod sim;
 mod stats;
 
 pub use builder::Builder;
+pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use queue::{Completion, CompletionQueue};
 pub use region::Region;
@@ -28,7 +30,7 @@ use crate::{
     config::{Config, WritePolicy},
     error::{Error, Result},
     index::PrefixMatch,
-    mover::{Class, Command, Committed, Found, Outcome, Pin, Promotion, Settled, Shared, Urgent},
+    mover::{Class, Command, Committed, Found, Outcome, Pin, Promotion, Removed, Settled, Shared, Urgent},
 };
 
 /// A tiered cache of fixed-size blocks.
@@ -49,6 +51,8 @@ struct Inner {
     storage_name: &'static str,
     registered: bool,
     direct_io: bool,
+    /// The device, where it is a CUDA one.
+    gpu: Option<Arc<crate::gpu::Gpu>>,
 }
 
 impl Cache {
@@ -230,20 +234,30 @@ impl Cache {
 
     /// Forgets a block in every tier; true if it was resident. Readers keep their leases.
     ///
+    /// Resolves when no record on disk names it any more, also where it was resident no longer: a write of the block
+    /// that is under way is waited for, and records that are out of date are written.
+    ///
     /// # Errors
-    /// [`Error::Io`] if its record on disk could not be cleared; it is forgotten all the same.
+    /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block
+    /// is forgotten all the same, and may be back at the next start.
     ///
     /// # Cancel safety
-    /// The block is forgotten at the first poll; dropped later, only its record may come back at
-    /// the next start.
+    /// The block is forgotten when the reactor has room for one more command, at the first poll as a rule. Dropped
+    /// after that, only its record may come back at the next start.
     pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
         let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-        let Some(removed) = self.inner.shared.remove(key)? else { return Ok(false) };
-        let Some(slot) = removed.disk_slot else { return Ok(true) };
-        let (reply, receiver) = oneshot::channel();
-        permit.send(Command::Forget { slot, reply });
-        receiver.await.unwrap_or(Err(Error::Closed))?;
-        Ok(true)
+        let Removed { resident, recorded, writing } = self.inner.shared.remove(key)?;
+        if recorded {
+            let (reply, receiver) = oneshot::channel();
+            permit.send(Command::Forget { reply });
+            receiver.await.unwrap_or(Err(Error::Closed))?;
+        } else {
+            drop(permit);
+        }
+        if let Some(writing) = writing {
+            self.inner.shared.written(writing).await?;
+        }
+        Ok(resident)
     }
 
     /// Resolves when all that was stored before it is written and flushed.
@@ -313,19 +327,20 @@ impl Cache {
     /// Does what the write policy wants for a committed block.
     async fn finish_store(&self, key: &BlockKey, mut committed: Committed) -> Result<()> {
         let written = loop {
-            let receiver = match committed {
+            let (receiver, pin) = match committed {
                 Committed::Done => break Ok(()),
                 Committed::Write(pin, receiver) => {
                     self.send_urgent(Urgent::Write { key: *key, pin, class: Class::Write })?;
                     break self.inner.shared.written(receiver).await;
                 }
-                Committed::Join(receiver) => receiver,
+                Committed::Join(receiver, pin) => (receiver, pin),
             };
             if let Err(error) = self.inner.shared.written(receiver).await {
                 break Err(error);
             }
             // The write that was joined may have been of a copy removed meanwhile: look again.
             committed = self.inner.shared.store_known(key, None)?.unwrap_or(Committed::Done);
+            drop(pin);
         };
         written.inspect_err(|_| self.inner.shared.metrics.stores_failed.add(1))
     }

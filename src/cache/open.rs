@@ -15,6 +15,7 @@ use crate::{
     config::Config,
     copy::{AnyCopy, CopyEngine},
     error::{Error, Result},
+    gpu::Gpu,
     index::Index,
     io::{AnyStorage, Storage, reactor::Reactor},
     metrics::Metrics,
@@ -79,6 +80,8 @@ pub(super) struct Parts<S, C> {
     pub(super) copy: C,
     /// The slots of the device tier, in memory that `copy` can reach.
     pub(super) device: Option<DevicePool>,
+    /// The device that they are on, where it is a CUDA one.
+    pub(super) gpu: Option<Arc<Gpu>>,
     /// The storage's files, in its order.
     pub(super) members: Vec<Member>,
     pub(super) direct_io: bool,
@@ -93,25 +96,31 @@ pub(super) struct Parts<S, C> {
 async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
-    let (device, copy) = super::device::open(&config, &arena)?;
+    let (device, gpu, copy) = super::device::open(&config, &arena)?;
     let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
         .storage(handles, &arena, config.blocking_threads)
         .map_err(|source| Error::io("start the storage engine", "", source))?;
+    let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
+    let device_in_use = gpu.clone();
     let parts = Parts {
         registered: storage.registered(),
         storage,
         copy,
         device,
+        gpu,
         members: files.iter().map(StoreFile::member).collect(),
         direct_io,
         uuid: disk::random_uuid()?,
         // Random, so that nobody can aim keys at one bucket of the index.
         seed: RandomState::new().hash_one(0u64),
     };
-    assemble(config, arena, parts).await
+    let started = assemble(config, arena, parts).await?;
+    // The files are a store by now, which libcufile can be tried on.
+    started.1.open_direct(device_in_use, handles, direct_io).await?;
+    Ok(started)
 }
 
 /// Puts a cache together over any storage and any copy engine.
@@ -120,7 +129,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     arena: Arc<Arena>,
     parts: Parts<S, C>,
 ) -> Result<Started<S, C>> {
-    let Parts { storage, copy, device, members, direct_io, registered, uuid, seed } = parts;
+    let Parts { storage, copy, device, gpu, members, direct_io, registered, uuid, seed } = parts;
     let metrics = Metrics::new();
     let mut index = Index::new(seed);
     let mut generation = 1;
@@ -148,7 +157,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(shared.config.movements_max as usize));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let regions = Regions::default();
-    let inner = Inner { shared, commands: sender, urgent, regions, storage_name, direct_io, registered };
+    let inner = Inner { shared, commands: sender, urgent, regions, storage_name, direct_io, registered, gpu };
     Ok((Cache { inner: Arc::new(inner) }, mover, commands, urgent_requests))
 }
 

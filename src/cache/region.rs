@@ -164,7 +164,9 @@ impl Cache {
     }
 
     /// Copies blocks into registered memory: one result per block, in order. `true`: it is there;
-    /// `false`: it was resident nowhere, its segments are as they were.
+    /// `false`: it was resident nowhere, its segments are as they were. With
+    /// [`Config::bypass_host`](crate::Config::bypass_host) a block that turned out to be damaged is `false` too, and
+    /// its segments hold anything.
     ///
     /// `segments[i]` are the places of block `i`, in the order of its bytes, one block long in all.
     ///

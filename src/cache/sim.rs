@@ -100,11 +100,14 @@ pub struct Simulated {
 }
 
 /// Opens a cache over `world`; the reactor is a task of the current `LocalSet`. Call inside [`block_on`].
+/// [`Config::spin_us`] is taken for 0.
 ///
 /// # Errors
 /// As [`Cache::open`].
 pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     config.validate()?;
+    // Virtual time stands still while the reactor spins.
+    let config = Config { spin_us: 0, ..config };
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
     let mut uuid = [0; 16];
     uuid[..8].copy_from_slice(&world.seed.to_le_bytes());
@@ -112,6 +115,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
         storage: world.storage.clone(),
         copy: world.copy.clone(),
         device: super::device::simulated(&config)?,
+        gpu: None,
         members: members(&config, &world.storage),
         direct_io: true,
         registered: false,

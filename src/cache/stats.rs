@@ -73,6 +73,14 @@ pub struct Stats {
     pub registered: bool,
     /// Calls answered with `Error::Timeout`.
     pub timeouts: u64,
+    /// Whether libcufile moves blocks between disk and device, without host memory.
+    pub cufile: bool,
+    /// The evidence that it does, or the reason why it does not.
+    pub cufile_reason: String,
+    /// Requests that libcufile failed; their blocks went through host memory.
+    pub cufile_errors: u64,
+    /// Requests that libcufile has not given back. Their slots and files stay reserved until it does.
+    pub cufile_stuck: u64,
     /// Why the device tier is out of service, if it is.
     pub device_retired: Option<String>,
     /// Why the disk tier is out of service, if it is.
@@ -133,6 +141,10 @@ impl Cache {
             storage: self.inner.storage_name,
             registered: self.inner.registered,
             direct_io: self.inner.direct_io,
+            cufile: state.cufile.reads,
+            cufile_reason: state.cufile.told.clone(),
+            cufile_errors: metrics.cufile_errors.get(),
+            cufile_stuck: shared.cufile_stuck(),
             device_retired: state.device_retired.clone(),
             disk_retired: (!state.disk_service.reads()).then(reason).flatten(),
             disk_read_only: reason(),

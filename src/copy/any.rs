@@ -1,9 +1,9 @@
 //! The engine picked at run time.
 
-use std::time::Duration;
+use std::{any::Any, sync::Arc, time::Duration};
 
 use super::{CopyBatch, CopyEngine, Memcpy, cuda::CudaCopy};
-use crate::error::Result;
+use crate::{block::Segment, error::Result};
 
 /// One of the engines that production uses, chosen when a cache is opened.
 pub enum AnyCopy {
@@ -25,6 +25,13 @@ impl CopyEngine for AnyCopy {
         match self {
             AnyCopy::Memcpy(engine) => engine.copy(batch).await,
             AnyCopy::Cuda(engine) => engine.copy(batch).await,
+        }
+    }
+
+    async fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+        match self {
+            AnyCopy::Memcpy(engine) => engine.checksum(segments, owner).await,
+            AnyCopy::Cuda(engine) => engine.checksum(segments, owner).await,
         }
     }
 

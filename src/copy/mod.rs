@@ -13,7 +13,7 @@ pub use pair::pair_segments;
 
 use std::{any::Any, future::Future, sync::Arc, time::Duration};
 
-use crate::error::Result;
+use crate::{block::Segment, error::Result};
 
 /// One contiguous copy.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +45,7 @@ pub struct CopyBatch {
     ops: Vec<CopyOp>,
     direction: Direction,
     owners: Vec<Arc<dyn Any + Send + Sync>>,
+    prompt: bool,
 }
 
 impl CopyBatch {
@@ -54,7 +55,19 @@ impl CopyBatch {
     /// Until the batch is dropped every `src` range must stay readable and unwritten, every `dst`
     /// range must stay writable and untouched by others, and `owners` must keep both mapped.
     pub unsafe fn new(ops: Vec<CopyOp>, direction: Direction, owners: Vec<Arc<dyn Any + Send + Sync>>) -> Self {
-        CopyBatch { ops, direction, owners }
+        CopyBatch { ops, direction, owners, prompt: false }
+    }
+
+    /// The same, for somebody who waits for this batch while others come after it: an engine that lets batches go
+    /// together joins few to it.
+    #[must_use]
+    pub fn prompt(self) -> Self {
+        CopyBatch { prompt: true, ..self }
+    }
+
+    /// Whether somebody waits for this one.
+    pub fn is_prompt(&self) -> bool {
+        self.prompt
     }
 
     /// The copies.
@@ -92,6 +105,17 @@ pub trait CopyEngine: 'static {
     /// Why it cannot copy to and from the device any more, once it cannot.
     fn fault(&self) -> Option<String> {
         None
+    }
+
+    /// The checksum of device memory, in this order, by the device itself. `None` where it cannot; then nothing was
+    /// done. `owner` keeps the memory and is dropped when the device is done with it.
+    fn checksum(
+        &self,
+        segments: &[Segment],
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> impl Future<Output = Option<Result<u64>>> {
+        let _ = (segments, owner);
+        std::future::ready(None)
     }
 
     /// What the batch is expected to take.

@@ -56,9 +56,22 @@ impl Gpu {
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
+    /// Makes the device's primary context the current one of this thread, for calls of the driver of one's own.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with what the driver said.
+    pub fn make_current(&self) -> Result<()> {
+        self.bind().map_err(|fault| Error::Unavailable { tier: "device", reason: fault.to_string() })
+    }
+
     /// The form in which the driver copies batches, if it does.
     pub(super) fn batch_form(&self) -> Option<BatchForm> {
         self.driver.batch
+    }
+
+    /// Whether streams can wait for a word in memory.
+    pub(super) fn has_stream_waits(&self) -> bool {
+        self.driver.stream_waits
     }
 
     /// Whether the driver copies batches.

@@ -127,14 +127,3 @@ fn describe(ordinal: i32) -> Result<Device, Fault> {
 fn text(bytes: &[u8]) -> String {
     CStr::from_bytes_until_nul(bytes).map_or_else(|_| String::new(), |text| text.to_string_lossy().into_owned())
 }
-
-/// The name under which libcufile was found, or that it was not. Loads it.
-pub fn cufile_library() -> Result<&'static str, String> {
-    let names = [c"libcufile.so.0", c"libcufile.so"];
-    let is_there = |name: &&'static CStr| {
-        // SAFETY: loads a library of the system by name, whose constructors are trusted like those of any; it stays.
-        !unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY) }.is_null()
-    };
-    let found = names.into_iter().find(is_there).and_then(|name| name.to_str().ok());
-    found.ok_or_else(|| "libcufile.so was not found; it comes with the CUDA toolkit".into())
-}

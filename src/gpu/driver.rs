@@ -9,7 +9,7 @@ use std::{
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemcpyAttributes, CUresult, CUstream};
 
 /// Functions that everything here relies on. The binding panics where one is missing, so they are looked for first.
-const REQUIRED: [&str; 35] = [
+const REQUIRED: [&str; 32] = [
     "cuInit",
     "cuDriverGetVersion",
     "cuGetErrorName",
@@ -34,16 +34,13 @@ const REQUIRED: [&str; 35] = [
     "cuCtxGetStreamPriorityRange",
     "cuStreamDestroy_v2",
     "cuStreamSynchronize",
-    "cuStreamWaitEvent",
     "cuEventCreate",
     "cuEventRecord",
     "cuEventQuery",
-    "cuEventSynchronize",
     "cuEventDestroy_v2",
     "cuModuleLoadData",
     "cuModuleUnload",
     "cuModuleGetFunction",
-    "cuFuncGetAttribute",
     "cuLaunchKernel",
 ];
 
@@ -53,6 +50,8 @@ pub(super) struct Driver {
     /// The newest CUDA version that it supports: 13000 is 13.0.
     pub version: i32,
     pub batch: Option<BatchForm>,
+    /// Streams can wait for a word in memory.
+    pub stream_waits: bool,
 }
 
 /// The form in which this driver copies batches.
@@ -160,7 +159,7 @@ impl Driver {
         // SAFETY: the function exists, and writes one integer.
         told(check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }))?;
         let batch = if has("cuMemcpyBatchAsync_v2") { Some(BatchForm::V2) } else { batch_v1().map(BatchForm::V1) };
-        Ok(Driver { version, batch })
+        Ok(Driver { version, batch, stream_waits: has("cuStreamWaitValue32_v2") })
     }
 }
 

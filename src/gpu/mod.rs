@@ -5,17 +5,23 @@
 //!
 //! - [`Gpu`]: a device and its primary context, shared with whatever else in the process uses the device.
 //! - [`DeviceBuffer`]: plain device memory, the [`DeviceMemory`](crate::tier::device::DeviceMemory) of a pool.
+//! - [`cufile`]: transfers between files and device memory.
 //! - [`HostPin`]: host memory made known to the device, so that it can be copied without a detour.
 
+mod checksum;
 mod context;
+pub mod cufile;
 mod discover;
 mod driver;
+mod gates;
 mod memory;
 mod module;
 mod stream;
 
+pub(crate) use checksum::{ChecksumKernel, PIECE_MULTIPLE, PieceBuffer, Plan};
 pub use context::Gpu;
-pub use discover::{Device, Discovery, cufile_library, discover};
+pub use discover::{Device, Discovery, discover};
+pub(crate) use gates::Gates;
 pub use memory::{DeviceBuffer, HostPin};
 pub(crate) use module::{CopyKernel, Tile};
 pub(crate) use stream::{BatchArrays, Event, Stream};

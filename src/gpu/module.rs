@@ -1,6 +1,9 @@
-//! The copy kernel, and the descriptions that it works from.
+//! Kernels, loaded; the copy kernel, and the descriptions that it works from.
 
-use std::{ffi::c_void, sync::Arc};
+use std::{
+    ffi::{CStr, c_void},
+    sync::Arc,
+};
 
 use cudarc::driver::sys::{self, CUfunction, CUmodule};
 
@@ -34,25 +37,79 @@ impl Tile {
     }
 }
 
-/// The gather/scatter kernel, loaded.
-pub(crate) struct CopyKernel {
+/// A kernel, loaded.
+pub(super) struct Loaded {
     gpu: Arc<Gpu>,
     module: CUmodule,
     function: CUfunction,
 }
 
-impl CopyKernel {
-    pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, Fault> {
+impl Loaded {
+    /// Loads the kernel `name` of `image`, a PTX that ends in 0.
+    pub(super) fn new(gpu: &Arc<Gpu>, image: &'static str, name: &CStr) -> Result<Self, Fault> {
+        assert!(image.ends_with('\0'), "the driver looks for the end");
         gpu.bind()?;
         let mut module = std::ptr::null_mut();
         // SAFETY: the context is current; the image is a string that ends in 0; unloaded when this is dropped.
-        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, PTX.as_ptr().cast()) })?;
-        let mut kernel = CopyKernel { gpu: Arc::clone(gpu), module, function: std::ptr::null_mut() };
+        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
+        let mut loaded = Loaded { gpu: Arc::clone(gpu), module, function: std::ptr::null_mut() };
         // SAFETY: our own module, and the name of a kernel in it.
-        check("cuModuleGetFunction", unsafe {
-            sys::cuModuleGetFunction(&mut kernel.function, module, c"kvhoist_copy".as_ptr())
-        })?;
-        Ok(kernel)
+        check("cuModuleGetFunction", unsafe { sys::cuModuleGetFunction(&mut loaded.function, module, name.as_ptr()) })?;
+        Ok(loaded)
+    }
+
+    pub(super) fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+
+    /// Queues a launch. The context is current.
+    ///
+    /// # Safety
+    /// The arguments must be of the kernel's types, and what they lead to valid until the stream has passed it.
+    pub(super) unsafe fn launch(
+        &self,
+        stream: &Stream,
+        blocks: u32,
+        threads: u32,
+        arguments: &mut [*mut c_void],
+    ) -> Result<(), Fault> {
+        // SAFETY: our own function and stream; the driver copies the arguments during the call; the rest is the
+        // caller's promise.
+        check("cuLaunchKernel", unsafe {
+            sys::cuLaunchKernel(
+                self.function,
+                blocks,
+                1,
+                1,
+                threads,
+                1,
+                1,
+                0,
+                stream.raw(),
+                arguments.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+        })
+    }
+}
+
+impl Drop for Loaded {
+    fn drop(&mut self) {
+        // SAFETY: our own module, unloaded once, when no launch is under way.
+        let unloaded =
+            self.gpu.bind().and_then(|()| check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.module) }));
+        if let Err(fault) = unloaded {
+            tracing::debug!(%fault, "a kernel was not unloaded");
+        }
+    }
+}
+
+/// The gather/scatter kernel, loaded.
+pub(crate) struct CopyKernel(Loaded);
+
+impl CopyKernel {
+    pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, Fault> {
+        Loaded::new(gpu, PTX, c"kvhoist_copy").map(CopyKernel)
     }
 
     /// Queues the copy of `count` tiles from `tiles` on, an address that the device knows, by `blocks` thread blocks.
@@ -69,34 +126,8 @@ impl CopyKernel {
     ) -> Result<(), Fault> {
         let (mut tiles, mut count) = (tiles.expose_provenance() as u64, count);
         let mut arguments: [*mut c_void; 2] = [(&raw mut tiles).cast(), (&raw mut count).cast()];
-        // SAFETY: our own function, with arguments of its types, which the driver copies during the call; what they
-        // lead to is as the caller promises.
-        check("cuLaunchKernel", unsafe {
-            sys::cuLaunchKernel(
-                self.function,
-                blocks,
-                1,
-                1,
-                BLOCK_THREADS,
-                1,
-                1,
-                0,
-                stream.raw(),
-                arguments.as_mut_ptr(),
-                std::ptr::null_mut(),
-            )
-        })
-    }
-}
-
-impl Drop for CopyKernel {
-    fn drop(&mut self) {
-        // SAFETY: our own module, unloaded once, when no launch is under way.
-        let unloaded =
-            self.gpu.bind().and_then(|()| check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.module) }));
-        if let Err(fault) = unloaded {
-            tracing::debug!(%fault, "the copy kernel was not unloaded");
-        }
+        // SAFETY: arguments of the kernel's types; what they lead to is as the caller promises.
+        unsafe { self.0.launch(stream, blocks, BLOCK_THREADS, &mut arguments) }
     }
 }
 

@@ -13,6 +13,7 @@
 
 mod any;
 pub mod blocking;
+pub(crate) mod cufile;
 mod full;
 mod lent;
 mod memlock;

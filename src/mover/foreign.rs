@@ -11,7 +11,7 @@ use std::{
 
 use tokio::sync::Notify;
 
-use super::{Mover, budget::Class, store::Committed};
+use super::{Mover, budget::Class, store::Committed, straight::Straight};
 use crate::{
     block::{BlockKey, Segment, Tier},
     copy::{CopyBatch, CopyEngine, Direction, pair_segments},
@@ -95,7 +95,7 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    fn memory(&self) -> RegionMemory {
+    pub(crate) fn memory(&self) -> RegionMemory {
         self.regions.first().map_or(RegionMemory::Host, RegionUse::memory)
     }
 }
@@ -124,7 +124,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         results
     }
 
-    async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
+    pub(super) async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
+        let job = match self.load_straight(job).await {
+            Straight::Ended(result) => return result,
+            Straight::Elsewhere(job) => job,
+        };
         let Some(pin) = self.obtain_host(&job.key, Class::Read).await? else { return Ok(false) };
         let direction = match job.memory() {
             RegionMemory::Host => Direction::HostToHost,
@@ -146,7 +150,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(job);
                 committed
             }
-            None => self.gather(job).await?,
+            None => match self.store_straight(job).await {
+                Straight::Ended(result) => return result,
+                Straight::Elsewhere(job) => self.gather(job).await?,
+            },
         };
         self.finish_store(&key, committed).await
     }
@@ -173,9 +180,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Does what the write policy wants for a committed block.
     async fn finish_store(self: &Rc<Self>, key: &BlockKey, mut committed: Committed) -> Result<()> {
         loop {
-            let receiver = match committed {
+            let (receiver, pin) = match committed {
                 Committed::Done => return Ok(()),
-                Committed::Join(receiver) => receiver,
+                Committed::Join(receiver, pin) => (receiver, pin),
                 Committed::Write(pin, receiver) => {
                     self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
                     return self.shared.written(receiver).await;
@@ -184,6 +191,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.shared.written(receiver).await?;
             // The write that was joined may have been of a copy removed meanwhile: look again.
             committed = self.shared.store_known(key, None)?.unwrap_or(Committed::Done);
+            drop(pin);
         }
     }
 }

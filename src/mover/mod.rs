@@ -8,8 +8,10 @@
 #[cfg(feature = "sim")]
 mod balance;
 mod budget;
+mod direct;
 mod flight;
 mod foreign;
+mod layers;
 mod overdue;
 mod promote;
 mod records;
@@ -18,17 +20,20 @@ pub(crate) mod shared;
 mod shutdown;
 mod spin;
 mod store;
+mod straight;
 mod verify;
 mod write;
 
 pub(crate) use flight::{Message, Outcome};
 pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
-pub(crate) use shared::{Filling, Found, Pin, Promotion, Shared};
+pub use layers::LayerDone;
+pub(crate) use layers::{LayerBoard, LayerJobs, LayerProgress};
+pub(crate) use shared::{Filling, Found, Pin, Promotion, Removed, Shared};
 pub(crate) use store::Committed;
 pub(crate) use verify::Settled;
 
 use std::{
-    cell::{Cell, RefCell},
+    cell::{Cell, OnceCell, RefCell},
     future::Future,
     rc::Rc,
     sync::Arc,
@@ -36,7 +41,7 @@ use std::{
 
 use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 
-use self::{budget::Budget, records::RecordPages, service::Failures};
+use self::{budget::Budget, direct::Direct, records::RecordPages, service::Failures};
 use crate::{
     block::{BlockKey, Tier},
     copy::CopyEngine,
@@ -52,10 +57,12 @@ pub(crate) enum Command {
     Promote { key: BlockKey, to: Tier, class: Class },
     /// Copy blocks into foreign memory: true for each that was copied.
     Load { jobs: Vec<Job>, reply: Reply },
+    /// Copy blocks into foreign memory, layer by layer.
+    LoadLayers(LayerJobs),
     /// Store blocks from foreign memory: true for each that was stored.
     StoreFrom { jobs: Vec<Job>, reply: Reply },
-    /// Write the record page of a slot whose block was removed.
-    Forget { slot: u32, reply: oneshot::Sender<Result<()>> },
+    /// Write the record pages that name blocks which are not there.
+    Forget { reply: oneshot::Sender<Result<()>> },
     /// Write what is dirty and flush.
     Sync { reply: oneshot::Sender<Result<()>> },
     /// Finish what is under way, write what is dirty, flush, and end.
@@ -85,6 +92,8 @@ pub(crate) struct Mover<S, C> {
     shared: Arc<Shared>,
     storage: S,
     copy: C,
+    /// libcufile, where it is in use.
+    direct: OnceCell<Direct>,
     files: Vec<FileId>,
     budget: Budget,
     records: RefCell<RecordPages>,
@@ -121,6 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             failures: files.iter().map(|_| Failures::default()).collect(),
             settled: Notify::new(),
             begun: Notify::new(),
+            direct: OnceCell::new(),
             files,
             shared,
             storage,
@@ -173,10 +183,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
             }
             Command::Load { jobs, reply } => self.spawn(async move { reply(this.load(jobs).await) }),
+            Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
             Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
             // A caller that is gone does not want the answer.
-            Command::Forget { slot, reply } => self.spawn(async move {
-                drop(reply.send(this.within_deadline("the write of a record", this.write_record(slot)).await));
+            Command::Forget { reply } => self.spawn(async move {
+                drop(reply.send(this.write_stale_records().await));
             }),
             Command::Sync { reply } => self.spawn(async move {
                 drop(reply.send(this.sync().await));

@@ -92,7 +92,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Load { jobs, reply } | Command::StoreFrom { jobs, reply } => {
                 reply(jobs.iter().map(|_| Err(error.clone())).collect());
             }
-            Command::Forget { reply, .. } | Command::Sync { reply } => drop(reply.send(Err(error))),
+            Command::LoadLayers(load) => load.refuse(&error),
+            Command::Forget { reply } | Command::Sync { reply } => drop(reply.send(Err(error))),
             Command::Close { .. } => unreachable!("run() answers it"),
         }
     }

@@ -7,6 +7,7 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     Mover,
     budget::{Class, Kind},
+    direct::Tried,
     flight::{Message, Outcome},
     shared::{Filling, Pin, Promotion, Shared},
     verify::{self, Settled, Unverified},
@@ -103,13 +104,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// arrive together leave one by one, and the first of them makes room for its successor on the disk while the
     /// others wait. All at once, they would all be late, and the disk idle meanwhile.
     pub(super) async fn checksum_of(&self, bytes: &[u8]) -> u64 {
-        let _turn = self.checksums.acquire().await.expect("never closed");
         let mut digest = Digest::new();
+        self.digest(&mut digest, bytes).await;
+        digest.finish()
+    }
+
+    /// Takes the next bytes of a block into its checksum, likewise.
+    pub(super) async fn digest(&self, digest: &mut Digest, bytes: &[u8]) {
+        let _turn = self.checksums.acquire().await.expect("never closed");
         for chunk in bytes.chunks(CHECKSUM_CHUNK_BYTES) {
             digest.update(chunk);
             crate::io::yield_now().await;
         }
-        digest.finish()
     }
 
     async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
@@ -151,7 +157,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 self.shared.account(&self.failures, file, OpKind::Read, &result);
                 if let Err(source) = result {
                     self.shared.metrics.read_errors.add(1);
-                    self.shared.unlink(pin, filling, "it cannot be read");
+                    self.shared.unlink(pin, Some(filling), "it cannot be read");
                     return Err(Error::io("read", self.path_of(file), source));
                 }
                 Ok(Read::Unverified(Unverified { source: pin, filling, checksum, started }))
@@ -231,7 +237,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     async fn fill_device(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
         let started = Instant::now();
+        let suspect = match self.fill_device_directly(key, class).await {
+            Tried::Ended(outcome) => return outcome,
+            Tried::Elsewhere => false,
+            Tried::Suspect => true,
+        };
         let Some(source) = self.obtain_host(key, class).await? else { return Ok(None) };
+        if suspect {
+            self.convict_direct();
+        }
         let id = source.id();
         let route = match source.route() {
             Route::DiskToHost => Route::DiskToHostToDevice,
@@ -245,24 +259,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let from = [self.host_segment(source.slot())];
         let to = self.device_segments(filling.slot());
         let (source, filling, result) = self.copy_owned(&from, &to, self.promote_direction(), source, filling).await;
-        let mut state = self.shared.lock();
         if let Err(error) = result {
+            let mut state = self.shared.lock();
             state.index.abort_fill(id, Tier::Device);
             filling.release(&mut state);
             source.release(&mut state);
             drop(state);
             return Err(error);
         }
-        let published = state.index.complete_fill(id, Tier::Device, filling.slot());
-        let pin = if published {
-            filling.published();
-            Pin::take(&self.shared, &mut state, id, Tier::Device, route)
-        } else {
-            filling.release(&mut state);
-            None
-        };
-        source.release(&mut state);
-        drop(state);
+        let checksum = self.shared.lock().host_checksums[source.slot() as usize];
+        let pin = self.shared.publish_device(id, filling, checksum, route, source);
         self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
         Ok(pin)
     }
@@ -348,7 +354,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Segment { ptr: self.shared.host_ptr(slot).as_ptr(), len: self.shared.config.block_bytes }
     }
 
-    fn device_segments(&self, slot: u32) -> Vec<Segment> {
+    pub(super) fn device_segments(&self, slot: u32) -> Vec<Segment> {
         self.device().segments(slot).collect()
     }
 
@@ -393,10 +399,14 @@ impl Shared {
     }
 
     /// A block that cannot be had from its disk slot: forgotten there, and the slot set aside.
-    pub(super) fn unlink(&self, pin: Pin, filling: Filling, why: &str) {
+    /// `filling` is the host slot that it was read into, if it was.
+    pub(super) fn unlink(&self, pin: Pin, filling: Option<Filling>, why: &str) {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
-        state.index.abort_fill(id, Tier::Host);
+        if let Some(filling) = filling {
+            state.index.abort_fill(id, Tier::Host);
+            filling.release(&mut state);
+        }
         // Of a block that was removed meanwhile this pin is the last trace: its slot is free already, its entry gone.
         let removed = state.index.slot(id, Tier::Disk) != Some(slot);
         pin.release(&mut state);
@@ -407,7 +417,6 @@ impl Shared {
             slots.quarantine(slot);
             quarantined = Some(slots.quarantined_count());
         }
-        filling.release(&mut state);
         drop(state);
         tracing::warn!(slot, why, "a block on disk was given up and its slot quarantined");
         if let Some(count) = quarantined {
@@ -415,6 +424,8 @@ impl Shared {
             let limit = self.config.quarantine_max;
             if count > limit {
                 self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
+            } else if u64::from(count) == self.config.disk_blocks() {
+                self.retire_disk(format!("all of its {count} slots are quarantined"));
             }
         }
     }

@@ -5,12 +5,16 @@ use std::{
     collections::BTreeSet,
     ops::{Deref, DerefMut},
     ptr::NonNull,
-    sync::{Arc, atomic::AtomicU64},
+    sync::{
+        Arc,
+        atomic::{AtomicI64, AtomicU64, Ordering},
+    },
 };
 
 use tokio::sync::{Notify, oneshot};
 
 use super::{
+    direct::CufileService,
     flight::{Flights, Joined, Message},
     service::DiskService,
     verify::Ticket,
@@ -34,6 +38,9 @@ pub(crate) struct State {
     pub(crate) flights: Flights,
     /// Checksum of the block in each host slot.
     pub(crate) host_checksums: Vec<u64>,
+    /// Likewise in each device slot.
+    pub(super) device_checksums: Vec<u64>,
+    pub(crate) cufile: CufileService,
     /// Generation of the next record.
     pub(crate) generation: u64,
     /// Callers waiting for a slot, per tier.
@@ -62,6 +69,8 @@ pub(crate) struct Shared {
     pub(crate) watch: Notify,
     /// How often it has looked at it.
     pub(super) looks: AtomicU64,
+    /// Requests that libcufile has not given back.
+    pub(super) cufile_stuck: Arc<AtomicI64>,
 }
 
 /// What a look-up came to.
@@ -75,9 +84,14 @@ pub(crate) enum Found {
 }
 
 /// A block that is resident no more.
+#[derive(Default)]
 pub(crate) struct Removed {
-    /// The disk slot whose record still names it.
-    pub(crate) disk_slot: Option<u32>,
+    /// It was resident until now.
+    pub(crate) resident: bool,
+    /// A record may still name it: of the slot that it had, or of one that it had before.
+    pub(crate) recorded: bool,
+    /// The end of a write of it that is under way; its record is cleared by then.
+    pub(crate) writing: Option<oneshot::Receiver<Message>>,
 }
 
 /// What asking for a promotion came to.
@@ -110,6 +124,8 @@ impl Shared {
             disk,
             flights: Flights::default(),
             host_checksums: vec![0; config.host_blocks as usize],
+            device_checksums: vec![0; config.device_blocks as usize],
+            cufile: CufileService::default(),
             generation,
             slot_waiters: [0; Tier::COUNT],
             disk_service: DiskService::Full,
@@ -128,6 +144,7 @@ impl Shared {
             verified: Notify::new(),
             watch: Notify::new(),
             looks: AtomicU64::new(0),
+            cufile_stuck: Arc::default(),
         }
     }
 
@@ -189,7 +206,7 @@ impl Shared {
     }
 
     /// A receiver that has a ticket already.
-    fn ticket(self: &Arc<Self>, state: &mut State, key: &BlockKey) -> oneshot::Receiver<Message> {
+    pub(super) fn ticket(self: &Arc<Self>, state: &mut State, key: &BlockKey) -> oneshot::Receiver<Message> {
         let (sender, receiver) = oneshot::channel();
         let flight = state.flights.get_mut(key, Tier::Host).expect("it was just joined");
         let sent = sender.send(Message::Verify(Ticket::new(self, *key, flight)));
@@ -261,9 +278,6 @@ impl Shared {
     fn unpin(&self, state: &mut State, id: EntryId, tier: Tier) {
         let unpin = state.index.unpin(id, tier);
         if let Some(slot) = unpin.freed {
-            if tier == Tier::Disk {
-                state.disk_slots().clear(slot);
-            }
             state.push_free(tier, slot);
         }
         if tier == Tier::Host && state.has_waiters(tier) && self.write_back_is_due(state, 0, 0.0) {
@@ -271,25 +285,37 @@ impl Shared {
         }
     }
 
-    /// Forgets `key`; `None` if it was resident nowhere. Pinned copies stay until their last reader
-    /// is done.
-    pub(crate) fn remove(&self, key: &BlockKey) -> Result<Option<Removed>> {
+    /// Forgets `key`. Pinned copies stay until their last reader is done.
+    ///
+    /// An error where a write of it is overdue: it is forgotten, and its record may be written yet.
+    pub(crate) fn remove(&self, key: &BlockKey) -> Result<Removed> {
         let mut state = self.lock();
         state.check_open()?;
-        let Some(id) = state.index.find(key) else { return Ok(None) };
-        if state.index.best_tier(id).is_none() {
-            return Ok(None);
-        }
-        let disk_slot = state.index.slot(id, Tier::Disk);
-        state.dirty.remove(key);
-        for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
-            let Some(slot) = slot else { continue };
-            if tier == Tier::Disk {
+        let mut removed = Removed::default();
+        if let Some(id) = state.index.find(key)
+            && state.index.best_tier(id).is_some()
+        {
+            removed.resident = true;
+            state.dirty.remove(key);
+            if let Some(slot) = state.index.slot(id, Tier::Disk) {
+                // Its record must go now, although whoever reads the slot holds it for a while yet.
                 state.disk_slots().clear(slot);
             }
-            state.push_free(tier, slot);
+            for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
+                slot.into_iter().for_each(|slot| state.push_free(tier, slot));
+            }
         }
-        Ok(Some(Removed { disk_slot }))
+        removed.recorded = state.disk.as_ref().is_some_and(|slots| slots.stale_count() > 0);
+        // Bounded by the removals under way, each of which has a caller.
+        match state.flights.join(key, Tier::Disk, u32::MAX) {
+            Joined::Waiting(receiver) => removed.writing = Some(receiver),
+            Joined::Overdue => {
+                drop(state);
+                return Err(self.timeout("a write of the removed block that is overdue"));
+            }
+            Joined::None | Joined::Full | Joined::Unverified => {}
+        }
+        Ok(removed)
     }
 
     /// Refuses every call from now on, and wakes those who wait for slots.
@@ -311,6 +337,12 @@ impl Shared {
     pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
         self.metrics.busy.add(1);
         Error::Busy { what, limit, setting }
+    }
+
+    /// Requests that libcufile has not given back.
+    pub(crate) fn cufile_stuck(&self) -> u64 {
+        // A request that comes back just as it is given up on may be taken off before it is added.
+        u64::try_from(self.cufile_stuck.load(Ordering::SeqCst)).unwrap_or(0)
     }
 
     /// The registered buffer around a host slot.
@@ -546,6 +578,10 @@ impl Pin {
 
     pub(crate) fn slot(&self) -> u32 {
         self.slot
+    }
+
+    pub(crate) fn tier(&self) -> Tier {
+        self.tier
     }
 
     pub(crate) fn route(&self) -> Route {

@@ -7,6 +7,9 @@ use tokio::sync::mpsc;
 use super::{Mover, Urgent};
 use crate::{copy::CopyEngine, error::Result, io::Storage, tier::disk::PageId};
 
+/// How often the end syncs where the deadline passes each time.
+const SYNCS_MAX: u32 = 8;
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Ends the cache's life on disk. The command channel is closed already.
     pub(super) async fn drain(self: &Rc<Self>, mut urgent: mpsc::UnboundedReceiver<Urgent>) -> Result<()> {
@@ -25,13 +28,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if self.files.is_empty() {
             return Ok(());
         }
+        self.close_direct().await;
         // The use order of this run is what the next one starts from.
         if let Some(slots) = &mut self.shared.lock().disk {
             for page in 0..slots.stripe().pages() {
                 slots.mark_stale(PageId(page));
             }
         }
-        let result = self.sync().await;
+        let mut result = self.sync().await;
+        for _ in 1..SYNCS_MAX {
+            while self.active.get() > 0 {
+                self.settled.notified().await;
+            }
+            if !matches!(&result, Err(error) if error.is_transient()) {
+                break;
+            }
+            // The deadline has passed for what a sync waits for, and not for this: by now it has ended, unflushed.
+            result = self.sync().await;
+        }
         while self.active.get() > 0 {
             self.settled.notified().await;
         }

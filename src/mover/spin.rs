@@ -1,7 +1,8 @@
 //! Polling before sleeping. A thread that sleeps must be woken, which takes some microseconds on bare metal and many
 //! more where an idle virtual processor has to be brought back; for as long as
 //! [`Config::spin_us`](crate::Config::spin_us) says the reactor looks for work instead, and while a movement is under
-//! way it does not sleep at all.
+//! way it does not sleep at all. The one place on the reactor that looks at the machine's clock: in virtual time, which
+//! stands still meanwhile, nothing spins.
 
 use std::{
     rc::Rc,

@@ -20,8 +20,9 @@ use crate::{
 pub(crate) enum Committed {
     /// Nothing: the policy is satisfied.
     Done,
-    /// Another write of the same block is under way; its outcome comes here.
-    Join(oneshot::Receiver<Message>),
+    /// A movement of the same key is under way; its outcome comes here, and then the store looks again: it may have
+    /// been of a block that was removed. The pin, on the block of this store, keeps that from being evicted meanwhile.
+    Join(oneshot::Receiver<Message>, Option<Pin>),
     /// The block must be written; the flight has begun, the reactor must be asked.
     Write(Pin, oneshot::Receiver<Message>),
 }
@@ -97,25 +98,40 @@ impl Shared {
         }
     }
 
-    /// Starts or joins the write of a host block to disk.
+    /// Starts or joins the write of a host block to disk. The pin in the answer is not to be dropped under the lock.
     pub(crate) fn begin_write(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
-        let waiters_max = self.config.waiters_max;
-        match state.flights.join(key, Tier::Disk, waiters_max) {
-            Joined::Waiting(receiver) => return Ok(Committed::Join(receiver)),
-            Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
-            Joined::Overdue => return Err(self.timeout("a write of the block that is overdue")),
-            Joined::Unverified => unreachable!("only reads are verified"),
-            Joined::None => {}
+        let mut pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
+        // Only libcufile spares a block the way through host memory, where there may be no room for it.
+        let from_device = state.cufile.writes && state.device_retired.is_none();
+        if pin.is_none() && from_device && !state.flights.contains(key, Tier::Host) {
+            pin = Pin::take(self, state, id, Tier::Device, Route::DeviceHit);
         }
-        let Some(pin) = Pin::take(self, state, id, Tier::Host, Route::HostHit) else { return Ok(Committed::Done) };
-        Ok(Committed::Write(pin, state.flights.begin(key, Tier::Disk)))
+        // Without a pin the block is on its way to the host, from the device: when it is there, it can be written.
+        let tier = if pin.is_some() || state.flights.contains(key, Tier::Disk) { Tier::Disk } else { Tier::Host };
+        let waiters_max = self.config.waiters_max;
+        let refused = match state.flights.join(key, tier, waiters_max) {
+            Joined::Waiting(receiver) => return Ok(Committed::Join(receiver, pin)),
+            Joined::Unverified => return Ok(Committed::Join(self.ticket(state, key), pin)),
+            Joined::None => {
+                return Ok(match pin {
+                    Some(pin) => Committed::Write(pin, state.flights.begin(key, Tier::Disk)),
+                    None => Committed::Done,
+                });
+            }
+            Joined::Full => self.busy("waiters for one block", u64::from(waiters_max), "waiters_max"),
+            Joined::Overdue => self.timeout("a movement of the block that is overdue"),
+        };
+        if let Some(pin) = pin {
+            pin.release(state);
+        }
+        Err(refused)
     }
 
-    /// Waits for a write to disk.
+    /// Waits for a write to disk, or for another movement that a store joined.
     pub(crate) async fn written(self: &Arc<Self>, receiver: oneshot::Receiver<Message>) -> Result<()> {
         match self.settle(receiver).await {
             Settled::Ended(outcome) => outcome.map(drop),
-            Settled::AskAgain => unreachable!("only reads are verified"),
+            Settled::AskAgain => Ok(()),
         }
     }
 
@@ -136,7 +152,9 @@ impl Shared {
             self.metrics.background_refused.add(1);
             return None;
         }
-        match self.begin_write(&mut state, id, key) {
+        let committed = self.begin_write(&mut state, id, key);
+        drop(state);
+        match committed {
             Ok(Committed::Write(pin, _nobody)) => Some(pin),
             _ => None,
         }

@@ -140,7 +140,7 @@ impl Shared {
         let Unverified { source, filling, checksum, started } = unverified;
         if !matches {
             self.metrics.checksum_failures.add(1);
-            self.unlink(source, filling, "its checksum does not match");
+            self.unlink(source, Some(filling), "its checksum does not match");
             return Ok(None);
         }
         self.metrics.moved(Route::DiskToHost, self.config.block_bytes, started.elapsed());

@@ -7,7 +7,7 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     Message, Mover,
     budget::{Class, Kind},
-    shared::{Filling, Pin},
+    shared::{Filling, Pin, State},
     store::Committed,
 };
 use crate::{
@@ -26,11 +26,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) async fn write(self: Rc<Self>, key: BlockKey, pin: Pin, class: Class) {
         let started = Instant::now();
         let pin = Arc::new(pin);
-        let result = self.write_block(&pin, class).await;
+        let (result, route) = match pin.tier() {
+            Tier::Device => self.write_from_device(&key, &pin, class).await,
+            _ => (self.write_block(&pin, class).await, Route::HostToDisk),
+        };
         let outcome = match result {
             Ok(moved) => {
                 if moved {
-                    self.shared.metrics.moved(Route::HostToDisk, self.shared.config.block_bytes, started.elapsed());
+                    self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
                 }
                 Ok(None)
             }
@@ -56,25 +59,27 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// Writes a block that only the device holds: by libcufile, or by way of host memory where that fails.
+    async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>, class: Class) -> (Result<bool>, Route) {
+        if let Some(result) = self.write_directly(pin, class).await {
+            return (result, Route::DeviceToDisk);
+        }
+        let result = match self.obtain_host(key, class).await {
+            Ok(Some(host)) => self.write_block(&Arc::new(host), class).await,
+            Ok(None) => Ok(false),
+            Err(error) => Err(error),
+        };
+        (result, Route::HostToDisk)
+    }
+
     /// True if the block was written, false if it was on disk already or was removed meanwhile.
     async fn write_block(self: &Rc<Self>, pin: &Arc<Pin>, class: Class) -> Result<bool> {
         let slot_bytes = self.shared.config.slot_bytes() as u64;
         let share = self.budget.take(Kind::Write, class, slot_bytes).await;
         let filling = self.shared.acquire(Tier::Disk).await?;
         let id = pin.id();
-        let (file, offset) = {
-            let mut state = self.shared.lock();
-            if !state.index.begin_fill(id, Tier::Disk) {
-                filling.release(&mut state);
-                return Ok(false);
-            }
-            let checksum = state.host_checksums[pin.slot() as usize];
-            let generation = state.generation;
-            state.generation += 1;
-            let slots = state.disk_slots();
-            slots.commit(filling.slot(), id.as_u32(), checksum, generation);
-            slots.locate(filling.slot())
-        };
+        let checksum = self.shared.lock().host_checksums[pin.slot() as usize];
+        let Some((file, offset)) = self.begin_disk_write(id, &filling, checksum) else { return Ok(false) };
         // Both at once: whichever comes first on the medium, a record without its payload is found out
         // by the checksum that it carries. Nobody here sees the block before both have ended.
         let slot = filling.slot();
@@ -82,14 +87,32 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         drop(share);
         let (result, filling) = written;
         self.shared.account(&self.failures, file, OpKind::Write, &result);
-        self.publish_disk(
-            id,
-            filling,
-            result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded),
-        )
+        let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
+        self.end_disk_write(id, filling, result).await
     }
 
     /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
+    pub(super) async fn end_disk_write(
+        self: &Rc<Self>,
+        id: EntryId,
+        filling: Filling,
+        result: Result<()>,
+    ) -> Result<bool> {
+        let slot = filling.slot();
+        let published = self.publish_disk(id, filling, result)?;
+        if !published {
+            // Who removed it waits for the end of this: then no record names it any more.
+            self.write_record(slot).await?;
+        }
+        Ok(published)
+    }
+
+    /// Enters a block in the books of the disk slot that it is about to be written to; says where that is. `None` if it
+    /// was removed or is there already.
+    pub(super) fn begin_disk_write(&self, id: EntryId, filling: &Filling, checksum: u64) -> Option<(FileId, u64)> {
+        self.shared.lock().begin_disk_write(id, filling, checksum)
+    }
+
     fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
         let slot = filling.slot();
         let mut state = self.shared.lock();
@@ -161,7 +184,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let id = state.index.demotable(Tier::Host)?;
         let key = state.index.key(id);
-        begun(shared.begin_write(&mut state, id, &key), key)
+        // A block under this key that was removed is still being written: its end sets a slot free. To join it here
+        // would be to take and drop a pin, which asks for a write-back, which is this.
+        if state.flights.contains(&key, Tier::Disk) {
+            return None;
+        }
+        let committed = shared.begin_write(&mut state, id, &key);
+        drop(state);
+        match committed {
+            Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
+            _ => None,
+        }
     }
 
     /// Writes every block that is dirty now, flushes the record pages that are out of date, and the
@@ -171,14 +204,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let mut failed = 0u64;
         let mut last_error = None;
         for batch in keys.chunks(DEMOTING_MAX as usize) {
-            let begun: Vec<_> = batch.iter().map(|key| self.begin_sync_write(key)).collect();
-            for begun in begun {
-                let written = match begun {
-                    Ok(None) => Ok(()),
-                    Ok(Some(receiver)) => self.shared.written(receiver).await,
-                    Err(error) => Err(error),
-                };
-                if let Err(error) = written {
+            let begun: Vec<_> = batch.iter().map(|key| (key, self.begin_sync_write(key))).collect();
+            for (key, begun) in begun {
+                if let Err(error) = self.synced(key, begun).await {
                     failed += 1;
                     last_error = Some(error);
                 }
@@ -202,9 +230,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Starts or joins the write of a dirty block, and says where its outcome comes; `None` where there is none to wait
-    /// for.
-    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<oneshot::Receiver<Message>>> {
+    /// Waits for the write of a dirty block that has begun.
+    async fn synced(self: &Rc<Self>, key: &BlockKey, begun: Result<Option<SyncWrite>>) -> Result<()> {
+        let Some(write) = begun? else { return Ok(()) };
+        self.shared.written(write.receiver).await?;
+        // What was joined may have been the write of a copy that was removed before this one was stored. A second
+        // write of the key is of this one, or of a later one.
+        if !write.joined || !self.shared.lock().dirty.contains(key) {
+            return Ok(());
+        }
+        match self.begin_sync_write(key)? {
+            Some(write) => self.shared.written(write.receiver).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Starts or joins the write of a dirty block; `None` where there is nothing to wait for.
+    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<SyncWrite>> {
         let mut state = self.shared.lock();
         let Some(id) = state.index.find(key) else { return Ok(None) };
         let committed = self.shared.begin_write(&mut state, id, key);
@@ -212,17 +254,32 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(match committed? {
             Committed::Write(pin, receiver) => {
                 self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
-                Some(receiver)
+                Some(SyncWrite { receiver, joined: false })
             }
-            Committed::Join(receiver) => Some(receiver),
+            // A dirty block needs no pin to stay.
+            Committed::Join(receiver, _pin) => Some(SyncWrite { receiver, joined: true }),
             Committed::Done => None,
         })
     }
 }
 
-fn begun(committed: Result<Committed>, key: BlockKey) -> Option<(BlockKey, Pin)> {
-    match committed {
-        Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
-        _ => None,
+/// A write that a sync waits for.
+struct SyncWrite {
+    receiver: oneshot::Receiver<Message>,
+    /// Somebody else began it.
+    joined: bool,
+}
+
+impl State {
+    /// As [`Mover::begin_disk_write`].
+    pub(super) fn begin_disk_write(&mut self, id: EntryId, filling: &Filling, checksum: u64) -> Option<(FileId, u64)> {
+        if !self.index.begin_fill(id, Tier::Disk) {
+            return None;
+        }
+        let generation = self.generation;
+        self.generation += 1;
+        let slots = self.disk_slots();
+        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
+        Some(slots.locate(filling.slot()))
     }
 }

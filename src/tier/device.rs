@@ -158,6 +158,11 @@ impl DevicePool {
         self.layout.segments(slot).map(move |(offset, len)| Segment { ptr: base.wrapping_add(offset), len })
     }
 
+    /// The first segment of every buffer, and how many of that length lie there one after another.
+    pub(crate) fn buffers(&self) -> impl Iterator<Item = (Segment, u32)> {
+        self.segments(0).map(|segment| (segment, self.slots()))
+    }
+
     /// Number of slots.
     pub fn slots(&self) -> u32 {
         self.layout.slots()

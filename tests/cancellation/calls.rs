@@ -267,6 +267,51 @@ fn load_into_and_unregister() {
     });
 }
 
+/// Layer by layer: the call that begins the load, and each of its futures, dropped at every point. The load goes on,
+/// tells of itself whoever asks, and writes not a byte after `unregister` has resolved.
+#[test]
+fn load_layers_and_what_it_gives() {
+    on_every_engine(unchanged, async |scene| {
+        let mut pool = Pool::new(3);
+        for dropped in ["load_layers", "layer", "blocks"] {
+            // The first of them is over at its first poll where the channel has room.
+            at_every_point(dropped, dropped != "load_layers", async |point| {
+                let region = pool.register(&scene.cache);
+                let places: Vec<_> = (0..3).map(|block| pool.place(block)).collect();
+                let wanted = [scene.cold().await, scene.fresh(), 0];
+                let keys = wanted.map(key);
+                let begin = scene.cache.load_layers(&keys, &places, &[0, 1]);
+                let load = match dropped {
+                    "load_layers" => drop_at(point, begin).await.transpose().expect("arguments"),
+                    _ => Some(begin.await.expect("arguments")),
+                };
+                let done = match (&load, dropped) {
+                    (Some(load), "layer") => drop_at(point, load.layer(1)).await.is_some(),
+                    (Some(load), "blocks") => drop_at(point, load.blocks()).await.is_some(),
+                    _ => load.is_some(),
+                };
+                if let Some(load) = load.filter(|_| done) {
+                    for layer in 0..2 {
+                        let told = load.layer(layer).await.expect("a layer");
+                        assert!(told.leading == 1 && told.error.is_none(), "{told:?}");
+                    }
+                    let results: Vec<bool> =
+                        load.blocks().await.into_iter().map(|result| result.expect("load")).collect();
+                    assert_eq!(results, [true, false, true]);
+                    assert!(pool.bytes(0) == payload(wanted[0], BLOCK_BYTES));
+                }
+                scene.cache.unregister(region).await;
+                (0..3).for_each(|block| pool.bytes(block).fill(0xee));
+                assert!(fetch_verified(&scene.cache, wanted[0]).await);
+                scene.rest().await;
+                assert!((0..3).all(|block| pool.bytes(block).iter().all(|&byte| byte == 0xee)), "written after all");
+                done
+            })
+            .await;
+        }
+    });
+}
+
 #[test]
 fn store_from() {
     on_every_engine(unchanged, async |scene| {

@@ -6,8 +6,13 @@
  * finds wrong bytes. The copy kernel is carried out from its descriptions, as the one on the device does.
  *
  * DOUBLE_FAULT makes one thing fail: "init" (no device can be used), "none" (no device), "register" (no memory can be
- * pinned), "alloc" (no device memory). double_stop() makes the device stop, as an illegal access by any kernel does.
+ * pinned), "alloc" (no device memory), "checksum" (the checksum kernel cannot be loaded).
+ * double_stop() makes the device stop, as an illegal access by any kernel does.
+ * double_allow(n) lets n more events be reached, and none after them until it is called again.
  */
+#include <limits.h>
+#include <sched.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,14 +21,23 @@
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
        ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304 };
 
-typedef struct work { struct work *next; void *dst; const void *src; size_t len; } work;
+typedef struct { uint64_t address, bytes, after; } piece;
+/* A copy; or sums of `len` pieces; or, with no destination, the wait until the word at `src` has reached the value `len`. */
+typedef struct work { struct work *next; void *dst; const void *src; size_t len; const piece *pieces; } work;
 typedef struct { work *first, **last; } stream;
-typedef struct { stream *marked; work *upto; int asked, recorded; } event;
+typedef struct { stream *marked; work *upto; int asked, recorded, reached; } event;
 typedef struct { uint64_t src, dst, len; } tile;
 
 static int polls = 3, dead;
+static uint64_t launches;
 
-void double_stop(void) { dead = 1; }
+uint64_t double_checksum_launches(void) { return launches; }
+
+/* Events that may still be reached. */
+static int allowed = INT_MAX;
+
+void double_stop(void) { __atomic_store_n(&dead, 1, __ATOMIC_SEQ_CST); }
+void double_allow(int n) { __atomic_store_n(&allowed, n, __ATOMIC_SEQ_CST); }
 
 static int is_fault(const char *name) {
     const char *fault = getenv("DOUBLE_FAULT");
@@ -33,17 +47,49 @@ static int is_fault(const char *name) {
 static int put(stream *s, uint64_t dst, uint64_t src, size_t len) {
     if (dead) return ILLEGAL_ADDRESS;
     work *w = malloc(sizeof *w);
-    *w = (work){ NULL, (void *)dst, (const void *)src, len };
+    *w = (work){ NULL, (void *)dst, (const void *)src, len, NULL };
     *s->last = w;
     s->last = &w->next;
     return SUCCESS;
 }
 
-/* Does what is in the stream, up to and with `upto`; all of it for NULL. */
+/* CRC-64/NVME bit by bit, without initial value and final inversion, and the product of its field. */
+static uint64_t crc_of(const unsigned char *p, size_t n) {
+    static uint64_t table[256];
+    if (!table[1])
+        for (unsigned v = 0; v < 256; v++) {
+            uint64_t a = v;
+            for (int bit = 0; bit < 8; bit++) a = (a >> 1) ^ (0x9A6C9329AC4BC9B5ull & (0 - (a & 1)));
+            table[v] = a;
+        }
+    uint64_t crc = 0;
+    while (n--) crc = (crc >> 8) ^ table[(crc ^ *p++) & 255];
+    return crc;
+}
+static uint64_t product_of(uint64_t a, uint64_t b) {
+    uint64_t product = 0;
+    for (int bit = 63; bit >= 0; bit--) {
+        if (a >> bit & 1) product ^= b;
+        b = (b >> 1) ^ (0x9A6C9329AC4BC9B5ull & (0 - (b & 1)));
+    }
+    return product;
+}
+static void sum_up(uint64_t *sums, const piece *pieces, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        sums[i] = product_of(crc_of((const unsigned char *)pieces[i].address, pieces[i].bytes), pieces[i].after);
+}
+
+static int is_open(const work *w) {
+    return (int32_t)(__atomic_load_n((const uint32_t *)w->src, __ATOMIC_ACQUIRE) - (uint32_t)w->len) >= 0;
+}
+
+/* Does what is in the stream, up to and with `upto`, all of it for NULL, or up to a wait. */
 static void run(stream *s, work *upto) {
     while (s->first) {
         work *w = s->first;
-        memcpy(w->dst, w->src, w->len);
+        if (w->pieces) sum_up(w->dst, w->pieces, w->len);
+        else if (w->dst) memcpy(w->dst, w->src, w->len);
+        else if (!is_open(w)) return;
         s->first = w->next;
         if (!s->first) s->last = &s->first;
         int reached = w == upto;
@@ -90,19 +136,33 @@ int cuStreamCreateWithPriority(stream **s, unsigned flags, int priority) {
     return SUCCESS;
 }
 int cuStreamDestroy_v2(stream *s) { run(s, NULL); free(s); return SUCCESS; }
-int cuStreamSynchronize(stream *s) { run(s, NULL); return dead ? ILLEGAL_ADDRESS : SUCCESS; }
-int cuStreamWaitEvent(stream *s, event *e, unsigned flags) { (void)s; (void)e; (void)flags; return NOT_SUPPORTED; }
+int cuStreamSynchronize(stream *s) {
+    /* What is put into the stream without a name is done at once. */
+    while (s && !dead && (run(s, NULL), s->first)) sched_yield();
+    return dead ? ILLEGAL_ADDRESS : SUCCESS;
+}
+int cuStreamQuery(stream *s) {
+    if (dead) return ILLEGAL_ADDRESS;
+    run(s, NULL);
+    return s->first ? NOT_READY : SUCCESS;
+}
+int cuStreamWaitValue32_v2(stream *s, uint64_t address, uint32_t value, unsigned flags) {
+    return flags == 0 ? put(s, 0, address, value) : INVALID_VALUE;
+}
 int cuEventCreate(event **e, unsigned flags) { (void)flags; *e = calloc(1, sizeof **e); return SUCCESS; }
 int cuEventDestroy_v2(event *e) { free(e); return SUCCESS; }
 int cuEventRecord(event *e, stream *s) {
     work *last = NULL;
     for (work *w = s->first; w; w = w->next) last = w;
-    *e = (event){ s, last, 0, 1 };
+    *e = (event){ s, last, 0, 1, 0 };
     return dead ? ILLEGAL_ADDRESS : SUCCESS;
 }
 int cuEventQuery(event *e) {
     if (dead) return ILLEGAL_ADDRESS;
     if (e->recorded && ++e->asked < polls) return NOT_READY;
+    if (e->recorded && !e->reached && __atomic_load_n(&allowed, __ATOMIC_SEQ_CST) <= 0) return NOT_READY;
+    if (e->recorded && !e->reached) __atomic_fetch_sub(&allowed, 1, __ATOMIC_SEQ_CST);
+    e->reached = 1;
     if (e->recorded && e->upto) {
         /* It may have been done by a later event of the stream. */
         for (work *w = e->marked->first; w; w = w->next)
@@ -111,7 +171,6 @@ int cuEventQuery(event *e) {
     e->upto = NULL;
     return SUCCESS;
 }
-int cuEventSynchronize(event *e) { e->asked = polls; return cuEventQuery(e); }
 int cuMemcpyAsync(uint64_t dst, uint64_t src, size_t n, stream *s) { return put(s, dst, src, n); }
 int cuMemcpyBatchAsync_v2(uint64_t *dsts, uint64_t *srcs, size_t *lens, size_t n, void *attrs, size_t *first, size_t n_attrs, stream *s) {
     (void)attrs;
@@ -122,12 +181,40 @@ int cuMemcpyBatchAsync_v2(uint64_t *dsts, uint64_t *srcs, size_t *lens, size_t n
     }
     return SUCCESS;
 }
-int cuModuleLoadData(void **m, const void *image) { *m = (void *)1; return strstr(image, ".entry kvhoist_copy(") ? SUCCESS : INVALID_VALUE; }
+int cuStreamCreate(stream **s, unsigned flags) { return cuStreamCreateWithPriority(s, flags, 0); }
+/* These are done at once: nobody who waits for what they leave asks the driver for it. */
+int cuMemcpyHtoD_v2(uint64_t dst, const void *src, size_t n) { memcpy((void *)dst, src, n); return SUCCESS; }
+int cuMemcpyDtoH_v2(void *dst, uint64_t src, size_t n) { memcpy(dst, (const void *)src, n); return SUCCESS; }
+int cuMemsetD8_v2(uint64_t dst, unsigned char byte, size_t n) { memset((void *)dst, byte, n); return SUCCESS; }
+int cuStreamWriteValue32_v2(stream *s, uint64_t address, uint32_t value, unsigned flags) {
+    if (flags) return INVALID_VALUE;
+    run(s, NULL);
+    __atomic_store_n((uint32_t *)address, value, __ATOMIC_RELEASE);
+    return SUCCESS;
+}
+int cuLaunchHostFunc(stream *s, void (*f)(void *), void *arg) { run(s, NULL); f(arg); return SUCCESS; }
+int cuModuleLoadData(void **m, const void *image) {
+    int copy = strstr(image, ".entry kvhoist_copy(") != NULL, checksum = strstr(image, ".entry kvhoist_checksum(") != NULL;
+    *m = (void *)(uint64_t)(copy ? 1 : 2);
+    return copy || (checksum && !is_fault("checksum")) ? SUCCESS : INVALID_VALUE;
+}
 int cuModuleUnload(void *m) { (void)m; return SUCCESS; }
-int cuModuleGetFunction(void **f, void *m, const char *name) { (void)m; *f = (void *)2; return strcmp(name, "kvhoist_copy") ? NOT_FOUND : SUCCESS; }
-int cuFuncGetAttribute(int *v, int which, void *f) { (void)which; (void)f; *v = 0; return SUCCESS; }
+int cuModuleGetFunction(void **f, void *m, const char *name) {
+    *f = m;
+    return strcmp(name, m == (void *)1 ? "kvhoist_copy" : "kvhoist_checksum") ? NOT_FOUND : SUCCESS;
+}
 int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, stream *s, void **params, void **extra) {
-    (void)f; (void)gy; (void)gz; (void)by; (void)bz; (void)shared; (void)extra;
+    (void)gy; (void)gz; (void)by; (void)bz; (void)shared; (void)extra;
+    if (f == (void *)2) {
+        if (gx == 0 || bx != 256) return INVALID_VALUE;
+        const piece *pieces = *(const piece **)params[0];
+        for (unsigned i = 0; i < *(unsigned *)params[1]; i++)
+            if (pieces[i].address % 16 || pieces[i].bytes % 512) return INVALID_VALUE;
+        int result = put(s, *(uint64_t *)params[2], 0, *(unsigned *)params[1]);
+        if (result == SUCCESS) ((work *)((char *)s->last - offsetof(work, next)))->pieces = pieces;
+        if (result == SUCCESS) launches++;
+        return result;
+    }
     const tile *tiles = *(const tile **)params[0];
     unsigned count = *(unsigned *)params[1];
     if (gx == 0 || bx != 512) return INVALID_VALUE;

@@ -7,6 +7,7 @@
 mod apart;
 #[path = "../common/mod.rs"]
 mod common;
+mod layers;
 
 use std::{path::Path, process::Command, sync::OnceLock};
 
@@ -47,16 +48,27 @@ fn with_double(name: &str, fault: &str, body: impl FnOnce()) {
     assert!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
 }
 
-/// Makes the double's device stop.
-fn stop_device() {
+/// A function of the double that NVIDIA's library does not have.
+fn of_double(name: &std::ffi::CStr) -> *mut libc::c_void {
     // SAFETY: the library is loaded already; a handle to it is looked up, and none is closed.
     let library = unsafe { libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
     assert!(!library.is_null(), "the double is loaded");
     // SAFETY: a valid handle and a name.
-    let stop = unsafe { libc::dlsym(library, c"double_stop".as_ptr()) };
-    assert!(!stop.is_null(), "the double has double_stop");
+    let function = unsafe { libc::dlsym(library, name.as_ptr()) };
+    assert!(!function.is_null(), "the double has {name:?}");
+    function
+}
+
+/// Makes the double's device stop.
+fn stop_device() {
     // SAFETY: the function of this name takes nothing and gives nothing.
-    unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn()>(stop)() };
+    unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn()>(of_double(c"double_stop"))() };
+}
+
+/// Lets so many more events be reached.
+fn allow_events(count: i32) {
+    // SAFETY: the function of this name takes an integer and gives nothing.
+    unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(i32)>(of_double(c"double_allow"))(count) };
 }
 
 fn config(device_blocks: u32) -> Config {

@@ -12,10 +12,15 @@ use std::{
     sync::Arc,
 };
 
+use kvhoist_bench_kit::{
+    measure::Sample,
+    pattern,
+    ring::{BareRing, Op, Setup},
+    scratch::Scratch,
+};
 use tokio::runtime::Runtime;
 
 use crate::{
-    bare::{BareRing, Op, Setup, measure::Sample, pattern, scratch::Scratch},
     contender::{Contender, Outcome, Tally, drive},
     foyer_cache::{self, IoKind},
     kvhoist_cache,

@@ -13,7 +13,7 @@ use std::{
 
 use tokio::task::JoinSet;
 
-use crate::bare::measure::{Sample, Stopwatch};
+use kvhoist_bench_kit::measure::{Sample, Stopwatch};
 
 /// Where a block was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +34,7 @@ pub trait Contender: Send + Sync + 'static {
     /// The name shown in tables.
     fn name(&self) -> &'static str;
 
-    /// Stores the blocks of keys `0..blocks`, stamped by `bare::pattern`, so that reads find them on disk.
+    /// Stores the blocks of keys `0..blocks`, stamped by the kit's `pattern`, so that reads find them on disk.
     ///
     /// Resolves when nothing is left to be written, to the number of blocks that were lost when they were stored as
     /// fast as the cache's own interface takes them. Lost blocks must then be stored again: reads are not for free.

@@ -6,11 +6,9 @@ use foyer::{
     BlockEngineConfig, DeviceBuilder, FsDeviceBuilder, HybridCache, HybridCacheBuilder, HybridCachePolicy,
     IoEngineConfig, PsyncIoEngineConfig, RecoverMode, Source, UringIoEngineConfig,
 };
+use kvhoist_bench_kit::pattern::{stamp, verify};
 
-use crate::{
-    bare::pattern::{stamp, verify},
-    contender::{Contender, Found},
-};
+use crate::contender::{Contender, Found};
 
 /// How many times lost blocks are stored again before giving up.
 const REFILLS_MAX: usize = 3;
@@ -131,7 +129,9 @@ pub async fn open(dir: &Path, io: IoKind, block_bytes: usize, blocks: u64) -> io
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{bare::pattern::shuffled, contender::drive};
+    use kvhoist_bench_kit::pattern::shuffled;
+
+    use crate::contender::drive;
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn every_block_is_read_back_from_disk() {

@@ -3,12 +3,10 @@
 use std::{io, path::Path, sync::Arc};
 
 use kvhoist::{BlockKey, Cache, Config, DiskPath, Route};
+use kvhoist_bench_kit::pattern;
 use tokio::task::JoinSet;
 
-use crate::{
-    bare::pattern,
-    contender::{Contender, Found},
-};
+use crate::contender::{Contender, Found};
 
 /// Stores in flight while preparing.
 const STORES: u64 = 32;

@@ -15,8 +15,6 @@
 //! glibc's mmap threshold is raised for all, so that a 128 KiB buffer does not cost an mmap, page faults and a munmap
 //! at every read: the fair setting for a cache that allocates as it reads. `--plain-malloc` leaves glibc as it is.
 
-#[path = "../../bare/mod.rs"]
-mod bare;
 mod child;
 mod contender;
 mod foyer_cache;
@@ -25,9 +23,9 @@ mod options;
 
 use std::{env, io, path::Path, process::ExitCode};
 
-use bare::measure::{Entrant, Series, interleave, table};
 use child::Child;
 use contender::Outcome;
+use kvhoist_bench_kit::measure::{Entrant, Series, interleave, table};
 use options::Options;
 
 /// Everyone who takes part. The first is what ratios relate to, unless it is left out.

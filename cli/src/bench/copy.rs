@@ -1,6 +1,6 @@
 //! `kvhoist bench copy`: the copy engine, without a cache around it.
 
-use std::{sync::Arc, time::Instant};
+use std::{path::PathBuf, sync::Arc, time::Instant};
 
 use kvhoist::{
     copy::{
@@ -14,7 +14,9 @@ use serde_json::json;
 use tokio::task::LocalSet;
 
 use super::{
-    median, runtime,
+    median,
+    plot::Plot,
+    runtime,
     table::{self, Table},
 };
 use crate::{
@@ -44,6 +46,9 @@ pub struct Args {
     /// Print one JSON object instead of tables.
     #[arg(long)]
     json: bool,
+    /// Draw what `auto` gives into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
 }
 
 /// Copies of one batch at most.
@@ -61,6 +66,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if let Some(blocks) = args.blocks.iter().find(|blocks| !(1..=1024).contains(*blocks)) {
         return Err(Failure::usage(format!("--blocks: found {blocks}, expected 1 to 1024")));
     }
+    let mut plot = Plot::new(args.plot.as_deref(), "kvhoist bench copy, auto", "GB/s")?;
     let gpu = Gpu::open(args.device).map_err(|error| Failure::usage(error.to_string()))?;
     let slots = args.batch_bytes.div_ceil(SLOT_BYTES) as u32;
     // One arena for what is copied from the host, one for what comes back.
@@ -73,11 +79,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let table = runtime.block_on(LocalSet::new().run_until(ceiling(args, &gpu, &memory)))?;
     tables.push(table);
     for &blocks in &args.blocks {
-        let table = runtime.block_on(LocalSet::new().run_until(measure(args, &gpu, &memory, blocks)))?;
+        let table = runtime.block_on(LocalSet::new().run_until(measure(args, &gpu, &memory, blocks, &mut plot)))?;
         tables.push(table);
     }
     table::print(&tables, args.json);
-    Ok(())
+    plot.write()
 }
 
 struct Memory {
@@ -161,7 +167,7 @@ async fn ceiling(args: &Args, gpu: &Arc<Gpu>, memory: &Memory) -> Result<Table, 
     Ok(table)
 }
 
-async fn measure(args: &Args, gpu: &Arc<Gpu>, memory: &Memory, blocks: u32) -> Result<Table, Failure> {
+async fn measure(args: &Args, gpu: &Arc<Gpu>, memory: &Memory, blocks: u32, plot: &mut Plot) -> Result<Table, Failure> {
     let started = Instant::now();
     let auto = CudaCopy::new(gpu, &memory.arena, CudaCopyOptions { method: None, blocks_max: blocks })?;
     let opened = started.elapsed().as_secs_f64();
@@ -199,6 +205,7 @@ async fn measure(args: &Args, gpu: &Arc<Gpu>, memory: &Memory, blocks: u32) -> R
             let figures = rounds(args, &auto, memory, direction, bytes, count).await?;
             verified &= verify(memory, &auto, &auto, bytes, count, direction).await?;
             let quickest = auto.calibration().quickest(direction == Direction::HostToDevice, bytes, count);
+            plot.bar(show_bytes(bytes as u64), &format!("{name}, {blocks} thread blocks"), median(&figures));
             cells.push(json!(median(&figures)));
             cells.push(json!(figures.iter().copied().fold(f64::INFINITY, f64::min)));
             cells.push(json!(figures.iter().copied().fold(0.0, f64::max)));

@@ -1,6 +1,8 @@
 //! `kvhoist bench`: what this machine's routes give, beside what the bare hardware gives in the same run.
 
 mod copy;
+mod plot;
+mod route;
 mod table;
 
 use clap::Subcommand;
@@ -18,12 +20,18 @@ pub struct Args {
 enum What {
     /// Copies between host memory and a CUDA device: by size, direction and method. Every byte is verified.
     Copy(copy::Args),
+    /// Cold blocks from disk to host memory and to the device, beside a bare ring loop on the same file.
+    Disk(route::Args),
+    /// Blocks from host memory and from the device to disk, written through, beside a bare ring loop.
+    Store(route::Args),
 }
 
 /// Runs a benchmark and prints its table.
 pub fn run(args: &Args) -> Result<(), Failure> {
     match &args.what {
         What::Copy(args) => copy::run(args),
+        What::Disk(args) => route::disk(args),
+        What::Store(args) => route::store(args),
     }
 }
 

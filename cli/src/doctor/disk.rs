@@ -21,9 +21,7 @@ const DEPTH: usize = 16;
 
 pub fn findings(path: Option<&Path>) -> Result<Vec<Finding>, Failure> {
     let parent = path.map_or_else(std::env::temp_dir, Path::to_owned);
-    let directory = tempfile::Builder::new().prefix("kvhoist-doctor-").tempdir_in(&parent).map_err(|error| {
-        Failure::usage(format!("--path {}: {error}; name a directory that can be written", parent.display()))
-    })?;
+    let directory = scratch(path)?;
     let mut findings = vec![lies_on(&parent)];
     findings.extend(device(&parent));
     let config = |storage, direct_io| Config {
@@ -64,6 +62,14 @@ pub fn findings(path: Option<&Path>) -> Result<Vec<Finding>, Failure> {
     Ok(findings)
 }
 
+/// A directory for stores that are tried, removed when dropped.
+pub fn scratch(path: Option<&Path>) -> Result<tempfile::TempDir, Failure> {
+    let parent = path.map_or_else(std::env::temp_dir, Path::to_owned);
+    tempfile::Builder::new().prefix("kvhoist-doctor-").tempdir_in(&parent).map_err(|error| {
+        Failure::usage(format!("--path {}: {error}; name a directory that can be written", parent.display()))
+    })
+}
+
 fn locked_memory(registered: bool) -> Finding {
     let limits = read("/proc/self/limits").unwrap_or_default();
     let limit = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
@@ -102,16 +108,25 @@ fn lies_on(path: &Path) -> Finding {
     }
 }
 
-/// The drive under a path.
-fn device(path: &Path) -> Option<Finding> {
+/// The drive under a path: its folder in /sys.
+fn drive(path: &Path) -> Option<PathBuf> {
     let device = fs::metadata(path).ok()?.dev();
     // As the C library takes a device number apart.
     let (major, minor) = ((device >> 8) & 0xfff, (device & 0xff) | ((device >> 12) & 0xfff00));
     let link = fs::canonicalize(format!("/sys/dev/block/{major}:{minor}")).ok()?;
     // A partition lies in the folder of its drive.
-    let drive = if link.join("queue").exists() { link } else { link.parent()?.to_owned() };
+    if link.join("queue").exists() { Some(link) } else { link.parent().map(Path::to_owned) }
+}
+
+/// Its name: `nvme0n1`, say.
+pub fn drive_name(path: &Path) -> Option<String> {
+    Some(drive(path)?.file_name()?.to_string_lossy().into_owned())
+}
+
+fn device(path: &Path) -> Option<Finding> {
+    let drive = drive(path)?;
     let file = |name: &str| read(&drive.join(name).to_string_lossy());
-    let name = drive.file_name()?.to_string_lossy().into_owned();
+    let name = drive_name(path)?;
     let model = file("device/model").unwrap_or_else(|| "no model".into());
     let kind = if file("queue/rotational").as_deref() == Some("1") { "rotating" } else { "solid state" };
     let finding = Finding::note("drive", format!("{name}: {model}, {kind}"));

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvhoist::{
     copy::cuda::{CudaCopy, CudaCopyOptions},
-    gpu::{Discovery, Gpu, cufile_library, discover},
+    gpu::{Discovery, Gpu, discover},
     tier::arena::Arena,
 };
 
@@ -37,7 +37,6 @@ pub fn findings(ordinal: u32) -> Vec<Finding> {
                 .fix("none needed without a GPU: host memory plays the device"),
         ),
     }
-    findings.push(cufile());
     findings
 }
 
@@ -96,14 +95,4 @@ fn copies(ordinal: u32) -> Finding {
     }
     let pinned = if engine.is_pinned() { "" } else { "; host memory cannot be pinned" };
     Finding::note("copies", format!("GB/s to / from: {}{pinned}", parts.join(", "))).decides(Want::Cuda, true)
-}
-
-fn cufile() -> Finding {
-    let library = match cufile_library() {
-        Ok(name) => name.to_owned(),
-        Err(reason) => return Finding::note("cuFile", format!("{reason} (not used)")),
-    };
-    // Without one of these libcufile does POSIX I/O and a copy, and calls that its compat mode.
-    let direct = if has_module("nvidia_fs") { "nvidia-fs is loaded" } else { "no nvidia-fs: compat mode, or P2PDMA" };
-    Finding::note("cuFile", format!("{library}; {direct} (not used)"))
 }

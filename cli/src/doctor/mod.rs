@@ -1,5 +1,6 @@
 //! `kvhoist doctor`: what this machine gives, which way bytes will go on it, and why not a better one.
 
+mod cufile;
 mod disk;
 mod gpu;
 mod system;
@@ -39,6 +40,8 @@ enum Want {
     LockedMemory,
     /// There is a CUDA device that works.
     Cuda,
+    /// libcufile moves blocks between the path and the device, without host memory.
+    Cufile,
 }
 
 /// One line of the report.
@@ -73,7 +76,9 @@ impl Finding {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let mut sections = vec![("system", system::findings())];
     let disk = disk::findings(args.path.as_deref())?;
-    let gpu = gpu::findings(args.device);
+    let mut gpu = gpu::findings(args.device);
+    let has_device = gpu.iter().any(|finding| finding.decides == Some((Want::Cuda, true)));
+    gpu.extend(cufile::findings(args.device, args.path.as_deref(), has_device)?);
     let routes = routes(&disk, &gpu);
     sections.extend([("disk", disk), ("device", gpu), ("routes", routes)]);
     if args.json {
@@ -103,12 +108,24 @@ fn routes(disk: &[Finding], gpu: &[Finding]) -> Vec<Finding> {
     if !has(gpu, Want::Cuda) {
         return vec![host, Finding::note("host <-> device", "memcpy into host memory that plays the device")];
     }
-    vec![
-        host,
-        Finding::note("host <-> device", "CUDA, by the quickest method for size and number (see above)"),
-        Finding::note("disk <-> device", format!("through pinned host memory: {ring}, {direct}, then CUDA"))
-            .fix("none needed: kvhoist has no cuFile route, and in libcufile's compat mode one would be slower"),
-    ]
+    let through_host = format!("through pinned host memory: {ring}, {direct}, then CUDA");
+    let cufile = gpu.iter().find(|finding| matches!(finding.decides, Some((Want::Cufile, _))));
+    let (to_device, from_device) = match cufile {
+        Some(Finding { decides: Some((_, true)), .. }) => (
+            Finding::note("disk -> device", "libcufile, straight into device memory, verified there"),
+            Finding::note(
+                "device -> disk",
+                "libcufile for what only the device holds; all else is in host memory already",
+            ),
+        ),
+        found => {
+            let why = found.map_or("it was not tried", |finding| finding.found.as_str());
+            let note = |what| Finding::note(what, through_host.clone()).fix(format!("by libcufile: {why}"));
+            (note("disk -> device"), note("device -> disk"))
+        }
+    };
+    let between = Finding::note("host <-> device", "CUDA, by the quickest method for size and number (see above)");
+    vec![host, between, to_device, from_device]
 }
 
 type Section = (&'static str, Vec<Finding>);

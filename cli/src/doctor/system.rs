@@ -21,12 +21,17 @@ pub fn has_module(name: &str) -> bool {
 fn kernel() -> Finding {
     let release = read("/proc/sys/kernel/osrelease").unwrap_or_else(|| "unknown".into());
     let finding = Finding::note("kernel", format!("Linux {release}"));
-    let number = |part: Option<&str>| part.and_then(|digits| digits.parse::<u32>().ok());
-    let mut parts = release.split(|c: char| !c.is_ascii_digit());
-    match (number(parts.next()), number(parts.next())) {
-        (Some(major), Some(minor)) if (major, minor) < (5, 19) => finding.fix("Linux 5.19 or later for the ring"),
+    match kernel_version() {
+        Some(version) if version < (5, 19) => finding.fix("Linux 5.19 or later for the ring"),
         _ => finding,
     }
+}
+
+/// Major and minor number of the kernel.
+pub fn kernel_version() -> Option<(u32, u32)> {
+    let release = read("/proc/sys/kernel/osrelease")?;
+    let mut parts = release.split(|c: char| !c.is_ascii_digit()).map(|digits| digits.parse::<u32>().ok());
+    Some((parts.next()??, parts.next()??))
 }
 
 fn huge_pages() -> Finding {

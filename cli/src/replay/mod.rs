@@ -4,7 +4,7 @@ mod args;
 mod engine;
 mod tally;
 
-pub use args::{Args, Direct, Engine};
+pub use args::{Args, Device, Direct, Engine};
 pub use tally::Tally;
 
 use std::{

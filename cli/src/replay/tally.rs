@@ -79,8 +79,10 @@ impl Tally {
 /// The tier that a route's bytes came from.
 pub fn tier_of(route: Route) -> Tier {
     match route {
-        Route::DeviceHit | Route::DeviceToHost => Tier::Device,
-        Route::DiskToHost | Route::DiskToHostToDevice => Tier::Disk,
-        Route::HostHit | Route::HostToDevice | Route::CallerToHost | Route::HostToDisk => Tier::Host,
+        Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk => Tier::Device,
+        Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice | Route::DiskToRegion => Tier::Disk,
+        Route::HostHit | Route::HostToDevice | Route::CallerToHost | Route::HostToDisk | Route::RegionToDisk => {
+            Tier::Host
+        }
     }
 }

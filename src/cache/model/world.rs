@@ -235,7 +235,16 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
     let (commands, requests) = mpsc::channel(4);
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let regions = Regions::default();
-    let inner = Inner { shared, commands, urgent, regions, storage_name: "memory", direct_io: true, registered: false };
+    let inner = Inner {
+        shared,
+        commands,
+        urgent,
+        regions,
+        storage_name: "memory",
+        direct_io: true,
+        registered: false,
+        gpu: None,
+    };
     drop(sender.send(Cache { inner: Arc::new(inner) }));
     mover.run(requests, urgent_requests).await
 }

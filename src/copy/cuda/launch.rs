@@ -231,6 +231,22 @@ impl Launcher {
         }
     }
 
+    /// Pins buffers for as many launches as are ever under way at once: later, pinning could have to wait for the device,
+    /// and the device for us, at a layer that a stream waits for.
+    pub(super) fn reserve(&self, launches: usize) {
+        if self.kernel.is_none() {
+            return;
+        }
+        let mut tiles = self.tiles.borrow_mut();
+        while tiles.len() < launches {
+            match TileBuffer::new(&self.gpu) {
+                Ok(buffer) => tiles.push(buffer),
+                // The kernel is not used then: its blocks could not be pinned either.
+                Err(fault) => return tracing::debug!(%fault, "no memory for descriptions of copies was pinned"),
+            }
+        }
+    }
+
     fn event(&self) -> std::result::Result<Event, Fault> {
         match self.events.borrow_mut().pop() {
             Some(event) => Ok(event),

@@ -9,12 +9,14 @@
 //! task.
 
 mod calibrate;
+mod checksum;
 mod launch;
 mod method;
 
 pub use method::{Calibration, CopyMethod};
 
 use std::{
+    any::Any,
     cell::{Cell, RefCell},
     collections::VecDeque,
     ops::Range,
@@ -25,9 +27,13 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use self::launch::{Launched, Launcher, Ops};
+use self::{
+    checksum::Checksums,
+    launch::{Launched, Launcher, Ops},
+};
 use super::{CopyBatch, CopyEngine, CopyOp, Direction, Memcpy};
 use crate::{
+    block::Segment,
     error::{Error, Result},
     gpu::{Fault, Gpu, HostPin, Stream},
     tier::arena::Arena,
@@ -42,6 +48,9 @@ const LAUNCHES_PER_STREAM: usize = 2;
 /// Bytes of one launch, unless one batch alone is larger: what was asked first is not kept waiting for all that came
 /// after.
 const LAUNCH_BYTES: u64 = 32 << 20;
+
+/// The same where one of the batches is prompt: 40 us on the bus.
+const PROMPT_BYTES: u64 = 2 << 20;
 
 /// How long the engine looks for more after the last copy has ended, before its task ends: about what waking the
 /// reactor takes. Who copies one block after the other is spared that.
@@ -66,6 +75,8 @@ pub struct CudaCopy {
 
 struct Inner {
     // Dropped in this order: `Drop` has waited for the streams by then.
+    /// `None` where the kernel could not be loaded.
+    checksums: Option<Checksums>,
     lanes: [RefCell<Lane>; 2],
     launcher: Launcher,
     /// Host memory that the device knows.
@@ -121,13 +132,22 @@ impl CudaCopy {
             tracing::warn!(%error, "the ways to copy could not be measured; each copy is a call of the driver's own");
             Arc::default()
         });
+        launcher.reserve(2 * STREAMS * LAUNCHES_PER_STREAM);
         let (pins, pinned) = pin(gpu, arena);
         let lane = |direction| -> Result<_> {
             let streams = (0..STREAMS).map(|_| Ok((Stream::new(gpu)?, VecDeque::new())));
             let streams = streams.collect::<std::result::Result<_, Fault>>().map_err(unavailable)?;
             Ok(RefCell::new(Lane { direction, waiting: VecDeque::new(), streams }))
         };
+        let checksums = match gpu.device().host_addresses {
+            // The kernel reads descriptions by the host's own addresses.
+            true => Checksums::new(gpu).map_err(|error| {
+                tracing::warn!(%error, "the device cannot verify blocks; what libcufile brings is copied to the host for that");
+            }),
+            false => Err(()),
+        };
         let inner = Inner {
+            checksums: checksums.ok(),
             lanes: [lane(Direction::HostToDevice)?, lane(Direction::DeviceToHost)?],
             launcher,
             pinned,
@@ -139,6 +159,12 @@ impl CudaCopy {
             gpu: Arc::clone(gpu),
         };
         Ok(CudaCopy { inner: Rc::new(inner), host: Memcpy::new() })
+    }
+
+    fn start_polling(&self) {
+        if !self.inner.polling.replace(true) {
+            tokio::task::spawn_local(Rc::clone(&self.inner).poll());
+        }
     }
 
     /// What was measured.
@@ -192,10 +218,14 @@ impl CopyEngine for CudaCopy {
             // Nothing to wait for. What comes while this one is under way goes together.
             self.inner.turn(&mut lane.borrow_mut());
         }
-        if !self.inner.polling.replace(true) {
-            tokio::task::spawn_local(Rc::clone(&self.inner).poll());
-        }
+        self.start_polling();
         answered.await.expect("the engine answers every batch it took before it goes")
+    }
+
+    async fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+        let answered = self.inner.checksums.as_ref()?.ask(segments, owner)?;
+        self.start_polling();
+        Some(answered.await.expect("the engine answers everything it took before it goes"))
     }
 
     fn fault(&self) -> Option<String> {
@@ -224,6 +254,9 @@ impl Inner {
             let mut busy = false;
             for lane in &self.lanes {
                 busy |= self.turn(&mut lane.borrow_mut());
+            }
+            if let Some(checksums) = &self.checksums {
+                busy |= checksums.turn(|fault| self.note(fault));
             }
             if busy {
                 last = Instant::now();
@@ -270,11 +303,14 @@ impl Inner {
     }
 
     fn launch(&self, lane: &mut Lane, at: usize) {
-        let (mut batches, mut bytes) = (Vec::new(), 0);
+        let (mut batches, mut bytes, mut limit) = (Vec::new(), 0, LAUNCH_BYTES);
         while let Some((batch, _)) = lane.waiting.front() {
             // Few batches are asked for their bytes, and only those that could go with others.
             let more = if lane.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
-            if !batches.is_empty() && bytes + more > LAUNCH_BYTES {
+            if batch.is_prompt() {
+                limit = PROMPT_BYTES;
+            }
+            if !batches.is_empty() && bytes + more > limit {
                 break;
             }
             bytes += more;

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Makes copy.ptx of copy.cu, or with --check says whether it is what copy.cu gives.
+"""Makes the .ptx of every .cu here, or with --check says whether each is what its .cu gives.
 
     python3 -m venv /tmp/v && /tmp/v/bin/pip install nvidia-cuda-nvrtc-cu12==12.9.86
     /tmp/v/bin/python src/gpu/kernels/regenerate.py [--check]
@@ -27,9 +27,9 @@ def library():
     sys.exit("found no libnvrtc.so.12, expected the package nvidia-cuda-nvrtc-cu12 or its path in NVRTC")
 
 
-def compiled(nvrtc, source):
+def compiled(nvrtc, source, name):
     program = ctypes.c_void_p()
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, b"copy.cu", 0, None, None)
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
     options = (ctypes.c_char_p * 1)(ARCHITECTURE)
     if nvrtc.nvrtcCompileProgram(program, 1, options) != 0:
         size = ctypes.c_size_t()
@@ -47,14 +47,19 @@ def compiled(nvrtc, source):
 
 
 def main():
-    with open(os.path.join(HERE, "copy.cu"), "rb") as file:
-        ptx = compiled(library(), file.read())
-    path = os.path.join(HERE, "copy.ptx")
-    if sys.argv[1:] == ["--check"]:
-        with open(path) as file:
-            sys.exit(0 if file.read() == ptx else "copy.ptx is not what copy.cu gives: run regenerate.py")
-    with open(path, "w") as file:
-        file.write(ptx)
+    nvrtc = library()
+    for source in sorted(glob.glob(os.path.join(HERE, "*.cu"))):
+        name = os.path.basename(source)
+        with open(source, "rb") as file:
+            ptx = compiled(nvrtc, file.read(), name)
+        path = source.removesuffix(".cu") + ".ptx"
+        if sys.argv[1:] == ["--check"]:
+            with open(path) as file:
+                if file.read() != ptx:
+                    sys.exit(f"{os.path.basename(path)} is not what {name} gives: run regenerate.py")
+            continue
+        with open(path, "w") as file:
+            file.write(ptx)
 
 
 main()

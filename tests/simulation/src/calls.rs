@@ -224,7 +224,8 @@ pub async fn load(caller: &mut Caller, cancel: Cancel) -> End {
                 check_found(caller, began, found);
                 let right = match found {
                     true => caller.memory.holds(at, &caller.context.plan.universe.block(*block).payload),
-                    false => caller.memory.is_clear(at),
+                    // Where it went there at once it may have been found out to be damaged.
+                    false => caller.context.plan.config.bypass_host || caller.memory.is_clear(at),
                 };
                 if !right {
                     caller.context.fail(format!("block {block}, loaded: {found}, left wrong bytes"));

@@ -1,6 +1,6 @@
 //! A caller's own memory, registered with the cache.
 
-use kvhoist::{Cache, Error, Region, Segment, sim::Rng};
+use kvhoist::{Cache, Error, Region, Segment, io::IO_ALIGN, sim::Rng};
 
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;
@@ -21,9 +21,12 @@ pub struct Pool(Vec<*mut [u8]>);
 
 impl Pool {
     pub fn take(&mut self, block_bytes: usize, blocks: usize, device: bool) -> Memory {
-        let memory = Box::into_raw(vec![UNTOUCHED; block_bytes * blocks].into_boxed_slice());
+        let memory = Box::into_raw(vec![UNTOUCHED; block_bytes * blocks + IO_ALIGN].into_boxed_slice());
         self.0.push(memory);
-        Memory { start: memory.cast(), block_bytes, blocks, device, region: None }
+        // As an engine's pool lies: where direct I/O can reach it.
+        let start = memory.cast::<u8>();
+        let start = start.wrapping_add(start.align_offset(IO_ALIGN));
+        Memory { start, block_bytes, blocks, device, region: None }
     }
 }
 

@@ -15,5 +15,6 @@ mod report;
 mod run;
 mod universe;
 
+pub use plan::STRAIGHT_SEEDS;
 pub use report::Report;
 pub use run::{Failure, run};

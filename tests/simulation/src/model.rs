@@ -145,15 +145,12 @@ impl Model {
     }
 
     pub fn remove_ends(&mut self, began: Began, end: RemoveEnd) {
-        // Under the other policies blocks are written when no call says so, and one that is removed meanwhile may be
-        // back after a crash.
-        let writes_through = self.writes_through;
         let state = &mut self.blocks[began.block];
         state.removes -= 1;
         let undisturbed = began.alone && state.stores_begun == began.stores;
         if undisturbed && end != RemoveEnd::Unknown {
             state.absent = true;
-            state.recorded_absent |= end == RemoveEnd::Recorded && !state.write_loose && writes_through;
+            state.recorded_absent |= end == RemoveEnd::Recorded && !state.write_loose;
         }
     }
 

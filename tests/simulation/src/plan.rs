@@ -101,12 +101,15 @@ pub struct Plan {
     pub rng: Rng,
 }
 
+/// Seeds from here on are runs with [`Config::bypass_host`].
+pub const STRAIGHT_SEEDS: u64 = 1_000_000;
+
 impl Plan {
     pub fn new(seed: u64) -> Self {
         let mut rng = Rng::new(seed);
         let level = pick(&mut rng, &[Level::Calm, Level::Crashes, Level::Errors, Level::Errors, Level::Lies]);
         let (rates, copy_failure) = rates(&mut rng, level);
-        let config = config(&mut rng, level);
+        let config = Config { bypass_host: seed >= STRAIGHT_SEEDS, ..config(&mut rng, level) };
         let slots = config.disk_blocks().max(u64::from(config.host_blocks));
         // Half of the runs have room for all.
         let blocks = if rng.chance(0.5) { rng.between(2, slots.max(2)) } else { rng.between(2, 2 * slots + 8) };

@@ -4,8 +4,8 @@ use std::{future::Future, rc::Rc, time::Duration};
 
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, Error, Tier, WritePolicy,
-    io::OpKind,
-    sim::{self, Fault, FaultRates, Reactor, Sim, SimOptions, Simulated, World},
+    io::{FileId, OpKind},
+    sim::{self, CopyOptions, Fault, FaultRates, Reactor, Sim, SimCopy, SimOptions, Simulated, World},
 };
 
 const BLOCK_BYTES: usize = 4096;
@@ -41,10 +41,11 @@ async fn fetch(cache: &Cache, n: u8) -> Result<bool, Error> {
     Ok(found.is_some())
 }
 
-/// Opens a cache over quick disks.
+/// Opens a cache over quick disks, and a quick device.
 async fn open(config: Config) -> (Cache, Reactor, Sim) {
     let mut world = World::new(1, Vec::new());
     let latency = Duration::from_millis(1)..=Duration::from_millis(1);
+    world.copy = SimCopy::new(1, CopyOptions { latency: latency.clone(), ..CopyOptions::default() });
     let options = SimOptions { latency, ..SimOptions::default() };
     world.storage = Sim::new(1, sim::blank_files(&config), options);
     let Simulated { cache, reactor } = sim::open(config, &world).await.expect("blank files open");
@@ -56,6 +57,19 @@ async fn fill(cache: &Cache) {
     for n in 0..16 {
         store(cache, n).await.expect("a sound disk");
     }
+}
+
+fn spawn_remove(cache: &Cache, n: u8) -> tokio::task::JoinHandle<Result<bool, Error>> {
+    let cache = cache.clone();
+    tokio::task::spawn_local(async move { cache.remove(&key(n)).await })
+}
+
+/// What a process that opens the store finds, where the one that has it now is killed at this instant.
+async fn open_killed(config: Config, disk: &Sim) -> (Cache, Reactor, Sim) {
+    let files = (0..config.disks.len()).map(|n| disk.contents(FileId(n as u16))).collect();
+    let world = World::new(2, files);
+    let Simulated { cache, reactor } = sim::open(config, &world).await.expect("a killed store opens");
+    (cache, reactor, world.storage)
 }
 
 /// Balances the books and closes.
@@ -395,13 +409,24 @@ fn a_block_removed_and_stored_anew_while_it_is_written_back_is_still_to_be_writt
         let first = tokio::task::spawn_local(async move { syncing.sync().await });
         tokio::time::sleep(Duration::from_millis(5)).await;
         assert_eq!(disk.stalled(), 1, "the block is being written");
-        cache.remove(&key(0)).await.expect("removed");
+        let removal = spawn_remove(&cache, 0);
+        tokio::time::sleep(Duration::from_millis(5)).await;
         store(&cache, 0).await.expect("stored anew");
+        // This one joins the write of the block that was removed, and has still to write the new one.
+        let syncing = cache.clone();
+        let second = tokio::task::spawn_local(async move { syncing.sync().await });
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        disk.script(OpKind::Write, disk.counts().started[OpKind::Write as usize] + 1, Fault::Stall);
         disk.release();
-        drop(first.await.expect("no panic"));
+        removal.await.expect("no panic").expect("removed");
+        first.await.expect("no panic").expect("what it was asked to write is gone");
         // The end of the first write is no news of the second block of this key.
         assert_eq!(cache.stats().dirty, 1);
-        cache.sync().await.expect("synced");
+        while !second.is_finished() {
+            disk.release();
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        second.await.expect("no panic").expect("synced");
         assert_eq!(cache.stats().dirty, 0);
         tokio::time::sleep(Duration::from_millis(5)).await;
         reactor.settle(DEADLINE).await.expect("in balance");
@@ -421,6 +446,162 @@ fn without_a_disk_no_block_is_selected_for_it() {
         let (stored, took) = elapsed(store(&cache, 1)).await;
         stored.expect("the only slot is free to be taken");
         assert_eq!(took, Duration::ZERO);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_block_removed_while_it_is_read_does_not_come_back() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let reader = cache.clone();
+        let read = tokio::task::spawn_local(async move { fetch(&reader, 0).await });
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert_eq!(disk.stalled(), 1, "the block is being read");
+        assert!(cache.remove(&key(0)).await.expect("removed"), "it was there");
+        // Its slot is the reader's for a while yet; its record is gone.
+        let (later, later_reactor, _) = open_killed(config(), &disk).await;
+        assert!(!fetch(&later, 0).await.expect("served"), "it was removed before the kill");
+        assert!(fetch(&later, 1).await.expect("served"), "and nothing else was");
+        finish(later, later_reactor).await;
+        disk.release();
+        drop(read.await.expect("no panic"));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_block_removed_while_it_is_written_does_not_come_back() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        // The payload is written; its record is still on the way.
+        disk.script(OpKind::Write, disk.counts().started[OpKind::Write as usize] + 1, Fault::Stall);
+        let storer = cache.clone();
+        let stored = tokio::task::spawn_local(async move { store(&storer, 0).await });
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert_eq!(disk.stalled(), 1, "the record is being written");
+        let removal = spawn_remove(&cache, 0);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert!(!fetch(&cache, 0).await.expect("served"), "forgotten at once");
+        assert!(!removal.is_finished(), "the record may land yet");
+        disk.release();
+        assert!(removal.await.expect("no panic").expect("removed"), "it was there");
+        drop(stored.await.expect("no panic"));
+        let (later, later_reactor, _) = open_killed(config(), &disk).await;
+        assert!(!fetch(&later, 0).await.expect("served"), "it was removed before the kill");
+        finish(later, later_reactor).await;
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_remove_is_told_when_the_write_that_it_waits_for_is_overdue() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let (stored, _) = elapsed(store(&cache, 0)).await;
+        assert!(matches!(stored, Err(Error::Timeout { .. })), "{stored:?}");
+        let (removed, took) = elapsed(cache.remove(&key(0))).await;
+        assert!(matches!(removed, Err(Error::Timeout { .. })) && took == Duration::ZERO, "{removed:?} after {took:?}");
+        assert!(!fetch(&cache, 0).await.expect("served"), "forgotten all the same");
+        disk.release();
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_store_that_joins_the_write_of_a_removed_block_is_written() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let spawn_store = || {
+            let cache = cache.clone();
+            tokio::task::spawn_local(async move { store(&cache, 0).await })
+        };
+        let first = spawn_store();
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        let removal = spawn_remove(&cache, 0);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        let second = spawn_store();
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        // They would all evict the new block, if nobody held it.
+        for n in 1..9 {
+            store(&cache, n).await.expect("stored");
+        }
+        disk.release();
+        second.await.expect("no panic").expect("acknowledged");
+        let (later, later_reactor, _) = open_killed(config(), &disk).await;
+        assert!(fetch(&later, 0).await.expect("served"), "the store was acknowledged before the kill");
+        finish(later, later_reactor).await;
+        drop((first.await.expect("no panic"), removal.await.expect("no panic")));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_store_of_a_block_that_comes_from_the_device_is_written() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { device_blocks: 1, ..config() }).await;
+        store(&cache, 100).await.expect("stored");
+        let on_device = cache.fetch_to_device(&key(100)).await.expect("copied").expect("it was stored");
+        fill(&cache).await;
+        assert_eq!(cache.match_prefix(&[key(100)]).tiers(), [Tier::Device], "evicted from host and disk");
+        // The store has its bytes, and finds the host slot taken by a copy under way.
+        let reader = cache.clone();
+        let fetched = tokio::task::spawn_local(async move { fetch(&reader, 100).await });
+        tokio::time::sleep(Duration::from_micros(500)).await;
+        store(&cache, 100).await.expect("acknowledged");
+        assert!(fetched.await.expect("no panic").expect("copied back"));
+        drop(on_device);
+        let (later, later_reactor, _) = open_killed(config(), &disk).await;
+        assert!(fetch(&later, 100).await.expect("served"), "the store was acknowledged before the kill");
+        finish(later, later_reactor).await;
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn the_end_of_a_cache_flushes_what_was_overdue() {
+    sim::block_on(async {
+        let settings = Config { write_policy: WritePolicy::WriteBack, ..config() };
+        let (cache, reactor, disk) = open(settings.clone()).await;
+        for n in 0..3 {
+            store(&cache, n).await.expect("stored");
+        }
+        disk.script_next(OpKind::Write, Fault::Stall);
+        drop(cache);
+        tokio::time::sleep(DEADLINE * 3).await;
+        assert_eq!(disk.stalled(), 1, "a block is being written, and nobody waits for it any longer");
+        disk.release();
+        reactor.ended().await;
+        let world = World::new(3, disk.crash());
+        let Simulated { cache, reactor } = sim::open(settings, &world).await.expect("a store that was closed opens");
+        for n in 0..3 {
+            assert!(fetch(&cache, n).await.expect("served"), "block {n} was stored before the end");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_disk_tier_without_a_good_slot_is_out_of_service() {
+    sim::block_on(async {
+        let disks = vec![DiskPath { path: "simulated".into(), blocks: 2 }];
+        let (cache, reactor, disk) = open(Config { disks, host_blocks: 1, ..config() }).await;
+        for n in 0..2 {
+            store(&cache, n).await.expect("stored");
+        }
+        disk.set_rates(FaultRates { read_error: 1.0, ..FaultRates::default() });
+        for n in 0..2 {
+            let result = fetch(&cache, n).await;
+            assert!(matches!(result, Err(Error::Io { op: "read", .. })), "{result:?}");
+        }
+        let reason = cache.stats().disk_retired;
+        assert!(reason.as_deref().is_some_and(|reason| reason.contains("all of its 2 slots")), "{reason:?}");
+        let (stored, took) = elapsed(store(&cache, 4)).await;
+        assert!(matches!(stored, Err(Error::Unavailable { .. })) && took < DEADLINE, "{stored:?} after {took:?}");
         finish(cache, reactor).await;
     });
 }

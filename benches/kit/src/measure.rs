@@ -86,6 +86,15 @@ pub struct Series {
 ///
 /// Round 0 warms up and is not kept. An error names the entrant.
 pub fn interleave(rounds: u64, entrants: &mut [Entrant<'_>]) -> io::Result<Vec<Series>> {
+    interleave_told(rounds, entrants, &mut || Ok(()))
+}
+
+/// As [`interleave`]; calls `told` after every round of every entrant, and ends with its error if it has one.
+pub fn interleave_told(
+    rounds: u64,
+    entrants: &mut [Entrant<'_>],
+    told: &mut dyn FnMut() -> io::Result<()>,
+) -> io::Result<Vec<Series>> {
     assert!(rounds > 0, "0 rounds, expected 1 or more");
     let series = |entrant: &Entrant<'_>| Series { name: entrant.name.clone(), samples: Vec::new() };
     let mut all: Vec<Series> = entrants.iter().map(series).collect();
@@ -96,6 +105,7 @@ pub fn interleave(rounds: u64, entrants: &mut [Entrant<'_>]) -> io::Result<Vec<S
             if round > 0 {
                 series.samples.push(sample);
             }
+            told()?;
         }
     }
     Ok(all)

@@ -3,19 +3,15 @@
 //! Benches measure the cache against it, so it leaves out everything that a loop can do without: no runtime, no index,
 //! no checksum, no allocation after start, buffers and file registered once, one system call per batch of completions.
 //! It is the ceiling, not an engine: a short read is an error here, never resumed.
-//!
-//! Bench binaries include this folder with `mod bare;`, packages elsewhere with `#[path]`.
-#![allow(dead_code)] // Every bench uses its own part of this folder.
-
-pub mod measure;
-pub mod pattern;
-pub mod scratch;
 
 use std::{collections::VecDeque, fs::File, io, os::fd::AsRawFd};
 
 use io_uring::{IoUring, opcode, squeue, types::Fixed};
-use measure::{Sample, Stopwatch};
-use scratch::Slab;
+
+use crate::{
+    measure::{Sample, Stopwatch},
+    scratch::Slab,
+};
 
 /// How the kernel hands completions over. Both variants declare a single issuer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

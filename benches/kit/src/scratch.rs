@@ -11,7 +11,10 @@ use std::{
     sync::atomic::{AtomicU64, Ordering},
 };
 
-use super::{BareRing, Op, Setup, pattern};
+use crate::{
+    pattern,
+    ring::{BareRing, Op, Setup},
+};
 
 /// Every address, offset and length of direct I/O is a multiple of this.
 pub const ALIGN: usize = 4096;
@@ -22,6 +25,9 @@ pub struct Slab {
     block_bytes: usize,
     count: usize,
 }
+
+// SAFETY: the only owner of its mapping, which is the same on every thread.
+unsafe impl Send for Slab {}
 
 impl Slab {
     /// Maps and touches the memory, so that no round pays for page faults.

@@ -1,12 +1,7 @@
 //! The benches' own tools: the bare ring loop reads and writes what it says, and the measuring adds up.
-//!
-//! They stand here because Cargo runs no tests in benches that have no harness.
-
-#[path = "../benches/bare/mod.rs"]
-mod bare;
 
 mod ring {
-    use crate::bare::{pattern::*, scratch::Scratch, *};
+    use kvhoist_bench_kit::{pattern::*, ring::*, scratch::Scratch};
 
     const BLOCK: usize = 8192;
 
@@ -74,7 +69,7 @@ mod ring {
 }
 
 mod pattern {
-    use crate::bare::pattern::*;
+    use kvhoist_bench_kit::pattern::*;
 
     #[test]
     fn a_block_passes_for_no_other_block_and_not_in_part() {
@@ -113,7 +108,7 @@ mod pattern {
 mod measure {
     use std::io;
 
-    use crate::bare::measure::*;
+    use kvhoist_bench_kit::measure::*;
 
     fn sample(bytes: u64, seconds: f64, cpu_seconds: f64) -> Sample {
         Sample { bytes, seconds, cpu_seconds }
@@ -172,7 +167,7 @@ mod measure {
     fn cpu_time_counts_other_threads() {
         let watch = Stopwatch::start();
         let spin = || {
-            let mut rng = crate::bare::pattern::Rng::new(1);
+            let mut rng = kvhoist_bench_kit::pattern::Rng::new(1);
             (0..20_000_000).fold(0, |sum: u64, _| sum ^ rng.next_u64())
         };
         std::hint::black_box(std::thread::spawn(spin).join().expect("no panic"));

@@ -1,0 +1,14 @@
+//! What benches measure with: [`ring`], the bare loop that is the machine's ceiling; [`measure`], rounds that are
+//! fair on a noisy machine; [`pattern`], which blocks are touched and what is in them; [`routes`], the ways of blocks
+//! through the cache as contenders beside that loop; [`peers`], other ways to the device;
+//! [`drive`], what the contenders are driven by.
+//!
+//! `kvhoist bench` and the benches of the library are thin on top of it. Not for use elsewhere.
+
+pub mod drive;
+pub mod measure;
+pub mod pattern;
+pub mod peers;
+pub mod ring;
+pub mod routes;
+pub mod scratch;

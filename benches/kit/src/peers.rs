@@ -1,0 +1,108 @@
+//! Other ways of blocks from disk to the device, beside the cache: what an engine does without it.
+
+use std::{
+    fs::File,
+    io,
+    os::unix::fs::FileExt,
+    ptr::NonNull,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use cudarc::driver::sys;
+use kvhoist::{
+    gpu::{DeviceBuffer, Gpu, HostPin},
+    tier::device::DeviceMemory,
+};
+
+use crate::{
+    drive::{measured, other},
+    measure::Entrant,
+    pattern::shuffled,
+    scratch::Slab,
+};
+
+/// Threads of a peer: each has one block under way.
+pub const THREADS: usize = 16;
+
+/// Where the blocks of a store lie in its file.
+#[derive(Clone, Copy)]
+pub struct Places<'a> {
+    /// Opened for direct I/O.
+    pub file: &'a File,
+    /// The first block's place.
+    pub data_offset: u64,
+    /// A block follows the other.
+    pub block_bytes: usize,
+    /// How many there are.
+    pub blocks: u64,
+}
+
+/// Fails where a page of a block was never written: for those who know the file, and not which block is where in it.
+///
+/// # Errors
+/// What was found.
+pub fn check_stamped(block: &[u8]) -> io::Result<()> {
+    let stamped = block.chunks(4096).all(|page| page.iter().take(8).any(|byte| *byte != 0));
+    if stamped { Ok(()) } else { Err(other("an empty page where every slot is full")) }
+}
+
+/// One thread's memory: a pinned block, and its place on the device. In this order of dropping.
+struct Lane {
+    _pin: HostPin,
+    buffer: DeviceBuffer,
+    slab: Arc<Mutex<Slab>>,
+}
+
+impl Lane {
+    fn new(gpu: &Arc<Gpu>, block_bytes: usize) -> io::Result<Lane> {
+        let mut slab = Slab::new(block_bytes, 1)?;
+        let start = NonNull::from(slab.block(0)).cast();
+        let slab = Arc::new(Mutex::new(slab));
+        // SAFETY: the slab's mapping, which stays where it is for as long as the slab lives.
+        let pin = unsafe { HostPin::new(Arc::clone(gpu), start, block_bytes, Arc::clone(&slab) as _) };
+        let buffer = DeviceBuffer::new(Arc::clone(gpu), block_bytes).map_err(other)?;
+        Ok(Lane { _pin: pin.map_err(other)?, buffer, slab })
+    }
+
+    /// Reads a block and copies it to the device.
+    fn bring(&self, places: Places<'_>, block: u64) -> io::Result<()> {
+        let mut slab = self.slab.lock().map_err(other)?;
+        let host = slab.block(0);
+        places.file.read_exact_at(host, places.data_offset + block * places.block_bytes as u64)?;
+        check_stamped(host)?;
+        let device = self.buffer.base().as_ptr().expose_provenance() as u64;
+        // SAFETY: two ranges of that length that only this thread uses, and a context made current by it.
+        let copied = unsafe { sys::cuMemcpyHtoD_v2(device, host.as_ptr().cast(), host.len()) };
+        if copied == sys::CUresult::CUDA_SUCCESS { Ok(()) } else { Err(other(format!("cuMemcpyHtoD: {copied:?}"))) }
+    }
+}
+
+/// `pread` and `cuMemcpy`, one after the other, from [`THREADS`] threads.
+///
+/// # Errors
+/// Without a CUDA device, or without memory.
+pub fn pread_and_copy(places: Places<'_>) -> io::Result<Entrant<'_>> {
+    let gpu = Gpu::open(0).map_err(other)?;
+    let lanes = (0..THREADS).map(|_| Lane::new(&gpu, places.block_bytes)).collect::<io::Result<Vec<_>>>()?;
+    Ok(Entrant::new(format!("pread + cuMemcpy, {THREADS} threads"), move |round| {
+        // An order of its own, as the cache's.
+        let order: Vec<u64> = shuffled(round ^ (1 << 32), places.blocks).collect();
+        let next = AtomicUsize::new(0);
+        let run = |lane: &Lane| {
+            gpu.make_current().map_err(other)?;
+            while let Some(&block) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                lane.bring(places, block)?;
+            }
+            Ok(())
+        };
+        measured(places.blocks * places.block_bytes as u64, || {
+            std::thread::scope(|scope| {
+                let threads: Vec<_> = lanes.iter().map(|lane| scope.spawn(|| run(lane))).collect();
+                threads.into_iter().try_for_each(|thread| thread.join().expect("a peer does not panic"))
+            })
+        })
+    }))
+}

@@ -1,0 +1,140 @@
+//! Bars in groups, as an SVG file.
+
+use std::{
+    fmt::Write as _,
+    fs::File,
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+use crate::{failure::Failure, plot};
+
+const HEIGHT: f64 = 420.0;
+const LEFT: f64 = 70.0;
+const TOP: f64 = 50.0;
+const BOTTOM: f64 = 60.0;
+const BAR: f64 = 18.0;
+const GAP: f64 = 24.0;
+const COLORS: [&str; 6] = ["#9a9a9a", "#1b6ca8", "#3fa34d", "#e8a33d", "#b5403a", "#6a4c93"];
+
+/// Figures that are to be drawn, if anybody wants to see them.
+pub struct Plot {
+    file: Option<(File, PathBuf)>,
+    title: String,
+    unit: &'static str,
+    groups: Vec<String>,
+    series: Vec<String>,
+    /// Group, series, figure.
+    bars: Vec<(usize, usize, f64)>,
+}
+
+impl Plot {
+    /// Creates the file, where there is to be one, before the run that it is to show.
+    pub fn new(path: Option<&Path>, title: &str, unit: &'static str) -> Result<Self, Failure> {
+        let file = path.map(|path| plot::create(path).map(|file| (file, path.to_owned()))).transpose()?;
+        Ok(Plot { file, title: title.into(), unit, groups: Vec::new(), series: Vec::new(), bars: Vec::new() })
+    }
+
+    /// Adds a bar. Groups and series appear in the order in which they were first named.
+    pub fn bar(&mut self, group: impl Into<String>, series: &str, figure: f64) {
+        let place = |names: &mut Vec<String>, name: String| {
+            names.iter().position(|known| *known == name).unwrap_or_else(|| {
+                names.push(name);
+                names.len() - 1
+            })
+        };
+        let (group, series) = (place(&mut self.groups, group.into()), place(&mut self.series, series.into()));
+        self.bars.push((group, series, figure));
+    }
+
+    /// Writes the file.
+    pub fn write(self) -> Result<(), Failure> {
+        let drawn = self.draw();
+        let Some((mut file, path)) = self.file else { return Ok(()) };
+        file.write_all(drawn.as_bytes()).map_err(|error| Failure::run(format!("--plot {}: {error}", path.display())))
+    }
+
+    fn draw(&self) -> String {
+        let group_width = self.series.len() as f64 * BAR + GAP;
+        let right = (LEFT + self.groups.len() as f64 * group_width).max(600.0);
+        let (width, bottom) = (right + 20.0, HEIGHT - BOTTOM);
+        let most = self.bars.iter().map(|bar| bar.2).fold(0.0, f64::max).max(f64::MIN_POSITIVE);
+        let mut svg = String::new();
+        // Writing to a String cannot fail.
+        let _ = write!(
+            svg,
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {HEIGHT}\" \
+             font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{width}\" height=\"{HEIGHT}\" \
+             fill=\"white\"/>\n<text x=\"{LEFT}\" y=\"20\" font-size=\"16\">{}, {}</text>\n\
+             <path d=\"M{LEFT} {TOP}V{bottom}H{right}\" fill=\"none\" stroke=\"black\"/>\n",
+            escaped(&self.title),
+            self.unit,
+        );
+        for quarter in 0..=4 {
+            let share = f64::from(quarter) / 4.0;
+            let y = bottom - (bottom - TOP) * share;
+            let shown = most * share;
+            let _ = writeln!(svg, "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{shown:.1}</text>", LEFT - 6.0);
+        }
+        for &(group, series, figure) in &self.bars {
+            let height = (bottom - TOP) * figure.max(0.0) / most;
+            let x = LEFT + GAP / 2.0 + group as f64 * group_width + series as f64 * BAR;
+            let (y, color) = (bottom - height, COLORS[series % COLORS.len()]);
+            let _ = writeln!(
+                svg,
+                "<rect x=\"{x}\" y=\"{y:.1}\" width=\"{}\" height=\"{height:.1}\" fill=\"{color}\">\
+                 <title>{figure:.2}</title></rect>",
+                BAR - 2.0
+            );
+        }
+        for (at, name) in self.groups.iter().enumerate() {
+            let x = LEFT + (at as f64 + 0.5) * group_width;
+            let _ = writeln!(
+                svg,
+                "<text x=\"{x}\" y=\"{}\" text-anchor=\"middle\" font-size=\"10\">{}</text>",
+                bottom + 16.0,
+                escaped(name)
+            );
+        }
+        let mut x = LEFT;
+        for (at, name) in self.series.iter().enumerate() {
+            let color = COLORS[at % COLORS.len()];
+            let _ = writeln!(
+                svg,
+                "<rect x=\"{x}\" y=\"28\" width=\"10\" height=\"10\" fill=\"{color}\"/>\
+                 <text x=\"{}\" y=\"37\">{}</text>",
+                x + 14.0,
+                escaped(name)
+            );
+            x += 26.0 + name.chars().count() as f64 * 6.5;
+        }
+        svg.push_str("</svg>\n");
+        svg
+    }
+}
+
+/// Text of ours, and paths of users, inside an SVG element.
+fn escaped(text: &str) -> String {
+    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bars_are_as_high_as_their_figures() {
+        let mut plot = Plot::new(None, "a < b", "GB/s").expect("no file");
+        plot.bar("4 KiB", "bare", 50.0);
+        plot.bar("4 KiB", "kvhoist", 25.0);
+        plot.bar("1 MiB", "bare", 100.0);
+        let drawn = plot.draw();
+        assert!(drawn.contains("a &lt; b, GB/s") && drawn.ends_with("</svg>\n"), "{drawn}");
+        for height in ["155.0", "77.5", "310.0"] {
+            assert_eq!(drawn.matches(&format!("height=\"{height}\"")).count(), 1, "{height} in {drawn}");
+        }
+        for name in ["4 KiB", "1 MiB", "bare", "kvhoist"] {
+            assert_eq!(drawn.matches(&format!(">{name}</text>")).count(), 1, "{name} in {drawn}");
+        }
+    }
+}

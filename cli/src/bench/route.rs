@@ -1,0 +1,182 @@
+//! `kvhoist bench disk` and `kvhoist bench store`: blocks through the cache, beside the bare ring loop.
+
+use std::{
+    io,
+    path::PathBuf,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use kvhoist::DeviceKind;
+use kvhoist_bench_kit::{
+    measure::{Sample, Spread, ratio},
+    routes::{Report, Shape, Way},
+};
+use serde_json::json;
+
+use super::{
+    plot::Plot,
+    table::{self, Table},
+};
+use crate::{
+    failure::Failure,
+    interrupt,
+    progress::Progress,
+    replay::Device,
+    size::{parse_bytes, show_bytes},
+};
+
+/// Flags of `kvhoist bench disk` and `kvhoist bench store`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Directory on the file system to measure; what is put there is removed afterwards. Default: the directory for
+    /// temporary files.
+    #[arg(long, value_name = "DIR")]
+    path: Option<PathBuf>,
+    /// Sizes of blocks, multiples of 4 KiB.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, value_delimiter = ',', default_value = "128KiB,1MiB")]
+    block_bytes: Vec<usize>,
+    /// Blocks in flight.
+    #[arg(long, value_name = "N", value_delimiter = ',', default_value = "8,32")]
+    in_flight: Vec<usize>,
+    /// Bytes of each of the two files, all of which are moved in every round.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "512MiB")]
+    bytes: usize,
+    /// What the device is; auto: a CUDA device, or host memory where there is none.
+    #[arg(long, value_name = "KIND", default_value = "auto")]
+    device: Device,
+    /// Measured rounds; the median counts.
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    rounds: u64,
+    /// Microseconds that the cache's thread looks for more before it sleeps (`spin_us`).
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    spin_us: u32,
+    /// Draw the throughputs into this SVG file.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
+    /// Print one JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+    /// No progress on stderr.
+    #[arg(long)]
+    quiet: bool,
+}
+
+/// Bytes of one file at most: there is a pool of that size on the device, too.
+const BYTES_MAX: usize = 16 << 30;
+
+const BLOCK_BYTES_MAX: usize = 64 << 20;
+const IN_FLIGHT_MAX: usize = 1024;
+
+/// `kvhoist bench disk`.
+pub fn disk(args: &Args) -> Result<(), Failure> {
+    let device = args.device.into();
+    run(args, "kvhoist bench disk", device, [Way::DiskToHost, Way::DiskToDevice(device)])
+}
+
+/// `kvhoist bench store`.
+pub fn store(args: &Args) -> Result<(), Failure> {
+    let device = args.device.into();
+    run(args, "kvhoist bench store", device, [Way::HostToDisk, Way::DeviceToDisk(device)])
+}
+
+fn run(args: &Args, title: &str, device: DeviceKind, ways: [Way; 2]) -> Result<(), Failure> {
+    args.check()?;
+    let mut plot = Plot::new(args.plot.as_deref(), title, "MiB/s")?;
+    let interrupted = interrupt::catch()?;
+    let shapes = args.shapes();
+    let mut progress = Progress::new(shapes.len() * ways.len(), "measurements", args.quiet);
+    let device = if device == DeviceKind::Simulated { "simulated" } else { "CUDA" };
+    let mut table = Table::new(
+        format!("{title}: MiB/s, medians of {} rounds; the device is {device}; all blocks verified", args.rounds),
+        vec!["route", "block", "in flight", "contender", "MiB/s", "min", "max", "of bare", "CPU-s/GiB"],
+    );
+    for (at, shape) in shapes.iter().enumerate() {
+        for (part, way) in ways.into_iter().enumerate() {
+            let report = shape.measure(way, &mut || end_if(&interrupted)).map_err(|error| match error.kind() {
+                io::ErrorKind::Interrupted => Failure::interrupted(),
+                _ => Failure::run(format!("{}: {error}", way.name())),
+            })?;
+            enter(&mut table, &mut plot, way, shape, &report);
+            progress.update(at * ways.len() + part + 1, || format!("{} {:.2} of bare", way.name(), report.over_bare()));
+        }
+    }
+    progress.finish();
+    table::print(&[table], args.json);
+    plot.write()
+}
+
+fn end_if(interrupted: &AtomicBool) -> io::Result<()> {
+    if interrupted.load(Ordering::Relaxed) { Err(io::ErrorKind::Interrupted.into()) } else { Ok(()) }
+}
+
+/// A row for each contender of a report.
+fn enter(table: &mut Table, plot: &mut Plot, way: Way, shape: &Shape, report: &Report) {
+    let block = show_bytes(shape.block_bytes as u64);
+    for series in &report.series {
+        let speed = Spread::of(series.samples.iter().map(Sample::mib_per_s));
+        let cost = Spread::of(series.samples.iter().map(Sample::cpu_s_per_gib));
+        plot.bar(format!("{}, {block} x{}", way.name(), shape.depth), contender(&series.name), speed.median);
+        table.row(vec![
+            json!(way.name()),
+            json!(block),
+            json!(shape.depth),
+            json!(series.name),
+            json!(speed.median),
+            json!(speed.min),
+            json!(speed.max),
+            json!(ratio(series, &report.series[0], Sample::mib_per_s)),
+            json!(cost.median),
+        ]);
+    }
+}
+
+/// A contender's name without its route: one color for it in all groups.
+fn contender(name: &str) -> &str {
+    name.split(',').next().unwrap_or(name)
+}
+
+impl Args {
+    fn check(&self) -> Result<(), Failure> {
+        let wrong = |what: String| Err(Failure::usage(what));
+        if let Some(bytes) = self.block_bytes.iter().find(|bytes| !is_block(**bytes)) {
+            let most = show_bytes(BLOCK_BYTES_MAX as u64);
+            return wrong(format!("--block-bytes: found {bytes}, expected a multiple of 4096 up to {most}"));
+        }
+        if let Some(depth) = self.in_flight.iter().find(|depth| !(1..=IN_FLIGHT_MAX).contains(*depth)) {
+            return wrong(format!("--in-flight: found {depth}, expected 1 to {IN_FLIGHT_MAX}"));
+        }
+        let least = self.block_bytes.iter().max().unwrap_or(&0) * self.in_flight.iter().max().unwrap_or(&0);
+        if !(least..=BYTES_MAX).contains(&self.bytes) || self.bytes == 0 {
+            let (least, most) = (show_bytes(least as u64), show_bytes(BYTES_MAX as u64));
+            let found = show_bytes(self.bytes as u64);
+            return wrong(format!("--bytes: found {found}, expected {least} (all blocks in flight) to {most}"));
+        }
+        if !(1..=1000).contains(&self.rounds) {
+            return wrong(format!("--rounds: found {}, expected 1 to 1000", self.rounds));
+        }
+        match &self.path {
+            Some(path) if !path.is_dir() => {
+                wrong(format!("--path {}: found no directory, expected one that exists", path.display()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn shapes(&self) -> Vec<Shape> {
+        let dir = self.path.clone().unwrap_or_else(std::env::temp_dir);
+        let shape = |block_bytes: usize, depth: usize| Shape {
+            dir: dir.clone(),
+            block_bytes,
+            depth,
+            file_bytes: (self.bytes / block_bytes * block_bytes) as u64,
+            rounds: self.rounds,
+            spin_us: self.spin_us,
+        };
+        let of_size = |&block_bytes: &usize| self.in_flight.iter().map(move |&depth| shape(block_bytes, depth));
+        self.block_bytes.iter().flat_map(of_size).collect()
+    }
+}
+
+fn is_block(bytes: usize) -> bool {
+    bytes > 0 && bytes <= BLOCK_BYTES_MAX && bytes.is_multiple_of(4096)
+}

@@ -1,0 +1,185 @@
+//! Loads that complete layer by layer, and streams that wait for a layer.
+
+use std::{fmt, sync::Arc};
+
+use super::Cache;
+use crate::{
+    block::{BlockKey, Segment},
+    error::{Error, Result},
+    gpu::{Gates, Gpu},
+    mover::{Command, LayerBoard, LayerDone, LayerJobs, LayerProgress},
+};
+
+/// Layers of a load at most.
+const LAYERS_MAX: usize = 1024;
+
+/// A load that completes layer by layer, of [`Cache::load_layers`].
+///
+/// Dropping it changes nothing: the load goes on, and streams that wait for it are let go when it has ended.
+pub struct LayerLoad {
+    progress: Arc<LayerProgress>,
+    layers: usize,
+    gpu: Option<Arc<Gpu>>,
+}
+
+impl Cache {
+    /// Copies blocks into registered memory, layer by layer: a model can begin with the first layer while the last one
+    /// is on its way. Resolves when the load has been taken on.
+    ///
+    /// `segments[i]` are the places of block `i`, in the order of its bytes, one block long in all, as of
+    /// [`load_into`](Cache::load_into). `layer_of[s]` is the layer that segment `s` of every block belongs to, counted
+    /// from 0; [`BlockGeometry::layer_of_segments`](crate::block::BlockGeometry::layer_of_segments) lists them for
+    /// layer-first pools.
+    ///
+    /// Blocks in host memory are copied in the order of layers. Blocks on disk arrive whole, so that a layer of a load
+    /// with such blocks is complete when the last of them is.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] before anything moved, as of [`load_into`](Cache::load_into); also for layers without
+    /// segments, and for host and device memory in one load. [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropped before it resolves, it may have been taken on or not; the load then goes on, and its segments stay in
+    /// use until [`unregister`](Cache::unregister) resolves.
+    pub async fn load_layers(
+        &self,
+        keys: &[BlockKey],
+        segments: &[Vec<Segment>],
+        layer_of: &[usize],
+    ) -> Result<LayerLoad> {
+        let layers = segments_by_layer(layer_of)?;
+        if let Some(at) = segments.iter().position(|list| list.len() != layer_of.len()) {
+            return Err(Error::Argument {
+                what: "segments",
+                found: format!("{} of block {at}", segments[at].len()),
+                expected: format!("one for each of the {} numbers of layers", layer_of.len()),
+            });
+        }
+        let jobs = self.jobs(keys, None, segments)?;
+        if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
+            return Err(Error::Argument {
+                what: "segments",
+                found: "host and device memory in one load".into(),
+                expected: "one kind of memory".into(),
+            });
+        }
+        let progress = LayerProgress::new(layers.len(), jobs.len());
+        let load = LayerLoad { progress: Arc::clone(&progress), layers: layers.len(), gpu: self.inner.gpu.clone() };
+        let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+        permit.send(Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) }));
+        Ok(load)
+    }
+}
+
+/// For each layer the numbers of its segments.
+fn segments_by_layer(layer_of: &[usize]) -> Result<Vec<Vec<usize>>> {
+    let wrong = |found: String| Error::Argument {
+        what: "layer_of",
+        found,
+        expected: format!("layers counted from 0, each with a segment, {LAYERS_MAX} at most"),
+    };
+    let count = layer_of.iter().max().map_or(0, |&last| last.saturating_add(1));
+    if count == 0 || count > LAYERS_MAX {
+        return Err(wrong(format!("{count} layers")));
+    }
+    let mut layers = vec![Vec::new(); count];
+    for (segment, &layer) in layer_of.iter().enumerate() {
+        layers[layer].push(segment);
+    }
+    match layers.iter().position(Vec::is_empty) {
+        Some(layer) => Err(wrong(format!("no segment of layer {layer}"))),
+        None => Ok(layers),
+    }
+}
+
+impl LayerLoad {
+    /// How many layers it has.
+    pub fn layers(&self) -> usize {
+        self.layers
+    }
+
+    /// Waits until it is known of every block what became of this layer. Layers may complete in any order.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] where there is no such layer. What went wrong with a block is in [`LayerDone`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    pub async fn layer(&self, layer: usize) -> Result<LayerDone> {
+        self.check(layer)?;
+        Ok(self.progress.wait(|progress| progress.layer(layer)).await)
+    }
+
+    /// Waits for the end of the load: one result per block, as of [`Cache::load_into`]. `true`: all layers of it are
+    /// in place.
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    pub async fn blocks(&self) -> Vec<Result<bool>> {
+        self.progress.wait(LayerProgress::blocks).await
+    }
+
+    /// Makes a CUDA stream wait for a layer, on the device, with no host in between: what is put into `stream` after
+    /// this call runs when the layer is complete.
+    ///
+    /// Complete does not mean right: also a layer of which a block is missing or could not be read lets the stream go.
+    /// The host learns that from [`layer`](Self::layer), a kernel from the word at
+    /// [`poison_address`](Self::poison_address). The stream goes on in every case: also when the load fails, this
+    /// handle or a future is dropped, the cache is closed, or the device tier goes out of service.
+    ///
+    /// Until then the stream is blocked, and so are calls of CUDA that wait for all streams (`cudaFree`,
+    /// `cudaDeviceSynchronize`). A thread in such a call may hold locks of the driver that the cache needs to complete
+    /// the layer: await the layer before it, or call such functions while no stream waits.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where the device is a simulated one, or the driver refuses. [`Error::Argument`] where
+    /// there is no such layer. [`Error::Busy`] past 65536 layers that are waited for. The stream then does not wait.
+    ///
+    /// # Safety
+    /// `stream` is a `CUstream` (or `cudaStream_t`) of the primary context of the cache's device, and is not destroyed
+    /// during the call.
+    pub unsafe fn stream_wait(&self, layer: usize, stream: usize) -> Result<()> {
+        self.check(layer)?;
+        let gates = self.gates()?;
+        if self.progress.layer(layer).is_some() {
+            return Ok(());
+        }
+        let stream = std::ptr::with_exposed_provenance_mut(stream);
+        // SAFETY: the caller's promise.
+        unsafe { gates.wait(layer, stream) }
+            .map_err(|fault| Error::Unavailable { tier: "device", reason: fault.to_string() })
+    }
+
+    /// Where kernels find what a layer came to: the device's address of a 32-bit word that is 0 where all blocks have
+    /// this layer in place, else one more than the number of leading blocks that have. It is written before
+    /// streams that wait for the layer are let go, and means nothing before that. Read it while this handle lives.
+    ///
+    /// # Errors
+    /// As [`stream_wait`](Self::stream_wait).
+    pub fn poison_address(&self, layer: usize) -> Result<u64> {
+        self.check(layer)?;
+        Ok(self.gates()?.poison_address(layer))
+    }
+
+    fn gates(&self) -> Result<Arc<Gates>> {
+        let Some(gpu) = &self.gpu else {
+            let reason = "a stream can wait for a CUDA device only, and this cache has none; await the layer".into();
+            return Err(Error::Unavailable { tier: "device", reason });
+        };
+        self.progress.gates(|count| Gates::take(gpu, count))
+    }
+
+    fn check(&self, layer: usize) -> Result<()> {
+        if layer < self.layers {
+            return Ok(());
+        }
+        let expected = format!("one of {} layers, counted from 0", self.layers);
+        Err(Error::Argument { what: "layer", found: layer.to_string(), expected })
+    }
+}
+
+impl fmt::Debug for LayerLoad {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LayerLoad").field("layers", &self.layers).finish_non_exhaustive()
+    }
+}

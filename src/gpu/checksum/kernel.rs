@@ -1,0 +1,98 @@
+//! The kernel, loaded, and what a launch needs.
+
+use std::{ffi::c_void, ptr::NonNull, sync::Arc};
+
+use super::model::{CONSTANTS, Piece};
+use crate::{
+    gpu::{Fault, Gpu, HostPin, Stream, module::Loaded},
+    io::{AlignedBuf, IO_ALIGN},
+};
+
+/// `kernels/checksum.cu` for every device since compute capability 8.0.
+const PTX: &str = concat!(include_str!("../kernels/checksum.ptx"), "\0");
+
+/// Threads of a thread block; the kernel's tables are made by as many.
+const BLOCK_THREADS: u32 = 256;
+
+/// Pieces that a thread block takes at a time: a warp, one.
+const PIECES_PER_BLOCK: usize = 8;
+
+/// The checksum kernel, loaded.
+pub(crate) struct ChecksumKernel {
+    loaded: Loaded,
+    blocks_max: u32,
+}
+
+/// Pinned memory for the pieces of a launch, and for their sums.
+pub(crate) struct PieceBuffer {
+    pieces: NonNull<Piece>,
+    sums: NonNull<u64>,
+    _pin: HostPin,
+}
+
+impl PieceBuffer {
+    /// Pieces that fit.
+    pub(crate) const PIECES: usize = 4096;
+
+    /// Writes the piece of this number.
+    pub(crate) fn write(&mut self, at: usize, piece: Piece) {
+        assert!(at < Self::PIECES, "piece {at} of {}", Self::PIECES);
+        // SAFETY: within the buffer and aligned; nobody else knows it while it is not in a stream.
+        unsafe { self.pieces.add(at).write(piece) };
+    }
+
+    /// The sum of the piece of this number, where the stream has passed the launch.
+    pub(crate) fn sum(&self, at: usize) -> u64 {
+        assert!(at < Self::PIECES, "piece {at} of {}", Self::PIECES);
+        // SAFETY: within the buffer and aligned; volatile, for the device wrote it.
+        unsafe { self.sums.add(at).read_volatile() }
+    }
+}
+
+impl ChecksumKernel {
+    pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, Fault> {
+        let loaded = Loaded::new(gpu, PTX, c"kvhoist_checksum")?;
+        // As many as the device has multiprocessors: a launch lasts microseconds, and fewer would last longer.
+        let blocks_max = u32::try_from(gpu.device().multiprocessors).unwrap_or(1).max(1);
+        Ok(ChecksumKernel { loaded, blocks_max })
+    }
+
+    /// Memory for a launch.
+    pub(crate) fn buffer(&self) -> Result<PieceBuffer, Fault> {
+        let sums_at = (PieceBuffer::PIECES * size_of::<Piece>()).next_multiple_of(IO_ALIGN);
+        let bytes = (sums_at + PieceBuffer::PIECES * size_of::<u64>()).next_multiple_of(IO_ALIGN);
+        let mut memory = AlignedBuf::zeroed(bytes);
+        let start = NonNull::from(&mut *memory).cast::<u8>();
+        // SAFETY: the memory of a buffer stays where it is when the buffer is moved, and lives as long as its owner.
+        let pin = unsafe { HostPin::register(Arc::clone(self.loaded.gpu()), start, bytes, Arc::new(memory))? };
+        // SAFETY: within the buffer.
+        let sums = unsafe { start.add(sums_at) };
+        Ok(PieceBuffer { pieces: start.cast(), sums: sums.cast(), _pin: pin })
+    }
+
+    /// Queues the sums of the first `count` pieces of `buffer`. The context is current.
+    ///
+    /// # Safety
+    /// The pieces must be device memory, at multiples of 16 bytes and of multiples of 512 bytes, which stays mapped, as
+    /// does the buffer, until the stream has passed the launch.
+    pub(crate) unsafe fn launch(&self, stream: &Stream, buffer: &PieceBuffer, count: usize) -> Result<(), Fault> {
+        let mut pieces = buffer.pieces.as_ptr().expose_provenance() as u64;
+        let mut sums = buffer.sums.as_ptr().expose_provenance() as u64;
+        let (mut count_32, mut constants) = (count as u32, CONSTANTS);
+        let mut arguments: [*mut c_void; 4] =
+            [(&raw mut pieces).cast(), (&raw mut count_32).cast(), (&raw mut sums).cast(), (&raw mut constants).cast()];
+        let blocks = (count.div_ceil(PIECES_PER_BLOCK) as u32).clamp(1, self.blocks_max);
+        // SAFETY: arguments of the kernel's types; what they lead to is as the caller promises.
+        unsafe { self.loaded.launch(stream, blocks, BLOCK_THREADS, &mut arguments) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_kernel_of_that_name_is_there() {
+        assert!(PTX.contains(".entry kvhoist_checksum("));
+    }
+}

@@ -1,0 +1,7 @@
+//! The checksum kernel: CRC-64/NVME of device memory, by the device.
+
+mod kernel;
+mod model;
+
+pub(crate) use kernel::{ChecksumKernel, PieceBuffer};
+pub(crate) use model::{PIECE_MULTIPLE, Plan};

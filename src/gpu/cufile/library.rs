@@ -1,0 +1,318 @@
+//! The library's functions, looked for once a process, and what their failures mean.
+
+use std::{
+    ffi::{c_int, c_uint, c_void},
+    fmt,
+    sync::OnceLock,
+};
+
+use libloading::os::unix::{Library as Loaded, RTLD_LAZY, RTLD_LOCAL};
+
+/// Names under which it is installed: the toolkit's link may be missing where only the run-time package is.
+const NAMES: [&str; 2] = ["libcufile.so.0", "libcufile.so"];
+
+/// What a function of the library came to: its own status, and the driver's.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RawResult {
+    pub(super) status: c_int,
+    pub(super) cuda: c_int,
+}
+
+/// A file, as the library wants it described (`CUfileDescr_t`).
+#[repr(C)]
+pub(super) struct RawDescription {
+    pub(super) kind: c_uint,
+    /// A union of a descriptor and a pointer.
+    pub(super) handle: RawFile,
+    pub(super) operations: *const c_void,
+}
+
+#[repr(C)]
+pub(super) union RawFile {
+    pub(super) descriptor: c_int,
+    pub(super) _pointer: *mut c_void,
+}
+
+/// An entry of a batch (`CUfileIOParams_t`).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct RawEntry {
+    pub(super) mode: c_uint,
+    pub(super) base: *mut c_void,
+    pub(super) file_offset: i64,
+    pub(super) base_offset: i64,
+    pub(super) size: usize,
+    pub(super) file: *mut c_void,
+    pub(super) operation: c_uint,
+    pub(super) cookie: *mut c_void,
+}
+
+/// What became of an entry (`CUfileIOEvents_t`).
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct RawEvent {
+    pub(super) cookie: *mut c_void,
+    pub(super) status: c_uint,
+    pub(super) bytes: usize,
+}
+
+/// `CUfileDrvProps_t`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct RawProperties {
+    pub(super) nvfs_major: c_uint,
+    pub(super) nvfs_minor: c_uint,
+    pub(super) poll_threshold: usize,
+    pub(super) max_direct_io: usize,
+    pub(super) status_flags: c_uint,
+    pub(super) control_flags: c_uint,
+    pub(super) feature_flags: c_uint,
+    pub(super) cache_max: c_uint,
+    pub(super) buffer_cache: c_uint,
+    pub(super) pinned_max: c_uint,
+    pub(super) batch_max: c_uint,
+    pub(super) batch_timeout_ms: c_uint,
+    /// Room for what a later library may add.
+    pub(super) _more: [u64; 8],
+}
+
+type Timespec = libc::timespec;
+
+macro_rules! functions {
+    ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
+        /// Every function that is used, found.
+        pub(super) struct Functions {
+            $(pub(super) $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
+            /// Since libcufile 1.15: what proves a direct path.
+            pub(super) statistics: Option<Statistics>,
+        }
+
+        impl Functions {
+            fn find(loaded: &Loaded) -> Result<Self, String> {
+                Ok(Functions {
+                    $($field: find(loaded, $name)?,)*
+                    statistics: Statistics::find(loaded).ok(),
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    driver_open = "cuFileDriverOpen": fn() -> RawResult;
+    driver_properties = "cuFileDriverGetProperties": fn(*mut RawProperties) -> RawResult;
+    handle_register = "cuFileHandleRegister": fn(*mut *mut c_void, *mut RawDescription) -> RawResult;
+    handle_deregister = "cuFileHandleDeregister": fn(*mut c_void);
+    buffer_register = "cuFileBufRegister": fn(*const c_void, usize, c_int) -> RawResult;
+    buffer_deregister = "cuFileBufDeregister": fn(*const c_void) -> RawResult;
+    read = "cuFileRead": fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
+    write = "cuFileWrite": fn(*mut c_void, *const c_void, usize, i64, i64) -> isize;
+    batch_set_up = "cuFileBatchIOSetUp": fn(*mut *mut c_void, c_uint) -> RawResult;
+    batch_submit = "cuFileBatchIOSubmit": fn(*mut c_void, c_uint, *mut RawEntry, c_uint) -> RawResult;
+    batch_status = "cuFileBatchIOGetStatus": fn(*mut c_void, c_uint, *mut c_uint, *mut RawEvent, *mut Timespec) -> RawResult;
+    batch_destroy = "cuFileBatchIODestroy": fn(*mut c_void);
+}
+
+/// The functions around statistics. Without them nothing is ever proven.
+pub(super) struct Statistics {
+    pub(super) set_level: unsafe extern "C" fn(c_int) -> RawResult,
+    pub(super) start: unsafe extern "C" fn() -> RawResult,
+    pub(super) level_3: unsafe extern "C" fn(*mut c_void) -> RawResult,
+}
+
+impl Statistics {
+    fn find(loaded: &Loaded) -> Result<Self, String> {
+        Ok(Statistics {
+            set_level: find(loaded, "cuFileSetStatsLevel")?,
+            start: find(loaded, "cuFileStatsStart")?,
+            level_3: find(loaded, "cuFileGetStatsL3")?,
+        })
+    }
+}
+
+/// A function by its name. `F` must be its type.
+fn find<F: Copy>(loaded: &Loaded, name: &str) -> Result<F, String> {
+    // SAFETY: the symbol is a function of the type that NVIDIA's cufile.h gives it; `F` is that type, above. The library
+    // is never unloaded.
+    unsafe { loaded.get::<F>(name.as_bytes()) }
+        .map(|function| *function)
+        .map_err(|_| format!("libcufile.so has no {name}; install a newer libcufile (CUDA 12 or later has it)"))
+}
+
+/// libcufile, loaded for the rest of the process, with every function that is used.
+pub struct Library {
+    pub(super) functions: Functions,
+    name: &'static str,
+    version: Option<u32>,
+    // Never unloaded: it has threads of its own.
+    _loaded: std::mem::ManuallyDrop<Loaded>,
+}
+
+impl Library {
+    /// Looks for it, once a process; the error says what is missing and where it comes from.
+    pub fn get() -> Result<&'static Library, String> {
+        static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
+        LIBRARY.get_or_init(Self::load).as_ref().map_err(Clone::clone)
+    }
+
+    fn load() -> Result<Library, String> {
+        let open = |name: &&'static str| {
+            // SAFETY: loads a library of the system by its name, whose constructors are trusted like those of any.
+            Some((*name, unsafe { Loaded::open(Some(*name), RTLD_LAZY | RTLD_LOCAL) }.ok()?))
+        };
+        let (name, loaded) = NAMES.iter().find_map(open).ok_or_else(|| {
+            "libcufile.so was not found; it comes with the CUDA toolkit (package libcufile or gds-tools)".to_owned()
+        })?;
+        let functions = Functions::find(&loaded)?;
+        let version = version(&loaded);
+        Ok(Library { functions, name, version, _loaded: std::mem::ManuallyDrop::new(loaded) })
+    }
+
+    /// The name under which it was found.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+
+    /// 1000 for each major and 10 for each minor number, as it says itself: 1.15 is 1150. `None` where it does not say.
+    pub fn version(&self) -> Option<u32> {
+        self.version
+    }
+
+    /// True if it can say which way its transfers went.
+    pub fn has_statistics(&self) -> bool {
+        self.functions.statistics.is_some()
+    }
+}
+
+impl fmt::Debug for Library {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Library").field("name", &self.name).field("version", &self.version).finish_non_exhaustive()
+    }
+}
+
+fn version(loaded: &Loaded) -> Option<u32> {
+    let get: unsafe extern "C" fn(*mut c_int) -> RawResult = find(loaded, "cuFileGetVersion").ok()?;
+    let mut version = 0;
+    // SAFETY: the function of this name, which writes one integer and needs nothing initialised.
+    let result = unsafe { get(&mut version) };
+    u32::try_from(version).ok().filter(|&version| result.status == 0 && version > 0)
+}
+
+/// What a call of the library came to, other than success.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CufileFault {
+    call: &'static str,
+    status: i32,
+    cuda: i32,
+}
+
+impl CufileFault {
+    pub(super) fn new(call: &'static str, status: i32) -> Self {
+        CufileFault { call, status, cuda: 0 }
+    }
+
+    /// From what `cuFileRead` and `cuFileWrite` give: -1 with errno, or a negated status.
+    pub(super) fn of_transfer(call: &'static str, given: isize) -> Self {
+        let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
+        let status = if given == -1 { errno } else { i32::try_from(-given).unwrap_or(i32::MAX) };
+        CufileFault::new(call, status)
+    }
+
+    /// From the bytes of an event that is no success: a negated status or errno, or nothing of use.
+    pub(super) fn of_event(call: &'static str, bytes: isize) -> Self {
+        const INTERNAL_ERROR: i32 = 5030;
+        let status = if bytes < -1 { i32::try_from(-bytes).unwrap_or(INTERNAL_ERROR) } else { INTERNAL_ERROR };
+        CufileFault::new(call, status)
+    }
+
+    /// The library's status (5001 and up), or an errno below that.
+    pub fn status(&self) -> i32 {
+        self.status
+    }
+}
+
+/// The result of a call, with its name.
+pub(super) fn check(call: &'static str, result: RawResult) -> Result<(), CufileFault> {
+    match result.status {
+        0 => Ok(()),
+        status => Err(CufileFault { call, status, cuda: result.cuda }),
+    }
+}
+
+/// The name of a status in cufile.h, and what helps, where something is known to.
+fn explained(status: i32) -> (&'static str, &'static str) {
+    match status {
+        5001 => ("DRIVER_NOT_INITIALIZED", "open again; if it stays, look at cufile.log"),
+        5002 => ("DRIVER_INVALID_PROPS", "check cufile.json (CUFILE_ENV_PATH_JSON)"),
+        5003 => ("DRIVER_UNSUPPORTED_LIMIT", "check the limits in cufile.json"),
+        5004 | 5005 => ("DRIVER_VERSION", "install the nvidia-fs that goes with this libcufile"),
+        5007 => ("PLATFORM_NOT_SUPPORTED", "this platform has no GPUDirect Storage"),
+        5008 => ("IO_NOT_SUPPORTED", "put the store on ext4 or xfs on an NVMe drive"),
+        5009 => ("DEVICE_NOT_SUPPORTED", "this GPU has no GPUDirect Storage"),
+        5010 => ("NVFS_DRIVER_ERROR", "look at dmesg for nvidia-fs"),
+        5011 => ("CUDA_DRIVER_ERROR", "look at what the driver says: nvidia-smi, dmesg"),
+        5012..=5015 => ("CUDA_POINTER", "device memory of another context, or none"),
+        5018 => ("INVALID_FILE_TYPE", "put the store on a regular file or a block device"),
+        5019 | 5020 => ("DIO_NOT_SET", "the file must be open with O_DIRECT: direct_io = require"),
+        5022 => ("INVALID_VALUE", "an offset, a length or an address that it does not take"),
+        5023 => ("MEMORY_ALREADY_REGISTERED", "nothing else may register the same memory"),
+        5025 => ("PERMISSION_DENIED", "check the rights on /dev/nvidia-fs*"),
+        5027 => (
+            "HANDLE_NOT_REGISTERED",
+            "libcufile finds no udev record of the block device: run udevd, or in a container mount /run/udev; a file \
+             /run/udev/data/b<major>:<minor> with E:ID_FS_USAGE=filesystem and E:ID_FS_TYPE=ext4 is enough",
+        ),
+        5028 => ("HANDLE_ALREADY_REGISTERED", "nothing else may register the same descriptor"),
+        5030 => ("INTERNAL_ERROR", "look at cufile.log"),
+        5033 => ("NVFS_SETUP_ERROR", "load nvidia-fs, and look at dmesg"),
+        5034 => ("IO_DISABLED", "allow it in cufile.json"),
+        5035 => ("BATCH_SUBMIT_FAILED", "look at cufile.log"),
+        5036 => ("GPU_MEMORY_PINNING_FAILED", "less device memory, or a larger BAR1"),
+        5037 => ("BATCH_FULL", "raise io_batchsize in cufile.json"),
+        _ => ("", "look at cufile.log"),
+    }
+}
+
+impl fmt::Display for CufileFault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let CufileFault { call, status, cuda } = *self;
+        if (1..5000).contains(&status) {
+            return write!(f, "{call}: {}", std::io::Error::from_raw_os_error(status));
+        }
+        let (name, fix) = explained(status);
+        write!(f, "{call}: {status}")?;
+        if !name.is_empty() {
+            write!(f, " (CU_FILE_{name})")?;
+        }
+        if cuda != 0 {
+            write!(f, ", CUDA error {cuda}")?;
+        }
+        write!(f, "; {fix}")
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn structures_are_those_of_the_header() {
+        assert_eq!(size_of::<RawResult>(), 8);
+        assert_eq!(size_of::<RawDescription>(), 24);
+        assert_eq!(size_of::<RawEntry>(), 64);
+        assert_eq!(size_of::<RawEvent>(), 24);
+        assert_eq!(std::mem::offset_of!(RawProperties, batch_max), 48);
+    }
+
+    #[test]
+    fn a_fault_names_its_status_and_what_helps() {
+        let text = CufileFault::new("cuFileHandleRegister", 5027).to_string();
+        assert!(text.starts_with("cuFileHandleRegister: 5027 (CU_FILE_HANDLE_NOT_REGISTERED); "), "{text}");
+        assert!(text.contains("/run/udev/data/b<major>:<minor>"), "{text}");
+        let text = CufileFault { cuda: 700, ..CufileFault::new("cuFileRead", 5011) }.to_string();
+        assert!(text.contains("5011 (CU_FILE_CUDA_DRIVER_ERROR), CUDA error 700; "), "{text}");
+        assert_eq!(CufileFault::of_transfer("cuFileRead", -5030).status(), 5030);
+        assert!(CufileFault::new("cuFileRead", libc::EIO).to_string().contains("Input/output error"));
+    }
+}

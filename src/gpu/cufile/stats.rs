@@ -1,0 +1,153 @@
+//! The library's own count of which way its transfers went.
+
+use std::ffi::c_void;
+
+use super::{
+    driver::Driver,
+    library::{CufileFault, check},
+};
+
+/// Level 3: everything, by GPU. The lower levels do not tell the ways apart.
+const LEVEL: i32 = 3;
+
+/// Bytes that are kept for the answer: several times what any version has filled so far.
+const ANSWER_WORDS: usize = 4096;
+
+/// Where the number of GPUs stands in the answer, in words of 8 bytes, by version of the library: level 1 has grown.
+const GPU_COUNT_AT: [(u32, usize); 2] = [(0, 128), (1190, 142)];
+
+/// GPUs that the answer has places for.
+const GPUS_MAX: usize = 16;
+
+/// Words of one GPU's part, and where in it the counts stand: its id takes the first two.
+const GPU_WORDS: usize = 31;
+const READ_BYTES: usize = 2;
+const READS_P2P: usize = 7;
+const READS_NVFS: usize = 8;
+const READS_POSIX: usize = 9;
+const WRITES_P2P: usize = 20;
+const WRITES_NVFS: usize = 21;
+const WRITES_POSIX: usize = 22;
+
+/// Transfers so far in this process, over all GPUs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Bytes read.
+    pub read_bytes: u64,
+    /// Reads from the drive into device memory, by PCI peer-to-peer.
+    pub reads_p2p: u64,
+    /// The same by nvidia-fs.
+    pub reads_nvfs: u64,
+    /// Reads into host memory, and a copy: compat mode.
+    pub reads_posix: u64,
+    /// Writes from device memory to the drive, by PCI peer-to-peer.
+    pub writes_p2p: u64,
+    /// The same by nvidia-fs.
+    pub writes_nvfs: u64,
+    /// Copies into host memory, and writes: compat mode.
+    pub writes_posix: u64,
+}
+
+impl Counters {
+    /// What has happened since `earlier`.
+    #[must_use]
+    pub fn since(self, earlier: Counters) -> Counters {
+        Counters {
+            read_bytes: self.read_bytes.wrapping_sub(earlier.read_bytes),
+            reads_p2p: self.reads_p2p.wrapping_sub(earlier.reads_p2p),
+            reads_nvfs: self.reads_nvfs.wrapping_sub(earlier.reads_nvfs),
+            reads_posix: self.reads_posix.wrapping_sub(earlier.reads_posix),
+            writes_p2p: self.writes_p2p.wrapping_sub(earlier.writes_p2p),
+            writes_nvfs: self.writes_nvfs.wrapping_sub(earlier.writes_nvfs),
+            writes_posix: self.writes_posix.wrapping_sub(earlier.writes_posix),
+        }
+    }
+
+    /// True if all reads went from the drive into device memory, and there were some.
+    pub fn proves_reads(&self) -> bool {
+        self.reads_p2p + self.reads_nvfs > 0 && self.reads_posix == 0
+    }
+
+    /// True if all writes went from device memory to the drive, and there were some.
+    pub fn proves_writes(&self) -> bool {
+        self.writes_p2p + self.writes_nvfs > 0 && self.writes_posix == 0
+    }
+
+    fn decode(answer: &[u64; ANSWER_WORDS], version: Option<u32>) -> Counters {
+        let version = version.unwrap_or(0);
+        let &(_, at) = GPU_COUNT_AT.iter().rev().find(|(since, _)| version >= *since).expect("the first is since 0");
+        // A 32-bit number, then padding.
+        let gpus = (answer[at] as u32 as usize).min(GPUS_MAX);
+        let mut counters = Counters::default();
+        for gpu in answer[at + 1..].chunks_exact(GPU_WORDS).take(gpus) {
+            counters.read_bytes += gpu[READ_BYTES];
+            counters.reads_p2p += gpu[READS_P2P];
+            counters.reads_nvfs += gpu[READS_NVFS];
+            counters.reads_posix += gpu[READS_POSIX];
+            counters.writes_p2p += gpu[WRITES_P2P];
+            counters.writes_nvfs += gpu[WRITES_NVFS];
+            counters.writes_posix += gpu[WRITES_POSIX];
+        }
+        counters
+    }
+}
+
+impl Driver {
+    /// Lets the library count. `false` where it cannot: before 1.15.
+    pub(crate) fn start_counting(&self) -> Result<bool, CufileFault> {
+        let Some(statistics) = &self.library().functions.statistics else { return Ok(false) };
+        // SAFETY: the functions of these names take an integer and nothing; the driver is open.
+        unsafe {
+            check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
+            check("cuFileStatsStart", (statistics.start)())?;
+        }
+        Ok(true)
+    }
+
+    /// What it has counted so far; `None` where it does not count.
+    ///
+    /// # Errors
+    /// What the library said.
+    pub fn counters(&self) -> Result<Option<Counters>, CufileFault> {
+        let Some(statistics) = &self.library().functions.statistics else { return Ok(None) };
+        let mut answer = Box::new([0_u64; ANSWER_WORDS]);
+        let place: *mut c_void = answer.as_mut_ptr().cast();
+        // SAFETY: the function writes one structure, for which there is more than enough room.
+        check("cuFileGetStatsL3", unsafe { (statistics.level_3)(place) })?;
+        Ok(Some(Counters::decode(&answer, self.library().version())))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_counts_of_all_gpus_are_added_up_where_the_version_has_them() {
+        for (version, at) in [(None, 128), (Some(1150), 128), (Some(1180), 128), (Some(1190), 142), (Some(1200), 142)] {
+            let mut answer = [0; ANSWER_WORDS];
+            answer[at] = 2 | (7 << 32);
+            for gpu in 0..3 {
+                let start = at + 1 + gpu * GPU_WORDS;
+                answer[start + 2] = 4096;
+                answer[start + 7] = 1;
+                answer[start + 9] = 10;
+                answer[start + 21] = 100;
+            }
+            let counters = Counters::decode(&answer, version);
+            let expected =
+                Counters { read_bytes: 8192, reads_p2p: 2, reads_posix: 20, writes_nvfs: 200, ..Counters::default() };
+            assert_eq!(counters, expected, "version {version:?}");
+            assert!(!counters.proves_reads() && counters.proves_writes());
+        }
+    }
+
+    #[test]
+    fn only_reads_that_all_went_directly_prove_anything() {
+        let posix = Counters { reads_posix: 1, ..Counters::default() };
+        let direct = Counters { reads_nvfs: 1, ..Counters::default() };
+        let mixed = Counters { reads_nvfs: 2, ..posix };
+        assert!(!Counters::default().proves_reads() && !posix.proves_reads() && !mixed.proves_reads());
+        assert!(direct.proves_reads() && mixed.since(posix).proves_reads());
+    }
+}

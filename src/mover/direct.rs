@@ -1,0 +1,425 @@
+//! The route between disk and device that leaves host memory out: libcufile, where it is proven to be direct.
+//!
+//! Everything here has a way out. What fails goes through host memory instead, in the same movement, and its callers
+//! notice nothing but the time; what fails again and again, gives wrong bytes or does not come back ends the route for
+//! as long as the cache is open, with a reason that [`Stats`](crate::Stats) shows.
+
+use std::{any::Any, cell::Cell, fs::File, rc::Rc, sync::Arc};
+
+use tokio::time::Instant;
+
+use super::{
+    Mover,
+    budget::{Class, Kind},
+    flight::Outcome,
+    shared::{Filling, Pin, Shared, State},
+};
+use crate::{
+    block::{BlockKey, Route, Segment, Tier},
+    checksum::checksum,
+    config::CufileMode,
+    copy::{CopyBatch, CopyEngine, pair_segments},
+    error::{Error, Result},
+    gpu::Gpu,
+    index::EntryId,
+    io::{
+        AlignedBuf, FileId, IO_ALIGN, OpKind, Storage,
+        cufile::{Buffer, Cufile, Ended, Opened, Part, Setup},
+        read_full,
+    },
+};
+
+/// Requests that may fail in a row before the route is given up.
+const FAILURES_MAX: u32 = 3;
+
+/// Bytes of a file that are read to see which way they go: what every store begins with.
+const PROBE_BYTES: usize = 2 * IO_ALIGN;
+
+/// Whether libcufile moves blocks, and why it does or does not.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CufileService {
+    pub(crate) reads: bool,
+    pub(crate) writes: bool,
+    /// The evidence, or the reason.
+    pub(crate) told: String,
+}
+
+impl Default for CufileService {
+    fn default() -> Self {
+        CufileService { reads: false, writes: false, told: "there is no CUDA device".into() }
+    }
+}
+
+/// The reactor's side of the route.
+pub(super) struct Direct {
+    cufile: Cufile,
+    /// Requests that failed in a row.
+    failures: Cell<u32>,
+}
+
+/// What came of trying the route.
+pub(super) enum Tried {
+    Ended(Outcome),
+    /// The block is to go through host memory.
+    Elsewhere,
+    /// So it is, and if it is right there, libcufile gave wrong bytes.
+    Suspect,
+}
+
+/// A block that the library is to read, or has read: its disk slot, pinned, and the device slot it goes to.
+type Reading = (Pin, Filling);
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Takes the route into service if it is wanted and proves itself; says in [`CufileService`] what came of it.
+    /// `files` are those of the storage, and `direct_io` says whether all of them are open for direct I/O.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where [`CufileMode::On`] wants it and it cannot be had.
+    pub(crate) async fn open_direct(
+        self: &Rc<Self>,
+        gpu: Option<Arc<Gpu>>,
+        files: Vec<Arc<File>>,
+        direct_io: bool,
+    ) -> Result<()> {
+        let opened = match self.may_open_direct(gpu, direct_io) {
+            Ok(gpu) => self.prove_direct(gpu, files).await,
+            Err(reason) => Err(reason),
+        };
+        match opened {
+            Ok(Opened { cufile, evidence, direct }) => {
+                tracing::info!(evidence, "blocks go between disk and device by libcufile");
+                self.shared.lock().cufile = CufileService { reads: true, writes: true, told: evidence };
+                self.shared.metrics.cufile_in_use.set(if direct { 1.0 } else { 0.5 });
+                let direct = Direct { cufile, failures: Cell::new(0) };
+                assert!(self.direct.set(direct).is_ok(), "the route is opened once");
+                Ok(())
+            }
+            Err(reason) => {
+                tracing::info!(reason, "blocks go between disk and device through host memory");
+                self.shared.lock().cufile = CufileService { told: reason.clone(), ..CufileService::default() };
+                match self.shared.config.cufile {
+                    CufileMode::On => {
+                        Err(Error::Unavailable { tier: "device", reason: format!("cufile = on: {reason}") })
+                    }
+                    CufileMode::Auto | CufileMode::Off => Ok(()),
+                }
+            }
+        }
+    }
+
+    /// What can be said without asking the library.
+    fn may_open_direct(&self, gpu: Option<Arc<Gpu>>, direct_io: bool) -> Result<Arc<Gpu>, String> {
+        let config = &self.shared.config;
+        if config.cufile == CufileMode::Off {
+            return Err("cufile = off".into());
+        }
+        if config.disks.is_empty() {
+            return Err("there is no disk tier".into());
+        }
+        let (Some(gpu), Some(pool)) = (gpu, &self.shared.device) else {
+            return Err("there is no CUDA device".into());
+        };
+        if !direct_io {
+            return Err("a path of the disk tier has no direct I/O".into());
+        }
+        let odd = pool.layout().layout().segments().iter().find(|len| !len.is_multiple_of(IO_ALIGN));
+        if let Some(odd) = odd {
+            return Err(format!(
+                "found a segment of {odd} bytes in device_layout, expected multiples of {IO_ALIGN} for direct I/O"
+            ));
+        }
+        if !pool.memory().base().as_ptr().addr().is_multiple_of(IO_ALIGN) {
+            return Err(format!("the device gave memory at {:p}, no multiple of {IO_ALIGN}", pool.memory().base()));
+        }
+        Ok(gpu)
+    }
+
+    async fn prove_direct(self: &Rc<Self>, gpu: Arc<Gpu>, files: Vec<Arc<File>>) -> Result<Opened, String> {
+        let shared = &self.shared;
+        let pool = shared.device.as_ref().expect("there is a device");
+        let limit = std::time::Duration::from_millis(shared.config.cufile_stuck_ms);
+        let filling = shared.acquire(Tier::Device).await.map_err(|error| error.to_string())?;
+        let segment = pool.segments(filling.slot()).next().expect("a block has a segment");
+        let len = segment.len.min(PROBE_BYTES);
+        let last = FileId(u16::try_from(files.len() - 1).expect("at most 64 disks"));
+        let filling = Arc::new(filling);
+        let setup = Setup {
+            gpu,
+            files,
+            mode: shared.config.cufile,
+            probe: Part { ptr: segment.ptr, len, offset: 0 },
+            probe_owner: Box::new(Arc::clone(&filling)),
+            buffers: pool.buffers().map(|(segment, count)| Buffer { segment, count: count as usize }).collect(),
+            keep: Arc::clone(shared) as _,
+            limit,
+            stuck: Arc::clone(&shared.cufile_stuck),
+        };
+        // SAFETY: the probe is a slot that nobody else has and that `probe_owner` keeps; all of it lies in the pool, which
+        // `shared` keeps.
+        let opened = unsafe { Cufile::open(setup).await }?;
+        // Every file was read into the same place: what is there now is the start of the last one.
+        let wanted = AlignedBuf::zeroed(PROBE_BYTES);
+        let (read, wanted) = read_full(&self.storage, last, 0, wanted.lend()).await;
+        let wanted = AlignedBuf::from_lent(wanted);
+        read.map_err(|error| format!("the store cannot be read: {error}"))?;
+        let found = self.copy_to_host(&[Segment { ptr: segment.ptr, len }], filling).await;
+        match found {
+            Ok(found) if found[..] == wanted[..len] => Ok(opened),
+            Ok(_) => {
+                opened.cufile.close().await;
+                Err("libcufile reported a read, and the device does not hold what is in the file".into())
+            }
+            Err(error) => {
+                opened.cufile.close().await;
+                Err(error.to_string())
+            }
+        }
+    }
+
+    /// Reads a block from disk into a device slot, verifies it there, and makes it visible.
+    pub(super) async fn fill_device_directly(self: &Rc<Self>, key: &BlockKey, class: Class) -> Tried {
+        let Some(direct) = self.direct.get() else { return Tried::Elsewhere };
+        if !self.shared.lock().is_for_cufile(key) {
+            return Tried::Elsewhere;
+        }
+        let started = Instant::now();
+        let filling = match self.shared.acquire(Tier::Device).await {
+            Ok(filling) => filling,
+            Err(error) => return Tried::Ended(Err(error)),
+        };
+        let share = self.budget.take(Kind::Read, class, self.shared.config.slot_bytes() as u64).await;
+        let Some((pin, file, offset, wanted)) = self.begin_direct_read(key) else { return Tried::Elsewhere };
+        let id = pin.id();
+        let parts = self.parts(filling.slot(), offset);
+        let reading: Reading = (pin, filling);
+        // SAFETY: the device slot is unpublished and travels as owner, as does the pin on the disk slot; both keep the pool.
+        let ended = unsafe { direct.cufile.transfer(OpKind::Read, file, parts, Box::new(reading)).await };
+        drop(share);
+        let (pin, filling) = match ended {
+            Ended::Done(owner) => *owner.downcast::<Reading>().expect("it went with this owner"),
+            Ended::Failed(owner, reason) => {
+                let (pin, filling) = *owner.downcast::<Reading>().expect("it went with this owner");
+                self.shared.abort_direct_read(id, Some((pin, filling)));
+                self.direct_failed(direct, &reason);
+                return Tried::Elsewhere;
+            }
+            Ended::Stuck(reason) => {
+                self.shared.abort_direct_read(id, None);
+                self.retire_direct(direct, format!("libcufile is stuck: {reason}"));
+                return Tried::Elsewhere;
+            }
+        };
+        direct.failures.set(0);
+        let (found, filling) = self.checksum_on_device(filling).await;
+        match found {
+            Ok(found) if found == wanted => {
+                let outcome = self.shared.publish_device(id, filling, wanted, Route::DiskToDevice, pin);
+                self.shared.metrics.moved(Route::DiskToDevice, self.shared.config.block_bytes, started.elapsed());
+                Tried::Ended(Ok(outcome))
+            }
+            Ok(_) => {
+                self.shared.abort_direct_read(id, Some((pin, filling)));
+                Tried::Suspect
+            }
+            Err(error) => {
+                self.shared.abort_direct_read(id, Some((pin, filling)));
+                Tried::Ended(Err(error))
+            }
+        }
+    }
+
+    /// A read through host memory was right, where one by libcufile of the same block was not.
+    pub(super) fn convict_direct(&self) {
+        if let Some(direct) = self.direct.get() {
+            self.shared.metrics.cufile_errors.add(1);
+            let reason = "libcufile gave wrong bytes where a read through host memory was right";
+            self.retire_direct(direct, reason.into());
+        }
+    }
+
+    /// Writes a block that only the device holds; true if it was written. `None`: it is to go through host memory.
+    pub(super) async fn write_directly(self: &Rc<Self>, pin: &Arc<Pin>, class: Class) -> Option<Result<bool>> {
+        let direct = self.direct.get()?;
+        if !self.shared.lock().cufile.writes {
+            return None;
+        }
+        let share = self.budget.take(Kind::Write, class, self.shared.config.slot_bytes() as u64).await;
+        let filling = match self.shared.acquire(Tier::Disk).await {
+            Ok(filling) => filling,
+            Err(error) => return Some(Err(error)),
+        };
+        let (id, slot) = (pin.id(), filling.slot());
+        let checksum = self.shared.lock().device_checksums[pin.slot() as usize];
+        let Some((file, offset)) = self.begin_disk_write(id, &filling, checksum) else { return Some(Ok(false)) };
+        let owner = Box::new((Arc::clone(pin), filling));
+        let parts = self.parts(pin.slot(), offset);
+        // SAFETY: the device slot is pinned and full, the disk slot unpublished; both travel as owner.
+        let transfer = unsafe { direct.cufile.transfer(OpKind::Write, file, parts, owner) };
+        let (ended, recorded) = tokio::join!(transfer, self.write_record(slot));
+        drop(share);
+        let fault = match ended {
+            Ended::Done(owner) => {
+                let (_pin, filling) = *owner.downcast::<(Arc<Pin>, Filling)>().expect("it went with this owner");
+                direct.failures.set(0);
+                return Some(self.end_disk_write(id, filling, recorded).await);
+            }
+            Ended::Failed(owner, reason) => {
+                let (_pin, filling) = *owner.downcast::<(Arc<Pin>, Filling)>().expect("it went with this owner");
+                self.direct_failed(direct, &reason);
+                Some(filling)
+            }
+            Ended::Stuck(reason) => {
+                self.retire_direct(direct, format!("libcufile is stuck: {reason}"));
+                None
+            }
+        };
+        self.shared.abort_direct_write(id, slot, fault);
+        // Should the block be removed before it is written elsewhere, no record may name it. An error leaves the page
+        // stale, and whoever removes the block finds it so.
+        drop(self.write_record(slot).await);
+        None
+    }
+
+    /// The pieces of a block: one for each segment of its device slot.
+    fn parts(&self, slot: u32, offset: u64) -> Vec<Part> {
+        let mut at = offset;
+        let segments = self.device_segments(slot).into_iter();
+        segments
+            .map(|Segment { ptr, len }| {
+                let part = Part { ptr, len, offset: at };
+                at += len as u64;
+                part
+            })
+            .collect()
+    }
+
+    /// Pins the disk slot of a block, and begins the fill of its device slot.
+    fn begin_direct_read(&self, key: &BlockKey) -> Option<(Pin, FileId, u64, u64)> {
+        let mut state = self.shared.lock();
+        let id = state.index.find(key).filter(|_| state.is_for_cufile(key))?;
+        let pin = Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::DiskToDevice)?;
+        if !state.index.begin_fill(id, Tier::Device) {
+            pin.release(&mut state);
+            return None;
+        }
+        let slots = state.disk_slots();
+        let (file, offset) = slots.locate(pin.slot());
+        let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
+        Some((pin, file, offset, checksum))
+    }
+
+    /// The checksum of what is in a device slot: by the device where it can, else of a copy in host memory.
+    async fn checksum_on_device(&self, filling: Filling) -> (Result<u64>, Filling) {
+        let segments = self.device_segments(filling.slot());
+        let filling = Arc::new(filling);
+        let result = match self.copy.checksum(&segments, Arc::clone(&filling) as _).await {
+            Some(result) => result,
+            None => self.copy_to_host(&segments, Arc::clone(&filling)).await.map(|bytes| checksum(&bytes)),
+        };
+        (result, Arc::into_inner(filling).expect("the engine keeps no owner"))
+    }
+
+    /// Copies device memory, which `owner` keeps, to the host.
+    async fn copy_to_host(&self, segments: &[Segment], owner: Arc<Filling>) -> Result<Vec<u8>> {
+        let mut buf = vec![0; segments.iter().map(|segment| segment.len).sum()];
+        let ops = pair_segments(segments, &[Segment { ptr: buf.as_mut_ptr(), len: buf.len() }])?;
+        let owners: Vec<Arc<dyn Any + Send + Sync>> = vec![owner, Arc::new(buf)];
+        // SAFETY: the slot is nobody else's, and `buf` is owned: both travel with the batch, and a moved Vec keeps its
+        // heap memory where it is.
+        let batch = unsafe { CopyBatch::new(ops, self.demote_direction(), owners) };
+        let (result, batch) = self.copied(batch).await;
+        let buf = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast::<Vec<u8>>().ok()?));
+        result.map(|()| buf.expect("the second of two owners"))
+    }
+
+    /// Counts a request that failed, and draws the conclusion.
+    fn direct_failed(&self, direct: &Direct, reason: &str) {
+        self.shared.metrics.cufile_errors.add(1);
+        direct.failures.set(direct.failures.get() + 1);
+        tracing::warn!(reason, "libcufile did not move a block; it goes through host memory");
+        if direct.failures.get() >= FAILURES_MAX {
+            self.retire_direct(direct, format!("{FAILURES_MAX} requests in a row failed, the last with: {reason}"));
+        }
+    }
+
+    /// Ends the route; what the library does not have yet goes through host memory.
+    fn retire_direct(&self, direct: &Direct, reason: String) {
+        {
+            let mut state = self.shared.lock();
+            if !state.cufile.reads {
+                return;
+            }
+            tracing::error!(reason, "libcufile moves no more blocks; they go through host memory");
+            state.cufile = CufileService { reads: false, writes: false, told: reason };
+        }
+        self.shared.metrics.cufile_in_use.set(0.0);
+        direct.cufile.retire();
+    }
+
+    /// Ends the worker. What does not come back keeps its files, slots and memory.
+    pub(super) async fn close_direct(&self) {
+        let Some(direct) = self.direct.get() else { return };
+        if !direct.cufile.close().await {
+            tracing::error!(
+                "libcufile has not come back: the store's files stay open, and locked, for as long as this process runs"
+            );
+        }
+    }
+}
+
+impl State {
+    /// True where a block is on disk and in no faster tier, nor on its way to host memory.
+    fn is_for_cufile(&self, key: &BlockKey) -> bool {
+        let Some(id) = self.index.find(key) else { return false };
+        self.cufile.reads
+            && self.disk_service.reads()
+            && self.index.best_tier(id) == Some(Tier::Disk)
+            && !self.flights.contains(key, Tier::Host)
+    }
+}
+
+impl Shared {
+    /// Ends a read that came to nothing. Without what it owned where that is still in the library's hands.
+    fn abort_direct_read(&self, id: EntryId, reading: Option<Reading>) {
+        let mut state = self.lock();
+        state.index.abort_fill(id, Tier::Device);
+        if let Some((pin, filling)) = reading {
+            filling.release(&mut state);
+            pin.release(&mut state);
+        }
+    }
+
+    /// Ends a write that came to nothing, likewise.
+    fn abort_direct_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
+        let mut state = self.lock();
+        state.index.abort_fill(id, Tier::Disk);
+        state.disk_slots().clear(slot);
+        if let Some(filling) = filling {
+            filling.release(&mut state);
+        }
+    }
+
+    /// Makes a filled device slot visible, pinned for the first waiter; gives the source back. `None` if the block was
+    /// removed meanwhile.
+    pub(super) fn publish_device(
+        self: &Arc<Self>,
+        id: EntryId,
+        filling: Filling,
+        checksum: u64,
+        route: Route,
+        source: Pin,
+    ) -> Option<Pin> {
+        let mut state = self.lock();
+        let published = state.index.complete_fill(id, Tier::Device, filling.slot());
+        let pin = if published {
+            state.device_checksums[filling.slot() as usize] = checksum;
+            filling.published();
+            Pin::take(self, &mut state, id, Tier::Device, route)
+        } else {
+            filling.release(&mut state);
+            None
+        };
+        source.release(&mut state);
+        pin
+    }
+}

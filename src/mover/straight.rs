@@ -1,0 +1,223 @@
+//! Blocks that go straight between disk and registered host memory, with no copy in the host tier.
+//!
+//! For whoever has a host tier of its own, an inference engine's pool say: a copy here would take memory and a pass
+//! over every byte, and be of no use. Wanted by [`Config::bypass_host`](crate::Config::bypass_host); what does not lie
+//! as direct I/O needs it goes through host slots.
+
+use std::{any::Any, io, ptr::NonNull, rc::Rc, sync::Arc};
+
+use tokio::time::Instant;
+
+use super::{
+    Job, Mover, RegionMemory,
+    budget::{Class, Kind},
+    shared::{Filling, Pin},
+};
+use crate::{
+    block::{BlockKey, Route, Segment, Tier},
+    checksum::Digest,
+    config::WritePolicy,
+    copy::CopyEngine,
+    error::{Error, Result},
+    index::EntryId,
+    io::{FileId, IO_ALIGN, Lent, OpKind, Storage, read_full, write_full},
+};
+
+/// A block in shorter segments takes one operation through a host slot, and many without.
+const SEGMENT_BYTES_MIN: usize = 64 << 10;
+
+/// What came of trying to do without a host slot.
+pub(super) enum Straight<T> {
+    Ended(Result<T>),
+    /// The block is to go through a host slot.
+    Elsewhere(Job),
+}
+
+/// A block on disk, pinned, that goes to a caller's memory.
+struct Source {
+    pin: Pin,
+    file: FileId,
+    offset: u64,
+    checksum: u64,
+}
+
+/// A disk slot in the books as that of a block, whose write has begun.
+struct Target {
+    id: EntryId,
+    filling: Filling,
+    file: FileId,
+    offset: u64,
+}
+
+impl Job {
+    /// True where direct I/O can read and write all segments, and is not slower for it.
+    fn may_go_straight(&self) -> bool {
+        let aligned = |segment: &Segment| {
+            segment.ptr.addr().is_multiple_of(IO_ALIGN) && segment.len.is_multiple_of(IO_ALIGN) && segment.len > 0
+        };
+        let long = |segment: &Segment| segment.len >= SEGMENT_BYTES_MIN || self.segments.len() == 1;
+        self.memory() == RegionMemory::Host && self.segments.iter().all(|segment| aligned(segment) && long(segment))
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Reads a block from disk into its segments, and verifies it there; false if it was damaged.
+    ///
+    /// Ends when the kernel has given the segments back, however long that takes: whoever is told the end uses them.
+    pub(super) async fn load_straight(self: &Rc<Self>, job: Job) -> Straight<bool> {
+        if !self.shared.config.bypass_host || !job.may_go_straight() {
+            return Straight::Elsewhere(job);
+        }
+        let started = Instant::now();
+        let share = self.budget.take(Kind::Read, Class::Read, self.shared.config.slot_bytes() as u64).await;
+        let Some(Source { pin, file, offset, checksum }) = self.begin_straight_read(&job.key) else {
+            return Straight::Elsewhere(job);
+        };
+        let (result, (pin, job)) = self.transfer(OpKind::Read, file, offset, &job.segments.clone(), (pin, job)).await;
+        drop(share);
+        self.shared.account(&self.failures, file, OpKind::Read, &result);
+        if let Err(source) = result {
+            self.shared.metrics.read_errors.add(1);
+            self.shared.unlink(pin, None, "it cannot be read");
+            return Straight::Ended(Err(Error::io("read", self.path_of(file), source)));
+        }
+        if self.checksum_of_segments(&job).await != checksum {
+            self.shared.metrics.checksum_failures.add(1);
+            self.shared.unlink(pin, None, "its checksum does not match");
+            return Straight::Ended(Ok(false));
+        }
+        self.shared.metrics.moved(Route::DiskToRegion, self.shared.config.block_bytes, started.elapsed());
+        Straight::Ended(Ok(true))
+    }
+
+    /// Pins a block that is on disk and neither in host memory nor on its way there.
+    fn begin_straight_read(&self, key: &BlockKey) -> Option<Source> {
+        let mut state = self.shared.lock();
+        let id = state.index.find(key)?;
+        if state.index.slot(id, Tier::Host).is_some()
+            || state.flights.contains(key, Tier::Host)
+            || !state.disk_service.reads()
+        {
+            return None;
+        }
+        let pin = Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::DiskToRegion)?;
+        state.index.touch(id);
+        state.index.hit(id);
+        let slots = state.disk_slots();
+        let (file, offset) = slots.locate(pin.slot());
+        let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
+        Some(Source { pin, file, offset, checksum })
+    }
+
+    /// Writes a block that is resident nowhere from its segments to disk. Ends likewise.
+    pub(super) async fn store_straight(self: &Rc<Self>, job: Job) -> Straight<()> {
+        let config = &self.shared.config;
+        let wanted = config.bypass_host
+            && config.write_policy == WritePolicy::WriteThrough
+            && !config.disks.is_empty()
+            && job.may_go_straight()
+            && self.shared.lock().disk_service.writes();
+        if !wanted {
+            return Straight::Elsewhere(job);
+        }
+        let checksum = self.checksum_of_segments(&job).await;
+        let share = self.budget.take(Kind::Write, Class::Write, config.slot_bytes() as u64).await;
+        let filling = match self.shared.acquire(Tier::Disk).await {
+            Ok(filling) => filling,
+            Err(error) => return Straight::Ended(Err(error)),
+        };
+        let Target { id, filling, file, offset } = match self.begin_straight_write(&job, filling, checksum) {
+            Ok(Some(target)) => target,
+            Ok(None) => return Straight::Elsewhere(job),
+            Err(error) => return Straight::Ended(Err(error)),
+        };
+        let (key, slot, started) = (job.key, filling.slot(), Instant::now());
+        let segments = job.segments.clone();
+        let payload = self.transfer(OpKind::Write, file, offset, &segments, (job, filling));
+        let ((result, (_job, filling)), recorded) = tokio::join!(payload, self.write_record(slot));
+        drop(share);
+        self.shared.account(&self.failures, file, OpKind::Write, &result);
+        let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
+        let result = self.end_disk_write(id, filling, result).await.map(|written| {
+            if written {
+                self.shared.metrics.stores.add(1);
+                self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, started.elapsed());
+            }
+        });
+        if let Err(error) = &result {
+            self.shared.metrics.writes_refused.add(1);
+            tracing::warn!(%error, "the disk tier did not take a block");
+        }
+        self.land(&key, Tier::Disk, result.clone().map(|()| None));
+        Straight::Ended(result)
+    }
+
+    /// Enters a block in the books of its disk slot, and begins the flight of its write. `None` where it is resident
+    /// by now, or on its way.
+    fn begin_straight_write(&self, job: &Job, filling: Filling, checksum: u64) -> Result<Option<Target>> {
+        let mut state = self.shared.lock();
+        if let Err(error) = state.check_open() {
+            filling.release(&mut state);
+            return Err(error);
+        }
+        let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
+        if is_known || Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier)) {
+            filling.release(&mut state);
+            return Ok(None);
+        }
+        let id = state.index.insert(job.key, job.parent);
+        let place = state.begin_disk_write(id, &filling, checksum);
+        let (file, offset) = place.expect("it is resident nowhere, and on no way");
+        // For those who want the same block on disk meanwhile; the one who stores it is answered by the end itself.
+        drop(state.flights.begin(&job.key, Tier::Disk));
+        Ok(Some(Target { id, filling, file, offset }))
+    }
+
+    /// Reads a slot into segments, or writes it from them, all at once; `guards` keep both, and come back.
+    async fn transfer<G: Send + Sync + 'static>(
+        self: &Rc<Self>,
+        kind: OpKind,
+        file: FileId,
+        offset: u64,
+        segments: &[Segment],
+        guards: G,
+    ) -> (io::Result<()>, G) {
+        let guards = Arc::new(guards);
+        let mut at = offset;
+        let operation = |segment: &Segment| {
+            let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&guards) as _;
+            let start = NonNull::new(segment.ptr).expect("no region begins at 0");
+            // SAFETY: the segment lies in a region that the job among the guards holds, whose owner promised at
+            // registration to keep it mapped, not to write to what is stored from and not to touch what is loaded.
+            let lent = unsafe { Lent::new(start, segment.len, None, owner) };
+            let (this, from) = (Rc::clone(self), at);
+            at += segment.len as u64;
+            tokio::task::spawn_local(async move {
+                match kind {
+                    OpKind::Read => read_full(&this.storage, file, from, lent).await.0,
+                    OpKind::Write => write_full(&this.storage, file, from, lent).await.0,
+                    OpKind::Sync => unreachable!("a flush has no segments"),
+                }
+            })
+        };
+        let operations: Vec<_> = segments.iter().map(operation).collect();
+        let mut result = Ok(());
+        for operation in operations {
+            let ended = operation.await.unwrap_or_else(|_| Err(io::Error::other("the operation was lost")));
+            result = result.and(ended);
+        }
+        (result, Arc::into_inner(guards).expect("every operation has given its share back"))
+    }
+
+    /// The checksum of what is in a job's segments.
+    async fn checksum_of_segments(&self, job: &Job) -> u64 {
+        let mut digest = Digest::new();
+        for segment in &job.segments {
+            // SAFETY: in a region that the job holds, mapped and initialized, and nobody writes to it: its owner
+            // promised that at registration, and what was read into it has ended.
+            let bytes = unsafe { std::slice::from_raw_parts(segment.ptr.cast_const(), segment.len) };
+            self.digest(&mut digest, bytes).await;
+        }
+        digest.finish()
+    }
+}

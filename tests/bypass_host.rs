@@ -1,0 +1,200 @@
+//! `Config::bypass_host`: blocks between disk and a caller's pool, with no copy in the host tier.
+
+mod common;
+
+use std::{fs, os::unix::fs::FileExt};
+
+use common::{config, directory, key, payload, store_file};
+use kvhoist::{Cache, Config, Region, Segment, StorageKind, Tier, WritePolicy, block_on, io::AlignedBuf};
+use tempfile::TempDir;
+
+const SEGMENT: usize = 64 << 10;
+const BLOCK: usize = 2 * SEGMENT;
+const BLOCKS: usize = 8;
+
+/// An engine's pool: the keys of all blocks, then their values. Behind it, room to lie out of line.
+struct Pool(AlignedBuf);
+
+impl Pool {
+    fn new() -> Self {
+        Pool(AlignedBuf::zeroed(BLOCKS * BLOCK + 4096))
+    }
+
+    fn register(&mut self, cache: &Cache) -> Region {
+        // SAFETY: the pool outlives the cache in every test, and is looked at where no call is under way.
+        unsafe { cache.register_host(self.0.as_mut_ptr(), self.0.len()) }.expect("register")
+    }
+
+    /// Two segments a block, each `shift` bytes off its place.
+    fn places(&mut self, shift: usize) -> Vec<Vec<Segment>> {
+        let start = self.0.as_mut_ptr().wrapping_add(shift);
+        let half = |at: usize| Segment { ptr: start.wrapping_add(at * SEGMENT), len: SEGMENT };
+        (0..BLOCKS).map(|block| vec![half(block), half(BLOCKS + block)]).collect()
+    }
+
+    fn fill(&mut self, shift: usize) {
+        for block in 0..BLOCKS {
+            let payload = payload(block as u64, BLOCK);
+            for (half, at) in [block, BLOCKS + block].into_iter().enumerate() {
+                self.0[shift + at * SEGMENT..][..SEGMENT].copy_from_slice(&payload[half * SEGMENT..][..SEGMENT]);
+            }
+        }
+    }
+
+    fn holds(&self, block: usize) -> bool {
+        let halves = [&self.0[block * SEGMENT..][..SEGMENT], &self.0[(BLOCKS + block) * SEGMENT..][..SEGMENT]];
+        halves.concat() == payload(block as u64, BLOCK)
+    }
+
+    fn clear(&mut self) {
+        self.0.fill(0xee);
+    }
+}
+
+fn settings(dir: &TempDir, storage: StorageKind) -> Config {
+    Config { block_bytes: BLOCK, bypass_host: true, ..config(dir, storage, BLOCKS as u32, 2 * BLOCKS as u32) }
+}
+
+fn keys() -> Vec<kvhoist::BlockKey> {
+    (0..BLOCKS as u64).map(key).collect()
+}
+
+fn resident(cache: &Cache, tier: Tier) -> u64 {
+    cache.stats().tier(tier).resident
+}
+
+fn store_all(cache: &Cache, places: &[Vec<Segment>]) {
+    for result in block_on(cache.store_from(&keys(), None, places)).expect("asked") {
+        assert!(result.expect("stored"));
+    }
+}
+
+fn load_all(cache: &Cache, places: &[Vec<Segment>]) -> Vec<bool> {
+    let results = block_on(cache.load_into(&keys(), places)).expect("asked");
+    results.into_iter().map(|result| result.expect("served")).collect()
+}
+
+#[test]
+fn blocks_go_straight_between_pool_and_disk() {
+    for storage in [StorageKind::Uring, StorageKind::Blocking] {
+        let (dir, mut pool) = (directory(), Pool::new());
+        let cache = block_on(Cache::open(settings(&dir, storage))).expect("open");
+        let region = pool.register(&cache);
+        let places = pool.places(0);
+        pool.fill(0);
+        store_all(&cache, &places);
+        assert_eq!((resident(&cache, Tier::Host), resident(&cache, Tier::Disk)), (0, BLOCKS as u64));
+        store_all(&cache, &places);
+        assert_eq!(resident(&cache, Tier::Disk), BLOCKS as u64, "known blocks are not written again");
+        block_on(cache.close()).expect("close");
+        drop(region);
+
+        let cache = block_on(Cache::open(settings(&dir, storage))).expect("open again");
+        let region = pool.register(&cache);
+        pool.clear();
+        assert_eq!(load_all(&cache, &places), [true; BLOCKS]);
+        assert!((0..BLOCKS).all(|block| pool.holds(block)), "the right bytes");
+        assert_eq!(resident(&cache, Tier::Host), 0);
+        // A block that is in the host tier all the same is taken from there.
+        let lease = block_on(cache.fetch(&key(3))).expect("served").expect("stored");
+        assert_eq!(*lease, payload(3, BLOCK));
+        pool.clear();
+        assert_eq!(load_all(&cache, &places), [true; BLOCKS]);
+        assert!((0..BLOCKS).all(|block| pool.holds(block)), "the right bytes");
+        block_on(cache.unregister(region));
+        block_on(cache.close()).expect("close");
+    }
+}
+
+#[test]
+fn what_does_not_lie_for_direct_io_goes_through_the_host_tier() {
+    for (shift, policy) in [(512, WritePolicy::WriteThrough), (0, WritePolicy::WriteBack)] {
+        let (dir, mut pool) = (directory(), Pool::new());
+        let settings = Config { write_policy: policy, ..settings(&dir, StorageKind::Auto) };
+        let cache = block_on(Cache::open(settings)).expect("open");
+        let region = pool.register(&cache);
+        let places = pool.places(shift);
+        pool.fill(shift);
+        store_all(&cache, &places);
+        assert_eq!(resident(&cache, Tier::Host), BLOCKS as u64, "shift {shift}, {policy:?}");
+        pool.clear();
+        assert_eq!(load_all(&cache, &places), [true; BLOCKS]);
+        pool.0.copy_within(shift..shift + BLOCKS * BLOCK, 0);
+        assert!((0..BLOCKS).all(|block| pool.holds(block)), "the right bytes");
+        block_on(cache.unregister(region));
+        block_on(cache.close()).expect("close");
+    }
+}
+
+#[test]
+fn a_damaged_block_is_found_out_in_the_pool_and_never_served() {
+    let (dir, mut pool) = (directory(), Pool::new());
+    let settings = settings(&dir, StorageKind::Auto);
+    let cache = block_on(Cache::open(settings.clone())).expect("open");
+    let region = pool.register(&cache);
+    let places = pool.places(0);
+    pool.fill(0);
+    store_all(&cache, &places);
+    block_on(cache.close()).expect("close");
+    drop(region);
+
+    // One bit of the second segment of block 5, wherever it lies.
+    let file = fs::OpenOptions::new().read(true).write(true).open(store_file(&dir)).expect("the store");
+    let (bytes, damaged) = (fs::read(store_file(&dir)).expect("the store"), payload(5, BLOCK));
+    let at = (0..bytes.len()).step_by(4096).find(|&at| bytes[at..].starts_with(&damaged)).expect("block 5 is there");
+    let at = at + SEGMENT + 100;
+    file.write_all_at(&[bytes[at] ^ 4], at as u64).expect("damaged");
+
+    let cache = block_on(Cache::open(settings)).expect("open again");
+    let region = pool.register(&cache);
+    pool.clear();
+    let loaded = load_all(&cache, &places);
+    assert!((0..BLOCKS).all(|block| loaded[block] == (block != 5)), "{loaded:?}");
+    assert!((0..BLOCKS).all(|block| block == 5 || pool.holds(block)), "the right bytes");
+    let stats = cache.stats();
+    assert_eq!((stats.checksum_failures, stats.quarantined), (1, 1));
+    assert!(block_on(cache.fetch(&key(5))).expect("served").is_none(), "it is gone");
+    pool.fill(0);
+    store_all(&cache, &places);
+    pool.clear();
+    assert_eq!(load_all(&cache, &places), [true; BLOCKS]);
+    block_on(cache.unregister(region));
+    block_on(cache.close()).expect("close");
+}
+
+#[test]
+fn callers_of_one_block_at_once_all_get_it() {
+    let (dir, mut pool) = (directory(), Pool::new());
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto))).expect("open");
+    let region = pool.register(&cache);
+    let places = pool.places(0);
+    pool.fill(0);
+    // The same block from every place, and by the other ways as well.
+    let (one, many) = (key(0), vec![key(0); BLOCKS]);
+    let same: Vec<Vec<Segment>> = vec![places[0].clone(); BLOCKS];
+    let bytes = payload(0, BLOCK);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for result in block_on(cache.store_from(&many, None, &same)).expect("asked") {
+                assert!(result.expect("stored"));
+            }
+        });
+        block_on(cache.store(&one, None, &bytes)).expect("stored");
+    });
+    assert_eq!(resident(&cache, Tier::Disk), 1);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let results = block_on(cache.load_into(&many, &places)).expect("asked");
+            assert!(results.iter().all(|result| matches!(result, Ok(true))), "{results:?}");
+        });
+        let lease = block_on(cache.fetch(&one)).expect("served").expect("stored");
+        assert_eq!(*lease, bytes);
+    });
+    for block in 0..BLOCKS {
+        let halves = [&pool.0[block * SEGMENT..][..SEGMENT], &pool.0[(BLOCKS + block) * SEGMENT..][..SEGMENT]];
+        assert_eq!(halves.concat(), bytes, "place {block}");
+    }
+    cache.validate().expect("in order");
+    block_on(cache.unregister(region));
+    block_on(cache.close()).expect("close");
+}
