@@ -1,4 +1,4 @@
-//! The bare ring loop as a servant: one round for every line on its input, for benches in other languages to interleave.
+//! The bare ring loop as a servant: one round a line of its input, for benches in other languages to interleave.
 //!
 //!     cargo bench -p kvhoist --bench ring -- --dir DIR --block-bytes N --blocks N [--depth 16]
 //!

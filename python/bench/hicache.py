@@ -4,10 +4,11 @@
     KVHOIST_SGLANG=python/.venv/sglang-0.5.23 LD_LIBRARY_PATH=python/.venv/no-gpu \\
         python/.venv/bin/python python/bench/hicache.py [--dir DIR] [--model llama8b] [--layout page_first] [--rounds 5]
 
-Each round every entrant gets the same pages: `get` reads batches of 128 pages that were stored before, `set` stores pages
-that were not. Bytes are compared after each get. The page cache helps nobody: kvhoist and nixl use O_DIRECT, the files of
-`file` are flushed and dropped from it before they are read. `ring` is the bare loop of `benches/ring.rs` at the page's size,
-`memcpy` the copy of as many bytes within memory. Ratios are within a round; the medians and ranges of both are printed.
+Each round every entrant gets the same pages: `get` reads batches of 128 pages that were stored before, `set` stores
+pages that were not. Bytes are compared after each get. The page cache helps nobody: kvhoist and nixl use O_DIRECT, the
+files of `file` are flushed and dropped from it before they are read. `ring` is the bare loop of `benches/ring.rs` at
+the page's size, `memcpy` the copy of as many bytes within memory. Ratios are within a round; medians and ranges are
+printed.
 """
 
 from __future__ import annotations
@@ -120,7 +121,9 @@ class Nixl(Kvhoist):
 
     def open(self, geometry, layout, options) -> None:
         os.environ["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(self.folder)
-        plugin = {"posix": {"active": True, "use_uring": str(self.uring).lower(), "use_aio": str(not self.uring).lower()}}
+        plugin = {
+            "posix": {"active": True, "use_uring": str(self.uring).lower(), "use_aio": str(not self.uring).lower()}
+        }
         extra = {"plugin": plugin, "use_direct_io": True}
         config = sgl.storage_config(geometry, extra, layout)
         self.backend = sgl.boot().factory.create_backend("nixl", config, self.pool)
@@ -251,7 +254,10 @@ def compare(geometry, folder: Path, options) -> None:
     gib = options.pages * page_bytes / GIB
     figures: dict[tuple[str, str], list[tuple[float, float]]] = {}
     noise = torch.randint(0, 256, ((16 << 20) + 13,), dtype=torch.uint8)
-    print(f"{options.model}, {options.layout}: {options.pages} pages of {page_bytes} bytes a round, {gib:.2f} GiB", flush=True)
+    print(
+        f"{options.model}, {options.layout}: {options.pages} pages of {page_bytes} bytes a round, {gib:.2f} GiB",
+        flush=True,
+    )
     for round_ in range(options.rounds + 1):
         tokens = range(round_ * 1_000_003, round_ * 1_000_003 + options.pages * geometry.page_tokens)
         keys = sgl.page_keys(list(tokens), geometry.page_tokens)
@@ -370,7 +376,10 @@ def counting(entrant, keys, page_bytes) -> None:
         kept.append(rate(busy=True) / alone)
     stop.set()
     thread.join()
-    print(f"a counting thread keeps {spread(kept, '.2f')} of its speed during a get of {len(keys) * page_bytes / GIB:.2f} GiB")
+    print(
+        f"a counting thread keeps {spread(kept, '.2f')} of its speed "
+        f"during a get of {len(keys) * page_bytes / GIB:.2f} GiB"
+    )
 
 
 if __name__ == "__main__":

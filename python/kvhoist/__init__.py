@@ -3,15 +3,15 @@
 >>> import tempfile, kvhoist
 >>> path = tempfile.mkdtemp()
 >>> with kvhoist.Cache(path, block_bytes=4096, host_bytes="1MiB", capacity="4MiB", direct_io="prefer") as cache:
-...     cache.store(["a", "b"], [bytes(4096), b"\\x01" * 4096])
+...     cache.store(["a", "b"], [bytes(4096), b"1" * 4096])
 ...     cache.match_prefix(["a", "b", "c"])
 [True, True]
 2
 
-A key is a ``str`` of 64 hex characters or 32 ``bytes``; any other ``str`` or ``bytes`` is a name, and its digest the key.
-Keys name content: what is stored under a key once is not stored again.
+A key is a ``str`` of 64 hex characters or 32 ``bytes``; any other ``str`` or ``bytes`` is a name, and its digest the
+key. Keys name content: what is stored under a key once is not stored again.
 
-Nothing here holds the interpreter's lock while it waits. ``kvhoist.sglang`` has the storage backend for SGLang's HiCache.
+Nothing here holds the interpreter's lock while it waits. ``kvhoist.sglang`` has the storage backend for SGLang.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
-from typing import Any, Iterable, Sequence
+from typing import Any, Sequence
 
 from . import _native
 from .config import parse_bytes
@@ -59,8 +59,9 @@ class Cache(_native.Cache):
     """A tiered cache of fixed-size blocks.
 
     Usable from any number of threads. ``path`` is a directory, a file or a block device, or a list of them (slots are
-    striped over the list); ``None`` is a cache in memory only. ``capacity`` are the bytes on disk, of all paths together and
-    with all that is written beside the blocks; they are preallocated, and opening fails where the space is not there. ``host_bytes`` are the bytes in host memory.
+    striped over the list); ``None`` is a cache in memory only. ``capacity`` are the bytes on disk, of all paths
+    together and with all that is written beside the blocks; they are preallocated, and opening fails where the space is
+    not there. ``host_bytes`` are the bytes in host memory.
     Sizes are numbers or strings such as ``"200GiB"``. ``settings`` are those of the engine, by their names there:
     ``write_policy``, ``storage``, ``direct_io``, ``deadline_ms``, ``read_bytes_in_flight_max``, ...
 
@@ -96,7 +97,9 @@ class Cache(_native.Cache):
             count = slots_within(parse_bytes(capacity, "capacity") // len(paths), block_bytes)
             if count < 1:
                 least = store_bytes(1, block_bytes) * len(paths)
-                raise config_error("capacity", capacity, f"{least} bytes at least, for one block of {block_bytes} on each path")
+                raise config_error(
+                    "capacity", capacity, f"{least} bytes at least, for one block of {block_bytes} on each path"
+                )
             settings["disks"] = [(p, count) for p in paths]
         self = super().__new__(cls, settings)
         self._regions = []
@@ -113,7 +116,9 @@ class Cache(_native.Cache):
         self.close()
 
     def __reduce__(self):
-        raise TypeError("found a Cache to pickle or copy, expected one left where it is: open another from the same settings")
+        raise TypeError(
+            "found a Cache to pickle or copy, expected one left where it is: open another from the same settings"
+        )
 
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
@@ -143,8 +148,8 @@ class Cache(_native.Cache):
     def load(self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, errors: str = "raise") -> list:
         """Copies blocks into memory: True for each that is there, False for one that was nowhere.
 
-        ``blocks`` has one entry per key: a writable buffer object, a pair ``(address, bytes)`` in registered memory, or a
-        list of either (the segments of the block, in the order of its bytes). All reads are under way at once.
+        ``blocks`` has one entry per key: a writable buffer object, a pair ``(address, bytes)`` in registered memory, or
+        a list of either (the segments of the block, in the order of its bytes). All reads are under way at once.
         ``errors`` says what becomes of a block that could not be read: ``"raise"`` its exception when all have ended,
         ``"return"`` it in the list, or ``"false"``.
 

@@ -133,7 +133,9 @@ def flat_bytes(tensor: Any) -> Any:
     import torch
 
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ValueError(f"found a tensor on {tensor.device}, contiguous: {tensor.is_contiguous()}; expected host memory in one piece")
+        raise ValueError(
+            f"found a tensor on {tensor.device}, contiguous: {tensor.is_contiguous()}; expected host memory, contiguous"
+        )
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -143,7 +145,9 @@ class PoolStore:
     Methods raise; the backend answers for that. Safe for a reader, a writer and whoever asks what exists, at once.
     """
 
-    def __init__(self, config: HiCacheConfig, identity: Identity, name: str, pool: Any, page_tokens: int, capacity: int) -> None:
+    def __init__(
+        self, config: HiCacheConfig, identity: Identity, name: str, pool: Any, page_tokens: int, capacity: int
+    ) -> None:
         self.name = name
         self.pool = pool
         self.config = config
@@ -249,7 +253,9 @@ class PoolStore:
         expected = len(keys) * self.geometry.page_tokens
         found = 0 if host_indices is None else len(host_indices)
         if found != expected:
-            raise ValueError(f"host_indices: found {found}, expected {expected} for {len(keys)} pages of {self.geometry.page_tokens} tokens")
+            raise ValueError(
+                f"host_indices: found {found}, expected {expected}, {self.geometry.page_tokens} for each page"
+            )
 
     # The end
 

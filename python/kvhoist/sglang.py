@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import deque
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Optional
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
@@ -39,8 +39,8 @@ _LOG_EVERY = 1000
 class HiCacheKvhoist(HiCacheStorage):
     """Pages of SGLang's host pools on NVMe.
 
-    Constructed and attached it raises what is wrong with its settings. After that it never raises into SGLang's threads:
-    what fails is a miss or a `False`, a line in the log, and a count in ``counters``.
+    Constructed and attached it raises what is wrong with its settings. After that it never raises into SGLang's
+    threads: what fails is a miss or a `False`, a line in the log, and a count in ``counters``.
     """
 
     def __init__(self, storage_config: Any, kwargs: Optional[dict] = None) -> None:
@@ -80,7 +80,11 @@ class HiCacheKvhoist(HiCacheStorage):
         if not self._announced and hasattr(HiCacheStorage, "on_host_pools_registered"):
             return
         if name not in self.config.pool_shares:
-            raise config_error("pool_shares", self.config.pool_shares, f"a share for pool {name!r}, which comes after the others were opened: {{{name!r}: 0.2}}")
+            raise config_error(
+                "pool_shares",
+                self.config.pool_shares,
+                f"a share for pool {name!r}, which comes after the others were opened: {{{name!r}: 0.2}}",
+            )
         self._open_waiting()
 
     def on_host_pools_registered(self) -> None:
@@ -91,7 +95,10 @@ class HiCacheKvhoist(HiCacheStorage):
     def _add(self, name: str, pool: Any) -> None:
         with self._lock:
             if name not in self._stores:
-                self._pages[name] = (pool, int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1))
+                self._pages[name] = (
+                    pool,
+                    int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1),
+                )
 
     def _open_waiting(self) -> None:
         """Opens a store for each pool that has none."""
@@ -130,27 +137,31 @@ class HiCacheKvhoist(HiCacheStorage):
 
     # v1: pages of the KV pool, in place
 
-    def batch_exists(self, keys: List[str], extra_info: Any = None) -> int:
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         """How many leading pages are there."""
         return self._guarded("batch_exists", 0, lambda: self._store(KV).match(keys))
 
-    def batch_get_v1(self, keys: List[str], host_indices: Any, extra_info: Any = None) -> List[bool]:
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Reads pages into the host pool; one result for each."""
         return self._move(KV, "batch_get_v1", keys, lambda store: store.get(keys, host_indices), self._prefetched)
 
-    def batch_set_v1(self, keys: List[str], host_indices: Any, extra_info: Any = None) -> List[bool]:
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Stores pages of the host pool; one result for each."""
         parent = prefix_parent(extra_info)
-        return self._move(KV, "batch_set_v1", keys, lambda store: store.set(keys, host_indices, parent), self._backed_up)
+        return self._move(
+            KV, "batch_set_v1", keys, lambda store: store.set(keys, host_indices, parent), self._backed_up
+        )
 
     # v2: pages of all pools
 
-    def batch_exists_v2(self, keys: List[str], pool_transfers: Optional[list] = None, extra_info: Any = None) -> PoolTransferResult:
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Optional[list] = None, extra_info: Any = None
+    ) -> PoolTransferResult:
         """The longest prefix that every pool can restore, by its hit policy."""
         empty = _pool_result(0, {}, [])
         return self._guarded("batch_exists_v2", empty, lambda: self._exists_v2(keys, pool_transfers or []))
 
-    def _exists_v2(self, keys: List[str], transfers: list) -> PoolTransferResult:
+    def _exists_v2(self, keys: list[str], transfers: list) -> PoolTransferResult:
         kv_pages = self._store(KV).match(keys)
         hits = {KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
@@ -215,14 +226,16 @@ class HiCacheKvhoist(HiCacheStorage):
         """The page in `target_location`, a tensor of a page; None for a miss."""
         return self._get_tensors("get", [key], [target_location])[0]
 
-    def batch_get(self, keys: List[str], target_locations: Any = None, target_sizes: Any = None) -> list:
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list:
         """The pages, each in its tensor of `target_locations`; None for each miss."""
         return self._get_tensors("batch_get", keys, target_locations)
 
-    def _get_tensors(self, method: str, keys: List[str], targets: Any) -> list:
+    def _get_tensors(self, method: str, keys: list[str], targets: Any) -> list:
         targets = list(targets) if targets is not None else []
         if len(targets) != len(keys) or any(target is None for target in targets):
-            self._failed(method, len(keys), f"found {len(targets)} targets, expected a tensor for each of {len(keys)} keys")
+            self._failed(
+                method, len(keys), f"found {len(targets)} targets, expected a tensor for each of {len(keys)} keys"
+            )
             return [None] * len(keys)
         done = self._move(KV, method, keys, lambda store: store.get_flat(keys, targets), self._prefetched)
         return [target if there else None for target, there in zip(targets, done)]
@@ -231,11 +244,15 @@ class HiCacheKvhoist(HiCacheStorage):
         """Stores a tensor of a page."""
         return self.batch_set([key], None if value is None else [value])
 
-    def batch_set(self, keys: List[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None) -> bool:
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
         """Stores tensors of a page each; True if all are stored."""
         values = list(values) if values is not None else []
         if len(values) != len(keys):
-            self._failed("batch_set", len(keys), f"found {len(values)} values, expected one for each of {len(keys)} keys")
+            self._failed(
+                "batch_set", len(keys), f"found {len(values)} values, expected one for each of {len(keys)} keys"
+            )
             return False
         return all(self._move(KV, "batch_set", keys, lambda store: store.set_flat(keys, values), self._backed_up))
 
@@ -275,7 +292,10 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def stats(self) -> dict:
         """The engine's figures of each pool, and what failed here."""
-        return {"pools": {name: store.cache.stats() for name, store in self._stores.items()}, "failed": dict(self.counters)}
+        return {
+            "pools": {name: store.cache.stats() for name, store in self._stores.items()},
+            "failed": dict(self.counters),
+        }
 
     def close(self) -> None:
         """Writes what is dirty and releases the files. Calls fail softly from now on."""
@@ -287,7 +307,9 @@ class HiCacheKvhoist(HiCacheStorage):
 
     # Never raising
 
-    def _move(self, pool: str, method: str, keys: List[str], run: Callable[[PoolStore], list], batches: deque) -> List[bool]:
+    def _move(
+        self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore], list], batches: deque
+    ) -> list[bool]:
         started = time.perf_counter()
         # Which error a page had is for the log; SGLang wants to know whether it is there.
         results = self._guarded(method, None, lambda: (store := self._store(pool), run(store)), pages=len(keys))
@@ -318,7 +340,9 @@ class HiCacheKvhoist(HiCacheStorage):
             self.counters["pages"] = self.counters.get("pages", 0) + pages
         if count <= _LOG_FIRST or count % _LOG_EVERY == 0:
             unexpected = isinstance(why, Exception) and not isinstance(why, Error)
-            logger.warning("kvhoist: %s failed (%d so far): %s", method, count, why, exc_info=why if unexpected else None)
+            logger.warning(
+                "kvhoist: %s failed (%d so far): %s", method, count, why, exc_info=why if unexpected else None
+            )
 
 
 def _refuse_what_needs_a_shared_store(config: Any) -> None:

@@ -86,8 +86,8 @@ impl Blocks {
         let buffer = Buffer::new(part, writable)?;
         let segment = Segment { ptr: buffer.ptr(), len: buffer.len() };
         if segment.len > 0 {
-            // SAFETY: the export keeps the memory mapped until `give_back` has seen the region unused. That nobody writes
-            // to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
+            // SAFETY: the export keeps the memory mapped until `give_back` has seen the region unused. That nobody
+            // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
             let lent = unsafe { cache.lend_host(segment.ptr, segment.len) };
             self.lent.push(lent.map_err(|error| errors::to_python(part.py(), &error))?);
         }

@@ -1,7 +1,7 @@
 //! The native half of the Python package `kvhoist`: what needs the engine or the interpreter's C interface.
 //!
-//! Everything that waits does so without the interpreter's lock. What people call is documented in `kvhoist/_native.pyi`
-//! and in the Python half, which is thin on top of this.
+//! Everything that waits does so without the interpreter's lock. What people call is documented in
+//! `kvhoist/_native.pyi` and in the Python half, which is thin on top of this.
 
 mod blocks;
 mod buffer;

@@ -89,7 +89,7 @@ def _without_compilers_and_devices(cache_controller) -> None:
 
 
 def _only(module: str, name: str) -> None:
-    """Puts one class of a module, from its real source, in place of the module, whose imports reach the whole server."""
+    """Puts one class of a module, from its real source, in place of the module, which imports the whole server."""
     import ast
     import dataclasses
     import typing
@@ -222,7 +222,9 @@ def _one_rank() -> None:
         _override.__enter__()
 
 
-def controller(device, host, page_tokens: int, extra: dict | None, storage: str = "dynamic", io_backend: str = "direct"):
+def controller(
+    device, host, page_tokens: int, extra: dict | None, storage: str = "dynamic", io_backend: str = "direct"
+):
     """SGLang's HiCacheController, with the storage attached and its threads running."""
     modules = boot()
     _one_rank()

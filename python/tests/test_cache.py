@@ -14,10 +14,11 @@ import sys
 import threading
 import time
 
-import kvhoist
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import kvhoist
 
 BLOCK = 8192
 
@@ -159,10 +160,12 @@ def test_the_buffers_of_a_call_are_let_go(cache):
 @pytest.mark.parametrize(
     "field,change",
     [
-        ("block_bytes", dict(block_bytes=0)), ("block_bytes", dict(block_bytes=True)), ("host_bytes", dict(host_bytes=1)),
+        ("block_bytes", dict(block_bytes=0)), ("block_bytes", dict(block_bytes=True)),
+        ("host_bytes", dict(host_bytes=1)),
         ("host_bytes", dict(host_bytes="many")), ("capacity", dict(capacity=None)), ("capacity", dict(capacity="1MiB")),
         ("write_policy", dict(write_policy="never")), ("deadline_ms", dict(deadline_ms=0)),
-        ("deadline_ms", dict(deadline_ms=-1)), ("waiters_max", dict(waiters_max=2**40)), ("namespace", dict(namespace="")),
+        ("deadline_ms", dict(deadline_ms=-1)), ("waiters_max", dict(waiters_max=2**40)),
+        ("namespace", dict(namespace="")),
         ("selective_hits", dict(selective_hits=256)), ("storage", dict(storage=3)), ("direct_io", dict(direct_io="no")),
     ],
 )  # fmt: skip
@@ -477,7 +480,8 @@ def test_a_forked_child_is_told_and_the_parent_goes_on(store_dir):
 CHILD = """
 import sys, kvhoist
 block, path = 8192, sys.argv[1]
-cache = kvhoist.Cache(path, block_bytes=block, host_bytes=64 * block, capacity=(1 << 20) + 256 * block, direct_io="prefer")
+sizes = dict(block_bytes=block, host_bytes=64 * block, capacity=(1 << 20) + 256 * block)
+cache = kvhoist.Cache(path, direct_io="prefer", **sizes)
 n = int(sys.argv[2])
 while True:
     keys = [f"{i:064x}" for i in range(n, n + 16)]
@@ -494,7 +498,9 @@ def test_a_killed_process_leaves_whole_blocks_or_none(store_dir, seed):
     stored = 0
     for _ in range(5):
         first = stored
-        child = subprocess.Popen([sys.executable, "-c", CHILD, str(store_dir), str(first)], stdout=subprocess.PIPE, text=True)
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(store_dir), str(first)], stdout=subprocess.PIPE, text=True
+        )
         for _ in range(rng.randrange(1, 6)):
             stored = int(child.stdout.readline())
         time.sleep(rng.random() * 0.01)  # To be in the middle of a store, not to wait for one.

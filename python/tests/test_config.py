@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from kvhoist import ConfigError, parse_bytes
 from kvhoist.cache import slots_within, store_bytes
 from kvhoist.config import HiCacheConfig
@@ -10,7 +11,15 @@ from kvhoist.config import HiCacheConfig
 
 @pytest.mark.parametrize(
     "text,bytes_",
-    [("1", 1), (7, 7), ("200GiB", 200 << 30), ("1.5 TiB", 3 << 39), ("64M", 64 << 20), ("10GB", 10**10), (" 4 kib ", 4096)],
+    [
+        ("1", 1),
+        (7, 7),
+        ("200GiB", 200 << 30),
+        ("1.5 TiB", 3 << 39),
+        ("64M", 64 << 20),
+        ("10GB", 10**10),
+        (" 4 kib ", 4096),
+    ],
 )
 def test_sizes(text, bytes_):
     assert parse_bytes(text) == bytes_
@@ -24,7 +33,12 @@ def test_wrong_sizes(text):
 
 def test_sglangs_own_keys_are_left_alone_and_the_environment_stands_in():
     extra = {"backend_name": "kvhoist", "module_path": "m", "class_name": "c", "interface_v1": 1, "capacity": "1GiB"}
-    environ = {"KVHOIST_PATH": "/a:/b", "KVHOIST_CAPACITY": "9GiB", "KVHOIST_DEADLINE_MS": "5000", "KVHOIST_WRITE_POLICY": ""}
+    environ = {
+        "KVHOIST_PATH": "/a:/b",
+        "KVHOIST_CAPACITY": "9GiB",
+        "KVHOIST_DEADLINE_MS": "5000",
+        "KVHOIST_WRITE_POLICY": "",
+    }
     config = HiCacheConfig.load(extra, environ)
     assert (config.path, config.capacity, config.deadline_ms) == (["/a", "/b"], 1 << 30, 5000)
     assert config.write_policy == "write_through"

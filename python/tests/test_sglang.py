@@ -83,7 +83,11 @@ def test_a_miss_ends_nothing_but_its_page(geometry, layout, store_dir):
     backend = sgl.backend(geometry, pool, sgl.extra_config(store_dir))
     indices = pool.alloc(6 * geometry.page_tokens)
     keys, want = keys_for(geometry, 6), pages_of(pool, indices)
-    assert all(backend.batch_set_v1(keys[:3] + keys[4:], torch.cat([indices[: 3 * pool.page_size], indices[4 * pool.page_size :]])))
+    assert all(
+        backend.batch_set_v1(
+            keys[:3] + keys[4:], torch.cat([indices[: 3 * pool.page_size], indices[4 * pool.page_size :]])
+        )
+    )
     noise(pool, 3)
     before = pages_of(pool, indices)[3]
     assert backend.batch_get_v1(keys, indices) == [True, True, True, False, True, True]
@@ -376,11 +380,15 @@ def test_pools_have_stores_of_their_own_and_share_the_capacity(store_dir):
     keys = keys_for(sgl.MHA, 4)
     here, there = main.alloc(4 * main.page_size), side.alloc(4 * side.page_size)
     want = pages_of(main, here), pages_of(side, there)
-    done = backend.batch_set_v2([_transfer(storage.PoolName.KV, keys, here), _transfer(storage.PoolName.MAMBA, keys, there)])
+    done = backend.batch_set_v2(
+        [_transfer(storage.PoolName.KV, keys, here), _transfer(storage.PoolName.MAMBA, keys, there)]
+    )
     assert done == {storage.PoolName.KV: [True] * 4, storage.PoolName.MAMBA: [True] * 4}
     noise(main, 7)
     noise(side, 8)
-    done = backend.batch_get_v2([_transfer(storage.PoolName.KV, keys, here), _transfer(storage.PoolName.MAMBA, keys, there)])
+    done = backend.batch_get_v2(
+        [_transfer(storage.PoolName.KV, keys, here), _transfer(storage.PoolName.MAMBA, keys, there)]
+    )
     assert done == {"kv": [True] * 4, "mamba": [True] * 4}
     assert same(pages_of(main, here), want[0]) and same(pages_of(side, there), want[1])
     sizes = {path.parent.name: path.stat().st_size for path in store_dir.rglob("kvhoist.store")}
@@ -444,7 +452,10 @@ def test_sglangs_own_file_backend_agrees_on_hit_policies(store_dir, seed):
         for window in (1, 2, 3, 8):
             ask = [_transfer(storage.PoolName.MAMBA, keys[:window], None, hit_policy)]
             ours, theirs = backend.batch_exists_v2(keys, ask), reference.batch_exists_v2(keys, ask)
-            assert (ours.kv_hit_pages, ours.restorable_prefix_pages) == (theirs.kv_hit_pages, theirs.restorable_prefix_pages)
+            assert (ours.kv_hit_pages, ours.restorable_prefix_pages) == (
+                theirs.kv_hit_pages,
+                theirs.restorable_prefix_pages,
+            )
             assert ours.extra_pool_hit_pages == theirs.extra_pool_hit_pages
     backend.close()
 

@@ -1,4 +1,4 @@
-"""SGLang's real HiCacheController and its threads over kvhoist: L1 -> L2 -> L3 -> L2 -> L1, failures, a killed process."""
+"""SGLang's real HiCacheController and its threads over kvhoist: down to disk and up again, failures, a kill."""
 
 from __future__ import annotations
 
@@ -69,7 +69,12 @@ def prefetch(controller, host, tokens):
 @pytest.mark.parametrize("interface", ["v0", "v1"])
 @pytest.mark.parametrize(
     "geometry,layout",
-    [(sgl.MHA, "page_first_direct"), (sgl.MHA, "layer_first"), (sgl.MLA, "page_first_direct"), (sgl.MLA, "layer_first")],
+    [
+        (sgl.MHA, "page_first_direct"),
+        (sgl.MHA, "layer_first"),
+        (sgl.MLA, "page_first_direct"),
+        (sgl.MLA, "layer_first"),
+    ],
     ids=["mha-direct", "mha-layer_first", "mla-direct", "mla-layer_first"],
 )
 def test_down_to_disk_and_up_again(geometry, layout, interface, store_dir):
