@@ -150,16 +150,22 @@ def test_v0_and_v1_keep_the_same_bytes_where_a_page_is_in_one_piece(store_dir):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(model_name="other"), dict(tp_rank=1), dict(tp_size=4), dict(pp_rank=1, pp_size=2),
-        dict(attn_cp_rank=1, attn_cp_size=2), dict(dp_rank=1),
+        dict(model_name="other"),
+        dict(tp_rank=1),
+        dict(tp_size=4),
+        dict(pp_rank=1),
+        dict(pp_size=4),
+        dict(attn_cp_rank=1),
+        dict(attn_cp_size=4),
+        dict(dp_rank=1),
     ],
     ids=lambda change: "-".join(change),
-)  # fmt: skip
+)
 def test_nothing_is_shared_between_models_or_ranks(change, store_dir):
     if "dp_rank" in change and sgl.version() < (0, 5, 23):
         pytest.skip("sglang 0.5.17 has no dp_rank")
     pool, other = filled(sgl.MHA), filled(sgl.MHA, seed=9)
-    size = dict(tp_size=2) if "tp_rank" in change else {}
+    size = dict(tp_size=2, pp_size=2, attn_cp_size=2)
     keys = keys_for(sgl.MHA, 2)
     extra = sgl.extra_config(store_dir)
     first = sgl.backend(sgl.MHA, pool, extra, **size)
@@ -279,6 +285,19 @@ def test_nothing_raises_into_sglang(store_dir, caplog):
     backend.close()
     assert backend.batch_exists(keys) == 0
     assert backend.batch_set_v1(keys, indices) == [False, False]
+    backend.close()
+
+
+def test_a_page_that_failed_is_false_and_counted(store_dir, caplog):
+    pool = filled(sgl.MHA)
+    backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+    keys, indices = keys_for(sgl.MHA, 3), pool.alloc(3 * pool.page_size)
+    failed = [True, TimeoutError("too slow"), False]
+    backend._stores["kv"].get = lambda *_: list(failed)
+    backend._stores["kv"].set = lambda *_: list(failed)
+    assert backend.batch_get_v1(keys, indices) == backend.batch_set_v1(keys, indices) == [True, False, False]
+    assert backend.counters == {"batch_get_v1": 1, "batch_set_v1": 1, "pages": 2}
+    assert caplog.text.count("1 of 3 pages of pool kv: too slow") == 2
     backend.close()
 
 

@@ -129,7 +129,7 @@ impl Cache {
         self.inner.regions.add(start, len, RegionMemory::Host, Overlap::Refused)
     }
 
-    /// Registers host memory for the time of a call or so: as [`register_host`](Cache::register_host), but the range may
+    /// Registers host memory for the time of a call: as [`register_host`](Cache::register_host), but the range may
     /// overlap others, so that two callers can store from one buffer, each with a region of its own.
     ///
     /// # Errors
