@@ -29,10 +29,24 @@ impl std::fmt::Debug for Region {
 const REGIONS_MAX: usize = 4096;
 
 #[derive(Default)]
-pub(super) struct Regions(Mutex<Vec<Arc<RegionInner>>>);
+pub(super) struct Regions(Mutex<Vec<Entry>>);
+
+struct Entry {
+    region: Arc<RegionInner>,
+    overlap: Overlap,
+}
+
+/// Whether a range may share memory with another.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Overlap {
+    /// Registered for good: with none of its kind.
+    Refused,
+    /// Lent for a call: with any.
+    Allowed,
+}
 
 impl Regions {
-    fn add(&self, start: *mut u8, len: usize, memory: RegionMemory) -> Result<Region> {
+    fn add(&self, start: *mut u8, len: usize, memory: RegionMemory, overlap: Overlap) -> Result<Region> {
         let start = start as usize;
         if start == 0 || len == 0 || start.checked_add(len).is_none() {
             return Err(Error::Argument {
@@ -45,7 +59,10 @@ impl Regions {
         if regions.len() >= REGIONS_MAX {
             return Err(Error::Busy { what: "registered regions", limit: REGIONS_MAX as u64, setting: "none" });
         }
-        if regions.iter().any(|other| start < other.start + other.len && other.start < start + len) {
+        let shares = |Entry { region, overlap }: &Entry| {
+            *overlap == Overlap::Refused && start < region.start + region.len && region.start < start + len
+        };
+        if overlap == Overlap::Refused && regions.iter().any(shares) {
             return Err(Error::Argument {
                 what: "region",
                 found: format!("{len} bytes at {start:#x}, part of which is registered"),
@@ -53,12 +70,12 @@ impl Regions {
             });
         }
         let inner = RegionInner::new(start, len, memory);
-        regions.push(Arc::clone(&inner));
+        regions.push(Entry { region: Arc::clone(&inner), overlap });
         Ok(Region { inner })
     }
 
     fn remove(&self, region: &Region) {
-        self.0.lock().expect("nothing panics under it").retain(|other| !Arc::ptr_eq(other, &region.inner));
+        self.0.lock().expect("nothing panics under it").retain(|other| !Arc::ptr_eq(&other.region, &region.inner));
     }
 
     /// Holds the regions that `segments` lie in.
@@ -74,7 +91,7 @@ impl Regions {
         let regions = self.0.lock().expect("nothing panics under it");
         let mut held: Vec<RegionUse> = Vec::new();
         for segment in segments {
-            let Some(region) = regions.iter().find(|region| region.contains(segment)) else {
+            let Some(region) = regions.iter().map(|entry| &entry.region).find(|region| region.contains(segment)) else {
                 return Err(Error::Argument {
                     what: "segments",
                     found: format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
@@ -109,7 +126,19 @@ impl Cache {
     /// loaded nobody else may touch it; while it is stored from, nobody may write to it. That a
     /// future was dropped does not end its load: only its result or `unregister` does.
     pub unsafe fn register_host(&self, start: *mut u8, len: usize) -> Result<Region> {
-        self.inner.regions.add(start, len, RegionMemory::Host)
+        self.inner.regions.add(start, len, RegionMemory::Host, Overlap::Refused)
+    }
+
+    /// Registers host memory for the time of a call: as [`register_host`](Cache::register_host), but the range may
+    /// overlap others, so that two callers can store from one buffer, each with a region of its own.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an empty range, [`Error::Busy`] with 4,096 regions registered.
+    ///
+    /// # Safety
+    /// As [`register_host`](Cache::register_host).
+    pub unsafe fn lend_host(&self, start: *mut u8, len: usize) -> Result<Region> {
+        self.inner.regions.add(start, len, RegionMemory::Host, Overlap::Allowed)
     }
 
     /// Registers device memory; without a GPU, host memory that plays it.
@@ -121,7 +150,7 @@ impl Cache {
     /// As [`register_host`](Cache::register_host), for device addresses.
     pub unsafe fn register_device(&self, start: *mut u8, len: usize) -> Result<Region> {
         self.need_device()?;
-        self.inner.regions.add(start, len, RegionMemory::Device)
+        self.inner.regions.add(start, len, RegionMemory::Device, Overlap::Refused)
     }
 
     /// Forgets a region: resolves when no movement uses it any longer.

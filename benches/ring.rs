@@ -1,0 +1,81 @@
+//! The bare ring loop as a servant: one round a line of its input, for benches in other languages to interleave.
+//!
+//!     cargo bench -p kvhoist --bench ring -- --dir DIR --block-bytes N --blocks N [--depth 16]
+//!
+//! `read N` or `write N` does a round of N operations on blocks in random order and answers with its seconds and its
+//! processor's seconds. The end of its input is its own.
+
+use std::{
+    env,
+    io::{self, BufRead, Write},
+    path::PathBuf,
+    process::ExitCode,
+};
+
+use kvhoist_bench_kit::{
+    pattern::shuffled,
+    ring::{BareRing, Op, Setup},
+    scratch::Scratch,
+};
+
+struct Options {
+    dir: PathBuf,
+    block_bytes: usize,
+    blocks: u64,
+    depth: usize,
+}
+
+fn main() -> ExitCode {
+    match parse(env::args().skip(1)).and_then(|options| serve(&options).map_err(|error| error.to_string())) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(what) => {
+            eprintln!("{what}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
+    let mut options = Options { dir: PathBuf::new(), block_bytes: 0, blocks: 0, depth: 16 };
+    while let Some(flag) = args.next() {
+        let value = if flag == "--bench" { String::new() } else { args.next().unwrap_or_default() };
+        let number = || value.parse().map_err(|_| format!("{flag}: found {value:?}, expected a number"));
+        match flag.as_str() {
+            "--bench" => {}
+            "--dir" => options.dir = value.into(),
+            "--block-bytes" => options.block_bytes = number()? as usize,
+            "--blocks" => options.blocks = number()?,
+            "--depth" => options.depth = number()? as usize,
+            _ => return Err(format!("found {flag}, expected --dir, --block-bytes, --blocks or --depth")),
+        }
+    }
+    if options.dir.as_os_str().is_empty() || options.block_bytes == 0 || options.blocks == 0 {
+        return Err("expected --dir, --block-bytes and --blocks".into());
+    }
+    options.block_bytes = options.block_bytes.next_multiple_of(4096);
+    Ok(options)
+}
+
+fn serve(options: &Options) -> io::Result<()> {
+    let Options { block_bytes, blocks, depth, .. } = *options;
+    let scratch = Scratch::filled(&options.dir, block_bytes, blocks)?;
+    let mut ring = BareRing::open(block_bytes, depth, Setup::Coop)?;
+    let mut out = io::stdout().lock();
+    writeln!(out, "ready")?;
+    out.flush()?;
+    for (round, line) in (0..).zip(io::stdin().lock().lines()) {
+        let line = line?;
+        let (op, count) = match line.split_once(' ') {
+            Some(("read", count)) => (Op::Read, count),
+            Some(("write", count)) => (Op::Write, count),
+            _ => return Err(io::Error::other(format!("found {line:?}, expected `read N` or `write N`"))),
+        };
+        let count: u64 = count.parse().map_err(io::Error::other)?;
+        let order: Vec<u64> = shuffled(round, blocks).map(|index| index * block_bytes as u64).collect();
+        let offsets = order.into_iter().cycle().take(count as usize);
+        let sample = ring.run(scratch.file(), op, offsets, |_, _| Ok(()))?;
+        writeln!(out, "{} {}", sample.seconds, sample.cpu_seconds)?;
+        out.flush()?;
+    }
+    Ok(())
+}

@@ -1,0 +1,55 @@
+"""A tiered cache for fixed-size blocks, KV-cache pages of LLM inference above all: host DRAM over NVMe.
+
+>>> import tempfile, kvhoist
+>>> path = tempfile.mkdtemp()
+>>> with kvhoist.Cache(path, block_bytes=4096, host_bytes="1MiB", capacity="4MiB", direct_io="prefer") as cache:
+...     cache.store(["a", "b"], [bytes(4096), b"1" * 4096])
+...     cache.match_prefix(["a", "b", "c"])
+[True, True]
+2
+
+A key is a ``str`` of 64 hex characters or 32 ``bytes``; any other ``str`` or ``bytes`` is a name, and its digest the
+key. Keys name content: what is stored under a key once is not stored again.
+
+Nothing here holds the interpreter's lock while it waits. ``kvhoist.sglang`` has the storage backend for SGLang.
+"""
+
+from __future__ import annotations
+
+from ._native import Queue, Region, __version__
+from .cache import Cache
+from .config import parse_bytes
+from .errors import (
+    ArgumentError,
+    BusyError,
+    ClosedError,
+    ConfigError,
+    CopyError,
+    DeadlineError,
+    Error,
+    ForkError,
+    IoError,
+    RefusedError,
+    StoreError,
+    UnavailableError,
+)
+
+__all__ = [
+    "ArgumentError",
+    "BusyError",
+    "Cache",
+    "ClosedError",
+    "ConfigError",
+    "CopyError",
+    "DeadlineError",
+    "Error",
+    "ForkError",
+    "IoError",
+    "Queue",
+    "RefusedError",
+    "Region",
+    "StoreError",
+    "UnavailableError",
+    "__version__",
+    "parse_bytes",
+]

@@ -1,0 +1,140 @@
+"""`python -m kvhoist doctor`: what a machine gives the HiCache backend, on one screen."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import sys
+import tempfile
+import time
+
+from . import Cache, Error, __version__, parse_bytes
+from .config import HiCacheConfig
+from .hicache import FREE_SHARE_MIN
+
+PROBE_BLOCK = 1 << 20
+PROBE_BLOCKS = 64
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit status: 0, 1 where something would not work, 2 for wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m kvhoist", description="kvhoist's Python package")
+    commands = parser.add_subparsers(dest="command", required=True)
+    doctor = commands.add_parser("doctor", help="what this machine gives the backend, and what stands in its way")
+    doctor.add_argument("--path", action="append", help="a folder on the drive to be used; may be given again")
+    doctor.add_argument("--config", help="SGLang's extra config: JSON, or @FILE with it")
+    given = parser.parse_args(arguments)
+    try:
+        return Doctor(given.path, given.config).run()
+    except (OSError, ValueError) as error:
+        print(f"doctor: {error}", file=sys.stderr)
+        return 2
+
+
+class Doctor:
+    """One examination."""
+
+    def __init__(self, paths: list[str] | None, config: str | None) -> None:
+        self.config = None
+        self.troubles = 0
+        if config is not None:
+            if config.startswith("@"):
+                with open(config[1:], encoding="utf-8") as file:
+                    config = file.read()
+            self.config = HiCacheConfig.load(json.loads(config))
+        self.paths = paths or (self.config.path if self.config else [tempfile.gettempdir()])
+
+    def run(self) -> int:
+        """Prints what it finds, a line each."""
+        self._say("kvhoist", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
+        self._sglang()
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        unlimited = soft == resource.RLIM_INFINITY
+        self._say("locked memory", "unlimited" if unlimited else f"{soft >> 20} MiB (ulimit -l)")
+        if self.config:
+            self._say("settings", ", ".join(f"{name} {value}" for name, value in vars(self.config).items()))
+            self._capacity()
+        for path in self.paths:
+            self._path(path)
+        print(f"\n{self.troubles} things stand in the way" if self.troubles else "\nnothing stands in the way")
+        return 1 if self.troubles else 0
+
+    def _say(self, what: str, found: str) -> None:
+        print(f"{what:<16}{found}")
+
+    def _trouble(self, what: str, found: str) -> None:
+        self.troubles += 1
+        self._say(what, f"NO: {found}")
+
+    def _sglang(self) -> None:
+        from importlib import metadata
+
+        try:
+            self._say("sglang", f"{metadata.version('sglang')} (the backend is tested with 0.5.17 and 0.5.23)")
+        except metadata.PackageNotFoundError:
+            self._say("sglang", "not installed here")
+
+    def _capacity(self) -> None:
+        for path in self.config.path:
+            folder = _existing(path)
+            system = os.statvfs(folder)
+            free = system.f_bavail * system.f_frsize - int(system.f_blocks * system.f_frsize * FREE_SHARE_MIN)
+            each = self.config.capacity // len(self.config.path)
+            text = f"{path}: {free >> 20} MiB free for stores, {each >> 20} MiB a rank configured"
+            if free < each:
+                self._trouble("space", text + " (unless a store is there already)")
+            else:
+                self._say("space", text)
+
+    def _path(self, path: str) -> None:
+        folder = _existing(path)
+        if folder != path:
+            self._say("folder", f"{path} is not there yet; looking at {folder}")
+        try:
+            with tempfile.TemporaryDirectory(prefix=".kvhoist-doctor-", dir=folder) as probe:
+                self._probe(folder, probe)
+        except (Error, OSError) as error:
+            self._trouble("store", f"{folder}: {error}")
+
+    def _probe(self, folder: str, probe: str) -> None:
+        options = dict(block_bytes=PROBE_BLOCK, host_bytes=32 * PROBE_BLOCK, direct_io="prefer")
+        options["capacity"] = parse_bytes("2MiB") + PROBE_BLOCKS * PROBE_BLOCK
+        blocks = [os.urandom(PROBE_BLOCK) for _ in range(PROBE_BLOCKS)]
+        keys = [f"doctor {n}" for n in range(PROBE_BLOCKS)]
+        with Cache(probe, **options) as cache:
+            started = time.perf_counter()
+            cache.store(keys, blocks)
+            wrote = time.perf_counter() - started
+            cache.sync()
+        with Cache(probe, **options) as cache:
+            into = [bytearray(PROBE_BLOCK) for _ in keys]
+            started = time.perf_counter()
+            found = cache.load(keys, into)
+            took = time.perf_counter() - started
+            stats = cache.stats()
+        if not all(found) or any(a != b for a, b in zip(into, blocks)):
+            self._trouble("bytes", f"{folder}: what was stored did not come back")
+        if not stats["direct_io"]:
+            self._trouble("direct I/O", f"{folder}: its file system has none; the page cache would be filled twice")
+        else:
+            self._say("direct I/O", f"{folder}: yes")
+        if stats["storage"] != "uring":
+            self._trouble("io_uring", f"refused by this kernel or container; {stats['storage']} serves, at more CPU")
+        else:
+            self._say("io_uring", f"yes; host memory registered with it: {'yes' if stats['registered'] else 'no'}")
+        mib = PROBE_BLOCKS * PROBE_BLOCK >> 20
+        self._say("drive", f"{folder}: {mib} MiB written at {mib / wrote:.0f} MiB/s, read at {mib / took:.0f} MiB/s")
+
+
+def _existing(path: str) -> str:
+    path = os.path.abspath(path)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

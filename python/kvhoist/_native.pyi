@@ -1,0 +1,79 @@
+"""The native half of the package. Use `kvhoist.Cache`, which is thin on top of `Cache` here."""
+
+from typing import Any, Sequence
+
+Key = str | bytes
+#: A buffer object, (address, bytes) in registered memory, or a list of either: the segments of a block.
+Block = Any
+
+__version__: str
+
+class Region:
+    """Memory that blocks are loaded into and stored from in place, registered until `unregister`."""
+
+    @property
+    def address(self) -> int:
+        """Its first byte."""
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+    def unregister(self) -> None:
+        """Waits until no movement uses the memory, and forgets it. It may be freed afterwards. Again: does nothing."""
+    def __enter__(self) -> Region: ...
+    def __exit__(self, *exception: object) -> None: ...
+
+class Queue:
+    """Submissions that nobody waits for, and their results. Dropping it waits for those that are under way."""
+
+    @property
+    def event_fd(self) -> int:
+        """Readable when `drain` has something to give. The queue's own: not to be read from or closed."""
+    @property
+    def outstanding(self) -> int:
+        """Submissions that were not drained yet."""
+    def submit_load(self, keys: Sequence[Key], blocks: Sequence[Block]) -> int:
+        """Begins a load; returns its ticket. Buffer objects are kept until it was drained. BusyError past the depth."""
+    def submit_store(self, keys: Sequence[Key], blocks: Sequence[Block], parent: Key | None = None) -> int:
+        """Begins a store; returns its ticket. As `submit_load`."""
+    def drain(self) -> list[tuple[int, list[bool | BaseException]]]:
+        """What has completed, oldest first: (ticket, results), a failed block's exception in its place."""
+
+class Cache:
+    """The engine's cache. One dict of the engine's settings; see `kvhoist.Cache` for the rest."""
+
+    def __new__(cls, settings: dict[str, Any]) -> Cache: ...
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, bytes."""
+    @property
+    def namespace(self) -> str:
+        """The name that keys belong to."""
+    @property
+    def closed(self) -> bool:
+        """True once `close` was called."""
+    def match_prefix(self, keys: Sequence[Key]) -> int:
+        """How many leading keys are resident. One short lock, no I/O, no use counted."""
+    def contains_each(self, keys: Sequence[Key]) -> list[bool]:
+        """Which keys are resident."""
+    def register_address(self, address: int, nbytes: int) -> Region: ...
+    def register_buffer(self, memory: Any) -> Region: ...
+    def load(self, keys: Sequence[Key], blocks: Sequence[Block], errors: str) -> list: ...
+    def store(self, keys: Sequence[Key], blocks: Sequence[Block], parent: Key | None, errors: str) -> list: ...
+    def load_pages(self, keys: Sequence[Key], addresses: list[int], sizes: list[int], errors: str) -> list: ...
+    def store_pages(
+        self, keys: Sequence[Key], addresses: list[int], sizes: list[int], parent: Key | None, errors: str
+    ) -> list: ...
+    def get(self, key: Key) -> bytes | None:
+        """The bytes of a block, or None."""
+    def prefetch(self, keys: Sequence[Key]) -> int:
+        """Begins to bring blocks into host memory; returns how many movements it began."""
+    def remove(self, key: Key) -> bool:
+        """Forgets a block in every tier; True if it was resident."""
+    def sync(self) -> None:
+        """Returns when all that was stored before is written and flushed."""
+    def stats(self) -> dict[str, Any]:
+        """What the cache has done since it was opened, and how full it is."""
+    def validate(self) -> None:
+        """Checks every invariant of the index, from scratch; slow. AssertionError with the first that is broken."""
+    def queue(self, depth: int) -> Queue: ...
+    def close(self) -> None: ...

@@ -1,0 +1,262 @@
+"""`Cache`: the native cache with sizes in bytes, registered memory, and an asyncio face."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from typing import Any, Sequence
+
+from . import _native
+from .config import parse_bytes
+from .errors import ArgumentError, ConfigError
+
+#: Submissions that one event loop may have outstanding.
+_LOOP_DEPTH = 65_536
+
+SLOT_ALIGN = 4096
+
+
+def slot_bytes(block_bytes: int) -> int:
+    """Bytes that a block takes in a tier: padded for direct I/O."""
+    return -(-block_bytes // SLOT_ALIGN) * SLOT_ALIGN
+
+
+def slots(field: str, size: int | str, block_bytes: int) -> int:
+    """Whole slots in `size` bytes; ConfigError where there is none."""
+    count = parse_bytes(size, field) // slot_bytes(block_bytes)
+    if count < 1:
+        raise config_error(field, size, f"room for one slot of {slot_bytes(block_bytes)} bytes at least")
+    return count
+
+
+def store_bytes(slots: int, block_bytes: int) -> int:
+    """Bytes of the file of a store with so many slots: superblocks and records, rounded up to 1 MiB, and the slots."""
+    records = -(-slots // (SLOT_ALIGN // 128)) * SLOT_ALIGN
+    return -(-(2 * SLOT_ALIGN + records) // (1 << 20)) * (1 << 20) + slots * slot_bytes(block_bytes)
+
+
+def slots_within(capacity: int, block_bytes: int) -> int:
+    """The most slots whose store's file is no longer than `capacity` bytes; 0 where there is no room for one."""
+    slots = capacity // slot_bytes(block_bytes)
+    while slots > 0 and (over := store_bytes(slots, block_bytes) - capacity) > 0:
+        slots -= -(-over // (slot_bytes(block_bytes) + 128))
+    slots = max(slots, 0)
+    # The steps down reckon with whole slots; what they gave away too much is less than the records' rounding.
+    while store_bytes(slots + 1, block_bytes) <= capacity:
+        slots += 1
+    return slots
+
+
+def config_error(field: str, found: object, expected: str) -> ConfigError:
+    """A ConfigError in the engine's words, with its `field` set."""
+    error = ConfigError(f"{field}: found {found!r}, expected {expected}")
+    error.field = field
+    return error
+
+
+class Cache(_native.Cache):
+    """A tiered cache of fixed-size blocks.
+
+    Usable from any number of threads. ``path`` is a directory, a file or a block device, or a list of them (slots are
+    striped over the list); ``None`` is a cache in memory only. ``capacity`` are the bytes on disk, of all paths
+    together and with all that is written beside the blocks; they are preallocated, and opening fails where the space is
+    not there. ``host_bytes`` are the bytes in host memory.
+    Sizes are numbers or strings such as ``"200GiB"``. ``settings`` are those of the engine, by their names there:
+    ``write_policy``, ``storage``, ``direct_io``, ``deadline_ms``, ``read_bytes_in_flight_max``, ...
+
+    Raises ConfigError naming the wrong field, StoreError for what it finds in the store's place, IoError.
+
+    A context manager: leaving it closes the cache. The last reference gone closes it too, and waits for that.
+    """
+
+    def __new__(
+        cls,
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        *,
+        block_bytes: int,
+        host_bytes: int | str = "64MiB",
+        capacity: int | str | None = None,
+        namespace: str = "default",
+        **settings: Any,
+    ) -> "Cache":
+        if not isinstance(block_bytes, int) or isinstance(block_bytes, bool) or block_bytes < 1:
+            raise config_error("block_bytes", block_bytes, "1 to 1073741824 bytes")
+        settings.update(block_bytes=block_bytes, namespace=namespace)
+        settings["host_blocks"] = slots("host_bytes", host_bytes, block_bytes)
+        if path is None:
+            if capacity is not None:
+                raise config_error("capacity", capacity, "none without a path")
+        else:
+            paths = [os.fspath(p) for p in ([path] if isinstance(path, (str, os.PathLike)) else path)]
+            if not paths:
+                raise config_error("path", paths, "a path, or a list of at least one")
+            if capacity is None:
+                raise config_error("capacity", capacity, "bytes on disk, such as '200GiB'")
+            # Each path the same: slots are striped over them.
+            count = slots_within(parse_bytes(capacity, "capacity") // len(paths), block_bytes)
+            if count < 1:
+                least = store_bytes(1, block_bytes) * len(paths)
+                raise config_error(
+                    "capacity", capacity, f"{least} bytes at least, for one block of {block_bytes} on each path"
+                )
+            settings["disks"] = [(p, count) for p in paths]
+        self = super().__new__(cls, settings)
+        self._regions = []
+        self._loops = weakref.WeakKeyDictionary()
+        return self
+
+    def __init__(self, *_args: Any, **_settings: Any) -> None:
+        super().__init__()
+
+    def __enter__(self) -> "Cache":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __reduce__(self):
+        raise TypeError(
+            "found a Cache to pickle or copy, expected one left where it is: open another from the same settings"
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "open"
+        return f"<kvhoist.Cache {self.namespace!r} of {self.block_bytes}-byte blocks, {state}>"
+
+    # Memory
+
+    def register_host(self, memory: Any, nbytes: int | None = None) -> _native.Region:
+        """Registers memory to be loaded into and stored from in place.
+
+        ``memory`` is a writable buffer object, or an address with ``nbytes``. An address must stay mapped until
+        ``Region.unregister`` has returned or the cache is closed; a buffer object is kept.
+
+        Raises ArgumentError for a range that is empty or registered already.
+        """
+        if isinstance(memory, int):
+            if nbytes is None:
+                raise ArgumentError(f"nbytes: found None, expected the bytes at address {memory:#x}")
+            region = self.register_address(memory, nbytes)
+        else:
+            region = self.register_buffer(memory)
+        self._regions.append(region)
+        return region
+
+    # Blocks
+
+    def load(self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, errors: str = "raise") -> list:
+        """Copies blocks into memory: True for each that is there, False for one that was nowhere.
+
+        ``blocks`` has one entry per key: a writable buffer object, a pair ``(address, bytes)`` in registered memory, or
+        a list of either (the segments of the block, in the order of its bytes). All reads are under way at once.
+        ``errors`` says what becomes of a block that could not be read: ``"raise"`` its exception when all have ended,
+        ``"return"`` it in the list, or ``"false"``.
+
+        Raises ArgumentError before anything moved: other lengths than a block's, memory that is not registered.
+        """
+        return super().load(keys, blocks, errors)
+
+    def store(
+        self,
+        keys: Sequence[str | bytes],
+        blocks: Sequence[Any],
+        *,
+        parent: str | bytes | None = None,
+        errors: str = "raise",
+    ) -> list:
+        """Stores blocks from memory: True for each, once the write policy is satisfied.
+
+        The keys are one prefix chain: the parent of each is the one before it, ``parent`` the first's. ``blocks`` and
+        ``errors`` as for ``load``. Memory must not change until the call returns.
+        """
+        return super().store(keys, blocks, parent, errors)
+
+    def load_pages(self, keys: list, addresses: list[int], sizes: list[int], *, errors: str = "raise") -> list:
+        """``load`` with the segments of all blocks in two flat lists, equally many for each key."""
+        return super().load_pages(keys, addresses, sizes, errors)
+
+    def store_pages(
+        self,
+        keys: list,
+        addresses: list[int],
+        sizes: list[int],
+        *,
+        parent: str | bytes | None = None,
+        errors: str = "raise",
+    ) -> list:
+        """``store`` with the segments of all blocks in two flat lists, equally many for each key."""
+        return super().store_pages(keys, addresses, sizes, parent, errors)
+
+    def queue(self, depth: int = 1024) -> _native.Queue:
+        """A queue of at most ``depth`` submissions that are not drained yet: submit, ``event_fd``, drain."""
+        return super().queue(depth)
+
+    # asyncio
+
+    async def fetch(self, key: str | bytes) -> bytes | None:
+        """The bytes of a block, or None. Cancelled, the read may still finish and make the block resident."""
+        block = bytearray(self.block_bytes)
+        (found,) = await self.load_async([key], [block])
+        return bytes(block) if found else None
+
+    async def load_async(self, keys: Sequence[str | bytes], blocks: Sequence[Any]) -> list:
+        """``load`` for coroutines. Cancelled, the loads go on, and their memory is kept until they have ended."""
+        return _raised(await self._loop().submit(lambda queue: queue.submit_load(keys, blocks)))
+
+    async def store_async(
+        self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, parent: str | bytes | None = None
+    ) -> list:
+        """``store`` for coroutines. Cancelled, the stores go on: the memory must not change until ``sync`` or later."""
+        return _raised(await self._loop().submit(lambda queue: queue.submit_store(keys, blocks, parent)))
+
+    def _loop(self) -> "_LoopFace":
+        loop = asyncio.get_running_loop()
+        face = self._loops.get(loop)
+        if face is None:
+            face = self._loops[loop] = _LoopFace(loop, self.queue(_LOOP_DEPTH))
+        return face
+
+    def close(self) -> None:
+        """Finishes what is under way, writes what is dirty, flushes, and releases the files. Again: does nothing."""
+        super().close()
+        self._regions.clear()
+
+
+def _raised(results: list) -> list:
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+class _LoopFace:
+    """One event loop's queue: its completions as futures of the loop.
+
+    The loop watches the eventfd only while something is outstanding, so that nothing keeps the cache alive in an idle
+    loop, nor the descriptor in one that goes on without it.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, queue: _native.Queue) -> None:
+        # Not the loop itself: this is a value under its key.
+        self._loop = weakref.ref(loop)
+        self._queue = queue
+        self._waiting: dict[int, asyncio.Future] = {}
+
+    def submit(self, begin) -> "asyncio.Future[list]":
+        loop = self._loop()
+        ticket = begin(self._queue)
+        if not self._waiting:
+            loop.add_reader(self._queue.event_fd, self._drain)
+        future = loop.create_future()
+        # A cancelled future stays: what it waits for goes on, and the memory with it.
+        self._waiting[ticket] = future
+        return future
+
+    def _drain(self) -> None:
+        for ticket, results in self._queue.drain():
+            future = self._waiting.pop(ticket)
+            if not future.done():
+                future.set_result(results)
+        if not self._waiting:
+            self._loop().remove_reader(self._queue.event_fd)

@@ -1,0 +1,156 @@
+"""Settings of the HiCache backend: from extra_config and the environment, checked with the field's name."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from typing import Any, Mapping
+
+from .errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    "K": 1 << 10, "KIB": 1 << 10, "KB": 10**3,
+    "M": 1 << 20, "MIB": 1 << 20, "MB": 10**6,
+    "G": 1 << 30, "GIB": 1 << 30, "GB": 10**9,
+    "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
+}  # fmt: skip
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+#: Keys of extra_config that are SGLang's own.
+SGLANG_KEYS = frozenset(
+    "backend_name module_path class_name interface_v1 allocator prefetch_threshold prefetch_timeout_base "
+    "prefetch_timeout_per_ki_token hicache_storage_pass_prefix_keys tp_lcm_size".split()
+)
+
+#: What a setting is when nobody sets it.
+DEFAULT_HOST_BYTES = "1GiB"
+
+WRITE_POLICIES = ("write_through", "write_back")
+DIRECT_IO = ("require", "prefer")
+STORAGE = ("auto", "uring", "blocking")
+
+
+def _wrong(name: str, found: object, expected: str) -> ConfigError:
+    error = ConfigError(f"{name}: found {found!r}, expected {expected}")
+    error.field = name
+    return error
+
+
+def parse_bytes(size: int | str, name: str = "size") -> int:
+    """Bytes of a number, or of a string with a unit: B, KiB, MiB, GiB, TiB (or K, M, G, T), KB, MB, GB, TB.
+
+    >>> parse_bytes("1.5 GiB")
+    1610612736
+    """
+    expected = "a positive number of bytes, such as 1073741824 or '200GiB'"
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise _wrong(name, size, expected)
+    if isinstance(size, str):
+        match = _SIZE.fullmatch(size)
+        if match is None or match[2].upper() not in _UNITS:
+            raise _wrong(name, size, expected)
+        number = float(match[1]) if "." in match[1] else int(match[1])
+        count = int(number * _UNITS[match[2].upper()])
+    else:
+        count = size
+    if not 0 < count < 1 << 63:
+        raise _wrong(name, size, expected)
+    return count
+
+
+def _paths(value: Any) -> list[str]:
+    # A list in the environment is written as a search path is.
+    paths = value.split(os.pathsep) if isinstance(value, str) else value
+    expected = "an absolute path of a directory, or a list of them"
+    if not isinstance(paths, (list, tuple)) or not paths:
+        raise _wrong("path", value, expected)
+    for path in paths:
+        if not isinstance(path, str) or not os.path.isabs(path):
+            raise _wrong("path", path, expected)
+    if len(set(map(os.path.realpath, paths))) != len(paths):
+        raise _wrong("path", value, "each path once")
+    return list(paths)
+
+
+def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise _wrong(name, value, "one of " + ", ".join(map(repr, choices)))
+    return value
+
+
+def _whole(name: str, value: Any, low: int, high: int) -> int:
+    if isinstance(value, str) and value.strip().isdigit():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _wrong(name, value, f"a whole number from {low} to {high}")
+    return value
+
+
+@dataclass(frozen=True)
+class HiCacheConfig:
+    """The backend's settings, checked. `python/README.md` has the table."""
+
+    #: Directories, one for each drive; every rank and model has stores of its own in them.
+    path: list[str]
+    #: Bytes on disk for this rank, of all its pools and paths together.
+    capacity: int
+    #: Host memory of this rank for blocks on their way, and for the hottest.
+    host_bytes: int
+    write_policy: str = "write_through"
+    direct_io: str = "require"
+    storage: str = "auto"
+    deadline_ms: int = 30_000
+    #: Reads and writes that may be in flight, bytes.
+    read_bytes_in_flight_max: int = 96 << 20
+    write_bytes_in_flight_max: int = 96 << 20
+    #: Shares of `capacity` for pools beside the KV pool, by name: {"mamba": 0.2}.
+    pool_shares: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def load(cls, extra_config: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> "HiCacheConfig":
+        """From SGLang's extra_config; `KVHOIST_PATH`, `KVHOIST_CAPACITY`, ... stand in for keys that are not there."""
+        environ = os.environ if environ is None else environ
+        given = {k: v for k, v in (extra_config or {}).items() if k not in SGLANG_KEYS}
+        unknown = sorted(set(given) - set(cls.__dataclass_fields__))
+        if unknown:
+            raise _wrong(unknown[0], given[unknown[0]], "one of the keys " + ", ".join(cls.__dataclass_fields__))
+        for name in cls.__dataclass_fields__:
+            variable = "KVHOIST_" + name.upper()
+            if name not in given and name != "pool_shares" and environ.get(variable):
+                given[name] = environ[variable]
+        return cls(**_checked(given))
+
+
+def _checked(given: dict[str, Any]) -> dict[str, Any]:
+    for name, example in (("path", "a directory on the NVMe drive"), ("capacity", "bytes on disk, such as '200GiB'")):
+        if name not in given:
+            raise _wrong(name, None, f"{example} (key {name!r} of extra_config, or KVHOIST_{name.upper()})")
+    checked: dict[str, Any] = {"path": _paths(given["path"]), "capacity": parse_bytes(given["capacity"], "capacity")}
+    checked["host_bytes"] = parse_bytes(given.get("host_bytes", DEFAULT_HOST_BYTES), "host_bytes")
+    for name, choices in (("write_policy", WRITE_POLICIES), ("direct_io", DIRECT_IO), ("storage", STORAGE)):
+        if name in given:
+            checked[name] = _choice(name, given[name], choices)
+    if "deadline_ms" in given:
+        checked["deadline_ms"] = _whole("deadline_ms", given["deadline_ms"], 1, 86_400_000)
+    for name in ("read_bytes_in_flight_max", "write_bytes_in_flight_max"):
+        if name in given:
+            checked[name] = parse_bytes(given[name], name)
+    if "pool_shares" in given:
+        checked["pool_shares"] = _shares(given["pool_shares"])
+    return checked
+
+
+def _shares(value: Any) -> dict[str, float]:
+    expected = "a share of capacity from 0.0 to 1.0 for each pool's name, less than 1.0 in all"
+    if not isinstance(value, dict):
+        raise _wrong("pool_shares", value, expected)
+    for share in value.values():
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
+            raise _wrong("pool_shares", value, expected)
+    if sum(value.values()) >= 1:
+        raise _wrong("pool_shares", value, expected)
+    return {str(name): float(share) for name, share in value.items()}

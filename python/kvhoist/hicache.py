@@ -1,0 +1,314 @@
+"""One host pool's pages on disk: what the SGLang backend is made of. Needs torch's tensors, not SGLang."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import threading
+from dataclasses import asdict, dataclass
+from typing import Any, Iterable, Sequence
+
+from .cache import Cache, config_error, slot_bytes, slots_within, store_bytes
+from .config import HiCacheConfig
+from .errors import ClosedError, StoreError
+
+#: Changes whenever stored pages would be read differently.
+FORMAT = "hicache-v1"
+
+#: Share of a file system that a store leaves free.
+FREE_SHARE_MIN = 0.01
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Everything that a page's bytes depend on and its key does not tell."""
+
+    model_name: str
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    attn_cp_rank: int
+    attn_cp_size: int
+    dp_rank: int
+    is_mla_model: bool
+    dcp_size: int = 1
+    dcp_rank: int = 0
+
+    @classmethod
+    def of(cls, config: Any) -> "Identity":
+        """Of SGLang's HiCacheStorageConfig; fields that an older version lacks are what they mean there."""
+        return cls(
+            model_name=config.model_name or "unnamed",
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            pp_rank=getattr(config, "pp_rank", 0),
+            pp_size=getattr(config, "pp_size", 1),
+            attn_cp_rank=getattr(config, "attn_cp_rank", 0),
+            attn_cp_size=getattr(config, "attn_cp_size", 1),
+            dp_rank=getattr(config, "dp_rank", 0),
+            is_mla_model=bool(config.is_mla_model),
+            dcp_size=getattr(config, "dcp_size", 1),
+            dcp_rank=getattr(config, "dcp_rank", 0),
+        )
+
+    def rank_name(self) -> str:
+        """This rank, as a folder's name."""
+        ranks = (
+            ("tp", self.tp_rank, self.tp_size),
+            ("pp", self.pp_rank, self.pp_size),
+            ("cp", self.attn_cp_rank, self.attn_cp_size),
+        )
+        return "-".join(f"{name}{rank}of{size}" for name, rank, size in ranks) + f"-dp{self.dp_rank}"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How a pool's pages lie in memory."""
+
+    page_bytes: int
+    page_tokens: int
+    #: Segments of a page; 0 where SGLang gives no addresses, and pages are copied whole.
+    segments: int
+    layout: str
+    dtype: str
+    #: Direct I/O could go straight into the pool.
+    aligned: bool
+
+    @classmethod
+    def of(cls, pool: Any, page_tokens: int) -> "Geometry":
+        """Asks the pool about its first page."""
+        sizes: Sequence[int] = ()
+        try:
+            _, sizes = pool.get_page_buffer_meta(_page_indices(page_tokens))
+        except (AttributeError, NotImplementedError, ValueError, TypeError):
+            pass  # No addresses for this kind of pool or layout.
+        sizes = [int(size) for size in sizes]
+        aligned = bool(sizes) and all(size % 4096 == 0 for size in sizes) and bool(_aligned(pool))
+        if not sizes:
+            page_bytes = pool.get_dummy_flat_data_page().nbytes
+        else:
+            page_bytes = sum(sizes)
+        layout, dtype = str(getattr(pool, "layout", "unknown")), str(getattr(pool, "dtype", "unknown"))
+        return cls(page_bytes, page_tokens, len(sizes), layout, dtype, aligned)
+
+
+def _aligned(pool: Any) -> bool:
+    check = getattr(pool, "is_stride_page_aligned", None)
+    return check is not None and check(4096)
+
+
+def _page_indices(page_tokens: int) -> Any:
+    import torch
+
+    return torch.arange(page_tokens, dtype=torch.int64)
+
+
+def pool_memory(pool: Any) -> list[tuple[int, int]]:
+    """(address, bytes) of every piece of host memory that a pool's pages lie in."""
+    tensors: list[Any] = []
+    hybrid = getattr(pool, "get_hybrid_pool_buffer", None)
+    if callable(hybrid):
+        tensors += _tensors(hybrid())
+    tensors += _tensors(getattr(pool, "kv_buffer", None))
+    pieces = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        pieces[storage.data_ptr()] = max(storage.nbytes(), pieces.get(storage.data_ptr(), 0))
+    return [(address, nbytes) for address, nbytes in pieces.items() if nbytes > 0]
+
+
+def _tensors(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if hasattr(value, "untyped_storage") else []
+
+
+def flat_bytes(tensor: Any) -> Any:
+    """A contiguous tensor's memory as a buffer object, whatever its dtype."""
+    import torch
+
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"found a tensor on {tensor.device}, contiguous: {tensor.is_contiguous()}; expected host memory, contiguous"
+        )
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+class PoolStore:
+    """One pool of one rank: its store on disk, and the ways in and out.
+
+    Methods raise; the backend answers for that. Safe for a reader, a writer and whoever asks what exists, at once.
+    """
+
+    def __init__(
+        self, config: HiCacheConfig, identity: Identity, name: str, pool: Any, page_tokens: int, capacity: int
+    ) -> None:
+        self.name = name
+        self.pool = pool
+        self.config = config
+        self.identity = identity
+        self.geometry = Geometry.of(pool, page_tokens)
+        self.capacity = capacity
+        self._open_lock = threading.Lock()
+        self.directories = self._directories()
+        self.cache = self._open()
+
+    # Opening
+
+    def namespace(self) -> str:
+        """The engine's namespace: a digest of all that the bytes depend on, behind words for people."""
+        geometry = {k: v for k, v in asdict(self.geometry).items() if k != "aligned"}
+        what = {"format": FORMAT, "pool": self.name, **asdict(self.identity), **geometry}
+        digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+        return f"{_slug(self.identity.model_name)[:80]}/{self.identity.rank_name()}/{_slug(self.name)}/{digest[:32]}"
+
+    def _directories(self) -> list[str]:
+        model, rank, pool, digest = self.namespace().split("/")
+        return [os.path.join(path, f"{model}-{digest[:12]}", rank, pool) for path in self.config.path]
+
+    def _open(self) -> Cache:
+        page, paths = self.geometry.page_bytes, len(self.directories)
+        slot, slots = slot_bytes(page), slots_within(self.capacity // paths, page)
+        if slots < 1:
+            expected = f"room for one page of {page} bytes of pool {self.name!r} on each of {paths} paths"
+            raise config_error("capacity", self.capacity, expected)
+        if self.config.host_bytes < slot:
+            expected = f"room for one page of {slot} bytes of pool {self.name!r}"
+            raise config_error("host_bytes", self.config.host_bytes, expected)
+        for directory in self.directories:
+            _make_directory(directory, store_bytes(slots, page))
+        cache = Cache(
+            self.directories,
+            block_bytes=self.geometry.page_bytes,
+            host_bytes=self.config.host_bytes,
+            capacity=self.capacity,
+            namespace=self.namespace(),
+            write_policy=self.config.write_policy,
+            direct_io=self.config.direct_io,
+            storage=self.config.storage,
+            deadline_ms=self.config.deadline_ms,
+            read_bytes_in_flight_max=max(slot, self.config.read_bytes_in_flight_max),
+            write_bytes_in_flight_max=max(slot, self.config.write_bytes_in_flight_max),
+        )
+        try:
+            if self.geometry.segments:
+                for address, nbytes in pool_memory(self.pool):
+                    cache.register_host(address, nbytes)
+        except BaseException:
+            cache.close()
+            raise
+        return cache
+
+    # Pages
+
+    def match(self, keys: list[str]) -> int:
+        """How many leading keys are there."""
+        return self.cache.match_prefix(keys)
+
+    def contains(self, keys: list[str]) -> list[bool]:
+        """Which keys are there."""
+        return self.cache.contains_each(keys)
+
+    def get(self, keys: list[str], host_indices: Any) -> list:
+        """Reads pages into the pool: for each True, False for a miss, or what went wrong."""
+        self._check(keys, host_indices)
+        if not keys:
+            return []
+        if self.geometry.segments:
+            addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
+            return self.cache.load_pages(keys, addresses, sizes, errors="return")
+        pages = [self.pool.get_dummy_flat_data_page() for _ in keys]
+        results = self.cache.load(keys, [flat_bytes(page) for page in pages], errors="return")
+        for i, (result, page) in enumerate(zip(results, pages)):
+            if result is True:
+                self.pool.set_from_flat_data_page(int(host_indices[i * self.geometry.page_tokens]), page)
+        return results
+
+    def set(self, keys: list[str], host_indices: Any, parent: str | None) -> list:
+        """Stores pages of the pool: for each True, or what went wrong."""
+        self._check(keys, host_indices)
+        if not keys:
+            return []
+        if self.geometry.segments:
+            addresses, sizes = self.pool.get_page_buffer_meta(host_indices)
+            return self.cache.store_pages(keys, addresses, sizes, parent=parent, errors="return")
+        tokens = self.geometry.page_tokens
+        pages = [self.pool.get_data_page(int(host_indices[i * tokens])).contiguous() for i in range(len(keys))]
+        return self.cache.store(keys, [flat_bytes(page) for page in pages], parent=parent, errors="return")
+
+    def get_flat(self, keys: list[str], pages: list[Any]) -> list:
+        """Reads pages into tensors of a page each."""
+        return self.cache.load(keys, [flat_bytes(page) for page in pages], errors="return")
+
+    def set_flat(self, keys: list[str], pages: list[Any]) -> list:
+        """Stores tensors of a page each; each on its own, no chain."""
+        return self.cache.store(keys, [flat_bytes(page.contiguous()) for page in pages], errors="return")
+
+    def _check(self, keys: list[str], host_indices: Any) -> None:
+        expected = len(keys) * self.geometry.page_tokens
+        found = 0 if host_indices is None else len(host_indices)
+        if found != expected:
+            raise ValueError(
+                f"host_indices: found {found}, expected {expected}, {self.geometry.page_tokens} for each page"
+            )
+
+    # The end
+
+    def clear(self) -> None:
+        """Forgets every page, on disk as well. Calls under way fail as on a closed cache."""
+        with self._open_lock:
+            if self.cache.closed:
+                raise ClosedError("the cache is closed")
+            self.cache.close()
+            for directory in self.directories:
+                os.unlink(os.path.join(directory, "kvhoist.store"))
+            self.cache = self._open()
+
+    def close(self) -> None:
+        """Writes what is dirty and releases the files."""
+        with self._open_lock:
+            self.cache.close()
+
+
+def split_capacity(config: HiCacheConfig, page_bytes: dict[str, int]) -> dict[str, int]:
+    """Bytes for each pool: those with a share get it, the others what is left in proportion to their pages."""
+    left = config.capacity
+    split = {}
+    for name in page_bytes:
+        if name in config.pool_shares:
+            split[name] = int(config.capacity * config.pool_shares[name])
+            left -= split[name]
+    others = {name: size for name, size in page_bytes.items() if name not in split}
+    for name, size in others.items():
+        split[name] = left * size // sum(others.values())
+    return split
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.") or "unnamed"
+
+
+def _make_directory(directory: str, file_bytes: int) -> None:
+    """Creates the directory; StoreError where the file system has no room for the store that is to be created."""
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    if os.path.exists(os.path.join(directory, "kvhoist.store")):
+        return
+    system = os.statvfs(directory)
+    free = system.f_bavail * system.f_frsize
+    reserve = int(system.f_blocks * system.f_frsize * FREE_SHARE_MIN)
+    if file_bytes + reserve > free:
+        raise StoreError(
+            f"{directory}: found {free} bytes free, expected {file_bytes} for the store and {reserve} to be left; "
+            "lower `capacity`, or free space"
+        )
+
+
+def prefix_parent(extra_info: Any) -> str | None:
+    """The key before the first of a call, where SGLang passes it on."""
+    keys: Iterable[str] | None = getattr(extra_info, "prefix_keys", None)
+    return keys[-1] if keys else None

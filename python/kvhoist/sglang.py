@@ -1,0 +1,385 @@
+"""kvhoist as the third tier of SGLang's HiCache: a dynamic storage backend for sglang 0.5.17 to 0.5.23.
+
+    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
+      '{"backend_name": "kvhoist", "module_path": "kvhoist.sglang", "class_name": "HiCacheKvhoist", "interface_v1": 1,
+        "path": "/mnt/nvme/kvhoist", "capacity": "200GiB"}'
+
+`python/README.md` has the settings.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections import deque
+from typing import Any, Callable, Optional
+
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
+
+from .cache import config_error
+from .config import HiCacheConfig
+from .errors import ClosedError, Error
+from .hicache import Geometry, Identity, PoolStore, prefix_parent, split_capacity
+
+logger = logging.getLogger(__name__)
+
+#: SGLang's name of the pool that `register_mem_pool_host` brings.
+KV = "kv"
+
+#: Batches whose figures are kept until `get_stats` takes them.
+_STATS_BATCHES_MAX = 4096
+
+#: Failures of one kind that are logged in full before only every so many are.
+_LOG_FIRST = 10
+_LOG_EVERY = 1000
+
+
+class HiCacheKvhoist(HiCacheStorage):
+    """Pages of SGLang's host pools on NVMe.
+
+    Constructed and attached it raises what is wrong with its settings. After that it never raises into SGLang's
+    threads: what fails is a miss or a `False`, a line in the log, and a count in ``counters``.
+    """
+
+    def __init__(self, storage_config: Any, kwargs: Optional[dict] = None) -> None:
+        self.config = HiCacheConfig.load(storage_config.extra_config)
+        self.identity = Identity.of(storage_config)
+        _refuse_what_needs_a_shared_store(storage_config)
+        self.registered_pools: dict[str, Any] = {}
+        self._pages: dict[str, tuple[Any, int]] = {}
+        self._stores: dict[str, PoolStore] = {}
+        self._announced = False
+        self._closed = False
+        self._lock = threading.RLock()
+        #: Failed calls and pages, by the method's name; `pages` sums the pages.
+        self.counters: dict[str, int] = {}
+        self._prefetched: deque = deque(maxlen=_STATS_BATCHES_MAX)
+        self._backed_up: deque = deque(maxlen=_STATS_BATCHES_MAX)
+
+    # Attaching: errors here are the operator's to see.
+
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Takes SGLang's host pool. Raises where the store cannot be opened."""
+        self.mem_pool_host = mem_pool_host
+        self._add(KV, mem_pool_host)
+        if not hasattr(HiCacheStorage, "on_host_pools_registered"):
+            # Before 0.5.23 nobody says when the last pool was registered.
+            self._open_waiting()
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Takes another of the model's host pools (Mamba, SWA, an indexer, a draft), with a store of its own."""
+        name = str(host_pool_name)
+        self.registered_pools[name] = host_pool
+        if name == KV:
+            # The one that is there already, or what lies behind it.
+            self._add(KV, host_pool)
+            return
+        self._add(name, host_pool)
+        if not self._announced and hasattr(HiCacheStorage, "on_host_pools_registered"):
+            return
+        if name not in self.config.pool_shares:
+            raise config_error(
+                "pool_shares",
+                self.config.pool_shares,
+                f"a share for pool {name!r}, which comes after the others were opened: {{{name!r}: 0.2}}",
+            )
+        self._open_waiting()
+
+    def on_host_pools_registered(self) -> None:
+        """Opens the stores, now that it is known how many share the capacity."""
+        self._announced = True
+        self._open_waiting()
+
+    def _add(self, name: str, pool: Any) -> None:
+        with self._lock:
+            if name not in self._stores:
+                self._pages[name] = (
+                    pool,
+                    int(getattr(pool, "logical_page_size", None) or getattr(pool, "page_size", 1) or 1),
+                )
+
+    def _open_waiting(self) -> None:
+        """Opens a store for each pool that has none."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the backend is closed")
+            waiting = {name: pool for name, pool in self._pages.items() if name not in self._stores}
+            sizes = {name: Geometry.of(pool, tokens).page_bytes for name, (pool, tokens) in waiting.items()}
+            split = split_capacity(self.config, sizes)
+            if not self._announced:
+                # Those that come later have named their shares.
+                split = {n: b if n in self.config.pool_shares else self._kv_capacity() for n, b in split.items()}
+            for name, (pool, tokens) in waiting.items():
+                store = PoolStore(self.config, self.identity, name, pool, tokens, split[name])
+                self._stores[name] = store
+                stats, geometry = store.cache.stats(), store.geometry
+                logger.info(
+                    "kvhoist: pool %s in %s: %d slots of %d-byte pages (%d segments, layout %s, aligned: %s), "
+                    "%d resident; storage %s, direct I/O %s",
+                    name, store.directories, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
+                    geometry.layout, geometry.aligned, stats["tiers"]["disk"]["resident"], stats["storage"],
+                    stats["direct_io"],
+                )  # fmt: skip
+
+    def _kv_capacity(self) -> int:
+        return int(self.config.capacity * (1 - sum(self.config.pool_shares.values())))
+
+    def _store(self, name: str) -> PoolStore:
+        store = self._stores.get(name)
+        if store is None:
+            if name not in self._pages:
+                raise LookupError(f"pool {name!r} was never registered; known: {sorted(self._pages)}")
+            self._open_waiting()
+            store = self._stores[name]
+        return store
+
+    # v1: pages of the KV pool, in place
+
+    def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
+        """How many leading pages are there."""
+        return self._guarded("batch_exists", 0, lambda: self._store(KV).match(keys))
+
+    def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Reads pages into the host pool; one result for each."""
+        return self._move(KV, "batch_get_v1", keys, lambda store: store.get(keys, host_indices), self._prefetched)
+
+    def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
+        """Stores pages of the host pool; one result for each."""
+        parent = prefix_parent(extra_info)
+        return self._move(
+            KV, "batch_set_v1", keys, lambda store: store.set(keys, host_indices, parent), self._backed_up
+        )
+
+    # v2: pages of all pools
+
+    def batch_exists_v2(
+        self, keys: list[str], pool_transfers: Optional[list] = None, extra_info: Any = None
+    ) -> PoolTransferResult:
+        """The longest prefix that every pool can restore, by its hit policy."""
+        empty = _pool_result(0, {}, [])
+        return self._guarded("batch_exists_v2", empty, lambda: self._exists_v2(keys, pool_transfers or []))
+
+    def _exists_v2(self, keys: list[str], transfers: list) -> PoolTransferResult:
+        kv_pages = self._store(KV).match(keys)
+        hits = {KV: kv_pages} if kv_pages else {}
+        restorable = list(range(1, kv_pages + 1))
+        for transfer in transfers:
+            name, policy = str(transfer.name), _policy(transfer)
+            if policy == "block_groups":
+                # A second form of the pages: its verdict is its own.
+                group, block = int(transfer.group_pages), int(transfer.block_pages)
+                groups = self._store(name).match(list(transfer.keys or [])) // group if group else 0
+                if groups:
+                    hits[name] = groups * block
+                continue
+            if not restorable:
+                break
+            if policy == "all_pages":
+                boundary = self._store(name).match(keys[:kv_pages])
+                reachable = range(1, boundary + 1)
+            else:
+                reachable = _trailing(self._store(name).contains(keys[:kv_pages]), max(1, len(transfer.keys or ())))
+                boundary = max(reachable, default=0)
+            if boundary:
+                hits[name] = boundary
+            restorable = [pages for pages in restorable if pages in reachable]
+        return _pool_result(restorable[-1] if restorable else 0, hits, restorable)
+
+    def batch_get_v2(self, transfers: list, extra_info: Any = None) -> dict:
+        """Reads pages of each pool; one result for each page of each."""
+        return {
+            transfer.name: self._move(
+                str(transfer.name),
+                "batch_get_v2",
+                list(transfer.keys or []),
+                lambda store, t=transfer: store.get(list(t.keys or []), t.host_indices),
+                self._prefetched,
+            )
+            for transfer in transfers
+        }
+
+    def batch_set_v2(self, transfers: list, extra_info: Any = None) -> dict:
+        """Stores pages of each pool; one result for each page of each."""
+        parent = prefix_parent(extra_info)
+
+        def stored(store: PoolStore, transfer: Any) -> list:
+            # Trailing pages follow what their node follows, not the first page's parent.
+            before = parent if _policy(transfer) == "all_pages" else None
+            return store.set(list(transfer.keys or []), transfer.host_indices, before)
+
+        return {
+            transfer.name: self._move(
+                str(transfer.name),
+                "batch_set_v2",
+                list(transfer.keys or []),
+                lambda store, t=transfer: stored(store, t),
+                self._backed_up,
+            )
+            for transfer in transfers
+        }
+
+    # v0: pages as tensors, copied
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
+        """The page in `target_location`, a tensor of a page; None for a miss."""
+        return self._get_tensors("get", [key], [target_location])[0]
+
+    def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list:
+        """The pages, each in its tensor of `target_locations`; None for each miss."""
+        return self._get_tensors("batch_get", keys, target_locations)
+
+    def _get_tensors(self, method: str, keys: list[str], targets: Any) -> list:
+        targets = list(targets) if targets is not None else []
+        if len(targets) != len(keys) or any(target is None for target in targets):
+            self._failed(
+                method, len(keys), f"found {len(targets)} targets, expected a tensor for each of {len(keys)} keys"
+            )
+            return [None] * len(keys)
+        done = self._move(KV, method, keys, lambda store: store.get_flat(keys, targets), self._prefetched)
+        return [target if there else None for target, there in zip(targets, done)]
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """Stores a tensor of a page."""
+        return self.batch_set([key], None if value is None else [value])
+
+    def batch_set(
+        self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
+    ) -> bool:
+        """Stores tensors of a page each; True if all are stored."""
+        values = list(values) if values is not None else []
+        if len(values) != len(keys):
+            self._failed(
+                "batch_set", len(keys), f"found {len(values)} values, expected one for each of {len(keys)} keys"
+            )
+            return False
+        return all(self._move(KV, "batch_set", keys, lambda store: store.set_flat(keys, values), self._backed_up))
+
+    def exists(self, key: str) -> bool:
+        """Whether the page is there."""
+        return self.batch_exists([key]) == 1
+
+    # The rest
+
+    def clear(self) -> bool:
+        """Forgets every page of this rank, on disk as well."""
+
+        def cleared() -> bool:
+            for store in list(self._stores.values()):
+                store.clear()
+            return True
+
+        return self._guarded("clear", False, cleared)
+
+    def get_stats(self) -> Any:
+        """What was moved since the last call, batch by batch: pages, and GB/s."""
+        return self._guarded("get_stats", None, self._take_stats)
+
+    def _take_stats(self) -> Any:
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        metrics = StorageMetrics()
+        for batches, pages, bandwidth in (
+            (self._prefetched, metrics.prefetch_pgs, metrics.prefetch_bandwidth),
+            (self._backed_up, metrics.backup_pgs, metrics.backup_bandwidth),
+        ):
+            for _ in range(len(batches)):
+                count, gb_per_s = batches.popleft()
+                pages.append(count)
+                bandwidth.append(gb_per_s)
+        return metrics
+
+    def stats(self) -> dict:
+        """The engine's figures of each pool, and what failed here."""
+        return {
+            "pools": {name: store.cache.stats() for name, store in self._stores.items()},
+            "failed": dict(self.counters),
+        }
+
+    def close(self) -> None:
+        """Writes what is dirty and releases the files. Calls fail softly from now on."""
+        with self._lock:
+            self._closed = True
+            stores = list(self._stores.values())
+        for store in stores:
+            self._guarded("close", None, store.close)
+
+    # Never raising
+
+    def _move(
+        self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore], list], batches: deque
+    ) -> list[bool]:
+        started = time.perf_counter()
+        # Which error a page had is for the log; SGLang wants to know whether it is there.
+        results = self._guarded(method, None, lambda: (store := self._store(pool), run(store)), pages=len(keys))
+        if results is None:
+            return [False] * len(keys)
+        store, results = results
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            self._failed(method, len(errors), f"{len(errors)} of {len(keys)} pages of pool {pool}: {errors[0]}")
+        moved = sum(result is True for result in results)
+        if moved:
+            elapsed = max(time.perf_counter() - started, 1e-9)
+            batches.append((moved, moved * store.geometry.page_bytes / elapsed / 1e9))
+        return [result is True for result in results]
+
+    def _guarded(self, method: str, otherwise: Any, run: Callable[[], Any], pages: int = 0) -> Any:
+        try:
+            return run()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # Also a panic of the native half, which is no Exception.
+            self._failed(method, pages, error)
+            return otherwise
+
+    def _failed(self, method: str, pages: int, why: object) -> None:
+        with self._lock:
+            count = self.counters[method] = self.counters.get(method, 0) + 1
+            self.counters["pages"] = self.counters.get("pages", 0) + pages
+        if count <= _LOG_FIRST or count % _LOG_EVERY == 0:
+            unexpected = isinstance(why, Exception) and not isinstance(why, Error)
+            logger.warning(
+                "kvhoist: %s failed (%d so far): %s", method, count, why, exc_info=why if unexpected else None
+            )
+
+
+def _refuse_what_needs_a_shared_store(config: Any) -> None:
+    if config.is_mla_model and config.tp_size > 1:
+        raise config_error(
+            "tp_size",
+            config.tp_size,
+            "1 for an MLA model: its ranks keep the same pages, one of them writes them and all read them, for which a "
+            "store must be shared by processes, and kvhoist's is not yet; use tp_size 1, or data-parallel attention",
+        )
+    if getattr(config, "dcp_size", 1) > 1:
+        raise config_error("dcp_size", config.dcp_size, "1: pages that are spread over ranks are not supported yet")
+    if getattr(config, "should_split_heads", False):
+        raise config_error("tp_lcm_size", config.tp_lcm_size, "none: pages that are split by heads are not supported")
+
+
+def _policy(transfer: Any) -> str:
+    policy = getattr(transfer, "hit_policy", "all_pages")
+    return str(getattr(policy, "value", policy))
+
+
+def _trailing(there: list, window: int) -> set:
+    """Prefix lengths whose last `window` pages are all there (all of them, in a shorter prefix)."""
+    lengths, run = set(), 0
+    for pages, present in enumerate(there, start=1):
+        run = run + 1 if present else 0
+        if run >= min(window, pages):
+            lengths.add(pages)
+    return lengths
+
+
+@functools.cache
+def _result_has_restorable() -> bool:
+    return "restorable_prefix_pages" in getattr(PoolTransferResult, "__dataclass_fields__", {})
+
+
+def _pool_result(pages: int, hits: dict, restorable: list) -> PoolTransferResult:
+    if _result_has_restorable():
+        return PoolTransferResult(pages, hits, restorable)
+    return PoolTransferResult(pages, hits)

@@ -1,0 +1,254 @@
+//! `kvhoist.Cache`: the engine's cache, as Python holds it.
+
+use std::{
+    mem::ManuallyDrop,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use kvhoist::{BlockKey, Cache, Error, block_on};
+use pyo3::{
+    prelude::*,
+    types::{PyBytes, PyDict, PyList},
+};
+
+use crate::{
+    blocks::Blocks,
+    buffer::Buffer,
+    convert::{self, OnError},
+    errors, keys, options,
+    queue::PyQueue,
+    region::PyRegion,
+};
+
+/// The process that opened a cache: its threads and its ring exist there only.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Process(u32);
+
+impl Process {
+    pub fn this() -> Self {
+        Process(std::process::id())
+    }
+
+    /// An error in a forked child.
+    pub fn check(self, py: Python<'_>) -> PyResult<()> {
+        if self == Process::this() { Ok(()) } else { Err(errors::forked(py)) }
+    }
+}
+
+/// The native half of `kvhoist.Cache`.
+#[pyclass(frozen, subclass, module = "kvhoist._native", name = "Cache")]
+pub struct PyCache {
+    process: Process,
+    cache: ManuallyDrop<Cache>,
+    closed: AtomicBool,
+}
+
+impl PyCache {
+    fn use_it(&self, py: Python<'_>) -> PyResult<&Cache> {
+        self.process.check(py)?;
+        Ok(&self.cache)
+    }
+
+    /// Runs a load or a store to its end, and lets go of memory that was lent for it.
+    fn moved<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &[BlockKey],
+        blocks: Blocks,
+        movement: Movement,
+        on_error: OnError,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let cache = self.use_it(py)?;
+        let results = py.detach(|| {
+            let mut blocks = blocks;
+            let results = match &movement {
+                Movement::Load => block_on(cache.load_into(keys, &blocks.segments)),
+                Movement::Store(parent) => block_on(cache.store_from(keys, parent.as_ref(), &blocks.segments)),
+            };
+            blocks.give_back(cache);
+            results
+        });
+        convert::results(py, results.map_err(|error| errors::to_python(py, &error))?, on_error)
+    }
+}
+
+/// Which way blocks go.
+pub enum Movement {
+    Load,
+    /// With the key before the first.
+    Store(Option<BlockKey>),
+}
+
+#[pymethods]
+impl PyCache {
+    #[new]
+    #[pyo3(signature = (settings))]
+    fn open(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Self> {
+        let config = options::config(py, settings)?;
+        let cache = py.detach(|| block_on(Cache::open(config))).map_err(|error| errors::to_python(py, &error))?;
+        Ok(PyCache { process: Process::this(), cache: ManuallyDrop::new(cache), closed: AtomicBool::new(false) })
+    }
+
+    #[getter]
+    fn block_bytes(&self) -> usize {
+        self.cache.config().block_bytes
+    }
+
+    #[getter]
+    fn namespace(&self) -> &str {
+        &self.cache.config().namespace
+    }
+
+    #[getter]
+    fn closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    fn match_prefix(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let cache = self.use_it(py)?;
+        let keys = keys::from_python(keys)?;
+        Ok(py.detach(|| cache.match_len(&keys)))
+    }
+
+    fn contains_each<'py>(&self, py: Python<'py>, keys: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyList>> {
+        let cache = self.use_it(py)?;
+        let keys = keys::from_python(keys)?;
+        let found = py.detach(|| keys.iter().map(|key| cache.match_len(&[*key]) == 1).collect::<Vec<_>>());
+        PyList::new(py, found)
+    }
+
+    #[pyo3(signature = (address, nbytes))]
+    fn register_address(&self, py: Python<'_>, address: usize, nbytes: usize) -> PyResult<PyRegion> {
+        let cache = self.use_it(py)?;
+        // SAFETY: the caller promised, as documented, to keep the memory mapped until the region is unregistered.
+        let region = unsafe { cache.register_host(std::ptr::with_exposed_provenance_mut(address), nbytes) };
+        let region = region.map_err(|error| errors::to_python(py, &error))?;
+        Ok(PyRegion::new(self.process, Cache::clone(cache), region, None, (address, nbytes)))
+    }
+
+    fn register_buffer(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> PyResult<PyRegion> {
+        let cache = self.use_it(py)?;
+        let buffer = Buffer::new(memory, true)?;
+        let (ptr, nbytes) = (buffer.ptr(), buffer.len());
+        // SAFETY: the export keeps the memory mapped until the region has been unregistered; see `PyRegion`.
+        let region = unsafe { cache.register_host(ptr, nbytes) };
+        let region = region.map_err(|error| errors::to_python(py, &error))?;
+        Ok(PyRegion::new(self.process, Cache::clone(cache), region, Some(buffer), (ptr.expose_provenance(), nbytes)))
+    }
+
+    fn load<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let (on_error, cache) = (OnError::parse(py, errors)?, self.use_it(py)?);
+        let keys = keys::from_python(keys)?;
+        let blocks = Blocks::from_python(cache, blocks, true)?;
+        self.moved(py, &keys, blocks, Movement::Load, on_error)
+    }
+
+    fn store<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+        parent: Option<&Bound<'_, PyAny>>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let (on_error, cache) = (OnError::parse(py, errors)?, self.use_it(py)?);
+        let (keys, parent) = (keys::from_python(keys)?, keys::optional(parent)?);
+        let blocks = Blocks::from_python(cache, blocks, false)?;
+        self.moved(py, &keys, blocks, Movement::Store(parent), on_error)
+    }
+
+    fn load_pages<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'_, PyAny>,
+        addresses: &Bound<'_, PyList>,
+        sizes: &Bound<'_, PyList>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let on_error = OnError::parse(py, errors)?;
+        let keys = keys::from_python(keys)?;
+        let blocks = Blocks::from_lists(py, keys.len(), addresses, sizes)?;
+        self.moved(py, &keys, blocks, Movement::Load, on_error)
+    }
+
+    fn store_pages<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'_, PyAny>,
+        addresses: &Bound<'_, PyList>,
+        sizes: &Bound<'_, PyList>,
+        parent: Option<&Bound<'_, PyAny>>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let on_error = OnError::parse(py, errors)?;
+        let (keys, parent) = (keys::from_python(keys)?, keys::optional(parent)?);
+        let blocks = Blocks::from_lists(py, keys.len(), addresses, sizes)?;
+        self.moved(py, &keys, blocks, Movement::Store(parent), on_error)
+    }
+
+    fn get<'py>(&self, py: Python<'py>, key: &Bound<'_, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let (cache, key) = (self.use_it(py)?, keys::one(key)?);
+        let lease = py.detach(|| block_on(cache.fetch(&key))).map_err(|error| errors::to_python(py, &error))?;
+        Ok(lease.map(|lease| PyBytes::new(py, &lease)))
+    }
+
+    fn prefetch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        py.detach(|| cache.prefetch(&keys)).map_err(|error| errors::to_python(py, &error))
+    }
+
+    fn remove(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let (cache, key) = (self.use_it(py)?, keys::one(key)?);
+        py.detach(|| block_on(cache.remove(&key))).map_err(|error| errors::to_python(py, &error))
+    }
+
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        let cache = self.use_it(py)?;
+        py.detach(|| block_on(cache.sync())).map_err(|error| errors::to_python(py, &error))
+    }
+
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let cache = self.use_it(py)?;
+        convert::stats(py, &py.detach(|| cache.stats()))
+    }
+
+    fn validate(&self, py: Python<'_>) -> PyResult<()> {
+        let cache = self.use_it(py)?;
+        py.detach(|| cache.validate()).map_err(pyo3::exceptions::PyAssertionError::new_err)
+    }
+
+    fn queue(&self, py: Python<'_>, depth: usize) -> PyResult<PyQueue> {
+        let cache = self.use_it(py)?;
+        let queue = cache.completion_queue(depth).map_err(|error| errors::to_python(py, &error))?;
+        Ok(PyQueue::new(self.process, Cache::clone(cache), queue))
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let cache = self.use_it(py)?;
+        self.closed.store(true, Ordering::Release);
+        match py.detach(|| block_on(cache.close())) {
+            Ok(()) | Err(Error::Closed) => Ok(()),
+            Err(error) => Err(errors::to_python(py, &error)),
+        }
+    }
+}
+
+impl Drop for PyCache {
+    fn drop(&mut self) {
+        if self.process != Process::this() {
+            // A forked child has the memory of the parent's threads, not the threads: to drop it would wait for them,
+            // or wake the parent's. It goes with the process.
+            return;
+        }
+        // SAFETY: dropped here and nowhere else.
+        let cache = unsafe { ManuallyDrop::take(&mut self.cache) };
+        // What is dirty is written, and nothing uses the program's memory any longer, before its owner lets go of it.
+        Python::attach(|py| py.detach(|| drop(block_on(cache.close()))));
+    }
+}

@@ -1,0 +1,108 @@
+//! Results and figures on their way to Python.
+
+use kvhoist::{Error, Route, Stats, Tier};
+use pyo3::{
+    prelude::*,
+    types::{PyBool, PyDict, PyList},
+};
+
+use crate::errors;
+
+/// What a call does about blocks that failed.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum OnError {
+    /// It raises the first failure, when all blocks have ended.
+    Raise,
+    /// It leaves the exception in the block's place in the list.
+    Return,
+    /// It leaves `False` there.
+    False,
+}
+
+impl OnError {
+    /// Of the words of `kvhoist.Cache.load`.
+    pub fn parse(py: Python<'_>, word: &str) -> PyResult<Self> {
+        match word {
+            "raise" => Ok(OnError::Raise),
+            "return" => Ok(OnError::Return),
+            "false" => Ok(OnError::False),
+            other => Err(errors::argument(py, "errors", format!("{other:?}"), "'raise', 'return' or 'false'")),
+        }
+    }
+}
+
+/// One entry per block.
+pub fn results<'py>(
+    py: Python<'py>,
+    results: Vec<Result<bool, Error>>,
+    on_error: OnError,
+) -> PyResult<Bound<'py, PyList>> {
+    if on_error == OnError::Raise
+        && let Some(error) = results.iter().find_map(|result| result.as_ref().err())
+    {
+        return Err(errors::to_python(py, error));
+    }
+    let entry = |result: Result<bool, Error>| -> Bound<'py, PyAny> {
+        match result {
+            Ok(done) => PyBool::new(py, done).to_owned().into_any(),
+            Err(error) if on_error == OnError::Return => {
+                errors::to_python(py, &error).into_value(py).into_bound(py).into_any()
+            }
+            Err(_) => PyBool::new(py, false).to_owned().into_any(),
+        }
+    };
+    PyList::new(py, results.into_iter().map(entry))
+}
+
+/// The figures of a cache as a dict of numbers, words and dicts.
+pub fn stats<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    let tiers = PyDict::new(py);
+    for tier in Tier::ALL {
+        let figures = stats.tier(tier);
+        let one = PyDict::new(py);
+        let named = [
+            ("hits", figures.hits),
+            ("evictions", figures.evictions),
+            ("bytes_in", figures.bytes_in),
+            ("bytes_out", figures.bytes_out),
+            ("resident", figures.resident),
+            ("slots", figures.slots),
+            ("free", figures.free),
+        ];
+        named.into_iter().try_for_each(|(name, value)| one.set_item(name, value))?;
+        tiers.set_item(tier.name(), one)?;
+    }
+    all.set_item("tiers", tiers)?;
+    let routes = PyDict::new(py);
+    for route in Route::ALL {
+        let figures = stats.route(route);
+        let one = PyDict::new(py);
+        one.set_item("blocks", figures.blocks)?;
+        one.set_item("bytes", figures.bytes)?;
+        routes.set_item(route.name(), one)?;
+    }
+    all.set_item("routes", routes)?;
+    let counts = [
+        ("misses", stats.misses),
+        ("stores", stats.stores),
+        ("stores_known", stats.stores_known),
+        ("writes_refused", stats.writes_refused),
+        ("checksum_failures", stats.checksum_failures),
+        ("read_errors", stats.read_errors),
+        ("write_errors", stats.write_errors),
+        ("quarantined", stats.quarantined),
+        ("background_refused", stats.background_refused),
+        ("busy", stats.busy),
+        ("timeouts", stats.timeouts),
+        ("records_bad", stats.records_bad),
+        ("dirty", stats.dirty),
+    ];
+    counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
+    all.set_item("storage", stats.storage)?;
+    all.set_item("direct_io", stats.direct_io)?;
+    all.set_item("registered", stats.registered)?;
+    all.set_item("disk_retired", stats.disk_retired.as_deref())?;
+    all.set_item("disk_read_only", stats.disk_read_only.as_deref())?;
+    Ok(all)
+}

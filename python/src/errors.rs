@@ -1,0 +1,63 @@
+//! The engine's errors as the exceptions of `kvhoist.errors`.
+//!
+//! The classes are Python's, so that some of them can be built-in exceptions as well: a bad setting is also a
+//! `ValueError`, a deadline also a `TimeoutError`.
+
+use kvhoist::Error;
+use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
+
+/// The module that defines the classes, imported once.
+fn class<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
+    static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+    let module = MODULE.get_or_try_init(py, || py.import("kvhoist.errors").map(Bound::unbind))?;
+    Ok(module.bind(py).getattr(name)?.cast_into::<PyType>()?)
+}
+
+/// An exception of the class `name` with these arguments; whatever went wrong with that is an exception as well.
+fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
+    match class(py, name) {
+        Ok(class) => PyErr::from_type(class, message.to_owned()),
+        Err(error) => error,
+    }
+}
+
+/// The exception for an engine's error.
+pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
+    let name = match error {
+        Error::Config { .. } => "ConfigError",
+        Error::Argument { .. } => "ArgumentError",
+        Error::Store { .. } => "StoreError",
+        Error::Busy { .. } => "BusyError",
+        Error::Timeout { .. } => "DeadlineError",
+        Error::Refused { .. } => "RefusedError",
+        Error::Io { .. } => "IoError",
+        Error::Copy { .. } => "CopyError",
+        Error::Unavailable { .. } => "UnavailableError",
+        Error::Closed => "ClosedError",
+        _ => "Error",
+    };
+    let exception = exception(py, name, &error.to_string());
+    let detail = match error {
+        Error::Config { field, .. } => exception.value(py).setattr("field", *field),
+        Error::Io { source, .. } => exception.value(py).setattr("errno", source.raw_os_error()),
+        _ => Ok(()),
+    };
+    detail.err().unwrap_or(exception)
+}
+
+/// An `ArgumentError` in the engine's words.
+pub fn argument(py: Python<'_>, what: &'static str, found: impl ToString, expected: impl ToString) -> PyErr {
+    to_python(py, &Error::Argument { what, found: found.to_string(), expected: expected.to_string() })
+}
+
+/// A `ConfigError` in the engine's words.
+pub fn config(py: Python<'_>, field: &'static str, found: impl ToString, expected: impl ToString) -> PyErr {
+    to_python(py, &Error::Config { field, found: found.to_string(), expected: expected.to_string() })
+}
+
+/// What a call in a forked child gets.
+pub fn forked(py: Python<'_>) -> PyErr {
+    let message = "found a cache that another process opened, expected one opened by this process: its threads and \
+                   files did not come along in the fork; open a cache in the child, or fork first";
+    exception(py, "ForkError", message)
+}

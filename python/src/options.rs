@@ -1,0 +1,97 @@
+//! The arguments of `Cache(...)` as the engine's configuration.
+
+use std::path::PathBuf;
+
+use kvhoist::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
+use pyo3::{
+    prelude::*,
+    types::{PyDict, PyList, PyTuple},
+};
+
+use crate::errors;
+
+/// Settings whose names and values are the engine's.
+pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> {
+    let mut config = Config { device: DeviceKind::Simulated, ..Config::default() };
+    for (name, value) in settings.iter() {
+        let name: String = name.extract()?;
+        match name.as_str() {
+            "block_bytes" => config.block_bytes = number(&value, "block_bytes")?,
+            "host_blocks" => config.host_blocks = number(&value, "host_blocks")?,
+            "disks" => config.disks = disks(&value)?,
+            "namespace" => config.namespace = text(&value, "namespace")?,
+            "write_policy" => {
+                config.write_policy = word(
+                    &value,
+                    "write_policy",
+                    &[
+                        ("write_through", WritePolicy::WriteThrough),
+                        ("write_through_selective", WritePolicy::WriteThroughSelective),
+                        ("write_back", WritePolicy::WriteBack),
+                    ],
+                )?;
+            }
+            "storage" => {
+                let kinds =
+                    [("auto", StorageKind::Auto), ("uring", StorageKind::Uring), ("blocking", StorageKind::Blocking)];
+                config.storage = word(&value, "storage", &kinds)?;
+            }
+            "direct_io" => {
+                let kinds = [("require", DirectIo::Require), ("prefer", DirectIo::Prefer)];
+                config.direct_io = word(&value, "direct_io", &kinds)?;
+            }
+            "selective_hits" => config.selective_hits = number(&value, "selective_hits")?,
+            "blocking_threads" => config.blocking_threads = number(&value, "blocking_threads")?,
+            "read_bytes_in_flight_max" => {
+                config.read_bytes_in_flight_max = number(&value, "read_bytes_in_flight_max")?;
+            }
+            "write_bytes_in_flight_max" => {
+                config.write_bytes_in_flight_max = number(&value, "write_bytes_in_flight_max")?;
+            }
+            "movements_max" => config.movements_max = number(&value, "movements_max")?,
+            "waiters_max" => config.waiters_max = number(&value, "waiters_max")?,
+            "background_max" => config.background_max = number(&value, "background_max")?,
+            "quarantine_max" => config.quarantine_max = number(&value, "quarantine_max")?,
+            "disk_failures_max" => config.disk_failures_max = number(&value, "disk_failures_max")?,
+            "spin_us" => config.spin_us = number(&value, "spin_us")?,
+            "deadline_ms" => config.deadline_ms = number(&value, "deadline_ms")?,
+            other => return Err(errors::argument(py, "settings", format!("{other:?}"), "a setting of the engine")),
+        }
+    }
+    Ok(config)
+}
+
+fn number<T: TryFrom<u64>>(value: &Bound<'_, PyAny>, field: &'static str) -> PyResult<T> {
+    let number = value.extract::<u64>().ok().and_then(|number| T::try_from(number).ok());
+    number.ok_or_else(|| errors::config(value.py(), field, shown(value), "a whole number in its range"))
+}
+
+fn text(value: &Bound<'_, PyAny>, field: &'static str) -> PyResult<String> {
+    value.extract().map_err(|_| errors::config(value.py(), field, shown(value), "a str"))
+}
+
+fn word<T: Copy>(value: &Bound<'_, PyAny>, field: &'static str, words: &[(&str, T)]) -> PyResult<T> {
+    let found: Option<String> = value.extract().ok();
+    let known = words.iter().find(|(name, _)| Some(*name) == found.as_deref());
+    known.map(|(_, value)| *value).ok_or_else(|| {
+        let expected = words.iter().map(|(name, _)| format!("{name:?}")).collect::<Vec<_>>().join(", ");
+        errors::config(value.py(), field, shown(value), format!("one of {expected}"))
+    })
+}
+
+fn disks(value: &Bound<'_, PyAny>) -> PyResult<Vec<DiskPath>> {
+    let wrong = || errors::config(value.py(), "disks", shown(value), "a list of (path, slots)");
+    let list = value.cast::<PyList>().map_err(|_| wrong())?;
+    let one = |item: Bound<'_, PyAny>| -> PyResult<DiskPath> {
+        let pair = item.cast::<PyTuple>().map_err(|_| wrong())?;
+        let (path, blocks): (PathBuf, u32) = pair.extract().map_err(|_| wrong())?;
+        Ok(DiskPath { path, blocks })
+    };
+    list.iter().map(one).collect()
+}
+
+/// A value as its `repr`, cut to a line.
+fn shown(value: &Bound<'_, PyAny>) -> String {
+    let text = value.repr().map_or_else(|_| "something".into(), |repr| repr.to_string());
+    text.chars().take(80).collect()
+}
