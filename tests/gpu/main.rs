@@ -105,6 +105,8 @@ impl Pool {
         self.gpu.make_current().expect("a context");
         // SAFETY: as above, and a slice of that length.
         succeeded(unsafe { sys::cuMemcpyHtoD_v2(self.address(), bytes.as_ptr().cast(), bytes.len()) });
+        // SAFETY: the stream of the call before: what it took from pageable memory may still be on its way.
+        succeeded(unsafe { sys::cuStreamSynchronize(std::ptr::null_mut()) });
     }
 
     fn read(&self) -> Vec<u8> {

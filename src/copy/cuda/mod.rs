@@ -253,9 +253,19 @@ impl CopyEngine for CudaCopy {
     }
 }
 
+/// Says that no task polls any longer, also where it is dropped with its runtime.
+struct Polling<'a>(&'a Cell<bool>);
+
+impl Drop for Polling<'_> {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
+
 impl Inner {
     /// Launches and answers until there was nothing left to do for a while.
     async fn poll(self: Rc<Self>) {
+        let _polling = Polling(&self.polling);
         let mut last = Instant::now();
         loop {
             // Others of this turn may have copies to add.
@@ -270,7 +280,6 @@ impl Inner {
             if busy {
                 last = Instant::now();
             } else if last.elapsed() > LINGER {
-                self.polling.set(false);
                 return;
             }
         }
