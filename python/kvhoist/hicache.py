@@ -191,6 +191,8 @@ class PoolStore:
             write_policy=self.config.write_policy,
             direct_io=self.config.direct_io,
             storage=self.config.storage,
+            # The pool is SGLang's host tier: pages that direct I/O can reach need no second one here.
+            bypass_host=True,
             deadline_ms=self.config.deadline_ms,
             read_bytes_in_flight_max=max(slot, self.config.read_bytes_in_flight_max),
             write_bytes_in_flight_max=max(slot, self.config.write_bytes_in_flight_max),

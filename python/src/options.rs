@@ -40,6 +40,10 @@ pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> 
                 let kinds = [("require", DirectIo::Require), ("prefer", DirectIo::Prefer)];
                 config.direct_io = word(&value, "direct_io", &kinds)?;
             }
+            "bypass_host" => {
+                config.bypass_host =
+                    value.extract().map_err(|_| errors::config(py, "bypass_host", shown(&value), "a bool"))?;
+            }
             "selective_hits" => config.selective_hits = number(&value, "selective_hits")?,
             "blocking_threads" => config.blocking_threads = number(&value, "blocking_threads")?,
             "read_bytes_in_flight_max" => {

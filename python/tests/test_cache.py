@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import mmap
 import os
 import pickle
 import select
@@ -99,6 +100,26 @@ def test_segments_and_registered_memory(cache):
         with pytest.raises(BufferError):
             memory.clear()  # It is exported for as long as it is registered.
     memory.clear()
+
+
+def test_blocks_go_straight_to_memory_that_direct_io_can_reach(store_dir):
+    segment = 64 << 10
+    memory = mmap.mmap(-1, 8 * segment)
+    with opened(store_dir, block_bytes=2 * segment, host_bytes="1MiB", capacity="4MiB", bypass_host=True) as cache:
+        memory[:] = os.urandom(8 * segment)
+        with cache.register_host(memory) as region:
+            halves = [[(region.address + (i + 4 * half) * segment, segment) for half in (0, 1)] for i in range(4)]
+            want = memory[:]
+            keys = ["a", "b", "c", "d"]
+            assert cache.store(keys, halves) == [True] * 4
+            memory[:] = bytes(8 * segment)
+            assert cache.load(keys, halves) == [True] * 4
+            assert memory[:] == want
+            stats = cache.stats()
+            straight = [stats["routes"][way]["blocks"] for way in ("region_to_disk", "disk_to_region")]
+            assert straight == [4, 4] and stats["tiers"]["host"]["resident"] == 0
+    with pytest.raises(kvhoist.ConfigError, match="bypass_host"):
+        opened(store_dir, bypass_host="yes")
 
 
 def test_memory_that_is_not_registered_is_refused(cache):

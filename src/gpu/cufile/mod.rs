@@ -6,7 +6,7 @@
 //!
 //! - [`Library`]: the functions, all there, and what their failures mean.
 //! - [`Driver`]: the library initialised, once a process, by a thread that may be given up on.
-//! - [`Handle`], [`Registration`], [`Batch`]: a file, a range of device memory, and up to 128 transfers, known to it.
+//! - `Handle`, `Registration`, `Batch`: a file, a range of device memory, and up to 128 transfers, known to it.
 
 mod driver;
 mod library;
