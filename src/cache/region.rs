@@ -238,3 +238,34 @@ impl Cache {
         receiver.await.map_err(|_| Error::Closed)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const HOST: RegionMemory = RegionMemory::Host;
+
+    fn at(address: usize) -> *mut u8 {
+        std::ptr::without_provenance_mut(address)
+    }
+
+    #[test]
+    fn only_what_is_lent_may_overlap() {
+        let regions = Regions::default();
+        let pool = regions.add(at(4096), 8192, HOST, Overlap::Refused).expect("the first");
+        regions.add(at(8192), 4096, HOST, Overlap::Refused).expect_err("part of it is registered");
+        let lent = regions.add(at(8192), 8192, HOST, Overlap::Allowed).expect("lent over the pool's end");
+        let again = regions.add(at(8192), 8192, HOST, Overlap::Allowed).expect("lent twice");
+        // What is lent does not keep a range from being registered.
+        regions.add(at(12288), 4096, HOST, Overlap::Refused).expect("beside the pool");
+
+        let end = [Segment { ptr: at(12288 + 1), len: 1000 }];
+        regions.remove(&lent);
+        assert_eq!(regions.hold(&end, 1000).expect("lent once more").len(), 1);
+        regions.remove(&again);
+        regions.remove(&pool);
+        assert_eq!(regions.hold(&end, 1000).expect("registered since").len(), 1);
+        assert!(regions.hold(&[Segment { ptr: at(4096), len: 10 }], 10).is_err(), "the pool is gone");
+        regions.add(at(0), 10, HOST, Overlap::Allowed).expect_err("no memory lies there");
+    }
+}
