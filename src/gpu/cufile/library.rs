@@ -118,6 +118,7 @@ functions! {
 pub(super) struct Statistics {
     pub(super) set_level: unsafe extern "C" fn(c_int) -> RawResult,
     pub(super) start: unsafe extern "C" fn() -> RawResult,
+    pub(super) stop: unsafe extern "C" fn() -> RawResult,
     pub(super) level_3: unsafe extern "C" fn(*mut c_void) -> RawResult,
 }
 
@@ -126,6 +127,7 @@ impl Statistics {
         Ok(Statistics {
             set_level: find(loaded, "cuFileSetStatsLevel")?,
             start: find(loaded, "cuFileStatsStart")?,
+            stop: find(loaded, "cuFileStatsStop")?,
             level_3: find(loaded, "cuFileGetStatsL3")?,
         })
     }

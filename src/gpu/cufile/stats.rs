@@ -1,10 +1,13 @@
 //! The library's own count of which way its transfers went.
 
-use std::ffi::c_void;
+use std::{
+    ffi::c_void,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 use super::{
     driver::Driver,
-    library::{CufileFault, check},
+    library::{CufileFault, Statistics, check},
 };
 
 /// Level 3: everything, by GPU. The lower levels do not tell the ways apart.
@@ -92,16 +95,34 @@ impl Counters {
     }
 }
 
+/// The library counts, until this is dropped: a process that ends while it counts crashes in the library (1.15).
+pub(crate) struct Counting {
+    statistics: &'static Statistics,
+    /// There is one count a process.
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Drop for Counting {
+    fn drop(&mut self) {
+        // SAFETY: the function of this name takes nothing; the driver is open.
+        if let Err(fault) = check("cuFileStatsStop", unsafe { (self.statistics.stop)() }) {
+            tracing::debug!(%fault, "libcufile counts on");
+        }
+    }
+}
+
 impl Driver {
-    /// Lets the library count. `false` where it cannot: before 1.15.
-    pub(crate) fn start_counting(&self) -> Result<bool, CufileFault> {
-        let Some(statistics) = &self.library().functions.statistics else { return Ok(false) };
+    /// Lets the library count, one caller at a time. `None` where it cannot: before 1.15.
+    pub(crate) fn start_counting(&self) -> Result<Option<Counting>, CufileFault> {
+        static TURN: Mutex<()> = Mutex::new(());
+        let Some(statistics) = &self.library().functions.statistics else { return Ok(None) };
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the functions of these names take an integer and nothing; the driver is open.
         unsafe {
             check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
             check("cuFileStatsStart", (statistics.start)())?;
         }
-        Ok(true)
+        Ok(Some(Counting { statistics, _turn: turn }))
     }
 
     /// What it has counted so far; `None` where it does not count.

@@ -170,7 +170,7 @@ fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, Ready), String> {
 /// Reads from each file, and asks the library which way that went.
 fn prove(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<Ready, String> {
     let told = |fault: crate::gpu::cufile::CufileFault| fault.to_string();
-    driver.start_counting().map_err(told)?;
+    let _counting = driver.start_counting().map_err(told)?;
     let before = driver.counters().map_err(told)?;
     for handle in handles {
         // SAFETY: by the contract of `open` the memory is ours alone.
