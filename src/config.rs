@@ -55,11 +55,12 @@ pub enum DeviceKind {
 #[serde(rename_all = "snake_case")]
 pub enum CufileMode {
     /// Where libcufile proves, when the cache is opened, that it leaves host memory out; through host memory otherwise.
-    #[default]
+    /// A process that has asked libcufile 1.15 for the proof may crash in the library when it ends.
     Auto,
     /// By libcufile or not at all, also in its compat mode, which is slower than host memory: for tests.
     On,
     /// Through host memory. The library is not even looked for.
+    #[default]
     Off,
 }
 

@@ -101,6 +101,7 @@ pub fn config(directory: &TempDir) -> Config {
         device: DeviceKind::Cuda,
         device_layout: Some(Layout::new(vec![4096, 8192, 4096]).expect("16 KiB")),
         disks: vec![DiskPath { path: directory.path().to_owned(), blocks: 256 }],
+        cufile: CufileMode::Auto,
         cufile_stuck_ms: 300,
         ..Config::default()
     }

@@ -97,10 +97,11 @@ result cuFileDriverGetProperties(unsigned *p) {
     return ok();
 }
 result cuFileSetStatsLevel(int level) { return level == 3 ? ok() : fail(5022); }
-result cuFileStatsStart(void) { counting = 1; return ok(); }
+static int counted;
+result cuFileStatsStart(void) { if (counted) abort(); counting = counted = 1; return ok(); }
 result cuFileStatsStop(void) { counting = 0; return ok(); }
-/* As NVIDIA's does; who has only just come back may be at it. */
-__attribute__((destructor)) static void end(void) { if (counting && !is("register")) abort(); }
+/* As NVIDIA's does, which does not stand a second beginning either. */
+__attribute__((destructor)) static void end(void) { if (counting) abort(); }
 #ifndef NO_STATISTICS
 result cuFileGetStatsL3(uint64_t *s) {
     pthread_mutex_lock(&lock);

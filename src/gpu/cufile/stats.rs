@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     driver::Driver,
-    library::{CufileFault, Statistics, check},
+    library::{CufileFault, Functions, Library, check},
 };
 
 /// Level 3: everything, by GPU. The lower levels do not tell the ways apart.
@@ -95,34 +95,37 @@ impl Counters {
     }
 }
 
-/// The library counts, until this is dropped: a process that ends while it counts crashes in the library (1.15).
+/// The turn of whoever looks at the counts: there is one set of them a process.
 pub(crate) struct Counting {
-    statistics: &'static Statistics,
-    /// There is one count a process.
-    _turn: MutexGuard<'static, ()>,
+    _turn: MutexGuard<'static, bool>,
 }
 
-impl Drop for Counting {
-    fn drop(&mut self) {
-        // SAFETY: the function of this name takes nothing; the driver is open.
-        if let Err(fault) = check("cuFileStatsStop", unsafe { (self.statistics.stop)() }) {
-            tracing::debug!(%fault, "libcufile counts on");
-        }
+/// At the end of a process, before the library's own end: that crashes where it still counts (1.15).
+extern "C" fn stop_counting() {
+    if let Ok(Library { functions: Functions { statistics: Some(statistics), .. }, .. }) = Library::get() {
+        // SAFETY: the function of this name takes nothing; the driver is open, or counting would not have begun.
+        unsafe { (statistics.stop)() };
     }
 }
 
 impl Driver {
-    /// Lets the library count, one caller at a time. `None` where it cannot: before 1.15.
+    /// Lets the library count, for the rest of the process: to stop and to begin again crashes, too. One caller at a
+    /// time. `None` where it cannot: before 1.15.
     pub(crate) fn start_counting(&self) -> Result<Option<Counting>, CufileFault> {
-        static TURN: Mutex<()> = Mutex::new(());
+        static COUNTS: Mutex<bool> = Mutex::new(false);
         let Some(statistics) = &self.library().functions.statistics else { return Ok(None) };
-        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the functions of these names take an integer and nothing; the driver is open.
-        unsafe {
-            check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
-            check("cuFileStatsStart", (statistics.start)())?;
+        let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
+        if !*counts {
+            // SAFETY: the functions of these names take an integer and nothing; the driver is open. What is registered
+            // takes nothing and does not unwind; it runs before the end of the library, which was loaded earlier.
+            unsafe {
+                check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
+                check("cuFileStatsStart", (statistics.start)())?;
+                libc::atexit(stop_counting);
+            }
+            *counts = true;
         }
-        Ok(Some(Counting { statistics, _turn: turn }))
+        Ok(Some(Counting { _turn: counts }))
     }
 
     /// What it has counted so far; `None` where it does not count.
