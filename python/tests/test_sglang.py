@@ -110,7 +110,10 @@ def test_a_restart_keeps_every_page(geometry, layout, store_dir):
     assert backend.batch_exists(keys) == 16
     assert all(backend.batch_get_v1(keys, indices))
     assert same(pages_of(pool, indices), want)
-    assert backend.stats()["pools"]["kv"]["routes"]["disk_to_host"]["blocks"] == 16, "they came from memory"
+    routes = backend.stats()["pools"]["kv"]["routes"]
+    # Which of the two depends on where torch has put the pool.
+    from_disk = routes["disk_to_host"]["blocks"] + routes["disk_to_region"]["blocks"]
+    assert from_disk == 16, "they came from memory"
     backend.close()
 
 

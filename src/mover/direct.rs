@@ -214,7 +214,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (found, filling) = self.checksum_on_device(filling).await;
         match found {
             Ok(found) if found == wanted => {
-                let outcome = self.shared.publish_device(id, filling, wanted, Route::DiskToDevice, pin);
+                let outcome = self.shared.publish(id, filling, wanted, Route::DiskToDevice, pin);
                 self.shared.metrics.moved(Route::DiskToDevice, self.shared.config.block_bytes, started.elapsed());
                 Tried::Ended(Ok(outcome))
             }
@@ -398,29 +398,5 @@ impl Shared {
         if let Some(filling) = filling {
             filling.release(&mut state);
         }
-    }
-
-    /// Makes a filled device slot visible, pinned for the first waiter; gives the source back. `None` if the block was
-    /// removed meanwhile.
-    pub(super) fn publish_device(
-        self: &Arc<Self>,
-        id: EntryId,
-        filling: Filling,
-        checksum: u64,
-        route: Route,
-        source: Pin,
-    ) -> Option<Pin> {
-        let mut state = self.lock();
-        let published = state.index.complete_fill(id, Tier::Device, filling.slot());
-        let pin = if published {
-            state.device_checksums[filling.slot() as usize] = checksum;
-            filling.published();
-            Pin::take(self, &mut state, id, Tier::Device, route)
-        } else {
-            filling.release(&mut state);
-            None
-        };
-        source.release(&mut state);
-        pin
     }
 }

@@ -247,7 +247,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match result {
             Ok(()) => {
                 let checksum = self.checksum_of(filling.bytes_mut()).await;
-                Ok(self.shared.publish_host(id, filling, checksum, Route::DeviceToHost, pin))
+                Ok(self.shared.publish(id, filling, checksum, Route::DeviceToHost, pin))
             }
             Err(error) => {
                 self.shared.lock().index.abort_fill(id, Tier::Host);
@@ -289,7 +289,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Err(error);
         }
         let checksum = self.shared.lock().host_checksums[source.slot() as usize];
-        let pin = self.shared.publish_device(id, filling, checksum, route, source);
+        let pin = self.shared.publish(id, filling, checksum, route, source);
         self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
         Ok(pin)
     }
@@ -395,9 +395,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 }
 
 impl Shared {
-    /// Makes a filled host slot visible, pinned for the first waiter. `None` if the block was
-    /// removed meanwhile.
-    pub(super) fn publish_host(
+    /// Makes a filled host or device slot visible, pinned for the first waiter; gives the source back. `None` if the block
+    /// was removed meanwhile.
+    pub(super) fn publish(
         self: &Arc<Self>,
         id: EntryId,
         filling: Filling,
@@ -405,12 +405,16 @@ impl Shared {
         route: Route,
         source: Pin,
     ) -> Option<Pin> {
+        let (tier, slot) = (filling.tier(), filling.slot());
         let mut state = self.lock();
-        let published = state.index.complete_fill(id, Tier::Host, filling.slot());
-        let pin = if published {
-            state.host_checksums[filling.slot() as usize] = checksum;
+        let pin = if state.index.complete_fill(id, tier, slot) {
+            let checksums = match tier {
+                Tier::Device => &mut state.device_checksums,
+                _ => &mut state.host_checksums,
+            };
+            checksums[slot as usize] = checksum;
             filling.published();
-            Pin::take(self, &mut state, id, Tier::Host, route)
+            Pin::take(self, &mut state, id, tier, route)
         } else {
             filling.release(&mut state);
             None

@@ -500,6 +500,10 @@ pub(crate) struct Filling {
 }
 
 impl Filling {
+    pub(crate) fn tier(&self) -> Tier {
+        self.tier
+    }
+
     pub(crate) fn slot(&self) -> u32 {
         self.slot
     }

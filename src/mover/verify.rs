@@ -144,7 +144,7 @@ impl Shared {
             return Ok(None);
         }
         self.metrics.moved(Route::DiskToHost, self.config.block_bytes, started.elapsed());
-        Ok(self.publish_host(source.id(), filling, checksum, Route::DiskToHost, source))
+        Ok(self.publish(source.id(), filling, checksum, Route::DiskToHost, source))
     }
 
     /// Ends a flight; each waiter's answer is the caller's to send when the lock is released.
