@@ -164,9 +164,8 @@ impl Cache {
     }
 
     /// Copies blocks into registered memory: one result per block, in order. `true`: it is there;
-    /// `false`: it was resident nowhere, its segments are as they were. With
-    /// [`Config::bypass_host`](crate::Config::bypass_host) a block that turned out to be damaged is `false` too, and
-    /// its segments hold anything.
+    /// `false`: it was resident nowhere, its segments are as they were; or it turned out to be damaged, and where it
+    /// went to the device or [`Config::bypass_host`](crate::Config::bypass_host) is on, its segments hold anything.
     ///
     /// `segments[i]` are the places of block `i`, in the order of its bytes, one block long in all.
     ///

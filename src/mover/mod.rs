@@ -5,6 +5,7 @@
 //! engine, it runs unchanged over the ring, over threads, and in simulation, for whose sake it has
 //! no wall clock, no random hasher and no thread of its own.
 
+mod ahead;
 #[cfg(feature = "sim")]
 mod balance;
 mod budget;

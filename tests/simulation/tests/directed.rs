@@ -605,3 +605,49 @@ fn a_disk_tier_without_a_good_slot_is_out_of_service() {
         finish(cache, reactor).await;
     });
 }
+
+#[test]
+fn a_wrong_block_is_never_on_the_device() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { device_blocks: 2, ..config() }).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { bit_flip: 1.0, ..FaultRates::default() });
+        for n in 0..3 {
+            let found = cache.fetch_to_device(&key(n)).await.expect("a miss");
+            assert!(found.is_none(), "block {n} does not match its checksum");
+        }
+        disk.set_rates(FaultRates::default());
+        let stats = cache.stats();
+        let device = stats.tier(Tier::Device);
+        assert_eq!((device.resident, device.free), (0, 2), "what was copied there is nobody's");
+        for n in 3..7 {
+            let lease = cache.fetch_to_device(&key(n)).await.expect("served").expect("on disk");
+            assert_eq!(cache.read_device(&lease, Vec::new()).await.expect("read back"), payload(n));
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn memory_of_a_load_to_the_device_is_the_callers_again_after_a_timeout() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { device_blocks: 2, ..config() }).await;
+        fill(&cache).await;
+        let mut memory = vec![0xee; BLOCK_BYTES];
+        // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
+        let region = unsafe { cache.register_device(memory.as_mut_ptr(), BLOCK_BYTES) }.expect("registered");
+        let segments = vec![vec![kvhoist::Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let loaded = cache.load_into(&[key(0)], &segments).await.expect("asked");
+        assert!(matches!(loaded[..], [Err(Error::Timeout { .. })]), "{loaded:?}");
+        disk.release();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(fetch(&cache, 0).await.expect("served"), "the read has landed");
+        assert!(memory == vec![0xee; BLOCK_BYTES], "somebody wrote there after the answer");
+        let loaded = cache.load_into(&[key(1)], &segments).await.expect("asked");
+        assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+        cache.unregister(region).await;
+        assert_eq!(memory, payload(1));
+        finish(cache, reactor).await;
+    });
+}
