@@ -35,13 +35,6 @@ impl CopyEngine for AnyCopy {
         }
     }
 
-    async fn checksum_host(&self, segment: Segment, owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
-        match self {
-            AnyCopy::Memcpy(engine) => engine.checksum_host(segment, owner).await,
-            AnyCopy::Cuda(engine) => engine.checksum_host(segment, owner).await,
-        }
-    }
-
     fn fault(&self) -> Option<String> {
         match self {
             AnyCopy::Memcpy(engine) => engine.fault(),

@@ -104,7 +104,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match self.read_host(key, class).await? {
             Read::Ended(pin) => Ok(pin),
             Read::Unverified(unverified) => match next {
-                Next::Device(ahead) => self.verify_and_copy(unverified, &ahead).await,
+                Next::Device(ahead) => self.copy_and_verify(unverified, &ahead).await,
                 Next::Elsewhere => self.verify_here(unverified).await,
             },
         }
@@ -130,7 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
+    pub(super) async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
         let matches = self.checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
         self.shared.finish_read(unverified, matches)
     }

@@ -1,6 +1,6 @@
 //! A caller's own memory, registered with the cache.
 
-use kvhoist::{Cache, Error, Region, Segment, io::IO_ALIGN, sim::Rng};
+use kvhoist::{Cache, Config, Error, Region, Segment, io::IO_ALIGN, sim::Rng};
 
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;
@@ -43,6 +43,11 @@ impl Drop for Pool {
 impl Memory {
     pub fn blocks(&self) -> usize {
         self.blocks
+    }
+
+    /// A block may be here before it is verified.
+    pub fn takes_unverified(&self, config: &Config) -> bool {
+        self.device || config.bypass_host
     }
 
     pub fn is_registered(&self) -> bool {

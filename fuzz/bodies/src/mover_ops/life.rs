@@ -423,6 +423,10 @@ impl Life<'_> {
             let Some(found) = self.checked("a load", result) else { continue };
             let claims = self.claims();
             self.run.model.answered(block, found, claims);
+            // A damaged block may be on the device before it is found out.
+            if !found && device && self.cache.stats().checksum_failures > 0 {
+                continue;
+            }
             let expected = if found { payload(block, untouched.len()) } else { untouched.clone() };
             assert_eq!(self.memory.read(at), expected, "block {block}, loaded: {found}, left wrong bytes");
         }
