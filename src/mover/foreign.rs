@@ -192,7 +192,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // SAFETY: the source lies in regions that the job holds, whose owner promised at
         // registration not to write to a segment while it is stored; the target is unpublished.
         let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&job) as _, Arc::new(filling)]) };
-        // Prompt: those that go together would come to the disk together. The device can sum up its own memory while that is copied.
+        // Prompt: those that go together would come to the disk together. The device can sum up its own memory while
+        // that is copied.
         let sum = async {
             match memory {
                 RegionMemory::Host => None,

@@ -134,7 +134,7 @@ impl Options {
     }
 }
 
-/// The `main` of a bench: runs those of `names` that the process's arguments want, in order, up to the first that fails.
+/// The `main` of a bench: runs those of `names` that the arguments want, in order, up to the first that fails.
 pub fn main(names: &[&str], dir: impl Into<PathBuf>, run: impl Fn(&str, &Options) -> io::Result<()>) -> ExitCode {
     let ended = Options::parse(names, dir).and_then(|options| {
         let run = |name: &String| run(name, &options).map_err(|error| format!("{name}: {error}"));
