@@ -395,8 +395,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 }
 
 impl Shared {
-    /// Makes a filled host or device slot visible, pinned for the first waiter; gives the source back. `None` if the block
-    /// was removed meanwhile.
+    /// Makes a filled host or device slot visible, pinned for the first waiter; gives the source back. `None` if the
+    /// block was removed meanwhile.
     pub(super) fn publish(
         self: &Arc<Self>,
         id: EntryId,
