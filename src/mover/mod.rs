@@ -96,6 +96,8 @@ pub(crate) struct Mover<S, C> {
     /// libcufile, where it is in use.
     direct: OnceCell<Direct>,
     files: Vec<FileId>,
+    /// What addresses of reads and writes must be multiples of.
+    memory_align_bytes: usize,
     budget: Budget,
     records: RefCell<RecordPages>,
     /// One permit: whose block is checksummed on this thread.
@@ -116,7 +118,7 @@ pub(crate) struct Mover<S, C> {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    pub(crate) fn new(shared: Arc<Shared>, storage: S, copy: C) -> Rc<Self> {
+    pub(crate) fn new(shared: Arc<Shared>, storage: S, copy: C, memory_align_bytes: usize) -> Rc<Self> {
         let config = &shared.config;
         let files: Vec<FileId> =
             (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
@@ -133,6 +135,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             begun: Notify::new(),
             direct: OnceCell::new(),
             files,
+            memory_align_bytes,
             shared,
             storage,
             copy,

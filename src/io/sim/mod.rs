@@ -74,6 +74,11 @@ impl Sim {
         self.0.borrow().in_flight()
     }
 
+    /// What addresses of reads and writes must be multiples of.
+    pub fn memory_align_bytes(&self) -> usize {
+        self.0.borrow().memory_align_bytes()
+    }
+
     /// Operations so far, by what became of them.
     pub fn counts(&self) -> Counts {
         self.0.borrow().counts()
