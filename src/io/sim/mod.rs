@@ -11,6 +11,7 @@
 mod disk;
 mod faults;
 mod log;
+mod memory;
 mod rng;
 mod state;
 #[cfg(test)]
@@ -19,6 +20,7 @@ mod tests;
 pub use disk::SECTOR_BYTES;
 pub use faults::{Fault, FaultKind, FaultRates, SimOptions};
 pub use log::{Counts, Event, LogEntry};
+pub use memory::Memory;
 pub use rng::Rng;
 
 use std::{cell::RefCell, io, rc::Rc};
