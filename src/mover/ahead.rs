@@ -16,7 +16,6 @@ use crate::{
     block::{Segment, Tier},
     copy::{CopyBatch, CopyEngine, pair_segments},
     error::{Error, Result},
-    index::EntryId,
     io::Storage,
 };
 
@@ -32,8 +31,9 @@ pub(super) enum Target {
 
 type Owner = Arc<dyn Any + Send + Sync>;
 
-/// What became of a target: the block that was copied there and is right, if one was.
-type Told = (Target, Option<EntryId>);
+/// What became of a target: the checksum of what was copied there and is right, if anything was. By its checksum, not
+/// by its entry: the block may have been removed and stored anew meanwhile.
+type Told = (Target, Option<u64>);
 
 /// A target that was offered, for who reads the block.
 pub(super) struct Ahead(RefCell<Option<(Target, oneshot::Sender<Told>)>>);
@@ -80,7 +80,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Copies a block to the device, if that was offered, and verifies it: there, if the device can. What does not
     /// match there is summed up here before anything is concluded from it.
     pub(super) async fn copy_and_verify(&self, unverified: Unverified, ahead: &Ahead) -> Outcome {
-        let (id, wanted) = (unverified.source.id(), unverified.checksum);
+        let wanted = unverified.checksum;
         let (unverified, copied) = self.copy_ahead(unverified, ahead).await;
         let Some(Copied { target, result, sum, tell }) = copied else { return self.verify_here(unverified).await };
         let matches = matches!(sum, Some(Ok(found)) if found == wanted);
@@ -89,9 +89,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             false => self.verify_here(unverified).await,
         };
         // Where host memory holds the right bytes and the device saw others, what is there may be wrong.
-        let there = matches || (result.is_ok() && sum.is_none());
+        let is_right = matches!(outcome, Ok(Some(_))) && (matches || (result.is_ok() && sum.is_none()));
         // Who offered it may be gone.
-        drop(tell.send((target, there.then_some(id))));
+        drop(tell.send((target, is_right.then_some(wanted))));
         outcome
     }
 

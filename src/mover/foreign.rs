@@ -12,7 +12,7 @@ use std::{
 use tokio::sync::Notify;
 
 use super::{
-    Mover, Pin,
+    Mover,
     ahead::{Offer, Target},
     budget::Class,
     promote::Next,
@@ -149,7 +149,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     unreachable!("a target comes back as the one that it was");
                 };
                 let pin = outcome?;
-                if copied.is_some() && copied == pin.as_ref().map(Pin::id) {
+                let wanted = pin.as_ref().map(|pin| self.shared.lock().host_checksums[pin.slot() as usize]);
+                if copied.is_some() && copied == wanted {
                     return Ok(true);
                 }
                 (self.promote_direction(), job, pin)

@@ -262,9 +262,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Route::DiskToHost => Route::DiskToHostToDevice,
             _ => Route::HostToDevice,
         };
+        let checksum = self.shared.lock().host_checksums[source.slot() as usize];
         let (filling, is_there) = match offer.withdraw().await? {
-            // The block may have been removed and stored anew meanwhile.
-            (Target::Slot(filling), copied) => (filling, copied == Some(id)),
+            (Target::Slot(filling), copied) => (filling, copied == Some(checksum)),
             _ => (self.shared.acquire(Tier::Device).await?, false),
         };
         if !self.shared.lock().index.begin_fill(id, Tier::Device) {
@@ -275,7 +275,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             true => (source, filling),
             false => self.copy_to_device(source, filling).await?,
         };
-        let checksum = self.shared.lock().host_checksums[source.slot() as usize];
         let pin = self.shared.publish(id, filling, checksum, route, source);
         self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
         Ok(pin)

@@ -423,8 +423,8 @@ impl Life<'_> {
             let Some(found) = self.checked("a load", result) else { continue };
             let claims = self.claims();
             self.run.model.answered(block, found, claims);
-            // A damaged block may be on the device before it is found out.
-            if !found && device && self.cache.stats().checksum_failures > 0 {
+            // A block that is found out to be damaged may be there by then.
+            if !found && device {
                 continue;
             }
             let expected = if found { payload(block, untouched.len()) } else { untouched.clone() };
