@@ -30,7 +30,7 @@
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
        ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304 };
 enum { FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF = 124, DMA_BUF_FD = 1, CURRENT_CONTEXT = 0, TO_OWNER = 100,
-       ALLOCATIONS = 256, PAGE = 4096 };
+       ALLOCATIONS = 256, PAGE = 4096, LARGE_PAGE = 65536 };
 
 typedef struct { uint64_t address, bytes, after; } piece;
 /* A copy; or sums of `len` pieces; or, with no destination, the wait until the word at `src` has reached the value `len`. */
@@ -155,7 +155,9 @@ int double_is_device(uint64_t p, size_t n) {
 int double_needs_flush(void) { return ordering() < TO_OWNER; }
 int cuMemAlloc_v2(uint64_t *p, size_t n) {
     void *memory = NULL;
-    if (is_fault("alloc") || posix_memalign(&memory, PAGE, n)) return OUT_OF_MEMORY;
+    /* Whole pages of the device, as its own memory is. */
+    n = (n + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    if (is_fault("alloc") || posix_memalign(&memory, LARGE_PAGE, n)) return OUT_OF_MEMORY;
     memset(memory, 0xdd, n);
     *p = (uint64_t)memory;
     pthread_mutex_lock(&allocations_lock);

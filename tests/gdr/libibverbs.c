@@ -188,14 +188,13 @@ __attribute__((constructor)) static void begin(void) {
 static device list_of[DEVICES];
 device **ibv_get_device_list(int *n) {
     device **list = calloc(how.devices + 1, sizeof *list);
-    const char *sysfs = getenv("IBV_DOUBLE_SYSFS");
     for (int i = 0; i < how.devices && i < DEVICES; i++) {
         device *d = &list_of[i];
         d->node_type = 1; d->transport_type = 0;
         snprintf(d->name, sizeof d->name, "double%d", i);
         snprintf(d->dev_name, sizeof d->dev_name, "uverbs_double%d", i);
         snprintf(d->dev_path, sizeof d->dev_path, "/sys/class/infiniband_verbs/uverbs_double%d", i);
-        snprintf(d->ibdev_path, sizeof d->ibdev_path, "%s/double%d", sysfs ? sysfs : "/sys/class/infiniband", i);
+        snprintf(d->ibdev_path, sizeof d->ibdev_path, "/sys/class/infiniband/double%d", i);
         list[i] = d;
     }
     if (n) *n = how.devices;
@@ -571,6 +570,8 @@ qp_face *ibv_create_qp(pd *p, qp_init *init) {
     return &q->face;
 }
 static void forget_completions(qp *q) {
+    /* This takes long: by the end of it no write is on its way any more. */
+    read_through();
     cq *of = (cq *)q->face.send_cq;
     uint64_t kept = of->head;
     for (uint64_t at = of->head; at < of->tail; at++)
