@@ -64,6 +64,43 @@ pub enum CufileMode {
     Off,
 }
 
+/// Whether copies between host and device go through an RDMA device (GPUDirect RDMA).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum GdrMode {
+    /// Where there is one that proves that it copies right, and where it is measured to be better; never to and from
+    /// host memory that plays a device.
+    #[default]
+    Auto,
+    /// Every copy that it can carry, or an error when the cache is opened.
+    On,
+    /// None. RDMA devices are not even looked for.
+    Off,
+}
+
+impl GdrMode {
+    /// The mode of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [("auto", GdrMode::Auto), ("on", GdrMode::On), ("off", GdrMode::Off)]
+            .into_iter()
+            .find_map(|(known, mode)| (known == name).then_some(mode))
+    }
+}
+
+/// Which way to copy, where two are about as quick.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum CopyPrefer {
+    /// The one that should be done first.
+    Latency,
+    /// The one that has less to do.
+    #[default]
+    Throughput,
+    /// The one that takes no multiprocessor and no copy engine from the device: an RDMA device, also where it takes up
+    /// to twice as long.
+    SpareGpu,
+}
+
 /// What to do where a path has no direct I/O.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
@@ -104,6 +141,12 @@ pub struct Config {
     pub copy: Option<CopyMethod>,
     /// Thread blocks of 512 threads that the copy kernel may use at a time. 1 to 1024.
     pub copy_blocks_max: u32,
+    /// Whether copies go through an RDMA device. The environment's `KVHOIST_GDR` (`auto`, `on`, `off`) goes before this.
+    pub gdr: GdrMode,
+    /// The RDMA device, by its name (`mlx5_0`). `None`: the one nearest to the device.
+    pub gdr_device: Option<String>,
+    /// Which way to copy, where two are about as quick.
+    pub copy_prefer: CopyPrefer,
     /// Whether blocks go between disk and a CUDA device by libcufile.
     pub cufile: CufileMode,
     /// Milliseconds after which a call or a batch of libcufile is given up on; the block then goes through host memory,
@@ -170,6 +213,9 @@ impl Default for Config {
             device_ordinal: 0,
             copy: None,
             copy_blocks_max: 16,
+            gdr: GdrMode::default(),
+            gdr_device: None,
+            copy_prefer: CopyPrefer::default(),
             cufile: CufileMode::default(),
             cufile_stuck_ms: 5_000,
             device_layout: None,

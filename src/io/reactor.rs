@@ -53,7 +53,7 @@ impl Reactor {
                 ),
             }
         }
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         runtime.map(Reactor::Plain).map_err(|source| Error::io("start a runtime", "", source))
     }
 

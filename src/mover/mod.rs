@@ -44,7 +44,7 @@ use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 use self::{budget::Budget, direct::Direct, records::RecordPages, service::Failures};
 use crate::{
     block::{BlockKey, Tier},
-    copy::CopyEngine,
+    copy::{CopyEngine, CopyRegion},
     error::Result,
     io::{FileId, Storage},
 };
@@ -74,6 +74,8 @@ pub(crate) enum Command {
 pub(crate) enum Urgent {
     /// Write a host block to disk. Its flight has begun.
     Write { key: BlockKey, pin: Pin, class: Class },
+    /// Take foreign memory from the hands of the copy engine. No movement uses it.
+    GiveBack { region: CopyRegion, reply: oneshot::Sender<()> },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice { pin: Pin, buf: Vec<u8>, reply: oneshot::Sender<Result<Vec<u8>>> },
 }
@@ -200,6 +202,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let this = Rc::clone(self);
         match request {
             Urgent::Write { key, pin, class } => self.spawn(this.write(key, pin, class)),
+            Urgent::GiveBack { region, reply } => self.spawn(async move {
+                this.copy.forget(&region).await;
+                drop(reply.send(()));
+            }),
             Urgent::ReadDevice { pin, buf, reply } => self.spawn(async move {
                 drop(reply.send(this.read_device(pin, buf).await));
             }),
