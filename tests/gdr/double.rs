@@ -96,7 +96,9 @@ pub fn get(what: &str) -> u64 {
     let what = CString::new(what).expect("no zeros");
     let function = of_double(c"ibv_double_get");
     // SAFETY: the function of this name takes a string, which lives across the call, and gives a number.
-    unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(*const libc::c_char) -> u64>(function)(what.as_ptr()) }
+    unsafe {
+        std::mem::transmute::<*mut libc::c_void, extern "C" fn(*const libc::c_char) -> u64>(function)(what.as_ptr())
+    }
 }
 
 /// Nothing that was made is left: regions, queues, devices.

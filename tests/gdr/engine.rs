@@ -162,7 +162,8 @@ fn batches_of_a_stream_end_in_order() {
             let tasks: Vec<_> = (0..200)
                 .map(|n| {
                     let count = 1 + rng.below(19) as usize;
-                    let (rig, ended, places) = (Rc::clone(&rig), Rc::clone(&ended), places.by_ref().take(count).collect::<Vec<_>>());
+                    let (rig, ended, places) =
+                        (Rc::clone(&rig), Rc::clone(&ended), places.by_ref().take(count).collect::<Vec<_>>());
                     let stream = n % 3 + 1;
                     tokio::task::spawn_local(async move {
                         rig.copy_in(in_stream(stream), Way::ToHost, &places, n).await.expect("copied");

@@ -215,7 +215,11 @@ fn is_killed(round: u64) {
     victim.wait().expect("our child");
     assert_eq!(resources(), "", "the kernel has taken it all back");
     on_reactor(async {
-        rig().await.copy(Way::ToDevice, &scattered(&mut Rng(round), 20, 1000, 0..SIDE_BYTES), round).await.expect("copied");
+        rig()
+            .await
+            .copy(Way::ToDevice, &scattered(&mut Rng(round), 20, 1000, 0..SIDE_BYTES), round)
+            .await
+            .expect("copied");
     });
 }
 

@@ -21,7 +21,8 @@ fn futures_that_are_dropped_leave_their_batches_to_the_engine() {
             let mut rng = Rng(seed());
             let mut context = Context::from_waker(std::task::Waker::noop());
             for round in 0..100 {
-                let places = scattered(&mut rng, 1 + rng.0 as usize % 100, 2000, 0..SIDE_BYTES);
+                let count = 1 + rng.below(100) as usize;
+                let places = scattered(&mut rng, count, 2000, 0..SIDE_BYTES);
                 let mut copy = pin!(rig.engine.copy(rig.batch(Way::ToHost, &places)));
                 for _ in 0..round % 3 {
                     let _ = copy.as_mut().poll(&mut context);

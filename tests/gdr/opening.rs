@@ -87,7 +87,13 @@ fn a_proof_that_does_not_end_is_given_up() {
 
 #[test]
 fn what_works_is_used_and_told() {
-    let cases = ["late DOUBLE_ORDERING=0", "late,nodmabuf,peermem DOUBLE_ORDERING=0", "late,ib DOUBLE_ORDERING=100", "late", "now,v1"];
+    let cases = [
+        "late DOUBLE_ORDERING=0",
+        "late,nodmabuf,peermem DOUBLE_ORDERING=0",
+        "late,ib DOUBLE_ORDERING=100",
+        "late",
+        "now,v1",
+    ];
     with_double("opening::what_works_is_used_and_told", &cases, |case| {
         let cuda = case.contains("DOUBLE_ORDERING");
         let cache = open(config(cuda));
@@ -135,7 +141,8 @@ fn off_does_not_look_and_auto_does_not_with_a_simulated_device() {
             assert_eq!((copies(&cache, "gdr"), get("registered"), get("objects")), (0, 0, 0));
             block_on(cache.close()).expect("close");
         }
-        let Err(error) = block_on(Cache::open(Config { device_blocks: 0, device_layout: None, ..config(false) })) else {
+        let Err(error) = block_on(Cache::open(Config { device_blocks: 0, device_layout: None, ..config(false) }))
+        else {
             panic!("there is no device tier")
         };
         assert!(matches!(error, Error::Config { field: "gdr", .. }), "{error}");
@@ -153,7 +160,9 @@ fn the_environment_goes_before_the_settings() {
             ("late KVHOIST_GDR=off", Ok(cache)) => assert!(!cache.stats().gdr),
             ("late KVHOIST_GDR=on", Ok(cache)) => assert!(cache.stats().gdr),
             ("none KVHOIST_GDR=on", Err(Error::Unavailable { tier: "gdr", .. })) => {}
-            ("late KVHOIST_GDR=maybe", Err(Error::Config { field: "KVHOIST_GDR", found, .. })) => assert_eq!(found, "maybe"),
+            ("late KVHOIST_GDR=maybe", Err(Error::Config { field: "KVHOIST_GDR", found, .. })) => {
+                assert_eq!(found, "maybe")
+            }
             (case, other) => panic!("{case}: {:?}", other.map(|cache| cache.stats())),
         }
     });

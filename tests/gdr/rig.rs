@@ -177,7 +177,8 @@ impl Rig {
             Way::ToDevice => self.pool.promote_direction(),
             Way::ToHost => self.pool.demote_direction(),
         };
-        let owners: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(&self.arena) as _, Arc::new(Arc::clone(&self.pool))];
+        let owners: Vec<Arc<dyn Any + Send + Sync>> =
+            vec![Arc::clone(&self.arena) as _, Arc::new(Arc::clone(&self.pool))];
         // SAFETY: the owners keep both sides; each test uses a place for one copy at a time.
         unsafe { CopyBatch::new(places.iter().map(op).collect(), direction, owners) }
     }
@@ -222,13 +223,13 @@ fn byte_of(number: u64, at: usize) -> u8 {
 pub fn scattered(rng: &mut Rng, count: usize, len_max: usize, within: std::ops::Range<usize>) -> Vec<Place> {
     let stride = within.len() / count;
     assert!(stride > len_max, "{count} places of {len_max} bytes in {within:?}");
-    let mut order = |rng: &mut Rng| {
+    let order = |rng: &mut Rng| {
         let mut order: Vec<usize> = (0..count).collect();
         (1..count).rev().for_each(|at| order.swap(at, rng.below(at as u64 + 1) as usize));
         order
     };
     let (hosts, devices) = (order(rng), order(rng));
-    let mut at = |rng: &mut Rng, slot: usize, len: usize| {
+    let at = |rng: &mut Rng, slot: usize, len: usize| {
         within.start + slot * stride + rng.below((stride - len) as u64) as usize
     };
     (0..count)

@@ -27,18 +27,24 @@ impl Scale {
 
 /// One byte to the longest, at every alignment that means something, both ways.
 pub async fn sizes(rig: &Rig, scale: Scale) {
-    let lens = [1, 2, 3, 7, 8, 63, 64, 65, 511, 4095, 4096, 4097, 16_384, 65_537, 1 << 20, (1 << 20) + 1, scale.longest];
+    let lens =
+        [1, 2, 3, 7, 8, 63, 64, 65, 511, 4095, 4096, 4097, 16_384, 65_537, 1 << 20, (1 << 20) + 1, scale.longest];
     for (n, len) in lens.into_iter().enumerate() {
         let small = len <= 65_537;
-        for (host, device) in [(0, 0), (1, 0), (0, 1), (4095, 2), (63, 4097)].into_iter().take(if small { 5 } else { 2 }) {
+        for (host, device) in
+            [(0, 0), (1, 0), (0, 1), (4095, 2), (63, 4097)].into_iter().take(if small { 5 } else { 2 })
+        {
             for way in [Way::ToDevice, Way::ToHost] {
                 // Its neighbours must be as they were.
                 let place = Place { host: host + 64, device: device + 64, len };
                 let before = Place { host, device, len: 64 };
                 let behind = Place { host: host + 64 + len, device: device + 64 + len, len: 64 };
-                [before, behind].map(|guard| rig.clear(way, guard));
+                [before, behind].iter().for_each(|guard| rig.clear(way, *guard));
                 rig.copy(way, &[place], n as u64).await.unwrap_or_else(|error| panic!("{way:?} {place:?}: {error}"));
-                assert!([before, behind].iter().all(|guard| rig.is_clear(way, *guard)), "{way:?} {place:?}: bytes beside it");
+                assert!(
+                    [before, behind].iter().all(|guard| rig.is_clear(way, *guard)),
+                    "{way:?} {place:?}: bytes beside it"
+                );
             }
         }
     }

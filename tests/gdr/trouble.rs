@@ -9,7 +9,7 @@ use crate::{
     common::{Rng, seed},
     double::{get, is_forgotten, set, with_double},
     engine::is_cuda,
-    rig::{Place, Rig, SIDE_BYTES, Way, is_of_engine, on_reactor, scattered},
+    rig::{Rig, SIDE_BYTES, Way, is_of_engine, on_reactor, scattered},
 };
 
 /// Batches of a few pieces each, all at once; how many of them failed. Those that did not are right.
@@ -113,7 +113,8 @@ fn a_region_that_was_revoked_retires_the_engine() {
 
 #[test]
 fn what_does_not_pass_its_second_proof_is_retired() {
-    let cases = ["late FAULT=lose", "late FAULT=modify=1", "late FAULT=modify=2", "now FAULT=modify=3", "late FAULT=wrong"];
+    let cases =
+        ["late FAULT=lose", "late FAULT=modify=1", "late FAULT=modify=2", "now FAULT=modify=3", "late FAULT=wrong"];
     with_double("trouble::what_does_not_pass_its_second_proof_is_retired", &cases, |_| {
         let fault = fault();
         on_reactor(async {
@@ -138,7 +139,8 @@ fn what_does_not_pass_its_second_proof_is_retired() {
 #[test]
 fn a_chain_that_is_refused_in_the_middle_is_posted_on() {
     // With work under way there will be room; a device that takes nothing although it has nothing is broken.
-    let cases = ["late,delay=2000 FAULT=partial=40", "late,delay=2000 FAULT=partial=64", "late,delay=2000 FAULT=partial=65"];
+    let cases =
+        ["late,delay=2000 FAULT=partial=40", "late,delay=2000 FAULT=partial=64", "late,delay=2000 FAULT=partial=65"];
     with_double("trouble::a_chain_that_is_refused_in_the_middle_is_posted_on", &cases, |_| {
         let fault = fault();
         on_reactor(async {
@@ -176,7 +178,8 @@ fn a_queue_that_cannot_be_armed_is_looked_at() {
 #[test]
 fn completions_that_never_come_are_given_up_and_their_memory_taken_back() {
     // Dead: it does not even give back what its queue pair was told to flush. Overrun: the completions are lost.
-    let cases = ["late FAULT=never=20", "late FAULT=dead", "late DOUBLE_ORDERING=0 FAULT=never=20", "late FAULT=overrun=3"];
+    let cases =
+        ["late FAULT=never=20", "late FAULT=dead", "late DOUBLE_ORDERING=0 FAULT=never=20", "late FAULT=overrun=3"];
     with_double("trouble::completions_that_never_come_are_given_up_and_their_memory_taken_back", &cases, |case| {
         let fault = fault();
         on_reactor(async {

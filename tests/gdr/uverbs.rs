@@ -40,7 +40,7 @@ fn command(number: u32, words: &[u32]) -> usize {
     bytes.extend((words.len() as u16 + 2).to_ne_bytes());
     bytes.extend(0u16.to_ne_bytes());
     words.iter().for_each(|word| bytes.extend(word.to_ne_bytes()));
-    contexts().iter_mut().filter(|context| context.write(&bytes).is_ok_and(|taken| taken == bytes.len())).count()
+    contexts().iter().filter(|context| (&**context).write(&bytes).is_ok_and(|taken| taken == bytes.len())).count()
 }
 
 /// Takes a region away from the device, if this is the handle of one.

@@ -81,8 +81,8 @@ struct Inner {
     // Dropped in this order: `Drop` has ended all work by then.
     channel: Channel,
     queue: RefCell<Queue>,
-    scratch: Scratch,
     regions: Regions,
+    scratch: Scratch,
     phase: RefCell<Phase>,
     status: GdrStatus,
     /// What is told while it works.
