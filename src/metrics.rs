@@ -11,7 +11,8 @@ use std::{
     time::Duration,
 };
 
-use metrics::{Counter, Gauge, Histogram, Unit};
+pub(crate) use metrics::Gauge;
+use metrics::{Counter, Histogram, Unit};
 
 use crate::block::{Route, Tier};
 
@@ -60,7 +61,6 @@ pub(crate) struct CopyMetrics {
     bytes: [Count; COPY_ENGINES.len()],
     /// Batches that the RDMA device failed, and another engine copied.
     pub(crate) failovers: Count,
-    pub(crate) gdr_in_use: Gauge,
 }
 
 impl CopyMetrics {
@@ -69,7 +69,6 @@ impl CopyMetrics {
             batches: COPY_ENGINES.map(|engine| labelled("kvhoist_copies_total", "engine", engine)),
             bytes: COPY_ENGINES.map(|engine| labelled("kvhoist_copied_bytes_total", "engine", engine)),
             failovers: plain("kvhoist_gdr_failovers_total"),
-            gdr_in_use: metrics::gauge!("kvhoist_gdr_in_use"),
         }
     }
 
@@ -226,6 +225,11 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
         Route::RegionToDisk => (None, Some(Tier::Disk)),
         Route::DeviceToDisk => (Some(Tier::Device), Some(Tier::Disk)),
     }
+}
+
+/// Whether copies go through an RDMA device.
+pub(crate) fn gdr_in_use() -> Gauge {
+    metrics::gauge!("kvhoist_gdr_in_use")
 }
 
 fn plain(name: &'static str) -> Count {

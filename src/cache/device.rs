@@ -63,7 +63,14 @@ pub(super) async fn open(config: &Config, arena: &Arc<Arena>, metrics: &Arc<Copy
         pool: pool.as_ref().map(DevicePool::shared_memory),
         gpu: gpu.clone(),
     };
-    match GdrCopy::open(&options, memory).await {
+    let opened = async {
+        let engine = GdrCopy::open(&options, memory).await?;
+        if let (GdrMode::Auto, Some(pool)) = (mode, &pool) {
+            engine.calibrate(arena, &pool.shared_memory()).await?;
+        }
+        Ok::<_, Error>(engine)
+    };
+    match opened.await {
         Ok(engine) => {
             let gdr = engine.status().clone();
             let copy = copy.with_gdr(engine, mode, config.copy_prefer);

@@ -168,6 +168,7 @@ impl Cache {
             let (reply, given_back) = oneshot::channel();
             // Where the cache is closed nothing holds the memory any more.
             if self.send_urgent(Urgent::GiveBack { region, reply }).is_ok() {
+                // The other end is dropped when it is done.
                 drop(given_back.await);
             }
         }

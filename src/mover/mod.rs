@@ -75,7 +75,7 @@ pub(crate) enum Urgent {
     /// Write a host block to disk. Its flight has begun.
     Write { key: BlockKey, pin: Pin, class: Class },
     /// Take foreign memory from the hands of the copy engine. No movement uses it.
-    GiveBack { region: CopyRegion, reply: oneshot::Sender<()> },
+    GiveBack { region: CopyRegion, reply: oneshot::Sender<std::convert::Infallible> },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice { pin: Pin, buf: Vec<u8>, reply: oneshot::Sender<Result<Vec<u8>>> },
 }
@@ -204,7 +204,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Urgent::Write { key, pin, class } => self.spawn(this.write(key, pin, class)),
             Urgent::GiveBack { region, reply } => self.spawn(async move {
                 this.copy.forget(&region).await;
-                drop(reply.send(()));
+                // Dropping it tells whoever waits.
+                drop(reply);
             }),
             Urgent::ReadDevice { pin, buf, reply } => self.spawn(async move {
                 drop(reply.send(this.read_device(pin, buf).await));

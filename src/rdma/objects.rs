@@ -411,7 +411,10 @@ impl QueuePair {
     }
 
     fn modify(&self, attributes: &mut raw::RawQpAttr, mask: i32) -> Result<(), VerbsFault> {
-        // SAFETY: our own queue pair; the structure is read only.
+        if self.destroyed {
+            return Err(VerbsFault { call: "ibv_modify_qp", errno: libc::ENODEV });
+        }
+        // SAFETY: our own queue pair, which is there; the structure is read only.
         let given = unsafe { (self.domain.context.library.functions.modify_qp)(self.raw.as_ptr(), attributes, mask) };
         check("ibv_modify_qp", given)
     }
@@ -479,6 +482,7 @@ impl QueuePair {
     /// regions, must stay until they have completed, or [`reset`](Self::reset) or [`destroy`](Self::destroy) has
     /// succeeded. The chain itself may be reused at once.
     pub(crate) unsafe fn post(&self, first: *mut WorkRequest) -> Result<(), PostFault> {
+        assert!(!self.destroyed, "nothing connects a queue pair that is gone");
         let mut bad = std::ptr::null_mut();
         // SAFETY: our own queue pair, of an open context; the chain is as the caller promises.
         let given = unsafe {

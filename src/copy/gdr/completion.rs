@@ -18,8 +18,11 @@ const SPIN: Duration = Duration::from_micros(30);
 /// How often it looks where nothing wakes it: an event that got lost must not stop it.
 const TICK: Duration = Duration::from_millis(500);
 
-/// How long nothing may complete while work is under way. A device retries for half a second, then says so.
-const STUCK: Duration = Duration::from_secs(20);
+/// The same while a stream is held: what it waits for tells nobody when it is over.
+const HELD_TICK: Duration = Duration::from_millis(1);
+
+/// How long it looks at what a stream waits for before it sleeps in between.
+const HELD_SPIN: Duration = Duration::from_micros(200);
 
 /// The channel, watched by the runtime.
 pub(super) struct Channel(AsyncFd<OwnedFd>);
@@ -72,23 +75,24 @@ impl Inner {
                 }
                 continue;
             }
-            // What a stream waits for tells nobody when it is over.
-            let held = { !self.queue.borrow().is_flying() && self.queue.borrow().has_more() };
-            if held || looked.elapsed() < SPIN {
+            let held = self.queue.borrow().is_held();
+            if looked.elapsed() < if held { HELD_SPIN } else { SPIN } {
                 continue;
             }
-            if completed.elapsed() > STUCK && self.queue.borrow().is_flying() {
+            if !self.queue.borrow().is_flying() {
+                completed = Instant::now();
+            } else if completed.elapsed() > self.stuck_after {
                 self.stuck();
                 continue;
             }
-            if self.sleep().await {
+            if self.sleep(if held { HELD_TICK } else { TICK }).await {
                 looked = Instant::now();
             }
         }
     }
 
     /// Sleeps until a completion comes, or something else is to be done. True if it did not have to.
-    async fn sleep(self: &Rc<Self>) -> bool {
+    async fn sleep(self: &Rc<Self>, tick: Duration) -> bool {
         if let Err(fault) = self.queue.borrow().qp().completions().arm() {
             tracing::debug!(%fault, "the completion queue was not armed");
         }
@@ -106,7 +110,7 @@ impl Inner {
                 }
             }
             () = self.wake.notified() => {}
-            () = tokio::time::sleep(TICK) => {}
+            () = tokio::time::sleep(tick) => {}
         }
         self.sleeping.set(false);
         false
@@ -114,7 +118,7 @@ impl Inner {
 
     /// Nothing completes any more: that is a failure too.
     fn stuck(&self) {
-        let reason = format!("nothing has completed for {STUCK:?}");
+        let reason = format!("nothing has completed for {:?}", self.stuck_after);
         let mut landed = self.landed.take();
         self.queue.borrow_mut().fail(&reason, &mut landed);
         self.failed(reason);

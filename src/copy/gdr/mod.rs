@@ -12,6 +12,7 @@
 //! Memory is given back by nobody while the NIC may touch it: a batch under way belongs to the engine, with the regions
 //! that it names, until its work has completed, or the connection was reset or destroyed.
 
+mod calibrate;
 mod completion;
 mod open;
 mod proof;
@@ -27,15 +28,16 @@ pub use status::{GdrState, GdrStatus};
 
 use std::{
     any::Any,
-    cell::{Cell, RefCell},
+    cell::{Cell, OnceCell, RefCell},
     rc::Rc,
     sync::Arc,
     time::{Duration, Instant},
 };
 
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::{Mutex, Notify, oneshot};
 
 use self::{
+    calibrate::Times,
     completion::Channel,
     proof::Scratch,
     queue::{Accepted, Answer, Landed, Queue, failure},
@@ -99,6 +101,12 @@ struct Inner {
     sleeping: Cell<bool>,
     /// Wakes it for something other than a completion.
     wake: Notify,
+    /// Held by whoever registers foreign memory: one after the other, so that none is registered twice.
+    registering: Mutex<()>,
+    /// How long nothing may complete.
+    stuck_after: Duration,
+    /// What copies take, where it was measured.
+    times: OnceCell<Arc<Times>>,
     /// A flush is needed before the device may read what was written.
     flush: bool,
     /// Batches that are done and not yet answered. Kept for its room.
@@ -142,9 +150,20 @@ impl GdrCopy {
 
     /// Copies all of `batch`, in this order; as [`CopyEngine::copy`] else.
     pub async fn copy_in(&self, order: CopyOrder, batch: CopyBatch) -> (Result<()>, CopyBatch) {
+        match self.offer(order, batch).await {
+            Offered::Copied(result, batch) => (result, batch),
+            Offered::Refused(batch) if self.is_up() => {
+                let reason = "memory that is not registered with the RDMA device";
+                (Err(failure(reason.into())), batch)
+            }
+            Offered::Refused(batch) => (Err(failure(self.inner.status.get().to_string())), batch),
+        }
+    }
+
+    /// The same, unless it cannot take the batch at all.
+    pub(super) async fn offer(&self, order: CopyOrder, batch: CopyBatch) -> Offered {
         if !self.is_up() {
-            let reason = self.inner.status.get().to_string();
-            return (Err(failure(reason)), batch);
+            return Offered::Refused(batch);
         }
         let batch = match batch.regions() {
             [] => batch,
@@ -152,6 +171,14 @@ impl GdrCopy {
         };
         Rc::clone(&self.inner).submit(order, batch, Phase::is_up).await
     }
+}
+
+/// What became of a batch that was offered to the engine.
+pub(super) enum Offered {
+    /// It was copied, or failed.
+    Copied(Result<()>, CopyBatch),
+    /// It was not taken: some of its memory is not registered, or nothing is copied now.
+    Refused(CopyBatch),
 }
 
 impl Phase {
@@ -182,8 +209,13 @@ impl CopyEngine for GdrCopy {
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {
-        // What the fixed cost of a chain and 40 GB/s give; not measured.
-        Duration::from_nanos(5_000 + batch.bytes() / 40)
+        let to_device = batch.direction() != Direction::DeviceToHost;
+        let (count, bytes) = (batch.ops().len(), batch.bytes());
+        match self.inner.times.get() {
+            Some(times) => times.estimate(to_device, count, bytes),
+            // What the fixed cost of a chain and 40 GB/s give.
+            None => Duration::from_nanos(5_000 + bytes / 40),
+        }
     }
 }
 
@@ -198,6 +230,10 @@ impl Inner {
     /// Registers the regions that a batch names and that the NIC does not know, elsewhere: pinning takes time by the page.
     /// One that is refused stays unknown.
     async fn register(&self, batch: CopyBatch) -> CopyBatch {
+        if self.regions.missing(&batch).is_empty() {
+            return batch;
+        }
+        let _turn = self.registering.lock().await;
         let missing = self.regions.missing(&batch);
         if missing.is_empty() {
             return batch;
@@ -210,7 +246,7 @@ impl Inner {
                 // SAFETY: by the contract of `CopyBatch::within` the region stays mapped until the engine forgets it;
                 // the batch, which is here, keeps it until then.
                 let made = unsafe { regions::register(&domain, region.start(), region.len(), gpu) };
-                made.map(|(made, _)| (*region, made))
+                (*region, made.map(|(made, _)| made))
             };
             let made: Vec<_> = missing.iter().map(register).collect();
             (batch, made)
@@ -218,26 +254,21 @@ impl Inner {
         let (batch, made) = registered.await.expect("registration does not panic, and blocking tasks are not aborted");
         for made in made {
             match made {
-                Ok((region, made)) => give_back(self.regions.enter(&region, made)).await,
-                Err(reason) => tracing::warn!(reason, "a region is not registered with the RDMA device"),
+                (region, Ok(made)) => give_back(self.regions.enter(&region, made)).await,
+                (region, Err(reason)) => {
+                    tracing::warn!(reason, "copies in a region go another way than through the RDMA device");
+                    self.regions.refuse(&region);
+                }
             }
         }
         batch
     }
 
-    async fn submit(
-        self: Rc<Self>,
-        order: CopyOrder,
-        batch: CopyBatch,
-        may: fn(&Phase) -> bool,
-    ) -> (Result<()>, CopyBatch) {
+    async fn submit(self: Rc<Self>, order: CopyOrder, batch: CopyBatch, may: fn(&Phase) -> bool) -> Offered {
         if !may(&self.phase.borrow()) {
-            return (Err(failure(self.status.get().to_string())), batch);
+            return Offered::Refused(batch);
         }
-        let Some(holds) = self.regions.cover(&batch) else {
-            let reason = "memory that is not registered with the RDMA device";
-            return (Err(failure(reason.into())), batch);
-        };
+        let Some(holds) = self.regions.cover(&batch) else { return Offered::Refused(batch) };
         let (answer, answered): (Answer, _) = oneshot::channel();
         let accepted = Accepted { batch, holds, answer, after: order.after };
         let was_idle = !self.queue.borrow().is_flying();
@@ -248,11 +279,13 @@ impl Inner {
         }
         if !self.polling.replace(true) {
             tokio::task::spawn_local(Rc::clone(&self).poll());
-        } else if self.sleeping.get() {
+        } else if self.sleeping.get() && self.queue.borrow().has_more() {
+            // What it waits for may have changed; completions wake it anyway.
             self.wake.notify_one();
         }
         drop(self);
-        answered.await.expect("the engine answers every batch it took before it goes")
+        let (result, batch) = answered.await.expect("the engine answers every batch it took before it goes");
+        Offered::Copied(result, batch)
     }
 
     /// Takes completions, answers what is done, posts what waits; true if there was a completion.
@@ -325,7 +358,10 @@ impl Inner {
             };
             match gone {
                 Ok(()) => ended = Some(reason),
-                Err(fault) => tracing::error!(fault, "the RDMA device does not give memory back; it stays reserved"),
+                Err(fault) => {
+                    tracing::error!(fault, "the RDMA device does not give memory back; it stays reserved");
+                    *self.phase.borrow_mut() = Phase::Draining { since: Instant::now(), reason };
+                }
             }
         }
         drop(queue);
@@ -374,10 +410,10 @@ impl Inner {
 
     async fn prove(self: &Rc<Self>) -> std::result::Result<(), String> {
         let this = self;
-        let copy = async move |batch| {
-            let (result, batch) = Rc::clone(this).submit(CopyOrder::default(), batch, Phase::is_proving).await;
-            drop(batch);
-            result.map_err(|error| error.to_string())
+        let copy = async move |batch| match Rc::clone(this).submit(CopyOrder::default(), batch, Phase::is_proving).await
+        {
+            Offered::Copied(result, _) => result.map_err(|error| error.to_string()),
+            Offered::Refused(_) => Err("the connection has failed".to_owned()),
         };
         self.scratch.prove(copy).await
     }

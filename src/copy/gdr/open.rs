@@ -2,12 +2,13 @@
 
 use std::{
     any::Any,
-    cell::{Cell, RefCell},
+    cell::{Cell, OnceCell, RefCell},
     rc::Rc,
     sync::Arc,
+    time::Duration,
 };
 
-use tokio::sync::Notify;
+use tokio::sync::{Mutex, Notify};
 
 use super::{
     DeviceAccess, GdrCopy, GdrState, GdrStatus, Inner, Phase,
@@ -33,11 +34,16 @@ pub struct GdrOptions {
     pub device: Option<String>,
     /// Work requests under way at most; fewer where the device takes fewer.
     pub depth_max: u32,
+    /// Foreign regions that are registered at a time; the one that was unused for longest makes room.
+    pub foreign_max: usize,
+    /// Nothing may complete for so long while copies are under way: then they have failed. A device retries for half a
+    /// second before it says so itself.
+    pub stuck_after: Duration,
 }
 
 impl Default for GdrOptions {
     fn default() -> Self {
-        GdrOptions { device: None, depth_max: 4096 }
+        GdrOptions { device: None, depth_max: 4096, foreign_max: 1024, stuck_after: Duration::from_secs(10) }
     }
 }
 
@@ -98,7 +104,7 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
     let fd = completions.fd();
     let qp = QueuePair::new(&domain, completions, depth, limits.pieces.min(PIECES_MAX)).map_err(told)?;
 
-    let regions = Regions::new(&domain, limits.region_bytes);
+    let regions = Regions::new(&domain, limits.region_bytes, options.foreign_max);
     let scratch = Scratch::new(gpu.as_ref())?;
     let mut access = DeviceAccess::Simulated;
     let [host, scratch_device] = scratch.places();
@@ -146,6 +152,9 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
         polling: Cell::new(false),
         sleeping: Cell::new(false),
         wake: Notify::new(),
+        registering: Mutex::new(()),
+        stuck_after: options.stuck_after,
+        times: OnceCell::new(),
         flush: flush == WriteFlush::ByDriver,
         landed: Cell::default(),
         gpu,

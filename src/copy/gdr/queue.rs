@@ -7,7 +7,7 @@ use std::{collections::VecDeque, rc::Rc};
 
 use tokio::sync::oneshot;
 
-use super::regions::{Holds, Regions};
+use super::regions::{Holds, Regions, Side};
 use crate::{
     copy::CopyBatch,
     error::{Error, Result},
@@ -149,6 +149,11 @@ impl Queue {
         self.entering.is_some() || !self.unposted.is_empty() || self.lines.iter().any(|line| !line.waiting.is_empty())
     }
 
+    /// A stream waits for something that tells nobody when it is over.
+    pub(super) fn is_held(&self) -> bool {
+        self.lines.iter().any(|line| line.waiting.front().is_some_and(|front| front.after.is_some()))
+    }
+
     /// Posts as much as there is room for.
     ///
     /// # Errors
@@ -241,7 +246,8 @@ impl Queue {
             }
             let (src, dst) = (op.src.addr() + entering.offset, op.dst.addr() + entering.offset);
             let gone = || "a region was given back before the copy in it had begun".to_owned();
-            let (from, to) = (regions.find(src).ok_or_else(gone)?, regions.find(dst).ok_or_else(gone)?);
+            let (from, to) =
+                (regions.find(Side::Source, src).ok_or_else(gone)?, regions.find(Side::Target, dst).ok_or_else(gone)?);
             let left = op.len - entering.offset;
             let len = left.min(from.end - src).min(to.end - dst).min(self.request_bytes_max);
             let piece = Piece { address: src as u64, bytes: len as u32, lkey: from.lkey };

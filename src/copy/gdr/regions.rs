@@ -13,9 +13,6 @@ use crate::{
     rdma::{MemoryRegion, ProtectionDomain},
 };
 
-/// Foreign regions that are registered at a time; the one that was unused for longest makes room.
-const FOREIGN_MAX: usize = 1024;
-
 /// How device memory was made known to the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceAccess {
@@ -38,8 +35,12 @@ impl DeviceAccess {
 pub(super) struct Regions {
     /// By start.
     entries: RefCell<Vec<Entry>>,
-    /// Where the last look-up ended: the next one mostly ends there too.
-    last: Cell<usize>,
+    /// Where the last look-ups of either side ended: the next one mostly ends there too.
+    last: [Cell<usize>; 2],
+    /// Foreign regions that could not be registered.
+    refused: RefCell<Vec<u64>>,
+    /// Foreign regions that are registered at a time; the one that was unused for longest makes room.
+    foreign_max: usize,
     /// Counts batches, to tell which region was unused for longest.
     clock: Cell<u64>,
     region_bytes_max: usize,
@@ -64,16 +65,25 @@ pub(super) struct Keys {
     pub(super) rkey: u32,
 }
 
+/// Which end of a copy an address is.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Side {
+    Source,
+    Target,
+}
+
 /// Regions that a batch needs until its last work request is done.
 pub(super) type Holds = Vec<Rc<MemoryRegion>>;
 
 impl Regions {
-    pub(super) fn new(domain: &Arc<ProtectionDomain>, region_bytes_max: u64) -> Self {
+    pub(super) fn new(domain: &Arc<ProtectionDomain>, region_bytes_max: u64, foreign_max: usize) -> Self {
         const PAGE: usize = 1 << 21;
         let most = usize::try_from(region_bytes_max).unwrap_or(usize::MAX);
         Regions {
             entries: RefCell::default(),
-            last: Cell::new(0),
+            last: Default::default(),
+            refused: RefCell::default(),
+            foreign_max: foreign_max.max(1),
             clock: Cell::new(0),
             region_bytes_max: (most / PAGE * PAGE).max(PAGE),
             domain: Arc::clone(domain),
@@ -108,23 +118,23 @@ impl Regions {
         entries.insert(at, Entry { start, end: start + len, lkey, rkey, region: Rc::new(region), foreign });
     }
 
-    /// The region that an address lies in.
-    pub(super) fn find(&self, address: usize) -> Option<Keys> {
+    /// The region that an address of this side lies in.
+    pub(super) fn find(&self, side: Side, address: usize) -> Option<Keys> {
         let entries = self.entries.borrow();
-        let at = self.place(&entries, address)?;
+        let at = self.place(&entries, side, address)?;
         let Entry { end, lkey, rkey, .. } = entries[at];
         Some(Keys { end, lkey, rkey })
     }
 
-    fn place(&self, entries: &[Entry], address: usize) -> Option<usize> {
+    fn place(&self, entries: &[Entry], side: Side, address: usize) -> Option<usize> {
         let holds = |entry: &Entry| (entry.start..entry.end).contains(&address);
-        let last = self.last.get();
+        let last = self.last[side as usize].get();
         if entries.get(last).is_some_and(holds) {
             return Some(last);
         }
         let at = entries.partition_point(|entry| entry.start <= address).checked_sub(1)?;
         holds(&entries[at]).then(|| {
-            self.last.set(at);
+            self.last[side as usize].set(at);
             at
         })
     }
@@ -134,7 +144,7 @@ impl Regions {
         let Some(end) = start.checked_add(len) else { return false };
         let mut at = start;
         while at < end {
-            let Some(keys) = self.find(at) else { return false };
+            let Some(keys) = self.find(Side::Source, at) else { return false };
             at = keys.end;
         }
         true
@@ -146,10 +156,10 @@ impl Regions {
         let now = self.clock.replace(self.clock.get() + 1);
         let mut entries = self.entries.borrow_mut();
         for op in batch.ops() {
-            for side in [op.src.addr(), op.dst.addr()] {
-                let (mut at, end) = (side, side.checked_add(op.len)?);
+            for (side, start) in [(Side::Source, op.src.addr()), (Side::Target, op.dst.addr())] {
+                let (mut at, end) = (start, start.checked_add(op.len)?);
                 while at < end {
-                    let place = self.place(&entries, at)?;
+                    let place = self.place(&entries, side, at)?;
                     let entry = &mut entries[place];
                     at = entry.end;
                     if let Some((_, used)) = &mut entry.foreign
@@ -166,12 +176,14 @@ impl Regions {
 
     /// The regions of a batch that are not registered yet and could be.
     pub(super) fn missing(&self, batch: &CopyBatch) -> Vec<CopyRegion> {
-        let known = |region: &CopyRegion| self.knows(region) || self.overlaps(region);
+        let refused = self.refused.borrow();
+        let known = |region: &CopyRegion| refused.contains(&region.id()) || self.overlaps(region);
         batch.regions().iter().filter(|region| !known(region)).copied().collect()
     }
 
-    fn knows(&self, region: &CopyRegion) -> bool {
-        self.entries.borrow().iter().any(|entry| entry.foreign.is_some_and(|(id, _)| id == region.id()))
+    /// Notes that a region cannot be registered: it is not tried again.
+    pub(super) fn refuse(&self, region: &CopyRegion) {
+        self.refused.borrow_mut().push(region.id());
     }
 
     fn overlaps(&self, region: &CopyRegion) -> bool {
@@ -197,7 +209,7 @@ impl Regions {
     fn make_room(&self) -> Option<MemoryRegion> {
         let mut entries = self.entries.borrow_mut();
         let foreign = entries.iter().filter(|entry| entry.foreign.is_some()).count();
-        if foreign < FOREIGN_MAX {
+        if foreign < self.foreign_max {
             return None;
         }
         let unused = entries.iter().enumerate().filter(|(_, entry)| Rc::strong_count(&entry.region) == 1);
@@ -209,6 +221,7 @@ impl Regions {
 
     /// Takes a foreign region out of the table: to be given back elsewhere.
     pub(super) fn forget(&self, region: &CopyRegion) -> Option<MemoryRegion> {
+        self.refused.borrow_mut().retain(|&id| id != region.id());
         let mut entries = self.entries.borrow_mut();
         let at = entries.iter().position(|entry| entry.foreign.is_some_and(|(id, _)| id == region.id()))?;
         // Where a batch of an overlapping region still uses it, that batch gives it back.

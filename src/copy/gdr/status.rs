@@ -5,6 +5,8 @@ use std::{
     sync::{Arc, Mutex},
 };
 
+use crate::metrics::{self, Gauge};
+
 /// Whether copies go through an RDMA device, and the evidence or the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GdrState {
@@ -45,12 +47,14 @@ impl fmt::Display for GdrState {
 }
 
 /// The state of an engine, for whoever reports it.
-#[derive(Debug, Clone)]
-pub struct GdrStatus(Arc<Mutex<GdrState>>);
+#[derive(Clone)]
+pub struct GdrStatus(Arc<Mutex<GdrState>>, Gauge);
 
 impl GdrStatus {
     pub(crate) fn new(state: GdrState) -> Self {
-        GdrStatus(Arc::new(Mutex::new(state)))
+        let status = GdrStatus(Arc::new(Mutex::new(state.clone())), metrics::gdr_in_use());
+        status.set(state);
+        status
     }
 
     /// What it is now.
@@ -59,6 +63,17 @@ impl GdrStatus {
     }
 
     pub(crate) fn set(&self, state: GdrState) {
+        self.1.set(match state {
+            GdrState::On(_) => 1.0,
+            GdrState::Recovering(_) => 0.5,
+            GdrState::Off(_) | GdrState::Retired(_) => 0.0,
+        });
         *self.0.lock().expect("nothing panics under it") = state;
+    }
+}
+
+impl fmt::Debug for GdrStatus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("GdrStatus").field(&self.get()).finish()
     }
 }
