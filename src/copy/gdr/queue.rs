@@ -95,6 +95,8 @@ pub(super) struct Queue {
     completions: Box<[Completion]>,
     /// A failure was seen.
     failed: bool,
+    /// A bad completion was seen: those after it say nothing of what was done.
+    bad: bool,
 }
 
 impl Queue {
@@ -117,6 +119,7 @@ impl Queue {
             turn: 0,
             completions: vec![Completion::NONE; CHAIN].into(),
             failed: false,
+            bad: false,
             qp,
             path,
         }
@@ -341,7 +344,7 @@ impl Queue {
             return if id < self.generation { Ok(()) } else { Err(format!("a completion of nothing ({id})")) };
         }
         self.flushed = self.flushed.max(id + 1);
-        if self.failed {
+        if self.failed || self.bad {
             return Ok(());
         }
         if status == 0 {
@@ -350,6 +353,7 @@ impl Queue {
         }
         // All before it are done; itself and what came after is not.
         self.done = self.done.max(id);
+        self.bad = true;
         Err(format!("{} (status {status}, vendor error {vendor_error:#x})", status_text(status)))
     }
 
@@ -418,7 +422,7 @@ impl Queue {
     /// Takes a queue pair that was reset into use again.
     pub(super) fn connect(&mut self) -> Result<(), String> {
         self.qp.connect(&self.path).map_err(|fault| fault.to_string())?;
-        self.failed = false;
+        (self.failed, self.bad) = (false, false);
         Ok(())
     }
 
