@@ -294,6 +294,9 @@ impl Config {
         if self.namespace.is_empty() || self.namespace.len() > 255 {
             return Err(wrong("namespace", format!("{} bytes", self.namespace.len()), "a name of 1 to 255 bytes"));
         }
+        if self.gdr_device.as_deref() == Some("") {
+            return Err(wrong("gdr_device", "an empty name", "the name of an RDMA device, mlx5_0 say, or none at all"));
+        }
         Ok(())
     }
 
@@ -358,7 +361,7 @@ mod tests {
     #[test]
     fn every_wrong_field_is_named() {
         type Spoil = fn(&mut Config);
-        let cases: [(&str, Spoil); 21] = [
+        let cases: [(&str, Spoil); 22] = [
             ("block_bytes", |c| c.block_bytes = 0),
             ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
             ("host_blocks", |c| c.host_blocks = 0),
@@ -371,6 +374,7 @@ mod tests {
             ("movements_max", |c| c.movements_max = 0),
             ("waiters_max", |c| c.waiters_max = 0),
             ("namespace", |c| c.namespace.clear()),
+            ("gdr_device", |c| c.gdr_device = Some(String::new())),
             ("disk_failures_max", |c| c.disk_failures_max = 0),
             ("spin_us", |c| c.spin_us = 10_001),
             ("deadline_ms", |c| c.deadline_ms = 0),

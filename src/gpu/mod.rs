@@ -26,6 +26,7 @@ pub(crate) use gates::Gates;
 pub use memory::{DeviceBuffer, HostPin};
 pub(crate) use module::{CopyKernel, Tile};
 pub use rdma::WriteFlush;
+pub use stream::StreamMark;
 pub(crate) use stream::{BatchArrays, Event, Stream};
 
 pub(crate) use driver::Fault;

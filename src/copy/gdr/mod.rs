@@ -39,7 +39,7 @@ use tokio::sync::{Mutex, Notify, oneshot};
 use self::{
     calibrate::Times,
     completion::Channel,
-    proof::Scratch,
+    proof::{Place, Scratch},
     queue::{Accepted, Answer, Landed, Queue, failure},
     regions::Regions,
 };
@@ -386,7 +386,7 @@ impl Inner {
         }
         let connected = self.queue.borrow_mut().connect();
         let proven = match connected {
-            Ok(()) => self.prove().await,
+            Ok(()) => self.prove(&self.scratch.own_place()).await,
             Err(fault) => Err(fault),
         };
         match proven {
@@ -408,14 +408,14 @@ impl Inner {
         self.status.set(GdrState::Retired(reason));
     }
 
-    async fn prove(self: &Rc<Self>) -> std::result::Result<(), String> {
+    async fn prove(self: &Rc<Self>, place: &Place) -> std::result::Result<(), String> {
         let this = self;
         let copy = async move |batch| match Rc::clone(this).submit(CopyOrder::default(), batch, Phase::is_proving).await
         {
             Offered::Copied(result, _) => result.map_err(|error| error.to_string()),
             Offered::Refused(_) => Err("the connection has failed".to_owned()),
         };
-        self.scratch.prove(copy).await
+        self.scratch.prove(place, copy).await
     }
 }
 

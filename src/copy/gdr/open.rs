@@ -13,7 +13,7 @@ use tokio::sync::{Mutex, Notify};
 use super::{
     DeviceAccess, GdrCopy, GdrState, GdrStatus, Inner, Phase,
     completion::Channel,
-    proof::{SCRATCH_BYTES, Scratch},
+    proof::{Place, SCRATCH_BYTES, Scratch},
     queue::Queue,
     regions::Regions,
 };
@@ -59,19 +59,24 @@ pub struct GdrMemory {
 }
 
 impl GdrCopy {
-    /// Opens the RDMA device, registers the memory, and proves that bytes arrive both ways. Registering commits and pins
+    /// Opens the RDMA device, registers the memory, and proves that bytes arrive both ways, at both ends of the pool:
+    /// what is in the pool is lost. Registering commits and pins
     /// all of the memory; it takes about 25 ms a GiB where that is in huge pages. Inside a runtime with I/O and time.
     ///
     /// # Errors
     /// [`Error::Unavailable`]: no device, or one that does not do; what is missing, and what to do.
     pub async fn open(options: &GdrOptions, memory: GdrMemory) -> Result<Self> {
         let unavailable = |reason| Error::Unavailable { tier: "gdr", reason };
+        let pool = memory.pool.clone();
         let inner = prepare(options, memory).map_err(unavailable)?;
-        let connected = inner.queue.borrow_mut().connect();
-        let proven = match connected {
-            Ok(()) => inner.prove().await,
-            Err(fault) => Err(fault),
-        };
+        let mut proven = inner.queue.borrow_mut().connect();
+        // Its own memory first, then the pool, in which there is nothing yet.
+        let places = pool.iter().flat_map(Place::ends);
+        for place in std::iter::once(inner.scratch.own_place()).chain(places) {
+            if proven.is_ok() {
+                proven = inner.prove(&place).await;
+            }
+        }
         if let Err(reason) = proven {
             inner.retired.set(true);
             return Err(unavailable(format!("{} did not pass its proof: {reason}", inner.device)));

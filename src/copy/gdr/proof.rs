@@ -95,8 +95,9 @@ impl Scratch {
         self.host.base().as_ptr().wrapping_add(at * HALF_BYTES)
     }
 
-    fn device_half(&self, at: usize) -> *mut u8 {
-        self.device.base().as_ptr().wrapping_add(at * HALF_BYTES)
+    /// The proof's own place on the device.
+    pub(super) fn own_place(&self) -> Place {
+        Place { start: self.device.base(), bytes: SCRATCH_BYTES, owner: Arc::clone(&self.device) }
     }
 
     /// Fills a half of the host's side with bytes that were there before in no run.
@@ -114,47 +115,70 @@ impl Scratch {
         found.iter().zip(expected).position(|(found, expected)| found != expected)
     }
 
-    fn batch(&self, src: *const u8, dst: *mut u8, direction: Direction) -> CopyBatch {
+    fn batch(&self, src: *const u8, dst: *mut u8, len: usize, direction: Direction, place: &Place) -> CopyBatch {
         // In pieces that begin anywhere, as blocks that are scattered do.
-        const CUTS: [usize; 6] = [0, 1, 4096 + 1, 5000, 20_001, HALF_BYTES];
+        let cuts = [0, 1, 4096 + 1, 5000, 20_001, HALF_BYTES].map(|cut: usize| cut.min(len));
         let op = |cut: &[usize]| CopyOp {
             src: src.wrapping_add(cut[0]),
             dst: dst.wrapping_add(cut[0]),
             len: cut[1] - cut[0],
         };
         let owners: Vec<Arc<dyn std::any::Any + Send + Sync>> =
-            vec![Arc::clone(&self.host) as _, Arc::new(Arc::clone(&self.device))];
-        // SAFETY: two halves of the scratch memory, which the owners keep, and which nobody but the proof uses.
-        unsafe { CopyBatch::new(CUTS.windows(2).map(op).collect(), direction, owners) }
+            vec![Arc::clone(&self.host) as _, Arc::new(Arc::clone(&place.owner))];
+        // SAFETY: halves of the scratch memory and of the place, which the owners keep, and which nobody but the proof
+        // uses.
+        unsafe { CopyBatch::new(cuts.windows(2).map(op).collect(), direction, owners) }
     }
 
-    /// Writes to the device and from it, by `copy`, and compares.
-    pub(super) async fn prove(&self, copy: impl AsyncFn(CopyBatch) -> Result<(), String>) -> Result<(), String> {
+    /// Writes to a place on the device and from it, by `copy`, and compares.
+    pub(super) async fn prove(
+        &self,
+        place: &Place,
+        copy: impl AsyncFn(CopyBatch) -> Result<(), String>,
+    ) -> Result<(), String> {
         let (to_device, to_host) = match self.gpu {
             Some(_) => (Direction::HostToDevice, Direction::DeviceToHost),
             None => (Direction::HostToHost, Direction::HostToHost),
         };
-        let len = HALF_BYTES;
+        let len = HALF_BYTES.min(place.bytes / 2);
+        let device_half = |at: usize| place.start.as_ptr().wrapping_add(at * len);
         // To the device by the NIC, back beside it.
         let sent = self.fill(0);
-        copy(self.batch(self.host_half(0), self.device_half(0), to_device))
+        copy(self.batch(self.host_half(0), device_half(0), len, to_device, place))
             .await
             .map_err(|reason| format!("a write to the device failed: {reason}"))?;
-        self.copy_directly(&CopyOp { src: self.device_half(0), dst: self.host_half(1), len })?;
-        if let Some(at) = self.first_wrong(1, &sent) {
+        self.copy_directly(&CopyOp { src: device_half(0), dst: self.host_half(1), len })?;
+        if let Some(at) = self.first_wrong(1, &sent[..len]) {
             return Err(format!("a write to the device lost bytes (from byte {at} of {len} on), and said nothing"));
         }
         // To the device beside the NIC, back by it.
         let sent = self.fill(0);
-        self.copy_directly(&CopyOp { src: self.host_half(0), dst: self.device_half(1), len })?;
-        copy(self.batch(self.device_half(1), self.host_half(1), to_host))
+        self.copy_directly(&CopyOp { src: self.host_half(0), dst: device_half(1), len })?;
+        copy(self.batch(device_half(1), self.host_half(1), len, to_host, place))
             .await
             .map_err(|reason| format!("a write from the device failed: {reason}"))?;
-        match self.first_wrong(1, &sent) {
+        match self.first_wrong(1, &sent[..len]) {
             Some(at) => {
                 Err(format!("a write from the device lost bytes (from byte {at} of {len} on), and said nothing"))
             }
             None => Ok(()),
         }
+    }
+}
+
+/// Device memory that the proof may write to.
+pub(super) struct Place {
+    start: NonNull<u8>,
+    bytes: usize,
+    owner: Arc<dyn DeviceMemory>,
+}
+
+impl Place {
+    /// Both ends of a pool: each must be where the NIC thinks that it is.
+    pub(super) fn ends(pool: &Arc<dyn DeviceMemory>) -> [Place; 2] {
+        let bytes = SCRATCH_BYTES.min(pool.bytes());
+        let end = pool.base().as_ptr().wrapping_add(pool.bytes() - bytes);
+        let end = NonNull::new(end).expect("within an allocation");
+        [pool.base(), end].map(|start| Place { start, bytes, owner: Arc::clone(pool) })
     }
 }
