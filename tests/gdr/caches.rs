@@ -4,14 +4,14 @@
 use std::time::Duration;
 
 use kvhoist::{
-    Cache, Config, DeviceKind, DiskPath, GdrMode, Layout, Segment, Tier, block_on,
+    Cache, Config, DeviceKind, DiskPath, GdrMode, Layout, Route, Segment, Tier, block_on,
     gpu::{DeviceBuffer, Gpu},
     tier::device::DeviceMemory,
 };
 
 use crate::{
     common::{self, BLOCK_BYTES, key, mix, payload},
-    double::{get, is_forgotten, set, with_double},
+    double::{get, set, until_forgotten, with_double, with_double_at_once},
 };
 
 /// Slots of the device: few, so that blocks leave it.
@@ -38,6 +38,15 @@ pub fn open(config: Config) -> Cache {
 /// Batches that an engine copied.
 pub fn copies(cache: &Cache, engine: &str) -> u64 {
     cache.stats().copies_by(engine).batches
+}
+
+/// Blocks that were copied between host and device memory.
+pub fn moved(cache: &Cache) -> u64 {
+    let stats = cache.stats();
+    [Route::HostToDevice, Route::DiskToHostToDevice, Route::DeviceToHost]
+        .map(|route| stats.route(route).blocks)
+        .iter()
+        .sum()
 }
 
 /// Blocks go to the device and out of it again as others come, and are right there.
@@ -71,7 +80,7 @@ fn finish(cache: Cache) {
     cache.validate().expect("valid");
     block_on(cache.close()).expect("close");
     drop(cache);
-    assert!(is_forgotten(), "all is given back");
+    until_forgotten();
 }
 
 /// Both worlds: host memory plays the device, and the double of a CUDA device.
@@ -95,8 +104,8 @@ fn blocks_of_all_tiers_are_right() {
         let cache = open(settings);
         many_threads(&cache, 60, 30);
         let stats = cache.stats();
-        assert!(stats.gdr && copies(&cache, "gdr") > 30, "{stats:?}");
-        assert_eq!(copies(&cache, "cuda") + copies(&cache, "memcpy"), 0, "no path is left out: {:?}", stats.copies);
+        assert!(stats.gdr && moved(&cache) > 30, "{stats:?}");
+        assert!(copies(&cache, "gdr") >= moved(&cache), "no path is left out: {stats:?}");
         finish(cache);
     });
 }
@@ -104,9 +113,7 @@ fn blocks_of_all_tiers_are_right() {
 #[test]
 fn blocks_that_only_the_device_has_come_back_through_it() {
     with_double("caches::blocks_that_only_the_device_has_come_back_through_it", &WORLDS, |case| {
-        let directory = common::directory();
-        let disks = vec![DiskPath { path: directory.path().to_owned(), blocks: 128 }];
-        let cache = open(Config { disks, host_blocks: 4, ..config(is_cuda(case)) });
+        let cache = open(Config { host_blocks: 4, ..config(is_cuda(case)) });
         for n in 0..DEVICE_BLOCKS.into() {
             block_on(common::store(&cache, n));
             fetch_to_device(&cache, n);
@@ -115,7 +122,7 @@ fn blocks_that_only_the_device_has_come_back_through_it() {
         for n in 0..DEVICE_BLOCKS.into() {
             assert!(block_on(common::fetch_verified(&cache, n)), "block {n}");
         }
-        assert_eq!(copies(&cache, "cuda") + copies(&cache, "memcpy"), 0, "{:?}", cache.stats().copies);
+        assert!(copies(&cache, "gdr") >= moved(&cache) && moved(&cache) > 12, "{:?}", cache.stats());
         finish(cache);
     });
 }
@@ -167,7 +174,7 @@ fn a_failure_is_nobodys_but_the_engines() {
 #[test]
 fn a_device_that_stops_to_answer_holds_nobody_up_for_ever() {
     let cases = ["late FAULT=never=20", "late DOUBLE_ORDERING=0 FAULT=dead"];
-    with_double("caches::a_device_that_stops_to_answer_holds_nobody_up_for_ever", &cases, |case| {
+    with_double_at_once("caches::a_device_that_stops_to_answer_holds_nobody_up_for_ever", &cases, |case| {
         let cache = open(Config { deadline_ms: 60_000, ..config(is_cuda(case)) });
         round_trips(&cache, 40);
         set(&std::env::var("FAULT").expect("a fault"));
@@ -199,9 +206,7 @@ fn a_close_in_mid_copy_waits_or_fails_over_and_leaves_nothing() {
             let wanted: Vec<_> = (0..40).map(key).collect();
             let mut context = std::task::Context::from_waker(std::task::Waker::noop());
             let mut fetches: Vec<_> = wanted.iter().map(|key| Box::pin(cache.fetch_to_device(key))).collect();
-            for fetch in &mut fetches {
-                let _ = fetch.as_mut().poll(&mut context);
-            }
+            fetches.retain_mut(|fetch| fetch.as_mut().poll(&mut context).is_pending());
             if drops {
                 drop(fetches);
             } else {
@@ -213,9 +218,7 @@ fn a_close_in_mid_copy_waits_or_fails_over_and_leaves_nothing() {
             }
             drop(cache);
             // The reactor ends by itself, where nobody waited for it.
-            while !is_forgotten() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            until_forgotten();
             set("go");
         }
     });

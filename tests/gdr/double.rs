@@ -3,8 +3,9 @@
 use std::{
     ffi::{CStr, CString},
     path::{Path, PathBuf},
-    process::Command,
+    process::{Child, Command, Stdio},
     sync::OnceLock,
+    time::{Duration, Instant},
 };
 
 use tempfile::TempDir;
@@ -32,13 +33,19 @@ fn built(define: Option<&str>) -> TempDir {
 /// A case is what `IBV_DOUBLE` says, then other variables of the environment: `late,fail=3:10 DOUBLE_FAULT=export`.
 pub fn with_double(name: &str, cases: &[&str], body: impl FnOnce(&str)) {
     static DOUBLES: OnceLock<TempDir> = OnceLock::new();
-    run(name, cases, || DOUBLES.get_or_init(|| built(None)).path().to_owned(), body);
+    run(name, cases, 1, || DOUBLES.get_or_init(|| built(None)).path().to_owned(), body);
+}
+
+/// The same, all cases at a time: for those that wait for long and do little.
+pub fn with_double_at_once(name: &str, cases: &[&str], body: impl FnOnce(&str)) {
+    let mut kept = None;
+    run(name, cases, cases.len(), || kept.insert(built(None)).path().to_owned(), body);
 }
 
 /// The same where libibverbs lacks functions.
 pub fn with_part(name: &str, define: &str, cases: &[&str], body: impl FnOnce(&str)) {
     let mut kept = None;
-    run(name, cases, || kept.insert(built(Some(define))).path().to_owned(), body);
+    run(name, cases, 1, || kept.insert(built(Some(define))).path().to_owned(), body);
 }
 
 /// The same where what has the name of libibverbs is none.
@@ -49,16 +56,16 @@ pub fn without_library(name: &str, body: impl FnOnce(&str)) {
         std::fs::write(directory.path().join("libibverbs.so.1"), "not a library").expect("a file");
         directory.path().to_owned()
     };
-    run(name, &["late"], spoiled, body);
+    run(name, &["late"], 1, spoiled, body);
 }
 
-fn run(name: &str, cases: &[&str], doubles: impl FnOnce() -> PathBuf, body: impl FnOnce(&str)) {
+fn run(name: &str, cases: &[&str], at_once: usize, doubles: impl FnOnce() -> PathBuf, body: impl FnOnce(&str)) {
     if let Some(case) = apart::case() {
         return apart::apart(name, || body(&case));
     }
     let doubles = doubles();
     let only = std::env::var("GDR_CASE").ok();
-    for case in cases.iter().filter(|case| only.as_ref().is_none_or(|only| case.contains(only))) {
+    let start = |case: &str| {
         let mut command = apart::command(name, case);
         let mut words = case.split(' ');
         command.env("LD_LIBRARY_PATH", &doubles).env("IBV_DOUBLE", words.next().unwrap_or_default());
@@ -66,10 +73,18 @@ fn run(name: &str, cases: &[&str], doubles: impl FnOnce() -> PathBuf, body: impl
         for (variable, value) in words.filter_map(|word| word.split_once('=')) {
             command.env(variable, value);
         }
-        let output = command.output().expect("this test starts again");
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("this test starts again")
+    };
+    let end = |case: &str, child: Child| {
+        let output = child.wait_with_output().expect("our child");
         let [out, said] = [&output.stdout, &output.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
         assert!(output.status.success(), "{case}: {}: {out}{said}", output.status);
         assert!(out.contains("1 passed"), "found no test of the name {name}: {out}");
+    };
+    let cases: Vec<_> = cases.iter().filter(|case| only.as_ref().is_none_or(|only| case.contains(only))).collect();
+    for some in cases.chunks(at_once) {
+        let children: Vec<_> = some.iter().map(|case| (case, start(case))).collect();
+        children.into_iter().for_each(|(case, child)| end(case, child));
     }
 }
 
@@ -104,4 +119,16 @@ pub fn get(what: &str) -> u64 {
 /// Nothing that was made is left: regions, queues, devices.
 pub fn is_forgotten() -> bool {
     (get("objects"), get("regions")) == (0, 0)
+}
+
+/// Waits until nothing is left; a thread that ends by itself gives it back.
+///
+/// # Panics
+/// If something stays.
+pub fn until_forgotten() {
+    let started = Instant::now();
+    while !is_forgotten() {
+        assert!(started.elapsed() < Duration::from_secs(20), "{} objects, {} regions", get("objects"), get("regions"));
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }

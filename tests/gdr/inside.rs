@@ -259,7 +259,6 @@ fn replay(seed: u64) {
     }
     let stats = cache.stats();
     assert!(stats.gdr && stats.gdr_failovers == 0 && stats.copies_by("gdr").batches > 50, "{stats:?}");
-    assert_eq!(stats.copies_by("memcpy").batches, 0, "no path is left out");
     println!("{hits} hits, {stored} stored, {:?}", stats.copies_by("gdr"));
     cache.validate().expect("valid");
     block_on(cache.close()).expect("close");

@@ -90,7 +90,10 @@ fn what_was_registered_is_kept_by_the_engine() {
             drop((arena, pool));
             assert!(watched.upgrade().is_some(), "the device may still be told to use it");
             drop(engine);
-            assert!(watched.upgrade().is_none());
+            // It ends with the task that still looks for completions.
+            while watched.upgrade().is_some() {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
         });
         assert!(is_forgotten(), "all is given back");
     });

@@ -13,7 +13,7 @@ use kvhoist::{
 };
 use tokio::task::LocalSet;
 
-use crate::common::{Rng, mix};
+use crate::common::{Rng, mix, payload};
 
 /// Bytes on each side.
 pub const SIDE_BYTES: usize = 40 << 20;
@@ -136,9 +136,7 @@ impl Rig {
     /// Bytes of a number's own where a copy begins, others where it ends, and a few of those on both sides of it.
     pub fn prepare(&self, way: Way, place: Place, number: u64) {
         let (from, _) = self.ends(way, place);
-        for (at, byte) in self.bytes(from, place.len).iter_mut().enumerate() {
-            *byte = byte_of(number, at);
-        }
+        self.bytes(from, place.len).copy_from_slice(&payload(number, place.len));
         self.clear(way, place);
     }
 
@@ -146,8 +144,11 @@ impl Rig {
     /// If a byte is wrong.
     pub fn verify(&self, way: Way, place: Place, number: u64) {
         let (_, to) = self.ends(way, place);
-        let wrong = self.bytes(to, place.len).iter().enumerate().position(|(at, byte)| *byte != byte_of(number, at));
-        assert_eq!(wrong, None, "{way:?} {place:?}, number {number}: the first wrong byte");
+        let (found, expected) = (self.bytes(to, place.len), payload(number, place.len));
+        if *found != expected[..] {
+            let wrong = found.iter().zip(&expected).position(|(found, expected)| found != expected);
+            panic!("{way:?} {place:?}, number {number}: the first wrong byte is {wrong:?}");
+        }
     }
 
     /// Makes the destination what it is where nothing was copied to.
@@ -211,12 +212,6 @@ impl Rig {
             tokio::time::sleep(std::time::Duration::from_millis(1)).await;
         }
     }
-}
-
-fn byte_of(number: u64, at: usize) -> u8 {
-    let byte = (mix(number ^ (at as u64 / 8)) >> (at % 8 * 8)) as u8;
-    // Never what lies where nothing was copied to: a byte that was left out is always found.
-    if byte == UNTOUCHED { 0 } else { byte }
 }
 
 /// So many places of at most `len_max` bytes that do not touch one another, in no order on either side.

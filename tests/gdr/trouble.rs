@@ -7,7 +7,7 @@ use kvhoist::copy::gdr::GdrState;
 
 use crate::{
     common::{Rng, seed},
-    double::{get, is_forgotten, set, with_double},
+    double::{get, is_forgotten, set, with_double, with_double_at_once},
     engine::is_cuda,
     rig::{Rig, SIDE_BYTES, Way, is_of_engine, on_reactor, scattered},
 };
@@ -119,15 +119,9 @@ fn what_does_not_pass_its_second_proof_is_retired() {
         let fault = fault();
         on_reactor(async {
             let rig = Rc::new(Rig::open(false).await.expect("the double is a device"));
-            set("fail=30:12");
-            let task = tokio::task::spawn_local({
-                let rig = Rc::clone(&rig);
-                async move { volley(&rig, 50, 1).await }
-            });
-            // From its failure on; copies of before were not to be spoiled.
-            rig.until(|state| !state.is_on()).await;
-            set(&fault);
-            assert!(task.await.expect("no panic") > 0);
+            // With the very first request, so that no other is spoiled before the proof.
+            set(&format!("fail=1:12,{fault}"));
+            assert!(volley(&rig, 50, 1).await > 0);
             rig.until(is_retired).await;
             let state = rig.state();
             assert!(state.told().contains("did not pass its proof"), "{state}");
@@ -180,20 +174,24 @@ fn completions_that_never_come_are_given_up_and_their_memory_taken_back() {
     // Dead: it does not even give back what its queue pair was told to flush. Overrun: the completions are lost.
     let cases =
         ["late FAULT=never=20", "late FAULT=dead", "late DOUBLE_ORDERING=0 FAULT=never=20", "late FAULT=overrun=3"];
-    with_double("trouble::completions_that_never_come_are_given_up_and_their_memory_taken_back", &cases, |case| {
-        let fault = fault();
-        on_reactor(async {
-            let rig = Rc::new(Rig::open(is_cuda(case)).await.expect("the double is a device"));
-            set(&fault);
-            let failed = tokio::time::timeout(Duration::from_secs(40), volley(&rig, 50, seed())).await.expect("an end");
-            assert!(failed > 0);
-            assert_eq!(get("posted"), 0, "the device has none of it any more");
-            set("go");
-            rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;
-            if !is_retired(&rig.state()) {
-                assert_eq!(volley(&rig, 50, seed()).await, 0, "{}", rig.state());
-            }
-        });
-        assert!(is_forgotten(), "all is given back");
-    });
+    with_double_at_once(
+        "trouble::completions_that_never_come_are_given_up_and_their_memory_taken_back",
+        &cases,
+        |case| {
+            let fault = fault();
+            on_reactor(async {
+                let rig = Rc::new(Rig::open(is_cuda(case)).await.expect("the double is a device"));
+                set(&fault);
+                let failed =
+                    tokio::time::timeout(Duration::from_secs(40), volley(&rig, 50, seed())).await.expect("an end");
+                assert!(failed > 0);
+                set("go");
+                rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;
+                if !is_retired(&rig.state()) {
+                    assert_eq!(volley(&rig, 50, seed()).await, 0, "{}", rig.state());
+                }
+            });
+            assert!(is_forgotten(), "all is given back");
+        },
+    );
 }

@@ -109,8 +109,10 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
     let fd = completions.fd();
     let qp = QueuePair::new(&domain, completions, depth, limits.pieces.min(PIECES_MAX)).map_err(told)?;
 
-    let regions = Regions::new(&domain, limits.region_bytes, options.foreign_max);
+    // Where this ends early, what was made last goes first: regions before their memory.
+    let mut keep: Vec<Arc<dyn Any + Send + Sync>> = Vec::new();
     let scratch = Scratch::new(gpu.as_ref())?;
+    let regions = Regions::new(&domain, limits.region_bytes, options.foreign_max);
     let mut access = DeviceAccess::Simulated;
     let [host, scratch_device] = scratch.places();
     let mut add = |start: usize, len: usize, gpu: Option<&Gpu>| {
@@ -122,16 +124,15 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
     };
     add(host, SCRATCH_BYTES, None)?;
     add(scratch_device, SCRATCH_BYTES, gpu.as_deref())?;
-    let mut keep: Vec<Arc<dyn Any + Send + Sync>> = Vec::new();
     if let Some(arena) = arena {
+        keep.push(Arc::clone(&arena) as _);
         for &(start, bytes) in arena.chunks() {
             add(start.as_ptr().expose_provenance(), bytes, None)?;
         }
-        keep.push(arena);
     }
     if let Some(pool) = pool {
+        keep.push(Arc::new(Arc::clone(&pool)));
         add(pool.base().as_ptr().expose_provenance(), pool.bytes(), gpu.as_deref())?;
-        keep.push(Arc::new(pool));
     }
     let distance =
         gpu_address.map_or_else(String::new, |gpu| format!(", {} away from the GPU", device.distance_to(&gpu)));
