@@ -64,6 +64,43 @@ pub enum CufileMode {
     Off,
 }
 
+/// Whether copies between host and device go through an RDMA device (GPUDirect RDMA).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum GdrMode {
+    /// Where there is one that proves that it copies right, and where it is measured to be better; never to and from
+    /// host memory that plays a device.
+    #[default]
+    Auto,
+    /// Every copy that it can carry, or an error when the cache is opened.
+    On,
+    /// None. RDMA devices are not even looked for.
+    Off,
+}
+
+impl GdrMode {
+    /// The mode of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [("auto", GdrMode::Auto), ("on", GdrMode::On), ("off", GdrMode::Off)]
+            .into_iter()
+            .find_map(|(known, mode)| (known == name).then_some(mode))
+    }
+}
+
+/// Which way to copy, where two are about as quick.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum CopyPrefer {
+    /// The one that should be done first.
+    Latency,
+    /// The one that has less to do.
+    #[default]
+    Throughput,
+    /// The one that takes no multiprocessor and no copy engine from the device: an RDMA device, also where it takes up
+    /// to twice as long.
+    SpareGpu,
+}
+
 /// What to do where a path has no direct I/O.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
@@ -104,6 +141,12 @@ pub struct Config {
     pub copy: Option<CopyMethod>,
     /// Thread blocks of 512 threads that the copy kernel may use at a time. 1 to 1024.
     pub copy_blocks_max: u32,
+    /// Whether copies go through an RDMA device. The environment's `KVHOIST_GDR` (`auto`, `on`, `off`) goes before this.
+    pub gdr: GdrMode,
+    /// The RDMA device, by its name (`mlx5_0`). `None`: the one nearest to the device.
+    pub gdr_device: Option<String>,
+    /// Which way to copy, where two are about as quick.
+    pub copy_prefer: CopyPrefer,
     /// Whether blocks go between disk and a CUDA device by libcufile.
     pub cufile: CufileMode,
     /// Milliseconds after which a call or a batch of libcufile is given up on; the block then goes through host memory,
@@ -171,6 +214,9 @@ impl Default for Config {
             device_ordinal: 0,
             copy: None,
             copy_blocks_max: 16,
+            gdr: GdrMode::default(),
+            gdr_device: None,
+            copy_prefer: CopyPrefer::default(),
             cufile: CufileMode::default(),
             cufile_stuck_ms: 5_000,
             device_layout: None,
@@ -249,6 +295,9 @@ impl Config {
         if self.namespace.is_empty() || self.namespace.len() > 255 {
             return Err(wrong("namespace", format!("{} bytes", self.namespace.len()), "a name of 1 to 255 bytes"));
         }
+        if self.gdr_device.as_deref() == Some("") {
+            return Err(wrong("gdr_device", "an empty name", "the name of an RDMA device, mlx5_0 say, or none at all"));
+        }
         Ok(())
     }
 
@@ -313,7 +362,7 @@ mod tests {
     #[test]
     fn every_wrong_field_is_named() {
         type Spoil = fn(&mut Config);
-        let cases: [(&str, Spoil); 21] = [
+        let cases: [(&str, Spoil); 22] = [
             ("block_bytes", |c| c.block_bytes = 0),
             ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
             ("host_blocks", |c| c.host_blocks = 0),
@@ -326,6 +375,7 @@ mod tests {
             ("movements_max", |c| c.movements_max = 0),
             ("waiters_max", |c| c.waiters_max = 0),
             ("namespace", |c| c.namespace.clear()),
+            ("gdr_device", |c| c.gdr_device = Some(String::new())),
             ("disk_failures_max", |c| c.disk_failures_max = 0),
             ("spin_us", |c| c.spin_us = 10_001),
             ("deadline_ms", |c| c.deadline_ms = 0),

@@ -18,6 +18,7 @@ pub mod index;
 pub mod io;
 mod metrics;
 mod mover;
+pub mod rdma;
 pub mod store;
 mod sync;
 pub mod tier;
@@ -27,10 +28,10 @@ pub use block_on::block_on;
 #[cfg(feature = "sim")]
 pub use cache::sim;
 pub use cache::{
-    Builder, Cache, Completion, CompletionQueue, DeviceLease, LayerLoad, Lease, Region, Reservation, RouteStats, Stats,
-    TierStats,
+    Builder, Cache, Completion, CompletionQueue, CopyStats, DeviceLease, LayerLoad, Lease, Region, Reservation,
+    RouteStats, Stats, TierStats,
 };
-pub use config::{Config, CufileMode, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
+pub use config::{Config, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, GdrMode, StorageKind, WritePolicy};
 pub use error::{Error, Result};
 pub use index::PrefixMatch;
 pub use mover::LayerDone;

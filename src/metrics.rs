@@ -4,11 +4,15 @@
 //! in a handle of the `metrics` crate, fetched once at open. Install the recorder before opening.
 
 use std::{
-    sync::atomic::{AtomicU64, Ordering::Relaxed},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
     time::Duration,
 };
 
-use metrics::{Counter, Gauge, Histogram, Unit};
+pub(crate) use metrics::Gauge;
+use metrics::{Counter, Histogram, Unit};
 
 use crate::block::{Route, Tier};
 
@@ -48,6 +52,40 @@ pub(crate) struct RouteMetrics {
     pub(crate) seconds: Histogram,
 }
 
+/// Engines that copy between memories.
+pub(crate) const COPY_ENGINES: [&str; 3] = ["memcpy", "cuda", "gdr"];
+
+/// Counters of copies between memories, by the engine that made them.
+pub(crate) struct CopyMetrics {
+    batches: [Count; COPY_ENGINES.len()],
+    bytes: [Count; COPY_ENGINES.len()],
+    /// Batches that the RDMA device failed, and another engine copied.
+    pub(crate) failovers: Count,
+}
+
+impl CopyMetrics {
+    fn new() -> Self {
+        CopyMetrics {
+            batches: COPY_ENGINES.map(|engine| labelled("kvhoist_copies_total", "engine", engine)),
+            bytes: COPY_ENGINES.map(|engine| labelled("kvhoist_copied_bytes_total", "engine", engine)),
+            failovers: plain("kvhoist_gdr_failovers_total"),
+        }
+    }
+
+    /// Counts a batch that an engine has copied.
+    pub(crate) fn copied(&self, engine: &str, bytes: u64) {
+        if let Some(at) = COPY_ENGINES.iter().position(|&known| known == engine) {
+            self.batches[at].add(1);
+            self.bytes[at].add(bytes);
+        }
+    }
+
+    /// Batches, and their bytes, of an engine, by its place in [`COPY_ENGINES`].
+    pub(crate) fn of(&self, engine: usize) -> (u64, u64) {
+        (self.batches[engine].get(), self.bytes[engine].get())
+    }
+}
+
 /// All metrics of one cache.
 pub(crate) struct Metrics {
     pub(crate) tiers: [TierMetrics; Tier::COUNT],
@@ -68,11 +106,12 @@ pub(crate) struct Metrics {
     pub(crate) record_writes: Count,
     pub(crate) records_bad: Count,
     pub(crate) cufile_errors: Count,
+    pub(crate) copies: Arc<CopyMetrics>,
     pub(crate) movements: Gauge,
     pub(crate) cufile_in_use: Gauge,
 }
 
-const COUNTERS: [(&str, Unit, &str); 21] = [
+const COUNTERS: [(&str, Unit, &str); 24] = [
     ("kvhoist_hits_total", Unit::Count, "Look-ups answered from a tier, by tier"),
     ("kvhoist_misses_total", Unit::Count, "Look-ups answered by no tier"),
     ("kvhoist_evictions_total", Unit::Count, "Slots given up to make room, by tier"),
@@ -88,6 +127,13 @@ const COUNTERS: [(&str, Unit, &str); 21] = [
     ("kvhoist_read_errors_total", Unit::Count, "Reads of the disk tier that failed"),
     ("kvhoist_write_errors_total", Unit::Count, "Writes to the disk tier that failed"),
     ("kvhoist_copy_errors_total", Unit::Count, "Copies between memories that failed"),
+    ("kvhoist_copies_total", Unit::Count, "Batches of copies between memories, by engine"),
+    ("kvhoist_copied_bytes_total", Unit::Bytes, "Bytes copied between memories, by engine"),
+    (
+        "kvhoist_gdr_failovers_total",
+        Unit::Count,
+        "Batches of copies that the RDMA device failed; another engine copied them",
+    ),
     (
         "kvhoist_cufile_errors_total",
         Unit::Count,
@@ -131,6 +177,7 @@ impl Metrics {
             record_writes: plain("kvhoist_record_writes_total"),
             records_bad: plain("kvhoist_records_bad_total"),
             cufile_errors: plain("kvhoist_cufile_errors_total"),
+            copies: Arc::new(CopyMetrics::new()),
             movements: metrics::gauge!("kvhoist_movements"),
             cufile_in_use: metrics::gauge!("kvhoist_cufile_in_use"),
         }
@@ -180,6 +227,11 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
     }
 }
 
+/// Whether copies go through an RDMA device.
+pub(crate) fn gdr_in_use() -> Gauge {
+    metrics::gauge!("kvhoist_gdr_in_use")
+}
+
 fn plain(name: &'static str) -> Count {
     Count::new(metrics::counter!(name))
 }
@@ -199,6 +251,10 @@ fn describe() {
         "From start to end of a movement, by route"
     );
     metrics::describe_gauge!("kvhoist_movements", "Movements under way");
+    metrics::describe_gauge!(
+        "kvhoist_gdr_in_use",
+        "1 while copies go through an RDMA device, 0.5 while it is proven anew after a failure, 0 while they do not"
+    );
     metrics::describe_gauge!(
         "kvhoist_cufile_in_use",
         "1 while libcufile moves blocks directly, 0.5 in its compat mode, 0 while it does not"

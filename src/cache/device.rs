@@ -1,16 +1,18 @@
-//! The device tier and what copies to it: a CUDA device, or host memory that plays one.
+//! The device tier and what copies to it: a CUDA device, or host memory that plays one, with an RDMA device beside it.
 
 use std::sync::Arc;
 
 use crate::{
     block::Layout,
-    config::{Config, DeviceKind},
+    config::{Config, DeviceKind, GdrMode},
     copy::{
-        AnyCopy, Memcpy,
+        AnyCopy,
         cuda::{CopyMethod, CudaCopy, CudaCopyOptions},
+        gdr::{GdrCopy, GdrMemory, GdrOptions, GdrState, GdrStatus},
     },
     error::{Error, Result},
     gpu::{DeviceBuffer, Gpu},
+    metrics::CopyMetrics,
     tier::{
         arena::Arena,
         device::{DevicePool, PoolLayout},
@@ -20,9 +22,76 @@ use crate::{
 /// The variable that goes before [`Config::copy`].
 const COPY_VARIABLE: &str = "KVHOIST_COPY";
 
+/// The variable that goes before [`Config::gdr`].
+const GDR_VARIABLE: &str = "KVHOIST_GDR";
+
+/// Memory of the device is exported by its own pages.
+const DEVICE_PAGE_BYTES: usize = 2 << 20;
+
+/// The device tier, if there is one, the device that it is on, and what copies.
+pub(super) struct Opened {
+    pub(super) pool: Option<DevicePool>,
+    pub(super) gpu: Option<Arc<Gpu>>,
+    pub(super) copy: AnyCopy,
+    pub(super) gdr: GdrStatus,
+}
+
 /// Opens the device that `config` wants.
-pub(super) fn open(config: &Config, arena: &Arc<Arena>) -> Result<(Option<DevicePool>, Option<Arc<Gpu>>, AnyCopy)> {
-    let simulated = || Ok((simulated(config)?, None, AnyCopy::Memcpy(Memcpy::new())));
+pub(super) async fn open(config: &Config, arena: &Arc<Arena>, metrics: &Arc<CopyMetrics>) -> Result<Opened> {
+    let mode = gdr_mode(config)?;
+    let (pool, gpu, copy) = open_base(config, arena, mode, metrics)?;
+    let off = |reason: &str| GdrStatus::new(GdrState::Off(reason.into()));
+    let reason = match (mode, &pool, &gpu) {
+        (GdrMode::Off, ..) => Some("it is set to off"),
+        (GdrMode::On, None, _) => {
+            return Err(Error::Config {
+                field: "gdr",
+                found: "on, without a device tier".into(),
+                expected: "device_blocks of 1 at least, or gdr = auto or off".into(),
+            });
+        }
+        (_, None, _) => Some("there is no device tier"),
+        (GdrMode::Auto, _, None) => Some("host memory plays the device; the processor copies it better"),
+        _ => None,
+    };
+    if let Some(reason) = reason {
+        return Ok(Opened { pool, gpu, copy, gdr: off(reason) });
+    }
+    let options = GdrOptions { device: config.gdr_device.clone(), ..GdrOptions::default() };
+    let memory = GdrMemory {
+        arena: Some(Arc::clone(arena)),
+        pool: pool.as_ref().map(DevicePool::shared_memory),
+        gpu: gpu.clone(),
+    };
+    let opened = async {
+        let engine = GdrCopy::open(&options, memory).await?;
+        if let (GdrMode::Auto, Some(pool)) = (mode, &pool) {
+            engine.calibrate(arena, &pool.shared_memory()).await?;
+        }
+        Ok::<_, Error>(engine)
+    };
+    match opened.await {
+        Ok(engine) => {
+            let gdr = engine.status().clone();
+            let copy = copy.with_gdr(engine, mode, config.copy_prefer);
+            Ok(Opened { pool, gpu, copy, gdr })
+        }
+        Err(error) if mode == GdrMode::Auto => {
+            let reason = match error {
+                Error::Unavailable { reason, .. } => reason,
+                other => other.to_string(),
+            };
+            tracing::debug!(reason, "no copies go through an RDMA device");
+            Ok(Opened { pool, gpu, copy, gdr: off(&reason) })
+        }
+        Err(error) => Err(error),
+    }
+}
+
+type Base = (Option<DevicePool>, Option<Arc<Gpu>>, AnyCopy);
+
+fn open_base(config: &Config, arena: &Arc<Arena>, gdr: GdrMode, metrics: &Arc<CopyMetrics>) -> Result<Base> {
+    let simulated = || Ok((simulated(config)?, None, AnyCopy::memcpy(Arc::clone(metrics))));
     if config.device_blocks == 0 || config.device == DeviceKind::Simulated {
         return simulated();
     }
@@ -30,10 +99,12 @@ pub(super) fn open(config: &Config, arena: &Arc<Arena>) -> Result<(Option<Device
     match Gpu::open(config.device_ordinal) {
         Ok(gpu) => {
             let layout = PoolLayout::new(config.device_blocks, layout(config)?)?;
-            let memory = DeviceBuffer::new(Arc::clone(&gpu), layout.bytes())?;
+            let page = if gdr == GdrMode::Off { 1 } else { DEVICE_PAGE_BYTES };
+            let memory = DeviceBuffer::new(Arc::clone(&gpu), layout.bytes().next_multiple_of(page))?;
             let copy = CudaCopy::new(&gpu, arena, options)?;
             tracing::info!(device = %gpu.device(), slots = config.device_blocks, "the device tier is a CUDA device");
-            Ok((Some(DevicePool::new(Box::new(memory), layout)?), Some(gpu), AnyCopy::Cuda(copy)))
+            let pool = DevicePool::new(Box::new(memory), layout)?;
+            Ok((Some(pool), Some(gpu), AnyCopy::cuda(copy, Arc::clone(metrics))))
         }
         Err(error) if config.device == DeviceKind::Auto => {
             tracing::warn!(%error, "the device tier is simulated in host memory");
@@ -68,4 +139,13 @@ fn method(config: &Config) -> Result<Option<CopyMethod>> {
             expected: "auto, loop, batch or kernel".into(),
         }),
     }
+}
+
+fn gdr_mode(config: &Config) -> Result<GdrMode> {
+    let Some(name) = std::env::var_os(GDR_VARIABLE) else { return Ok(config.gdr) };
+    name.to_str().and_then(GdrMode::from_name).ok_or_else(|| Error::Config {
+        field: GDR_VARIABLE,
+        found: name.to_string_lossy().into_owned(),
+        expected: "auto, on or off".into(),
+    })
 }

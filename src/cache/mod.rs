@@ -18,7 +18,7 @@ pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use queue::{Completion, CompletionQueue};
 pub use region::Region;
-pub use stats::{RouteStats, Stats, TierStats};
+pub use stats::{CopyStats, RouteStats, Stats, TierStats};
 
 use std::sync::Arc;
 
@@ -54,6 +54,8 @@ struct Inner {
     memory_align_bytes: usize,
     /// The device, where it is a CUDA one.
     gpu: Option<Arc<crate::gpu::Gpu>>,
+    /// Whether copies go through an RDMA device.
+    gdr: crate::copy::gdr::GdrStatus,
 }
 
 impl Cache {

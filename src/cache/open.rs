@@ -9,11 +9,14 @@ use std::{
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::{Cache, Inner, region::Regions};
+use super::{Cache, Inner, device::Opened, region::Regions};
 use crate::{
     block::Tier,
     config::Config,
-    copy::{AnyCopy, CopyEngine},
+    copy::{
+        AnyCopy, CopyEngine,
+        gdr::{GdrState, GdrStatus},
+    },
     error::{Error, Result},
     gpu::Gpu,
     index::Index,
@@ -82,6 +85,9 @@ pub(super) struct Parts<S, C> {
     pub(super) device: Option<DevicePool>,
     /// The device that they are on, where it is a CUDA one.
     pub(super) gpu: Option<Arc<Gpu>>,
+    /// The RDMA device beside it.
+    pub(super) gdr: Option<GdrStatus>,
+    pub(super) metrics: Metrics,
     /// The storage's files, in its order.
     pub(super) members: Vec<Member>,
     pub(super) direct_io: bool,
@@ -98,7 +104,8 @@ pub(super) struct Parts<S, C> {
 async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
-    let (device, gpu, copy) = super::device::open(&config, &arena)?;
+    let metrics = Metrics::new();
+    let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies).await?;
     let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
@@ -112,8 +119,10 @@ async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, 
         registered: storage.registered(),
         storage,
         copy,
-        device,
+        device: pool,
         gpu,
+        gdr: Some(gdr),
+        metrics,
         members: files.iter().map(StoreFile::member).collect(),
         direct_io,
         memory_align_bytes,
@@ -133,8 +142,20 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     arena: Arc<Arena>,
     parts: Parts<S, C>,
 ) -> Result<Started<S, C>> {
-    let Parts { storage, copy, device, gpu, members, direct_io, memory_align_bytes, registered, uuid, seed } = parts;
-    let metrics = Metrics::new();
+    let Parts {
+        storage,
+        copy,
+        device,
+        gpu,
+        gdr,
+        metrics,
+        members,
+        direct_io,
+        memory_align_bytes,
+        registered,
+        uuid,
+        seed,
+    } = parts;
     let mut index = Index::new(seed);
     let mut generation = 1;
     let mut slots = None;
@@ -161,6 +182,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(shared.config.movements_max as usize));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let regions = Regions::default();
+    let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = Inner {
         shared,
         commands: sender,
@@ -171,6 +193,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         memory_align_bytes,
         registered,
         gpu,
+        gdr,
     };
     Ok((Cache { inner: Arc::new(inner) }, mover, commands, urgent_requests))
 }

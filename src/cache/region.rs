@@ -7,8 +7,9 @@ use tokio::sync::oneshot;
 use super::Cache;
 use crate::{
     block::{BlockKey, Segment},
+    copy::gdr::GdrState,
     error::{Error, Result},
-    mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply},
+    mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply, Urgent},
 };
 
 /// A registered range of foreign memory. Give it back with [`Cache::unregister`]: until that has
@@ -47,6 +48,7 @@ enum Overlap {
 
 impl Regions {
     fn add(&self, start: *mut u8, len: usize, memory: RegionMemory, overlap: Overlap) -> Result<Region> {
+        let address = start;
         let start = start as usize;
         if start == 0 || len == 0 || start.checked_add(len).is_none() {
             return Err(Error::Argument {
@@ -69,7 +71,7 @@ impl Regions {
                 expected: "each range registered once".into(),
             });
         }
-        let inner = RegionInner::new(start, len, memory);
+        let inner = RegionInner::new(address, len, memory, overlap == Overlap::Refused);
         regions.push(Entry { region: Arc::clone(&inner), overlap });
         Ok(Region { inner })
     }
@@ -161,6 +163,15 @@ impl Cache {
     pub async fn unregister(&self, region: Region) {
         self.inner.regions.remove(&region);
         region.inner.wait_unused().await;
+        let never_known = matches!(self.inner.gdr.get(), GdrState::Off(_));
+        if let Some(region) = region.inner.lasting.filter(|_| !never_known) {
+            let (reply, given_back) = oneshot::channel();
+            // Where the cache is closed nothing holds the memory any more.
+            if self.send_urgent(Urgent::GiveBack { region, reply }).is_ok() {
+                // The other end is dropped when it is done.
+                drop(given_back.await);
+            }
+        }
     }
 
     /// Copies blocks into registered memory: one result per block, in order. `true`: it is there;

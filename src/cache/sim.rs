@@ -116,6 +116,8 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
         copy: world.copy.clone(),
         device: super::device::simulated(&config)?,
         gpu: None,
+        gdr: None,
+        metrics: crate::metrics::Metrics::new(),
         members: members(&config, &world.storage),
         direct_io: true,
         memory_align_bytes: world.storage.memory_align_bytes(),

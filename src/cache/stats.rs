@@ -1,7 +1,11 @@
 //! What a cache has done so far.
 
 use super::Cache;
-use crate::block::{Route, Tier};
+use crate::{
+    block::{Route, Tier},
+    copy::gdr::GdrState,
+    metrics::COPY_ENGINES,
+};
 
 /// One tier's figures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -27,6 +31,17 @@ pub struct TierStats {
 pub struct RouteStats {
     /// Blocks that went this way.
     pub blocks: u64,
+    /// Their bytes.
+    pub bytes: u64,
+}
+
+/// One copy engine's figures.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CopyStats {
+    /// The engine: `memcpy`, `cuda` or `gdr`.
+    pub engine: &'static str,
+    /// Batches of copies that it has made.
+    pub batches: u64,
     /// Their bytes.
     pub bytes: u64,
 }
@@ -85,6 +100,14 @@ pub struct Stats {
     pub cufile_errors: u64,
     /// Requests that libcufile has not given back. Their slots and files stay reserved until it does.
     pub cufile_stuck: u64,
+    /// Copies between memories, by the engine that made them: `memcpy`, `cuda`, `gdr`.
+    pub copies: [CopyStats; 3],
+    /// Whether copies go through an RDMA device now.
+    pub gdr: bool,
+    /// Its state (off, on, recovering, retired), with the evidence or the reason.
+    pub gdr_reason: String,
+    /// Batches of copies that the RDMA device failed, and another engine copied.
+    pub gdr_failovers: u64,
     /// Why the device tier is out of service, if it is.
     pub device_retired: Option<String>,
     /// Why the disk tier is out of service, if it is.
@@ -94,6 +117,11 @@ pub struct Stats {
 }
 
 impl Stats {
+    /// A copy engine's figures, by its name.
+    pub fn copies_by(&self, engine: &str) -> CopyStats {
+        self.copies.iter().find(|figures| figures.engine == engine).copied().unwrap_or_default()
+    }
+
     /// A tier's figures.
     pub fn tier(&self, tier: Tier) -> &TierStats {
         &self.tiers[tier as usize]
@@ -112,6 +140,7 @@ impl Cache {
         let config = &shared.config;
         let metrics = &shared.metrics;
         let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
+        let gdr: GdrState = self.inner.gdr.get();
         let state = shared.lock();
         let reason = || state.disk_service.reason().map(str::to_owned);
         Stats {
@@ -150,6 +179,13 @@ impl Cache {
             cufile_reason: state.cufile.told.clone(),
             cufile_errors: metrics.cufile_errors.get(),
             cufile_stuck: shared.cufile_stuck(),
+            copies: std::array::from_fn(|at| {
+                let (batches, bytes) = metrics.copies.of(at);
+                CopyStats { engine: COPY_ENGINES[at], batches, bytes }
+            }),
+            gdr: gdr.is_on(),
+            gdr_reason: gdr.to_string(),
+            gdr_failovers: metrics.copies.failovers.get(),
             device_retired: state.device_retired.clone(),
             disk_retired: (!state.disk_service.reads()).then(reason).flatten(),
             disk_read_only: reason(),

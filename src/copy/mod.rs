@@ -2,14 +2,17 @@
 
 mod any;
 pub mod cuda;
+pub mod gdr;
 mod memcpy;
 mod pair;
+mod region;
 #[cfg(feature = "sim")]
 pub mod sim;
 
 pub use any::AnyCopy;
 pub use memcpy::Memcpy;
 pub use pair::pair_segments;
+pub use region::CopyRegion;
 
 use std::{any::Any, future::Future, sync::Arc, time::Duration};
 
@@ -46,6 +49,7 @@ pub struct CopyBatch {
     direction: Direction,
     owners: Vec<Arc<dyn Any + Send + Sync>>,
     prompt: bool,
+    regions: Vec<CopyRegion>,
 }
 
 impl CopyBatch {
@@ -55,7 +59,7 @@ impl CopyBatch {
     /// Until the batch is dropped every `src` range must stay readable and unwritten, every `dst`
     /// range must stay writable and untouched by others, and `owners` must keep both mapped.
     pub unsafe fn new(ops: Vec<CopyOp>, direction: Direction, owners: Vec<Arc<dyn Any + Send + Sync>>) -> Self {
-        CopyBatch { ops, direction, owners, prompt: false }
+        CopyBatch { ops, direction, owners, prompt: false, regions: Vec::new() }
     }
 
     /// The same, for somebody who waits for this batch while others come after it: an engine that lets batches go
@@ -63,6 +67,18 @@ impl CopyBatch {
     #[must_use]
     pub fn prompt(self) -> Self {
         CopyBatch { prompt: true, ..self }
+    }
+
+    /// The same, whose ranges lie in these regions where they are not the cache's own. Each must stay mapped until the
+    /// engine was told to [`forget`](CopyEngine::forget) it, or is gone.
+    #[must_use]
+    pub fn within(self, regions: Vec<CopyRegion>) -> Self {
+        CopyBatch { regions, ..self }
+    }
+
+    /// The regions that it touches and that are not the cache's own.
+    pub fn regions(&self) -> &[CopyRegion] {
+        &self.regions
     }
 
     /// Whether somebody waits for this one.
@@ -105,6 +121,13 @@ pub trait CopyEngine: 'static {
     /// Why it cannot copy to and from the device any more, once it cannot.
     fn fault(&self) -> Option<String> {
         None
+    }
+
+    /// Forgets a region that batches lay in: it may be unmapped when this has resolved. No batch in it may be under way,
+    /// nor come later.
+    fn forget(&self, region: &CopyRegion) -> impl Future<Output = ()> {
+        let _ = region;
+        std::future::ready(())
     }
 
     /// The checksum of device memory, in this order, by the device itself. `None` where it cannot; then nothing was

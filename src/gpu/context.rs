@@ -50,6 +50,10 @@ impl Gpu {
         &self.device
     }
 
+    pub(super) fn handle(&self) -> CUdevice {
+        self.handle
+    }
+
     /// Makes the context the current one of this thread. Cheap; whoever calls the driver calls this first.
     pub(crate) fn bind(&self) -> std::result::Result<(), Fault> {
         // SAFETY: the context is retained for the life of `self`.

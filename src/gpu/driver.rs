@@ -169,7 +169,7 @@ fn batch_v1() -> Option<BatchV1> {
 }
 
 /// True if the library, which is there, has this function.
-fn has(name: &str) -> bool {
+pub(super) fn has(name: &str) -> bool {
     // SAFETY: the library was found before; a symbol is looked up and not called.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok()
 }

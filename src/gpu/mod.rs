@@ -16,6 +16,7 @@ mod driver;
 mod gates;
 mod memory;
 mod module;
+mod rdma;
 mod stream;
 
 pub(crate) use checksum::{ChecksumKernel, PIECE_MULTIPLE, PieceBuffer, Plan};
@@ -24,6 +25,8 @@ pub use discover::{Device, Discovery, discover};
 pub(crate) use gates::Gates;
 pub use memory::{DeviceBuffer, HostPin};
 pub(crate) use module::{CopyKernel, Tile};
+pub use rdma::WriteFlush;
+pub use stream::StreamMark;
 pub(crate) use stream::{BatchArrays, Event, Stream};
 
 pub(crate) use driver::Fault;

@@ -11,7 +11,10 @@ use super::{
     context::Gpu,
     driver::{BatchForm, Fault, check},
 };
-use crate::copy::{CopyOp, Direction};
+use crate::{
+    copy::{CopyOp, Direction, gdr::Hold},
+    error::{Error, Result},
+};
 
 /// A queue of device work that runs in order.
 pub(crate) struct Stream {
@@ -36,7 +39,7 @@ pub(crate) struct BatchArrays {
 impl Stream {
     /// A stream of the highest priority, which does not wait for the legacy default stream: copies are short, and a
     /// kernel of the engine beside them may be long.
-    pub(crate) fn new(gpu: &Arc<Gpu>) -> Result<Self, Fault> {
+    pub(crate) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, Fault> {
         gpu.bind()?;
         let (mut least, mut greatest) = (0, 0);
         // SAFETY: the context is current; two integers are written.
@@ -53,7 +56,7 @@ impl Stream {
     }
 
     /// Waits until everything in it is done. Blocks the thread.
-    pub(crate) fn synchronize(&self) -> Result<(), Fault> {
+    pub(crate) fn synchronize(&self) -> std::result::Result<(), Fault> {
         self.gpu.bind()?;
         // SAFETY: our own stream.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
@@ -63,7 +66,7 @@ impl Stream {
     ///
     /// # Safety
     /// Both ranges must stay valid and untouched by others until the stream has passed the copy.
-    pub(crate) unsafe fn copy(&self, op: &CopyOp) -> Result<(), Fault> {
+    pub(crate) unsafe fn copy(&self, op: &CopyOp) -> std::result::Result<(), Fault> {
         let (src, dst) = (op.src.expose_provenance() as u64, op.dst.expose_provenance() as u64);
         // SAFETY: the caller's promise.
         check("cuMemcpyAsync", unsafe { sys::cuMemcpyAsync(dst, src, op.len, self.raw) })
@@ -78,7 +81,7 @@ impl Stream {
         ops: impl Iterator<Item = CopyOp>,
         direction: Direction,
         arrays: &mut BatchArrays,
-    ) -> Result<(), Fault> {
+    ) -> std::result::Result<(), Fault> {
         let Some(form) = self.gpu.batch_form() else {
             return check("cuMemcpyBatchAsync", CUresult::CUDA_ERROR_NOT_SUPPORTED);
         };
@@ -137,7 +140,7 @@ impl Drop for Stream {
 
 impl Event {
     /// An event that keeps no time.
-    pub(crate) fn new(gpu: &Arc<Gpu>) -> Result<Self, Fault> {
+    pub(crate) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, Fault> {
         gpu.bind()?;
         let mut raw = std::ptr::null_mut();
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
@@ -147,19 +150,50 @@ impl Event {
     }
 
     /// Marks what the stream holds now. Its context is current.
-    pub(crate) fn record(&self, stream: &Stream) -> Result<(), Fault> {
+    pub(crate) fn record(&self, stream: &Stream) -> std::result::Result<(), Fault> {
         // SAFETY: our own event and stream.
         check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw) })
     }
 
     /// Whether the stream has passed the mark. Its context is current.
-    pub(crate) fn is_reached(&self) -> Result<bool, Fault> {
+    pub(crate) fn is_reached(&self) -> std::result::Result<bool, Fault> {
         // SAFETY: our own event.
         match unsafe { sys::cuEventQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             code => check("cuEventQuery", code).map(|()| true),
         }
     }
+}
+
+/// A mark in a stream of the caller's: copies through an RDMA device can wait for it
+/// ([`CopyOrder::after`](crate::copy::gdr::CopyOrder)).
+pub struct StreamMark(Event);
+
+impl StreamMark {
+    /// Marks what the stream holds now: a `CUstream` (or `cudaStream_t`) of the device's primary context, as a number.
+    ///
+    /// # Safety
+    /// The stream must not be destroyed during the call.
+    ///
+    /// # Errors
+    /// [`Error::Copy`] with what the driver said.
+    pub unsafe fn record(gpu: &Arc<Gpu>, stream: usize) -> Result<Self> {
+        let event = Event::new(gpu).map_err(refused)?;
+        let raw: CUstream = std::ptr::with_exposed_provenance_mut(stream);
+        // SAFETY: our own event; the stream is as the caller promises. `new` has made the context current.
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, raw) }).map_err(refused)?;
+        Ok(StreamMark(event))
+    }
+}
+
+impl Hold for StreamMark {
+    fn is_over(&self) -> Result<bool> {
+        self.0.gpu.bind().and_then(|()| self.0.is_reached()).map_err(refused)
+    }
+}
+
+fn refused(fault: Fault) -> Error {
+    Error::Copy { engine: "cuda", reason: fault.to_string() }
 }
 
 impl Drop for Event {

@@ -53,7 +53,13 @@ impl Reactor {
                 ),
             }
         }
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+        let mut builder = tokio::runtime::Builder::new_current_thread();
+        if config.device_blocks > 0 {
+            // An RDMA device tells of its completions by a descriptor.
+            check_descriptors()?;
+            builder.enable_io();
+        }
+        let runtime = builder.enable_time().build();
         runtime.map(Reactor::Plain).map_err(|source| Error::io("start a runtime", "", source))
     }
 

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use super::{Job, Mover, flight::Outcome, shared::Filling, verify::Unverified};
 use crate::{
     block::{Segment, Tier},
-    copy::{CopyBatch, CopyEngine, pair_segments},
+    copy::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
     error::{Error, Result},
     io::Storage,
 };
@@ -98,18 +98,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Copies a block where it was offered to be. `None` where that is withdrawn, or no slot is free.
     async fn copy_ahead(&self, unverified: Unverified, ahead: &Ahead) -> (Unverified, Option<Copied>) {
         let Some((target, tell)) = ahead.0.take() else { return (unverified, None) };
-        let (segments, target): (Vec<Segment>, Owner) = match target {
-            Target::Memory(job) => (job.segments.clone(), Arc::new(job)),
-            Target::Slot(filling) => (self.device_segments(filling.slot()), Arc::new(filling)),
+        let (segments, regions, target): (Vec<Segment>, _, Owner) = match target {
+            Target::Memory(job) => (job.segments.clone(), job.copy_regions(), Arc::new(job)),
+            Target::Slot(filling) => (self.device_segments(filling.slot()), Vec::new(), Arc::new(filling)),
             Target::AnySlot => match self.shared.acquire_now(Tier::Device) {
-                Some(filling) => (self.device_segments(filling.slot()), Arc::new(filling)),
+                Some(filling) => (self.device_segments(filling.slot()), Vec::new(), Arc::new(filling)),
                 None => {
                     drop(tell.send((Target::AnySlot, None)));
                     return (unverified, None);
                 }
             },
         };
-        let (unverified, target, result) = self.copy_onto(unverified, target, &segments).await;
+        let (unverified, target, result) = self.copy_onto(unverified, target, &segments, regions).await;
         let sum = match result {
             Ok(()) => self.copy.checksum(&segments, Arc::clone(&target)).await,
             Err(_) => None,
@@ -130,6 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         unverified: Unverified,
         target: Owner,
         segments: &[Segment],
+        regions: Vec<CopyRegion>,
     ) -> (Unverified, Owner, Result<()>) {
         let ops = match pair_segments(&[self.host_segment(unverified.filling.slot())], segments) {
             Ok(ops) => ops,
@@ -139,8 +140,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // SAFETY: the source is an unpublished slot, which nobody writes to any more; the target is one too, or lies in
         // regions that the job holds, whose owner promised at registration not to touch a segment while it is loaded.
         // All guards travel.
-        let batch = unsafe { CopyBatch::new(ops, self.promote_direction(), owners) }.prompt();
-        let (result, batch) = self.copied(batch).await;
+        let batch = unsafe { CopyBatch::new(ops, self.promote_direction(), owners) };
+        let (result, batch) = self.copied(batch.within(regions).prompt()).await;
         let mut owners = batch.into_owners();
         let unverified = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Unverified>().ok()?));
         let target = owners.pop().expect("first of two owners");

@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Segment, Tier},
-    copy::{CopyBatch, CopyEngine, Direction, pair_segments},
+    copy::{CopyBatch, CopyEngine, CopyRegion, Direction, pair_segments},
     error::{Error, Result},
     io::Storage,
 };
@@ -38,6 +38,9 @@ pub(crate) struct RegionInner {
     pub(crate) start: usize,
     pub(crate) len: usize,
     pub(crate) memory: RegionMemory,
+    /// How copy engines know it. `None` for one that is lent for a call: registering it with a NIC would take longer than
+    /// to copy it.
+    pub(crate) lasting: Option<CopyRegion>,
     users: AtomicUsize,
     unused: Notify,
 }
@@ -46,8 +49,10 @@ pub(crate) struct RegionInner {
 pub(crate) struct RegionUse(Arc<RegionInner>);
 
 impl RegionInner {
-    pub(crate) fn new(start: usize, len: usize, memory: RegionMemory) -> Arc<Self> {
-        Arc::new(RegionInner { start, len, memory, users: AtomicUsize::new(0), unused: Notify::new() })
+    pub(crate) fn new(start: *mut u8, len: usize, memory: RegionMemory, lasts: bool) -> Arc<Self> {
+        let lasting = lasts.then(|| CopyRegion::new(start, len, memory == RegionMemory::Device));
+        let (users, unused) = (AtomicUsize::new(0), Notify::new());
+        Arc::new(RegionInner { start: start as usize, len, memory, lasting, users, unused })
     }
 
     pub(crate) fn contains(&self, segment: &Segment) -> bool {
@@ -82,6 +87,11 @@ impl RegionUse {
     pub(crate) fn memory(&self) -> RegionMemory {
         self.0.memory
     }
+
+    /// How copy engines know the region.
+    pub(crate) fn lasting(&self) -> Option<CopyRegion> {
+        self.0.lasting
+    }
 }
 
 impl Drop for RegionUse {
@@ -104,6 +114,11 @@ pub(crate) struct Job {
 impl Job {
     pub(crate) fn memory(&self) -> RegionMemory {
         self.regions.first().map_or(RegionMemory::Host, RegionUse::memory)
+    }
+
+    /// Its regions, as copy engines know them.
+    pub(crate) fn copy_regions(&self) -> Vec<CopyRegion> {
+        self.regions.iter().filter_map(RegionUse::lasting).collect()
     }
 }
 
@@ -158,9 +173,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let Some(pin) = pin else { return Ok(false) };
         let ops = pair_segments(&[self.host_segment(pin.slot())], &job.segments)?;
+        let regions = job.copy_regions();
         // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
         // promised at registration not to touch a segment while it is loaded. All guards travel.
-        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(pin), Arc::new(job)]) };
+        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(pin), Arc::new(job)]) }.within(regions);
         let (result, batch) = self.copied(batch).await;
         drop(batch);
         result.map(|()| true)
@@ -189,10 +205,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             RegionMemory::Device => self.demote_direction(),
         };
         let ops = pair_segments(&job.segments, &[self.host_segment(filling.slot())])?;
-        let job = Arc::new(job);
+        let (regions, job) = (job.copy_regions(), Arc::new(job));
         // SAFETY: the source lies in regions that the job holds, whose owner promised at
         // registration not to write to a segment while it is stored; the target is unpublished.
-        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&job) as _, Arc::new(filling)]) };
+        let batch =
+            unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&job) as _, Arc::new(filling)]) }.within(regions);
         // Prompt: those that go together would come to the disk together. The device can sum up its own memory while
         // that is copied.
         let sum = async {

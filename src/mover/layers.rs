@@ -15,7 +15,7 @@ use tokio::{sync::Notify, task::JoinHandle};
 use super::{Job, Mover, Pin, RegionMemory};
 use crate::{
     block::{Route, Tier},
-    copy::{CopyBatch, CopyEngine, CopyOp, Direction},
+    copy::{CopyBatch, CopyEngine, CopyOp, CopyRegion, Direction},
     error::{Error, Result},
     gpu::Gates,
     io::Storage,
@@ -304,6 +304,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             RegionMemory::Host => Direction::HostToHost,
             RegionMemory::Device => self.promote_direction(),
         };
+        let mut regions: Vec<CopyRegion> = Vec::new();
+        for region in resident.blocks.iter().flat_map(|(_, _, job)| job.copy_regions()) {
+            if !regions.contains(&region) {
+                regions.push(region);
+            }
+        }
         let resident = Arc::new(resident);
         let mut under_way: VecDeque<(u64, JoinHandle<()>)> = VecDeque::new();
         let mut bytes_under_way = 0;
@@ -311,7 +317,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let ops = self.ops_of(&resident, segments);
             // SAFETY: the sources are pinned; the targets lie in regions that the jobs hold, whose owner promised at
             // registration not to touch a segment while it is loaded. All guards travel.
-            let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&resident) as _]) }.prompt();
+            let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&resident) as _]) };
+            let batch = batch.within(regions.clone()).prompt();
             let bytes = batch.bytes();
             // The processor copies one after the other in any case: side by side all layers would end late.
             while let Some((ended, task)) = under_way

@@ -45,7 +45,7 @@ use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 use self::{budget::Budget, direct::Direct, records::RecordPages, service::Failures};
 use crate::{
     block::{BlockKey, Tier},
-    copy::CopyEngine,
+    copy::{CopyEngine, CopyRegion},
     error::Result,
     io::{FileId, Storage},
 };
@@ -75,6 +75,8 @@ pub(crate) enum Command {
 pub(crate) enum Urgent {
     /// Write a host block to disk. Its flight has begun.
     Write { key: BlockKey, pin: Pin, class: Class },
+    /// Take foreign memory from the hands of the copy engine. No movement uses it.
+    GiveBack { region: CopyRegion, reply: oneshot::Sender<std::convert::Infallible> },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice { pin: Pin, buf: Vec<u8>, reply: oneshot::Sender<Result<Vec<u8>>> },
 }
@@ -204,6 +206,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let this = Rc::clone(self);
         match request {
             Urgent::Write { key, pin, class } => self.spawn(this.write(key, pin, class)),
+            Urgent::GiveBack { region, reply } => self.spawn(async move {
+                this.copy.forget(&region).await;
+                // Dropping it tells whoever waits.
+                drop(reply);
+            }),
             Urgent::ReadDevice { pin, buf, reply } => self.spawn(async move {
                 drop(reply.send(this.read_device(pin, buf).await));
             }),

@@ -1,6 +1,6 @@
 //! Device slots: where the segments of a block lie in a pool, and the memory of that pool.
 
-use std::{fmt, ptr::NonNull};
+use std::{fmt, ptr::NonNull, sync::Arc};
 
 use super::mapping::Mapping;
 use crate::{
@@ -117,7 +117,7 @@ pub unsafe trait DeviceMemory: Send + Sync + 'static {
 /// owner of the slot. Keep the pool alive (in an `Arc`) for as long as an address is in use.
 pub struct DevicePool {
     layout: PoolLayout,
-    memory: Box<dyn DeviceMemory>,
+    memory: Arc<dyn DeviceMemory>,
 }
 
 impl DevicePool {
@@ -133,7 +133,7 @@ impl DevicePool {
         if !memory.base().as_ptr().addr().is_multiple_of(BUFFER_ALIGN) {
             return wrong(format!("address {:p}", memory.base()), format!("a multiple of {BUFFER_ALIGN}"));
         }
-        Ok(DevicePool { layout, memory })
+        Ok(DevicePool { layout, memory: Arc::from(memory) })
     }
 
     /// A pool in host memory that plays the device: for machines without one, and for tests.
@@ -181,6 +181,11 @@ impl DevicePool {
     /// What the pool lies in: the directions of copies, and its name.
     pub fn memory(&self) -> &dyn DeviceMemory {
         &*self.memory
+    }
+
+    /// The same, kept alive by whoever holds it.
+    pub fn shared_memory(&self) -> Arc<dyn DeviceMemory> {
+        Arc::clone(&self.memory)
     }
 }
 

@@ -6,20 +6,31 @@
  * finds wrong bytes. The copy kernel is carried out from its descriptions, as the one on the device does.
  *
  * DOUBLE_FAULT makes one thing fail: "init" (no device can be used), "none" (no device), "register" (no memory can be
- * pinned), "alloc" (no device memory), "checksum" (the checksum kernel cannot be loaded).
+ * pinned), "alloc" (no device memory), "checksum" (the checksum kernel cannot be loaded), "export" (no dma-buf of device
+ * memory), "flush" (writes of other devices cannot be flushed).
+ * DOUBLE_ORDERING is what the device says of the order of others' writes (default 0: none, they must be flushed; 100: they
+ * are seen by their owner as they come). A dma-buf of it is a file that holds the address and the length of its memory,
+ * for the double of libibverbs.
  * double_stop() makes the device stop, as an illegal access by any kernel does.
  * double_allow(n) lets n more events be reached, and none after them until it is called again.
  */
+#define _GNU_SOURCE
+#include <dlfcn.h>
 #include <limits.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 enum { SUCCESS = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NO_DEVICE = 100, NOT_READY = 600,
        ILLEGAL_ADDRESS = 700, NOT_FOUND = 500, NOT_SUPPORTED = 801, OPERATING_SYSTEM = 304 };
+enum { FLUSH_OPTIONS = 117, WRITES_ORDERING = 118, DMA_BUF = 124, DMA_BUF_FD = 1, CURRENT_CONTEXT = 0, TO_OWNER = 100,
+       ALLOCATIONS = 256, PAGE = 4096, LARGE_PAGE = 65536 };
 
 typedef struct { uint64_t address, bytes, after; } piece;
 /* A copy; or sums of `len` pieces; or, with no destination, the wait until the word at `src` has reached the value `len`. */
@@ -112,20 +123,77 @@ int cuDeviceGet(int *d, int ordinal) { *d = ordinal; return ordinal == 0 ? SUCCE
 int cuDeviceGetName(char *s, int n, int d) { (void)d; snprintf(s, n, "double"); return SUCCESS; }
 int cuDeviceGetPCIBusId(char *s, int n, int d) { (void)d; snprintf(s, n, "0000:00:00.0"); return SUCCESS; }
 int cuDeviceTotalMem_v2(size_t *n, int d) { (void)d; *n = 1ul << 30; return SUCCESS; }
-int cuDeviceGetAttribute(int *v, int which, int d) { (void)which; (void)d; *v = 1; return SUCCESS; }
+static int ordering(void) { const char *value = getenv("DOUBLE_ORDERING"); return value ? atoi(value) : 0; }
+int cuDeviceGetAttribute(int *v, int which, int d) {
+    (void)d;
+    switch (which) {
+    case WRITES_ORDERING: *v = ordering(); break;
+    case FLUSH_OPTIONS: *v = !is_fault("flush"); break;
+    case DMA_BUF: *v = !is_fault("export"); break;
+    default: *v = 1;
+    }
+    return SUCCESS;
+}
 int cuDevicePrimaryCtxRetain(void **c, int d) { (void)d; *c = (void *)1; return SUCCESS; }
 int cuDevicePrimaryCtxRelease_v2(int d) { (void)d; return SUCCESS; }
 int cuCtxSetCurrent(void *c) { (void)c; return SUCCESS; }
 int cuCtxGetStreamPriorityRange(int *least, int *greatest) { *least = 0; *greatest = -5; return SUCCESS; }
 int cuMemGetInfo_v2(size_t *free_bytes, size_t *total) { *free_bytes = *total = 1ul << 30; return SUCCESS; }
+/* Device memory that has been given out. */
+static pthread_mutex_t allocations_lock = PTHREAD_MUTEX_INITIALIZER;
+static struct { uint64_t start, bytes; } allocations[ALLOCATIONS];
+
+/* True if all of a range lies in one piece of it. */
+int double_is_device(uint64_t p, size_t n) {
+    int found = 0;
+    pthread_mutex_lock(&allocations_lock);
+    for (int i = 0; i < ALLOCATIONS; i++)
+        found |= allocations[i].bytes && p >= allocations[i].start && p + n <= allocations[i].start + allocations[i].bytes;
+    pthread_mutex_unlock(&allocations_lock);
+    return found;
+}
+int double_needs_flush(void) { return ordering() < TO_OWNER; }
 int cuMemAlloc_v2(uint64_t *p, size_t n) {
     void *memory = NULL;
-    if (is_fault("alloc") || posix_memalign(&memory, 4096, n)) return OUT_OF_MEMORY;
+    /* Whole pages of the device, as its own memory is. */
+    n = (n + LARGE_PAGE - 1) / LARGE_PAGE * LARGE_PAGE;
+    if (is_fault("alloc") || posix_memalign(&memory, LARGE_PAGE, n)) return OUT_OF_MEMORY;
     memset(memory, 0xdd, n);
     *p = (uint64_t)memory;
+    pthread_mutex_lock(&allocations_lock);
+    int at = 0;
+    while (at < ALLOCATIONS && allocations[at].bytes) at++;
+    if (at == ALLOCATIONS) abort();
+    allocations[at].start = *p;
+    allocations[at].bytes = n;
+    pthread_mutex_unlock(&allocations_lock);
     return SUCCESS;
 }
-int cuMemFree_v2(uint64_t p) { free((void *)p); return SUCCESS; }
+int cuMemFree_v2(uint64_t p) {
+    pthread_mutex_lock(&allocations_lock);
+    for (int i = 0; i < ALLOCATIONS; i++) if (allocations[i].start == p) allocations[i].start = allocations[i].bytes = 0;
+    pthread_mutex_unlock(&allocations_lock);
+    free((void *)p);
+    return SUCCESS;
+}
+int cuMemGetHandleForAddressRange(void *handle, uint64_t p, size_t n, int type, unsigned long long flags) {
+    uint64_t range[2] = { p, n };
+    if (is_fault("export")) return NOT_SUPPORTED;
+    if (type != DMA_BUF_FD || (flags & ~1ull) || n == 0 || p % PAGE || n % PAGE || !double_is_device(p, n)) return INVALID_VALUE;
+    int fd = memfd_create("dma-buf of the double", MFD_CLOEXEC);
+    if (fd < 0 || pwrite(fd, range, sizeof range, 0) != sizeof range) return OPERATING_SYSTEM;
+    *(int *)handle = fd;
+    return SUCCESS;
+}
+/* What the double of libibverbs has written to device memory is there only now. */
+int cuFlushGPUDirectRDMAWrites(int target, int scope) {
+    if (is_fault("flush")) return NOT_SUPPORTED;
+    if (target != CURRENT_CONTEXT || scope < TO_OWNER) return INVALID_VALUE;
+    void *library = dlopen("libibverbs.so.1", RTLD_NOW | RTLD_NOLOAD);
+    void (*flush)(void) = library ? (void (*)(void))dlsym(library, "ibv_double_flush") : NULL;
+    if (flush) flush();
+    return SUCCESS;
+}
 int cuMemHostRegister_v2(void *p, size_t n, unsigned flags) { (void)p; (void)n; (void)flags; return is_fault("register") ? OUT_OF_MEMORY : SUCCESS; }
 int cuMemHostUnregister(void *p) { (void)p; return SUCCESS; }
 int cuMemHostGetDevicePointer_v2(uint64_t *d, void *p, unsigned flags) { (void)flags; *d = (uint64_t)p; return SUCCESS; }

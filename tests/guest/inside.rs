@@ -13,10 +13,8 @@ use kvhoist::{Cache, block_on};
 use crate::{
     crash::{self, Checked, Death, History, Plan},
     faults, log,
+    machine::JOB,
 };
-
-/// The file that says what to do.
-pub const JOB: &str = "guest.job";
 
 /// The disk of the machine.
 pub const NVME: &str = "/dev/nvme0n1";

@@ -13,3 +13,4 @@ mod faults;
 mod host;
 mod inside;
 mod log;
+mod machine;

@@ -16,7 +16,10 @@ use crate::{
     BlockKey, Cache, Config, DiskPath, Layout, Tier,
     cache::{Inner, region::Regions},
     checksum::checksum,
-    copy::Memcpy,
+    copy::{
+        Memcpy,
+        gdr::{GdrState, GdrStatus},
+    },
     index::Index,
     io::{FileId, Lent, Storage},
     metrics::{Count, Metrics},
@@ -245,6 +248,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         memory_align_bytes: 1,
         registered: false,
         gpu: None,
+        gdr: GdrStatus::new(GdrState::Off(String::new())),
     };
     drop(sender.send(Cache { inner: Arc::new(inner) }));
     mover.run(requests, urgent_requests).await

@@ -1,0 +1,184 @@
+//! The proof: random bytes go through the NIC both ways, and are looked at from the other side. Some machines route no
+//! reads, or no writes, between two devices; some lose them in silence.
+
+use std::{
+    hash::{BuildHasher, RandomState},
+    ptr::NonNull,
+    sync::Arc,
+};
+
+use crate::{
+    copy::{CopyBatch, CopyOp, Direction},
+    gpu::{DeviceBuffer, Gpu, Stream},
+    io::AlignedBuf,
+    tier::device::DeviceMemory,
+};
+
+/// Bytes on each side: twice what goes one way.
+pub(super) const SCRATCH_BYTES: usize = 2 * HALF_BYTES;
+const HALF_BYTES: usize = 32 << 10;
+
+/// Memory of the proof's own, on both sides.
+pub(super) struct Scratch {
+    host: Arc<HostSide>,
+    device: Arc<dyn DeviceMemory>,
+    gpu: Option<(Arc<Gpu>, Stream)>,
+}
+
+struct HostSide(NonNull<u8>, #[expect(dead_code, reason = "keeps the memory")] AlignedBuf);
+
+// SAFETY: an address into memory that it owns; who may touch it is decided by the proof.
+unsafe impl Send for HostSide {}
+// SAFETY: as above.
+unsafe impl Sync for HostSide {}
+
+// SAFETY: one allocation of SCRATCH_BYTES, owned, aligned to pages.
+unsafe impl DeviceMemory for HostSide {
+    fn kind(&self) -> &'static str {
+        "simulated"
+    }
+
+    fn base(&self) -> NonNull<u8> {
+        self.0
+    }
+
+    fn bytes(&self) -> usize {
+        SCRATCH_BYTES
+    }
+
+    fn promote_direction(&self) -> Direction {
+        Direction::HostToHost
+    }
+
+    fn demote_direction(&self) -> Direction {
+        Direction::HostToHost
+    }
+}
+
+fn host_side() -> HostSide {
+    let mut memory = AlignedBuf::zeroed(SCRATCH_BYTES);
+    HostSide(NonNull::from(&mut *memory).cast(), memory)
+}
+
+impl Scratch {
+    /// `gpu`: whose memory is proven; without one, host memory plays it.
+    pub(super) fn new(gpu: Option<&Arc<Gpu>>) -> Result<Self, String> {
+        let host = Arc::new(host_side());
+        let Some(gpu) = gpu else { return Ok(Scratch { host, device: Arc::new(host_side()), gpu: None }) };
+        let device = DeviceBuffer::new(Arc::clone(gpu), SCRATCH_BYTES).map_err(|error| error.to_string())?;
+        let stream = Stream::new(gpu).map_err(|fault| fault.to_string())?;
+        Ok(Scratch { host, device: Arc::new(device), gpu: Some((Arc::clone(gpu), stream)) })
+    }
+
+    /// Its two places: on the host, on the device.
+    pub(super) fn places(&self) -> [usize; 2] {
+        [self.host.base(), self.device.base()].map(|base| base.as_ptr().expose_provenance())
+    }
+
+    /// Copies beside the NIC, at once. Nothing else uses these ranges now.
+    fn copy_directly(&self, op: &CopyOp) -> Result<(), String> {
+        match &self.gpu {
+            None => {
+                // SAFETY: ranges of the two scratch memories, which nobody else uses during the call.
+                unsafe { std::ptr::copy_nonoverlapping(op.src, op.dst, op.len) };
+                Ok(())
+            }
+            Some((gpu, stream)) => {
+                // SAFETY: as above, and the stream is waited for.
+                let copied = gpu.bind().and_then(|()| unsafe { stream.copy(op) });
+                copied.and_then(|()| stream.synchronize()).map_err(|fault| fault.to_string())
+            }
+        }
+    }
+
+    fn host_half(&self, at: usize) -> *mut u8 {
+        self.host.base().as_ptr().wrapping_add(at * HALF_BYTES)
+    }
+
+    /// The proof's own place on the device.
+    pub(super) fn own_place(&self) -> Place {
+        Place { start: self.device.base(), bytes: SCRATCH_BYTES, owner: Arc::clone(&self.device) }
+    }
+
+    /// Fills a half of the host's side with bytes that were there before in no run.
+    fn fill(&self, at: usize) -> Vec<u8> {
+        let random = RandomState::new();
+        let bytes: Vec<u8> = (0..HALF_BYTES as u64 / 8).flat_map(|word| random.hash_one(word).to_ne_bytes()).collect();
+        // SAFETY: a half of our own memory, which nothing uses now.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.host_half(at), HALF_BYTES) };
+        bytes
+    }
+
+    fn first_wrong(&self, at: usize, expected: &[u8]) -> Option<usize> {
+        // SAFETY: a half of our own memory, which nothing writes to now.
+        let found = unsafe { std::slice::from_raw_parts(self.host_half(at), HALF_BYTES) };
+        found.iter().zip(expected).position(|(found, expected)| found != expected)
+    }
+
+    fn batch(&self, src: *const u8, dst: *mut u8, len: usize, direction: Direction, place: &Place) -> CopyBatch {
+        // In pieces that begin anywhere, as blocks that are scattered do.
+        let cuts = [0, 1, 4096 + 1, 5000, 20_001, HALF_BYTES].map(|cut: usize| cut.min(len));
+        let op = |cut: &[usize]| CopyOp {
+            src: src.wrapping_add(cut[0]),
+            dst: dst.wrapping_add(cut[0]),
+            len: cut[1] - cut[0],
+        };
+        let owners: Vec<Arc<dyn std::any::Any + Send + Sync>> =
+            vec![Arc::clone(&self.host) as _, Arc::new(Arc::clone(&place.owner))];
+        // SAFETY: halves of the scratch memory and of the place, which the owners keep, and which nobody but the proof
+        // uses.
+        unsafe { CopyBatch::new(cuts.windows(2).map(op).collect(), direction, owners) }
+    }
+
+    /// Writes to a place on the device and from it, by `copy`, and compares.
+    pub(super) async fn prove(
+        &self,
+        place: &Place,
+        copy: impl AsyncFn(CopyBatch) -> Result<(), String>,
+    ) -> Result<(), String> {
+        let (to_device, to_host) = match self.gpu {
+            Some(_) => (Direction::HostToDevice, Direction::DeviceToHost),
+            None => (Direction::HostToHost, Direction::HostToHost),
+        };
+        let len = HALF_BYTES.min(place.bytes / 2);
+        let device_half = |at: usize| place.start.as_ptr().wrapping_add(at * len);
+        // To the device by the NIC, back beside it.
+        let sent = self.fill(0);
+        copy(self.batch(self.host_half(0), device_half(0), len, to_device, place))
+            .await
+            .map_err(|reason| format!("a write to the device failed: {reason}"))?;
+        self.copy_directly(&CopyOp { src: device_half(0), dst: self.host_half(1), len })?;
+        if let Some(at) = self.first_wrong(1, &sent[..len]) {
+            return Err(format!("a write to the device lost bytes (from byte {at} of {len} on), and said nothing"));
+        }
+        // To the device beside the NIC, back by it.
+        let sent = self.fill(0);
+        self.copy_directly(&CopyOp { src: self.host_half(0), dst: device_half(1), len })?;
+        copy(self.batch(device_half(1), self.host_half(1), len, to_host, place))
+            .await
+            .map_err(|reason| format!("a write from the device failed: {reason}"))?;
+        match self.first_wrong(1, &sent[..len]) {
+            Some(at) => {
+                Err(format!("a write from the device lost bytes (from byte {at} of {len} on), and said nothing"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Device memory that the proof may write to.
+pub(super) struct Place {
+    start: NonNull<u8>,
+    bytes: usize,
+    owner: Arc<dyn DeviceMemory>,
+}
+
+impl Place {
+    /// Both ends of a pool: each must be where the NIC thinks that it is.
+    pub(super) fn ends(pool: &Arc<dyn DeviceMemory>) -> [Place; 2] {
+        let bytes = SCRATCH_BYTES.min(pool.bytes());
+        let end = pool.base().as_ptr().wrapping_add(pool.bytes() - bytes);
+        let end = NonNull::new(end).expect("within an allocation");
+        [pool.base(), end].map(|start| Place { start, bytes, owner: Arc::clone(pool) })
+    }
+}

@@ -1,0 +1,176 @@
+//! What RDMA devices this machine has, and why not more.
+
+use std::{ffi::CStr, fmt, sync::Arc};
+
+use super::{
+    library::Library,
+    objects::{Context, DeviceLimits},
+    ports::{self, Path, Port},
+    sysfs::{self, Distance},
+};
+
+/// What was found on this machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Discovery {
+    /// Whether libibverbs can register memory by dma-buf, or why there is no libibverbs.
+    pub library: Result<bool, String>,
+    /// The devices that it shows to this process.
+    pub devices: Vec<Device>,
+}
+
+/// An RDMA device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Device {
+    /// Its name: `mlx5_0`, `rxe0`.
+    pub name: String,
+    /// Its address on the PCI bus, `0000:9b:00.0`; `None` for one of software.
+    pub pci_address: Option<String>,
+    /// The NUMA node that it is on, where the kernel says.
+    pub numa_node: Option<u32>,
+    /// Work requests that a queue may hold.
+    pub work_requests_max: u32,
+    /// Its ports.
+    pub ports: Vec<Port>,
+    /// Why it could not be asked, or one of its ports.
+    pub fault: Option<String>,
+}
+
+impl Device {
+    /// How far it is from the PCI device at this address.
+    pub fn distance_to(&self, pci_address: &str) -> Distance {
+        self.pci_address.as_deref().map_or(Distance::Unknown, |own| sysfs::distance(own, pci_address))
+    }
+
+    /// Whether copies can loop through it: one of its ports leads back to itself. If not, why.
+    pub fn usable(&self) -> Result<(), String> {
+        self.path().map(|_| ())
+    }
+
+    /// The way through the first port that has one.
+    pub(crate) fn path(&self) -> Result<Path, String> {
+        let mut reason = self.fault.clone();
+        for port in &self.ports {
+            match port.path() {
+                Ok(path) => return Ok(path),
+                Err(told) => reason = reason.or(Some(told)),
+            }
+        }
+        Err(reason.unwrap_or_else(|| "it has no ports".into()))
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)?;
+        match &self.pci_address {
+            Some(address) => write!(f, " ({address})"),
+            None => f.write_str(" (software)"),
+        }
+    }
+}
+
+impl Discovery {
+    /// The device to copy through: the one of this name, or of those that can be used the nearest to the GPU at
+    /// `gpu`, a PCI address. If there is none, what is there instead and what to do, in words.
+    pub fn choose(&self, name: Option<&str>, gpu: Option<&str>) -> Result<&Device, String> {
+        if let Err(reason) = &self.library {
+            return Err(reason.clone());
+        }
+        let names = || self.devices.iter().map(|device| device.name.as_str()).collect::<Vec<_>>().join(", ");
+        if let Some(name) = name {
+            let found = self.devices.iter().find(|device| device.name == name);
+            let device = found.ok_or_else(|| match self.devices.len() {
+                0 => format!("no RDMA device {name}: there is none at all"),
+                _ => format!("no RDMA device {name}; there is {}", names()),
+            })?;
+            return device.usable().map(|()| device).map_err(|reason| format!("{name}: {reason}"));
+        }
+        let distance = |device: &&Device| gpu.map_or(Distance::Unknown, |gpu| device.distance_to(gpu));
+        let usable = self.devices.iter().filter(|device| device.usable().is_ok());
+        usable.min_by_key(distance).ok_or_else(|| {
+            if self.devices.is_empty() {
+                return "no RDMA device (none in /sys/class/infiniband that this process may use); install a NIC and \
+                        its driver, and in a container pass /dev/infiniband on"
+                    .into();
+            }
+            let reason = |device: &Device| format!("{}: {}", device.name, device.usable().err().unwrap_or_default());
+            self.devices.iter().map(reason).collect::<Vec<_>>().join("; ")
+        })
+    }
+}
+
+/// Looks for libibverbs and its devices, and opens each for as long as it takes to ask. Takes milliseconds.
+pub fn discover() -> Discovery {
+    let library = match Library::get() {
+        Ok(library) => library,
+        Err(reason) => return Discovery { library: Err(reason), devices: Vec::new() },
+    };
+    let mut devices = Vec::new();
+    each(library, |name, open| {
+        devices.push(describe(name, open));
+        false
+    });
+    Discovery { library: Ok(library.has_dma_buf()), devices }
+}
+
+/// Opens the device of this name.
+pub(crate) fn open(name: &str) -> Result<(Arc<Context>, DeviceLimits), String> {
+    let library = Library::get()?;
+    let mut opened = Err(format!("no RDMA device {name}: it went away"));
+    each(library, |other, open| {
+        let found = other == name;
+        if found {
+            opened = open();
+        }
+        found
+    });
+    let context = opened?;
+    let limits = context.limits().map_err(|fault| fault.to_string())?;
+    Ok((context, limits))
+}
+
+type Open<'a> = &'a dyn Fn() -> Result<Arc<Context>, String>;
+
+/// Shows the devices one after the other, until the visitor has seen enough.
+fn each(library: &'static Library, mut visit: impl FnMut(&str, Open<'_>) -> bool) {
+    let mut count = 0;
+    // SAFETY: the library's list of devices, ended by null; one number is written. It is given back below.
+    let list = unsafe { (library.functions.get_device_list)(&mut count) };
+    if list.is_null() {
+        return;
+    }
+    for at in 0..usize::try_from(count).unwrap_or(0) {
+        // SAFETY: within the list, which has so many entries.
+        let device = unsafe { *list.add(at) };
+        // SAFETY: a device of the list; its name is a string that lives as long.
+        let name = unsafe { CStr::from_ptr((library.functions.get_device_name)(device)) };
+        let open = || Context::open(library, device).map_err(|fault| fault.to_string());
+        if visit(&name.to_string_lossy(), &open) {
+            break;
+        }
+    }
+    // SAFETY: the list from above; devices that were opened stay open.
+    unsafe { (library.functions.free_device_list)(list) };
+}
+
+fn describe(name: &str, open: Open<'_>) -> Device {
+    let pci_address = sysfs::pci_address(name);
+    let numa_node = pci_address.as_deref().and_then(sysfs::numa_node);
+    let mut device =
+        Device { name: name.to_owned(), pci_address, numa_node, work_requests_max: 0, ports: vec![], fault: None };
+    let asked = open().and_then(|context| {
+        let limits = context.limits().map_err(|fault| fault.to_string())?;
+        device.work_requests_max = limits.work_requests;
+        for number in 1..=limits.ports {
+            match ports::query(&context, name, number) {
+                Ok(port) => device.ports.push(port),
+                Err(reason) => device.fault = Some(reason),
+            }
+        }
+        Ok(())
+    });
+    if let Err(reason) = asked {
+        device.fault = Some(reason);
+    }
+    device
+}

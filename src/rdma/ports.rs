@@ -1,0 +1,271 @@
+//! Ports: what state they are in, what they are called, and the path from one back to itself.
+
+use std::{fmt, net::Ipv6Addr, sync::Arc};
+
+use super::{
+    objects::Context,
+    raw::{self, RawAddress, RawGidEntry, RawPortAttr},
+    sysfs,
+};
+
+/// The network that a port is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LinkLayer {
+    /// InfiniBand: addressed by LID.
+    InfiniBand,
+    /// Ethernet (RoCE): addressed by GID.
+    Ethernet,
+}
+
+/// How a GID is to be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GidKind {
+    /// On InfiniBand.
+    InfiniBand,
+    /// RoCE v1: Ethernet frames of its own kind.
+    RoceV1,
+    /// RoCE v2: UDP.
+    RoceV2,
+    /// Nobody says.
+    Unknown,
+}
+
+/// A name of a port in its table of names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gid {
+    /// Its place in the table.
+    pub index: u8,
+    /// The name: an IPv6 address, or an IPv4 one mapped into one.
+    pub address: Ipv6Addr,
+    /// How it is to be used.
+    pub kind: GidKind,
+}
+
+/// A port of a device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Port {
+    /// Its number, from 1 on.
+    pub number: u8,
+    /// True if it carries data: its state is ACTIVE.
+    pub active: bool,
+    /// Its state, as verbs number it: 1 down, 2 init, 3 armed, 4 active.
+    pub state: u32,
+    /// The network that it is on.
+    pub link_layer: LinkLayer,
+    /// Its address on InfiniBand; 0 on Ethernet.
+    pub lid: u16,
+    /// Bytes of a packet.
+    pub mtu_bytes: u32,
+    /// Bytes of a message at most.
+    pub message_bytes_max: u32,
+    /// Its names that are in use.
+    pub gids: Vec<Gid>,
+}
+
+impl fmt::Display for LinkLayer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(["InfiniBand", "Ethernet"][*self as usize])
+    }
+}
+
+impl fmt::Display for GidKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(["IB", "RoCE v1", "RoCE v2", "unknown"][*self as usize])
+    }
+}
+
+impl fmt::Display for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {} ({})", self.index, self.address, self.kind)
+    }
+}
+
+/// The numbers of `enum ibv_mtu`: 1 is 256 bytes, 5 is 4096.
+fn mtu_bytes(mtu: u32) -> u32 {
+    if (1..=5).contains(&mtu) { 128 << mtu } else { 0 }
+}
+
+/// The way from a port to itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Path {
+    pub(crate) port: u8,
+    /// As verbs number it.
+    pub(crate) mtu: u32,
+    pub(crate) lid: u16,
+    pub(crate) gid: Option<Gid>,
+    pub(crate) message_bytes_max: u32,
+}
+
+impl Path {
+    pub(super) fn address(&self) -> RawAddress {
+        let mut address = RawAddress { port: self.port, lid: self.lid, ..RawAddress::default() };
+        if let Some(gid) = self.gid {
+            let octets = gid.address.octets();
+            let half = |at: usize| u64::from_ne_bytes(octets[at..at + 8].try_into().expect("eight of sixteen bytes"));
+            address.gid = [half(0), half(8)];
+            address.gid_index = gid.index;
+            address.hop_limit = 64;
+            address.is_global = 1;
+        }
+        address
+    }
+}
+
+impl fmt::Display for Path {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "port {}, MTU {}", self.port, mtu_bytes(self.mtu))?;
+        match self.gid {
+            Some(gid) => write!(f, ", GID {gid}"),
+            None => write!(f, ", LID {}", self.lid),
+        }
+    }
+}
+
+impl Port {
+    /// The way from this port to itself, or why there is none.
+    pub(crate) fn path(&self) -> Result<Path, String> {
+        let Port { number, state, .. } = *self;
+        if !self.active {
+            return Err(format!("port {number} is not active (state {state}, expected 4); connect and enable it"));
+        }
+        let gid = match self.link_layer {
+            // A LID leads to the port as it is.
+            LinkLayer::InfiniBand if self.lid != 0 => None,
+            _ => Some(*self.best_gid().ok_or_else(|| {
+                format!("port {number} has no GID; give its network interface an address, or take its link up")
+            })?),
+        };
+        let mtu = (1..=5).find(|&mtu| mtu_bytes(mtu) == self.mtu_bytes);
+        let mtu = mtu.ok_or_else(|| format!("port {number} says no MTU"))?;
+        Ok(Path { port: number, mtu, lid: self.lid, gid, message_bytes_max: self.message_bytes_max.max(1) })
+    }
+
+    /// RoCE v2 before the rest, addresses that are routed before those of the link.
+    fn best_gid(&self) -> Option<&Gid> {
+        self.gids.iter().min_by_key(|gid| {
+            let kind = match gid.kind {
+                GidKind::RoceV2 => 0,
+                GidKind::InfiniBand | GidKind::Unknown => 1,
+                GidKind::RoceV1 => 2,
+            };
+            let link_local = gid.address.segments()[0] == 0xfe80;
+            (kind, link_local, gid.address.to_ipv4_mapped().is_none(), gid.index)
+        })
+    }
+}
+
+/// Asks the device for a port.
+pub(super) fn query(context: &Arc<Context>, device: &str, number: u8) -> Result<Port, String> {
+    let mut attributes = std::mem::MaybeUninit::<RawPortAttr>::zeroed();
+    // SAFETY: an open context; one structure of this type, or an older and shorter form of it, is written.
+    let given = unsafe { (context.library.functions.query_port)(context.raw(), number, attributes.as_mut_ptr()) };
+    if given != 0 {
+        return Err(format!("ibv_query_port({number}): {}", std::io::Error::from_raw_os_error(given)));
+    }
+    // SAFETY: numbers, zeroed before and written by the call.
+    let attributes = unsafe { attributes.assume_init() };
+    let ethernet = attributes.link_layer == raw::LINK_ETHERNET;
+    let link_layer = if ethernet { LinkLayer::Ethernet } else { LinkLayer::InfiniBand };
+    let places = u8::try_from(attributes.gids.clamp(0, 256).saturating_sub(1)).map_or(0..=0, |last| 0..=last);
+    let gids =
+        if attributes.gids > 0 { places.filter_map(|at| gid(context, device, number, at)).collect() } else { vec![] };
+    Ok(Port {
+        number,
+        active: attributes.state == raw::PORT_ACTIVE,
+        state: attributes.state,
+        link_layer,
+        lid: attributes.lid,
+        mtu_bytes: mtu_bytes(attributes.active_mtu),
+        message_bytes_max: attributes.max_message,
+        gids,
+    })
+}
+
+/// The name at this place, if there is one.
+fn gid(context: &Arc<Context>, device: &str, port: u8, index: u8) -> Option<Gid> {
+    let functions = &context.library.functions;
+    let mut entry = RawGidEntry { gid: [0; 16], index: 0, port: 0, kind: u32::MAX, interface: 0 };
+    let asked = functions.query_gid_ex.is_some_and(|query| {
+        let (port, index) = (u32::from(port), u32::from(index));
+        // SAFETY: an open context; one structure of the length that is passed is written.
+        unsafe { query(context.raw(), port, index, &mut entry, 0, size_of::<RawGidEntry>()) == 0 }
+    });
+    let mut octets = entry.gid;
+    if !asked {
+        // SAFETY: an open context; sixteen bytes are written.
+        let given = unsafe { (functions.query_gid)(context.raw(), port, i32::from(index), &mut octets) };
+        if given != 0 {
+            return None;
+        }
+    }
+    // A name that is all zero but for its prefix is none.
+    if octets[8..] == [0; 8] {
+        return None;
+    }
+    let kind = match (asked, entry.kind) {
+        (true, 0) => GidKind::InfiniBand,
+        (true, 1) => GidKind::RoceV1,
+        (true, 2) => GidKind::RoceV2,
+        _ => sysfs::gid_kind(device, port, index),
+    };
+    Some(Gid { index, address: Ipv6Addr::from(octets), kind })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn gid(index: u8, address: &str, kind: GidKind) -> Gid {
+        Gid { index, address: address.parse().expect("an address"), kind }
+    }
+
+    fn port(gids: Vec<Gid>) -> Port {
+        Port {
+            number: 1,
+            active: true,
+            state: 4,
+            link_layer: LinkLayer::Ethernet,
+            lid: 0,
+            mtu_bytes: 1024,
+            message_bytes_max: 1 << 30,
+            gids,
+        }
+    }
+
+    #[test]
+    fn the_gid_is_a_routed_one_of_roce_v2_wherever_it_stands() {
+        let gids = vec![
+            gid(0, "fe80::1", GidKind::RoceV1),
+            gid(1, "fe80::1", GidKind::RoceV2),
+            gid(2, "::ffff:10.9.9.1", GidKind::RoceV1),
+            gid(5, "::ffff:10.9.9.1", GidKind::RoceV2),
+        ];
+        let path = port(gids.clone()).path().expect("a path");
+        assert_eq!(path.gid.map(|gid| gid.index), Some(5));
+        assert_eq!(path.mtu, 3, "as the port says");
+        let address = path.address();
+        assert_eq!((address.is_global, address.gid_index), (1, 5));
+        assert_eq!(address.gid[1].to_ne_bytes()[2..], [255, 255, 10, 9, 9, 1]);
+        let path = port(gids[..2].to_vec()).path().expect("a path");
+        assert_eq!(path.gid.map(|gid| gid.index), Some(1), "the link's own address before RoCE v1");
+    }
+
+    #[test]
+    fn infiniband_goes_by_its_lid() {
+        let mut port = port(vec![gid(0, "fe80::1", GidKind::InfiniBand)]);
+        (port.link_layer, port.lid) = (LinkLayer::InfiniBand, 7);
+        let path = port.path().expect("a path");
+        assert_eq!((path.lid, path.gid), (7, None));
+        assert_eq!((path.address().is_global, path.address().lid), (0, 7));
+    }
+
+    #[test]
+    fn without_a_path_the_reason_is_told() {
+        let error = port(vec![]).path().expect_err("no GID");
+        assert!(error.contains("port 1 has no GID; "), "{error}");
+        let mut down = port(vec![gid(0, "fe80::1", GidKind::RoceV2)]);
+        (down.active, down.state) = (false, 1);
+        let error = down.path().expect_err("down");
+        assert!(error.contains("not active (state 1, expected 4)"), "{error}");
+    }
+}

@@ -1,0 +1,117 @@
+//! What is copied, whatever the device: over the double, and over a device of software in a guest.
+
+use std::rc::Rc;
+
+use kvhoist::copy::gdr::GdrOptions;
+
+use crate::{
+    common::Rng,
+    rig::{Place, Rig, SIDE_BYTES, Way, scattered},
+};
+
+/// How much of everything: an emulated machine does little in a second.
+#[derive(Clone, Copy)]
+pub struct Scale {
+    /// Bytes of the longest copy.
+    pub longest: usize,
+    /// Batches that are under way at a time.
+    pub batches: usize,
+    /// Rounds of random batches.
+    pub rounds: usize,
+}
+
+impl Scale {
+    pub const FULL: Scale = Scale { longest: 16 << 20, batches: 3000, rounds: 40 };
+    pub const EMULATED: Scale = Scale { longest: 16 << 20, batches: 2000, rounds: 4 };
+}
+
+/// One byte to the longest, at every alignment that means something, both ways.
+pub async fn sizes(rig: &Rig, scale: Scale) {
+    let lens =
+        [1, 2, 3, 7, 8, 63, 64, 65, 511, 4095, 4096, 4097, 16_384, 65_537, 1 << 20, (1 << 20) + 1, scale.longest];
+    for (n, len) in lens.into_iter().enumerate() {
+        let small = len <= 65_537;
+        for (host, device) in
+            [(0, 0), (1, 0), (0, 1), (4095, 2), (63, 4097)].into_iter().take(if small { 5 } else { 2 })
+        {
+            for way in [Way::ToDevice, Way::ToHost] {
+                // Its neighbours must be as they were.
+                let place = Place { host: host + 64, device: device + 64, len };
+                let before = Place { host, device, len: 64 };
+                let behind = Place { host: host + 64 + len, device: device + 64 + len, len: 64 };
+                [before, behind].iter().for_each(|guard| rig.clear(way, *guard));
+                rig.copy(way, &[place], n as u64).await.unwrap_or_else(|error| panic!("{way:?} {place:?}: {error}"));
+                assert!(
+                    [before, behind].iter().all(|guard| rig.is_clear(way, *guard)),
+                    "{way:?} {place:?}: bytes beside it"
+                );
+            }
+        }
+    }
+}
+
+/// Batches of 512 pieces that lie anywhere on both sides.
+pub async fn scattered_pieces(rig: &Rig, seed: u64, scale: Scale) {
+    let mut rng = Rng(seed);
+    for len_max in [64, 5000].into_iter().take(scale.rounds) {
+        for way in [Way::ToDevice, Way::ToHost] {
+            let places = scattered(&mut rng, 512, len_max, 0..8 << 20);
+            rig.copy(way, &places, rng.next()).await.expect("copied");
+        }
+    }
+}
+
+/// Thousands of batches under way at once, both ways at a time.
+pub async fn many_in_flight(rig: Rc<Rig>, seed: u64, scale: Scale) {
+    let mut rng = Rng(seed);
+    let places = scattered(&mut rng, scale.batches * 2, 600, 0..SIDE_BYTES);
+    let tasks: Vec<_> = places
+        .chunks(2)
+        .enumerate()
+        .map(|(n, places)| {
+            let (rig, places) = (Rc::clone(&rig), places.to_vec());
+            let way = if n % 2 == 0 { Way::ToDevice } else { Way::ToHost };
+            tokio::task::spawn_local(async move { rig.copy(way, &places, n as u64).await })
+        })
+        .collect();
+    for task in tasks {
+        task.await.expect("no panic").expect("copied");
+    }
+}
+
+/// Batches of all shapes, a few at a time.
+pub async fn random_batches(rig: Rc<Rig>, seed: u64, scale: Scale) {
+    let mut rng = Rng(seed);
+    for round in 0..scale.rounds {
+        let lanes = 1 + rng.below(8) as usize;
+        let room = SIDE_BYTES / lanes;
+        let tasks: Vec<_> = (0..lanes)
+            .map(|lane| {
+                let count = 1 + rng.below(200) as usize;
+                let len_max = 1 + rng.below((room / count) as u64 / 2).min(50_000) as usize;
+                let places = scattered(&mut rng, count, len_max, lane * room..(lane + 1) * room);
+                let way = if rng.below(2) == 0 { Way::ToDevice } else { Way::ToHost };
+                let (rig, number) = (Rc::clone(&rig), rng.next());
+                tokio::task::spawn_local(async move { rig.copy(way, &places, number).await })
+            })
+            .collect();
+        for task in tasks {
+            task.await.expect("no panic").unwrap_or_else(|error| panic!("round {round}: {error}"));
+        }
+    }
+}
+
+/// Two engines on one device, each with memory of its own, at the same time.
+pub async fn two_engines(cuda: bool, seed: u64, scale: Scale) {
+    let options = GdrOptions::default();
+    let first = Rc::new(Rig::with(cuda, options.clone()).await.expect("one"));
+    let second = Rc::new(Rig::with(cuda, options).await.expect("another"));
+    let scale = Scale { batches: scale.batches / 4, ..scale };
+    let one = tokio::task::spawn_local(many_in_flight(Rc::clone(&first), seed, scale));
+    let other = tokio::task::spawn_local(many_in_flight(Rc::clone(&second), seed + 1, scale));
+    one.await.expect("no panic");
+    // The first goes, the second stays.
+    drop(first);
+    other.await.expect("no panic");
+    scattered_pieces(&second, seed + 2, scale).await;
+}
