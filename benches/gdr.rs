@@ -67,7 +67,7 @@ fn main() -> ExitCode {
     compiler.args(["-shared", "-fPIC", "-O2", "-pthread", "-o"]).arg(directory.path().join("libibverbs.so.1"));
     assert!(compiler.arg(source).status().expect("Rust links with cc").success(), "the double does not compile");
     let mut again = Command::new(std::env::current_exe().expect("its own path"));
-    again.env("KVHOIST_BENCH_GDR", "1").env("LD_LIBRARY_PATH", directory.path()).env("IBV_DOUBLE", "now");
+    again.env("KVHOIST_BENCH_GDR", "1").env("LD_LIBRARY_PATH", directory.path()).env("IBV_DOUBLE", "now,depth=4096");
     match again.status().expect("it starts again").success() {
         true => ExitCode::SUCCESS,
         false => ExitCode::FAILURE,
@@ -96,7 +96,7 @@ impl Rig {
         let memory = GdrMemory { arena: Some(Arc::clone(&arena)), pool: Some(pool.shared_memory()), gpu: None };
         let engine = GdrCopy::open(&GdrOptions::default(), memory).await.expect("the double is a good device");
         // Now that it is proven it need not move the bytes.
-        tell("now,idle");
+        tell("now,idle,depth=4096");
         Rig { engine, arena, pool }
     }
 

@@ -77,8 +77,12 @@ pub(super) async fn open(config: &Config, arena: &Arc<Arena>, metrics: &Arc<Copy
             Ok(Opened { pool, gpu, copy, gdr })
         }
         Err(error) if mode == GdrMode::Auto => {
-            tracing::debug!(%error, "no copies go through an RDMA device");
-            Ok(Opened { pool, gpu, copy, gdr: off(&error.to_string()) })
+            let reason = match error {
+                Error::Unavailable { reason, .. } => reason,
+                other => other.to_string(),
+            };
+            tracing::debug!(reason, "no copies go through an RDMA device");
+            Ok(Opened { pool, gpu, copy, gdr: off(&reason) })
         }
         Err(error) => Err(error),
     }
