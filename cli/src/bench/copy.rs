@@ -27,32 +27,47 @@ use crate::{
 /// Flags of `kvhoist bench copy`.
 #[derive(clap::Args)]
 pub struct Args {
+    /// What copies.
+    #[arg(long, value_name = "ENGINE", default_value = "cuda")]
+    engine: Engine,
+    /// RDMA device, with --engine gdr. Default: the nearest to the GPU.
+    #[arg(long, value_name = "NAME")]
+    pub(super) gdr_device: Option<String>,
     /// CUDA device.
     #[arg(long, value_name = "N", default_value_t = 0)]
-    device: u32,
+    pub(super) device: u32,
     /// Sizes of the copies.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, value_delimiter = ',',
           default_value = "4KiB,16KiB,64KiB,256KiB,1MiB,16MiB")]
     bytes: Vec<usize>,
     /// Bytes of one batch at most; it has 4096 copies at most.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "512MiB")]
-    batch_bytes: usize,
+    pub(super) batch_bytes: usize,
     /// Thread blocks that the copy kernel may use; each is measured.
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "16,32,132")]
     blocks: Vec<u32>,
     /// Measured rounds; the median counts.
     #[arg(long, value_name = "N", default_value_t = 7)]
-    rounds: usize,
+    pub(super) rounds: usize,
     /// Print one JSON object instead of tables.
     #[arg(long)]
-    json: bool,
+    pub(super) json: bool,
     /// Draw what `auto` gives into this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }
 
+/// What can be measured.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Engine {
+    /// CUDA's three methods.
+    Cuda,
+    /// An RDMA device beside the GPU, with its own sizes: those of the published table. Without a GPU host memory plays it.
+    Gdr,
+}
+
 /// Copies of one batch at most.
-const COPIES_MAX: usize = 4096;
+pub(super) const COPIES_MAX: usize = 4096;
 
 /// Host memory is given out in slots of this size.
 const SLOT_BYTES: usize = 16 << 20;
@@ -65,6 +80,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
     if let Some(blocks) = args.blocks.iter().find(|blocks| !(1..=1024).contains(*blocks)) {
         return Err(Failure::usage(format!("--blocks: found {blocks}, expected 1 to 1024")));
+    }
+    if args.engine == Engine::Gdr {
+        if args.batch_bytes < 1 << 20 || args.plot.is_some() {
+            return Err(Failure::usage("--engine gdr: expected --batch-bytes of 1 MiB at least, and no --plot"));
+        }
+        return super::gdr::run(args);
     }
     let mut plot = Plot::new(args.plot.as_deref(), "kvhoist bench copy, auto", "GB/s")?;
     let gpu = Gpu::open(args.device).map_err(|error| Failure::usage(error.to_string()))?;
@@ -132,7 +153,7 @@ impl Memory {
 }
 
 /// Where the copy of this number lies among so many places: each once, for strides that are prime to them.
-fn scattered(at: usize, stride: usize, places: usize) -> usize {
+pub(super) fn scattered(at: usize, stride: usize, places: usize) -> usize {
     let gcd = |mut a: usize, mut b: usize| {
         while b != 0 {
             (a, b) = (b, a % b);

@@ -1,6 +1,7 @@
 //! `kvhoist bench`: what this machine's routes give, beside what the bare hardware gives in the same run.
 
 mod copy;
+mod gdr;
 mod plot;
 mod route;
 mod table;
@@ -18,7 +19,8 @@ pub struct Args {
 
 #[derive(Subcommand)]
 enum What {
-    /// Copies between host memory and a CUDA device: by size, direction and method. Every byte is verified.
+    /// Copies between host memory and a CUDA device: by size, direction and method, or through an RDMA device. Every
+    /// byte is verified.
     Copy(copy::Args),
     /// Cold blocks from disk to host memory and to the device, beside a bare ring loop on the same file.
     Disk(route::Args),

@@ -8,10 +8,7 @@ use kvhoist::{
     tier::arena::Arena,
 };
 
-use super::{
-    Finding, Want,
-    system::{has_module, read},
-};
+use super::{Finding, Want, system::read};
 
 pub fn findings(ordinal: u32) -> Vec<Finding> {
     let found = discover();
@@ -21,15 +18,6 @@ pub fn findings(ordinal: u32) -> Vec<Finding> {
             findings.push(Finding::note("device", device.to_string()));
             findings.push(link(&device.pci_address));
             findings.push(copies(ordinal));
-            findings.push(Finding::note(
-                "GPUDirect RDMA",
-                format!(
-                    "device: {}, dma-buf: {}, nvidia_peermem: {} (not used)",
-                    yes(device.gpu_direct_rdma),
-                    yes(device.dma_buf),
-                    yes(has_module("nvidia_peermem")),
-                ),
-            ));
         }
         Err(reason) => findings.push(
             Finding::note("device", reason)
@@ -38,10 +26,6 @@ pub fn findings(ordinal: u32) -> Vec<Finding> {
         ),
     }
     findings
-}
-
-fn yes(is: bool) -> &'static str {
-    if is { "yes" } else { "no" }
 }
 
 fn driver(found: &Discovery) -> Finding {

@@ -3,6 +3,7 @@
 mod cufile;
 mod disk;
 mod gpu;
+mod rdma;
 mod system;
 
 use std::path::PathBuf;
@@ -42,6 +43,8 @@ enum Want {
     Cuda,
     /// libcufile moves blocks between the path and the device, without host memory.
     Cufile,
+    /// Copies between host memory and a CUDA device go through an RDMA device.
+    Gdr,
 }
 
 /// One line of the report.
@@ -79,8 +82,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let mut gpu = gpu::findings(args.device);
     let has_device = gpu.iter().any(|finding| finding.decides == Some((Want::Cuda, true)));
     gpu.extend(cufile::findings(args.device, args.path.as_deref(), has_device)?);
-    let routes = routes(&disk, &gpu);
-    sections.extend([("disk", disk), ("device", gpu), ("routes", routes)]);
+    let rdma = rdma::findings(args.device, has_device);
+    let routes = routes(&disk, &gpu, &rdma);
+    sections.extend([("disk", disk), ("device", gpu), ("rdma", rdma), ("routes", routes)]);
     if args.json {
         emit(&format!("{:#}\n", object(&sections)));
     } else {
@@ -100,7 +104,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 }
 
 /// Which way bytes go, by what was found.
-fn routes(disk: &[Finding], gpu: &[Finding]) -> Vec<Finding> {
+fn routes(disk: &[Finding], gpu: &[Finding], rdma: &[Finding]) -> Vec<Finding> {
     let has = |findings: &[Finding], want| findings.iter().any(|finding| finding.decides == Some((want, true)));
     let ring = if has(disk, Want::Ring) { "io_uring" } else { "a pool of threads" };
     let direct = if has(disk, Want::DirectIo) { "O_DIRECT" } else { "the page cache (only with direct_io = prefer)" };
@@ -124,7 +128,13 @@ fn routes(disk: &[Finding], gpu: &[Finding]) -> Vec<Finding> {
             (note("disk -> device"), note("device -> disk"))
         }
     };
-    let between = Finding::note("host <-> device", "CUDA, by the quickest method for size and number (see above)");
+    let by_cuda = "CUDA, by the quickest method for size and number (see above)";
+    let between = if has(rdma, Want::Gdr) {
+        let found = format!("{by_cuda}, or the RDMA device where that is measured to be better (gdr = auto)");
+        Finding::note("host <-> device", found)
+    } else {
+        Finding::note("host <-> device", by_cuda)
+    };
     vec![host, between, to_device, from_device]
 }
 

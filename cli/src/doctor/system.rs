@@ -5,7 +5,7 @@ use std::fs;
 use super::Finding;
 
 pub fn findings() -> Vec<Finding> {
-    vec![kernel(), huge_pages(), numa(), rdma()]
+    vec![kernel(), huge_pages(), numa()]
 }
 
 /// A file of the kernel's, trimmed; nothing where there is none.
@@ -50,13 +50,4 @@ fn numa() -> Finding {
     });
     let finding = Finding::note("NUMA", format!("{nodes} node(s)"));
     if nodes > 1 { finding.fix("run near the drive and the GPU: numactl --cpunodebind=N --membind=N") } else { finding }
-}
-
-fn rdma() -> Finding {
-    let devices: Vec<String> = fs::read_dir("/sys/class/infiniband").map_or_else(
-        |_| Vec::new(),
-        |entries| entries.filter_map(|entry| entry.ok()?.file_name().into_string().ok()).collect(),
-    );
-    let found = if devices.is_empty() { "none".into() } else { devices.join(", ") };
-    Finding::note("RDMA devices", format!("{found} (not used)"))
 }
