@@ -288,14 +288,15 @@ impl Inner {
         Offered::Copied(result, batch)
     }
 
-    /// Takes completions, answers what is done, posts what waits; true if there was a completion.
+    /// Takes completions, answers what is done, posts what waits; true if there was a completion, or there is more to
+    /// post.
     fn turn(self: &Rc<Self>) -> bool {
         let mut landed = self.landed.take();
         let mut queue = self.queue.borrow_mut();
         let mut any = false;
         let mut result = queue.harvest(&mut landed).map(|completed| any = completed);
         if !queue.has_failed() {
-            result = result.and_then(|()| queue.pump(&self.regions, &mut landed));
+            result = result.and_then(|()| queue.pump(&self.regions, &mut landed).map(|more| any |= more));
             if let Err(reason) = &result {
                 queue.fail(reason, &mut landed);
             }

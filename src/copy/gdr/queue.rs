@@ -17,6 +17,9 @@ use crate::{
 /// Work requests of one post.
 const CHAIN: usize = 64;
 
+/// Chains posted in one turn of the reactor: about 20 us.
+const CHAINS_PER_TURN: usize = 4;
+
 /// Every one of so many makes a completion, and the last of each chain.
 const SIGNAL_EVERY: u64 = 16;
 
@@ -157,20 +160,21 @@ impl Queue {
         self.lines.iter().any(|line| line.waiting.front().is_some_and(|front| front.after.is_some()))
     }
 
-    /// Posts as much as there is room for.
+    /// Posts as much as there is room for, up to what one turn of the reactor may take; true if there is more.
     ///
     /// # Errors
     /// Why the queue is of no use any more.
-    pub(super) fn pump(&mut self, regions: &Regions, landed: &mut Landed) -> Result<(), String> {
-        loop {
+    pub(super) fn pump(&mut self, regions: &Regions, landed: &mut Landed) -> Result<bool, String> {
+        for _ in 0..CHAINS_PER_TURN {
             if self.unposted.is_empty() {
                 let count = self.build(regions, landed);
                 self.unposted = 0..count;
             }
             if self.unposted.is_empty() || !self.post()? {
-                return Ok(());
+                return Ok(false);
             }
         }
+        Ok(true)
     }
 
     /// Posts what is built; false where the device has no room now.
