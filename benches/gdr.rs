@@ -147,6 +147,8 @@ fn measure() -> ExitCode {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let measured = tokio::task::LocalSet::new().block_on(&runtime, async {
         let rig = Rig::new().await;
+        // The rings of the double are touched once, as those of a device are when they are made.
+        rig.run(16_384).await;
         let mut measured = Vec::new();
         for requests in [1, 64, 1024, 16_384] {
             measured.push((requests, rig.run(requests).await));
@@ -158,9 +160,9 @@ fn measure() -> ExitCode {
         println!("{requests:30} | {nanos:21.0} | {allocations:19}");
     }
     let (_, (nanos, chain)) = measured[1];
-    let (most_requests, (_, most)) = measured[measured.len() - 1];
-    // A batch has an answer of its own, and the runtime keeps a place for a task that yields, once in four chains.
-    let (quick, free) = (nanos <= NANOS_MAX, most <= chain + most_requests as u64 / 128);
+    let (_, (_, most)) = measured[measured.len() - 1];
+    // A batch has an answer of its own; some of the runtime's lists may grow once.
+    let (quick, free) = (nanos <= NANOS_MAX, most <= chain + 8);
     println!("at most {NANOS_MAX} ns: {quick}; nothing allocated a work request: {free}");
     if quick && free { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }

@@ -9,7 +9,14 @@ use std::{
 /// A thing that only the library looks into.
 macro_rules! opaque {
     ($($(#[$doc:meta])* $name:ident;)*) => {
-        $($(#[$doc])* #[repr(C)] pub(super) struct $name { _opaque: [u8; 0], _pinned: PhantomData<(*mut u8, PhantomPinned)> })*
+        $(
+            $(#[$doc])*
+            #[repr(C)]
+            pub(super) struct $name {
+                _opaque: [u8; 0],
+                _pinned: PhantomData<(*mut u8, PhantomPinned)>,
+            }
+        )*
     };
 }
 

@@ -155,7 +155,7 @@ impl Storage for Uring {
 /// What long work on the reactor calls between its parts, in place of `tokio::task::yield_now`
 /// (which it is where there is no ring). Costs an empty operation on the ring.
 pub async fn yield_now() {
-    if Ring::current().is_ok() {
+    if Ring::is_there() {
         UnsubmittedOneshot::new((), Nothing, opcode::Nop::new().build()).submit().await;
     } else {
         tokio::task::yield_now().await;

@@ -104,6 +104,11 @@ pub(super) struct Ring {
 type Aside = (Option<Lent>, Option<Arc<File>>);
 
 impl Ring {
+    /// Whether the caller is in a runtime with a ring.
+    pub(super) fn is_there() -> bool {
+        CURRENT.with_borrow(Option::is_some)
+    }
+
     /// The ring of the runtime that the caller is in.
     pub(super) fn current() -> io::Result<Rc<Ring>> {
         CURRENT.with_borrow(Clone::clone).ok_or_else(not_inside)
