@@ -1,13 +1,19 @@
 //! The bare ring loop as a servant: one round a line of its input, for benches in other languages to interleave.
 //!
-//!     cargo bench -p kvhoist --bench ring -- --dir DIR --block-bytes N --blocks N [--depth 16]
+//!     cargo bench -p kvhoist --bench ring -- --dir DIR --block-bytes N --blocks N [--depth 16] [--plain]
+//!     cargo bench -p kvhoist --bench ring -- --file FILE --offset N --block-bytes N --blocks N ..
 //!
+//! On a file of its own in DIR, or on the blocks from an offset of FILE on: where a file lies on its disk can decide
+//! more than who reads it. What FILE holds there is lost by `write`. `--plain`: the buffers are not registered with the
+//! ring.
 //! `read N` or `write N` does a round of N operations on blocks in random order and answers with its seconds and its
 //! processor's seconds. The end of its input is its own.
 
 use std::{
     env,
+    fs::{File, OpenOptions},
     io::{self, BufRead, Write},
+    os::unix::fs::OpenOptionsExt,
     path::PathBuf,
     process::ExitCode,
 };
@@ -20,9 +26,12 @@ use kvhoist_bench_kit::{
 
 struct Options {
     dir: PathBuf,
+    file: Option<PathBuf>,
+    offset: u64,
     block_bytes: usize,
     blocks: u64,
     depth: usize,
+    plain: bool,
 }
 
 fn main() -> ExitCode {
@@ -36,30 +45,54 @@ fn main() -> ExitCode {
 }
 
 fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
-    let mut options = Options { dir: PathBuf::new(), block_bytes: 0, blocks: 0, depth: 16 };
+    let (dir, file) = (PathBuf::new(), None);
+    let mut options = Options { dir, file, offset: 0, block_bytes: 0, blocks: 0, depth: 16, plain: false };
     while let Some(flag) = args.next() {
-        let value = if flag == "--bench" { String::new() } else { args.next().unwrap_or_default() };
+        let value =
+            if flag == "--bench" || flag == "--plain" { String::new() } else { args.next().unwrap_or_default() };
         let number = || value.parse().map_err(|_| format!("{flag}: found {value:?}, expected a number"));
         match flag.as_str() {
             "--bench" => {}
+            "--plain" => options.plain = true,
             "--dir" => options.dir = value.into(),
+            "--file" => options.file = Some(value.into()),
+            "--offset" => options.offset = number()?,
             "--block-bytes" => options.block_bytes = number()? as usize,
             "--blocks" => options.blocks = number()?,
             "--depth" => options.depth = number()? as usize,
-            _ => return Err(format!("found {flag}, expected --dir, --block-bytes, --blocks or --depth")),
+            _ => {
+                return Err(format!(
+                    "found {flag}, expected --dir, --file, --offset, --block-bytes, --blocks, --depth or --plain"
+                ));
+            }
         }
     }
-    if options.dir.as_os_str().is_empty() || options.block_bytes == 0 || options.blocks == 0 {
-        return Err("expected --dir, --block-bytes and --blocks".into());
+    let no_place = options.dir.as_os_str().is_empty() && options.file.is_none();
+    if no_place || options.block_bytes == 0 || options.blocks == 0 {
+        return Err("expected --dir or --file, --block-bytes and --blocks".into());
     }
     options.block_bytes = options.block_bytes.next_multiple_of(4096);
     Ok(options)
 }
 
 fn serve(options: &Options) -> io::Result<()> {
-    let Options { block_bytes, blocks, depth, .. } = *options;
-    let scratch = Scratch::filled(&options.dir, block_bytes, blocks)?;
-    let mut ring = BareRing::open(block_bytes, depth, Setup::Coop)?;
+    let Options { block_bytes, blocks, depth, offset, .. } = *options;
+    let scratch;
+    let named: File;
+    let file = match &options.file {
+        Some(path) => {
+            named = OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)?;
+            &named
+        }
+        None => {
+            scratch = Scratch::filled(&options.dir, block_bytes, blocks)?;
+            scratch.file()
+        }
+    };
+    let mut ring = match options.plain {
+        true => BareRing::open_plain(block_bytes, depth, Setup::Coop)?,
+        false => BareRing::open(block_bytes, depth, Setup::Coop)?,
+    };
     let mut out = io::stdout().lock();
     writeln!(out, "ready")?;
     out.flush()?;
@@ -71,9 +104,9 @@ fn serve(options: &Options) -> io::Result<()> {
             _ => return Err(io::Error::other(format!("found {line:?}, expected `read N` or `write N`"))),
         };
         let count: u64 = count.parse().map_err(io::Error::other)?;
-        let order: Vec<u64> = shuffled(round, blocks).map(|index| index * block_bytes as u64).collect();
+        let order: Vec<u64> = shuffled(round, blocks).map(|index| offset + index * block_bytes as u64).collect();
         let offsets = order.into_iter().cycle().take(count as usize);
-        let sample = ring.run(scratch.file(), op, offsets, |_, _| Ok(()))?;
+        let sample = ring.run(file, op, offsets, |_, _| Ok(()))?;
         writeln!(out, "{} {}", sample.seconds, sample.cpu_seconds)?;
         out.flush()?;
     }

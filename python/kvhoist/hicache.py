@@ -193,8 +193,9 @@ class PoolStore:
         )
         try:
             if self.geometry.segments:
+                pin = self._goes_straight(cache)
                 for address, nbytes in pool_memory(self.pool):
-                    cache.register_host(address, nbytes)
+                    cache.register_host(address, nbytes, pin=pin)
         except BaseException:
             cache.close()
             raise
@@ -202,6 +203,9 @@ class PoolStore:
 
     def goes_straight(self) -> bool:
         """Whether pages go straight between drive and pool, with no copy here: what the engine will do with them."""
+        return self._goes_straight(self.cache)
+
+    def _goes_straight(self, cache: Cache) -> bool:
         if not self.geometry.segments:
             return False
         try:
@@ -209,7 +213,7 @@ class PoolStore:
             addresses, sizes = self.pool.get_page_buffer_meta(_page_indices(2 * self.geometry.page_tokens))
         except IndexError:
             addresses, sizes = self.pool.get_page_buffer_meta(_page_indices(self.geometry.page_tokens))
-        align = self.cache.stats()["memory_align_bytes"]
+        align = cache.stats()["memory_align_bytes"]
         long = self.geometry.segments == 1 or all(size >= STRAIGHT_SEGMENT_BYTES_MIN for size in sizes)
         return long and all(a % align == 0 and size % 4096 == 0 for a, size in zip(addresses, sizes))
 

@@ -117,23 +117,15 @@ impl PyCache {
         PyList::new(py, found)
     }
 
-    #[pyo3(signature = (address, nbytes))]
-    fn register_address(&self, py: Python<'_>, address: usize, nbytes: usize) -> PyResult<PyRegion> {
-        let cache = self.use_it(py)?;
-        // SAFETY: the caller promised, as documented, to keep the memory mapped until the region is unregistered.
-        let region = unsafe { cache.register_host(std::ptr::with_exposed_provenance_mut(address), nbytes) };
-        let region = region.map_err(|error| errors::to_python(py, &error))?;
-        Ok(PyRegion::new(self.process, Cache::clone(cache), region, None, (address, nbytes)))
+    fn register_address(&self, py: Python<'_>, address: usize, nbytes: usize, pin: bool) -> PyResult<PyRegion> {
+        PyRegion::new(py, self.use_it(py)?, None, (address, nbytes), pin)
     }
 
-    fn register_buffer(&self, py: Python<'_>, memory: &Bound<'_, PyAny>) -> PyResult<PyRegion> {
+    fn register_buffer(&self, py: Python<'_>, memory: &Bound<'_, PyAny>, pin: bool) -> PyResult<PyRegion> {
         let cache = self.use_it(py)?;
         let buffer = Buffer::new(memory, true)?;
-        let (ptr, nbytes) = (buffer.ptr(), buffer.len());
-        // SAFETY: the export keeps the memory mapped until the region has been unregistered; see `PyRegion`.
-        let region = unsafe { cache.register_host(ptr, nbytes) };
-        let region = region.map_err(|error| errors::to_python(py, &error))?;
-        Ok(PyRegion::new(self.process, Cache::clone(cache), region, Some(buffer), (ptr.expose_provenance(), nbytes)))
+        let at = (buffer.ptr().expose_provenance(), buffer.len());
+        PyRegion::new(py, cache, Some(buffer), at, pin)
     }
 
     fn load<'py>(

@@ -5,7 +5,7 @@ use std::sync::Mutex;
 use kvhoist::{Cache, Region, block_on};
 use pyo3::prelude::*;
 
-use crate::{buffer::Buffer, cache::Process};
+use crate::{buffer::Buffer, cache::Process, errors};
 
 /// Memory that blocks are loaded into and stored from in place, registered until `unregister`.
 #[pyclass(frozen, module = "kvhoist", name = "Region")]
@@ -20,12 +20,40 @@ pub struct PyRegion {
     address: usize,
     #[pyo3(get)]
     nbytes: usize,
+    /// The kernel keeps the memory pinned, as a buffer of the ring.
+    #[pyo3(get)]
+    pinned: bool,
 }
 
 impl PyRegion {
-    pub fn new(process: Process, cache: Cache, region: Region, buffer: Option<Buffer>, at: (usize, usize)) -> Self {
+    /// Registers memory, and has the kernel pin it if `pin`, where it will. `buffer` keeps it mapped, or the caller
+    /// does, as documented, until the region is unregistered.
+    pub fn new(py: Python<'_>, cache: &Cache, buffer: Option<Buffer>, at: (usize, usize), pin: bool) -> PyResult<Self> {
         let (address, nbytes) = at;
-        PyRegion { process, cache, region: Mutex::new(Some(region)), buffer: Mutex::new(buffer), address, nbytes }
+        let registered = py.detach(|| {
+            // SAFETY: as promised above.
+            let region = unsafe { cache.register_host(std::ptr::with_exposed_provenance_mut(address), nbytes) }?;
+            if !pin {
+                return Ok((region, false));
+            }
+            match block_on(cache.pin_region(&region)) {
+                Ok(pinned) => Ok((region, pinned)),
+                Err(error) => {
+                    block_on(cache.unregister(region));
+                    Err(error)
+                }
+            }
+        });
+        let (region, pinned) = registered.map_err(|error| errors::to_python(py, &error))?;
+        Ok(PyRegion {
+            process: Process::this(),
+            cache: cache.clone(),
+            region: Mutex::new(Some(region)),
+            buffer: Mutex::new(buffer),
+            address,
+            nbytes,
+            pinned,
+        })
     }
 
     fn forget(&self) {

@@ -1,6 +1,6 @@
 //! Foreign memory, registered once, then read and written in place.
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, atomic::Ordering};
 
 use tokio::sync::oneshot;
 
@@ -155,11 +155,30 @@ impl Cache {
         self.inner.regions.add(start, len, RegionMemory::Device, Overlap::Refused)
     }
 
+    /// Has the kernel keep a region of host memory pinned, as a buffer of the ring, until it is
+    /// [unregistered](Cache::unregister) or the cache closed: what goes straight between it and disk
+    /// ([`Config::bypass_host`](crate::Config::bypass_host)) then costs less CPU, a half to three quarters of what the
+    /// kernel takes for a transfer. `false` where there is no ring, or where the kernel refuses it (`RLIMIT_MEMLOCK`),
+    /// which is in the log; all else works as before.
+    ///
+    /// Pinning takes some 30 ms a GiB, for this region and all that are pinned already, in which the cache moves
+    /// nothing: do it before there is traffic.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// The region is pinned all the same.
+    pub async fn pin_region(&self, region: &Region) -> Result<bool> {
+        region.inner.wanted_fixed.store(true, Ordering::Release);
+        self.ask_region(&region.inner, true).await
+    }
+
     /// Forgets a region: resolves when no movement uses it any longer.
     ///
     /// # Cancel safety
     /// The region is forgotten at the first poll; movements may still use it when the future is
-    /// dropped.
+    /// dropped, and [pinned](Cache::pin_region) memory may stay pinned until the cache is closed.
     pub async fn unregister(&self, region: Region) {
         self.inner.regions.remove(&region);
         region.inner.wait_unused().await;
@@ -172,6 +191,18 @@ impl Cache {
                 drop(given_back.await);
             }
         }
+        // By the channel that the wish came by: one whose future was dropped may still be on its way.
+        if region.inner.wanted_fixed.load(Ordering::Acquire) {
+            // A cache that is closed has let go of all of them.
+            drop(self.ask_region(&region.inner, false).await);
+        }
+    }
+
+    async fn ask_region(&self, region: &Arc<RegionInner>, wanted: bool) -> Result<bool> {
+        let (reply, receiver) = oneshot::channel();
+        let command = Command::Register { region: Arc::clone(region), wanted, reply };
+        self.inner.commands.send(command).await.map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)
     }
 
     /// Copies blocks into registered memory: one result per block, in order. `true`: it is there;

@@ -1,6 +1,6 @@
 //! The engine picked at run time.
 
-use std::io;
+use std::{io, ptr::NonNull};
 
 use super::{FileId, Lent, Storage, blocking::Blocking, uring::Uring};
 
@@ -48,6 +48,20 @@ impl Storage for AnyStorage {
         match self {
             AnyStorage::Uring(engine) => engine.sync(file).await,
             AnyStorage::Blocking(engine) => engine.sync(file).await,
+        }
+    }
+
+    unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
+        match self {
+            // SAFETY: the caller keeps to the same contract.
+            AnyStorage::Uring(engine) => unsafe { engine.register(start, len) },
+            AnyStorage::Blocking(_) => None,
+        }
+    }
+
+    fn unregister(&self, first: u16, len: usize) {
+        if let AnyStorage::Uring(engine) = self {
+            engine.unregister(first, len);
         }
     }
 }

@@ -27,11 +27,14 @@ pub use full::{read_full, write_full};
 pub use lent::{AlignedBuf, Lent};
 pub use uring::yield_now;
 
-use std::{fs::File, future::Future, io, sync::Arc};
+use std::{fs::File, future::Future, io, ptr::NonNull, sync::Arc};
 
 /// Every offset and length of direct I/O is a multiple of this, and every address of our own memory. A caller's memory
 /// may lie as the drive allows ([`Stats::memory_align_bytes`](crate::Stats::memory_align_bytes)).
 pub const IO_ALIGN: usize = 4096;
+
+/// The most bytes that the kernel registers as one buffer of a ring.
+pub const FIXED_BYTES_MAX: usize = 1 << 30;
 
 /// The most bytes that one operation moves; longer ones come back short. Linux's own limit
 /// (`MAX_RW_COUNT`), which is a multiple of [`IO_ALIGN`].
@@ -60,6 +63,23 @@ pub trait Storage: 'static {
 
     /// Flushes to the medium (`fdatasync`) every write that had completed when this one started.
     fn sync(&self, file: FileId) -> impl Future<Output = io::Result<()>>;
+
+    /// Has the kernel keep memory at hand, so that operations on it cost less. What [`Lent::fixed`] is to name for its
+    /// first [`FIXED_BYTES_MAX`] bytes; for the next ones it is the number after. `None`: not with this engine, or
+    /// refused, which is in the log. Blocks while the memory is pinned, some 30 ms a GiB.
+    ///
+    /// # Safety
+    /// The range must stay mapped, and to the same memory, until [`unregister`](Self::unregister) or the end of the
+    /// engine.
+    unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
+        let _ = (start, len);
+        None
+    }
+
+    /// Takes back what [`register`](Self::register) answered with `first`. Operations under way go on unharmed.
+    fn unregister(&self, first: u16, len: usize) {
+        let _ = (first, len);
+    }
 }
 
 /// What an operation does.

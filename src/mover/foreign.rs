@@ -2,10 +2,11 @@
 
 use std::{
     future::Future,
+    ptr::NonNull,
     rc::Rc,
     sync::{
         Arc,
-        atomic::{AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
     },
 };
 
@@ -23,7 +24,7 @@ use crate::{
     block::{BlockKey, Segment, Tier},
     copy::{CopyBatch, CopyEngine, CopyRegion, Direction, pair_segments},
     error::{Error, Result},
-    io::Storage,
+    io::{FIXED_BYTES_MAX, Storage},
 };
 
 /// What kind of memory a region is.
@@ -43,21 +44,49 @@ pub(crate) struct RegionInner {
     pub(crate) lasting: Option<CopyRegion>,
     users: AtomicUsize,
     unused: Notify,
+    /// The storage's number for its first piece, or [`UNREGISTERED`].
+    fixed: AtomicU32,
+    /// The storage was, or is about to be, asked to keep it at hand.
+    pub(crate) wanted_fixed: AtomicBool,
 }
+
+/// The storage does not have a region at hand.
+const UNREGISTERED: u32 = u32::MAX;
 
 /// A movement's hold on a region: it is not given back to its owner before this is dropped.
 pub(crate) struct RegionUse(Arc<RegionInner>);
 
 impl RegionInner {
     pub(crate) fn new(start: *mut u8, len: usize, memory: RegionMemory, lasts: bool) -> Arc<Self> {
-        let lasting = lasts.then(|| CopyRegion::new(start, len, memory == RegionMemory::Device));
-        let (users, unused) = (AtomicUsize::new(0), Notify::new());
-        Arc::new(RegionInner { start: start as usize, len, memory, lasting, users, unused })
+        Arc::new(RegionInner {
+            start: start as usize,
+            len,
+            memory,
+            lasting: lasts.then(|| CopyRegion::new(start, len, memory == RegionMemory::Device)),
+            users: AtomicUsize::new(0),
+            unused: Notify::new(),
+            fixed: AtomicU32::new(UNREGISTERED),
+            wanted_fixed: AtomicBool::new(false),
+        })
     }
 
     pub(crate) fn contains(&self, segment: &Segment) -> bool {
         let start = segment.ptr as usize;
         start >= self.start && segment.len <= self.len && start - self.start <= self.len - segment.len
+    }
+
+    /// Whether the storage has it at hand.
+    pub(crate) fn is_fixed(&self) -> bool {
+        self.fixed.load(Ordering::Acquire) != UNREGISTERED
+    }
+
+    /// The storage's number for the piece that a segment lies in, if it lies in one.
+    fn fixed(&self, segment: &Segment) -> Option<u16> {
+        let first = self.fixed.load(Ordering::Acquire);
+        let at = segment.ptr as usize - self.start;
+        let piece = at / FIXED_BYTES_MAX;
+        let in_one = (at + segment.len).div_ceil(FIXED_BYTES_MAX) == piece + 1;
+        (first != UNREGISTERED && in_one).then(|| u16::try_from(first as usize + piece).ok()).flatten()
     }
 
     pub(crate) fn hold(self: &Arc<Self>) -> RegionUse {
@@ -120,9 +149,33 @@ impl Job {
     pub(crate) fn copy_regions(&self) -> Vec<CopyRegion> {
         self.regions.iter().filter_map(RegionUse::lasting).collect()
     }
+
+    /// The storage's number for the memory of one of its segments.
+    pub(super) fn fixed(&self, segment: &Segment) -> Option<u16> {
+        self.regions.iter().find(|region| region.0.contains(segment))?.0.fixed(segment)
+    }
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Has the storage keep a region at hand, if it can.
+    pub(super) fn register(&self, region: &RegionInner) {
+        let start = NonNull::new(std::ptr::with_exposed_provenance_mut(region.start)).expect("no region begins at 0");
+        if region.memory == RegionMemory::Host && !region.is_fixed() {
+            // SAFETY: the owner of the region promised at its registration to keep it mapped until it is given
+            // back, and that does not happen before `unregister`.
+            if let Some(first) = unsafe { self.storage.register(start, region.len) } {
+                region.fixed.store(u32::from(first), Ordering::Release);
+            }
+        }
+    }
+
+    /// Takes it back. Nothing uses the region any longer.
+    pub(super) fn unregister(&self, region: &RegionInner) {
+        if let Ok(first) = u16::try_from(region.fixed.swap(UNREGISTERED, Ordering::AcqRel)) {
+            self.storage.unregister(first, region.len);
+        }
+    }
+
     /// Copies each block into its segments; `false` for a block that is resident nowhere.
     pub(super) async fn load(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
         self.each(jobs, |this, job| async move { this.load_one(job).await }).await

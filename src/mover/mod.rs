@@ -62,6 +62,8 @@ pub(crate) enum Command {
     LoadLayers(LayerJobs),
     /// Store blocks from foreign memory: true for each that was stored.
     StoreFrom { jobs: Vec<Job>, reply: Reply },
+    /// Have the storage keep a region at hand, or no longer; whether it then does.
+    Register { region: Arc<RegionInner>, wanted: bool, reply: oneshot::Sender<bool> },
     /// Write the record pages that name blocks which are not there.
     Forget { reply: oneshot::Sender<Result<()>> },
     /// Write what is dirty and flush.
@@ -191,6 +193,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Load { jobs, reply } => self.spawn(async move { reply(this.load(jobs).await) }),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
             Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
+            Command::Register { region, wanted, reply } => {
+                if wanted {
+                    self.register(&region);
+                } else {
+                    self.unregister(&region);
+                }
+                let _ = reply.send(region.is_fixed());
+            }
             // A caller that is gone does not want the answer.
             Command::Forget { reply } => self.spawn(async move {
                 drop(reply.send(this.write_stale_records().await));

@@ -63,6 +63,13 @@ impl Job {
     }
 }
 
+impl Job {
+    /// Its segments, and the storage's numbers for their memory.
+    fn places(&self) -> Vec<(Segment, Option<u16>)> {
+        self.segments.iter().map(|segment| (*segment, self.fixed(segment))).collect()
+    }
+}
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Reads a block from disk into its segments, and verifies it there; false if it was damaged.
     ///
@@ -76,7 +83,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let Some(Source { pin, file, offset, checksum }) = self.begin_straight_read(&job.key) else {
             return Straight::Elsewhere(job);
         };
-        let (result, (pin, job)) = self.transfer(OpKind::Read, file, offset, &job.segments.clone(), (pin, job)).await;
+        let (result, (pin, job)) = self.transfer(OpKind::Read, file, offset, &job.places(), (pin, job)).await;
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Read, &result);
         if let Err(source) = result {
@@ -135,7 +142,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Err(error) => return Straight::Ended(Err(error)),
         };
         let (key, slot, started) = (job.key, filling.slot(), Instant::now());
-        let segments = job.segments.clone();
+        let segments = job.places();
         let payload = self.transfer(OpKind::Write, file, offset, &segments, (job, filling));
         let ((result, (_job, filling)), recorded) = tokio::join!(payload, self.write_record(slot));
         drop(share);
@@ -182,17 +189,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         kind: OpKind,
         file: FileId,
         offset: u64,
-        segments: &[Segment],
+        segments: &[(Segment, Option<u16>)],
         guards: G,
     ) -> (io::Result<()>, G) {
         let guards = Arc::new(guards);
         let mut at = offset;
-        let operation = |segment: &Segment| {
+        let operation = |(segment, fixed): &(Segment, Option<u16>)| {
+            let fixed = *fixed;
             let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&guards) as _;
             let start = NonNull::new(segment.ptr).expect("no region begins at 0");
             // SAFETY: the segment lies in a region that the job among the guards holds, whose owner promised at
             // registration to keep it mapped, not to write to what is stored from and not to touch what is loaded.
-            let lent = unsafe { Lent::new(start, segment.len, None, owner) };
+            let lent = unsafe { Lent::new(start, segment.len, fixed, owner) };
             let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
             tokio::task::spawn_local(async move {

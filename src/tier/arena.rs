@@ -5,11 +5,11 @@ use std::{fmt, ptr::NonNull};
 use super::mapping::{HUGE_PAGE_BYTES, Mapping};
 use crate::{
     error::{Error, Result},
-    io::IO_ALIGN,
+    io::{FIXED_BYTES_MAX, IO_ALIGN},
 };
 
-/// Longest chunk: the kernel registers at most 1 GiB as one buffer of a ring.
-const CHUNK_BYTES_MAX: usize = 1 << 30;
+/// Longest chunk: one buffer of a ring.
+const CHUNK_BYTES_MAX: usize = FIXED_BYTES_MAX;
 
 /// The memory of the host tier: slots of equal size, one after another.
 ///

@@ -44,18 +44,33 @@ pub enum Op {
     Write,
 }
 
-/// A ring with `depth` registered buffers of `block_bytes` each.
+/// A ring with `depth` buffers of `block_bytes` each.
 pub struct BareRing {
     // Field order is drop order: the ring goes before the memory it has registered.
     ring: IoUring,
     slab: Slab,
     depth: usize,
     block_bytes: usize,
+    registered: bool,
 }
 
 impl BareRing {
     /// Sets the ring up and registers its buffers.
     pub fn open(block_bytes: usize, depth: usize, setup: Setup) -> io::Result<BareRing> {
+        let mut ring = Self::open_plain(block_bytes, depth, setup)?;
+        // SAFETY: the buffers stay mapped until after the ring is closed (`BareRing`'s field order), and
+        // the kernel keeps registered pages alive for operations that outlive even that.
+        let registered = unsafe { ring.ring.submitter().register_buffers(&ring.slab.iovecs()) };
+        registered.map_err(|error| {
+            let what = format!("registering {depth} buffers of {block_bytes} bytes: {error}");
+            io::Error::new(error.kind(), format!("{what}; raise `ulimit -l` if that is what refuses it"))
+        })?;
+        ring.registered = true;
+        Ok(ring)
+    }
+
+    /// The same with buffers that the kernel pins anew for each operation.
+    pub fn open_plain(block_bytes: usize, depth: usize, setup: Setup) -> io::Result<BareRing> {
         assert!((1..=4096).contains(&depth), "queue depth {depth}, expected 1 to 4096");
         let mut builder = IoUring::builder();
         builder.setup_single_issuer();
@@ -65,14 +80,7 @@ impl BareRing {
         };
         let ring: IoUring = builder.build(depth as u32)?;
         let slab = Slab::new(block_bytes, depth)?;
-        // SAFETY: the buffers stay mapped until after the ring is closed (`BareRing`'s field order), and
-        // the kernel keeps registered pages alive for operations that outlive even that.
-        let registered = unsafe { ring.submitter().register_buffers(&slab.iovecs()) };
-        registered.map_err(|error| {
-            let what = format!("registering {depth} buffers of {block_bytes} bytes: {error}");
-            io::Error::new(error.kind(), format!("{what}; raise `ulimit -l` if that is what refuses it"))
-        })?;
-        Ok(BareRing { ring, slab, depth, block_bytes })
+        Ok(BareRing { ring, slab, depth, block_bytes, registered: false })
     }
 
     /// Runs `op` at every offset, `depth` at a time, and measures it.
@@ -153,11 +161,13 @@ impl BareRing {
             on_block(offset, block)?;
         }
         let (ptr, len, buffer) = (block.as_mut_ptr(), block.len() as u32, index as u16);
-        let sqe: squeue::Entry = match op {
-            Op::Read => opcode::ReadFixed::new(Fixed(0), ptr, len, buffer).offset(offset as _).build(),
-            Op::Write => opcode::WriteFixed::new(Fixed(0), ptr, len, buffer).offset(offset as _).build(),
+        let sqe: squeue::Entry = match (op, self.registered) {
+            (Op::Read, true) => opcode::ReadFixed::new(Fixed(0), ptr, len, buffer).offset(offset as _).build(),
+            (Op::Write, true) => opcode::WriteFixed::new(Fixed(0), ptr, len, buffer).offset(offset as _).build(),
+            (Op::Read, false) => opcode::Read::new(Fixed(0), ptr, len).offset(offset as _).build(),
+            (Op::Write, false) => opcode::Write::new(Fixed(0), ptr, len).offset(offset as _).build(),
         };
-        // SAFETY: the buffer is registered, lives as long as the ring, and is not touched again until
+        // SAFETY: the buffer lives as long as the ring, and is not touched again until
         // its completion puts `index` back on the free list in `drive`.
         unsafe { self.ring.submission().push(&sqe.user_data(index as u64)) }
             .expect("the ring has one entry per buffer, and every pushed entry holds a buffer");

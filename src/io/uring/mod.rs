@@ -22,22 +22,21 @@
 mod op;
 mod probe;
 mod runtime;
+mod table;
 
 pub use probe::probe;
 pub use runtime::{Runtime, runtime};
 
-use std::{any::Any, fs::File, io, os::fd::AsRawFd, ptr::NonNull, rc::Rc, sync::Arc};
+use std::{any::Any, cell::RefCell, fs::File, io, os::fd::AsRawFd, ptr::NonNull, rc::Rc, sync::Arc};
 
 use io_uring::{opcode, squeue, types};
 use tokio::sync::Semaphore;
-use tokio_uring::{
-    UnsubmittedOneshot,
-    buf::{IoBuf, IoBufMut, fixed::FixedBufRegistry},
-};
+use tokio_uring::UnsubmittedOneshot;
 
 use super::{FileId, Lent, Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
 use op::{Finish, Held, Nothing};
 use runtime::Ring;
+use table::{Entry, Table};
 
 /// Buffers that one ring can register through tokio-uring (`UIO_MAXIOV`); ranges in regions past it
 /// are read and written unregistered.
@@ -52,8 +51,8 @@ pub struct Uring {
     files: Vec<Arc<File>>,
     ring: Rc<Ring>,
     permits: Arc<Semaphore>,
-    /// Regions that the kernel has registered; `Lent::fixed` below it is a fixed operation.
-    regions: u16,
+    /// What the kernel has registered; `Lent::fixed` within it is a fixed operation.
+    table: RefCell<Table>,
     /// The owner of the memory, for as long as operations can be asked for.
     _keep_alive: Arc<dyn Any + Send + Sync>,
 }
@@ -79,19 +78,19 @@ impl Uring {
         let ring = Ring::current()?;
         let permits = ring.permits();
         let regions = regions.into_iter().take(REGIONS_MAX);
-        let regions = regions.map(|(ptr, len)| Region { ptr, len, _keep_alive: Arc::clone(&keep_alive) }).collect();
-        let regions = register(regions);
-        Ok(Uring { files, ring, permits, regions, _keep_alive: keep_alive })
+        let entry = |(ptr, len): (NonNull<u8>, usize)| Entry::new(ptr.as_ptr(), len, Some(Arc::clone(&keep_alive)));
+        let table = RefCell::new(Table::new(regions.map(entry).collect()));
+        Ok(Uring { files, ring, permits, table, _keep_alive: keep_alive })
     }
 
     /// True where memory regions were given and the kernel has registered them.
     pub fn registered(&self) -> bool {
-        self.regions > 0
+        self.table.borrow().len() > 0
     }
 
     /// The registered region that `buf` lies in, if it does.
     fn fixed(&self, buf: &Lent) -> Option<u16> {
-        buf.fixed().filter(|&region| region < self.regions)
+        buf.fixed().filter(|&region| usize::from(region) < self.table.borrow().len())
     }
 
     /// Waits for its turn, submits, and waits for the completion.
@@ -148,6 +147,21 @@ impl Storage for Uring {
         let entry = opcode::Fsync::new(types::Fd(file.as_raw_fd())).flags(types::FsyncFlags::DATASYNC).build();
         self.run(file, entry, None).await.0.map(|_| ())
     }
+
+    unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
+        match self.table.borrow_mut().add(start.as_ptr(), len) {
+            Ok(first) => Some(first),
+            Err(error) => {
+                let refusal = memlock::Refusal { wanted_bytes: len as u64, error: &error };
+                tracing::warn!("{refusal}; a region is read into and written from unregistered, slower");
+                None
+            }
+        }
+    }
+
+    fn unregister(&self, first: u16, len: usize) {
+        self.table.borrow_mut().remove(first, len);
+    }
 }
 
 /// Lets other tasks run, and operations reach the kernel.
@@ -164,54 +178,4 @@ pub async fn yield_now() {
 
 fn transfer_bytes(buf: &Lent) -> u32 {
     u32::try_from(buf.len().min(TRANSFER_BYTES_MAX)).expect("TRANSFER_BYTES_MAX fits in 31 bits")
-}
-
-/// Memory that the kernel has pinned; the registry in the driver keeps it until the ring is closed.
-struct Region {
-    ptr: NonNull<u8>,
-    len: usize,
-    _keep_alive: Arc<dyn Any + Send + Sync>,
-}
-
-// SAFETY: the address does not change, and by the contract of `Uring::new` the range is mapped
-// while `_keep_alive` lives.
-unsafe impl IoBuf for Region {
-    fn stable_ptr(&self) -> *const u8 {
-        self.ptr.as_ptr()
-    }
-
-    fn bytes_init(&self) -> usize {
-        self.len
-    }
-
-    fn bytes_total(&self) -> usize {
-        self.len
-    }
-}
-
-// SAFETY: as above. The registry hands out no buffer (`check_out` is never called): the range is
-// only ever accessed through a `Lent`, whose contract is exclusive access.
-unsafe impl IoBufMut for Region {
-    fn stable_mut_ptr(&mut self) -> *mut u8 {
-        self.ptr.as_ptr()
-    }
-
-    unsafe fn set_init(&mut self, _: usize) {}
-}
-
-/// Registers all regions or none; returns how many.
-fn register(regions: Vec<Region>) -> u16 {
-    if regions.is_empty() {
-        return 0;
-    }
-    let count = u16::try_from(regions.len()).expect("REGIONS_MAX fits in 16 bits");
-    let wanted_bytes = regions.iter().map(|region| region.len as u64).sum();
-    match FixedBufRegistry::new(regions).register() {
-        Ok(()) => count,
-        Err(error) => {
-            let refusal = memlock::Refusal { wanted_bytes, error: &error };
-            tracing::warn!(wanted_bytes, regions = count, "{refusal}; reads and writes go on unregistered, slower");
-            0
-        }
-    }
 }

@@ -1,0 +1,176 @@
+//! `Cache::pin_region`: a caller's memory as buffers of the ring, coming and going while blocks move.
+//!
+//! One test, for what is pinned is counted for the whole process.
+
+mod common;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use common::{config, directory, key, payload};
+use kvhoist::{BlockKey, Cache, Config, Region, Segment, StorageKind, block_on, io::AlignedBuf};
+
+const BLOCK: usize = 64 << 10;
+const BLOCKS: usize = 32;
+const POOL: usize = BLOCKS * BLOCK;
+
+/// Memory for all blocks.
+struct Pool {
+    memory: AlignedBuf,
+    places: Vec<Vec<Segment>>,
+}
+
+// SAFETY: each pool is used by one thread at a time.
+unsafe impl Send for Pool {}
+
+impl Pool {
+    fn new() -> Self {
+        let mut memory = AlignedBuf::zeroed(POOL);
+        let start = memory.as_mut_ptr();
+        let place = |block| vec![Segment { ptr: start.wrapping_add(block * BLOCK), len: BLOCK }];
+        Pool { places: (0..BLOCKS).map(place).collect(), memory }
+    }
+
+    fn register(&mut self, cache: &Cache) -> Region {
+        // SAFETY: the pool outlives the cache, and is looked at where no call on it is under way.
+        unsafe { cache.register_host(self.memory.as_mut_ptr(), POOL) }.expect("registered")
+    }
+
+    /// Loads all blocks: how many were there. Those have the right bytes.
+    fn load(&mut self, cache: &Cache) -> usize {
+        self.memory.fill(0xee);
+        let results = block_on(cache.load_into(&keys(), &self.places)).expect("asked");
+        let mut there = 0;
+        for (block, result) in results.into_iter().enumerate() {
+            if result.expect("served") {
+                assert!(self.memory[block * BLOCK..][..BLOCK] == payload(block as u64, BLOCK), "block {block}");
+                there += 1;
+            }
+        }
+        there
+    }
+
+    fn store(&mut self, cache: &Cache) {
+        for block in 0..BLOCKS {
+            self.memory[block * BLOCK..][..BLOCK].copy_from_slice(&payload(block as u64, BLOCK));
+        }
+        for result in block_on(cache.store_from(&keys(), None, &self.places)).expect("asked") {
+            assert!(result.expect("stored"));
+        }
+    }
+
+    /// Puts other pages in the place of those that it has.
+    fn replace_pages(&mut self) {
+        // SAFETY: whole pages of memory that is this pool's alone; what they held is gone.
+        let refused = unsafe { libc::madvise(self.memory.as_mut_ptr().cast(), POOL, libc::MADV_DONTNEED) };
+        assert_eq!(refused, 0, "{}", std::io::Error::last_os_error());
+    }
+}
+
+/// Lets the reader end, however the test does.
+struct SetOnDrop<'a>(&'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+fn keys() -> Vec<BlockKey> {
+    (0..BLOCKS as u64).map(key).collect()
+}
+
+/// Bytes that the kernel has pinned for this process.
+fn pinned() -> usize {
+    let status = std::fs::read_to_string("/proc/self/status").expect("procfs");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmPin:")).expect("a line of every process");
+    let kib: usize = line.trim().trim_end_matches(" kB").parse().expect("a number");
+    kib << 10
+}
+
+#[test]
+fn regions_are_pinned_and_given_back_while_blocks_move() {
+    let dir = directory();
+    let settings = |storage| Config {
+        block_bytes: BLOCK,
+        bypass_host: true,
+        ..config(&dir, storage, BLOCKS as u32, 2 * BLOCKS as u32)
+    };
+    let cache = block_on(Cache::open(settings(StorageKind::Blocking))).expect("open");
+    let mut first = Pool::new();
+    let region = first.register(&cache);
+    assert!(!block_on(cache.pin_region(&region)).expect("answered"), "threads have no use for it");
+    first.store(&cache);
+    block_on(cache.unregister(region));
+    block_on(cache.close()).expect("closed");
+
+    let Ok(cache) = block_on(Cache::open(settings(StorageKind::Uring))) else {
+        println!("SKIPPED: this system refuses rings");
+        return;
+    };
+    if !cache.stats().registered {
+        println!("SKIPPED: this system lets no memory be pinned");
+        return;
+    }
+    let arena = pinned();
+    let region = first.register(&cache);
+    for _ in 0..2 {
+        assert!(block_on(cache.pin_region(&region)).expect("answered"));
+        assert_eq!(pinned(), arena + POOL, "once, however often it is asked for");
+    }
+    assert_eq!(first.load(&cache), BLOCKS);
+
+    // Others come and go, before and after it in the table, while it is in use.
+    let done = AtomicBool::new(false);
+    let (cache, done) = (&cache, &done);
+    std::thread::scope(|scope| {
+        let (used, ended) = (&mut first, SetOnDrop(done));
+        let reader = scope.spawn(move || {
+            let mut rounds = 0;
+            while !done.load(Ordering::Relaxed) || rounds < 3 {
+                assert_eq!(used.load(cache), BLOCKS);
+                rounds += 1;
+            }
+        });
+        let mut others: Vec<Pool> = (0..3).map(|_| Pool::new()).collect();
+        for turn in 0..6 {
+            let mut regions: Vec<Region> = others.iter_mut().map(|pool| pool.register(cache)).collect();
+            for region in &regions {
+                assert!(block_on(cache.pin_region(region)).expect("answered"));
+            }
+            assert_eq!(pinned(), arena + 4 * POOL);
+            // The one that goes leaves a hole, which the next is put into.
+            let gone = turn % 3;
+            block_on(cache.unregister(regions.remove(gone)));
+            assert_eq!(pinned(), arena + 3 * POOL);
+            let again = others[gone].register(cache);
+            assert!(block_on(cache.pin_region(&again)).expect("answered"));
+            for pool in &mut others {
+                assert_eq!(pool.load(cache), BLOCKS);
+            }
+            regions.push(again);
+            for region in regions {
+                block_on(cache.unregister(region));
+            }
+            assert_eq!(pinned(), arena + POOL);
+        }
+        drop(ended);
+        reader.join().expect("every load was right");
+    });
+    let stats = cache.stats();
+    assert_eq!((stats.read_errors, stats.write_errors, stats.checksum_failures), (0, 0, 0));
+
+    // The pages that were pinned are those that are read into: put others in their place and nothing arrives.
+    let mut other = Pool::new();
+    let region_of_other = other.register(cache);
+    assert!(block_on(cache.pin_region(&region_of_other)).expect("answered"));
+    other.replace_pages();
+    assert_eq!(other.load(cache), 0, "it was read through the page tables");
+    assert_eq!(cache.stats().checksum_failures, BLOCKS as u64);
+    first.store(cache);
+    block_on(cache.unregister(region_of_other));
+    assert_eq!(first.load(cache), BLOCKS, "the others were not harmed");
+
+    block_on(cache.unregister(region));
+    assert_eq!(pinned(), arena);
+    block_on(cache.close()).expect("closed");
+}
