@@ -17,15 +17,43 @@ use crate::{
     tier::disk::PageId,
 };
 
-/// Pages being written, each with those who wait for its next write.
+type Waiter = oneshot::Sender<Result<()>>;
+
+/// Those who wait for writes of a page.
 #[derive(Default)]
-pub(super) struct RecordPages(BTreeMap<PageId, Vec<oneshot::Sender<Result<()>>>>);
+struct Waiters {
+    /// For the one under way.
+    current: Vec<Waiter>,
+    /// For the one after it.
+    next: Vec<Waiter>,
+}
+
+/// Pages being written, or about to be.
+#[derive(Default)]
+pub(super) struct RecordPages(BTreeMap<PageId, Waiters>);
 
 impl RecordPages {
     /// Pages being written.
     #[cfg(feature = "sim")]
     pub(super) fn len(&self) -> usize {
         self.0.len()
+    }
+
+    /// A write of the page begins, for those who wait for it; false where nobody does, and it is given up.
+    fn begin(&mut self, page: PageId) -> bool {
+        let Entry::Occupied(mut waiters) = self.0.entry(page) else { return false };
+        if waiters.get().next.is_empty() {
+            waiters.remove();
+            return false;
+        }
+        let Waiters { current, next } = waiters.get_mut();
+        std::mem::swap(current, next);
+        true
+    }
+
+    /// It has ended, for these.
+    fn end(&mut self, page: PageId) -> Vec<Waiter> {
+        self.0.get_mut(&page).map(|waiters| std::mem::take(&mut waiters.current)).unwrap_or_default()
     }
 }
 
@@ -43,13 +71,31 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn write_page(self: &Rc<Self>, page: PageId) -> Result<()> {
         let (sender, receiver) = oneshot::channel();
         match self.records.borrow_mut().0.entry(page) {
-            Entry::Occupied(mut waiters) => waiters.get_mut().push(sender),
+            Entry::Occupied(mut waiters) => waiters.get_mut().next.push(sender),
             Entry::Vacant(vacant) => {
-                vacant.insert(vec![sender]);
+                vacant.insert(Waiters { next: vec![sender], ..Waiters::default() });
                 tokio::task::spawn_local(Rc::clone(self).serve_page(page));
             }
         }
         receiver.await.unwrap_or(Err(Error::Closed))
+    }
+
+    /// Waits until the medium says of a page what is so now: a page that is being written, and was not changed since
+    /// that began, needs no other write, but the end of this one.
+    async fn settle_page(self: &Rc<Self>, page: PageId, is_stale: bool) -> Result<()> {
+        let receiver = match self.records.borrow_mut().0.get_mut(&page) {
+            // Somebody waits for a write that is under way; for none that has just ended.
+            Some(Waiters { current, next }) if !is_stale && next.is_empty() && !current.is_empty() => {
+                let (sender, receiver) = oneshot::channel();
+                current.push(sender);
+                Some(receiver)
+            }
+            _ => None,
+        };
+        match receiver {
+            Some(receiver) => receiver.await.unwrap_or(Err(Error::Closed)),
+            None => self.write_page(page).await,
+        }
     }
 
     /// Writes `page` for as long as somebody asks for it.
@@ -58,17 +104,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             // Payloads that completed in the same turn get into the same write.
             tokio::task::yield_now().await;
-            let waiters = {
-                let mut records = self.records.borrow_mut();
-                let waiters = records.0.get_mut(&page).map(std::mem::take).unwrap_or_default();
-                if waiters.is_empty() {
-                    records.0.remove(&page);
-                    return;
-                }
-                waiters
-            };
+            if !self.records.borrow_mut().begin(page) {
+                return;
+            }
             let result;
             (result, buf) = self.write_page_once(page, buf).await;
+            let waiters = self.records.borrow_mut().end(page);
             for waiter in waiters {
                 drop(waiter.send(result.clone()));
             }
@@ -99,19 +140,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (Ok(()), buf)
     }
 
-    /// Writes the pages that say of a slot what is no longer so.
+    /// Writes the pages that say of a slot what is no longer so, and waits for those that are being written.
     pub(super) async fn write_stale_records(self: &Rc<Self>) -> Result<()> {
-        let stale: Vec<PageId> = match &self.shared.lock().disk {
-            Some(slots) => slots.stale_pages().collect(),
+        let mut pages: BTreeMap<PageId, bool> = self.records.borrow().0.keys().map(|page| (*page, false)).collect();
+        match &self.shared.lock().disk {
+            Some(slots) => pages.extend(slots.stale_pages().map(|page| (page, true))),
             None => return Ok(()),
-        };
-        for batch in stale.chunks(STALE_BATCH) {
+        }
+        let pages: Vec<_> = pages.into_iter().collect();
+        for batch in pages.chunks(STALE_BATCH) {
             let writes: Vec<_> = batch
                 .iter()
-                .map(|page| {
-                    let (this, page) = (Rc::clone(self), *page);
+                .map(|&(page, is_stale)| {
+                    let this = Rc::clone(self);
                     tokio::task::spawn_local(async move {
-                        this.within_deadline("the write of records", this.write_page(page)).await
+                        let settled = this.settle_page(page, is_stale);
+                        this.within_deadline("the write of records", settled).await
                     })
                 })
                 .collect();

@@ -694,3 +694,23 @@ fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
         });
     }
 }
+
+#[test]
+fn a_remove_waits_for_the_write_that_already_carries_it() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("a sound disk");
+        let storing = cache.clone();
+        let storing = tokio::task::spawn_local(async move { store(&storing, 1).await });
+        // The payload is on its way; the page of records is about to be, and takes the removal along.
+        while disk.in_flight() == 0 {
+            tokio::task::yield_now().await;
+        }
+        assert!(cache.remove(&key(0)).await.expect("removed"), "it was there");
+        let (killed, its_reactor, _) = open_killed(config(), &disk).await;
+        assert!(!fetch(&killed, 0).await.expect("a miss"), "a removed block is back");
+        finish(killed, its_reactor).await;
+        storing.await.expect("no panic").expect("stored");
+        finish(cache, reactor).await;
+    });
+}
