@@ -205,7 +205,7 @@ impl CopyEngine for GdrCopy {
     }
 
     async fn forget(&self, region: &CopyRegion) {
-        give_back(self.inner.regions.forget(region)).await;
+        give_back(self.inner.regions.forget(region).into_iter().collect()).await;
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {
@@ -220,9 +220,9 @@ impl CopyEngine for GdrCopy {
 }
 
 /// Deregisters elsewhere: it takes time by the page.
-async fn give_back(region: Option<MemoryRegion>) {
-    if let Some(region) = region {
-        drop(tokio::task::spawn_blocking(move || drop(region)).await);
+async fn give_back(regions: Vec<MemoryRegion>) {
+    if !regions.is_empty() {
+        drop(tokio::task::spawn_blocking(move || drop(regions)).await);
     }
 }
 
