@@ -9,7 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist::{Cache, Config, DeviceKind, GdrMode, block_on, copy::gdr::GdrState, rdma};
+use kvhoist::{
+    Cache, Config, DeviceKind, GdrMode, block_on,
+    copy::gdr::{GdrOptions, GdrState},
+    rdma,
+};
 
 use crate::{
     common::{Rng, key, payload},
@@ -70,7 +74,9 @@ fn resources() -> String {
 }
 
 async fn rig() -> Rig {
-    Rig::open(false).await.unwrap_or_else(|error| panic!("soft-RoCE: {error}"))
+    // An emulator that shares its processors takes long for what lies between two completions.
+    let options = GdrOptions { stuck_after: Duration::from_secs(120), ..GdrOptions::default() };
+    Rig::with(false, options).await.unwrap_or_else(|error| panic!("soft-RoCE: {error}"))
 }
 
 fn discovery() {

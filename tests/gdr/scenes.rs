@@ -31,9 +31,13 @@ pub async fn sizes(rig: &Rig, scale: Scale) {
         [1, 2, 3, 7, 8, 63, 64, 65, 511, 4095, 4096, 4097, 16_384, 65_537, 1 << 20, (1 << 20) + 1, scale.longest];
     for (n, len) in lens.into_iter().enumerate() {
         let small = len <= 65_537;
-        for (host, device) in
-            [(0, 0), (1, 0), (0, 1), (4095, 2), (63, 4097)].into_iter().take(if small { 5 } else { 2 })
-        {
+        for (host, device) in [(0, 0), (1, 0), (0, 1), (4095, 2), (63, 4097)].into_iter().take(if small {
+            5
+        } else if len == scale.longest {
+            1
+        } else {
+            2
+        }) {
             for way in [Way::ToDevice, Way::ToHost] {
                 // Its neighbours must be as they were.
                 let place = Place { host: host + 64, device: device + 64, len };

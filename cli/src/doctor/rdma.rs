@@ -131,7 +131,7 @@ fn proof(ordinal: u32, has_device: bool, has_nic: bool) -> Finding {
         }
         (false, _) => {
             let finding = Finding::note("GDR", format!("not used: {told}")).decides(Want::Gdr, false);
-            let fix = if has_nic { "what the reason names" } else { "none needed: copies go by CUDA" };
+            let fix = if has_nic { "what the reason names" } else { "none needed: copies go another way" };
             finding.fix(fix)
         }
     }
