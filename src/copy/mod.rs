@@ -141,17 +141,6 @@ pub trait CopyEngine: 'static {
         std::future::ready(None)
     }
 
-    /// The checksum of host memory, by the device. `None` where it cannot reach it; then nothing was done. As
-    /// [`checksum`](Self::checksum) else.
-    fn checksum_host(
-        &self,
-        segment: Segment,
-        owner: Arc<dyn Any + Send + Sync>,
-    ) -> impl Future<Output = Option<Result<u64>>> {
-        let _ = (segment, owner);
-        std::future::ready(None)
-    }
-
     /// What the batch is expected to take.
     fn cost(&self, batch: &CopyBatch) -> Duration;
 }
