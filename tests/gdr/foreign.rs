@@ -1,5 +1,5 @@
-//! Memory that is not the cache's own: registered by the first copy in it, given back when there are too many, or when it
-//! is forgotten, and never under a copy.
+//! Memory that is not the cache's own: registered by the first copy in it, given back when there are too many, or when
+//! it is forgotten, and never under a copy.
 
 use std::{any::Any, rc::Rc, sync::Arc};
 

@@ -206,7 +206,8 @@ impl Regions {
         evicted
     }
 
-    /// Takes out what was unused for longest, until there is room for one more. What is in use stays, also past the limit.
+    /// Takes out what was unused for longest, until there is room for one more. What is in use stays, also past the
+    /// limit.
     fn make_room(&self) -> Vec<MemoryRegion> {
         let mut entries = self.entries.borrow_mut();
         let foreign = entries.iter().filter(|entry| entry.foreign.is_some()).count();
