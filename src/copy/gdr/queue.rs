@@ -4,7 +4,11 @@
 //! which only every [`SIGNAL_EVERY`]th makes one, means that all up to n are done; a batch is done when its last one
 //! is.
 
-use std::{collections::VecDeque, rc::Rc};
+use std::{
+    collections::VecDeque,
+    rc::Rc,
+    time::{Duration, Instant},
+};
 
 use tokio::sync::oneshot;
 
@@ -99,6 +103,8 @@ pub(super) struct Queue {
     completions: Box<[Completion]>,
     /// A failure was seen.
     failed: bool,
+    /// When the first work request was posted behind which none was under way.
+    busy_since: Instant,
     /// A bad completion was seen: those after it say nothing of what was done.
     bad: bool,
 }
@@ -123,6 +129,7 @@ impl Queue {
             turn: 0,
             completions: vec![Completion::NONE; CHAIN].into(),
             failed: false,
+            busy_since: Instant::now(),
             bad: false,
             qp,
             path,
@@ -149,6 +156,11 @@ impl Queue {
     /// Work requests are under way, or batches that wait for their last one to be known as done.
     pub(super) fn is_flying(&self) -> bool {
         self.posted > self.done || !self.flying.is_empty()
+    }
+
+    /// How long work has been under way without a pause.
+    pub(super) fn busy_for(&self) -> Duration {
+        self.busy_since.elapsed()
     }
 
     /// Batches wait for room, or for what holds their stream.
@@ -195,6 +207,9 @@ impl Queue {
         let signals = |request: &&WorkRequest| request.flags & SIGNALLED != 0;
         if let Some(last) = self.chain[self.unposted.start..taken_to].iter().rev().find(signals) {
             self.signalled = last.id + 1;
+        }
+        if self.posted == self.done && taken > 0 {
+            self.busy_since = Instant::now();
         }
         self.posted += taken as u64;
         self.unposted.start = taken_to;
