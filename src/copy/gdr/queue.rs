@@ -28,6 +28,9 @@ const CHAINS_PER_TURN: usize = 4;
 /// Every one of so many makes a completion, and the last of each chain.
 const SIGNAL_EVERY: u64 = 16;
 
+/// ... and whichever ends so many bytes without one: a slow device is to be told from one that does nothing.
+const SIGNAL_BYTES: usize = 1 << 20;
+
 /// Bytes of one work request at most: more gain nothing, and a completion would come late.
 const REQUEST_BYTES_MAX: usize = 1 << 20;
 
@@ -237,6 +240,7 @@ impl Queue {
             let end = self.posted + count as u64;
             self.flying.push_back(Flight { accepted: entering.accepted, end, fault });
         }
+        let mut silent_bytes = 0;
         for at in 0..count {
             let id = self.posted + at as u64;
             let (last, pieces) = (at + 1 == count, &raw mut self.pieces[at * self.pieces_max]);
@@ -245,7 +249,11 @@ impl Queue {
             request.id = id;
             request.next = next;
             request.pieces = pieces;
-            request.flags = if last || (id + 1).is_multiple_of(SIGNAL_EVERY) { SIGNALLED } else { 0 };
+            let pieces = &self.pieces[at * self.pieces_max..][..request.piece_count as usize];
+            silent_bytes += pieces.iter().map(|piece| piece.bytes as usize).sum::<usize>();
+            let signals = last || (id + 1).is_multiple_of(SIGNAL_EVERY) || silent_bytes >= SIGNAL_BYTES;
+            request.flags = if signals { SIGNALLED } else { 0 };
+            silent_bytes = if signals { 0 } else { silent_bytes };
         }
         count
     }
