@@ -15,7 +15,7 @@ use std::{
 
 use kvhoist::{BlockKey, Cache, Config, DiskPath, block_on};
 use kvhoist_bench_kit::{
-    drive::{Options, each, key, other, run_local, store_stamped},
+    drive::{self, Options, each, key, other, run_local, store_stamped},
     measure::{Entrant, Sample, Stopwatch, interleave, ratio, table},
     ring::{BareRing, Op, Setup},
     routes::{Shape, Way},
@@ -26,32 +26,16 @@ const FILE_BYTES: u64 = 512 << 20;
 const NAMES: [&str; 6] = ["disk", "tmpfs", "store", "hits", "idle", "start"];
 
 fn main() -> ExitCode {
-    let options = match Options::parse(&NAMES, env!("CARGO_TARGET_TMPDIR")) {
-        Ok(options) => options,
-        Err(what) => {
-            eprintln!("{what}");
-            return ExitCode::FAILURE;
-        }
-    };
-    for name in &options.names {
-        let result = match name.as_str() {
-            "disk" => {
-                [(128 << 10, 8), (128 << 10, 32), (1 << 20, 8)].into_iter().try_for_each(|(block_bytes, depth)| {
-                    route(&options, &options.dir, Way::DiskToHost, block_bytes, depth)
-                })
-            }
-            "tmpfs" => route(&options, Path::new("/dev/shm"), Way::DiskToHost, 128 << 10, 8),
-            "store" => route(&options, &options.dir, Way::HostToDisk, 128 << 10, 32),
-            "hits" => hits(&options),
-            "idle" => idle(&options),
-            _ => start(&options),
-        };
-        if let Err(error) = result {
-            eprintln!("{name}: {error}");
-            return ExitCode::FAILURE;
-        }
-    }
-    ExitCode::SUCCESS
+    drive::main(&NAMES, env!("CARGO_TARGET_TMPDIR"), |name, options| match name {
+        "disk" => [(128 << 10, 8), (128 << 10, 32), (1 << 20, 8)]
+            .into_iter()
+            .try_for_each(|(block_bytes, depth)| route(options, &options.dir, Way::DiskToHost, block_bytes, depth)),
+        "tmpfs" => route(options, Path::new("/dev/shm"), Way::DiskToHost, 128 << 10, 8),
+        "store" => route(options, &options.dir, Way::HostToDisk, 128 << 10, 32),
+        "hits" => hits(options),
+        "idle" => idle(options),
+        _ => start(options),
+    })
 }
 
 fn route(options: &Options, dir: &Path, way: Way, block_bytes: usize, depth: usize) -> io::Result<()> {

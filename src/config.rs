@@ -141,7 +141,8 @@ pub struct Config {
     pub copy: Option<CopyMethod>,
     /// Thread blocks of 512 threads that the copy kernel may use at a time. 1 to 1024.
     pub copy_blocks_max: u32,
-    /// Whether copies go through an RDMA device. The environment's `KVHOIST_GDR` (`auto`, `on`, `off`) goes before this.
+    /// Whether copies go through an RDMA device. The environment's `KVHOIST_GDR` (`auto`, `on`, `off`) goes before
+    /// this.
     pub gdr: GdrMode,
     /// The RDMA device, by its name (`mlx5_0`). `None`: the one nearest to the device.
     pub gdr_device: Option<String>,
@@ -169,10 +170,11 @@ pub struct Config {
     /// Threads of the blocking storage engine. 1 to 256.
     pub blocking_threads: usize,
     /// `load_into` and `store_from` of registered host memory go straight between it and disk, and leave no copy in the
-    /// host tier: for callers that have a pool of their own. Where every segment begins and ends at a multiple of 4096
-    /// bytes, and is at least 64 KiB long or the whole block; stores with `write_through` only. The rest goes through
-    /// host slots. Such a call ends when the kernel has given the memory back: a disk that stalls holds it up past
-    /// `deadline_ms`.
+    /// host tier: for callers that have a pool of their own. Where every segment begins where the drives can reach
+    /// memory ([`Stats::memory_align_bytes`](crate::Stats::memory_align_bytes): 4 on most NVMe drives, 512 on many
+    /// others), is a multiple of 4096 bytes long, and at least 64 KiB or the whole block; stores with `write_through`
+    /// only. The rest goes through host slots. Such a call ends when the kernel has given the memory back: a disk that
+    /// stalls holds it up past `deadline_ms`.
     pub bypass_host: bool,
     /// Bytes that reads of the disk tier may have in flight. At least one block.
     pub read_bytes_in_flight_max: u64,

@@ -2,8 +2,17 @@
 
 mod common;
 
-use common::{config, damage, directory, key, payload};
-use kvhoist::{Cache, Config, Region, Segment, StorageKind, Tier, WritePolicy, block_on, io::AlignedBuf};
+use std::{
+    fs::OpenOptions,
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, OpenOptionsExt},
+    },
+    path::Path,
+};
+
+use common::{config, damage, directory, key, payload, store_file};
+use kvhoist::{Cache, Config, Region, Route, Segment, StorageKind, Tier, WritePolicy, block_on, io::AlignedBuf};
 use tempfile::TempDir;
 
 const SEGMENT: usize = 64 << 10;
@@ -104,9 +113,71 @@ fn blocks_go_straight_between_pool_and_disk() {
     }
 }
 
+/// Whether the drive reads into memory that begins `shift` bytes into a page, and writes from it. Found out by trying.
+fn reaches(directory: &Path, shift: usize) -> bool {
+    let mut options = OpenOptions::new();
+    let options = options.read(true).write(true).create(true).custom_flags(libc::O_DIRECT);
+    let file = options.open(directory.join("tried")).expect("a file with O_DIRECT");
+    let mut memory = AlignedBuf::zeroed(2 * 4096);
+    let memory = &mut memory[shift..][..4096];
+    file.write_at(memory, 0).is_ok() && file.read_at(memory, 0).is_ok()
+}
+
+/// Pages of the file that the page cache has.
+fn cached_pages(path: &Path) -> usize {
+    let file = std::fs::File::open(path).expect("the store");
+    let len = usize::try_from(file.metadata().expect("its size").len()).expect("it is small");
+    let mut there = vec![0u8; len.div_ceil(4096)];
+    // SAFETY: a new mapping, which nothing else knows; `there` has room for its pages; it is unmapped again.
+    unsafe {
+        let start = libc::mmap(std::ptr::null_mut(), len, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        assert_ne!(start, libc::MAP_FAILED, "mapped");
+        assert_eq!(libc::mincore(start, len, there.as_mut_ptr()), 0, "{}", std::io::Error::last_os_error());
+        libc::munmap(start, len);
+    }
+    there.into_iter().filter(|page| page & 1 == 1).count()
+}
+
+fn went(cache: &Cache, route: Route) -> u64 {
+    cache.stats().routes[route as usize].blocks
+}
+
+#[test]
+fn memory_goes_straight_where_the_drive_reaches_it() {
+    for storage in [StorageKind::Uring, StorageKind::Blocking] {
+        let mut straight = Vec::new();
+        for shift in [0, 2048, 512, 64, 4, 1] {
+            let (dir, tried, mut pool) = (directory(), directory(), Pool::new());
+            let cache = block_on(Cache::open(settings(&dir, storage))).expect("open");
+            let region = pool.register(&cache);
+            let places = pool.places(shift);
+            pool.fill(shift);
+            store_all(&cache, &places);
+            pool.clear();
+            assert_eq!(load_all(&cache, &places), [true; BLOCKS]);
+            pool.0.copy_within(shift..shift + BLOCKS * BLOCK, 0);
+            assert!((0..BLOCKS).all(|block| pool.holds(block)), "the right bytes");
+            assert_eq!(cached_pages(&store_file(&dir)), 0, "what was read and written left the page cache alone");
+            let expected = if reaches(tried.path(), shift) { BLOCKS as u64 } else { 0 };
+            let stats = cache.stats();
+            assert_eq!(
+                [went(&cache, Route::RegionToDisk), went(&cache, Route::DiskToRegion)],
+                [expected; 2],
+                "{storage:?}, memory {shift} bytes into a page; asked, the kernel said {}",
+                stats.memory_align_bytes
+            );
+            assert_eq!((stats.read_errors, stats.write_errors), (0, 0), "nothing was tried that could not be");
+            straight.push((shift, expected > 0));
+            block_on(cache.unregister(region));
+            block_on(cache.close()).expect("close");
+        }
+        println!("{storage:?}, went straight by its place in a page: {straight:?}");
+    }
+}
+
 #[test]
 fn what_does_not_lie_for_direct_io_goes_through_the_host_tier() {
-    for (shift, policy) in [(512, WritePolicy::WriteThrough), (0, WritePolicy::WriteBack)] {
+    for (shift, policy) in [(1, WritePolicy::WriteThrough), (0, WritePolicy::WriteBack)] {
         let (dir, mut pool) = (directory(), Pool::new());
         let settings = Config { write_policy: policy, ..settings(&dir, StorageKind::Auto) };
         let cache = block_on(Cache::open(settings)).expect("open");

@@ -15,7 +15,7 @@ use kvhoist::{
     tier::device::DeviceMemory,
 };
 use kvhoist_bench_kit::{
-    drive::{Options, check_on_device, each, key, other, run_local, store_stamped, to_device},
+    drive::{self, Options, check_on_device, each, key, other, run_local, store_stamped, to_device},
     measure::Spread,
     pattern::shuffled,
     routes::{Shape, Way},
@@ -26,13 +26,6 @@ const FILE_BYTES: u64 = 512 << 20;
 const NAMES: [&str; 6] = ["hit", "load", "layers", "completion", "disk", "store"];
 
 fn main() -> ExitCode {
-    let options = match Options::parse(&NAMES, env!("CARGO_TARGET_TMPDIR")) {
-        Ok(options) => options,
-        Err(what) => {
-            eprintln!("{what}");
-            return ExitCode::FAILURE;
-        }
-    };
     let gpu = match Gpu::open(0) {
         Ok(gpu) => gpu,
         Err(error) => {
@@ -41,21 +34,14 @@ fn main() -> ExitCode {
         }
     };
     println!("{}\n", gpu.device());
-    for name in &options.names {
-        let result = match name.as_str() {
-            "hit" => hit(&options),
-            "load" => load(&options, &gpu),
-            "layers" => layers::run(&options, &gpu),
-            "completion" => completion::run(&options, &gpu),
-            "disk" => routes(&options, Way::DiskToDevice(DeviceKind::Cuda)),
-            _ => routes(&options, Way::DeviceToDisk(DeviceKind::Cuda)),
-        };
-        if let Err(error) = result {
-            eprintln!("{name}: {error}");
-            return ExitCode::FAILURE;
-        }
-    }
-    ExitCode::SUCCESS
+    drive::main(&NAMES, env!("CARGO_TARGET_TMPDIR"), |name, options| match name {
+        "hit" => hit(options),
+        "load" => load(options, &gpu),
+        "layers" => layers::run(options, &gpu),
+        "completion" => completion::run(options, &gpu),
+        "disk" => routes(options, Way::DiskToDevice(DeviceKind::Cuda)),
+        _ => routes(options, Way::DeviceToDisk(DeviceKind::Cuda)),
+    })
 }
 
 fn settings(options: &Options, block_bytes: usize, host_blocks: u32, device_blocks: u32) -> Config {

@@ -64,6 +64,7 @@ fn object(summary: &Summary) -> Value {
         "routes": routes,
         "storage": stats.storage,
         "direct_io": stats.direct_io,
+        "memory_align_bytes": stats.memory_align_bytes,
         "checksum_failures": stats.checksum_failures,
         "writes_refused": stats.writes_refused,
         "config": summary.config,

@@ -17,6 +17,9 @@ from .errors import ClosedError, StoreError
 #: Changes whenever stored pages would be read differently.
 FORMAT = "hicache-v1"
 
+#: Shorter segments of pages with several travel through the cache's own memory, in one operation instead of many.
+STRAIGHT_SEGMENT_BYTES_MIN = 64 << 10
+
 #: Share of a file system that a store leaves free.
 FREE_SHARE_MIN = 0.01
 
@@ -74,8 +77,6 @@ class Geometry:
     segments: int
     layout: str
     dtype: str
-    #: Direct I/O could go straight into the pool.
-    aligned: bool
 
     @classmethod
     def of(cls, pool: Any, page_tokens: int) -> "Geometry":
@@ -86,18 +87,12 @@ class Geometry:
         except (AttributeError, NotImplementedError, ValueError, TypeError):
             pass  # No addresses for this kind of pool or layout.
         sizes = [int(size) for size in sizes]
-        aligned = bool(sizes) and all(size % 4096 == 0 for size in sizes) and bool(_aligned(pool))
         if not sizes:
             page_bytes = pool.get_dummy_flat_data_page().nbytes
         else:
             page_bytes = sum(sizes)
         layout, dtype = str(getattr(pool, "layout", "unknown")), str(getattr(pool, "dtype", "unknown"))
-        return cls(page_bytes, page_tokens, len(sizes), layout, dtype, aligned)
-
-
-def _aligned(pool: Any) -> bool:
-    check = getattr(pool, "is_stride_page_aligned", None)
-    return check is not None and check(4096)
+        return cls(page_bytes, page_tokens, len(sizes), layout, dtype)
 
 
 def _page_indices(page_tokens: int) -> Any:
@@ -162,8 +157,7 @@ class PoolStore:
 
     def namespace(self) -> str:
         """The engine's namespace: a digest of all that the bytes depend on, behind words for people."""
-        geometry = {k: v for k, v in asdict(self.geometry).items() if k != "aligned"}
-        what = {"format": FORMAT, "pool": self.name, **asdict(self.identity), **geometry}
+        what = {"format": FORMAT, "pool": self.name, **asdict(self.identity), **asdict(self.geometry)}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return f"{_slug(self.identity.model_name)[:80]}/{self.identity.rank_name()}/{_slug(self.name)}/{digest[:32]}"
 
@@ -205,6 +199,19 @@ class PoolStore:
             cache.close()
             raise
         return cache
+
+    def goes_straight(self) -> bool:
+        """Whether pages go straight between drive and pool, with no copy here: what the engine will do with them."""
+        if not self.geometry.segments:
+            return False
+        try:
+            # Two pages, for the distance between them.
+            addresses, sizes = self.pool.get_page_buffer_meta(_page_indices(2 * self.geometry.page_tokens))
+        except IndexError:
+            addresses, sizes = self.pool.get_page_buffer_meta(_page_indices(self.geometry.page_tokens))
+        align = self.cache.stats()["memory_align_bytes"]
+        long = self.geometry.segments == 1 or all(size >= STRAIGHT_SEGMENT_BYTES_MIN for size in sizes)
+        return long and all(a % align == 0 and size % 4096 == 0 for a, size in zip(addresses, sizes))
 
     # Pages
 

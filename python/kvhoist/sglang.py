@@ -116,11 +116,11 @@ class HiCacheKvhoist(HiCacheStorage):
                 self._stores[name] = store
                 stats, geometry = store.cache.stats(), store.geometry
                 logger.info(
-                    "kvhoist: pool %s in %s: %d slots of %d-byte pages (%d segments, layout %s, aligned: %s), "
-                    "%d resident; storage %s, direct I/O %s",
+                    "kvhoist: pool %s in %s: %d slots of %d-byte pages (%d segments, layout %s), %d resident; "
+                    "storage %s, direct I/O %s, pages go %s",
                     name, store.directories, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
-                    geometry.layout, geometry.aligned, stats["tiers"]["disk"]["resident"], stats["storage"],
-                    stats["direct_io"],
+                    geometry.layout, stats["tiers"]["disk"]["resident"], stats["storage"], stats["direct_io"],
+                    "straight to the pool" if store.goes_straight() else "through the cache's memory",
                 )  # fmt: skip
 
     def _kv_capacity(self) -> int:

@@ -101,6 +101,7 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>
     counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
     all.set_item("storage", stats.storage)?;
     all.set_item("direct_io", stats.direct_io)?;
+    all.set_item("memory_align_bytes", stats.memory_align_bytes)?;
     all.set_item("registered", stats.registered)?;
     all.set_item("disk_retired", stats.disk_retired.as_deref())?;
     all.set_item("disk_read_only", stats.disk_read_only.as_deref())?;

@@ -111,6 +111,9 @@ class Geometry(SimpleNamespace):
 #: Small ones of each kind, with the proportions of the real ones.
 MHA = Geometry(kind="mha", layers=4, heads=2, head_dim=64, page_tokens=16)
 MLA = Geometry(kind="mla", layers=3, lora=512, rope=64, page_tokens=16)
+#: Pages in pieces of 64 KiB and more, as those of the real ones.
+MHA_LONG = Geometry(kind="mha", layers=4, heads=4, head_dim=128, page_tokens=16)
+MLA_LONG = Geometry(kind="mla", layers=4, lora=512, rope=64, page_tokens=16)
 #: Pages whose sizes are no multiples of 4 KiB.
 MLA_ODD = Geometry(kind="mla", layers=3, lora=96, rope=13, page_tokens=1)
 

@@ -111,10 +111,57 @@ def test_a_restart_keeps_every_page(geometry, layout, store_dir):
     assert all(backend.batch_get_v1(keys, indices))
     assert same(pages_of(pool, indices), want)
     routes = backend.stats()["pools"]["kv"]["routes"]
-    # Which of the two depends on where torch has put the pool.
     from_disk = routes["disk_to_host"]["blocks"] + routes["disk_to_region"]["blocks"]
     assert from_disk == 16, "they came from memory"
     backend.close()
+
+
+def _routes(geometry, layout, store_dir):
+    """Stores and reads 12 pages; which way they went, what was announced, and the backend's figures."""
+    pool = filled(geometry, layout)
+    backend = sgl.backend(geometry, pool, sgl.extra_config(store_dir))
+    announced = backend._stores["kv"].goes_straight()
+    indices = pool.alloc(12 * geometry.page_tokens)
+    keys, want = keys_for(geometry, 12), pages_of(pool, indices)
+    assert all(backend.batch_set_v1(keys, indices))
+    noise(pool, 5)
+    assert all(backend.batch_get_v1(keys, indices))
+    assert same(pages_of(pool, indices), want)
+    stats = backend.stats()["pools"]["kv"]
+    backend.close()
+    straight = [stats["routes"][name]["blocks"] for name in ("region_to_disk", "disk_to_region")]
+    assert straight == ([12, 12] if announced else [0, 0])
+    assert (stats["read_errors"], stats["write_errors"]) == (0, 0)
+    return announced, pool, stats
+
+
+@pytest.mark.parametrize(
+    "geometry,layout",
+    [*((sgl.MHA_LONG, name) for name in MHA_LAYOUTS[1:]), *((sgl.MLA_LONG, name) for name in MLA_LAYOUTS[1:])],
+    ids=lambda value: getattr(value, "kind", value),
+)
+def test_pages_of_sglangs_pools_go_straight_between_drive_and_pool(geometry, layout, store_dir):
+    straight, pool, _ = _routes(geometry, layout, store_dir)
+    assert pool.kv_buffer.data_ptr() % 4096 == 0, "SGLang maps its pools"
+    assert straight
+
+
+@cases
+def test_pages_go_the_way_that_was_announced(geometry, layout, store_dir):
+    straight, _, _ = _routes(geometry, layout, store_dir)
+    assert not straight or layout != "layer_first"
+
+
+def test_a_pool_that_begins_within_a_page_goes_straight_where_the_drive_allows(store_dir, monkeypatch):
+    # As SGLang allocates for devices that are not CUDA's.
+    sgl.boot()
+    from sglang.srt.mem_cache.pool_host import common
+
+    monkeypatch.setitem(common.ALLOC_MEMORY_FUNCS, "cpu", common.alloc_with_pin_memory)
+    straight, pool, stats = _routes(sgl.MHA_LONG, "page_first", store_dir)
+    at, align = pool.kv_buffer.data_ptr() % 4096, stats["memory_align_bytes"]
+    print(f"the pool begins {at} bytes into a page, the drive wants {align}")
+    assert straight == (at % align == 0)
 
 
 @cases

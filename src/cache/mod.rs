@@ -51,6 +51,7 @@ struct Inner {
     storage_name: &'static str,
     registered: bool,
     direct_io: bool,
+    memory_align_bytes: usize,
     /// The device, where it is a CUDA one.
     gpu: Option<Arc<crate::gpu::Gpu>>,
     /// Whether copies go through an RDMA device.

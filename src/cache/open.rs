@@ -91,6 +91,8 @@ pub(super) struct Parts<S, C> {
     /// The storage's files, in its order.
     pub(super) members: Vec<Member>,
     pub(super) direct_io: bool,
+    /// What addresses of reads and writes must be multiples of.
+    pub(super) memory_align_bytes: usize,
     /// The arena is registered with the ring.
     pub(super) registered: bool,
     /// The id of the store, should it have to be created.
@@ -106,6 +108,7 @@ async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, 
     let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies).await?;
     let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
+    let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
         .storage(handles, &arena, config.blocking_threads)
@@ -122,6 +125,7 @@ async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, 
         metrics,
         members: files.iter().map(StoreFile::member).collect(),
         direct_io,
+        memory_align_bytes,
         uuid: disk::random_uuid()?,
         // Random, so that nobody can aim keys at one bucket of the index.
         seed: RandomState::new().hash_one(0u64),
@@ -138,7 +142,20 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     arena: Arc<Arena>,
     parts: Parts<S, C>,
 ) -> Result<Started<S, C>> {
-    let Parts { storage, copy, device, gpu, gdr, metrics, members, direct_io, registered, uuid, seed } = parts;
+    let Parts {
+        storage,
+        copy,
+        device,
+        gpu,
+        gdr,
+        metrics,
+        members,
+        direct_io,
+        memory_align_bytes,
+        registered,
+        uuid,
+        seed,
+    } = parts;
     let mut index = Index::new(seed);
     let mut generation = 1;
     let mut slots = None;
@@ -161,12 +178,23 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     }
     let storage_name = if config.disks.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
-    let mover = Mover::new(Arc::clone(&shared), storage, copy);
+    let mover = Mover::new(Arc::clone(&shared), storage, copy, memory_align_bytes);
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(shared.config.movements_max as usize));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let regions = Regions::default();
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
-    let inner = Inner { shared, commands: sender, urgent, regions, storage_name, direct_io, registered, gpu, gdr };
+    let inner = Inner {
+        shared,
+        commands: sender,
+        urgent,
+        regions,
+        storage_name,
+        direct_io,
+        memory_align_bytes,
+        registered,
+        gpu,
+        gdr,
+    };
     Ok((Cache { inner: Arc::new(inner) }, mover, commands, urgent_requests))
 }
 

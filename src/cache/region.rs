@@ -175,9 +175,9 @@ impl Cache {
     }
 
     /// Copies blocks into registered memory: one result per block, in order. `true`: it is there;
-    /// `false`: it was resident nowhere, its segments are as they were. With
-    /// [`Config::bypass_host`](crate::Config::bypass_host) a block that turned out to be damaged is `false` too, and
-    /// its segments hold anything.
+    /// `false`: it is resident nowhere, its segments are as they were. Where they are on the device, or
+    /// [`Config::bypass_host`](crate::Config::bypass_host) is on, they may hold anything then: the block was on its way
+    /// when it turned out to be damaged, or was removed.
     ///
     /// `segments[i]` are the places of block `i`, in the order of its bytes, one block long in all.
     ///

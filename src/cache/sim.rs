@@ -120,6 +120,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
         metrics: crate::metrics::Metrics::new(),
         members: members(&config, &world.storage),
         direct_io: true,
+        memory_align_bytes: world.storage.memory_align_bytes(),
         registered: false,
         uuid,
         seed: world.seed,

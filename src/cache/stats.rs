@@ -84,6 +84,10 @@ pub struct Stats {
     pub storage: &'static str,
     /// True if every path of the disk tier is open for direct I/O.
     pub direct_io: bool,
+    /// Memory goes straight to and from the disk tier ([`Config::bypass_host`](crate::Config::bypass_host)) where it
+    /// begins at a multiple of this, bytes: what the drives ask for, 4096 where the kernel does not say, 1 where the
+    /// page cache is in between.
+    pub memory_align_bytes: usize,
     /// True if the memory of the host tier is registered with the ring.
     pub registered: bool,
     /// Calls answered with `Error::Timeout`.
@@ -170,6 +174,7 @@ impl Cache {
             storage: self.inner.storage_name,
             registered: self.inner.registered,
             direct_io: self.inner.direct_io,
+            memory_align_bytes: self.inner.memory_align_bytes,
             cufile: state.cufile.reads,
             cufile_reason: state.cufile.told.clone(),
             cufile_errors: metrics.cufile_errors.get(),

@@ -169,13 +169,6 @@ impl CopyEngine for AnyCopy {
         }
     }
 
-    async fn checksum_host(&self, segment: Segment, owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
-        match &self.base {
-            Base::Memcpy(engine) => engine.checksum_host(segment, owner).await,
-            Base::Cuda(engine) => engine.checksum_host(segment, owner).await,
-        }
-    }
-
     fn fault(&self) -> Option<String> {
         match &self.base {
             Base::Memcpy(engine) => engine.fault(),

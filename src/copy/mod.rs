@@ -123,8 +123,8 @@ pub trait CopyEngine: 'static {
         None
     }
 
-    /// Forgets a region that batches lay in: it may be unmapped when this has resolved. No batch in it may be under way,
-    /// nor come later.
+    /// Forgets a region that batches lay in: it may be unmapped when this has resolved. No batch in it may be under
+    /// way, nor come later.
     fn forget(&self, region: &CopyRegion) -> impl Future<Output = ()> {
         let _ = region;
         std::future::ready(())
@@ -138,17 +138,6 @@ pub trait CopyEngine: 'static {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> impl Future<Output = Option<Result<u64>>> {
         let _ = (segments, owner);
-        std::future::ready(None)
-    }
-
-    /// The checksum of host memory, by the device. `None` where it cannot reach it; then nothing was done. As
-    /// [`checksum`](Self::checksum) else.
-    fn checksum_host(
-        &self,
-        segment: Segment,
-        owner: Arc<dyn Any + Send + Sync>,
-    ) -> impl Future<Output = Option<Result<u64>>> {
-        let _ = (segment, owner);
         std::future::ready(None)
     }
 

@@ -29,7 +29,8 @@ pub use uring::yield_now;
 
 use std::{fs::File, future::Future, io, sync::Arc};
 
-/// Every offset, length and address of direct I/O is a multiple of this.
+/// Every offset and length of direct I/O is a multiple of this, and every address of our own memory. A caller's memory
+/// may lie as the drive allows ([`Stats::memory_align_bytes`](crate::Stats::memory_align_bytes)).
 pub const IO_ALIGN: usize = 4096;
 
 /// The most bytes that one operation moves; longer ones come back short. Linux's own limit

@@ -11,7 +11,14 @@ use std::{
 
 use tokio::sync::Notify;
 
-use super::{Mover, budget::Class, promote::Next, store::Committed, straight::Straight};
+use super::{
+    Mover,
+    ahead::{Offer, Target},
+    budget::Class,
+    promote::Next,
+    store::Committed,
+    straight::Straight,
+};
 use crate::{
     block::{BlockKey, Segment, Tier},
     copy::{CopyBatch, CopyEngine, CopyRegion, Direction, pair_segments},
@@ -31,8 +38,8 @@ pub(crate) struct RegionInner {
     pub(crate) start: usize,
     pub(crate) len: usize,
     pub(crate) memory: RegionMemory,
-    /// How copy engines know it. `None` for one that is lent for a call: registering it with a NIC would take longer than
-    /// to copy it.
+    /// How copy engines know it. `None` for one that is lent for a call: registering it with a NIC would take longer
+    /// than to copy it.
     pub(crate) lasting: Option<CopyRegion>,
     users: AtomicUsize,
     unused: Notify,
@@ -144,11 +151,27 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Straight::Ended(result) => return result,
             Straight::Elsewhere(job) => job,
         };
-        let (direction, next) = match job.memory() {
-            RegionMemory::Host => (Direction::HostToHost, Next::Elsewhere),
-            RegionMemory::Device => (self.promote_direction(), Next::Device),
+        let key = job.key;
+        let (direction, job, pin) = match job.memory() {
+            RegionMemory::Host => {
+                (Direction::HostToHost, job, self.obtain_host(&key, Class::Read, Next::Elsewhere).await?)
+            }
+            RegionMemory::Device => {
+                let offer = Offer::new(Target::Memory(job));
+                let outcome = self.obtain_host(&key, Class::Read, Next::Device(offer.ahead())).await;
+                // Also where that failed: the memory is its owner's again once he has an answer.
+                let (Target::Memory(job), copied) = offer.withdraw().await? else {
+                    unreachable!("a target comes back as the one that it was");
+                };
+                let pin = outcome?;
+                let wanted = pin.as_ref().map(|pin| self.shared.lock().host_checksums[pin.slot() as usize]);
+                if copied.is_some() && copied == wanted {
+                    return Ok(true);
+                }
+                (self.promote_direction(), job, pin)
+            }
         };
-        let Some(pin) = self.obtain_host(&job.key, Class::Read, next).await? else { return Ok(false) };
+        let Some(pin) = pin else { return Ok(false) };
         let ops = pair_segments(&[self.host_segment(pin.slot())], &job.segments)?;
         let regions = job.copy_regions();
         // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
@@ -182,16 +205,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             RegionMemory::Device => self.demote_direction(),
         };
         let ops = pair_segments(&job.segments, &[self.host_segment(filling.slot())])?;
-        let regions = job.copy_regions();
-        let owners: Vec<Arc<dyn std::any::Any + Send + Sync>> = vec![Arc::new(job), Arc::new(filling)];
+        let (regions, job) = (job.copy_regions(), Arc::new(job));
         // SAFETY: the source lies in regions that the job holds, whose owner promised at
         // registration not to write to a segment while it is stored; the target is unpublished.
-        let batch = unsafe { CopyBatch::new(ops, direction, owners) }.within(regions);
-        let (result, batch) = self.copied(batch).await;
+        let batch =
+            unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&job) as _, Arc::new(filling)]) }.within(regions);
+        // Prompt: those that go together would come to the disk together. The device can sum up its own memory while
+        // that is copied.
+        let sum = async {
+            match memory {
+                RegionMemory::Host => None,
+                RegionMemory::Device => self.copy.checksum(&job.segments, Arc::clone(&job) as _).await,
+            }
+        };
+        let ((result, batch), sum) = tokio::join!(self.copied(batch.prompt()), sum);
         let filling = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast().ok()?));
-        let mut filling: super::Filling = filling.expect("the second of two owners");
+        let filling: super::Filling = filling.expect("the second of two owners");
         result?;
-        let checksum = self.checksum_of(filling.bytes_mut()).await;
+        let checksum = match sum {
+            Some(Ok(sum)) => sum,
+            _ => self.checksum_of(filling.bytes()).await,
+        };
+        drop(job);
         self.shared.commit(&key, parent.as_ref(), filling, checksum)
     }
 

@@ -5,6 +5,7 @@
 //! engine, it runs unchanged over the ring, over threads, and in simulation, for whose sake it has
 //! no wall clock, no random hasher and no thread of its own.
 
+mod ahead;
 #[cfg(feature = "sim")]
 mod balance;
 mod budget;
@@ -97,6 +98,8 @@ pub(crate) struct Mover<S, C> {
     /// libcufile, where it is in use.
     direct: OnceCell<Direct>,
     files: Vec<FileId>,
+    /// What addresses of reads and writes must be multiples of.
+    memory_align_bytes: usize,
     budget: Budget,
     records: RefCell<RecordPages>,
     /// One permit: whose block is checksummed on this thread.
@@ -117,7 +120,7 @@ pub(crate) struct Mover<S, C> {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    pub(crate) fn new(shared: Arc<Shared>, storage: S, copy: C) -> Rc<Self> {
+    pub(crate) fn new(shared: Arc<Shared>, storage: S, copy: C, memory_align_bytes: usize) -> Rc<Self> {
         let config = &shared.config;
         let files: Vec<FileId> =
             (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
@@ -134,6 +137,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             begun: Notify::new(),
             direct: OnceCell::new(),
             files,
+            memory_align_bytes,
             shared,
             storage,
             copy,

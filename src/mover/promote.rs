@@ -6,6 +6,7 @@ use tokio::{sync::oneshot, time::Instant};
 
 use super::{
     Mover,
+    ahead::{Ahead, Offer, Target},
     budget::{Class, Kind},
     direct::Tried,
     flight::{Message, Outcome},
@@ -38,9 +39,10 @@ enum Source {
 }
 
 /// Where a block goes from host memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Clone)]
 pub(super) enum Next {
-    Device,
+    /// To the device, where it may be copied before it is verified.
+    Device(Rc<Ahead>),
     Elsewhere,
 }
 
@@ -101,8 +103,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn fill_host(&self, key: &BlockKey, class: Class, next: Next) -> Outcome {
         match self.read_host(key, class).await? {
             Read::Ended(pin) => Ok(pin),
-            Read::Unverified(unverified) if next == Next::Device => self.verify_by_device(unverified).await,
-            Read::Unverified(unverified) => self.verify_here(unverified).await,
+            Read::Unverified(unverified) => match next {
+                Next::Device(ahead) => self.copy_and_verify(unverified, &ahead).await,
+                Next::Elsewhere => self.verify_here(unverified).await,
+            },
         }
     }
 
@@ -126,22 +130,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
+    pub(super) async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
         let matches = self.checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
         self.shared.finish_read(unverified, matches)
-    }
-
-    /// The device sums up a block in host memory that goes to it next, where it can: that costs this thread nothing.
-    /// What does not match is summed up here before anything is concluded from it.
-    async fn verify_by_device(&self, unverified: Unverified) -> Outcome {
-        let (segment, wanted) = (self.host_segment(unverified.filling.slot()), unverified.checksum);
-        let owner = Arc::new(unverified);
-        let found = self.copy.checksum_host(segment, Arc::clone(&owner) as _).await;
-        let unverified = Arc::into_inner(owner).expect("the engine keeps no owner");
-        match found {
-            Some(Ok(found)) if found == wanted => self.shared.finish_read(unverified, true),
-            _ => self.verify_here(unverified).await,
-        }
     }
 
     /// Fills a host slot, and leaves it to those who wait for it to verify it.
@@ -243,12 +234,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let id = pin.id();
         let source = self.device_segments(pin.slot());
         let target = [self.host_segment(filling.slot())];
-        let (pin, mut filling, result) = self.copy_owned(&source, &target, self.demote_direction(), pin, filling).await;
+        let checksum = self.shared.lock().device_checksums[pin.slot() as usize];
+        let (pin, filling, result) = self.copy_owned(&source, &target, self.demote_direction(), pin, filling).await;
         match result {
-            Ok(()) => {
-                let checksum = self.checksum_of(filling.bytes_mut()).await;
-                Ok(self.shared.publish(id, filling, checksum, Route::DeviceToHost, pin))
-            }
+            Ok(()) => Ok(self.shared.publish(id, filling, checksum, Route::DeviceToHost, pin)),
             Err(error) => {
                 self.shared.lock().index.abort_fill(id, Tier::Host);
                 Err(error)
@@ -263,7 +252,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Tried::Elsewhere => false,
             Tried::Suspect => true,
         };
-        let Some(source) = self.obtain_host(key, class, Next::Device).await? else { return Ok(None) };
+        let offer = Offer::new(Target::AnySlot);
+        let Some(source) = self.obtain_host(key, class, Next::Device(offer.ahead())).await? else { return Ok(None) };
         if suspect {
             self.convict_direct();
         }
@@ -272,26 +262,37 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Route::DiskToHost => Route::DiskToHostToDevice,
             _ => Route::HostToDevice,
         };
-        let filling = self.shared.acquire(Tier::Device).await?;
+        let checksum = self.shared.lock().host_checksums[source.slot() as usize];
+        let (filling, is_there) = match offer.withdraw().await? {
+            (Target::Slot(filling), copied) => (filling, copied == Some(checksum)),
+            _ => (self.shared.acquire(Tier::Device).await?, false),
+        };
         if !self.shared.lock().index.begin_fill(id, Tier::Device) {
             let pin = Pin::take(&self.shared, &mut self.shared.lock(), id, Tier::Device, Route::DeviceHit);
             return Ok(pin);
         }
-        let from = [self.host_segment(source.slot())];
-        let to = self.device_segments(filling.slot());
+        let (source, filling) = match is_there {
+            true => (source, filling),
+            false => self.copy_to_device(source, filling).await?,
+        };
+        let pin = self.shared.publish(id, filling, checksum, route, source);
+        self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
+        Ok(pin)
+    }
+
+    /// Copies a pinned host block into a device slot whose fill has begun; ends the fill where that fails.
+    async fn copy_to_device(&self, source: Pin, filling: Filling) -> Result<(Pin, Filling)> {
+        let (from, to) = ([self.host_segment(source.slot())], self.device_segments(filling.slot()));
         let (source, filling, result) = self.copy_owned(&from, &to, self.promote_direction(), source, filling).await;
         if let Err(error) = result {
             let mut state = self.shared.lock();
-            state.index.abort_fill(id, Tier::Device);
+            state.index.abort_fill(source.id(), Tier::Device);
             filling.release(&mut state);
             source.release(&mut state);
             drop(state);
             return Err(error);
         }
-        let checksum = self.shared.lock().host_checksums[source.slot() as usize];
-        let pin = self.shared.publish(id, filling, checksum, route, source);
-        self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
-        Ok(pin)
+        Ok((source, filling))
     }
 
     /// Pins `key` in host memory, promoting it first where it must be.
@@ -306,7 +307,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // Also one that a caller began: its command may wait in the channel for movements like this one to end.
             if self.shared.lock().flights.start(key, Tier::Host) {
                 // A movement of its own: it may be overdue, and then we go on without it.
-                let (this, key) = (Rc::clone(self), *key);
+                let (this, key, next) = (Rc::clone(self), *key, next.clone());
                 self.spawn(async move {
                     let outcome = this.fill_host(&key, class, next).await;
                     this.land(&key, Tier::Host, outcome);
@@ -395,8 +396,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 }
 
 impl Shared {
-    /// Makes a filled host or device slot visible, pinned for the first waiter; gives the source back. `None` if the block
-    /// was removed meanwhile.
+    /// Makes a filled host or device slot visible, pinned for the first waiter; gives the source back. `None` if the
+    /// block was removed meanwhile.
     pub(super) fn publish(
         self: &Arc<Self>,
         id: EntryId,

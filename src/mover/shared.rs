@@ -247,6 +247,14 @@ impl Shared {
         }
     }
 
+    /// The same, if it can be had at once.
+    pub(super) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
+        let mut state = self.lock();
+        state.check_service(tier).ok()?;
+        let slot = self.take_slot(&mut state, tier)?;
+        Some(Filling { shared: Some(Arc::clone(self)), tier, slot })
+    }
+
     fn take_slot(&self, state: &mut State, tier: Tier) -> Option<u32> {
         let slot = state.pop_free(tier).or_else(|| {
             let victim = state.index.victim(tier)?;

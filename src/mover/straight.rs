@@ -50,10 +50,13 @@ struct Target {
 }
 
 impl Job {
-    /// True where direct I/O can read and write all segments, and is not slower for it.
-    fn may_go_straight(&self) -> bool {
+    /// True where direct I/O can read and write all segments, and is not slower for it. Their lengths add up to offsets
+    /// in the file, which are stricter than addresses.
+    fn may_go_straight(&self, memory_align_bytes: usize) -> bool {
         let aligned = |segment: &Segment| {
-            segment.ptr.addr().is_multiple_of(IO_ALIGN) && segment.len.is_multiple_of(IO_ALIGN) && segment.len > 0
+            segment.ptr.addr().is_multiple_of(memory_align_bytes)
+                && segment.len.is_multiple_of(IO_ALIGN)
+                && segment.len > 0
         };
         let long = |segment: &Segment| segment.len >= SEGMENT_BYTES_MIN || self.segments.len() == 1;
         self.memory() == RegionMemory::Host && self.segments.iter().all(|segment| aligned(segment) && long(segment))
@@ -65,7 +68,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ///
     /// Ends when the kernel has given the segments back, however long that takes: whoever is told the end uses them.
     pub(super) async fn load_straight(self: &Rc<Self>, job: Job) -> Straight<bool> {
-        if !self.shared.config.bypass_host || !job.may_go_straight() {
+        if !self.shared.config.bypass_host || !job.may_go_straight(self.memory_align_bytes) {
             return Straight::Elsewhere(job);
         }
         let started = Instant::now();
@@ -115,7 +118,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let wanted = config.bypass_host
             && config.write_policy == WritePolicy::WriteThrough
             && !config.disks.is_empty()
-            && job.may_go_straight()
+            && job.may_go_straight(self.memory_align_bytes)
             && self.shared.lock().disk_service.writes();
         if !wanted {
             return Straight::Elsewhere(job);

@@ -162,7 +162,7 @@ fn the_environment_goes_before_the_settings() {
             ("late KVHOIST_GDR=on", Ok(cache)) => assert!(cache.stats().gdr),
             ("none KVHOIST_GDR=on", Err(Error::Unavailable { tier: "gdr", .. })) => {}
             ("late KVHOIST_GDR=maybe", Err(Error::Config { field: "KVHOIST_GDR", found, .. })) => {
-                assert_eq!(found, "maybe")
+                assert_eq!(found, "maybe");
             }
             (case, other) => panic!("{case}: {:?}", other.map(|cache| cache.stats())),
         }

@@ -1,6 +1,6 @@
 //! What drives the cache in a bench: keys, stamped blocks, so many calls at a time.
 
-use std::{cell::RefCell, env, io, path::PathBuf, rc::Rc};
+use std::{cell::RefCell, env, io, path::PathBuf, process::ExitCode, rc::Rc};
 
 use kvhoist::{BlockKey, Cache};
 
@@ -131,6 +131,21 @@ impl Options {
             options.names = names.iter().copied().map(String::from).collect();
         }
         Ok(options)
+    }
+}
+
+/// The `main` of a bench: runs those of `names` that the arguments want, in order, up to the first that fails.
+pub fn main(names: &[&str], dir: impl Into<PathBuf>, run: impl Fn(&str, &Options) -> io::Result<()>) -> ExitCode {
+    let ended = Options::parse(names, dir).and_then(|options| {
+        let run = |name: &String| run(name, &options).map_err(|error| format!("{name}: {error}"));
+        options.names.iter().try_for_each(run)
+    });
+    match ended {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(what) => {
+            eprintln!("{what}");
+            ExitCode::FAILURE
+        }
     }
 }
 

@@ -111,6 +111,7 @@ impl Rig {
         self.arena.slot_ptr(0).as_ptr().wrapping_add(half * self.bytes)
     }
 
+    #[expect(clippy::mut_from_ref, reason = "the arena is shared with the engine; no two halves are held at a time")]
     fn half(&self, half: usize) -> &mut [u8] {
         // SAFETY: a half of our own arena; looked at and filled while no copy is under way.
         unsafe { std::slice::from_raw_parts_mut(self.host(half), self.bytes) }

@@ -13,12 +13,13 @@ pub mod record_table;
 pub mod store_files;
 pub mod superblock;
 pub mod trace;
+pub mod verify;
 
 /// A target: its name, and what it does with an input.
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 8] = [
+pub const TARGETS: [Target; 9] = [
     ("config", config::run),
     ("index_ops", index_ops::run),
     ("keys", keys::run),
@@ -27,4 +28,5 @@ pub const TARGETS: [Target; 8] = [
     ("record_table", record_table::run),
     ("superblock", superblock::run),
     ("trace", trace::run),
+    ("verify", verify::run),
 ];

@@ -6,6 +6,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     BlockKey, Config, block_on,
     checksum::checksum,
+    io::sim::Memory,
     tier::disk::{
         DiskSlots,
         format::{
@@ -20,7 +21,7 @@ use kvhoist::{
 
 use crate::{
     memory::bounded,
-    store_files::{Memory, blank_files, config, members},
+    store_files::{blank_files, config, members},
 };
 
 const UUID: [u8; 16] = [5; 16];

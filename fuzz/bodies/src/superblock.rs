@@ -4,6 +4,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     Config, Error, block_on,
     checksum::checksum,
+    io::sim::Memory,
     tier::disk::{
         format::{
             HEAD_BYTES, PAGE_BYTES,
@@ -16,7 +17,7 @@ use kvhoist::{
 
 use crate::{
     memory::bounded,
-    store_files::{Memory, blank_files, config, members},
+    store_files::{blank_files, config, members},
 };
 
 /// Slots of all members at most, so that an input is cheap.

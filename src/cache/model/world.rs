@@ -234,7 +234,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
     let shared = Shared::new(config, arena, device, index, Some(slots), u64::from(stored) + 1, Metrics::new());
     let shared = Arc::new(shared);
     let storage = Memory(Rc::new(RefCell::new(file)));
-    let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new());
+    let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new(), 1);
     let (commands, requests) = mpsc::channel(4);
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let regions = Regions::default();
@@ -245,6 +245,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         regions,
         storage_name: "memory",
         direct_io: true,
+        memory_align_bytes: 1,
         registered: false,
         gpu: None,
         gdr: GdrStatus::new(GdrState::Off(String::new())),

@@ -14,11 +14,16 @@ use crate::{
 /// Launches under way: while one ends, the next is queued.
 const LAUNCHES: usize = 2;
 
+/// Bytes of one launch, unless one block alone is larger. All at once would take the device the least time, and let
+/// blocks that came from disk together leave together: nobody would ask the disk for others meanwhile.
+const LAUNCH_BYTES: u64 = 1 << 20;
+
 type Owner = Arc<dyn Any + Send + Sync>;
 
 /// One block, asked for.
 struct Job {
     addresses: Vec<u64>,
+    bytes: u64,
     plan: Arc<Plan>,
     /// Keeps its memory until the device is done with it.
     owner: Owner,
@@ -77,8 +82,9 @@ impl Checksums {
         if addresses.iter().any(|address| address % 16 != 0) {
             return None;
         }
+        let bytes = lengths().map(|len| len as u64).sum();
         let (answer, answered) = oneshot::channel();
-        state.waiting.push_back(Job { addresses, plan, owner, answer });
+        state.waiting.push_back(Job { addresses, bytes, plan, owner, answer });
         // What comes while it is under way goes together.
         if state.flights.is_empty() && state.waiting.len() == 1 {
             self.launch(&mut state);
@@ -146,8 +152,12 @@ impl Checksums {
                 return;
             }
         };
-        let (mut jobs, mut count) = (Vec::new(), 0);
-        while let Some(job) = state.waiting.pop_front_if(|job| count + job.plan.len() <= PieceBuffer::PIECES) {
+        let (mut jobs, mut count, mut bytes) = (Vec::new(), 0, 0);
+        while let Some(job) = state.waiting.pop_front_if(|job| {
+            let fits = jobs.is_empty() || bytes + job.bytes <= LAUNCH_BYTES;
+            fits && count + job.plan.len() <= PieceBuffer::PIECES
+        }) {
+            bytes += job.bytes;
             for piece in job.plan.pieces(&job.addresses) {
                 buffer.write(count, piece);
                 count += 1;

@@ -228,15 +228,6 @@ impl CopyEngine for CudaCopy {
         Some(answered.await.expect("the engine answers everything it took before it goes"))
     }
 
-    async fn checksum_host(&self, segment: Segment, owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
-        let at = segment.ptr.addr();
-        let Range { start, end } = self.inner.pinned;
-        if at < start || at + segment.len > end || self.inner.fault.borrow().is_some() {
-            return None;
-        }
-        self.checksum(&[segment], owner).await
-    }
-
     fn fault(&self) -> Option<String> {
         self.inner.fault.borrow().clone()
     }

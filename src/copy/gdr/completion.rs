@@ -79,7 +79,8 @@ impl Inner {
             if looked.elapsed() < if held { HELD_SPIN } else { SPIN } {
                 continue;
             }
-            // Time in which there was nothing to complete does not count, nor where this thread was kept elsewhere then.
+            // Time in which there was nothing to complete does not count, nor where this thread was kept elsewhere
+            // then.
             let stuck = {
                 let queue = self.queue.borrow();
                 queue.is_flying() && completed.elapsed().min(queue.busy_for()) > self.stuck_after

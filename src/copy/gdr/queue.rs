@@ -1,7 +1,8 @@
 //! The queue of work requests: batches are cut into RDMA WRITEs, posted in chains, and known to be done by counting.
 //!
 //! Work requests are numbered from 0 on, and the connection completes them in that order. A completion of number n, of
-//! which only every [`SIGNAL_EVERY`]th makes one, means that all up to n are done; a batch is done when its last one is.
+//! which only every [`SIGNAL_EVERY`]th makes one, means that all up to n are done; a batch is done when its last one
+//! is.
 
 use std::{
     collections::VecDeque,

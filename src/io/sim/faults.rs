@@ -13,9 +13,11 @@ pub struct SimOptions {
     pub latency: RangeInclusive<Duration>,
     /// Faults by chance.
     pub rates: FaultRates,
-    /// Offsets, lengths and addresses of reads and writes must be multiples of this, or they fail
+    /// Offsets and lengths of reads and writes must be multiples of this, or they fail
     /// with `EINVAL` like direct I/O. 1: anything goes.
     pub align_bytes: usize,
+    /// The same for addresses.
+    pub memory_align_bytes: usize,
     /// A write that ends past this fails with `ENOSPC`.
     pub file_bytes_max: u64,
     /// Entries of the operation log that are kept; older ones only count in its digest.
@@ -28,6 +30,7 @@ impl Default for SimOptions {
             latency: Duration::from_millis(1)..=Duration::from_millis(20),
             rates: FaultRates::default(),
             align_bytes: IO_ALIGN,
+            memory_align_bytes: IO_ALIGN,
             file_bytes_max: 1 << 30,
             log_entries_max: 1 << 16,
         }

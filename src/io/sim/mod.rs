@@ -11,6 +11,7 @@
 mod disk;
 mod faults;
 mod log;
+mod memory;
 mod rng;
 mod state;
 #[cfg(test)]
@@ -19,6 +20,7 @@ mod tests;
 pub use disk::SECTOR_BYTES;
 pub use faults::{Fault, FaultKind, FaultRates, SimOptions};
 pub use log::{Counts, Event, LogEntry};
+pub use memory::Memory;
 pub use rng::Rng;
 
 use std::{cell::RefCell, io, rc::Rc};
@@ -72,6 +74,11 @@ impl Sim {
     /// Operations in flight, stalled ones among them.
     pub fn in_flight(&self) -> usize {
         self.0.borrow().in_flight()
+    }
+
+    /// What addresses of reads and writes must be multiples of.
+    pub fn memory_align_bytes(&self) -> usize {
+        self.0.borrow().memory_align_bytes()
     }
 
     /// Operations so far, by what became of them.

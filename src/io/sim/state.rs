@@ -96,6 +96,10 @@ impl State {
         self.counts
     }
 
+    pub(super) fn memory_align_bytes(&self) -> usize {
+        self.options.memory_align_bytes
+    }
+
     pub(super) fn log(&self) -> &Log {
         &self.log
     }
@@ -147,7 +151,7 @@ impl State {
         let Some(buf) = buf else { return Ok(()) };
         let aligned = offset.is_multiple_of(align as u64)
             && buf.len().is_multiple_of(align)
-            && (buf.as_ptr() as usize).is_multiple_of(align);
+            && (buf.as_ptr() as usize).is_multiple_of(self.options.memory_align_bytes.max(1));
         if aligned { Ok(()) } else { Err(io::Error::from_raw_os_error(libc::EINVAL)) }
     }
 

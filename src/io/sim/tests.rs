@@ -1,6 +1,6 @@
 //! The simulated storage does what it says, the same way for the same seed.
 
-use std::{future::poll_fn, pin::pin, task::Poll, time::Duration};
+use std::{future::poll_fn, pin::pin, ptr::NonNull, sync::Arc, task::Poll, time::Duration};
 
 use super::*;
 use crate::io::{AlignedBuf, IO_ALIGN, read_full, write_full};
@@ -25,6 +25,15 @@ fn filled(byte: u8, len: usize) -> Lent {
     let mut buf = AlignedBuf::zeroed(len);
     buf.fill(byte);
     buf.lend()
+}
+
+/// Memory that begins `shift` bytes into a page.
+fn shifted(byte: u8, shift: usize, len: usize) -> Lent {
+    let mut buf = AlignedBuf::zeroed(len.next_multiple_of(IO_ALIGN) + IO_ALIGN);
+    buf.fill(byte);
+    let start = NonNull::new(buf[shift..][..len].as_mut_ptr()).expect("in the buffer");
+    // SAFETY: the range lies in the buffer, which is the owner and reached through nothing else.
+    unsafe { Lent::new(start, len, None, Arc::new(buf)) }
 }
 
 /// Polls once: the operation starts.
@@ -168,6 +177,38 @@ fn short_transfers_are_short_and_resumed() {
         assert!(AlignedBuf::from_lent(buf).iter().all(|byte| *byte == 7));
         assert_eq!(sim.counts().started, [2, 2, 0]);
         assert_eq!(sim.log()[2].offset, IO_ALIGN as u64, "from the last boundary");
+    });
+}
+
+#[test]
+fn a_transfer_of_memory_that_begins_within_a_page_is_resumed_at_a_boundary_of_the_file() {
+    simulate(async {
+        let sim = sim(SimOptions { memory_align_bytes: 64, ..quick() });
+        sim.script(OpKind::Write, 0, Fault::Short(IO_ALIGN + 512));
+        sim.script(OpKind::Read, 0, Fault::Short(512));
+        let (result, _) = write_full(&sim, FILE, 0, shifted(7, 64, 3 * IO_ALIGN)).await;
+        result.expect("resumed");
+        assert!(sim.contents(FILE)[..3 * IO_ALIGN].iter().all(|byte| *byte == 7));
+        let (result, buf) = read_full(&sim, FILE, 0, shifted(0, 192, 3 * IO_ALIGN)).await;
+        result.expect("resumed");
+        let buf = buf.into_owner().downcast::<AlignedBuf>().expect("lent by `shifted`");
+        assert!(buf[192..][..3 * IO_ALIGN].iter().all(|byte| *byte == 7));
+        assert!(buf[..192].iter().chain(&buf[192 + 3 * IO_ALIGN..]).all(|byte| *byte == 0), "and no byte more");
+        assert_eq!(sim.counts().failed, [0, 0, 0]);
+    });
+}
+
+#[test]
+fn memory_has_a_rule_of_its_own() {
+    simulate(async {
+        let sim = sim(SimOptions { memory_align_bytes: 64, ..quick() });
+        for (offset, shift, len, right) in
+            [(0, 64, IO_ALIGN, true), (0, 32, IO_ALIGN, false), (64, 0, IO_ALIGN, false), (0, 0, IO_ALIGN + 64, false)]
+        {
+            let (read, _) = sim.read(FILE, offset, shifted(0, shift, len)).await;
+            let (wrote, _) = sim.write(FILE, offset, shifted(0, shift, len)).await;
+            assert_eq!((read.is_ok(), wrote.is_ok()), (right, right), "{len} bytes at {offset}, memory at {shift}");
+        }
     });
 }
 

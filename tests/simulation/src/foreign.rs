@@ -1,6 +1,6 @@
 //! A caller's own memory, registered with the cache.
 
-use kvhoist::{Cache, Error, Region, Segment, io::IO_ALIGN, sim::Rng};
+use kvhoist::{Cache, Config, Error, Region, Segment, io::IO_ALIGN, sim::Rng};
 
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;
@@ -20,12 +20,12 @@ pub struct Memory {
 pub struct Pool(Vec<*mut [u8]>);
 
 impl Pool {
-    pub fn take(&mut self, block_bytes: usize, blocks: usize, device: bool) -> Memory {
-        let memory = Box::into_raw(vec![UNTOUCHED; block_bytes * blocks + IO_ALIGN].into_boxed_slice());
+    /// Memory that begins `shift` bytes into a page.
+    pub fn take(&mut self, block_bytes: usize, blocks: usize, device: bool, shift: usize) -> Memory {
+        let memory = Box::into_raw(vec![UNTOUCHED; block_bytes * blocks + 2 * IO_ALIGN].into_boxed_slice());
         self.0.push(memory);
-        // As an engine's pool lies: where direct I/O can reach it.
         let start = memory.cast::<u8>();
-        let start = start.wrapping_add(start.align_offset(IO_ALIGN));
+        let start = start.wrapping_add(start.align_offset(IO_ALIGN) + shift);
         Memory { start, block_bytes, blocks, device, region: None }
     }
 }
@@ -43,6 +43,11 @@ impl Drop for Pool {
 impl Memory {
     pub fn blocks(&self) -> usize {
         self.blocks
+    }
+
+    /// A block may be here before it is verified.
+    pub fn takes_unverified(&self, config: &Config) -> bool {
+        self.device || config.bypass_host
     }
 
     pub fn is_registered(&self) -> bool {

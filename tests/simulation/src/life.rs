@@ -48,6 +48,7 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     let options = SimOptions {
         latency: Duration::ZERO..=plan.disk_latency_max,
         rates: plan.rates,
+        memory_align_bytes: plan.memory_align_bytes,
         log_entries_max: if context.verbose { 1 << 16 } else { 0 },
         ..SimOptions::default()
     };
@@ -212,7 +213,7 @@ impl Life {
             world: self.world.clone(),
             number,
             rng: self.rng.fork(),
-            memory: pool.take(config.block_bytes, blocks, device),
+            memory: pool.take(config.block_bytes, blocks, device, self.context.plan.memory_shift),
             kept: Vec::new(),
         }
     }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use kvhoist::{
     Config, DiskPath, Layout, WritePolicy,
+    io::IO_ALIGN,
     sim::{FaultRates, Rng},
 };
 
@@ -90,6 +91,10 @@ pub struct Plan {
     pub config: Config,
     /// Loads go layer by layer.
     pub layered: bool,
+    /// What the disks ask of memory.
+    pub memory_align_bytes: usize,
+    /// Bytes into a page at which the callers' memory begins.
+    pub memory_shift: usize,
     pub universe: Universe,
     pub rates: FaultRates,
     pub copy_failure: f64,
@@ -114,7 +119,9 @@ impl Plan {
         let mut rng = Rng::new(seed);
         let level = pick(&mut rng, &[Level::Calm, Level::Crashes, Level::Errors, Level::Errors, Level::Lies]);
         let (rates, copy_failure) = rates(&mut rng, level);
-        let config = Config { bypass_host: (STRAIGHT_SEEDS..LAYERED_SEEDS).contains(&seed), ..config(&mut rng, level) };
+        let straight = (STRAIGHT_SEEDS..LAYERED_SEEDS).contains(&seed);
+        let config = Config { bypass_host: straight, ..config(&mut rng, level) };
+        let (memory_align_bytes, memory_shift) = if straight { alignment(seed) } else { (IO_ALIGN, 0) };
         let slots = config.disk_blocks().max(u64::from(config.host_blocks));
         // Half of the runs have room for all.
         let blocks = if rng.chance(0.5) { rng.between(2, slots.max(2)) } else { rng.between(2, 2 * slots + 8) };
@@ -132,6 +139,8 @@ impl Plan {
             habits: habits(&mut rng, &config),
             config,
             layered: seed >= LAYERED_SEEDS,
+            memory_align_bytes,
+            memory_shift,
             universe,
             rng,
         }
@@ -156,6 +165,13 @@ impl Plan {
 
 fn pick<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
     of[rng.below(of.len() as u64) as usize]
+}
+
+/// What the disks ask of memory, and where the callers' begins. By draws of their own: all else of a seed stays as it
+/// is.
+fn alignment(seed: u64) -> (usize, usize) {
+    let mut rng = Rng::new(seed ^ 0xa119_0000_0000_0000);
+    (pick(&mut rng, &[1, 4, 64, 512, IO_ALIGN]), pick(&mut rng, &[0, 0, 4, 64, 512, 1]))
 }
 
 fn rates(rng: &mut Rng, level: Level) -> (FaultRates, f64) {

@@ -3,7 +3,7 @@
 use std::{future::Future, rc::Rc, time::Duration};
 
 use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Error, Tier, WritePolicy,
+    BlockKey, Cache, Config, DiskPath, Error, Route, Segment, Tier, WritePolicy,
     io::{FileId, OpKind},
     sim::{self, CopyOptions, Fault, FaultRates, Reactor, Sim, SimCopy, SimOptions, Simulated, World},
 };
@@ -604,4 +604,93 @@ fn a_disk_tier_without_a_good_slot_is_out_of_service() {
         assert!(matches!(stored, Err(Error::Unavailable { .. })) && took < DEADLINE, "{stored:?} after {took:?}");
         finish(cache, reactor).await;
     });
+}
+
+#[test]
+fn a_wrong_block_is_never_on_the_device() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { device_blocks: 2, ..config() }).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { bit_flip: 1.0, ..FaultRates::default() });
+        for n in 0..3 {
+            let found = cache.fetch_to_device(&key(n)).await.expect("a miss");
+            assert!(found.is_none(), "block {n} does not match its checksum");
+        }
+        disk.set_rates(FaultRates::default());
+        let stats = cache.stats();
+        let device = stats.tier(Tier::Device);
+        assert_eq!((device.resident, device.free), (0, 2), "what was copied there is nobody's");
+        for n in 3..7 {
+            let lease = cache.fetch_to_device(&key(n)).await.expect("served").expect("on disk");
+            assert_eq!(cache.read_device(&lease, Vec::new()).await.expect("read back"), payload(n));
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn memory_of_a_load_to_the_device_is_the_callers_again_after_a_timeout() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { device_blocks: 2, ..config() }).await;
+        fill(&cache).await;
+        let mut memory = vec![0xee; BLOCK_BYTES];
+        // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
+        let region = unsafe { cache.register_device(memory.as_mut_ptr(), BLOCK_BYTES) }.expect("registered");
+        let segments = vec![vec![kvhoist::Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let loaded = cache.load_into(&[key(0)], &segments).await.expect("asked");
+        assert!(matches!(loaded[..], [Err(Error::Timeout { .. })]), "{loaded:?}");
+        disk.release();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(fetch(&cache, 0).await.expect("served"), "the read has landed");
+        assert!(memory == vec![0xee; BLOCK_BYTES], "somebody wrote there after the answer");
+        let loaded = cache.load_into(&[key(1)], &segments).await.expect("asked");
+        assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+        cache.unregister(region).await;
+        assert_eq!(memory, payload(1));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
+    for (rule, shift, straight) in
+        [(4, 4, true), (64, 64, true), (512, 64, false), (512, 1536, true), (4096, 512, false)]
+    {
+        sim::block_on(async {
+            let mut memory = vec![0; 8 * BLOCK_BYTES];
+            let config = Config { bypass_host: true, ..config() };
+            let mut world = World::new(1, Vec::new());
+            let options = SimOptions { memory_align_bytes: rule, ..SimOptions::default() };
+            world.storage = Sim::new(1, sim::blank_files(&config), options);
+            let Simulated { cache, reactor } = sim::open(config, &world).await.expect("blank files open");
+            assert_eq!(cache.stats().memory_align_bytes, rule);
+            let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096) + shift);
+            // SAFETY: the memory outlives the cache, and is looked at where no call is under way.
+            let region = unsafe { cache.register_host(start, 6 * BLOCK_BYTES) }.expect("registered");
+            let places: Vec<_> =
+                (0..6).map(|n| vec![Segment { ptr: start.wrapping_add(n * BLOCK_BYTES), len: BLOCK_BYTES }]).collect();
+            let keys: Vec<_> = (0..6).map(key).collect();
+            // SAFETY: in the memory, and no call is under way.
+            let bytes = || unsafe { std::slice::from_raw_parts_mut(start, 6 * BLOCK_BYTES) };
+            let want: Vec<u8> = (0..6).flat_map(payload).collect();
+            bytes().copy_from_slice(&want);
+            let stored = cache.store_from(&keys, None, &places).await.expect("asked");
+            assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
+            bytes().fill(0);
+            let loaded = cache.load_into(&keys, &places).await.expect("asked");
+            assert!(loaded.iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
+            assert!(*bytes() == *want, "the right bytes");
+            let stats = cache.stats();
+            let blocks = |route| stats.routes[route as usize].blocks;
+            assert_eq!(
+                [blocks(Route::RegionToDisk), blocks(Route::DiskToRegion)],
+                [if straight { 6 } else { 0 }; 2],
+                "memory at {shift} of a page, a disk that wants {rule}"
+            );
+            assert_eq!(world.storage.counts().failed, [0; 3], "nothing was tried that could not be");
+            cache.unregister(region).await;
+            finish(cache, reactor).await;
+        });
+    }
 }

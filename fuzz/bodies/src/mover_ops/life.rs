@@ -423,6 +423,10 @@ impl Life<'_> {
             let Some(found) = self.checked("a load", result) else { continue };
             let claims = self.claims();
             self.run.model.answered(block, found, claims);
+            // A block that is found out to be damaged may be there by then.
+            if !found && device {
+                continue;
+            }
             let expected = if found { payload(block, untouched.len()) } else { untouched.clone() };
             assert_eq!(self.memory.read(at), expected, "block {block}, loaded: {found}, left wrong bytes");
         }

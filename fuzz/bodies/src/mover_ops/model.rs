@@ -87,8 +87,9 @@ impl Model {
     /// The block was asked for, and its bytes if it was found. Panics where the answer breaks a promise.
     pub fn answered(&mut self, block: u8, found: bool, claims: Claims) {
         self.listed(block, found, claims);
+        // A miss ends the doubt: what was torn is given up. A hit may have come from memory, and says nothing of it.
         if let Some(known) = self.blocks.get_mut(&block) {
-            known.doubtful = false;
+            known.doubtful &= found;
         }
     }
 

@@ -30,7 +30,7 @@ use super::{
 use crate::{
     config::{Config, DirectIo},
     error::{Error, Result},
-    io::AlignedBuf,
+    io::{AlignedBuf, IO_ALIGN},
 };
 use path::Opened;
 
@@ -47,6 +47,8 @@ pub struct StoreFile {
     pub file: Arc<File>,
     /// Opened with `O_DIRECT`, and seen to work.
     pub direct: bool,
+    /// Memory that is read into or written from must begin at a multiple of this: [`IO_ALIGN`] or a smaller power of 2.
+    pub memory_align_bytes: usize,
     /// Holds no store yet.
     pub fresh: bool,
     /// Known to read as zeros.
@@ -218,11 +220,33 @@ impl Opening {
             path: self.opened.path.clone(),
             file: Arc::clone(&self.opened.file),
             direct: self.direct,
+            memory_align_bytes: self.memory_align_bytes(),
             fresh,
             zeroed: preallocate,
             device: self.opened.device,
             bytes: self.bytes,
         })
+    }
+
+    /// As the kernel says, and seen to work. Call when the first page has been written: what was not is read without
+    /// the device, wherever it is read to.
+    fn memory_align_bytes(&self) -> usize {
+        if !self.direct {
+            return 1;
+        }
+        let Some(said) = sys::direct_memory_align_bytes(&self.opened.file) else { return IO_ALIGN };
+        if !said.is_power_of_two() || said >= IO_ALIGN {
+            return IO_ALIGN;
+        }
+        let mut buf = AlignedBuf::zeroed(2 * PAGE_BYTES);
+        match self.opened.file.read_exact_at(&mut buf[said..][..PAGE_BYTES], 0) {
+            Ok(()) => said,
+            Err(error) => {
+                let path = self.opened.path.display();
+                tracing::warn!(%path, said, %error, "direct I/O does not reach memory that the kernel says it reaches");
+                IO_ALIGN
+            }
+        }
     }
 
     fn preallocate(&mut self, wanted: u64) -> Result<()> {

@@ -24,6 +24,20 @@ pub(super) fn set_direct(file: &File, direct: bool) -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, "the O_DIRECT flag did not stick"))
 }
 
+/// What addresses must be multiples of for direct I/O on the file, bytes, as the kernel says (`STATX_DIOALIGN`, Linux
+/// 6.1); `None` where it does not.
+pub(super) fn direct_memory_align_bytes(file: &File) -> Option<usize> {
+    let mut stat = MaybeUninit::<libc::statx>::zeroed();
+    let (fd, flags) = (file.as_raw_fd(), libc::AT_EMPTY_PATH);
+    // SAFETY: the path is a C string, `stat` a valid place for the result, and the file open while it is borrowed.
+    check(unsafe { libc::statx(fd, c"".as_ptr(), flags, libc::STATX_DIOALIGN, stat.as_mut_ptr()) }).ok()?;
+    // SAFETY: zeros are a valid value of every field, and the call succeeded.
+    let stat = unsafe { stat.assume_init() };
+    // Zero where the file has no direct I/O.
+    let said = stat.stx_mask & libc::STATX_DIOALIGN != 0 && stat.stx_dio_mem_align > 0;
+    said.then_some(stat.stx_dio_mem_align as usize)
+}
+
 /// Gives an empty file its size and its blocks.
 ///
 /// The blocks come first and the size at one stroke: a crash leaves an empty file or a whole one.

@@ -1,6 +1,6 @@
 //! Creation and recovery over the simulated disk and over plain memory.
 
-use std::{cell::RefCell, future::Future, time::Instant};
+use std::{future::Future, time::Instant};
 
 use proptest::prelude::*;
 
@@ -9,8 +9,8 @@ use crate::{
     block::BlockKey,
     config::DiskPath,
     io::{
-        Lent, OpKind,
-        sim::{Fault, Rng, Sim, SimOptions},
+        OpKind,
+        sim::{Fault, Memory, Rng, Sim, SimOptions},
     },
     tier::disk::format::{
         RECORD_BYTES,
@@ -21,35 +21,6 @@ use crate::{
 };
 
 const UUID: [u8; 16] = [5; 16];
-
-/// Files in memory, answered at once.
-struct Memory(RefCell<Vec<Vec<u8>>>);
-
-impl Storage for Memory {
-    fn name(&self) -> &'static str {
-        "memory"
-    }
-
-    async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        let files = self.0.borrow();
-        let from = &files[usize::from(file.0)][offset as usize..][..buf.len()];
-        // SAFETY: the `Lent` is this operation's alone, and as long as `from`.
-        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), buf.as_ptr(), buf.len()) };
-        (Ok(buf.len()), buf)
-    }
-
-    async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        let mut files = self.0.borrow_mut();
-        let to = &mut files[usize::from(file.0)][offset as usize..][..buf.len()];
-        // SAFETY: as above.
-        unsafe { std::ptr::copy_nonoverlapping(buf.as_ptr(), to.as_mut_ptr(), buf.len()) };
-        (Ok(buf.len()), buf)
-    }
-
-    async fn sync(&self, _: FileId) -> io::Result<()> {
-        Ok(())
-    }
-}
 
 fn config(blocks: &[u32]) -> Config {
     let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("disk{at}").into(), blocks };
@@ -92,9 +63,9 @@ fn put_record(files: &mut [Vec<u8>], stripe: &Stripe, slot: u32, record: &Record
 }
 
 fn created(config: &Config) -> Vec<Vec<u8>> {
-    let storage = Memory(RefCell::new(blank_files(config)));
+    let storage = Memory::new(blank_files(config));
     block_on(open(&storage, &members(config, true), config, UUID)).expect("created");
-    storage.0.into_inner()
+    storage.into_files()
 }
 
 /// Enters every record, as if no key came twice.
@@ -111,7 +82,7 @@ async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid
 }
 
 fn recovered(config: &Config, files: Vec<Vec<u8>>) -> (Recovered, Vec<RecoveredRecord>) {
-    let (storage, mut records) = (Memory(RefCell::new(files)), Vec::new());
+    let (storage, mut records) = (Memory::new(files), Vec::new());
     let opening = async {
         let mut take = enter(&mut records);
         super::open(&storage, &members(config, true), config, [0xFF; 16], &mut take).await
@@ -136,13 +107,13 @@ fn stale(store: &Recovered) -> Vec<PageId> {
 #[test]
 fn a_new_store_is_empty_and_opens_again() {
     let config = config(&[40, 7]);
-    let storage = Memory(RefCell::new(blank_files(&config)));
+    let storage = Memory::new(blank_files(&config));
     for uuid in [UUID, [9; 16]] {
         let store = block_on(open(&storage, &members(&config, true), &config, uuid)).expect("opened");
         let counts = Counts { free: 47, ..Default::default() };
         assert_eq!((store.counts, store.next_generation, store.slots.full_count()), (counts, 1, 0));
         store.slots.validate().expect("valid");
-        assert_eq!(superblock(&storage.0.borrow()[1]).expect("sound").uuid, UUID, "the first id stays");
+        assert_eq!(superblock(&storage.files()[1]).expect("sound").uuid, UUID, "the first id stays");
     }
 }
 
@@ -151,9 +122,9 @@ fn a_table_that_is_not_known_to_be_zero_is_zeroed() {
     let config = config(&[70_000]);
     let mut files = blank_files(&config);
     files[0][HEAD_BYTES..].fill(0xEE);
-    let storage = Memory(RefCell::new(files));
+    let storage = Memory::new(files);
     block_on(open(&storage, &members(&config, false), &config, UUID)).expect("created");
-    assert_eq!(recovered(&config, storage.0.into_inner()).0.counts.free, 70_000);
+    assert_eq!(recovered(&config, storage.into_files()).0.counts.free, 70_000);
 }
 
 #[test]
@@ -199,9 +170,9 @@ fn a_damaged_superblock_is_mended_from_the_other() {
     for at in [20, PAGE_BYTES + 20] {
         let mut files = created(&config);
         files[0][at] ^= 1;
-        let storage = Memory(RefCell::new(files));
+        let storage = Memory::new(files);
         block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
-        let files = storage.0.into_inner();
+        let files = storage.into_files();
         let head = Head::decode(files[0].first_chunk().expect("a head"));
         assert!(matches!(head, Head::Valid { twin_is_whole: true, .. }), "{head:?}");
     }
@@ -214,10 +185,10 @@ fn a_superblock_at_the_end_of_its_numbers_is_mended_too() {
     let last = Superblock { sequence: SEQUENCE_MAX, ..superblock(&files[0]).expect("sound") };
     files[0][..PAGE_BYTES].copy_from_slice(&last.encode());
     files[0][PAGE_BYTES + 20] ^= 1;
-    let storage = Memory(RefCell::new(files));
+    let storage = Memory::new(files);
     for _ in 0..2 {
         block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
-        let head = Head::decode(storage.0.borrow()[0].first_chunk().expect("a head"));
+        let head = Head::decode(storage.files()[0].first_chunk().expect("a head"));
         assert_eq!(head, Head::Valid { superblock: last.clone(), copy: 0, twin_is_whole: true });
     }
 }
@@ -228,9 +199,9 @@ fn a_refused_store_is_not_written_to() {
     let mut files = created(&config);
     files[0][20] ^= 1; // would be mended
     files.swap(0, 1);
-    let storage = Memory(RefCell::new(files.clone()));
+    let storage = Memory::new(files.clone());
     block_on(open(&storage, &members(&config, true), &config, UUID)).expect_err("members in the wrong order");
-    assert_eq!(files, *storage.0.borrow());
+    assert_eq!(files, storage.files());
 }
 
 #[test]
@@ -368,7 +339,7 @@ fn a_million_records() {
         assert_eq!((store.counts.valid, store.slots.full_count()), (1_000_000, 1_000_000));
         eprintln!("1 M records, CPU: {parsed:.1} ms to parse and enter in the books of the slots");
     }
-    let (storage, members) = (Memory(RefCell::new(files)), members(&config, true));
+    let (storage, members) = (Memory::new(files), members(&config, true));
     for _ in 0..3 {
         let (start, wall) = (cpu_ms(), Instant::now());
         block_on(open(&storage, &members, &config, UUID)).expect("a store");
