@@ -22,7 +22,7 @@ pub struct Scale {
 
 impl Scale {
     pub const FULL: Scale = Scale { longest: 16 << 20, batches: 3000, rounds: 6 };
-    pub const EMULATED: Scale = Scale { longest: 16 << 20, batches: 2000, rounds: 4 };
+    pub const EMULATED: Scale = Scale { longest: 16 << 20, batches: 2000, rounds: 2 };
 }
 
 /// One byte to the longest, at every alignment that means something, both ways.
