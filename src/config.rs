@@ -141,7 +141,8 @@ pub struct Config {
     pub copy: Option<CopyMethod>,
     /// Thread blocks of 512 threads that the copy kernel may use at a time. 1 to 1024.
     pub copy_blocks_max: u32,
-    /// Whether copies go through an RDMA device. The environment's `KVHOIST_GDR` (`auto`, `on`, `off`) goes before this.
+    /// Whether copies go through an RDMA device. The environment's `KVHOIST_GDR` (`auto`, `on`, `off`) goes before
+    /// this.
     pub gdr: GdrMode,
     /// The RDMA device, by its name (`mlx5_0`). `None`: the one nearest to the device.
     pub gdr_device: Option<String>,

@@ -28,9 +28,18 @@ fn the_report_has_every_section_and_leaves_nothing_behind() {
     let output = kvhoist(&["doctor", "--path", shown(directory.path()), "--want", "direct-io"]);
     let report = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{report}{}", text(&output.stderr));
-    for line in
-        ["system\n", "disk\n", "device\n", "routes\n", "  kernel ", "+ direct I/O ", "  a store there ", "libcuda"]
-    {
+    for line in [
+        "system\n",
+        "disk\n",
+        "device\n",
+        "rdma\n",
+        "libibverbs",
+        "routes\n",
+        "  kernel ",
+        "+ direct I/O ",
+        "  a store there ",
+        "libcuda",
+    ] {
         assert!(report.contains(line), "{line:?} in {report}");
     }
     assert_eq!(directory.path().read_dir().expect("the directory").count(), 0, "nothing is left");
@@ -158,5 +167,53 @@ fn the_way_between_disk_and_device_is_told_with_the_evidence_and_the_fix() {
         }
         assert!(line("device", "PCI P2PDMA")["found"].is_string() && line("device", "nvidia-fs")["found"].is_string());
         assert_eq!(directory.path().read_dir().expect("the directory").count(), 0, "nothing is left");
+    }
+}
+
+/// A process that finds the double of libibverbs, told to behave so.
+fn with_double(words: &str, args: &[&str]) -> Output {
+    let directory = directory();
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/gdr/libibverbs.c");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-O1", "-pthread", "-o"]).arg(directory.path().join("libibverbs.so.1"));
+    assert!(compiler.arg(source).status().expect("Rust links with cc").success(), "the double does not compile");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvhoist"));
+    command.args(args).env("CUDA_VISIBLE_DEVICES", "").env_remove("KVHOIST_GDR");
+    command.env("LD_LIBRARY_PATH", directory.path()).env("IBV_DOUBLE", words).output().expect("it starts")
+}
+
+#[test]
+fn rdma_devices_are_shown_with_their_ports_and_the_proof() {
+    let directory = directory();
+    let args = ["doctor", "--path", shown(directory.path()), "--want", "direct-io"];
+    let report = text(&with_double("now", &args).stdout);
+    for line in
+        ["double0 (software)", "256 work requests", "1: active, Ethernet, MTU 2048", "::ffff:10.9.9.1 (RoCE v2)"]
+    {
+        assert!(report.contains(line), "{line:?} in {report}");
+    }
+    assert!(report.contains("bytes were proven to arrive both ways (between ranges of host memory"), "{report}");
+    let report = text(&with_double("down", &args).stdout);
+    for line in ["1: state 1 (4 is active)", "! GDR                not used: ", "port 1 is not active"] {
+        assert!(report.contains(line), "{line:?} in {report}");
+    }
+    let report = text(&with_double("now,lose", &args).stdout);
+    assert!(report.contains("did not pass its proof") && report.contains("lost bytes"), "{report}");
+}
+
+#[test]
+fn copies_through_an_rdma_device_are_shown_beside_the_published_ones() {
+    let args = ["bench", "copy", "--engine", "gdr", "--rounds", "1", "--batch-bytes", "1MiB"];
+    let output = with_double("now", &args);
+    let table = text(&output.stdout);
+    assert_eq!(output.status.code(), Some(0), "{table}{}", text(&output.stderr));
+    for part in ["soft-RoCE, correctness only", "gdr in stream order", "11.36", "7.61", "from device", "true"] {
+        assert!(table.contains(part), "{part:?} in {table}");
+    }
+    assert_eq!(table.lines().filter(|line| line.contains("KiB") || line.contains("1 MiB")).count(), 8, "{table}");
+    for (words, told) in [("none", "no RDMA device"), ("down", "port 1 is not active"), ("wrong", "lost bytes")] {
+        let output = with_double(words, &args);
+        assert_eq!((output.status.code(), text(&output.stdout)), (Some(1), String::new()), "{words}");
+        assert!(text(&output.stderr).contains(told), "{words}: {}", text(&output.stderr));
     }
 }

@@ -123,8 +123,8 @@ pub trait CopyEngine: 'static {
         None
     }
 
-    /// Forgets a region that batches lay in: it may be unmapped when this has resolved. No batch in it may be under way,
-    /// nor come later.
+    /// Forgets a region that batches lay in: it may be unmapped when this has resolved. No batch in it may be under
+    /// way, nor come later.
     fn forget(&self, region: &CopyRegion) -> impl Future<Output = ()> {
         let _ = region;
         std::future::ready(())

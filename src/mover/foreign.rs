@@ -39,8 +39,8 @@ pub(crate) struct RegionInner {
     pub(crate) start: usize,
     pub(crate) len: usize,
     pub(crate) memory: RegionMemory,
-    /// How copy engines know it. `None` for one that is lent for a call: registering it with a NIC would take longer than
-    /// to copy it.
+    /// How copy engines know it. `None` for one that is lent for a call: registering it with a NIC would take longer
+    /// than to copy it.
     pub(crate) lasting: Option<CopyRegion>,
     users: AtomicUsize,
     unused: Notify,

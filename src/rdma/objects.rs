@@ -174,8 +174,8 @@ impl MemoryRegion {
     /// Registers memory that the kernel can pin: the host's, or a device's with nvidia-peermem. Takes time by the page.
     ///
     /// # Safety
-    /// The range must be mapped and writable during the call, and stay so until every work request that names the region
-    /// is done.
+    /// The range must be mapped and writable during the call, and stay so until every work request that names the
+    /// region is done.
     pub(crate) unsafe fn new(domain: &Arc<ProtectionDomain>, start: usize, bytes: usize) -> Result<Self, VerbsFault> {
         let address: *mut c_void = std::ptr::with_exposed_provenance_mut(start);
         // SAFETY: our own domain; the range is as the caller promises.

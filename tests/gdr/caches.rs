@@ -98,11 +98,11 @@ fn blocks_of_all_tiers_are_right() {
         let settings = Config { disks, host_blocks: 16, ..config(is_cuda(case)) };
         let cache = open(settings.clone());
         round_trips(&cache, 60);
-        many_threads(&cache, 60, 60);
+        many_threads(&cache, 60, 30);
         finish(cache);
         // And what the disk kept.
         let cache = open(settings);
-        many_threads(&cache, 60, 30);
+        many_threads(&cache, 60, 20);
         let stats = cache.stats();
         assert!(stats.gdr && moved(&cache) > 30, "{stats:?}");
         assert!(copies(&cache, "gdr") >= moved(&cache), "no path is left out: {stats:?}");
@@ -145,7 +145,7 @@ fn a_failure_is_nobodys_but_the_engines() {
         round_trips(&cache, 40);
         set(&fault);
         // Nobody is told of it.
-        many_threads(&cache, 40, 100);
+        many_threads(&cache, 40, 40);
         let stats = cache.stats();
         assert!(stats.gdr_failovers > 0, "{stats:?}");
         while !cache.stats().gdr {
@@ -157,7 +157,7 @@ fn a_failure_is_nobodys_but_the_engines() {
         many_threads(&cache, 40, 20);
         assert!(copies(&cache, "gdr") > before, "it is used again");
         set(&fault);
-        many_threads(&cache, 40, 100);
+        many_threads(&cache, 40, 40);
         while !cache.stats().gdr_reason.starts_with("retired: ") {
             std::thread::sleep(Duration::from_millis(1));
         }

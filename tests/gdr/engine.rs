@@ -45,10 +45,11 @@ fn every_byte_of_every_shape_arrives() {
     ];
     with_double("engine::every_byte_of_every_shape_arrives", &cases, |case| {
         let scale = match case {
+            "now" => Scale::FULL,
             // A few requests at a time, and each of them waits for the thread.
-            "late,depth=1,cqe=2,sge=1" => Scale { longest: 3 << 20, batches: 100, rounds: 2 },
-            "late,msg=4096,burst=64" => Scale { longest: 2 << 20, batches: 300, rounds: 4 },
-            _ => Scale { rounds: 12, batches: 1000, ..Scale::FULL },
+            "late,depth=1,cqe=2,sge=1" => Scale { longest: 70_000, batches: 60, rounds: 1 },
+            "late,msg=4096,burst=64" => Scale { longest: 300_000, batches: 200, rounds: 2 },
+            _ => Scale { longest: 5 << 20, batches: 400, rounds: 3 },
         };
         let seed = seed();
         on_reactor(async {
@@ -269,6 +270,32 @@ fn what_it_does_not_know_it_refuses() {
             assert_eq!(get("writes"), writes, "nothing was begun");
             assert!(rig.state().is_on(), "which is no failure of the device: {}", rig.state());
             rig.copy(Way::ToDevice, &side_by_side(40), 1).await.expect("copied");
+        });
+    });
+}
+
+#[test]
+fn time_without_work_is_no_time_in_which_nothing_completes() {
+    let name = "engine::time_without_work_is_no_time_in_which_nothing_completes";
+    with_double(name, &["late,delay=20000"], |_| {
+        const STUCK: Duration = Duration::from_millis(500);
+        on_reactor(async {
+            let options = GdrOptions { stuck_after: STUCK, ..GdrOptions::default() };
+            let rig = Rc::new(Rig::with(false, options).await.expect("the double is a device"));
+            for _ in 0..2 {
+                rig.copy(Way::ToDevice, &side_by_side(3), 1).await.expect("copied");
+                // The reactor is kept by somebody, while the engine still looks for more.
+                std::thread::sleep(STUCK + STUCK / 5);
+            }
+            let gate = Rc::new(Gate::default());
+            let held = tokio::task::spawn_local({
+                let (rig, order) = (Rc::clone(&rig), after(1, &gate));
+                async move { rig.copy_in(order, Way::ToDevice, &side_by_side(3), 2).await }
+            });
+            tokio::time::sleep(STUCK + STUCK / 5).await;
+            gate.0.set(true);
+            held.await.expect("no panic").expect("copied");
+            assert!(rig.state().is_on() && get("resets") == 0, "{}", rig.state());
         });
     });
 }

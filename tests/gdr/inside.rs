@@ -47,8 +47,8 @@ fn inside() {
     part("a queue pair that fails under load", || on_reactor(queue_pair_fails(seed)));
     part("regions that are revoked under load", || on_reactor(regions_are_revoked(seed)));
     part("a channel full of events", || on_reactor(channel_is_flooded(seed)));
-    part("an end in mid-copy", || (0..4).for_each(|moment| end_in_mid_copy(seed, moment)));
-    part("a process that is killed", || (0..3).for_each(is_killed));
+    part("an end in mid-copy", || (0..3).for_each(|moment| end_in_mid_copy(seed, moment)));
+    part("a process that is killed", || (0..2).for_each(is_killed));
     part("a replay", || replay(seed));
     println!("all of it: ok");
 }
@@ -244,7 +244,7 @@ fn replay(seed: u64) {
     let mut rng = Rng(seed);
     let mut lengths = [0u64; 6];
     let (mut hits, mut stored) = (0, 0);
-    for _ in 0..60 {
+    for _ in 0..40 {
         let conversation = rng.below(6) as usize;
         let number = |turn: u64| conversation as u64 * 1000 + turn;
         let keys: Vec<_> = (0..lengths[conversation]).map(|turn| key(number(turn))).collect();
@@ -264,7 +264,7 @@ fn replay(seed: u64) {
         }
     }
     let stats = cache.stats();
-    assert!(stats.gdr && stats.gdr_failovers == 0 && stats.copies_by("gdr").batches > 50, "{stats:?}");
+    assert!(stats.gdr && stats.gdr_failovers == 0 && stats.copies_by("gdr").batches > 30, "{stats:?}");
     println!("{hits} hits, {stored} stored, {:?}", stats.copies_by("gdr"));
     cache.validate().expect("valid");
     block_on(cache.close()).expect("close");

@@ -14,6 +14,7 @@ mod machine;
 mod caches;
 mod double;
 mod engine;
+mod foreign;
 mod guest;
 mod inside;
 mod lifetimes;

@@ -21,15 +21,15 @@ pub struct Scale {
 }
 
 impl Scale {
-    pub const FULL: Scale = Scale { longest: 16 << 20, batches: 3000, rounds: 40 };
-    pub const EMULATED: Scale = Scale { longest: 16 << 20, batches: 2000, rounds: 4 };
+    pub const FULL: Scale = Scale { longest: 16 << 20, batches: 3000, rounds: 6 };
+    pub const EMULATED: Scale = Scale { longest: 16 << 20, batches: 2000, rounds: 2 };
 }
 
 /// One byte to the longest, at every alignment that means something, both ways.
 pub async fn sizes(rig: &Rig, scale: Scale) {
     let lens =
         [1, 2, 3, 7, 8, 63, 64, 65, 511, 4095, 4096, 4097, 16_384, 65_537, 1 << 20, (1 << 20) + 1, scale.longest];
-    for (n, len) in lens.into_iter().enumerate() {
+    for (n, len) in lens.into_iter().enumerate().filter(|(_, len)| *len <= scale.longest) {
         let small = len <= 65_537;
         for (host, device) in [(0, 0), (1, 0), (0, 1), (4095, 2), (63, 4097)].into_iter().take(if small {
             5

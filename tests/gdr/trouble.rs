@@ -41,7 +41,7 @@ fn is_retired(state: &GdrState) -> bool {
 
 /// A failure, the proof after it, copies as before; and a second failure, after which nothing is copied any more.
 async fn fails_and_recovers_once(rig: &Rc<Rig>, fault: &str, told: &str, seed: u64) {
-    assert_eq!(volley(rig, 100, seed).await, 0);
+    assert_eq!(volley(rig, 20, seed).await, 0);
     let (resets, regions) = (get("resets"), get("regions"));
     set(fault);
     let failed = volley(rig, 200, seed + 1).await;
@@ -50,7 +50,7 @@ async fn fails_and_recovers_once(rig: &Rc<Rig>, fault: &str, told: &str, seed: u
     set("go");
     assert!(rig.state().is_on(), "{}", rig.state());
     assert_eq!((get("resets"), get("regions"), get("posted")), (resets + 1, regions, 0));
-    assert_eq!(volley(rig, 200, seed + 2).await, 0, "as if nothing had been");
+    assert_eq!(volley(rig, 50, seed + 2).await, 0, "as if nothing had been");
     set(fault);
     assert!(volley(rig, 200, seed + 3).await > 0);
     rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;
@@ -71,7 +71,7 @@ fn fault() -> String {
 #[test]
 fn a_completion_of_any_kind_of_error_fails_what_was_under_way_and_no_more() {
     // Every status that there is. 5: flushed, without anything that failed before.
-    let each: Vec<String> = (1..=23).map(|status| format!("late,burst=16 FAULT=fail=57:{status}")).collect();
+    let each: Vec<String> = (1..=23).map(|status| format!("late,burst=64 FAULT=fail=57:{status}")).collect();
     let mut cases: Vec<&str> = each.iter().map(String::as_str).collect();
     cases.extend([
         "late,burst=64 FAULT=fail=1:4",

@@ -74,18 +74,20 @@ const SLOT_BYTES: usize = 16 << 20;
 
 /// Runs it.
 pub fn run(args: &Args) -> Result<(), Failure> {
+    if args.engine == Engine::Gdr {
+        if args.batch_bytes < 1 << 20 || args.plot.is_some() || args.rounds == 0 {
+            return Err(Failure::usage(
+                "--engine gdr: expected a round, --batch-bytes of 1 MiB at least, and no --plot",
+            ));
+        }
+        return super::gdr::run(args);
+    }
     let sizes_fit = |&bytes: &usize| bytes > 0 && bytes <= args.batch_bytes;
     if !args.bytes.iter().all(sizes_fit) || args.rounds == 0 {
         return Err(Failure::usage("--bytes, --batch-bytes, --rounds: expected sizes up to the batch's, and a round"));
     }
     if let Some(blocks) = args.blocks.iter().find(|blocks| !(1..=1024).contains(*blocks)) {
         return Err(Failure::usage(format!("--blocks: found {blocks}, expected 1 to 1024")));
-    }
-    if args.engine == Engine::Gdr {
-        if args.batch_bytes < 1 << 20 || args.plot.is_some() {
-            return Err(Failure::usage("--engine gdr: expected --batch-bytes of 1 MiB at least, and no --plot"));
-        }
-        return super::gdr::run(args);
     }
     let mut plot = Plot::new(args.plot.as_deref(), "kvhoist bench copy, auto", "GB/s")?;
     let gpu = Gpu::open(args.device).map_err(|error| Failure::usage(error.to_string()))?;

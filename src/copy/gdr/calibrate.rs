@@ -133,8 +133,8 @@ fn batch(
             false => CopyOp { src: device, dst: host, len: bytes },
         }
     };
-    // SAFETY: ranges of the arena and of the pool, which the owners keep, and in which nothing is yet: the cache is being
-    // opened.
+    // SAFETY: ranges of the arena and of the pool, which the owners keep, and in which nothing is yet: the cache is
+    // being opened.
     unsafe {
         CopyBatch::new(
             (0..count).map(op).collect(),

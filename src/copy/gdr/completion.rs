@@ -79,9 +79,13 @@ impl Inner {
             if looked.elapsed() < if held { HELD_SPIN } else { SPIN } {
                 continue;
             }
-            if !self.queue.borrow().is_flying() {
-                completed = Instant::now();
-            } else if completed.elapsed() > self.stuck_after {
+            // Time in which there was nothing to complete does not count, nor where this thread was kept elsewhere
+            // then.
+            let stuck = {
+                let queue = self.queue.borrow();
+                queue.is_flying() && completed.elapsed().min(queue.busy_for()) > self.stuck_after
+            };
+            if stuck {
                 self.stuck();
                 continue;
             }

@@ -1,11 +1,11 @@
 //! Copies between host and device memory by an RDMA device beside it (GPUDirect RDMA): no multiprocessor and no copy
 //! engine of the device takes part.
 //!
-//! One reliable connection of a port with itself; every copy, either way, is an RDMA WRITE on it. A READ would do for one
-//! direction, but devices take few of them at a time.
+//! One reliable connection of a port with itself; every copy, either way, is an RDMA WRITE on it. A READ would do for
+//! one direction, but devices take few of them at a time.
 //!
-//! Whether it is used is decided by a proof when it is opened: random bytes, both ways, looked at from the other side. A
-//! copy that fails is answered with an error, as are all that were under way; whoever asked copies them another way
+//! Whether it is used is decided by a proof when it is opened: random bytes, both ways, looked at from the other side.
+//! A copy that fails is answered with an error, as are all that were under way; whoever asked copies them another way
 //! ([`AnyCopy`](super::AnyCopy) does). The connection is then reset and proven anew; a second failure within a
 //! minute retires it.
 //!
@@ -205,7 +205,7 @@ impl CopyEngine for GdrCopy {
     }
 
     async fn forget(&self, region: &CopyRegion) {
-        give_back(self.inner.regions.forget(region)).await;
+        give_back(self.inner.regions.forget(region).into_iter().collect()).await;
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {
@@ -220,15 +220,15 @@ impl CopyEngine for GdrCopy {
 }
 
 /// Deregisters elsewhere: it takes time by the page.
-async fn give_back(region: Option<MemoryRegion>) {
-    if let Some(region) = region {
-        drop(tokio::task::spawn_blocking(move || drop(region)).await);
+async fn give_back(regions: Vec<MemoryRegion>) {
+    if !regions.is_empty() {
+        drop(tokio::task::spawn_blocking(move || drop(regions)).await);
     }
 }
 
 impl Inner {
-    /// Registers the regions that a batch names and that the NIC does not know, elsewhere: pinning takes time by the page.
-    /// One that is refused stays unknown.
+    /// Registers the regions that a batch names and that the NIC does not know, elsewhere: pinning takes time by the
+    /// page. One that is refused stays unknown.
     async fn register(&self, batch: CopyBatch) -> CopyBatch {
         if self.regions.missing(&batch).is_empty() {
             return batch;

@@ -1,9 +1,14 @@
 //! The queue of work requests: batches are cut into RDMA WRITEs, posted in chains, and known to be done by counting.
 //!
 //! Work requests are numbered from 0 on, and the connection completes them in that order. A completion of number n, of
-//! which only every [`SIGNAL_EVERY`]th makes one, means that all up to n are done; a batch is done when its last one is.
+//! which only every [`SIGNAL_EVERY`]th makes one, means that all up to n are done; a batch is done when its last one
+//! is.
 
-use std::{collections::VecDeque, rc::Rc};
+use std::{
+    collections::VecDeque,
+    rc::Rc,
+    time::{Duration, Instant},
+};
 
 use tokio::sync::oneshot;
 
@@ -22,6 +27,9 @@ const CHAINS_PER_TURN: usize = 4;
 
 /// Every one of so many makes a completion, and the last of each chain.
 const SIGNAL_EVERY: u64 = 16;
+
+/// ... and whichever ends so many bytes without one: a slow device is to be told from one that does nothing.
+const SIGNAL_BYTES: usize = 1 << 20;
 
 /// Bytes of one work request at most: more gain nothing, and a completion would come late.
 const REQUEST_BYTES_MAX: usize = 1 << 20;
@@ -98,6 +106,8 @@ pub(super) struct Queue {
     completions: Box<[Completion]>,
     /// A failure was seen.
     failed: bool,
+    /// When the first work request was posted behind which none was under way.
+    busy_since: Instant,
     /// A bad completion was seen: those after it say nothing of what was done.
     bad: bool,
 }
@@ -122,6 +132,7 @@ impl Queue {
             turn: 0,
             completions: vec![Completion::NONE; CHAIN].into(),
             failed: false,
+            busy_since: Instant::now(),
             bad: false,
             qp,
             path,
@@ -148,6 +159,11 @@ impl Queue {
     /// Work requests are under way, or batches that wait for their last one to be known as done.
     pub(super) fn is_flying(&self) -> bool {
         self.posted > self.done || !self.flying.is_empty()
+    }
+
+    /// How long work has been under way without a pause.
+    pub(super) fn busy_for(&self) -> Duration {
+        self.busy_since.elapsed()
     }
 
     /// Batches wait for room, or for what holds their stream.
@@ -195,6 +211,9 @@ impl Queue {
         if let Some(last) = self.chain[self.unposted.start..taken_to].iter().rev().find(signals) {
             self.signalled = last.id + 1;
         }
+        if self.posted == self.done && taken > 0 {
+            self.busy_since = Instant::now();
+        }
         self.posted += taken as u64;
         self.unposted.start = taken_to;
         match fault {
@@ -221,6 +240,7 @@ impl Queue {
             let end = self.posted + count as u64;
             self.flying.push_back(Flight { accepted: entering.accepted, end, fault });
         }
+        let mut silent_bytes = 0;
         for at in 0..count {
             let id = self.posted + at as u64;
             let (last, pieces) = (at + 1 == count, &raw mut self.pieces[at * self.pieces_max]);
@@ -229,7 +249,11 @@ impl Queue {
             request.id = id;
             request.next = next;
             request.pieces = pieces;
-            request.flags = if last || (id + 1).is_multiple_of(SIGNAL_EVERY) { SIGNALLED } else { 0 };
+            let pieces = &self.pieces[at * self.pieces_max..][..request.piece_count as usize];
+            silent_bytes += pieces.iter().map(|piece| piece.bytes as usize).sum::<usize>();
+            let signals = last || (id + 1).is_multiple_of(SIGNAL_EVERY) || silent_bytes >= SIGNAL_BYTES;
+            request.flags = if signals { SIGNALLED } else { 0 };
+            silent_bytes = if signals { 0 } else { silent_bytes };
         }
         count
     }

@@ -197,26 +197,28 @@ impl Regions {
     }
 
     /// Enters a foreign region that was registered meanwhile; what had to go to make room, to be given back elsewhere.
-    pub(super) fn enter(&self, region: &CopyRegion, registered: MemoryRegion) -> Option<MemoryRegion> {
+    pub(super) fn enter(&self, region: &CopyRegion, registered: MemoryRegion) -> Vec<MemoryRegion> {
         if self.overlaps(region) {
-            return Some(registered);
+            return vec![registered];
         }
         let evicted = self.make_room();
         self.insert(region.start(), region.len(), registered, Some((region.id(), self.clock.get())));
         evicted
     }
 
-    fn make_room(&self) -> Option<MemoryRegion> {
+    /// Takes out what was unused for longest, until there is room for one more. What is in use stays, also past the
+    /// limit.
+    fn make_room(&self) -> Vec<MemoryRegion> {
         let mut entries = self.entries.borrow_mut();
         let foreign = entries.iter().filter(|entry| entry.foreign.is_some()).count();
-        if foreign < self.foreign_max {
-            return None;
+        let mut evicted = Vec::new();
+        for _ in self.foreign_max..=foreign {
+            let unused = entries.iter().enumerate().filter(|(_, entry)| Rc::strong_count(&entry.region) == 1);
+            let oldest = unused.filter_map(|(at, entry)| Some((entry.foreign?.1, at))).min();
+            let Some((_, at)) = oldest else { break };
+            evicted.extend(Rc::into_inner(entries.remove(at).region));
         }
-        let unused = entries.iter().enumerate().filter(|(_, entry)| Rc::strong_count(&entry.region) == 1);
-        let used = |entry: &Entry| entry.foreign.map(|(_, used)| used);
-        let oldest = unused.filter_map(|(at, entry)| Some((used(entry)?, at))).min();
-        let (_, at) = oldest?;
-        Rc::into_inner(entries.remove(at).region)
+        evicted
     }
 
     /// Takes a foreign region out of the table: to be given back elsewhere.
