@@ -1,5 +1,5 @@
-//! Whole caches: every movement between host and device memory goes through the RDMA device, and its failures are nobody
-//! else's.
+//! Whole caches: every movement between host and device memory goes through the RDMA device, and its failures are
+//! nobody else's.
 
 use std::time::Duration;
 

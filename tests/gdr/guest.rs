@@ -1,5 +1,5 @@
-//! The host's side of the guest with an RDMA device of software: real verbs, with the kernel's own checks of keys, bounds
-//! and states.
+//! The host's side of the guest with an RDMA device of software: real verbs, with the kernel's own checks of keys,
+//! bounds and states.
 
 use std::{fs::File, time::Duration};
 

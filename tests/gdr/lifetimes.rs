@@ -1,5 +1,5 @@
-//! Memory, regions and queues go in an order in which the device never has what is gone, whatever ends first. The double
-//! ends the process where one does not.
+//! Memory, regions and queues go in an order in which the device never has what is gone, whatever ends first. The
+//! double ends the process where one does not.
 
 use std::{pin::pin, rc::Rc, sync::Arc, task::Context, time::Duration};
 

@@ -1,6 +1,6 @@
-//! Copies through an RDMA device, without one: over a double of libibverbs (`libibverbs.c`), which carries them for real,
-//! late, and can be told to misbehave in every way that is known of devices; and over a device of software in a guest.
-//! Each test runs in processes of its own, because a process loads a library once.
+//! Copies through an RDMA device, without one: over a double of libibverbs (`libibverbs.c`), which carries them for
+//! real, late, and can be told to misbehave in every way that is known of devices; and over a device of software in a
+//! guest. Each test runs in processes of its own, because a process loads a library once.
 
 #[path = "../machine_faults/apart.rs"]
 #[allow(dead_code, reason = "a part of it is used here")]

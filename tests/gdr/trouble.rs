@@ -1,5 +1,5 @@
-//! What goes wrong while copies are under way: each copy is right or an error, no memory is lost, and the engine is proven
-//! anew, once.
+//! What goes wrong while copies are under way: each copy is right or an error, no memory is lost, and the engine is
+//! proven anew, once.
 
 use std::{rc::Rc, time::Duration};
 

@@ -62,7 +62,7 @@ pub struct Args {
 enum Engine {
     /// CUDA's three methods.
     Cuda,
-    /// An RDMA device beside the GPU, with its own sizes: those of the published table. Without a GPU host memory plays it.
+    /// An RDMA device beside the GPU: the sizes of the published table. Without a GPU host memory plays it.
     Gdr,
 }
 

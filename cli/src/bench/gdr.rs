@@ -29,8 +29,8 @@ use crate::{failure::Failure, size::show_bytes};
 /// Sizes of the published table, in bytes.
 const SIZES: [usize; 4] = [4 << 10, 16 << 10, 64 << 10, 1 << 20];
 
-/// GB/s of unified-cache-management's pull request 958, from host to device: as they come, in the order of a stream, and
-/// by CUDA. They are of other machines than this one.
+/// GB/s of unified-cache-management's pull request 958, from host to device: as they come, in the order of a stream,
+/// and by CUDA. They are of other machines than this one.
 const PUBLISHED: [(usize, [f64; 3]); 4] = [
     (4 << 10, [11.36, 7.61, 1.6]),
     (16 << 10, [42.83, 30.77, 5.84]),
