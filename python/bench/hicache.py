@@ -7,8 +7,8 @@
 Each round every entrant gets the same pages: `get` reads batches of 128 pages that were stored before, `set` stores
 pages that were not. Bytes are compared after each get. The page cache helps nobody: kvhoist and nixl use O_DIRECT, the
 files of `file` are flushed and dropped from it before they are read. `ring` is the bare loop of `benches/ring.rs` at
-the page's size, `memcpy` the copy of as many bytes within memory. Ratios are within a round; medians and ranges are
-printed.
+the page's size, on the blocks of kvhoist's own store (where a file lies on its disk can decide more than who reads it),
+`memcpy` the copy of as many bytes within memory. Ratios are within a round; medians and ranges are printed.
 """
 
 from __future__ import annotations
@@ -121,13 +121,13 @@ class Nixl(Kvhoist):
 
     def open(self, geometry, layout, options) -> None:
         os.environ["SGLANG_HICACHE_NIXL_BACKEND_STORAGE_DIR"] = str(self.folder)
-        plugin = {
-            "posix": {"active": True, "use_uring": str(self.uring).lower(), "use_aio": str(not self.uring).lower()}
-        }
-        extra = {"plugin": plugin, "use_direct_io": True}
+        plugin = {"active": True, **({"use_uring": "true"} if self.uring else {})}
+        extra = {"plugin": {"posix": plugin}, "use_direct_io": True}
         config = sgl.storage_config(geometry, extra, layout)
         self.backend = sgl.boot().factory.create_backend("nixl", config, self.pool)
         self.backend.register_mem_pool_host(self.pool)
+        # The first store of a process says that it succeeded, and its files are not there: let it be one of no use.
+        self.backend.batch_set_v1(["0" * 64], self.indices[: self.pool.page_size])
 
     def close(self) -> None:
         if hasattr(self.backend, "close"):
@@ -162,15 +162,25 @@ class Ring:
 
     name = "ring"
 
-    def __init__(self, page_bytes: int, pages: int, folder: Path, options) -> None:
-        folder.mkdir()
-        command = ["cargo", "bench", "-q", "-p", "kvhoist", "--bench", "ring", "--", "--dir", str(folder)]
-        command += ["--block-bytes", str(page_bytes), "--blocks", str(pages), "--depth", str(options.depth)]
+    def __init__(self, kvhoist: Kvhoist, options) -> None:
+        command = ["cargo", "bench", "-q", "-p", "kvhoist", "--bench", "ring", "--"]
+        if options.ring_dir:
+            command += ["--dir", options.ring_dir, "--blocks", str(options.pages)]
+        else:
+            (path,) = kvhoist.folder.rglob("kvhoist.store")
+            slots = kvhoist.backend.stats()["pools"]["kv"]["tiers"]["disk"]["slots"]
+            slot_bytes = -(-kvhoist.page_bytes // 4096) * 4096
+            offset = path.stat().st_size - slots * slot_bytes
+            command += ["--file", str(path), "--offset", str(offset), "--blocks", str(slots)]
+        command += ["--block-bytes", str(kvhoist.page_bytes), "--depth", str(options.depth)]
         self.process = subprocess.Popen(
             command, cwd=HERE.parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         if self.process.stdout.readline() != "ready\n":
             raise SystemExit("the bare ring loop did not start")
+        if not options.ring_dir:
+            # What was never written is read without the drive, and written with more work.
+            self.run("set", slots)
 
     def run(self, what: str, count: int) -> tuple[float, float]:
         self.process.stdin.write(f"{'read' if what == 'get' else 'write'} {count}\n")
@@ -209,7 +219,9 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=BATCH, help="pages of a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--depth", type=int, default=8, help="operations that the bare loop has in flight")
+    parser.add_argument("--ring-dir", help="a folder for a file of the bare loop's own, instead of kvhoist's store")
     parser.add_argument("--host-bytes", default="256MiB")
+    parser.add_argument("--restart-pages", type=int, default=0, help="also open a store of so many pages anew")
     parser.add_argument("--only", nargs="*", help="entrants")
     options = parser.parse_args()
     if why := sgl.missing():
@@ -241,8 +253,8 @@ def contenders(geometry, folder: Path, options) -> tuple[list[Entrant], Ring | N
                     raise
                 print(f"{cls.name} did not start, left out: {error}")
     ring = None
-    if options.only is None or Ring.name in options.only:
-        ring = Ring(entrants[0].page_bytes, options.pages, folder / Ring.name, options)
+    if (options.only is None or Ring.name in options.only) and entrants[0].name == Kvhoist.name:
+        ring = Ring(entrants[0], options)
     return entrants, ring
 
 
@@ -277,13 +289,16 @@ def compare(geometry, folder: Path, options) -> None:
                 figures.setdefault((entrant.name, "set"), []).append(wrote)
                 figures.setdefault((entrant.name, "get"), []).append(read)
         if ring is not None:
-            for what in ("set", "get"):
+            # What it writes over is of this round, and not read again.
+            for what in ("get", "set"):
                 sample = ring.run(what, options.pages)
                 if round_ > 0:
                     figures.setdefault((ring.name, what), []).append(sample)
     report(figures, gib)
     exists(entrants[0])
-    counting(entrants[0], keys, page_bytes)
+    counting(entrants[0], keys)
+    if options.restart_pages:
+        restart(folder / "restart", options.restart_pages)
     for entrant in entrants:
         entrant.close()
     if ring is not None:
@@ -349,37 +364,81 @@ def exists(entrant) -> None:
     print(f"\nexists of 4,096 keys: {spread(took, '.0f')} us")
 
 
-def counting(entrant, keys, page_bytes) -> None:
-    """What is left to a thread that counts while pages are read."""
+def counting(entrant, keys) -> None:
+    """What is left to a thread that counts while pages are read, and what took the rest: the processors or the lock."""
     if entrant.name != "kvhoist":
         return
-    stop, counted = threading.Event(), [0]
+    stop, counted, ids = threading.Event(), [0], []
 
     def count() -> None:
+        ids.append(threading.get_native_id())
         while not stop.is_set():
             counted[0] += 1
 
-    def rate(busy: bool) -> float:
-        before, started = counted[0], time.perf_counter()
+    def used() -> tuple[float, float]:
+        """Seconds that the thread has run, and has waited for a processor."""
+        ran, waited, _ = Path(f"/proc/self/task/{ids[0]}/schedstat").read_text().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+
+    def sample(busy: bool) -> tuple[float, float, float]:
+        """Counts a second; shares of the time in which it waited for a processor, and for the interpreter's lock."""
+        before, (ran, waited), started = counted[0], used(), time.perf_counter()
         if busy:
-            run(entrant, "get", keys)
+            # A page that the bare loop has overwritten is a miss: its checksum is verified all the same.
+            for batch in batches(len(keys)):
+                tokens = entrant.pool.page_size
+                entrant.backend.batch_get_v1(keys[batch], entrant.indices[batch.start * tokens : batch.stop * tokens])
         else:
             time.sleep(0.5)
-        return (counted[0] - before) / (time.perf_counter() - started)
+        took, (ran_since, waited_since) = time.perf_counter() - started, used()
+        ran, waited = ran_since - ran, waited_since - waited
+        return (counted[0] - before) / took, waited / took, max(0.0, 1 - (ran + waited) / took)
 
     thread = threading.Thread(target=count)
     thread.start()
-    kept = []
-    for _ in range(5):
+    kept, processor, lock = [], [], []
+    for _ in range(9):
+        entrant.set(keys, entrant.indices)
         forget_host(entrant)
-        alone = rate(busy=False)
-        kept.append(rate(busy=True) / alone)
+        alone, _, _ = sample(busy=False)
+        rate, for_processor, for_lock = sample(busy=True)
+        kept.append(rate / alone)
+        processor.append(for_processor)
+        lock.append(for_lock)
     stop.set()
     thread.join()
     print(
-        f"a counting thread keeps {spread(kept, '.2f')} of its speed "
-        f"during a get of {len(keys) * page_bytes / GIB:.2f} GiB"
+        f"a counting thread keeps {spread(kept, '.2f')} of its speed during a get of "
+        f"{len(keys) * entrant.page_bytes / GIB:.2f} GiB;\n  of that time it waits {spread(processor, '.2f')} for a "
+        f"processor, {spread(lock, '.2f')} for the interpreter's lock"
     )
+
+
+def restart(folder: Path, pages: int) -> None:
+    """A store of so many pages (of 4 KiB: what a start reads does not depend on their size), opened anew."""
+    import kvhoist
+
+    folder.mkdir()
+    page = 4096
+    settings = dict(block_bytes=page, host_bytes="64MiB", capacity=pages * (page + 160) + (64 << 20))
+    keys = [f"{i:064x}" for i in range(pages)]
+    took = []
+    for round_ in range(4):
+        started = time.perf_counter()
+        with kvhoist.Cache(folder, **settings) as cache:
+            found = cache.match_prefix(keys[:BATCH])
+            into = [bytearray(page) for _ in range(BATCH)]
+            if round_ > 0:
+                assert found == BATCH and all(cache.load(keys[:BATCH], into))
+                took.append(time.perf_counter() - started)
+                assert [bytes(block) for block in into] == [key.encode() * 64 for key in keys[:BATCH]]
+                assert cache.match_prefix(keys) == pages
+            else:
+                # Prompts of 8,192 tokens.
+                for start in range(0, pages, BATCH):
+                    part = keys[start : start + BATCH]
+                    cache.store(part, [key.encode() * 64 for key in part])
+    print(f"a store of {pages} pages serves again after {spread(took, '.2f')} s")
 
 
 if __name__ == "__main__":

@@ -16,40 +16,10 @@ Nothing here holds the interpreter's lock while it waits. ``kvhoist.sglang`` has
 
 from __future__ import annotations
 
+from . import errors
 from ._native import Queue, Region, __version__
 from .cache import Cache
 from .config import parse_bytes
-from .errors import (
-    ArgumentError,
-    BusyError,
-    ClosedError,
-    ConfigError,
-    CopyError,
-    DeadlineError,
-    Error,
-    ForkError,
-    IoError,
-    RefusedError,
-    StoreError,
-    UnavailableError,
-)
+from .errors import *  # noqa: F403  Its `__all__`, which this module's repeats.
 
-__all__ = [
-    "ArgumentError",
-    "BusyError",
-    "Cache",
-    "ClosedError",
-    "ConfigError",
-    "CopyError",
-    "DeadlineError",
-    "Error",
-    "ForkError",
-    "IoError",
-    "Queue",
-    "RefusedError",
-    "Region",
-    "StoreError",
-    "UnavailableError",
-    "__version__",
-    "parse_bytes",
-]
+__all__ = ["Cache", "Queue", "Region", "__version__", "parse_bytes", *errors.__all__]

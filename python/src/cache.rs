@@ -53,23 +53,36 @@ impl PyCache {
     fn moved<'py>(
         &self,
         py: Python<'py>,
-        keys: &[BlockKey],
-        blocks: Blocks,
         movement: Movement,
-        on_error: OnError,
+        keys: &Bound<'_, PyAny>,
+        places: Places<'_, '_>,
+        errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        let cache = self.use_it(py)?;
+        let (on_error, cache) = (OnError::parse(py, errors)?, self.use_it(py)?);
+        let keys = keys::from_python(keys)?;
+        let mut blocks = match places {
+            Places::Blocks(blocks) => Blocks::from_python(cache, blocks, matches!(movement, Movement::Load))?,
+            Places::Lists(addresses, sizes) => Blocks::from_lists(py, keys.len(), addresses, sizes)?,
+        };
         let results = py.detach(|| {
-            let mut blocks = blocks;
             let results = match &movement {
-                Movement::Load => block_on(cache.load_into(keys, &blocks.segments)),
-                Movement::Store(parent) => block_on(cache.store_from(keys, parent.as_ref(), &blocks.segments)),
+                Movement::Load => block_on(cache.load_into(&keys, &blocks.segments)),
+                Movement::Store(parent) => block_on(cache.store_from(&keys, parent.as_ref(), &blocks.segments)),
             };
             blocks.give_back(cache);
             results
         });
         convert::results(py, results.map_err(|error| errors::to_python(py, &error))?, on_error)
     }
+}
+
+/// Where the blocks of a call lie, as Python says it.
+#[derive(Clone, Copy)]
+enum Places<'a, 'py> {
+    /// One entry for each block.
+    Blocks(&'a Bound<'py, PyAny>),
+    /// Addresses and bytes of as many segments for each.
+    Lists(&'a Bound<'py, PyList>, &'a Bound<'py, PyList>),
 }
 
 /// Which way blocks go.
@@ -135,10 +148,7 @@ impl PyCache {
         blocks: &Bound<'_, PyAny>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        let (on_error, cache) = (OnError::parse(py, errors)?, self.use_it(py)?);
-        let keys = keys::from_python(keys)?;
-        let blocks = Blocks::from_python(cache, blocks, true)?;
-        self.moved(py, &keys, blocks, Movement::Load, on_error)
+        self.moved(py, Movement::Load, keys, Places::Blocks(blocks), errors)
     }
 
     fn store<'py>(
@@ -149,10 +159,7 @@ impl PyCache {
         parent: Option<&Bound<'_, PyAny>>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        let (on_error, cache) = (OnError::parse(py, errors)?, self.use_it(py)?);
-        let (keys, parent) = (keys::from_python(keys)?, keys::optional(parent)?);
-        let blocks = Blocks::from_python(cache, blocks, false)?;
-        self.moved(py, &keys, blocks, Movement::Store(parent), on_error)
+        self.moved(py, Movement::Store(keys::optional(parent)?), keys, Places::Blocks(blocks), errors)
     }
 
     fn load_pages<'py>(
@@ -163,10 +170,7 @@ impl PyCache {
         sizes: &Bound<'_, PyList>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        let on_error = OnError::parse(py, errors)?;
-        let keys = keys::from_python(keys)?;
-        let blocks = Blocks::from_lists(py, keys.len(), addresses, sizes)?;
-        self.moved(py, &keys, blocks, Movement::Load, on_error)
+        self.moved(py, Movement::Load, keys, Places::Lists(addresses, sizes), errors)
     }
 
     fn store_pages<'py>(
@@ -178,10 +182,7 @@ impl PyCache {
         parent: Option<&Bound<'_, PyAny>>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        let on_error = OnError::parse(py, errors)?;
-        let (keys, parent) = (keys::from_python(keys)?, keys::optional(parent)?);
-        let blocks = Blocks::from_lists(py, keys.len(), addresses, sizes)?;
-        self.moved(py, &keys, blocks, Movement::Store(parent), on_error)
+        self.moved(py, Movement::Store(keys::optional(parent)?), keys, Places::Lists(addresses, sizes), errors)
     }
 
     fn get<'py>(&self, py: Python<'py>, key: &Bound<'_, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {

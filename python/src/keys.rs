@@ -18,12 +18,20 @@ const NAME_DOMAIN: &[u8] = b"kvhoist python key v1\0";
 /// digest of it.
 pub fn from_python(keys: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
     if let Ok(list) = keys.cast::<PyList>() {
-        return list.iter().map(|item| one(&item)).collect();
+        return all(list.iter());
     }
     if let Ok(tuple) = keys.cast::<PyTuple>() {
-        return tuple.iter().map(|item| one(&item)).collect();
+        return all(tuple.iter());
     }
     Err(errors::argument(keys.py(), "keys", type_name(keys), "a list of str or bytes"))
+}
+
+fn all<'py>(items: impl ExactSizeIterator<Item = Bound<'py, PyAny>>) -> PyResult<Vec<BlockKey>> {
+    let mut keys = Vec::with_capacity(items.len());
+    for item in items {
+        keys.push(one(&item)?);
+    }
+    Ok(keys)
 }
 
 /// One key.
@@ -53,25 +61,18 @@ fn digest(name: &[u8]) -> BlockKey {
     BlockKey::new(Sha256::new().chain_update(NAME_DOMAIN).chain_update(name).finalize().into())
 }
 
-/// The value of each hex digit, and for all else a value with a bit above them.
-const HEX: [u8; 256] = {
-    let mut table = [0xff; 256];
-    let mut digit = 0;
-    while digit < 16 {
-        table[b"0123456789abcdef"[digit] as usize] = digit as u8;
-        table[b"0123456789ABCDEF"[digit] as usize] = digit as u8;
-        digit += 1;
-    }
-    table
-};
-
+/// Without branches or tables, so that the compiler makes vector code of it: prompts have thousands of keys.
 fn from_hex(text: &[u8]) -> Option<BlockKey> {
     let text: &[u8; 64] = text.try_into().ok()?;
-    let (mut bytes, mut seen) = ([0; 32], 0);
-    for (byte, pair) in bytes.iter_mut().zip(text.chunks_exact(2)) {
-        let (high, low) = (HEX[usize::from(pair[0])], HEX[usize::from(pair[1])]);
-        seen |= high | low;
-        *byte = high << 4 | low & 15;
+    let (mut digits, mut wrong) = ([0; 64], false);
+    for (digit, &character) in digits.iter_mut().zip(text) {
+        let (number, letter) = (character.wrapping_sub(b'0'), (character | 0x20).wrapping_sub(b'a'));
+        *digit = if number < 10 { number } else { letter.wrapping_add(10) };
+        wrong |= number >= 10 && letter >= 6;
     }
-    (seen < 16).then(|| BlockKey::new(bytes))
+    let mut bytes = [0; 32];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = pair[0] << 4 | pair[1];
+    }
+    (!wrong).then(|| BlockKey::new(bytes))
 }

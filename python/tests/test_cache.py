@@ -72,6 +72,16 @@ def test_keys_of_every_kind(cache):
         cache.match_prefix("abc")
 
 
+def test_hex_is_read_as_python_reads_it(cache):
+    good = "0123456789abcdef" * 4
+    cache.store([bytes.fromhex(good)], [block(0)])
+    texts = [good[:at] + chr(code) + good[at + 1 :] for at in range(64) for code in range(128)]
+    # With a character that is no digit it is a name, and names another block.
+    expected = [text.lower() == good for text in texts]
+    assert sum(expected) == 64 + 24
+    assert cache.contains_each(texts) == expected
+
+
 def test_a_restart_keeps_the_blocks(store_dir):
     keys = [key(n) for n in range(30)]
     with opened(store_dir) as cache:
@@ -120,6 +130,22 @@ def test_blocks_go_straight_to_memory_that_direct_io_can_reach(store_dir):
             assert straight == [4, 4] and stats["tiers"]["host"]["resident"] == 0
     with pytest.raises(kvhoist.ConfigError, match="bypass_host"):
         opened(store_dir, bypass_host="yes")
+
+
+def test_pinned_memory_is_read_into_and_stored_from(store_dir):
+    segment = 64 << 10
+    with opened(store_dir, block_bytes=segment, host_bytes="1MiB", capacity="4MiB", bypass_host=True) as cache:
+        pools = [mmap.mmap(-1, 4 * segment) for _ in range(2)]
+        regions = [cache.register_host(pool, pin=True) for pool in pools]
+        # Where there is a ring, and as much memory may be locked.
+        assert {region.pinned for region in regions} == {cache.stats()["registered"]}
+        assert not cache.register_host(mmap.mmap(-1, 4096)).pinned
+        payload = os.urandom(segment)
+        pools[0][segment : 2 * segment] = payload
+        assert cache.store(["a"], [[(regions[0].address + segment, segment)]]) == [True]
+        regions[0].unregister()
+        assert cache.load(["a"], [[(regions[1].address, segment)]]) == [True]
+        assert pools[1][:segment] == payload and pools[1][segment:] == bytes(3 * segment)
 
 
 def test_memory_that_is_not_registered_is_refused(cache):

@@ -116,18 +116,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// arrive together leave one by one, and the first of them makes room for its successor on the disk while the
     /// others wait. All at once, they would all be late, and the disk idle meanwhile.
     pub(super) async fn checksum_of(&self, bytes: &[u8]) -> u64 {
-        let mut digest = Digest::new();
-        self.digest(&mut digest, bytes).await;
-        digest.finish()
+        self.checksum_of_parts([bytes]).await
     }
 
-    /// Takes the next bytes of a block into its checksum, likewise.
-    pub(super) async fn digest(&self, digest: &mut Digest, bytes: &[u8]) {
+    /// The same of a block in parts, which take one turn together: with a turn for each, blocks that come together
+    /// would all end late.
+    pub(super) async fn checksum_of_parts<'a>(&self, parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
         let _turn = self.checksums.acquire().await.expect("never closed");
-        for chunk in bytes.chunks(CHECKSUM_CHUNK_BYTES) {
-            digest.update(chunk);
-            crate::io::yield_now().await;
+        let mut digest = Digest::new();
+        for part in parts {
+            for chunk in part.chunks(CHECKSUM_CHUNK_BYTES) {
+                digest.update(chunk);
+                crate::io::yield_now().await;
+            }
         }
+        digest.finish()
     }
 
     pub(super) async fn verify_here(&self, mut unverified: Unverified) -> Outcome {

@@ -15,7 +15,6 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
-    checksum::Digest,
     config::WritePolicy,
     copy::CopyEngine,
     error::{Error, Result},
@@ -222,13 +221,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// The checksum of what is in a job's segments.
     async fn checksum_of_segments(&self, job: &Job) -> u64 {
-        let mut digest = Digest::new();
-        for segment in &job.segments {
+        let bytes = |segment: &Segment| {
             // SAFETY: in a region that the job holds, mapped and initialized, and nobody writes to it: its owner
             // promised that at registration, and what was read into it has ended.
-            let bytes = unsafe { std::slice::from_raw_parts(segment.ptr.cast_const(), segment.len) };
-            self.digest(&mut digest, bytes).await;
-        }
-        digest.finish()
+            unsafe { std::slice::from_raw_parts(segment.ptr.cast_const(), segment.len) }
+        };
+        self.checksum_of_parts(job.segments.iter().map(bytes)).await
     }
 }
