@@ -49,7 +49,7 @@ fn every_byte_of_every_shape_arrives() {
             // A few requests at a time, and each of them waits for the thread.
             "late,depth=1,cqe=2,sge=1" => Scale { longest: 70_000, batches: 60, rounds: 1 },
             "late,msg=4096,burst=64" => Scale { longest: 300_000, batches: 200, rounds: 2 },
-            _ => Scale { longest: 5 << 20, batches: 400, rounds: 3 },
+            _ => Scale { longest: 2 << 20, batches: 200, rounds: 2 },
         };
         let seed = seed();
         on_reactor(async {

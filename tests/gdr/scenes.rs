@@ -21,7 +21,7 @@ pub struct Scale {
 }
 
 impl Scale {
-    pub const FULL: Scale = Scale { longest: 16 << 20, batches: 3000, rounds: 6 };
+    pub const FULL: Scale = Scale { longest: 16 << 20, batches: 2000, rounds: 2 };
     pub const EMULATED: Scale = Scale { longest: 16 << 20, batches: 2000, rounds: 2 };
 }
 

@@ -164,7 +164,7 @@ pub fn on_blocking(property: impl AsyncFnOnce(Rc<Blocking>, Arc<Arena>)) {
 pub fn on_sim(property: impl AsyncFnOnce(Rc<kvhoist::io::sim::Sim>, Arc<Arena>)) {
     use kvhoist::io::sim::{FaultRates, Sim, SimOptions};
     let rates = FaultRates { short: 0.05, ..FaultRates::default() };
-    let options = SimOptions { align_bytes: 1, rates, ..SimOptions::default() };
+    let options = SimOptions { align_bytes: 1, memory_align_bytes: 1, rates, ..SimOptions::default() };
     let runtime =
         tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
     let engine = Rc::new(Sim::new(1, vec![Vec::new(); 3], options));
