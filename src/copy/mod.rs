@@ -14,7 +14,7 @@ pub use memcpy::Memcpy;
 pub use pair::pair_segments;
 pub use region::CopyRegion;
 
-use std::{any::Any, future::Future, sync::Arc, time::Duration};
+use std::{any::Any, cell::Cell, future::Future, sync::Arc, time::Duration};
 
 use crate::{block::Segment, error::Result};
 
@@ -46,6 +46,8 @@ pub enum Direction {
 /// Copies that start together and complete together, with what keeps their memory alive.
 pub struct CopyBatch {
     ops: Vec<CopyOp>,
+    /// Sum of their lengths: asked for on the way of every copy, where another pass over thousands would be felt.
+    bytes: u64,
     direction: Direction,
     owners: Vec<Arc<dyn Any + Send + Sync>>,
     prompt: bool,
@@ -59,7 +61,8 @@ impl CopyBatch {
     /// Until the batch is dropped every `src` range must stay readable and unwritten, every `dst`
     /// range must stay writable and untouched by others, and `owners` must keep both mapped.
     pub unsafe fn new(ops: Vec<CopyOp>, direction: Direction, owners: Vec<Arc<dyn Any + Send + Sync>>) -> Self {
-        CopyBatch { ops, direction, owners, prompt: false, regions: Vec::new() }
+        let bytes = ops.iter().map(|op| op.len as u64).sum();
+        CopyBatch { ops, bytes, direction, owners, prompt: false, regions: Vec::new() }
     }
 
     /// The same, for somebody who waits for this batch while others come after it: an engine that lets batches go
@@ -98,12 +101,21 @@ impl CopyBatch {
 
     /// Sum of their lengths.
     pub fn bytes(&self) -> u64 {
-        self.ops.iter().map(|op| op.len as u64).sum()
+        self.bytes
     }
 
     /// Gives back what kept the memory alive.
     pub fn into_owners(self) -> Vec<Arc<dyn Any + Send + Sync>> {
         self.owners
+    }
+}
+
+/// Says that no task of an engine polls any longer, also where it is dropped with its runtime.
+struct Polling<'a>(&'a Cell<bool>);
+
+impl Drop for Polling<'_> {
+    fn drop(&mut self) {
+        self.0.set(false);
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, StorageKind, WritePolicy};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Segment, StorageKind, WritePolicy, block_on};
 use tempfile::TempDir;
 
 pub const BLOCK_BYTES: usize = 16 << 10;
@@ -98,4 +98,31 @@ pub async fn fetch_verified(cache: &Cache, n: u64) -> bool {
 
 pub async fn store(cache: &Cache, n: u64) {
     cache.store(&key(n), None, &payload(n, cache.config().block_bytes)).await.expect("store");
+}
+
+/// Places of blocks in a pool of the caller, layer by layer: four pieces each.
+fn places(base: *mut u8, blocks: usize) -> Vec<Vec<Segment>> {
+    let quarter = BLOCK_BYTES / 4;
+    let place =
+        |block: usize, part: usize| Segment { ptr: base.wrapping_add((part * blocks + block) * quarter), len: quarter };
+    (0..blocks).map(|block| (0..4).map(|part| place(block, part)).collect()).collect()
+}
+
+/// Loads 16 blocks into a pool of the caller that begins at `base`, and stores them from there; each is right.
+pub fn load_and_store(cache: &Cache, base: *mut u8) {
+    let (keys, places): (Vec<_>, _) = ((0..16).map(key).collect(), places(base, 16));
+    for n in 0..16 {
+        block_on(store(cache, n));
+    }
+    let loaded = block_on(cache.load_into(&keys, &places)).expect("loads");
+    assert!(loaded.into_iter().all(|result| result.expect("load")), "all were stored");
+    for n in 0..16 {
+        assert!(block_on(cache.remove(&key(n))).expect("remove"));
+    }
+    let stored = block_on(cache.store_from(&keys, None, &places)).expect("stores");
+    assert!(stored.into_iter().all(|result| result.expect("store")), "all were stored");
+    for n in 0..16 {
+        assert!(block_on(fetch_verified(cache, n)), "block {n}");
+        assert!(block_on(cache.remove(&key(n))).expect("remove"));
+    }
 }

@@ -13,7 +13,7 @@ use std::{path::Path, process::Command, sync::OnceLock};
 
 use common::{BLOCK_BYTES, key, payload};
 use kvhoist::{
-    Cache, Config, DeviceKind, Error, Segment, Tier,
+    Cache, Config, DeviceKind, Error, Tier,
     block::Layout,
     block_on,
     copy::cuda::CopyMethod,
@@ -179,27 +179,7 @@ fn a_pool_of_the_caller_is_filled_and_stored_from() {
         let pool = DeviceBuffer::new(gpu, 16 * BLOCK_BYTES).expect("memory");
         // SAFETY: the pool lives until the region is given back below, and nobody else uses it.
         let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
-        let keys: Vec<_> = (0..16).map(key).collect();
-        // Layer-first: quarter `q` of all blocks lie together.
-        let quarter = BLOCK_BYTES / 4;
-        let place = |block: usize, q: usize| Segment {
-            ptr: pool.base().as_ptr().wrapping_add((q * 16 + block) * quarter),
-            len: quarter,
-        };
-        let places: Vec<Vec<Segment>> = (0..16).map(|block| (0..4).map(|q| place(block, q)).collect()).collect();
-        for n in 0..16 {
-            block_on(common::store(&cache, n));
-        }
-        let loaded = block_on(cache.load_into(&keys, &places)).expect("loads");
-        assert!(loaded.into_iter().all(|result| result.expect("load")), "all were stored");
-        for n in 0..16 {
-            assert!(block_on(cache.remove(&key(n))).expect("remove"));
-        }
-        let stored = block_on(cache.store_from(&keys, None, &places)).expect("stores");
-        assert!(stored.into_iter().all(|result| result.expect("store")), "all were stored");
-        for n in 0..16 {
-            assert!(block_on(common::fetch_verified(&cache, n)), "block {n}");
-        }
+        common::load_and_store(&cache, pool.base().as_ptr());
         block_on(cache.unregister(region));
         block_on(cache.close()).expect("close");
     });

@@ -224,32 +224,6 @@ fn a_close_in_mid_copy_waits_or_fails_over_and_leaves_nothing() {
     });
 }
 
-/// Places of blocks in a pool of the caller, layer by layer: four pieces each.
-fn places(base: *mut u8, blocks: usize) -> Vec<Vec<Segment>> {
-    let quarter = BLOCK_BYTES / 4;
-    let place =
-        |block: usize, part: usize| Segment { ptr: base.wrapping_add((part * blocks + block) * quarter), len: quarter };
-    (0..blocks).map(|block| (0..4).map(|part| place(block, part)).collect()).collect()
-}
-
-fn load_and_store(cache: &Cache, base: *mut u8) {
-    let (keys, places): (Vec<_>, _) = ((0..16).map(key).collect(), places(base, 16));
-    for n in 0..16 {
-        block_on(common::store(cache, n));
-    }
-    let loaded = block_on(cache.load_into(&keys, &places)).expect("loads");
-    assert!(loaded.into_iter().all(|result| result.expect("load")), "all were stored");
-    for n in 0..16 {
-        assert!(block_on(cache.remove(&key(n))).expect("remove"));
-    }
-    let stored = block_on(cache.store_from(&keys, None, &places)).expect("stores");
-    assert!(stored.into_iter().all(|result| result.expect("store")), "all were stored");
-    for n in 0..16 {
-        assert!(block_on(common::fetch_verified(cache, n)), "block {n}");
-        assert!(block_on(cache.remove(&key(n))).expect("remove"));
-    }
-}
-
 #[test]
 fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
     let cases = ["late", "late DOUBLE_ORDERING=0", "late,nodmabuf,peermem DOUBLE_ORDERING=0"];
@@ -261,9 +235,9 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
                 DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), 16 * BLOCK_BYTES).expect("memory");
             // SAFETY: the pool lives until the region is given back below, and nobody else uses it.
             let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
-            load_and_store(&cache, pool.base().as_ptr());
+            common::load_and_store(&cache, pool.base().as_ptr());
             let copied = copies(&cache, "gdr");
-            load_and_store(&cache, pool.base().as_ptr());
+            common::load_and_store(&cache, pool.base().as_ptr());
             assert!(copied >= 32 && copies(&cache, "gdr") > copied, "{:?}", cache.stats().copies);
             assert_eq!((get("regions"), get("registered")), (before.0 + 1, before.1 + 1), "once");
             block_on(cache.unregister(region));
@@ -272,8 +246,8 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
             let base = memory.as_mut_ptr();
             // SAFETY: as above.
             let region = unsafe { cache.register_host(base, 16 * BLOCK_BYTES) }.expect("registered");
-            load_and_store(&cache, base);
-            load_and_store(&cache, base);
+            common::load_and_store(&cache, base);
+            common::load_and_store(&cache, base);
             block_on(cache.unregister(region));
             drop(memory);
         }
@@ -292,7 +266,7 @@ fn a_pool_that_cannot_be_registered_is_copied_another_way() {
         let pool = DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), 16 * BLOCK_BYTES).expect("memory");
         // SAFETY: the pool lives until the region is given back below, and nobody else uses it.
         let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
-        load_and_store(&cache, pool.base().as_ptr());
+        common::load_and_store(&cache, pool.base().as_ptr());
         let stats = cache.stats();
         assert!(stats.gdr && copies(&cache, "cuda") >= 32, "{stats:?}");
         block_on(cache.unregister(region));

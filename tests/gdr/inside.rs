@@ -18,7 +18,7 @@ use kvhoist::{
 use crate::{
     common::{Rng, key, payload},
     machine::JOB,
-    rig::{Rig, SIDE_BYTES, Way, is_of_engine, on_reactor, scattered},
+    rig::{Rig, SIDE_BYTES, Way, on_reactor, scattered},
     scenes::{self, Scale},
     uverbs,
 };
@@ -94,23 +94,8 @@ async fn load(rig: Rc<Rig>, seed: u64, ended: Rc<Cell<bool>>) -> (usize, usize) 
     let (mut right, mut failed) = (0, 0);
     let mut rng = Rng(seed);
     while !ended.get() {
-        let places = scattered(&mut rng, 60, 3000, 0..SIDE_BYTES);
-        let tasks: Vec<_> = places
-            .chunks(3)
-            .enumerate()
-            .map(|(n, places)| {
-                let (rig, places) = (Rc::clone(&rig), places.to_vec());
-                let way = if n % 2 == 0 { Way::ToDevice } else { Way::ToHost };
-                tokio::task::spawn_local(async move { rig.copy(way, &places, n as u64).await })
-            })
-            .collect();
-        for task in tasks {
-            match task.await.expect("no panic") {
-                Ok(()) => right += 1,
-                Err(error) if is_of_engine(&error) => failed += 1,
-                Err(error) => panic!("{error}"),
-            }
-        }
+        let of_these = scenes::failures(&rig, &mut rng, 20).await;
+        (right, failed) = (right + 20 - of_these, failed + of_these);
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     (right, failed)

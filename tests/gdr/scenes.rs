@@ -2,11 +2,11 @@
 
 use std::rc::Rc;
 
-use kvhoist::copy::gdr::GdrOptions;
+use kvhoist::{Error, copy::gdr::GdrOptions};
 
 use crate::{
     common::Rng,
-    rig::{Place, Rig, SIDE_BYTES, Way, scattered},
+    rig::{Place, Rig, SIDE_BYTES, Way, is_of_engine, scattered},
 };
 
 /// How much of everything: an emulated machine does little in a second.
@@ -69,18 +69,31 @@ pub async fn scattered_pieces(rig: &Rig, seed: u64, scale: Scale) {
 pub async fn many_in_flight(rig: Rc<Rig>, seed: u64, scale: Scale) {
     let mut rng = Rng(seed);
     let places = scattered(&mut rng, scale.batches * 2, 600, 0..SIDE_BYTES);
-    let tasks: Vec<_> = places
-        .chunks(2)
-        .enumerate()
-        .map(|(n, places)| {
-            let (rig, places) = (Rc::clone(&rig), places.to_vec());
-            let way = if n % 2 == 0 { Way::ToDevice } else { Way::ToHost };
-            tokio::task::spawn_local(async move { rig.copy(way, &places, n as u64).await })
-        })
-        .collect();
+    volley(&rig, &places, 2).await.into_iter().for_each(|result| result.expect("copied"));
+}
+
+/// Batches of so many places, both ways in turns and all at once; what became of each. Those that did not fail are
+/// right.
+pub async fn volley(rig: &Rc<Rig>, places: &[Place], each: usize) -> Vec<Result<(), Error>> {
+    let start = |(n, places): (usize, &[Place])| {
+        let (rig, places) = (Rc::clone(rig), places.to_vec());
+        let way = if n % 2 == 0 { Way::ToDevice } else { Way::ToHost };
+        tokio::task::spawn_local(async move { rig.copy(way, &places, n as u64).await })
+    };
+    let tasks: Vec<_> = places.chunks(each).enumerate().map(start).collect();
+    let mut results = Vec::with_capacity(tasks.len());
     for task in tasks {
-        task.await.expect("no panic").expect("copied");
+        results.push(task.await.expect("no panic"));
     }
+    results
+}
+
+/// The same with batches of three places, drawn from `rng`, where the engine may fail and nothing else: how many it did.
+pub async fn failures(rig: &Rc<Rig>, rng: &mut Rng, batches: usize) -> usize {
+    let places = scattered(rng, batches * 3, 3000, 0..SIDE_BYTES);
+    let results = volley(rig, &places, 3).await;
+    let errors = results.into_iter().filter_map(Result::err);
+    errors.inspect(|error| assert!(is_of_engine(error), "{error}")).count()
 }
 
 /// Batches of all shapes, a few at a time.

@@ -9,30 +9,13 @@ use crate::{
     common::{Rng, seed},
     double::{get, is_forgotten, set, with_double, with_double_at_once},
     engine::is_cuda,
-    rig::{Rig, SIDE_BYTES, Way, is_of_engine, on_reactor, scattered},
+    rig::{Rig, on_reactor},
+    scenes::failures,
 };
 
 /// Batches of a few pieces each, all at once; how many of them failed. Those that did not are right.
 async fn volley(rig: &Rc<Rig>, batches: usize, seed: u64) -> usize {
-    let mut rng = Rng(seed);
-    let places = scattered(&mut rng, batches * 3, 3000, 0..SIDE_BYTES);
-    let tasks: Vec<_> = places
-        .chunks(3)
-        .enumerate()
-        .map(|(n, places)| {
-            let (rig, places) = (Rc::clone(rig), places.to_vec());
-            let way = if n % 2 == 0 { Way::ToDevice } else { Way::ToHost };
-            tokio::task::spawn_local(async move { rig.copy(way, &places, n as u64).await })
-        })
-        .collect();
-    let mut failed = 0;
-    for task in tasks {
-        if let Err(error) = task.await.expect("no panic") {
-            assert!(is_of_engine(&error), "{error}");
-            failed += 1;
-        }
-    }
-    failed
+    failures(rig, &mut Rng(seed), batches).await
 }
 
 fn is_retired(state: &GdrState) -> bool {

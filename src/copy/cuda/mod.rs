@@ -31,7 +31,7 @@ use self::{
     checksum::Checksums,
     launch::{Launched, Launcher, Ops},
 };
-use super::{CopyBatch, CopyEngine, CopyOp, Direction, Memcpy};
+use super::{CopyBatch, CopyEngine, CopyOp, Direction, Memcpy, Polling};
 use crate::{
     block::Segment,
     error::{Error, Result},
@@ -241,15 +241,6 @@ impl CopyEngine for CudaCopy {
         let method = self.inner.method(&ops, to_device);
         let estimate = self.inner.calibration.estimate(to_device, method, ops.mean_bytes(), ops.count);
         estimate.unwrap_or_default()
-    }
-}
-
-/// Says that no task polls any longer, also where it is dropped with its runtime.
-struct Polling<'a>(&'a Cell<bool>);
-
-impl Drop for Polling<'_> {
-    fn drop(&mut self) {
-        self.0.set(false);
     }
 }
 

@@ -1,7 +1,6 @@
 //! The task that takes completions: it looks for a while, then asks the channel and sleeps.
 
 use std::{
-    cell::Cell,
     io,
     os::fd::{BorrowedFd, OwnedFd, RawFd},
     rc::Rc,
@@ -10,7 +9,7 @@ use std::{
 
 use tokio::io::{Interest, unix::AsyncFd};
 
-use super::Inner;
+use super::{super::Polling, Inner};
 
 /// How long it looks before it sleeps: about what waking the reactor takes.
 const SPIN: Duration = Duration::from_micros(30);
@@ -34,15 +33,6 @@ impl Channel {
         let own = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned()?;
         // SAFETY: the descriptor is owned, never exchanged, and closed when the watch is over.
         unsafe { AsyncFd::register_with_interest(own, Interest::READABLE) }.map(Channel).map_err(io::Error::from)
-    }
-}
-
-/// Says that no task polls any longer, also where it is dropped with its runtime.
-struct Polling<'a>(&'a Cell<bool>);
-
-impl Drop for Polling<'_> {
-    fn drop(&mut self) {
-        self.0.set(false);
     }
 }
 
