@@ -1,6 +1,6 @@
 //! The cache against the bare ring loop on the same file, in interleaved rounds; and what it does without a disk.
 //!
-//!     cargo bench --bench engine -- [disk|tmpfs|store|hits|idle|start]... [--rounds N] [--spin-us N] [--dir DIR]
+//!     cargo bench --bench engine -- [disk|tmpfs|store|pool|hits|idle|start]... [--rounds N] [--spin-us N] [--dir DIR]
 //!
 //! Without a name all of them run.
 
@@ -23,7 +23,10 @@ use kvhoist_bench_kit::{
 
 const FILE_BYTES: u64 = 512 << 20;
 
-const NAMES: [&str; 6] = ["disk", "tmpfs", "store", "hits", "idle", "start"];
+/// Pages of 64 tokens of llama70b with 8 ranks, DeepSeek-V3 and llama8b.
+const POOL_BLOCKS: [usize; 3] = [2_621_440, 4_497_408, 8 << 20];
+
+const NAMES: [&str; 7] = ["disk", "tmpfs", "store", "pool", "hits", "idle", "start"];
 
 fn main() -> ExitCode {
     drive::main(&NAMES, env!("CARGO_TARGET_TMPDIR"), |name, options| match name {
@@ -32,6 +35,11 @@ fn main() -> ExitCode {
             .try_for_each(|(block_bytes, depth)| route(options, &options.dir, Way::DiskToHost, block_bytes, depth)),
         "tmpfs" => route(options, Path::new("/dev/shm"), Way::DiskToHost, 128 << 10, 8),
         "store" => route(options, &options.dir, Way::HostToDisk, 128 << 10, 32),
+        "pool" => POOL_BLOCKS.into_iter().try_for_each(|block_bytes| {
+            [Way::DiskToPool, Way::PoolToDisk]
+                .into_iter()
+                .try_for_each(|way| route(options, &options.dir, way, block_bytes, 8))
+        }),
         "hits" => hits(options),
         "idle" => idle(options),
         _ => start(options),

@@ -13,7 +13,7 @@ use std::{
 };
 
 use kvhoist::{
-    Cache, Config, DeviceKind, DiskPath, Segment, block_on,
+    BlockKey, Cache, Config, DeviceKind, DiskPath, Segment, block_on,
     gpu::{DeviceBuffer, Gpu},
     tier::{device::DeviceMemory, disk::format::stripe::Stripe},
 };
@@ -23,7 +23,7 @@ use crate::{
     cufile,
     drive::{check_on_device, each, fetch_stamped, key, measured, other, run_local, store_stamped, to_device},
     measure::{Entrant, Sample, Series, interleave_told, ratio, table},
-    pattern::{shuffled, stamp},
+    pattern::{shuffled, stamp, verify},
     peers::{self, Places},
     ring::{BareRing, Op, Setup},
     scratch::{Scratch, Slab},
@@ -57,7 +57,14 @@ pub enum Way {
     HostToDisk,
     /// Blocks of a caller's pool on the device, written through.
     DeviceToDisk(DeviceKind),
+    /// Cold blocks straight to a caller's pool in host memory, in calls of [`CALL_BLOCKS`].
+    DiskToPool,
+    /// Blocks of a caller's pool in host memory, written straight to disk, in such calls.
+    PoolToDisk,
 }
+
+/// Blocks of one call where a route takes many: pages of one of SGLang's calls.
+pub const CALL_BLOCKS: usize = 128;
 
 /// What a route gave: the bare loop first, the cache second, others after them.
 pub struct Report {
@@ -94,12 +101,27 @@ impl Way {
             Way::DiskToDevice(_) => "disk to device",
             Way::HostToDisk => "host to disk",
             Way::DeviceToDisk(_) => "device to disk",
+            Way::DiskToPool => "disk to pool",
+            Way::PoolToDisk => "pool to disk",
         }
     }
 
     fn device(self) -> Option<DeviceKind> {
         match self {
             Way::DiskToDevice(device) | Way::DeviceToDisk(device) => Some(device),
+            _ => None,
+        }
+    }
+
+    fn bypasses_host(self) -> bool {
+        matches!(self, Way::DiskToPool | Way::PoolToDisk)
+    }
+
+    /// The caller's pool that it needs.
+    fn pool(self) -> Option<Home> {
+        match self {
+            Way::DeviceToDisk(device) => Some(Home::Device(device)),
+            Way::DiskToPool | Way::PoolToDisk => Some(Home::Host),
             _ => None,
         }
     }
@@ -121,8 +143,8 @@ impl Shape {
         }
         let world = World::open(self, way)?;
         let (series, record_writes) = match way {
-            Way::DiskToHost | Way::DiskToDevice(_) => (world.reads(way, told)?, None),
-            Way::HostToDisk | Way::DeviceToDisk(_) => {
+            Way::DiskToHost | Way::DiskToDevice(_) | Way::DiskToPool => (world.reads(way, told)?, None),
+            Way::HostToDisk | Way::DeviceToDisk(_) | Way::PoolToDisk => {
                 let (series, pages) = world.writes(way, told)?;
                 (series, Some(pages))
             }
@@ -152,6 +174,7 @@ impl<'a> World<'a> {
             device_blocks: if way.device().is_some() { slots } else { 0 },
             device: way.device().unwrap_or_default(),
             disks: vec![DiskPath { path: scratch.path().to_owned(), blocks: shape.blocks() as u32 }],
+            bypass_host: way.bypasses_host(),
             spin_us: shape.spin_us,
             ..Config::default()
         };
@@ -169,12 +192,37 @@ impl<'a> World<'a> {
         run_local(each(order, self.shape.depth, move |n| task(cache.clone(), n)))
     }
 
+    /// Runs `call` for the blocks of `order`, [`CALL_BLOCKS`] at a time and one after the other.
+    fn calls(
+        &self,
+        order: impl Iterator<Item = u64>,
+        pool: &Pool,
+        call: impl AsyncFn(&[u64], &[BlockKey], &[Vec<Segment>]) -> Result<Vec<kvhoist::Result<bool>>, kvhoist::Error>,
+    ) -> io::Result<()> {
+        let (order, blocks): (Vec<_>, _) = (order.collect(), self.shape.blocks());
+        for part in order.chunks(CALL_BLOCKS) {
+            let keys: Vec<_> = part.iter().map(|&n| key(n)).collect();
+            let places: Vec<_> = part.iter().map(|&n| pool.place()(n % blocks)).collect();
+            let results = block_on(call(part, &keys, &places)).map_err(other)?;
+            results.into_iter().try_for_each(|result| match result {
+                Ok(true) => Ok(()),
+                Ok(false) => Err(other("a block is missing")),
+                Err(error) => Err(other(error)),
+            })?;
+        }
+        Ok(())
+    }
+
     fn reads(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<Vec<Series>> {
         let Shape { block_bytes, depth, file_bytes, rounds, .. } = *self.shape;
         let blocks = self.shape.blocks();
         self.each(0..blocks, store_stamped)?;
         block_on(self.cache.sync()).map_err(other)?;
         let file = open_direct(&self.scratch.path().join("kvhoist.store"))?;
+        let pool = match way.pool() {
+            Some(home) => Some(Pool::open(self, home)?),
+            None => None,
+        };
         let data_offset = Stripe::new(&self.settings).locate(0).1;
         let mut ring = BareRing::open(block_bytes, depth, Setup::Coop)?;
         let bare = Entrant::new("bare ring, to host", |round| {
@@ -185,8 +233,13 @@ impl<'a> World<'a> {
         let kvhoist = Entrant::new(format!("kvhoist, {}", way.name()), |round| {
             // An order of its own: the same one would find in the host's caches what the bare loop just read.
             let order = shuffled(!round, blocks);
-            measured(file_bytes, || match way {
-                Way::DiskToHost => self.each(order, |cache, n| fetch_stamped(cache, n, n)),
+            measured(file_bytes, || match (way, &pool) {
+                (Way::DiskToHost, _) => self.each(order, |cache, n| fetch_stamped(cache, n, n)),
+                (_, Some(pool)) => self.calls(order, pool, async |numbers, keys, places| {
+                    let loaded = self.cache.load_into(keys, places).await?;
+                    numbers.iter().try_for_each(|&n| verify(pool.block(n), n)).expect("right bytes");
+                    Ok(loaded)
+                }),
                 _ => self.each(order, to_device),
             })
         });
@@ -209,8 +262,8 @@ impl<'a> World<'a> {
     fn writes(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<(Vec<Series>, f64)> {
         let Shape { block_bytes, depth, file_bytes, rounds, .. } = *self.shape;
         let blocks = self.shape.blocks();
-        let pool = match way.device() {
-            Some(device) => Some(Pool::filled(self, device)?),
+        let pool = match way.pool() {
+            Some(home) => Some(Pool::filled(self, home)?),
             None => None,
         };
         // Both files are written once before, so that no round pays for the file system's first allocation.
@@ -232,12 +285,15 @@ impl<'a> World<'a> {
             let from = next.replace(next.get() + blocks);
             measured(file_bytes, || match &pool {
                 None => self.each(from..from + blocks, store_stamped),
+                Some(pool) if way.bypasses_host() => self.calls(from..from + blocks, pool, async |_, keys, places| {
+                    self.cache.store_from(keys, None, places).await
+                }),
                 Some(pool) => {
                     let place = pool.place();
                     self.each(from..from + blocks, move |cache, n| {
                         let place = place(n % blocks);
                         async move {
-                            let stored = cache.store_from(&[key(n)], None, &place).await.map_err(other)?;
+                            let stored = cache.store_from(&[key(n)], None, &[place]).await.map_err(other)?;
                             stored.into_iter().try_for_each(|result| result.map(drop)).map_err(other)
                         }
                     })
@@ -260,12 +316,20 @@ fn open_direct(path: &Path) -> io::Result<File> {
     OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)
 }
 
-/// A pool of the caller on the device, or in host memory that plays it: block `n` holds the stamps of `n`.
+/// Memory of a caller that blocks are loaded into and stored from.
 struct Pool {
     base: usize,
     block_bytes: usize,
     region: kvhoist::Region,
     _memory: Memory,
+}
+
+/// Where a pool lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Home {
+    /// In host memory, as a buffer of the ring.
+    Host,
+    Device(DeviceKind),
 }
 
 enum Memory {
@@ -274,9 +338,10 @@ enum Memory {
 }
 
 impl Pool {
-    fn filled(world: &World<'_>, device: DeviceKind) -> io::Result<Pool> {
+    /// Room for as many blocks as the shape has.
+    fn open(world: &World<'_>, home: Home) -> io::Result<Pool> {
         let (blocks, block_bytes) = (world.shape.blocks(), world.shape.block_bytes);
-        let (base, memory) = if device == DeviceKind::Simulated {
+        let (base, memory) = if matches!(home, Home::Host | Home::Device(DeviceKind::Simulated)) {
             let mut slab = Slab::new(block_bytes, blocks as usize)?;
             (slab.block(0).as_mut_ptr(), Memory::Host { _slab: slab })
         } else {
@@ -284,26 +349,47 @@ impl Pool {
             let buffer = buffer.map_err(other)?;
             (buffer.base().as_ptr(), Memory::Device { _buffer: buffer })
         };
-        // SAFETY: the pool outlives the cache's use of it (`unregister` in `writes`, or the end of the cache), and
-        // nobody else knows it.
-        let region = unsafe { world.cache.register_device(base, blocks as usize * block_bytes) }.map_err(other)?;
-        let pool = Pool { base: base.expose_provenance(), block_bytes, region, _memory: memory };
-        // What is in it: stamped blocks, brought there by the cache itself.
+        let (cache, bytes) = (&world.cache, blocks as usize * block_bytes);
+        // SAFETY: the pool outlives the cache's use of it (`unregister` in `writes`, or the end of the cache, which
+        // every way out of `measure` but an error has awaited), and nobody else knows it.
+        let region = unsafe {
+            match home {
+                Home::Host => cache.register_host(base, bytes),
+                Home::Device(_) => cache.register_device(base, bytes),
+            }
+        };
+        let region = region.map_err(other)?;
+        if home == Home::Host && !block_on(cache.pin_region(&region)).map_err(other)? {
+            eprintln!("the pool is no buffer of the ring: raise `ulimit -l`");
+        }
+        Ok(Pool { base: base.expose_provenance(), block_bytes, region, _memory: memory })
+    }
+
+    /// The same, filled: block `n` holds the stamps of `n`, brought there by the cache itself.
+    fn filled(world: &World<'_>, home: Home) -> io::Result<Pool> {
+        let pool = Self::open(world, home)?;
         let place = pool.place();
-        world.each(0..blocks, move |cache, n| {
+        world.each(0..world.shape.blocks(), move |cache, n| {
             let place = place(n);
             async move {
                 store_stamped(cache.clone(), n).await?;
-                let loaded = cache.load_into(&[key(n)], &place).await.map_err(other)?;
+                let loaded = cache.load_into(&[key(n)], &[place]).await.map_err(other)?;
                 loaded.into_iter().try_for_each(|result| result.map(drop)).map_err(other)
             }
         })?;
         Ok(pool)
     }
 
-    /// Where block `n` lies, as `store_from` wants it.
-    fn place(&self) -> impl Fn(u64) -> Vec<Vec<Segment>> + 'static {
+    /// Where block `n` lies.
+    fn place(&self) -> impl Fn(u64) -> Vec<Segment> + 'static {
         let (base, len) = (self.base, self.block_bytes);
-        move |n| vec![vec![Segment { ptr: std::ptr::with_exposed_provenance_mut(base + n as usize * len), len }]]
+        move |n| vec![Segment { ptr: std::ptr::with_exposed_provenance_mut(base + n as usize * len), len }]
+    }
+
+    /// Block `n` of a pool in host memory that nothing moves to or from.
+    fn block(&self, n: u64) -> &[u8] {
+        let Segment { ptr, len } = self.place()(n)[0];
+        // SAFETY: within the pool, which is mapped and initialized, and no call on the cache is under way.
+        unsafe { std::slice::from_raw_parts(ptr, len) }
     }
 }
