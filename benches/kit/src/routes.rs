@@ -5,7 +5,7 @@
 //! them.
 
 use std::{
-    cell::Cell,
+    cell::{Cell, RefCell},
     fs::{File, OpenOptions},
     io,
     os::unix::fs::OpenOptionsExt,
@@ -132,6 +132,10 @@ impl Shape {
         self.file_bytes / self.block_bytes as u64
     }
 
+    fn round_bytes(&self) -> u64 {
+        self.blocks() * self.block_bytes as u64
+    }
+
     /// Measures a route; `told` is called after every round of every contender, and its error ends the run.
     ///
     /// # Errors
@@ -197,13 +201,13 @@ impl<'a> World<'a> {
         &self,
         order: impl Iterator<Item = u64>,
         pool: &Pool,
-        call: impl AsyncFn(&[u64], &[BlockKey], &[Vec<Segment>]) -> Result<Vec<kvhoist::Result<bool>>, kvhoist::Error>,
+        call: impl AsyncFn(&[BlockKey], &[Vec<Segment>]) -> Result<Vec<kvhoist::Result<bool>>, kvhoist::Error>,
     ) -> io::Result<()> {
         let (order, blocks): (Vec<_>, _) = (order.collect(), self.shape.blocks());
         for part in order.chunks(CALL_BLOCKS) {
             let keys: Vec<_> = part.iter().map(|&n| key(n)).collect();
             let places: Vec<_> = part.iter().map(|&n| pool.place()(n % blocks)).collect();
-            let results = block_on(call(part, &keys, &places)).map_err(other)?;
+            let results = block_on(call(&keys, &places)).map_err(other)?;
             results.into_iter().try_for_each(|result| match result {
                 Ok(true) => Ok(()),
                 Ok(false) => Err(other("a block is missing")),
@@ -214,36 +218,54 @@ impl<'a> World<'a> {
     }
 
     fn reads(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<Vec<Series>> {
-        let Shape { block_bytes, depth, file_bytes, rounds, .. } = *self.shape;
-        let blocks = self.shape.blocks();
-        self.each(0..blocks, store_stamped)?;
-        block_on(self.cache.sync()).map_err(other)?;
-        let file = open_direct(&self.scratch.path().join("kvhoist.store"))?;
+        let Shape { block_bytes, depth, rounds, .. } = *self.shape;
+        let (blocks, round_bytes) = (self.shape.blocks(), self.shape.round_bytes());
         let pool = match way.pool() {
-            Some(home) => Some(Pool::open(self, home)?),
+            Some(home) => Some(RefCell::new(Pool::stored(self, home)?)),
             None => None,
         };
+        if pool.is_none() {
+            self.each(0..blocks, store_stamped)?;
+        }
+        block_on(self.cache.sync()).map_err(other)?;
+        let file = open_direct(&self.scratch.path().join("kvhoist.store"))?;
         let data_offset = Stripe::new(&self.settings).locate(0).1;
-        let mut ring = BareRing::open(block_bytes, depth, Setup::Coop)?;
-        let bare = Entrant::new("bare ring, to host", |round| {
+        let ring = RefCell::new(BareRing::open(block_bytes, depth, Setup::Coop)?);
+        let read = |round, on_block: &mut dyn FnMut(&[u8]) -> io::Result<()>| {
             let offsets = shuffled(round, blocks).map(|n| data_offset + n * block_bytes as u64);
-            // Which block is in which slot is the cache's business: the bare loop looks at as many places of each.
-            ring.run(&file, Op::Read, offsets, |_, block| peers::check_stamped(block))
-        });
+            ring.borrow_mut().run(&file, Op::Read, offsets, |_, block| on_block(block))
+        };
+        // Which block is in which slot is the cache's business: the bare loop looks at as many places of each.
+        let bare = Entrant::new("bare ring, to host", |round| read(round, &mut |block| peers::check_stamped(block)));
         let kvhoist = Entrant::new(format!("kvhoist, {}", way.name()), |round| {
             // An order of its own: the same one would find in the host's caches what the bare loop just read.
             let order = shuffled(!round, blocks);
-            measured(file_bytes, || match (way, &pool) {
-                (Way::DiskToHost, _) => self.each(order, |cache, n| fetch_stamped(cache, n, n)),
-                (_, Some(pool)) => self.calls(order, pool, async |numbers, keys, places| {
-                    let loaded = self.cache.load_into(keys, places).await?;
-                    numbers.iter().try_for_each(|&n| verify(pool.block(n), n)).expect("right bytes");
-                    Ok(loaded)
-                }),
-                _ => self.each(order, to_device),
-            })
+            match (way, &pool) {
+                (_, Some(pool)) => {
+                    pool.borrow_mut().spoil();
+                    let pool = pool.borrow();
+                    let load =
+                        async |keys: &[BlockKey], places: &[Vec<Segment>]| self.cache.load_into(keys, places).await;
+                    let sample = measured(round_bytes, || self.calls(order, &pool, load))?;
+                    (0..blocks).try_for_each(|n| verify(pool.block(n), n))?;
+                    Ok(sample)
+                }
+                (Way::DiskToHost, _) => {
+                    measured(round_bytes, || self.each(order, |cache, n| fetch_stamped(cache, n, n)))
+                }
+                _ => measured(round_bytes, || self.each(order, to_device)),
+            }
         });
         let mut entrants = vec![bare, kvhoist];
+        if way == Way::DiskToPool {
+            // What every byte's verification costs, where nothing else is done.
+            entrants.push(Entrant::new("bare ring, to host, summed up", |round| {
+                read(round.rotate_left(32), &mut |block| {
+                    std::hint::black_box(kvhoist::checksum::checksum(block));
+                    Ok(())
+                })
+            }));
+        }
         if let Way::DiskToDevice(DeviceKind::Cuda) = way {
             let places = Places { file: &file, data_offset, block_bytes, blocks };
             entrants.push(peers::pread_and_copy(places)?);
@@ -260,10 +282,11 @@ impl<'a> World<'a> {
     }
 
     fn writes(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<(Vec<Series>, f64)> {
-        let Shape { block_bytes, depth, file_bytes, rounds, .. } = *self.shape;
-        let blocks = self.shape.blocks();
+        let Shape { block_bytes, depth, rounds, .. } = *self.shape;
+        let (blocks, round_bytes) = (self.shape.blocks(), self.shape.round_bytes());
         let pool = match way.pool() {
-            Some(home) => Some(Pool::filled(self, home)?),
+            Some(home @ Home::Host) => Some(Pool::stored(self, home)?),
+            Some(home @ Home::Device(_)) => Some(Pool::filled(self, home)?),
             None => None,
         };
         // Both files are written once before, so that no round pays for the file system's first allocation.
@@ -283,11 +306,13 @@ impl<'a> World<'a> {
         let next = Cell::new(blocks);
         let kvhoist = Entrant::new(format!("kvhoist, {}", way.name()), |_| {
             let from = next.replace(next.get() + blocks);
-            measured(file_bytes, || match &pool {
+            measured(round_bytes, || match &pool {
                 None => self.each(from..from + blocks, store_stamped),
-                Some(pool) if way.bypasses_host() => self.calls(from..from + blocks, pool, async |_, keys, places| {
-                    self.cache.store_from(keys, None, places).await
-                }),
+                Some(pool) if way.bypasses_host() => {
+                    self.calls(from..from + blocks, pool, async |keys: &[BlockKey], places: &[Vec<Segment>]| {
+                        self.cache.store_from(keys, None, places).await
+                    })
+                }
                 Some(pool) => {
                     let place = pool.place();
                     self.each(from..from + blocks, move |cache, n| {
@@ -365,7 +390,17 @@ impl Pool {
         Ok(Pool { base: base.expose_provenance(), block_bytes, region, _memory: memory })
     }
 
-    /// The same, filled: block `n` holds the stamps of `n`, brought there by the cache itself.
+    /// The same in host memory, filled and stored from there, straight: block `n` holds the stamps of `n`.
+    fn stored(world: &World<'_>, home: Home) -> io::Result<Pool> {
+        let mut pool = Self::open(world, home)?;
+        let blocks = world.shape.blocks();
+        (0..blocks).for_each(|n| stamp(pool.block_mut(n), n));
+        let store = async |keys: &[BlockKey], places: &[Vec<Segment>]| world.cache.store_from(keys, None, places).await;
+        world.calls(0..blocks, &pool, store)?;
+        Ok(pool)
+    }
+
+    /// The same on a device, filled: block `n` holds the stamps of `n`, brought there by the cache itself.
     fn filled(world: &World<'_>, home: Home) -> io::Result<Pool> {
         let pool = Self::open(world, home)?;
         let place = pool.place();
@@ -391,5 +426,17 @@ impl Pool {
         let Segment { ptr, len } = self.place()(n)[0];
         // SAFETY: within the pool, which is mapped and initialized, and no call on the cache is under way.
         unsafe { std::slice::from_raw_parts(ptr, len) }
+    }
+
+    fn block_mut(&mut self, n: u64) -> &mut [u8] {
+        let Segment { ptr, len } = self.place()(n)[0];
+        // SAFETY: as above, and borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(ptr, len) }
+    }
+
+    /// Makes every block of a pool in host memory another: what a load leaves out is found then.
+    fn spoil(&mut self) {
+        let Memory::Host { _slab: slab } = &self._memory else { return };
+        (0..slab.count() as u64).for_each(|n| stamp(self.block_mut(n), !n));
     }
 }

@@ -52,6 +52,11 @@ impl Slab {
         unsafe { slice::from_raw_parts_mut(self.base.as_ptr().add(index * self.block_bytes), self.block_bytes) }
     }
 
+    /// How many blocks there are.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
     /// The blocks as the kernel wants them for registration.
     pub fn iovecs(&self) -> Vec<libc::iovec> {
         let address = |index| self.base.as_ptr().wrapping_add(index * self.block_bytes).cast();
