@@ -10,6 +10,7 @@ use crate::{
     copy::gdr::GdrState,
     error::{Error, Result},
     mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply, Urgent},
+    tier::huge,
 };
 
 /// A registered range of foreign memory. Give it back with [`Cache::unregister`]: until that has
@@ -161,15 +162,25 @@ impl Cache {
     /// kernel takes for a transfer. `false` where there is no ring, or where the kernel refuses it (`RLIMIT_MEMLOCK`),
     /// which is in the log; all else works as before.
     ///
-    /// Pinning takes some 30 ms a GiB, for this region and all that are pinned already, in which the cache moves
-    /// nothing: do it before there is traffic.
+    /// Before that the region is moved into huge pages, as far as the system lets it (Linux 6.1 or later; never what
+    /// a device has pinned): in small pages that lie apart a drive gets smaller requests, and more of them. What it
+    /// holds stays, and its addresses do.
+    ///
+    /// Moving takes some 0.2 s a GiB, beside everything else. Pinning takes some 30 ms a GiB, for this region and all
+    /// that are pinned already, in which the cache moves nothing: do it before there is traffic.
     ///
     /// # Errors
     /// [`Error::Closed`].
     ///
     /// # Cancel safety
-    /// The region is pinned all the same.
+    /// The region may be pinned all the same.
     pub async fn pin_region(&self, region: &Region) -> Result<bool> {
+        let RegionInner { start, len, memory, .. } = *region.inner;
+        if memory == RegionMemory::Host
+            && let Err(error) = huge::gather(start, len).await
+        {
+            tracing::debug!(%error, start, len, "not all of a region could be moved into huge pages");
+        }
         region.inner.wanted_fixed.store(true, Ordering::Release);
         self.ask_region(&region.inner, true).await
     }

@@ -3,4 +3,5 @@
 pub mod arena;
 pub mod device;
 pub mod disk;
+pub(crate) mod huge;
 mod mapping;

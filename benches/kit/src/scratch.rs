@@ -19,12 +19,17 @@ use crate::{
 /// Every address, offset and length of direct I/O is a multiple of this.
 pub const ALIGN: usize = 4096;
 
-/// `count` page-aligned blocks in one mapping.
+/// `count` blocks in one mapping, in huge pages where the system has them: in small ones requests are as large as pages
+/// happen to lie together, and that differs from run to run.
 pub struct Slab {
+    mapping: NonNull<u8>,
+    mapped_bytes: usize,
     base: NonNull<u8>,
     block_bytes: usize,
     count: usize,
 }
+
+const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 // SAFETY: the only owner of its mapping, which is the same on every thread.
 unsafe impl Send for Slab {}
@@ -33,15 +38,25 @@ impl Slab {
     /// Maps and touches the memory, so that no round pays for page faults.
     pub fn new(block_bytes: usize, count: usize) -> io::Result<Slab> {
         assert!(block_bytes > 0 && block_bytes.is_multiple_of(ALIGN), "{block_bytes} bytes is no multiple of {ALIGN}");
-        let (prot, flags) =
-            (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_POPULATE);
+        // Whole huge pages, and room to begin on one.
+        let bytes = (block_bytes * count).next_multiple_of(HUGE_PAGE_BYTES);
+        let mapped_bytes = bytes + HUGE_PAGE_BYTES;
+        let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         // SAFETY: an anonymous mapping at an address of the kernel's choice touches no existing memory.
-        let base = unsafe { libc::mmap(std::ptr::null_mut(), block_bytes * count, prot, flags, -1, 0) };
-        if base == libc::MAP_FAILED {
+        let mapping = unsafe { libc::mmap(std::ptr::null_mut(), mapped_bytes, prot, flags, -1, 0) };
+        if mapping == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
         }
-        let base = NonNull::new(base.cast()).expect("mmap never returns null without MAP_FIXED");
-        Ok(Slab { base, block_bytes, count })
+        let mapping: NonNull<u8> = NonNull::new(mapping.cast()).expect("mmap never returns null without MAP_FIXED");
+        // SAFETY: less than a huge page on, and the mapping has one more than it needs.
+        let base = unsafe { mapping.add(mapping.align_offset(HUGE_PAGE_BYTES)) };
+        // SAFETY: within the mapping, which nobody else knows; a system without huge pages refuses, and may.
+        unsafe { libc::madvise(base.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
+        for page in (0..bytes).step_by(ALIGN) {
+            // SAFETY: as above.
+            unsafe { base.add(page).write_volatile(0) };
+        }
+        Ok(Slab { mapping, mapped_bytes, base, block_bytes, count })
     }
 
     /// Block `index`, for a caller that knows the kernel is not using it.
@@ -68,7 +83,7 @@ impl Drop for Slab {
     fn drop(&mut self) {
         // SAFETY: mapped by `new` with the same length; no reference outlives `self`, and the kernel holds
         // its own references to pages of operations in flight.
-        unsafe { libc::munmap(self.base.as_ptr().cast(), self.block_bytes * self.count) };
+        unsafe { libc::munmap(self.mapping.as_ptr().cast(), self.mapped_bytes) };
     }
 }
 
