@@ -1,5 +1,5 @@
 //! The routes of blocks through the cache as contenders, each beside the bare ring loop of the same block size and
-//! depth on the same file (reads) or the same file system (writes), in interleaved rounds.
+//! depth on the same places of the same file, in interleaved rounds: where a file lies can decide more than who moves it.
 //!
 //! Every route verifies its data: what is read within the measured rounds, what was written or lies on the device after
 //! them.
@@ -9,7 +9,7 @@ use std::{
     fs::{File, OpenOptions},
     io,
     os::unix::fs::OpenOptionsExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
 };
 
 use kvhoist::{
@@ -26,7 +26,7 @@ use crate::{
     pattern::{shuffled, stamp, verify},
     peers::{self, Places},
     ring::{BareRing, Op, Setup},
-    scratch::{Scratch, Slab},
+    scratch::Slab,
 };
 
 /// What is measured, and where.
@@ -217,6 +217,13 @@ impl<'a> World<'a> {
         Ok(())
     }
 
+    /// The store's file, and where its blocks begin.
+    fn data_file(&self) -> io::Result<(File, u64)> {
+        let path = self.scratch.path().join("kvhoist.store");
+        let file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)?;
+        Ok((file, Stripe::new(&self.settings).locate(0).1))
+    }
+
     fn reads(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<Vec<Series>> {
         let Shape { block_bytes, depth, rounds, .. } = *self.shape;
         let (blocks, round_bytes) = (self.shape.blocks(), self.shape.round_bytes());
@@ -228,8 +235,7 @@ impl<'a> World<'a> {
             self.each(0..blocks, store_stamped)?;
         }
         block_on(self.cache.sync()).map_err(other)?;
-        let file = open_direct(&self.scratch.path().join("kvhoist.store"))?;
-        let data_offset = Stripe::new(&self.settings).locate(0).1;
+        let (file, data_offset) = self.data_file()?;
         let ring = RefCell::new(BareRing::open(block_bytes, depth, Setup::Coop)?);
         let read = |round, on_block: &mut dyn FnMut(&[u8]) -> io::Result<()>| {
             let offsets = shuffled(round, blocks).map(|n| data_offset + n * block_bytes as u64);
@@ -289,22 +295,22 @@ impl<'a> World<'a> {
             Some(home @ Home::Device(_)) => Some(Pool::filled(self, home)?),
             None => None,
         };
-        // Both files are written once before, so that no round pays for the file system's first allocation.
-        let file = Scratch::filled(&self.shape.dir, block_bytes, blocks)?;
         if pool.is_none() {
             self.each(0..blocks, store_stamped)?;
         }
         block_on(self.cache.sync()).map_err(other)?;
+        let (file, data_offset) = self.data_file()?;
         let mut ring = BareRing::open(block_bytes, depth, Setup::Coop)?;
+        // What it writes over is of the round before, and never read again.
         let bare = Entrant::new("bare ring, from host", |_| {
-            let offsets = (0..blocks).map(|n| n * block_bytes as u64);
-            ring.run(file.file(), Op::Write, offsets, |offset, block| {
+            let offsets = (0..blocks).map(|n| data_offset + n * block_bytes as u64);
+            ring.run(&file, Op::Write, offsets, |offset, block| {
                 stamp(block, offset / block_bytes as u64);
                 Ok(())
             })
         });
         let next = Cell::new(blocks);
-        let kvhoist = Entrant::new(format!("kvhoist, {}", way.name()), |_| {
+        let write = || {
             let from = next.replace(next.get() + blocks);
             measured(round_bytes, || match &pool {
                 None => self.each(from..from + blocks, store_stamped),
@@ -324,9 +330,11 @@ impl<'a> World<'a> {
                     })
                 }
             })
-        });
+        };
+        let kvhoist = Entrant::new(format!("kvhoist, {}", way.name()), |_| write());
         let series = interleave_told(rounds, &mut [bare, kvhoist], told)?;
-        // Every block of the last round was acknowledged and nothing has come after it.
+        // The bare loop may have been the last. Every block of this round was acknowledged and nothing comes after it.
+        write()?;
         let (from, of_pool) = (next.get() - blocks, pool.is_some());
         self.each(from..from + blocks, move |cache, n| fetch_stamped(cache, n, if of_pool { n % blocks } else { n }))?;
         let pages = self.cache.stats().record_writes as f64 / next.get() as f64;
@@ -335,10 +343,6 @@ impl<'a> World<'a> {
         }
         Ok((series, pages))
     }
-}
-
-fn open_direct(path: &Path) -> io::Result<File> {
-    OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(path)
 }
 
 /// Memory of a caller that blocks are loaded into and stored from.
