@@ -187,6 +187,26 @@ fn what_was_restored_in_any_order_is_evicted_like_the_model() {
     }
 }
 
+/// One prompt of two million tokens, each record after that of its child: a walk up from each would take minutes, and
+/// end before the top.
+#[test]
+fn a_very_long_chain_is_restored_whole_from_records_in_any_order() {
+    const BLOCKS: u64 = 200_000;
+    let mut index = Index::new(1);
+    for n in (0..BLOCKS).map(|n| n ^ 1) {
+        let parent = n.checked_sub(1).map(key);
+        index.restore(key(n), parent, Tier::Disk, n as u32, 1 + n).expect("not there yet");
+    }
+    // The first would follow the last: a circle, and it had no parent.
+    assert!(index.restore(key(0), Some(key(BLOCKS - 1)), Tier::Disk, 0, 1).is_err());
+    index.restored(Tier::Disk);
+    for n in 0..BLOCKS {
+        let id = index.find(&key(n)).expect("restored");
+        assert_eq!(index.parent_key(id), n.checked_sub(1).map(key), "block {n}");
+    }
+    index.validate().unwrap_or_else(|what| panic!("{what}"));
+}
+
 #[test]
 fn a_removed_block_lives_on_for_its_readers_only() {
     let mut index = Index::new(1);

@@ -115,6 +115,27 @@ def pool_memory(pool: Any) -> list[tuple[int, int]]:
     return [(address, nbytes) for address, nbytes in pieces.items() if nbytes > 0]
 
 
+def huge_page_share(pieces: list[tuple[int, int]]) -> float | None:
+    """What part of some memory lies in huge pages, as far as the system says; `None` where it does not.
+
+    Mappings are counted whole: a little more than the pieces, where those do not begin or end with one.
+    """
+    total = sum(nbytes for _, nbytes in pieces)
+    inside, huge = False, 0
+    try:
+        with open("/proc/self/smaps") as smaps:
+            for line in smaps:
+                first, _, rest = line.partition(" ")
+                if first == "AnonHugePages:" and inside:
+                    huge += int(rest.split()[0]) << 10
+                elif not first.endswith(":"):
+                    start, end = (int(number, 16) for number in first.split("-"))
+                    inside = any(start < address + nbytes and address < end for address, nbytes in pieces)
+    except (OSError, ValueError, IndexError):
+        return None
+    return min(1.0, huge / total) if total else None
+
+
 def _tensors(value: Any) -> list[Any]:
     if value is None:
         return []
@@ -204,6 +225,10 @@ class PoolStore:
     def goes_straight(self) -> bool:
         """Whether pages go straight between drive and pool, with no copy here: what the engine will do with them."""
         return self._goes_straight(self.cache)
+
+    def huge_page_share(self) -> float | None:
+        """What part of the pool lies in huge pages."""
+        return huge_page_share(pool_memory(self.pool))
 
     def _goes_straight(self, cache: Cache) -> bool:
         if not self.geometry.segments:

@@ -117,10 +117,11 @@ class HiCacheKvhoist(HiCacheStorage):
                 stats, geometry = store.cache.stats(), store.geometry
                 logger.info(
                     "kvhoist: pool %s in %s: %d slots of %d-byte pages (%d segments, layout %s), %d resident; "
-                    "storage %s, direct I/O %s, pages go %s",
+                    "storage %s, direct I/O %s, pages go %s, %s of the pool lies in huge pages",
                     name, store.directories, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
                     geometry.layout, stats["tiers"]["disk"]["resident"], stats["storage"], stats["direct_io"],
                     "straight to the pool" if store.goes_straight() else "through the cache's memory",
+                    _percent(store.huge_page_share()),
                 )  # fmt: skip
 
     def _kv_capacity(self) -> int:
@@ -372,6 +373,10 @@ def _trailing(there: list, window: int) -> set:
         if run >= min(window, pages):
             lengths.add(pages)
     return lengths
+
+
+def _percent(share: float | None) -> str:
+    return "an unknown part" if share is None else f"{share:.0%}"
 
 
 @functools.cache

@@ -148,6 +148,33 @@ def test_pinned_memory_is_read_into_and_stored_from(store_dir):
         assert pools[1][:segment] == payload and pools[1][segment:] == bytes(3 * segment)
 
 
+def test_pinned_memory_lies_in_huge_pages_where_the_system_moves_it(store_dir):
+    from kvhoist.hicache import huge_page_share
+
+    nbytes = 16 << 20
+    with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        memory[:] = bytes(range(256)) * (nbytes // 256)
+        assert huge_page_share([(address, nbytes)]) == 0.0
+        assert huge_page_share([]) is None
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        try:
+            memory.madvise(25)  # MADV_COLLAPSE, of Linux 6.1
+        except OSError as error:
+            pytest.skip(f"this system moves no memory into huge pages: {error}")
+        memory.madvise(mmap.MADV_DONTNEED)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        memory[:] = bytes(range(256)) * (nbytes // 256)
+        with opened(store_dir) as cache:
+            region = cache.register_host(memory, pin=True)
+            # Not those at the ends, which others may share.
+            assert huge_page_share([(address, nbytes)]) >= 0.75
+            assert memory[:] == bytes(range(256)) * (nbytes // 256)
+            region.unregister()
+        del region
+
+
 def test_memory_that_is_not_registered_is_refused(cache):
     memory = bytearray(BLOCK)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

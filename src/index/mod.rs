@@ -107,6 +107,8 @@ pub struct Index {
     dirty: [Lru; Tier::COUNT],
     /// Full copies of entries in the map.
     resident: [usize; Tier::COUNT],
+    /// During recovery only: shortcuts up the chains.
+    tops: restore::Tops,
 }
 
 impl Index {
@@ -127,6 +129,7 @@ impl Index {
             policies: Tier::ALL.map(policies),
             dirty: std::array::from_fn(|_| Lru::new()),
             resident: [0; Tier::COUNT],
+            tops: restore::Tops::default(),
         }
     }
 
@@ -173,7 +176,7 @@ impl Index {
         if let Some(parent) = parent
             && parent != key
         {
-            self.link(id, parent);
+            self.link(id, parent, Self::is_ancestor);
         }
         id
     }
@@ -222,14 +225,20 @@ impl Index {
         }
     }
 
-    /// Makes the entry of `parent` the parent of `id`, unless it has one in the map already.
-    fn link(&mut self, id: EntryId, parent: BlockKey) {
+    /// Makes the entry of `parent` the parent of `id`, unless it has one in the map already, or `is_ancestor` says that
+    /// this would make a circle.
+    fn link(
+        &mut self,
+        id: EntryId,
+        parent: BlockKey,
+        is_ancestor: impl FnOnce(&mut Self, EntryId, EntryId) -> bool,
+    ) {
         if self.parent(id).is_some_and(|current| !self.entry(current).removed) {
             return;
         }
         let parent = self.find_or_create(parent);
         // A fresh ghost names nobody and a block without children is nobody's ancestor: the walk is rare.
-        if self.entry(id).named_by > 0 && self.is_ancestor(id, parent) {
+        if self.entry(id).named_by > 0 && is_ancestor(self, id, parent) {
             return;
         }
         // Counted before the old link goes, which may take with it whatever nobody names.
@@ -252,12 +261,13 @@ impl Index {
             }
         }
         self.entry_mut(id).parent = NONE;
+        self.tops.forget();
         self.entry_mut(parent).named_by -= 1;
         self.collect(parent);
     }
 
     /// True where `id` is `of` or above it, or where the chain is too long to tell.
-    fn is_ancestor(&self, id: EntryId, of: EntryId) -> bool {
+    fn is_ancestor(&mut self, id: EntryId, of: EntryId) -> bool {
         let mut at = Some(of);
         for _ in 0..ANCESTORS_MAX {
             match at {
@@ -273,6 +283,7 @@ impl Index {
     fn collect(&mut self, mut id: EntryId) {
         while self.entry(id).is_idle() {
             let Entry { key, parent, removed, .. } = self.entries.remove(id.0 as usize);
+            self.tops.forget();
             if !removed {
                 self.unmap(id, &key);
             }

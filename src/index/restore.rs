@@ -29,7 +29,10 @@ impl Index {
         slot: u32,
         last_use: u64,
     ) -> Result<EntryId, EntryId> {
-        let id = self.insert(key, parent);
+        let id = self.find_or_create(key);
+        if let Some(parent) = parent.filter(|parent| *parent != key) {
+            self.link(id, parent, Self::is_above);
+        }
         if self.entry(id).occupies(tier) {
             return Err(id);
         }
@@ -53,6 +56,7 @@ impl Index {
     /// The end of recovery: what was restored in `tier` may be evicted from now on, the coldest first. Linear in the
     /// entries.
     pub fn restored(&mut self, tier: Tier) {
+        self.tops = Tops::default();
         let (mut ids, mut last_uses) = (Vec::new(), Vec::new());
         for (id, entry) in &mut self.entries {
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
@@ -64,5 +68,50 @@ impl Index {
         let order = radix::order(&last_uses);
         let mut coldest_first = order.iter().map(|&at| (EntryId(ids[at as usize]), last_uses[at as usize]));
         self.policies[tier as usize].fill(&mut coldest_first);
+    }
+
+    /// True where `id` is `of` or above it. Records come in any order: from each one whose child came before it a walk
+    /// all the way up would take time in the square of a chain's length.
+    fn is_above(&mut self, id: EntryId, of: EntryId) -> bool {
+        if self.parent(id).is_some() {
+            // One that was removed. None is, before the cache is open.
+            return self.is_ancestor(id, of);
+        }
+        // The top of a chain is above all of it, and above nothing else.
+        let Index { entries, tops, .. } = self;
+        tops.top_of(of, entries.capacity(), |id| entries[id.0 as usize].parent) == id
+    }
+}
+
+/// An entry above each, as far up as has been seen. Chains only grow while they are restored; whatever takes a link away
+/// has all of it forgotten.
+#[derive(Default)]
+pub(super) struct Tops(Vec<u32>);
+
+impl Tops {
+    pub(super) fn forget(&mut self) {
+        self.0.clear();
+    }
+
+    /// The top of the chain that `from` is in; `ids` are more than any entry's.
+    fn top_of(&mut self, from: EntryId, ids: usize, parent_of: impl Fn(EntryId) -> u32) -> EntryId {
+        if self.0.len() < ids {
+            self.0.resize(ids, NONE);
+        }
+        let mut top = from;
+        loop {
+            let known = self.0[top.0 as usize];
+            match if known == NONE { parent_of(top) } else { known } {
+                NONE => break,
+                above => top = EntryId(above),
+            }
+        }
+        // The next walk from anywhere on this way is a step.
+        let mut at = from;
+        while at != top {
+            let known = std::mem::replace(&mut self.0[at.0 as usize], top.0);
+            at = EntryId(if known == NONE { parent_of(at) } else { known });
+        }
+        top
     }
 }
