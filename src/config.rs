@@ -146,6 +146,9 @@ pub struct Config {
     pub gdr: GdrMode,
     /// The RDMA device, by its name (`mlx5_0`). `None`: the one nearest to the device.
     pub gdr_device: Option<String>,
+    /// Milliseconds after which an RDMA device that completes nothing has failed: its copies then go another way. It
+    /// retries for half a second before it says so itself. Well under `deadline_ms`. 1 to 86,400,000.
+    pub gdr_stuck_ms: u64,
     /// Which way to copy, where two are about as quick.
     pub copy_prefer: CopyPrefer,
     /// Whether blocks go between disk and a CUDA device by libcufile.
@@ -217,6 +220,7 @@ impl Default for Config {
             copy_blocks_max: 16,
             gdr: GdrMode::default(),
             gdr_device: None,
+            gdr_stuck_ms: 10_000,
             copy_prefer: CopyPrefer::default(),
             cufile: CufileMode::default(),
             cufile_stuck_ms: 5_000,
@@ -262,6 +266,7 @@ impl Config {
         check("host_blocks", self.host_blocks, 1, u32::MAX >> 1, "slots")?;
         check("device_blocks", self.device_blocks, 0, u32::MAX >> 1, "slots")?;
         check("copy_blocks_max", self.copy_blocks_max, 1, 1024, "thread blocks")?;
+        check("gdr_stuck_ms", self.gdr_stuck_ms, 1, 86_400_000, "milliseconds")?;
         check("cufile_stuck_ms", self.cufile_stuck_ms, 1, 86_400_000, "milliseconds")?;
         check("selective_hits", self.selective_hits, 1, u8::MAX, "hits")?;
         check("blocking_threads", self.blocking_threads, 1, 256, "threads")?;
@@ -363,12 +368,14 @@ mod tests {
     #[test]
     fn every_wrong_field_is_named() {
         type Spoil = fn(&mut Config);
-        let cases: [(&str, Spoil); 22] = [
+        let cases: [(&str, Spoil); 24] = [
             ("block_bytes", |c| c.block_bytes = 0),
             ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
             ("host_blocks", |c| c.host_blocks = 0),
             ("device_blocks", |c| c.device_blocks = u32::MAX),
             ("copy_blocks_max", |c| c.copy_blocks_max = 0),
+            ("gdr_stuck_ms", |c| c.gdr_stuck_ms = 0),
+            ("cufile_stuck_ms", |c| c.cufile_stuck_ms = 86_400_001),
             ("selective_hits", |c| c.selective_hits = 0),
             ("blocking_threads", |c| c.blocking_threads = 0),
             ("read_bytes_in_flight_max", |c| c.read_bytes_in_flight_max = 1),

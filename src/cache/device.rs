@@ -1,6 +1,6 @@
 //! The device tier and what copies to it: a CUDA device, or host memory that plays one, with an RDMA device beside it.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
 use crate::{
     block::Layout,
@@ -57,7 +57,11 @@ pub(super) async fn open(config: &Config, arena: &Arc<Arena>, metrics: &Arc<Copy
     if let Some(reason) = reason {
         return Ok(Opened { pool, gpu, copy, gdr: off(reason) });
     }
-    let options = GdrOptions { device: config.gdr_device.clone(), ..GdrOptions::default() };
+    let options = GdrOptions {
+        device: config.gdr_device.clone(),
+        stuck_after: Duration::from_millis(config.gdr_stuck_ms),
+        ..GdrOptions::default()
+    };
     let memory = GdrMemory {
         arena: Some(Arc::clone(arena)),
         pool: pool.as_ref().map(DevicePool::shared_memory),

@@ -227,12 +227,7 @@ impl Index {
 
     /// Makes the entry of `parent` the parent of `id`, unless it has one in the map already, or `is_ancestor` says that
     /// this would make a circle.
-    fn link(
-        &mut self,
-        id: EntryId,
-        parent: BlockKey,
-        is_ancestor: impl FnOnce(&mut Self, EntryId, EntryId) -> bool,
-    ) {
+    fn link(&mut self, id: EntryId, parent: BlockKey, is_ancestor: impl FnOnce(&mut Self, EntryId, EntryId) -> bool) {
         if self.parent(id).is_some_and(|current| !self.entry(current).removed) {
             return;
         }

@@ -83,8 +83,8 @@ impl Index {
     }
 }
 
-/// An entry above each, as far up as has been seen. Chains only grow while they are restored; whatever takes a link away
-/// has all of it forgotten.
+/// An entry above each, as far up as has been seen. Chains only grow while they are restored; whatever takes a link
+/// away has all of it forgotten.
 #[derive(Default)]
 pub(super) struct Tops(Vec<u32>);
 

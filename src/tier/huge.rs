@@ -1,8 +1,8 @@
 //! Huge pages for memory that a caller has mapped.
 //!
 //! Direct I/O gives a drive one piece for each range of physical memory that lies together, and a request has room for
-//! a few hundred: in pages of 4 KiB that happen to lie apart, a megabyte. Moved into huge pages, the same memory is read
-//! and written in larger requests, takes less of the kernel's time for each, and is summed up faster, too.
+//! a few hundred: in pages of 4 KiB that happen to lie apart, a megabyte. Moved into huge pages, the same memory is
+//! read and written in larger requests, takes less of the kernel's time for each, and is summed up faster, too.
 
 use std::{io, thread};
 

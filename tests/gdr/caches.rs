@@ -175,7 +175,7 @@ fn a_failure_is_nobodys_but_the_engines() {
 fn a_device_that_stops_to_answer_holds_nobody_up_for_ever() {
     let cases = ["late FAULT=never=20", "late DOUBLE_ORDERING=0 FAULT=dead"];
     with_double_at_once("caches::a_device_that_stops_to_answer_holds_nobody_up_for_ever", &cases, |case| {
-        let cache = open(Config { deadline_ms: 60_000, ..config(is_cuda(case)) });
+        let cache = open(Config { deadline_ms: 60_000, gdr_stuck_ms: 2_000, ..config(is_cuda(case)) });
         round_trips(&cache, 40);
         set(&std::env::var("FAULT").expect("a fault"));
         many_threads(&cache, 40, 10);

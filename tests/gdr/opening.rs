@@ -81,8 +81,8 @@ fn without_the_library_it_is_told_where_to_get_it() {
 #[test]
 fn a_proof_that_does_not_end_is_given_up() {
     with_double("opening::a_proof_that_does_not_end_is_given_up", &["never=1 DOUBLE_ORDERING=0"], |_| {
-        let (error, _) = refused(config(true));
-        assert!(error.contains("did not pass its proof"), "{error}");
+        let (error, _) = refused(Config { gdr_stuck_ms: 1_500, ..config(true) });
+        assert!(error.contains("did not pass its proof") && error.contains("1.5s"), "{error}");
     });
 }
 

@@ -88,7 +88,8 @@ pub async fn volley(rig: &Rc<Rig>, places: &[Place], each: usize) -> Vec<Result<
     results
 }
 
-/// The same with batches of three places, drawn from `rng`, where the engine may fail and nothing else: how many it did.
+/// The same with batches of three places, drawn from `rng`, where the engine may fail and nothing else: how many it
+/// did.
 pub async fn failures(rig: &Rc<Rig>, rng: &mut Rng, batches: usize) -> usize {
     let places = scattered(rng, batches * 3, 3000, 0..SIDE_BYTES);
     let results = volley(rig, &places, 3).await;

@@ -3,7 +3,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::copy::gdr::GdrState;
+use kvhoist::copy::gdr::{GdrOptions, GdrState};
 
 use crate::{
     common::{Rng, seed},
@@ -163,7 +163,8 @@ fn completions_that_never_come_are_given_up_and_their_memory_taken_back() {
         |case| {
             let fault = fault();
             on_reactor(async {
-                let rig = Rc::new(Rig::open(is_cuda(case)).await.expect("the double is a device"));
+                let options = GdrOptions { stuck_after: Duration::from_secs(3), ..GdrOptions::default() };
+                let rig = Rc::new(Rig::with(is_cuda(case), options).await.expect("the double is a device"));
                 set(&fault);
                 let failed =
                     tokio::time::timeout(Duration::from_secs(40), volley(&rig, 50, seed())).await.expect("an end");

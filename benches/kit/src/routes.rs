@@ -1,5 +1,6 @@
 //! The routes of blocks through the cache as contenders, each beside the bare ring loop of the same block size and
-//! depth on the same places of the same file, in interleaved rounds: where a file lies can decide more than who moves it.
+//! depth on the same places of the same file, in interleaved rounds: where a file lies can decide more than who moves
+//! it.
 //!
 //! Every route verifies its data: what is read within the measured rounds, what was written or lies on the device after
 //! them.
