@@ -187,6 +187,11 @@ fn what_was_restored_in_any_order_is_evicted_like_the_model() {
     }
 }
 
+/// A record of block `n`, in the slot of its number.
+fn restore(index: &mut Index, n: u64, parent: Option<u64>) -> Result<EntryId, EntryId> {
+    index.restore(key(n), parent.map(key), Tier::Disk, n as u32, 1 + n)
+}
+
 /// One prompt of two million tokens, each record after that of its child: a walk up from each would take minutes, and
 /// end before the top.
 #[test]
@@ -194,16 +199,39 @@ fn a_very_long_chain_is_restored_whole_from_records_in_any_order() {
     const BLOCKS: u64 = 200_000;
     let mut index = Index::new(1);
     for n in (0..BLOCKS).map(|n| n ^ 1) {
-        let parent = n.checked_sub(1).map(key);
-        index.restore(key(n), parent, Tier::Disk, n as u32, 1 + n).expect("not there yet");
+        let parent = n.checked_sub(1);
+        restore(&mut index, n, parent).expect("not there yet");
     }
     // The first would follow the last: a circle, and it had no parent.
-    assert!(index.restore(key(0), Some(key(BLOCKS - 1)), Tier::Disk, 0, 1).is_err());
+    assert!(restore(&mut index, 0, Some(BLOCKS - 1)).is_err());
     index.restored(Tier::Disk);
     for n in 0..BLOCKS {
         let id = index.find(&key(n)).expect("restored");
         assert_eq!(index.parent_key(id), n.checked_sub(1).map(key), "block {n}");
     }
+    index.validate().unwrap_or_else(|what| panic!("{what}"));
+}
+
+/// Entries that come after others have gone get their numbers, and nothing else of theirs.
+#[test]
+fn what_goes_while_a_store_is_restored_leaves_nothing_behind() {
+    let mut index = Index::new(1);
+    // The last one makes the index look up from 5, which is below 4.
+    for (n, parent) in [(6, 5), (5, 4), (9, 8), (8, 5)] {
+        restore(&mut index, n, Some(parent)).expect("not there yet");
+    }
+    for n in [9, 8, 6, 5] {
+        let id = index.find(&key(n)).expect("restored");
+        assert_eq!(index.drop_copy(id, Tier::Disk), Some(n as u32));
+    }
+    assert!(index.is_empty(), "ghosts go with the last that named them");
+    for (n, parent) in [(100, None), (101, None), (102, Some(100))] {
+        restore(&mut index, n, parent).expect("not there yet");
+    }
+    // A record again, which says more.
+    let id = restore(&mut index, 100, Some(101)).expect_err("it is there");
+    assert_eq!(index.parent_key(id), Some(key(101)), "100 and 101 were never above one another");
+    index.restored(Tier::Disk);
     index.validate().unwrap_or_else(|what| panic!("{what}"));
 }
 
