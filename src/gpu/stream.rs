@@ -12,7 +12,7 @@ use super::{
     driver::{BatchForm, Fault, check},
 };
 use crate::{
-    copy::{CopyOp, Direction, gdr::Hold},
+    copy::{CopyOp, Direction},
     error::{Error, Result},
 };
 
@@ -184,10 +184,12 @@ impl StreamMark {
         check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, raw) }).map_err(refused)?;
         Ok(StreamMark(event))
     }
-}
 
-impl Hold for StreamMark {
-    fn is_over(&self) -> Result<bool> {
+    /// Whether the device has come past it.
+    ///
+    /// # Errors
+    /// [`Error::Copy`] with what the driver said.
+    pub fn is_passed(&self) -> Result<bool> {
         self.0.gpu.bind().and_then(|()| self.0.is_reached()).map_err(refused)
     }
 }

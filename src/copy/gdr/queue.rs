@@ -16,6 +16,7 @@ use super::regions::{Holds, Regions, Side};
 use crate::{
     copy::CopyBatch,
     error::{Error, Result},
+    gpu::StreamMark,
     rdma::{Completion, Path, Piece, QueuePair, SIGNALLED, WorkRequest, status_text},
 };
 
@@ -43,6 +44,12 @@ pub trait Hold {
     /// # Errors
     /// Why it never will be; the batch is answered with it.
     fn is_over(&self) -> Result<bool>;
+}
+
+impl Hold for StreamMark {
+    fn is_over(&self) -> Result<bool> {
+        self.is_passed()
+    }
 }
 
 /// A batch that was accepted: every range of it is registered.
