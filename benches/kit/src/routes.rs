@@ -264,7 +264,7 @@ impl<'a> World<'a> {
             }
         });
         let mut entrants = vec![bare, kvhoist];
-        if way == Way::DiskToPool {
+        if matches!(way, Way::DiskToHost | Way::DiskToPool) {
             // What every byte's verification costs, where nothing else is done.
             entrants.push(Entrant::new("bare ring, to host, summed up", |round| {
                 read(round.rotate_left(32), &mut |block| {
