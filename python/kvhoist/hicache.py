@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import threading
@@ -13,6 +14,8 @@ from typing import Any, Iterable, Sequence
 from .cache import Cache, config_error, slot_bytes, slots_within, store_bytes
 from .config import HiCacheConfig
 from .errors import ClosedError, StoreError
+
+logger = logging.getLogger(__name__)
 
 #: Changes whenever stored pages would be read differently.
 FORMAT = "hicache-v1"
@@ -214,8 +217,11 @@ class PoolStore:
         )
         try:
             if self.geometry.segments:
-                pin = self._goes_straight(cache)
-                for address, nbytes in pool_memory(self.pool):
+                pin, pieces = self._goes_straight(cache), pool_memory(self.pool)
+                gib = sum(nbytes for _, nbytes in pieces) / (1 << 30)
+                what = "moving it into huge pages and pinning it" if pin else "registering it"
+                logger.info("kvhoist: pool %s of %.1f GiB: %s", self.name, gib, what)
+                for address, nbytes in pieces:
                     cache.register_host(address, nbytes, pin=pin)
         except BaseException:
             cache.close()
