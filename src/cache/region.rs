@@ -166,8 +166,9 @@ impl Cache {
     /// a device has pinned): in small pages that lie apart a drive gets smaller requests, and more of them. What it
     /// holds stays, and its addresses do.
     ///
-    /// Moving takes some 0.2 s a GiB, more where free memory is in pieces, beside everything else. Pinning takes some 30 ms a GiB, for this region and all
-    /// that are pinned already, in which the cache moves nothing: do it before there is traffic.
+    /// Moving takes some 0.2 s a GiB, more where free memory is in pieces, beside everything else. Pinning takes some
+    /// 30 ms a GiB, for this region and all that are pinned already, in which the cache moves nothing: do it before
+    /// there is traffic.
     ///
     /// # Errors
     /// [`Error::Closed`].
