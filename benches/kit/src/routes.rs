@@ -266,7 +266,7 @@ impl<'a> World<'a> {
         let mut entrants = vec![bare, kvhoist];
         if matches!(way, Way::DiskToHost | Way::DiskToPool) {
             // What every byte's verification costs, where nothing else is done.
-            entrants.push(Entrant::new("bare ring, to host, summed up", |round| {
+            entrants.push(Entrant::new("bare ring that verifies, to host", |round| {
                 read(round.rotate_left(32), &mut |block| {
                     std::hint::black_box(kvhoist::checksum::checksum(block));
                     Ok(())
