@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use common::{config, directory, key, payload};
+use common::{SetOnDrop, config, directory, key, payload};
 use kvhoist::{BlockKey, Cache, Config, Segment, StorageKind, block_on};
 
 const HUGE: usize = 2 << 20;
@@ -160,6 +160,7 @@ fn moving_a_region_that_is_in_use_spoils_nothing() {
                     block_on(cache.pin_region(&region)).expect("answered");
                 }
             });
+            let _end = SetOnDrop(&ended);
             for round in 0..6 {
                 let first = round * half;
                 (0..half).for_each(|n| pool.fill(n, &payload((first + n) as u64, BLOCK)));
@@ -173,7 +174,6 @@ fn moving_a_region_that_is_in_use_spoils_nothing() {
                     assert!(pool.bytes(half + n..half + n + 1) == expected, "block {n} of round {round}");
                 }
             }
-            ended.store(true, Ordering::Relaxed);
         });
         block_on(cache.close()).expect("closed");
     }

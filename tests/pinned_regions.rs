@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use common::{config, directory, key, payload};
+use common::{SetOnDrop, config, directory, key, payload};
 use kvhoist::{BlockKey, Cache, Config, Region, Segment, StorageKind, block_on, io::AlignedBuf};
 
 const BLOCK: usize = 64 << 10;
@@ -66,15 +66,6 @@ impl Pool {
         // SAFETY: whole pages of memory that is this pool's alone; what they held is gone.
         let refused = unsafe { libc::madvise(self.memory.as_mut_ptr().cast(), POOL, libc::MADV_DONTNEED) };
         assert_eq!(refused, 0, "{}", std::io::Error::last_os_error());
-    }
-}
-
-/// Lets the reader end, however the test does.
-struct SetOnDrop<'a>(&'a AtomicBool);
-
-impl Drop for SetOnDrop<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::Relaxed);
     }
 }
 

@@ -25,7 +25,7 @@ const CALL_BYTES: usize = 1 << 30;
 /// which nobody notices.
 pub(crate) async fn gather(start: usize, len: usize) -> io::Result<()> {
     let (reply, receiver) = oneshot::channel();
-    let all = move || drop(reply.send(whole_pages(start, len).try_for_each(|(start, len)| gather_now(start, len))));
+    let all = move || drop(reply.send(each(whole_pages(start, len), gather_now)));
     thread::Builder::new().name("kvhoist-huge".into()).spawn(all)?;
     receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that asks for huge pages ended")))
 }
@@ -35,6 +35,18 @@ fn whole_pages(start: usize, len: usize) -> impl Iterator<Item = (usize, usize)>
     let end = (start + len) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     let first = start.checked_next_multiple_of(HUGE_PAGE_BYTES).unwrap_or(end);
     (first..end).step_by(CALL_BYTES).map(move |at| (at, CALL_BYTES.min(end - at)))
+}
+
+/// Does it for every piece, also after one that failed; the first error.
+fn each(
+    pieces: impl Iterator<Item = (usize, usize)>,
+    mut gather: impl FnMut(usize, usize) -> io::Result<()>,
+) -> io::Result<()> {
+    let mut result = Ok(());
+    for (start, len) in pieces {
+        result = result.and(gather(start, len));
+    }
+    result
 }
 
 fn gather_now(start: usize, len: usize) -> io::Result<()> {
@@ -65,6 +77,16 @@ mod tests {
         assert_eq!(pieces(4 * page + 4096, 2 * page - 4097), []);
         assert_eq!(pieces(page, CALL_BYTES + page), [(page, CALL_BYTES), (page + CALL_BYTES, page)]);
         assert_eq!(pieces(page, 0), []);
+    }
+
+    #[test]
+    fn a_piece_that_cannot_be_moved_keeps_no_other_from_it() {
+        let mut asked = Vec::new();
+        let ended = each([(1, 1), (2, 1), (3, 1)].into_iter(), |start, _| {
+            asked.push(start);
+            if start == 1 { Err(io::Error::from_raw_os_error(libc::EAGAIN)) } else { Ok(()) }
+        });
+        assert_eq!((asked, ended.expect_err("the first").raw_os_error()), (vec![1, 2, 3], Some(libc::EAGAIN)));
     }
 
     #[test]

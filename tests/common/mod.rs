@@ -1,7 +1,10 @@
 //! What the integration tests share: stores in temporary directories, keys, payloads.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
-use std::path::PathBuf;
+use std::{
+    path::PathBuf,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use kvhoist::{BlockKey, Cache, Config, DiskPath, Segment, StorageKind, WritePolicy, block_on};
 use tempfile::TempDir;
@@ -98,6 +101,15 @@ pub async fn fetch_verified(cache: &Cache, n: u64) -> bool {
 
 pub async fn store(cache: &Cache, n: u64) {
     cache.store(&key(n), None, &payload(n, cache.config().block_bytes)).await.expect("store");
+}
+
+/// Lets a thread beside the test end, however the test does.
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
+
+impl Drop for SetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
 }
 
 /// Places of blocks in a pool of the caller, layer by layer: four pieces each.

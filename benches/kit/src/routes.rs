@@ -2,7 +2,7 @@
 //! depth on the same places of the same file, in interleaved rounds: where a file lies can decide more than who moves
 //! it.
 //!
-//! Every route verifies its data: what is read within the measured rounds, what was written or lies on the device after
+//! Every route verifies its data: what is read in every round, what was written or lies on the device after
 //! them.
 
 use std::{
@@ -351,7 +351,7 @@ struct Pool {
     base: usize,
     block_bytes: usize,
     region: kvhoist::Region,
-    _memory: Memory,
+    memory: Memory,
 }
 
 /// Where a pool lies.
@@ -364,7 +364,7 @@ enum Home {
 
 enum Memory {
     Device { _buffer: DeviceBuffer },
-    Host { _slab: Slab },
+    Host { slab: Slab },
 }
 
 impl Pool {
@@ -373,7 +373,7 @@ impl Pool {
         let (blocks, block_bytes) = (world.shape.blocks(), world.shape.block_bytes);
         let (base, memory) = if matches!(home, Home::Host | Home::Device(DeviceKind::Simulated)) {
             let mut slab = Slab::new(block_bytes, blocks as usize)?;
-            (slab.block(0).as_mut_ptr(), Memory::Host { _slab: slab })
+            (slab.block(0).as_mut_ptr(), Memory::Host { slab })
         } else {
             let buffer = Gpu::open(0).and_then(|gpu| DeviceBuffer::new(gpu, blocks as usize * block_bytes));
             let buffer = buffer.map_err(other)?;
@@ -392,7 +392,7 @@ impl Pool {
         if home == Home::Host && !block_on(cache.pin_region(&region)).map_err(other)? {
             eprintln!("the pool is no buffer of the ring: raise `ulimit -l`");
         }
-        Ok(Pool { base: base.expose_provenance(), block_bytes, region, _memory: memory })
+        Ok(Pool { base: base.expose_provenance(), block_bytes, region, memory })
     }
 
     /// The same in host memory, filled and stored from there, straight: block `n` holds the stamps of `n`.
@@ -441,7 +441,7 @@ impl Pool {
 
     /// Makes every block of a pool in host memory another: what a load leaves out is found then.
     fn spoil(&mut self) {
-        let Memory::Host { _slab: slab } = &self._memory else { return };
+        let Memory::Host { slab } = &self.memory else { return };
         (0..slab.count() as u64).for_each(|n| stamp(self.block_mut(n), !n));
     }
 }
