@@ -27,6 +27,7 @@ mod engines {
         a_stored_block_is_fetched_from_every_tier,
         blocks_survive_a_restart,
         eviction_keeps_what_was_used_last,
+        a_touched_block_outlives_one_that_was_not,
         a_full_disk_tier_evicts_leaves_first,
         a_removed_block_is_gone_after_a_restart_too,
         write_back_writes_what_must_leave,
@@ -105,6 +106,20 @@ async fn eviction_keeps_what_was_used_last(storage: StorageKind) {
     assert_eq!(cache.stats().tier(Tier::Disk).evictions, 4);
     cache.validate().expect("valid");
     cache.close().await.expect("close");
+}
+
+async fn a_touched_block_outlives_one_that_was_not(storage: StorageKind) {
+    let dir = directory();
+    let cache = Cache::open(config(&dir, storage, 4, 4)).await.expect("open");
+    for n in 0..4 {
+        store(&cache, n).await;
+    }
+    cache.touch(&[key(0), key(99), key(1)]);
+    store(&cache, 4).await;
+    store(&cache, 5).await;
+    let kept = (0..4).map(|n| cache.match_len(&[key(n)]) == 1).collect::<Vec<_>>();
+    assert_eq!(kept, [true, true, false, false]);
+    cache.validate().expect("sound");
 }
 
 async fn a_full_disk_tier_evicts_leaves_first(storage: StorageKind) {

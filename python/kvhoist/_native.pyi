@@ -56,6 +56,10 @@ class Cache:
         """True once `close` was called."""
     def match_prefix(self, keys: Sequence[Key]) -> int:
         """How many leading keys are resident. One short lock, no I/O, no use counted."""
+    def contains(self, key: Key) -> bool:
+        """Whether a key is resident. One short lock, no I/O, no use counted."""
+    def touch(self, keys: Sequence[Key]) -> None:
+        """Counts a use of every resident block of a chain, as a load of it would. No I/O."""
     def contains_each(self, keys: Sequence[Key]) -> list[bool]:
         """Which keys are resident."""
     def register_address(self, address: int, nbytes: int, pin: bool) -> Region: ...

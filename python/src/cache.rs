@@ -123,6 +123,18 @@ impl PyCache {
         Ok(py.detach(|| cache.match_len(&keys)))
     }
 
+    /// Of one key, with the interpreter's lock held: to let go of it would take longer than the answer.
+    fn contains(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let cache = self.use_it(py)?;
+        Ok(cache.match_len(&[keys::one(key)?]) == 1)
+    }
+
+    fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        py.detach(|| cache.touch(&keys));
+        Ok(())
+    }
+
     fn contains_each<'py>(&self, py: Python<'py>, keys: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let cache = self.use_it(py)?;
         let keys = keys::from_python(keys)?;

@@ -33,6 +33,9 @@ use crate::{
     mover::{Class, Command, Committed, Found, Outcome, Pin, Promotion, Removed, Settled, Shared, Urgent},
 };
 
+/// Blocks that [`Cache::touch`] counts before it lets others at the index.
+const TOUCHED_UNDER_ONE_LOCK: usize = 256;
+
 /// A tiered cache of fixed-size blocks.
 ///
 /// Cheap to clone; usable from any thread and any async runtime. When the last handle is dropped
@@ -99,6 +102,19 @@ impl Cache {
         }
         drop(state);
         self.match_prefix(keys).len()
+    }
+
+    /// Counts a use of every resident block of a chain, given in prefix order, as a load of it would. No I/O.
+    ///
+    /// For engines that keep a copy of their own and so never load what they use most. Blocks that are nowhere are
+    /// passed over.
+    pub fn touch(&self, keys: &[BlockKey]) {
+        // From the end, as within each part: a chain's end is to be evicted before its beginning.
+        for part in keys.rchunks(TOUCHED_UNDER_ONE_LOCK) {
+            let mut state = self.inner.shared.lock();
+            let ids: Vec<_> = part.iter().filter_map(|key| state.index.find(key)).collect();
+            state.index.touch_chain(&ids);
+        }
     }
 
     /// A block in host memory, read from a slower tier where it must be; `None` if it is nowhere.
