@@ -8,26 +8,20 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-SHARED = Path(__file__).resolve().parents[3] / "shared" / "sglang"
+import engines
+from engines import sglang
+from engines.stand_ins import add_blank
+
 ROOT = os.environ.get("KVHOIST_SGLANG", "")
 
 
 def missing() -> str | None:
     """Why these tests cannot run here, if they cannot."""
-    if not ROOT:
-        return "KVHOIST_SGLANG names no unpacked sglang wheel (python/test sets it where it could download one)"
-    if not (SHARED / "sglboot.py").exists():
-        return f"{SHARED} is not there: it has what imports SGLang's modules without its dependencies"
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        return f"torch cannot be imported: {error}"
-    return None
+    return engines.missing("KVHOIST_SGLANG", "sglang")
 
 
 def version() -> tuple[int, ...]:
@@ -42,24 +36,14 @@ def boot() -> SimpleNamespace:
     global _modules
     if _modules is not None:
         return _modules
-    sys.path.insert(0, str(SHARED))
-    # triton is not needed, nor the part of torch's compiler that would ask a stand-in for it about its defaults.
-    sys.modules.setdefault("triton._torchtlx_default", None)
-    import torch._dynamo  # noqa: F401  Before triton has a stand-in: it looks for the real one.
-    import kvcacheio_torch
-    import sglboot
-
-    sglboot.STUBS.add("triton")
-    # The controller asks whether a pool is one of these; to import them imports the server.
-    sglboot.LEAF_STUBS["sglang.srt.mem_cache.deepseek_v4_memory_pool"] = {}
-    sglboot.boot(ROOT)
+    sglang.boot(ROOT)
     _only("sglang.srt.observability.metrics_collector", "StorageMetrics")
     from sglang.srt.managers import cache_controller
     from sglang.srt.mem_cache import hicache_storage, memory_pool
     from sglang.srt.mem_cache.pool_host import mha, mla
     from sglang.srt.mem_cache.storage import StorageBackendFactory
 
-    kvcacheio_torch.patch_pool_modules(mha, mla)
+    sglang.patch_pools(mha, mla)
     _without_compilers_and_devices(cache_controller)
     _modules = SimpleNamespace(
         controller=cache_controller, storage=hicache_storage, memory_pool=memory_pool, mha=mha, mla=mla,
@@ -94,13 +78,9 @@ def _only(module: str, name: str) -> None:
     import dataclasses
     import typing
 
-    import sglboot
-
     path = Path(ROOT, *module.split(".")).with_suffix(".py")
     (found,) = (node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) == name)
-    stand_in = sglboot._Mod(module)
-    stand_in.__dict__.update(dataclass=dataclasses.dataclass, field=dataclasses.field, List=typing.List)
-    sys.modules[module] = stand_in
+    stand_in = add_blank(module, dataclass=dataclasses.dataclass, field=dataclasses.field, List=typing.List)
     exec(compile(ast.Module([found], []), str(path), "exec", dont_inherit=True), stand_in.__dict__)
 
 

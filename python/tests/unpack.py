@@ -1,21 +1,24 @@
-"""Unpacks what HiCache needs of an sglang wheel: the Python files of its runtime and kernels, no binaries.
-
-The kernels' sources are never compiled, but their folders are looked for at import.
-"""
+"""Unpacks what tests drive of an engine's wheel: its Python files, few binaries."""
 
 import sys
 import zipfile
 
-WANTED = ("sglang/srt/", "sglang/kernels/", "sglang/jit_kernel/")
+#: What is taken of each package's wheel, by the beginning of the name.
+PYTHON = {
+    # HiCache is part of the runtime. The kernels' sources are never compiled, but their folders are looked for.
+    "sglang": ("sglang/srt/", "sglang/kernels/", "sglang/jit_kernel/"),
+}
 SOURCES = ("/jit/include/", "/jit/csrc/", "jit_kernel/include/", "jit_kernel/csrc/")
 
 
 def main(wheel: str, folder: str) -> None:
+    file_name = wheel.rsplit("/", 1)[-1]
+    wanted = PYTHON[file_name.split("-")[0]]
     with zipfile.ZipFile(wheel) as archive:
-        python = [n for n in archive.namelist() if n.endswith(".py") and (n.startswith(WANTED) or n.count("/") == 1)]
+        python = [n for n in archive.namelist() if n.endswith(".py") and (n.startswith(wanted) or n.count("/") == 1)]
         names = python + [n for n in archive.namelist() if any(folder in n for folder in SOURCES)]
         archive.extractall(folder, names)
-    print(f"{len(names)} files of {wheel.rsplit('/', 1)[-1]}")
+    print(f"{len(names)} files of {file_name}")
 
 
 if __name__ == "__main__":
