@@ -22,7 +22,7 @@ pub use stats::{CopyStats, RouteStats, Stats, TierStats};
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
     block::{BlockKey, Tier},
@@ -50,6 +50,7 @@ struct Inner {
     shared: Arc<Shared>,
     commands: mpsc::Sender<Command>,
     urgent: mpsc::UnboundedSender<Urgent>,
+    end: watch::Receiver<Option<Result<()>>>,
     regions: region::Regions,
     storage_name: &'static str,
     registered: bool,
@@ -201,7 +202,7 @@ impl Cache {
     ///
     /// # Cancel safety
     /// Dropped before the copy, it leaves no trace; after it, the block is visible and its write
-    /// goes on.
+    /// goes on: [`sync`](Cache::sync) waits for it, and reports it if the disk does not take it.
     pub async fn store(&self, key: &BlockKey, parent: Option<&BlockKey>, data: &[u8]) -> Result<()> {
         let block_bytes = self.config().block_bytes;
         if data.len() != block_bytes {
@@ -261,38 +262,51 @@ impl Cache {
     /// is forgotten all the same, and may be back at the next start.
     ///
     /// # Cancel safety
-    /// The block is forgotten when the reactor has room for one more command, at the first poll as a rule. Dropped
-    /// after that, only its record may come back at the next start.
+    /// The block is forgotten at the first poll. Dropped after that, only its record may come back at the next start.
     pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
-        let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-        let Removed { resident, recorded, writing } = self.inner.shared.remove(key)?;
-        if recorded {
-            let (reply, receiver) = oneshot::channel();
-            permit.send(Command::Forget { reply });
-            receiver.await.unwrap_or(Err(Error::Closed))?;
-        } else {
-            drop(permit);
+        let shared = &self.inner.shared;
+        let Removed { resident, writing } = shared.remove(key)?;
+        // A write that failed has ended as well, and has left its record to be cleared.
+        if let Some(writing) = writing
+            && let Err(error) = shared.written(writing).await
+            && (error.is_transient() || matches!(error, Error::Closed))
+        {
+            return Err(error);
         }
-        if let Some(writing) = writing {
-            self.inner.shared.written(writing).await?;
+        if shared.may_be_recorded() {
+            self.ask(|reply| Command::Forget { reply }).await?;
         }
         Ok(resident)
     }
 
-    /// Resolves when all that was stored before it is written and flushed.
+    /// Resolves when all that was stored before it is written and flushed: it survives a power cut.
+    ///
+    /// That is every block whose store has returned, or was dropped after the block became visible. With
+    /// `write_through_selective` it is only the blocks that were selected.
     ///
     /// # Errors
-    /// The first failure. Blocks that could not be written are counted, not retried.
+    /// [`Error::Refused`] if the disk did not take blocks and no store has returned that error: write-backs, and writes
+    /// whose store was dropped. They are not tried again, and not reported again: store them anew.
+    ///
+    /// [`Error::Io`] if records could not be written (the next sync tries again) or a flush failed. After a failed flush
+    /// every later sync, and the close, fails too: the kernel does not try again what it could not write, so nobody can
+    /// tell what survives a power cut. Reads go on; open the cache anew to sync again.
+    ///
+    /// [`Error::Timeout`] past [`Config::deadline_ms`] (what was begun goes on), [`Error::Closed`].
     ///
     /// # Cancel safety
-    /// The flush goes on.
+    /// The writes and the flush go on. Refused blocks are left for the next sync to report.
     pub async fn sync(&self) -> Result<()> {
-        self.ask(|reply| Command::Sync { reply }).await
+        self.ask(|reply| Command::Sync { reply }).await?;
+        // Here and not on the reactor: what a caller that is gone was to be told, the next one is.
+        self.inner.shared.report_refusals()
     }
 
     /// Finishes what is under way, writes what is dirty, flushes, and releases the files.
     ///
-    /// Calls on other handles fail with [`Error::Closed`] from now on. Leases stay valid.
+    /// Calls on other handles fail with [`Error::Closed`] from now on. Leases stay valid. However many callers close the
+    /// cache, and whenever they do, each waits until it has ended and gets the same result: registered memory may be
+    /// reused after any of them.
     ///
     /// # Errors
     /// As [`sync`](Cache::sync); the cache is closed all the same.
@@ -300,8 +314,16 @@ impl Cache {
     /// # Cancel safety
     /// The close goes on.
     pub async fn close(&self) -> Result<()> {
-        let result = self.ask(|reply| Command::Close { reply }).await;
-        if let Err(Error::Closed) = result { Ok(()) } else { result }
+        // Refused where it is closing already.
+        drop(self.inner.commands.send(Command::Close).await);
+        self.ended().await
+    }
+
+    /// Waits for the end of the reactor: the result of every `close`.
+    async fn ended(&self) -> Result<()> {
+        let mut end = self.inner.end.clone();
+        let ended = end.wait_for(Option::is_some).await.ok();
+        ended.and_then(|result| result.clone()).unwrap_or(Err(Error::Closed))
     }
 
     async fn ask(&self, command: impl FnOnce(oneshot::Sender<Result<()>>) -> Command) -> Result<()> {
@@ -344,24 +366,22 @@ impl Cache {
     }
 
     /// Does what the write policy wants for a committed block.
-    async fn finish_store(&self, key: &BlockKey, mut committed: Committed) -> Result<()> {
-        let written = loop {
-            let (receiver, pin) = match committed {
-                Committed::Done => break Ok(()),
-                Committed::Write(pin, receiver) => {
-                    self.send_urgent(Urgent::Write { key: *key, pin, class: Class::Write })?;
-                    break self.inner.shared.written(receiver).await;
-                }
-                Committed::Join(receiver, pin) => (receiver, pin),
-            };
-            if let Err(error) = self.inner.shared.written(receiver).await {
-                break Err(error);
+    async fn finish_store(&self, key: &BlockKey, committed: Committed) -> Result<()> {
+        let receiver = match committed {
+            Committed::Done => return Ok(()),
+            Committed::Wait(receiver) => receiver,
+            Committed::Write(pin, receiver) => {
+                self.send_urgent(Urgent::Write { key: *key, pin, class: Class::Write })?;
+                receiver
             }
-            // The write that was joined may have been of a copy removed meanwhile: look again.
-            committed = self.inner.shared.store_known(key, None)?.unwrap_or(Committed::Done);
-            drop(pin);
         };
-        written.inspect_err(|_| self.inner.shared.metrics.stores_failed.add(1))
+        self.inner.shared.written(receiver).await.inspect_err(|error| {
+            self.inner.shared.metrics.stores_failed.add(1);
+            // After a timeout the write may fail yet.
+            if !error.is_transient() {
+                self.inner.shared.told(&[*key]);
+            }
+        })
     }
 
     fn write_selected(&self, key: &BlockKey) {

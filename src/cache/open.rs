@@ -7,7 +7,7 @@ use std::{
     thread,
 };
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 
 use super::{Cache, Inner, device::Opened, region::Regions};
 use crate::{
@@ -22,7 +22,7 @@ use crate::{
     index::Index,
     io::{AnyStorage, Storage, reactor::Reactor},
     metrics::Metrics,
-    mover::{Command, Farewell, Mover, Shared, Urgent},
+    mover::{Command, Mover, Shared, Urgent},
     tier::{
         arena::Arena,
         device::DevicePool,
@@ -50,18 +50,23 @@ fn run_reactor(config: Config, opened: oneshot::Sender<Result<Cache>>) {
         Ok(reactor) => reactor,
         Err(error) => return drop(opened.send(Err(error))),
     };
-    let farewell = reactor.block_on(serve(&reactor, config, opened));
+    let ended = reactor.block_on(serve(&reactor, config, opened));
     // The runtime waits for the kernel, then the files are closed and the store's lock released:
     // whoever is told that the cache is closed may open the store again.
     drop(reactor);
-    if let Some(Farewell { closers, result }) = farewell {
-        for closer in closers {
-            drop(closer.send(result.clone()));
-        }
+    if let Some((end, result)) = ended {
+        tell_end(&end, result);
     }
 }
 
-async fn serve(reactor: &Reactor, config: Config, opened: oneshot::Sender<Result<Cache>>) -> Option<Farewell> {
+/// Tells every caller that closes the cache, or writes it to the log where none can any more.
+pub(super) fn tell_end(end: &End, result: Result<()>) {
+    if let Err(watch::error::SendError(Some(Err(error)))) = end.send(Some(result)) {
+        tracing::error!(%error, "the last handle of the cache was dropped, and not all of it is on disk");
+    }
+}
+
+async fn serve(reactor: &Reactor, config: Config, opened: oneshot::Sender<Result<Cache>>) -> Option<(End, Result<()>)> {
     let started = match start(reactor, config).await {
         Ok(started) => started,
         Err(error) => {
@@ -69,13 +74,23 @@ async fn serve(reactor: &Reactor, config: Config, opened: oneshot::Sender<Result
             return None;
         }
     };
-    let (cache, mover, commands, urgent) = started;
+    let Started { cache, mover, commands, urgent, end } = started;
     // A caller that is gone drops the cache, which ends `run`.
     drop(opened.send(Ok(cache)));
-    Some(mover.run(commands, urgent).await)
+    Some((end, mover.run(commands, urgent).await))
 }
 
-pub(super) type Started<S, C> = (Cache, Rc<Mover<S, C>>, mpsc::Receiver<Command>, mpsc::UnboundedReceiver<Urgent>);
+/// Where the end of a cache is told, and what that came to.
+pub(super) type End = watch::Sender<Option<Result<()>>>;
+
+/// A cache, and what its reactor is to run.
+pub(super) struct Started<S, C> {
+    pub(super) cache: Cache,
+    pub(super) mover: Rc<Mover<S, C>>,
+    pub(super) commands: mpsc::Receiver<Command>,
+    pub(super) urgent: mpsc::UnboundedReceiver<Urgent>,
+    pub(super) end: End,
+}
 
 /// What a cache is put together from, besides its settings.
 pub(super) struct Parts<S, C> {
@@ -132,7 +147,7 @@ async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, 
     };
     let started = assemble(config, arena, parts).await?;
     // The files are a store by now, which libcufile can be tried on.
-    started.1.open_direct(device_in_use, handles, direct_io).await?;
+    started.mover.open_direct(device_in_use, handles, direct_io).await?;
     Ok(started)
 }
 
@@ -181,12 +196,14 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let mover = Mover::new(Arc::clone(&shared), storage, copy, memory_align_bytes);
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(shared.config.movements_max as usize));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
+    let (end, told) = watch::channel(None);
     let regions = Regions::default();
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = Inner {
         shared,
         commands: sender,
         urgent,
+        end: told,
         regions,
         storage_name,
         direct_io,
@@ -195,7 +212,8 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         gpu,
         gdr,
     };
-    Ok((Cache { inner: Arc::new(inner) }, mover, commands, urgent_requests))
+    let cache = Cache { inner: Arc::new(inner) };
+    Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
 }
 
 /// Enters a record that recovery found in the index and in the books of the slots.

@@ -156,7 +156,11 @@ impl CompletionQueue {
         };
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
         let answer = Ticket { inner: Arc::clone(&self.inner), ticket, blocks: jobs.len(), answered: false };
-        permit.send(command(jobs, Box::new(move |results| answer.answer(results))));
+        let reply = move |results| {
+            answer.answer(results);
+            true
+        };
+        permit.send(command(jobs, Box::new(reply)));
         Ok(ticket)
     }
 }

@@ -197,16 +197,19 @@ impl Cache {
         let never_known = matches!(self.inner.gdr.get(), GdrState::Off(_));
         if let Some(region) = region.inner.lasting.filter(|_| !never_known) {
             let (reply, given_back) = oneshot::channel();
-            // Where the cache is closed nothing holds the memory any more.
-            if self.send_urgent(Urgent::GiveBack { region, reply }).is_ok() {
+            // When the cache has ended nothing holds the memory any more.
+            match self.send_urgent(Urgent::GiveBack { region, reply }) {
                 // The other end is dropped when it is done.
-                drop(given_back.await);
+                Ok(()) => drop(given_back.await),
+                Err(_) => drop(self.ended().await),
             }
         }
         // By the channel that the wish came by: one whose future was dropped may still be on its way.
         if region.inner.wanted_fixed.load(Ordering::Acquire) {
-            // A cache that is closed has let go of all of them.
-            drop(self.ask_region(&region.inner, false).await);
+            // A cache that has ended has let go of all of them.
+            if self.ask_region(&region.inner, false).await.is_err() {
+                drop(self.ended().await);
+            }
         }
     }
 
@@ -287,7 +290,7 @@ impl Cache {
 
     async fn ask_jobs(&self, command: impl FnOnce(Reply) -> Command) -> Result<Vec<Result<bool>>> {
         let (sender, receiver) = oneshot::channel();
-        let reply: Reply = Box::new(move |results| drop(sender.send(results)));
+        let reply: Reply = Box::new(move |results| sender.send(results).is_ok());
         self.inner.commands.send(command(reply)).await.map_err(|_| Error::Closed)?;
         receiver.await.map_err(|_| Error::Closed)
     }

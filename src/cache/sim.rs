@@ -38,12 +38,12 @@ pub use crate::{
 
 use super::{
     Cache,
-    open::{Parts, assemble},
+    open::{Parts, Started, assemble, tell_end},
 };
 use crate::{
     config::Config,
     error::Result,
-    mover::{Farewell, Mover},
+    mover::Mover,
     tier::{
         arena::Arena,
         disk::{Member, format::stripe::Stripe},
@@ -125,17 +125,15 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
         uuid,
         seed: world.seed,
     };
-    let (cache, mover, commands, urgent) = assemble(config, arena, parts).await?;
+    let Started { cache, mover, commands, urgent, end: told } = assemble(config, arena, parts).await?;
     let end = Rc::new(End::default());
     let reactor = Reactor { mover: Rc::clone(&mover), world: world.clone(), end: Rc::clone(&end) };
     let world = world.clone();
     tokio::task::spawn_local(async move {
-        let Farewell { closers, result } = mover.run(commands, urgent).await;
+        let result = mover.run(commands, urgent).await;
         quiet(&world).await;
         end.reached();
-        for closer in closers {
-            drop(closer.send(result.clone()));
-        }
+        tell_end(&told, result);
     });
     Ok(Simulated { cache, reactor })
 }

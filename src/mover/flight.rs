@@ -14,6 +14,7 @@ use super::{
 use crate::{
     block::{BlockKey, Tier},
     error::Result,
+    index::EntryId,
 };
 
 /// What a movement gives each of its waiters: a pin on the destination, or `None` for a miss.
@@ -32,11 +33,16 @@ pub(crate) enum Message {
 pub(crate) struct Flight {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
+    /// The entry that it moves. Where that was removed, the key may name another one by now.
+    entry: EntryId,
     /// Somebody is at it. A promotion begins with its caller, and starts when its command is served.
     started: bool,
     /// Its waiters were told that it takes too long.
     overdue: bool,
     pub(crate) waiters: Vec<oneshot::Sender<Message>>,
+    /// `Some` where the block that the key names when this ends is to be written to disk then, and the waiters for
+    /// that write.
+    next: Option<Vec<oneshot::Sender<Message>>>,
     /// Read, and to be verified by whoever redeems a ticket first.
     pub(crate) unverified: Option<Unverified>,
     /// Tickets given out and neither redeemed nor dropped.
@@ -58,6 +64,14 @@ pub(crate) struct Flights {
     overdue: usize,
 }
 
+/// What a flight leaves when it ends.
+pub(crate) struct Finished {
+    /// Its waiters: the caller's to answer, after the lock is released.
+    pub(crate) waiters: Vec<oneshot::Sender<Message>>,
+    /// The waiters of the write that is to follow, where one is.
+    pub(crate) next: Option<Vec<oneshot::Sender<Message>>>,
+}
+
 /// What joining a flight came to.
 pub(crate) enum Joined {
     /// A movement is under way; its outcome comes here.
@@ -72,10 +86,34 @@ pub(crate) enum Joined {
     Overdue,
 }
 
+impl Flight {
+    /// True where a write to disk follows it.
+    pub(crate) fn is_followed(&self) -> bool {
+        self.next.is_some()
+    }
+}
+
 impl Flights {
     /// True while a movement of `key` to `tier` is under way.
     pub(crate) fn contains(&self, key: &BlockKey, tier: Tier) -> bool {
         self.by_target.contains_key(&(*key, tier))
+    }
+
+    /// What the movement of `key` to `tier` moves, while it is under way.
+    pub(crate) fn entry(&self, key: &BlockKey, tier: Tier) -> Option<EntryId> {
+        self.by_target.get(&(*key, tier)).map(|flight| flight.entry)
+    }
+
+    /// True where a block under `key` is being written, or will be when the movement under way ends.
+    pub(crate) fn is_written(&self, key: &BlockKey) -> bool {
+        let followed = self.by_target.get(&(*key, Tier::Host)).is_some_and(Flight::is_followed);
+        followed || self.contains(key, Tier::Disk)
+    }
+
+    /// Keys of the blocks that are being written, or will be when the movement under way ends. In no order.
+    pub(crate) fn writes(&self) -> impl Iterator<Item = BlockKey> + '_ {
+        let writes = self.by_target.iter().filter(|((_, tier), flight)| *tier == Tier::Disk || flight.next.is_some());
+        writes.map(|((key, _), _)| *key)
     }
 
     /// The movement of `key` to `tier`, while it is under way.
@@ -92,34 +130,49 @@ impl Flights {
         if flight.overdue {
             return Joined::Overdue;
         }
-        if flight.waiters.len() >= waiters_max as usize {
-            // Those who left make room: a movement that nobody asked for begins with a waiter who is gone.
-            flight.waiters.retain(|waiter| !waiter.is_closed());
-        }
-        if flight.waiters.len() >= waiters_max as usize {
-            return Joined::Full;
-        }
-        let (sender, receiver) = oneshot::channel();
-        flight.waiters.push(sender);
-        Joined::Waiting(receiver)
+        wait(&mut flight.waiters, waiters_max)
     }
 
-    /// Starts a movement, with its first waiter.
-    pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier) -> oneshot::Receiver<Message> {
+    /// Has the block that `key` names when the movement under way ends written to disk then, and waits for that write.
+    /// It follows whatever this answers, unless there is no movement or it comes from disk.
+    pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined {
+        let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
+        if flight.unverified.is_some() {
+            return Joined::Unverified;
+        }
+        let next = flight.next.get_or_insert_default();
+        if flight.overdue { Joined::Overdue } else { wait(next, waiters_max) }
+    }
+
+    /// Starts a movement of `entry`, with its first waiter.
+    pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier, entry: EntryId) -> oneshot::Receiver<Message> {
         let (sender, receiver) = oneshot::channel();
+        self.begin_for(key, tier, entry, vec![sender]);
+        receiver
+    }
+
+    /// Starts a movement of `entry`, with its first waiters.
+    pub(crate) fn begin_for(
+        &mut self,
+        key: &BlockKey,
+        tier: Tier,
+        entry: EntryId,
+        waiters: Vec<oneshot::Sender<Message>>,
+    ) {
         self.begun += 1;
         let flight = Flight {
             number: self.begun,
+            entry,
             started: false,
             overdue: false,
-            waiters: vec![sender],
+            waiters,
+            next: None,
             unverified: None,
             tickets: 0,
         };
         let earlier = self.by_target.insert((*key, tier), flight);
         assert!(earlier.is_none(), "one movement per key and tier");
         self.by_age.insert(self.begun, (*key, tier));
-        receiver
     }
 
     /// Takes it on to carry out the movement that has begun: false where there is none, or somebody else is at it.
@@ -128,14 +181,16 @@ impl Flights {
         self.by_target.get_mut(&(*key, tier)).is_some_and(|flight| !std::mem::replace(&mut flight.started, true))
     }
 
-    /// Ends a movement; its waiters are the caller's to answer, after the lock is released.
-    pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Vec<oneshot::Sender<Message>> {
-        let Some(flight) = self.by_target.remove(&(*key, tier)) else { return Vec::new() };
+    /// Ends a movement.
+    pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Finished {
+        let Some(flight) = self.by_target.remove(&(*key, tier)) else {
+            return Finished { waiters: Vec::new(), next: None };
+        };
         match flight.overdue {
             true => self.overdue -= 1,
             false => drop(self.by_age.remove(&flight.number)),
         }
-        flight.waiters
+        Finished { waiters: flight.waiters, next: flight.next }
     }
 
     /// How many movements have begun so far.
@@ -157,6 +212,7 @@ impl Flights {
             flight.overdue = true;
             self.overdue += 1;
             waiters.append(&mut flight.waiters);
+            flight.next.iter_mut().for_each(|next| waiters.append(next));
         }
         waiters
     }
@@ -183,4 +239,18 @@ impl Flights {
     pub(crate) fn len(&self) -> usize {
         self.by_target.len()
     }
+}
+
+/// Adds a waiter to those of a movement, if there may be another.
+fn wait(waiters: &mut Vec<oneshot::Sender<Message>>, waiters_max: u32) -> Joined {
+    if waiters.len() >= waiters_max as usize {
+        // Those who left make room: a movement that nobody asked for begins with a waiter who is gone.
+        waiters.retain(|waiter| !waiter.is_closed());
+    }
+    if waiters.len() >= waiters_max as usize {
+        return Joined::Full;
+    }
+    let (sender, receiver) = oneshot::channel();
+    waiters.push(sender);
+    Joined::Waiting(receiver)
 }

@@ -13,7 +13,7 @@ use std::{
 use tokio::sync::Notify;
 
 use super::{
-    Mover,
+    Mover, Reply,
     ahead::{Offer, Target},
     budget::Class,
     promote::Next,
@@ -181,9 +181,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.each(jobs, |this, job| async move { this.load_one(job).await }).await
     }
 
-    /// Stores each block from its segments.
-    pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
-        self.each(jobs, |this, job| async move { this.store_one(job).await.map(|()| true) }).await
+    /// Stores each block from its segments, and tells its caller.
+    pub(super) async fn store_from(self: Rc<Self>, jobs: Vec<Job>, reply: Reply) {
+        let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
+        let results = self.each(jobs, |this, job| async move { this.store_one(job).await.map(|()| true) }).await;
+        let refused = |result: &Result<bool>| result.as_ref().is_err_and(|error| !error.is_transient());
+        let refused: Vec<BlockKey> =
+            keys.into_iter().zip(&results).filter_map(|(key, result)| refused(result).then_some(key)).collect();
+        if reply(results) {
+            self.shared.told(&refused);
+        }
     }
 
     /// Runs all jobs at once: the byte budget, not the number of jobs, bounds what is in flight.
@@ -284,20 +291,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Does what the write policy wants for a committed block.
-    async fn finish_store(self: &Rc<Self>, key: &BlockKey, mut committed: Committed) -> Result<()> {
-        loop {
-            let (receiver, pin) = match committed {
-                Committed::Done => return Ok(()),
-                Committed::Join(receiver, pin) => (receiver, pin),
-                Committed::Write(pin, receiver) => {
-                    self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
-                    return self.shared.written(receiver).await;
-                }
-            };
-            self.shared.written(receiver).await?;
-            // The write that was joined may have been of a copy removed meanwhile: look again.
-            committed = self.shared.store_known(key, None)?.unwrap_or(Committed::Done);
-            drop(pin);
-        }
+    async fn finish_store(self: &Rc<Self>, key: &BlockKey, committed: Committed) -> Result<()> {
+        let receiver = match committed {
+            Committed::Done => return Ok(()),
+            Committed::Wait(receiver) => receiver,
+            Committed::Write(pin, receiver) => {
+                self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
+                receiver
+            }
+        };
+        self.shared.written(receiver).await
     }
 }

@@ -11,11 +11,13 @@ mod balance;
 mod budget;
 mod direct;
 mod flight;
+mod flush;
 mod foreign;
 mod layers;
 mod overdue;
 mod promote;
 mod records;
+mod refusals;
 pub(crate) mod service;
 pub(crate) mod shared;
 mod shutdown;
@@ -42,7 +44,7 @@ use std::{
 
 use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 
-use self::{budget::Budget, direct::Direct, records::RecordPages, service::Failures};
+use self::{budget::Budget, direct::Direct, flush::Flush, records::RecordPages, service::Failures};
 use crate::{
     block::{BlockKey, Tier},
     copy::{CopyEngine, CopyRegion},
@@ -68,8 +70,8 @@ pub(crate) enum Command {
     Forget { reply: oneshot::Sender<Result<()>> },
     /// Write what is dirty and flush.
     Sync { reply: oneshot::Sender<Result<()>> },
-    /// Finish what is under way, write what is dirty, flush, and end.
-    Close { reply: oneshot::Sender<Result<()>> },
+    /// Finish what is under way, write what is dirty, flush, and end. Whoever asks waits for the end itself.
+    Close,
 }
 
 /// What those ask who hold a slot already. They never wait behind those who want one, or both could
@@ -83,14 +85,8 @@ pub(crate) enum Urgent {
     ReadDevice { pin: Pin, buf: Vec<u8>, reply: oneshot::Sender<Result<Vec<u8>>> },
 }
 
-/// One result per block, in the order of the request, to whoever asked.
-pub(crate) type Reply = Box<dyn FnOnce(Vec<Result<bool>>) + Send>;
-
-/// Closers, answered when the files are closed, and with what.
-pub(crate) struct Farewell {
-    pub(crate) closers: Vec<oneshot::Sender<Result<()>>>,
-    pub(crate) result: Result<()>,
-}
+/// One result per block, in the order of the request, to whoever asked; false if nobody takes them any longer.
+pub(crate) type Reply = Box<dyn FnOnce(Vec<Result<bool>>) -> bool + Send>;
 
 /// The reactor's side of a cache.
 pub(crate) struct Mover<S, C> {
@@ -115,6 +111,8 @@ pub(crate) struct Mover<S, C> {
     overdue: Cell<bool>,
     /// One for each file.
     failures: Vec<Failures>,
+    /// One for each file.
+    flushes: Vec<Flush>,
     /// Told whenever `active` goes down.
     settled: Notify,
     /// Told when the first movement begins.
@@ -135,6 +133,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             active: Cell::new(0),
             overdue: Cell::new(false),
             failures: files.iter().map(|_| Failures::default()).collect(),
+            flushes: files.iter().map(|_| Flush::new()).collect(),
             settled: Notify::new(),
             begun: Notify::new(),
             direct: OnceCell::new(),
@@ -146,17 +145,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         })
     }
 
-    /// Serves commands until the cache is closed or its last handle is gone, then drains.
+    /// Serves commands until the cache is closed or its last handle is gone, then drains. What that came to is for
+    /// every caller that closes the cache, when the files are closed.
     pub(crate) async fn run(
         self: Rc<Self>,
         mut commands: mpsc::Receiver<Command>,
         mut urgent: mpsc::UnboundedReceiver<Urgent>,
-    ) -> Farewell {
+    ) -> Result<()> {
         let _ended = Ended(Arc::clone(&self.shared));
         let write_back = tokio::task::spawn_local(Rc::clone(&self).write_back_loop());
         let deadlines = tokio::task::spawn_local(Rc::clone(&self).deadline_loop());
         let spin = tokio::task::spawn_local(Rc::clone(&self).spin_loop());
-        let mut closers = Vec::new();
         loop {
             let may_start = self.active.get() < self.shared.config.movements_max;
             tokio::select! {
@@ -164,10 +163,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Some(request) = urgent.recv() => self.start_urgent(request),
                 command = commands.recv(), if may_start || self.overdue.get() => match command {
                     None => break,
-                    Some(Command::Close { reply }) => {
-                        closers.push(reply);
-                        commands.close();
-                    }
+                    Some(Command::Close) => commands.close(),
                     Some(command) if may_start => self.start(command),
                     Some(command) => self.refuse(command),
                 },
@@ -178,7 +174,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         write_back.abort();
         deadlines.abort();
         spin.abort();
-        Farewell { closers, result }
+        result
     }
 
     fn start(self: &Rc<Self>, command: Command) {
@@ -190,9 +186,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     self.spawn(async move { this.promote(key, to, class).await });
                 }
             }
-            Command::Load { jobs, reply } => self.spawn(async move { reply(this.load(jobs).await) }),
+            Command::Load { jobs, reply } => self.spawn(async move {
+                reply(this.load(jobs).await);
+            }),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
-            Command::StoreFrom { jobs, reply } => self.spawn(async move { reply(this.store_from(jobs).await) }),
+            Command::StoreFrom { jobs, reply } => self.spawn(this.store_from(jobs, reply)),
             Command::Register { region, wanted, reply } => {
                 if wanted {
                     self.register(&region);
@@ -208,7 +206,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Sync { reply } => self.spawn(async move {
                 drop(reply.send(this.sync().await));
             }),
-            Command::Close { .. } => unreachable!("run() answers it"),
+            Command::Close => unreachable!("run() answers it"),
         }
     }
 

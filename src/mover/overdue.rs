@@ -95,7 +95,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::LoadLayers(load) => load.refuse(&error),
             Command::Register { .. } => self.start(command),
             Command::Forget { reply } | Command::Sync { reply } => drop(reply.send(Err(error))),
-            Command::Close { .. } => unreachable!("run() answers it"),
+            Command::Close => unreachable!("run() answers it"),
         }
     }
 

@@ -70,11 +70,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error.
+    /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error. Starts the write that follows it.
     pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
-        let answers = self.shared.take_answers(key, tier, &outcome);
+        let (answers, next) = self.shared.end_flight(key, tier, &outcome);
         drop(outcome);
         self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
+        if let Some(pin) = next {
+            self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
+        }
     }
 
     /// Answers waiters when the tasks that are ready now have run. Movements that completed together

@@ -16,6 +16,7 @@ use tokio::sync::{Notify, oneshot};
 use super::{
     direct::CufileService,
     flight::{Flights, Joined, Message},
+    refusals::Refusals,
     service::DiskService,
     verify::Ticket,
 };
@@ -50,6 +51,8 @@ pub(crate) struct State {
     pub(crate) device_retired: Option<String>,
     /// Blocks of the host tier that the disk tier must take before they may go.
     pub(crate) dirty: BTreeSet<BlockKey>,
+    /// Blocks that the disk tier did not take, and nobody was told.
+    pub(super) refusals: Refusals,
     closed: bool,
 }
 
@@ -88,9 +91,7 @@ pub(crate) enum Found {
 pub(crate) struct Removed {
     /// It was resident until now.
     pub(crate) resident: bool,
-    /// A record may still name it: of the slot that it had, or of one that it had before.
-    pub(crate) recorded: bool,
-    /// The end of a write of it that is under way; its record is cleared by then.
+    /// The end of a write of it that is under way.
     pub(crate) writing: Option<oneshot::Receiver<Message>>,
 }
 
@@ -131,6 +132,7 @@ impl Shared {
             disk_service: DiskService::Full,
             device_retired: None,
             dirty: BTreeSet::new(),
+            refusals: Refusals::default(),
             closed: false,
         };
         Shared {
@@ -202,7 +204,7 @@ impl Shared {
         }
         state.index.touch(id);
         state.index.hit(id);
-        Ok((Promotion::Started(state.flights.begin(key, tier)), source))
+        Ok((Promotion::Started(state.flights.begin(key, tier, id)), source))
     }
 
     /// A receiver that has a ticket already.
@@ -305,6 +307,7 @@ impl Shared {
         {
             removed.resident = true;
             state.dirty.remove(key);
+            state.refusals.forget(key);
             if let Some(slot) = state.index.slot(id, Tier::Disk) {
                 // Its record must go now, although whoever reads the slot holds it for a while yet.
                 state.disk_slots().clear(slot);
@@ -313,7 +316,6 @@ impl Shared {
                 slot.into_iter().for_each(|slot| state.push_free(tier, slot));
             }
         }
-        removed.recorded = state.disk.as_ref().is_some_and(|slots| slots.stale_count() > 0);
         // Bounded by the removals under way, each of which has a caller.
         match state.flights.join(key, Tier::Disk, u32::MAX) {
             Joined::Waiting(receiver) => removed.writing = Some(receiver),
@@ -324,6 +326,11 @@ impl Shared {
             Joined::None | Joined::Full | Joined::Unverified => {}
         }
         Ok(removed)
+    }
+
+    /// True where a record on disk may name a block that was removed.
+    pub(crate) fn may_be_recorded(&self) -> bool {
+        self.lock().disk.as_ref().is_some_and(|slots| slots.stale_count() > 0)
     }
 
     /// Refuses every call from now on, and wakes those who wait for slots.

@@ -49,6 +49,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         while self.active.get() > 0 {
             self.settled.notified().await;
         }
-        result
+        result.and_then(|()| self.shared.report_refusals())
     }
 }

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 
 use super::{
-    flight::{Joined, Message},
+    flight::{Finished, Joined, Message, Outcome},
     shared::{Filling, Pin, Shared, State},
     verify::Settled,
 };
 use crate::{
     block::{BlockKey, Route, Tier},
     config::WritePolicy,
-    error::Result,
+    error::{Error, Result},
     index::EntryId,
 };
 
@@ -20,9 +20,8 @@ use crate::{
 pub(crate) enum Committed {
     /// Nothing: the policy is satisfied.
     Done,
-    /// A movement of the same key is under way; its outcome comes here, and then the store looks again: it may have
-    /// been of a block that was removed. The pin, on the block of this store, keeps that from being evicted meanwhile.
-    Join(oneshot::Receiver<Message>, Option<Pin>),
+    /// The write of its block is under way, or follows the movement that is; the outcome comes here.
+    Wait(oneshot::Receiver<Message>),
     /// The block must be written; the flight has begun, the reactor must be asked.
     Write(Pin, oneshot::Receiver<Message>),
 }
@@ -82,52 +81,131 @@ impl Shared {
             return Ok(Committed::Done);
         }
         match self.config.write_policy {
-            WritePolicy::WriteThrough => self.begin_write(state, id, key),
+            WritePolicy::WriteThrough => self.begin_write(state, id, key, self.config.waiters_max),
             WritePolicy::WriteThroughSelective => Ok(Committed::Done),
             WritePolicy::WriteBack => {
-                if state.disk_service.writes() && state.index.slot(id, Tier::Host).is_some() {
-                    state.index.set_dirty(id, Tier::Host, true);
-                    state.dirty.insert(*key);
-                    // Nothing else tells of a block that must be written before it may make way for them.
-                    if state.has_waiters(Tier::Host) {
-                        self.write_back.notify_one();
-                    }
-                }
+                self.must_be_written(state, id, key);
                 Ok(Committed::Done)
             }
         }
     }
 
-    /// Starts or joins the write of a host block to disk. The pin in the answer is not to be dropped under the lock.
-    pub(crate) fn begin_write(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
-        let mut pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
+    /// A block is to be on disk, and nobody waits for that. Where the disk takes nothing that is a refusal.
+    fn must_be_written(&self, state: &mut State, id: EntryId, key: &BlockKey) {
+        if state.index.slot(id, Tier::Host).is_none() {
+            // It is on its way to host memory, from the device.
+            state.flights.join_next(key, Tier::Host, 0);
+            return;
+        }
+        if let Err(error) = state.disk_service.check_writes() {
+            self.metrics.writes_refused.add(1);
+            state.refusals.add(*key, error);
+            return;
+        }
+        state.set_dirty(id, key);
+        // Nothing else tells of a block that must be written before it may make way for those who wait.
+        if state.has_waiters(Tier::Host) {
+            self.write_back.notify_one();
+        }
+    }
+
+    /// Starts or joins the write of a block to disk. The pin in the answer is not to be dropped under the lock.
+    pub(crate) fn begin_write(
+        self: &Arc<Self>,
+        state: &mut State,
+        id: EntryId,
+        key: &BlockKey,
+        waiters_max: u32,
+    ) -> Result<Committed> {
+        let joined = match state.flights.entry(key, Tier::Disk) {
+            Some(entry) if entry == id => state.flights.join(key, Tier::Disk, waiters_max),
+            // Of a copy that was removed. The write of this one follows, whoever waits for it.
+            Some(_) => {
+                state.set_dirty(id, key);
+                state.flights.join_next(key, Tier::Disk, waiters_max)
+            }
+            None => match self.pin_source(state, id, key) {
+                Some(pin) => return Ok(Committed::Write(pin, state.flights.begin(key, Tier::Disk, id))),
+                // It is on its way to host memory, from the device.
+                None => state.flights.join_next(key, Tier::Host, waiters_max),
+            },
+        };
+        match joined {
+            Joined::Waiting(receiver) => Ok(Committed::Wait(receiver)),
+            // It is nowhere that it could be written from, or comes from disk.
+            Joined::None | Joined::Unverified => Ok(Committed::Done),
+            Joined::Full => Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Joined::Overdue => Err(self.timeout("a movement of the block that is overdue")),
+        }
+    }
+
+    /// Pins a block where it can be written to disk from.
+    fn pin_source(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Option<Pin> {
+        let pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
         // Only libcufile spares a block the way through host memory, where there may be no room for it.
         let from_device = state.cufile.writes && state.device_retired.is_none();
         if pin.is_none() && from_device && !state.flights.contains(key, Tier::Host) {
-            pin = Pin::take(self, state, id, Tier::Device, Route::DeviceHit);
+            return Pin::take(self, state, id, Tier::Device, Route::DeviceHit);
         }
-        // Without a pin the block is on its way to the host, from the device: when it is there, it can be written.
-        let tier = if pin.is_some() || state.flights.contains(key, Tier::Disk) { Tier::Disk } else { Tier::Host };
-        let waiters_max = self.config.waiters_max;
-        let refused = match state.flights.join(key, tier, waiters_max) {
-            Joined::Waiting(receiver) => return Ok(Committed::Join(receiver, pin)),
-            Joined::Unverified => return Ok(Committed::Join(self.ticket(state, key), pin)),
-            Joined::None => {
-                return Ok(match pin {
-                    Some(pin) => Committed::Write(pin, state.flights.begin(key, Tier::Disk)),
-                    None => Committed::Done,
-                });
-            }
-            Joined::Full => self.busy("waiters for one block", u64::from(waiters_max), "waiters_max"),
-            Joined::Overdue => self.timeout("a movement of the block that is overdue"),
-        };
-        if let Some(pin) = pin {
-            pin.release(state);
-        }
-        Err(refused)
+        pin
     }
 
-    /// Waits for a write to disk, or for another movement that a store joined.
+    /// Ends a flight, and begins the write that follows it: a pin on its block, for the mover. The answers are the
+    /// caller's to send when the lock is released.
+    pub(super) fn end_flight(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        tier: Tier,
+        outcome: &Outcome,
+    ) -> (Vec<(oneshot::Sender<Message>, Outcome)>, Option<Pin>) {
+        let mut state = self.lock();
+        let Finished { waiters, next } = state.flights.finish(key, tier);
+        let mut answers = self.answers(&mut state, waiters, tier, outcome);
+        let Some(next) = next else { return (answers, None) };
+        // Or the block was removed, or is on disk.
+        let mut missed = Ok(());
+        if let Some(id) = state.index.find(key)
+            && state.index.slot(id, Tier::Disk).is_none()
+        {
+            let awaited = self.config.write_policy != WritePolicy::WriteBack || !next.is_empty();
+            if !awaited && state.index.slot(id, Tier::Host).is_some() {
+                self.must_be_written(&mut state, id, key);
+                return (answers, None);
+            }
+            if let Some(pin) = self.pin_source(&mut state, id, key) {
+                state.flights.begin_for(key, Tier::Disk, id, next);
+                return (answers, Some(pin));
+            }
+            // It did not arrive where it could be written from.
+            if let (Tier::Host, Err(error)) = (tier, outcome) {
+                self.metrics.writes_refused.add(1);
+                state.refusals.add(*key, error.clone());
+                missed = Err(error.clone());
+            }
+        }
+        answers.extend(next.into_iter().map(|waiter| (waiter, missed.clone().map(|()| None))));
+        (answers, None)
+    }
+
+    /// A block that was written, or that the disk refused, no longer waits to be written. A refusal is noted, and was
+    /// counted: a host tier that could never let go of its blocks would end all service.
+    ///
+    /// One that was removed meanwhile waits for nothing, and a block that was stored under its key since is another.
+    pub(super) fn end_write(&self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
+        let mut state = self.lock();
+        if state.index.find(key) != Some(id) {
+            return;
+        }
+        if state.dirty.remove(key) {
+            state.index.set_dirty(id, Tier::Host, false);
+        }
+        match error {
+            None => state.refusals.forget(key),
+            Some(error) => state.refusals.add(*key, error.clone()),
+        }
+    }
+
+    /// Waits for a write to disk.
     pub(crate) async fn written(self: &Arc<Self>, receiver: oneshot::Receiver<Message>) -> Result<()> {
         match self.settle(receiver).await {
             Settled::Ended(outcome) => outcome.map(drop),
@@ -152,11 +230,21 @@ impl Shared {
             self.metrics.background_refused.add(1);
             return None;
         }
-        let committed = self.begin_write(&mut state, id, key);
+        let committed = self.begin_write(&mut state, id, key, self.config.waiters_max);
         drop(state);
         match committed {
             Ok(Committed::Write(pin, _nobody)) => Some(pin),
             _ => None,
+        }
+    }
+}
+
+impl State {
+    /// A block of the host tier is to be written to disk before it may go.
+    fn set_dirty(&mut self, id: EntryId, key: &BlockKey) {
+        if self.index.slot(id, Tier::Host).is_some() {
+            self.index.set_dirty(id, Tier::Host, true);
+            self.dirty.insert(*key);
         }
     }
 }

@@ -147,15 +147,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
+        let wanted = self.shared.lock().index.find(&key) == Some(id);
         let result = self.end_disk_write(id, filling, result).await.map(|written| {
             if written {
                 self.shared.metrics.stores.add(1);
                 self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, started.elapsed());
             }
         });
-        if let Err(error) = &result {
-            self.shared.metrics.writes_refused.add(1);
-            tracing::warn!(%error, "the disk tier did not take a block");
+        match &result {
+            Ok(()) => self.shared.lock().refusals.forget(&key),
+            Err(error) => {
+                self.shared.metrics.writes_refused.add(1);
+                tracing::warn!(%error, "the disk tier did not take a block");
+                if wanted {
+                    self.shared.lock().refusals.add(key, error.clone());
+                }
+            }
         }
         self.land(&key, Tier::Disk, result.clone().map(|()| None));
         Straight::Ended(result)
@@ -178,7 +185,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let place = state.begin_disk_write(id, &filling, checksum);
         let (file, offset) = place.expect("it is resident nowhere, and on no way");
         // For those who want the same block on disk meanwhile; the one who stores it is answered by the end itself.
-        drop(state.flights.begin(&job.key, Tier::Disk));
+        drop(state.flights.begin(&job.key, Tier::Disk, id));
         Ok(Some(Target { id, filling, file, offset }))
     }
 

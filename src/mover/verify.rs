@@ -14,7 +14,7 @@ use std::sync::Arc;
 use tokio::{sync::oneshot, time::Instant};
 
 use super::{
-    flight::{Joined, Message, Outcome},
+    flight::{Finished, Joined, Message, Outcome},
     shared::{Filling, Pin, Shared, State},
 };
 use crate::{
@@ -147,20 +147,34 @@ impl Shared {
         Ok(self.publish(source.id(), filling, checksum, Route::DiskToHost, source))
     }
 
-    /// Ends a flight; each waiter's answer is the caller's to send when the lock is released.
-    pub(super) fn take_answers(
+    /// Ends the flight of a block that its waiters verify; the answers are the caller's to send when the lock is
+    /// released.
+    fn take_answers(
         self: &Arc<Self>,
         key: &BlockKey,
         tier: Tier,
         outcome: &Outcome,
     ) -> Vec<(oneshot::Sender<Message>, Outcome)> {
         let mut state = self.lock();
-        let waiters = state.flights.finish(key, tier);
+        let Finished { mut waiters, next } = state.flights.finish(key, tier);
+        // What comes from disk needs no write.
+        waiters.extend(next.into_iter().flatten());
+        self.answers(&mut state, waiters, tier, outcome)
+    }
+
+    /// What each waiter for a movement to `tier` is told.
+    pub(super) fn answers(
+        self: &Arc<Self>,
+        state: &mut State,
+        waiters: Vec<oneshot::Sender<Message>>,
+        tier: Tier,
+        outcome: &Outcome,
+    ) -> Vec<(oneshot::Sender<Message>, Outcome)> {
         waiters
             .into_iter()
             .map(|waiter| {
                 let answer = match outcome {
-                    Ok(Some(pin)) => Ok(Pin::take(self, &mut state, pin.id(), tier, pin.route())),
+                    Ok(Some(pin)) => Ok(Pin::take(self, state, pin.id(), tier, pin.route())),
                     Ok(None) => Ok(None),
                     Err(error) => Err(error.clone()),
                 };
@@ -182,7 +196,7 @@ impl Shared {
         }
         let Some(flight) = state.flights.get_mut(key, Tier::Host) else { return Err(unverified) };
         flight.waiters.retain(|waiter| !waiter.is_closed());
-        if flight.waiters.is_empty() {
+        if flight.waiters.is_empty() || flight.is_followed() {
             return Err(unverified);
         }
         flight.unverified = Some(unverified);
@@ -195,8 +209,8 @@ impl Shared {
         let unverified = state.flights.get_mut(key, Tier::Host).and_then(|flight| flight.unverified.take());
         let Some(Unverified { source, filling, .. }) = unverified else { return };
         // Whoever came while it waited has a ticket of its own: nobody is in the list.
-        let waiters = state.flights.finish(key, Tier::Host);
-        assert!(waiters.is_empty(), "a flight that waits to be verified is joined by tickets only");
+        let Finished { waiters, next } = state.flights.finish(key, Tier::Host);
+        assert!(waiters.is_empty() && next.is_none(), "a flight that waits to be verified is joined by tickets only");
         state.index.abort_fill(source.id(), Tier::Host);
         filling.release(state);
         source.release(state);

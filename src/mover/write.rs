@@ -2,10 +2,10 @@
 
 use std::{any::Any, path::PathBuf, rc::Rc, sync::Arc};
 
-use tokio::{sync::oneshot, time::Instant};
+use tokio::time::Instant;
 
 use super::{
-    Message, Mover,
+    Mover,
     budget::{Class, Kind},
     promote::Next,
     shared::{Filling, Pin, State},
@@ -20,7 +20,7 @@ use crate::{
 };
 
 /// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.
-const DEMOTING_MAX: u32 = 64;
+pub(super) const DEMOTING_MAX: u32 = 64;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a host block to disk and answers those who wait for it.
@@ -44,20 +44,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Err(error)
             }
         };
-        self.clean(&key, &pin);
+        self.shared.end_write(&key, pin.id(), outcome.as_ref().err());
         drop(pin);
         self.land(&key, Tier::Disk, outcome);
-    }
-
-    /// A block that was written, or that the disk refused, no longer waits to be written. A refusal
-    /// was counted: a host tier that could never let go of its blocks would end all service.
-    ///
-    /// One that was removed meanwhile waits for nothing, and a block that was stored under its key since is another.
-    fn clean(&self, key: &BlockKey, pin: &Pin) {
-        let mut state = self.shared.lock();
-        if state.index.find(key) == Some(pin.id()) && state.dirty.remove(key) {
-            state.index.set_dirty(pin.id(), Tier::Host, false);
-        }
     }
 
     /// Writes a block that only the device holds: by libcufile, or by way of host memory where that fails.
@@ -185,90 +174,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let id = state.index.demotable(Tier::Host)?;
         let key = state.index.key(id);
-        // A block under this key that was removed is still being written: its end sets a slot free. To join it here
-        // would be to take and drop a pin, which asks for a write-back, which is this.
+        // A block under this key that was removed is still being written: its end sets a slot free.
         if state.flights.contains(&key, Tier::Disk) {
             return None;
         }
-        let committed = shared.begin_write(&mut state, id, &key);
+        let committed = shared.begin_write(&mut state, id, &key, shared.config.waiters_max);
         drop(state);
         match committed {
             Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
             _ => None,
         }
     }
-
-    /// Writes every block that is dirty now, flushes the record pages that are out of date, and the
-    /// files.
-    pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
-        let keys: Vec<BlockKey> = self.shared.lock().dirty.iter().copied().collect();
-        let mut failed = 0u64;
-        let mut last_error = None;
-        for batch in keys.chunks(DEMOTING_MAX as usize) {
-            let begun: Vec<_> = batch.iter().map(|key| (key, self.begin_sync_write(key))).collect();
-            for (key, begun) in begun {
-                if let Err(error) = self.synced(key, begun).await {
-                    failed += 1;
-                    last_error = Some(error);
-                }
-            }
-        }
-        self.write_stale_records().await?;
-        for (file, disk) in self.files.iter().zip(&self.shared.config.disks) {
-            let sync = async {
-                let result = self.storage.sync(*file).await;
-                self.shared.account(&self.failures, *file, OpKind::Sync, &result);
-                result.map_err(|source| Error::io("sync", &disk.path, source))
-            };
-            self.within_deadline("a flush of the disk", sync).await?;
-        }
-        match last_error {
-            None => Ok(()),
-            Some(error) if error.is_transient() => Err(error),
-            Some(error) => Err(Error::Refused {
-                reason: format!("{failed} blocks could not be written; the last because: {error}"),
-            }),
-        }
-    }
-
-    /// Waits for the write of a dirty block that has begun.
-    async fn synced(self: &Rc<Self>, key: &BlockKey, begun: Result<Option<SyncWrite>>) -> Result<()> {
-        let Some(write) = begun? else { return Ok(()) };
-        self.shared.written(write.receiver).await?;
-        // What was joined may have been the write of a copy that was removed before this one was stored. A second
-        // write of the key is of this one, or of a later one.
-        if !write.joined || !self.shared.lock().dirty.contains(key) {
-            return Ok(());
-        }
-        match self.begin_sync_write(key)? {
-            Some(write) => self.shared.written(write.receiver).await,
-            None => Ok(()),
-        }
-    }
-
-    /// Starts or joins the write of a dirty block; `None` where there is nothing to wait for.
-    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<SyncWrite>> {
-        let mut state = self.shared.lock();
-        let Some(id) = state.index.find(key) else { return Ok(None) };
-        let committed = self.shared.begin_write(&mut state, id, key);
-        drop(state);
-        Ok(match committed? {
-            Committed::Write(pin, receiver) => {
-                self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
-                Some(SyncWrite { receiver, joined: false })
-            }
-            // A dirty block needs no pin to stay.
-            Committed::Join(receiver, _pin) => Some(SyncWrite { receiver, joined: true }),
-            Committed::Done => None,
-        })
-    }
-}
-
-/// A write that a sync waits for.
-struct SyncWrite {
-    receiver: oneshot::Receiver<Message>,
-    /// Somebody else began it.
-    joined: bool,
 }
 
 impl State {

@@ -11,7 +11,7 @@ mod world;
 
 use std::{
     future::{Future, poll_fn},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     task::{Context, Poll, Waker},
 };
 
@@ -148,6 +148,25 @@ fn a_close_waits_for_nobody_for_ever() {
         });
         block_on(world.cache.close()).expect("close");
         callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+        world.ended();
+    });
+}
+
+/// Every close waits for the end, whoever was first and whoever gave up.
+#[test]
+fn every_close_waits_for_the_end() {
+    check(|| {
+        let world = any_world();
+        let stores = world.caller(async |cache: Cache| drop(cache.store(&key(0), None, &payload(0)).await));
+        let closers = [0, 1].map(|_| {
+            let has_ended = Arc::clone(&world.has_ended);
+            world.caller(async move |cache: Cache| {
+                drop(give_up_some_time(cache.close()).await);
+                cache.close().await.expect("close");
+                assert!(has_ended.load(Ordering::Acquire), "a close was answered, and the reactor is at work");
+            })
+        });
+        closers.into_iter().chain([stores]).for_each(|caller| caller.join().expect("no panic"));
         world.ended();
     });
 }

@@ -1,6 +1,17 @@
 //! What a model stands on: a cache whose reactor, callers and storage are threads and memory of the model checker's.
 
-use std::{cell::RefCell, future::Future, io, pin::pin, rc::Rc, sync::Arc, task::Poll};
+use std::{
+    cell::RefCell,
+    future::Future,
+    io,
+    pin::pin,
+    rc::Rc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    task::Poll,
+};
 
 use shuttle::{
     rand::Rng,
@@ -8,13 +19,17 @@ use shuttle::{
     thread::JoinHandle,
 };
 use tokio::{
-    sync::{mpsc, oneshot},
+    sync::{mpsc, oneshot, watch},
     task::LocalSet,
 };
 
 use crate::{
-    BlockKey, Cache, Config, DiskPath, Layout, Tier,
-    cache::{Inner, region::Regions},
+    BlockKey, Cache, Config, DiskPath, Layout, Result, Tier,
+    cache::{
+        Inner,
+        open::{End, tell_end},
+        region::Regions,
+    },
     checksum::checksum,
     copy::{
         Memcpy,
@@ -23,7 +38,7 @@ use crate::{
     index::Index,
     io::{FileId, Lent, Storage},
     metrics::{Count, Metrics},
-    mover::{Farewell, Mover, Shared},
+    mover::{Mover, Shared},
     tier::{
         arena::Arena,
         device::DevicePool,
@@ -125,6 +140,8 @@ impl Storage for Memory {
 /// A cache of few slots, and the thread of its reactor.
 pub(super) struct World {
     pub(super) cache: Cache,
+    /// The reactor does nothing any more.
+    pub(super) has_ended: Arc<AtomicBool>,
     reactor: JoinHandle<()>,
 }
 
@@ -143,18 +160,18 @@ impl World {
     /// A cache whose disk tier holds the blocks of the keys below `stored`; with `chain`, each the parent of the next.
     pub(super) fn new(config: Config, stored: u32, chain: bool) -> World {
         let (sender, mut receiver) = oneshot::channel();
+        let has_ended = Arc::new(AtomicBool::new(false));
+        let ending = Arc::clone(&has_ended);
         let reactor = shuttle::thread::spawn(move || {
             // Its clock is never looked at: no deadline passes that could hide a lost wake-up.
             let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build();
             let runtime = runtime.expect("a runtime without I/O needs nothing of the system");
             let _context = runtime.enter();
             let local = LocalSet::new();
-            let farewell = shuttle::future::block_on(local.run_until(serve(config, stored, chain, sender)));
-            let Farewell { closers, result } = farewell;
+            let (end, result) = shuttle::future::block_on(local.run_until(serve(config, stored, chain, sender)));
             drop(local);
-            for closer in closers {
-                drop(closer.send(result.clone()));
-            }
+            ending.store(true, Ordering::Release);
+            tell_end(&end, result);
         });
         let cache = loop {
             match receiver.try_recv() {
@@ -163,7 +180,7 @@ impl World {
                 Err(closed) => panic!("{closed}"),
             }
         };
-        World { cache, reactor }
+        World { cache, has_ended, reactor }
     }
 
     /// The reactor's watch looks at its clock, which says that all movements of now take too long.
@@ -177,7 +194,7 @@ impl World {
 
     /// Drops this handle, and lets the reactor end when the others are gone.
     pub(super) fn leave(self) {
-        let World { cache, reactor } = self;
+        let World { cache, reactor, .. } = self;
         let shared = Arc::clone(cache.shared());
         drop(cache);
         reactor.join().expect("the reactor does not panic");
@@ -201,7 +218,7 @@ impl World {
 
     /// The same for a cache that was closed, or is being closed.
     pub(super) fn ended(self) {
-        let World { cache, reactor } = self;
+        let World { cache, reactor, .. } = self;
         reactor.join().expect("the reactor does not panic");
         check_balance(cache.shared());
     }
@@ -215,7 +232,7 @@ fn check_balance(shared: &Shared) {
     assert_eq!(failures.map(Count::get), [0; 4], "nothing fails here");
 }
 
-async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender<Cache>) -> Farewell {
+async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender<Cache>) -> (End, Result<()>) {
     let stripe = Stripe::new(&config);
     let mut file = vec![0; stripe.members()[0].bytes as usize];
     let mut slots = DiskSlots::new(stripe, [7; 16]);
@@ -237,11 +254,13 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
     let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new(), 1);
     let (commands, requests) = mpsc::channel(4);
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
+    let (end, told) = watch::channel(None);
     let regions = Regions::default();
     let inner = Inner {
         shared,
         commands,
         urgent,
+        end: told,
         regions,
         storage_name: "memory",
         direct_io: true,
@@ -251,7 +270,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         gdr: GdrStatus::new(GdrState::Off(String::new())),
     };
     drop(sender.send(Cache { inner: Arc::new(inner) }));
-    mover.run(requests, urgent_requests).await
+    (end, mover.run(requests, urgent_requests).await)
 }
 
 /// Polls `future` a few times, as the schedule wants it, and drops it. Its outcome, if it came to one.

@@ -18,6 +18,8 @@ struct Dirty {
     before: Option<Sector>,
     /// Counts the writes to the file, to tell whether the sector changed during a sync.
     version: u64,
+    /// A sync failed that was to cover this version: like a kernel, no later sync tries again.
+    given_up: bool,
 }
 
 /// One file. Lengths are of whole sectors at least in memory; `len` is what readers see.
@@ -77,15 +79,16 @@ impl Disk {
                 .and_modify(|dirty| {
                     dirty.before = Some(now.clone());
                     dirty.version = version;
+                    dirty.given_up = false;
                 })
-                .or_insert_with(|| Dirty { synced: now, before: None, version });
+                .or_insert_with(|| Dirty { synced: now, before: None, version, given_up: false });
         }
         self.current[offset..end].copy_from_slice(data);
     }
 
     /// The state that a sync starting now makes durable.
     pub(super) fn sync_point(&self) -> SyncPoint {
-        let sectors = self.dirty.iter();
+        let sectors = self.dirty.iter().filter(|(_, dirty)| !dirty.given_up);
         SyncPoint(sectors.map(|(&at, dirty)| (at, dirty.version, sector_of(&self.current, at))).collect())
     }
 
@@ -102,6 +105,15 @@ impl Disk {
                     dirty.before = None;
                 }
                 dirty.synced = data;
+            }
+        }
+    }
+
+    /// The sync has failed: what it was to cover is clean to every later one, and may be nowhere but in the cache.
+    pub(super) fn sync_failed(&mut self, point: &SyncPoint) {
+        for (at, version, _) in &point.0 {
+            if let Some(dirty) = self.dirty.get_mut(at).filter(|dirty| dirty.version == *version) {
+                dirty.given_up = true;
             }
         }
     }
@@ -184,6 +196,21 @@ mod tests {
         assert_eq!(outcomes(&disk, &[]), [1, 2, 3].into());
         disk.synced(point);
         assert_eq!(outcomes(&disk, &[]), [2, 3].into());
+    }
+
+    #[test]
+    fn what_a_failed_sync_was_to_cover_is_covered_by_no_later_one() {
+        let mut disk = Disk::new(vec![1; 1024]);
+        disk.write(0, &[2; 512]);
+        let point = disk.sync_point();
+        disk.sync_failed(&point);
+        let point = disk.sync_point();
+        disk.synced(point);
+        assert_eq!(outcomes(&disk, &[]), [1, 2].into());
+        disk.write(0, &[3; 512]);
+        let point = disk.sync_point();
+        disk.synced(point);
+        assert_eq!(outcomes(&disk, &[]), [3].into(), "written again");
     }
 
     #[test]

@@ -75,12 +75,14 @@ pub enum Fault {
     Misdirected,
     /// It is held until [`Sim::release`](super::Sim::release), then goes on without a fault.
     Stall,
+    /// It is held until [`Sim::release`](super::Sim::release), then fails with this `errno`.
+    StalledError(i32),
 }
 
 /// The sorts of [`Fault`], to count them by.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FaultKind {
-    /// [`Fault::Error`], but for `ENOSPC`.
+    /// [`Fault::Error`], but for `ENOSPC`, and [`Fault::StalledError`].
     Error,
     /// [`Fault::Error`] of `ENOSPC`.
     NoSpace,
@@ -112,6 +114,7 @@ impl Fault {
             Fault::Lost => FaultKind::Lost,
             Fault::Misdirected => FaultKind::Misdirected,
             Fault::Stall => FaultKind::Stall,
+            Fault::StalledError(_) => FaultKind::Error,
         }
     }
 }

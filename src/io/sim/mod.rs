@@ -167,7 +167,7 @@ type Done = (io::Result<usize>, Option<Lent>);
 
 async fn wait(state: &RefCell<State>, plan: &Plan) {
     tokio::time::sleep(plan.latency).await;
-    if plan.fault == Some(Fault::Stall) {
+    if matches!(plan.fault, Some(Fault::Stall | Fault::StalledError(_))) {
         let (go, may_go) = oneshot::channel();
         state.borrow_mut().stall(go);
         // An error means that the simulation itself is gone: nothing to wait for.

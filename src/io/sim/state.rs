@@ -191,7 +191,7 @@ impl State {
     ) -> Result<usize, i32> {
         let data = disk.read(read.offset, read.len);
         match fault {
-            Some(Fault::Error(errno)) => Err(errno),
+            Some(Fault::Error(errno) | Fault::StalledError(errno)) => Err(errno),
             Some(Fault::Short(bytes)) => Ok(copy_in(&data[..bytes.min(data.len())], buf)),
             Some(Fault::BitFlip) if !data.is_empty() => {
                 let mut wrong = data.to_vec();
@@ -216,7 +216,7 @@ impl State {
                 disk.write(rng.between(0, places) as usize * IO_ALIGN, &write.data);
                 Ok(write.len)
             }
-            Some(Fault::Error(errno)) => {
+            Some(Fault::Error(errno) | Fault::StalledError(errno)) => {
                 for (index, sector) in write.data.chunks(SECTOR_BYTES).enumerate() {
                     if rng.chance(0.5) {
                         disk.write(offset + index * SECTOR_BYTES, sector);
@@ -239,7 +239,10 @@ impl State {
 
     fn finish_sync(&mut self, sync: &mut InFlight, fault: Option<Fault>) -> Result<usize, i32> {
         match (fault, sync.sync_point.take()) {
-            (Some(Fault::Error(errno)), _) => Err(errno),
+            (Some(Fault::Error(errno) | Fault::StalledError(errno)), point) => {
+                point.into_iter().for_each(|point| self.disk_mut(sync.file).sync_failed(&point));
+                Err(errno)
+            }
             // A device that lies: success is reported, and nothing became durable.
             (Some(Fault::Lost), _) | (_, None) => Ok(0),
             (_, Some(point)) => {

@@ -331,7 +331,12 @@ pub async fn sync(caller: &mut Caller, cancel: Cancel) -> End {
     let began = caller.context.model.borrow().sync_begins();
     match caller.run_call(cancel, caller.cache.sync()).await {
         None => End::Dropped,
-        Some(Err(error)) => End::Error(error),
+        Some(Err(error)) => {
+            if matches!(error, Error::Refused { .. }) {
+                caller.context.model.borrow_mut().sync_reports();
+            }
+            End::Error(error)
+        }
         Some(Ok(())) => {
             caller.context.model.borrow_mut().sync_ends(began);
             End::Done(11)

@@ -139,14 +139,15 @@ impl Context {
         let honest = !self.has_lied(world);
         let of_reads = world.storage.counts().faults_by_kind[OpKind::Read as usize];
         let read_well = of_reads[FaultKind::Error as usize] + of_reads[FaultKind::BitFlip as usize] == 0;
-        let keeps = honest
+        let keeps_synced = honest
             && read_well
             && stats.read_errors == 0
             && stats.disk_retired.is_none()
-            && stats.tier(Tier::Disk).evictions == 0
+            && stats.tier(Tier::Disk).evictions == 0;
+        let keeps = keeps_synced
             && (self.plan.config.write_policy == WritePolicy::WriteThrough
                 || (stats.writes_refused == 0 && stats.disk_read_only.is_none()));
-        Claims { keeps, honest }
+        Claims { keeps, keeps_synced, honest }
     }
 
     /// Whether the faults of this run allow a call to end like this.

@@ -4,7 +4,7 @@ use std::{rc::Rc, time::Duration};
 
 use kvhoist::{
     Cache, Error,
-    io::FileId,
+    io::{FileId, OpKind},
     sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World},
 };
 use tokio::time::timeout;
@@ -130,11 +130,14 @@ impl Life {
         }
         let claims = if exit == Exit::Drop {
             self.context.report.borrow_mut().drops += 1;
-            sync = Some(self.context.model.borrow().sync_begins());
             let mut claims = self.look_back(&cache);
+            // Nobody is told what the end came to: it is well where nothing went wrong before.
+            let flushed = self.world.storage.counts().failed[OpKind::Sync as usize] == 0;
+            sync = (claims.keeps && flushed).then(|| self.context.model.borrow().sync_begins());
             drop(cache);
             // What the last write-backs evict nobody sees.
-            claims.keeps &= self.context.plan.universe.len() as u64 <= self.context.plan.config.disk_blocks();
+            let fits = self.context.plan.universe.len() as u64 <= self.context.plan.config.disk_blocks();
+            claims = Claims { keeps: claims.keeps && fits, keeps_synced: claims.keeps_synced && fits, ..claims };
             self.end(&reactor).await;
             claims
         } else {
@@ -299,7 +302,8 @@ impl Life {
     /// Ends the life where it stands.
     fn cut_off(&self, exit: Exit, cache: Option<&Cache>) -> Remains {
         let honest = !self.context.has_lied(&self.world);
-        let claims = cache.map_or(Claims { keeps: honest, honest }, |cache| self.look_back(cache));
+        let claims =
+            cache.map_or(Claims { keeps: honest, keeps_synced: honest, honest }, |cache| self.look_back(cache));
         let power_cut = exit == Exit::PowerCut;
         let mut report = self.context.report.borrow_mut();
         if power_cut {

@@ -8,8 +8,10 @@
 /// Which promises still stand, given what has gone wrong so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claims {
-    /// Nothing was evicted from disk, no disk lied, and the disk tier serves reads.
+    /// Nothing was evicted from disk, no disk lied, the disk tier serves reads, and it refused no write.
     pub keeps: bool,
+    /// The same, whatever writes it refused: what a sync answered for is there.
+    pub keeps_synced: bool,
     /// No disk lied.
     pub honest: bool,
 }
@@ -46,6 +48,8 @@ pub struct Began {
     alone: bool,
     /// A remove was under way: it may take effect after a store that begins now.
     removing: bool,
+    /// Reports of refused writes so far.
+    reports: u64,
     /// Nobody had found out yet whether the block is whole.
     doubtful: bool,
     pub must_hit: bool,
@@ -89,11 +93,13 @@ pub struct Model {
     writes_through: bool,
     /// An acknowledged store stays.
     keeps: bool,
+    /// Syncs that reported refused writes so far.
+    reports: u64,
 }
 
 impl Model {
     pub fn new(blocks: usize, keeps: bool, writes_through: bool) -> Self {
-        Model { blocks: vec![State::default(); blocks], keeps, writes_through }
+        Model { blocks: vec![State::default(); blocks], keeps, writes_through, reports: 0 }
     }
 
     pub fn begin(&self, block: usize) -> Began {
@@ -104,6 +110,7 @@ impl Model {
             removes: state.removes_begun,
             alone: state.stores == 0,
             removing: state.removes > 0,
+            reports: self.reports,
             doubtful: state.doubtful,
             must_hit: state.present && state.removes == 0,
             must_miss: state.absent,
@@ -184,7 +191,7 @@ impl Model {
     pub fn sync_ends(&mut self, began: Vec<Began>) {
         for began in began {
             let state = &mut self.blocks[began.block];
-            if began.must_hit && state.removes_begun == began.removes {
+            if began.must_hit && state.removes_begun == began.removes && began.reports == self.reports {
                 state.durable = true;
             }
             if began.must_miss && began.alone && state.recorded_absent && state.stores_begun == began.stores {
@@ -193,11 +200,19 @@ impl Model {
         }
     }
 
+    /// A sync reported that blocks were refused, and later ones do not: it may have been any that none answered for.
+    pub fn sync_reports(&mut self) {
+        self.reports += 1;
+        for state in self.blocks.iter_mut().filter(|state| !state.durable) {
+            state.present = false;
+        }
+    }
+
     /// The next life begins on what the last one left.
     pub fn restart(&mut self, ending: Ending, claims: Claims) {
         for state in &mut self.blocks {
             let written = ending == Ending::Kill && self.writes_through;
-            let present = claims.keeps && (state.durable || (written && state.present));
+            let present = (claims.keeps_synced && state.durable) || (claims.keeps && written && state.present);
             let recorded = ending == Ending::Kill && state.recorded_absent;
             let absent = claims.honest && (state.durably_absent || recorded);
             let stored_ever = state.stored_ever;

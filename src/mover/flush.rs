@@ -1,0 +1,112 @@
+//! What `sync` does: every block that is to be on disk is written, then the records, and the files are flushed.
+
+use std::{cell::RefCell, collections::BTreeSet, io, rc::Rc, sync::Arc};
+
+use tokio::sync::{Semaphore, oneshot};
+
+use super::{Mover, budget::Class, flight::Message, store::Committed, write::DEMOTING_MAX};
+use crate::{
+    block::BlockKey,
+    copy::CopyEngine,
+    error::{Error, Result},
+    io::{FileId, OpKind, Storage},
+};
+
+/// The flushes of one file.
+pub(super) struct Flush {
+    /// One permit: one flush at a time, so that none passes over the failure of another.
+    turn: Arc<Semaphore>,
+    /// Why a flush failed, once one has.
+    ///
+    /// For good: a kernel takes what it could not write for clean, and the next flush succeeds without it.
+    failed: RefCell<Option<Error>>,
+}
+
+impl Flush {
+    pub(super) fn new() -> Self {
+        Flush { turn: Arc::new(Semaphore::new(1)), failed: RefCell::default() }
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Writes every block that is dirty, waits for those that are being written, writes the record pages that are out
+    /// of date, and flushes the files.
+    ///
+    /// What the disk refuses is not among the errors, but with the [refusals](super::refusals).
+    pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
+        let keys: Vec<BlockKey> = {
+            let state = self.shared.lock();
+            let keys: BTreeSet<_> = state.flights.writes().chain(state.dirty.iter().copied()).collect();
+            keys.into_iter().collect()
+        };
+        let mut transient = None;
+        for batch in keys.chunks(DEMOTING_MAX as usize) {
+            let begun: Vec<_> = batch.iter().map(|key| self.begin_sync_write(key)).collect();
+            for begun in begun {
+                let written = match begun {
+                    Ok(Some(receiver)) => self.shared.written(receiver).await,
+                    Ok(None) => Ok(()),
+                    Err(error) => Err(error),
+                };
+                if let Err(error) = written
+                    && (error.is_transient() || matches!(error, Error::Closed))
+                {
+                    transient = Some(error);
+                }
+            }
+        }
+        self.write_stale_records().await?;
+        self.flush().await?;
+        transient.map_or(Ok(()), Err)
+    }
+
+    /// Starts the write of a dirty block, or joins the one under way; `None` where there is nothing to wait for.
+    fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<oneshot::Receiver<Message>>> {
+        let mut state = self.shared.lock();
+        if !state.dirty.contains(key) && !state.flights.is_written(key) {
+            return Ok(None);
+        }
+        let Some(id) = state.index.find(key) else { return Ok(None) };
+        // Bounded by the syncs under way.
+        let committed = self.shared.begin_write(&mut state, id, key, u32::MAX);
+        drop(state);
+        Ok(match committed? {
+            Committed::Write(pin, receiver) => {
+                self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
+                Some(receiver)
+            }
+            Committed::Wait(receiver) => Some(receiver),
+            Committed::Done => None,
+        })
+    }
+
+    /// Makes what the files hold survive a power cut. An error for good once a flush of one has failed.
+    pub(super) async fn flush(self: &Rc<Self>) -> Result<()> {
+        for file in &self.files {
+            self.within_deadline("a flush of the disk", self.flush_file(*file)).await?;
+        }
+        Ok(())
+    }
+
+    async fn flush_file(self: &Rc<Self>, file: FileId) -> Result<()> {
+        let flush = &self.flushes[usize::from(file.0)];
+        let turn = Arc::clone(&flush.turn).acquire_owned().await.expect("never closed");
+        let (ended, end) = oneshot::channel::<()>();
+        let this = Rc::clone(self);
+        // A task of its own: its failure counts, also where nobody waits for it any longer.
+        self.spawn(async move {
+            let result = this.storage.sync(file).await;
+            this.shared.account(&this.failures, file, OpKind::Sync, &result);
+            if let Err(source) = result {
+                let doubt = "what was written before may not survive a power cut, and no later flush can tell";
+                let source = io::Error::new(source.kind(), format!("{source}; {doubt}: open the cache anew"));
+                *this.flushes[usize::from(file.0)].failed.borrow_mut() =
+                    Some(Error::io("sync", this.path_of(file), source));
+            }
+            drop((turn, ended));
+        });
+        // The other end is dropped when it is done.
+        drop(end.await);
+        flush.failed.borrow().clone().map_or(Ok(()), Err)
+    }
+}

@@ -1,0 +1,306 @@
+//! What store, sync, remove and close promise where writes fail or are under way.
+
+mod scene;
+
+use std::{future::Future, time::Duration};
+
+use kvhoist::{
+    Cache, Config, Error, Tier, WritePolicy,
+    io::OpKind,
+    sim::{self, Fault, FaultRates, Reactor, Sim, Simulated, World},
+};
+use scene::*;
+use tokio::task::{JoinHandle, spawn_local};
+
+fn write_back() -> Config {
+    Config { write_policy: WritePolicy::WriteBack, ..config() }
+}
+
+/// Runs a call on a handle of its own.
+fn spawn<T: 'static, F: Future<Output = T> + 'static>(
+    cache: &Cache,
+    call: impl FnOnce(Cache) -> F + 'static,
+) -> JoinHandle<T> {
+    spawn_local(call(cache.clone()))
+}
+
+/// Lets everything run that the disk does not hold up.
+async fn a_while() {
+    tokio::time::sleep(Duration::from_millis(10)).await;
+}
+
+fn started(disk: &Sim, kind: OpKind) -> u64 {
+    disk.counts().started[kind as usize]
+}
+
+/// What the next start finds, where the power fails now.
+async fn open_after_power_cut(config: Config, disk: &Sim) -> (Cache, Reactor) {
+    let world = World::new(3, disk.crash());
+    let Simulated { cache, reactor } = sim::open(config, &world).await.expect("a store opens after a power cut");
+    (cache, reactor)
+}
+
+/// How often the block is there after a power cut, of so many.
+async fn found_after_power_cuts(config: &Config, disk: &Sim, n: u8) -> usize {
+    let mut found = 0;
+    for _ in 0..POWER_CUTS {
+        let (later, reactor) = open_after_power_cut(config.clone(), disk).await;
+        found += usize::from(fetch(&later, n).await.expect("served"));
+        finish(later, reactor).await;
+    }
+    found
+}
+
+const POWER_CUTS: usize = 32;
+
+async fn open_read_only(config: Config) -> (Cache, Reactor, Sim) {
+    let (cache, reactor, disk) = open(config).await;
+    disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
+    for n in 100..103 {
+        store(&cache, n).await.expect("visible");
+        cache.sync().await.expect_err("the disk takes nothing");
+    }
+    disk.set_rates(FaultRates::default());
+    assert!(cache.stats().disk_read_only.is_some(), "three writes failed in a row");
+    // The records that could not be written then can be now.
+    while let Err(error) = cache.sync().await {
+        assert!(!matches!(error, Error::Closed), "{error}");
+    }
+    (cache, reactor, disk)
+}
+
+#[test]
+fn a_sync_reports_what_a_read_only_disk_did_not_take() {
+    sim::block_on(async {
+        let (cache, reactor, _disk) = open_read_only(write_back()).await;
+        let refused = cache.stats().writes_refused;
+        store(&cache, 1).await.expect("visible");
+        assert_eq!(cache.stats().writes_refused, refused + 1, "a refusal is counted");
+        let synced = cache.sync().await;
+        assert!(matches!(&synced, Err(Error::Refused { reason }) if reason.starts_with("1 block")), "{synced:?}");
+        cache.sync().await.expect("it was reported, and nothing was stored since");
+        store(&cache, 2).await.expect("visible");
+        cache.close().await.expect_err("block 2 is on no disk, and nobody was told");
+        reactor.ended().await;
+    });
+}
+
+#[test]
+fn a_write_back_that_failed_is_reported_by_the_next_sync_once() {
+    sim::block_on(async {
+        let watermarks = Config { low_watermark: 0.75, high_watermark: 1.0, ..write_back() };
+        let (cache, reactor, disk) = open(watermarks).await;
+        disk.script_next(OpKind::Write, Fault::Error(5));
+        store(&cache, 0).await.expect("visible");
+        store(&cache, 1).await.expect("visible, and one too many");
+        while cache.stats().writes_refused == 0 {
+            a_while().await;
+        }
+        let synced = cache.sync().await;
+        assert!(matches!(&synced, Err(Error::Refused { reason }) if reason.starts_with("1 block")), "{synced:?}");
+        cache.sync().await.expect("it was reported");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_refused_block_that_was_written_or_removed_since_is_not_reported() {
+    sim::block_on(async {
+        let watermarks = Config { low_watermark: 0.75, high_watermark: 1.0, ..write_back() };
+        let (cache, reactor, disk) = open(watermarks.clone()).await;
+        disk.set_rates(FaultRates { no_space: 1.0, ..FaultRates::default() });
+        for n in 0..3 {
+            store(&cache, n).await.expect("visible");
+        }
+        while cache.stats().writes_refused < 2 {
+            a_while().await;
+        }
+        disk.set_rates(FaultRates::default());
+        for n in 0..2 {
+            store(&cache, n).await.expect("visible");
+        }
+        assert!(cache.remove(&key(2)).await.expect("removed"), "it was there");
+        cache.sync().await.expect("what was refused is written by now, or was removed");
+        for n in 0..2 {
+            assert_eq!(found_after_power_cuts(&watermarks, &disk, n).await, POWER_CUTS, "block {n} was synced");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_store_that_reports_its_refusal_leaves_nothing_for_a_sync_to_report() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::Error(5));
+        store(&cache, 0).await.expect_err("the disk did not take it");
+        cache.sync().await.expect("it was reported by the store");
+        disk.script_next(OpKind::Write, Fault::Error(5));
+        let abandoned = spawn(&cache, async |cache| store(&cache, 1).await);
+        tokio::task::yield_now().await;
+        abandoned.abort();
+        a_while().await;
+        let synced = cache.sync().await;
+        assert!(matches!(&synced, Err(Error::Refused { .. })), "its store was dropped: {synced:?}");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn after_a_flush_that_failed_no_sync_answers_for_what_it_was_to_cover() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 1).await.expect("a sound disk");
+        disk.script_next(OpKind::Sync, Fault::Error(5));
+        let first = cache.sync().await;
+        assert!(matches!(first, Err(Error::Io { op: "sync", .. })), "{first:?}");
+        let found = found_after_power_cuts(&config(), &disk, 1).await;
+        let second = cache.sync().await;
+        assert!(found < POWER_CUTS && second.is_err(), "{second:?}, and block 1 is there {found} times");
+        let closed = cache.close().await;
+        assert!(closed.is_err(), "{closed:?}");
+        reactor.ended().await;
+        assert!(found_after_power_cuts(&config(), &disk, 1).await < POWER_CUTS, "the kernel does not try again");
+    });
+}
+
+#[test]
+fn a_flush_that_fails_after_its_deadline_is_known_to_later_syncs() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("a sound disk");
+        disk.script_next(OpKind::Sync, Fault::StalledError(5));
+        let first = cache.sync().await;
+        assert!(matches!(first, Err(Error::Timeout { .. })), "{first:?}");
+        disk.release();
+        a_while().await;
+        let second = cache.sync().await;
+        assert!(matches!(second, Err(Error::Io { op: "sync", .. })), "{second:?}");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_sync_waits_for_writes_under_way() {
+    sim::block_on(async {
+        for dropped in [false, true] {
+            let (cache, reactor, disk) = open(config()).await;
+            disk.script_next(OpKind::Write, Fault::Stall);
+            let storing = spawn(&cache, async |cache| store(&cache, 16).await);
+            a_while().await;
+            assert_eq!(disk.stalled(), 1, "the block is being written");
+            let flushes = started(&disk, OpKind::Sync);
+            if dropped {
+                storing.abort();
+            }
+            let syncing = spawn(&cache, async |cache| cache.sync().await);
+            a_while().await;
+            assert_eq!(started(&disk, OpKind::Sync), flushes, "there is nothing to flush before the write has ended");
+            disk.release();
+            syncing.await.expect("no panic").expect("synced");
+            assert_eq!(found_after_power_cuts(&config(), &disk, 16).await, POWER_CUTS, "it was stored before the sync");
+            finish(cache, reactor).await;
+        }
+    });
+}
+
+#[test]
+fn a_dropped_store_that_waited_for_the_write_of_a_removed_block_is_written() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let first = spawn(&cache, async |cache| store(&cache, 16).await);
+        a_while().await;
+        let removal = spawn_remove(&cache, 16);
+        a_while().await;
+        let second = spawn(&cache, async |cache| store(&cache, 16).await);
+        a_while().await;
+        second.abort();
+        let syncing = spawn(&cache, async |cache| cache.sync().await);
+        // They would all evict the new block, if nothing held it.
+        for n in 1..9 {
+            store(&cache, n).await.expect("stored");
+        }
+        disk.release();
+        syncing.await.expect("no panic").expect("synced");
+        drop((first.await.expect("no panic"), removal.await.expect("no panic")));
+        assert_eq!(found_after_power_cuts(&config(), &disk, 16).await, POWER_CUTS, "its write goes on");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_store_does_not_answer_for_the_write_of_a_removed_block() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::StalledError(5));
+        let first = spawn(&cache, async |cache| store(&cache, 16).await);
+        a_while().await;
+        let removal = spawn_remove(&cache, 16);
+        a_while().await;
+        let second = spawn(&cache, async |cache| store(&cache, 16).await);
+        a_while().await;
+        disk.release();
+        second.await.expect("no panic").expect("its own write is sound");
+        assert!(removal.await.expect("no panic").expect("no record names it"), "it was there");
+        first.await.expect("no panic").expect_err("its write failed");
+        cache.sync().await.expect("nobody misses the block that was removed");
+        finish(cache, reactor).await;
+    });
+}
+
+/// A block that only the device has, and its host slot is being filled from there when it is stored.
+async fn stored_while_it_comes_from_the_device(config: Config, dropped: bool) {
+    let (cache, reactor, disk) = open(Config { device_blocks: 1, ..config.clone() }).await;
+    store(&cache, 100).await.expect("stored");
+    let on_device = cache.fetch_to_device(&key(100)).await.expect("copied").expect("it was stored");
+    fill(&cache).await;
+    cache.sync().await.expect("a sound disk");
+    fill(&cache).await;
+    assert_eq!(cache.match_prefix(&[key(100)]).tiers(), [Tier::Device], "evicted from host and disk");
+    let fetched = spawn(&cache, async |cache| fetch(&cache, 100).await);
+    tokio::time::sleep(Duration::from_micros(500)).await;
+    let mut stored = spawn(&cache, async |cache| store(&cache, 100).await);
+    if dropped {
+        tokio::task::yield_now().await;
+        stored.abort();
+        assert!((&mut stored).await.is_err(), "it was still under way");
+    } else {
+        stored.await.expect("no panic").expect("stored");
+    }
+    cache.sync().await.expect("synced");
+    assert!(fetched.await.expect("no panic").expect("copied back"));
+    drop(on_device);
+    assert_eq!(found_after_power_cuts(&config, &disk, 100).await, POWER_CUTS, "it was stored before the sync");
+    finish(cache, reactor).await;
+}
+
+#[test]
+fn a_block_that_comes_from_the_device_as_it_is_stored_is_written_under_every_policy() {
+    sim::block_on(async {
+        stored_while_it_comes_from_the_device(config(), false).await;
+        stored_while_it_comes_from_the_device(config(), true).await;
+        stored_while_it_comes_from_the_device(write_back(), false).await;
+    });
+}
+
+#[test]
+fn every_close_waits_for_the_end_and_has_the_same_result() {
+    sim::block_on(async {
+        for fault in [Fault::Stall, Fault::StalledError(5)] {
+            let (cache, reactor, disk) = open(write_back()).await;
+            store(&cache, 0).await.expect("visible");
+            disk.script_next(OpKind::Write, fault);
+            let closing: Vec<_> = (0..3).map(|_| spawn(&cache, async |cache| cache.close().await)).collect();
+            a_while().await;
+            assert_eq!(disk.stalled(), 1, "the block is being written");
+            assert!(closing.iter().all(|close| !close.is_finished()), "a close has ended, and the cache has not");
+            disk.release();
+            for close in closing {
+                let result = close.await.expect("no panic");
+                assert!(reactor.is_ended() && result.is_ok() == (fault == Fault::Stall), "{fault:?}: {result:?}");
+            }
+            assert_eq!(cache.close().await.is_ok(), fault == Fault::Stall, "a later close has the result too");
+        }
+    });
+}

@@ -1,0 +1,92 @@
+//! A small cache over a quick simulated disk, for tests that make one thing happen.
+#![allow(dead_code, reason = "every test file uses its own part of this")]
+
+use std::{future::Future, time::Duration};
+
+use kvhoist::{
+    BlockKey, Cache, Config, DiskPath, Error,
+    io::FileId,
+    sim::{self, CopyOptions, Reactor, Sim, SimCopy, SimOptions, Simulated, World},
+};
+
+pub const BLOCK_BYTES: usize = 4096;
+pub const DEADLINE: Duration = Duration::from_millis(400);
+
+pub fn config() -> Config {
+    Config {
+        block_bytes: BLOCK_BYTES,
+        host_blocks: 4,
+        disks: vec![DiskPath { path: "simulated".into(), blocks: 16 }],
+        deadline_ms: DEADLINE.as_millis() as u64,
+        disk_failures_max: 3,
+        ..Config::default()
+    }
+}
+
+pub fn key(n: u8) -> BlockKey {
+    BlockKey::new([n; 32])
+}
+
+pub fn payload(n: u8) -> Vec<u8> {
+    vec![n; BLOCK_BYTES]
+}
+
+pub async fn store(cache: &Cache, n: u8) -> Result<(), Error> {
+    cache.store(&key(n), None, &payload(n)).await
+}
+
+/// True if the block was found, and whole.
+pub async fn fetch(cache: &Cache, n: u8) -> Result<bool, Error> {
+    let found = cache.fetch(&key(n)).await?;
+    assert!(found.iter().all(|lease| **lease == payload(n)), "block {n} shows wrong bytes");
+    Ok(found.is_some())
+}
+
+/// Opens a cache over quick disks, and a quick device.
+pub async fn open(config: Config) -> (Cache, Reactor, Sim) {
+    let mut world = World::new(1, Vec::new());
+    let latency = Duration::from_millis(1)..=Duration::from_millis(1);
+    world.copy = SimCopy::new(1, CopyOptions { latency: latency.clone(), ..CopyOptions::default() });
+    let options = SimOptions { latency, ..SimOptions::default() };
+    world.storage = Sim::new(1, sim::blank_files(&config), options);
+    let Simulated { cache, reactor } = sim::open(config, &world).await.expect("blank files open");
+    (cache, reactor, world.storage)
+}
+
+/// Stores blocks `0..16`: all on disk, the last few in host memory too.
+pub async fn fill(cache: &Cache) {
+    for n in 0..16 {
+        store(cache, n).await.expect("a sound disk");
+    }
+}
+
+pub fn spawn_remove(cache: &Cache, n: u8) -> tokio::task::JoinHandle<Result<bool, Error>> {
+    let cache = cache.clone();
+    tokio::task::spawn_local(async move { cache.remove(&key(n)).await })
+}
+
+/// What a process that opens the store finds, where the one that has it now is killed at this instant.
+pub async fn open_killed(config: Config, disk: &Sim) -> (Cache, Reactor, Sim) {
+    let files = (0..config.disks.len()).map(|n| disk.contents(FileId(n as u16))).collect();
+    let world = World::new(2, files);
+    let Simulated { cache, reactor } = sim::open(config, &world).await.expect("a killed store opens");
+    (cache, reactor, world.storage)
+}
+
+/// Balances the books and closes.
+pub async fn finish(cache: Cache, reactor: Reactor) {
+    reactor.settle(Duration::from_secs(60)).await.expect("balanced");
+    // What a failing disk did not take may make this an error.
+    drop(cache.close().await);
+    reactor.ended().await;
+    reactor.settle(Duration::from_secs(60)).await.expect("balanced after the end");
+}
+
+pub async fn elapsed<T>(future: impl Future<Output = T>) -> (T, Duration) {
+    let began = tokio::time::Instant::now();
+    (future.await, began.elapsed())
+}
+
+pub fn on_time(took: Duration) -> bool {
+    (DEADLINE..=DEADLINE * 3 / 2).contains(&took)
+}
