@@ -6,6 +6,7 @@
 //! Nothing here spawns onto the caller's runtime: a reactor thread of the cache's own moves the blocks, so its futures
 //! can be awaited anywhere, and on a plain thread with [`block_on`].
 
+mod bits;
 pub mod block;
 mod block_on;
 mod cache;

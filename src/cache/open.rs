@@ -227,11 +227,11 @@ fn restore(index: &mut Index, slots: &mut DiskSlots, record: &RecoveredRecord) {
             if slots.meta(other).is_none_or(|meta| meta.generation >= record.generation) {
                 return slots.mark_stale(slots.page_of(slot));
             }
-            let dropped = index.drop_copy(known, Tier::Disk);
-            assert_eq!(dropped, Some(other), "nothing is pinned before the cache is open");
+            let replaced = index.restore_instead(known, Tier::Disk, slot, last_use);
+            assert_eq!(replaced, Some(other), "nothing is pinned before the cache is open");
             slots.clear(other);
             slots.release(other);
-            index.restore(key, parent, Tier::Disk, slot, last_use).expect("the other copy is gone")
+            known
         }
     };
     slots.restore(slot, id.as_u32(), record.checksum, record.generation);

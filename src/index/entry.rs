@@ -5,7 +5,7 @@ use crate::block::{BlockKey, Tier};
 /// No entry: the parent of a chain's first block, or a parent not known.
 pub(super) const NONE: u32 = u32::MAX;
 
-// Four marks a tier, in `Entry::marks`.
+// Five marks a tier, in `Entry::marks`.
 /// A fill is under way.
 pub(super) const FILLING: u16 = 1;
 /// The slot is full.
@@ -14,15 +14,18 @@ pub(super) const FULL: u16 = 2;
 pub(super) const DIRTY: u16 = 4;
 /// The entry is in this tier's eviction list, or where it is dirty in its dirty list.
 pub(super) const LISTED: u16 = 8;
+/// The copy is counted in its parent's [`Place::held`].
+pub(super) const HELD: u16 = 16;
 
-const EVERY_TIER: u16 = 0x111;
+const MARKS: u32 = 5;
+const EVERY_TIER: u16 = 1 | 1 << MARKS | 1 << (2 * MARKS);
 
-/// One block: its key, its place in the chain, its copies. 88 bytes, the slab's tag included.
+/// One block: its key, its place in the chain, its copies. 96 bytes, the slab's tag included.
 ///
 /// The order of the fields is the order of their heat: a lookup needs the first 40 bytes.
 #[repr(C)]
 pub(super) struct Entry {
-    /// Four bits a tier.
+    /// Five bits a tier.
     marks: u16,
     /// Saturating count of hits.
     pub(super) hits: u8,
@@ -33,8 +36,6 @@ pub(super) struct Entry {
     pub(super) key: BlockKey,
     /// The clock at its last use; 0 before the first.
     pub(super) last_use: u64,
-    /// Entries that name this one as their parent.
-    pub(super) named_by: u32,
     pub(super) places: [Place; Tier::COUNT],
 }
 
@@ -47,6 +48,8 @@ pub(super) struct Place {
     pub(super) pins: u32,
     /// Entries that name this one as their parent and have a copy here, full or filling.
     pub(super) children: u32,
+    /// Those of them whose copy here is [held](Entry::is_held).
+    pub(super) held: u32,
 }
 
 impl Entry {
@@ -58,9 +61,14 @@ impl Entry {
             parent: NONE,
             key,
             last_use: 0,
-            named_by: 0,
             places: [Place::default(); Tier::COUNT],
         }
+    }
+
+    /// True where another entry names it as its parent: those that do have a copy somewhere, or a fill.
+    #[inline]
+    pub(super) fn is_named(&self) -> bool {
+        self.places.iter().any(|place| place.children > 0)
     }
 
     #[inline]
@@ -94,16 +102,17 @@ impl Entry {
         self.has(tier, FULL | FILLING)
     }
 
-    /// True where no slot of any tier is this entry's and nobody names it: nothing needs it.
-    pub(super) fn is_idle(&self) -> bool {
-        self.marks & (EVERY_TIER * (FULL | FILLING)) == 0 && self.named_by == 0
+    /// True where a slot of some tier is this entry's, full or filling. Else it is a ghost, or about to go.
+    #[inline]
+    pub(super) fn occupies_any(&self) -> bool {
+        self.marks & (EVERY_TIER * (FULL | FILLING)) != 0
     }
 
     /// The fastest tier where it is full.
     #[inline]
     pub(super) fn best_tier(&self) -> Option<Tier> {
         let full = self.marks & (EVERY_TIER * FULL);
-        Tier::ALL.get(full.trailing_zeros() as usize / 4).copied()
+        Tier::ALL.get((full.trailing_zeros() / MARKS) as usize).copied()
     }
 
     #[inline]
@@ -116,21 +125,45 @@ impl Entry {
         self.marks & (EVERY_TIER * LISTED) != 0
     }
 
+    /// True where the copy in `tier` is full and nobody holds it.
+    #[inline]
+    fn is_settled(&self, tier: Tier) -> bool {
+        self.has(tier, FULL) && self.place(tier).pins == 0 && !self.removed
+    }
+
+    /// True where the copy in `tier` could go, children or not: full, unpinned, clean, and no fill reads from it.
+    #[inline]
+    fn may_go(&self, tier: Tier) -> bool {
+        self.is_settled(tier) && !self.has(tier, DIRTY) && !self.is_filling_anywhere()
+    }
+
     /// Whether the entry belongs in a list of `tier`: the dirty list if it is dirty there, else the
     /// eviction list.
     #[inline]
     pub(super) fn belongs_in_list(&self, tier: Tier) -> bool {
+        match self.has(tier, DIRTY) {
+            true => self.is_settled(tier),
+            false => self.place(tier).children == 0 && self.may_go(tier),
+        }
+    }
+
+    /// True where there is a copy in `tier`, or a fill of one, that may not go now whatever its children do.
+    #[inline]
+    pub(super) fn is_held(&self, tier: Tier) -> bool {
+        self.occupies(tier) && !self.may_go(tier)
+    }
+
+    /// True where the copy in `tier` could go, and of its children there every one is held: what goes where no leaf can.
+    #[inline]
+    pub(super) fn is_last_resort(&self, tier: Tier) -> bool {
         let place = self.place(tier);
-        self.has(tier, FULL)
-            && place.pins == 0
-            && !self.removed
-            && (self.has(tier, DIRTY) || (place.children == 0 && !self.is_filling_anywhere()))
+        place.children > 0 && place.held == place.children && self.may_go(tier)
     }
 }
 
 #[inline]
 fn shift(tier: Tier) -> u32 {
-    4 * tier as u32
+    MARKS * tier as u32
 }
 
 #[cfg(test)]
@@ -139,9 +172,9 @@ mod tests {
 
     #[test]
     fn an_entry_is_small() {
-        assert_eq!(size_of::<Entry>(), 88);
+        assert_eq!(size_of::<Entry>(), 96);
         // The slab keeps its own tag in the spare values of a bool.
-        assert_eq!(size_of::<Option<Entry>>(), 88);
+        assert_eq!(size_of::<Option<Entry>>(), 96);
     }
 
     #[test]
@@ -149,7 +182,7 @@ mod tests {
         let mut entry = Entry::new(BlockKey::new([0; 32]));
         assert_eq!(entry.best_tier(), None);
         for tier in [Tier::Disk, Tier::Host, Tier::Device] {
-            entry.set(tier, FILLING | LISTED | DIRTY);
+            entry.set(tier, FILLING | LISTED | DIRTY | HELD);
             assert_ne!(entry.best_tier(), Some(tier));
             entry.set(tier, FULL);
             assert_eq!(entry.best_tier(), Some(tier));

@@ -11,7 +11,8 @@
 //! [`insert`](Index::insert) makes an entry; its parent, where unknown, becomes a *ghost*: an entry
 //! that is resident nowhere and exists because a child names it. An entry goes, and its id with it,
 //! as soon as it has no slot in any tier, no fill is under way and no other entry names it as its
-//! parent. So an id is good while one of these holds or, after `insert` or
+//! parent. A ghost names no parent itself: whoever stores the block again says it anew. So there are never more
+//! ghosts than blocks that are resident or being filled, and none takes a row of others with it. So an id is good while one of these holds or, after `insert` or
 //! [`find`](Index::find), until the next call that takes something away. Whoever keeps an id for
 //! longer (a lease, a movement) keeps a pin or a fill. The methods panic on an id that is not good, or
 //! where its number was given out anew answer for another entry: that is a bug of the caller, which
@@ -24,8 +25,15 @@
 //! # What may be evicted
 //!
 //! A copy that is full, unpinned and clean, of a block that is not being filled in any tier (a fill
-//! may read from any copy) and that has no child with a copy in the same tier: a suffix without its
-//! prefix is useless, so leaves go first.
+//! may read from any copy). A suffix without its prefix is useless, so leaves go first, in the order of the policy:
+//! the copies that have no child with a copy in the same tier.
+//!
+//! Where no leaf can go, every leaf is *held*: pinned, dirty or being filled. Then the copy right above held ones goes,
+//! the deepest of its chain that can. That makes the block above it a leaf, so the chain shrinks from its end on, as
+//! far as it is free, and what is left of it is a prefix that can still be matched. The held copies below stay where
+//! they are and can be read by their keys; once let go they are leaves like all others. If the block that went is in
+//! another tier, or is stored again, the chain is whole as before. So one reader never keeps more of a tier than the
+//! blocks that it has pinned.
 //!
 //! # What counts as a use
 //!
@@ -35,17 +43,16 @@
 //!
 //! # Bytes
 //!
-//! An entry takes 88 bytes of slab with its key and its tag, a map place 5 bytes, a place in an LRU list
-//! a node of 24 bytes and 17 bytes of table; tables are between 7/16 and 7/8 full, and the slab doubles
+//! An entry takes 96 bytes of slab with its key and its tag and 3 bits of what goes last, a map place 5 bytes, a place
+//! in an LRU list a node of 24 bytes and 17 bytes of table; tables are between 7/16 and 7/8 full, and the slab doubles
 //! where [`try_reserve`](Index::try_reserve) was not called.
 //! `tests/index_bytes.rs` measures and bounds them.
 //!
 //! # Cost
 //!
 //! Every operation is O(1) but for these: a late arrival in an [`Lru`] is O(log n);
-//! `touch_chain` and `match_prefix` are linear in their keys; giving up a block frees the ghosts
-//! above it, as many as there are; and linking a block that has children to a parent that has
-//! parents walks up to the root of the chain in search of a cycle.
+//! `touch_chain` and `match_prefix` are linear in their keys; and linking a block that has children to a parent that
+//! has parents walks up the chain in search of a cycle, 16,384 steps at most.
 
 mod entry;
 mod hash;
@@ -69,14 +76,18 @@ use hashbrown::{HashTable, hash_table};
 use slab::Slab;
 
 use self::{
-    entry::{Entry, NONE},
+    entry::{Entry, HELD, NONE},
     hash::KeyHasher,
 };
-use crate::block::{BlockKey, Tier};
+use crate::{
+    bits::BitSet,
+    block::{BlockKey, Tier},
+};
 
 /// Steps of a walk up a chain in search of a cycle; where it would take more the link is refused, which
-/// costs no more than the order of eviction. A million tokens in pages of 16 are 65,536 blocks.
-const ANCESTORS_MAX: usize = 1 << 17;
+/// costs no more than the order of eviction. The walk is made under the lock that all callers share: it takes about a
+/// tenth of a millisecond, a millisecond where no entry is in the processor's caches.
+const ANCESTORS_MAX: usize = 1 << 14;
 
 /// Names an entry of an [`Index`] while that entry lives; see [the module](self) for how long that is.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Ord, PartialOrd, Debug)]
@@ -105,6 +116,8 @@ pub struct Index {
     policies: [Box<dyn EvictionPolicy>; Tier::COUNT],
     /// Dirty and unpinned, by last use.
     dirty: [Lru; Tier::COUNT],
+    /// By id, the copies that go where no leaf can. No more than there are held copies.
+    last_resort: [BitSet; Tier::COUNT],
     /// Full copies of entries in the map.
     resident: [usize; Tier::COUNT],
     /// During recovery only: shortcuts up the chains.
@@ -128,6 +141,7 @@ impl Index {
             clock: 0,
             policies: Tier::ALL.map(policies),
             dirty: std::array::from_fn(|_| Lru::new()),
+            last_resort: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
             tops: restore::Tops::default(),
         }
@@ -142,6 +156,7 @@ impl Index {
         // The slab itself could only panic. This gives the place back that it then takes.
         Vec::<Entry>::new().try_reserve_exact(slab.len().saturating_add(entries)).map_err(|_| bytes)?;
         self.entries.reserve_exact(entries);
+        self.reach_capacity();
         Ok(())
     }
 
@@ -207,8 +222,15 @@ impl Index {
         (parent != NONE).then_some(EntryId(parent))
     }
 
+    /// Makes room in the sets for every id that the slab may give without growing.
+    fn reach_capacity(&mut self) {
+        let ids = u32::try_from(self.entries.capacity()).unwrap_or(u32::MAX);
+        self.last_resort.iter_mut().for_each(|set| set.grow(ids));
+    }
+
     fn find_or_create(&mut self, key: BlockKey) -> EntryId {
         let Index { entries, map, hasher, .. } = self;
+        let capacity = entries.capacity();
         let entry = map.entry(
             hasher.hash(&key),
             |&id| entries[id as usize].key == key,
@@ -220,6 +242,9 @@ impl Index {
                 let id = u32::try_from(entries.insert(Entry::new(key))).expect("memory ends long before ids do");
                 assert!(id != NONE, "memory ends long before ids do");
                 place.insert(id);
+                if entries.capacity() != capacity {
+                    self.reach_capacity();
+                }
                 EntryId(id)
             }
         }
@@ -233,15 +258,16 @@ impl Index {
         }
         let parent = self.find_or_create(parent);
         // A fresh ghost names nobody and a block without children is nobody's ancestor: the walk is rare.
-        if self.entry(id).named_by > 0 && is_ancestor(self, id, parent) {
+        if self.entry(id).is_named() && is_ancestor(self, id, parent) {
             return;
         }
-        // Counted before the old link goes, which may take with it whatever nobody names.
-        self.entry_mut(parent).named_by += 1;
         self.unlink(id);
         self.entry_mut(id).parent = parent.0;
         for tier in Tier::ALL {
-            if self.entry(id).occupies(tier) {
+            let entry = self.entry(id);
+            if entry.occupies(tier) {
+                let held = u32::from(entry.has(tier, HELD));
+                self.entry_mut(parent).place_mut(tier).held += held;
                 self.child_arrived(parent, tier);
             }
         }
@@ -251,13 +277,15 @@ impl Index {
     fn unlink(&mut self, id: EntryId) {
         let Some(parent) = self.parent(id) else { return };
         for tier in Tier::ALL {
-            if self.entry(id).occupies(tier) {
+            let entry = self.entry(id);
+            if entry.occupies(tier) {
+                let held = u32::from(entry.has(tier, HELD));
+                self.entry_mut(parent).place_mut(tier).held -= held;
                 self.child_left(parent, tier);
             }
         }
         self.entry_mut(id).parent = NONE;
         self.tops.forget();
-        self.entry_mut(parent).named_by -= 1;
         self.collect(parent);
     }
 
@@ -274,19 +302,27 @@ impl Index {
         true
     }
 
-    /// Drops `id` if nothing needs it any more, then the ghosts above it for which it was the last child.
+    /// Takes the link to its parent from an entry that is resident nowhere, and the entry too if nobody names it; then
+    /// the ghost that only it named, which names nobody.
     fn collect(&mut self, mut id: EntryId) {
-        while self.entry(id).is_idle() {
-            let Entry { key, parent, removed, .. } = self.entries.remove(id.0 as usize);
+        while !self.entry(id).occupies_any() {
+            let entry = self.entry_mut(id);
+            let parent = std::mem::replace(&mut entry.parent, NONE);
+            let (is_named, removed, key) = (entry.is_named(), entry.removed, entry.key);
+            if is_named && parent == NONE {
+                return;
+            }
             self.tops.forget();
-            if !removed {
-                self.unmap(id, &key);
+            if !is_named {
+                self.entries.remove(id.0 as usize);
+                if !removed {
+                    self.unmap(id, &key);
+                }
             }
             if parent == NONE {
                 return;
             }
             id = EntryId(parent);
-            self.entry_mut(id).named_by -= 1;
         }
     }
 

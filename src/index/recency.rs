@@ -2,7 +2,7 @@
 
 use super::{
     EntryId, EvictionPolicy, Index,
-    entry::{DIRTY, FULL, LISTED},
+    entry::{DIRTY, FULL, HELD, LISTED},
 };
 use crate::block::Tier;
 
@@ -61,9 +61,22 @@ impl Index {
         self.entry(id).has(tier, DIRTY)
     }
 
-    /// What `tier` should give up next; `None` where nothing may be evicted now.
+    /// What `tier` should give up next: the leaf that the policy chooses; where no leaf may go, a copy right above held
+    /// ones ([why](super)). `None` where every copy is pinned, dirty or being filled.
     pub fn victim(&self, tier: Tier) -> Option<EntryId> {
-        self.policies[tier as usize].victim(&|id| self.entry(id).last_use)
+        let leaf = self.policies[tier as usize].victim(&|id| self.entry(id).last_use);
+        leaf.or_else(|| self.last_resort[tier as usize].next(0).map(EntryId))
+    }
+
+    /// True where [`victim`](Self::victim) names one.
+    pub fn has_victim(&self, tier: Tier) -> bool {
+        self.evictable(tier) > 0 || self.last_resort[tier as usize].len() > 0
+    }
+
+    /// True where [`evict`](Self::evict) may be called.
+    pub(super) fn may_evict(&self, id: EntryId, tier: Tier) -> bool {
+        let entry = self.entry(id);
+        entry.has(tier, LISTED) && !entry.has(tier, DIRTY) || entry.is_last_resort(tier)
     }
 
     /// What to demote next out of `tier`: the coldest dirty copy that nobody has pinned. Children do not matter.
@@ -73,7 +86,7 @@ impl Index {
         self.dirty[tier as usize].victim(&|id| self.entry(id).last_use)
     }
 
-    /// Number of copies in `tier` that may be evicted now.
+    /// Number of leaves in `tier` that may be evicted now.
     pub fn evictable(&self, tier: Tier) -> usize {
         self.policies[tier as usize].len()
     }
@@ -93,11 +106,15 @@ impl Index {
         self.clock
     }
 
-    /// Puts the entry into the list of `tier` that it belongs in, or takes it out.
+    /// Puts the entry into the list of `tier` that it belongs in, or takes it out, and tells its parent whether it is
+    /// held there.
     ///
-    /// Called after every change of what [`belongs_in_list`](super::entry::Entry::belongs_in_list) reads.
+    /// Called after every change of what [`belongs_in_list`](super::entry::Entry::belongs_in_list) and
+    /// [`is_held`](super::entry::Entry::is_held) read.
     #[inline]
     pub(super) fn relist(&mut self, id: EntryId, tier: Tier) {
+        self.tell_held(id, tier);
+        self.weigh(id, tier);
         let entry = &mut self.entries[id.0 as usize];
         let belongs = entry.belongs_in_list(tier);
         if belongs == entry.has(tier, LISTED) {
@@ -109,6 +126,35 @@ impl Index {
         entry.set(tier, LISTED);
         let (dirty, last_use) = (entry.has(tier, DIRTY), entry.last_use);
         self.list(tier, dirty).insert(id, last_use);
+    }
+
+    /// Counts the entry among its parent's held children where it is held in `tier`, and not where it is not.
+    #[inline]
+    pub(super) fn tell_held(&mut self, id: EntryId, tier: Tier) {
+        let entry = &mut self.entries[id.0 as usize];
+        let held = entry.is_held(tier);
+        if held == entry.has(tier, HELD) {
+            return;
+        }
+        match held {
+            true => entry.set(tier, HELD),
+            false => entry.clear(tier, HELD),
+        }
+        if let Some(parent) = self.parent(id) {
+            let place = self.entry_mut(parent).place_mut(tier);
+            place.held = if held { place.held + 1 } else { place.held - 1 };
+            self.weigh(parent, tier);
+        }
+    }
+
+    /// Enters the copy among those that go where no leaf can, or takes it out.
+    #[inline]
+    fn weigh(&mut self, id: EntryId, tier: Tier) {
+        let set = &mut self.last_resort[tier as usize];
+        match self.entries[id.0 as usize].is_last_resort(tier) {
+            true => set.insert(id.0),
+            false => set.remove(id.0),
+        };
     }
 
     /// Takes the entry out of the list of `tier` that it is in, if any.

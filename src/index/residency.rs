@@ -2,7 +2,7 @@
 
 use super::{
     EntryId, Index,
-    entry::{DIRTY, FILLING, FULL, LISTED},
+    entry::{DIRTY, FILLING, FULL},
 };
 use crate::block::Tier;
 
@@ -50,10 +50,10 @@ impl Index {
             return false;
         }
         entry.set(tier, FILLING);
-        self.relist_all(id);
         if let Some(parent) = self.parent(id) {
             self.child_arrived(parent, tier);
         }
+        self.relist_all(id);
         true
     }
 
@@ -103,9 +103,9 @@ impl Index {
         }
         let place = entry.place_mut(tier);
         place.pins = place.pins.checked_add(1)?;
-        let slot = place.slot;
-        if entry.has(tier, LISTED) {
-            self.delist(id, tier);
+        let (slot, first) = (place.slot, place.pins == 1);
+        if first {
+            self.relist(id, tier);
         }
         Some(slot)
     }
@@ -120,18 +120,19 @@ impl Index {
         let place = entry.place_mut(tier);
         assert!(place.pins > 0, "unpin of a copy in {tier} that nobody has pinned");
         place.pins -= 1;
+        let last = place.pins == 0;
         if entry.removed {
-            let place = entry.place(tier);
-            let freed = (place.pins == 0).then_some(place.slot);
+            let freed = last.then_some(entry.place(tier).slot);
             if freed.is_some() {
                 self.vacate(id, tier);
             }
             return Unpin { freed, evictable: false };
         }
         self.touch(id);
-        self.relist(id, tier);
-        let entry = self.entry(id);
-        Unpin { freed: None, evictable: entry.has(tier, LISTED) && !entry.has(tier, DIRTY) }
+        if last {
+            self.relist(id, tier);
+        }
+        Unpin { freed: None, evictable: last && self.may_evict(id, tier) }
     }
 
     /// How many hold the copy in `tier`, also of an entry that was removed.
@@ -142,11 +143,9 @@ impl Index {
     /// Gives up the copy in `tier`; its slot is the caller's.
     ///
     /// # Panics
-    /// If it may not be evicted now. Whatever [`victim`](Self::victim) names may, until the index next changes.
+    /// If it may not be evicted now. What [`victim`](Self::victim) names may, until the index next changes.
     pub fn evict(&mut self, id: EntryId, tier: Tier) -> u32 {
-        let entry = self.entry(id);
-        let may = entry.has(tier, LISTED) && !entry.has(tier, DIRTY);
-        assert!(may, "{:?} may not be evicted from {tier} now", entry.key);
+        assert!(self.may_evict(id, tier), "{:?} may not be evicted from {tier} now", self.entry(id).key);
         self.free(id, tier)
     }
 
@@ -217,6 +216,8 @@ impl Index {
 
     fn clear_place(&mut self, id: EntryId, tier: Tier) {
         self.entry_mut(id).clear(tier, FILLING | FULL | DIRTY);
+        // Not held there any more, before the parent counts a child less.
+        self.relist(id, tier);
         if let Some(parent) = self.parent(id) {
             self.child_left(parent, tier);
         }

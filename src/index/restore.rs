@@ -37,20 +37,39 @@ impl Index {
             return Err(id);
         }
         let entry = self.entry_mut(id);
-        let from = entry.last_use;
-        let to = from.max(last_use);
-        entry.last_use = to;
         entry.set(tier, FULL);
         entry.place_mut(tier).slot = slot;
-        if from != to && entry.is_listed_anywhere() {
-            self.retime(id, from, to);
-        }
-        self.clock = self.clock.max(to);
         self.resident[tier as usize] += 1;
+        self.used_at(id, last_use);
+        self.tell_held(id, tier);
         if let Some(parent) = self.parent(id) {
             self.child_arrived(parent, tier);
         }
         Ok(id)
+    }
+
+    /// Recovery: the block is in `slot` of `tier`, and not where [`restore`](Self::restore) found it to be. Gives the
+    /// slot that it was in; `None` where it is not full there, or pinned.
+    pub fn restore_instead(&mut self, id: EntryId, tier: Tier, slot: u32, last_use: u64) -> Option<u32> {
+        let entry = self.entry_mut(id);
+        if !entry.has(tier, FULL) || entry.place(tier).pins > 0 {
+            return None;
+        }
+        let other = std::mem::replace(&mut entry.place_mut(tier).slot, slot);
+        self.used_at(id, last_use);
+        Some(other)
+    }
+
+    /// Its last use was at `last_use`, or is later.
+    fn used_at(&mut self, id: EntryId, last_use: u64) {
+        let entry = self.entry_mut(id);
+        let from = entry.last_use;
+        let to = from.max(last_use);
+        entry.last_use = to;
+        if from != to && entry.is_listed_anywhere() {
+            self.retime(id, from, to);
+        }
+        self.clock = self.clock.max(to);
     }
 
     /// The end of recovery: what was restored in `tier` may be evicted from now on, the coldest first. Linear in the
@@ -59,6 +78,9 @@ impl Index {
         self.tops = Tops::default();
         let (mut ids, mut last_uses) = (Vec::new(), Vec::new());
         for (id, entry) in &mut self.entries {
+            if entry.is_last_resort(tier) {
+                self.last_resort[tier as usize].insert(id as u32);
+            }
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
                 entry.set(tier, LISTED);
                 ids.push(id as u32);

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{
     EntryId, EvictionPolicy, Index,
-    entry::{DIRTY, Entry, FILLING, FULL, LISTED, NONE},
+    entry::{DIRTY, Entry, FILLING, FULL, HELD, LISTED, NONE},
 };
 use crate::block::Tier;
 
@@ -24,6 +24,8 @@ struct Counts {
     resident: [usize; Tier::COUNT],
     evictable: [usize; Tier::COUNT],
     dirty: [usize; Tier::COUNT],
+    last_resort: [u32; Tier::COUNT],
+    may_go: [bool; Tier::COUNT],
     slots: [BTreeSet<u32>; Tier::COUNT],
 }
 
@@ -66,10 +68,13 @@ impl Index {
         let found = self.find(&entry.key);
         if entry.removed {
             ensure!(found != Some(id), "removed, but in the map");
-            ensure!(!entry.is_idle(), "removed and idle, but here");
         } else {
             ensure!(found == Some(id), "its key finds {found:?}");
             counts.found += 1;
+        }
+        if !entry.occupies_any() {
+            ensure!(entry.is_named(), "resident nowhere and named by nobody, but here");
+            ensure!(entry.parent == NONE, "resident nowhere, but names a parent");
         }
         ensure!(entry.last_use <= self.clock, "last use {} is after the clock {}", entry.last_use, self.clock);
         for tier in Tier::ALL {
@@ -85,6 +90,11 @@ impl Index {
         ensure!(full || place.pins == 0, "{} pins on what is not full", place.pins);
         ensure!(full || !dirty, "dirty and not full");
         ensure!(listed == entry.belongs_in_list(tier), "listed is {listed}, and should not be");
+        ensure!(entry.has(tier, HELD) == entry.is_held(tier), "its mark for held is wrong");
+        let last_resort = self.last_resort[tier as usize].contains(id.0);
+        ensure!(last_resort == entry.is_last_resort(tier), "a last resort is {last_resort}, and should not be");
+        counts.last_resort[tier as usize] += u32::from(last_resort);
+        counts.may_go[tier as usize] |= full && !entry.is_held(tier);
         if entry.removed {
             ensure!(!full || place.pins > 0, "removed and unpinned, but full");
             ensure!(!dirty, "removed and dirty");
@@ -110,13 +120,19 @@ impl Index {
             ensure!(counts.resident[at] == self.resident[at], "{tier}: resident {}", self.resident[at]);
             ensure!(counts.evictable[at] == evictable, "{tier}: {evictable} in the eviction list");
             ensure!(counts.dirty[at] == dirty, "{tier}: {dirty} in the dirty list");
-            for (list, len) in [(self.victim(tier), evictable), (self.demotable(tier), dirty)] {
-                ensure!(list.is_some() == (len > 0), "{tier}: a list of {len} gives {list:?}");
-                if let Some(id) = list {
-                    let known = self.entries.get(id.0 as usize).is_some_and(|entry| entry.has(tier, LISTED));
-                    ensure!(known, "{tier}: {id:?} is given, but not listed");
-                }
-            }
+            let last_resort = self.last_resort[at].len();
+            ensure!(counts.last_resort[at] == last_resort, "{tier}: {last_resort} last resorts");
+            self.last_resort[at].validate().map_err(|what| format!("{tier}: last resorts: {what}"))?;
+            let demotable = self.demotable(tier);
+            ensure!(demotable.is_some() == (dirty > 0), "{tier}: a dirty list of {dirty} gives {demotable:?}");
+            let victim = self.victim(tier);
+            // Whatever is in the way of all leaves, what nobody holds can go.
+            ensure!(victim.is_some() == counts.may_go[at], "{tier}: {victim:?} is to go");
+            ensure!(victim.is_some() == self.has_victim(tier), "{tier}: {victim:?} is to go");
+            let may_go = victim.is_none_or(|id| self.entries.contains(id.0 as usize) && self.may_evict(id, tier));
+            ensure!(may_go, "{tier}: {victim:?} is given, and may not go");
+            let known = |id: EntryId| self.entries.get(id.0 as usize).is_some_and(|entry| entry.has(tier, LISTED));
+            ensure!(demotable.is_none_or(known), "{tier}: {demotable:?} is given, but not listed");
         }
         Ok(())
     }
@@ -124,20 +140,19 @@ impl Index {
     /// The counts that entries keep of their children.
     fn validate_children(&self) -> Result<(), String> {
         let ids = self.entries.iter().map(|(id, _)| id + 1).max().unwrap_or(0);
-        let mut named_by = vec![0u32; ids];
-        let mut children = vec![[0u32; Tier::COUNT]; ids];
+        let mut children = vec![[(0u32, 0u32); Tier::COUNT]; ids];
         for (id, entry) in self.entries.iter().filter(|(_, entry)| entry.parent != NONE) {
             let parent = entry.parent as usize;
             ensure!(self.entries.contains(parent), "entry {id} names {parent}, which is not here");
-            named_by[parent] += 1;
             for tier in Tier::ALL {
-                children[parent][tier as usize] += u32::from(entry.occupies(tier));
+                let (present, held) = &mut children[parent][tier as usize];
+                *present += u32::from(entry.occupies(tier));
+                *held += u32::from(entry.is_held(tier));
             }
         }
         for (id, entry) in &self.entries {
-            ensure!(entry.named_by == named_by[id], "entry {id} is named by {}, not {}", named_by[id], entry.named_by);
-            let counted = entry.places.map(|place| place.children);
-            ensure!(counted == children[id], "entry {id} has children {:?}, not {counted:?}", children[id]);
+            let counted = entry.places.map(|place| (place.children, place.held));
+            ensure!(counted == children[id], "entry {id} has children, held: {:?}, not {counted:?}", children[id]);
         }
         Ok(())
     }

@@ -396,7 +396,7 @@ impl State {
 
     /// True where a slot of `tier` could be taken now: a free one, or one whose block may be evicted.
     fn has_slot_to_take(&self, tier: Tier) -> bool {
-        self.free_slots(tier) > 0 || self.index.evictable(tier) > 0
+        self.free_slots(tier) > 0 || self.index.has_victim(tier)
     }
 
     /// Free slots of a tier.

@@ -244,11 +244,9 @@ impl Pair {
             return;
         }
         let at = self.model.live(record.key % KEYS).expect("it was refused for its copy");
-        let dropped = self.index.drop_copy(self.model.id(at), tier);
-        assert_eq!(dropped, self.model.drop_copy(at, tier));
-        if dropped.is_some() {
-            assert!(self.try_restore(record, tier), "the other copy is gone");
-        }
+        let (slot, last_use) = (self.slot(), record.last_use.into());
+        let replaced = self.index.restore_instead(self.model.id(at), tier, slot, last_use);
+        assert_eq!(replaced, self.model.restore_instead(at, tier, slot, last_use));
     }
 
     fn try_restore(&mut self, record: &Record, tier: Tier) -> bool {
@@ -295,9 +293,20 @@ impl Pair {
                 (evictable.len(), demotable.len()),
                 "{tier}"
             );
-            self.coldest(index.victim(tier), &evictable);
+            match evictable.is_empty() {
+                false => self.coldest(index.victim(tier), &evictable),
+                true => self.last_resort(tier),
+            }
             self.coldest(index.demotable(tier), &demotable);
         }
+    }
+
+    /// Where no leaf may go, what is above held ones does, and there is such a one unless all are held.
+    fn last_resort(&self, tier: Tier) {
+        let among = self.model.last_resorts(tier);
+        let choice = self.index.victim(tier).map(|id| self.model.by_id(id));
+        assert_eq!(choice.is_some(), !among.is_empty(), "{tier}");
+        assert!(choice.is_none_or(|at| among.contains(&at)), "{tier}");
     }
 
     /// The choice is among those that may be chosen, and none of them was used before it.

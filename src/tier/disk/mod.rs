@@ -1,6 +1,5 @@
 //! The disk tier: format, files, recovery, slots. No movement.
 
-mod bits;
 mod files;
 pub mod format;
 pub mod recovery;

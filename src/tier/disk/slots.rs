@@ -15,15 +15,12 @@
 //! Nothing must be written before a slot is used again: a stale record that describes a block which
 //! is no longer there is found out by its payload checksum. Writing stale pages only saves those misses.
 
-use super::{
-    bits::BitSet,
-    format::{
-        PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
-        record::{Record, RecordSeal},
-        stripe::{PageId, Stripe},
-    },
+use super::format::{
+    PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
+    record::{Record, RecordSeal},
+    stripe::{PageId, Stripe},
 };
-use crate::{block::BlockKey, io::FileId};
+use crate::{bits::BitSet, block::BlockKey, io::FileId};
 
 /// Record pages (of each member) that successive stores go to in turn.
 const PAGES_AT_ONCE: u32 = 4;

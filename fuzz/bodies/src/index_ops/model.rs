@@ -112,14 +112,30 @@ impl Model {
         self.live.values().copied().filter(full)
     }
 
-    /// Full, unpinned, clean, filled in no tier, and with no child's copy in the same tier.
+    /// Full, unpinned, clean, of a block that is in the map and is filled in no tier.
+    fn may_go(&self, at: usize, tier: Tier) -> bool {
+        let settled = Tier::ALL.into_iter().all(|tier| self.copy(at, tier) != Copy::Filling);
+        let clean = matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty: false, .. });
+        settled && clean && !self.entity(at).removed
+    }
+
+    /// The parents of those with a copy in `tier`, full or filling, for which `wanted` holds.
+    fn parents(&self, tier: Tier, wanted: impl Fn(usize) -> bool) -> BTreeSet<usize> {
+        let children = self.entities().filter(|&(at, _)| self.copy(at, tier) != Copy::None && wanted(at));
+        children.filter_map(|(_, child)| child.parent).collect()
+    }
+
+    /// What may go, and has no child's copy in the same tier.
     pub fn evictable(&self, tier: Tier) -> Vec<usize> {
-        let present = |entity: &Entity| entity.copies[tier as usize] != Copy::None;
-        let children = self.entities.values().filter(|entity| present(entity));
-        let parents: BTreeSet<usize> = children.filter_map(|child| child.parent).collect();
-        let settled = |at: usize| Tier::ALL.into_iter().all(|tier| self.copy(at, tier) != Copy::Filling);
-        let clean = |at: usize| matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty: false, .. });
-        self.full(tier).filter(|&at| clean(at) && settled(at) && !parents.contains(&at)).collect()
+        let parents = self.parents(tier, |_| true);
+        self.full(tier).filter(|&at| self.may_go(at, tier) && !parents.contains(&at)).collect()
+    }
+
+    /// What may go, and has children's copies in the same tier, none of which may go.
+    pub fn last_resorts(&self, tier: Tier) -> Vec<usize> {
+        let (parents, of_free) = (self.parents(tier, |_| true), self.parents(tier, |at| self.may_go(at, tier)));
+        let above_held = |at: &usize| parents.contains(at) && !of_free.contains(at);
+        self.full(tier).filter(|&at| self.may_go(at, tier)).filter(above_held).collect()
     }
 
     /// Full, unpinned and dirty.
@@ -160,17 +176,18 @@ impl Model {
         chain.any(|ancestor| ancestor == at)
     }
 
-    /// Drops what has no copy and no child, again and again; `kept` is about to get a copy.
+    /// What has no copy names no parent, and is dropped where no child names it; `kept` is about to get a copy.
     pub fn collect(&mut self, kept: Option<usize>) {
-        loop {
-            let parents: BTreeSet<usize> = self.entities.values().filter_map(|entity| entity.parent).collect();
-            let is_idle =
-                |at: usize, entity: &Entity| entity.copies == [Copy::None; Tier::COUNT] && !parents.contains(&at);
-            let idle = self.entities().find(|&(at, entity)| Some(at) != kept && is_idle(at, entity));
-            let Some(at) = idle.map(|(at, _)| at) else { return };
-            self.entities.remove(&at);
-            self.live.retain(|_, live| *live != at);
+        let is_empty = |entity: &Entity| entity.copies == [Copy::None; Tier::COUNT];
+        for (at, entity) in &mut self.entities {
+            if is_empty(entity) && Some(*at) != kept {
+                entity.parent = None;
+            }
         }
+        let named: BTreeSet<usize> = self.entities.values().filter_map(|entity| entity.parent).collect();
+        self.entities.retain(|at, entity| !is_empty(entity) || Some(*at) == kept || named.contains(at));
+        let Model { entities, live, .. } = self;
+        live.retain(|_, at| entities.contains_key(at));
     }
 
     pub fn begin_fill(&mut self, at: usize, tier: Tier) -> bool {
@@ -221,7 +238,8 @@ impl Model {
         let slot = *slot;
         if !removed {
             self.touch(at);
-            return (None, self.evictable(tier).contains(&at));
+            let may_go = self.evictable(tier).contains(&at) || self.last_resorts(tier).contains(&at);
+            return (None, may_go);
         }
         if last {
             self.vacate(at, tier);
@@ -250,7 +268,7 @@ impl Model {
     }
 
     pub fn evict(&mut self, at: usize, tier: Tier) -> Option<u32> {
-        assert!(self.evictable(tier).contains(&at));
+        assert!(self.evictable(tier).contains(&at) || self.last_resorts(tier).contains(&at));
         self.drop_copy(at, tier)
     }
 
@@ -300,11 +318,22 @@ impl Model {
             return false;
         }
         self.set(at, tier, Copy::Full { slot, pins: 0, dirty: false });
+        self.used_at(at, last_use);
+        true
+    }
+
+    /// The slot that the block was in.
+    pub fn restore_instead(&mut self, at: usize, tier: Tier, to: u32, last_use: u64) -> Option<u32> {
+        let Copy::Full { slot, pins: 0, .. } = &mut self.entity_mut(at).copies[tier as usize] else { return None };
+        let other = std::mem::replace(slot, to);
+        self.used_at(at, last_use);
+        Some(other)
+    }
+
+    fn used_at(&mut self, at: usize, last_use: u64) {
         let entity = self.entity_mut(at);
         entity.last_use = entity.last_use.max(last_use);
-        let last_use = entity.last_use;
-        self.clock = self.clock.max(last_use);
-        true
+        self.clock = self.clock.max(self.entity(at).last_use);
     }
 }
 

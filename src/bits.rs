@@ -2,11 +2,11 @@
 
 const BITS: u32 = u64::BITS;
 
-/// A set of numbers below a fixed limit: one bit each, and above them levels in which a bit says
+/// A set of numbers below a limit: one bit each, and above them levels in which a bit says
 /// that a word of the level below is not empty. Finding the next member reads two words a level, so
 /// even two thousand million slots take six levels. Costs 1/8 byte a number and 1/63 of that again.
 #[derive(Debug, Clone)]
-pub(super) struct BitSet {
+pub(crate) struct BitSet {
     limit: u32,
     len: u32,
     /// Lowest level first; the last has one word.
@@ -22,6 +22,28 @@ impl BitSet {
             levels.push(vec![0; words as usize]);
             if words == 1 {
                 return BitSet { limit, len: 0, levels };
+            }
+            words = words.div_ceil(BITS);
+        }
+    }
+
+    /// Raises the limit. Does nothing where it is that high already.
+    pub fn grow(&mut self, limit: u32) {
+        if limit <= self.limit {
+            return;
+        }
+        self.limit = limit;
+        let mut words = limit.div_ceil(BITS).max(1);
+        for level in 0.. {
+            if level == self.levels.len() {
+                // The word that was the top has one above it now.
+                let below = &self.levels[level - 1];
+                let marked = u64::from(below[0] != 0);
+                self.levels.push(vec![marked]);
+            }
+            self.levels[level].resize(words as usize, 0);
+            if words == 1 {
+                return;
             }
             words = words.div_ceil(BITS);
         }
@@ -144,10 +166,15 @@ mod tests {
         #[test]
         fn behaves_like_a_btree_set(
             limit in prop_oneof![1u32..70, 4000u32..4200, 270_000u32..270_100],
+            first_limit in 0u32..300_000,
             ops in prop::collection::vec(any::<(bool, prop::sample::Index, prop::sample::Index)>(), 0..200),
         ) {
-            let (mut set, mut model) = (BitSet::new(limit), BTreeSet::new());
-            for (insert, number, from) in ops {
+            let first_limit = first_limit.min(limit);
+            let (mut set, mut model) = (BitSet::new(first_limit), BTreeSet::new());
+            for (at, (insert, number, from)) in ops.iter().enumerate() {
+                let limit = if at < 100 { first_limit.max(1) } else { limit };
+                set.grow(limit);
+                let insert = *insert;
                 let (number, from) = (number.index(limit as usize) as u32, from.index(limit as usize + 1) as u32);
                 if insert {
                     prop_assert_eq!(set.insert(number), model.insert(number));
@@ -158,6 +185,7 @@ mod tests {
                 prop_assert_eq!(set.next(from), model.range(from..).next().copied());
                 prop_assert_eq!(set.len() as usize, model.len());
             }
+            set.grow(limit);
             set.validate().expect("valid");
             prop_assert!(set.iter().eq(model.iter().copied()));
         }
