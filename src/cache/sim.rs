@@ -91,6 +91,12 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     LocalSet::new().block_on(&runtime, future)
 }
 
+/// True while this thread holds the index lock of some cache. For subscribers that check that nothing is logged then:
+/// every caller of the cache would wait for the log.
+pub fn holds_lock() -> bool {
+    crate::mover::shared::holds_lock()
+}
+
 /// A simulated cache, and its reactor.
 pub struct Simulated {
     /// The cache, as any other.

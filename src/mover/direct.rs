@@ -350,9 +350,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if !state.cufile.reads {
                 return;
             }
-            tracing::error!(reason, "libcufile moves no more blocks; they go through host memory");
-            state.cufile = CufileService { reads: false, writes: false, told: reason };
+            state.cufile = CufileService { reads: false, writes: false, told: reason.clone() };
         }
+        tracing::error!(reason, "libcufile moves no more blocks; they go through host memory");
         self.shared.metrics.cufile_in_use.set(0.0);
         direct.cufile.retire();
     }

@@ -91,14 +91,14 @@ impl Shared {
         if state.device_retired.is_some() {
             return;
         }
-        tracing::error!(reason, "the device tier is out of service");
-        state.device_retired = Some(reason);
+        state.device_retired = Some(reason.clone());
         // What is leased goes when its last lease does.
         while let Some(victim) = state.index.victim(Tier::Device) {
             let slot = state.index.evict(victim, Tier::Device);
             state.push_free(Tier::Device, slot);
         }
         drop(state);
+        tracing::error!(reason, "the device tier is out of service");
         self.wake_slot_waiters(Tier::Device);
     }
 
@@ -107,13 +107,15 @@ impl Shared {
         let mut state = self.lock();
         let lower = state.disk_service.writes() || (state.disk_service.reads() && !to.reads());
         if lower {
+            state.disk_service = to.clone();
+        }
+        drop(state);
+        if lower {
             let reason = to.reason().expect("lower than full");
             let what =
                 if to.reads() { "the disk tier takes no more blocks" } else { "the disk tier is out of service" };
             tracing::error!(reason, "{what}");
-            state.disk_service = to;
         }
-        drop(state);
         self.wake_slot_waiters(Tier::Disk);
     }
 

@@ -151,7 +151,10 @@ impl Shared {
     }
 
     pub(crate) fn lock(&self) -> Locked<'_> {
-        Locked { shared: self, state: Some(self.state.lock()) }
+        let state = Some(self.state.lock());
+        #[cfg(feature = "sim")]
+        LOCKS_HELD.set(LOCKS_HELD.get() + 1);
+        Locked { shared: self, state }
     }
 
     /// Looks `key` up, pins it in `tier` if it is resident there, and counts the use.
@@ -446,6 +449,19 @@ impl State {
     }
 }
 
+#[cfg(feature = "sim")]
+std::thread_local! {
+    /// Index locks that this thread holds.
+    static LOCKS_HELD: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+}
+
+/// True while this thread holds the index lock of some cache: every caller waits for it. What may block, a log above
+/// all, has no place there.
+#[cfg(feature = "sim")]
+pub(crate) fn holds_lock() -> bool {
+    LOCKS_HELD.get() > 0
+}
+
 /// The state, locked. Its end wakes one of those who wait for a slot, if there is one to take.
 ///
 /// Many things set a slot free, and some more than one: the end of a fill lets copies in other tiers go, an evicted
@@ -475,6 +491,8 @@ impl Drop for Locked<'_> {
     fn drop(&mut self) {
         let to_wake = Tier::ALL.map(|tier| self.has_waiters(tier) && self.has_slot_to_take(tier));
         self.state = None;
+        #[cfg(feature = "sim")]
+        LOCKS_HELD.set(LOCKS_HELD.get() - 1);
         for (freed, wake) in self.shared.slot_freed.iter().zip(to_wake) {
             if wake {
                 freed.notify_one();

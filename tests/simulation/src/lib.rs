@@ -9,6 +9,7 @@ mod cancel;
 mod context;
 mod foreign;
 mod life;
+pub mod log;
 mod model;
 mod plan;
 mod report;

@@ -56,6 +56,7 @@ thread_local! {
 /// The first promise that was broken, a panic, or books that do not balance.
 pub fn run(seed: u64, verbose: bool) -> Result<Report, Failure> {
     note_panics();
+    crate::log::watch();
     RUNNING.with(|running| *running.borrow_mut() = true);
     PANICS.with(|panics| panics.borrow_mut().clear());
     let result = catch_unwind(AssertUnwindSafe(|| run_lives(seed, verbose)));

@@ -44,6 +44,7 @@ pub async fn fetch(cache: &Cache, n: u8) -> Result<bool, Error> {
 
 /// Opens a cache over quick disks, and a quick device.
 pub async fn open(config: Config) -> (Cache, Reactor, Sim) {
+    kvhoist_simulation::log::watch();
     let mut world = World::new(1, Vec::new());
     let latency = Duration::from_millis(1)..=Duration::from_millis(1);
     world.copy = SimCopy::new(1, CopyOptions { latency: latency.clone(), ..CopyOptions::default() });
