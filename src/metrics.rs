@@ -112,8 +112,8 @@ pub(crate) struct Metrics {
 }
 
 const COUNTERS: [(&str, Unit, &str); 24] = [
-    ("kvhoist_hits_total", Unit::Count, "Look-ups answered from a tier, by tier"),
-    ("kvhoist_misses_total", Unit::Count, "Look-ups answered by no tier"),
+    ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded that were found, by the tier that had them"),
+    ("kvhoist_misses_total", Unit::Count, "Blocks fetched or loaded that no tier had"),
     ("kvhoist_evictions_total", Unit::Count, "Slots given up to make room, by tier"),
     ("kvhoist_bytes_in_total", Unit::Bytes, "Bytes moved into a tier, by tier"),
     ("kvhoist_bytes_out_total", Unit::Bytes, "Bytes moved out of a tier, by tier"),
@@ -187,6 +187,14 @@ impl Metrics {
         &self.tiers[tier as usize]
     }
 
+    /// Counts a look-up, by the tier that answers it, or none.
+    pub(crate) fn looked_up(&self, found: Option<Tier>) {
+        match found {
+            Some(tier) => self.tier(tier).hits.add(1),
+            None => self.misses.add(1),
+        }
+    }
+
     /// Counts a block that was found where it was wanted.
     pub(crate) fn hit(&self, route: Route, bytes: usize) {
         let metrics = &self.routes[route as usize];
@@ -196,10 +204,13 @@ impl Metrics {
 
     /// Counts a block that was moved, and how long that took.
     pub(crate) fn moved(&self, route: Route, bytes: usize, took: Duration) {
-        let metrics = &self.routes[route as usize];
-        metrics.blocks.add(1);
-        metrics.bytes.add(bytes as u64);
-        metrics.seconds.record(took.as_secs_f64());
+        self.routes[route as usize].seconds.record(took.as_secs_f64());
+        self.moved_untimed(route, bytes);
+    }
+
+    /// Counts a block that was moved by a caller, who has no clock.
+    pub(crate) fn moved_untimed(&self, route: Route, bytes: usize) {
+        self.hit(route, bytes);
         let (from, to) = ends(route);
         if let Some(tier) = from {
             self.tier(tier).bytes_out.add(bytes as u64);
@@ -219,6 +230,8 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
         Route::DiskToHostToDevice | Route::HostToDevice => (Some(Tier::Host), Some(Tier::Device)),
         Route::DeviceToHost => (Some(Tier::Device), Some(Tier::Host)),
         Route::CallerToHost => (None, Some(Tier::Host)),
+        Route::HostToCaller => (Some(Tier::Host), None),
+        Route::DeviceToCaller => (Some(Tier::Device), None),
         Route::DiskToDevice => (Some(Tier::Disk), Some(Tier::Device)),
         Route::HostToDisk => (Some(Tier::Host), Some(Tier::Disk)),
         Route::DiskToRegion => (Some(Tier::Disk), None),

@@ -19,8 +19,12 @@ pub enum Route {
     HostToDevice,
     /// Copied from the device to a host slot.
     DeviceToHost,
-    /// Copied by the caller into a host slot.
+    /// Copied into a host slot: by the caller, or from a region of the caller's.
     CallerToHost,
+    /// Copied from a host slot into a region of the caller's, in host or in device memory.
+    HostToCaller,
+    /// Copied from a device slot into host memory of the caller's.
+    DeviceToCaller,
     /// Written from a host slot to disk.
     HostToDisk,
     /// Read from disk straight into registered host memory.
@@ -33,7 +37,7 @@ pub enum Route {
 
 impl Route {
     /// All routes.
-    pub const ALL: [Route; 12] = [
+    pub const ALL: [Route; 14] = [
         Route::DeviceHit,
         Route::HostHit,
         Route::DiskToHost,
@@ -42,6 +46,8 @@ impl Route {
         Route::HostToDevice,
         Route::DeviceToHost,
         Route::CallerToHost,
+        Route::HostToCaller,
+        Route::DeviceToCaller,
         Route::HostToDisk,
         Route::DiskToRegion,
         Route::RegionToDisk,
@@ -62,6 +68,8 @@ impl Route {
             Route::HostToDevice => "host_to_device",
             Route::DeviceToHost => "device_to_host",
             Route::CallerToHost => "caller_to_host",
+            Route::HostToCaller => "host_to_caller",
+            Route::DeviceToCaller => "device_to_caller",
             Route::HostToDisk => "host_to_disk",
             Route::DiskToRegion => "disk_to_region",
             Route::RegionToDisk => "region_to_disk",

@@ -338,12 +338,9 @@ impl Cache {
         loop {
             let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
             let (promotion, source) = shared.promote(key, tier)?;
-            match source {
-                _ if counted => {}
-                Some(source) => shared.metrics.tier(source).hits.add(1),
-                None => shared.metrics.misses.add(1),
+            if !std::mem::replace(&mut counted, true) {
+                shared.metrics.looked_up(source);
             }
-            counted = true;
             let (receiver, joined) = match promotion {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
                 Promotion::Miss => return Ok(None),

@@ -10,7 +10,7 @@ use crate::{
 /// One tier's figures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TierStats {
-    /// Look-ups answered from this tier.
+    /// Blocks [fetched](Cache::fetch) or [loaded](Cache::load_into) that were found here: one count a block of a call.
     pub hits: u64,
     /// Slots given up to make room.
     pub evictions: u64,
@@ -54,7 +54,7 @@ pub struct Stats {
     pub tiers: [TierStats; Tier::COUNT],
     /// Per route, indexed by [`Route`]` as usize`.
     pub routes: [RouteStats; Route::COUNT],
-    /// Look-ups answered by no tier.
+    /// Blocks fetched or loaded that no tier had.
     pub misses: u64,
     /// Blocks stored.
     pub stores: u64,

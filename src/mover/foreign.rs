@@ -10,18 +10,20 @@ use std::{
     },
 };
 
-use tokio::sync::Notify;
+use tokio::{sync::Notify, time::Instant};
 
 use super::{
     Mover, Reply,
     ahead::{Offer, Target},
     budget::Class,
-    promote::Next,
+    promote::{Asked, Next},
+    shared::{Found, Pin},
     store::Committed,
     straight::Straight,
 };
 use crate::{
-    block::{BlockKey, Segment, Tier},
+    block::{BlockKey, Route, Segment, Tier},
+    config::WritePolicy,
     copy::{CopyBatch, CopyEngine, CopyRegion, Direction, pair_segments},
     error::{Error, Result},
     io::{FIXED_BYTES_MAX, Storage},
@@ -131,6 +133,14 @@ impl Drop for RegionUse {
     }
 }
 
+/// What came of bringing the block of a load nearer.
+enum Brought {
+    /// It is in its segments.
+    Copied,
+    /// It is in host memory, pinned; or nowhere.
+    ToHost(Job, Option<Pin>),
+}
+
 /// One block of a load or a store: its key, and where its bytes go to or come from.
 pub(crate) struct Job {
     pub(crate) key: BlockKey,
@@ -211,27 +221,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Straight::Ended(result) => return result,
             Straight::Elsewhere(job) => job,
         };
-        let key = job.key;
-        let (direction, job, pin) = match job.memory() {
-            RegionMemory::Host => {
-                (Direction::HostToHost, job, self.obtain_host(&key, Class::Read, Next::Elsewhere).await?)
-            }
-            RegionMemory::Device => {
-                let offer = Offer::new(Target::Memory(job));
-                let outcome = self.obtain_host(&key, Class::Read, Next::Device(offer.ahead())).await;
-                // Also where that failed: the memory is its owner's again once he has an answer.
-                let (Target::Memory(job), copied) = offer.withdraw().await? else {
-                    unreachable!("a target comes back as the one that it was");
-                };
-                let pin = outcome?;
-                let wanted = pin.as_ref().map(|pin| self.shared.lock().host_checksums[pin.slot() as usize]);
-                if copied.is_some() && copied == wanted {
+        let (key, started) = (job.key, Instant::now());
+        let (job, pin) = match self.shared.look_up_to_copy(&key, Tier::Host)? {
+            Found::Hit(pin) => (job, Some(pin)),
+            Found::Miss => return Ok(false),
+            Found::Elsewhere => match self.bring(job).await? {
+                Brought::Copied => {
+                    self.loaded(&key, started);
                     return Ok(true);
                 }
-                (self.promote_direction(), job, pin)
-            }
+                Brought::ToHost(job, pin) => (job, pin),
+            },
         };
         let Some(pin) = pin else { return Ok(false) };
+        let direction = match job.memory() {
+            RegionMemory::Host => Direction::HostToHost,
+            RegionMemory::Device => self.promote_direction(),
+        };
         let ops = pair_segments(&[self.host_segment(pin.slot())], &job.segments)?;
         let regions = job.copy_regions();
         // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
@@ -239,7 +245,37 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(pin), Arc::new(job)]) }.within(regions);
         let (result, batch) = self.copied(batch).await;
         drop(batch);
-        result.map(|()| true)
+        result?;
+        self.loaded(&key, started);
+        Ok(true)
+    }
+
+    /// Brings the block of a load into host memory, and on to the device where it is wanted there.
+    async fn bring(self: &Rc<Self>, job: Job) -> Result<Brought> {
+        let key = job.key;
+        if job.memory() == RegionMemory::Host {
+            let pin = self.obtain_host(&key, Class::Read, Next::Elsewhere, Asked::ByCaller).await?;
+            return Ok(Brought::ToHost(job, pin));
+        }
+        let offer = Offer::new(Target::Memory(job));
+        let outcome = self.obtain_host(&key, Class::Read, Next::Device(offer.ahead()), Asked::ByCaller).await;
+        // Also where that failed: the memory is its owner's again once he has an answer.
+        let (Target::Memory(job), copied) = offer.withdraw().await? else {
+            unreachable!("a target comes back as the one that it was");
+        };
+        let pin = outcome?;
+        let wanted = pin.as_ref().map(|pin| self.shared.lock().host_checksums[pin.slot() as usize]);
+        Ok(if copied.is_some() && copied == wanted { Brought::Copied } else { Brought::ToHost(job, pin) })
+    }
+
+    /// Counts a block that was copied from host memory to a caller, and writes it to disk if it is wanted there by now.
+    pub(super) fn loaded(self: &Rc<Self>, key: &BlockKey, started: Instant) {
+        self.shared.metrics.moved(Route::HostToCaller, self.shared.config.block_bytes, started.elapsed());
+        if self.shared.config.write_policy == WritePolicy::WriteThroughSelective
+            && let Some(pin) = self.shared.selected_for_disk(key)
+        {
+            self.spawn(Rc::clone(self).write(*key, pin, Class::Background));
+        }
     }
 
     async fn store_one(self: Rc<Self>, job: Job) -> Result<()> {

@@ -10,7 +10,7 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use tokio::{sync::Notify, task::JoinHandle};
+use tokio::{sync::Notify, task::JoinHandle, time::Instant};
 
 use super::{Job, Mover, Pin, RegionMemory};
 use crate::{
@@ -182,6 +182,11 @@ impl LayerBoard {
         }
     }
 
+    /// True where all that is known of a block is that it is in place.
+    fn is_there(&self, block: usize) -> bool {
+        matches!(self.blocks[block], Some(Ok(true)))
+    }
+
     fn mark(&mut self, layer: usize, block: usize, is_there: bool) {
         self.there[layer][block] = is_there;
         self.left[layer] -= 1;
@@ -288,10 +293,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
+    /// Pins a block that is in host memory, and counts the use and the hit.
     fn pin_in_host(&self, job: &Job) -> Option<Pin> {
         let mut state = self.shared.lock();
         let id = state.index.find(&job.key)?;
-        Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit)
+        let pin = Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit)?;
+        state.index.touch(id);
+        state.index.hit(id);
+        drop(state);
+        self.shared.metrics.looked_up(Some(Tier::Host));
+        Some(pin)
     }
 
     async fn copy_by_layer(
@@ -310,7 +321,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 regions.push(region);
             }
         }
-        let resident = Arc::new(resident);
+        let (resident, started) = (Arc::new(resident), Instant::now());
         let mut under_way: VecDeque<(u64, JoinHandle<()>)> = VecDeque::new();
         let mut bytes_under_way = 0;
         for (layer, segments) in layers.iter().enumerate() {
@@ -340,6 +351,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         for (_, task) in under_way {
             drop(task.await);
+        }
+        for (at, _, job) in &resident.blocks {
+            if board.borrow().is_there(*at) {
+                self.loaded(&job.key, started);
+            }
         }
     }
 

@@ -46,6 +46,15 @@ pub(super) enum Next {
     Elsewhere,
 }
 
+/// Why a block is wanted in host memory.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Asked {
+    /// A caller wants it, and that is to be counted as a hit or a miss.
+    ByCaller,
+    /// As one step of a movement.
+    InPassing,
+}
+
 /// What reading a block came to.
 enum Read {
     /// A pin on it, or nothing: no checksum is wanted.
@@ -259,7 +268,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Tried::Suspect => true,
         };
         let offer = Offer::new(Target::AnySlot);
-        let Some(source) = self.obtain_host(key, class, Next::Device(offer.ahead())).await? else { return Ok(None) };
+        let next = Next::Device(offer.ahead());
+        let Some(source) = self.obtain_host(key, class, next, Asked::InPassing).await? else { return Ok(None) };
         if suspect {
             self.convict_direct();
         }
@@ -302,9 +312,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Pins `key` in host memory, promoting it first where it must be.
-    pub(super) async fn obtain_host(self: &Rc<Self>, key: &BlockKey, class: Class, next: Next) -> Outcome {
+    pub(super) async fn obtain_host(
+        self: &Rc<Self>,
+        key: &BlockKey,
+        class: Class,
+        next: Next,
+        mut asked: Asked,
+    ) -> Outcome {
         loop {
-            let (receiver, joined) = match self.shared.promote(key, Tier::Host)?.0 {
+            let (promotion, source) = self.shared.promote(key, Tier::Host)?;
+            if std::mem::replace(&mut asked, Asked::InPassing) == Asked::ByCaller {
+                self.shared.metrics.looked_up(source);
+            }
+            let (receiver, joined) = match promotion {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
                 Promotion::Miss => return Ok(None),
                 Promotion::Joined(receiver) => (receiver, true),
@@ -373,9 +393,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // SAFETY: the device slot is pinned and `buf` is owned: both travel with the batch, and a
         // moved Vec keeps its heap memory where it is.
         let batch = unsafe { CopyBatch::new(ops, self.demote_direction(), vec![Arc::new(pin), Arc::new(buf)]) };
+        let started = Instant::now();
         let (result, batch) = self.copied(batch).await;
         let buf = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast::<Vec<u8>>().ok()?));
-        result.map(|()| buf.expect("the second of two owners"))
+        result?;
+        self.shared.metrics.moved(Route::DeviceToCaller, self.shared.config.block_bytes, started.elapsed());
+        Ok(buf.expect("the second of two owners"))
     }
 
     pub(super) fn host_segment(&self, slot: u32) -> Segment {

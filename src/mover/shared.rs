@@ -157,28 +157,37 @@ impl Shared {
         Locked { shared: self, state }
     }
 
-    /// Looks `key` up, pins it in `tier` if it is resident there, and counts the use.
+    /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and counts the use, and the hit or the
+    /// miss unless it is elsewhere.
     pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
+        let found = self.look_up_to_copy(key, tier)?;
+        if let Found::Hit(pin) = &found {
+            self.metrics.hit(pin.route(), self.config.block_bytes);
+        }
+        Ok(found)
+    }
+
+    /// Likewise for a load, which copies the block to its caller: it has the route of that copy.
+    pub(super) fn look_up_to_copy(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
         let Some(id) = state.index.find(key) else {
             drop(state);
-            self.metrics.misses.add(1);
+            self.metrics.looked_up(None);
             return Ok(Found::Miss);
         };
         if let Some(slot) = state.pin_used(id, tier) {
             drop(state);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
-            self.metrics.tier(tier).hits.add(1);
-            self.metrics.hit(route, self.config.block_bytes);
+            self.metrics.looked_up(Some(tier));
             return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route }));
         }
         if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
             return Ok(Found::Elsewhere);
         }
         drop(state);
-        self.metrics.misses.add(1);
+        self.metrics.looked_up(None);
         Ok(Found::Miss)
     }
 

@@ -68,6 +68,7 @@ impl Shared {
             state.host_checksums[filling.slot() as usize] = checksum;
             filling.published();
             self.metrics.stores.add(1);
+            self.metrics.moved_untimed(Route::CallerToHost, self.config.block_bytes);
         } else {
             // Stored by someone else meanwhile, or being read from disk: the same bytes either way.
             filling.release(&mut state);

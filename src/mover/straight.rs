@@ -115,6 +115,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let slots = state.disk_slots();
         let (file, offset) = slots.locate(pin.slot());
         let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
+        drop(state);
+        self.shared.metrics.looked_up(Some(Tier::Disk));
         Some(Source { pin, file, offset, checksum })
     }
 

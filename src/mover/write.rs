@@ -7,7 +7,7 @@ use tokio::time::Instant;
 use super::{
     Mover,
     budget::{Class, Kind},
-    promote::Next,
+    promote::{Asked, Next},
     shared::{Filling, Pin, State},
     store::Committed,
 };
@@ -54,7 +54,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let Some(result) = self.write_directly(pin, class).await {
             return (result, Route::DeviceToDisk);
         }
-        let result = match self.obtain_host(key, class, Next::Elsewhere).await {
+        let result = match self.obtain_host(key, class, Next::Elsewhere, Asked::InPassing).await {
             Ok(Some(host)) => self.write_block(&Arc::new(host), class).await,
             Ok(None) => Ok(false),
             Err(error) => Err(error),

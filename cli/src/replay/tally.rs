@@ -79,10 +79,9 @@ impl Tally {
 /// The tier that a route's bytes came from.
 pub fn tier_of(route: Route) -> Tier {
     match route {
-        Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk => Tier::Device,
+        Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk | Route::DeviceToCaller => Tier::Device,
         Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice | Route::DiskToRegion => Tier::Disk,
-        Route::HostHit | Route::HostToDevice | Route::CallerToHost | Route::HostToDisk | Route::RegionToDisk => {
-            Tier::Host
-        }
+        Route::HostHit | Route::HostToDevice | Route::HostToDisk | Route::HostToCaller => Tier::Host,
+        Route::CallerToHost | Route::RegionToDisk => Tier::Host,
     }
 }
