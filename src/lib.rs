@@ -29,7 +29,7 @@ pub use block_on::block_on;
 #[cfg(feature = "sim")]
 pub use cache::sim;
 pub use cache::{
-    Builder, Cache, Completion, CompletionQueue, CopyStats, DeviceLease, LayerLoad, Lease, Region, Reservation,
+    Builder, Cache, Completion, CompletionQueue, CopyStats, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation,
     RouteStats, Stats, TierStats,
 };
 pub use config::{Config, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, GdrMode, StorageKind, WritePolicy};

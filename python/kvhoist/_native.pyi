@@ -3,10 +3,14 @@
 from typing import Any, Sequence
 
 Key = str | bytes
-#: A buffer object, (address, bytes) in registered memory, or a list of either: the segments of a block.
+#: A buffer object, (address, bytes) in registered memory, or a list or tuple of either: the segments of a block.
 Block = Any
 
 __version__: str
+
+def _logs_take() -> tuple[list[tuple[int, str]], int] | None: ...
+def _logs_end() -> None: ...
+def _logs_renew() -> None: ...
 
 class Region:
     """Memory that blocks are loaded into and stored from in place, registered until `unregister`."""
@@ -21,7 +25,11 @@ class Region:
     def pinned(self) -> bool:
         """The kernel keeps it pinned, as a buffer of the ring."""
     def unregister(self) -> None:
-        """Waits until no movement uses the memory, and forgets it. It may be freed afterwards. Again: does nothing."""
+        """Waits until no movement uses the memory, and forgets it: it may be freed afterwards.
+
+        Every caller waits; where it was forgotten already, nothing happens. Interrupted by a signal, the memory may
+        still be in use: call again.
+        """
     def __enter__(self) -> Region: ...
     def __exit__(self, *exception: object) -> None: ...
 

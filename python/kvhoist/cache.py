@@ -5,16 +5,20 @@ from __future__ import annotations
 import asyncio
 import os
 import weakref
+from collections import deque
 from typing import Any, Sequence
 
-from . import _native
-from .config import parse_bytes
-from .errors import ArgumentError, ConfigError
+from . import _logs, _native
+from .config import config_error, parse_bytes
+from .errors import ArgumentError
 
 #: Submissions that one event loop may have outstanding.
 _LOOP_DEPTH = 65_536
 
 SLOT_ALIGN = 4096
+
+#: The engine's bound.
+BLOCK_BYTES_MAX = 1 << 30
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -48,11 +52,16 @@ def slots_within(capacity: int, block_bytes: int) -> int:
     return slots
 
 
-def config_error(field: str, found: object, expected: str) -> ConfigError:
-    """A ConfigError in the engine's words, with its `field` set."""
-    error = ConfigError(f"{field}: found {found!r}, expected {expected}")
-    error.field = field
-    return error
+def _paths(path: Any) -> list[str]:
+    expected = "a path, or a list of at least one"
+    try:
+        paths = [os.fsdecode(p) for p in ([path] if isinstance(path, (str, bytes, os.PathLike)) else path)]
+        nul = any(b"\0" in os.fsencode(p) for p in paths)
+    except (TypeError, ValueError):
+        raise config_error("path", path, expected) from None
+    if not paths or nul:
+        raise config_error("path", path, expected + (", without NUL" if nul else ""))
+    return paths
 
 
 class Cache(_native.Cache):
@@ -80,17 +89,15 @@ class Cache(_native.Cache):
         namespace: str = "default",
         **settings: Any,
     ) -> "Cache":
-        if not isinstance(block_bytes, int) or isinstance(block_bytes, bool) or block_bytes < 1:
-            raise config_error("block_bytes", block_bytes, "1 to 1073741824 bytes")
+        if not isinstance(block_bytes, int) or isinstance(block_bytes, bool) or not 0 < block_bytes <= BLOCK_BYTES_MAX:
+            raise config_error("block_bytes", block_bytes, f"1 to {BLOCK_BYTES_MAX} bytes")
         settings.update(block_bytes=block_bytes, namespace=namespace)
         settings["host_blocks"] = slots("host_bytes", host_bytes, block_bytes)
         if path is None:
             if capacity is not None:
                 raise config_error("capacity", capacity, "none without a path")
         else:
-            paths = [os.fspath(p) for p in ([path] if isinstance(path, (str, os.PathLike)) else path)]
-            if not paths:
-                raise config_error("path", paths, "a path, or a list of at least one")
+            paths = _paths(path)
             if capacity is None:
                 raise config_error("capacity", capacity, "bytes on disk, such as '200GiB'")
             # Each path the same: slots are striped over them.
@@ -101,8 +108,8 @@ class Cache(_native.Cache):
                     "capacity", capacity, f"{least} bytes at least, for one block of {block_bytes} on each path"
                 )
             settings["disks"] = [(p, count) for p in paths]
+        _logs.start()
         self = super().__new__(cls, settings)
-        self._regions = []
         self._loops = weakref.WeakKeyDictionary()
         return self
 
@@ -137,16 +144,15 @@ class Cache(_native.Cache):
         GiB for this region and all that are pinned already, in which the cache moves nothing: for large pools, at the
         start.
 
-        Raises ArgumentError for a range that is empty or registered already.
+        It stays registered until `Region.unregister` or the close, whether or not the region is kept.
+
+        Raises ArgumentError for a range that is empty or registered already, BusyError past 4,096 regions.
         """
         if isinstance(memory, int):
             if nbytes is None:
                 raise ArgumentError(f"nbytes: found None, expected the bytes at address {memory:#x}")
-            region = self.register_address(memory, nbytes, pin)
-        else:
-            region = self.register_buffer(memory, pin)
-        self._regions.append(region)
-        return region
+            return self.register_address(memory, nbytes, pin)
+        return self.register_buffer(memory, pin)
 
     # Blocks
 
@@ -154,11 +160,14 @@ class Cache(_native.Cache):
         """Copies blocks into memory: True for each that is there, False for one that was nowhere.
 
         ``blocks`` has one entry per key: a writable buffer object, a pair ``(address, bytes)`` in registered memory, or
-        a list of either (the segments of the block, in the order of its bytes). All reads are under way at once.
+        a list or tuple of either (the segments of the block, in the order of its bytes). All reads are under way at
+        once.
         ``errors`` says what becomes of a block that could not be read: ``"raise"`` its exception when all have ended,
         ``"return"`` it in the list, or ``"false"``.
 
         Raises ArgumentError before anything moved: other lengths than a block's, memory that is not registered.
+        Interrupted by a signal (Ctrl-C), the loads go on: a buffer object is kept until they have ended; other memory
+        must stay mapped until ``Region.unregister`` or ``close`` has returned.
         """
         return super().load(keys, blocks, errors)
 
@@ -173,7 +182,8 @@ class Cache(_native.Cache):
         """Stores blocks from memory: True for each, once the write policy is satisfied.
 
         The keys are one prefix chain: the parent of each is the one before it, ``parent`` the first's. ``blocks`` and
-        ``errors`` as for ``load``. Memory must not change until the call returns.
+        ``errors`` as for ``load``. Memory must not change until the call returns; interrupted by a signal, until
+        ``Region.unregister`` or ``close`` has.
         """
         return super().store(keys, blocks, parent, errors)
 
@@ -223,9 +233,11 @@ class Cache(_native.Cache):
         return face
 
     def close(self) -> None:
-        """Finishes what is under way, writes what is dirty, flushes, and releases the files. Again: does nothing."""
+        """Finishes what is under way, writes what is dirty, flushes, and releases the files and all memory.
+
+        Again: does nothing. Interrupted by a signal, the close goes on; call again to wait for it.
+        """
         super().close()
-        self._regions.clear()
 
 
 def _raised(results: list) -> list:
@@ -247,21 +259,33 @@ class _LoopFace:
         self._loop = weakref.ref(loop)
         self._queue = queue
         self._waiting: dict[int, asyncio.Future] = {}
+        #: Drained, and not handed on yet.
+        self._done: deque = deque()
 
     def submit(self, begin) -> "asyncio.Future[list]":
         loop = self._loop()
-        ticket = begin(self._queue)
-        if not self._waiting:
-            loop.add_reader(self._queue.event_fd, self._drain)
         future = loop.create_future()
-        # A cancelled future stays: what it waits for goes on, and the memory with it.
-        self._waiting[ticket] = future
+        # Before the submission: whatever fails from here on, what completes is drained.
+        if not self._queue.outstanding:
+            loop.add_reader(self._queue.event_fd, self._drain)
+        try:
+            # A cancelled future stays: what it waits for goes on, and the memory with it.
+            self._waiting[begin(self._queue)] = future
+        except BaseException:
+            self._watch_no_longer_than_needed(loop)
+            raise
         return future
 
     def _drain(self) -> None:
-        for ticket, results in self._queue.drain():
-            future = self._waiting.pop(ticket)
-            if not future.done():
+        self._done.extend(self._queue.drain())
+        while self._done:
+            ticket, results = self._done.popleft()
+            # None: its submitter was interrupted before it could wait.
+            future = self._waiting.pop(ticket, None)
+            if future is not None and not future.done():
                 future.set_result(results)
-        if not self._waiting:
-            self._loop().remove_reader(self._queue.event_fd)
+        self._watch_no_longer_than_needed(self._loop())
+
+    def _watch_no_longer_than_needed(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self._queue.outstanding:
+            loop.remove_reader(self._queue.event_fd)

@@ -18,7 +18,10 @@ _UNITS = {
     "T": 1 << 40, "TIB": 1 << 40, "TB": 10**12,
 }  # fmt: skip
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+#: Of so few digits that they are neither slow to read nor infinite.
+_SIZE = re.compile(r"\s*(\d{1,40}(?:\.\d{1,40})?)\s*([A-Za-z]*)\s*", re.ASCII)
+
+_WHOLE = re.compile(r"\s*\d{1,40}\s*", re.ASCII)
 
 #: Keys of extra_config that are SGLang's own.
 SGLANG_KEYS = frozenset(
@@ -34,9 +37,24 @@ DIRECT_IO = ("require", "prefer")
 STORAGE = ("auto", "uring", "blocking")
 
 
-def _wrong(name: str, found: object, expected: str) -> ConfigError:
-    error = ConfigError(f"{name}: found {found!r}, expected {expected}")
-    error.field = name
+def shown(value: object) -> str:
+    """A value for a message: its `repr`, cut to a line, with whatever a terminal would act on escaped."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__} too large to show"
+    return printable(text if len(text) <= 200 else text[:200] + "...")
+
+
+def printable(text: str) -> str:
+    """Text with whatever a terminal would act on, or cannot show, escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def config_error(field: str, found: object, expected: str) -> ConfigError:
+    """A ConfigError in the engine's words, with its `field` set."""
+    error = ConfigError(f"{field}: found {shown(found)}, expected {expected}")
+    error.field = field
     return error
 
 
@@ -48,17 +66,17 @@ def parse_bytes(size: int | str, name: str = "size") -> int:
     """
     expected = "a positive number of bytes, such as 1073741824 or '200GiB'"
     if isinstance(size, bool) or not isinstance(size, (int, str)):
-        raise _wrong(name, size, expected)
+        raise config_error(name, size, expected)
     if isinstance(size, str):
         match = _SIZE.fullmatch(size)
         if match is None or match[2].upper() not in _UNITS:
-            raise _wrong(name, size, expected)
+            raise config_error(name, size, expected)
         number = float(match[1]) if "." in match[1] else int(match[1])
         count = int(number * _UNITS[match[2].upper()])
     else:
         count = size
     if not 0 < count < 1 << 63:
-        raise _wrong(name, size, expected)
+        raise config_error(name, size, expected)
     return count
 
 
@@ -67,26 +85,30 @@ def _paths(value: Any) -> list[str]:
     paths = value.split(os.pathsep) if isinstance(value, str) else value
     expected = "an absolute path of a directory, or a list of them"
     if not isinstance(paths, (list, tuple)) or not paths:
-        raise _wrong("path", value, expected)
+        raise config_error("path", value, expected)
     for path in paths:
         if not isinstance(path, str) or not os.path.isabs(path):
-            raise _wrong("path", path, expected)
-    if len(set(map(os.path.realpath, paths))) != len(paths):
-        raise _wrong("path", value, "each path once")
+            raise config_error("path", path, expected)
+    try:
+        distinct = set(map(os.path.realpath, paths))
+    except ValueError:  # NUL, or half of a surrogate pair.
+        raise config_error("path", value, expected) from None
+    if len(distinct) != len(paths):
+        raise config_error("path", value, "each path once")
     return list(paths)
 
 
 def _choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
     if value not in choices:
-        raise _wrong(name, value, "one of " + ", ".join(map(repr, choices)))
+        raise config_error(name, value, "one of " + ", ".join(map(repr, choices)))
     return value
 
 
 def _whole(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, str) and value.strip().isdigit():
+    if isinstance(value, str) and _WHOLE.fullmatch(value):
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _wrong(name, value, f"a whole number from {low} to {high}")
+        raise config_error(name, value, f"a whole number from {low} to {high}")
     return value
 
 
@@ -107,6 +129,8 @@ class HiCacheConfig:
     #: Reads and writes that may be in flight, bytes.
     read_bytes_in_flight_max: int = 96 << 20
     write_bytes_in_flight_max: int = 96 << 20
+    #: Whatever tells these weights from others of the same name: a commit, a date. Part of the store's identity.
+    revision: str = ""
     #: Shares of `capacity` for pools beside the KV pool, by name: {"mamba": 0.2}.
     pool_shares: dict[str, float] = field(default_factory=dict)
 
@@ -114,10 +138,15 @@ class HiCacheConfig:
     def load(cls, extra_config: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> "HiCacheConfig":
         """From SGLang's extra_config; `KVHOIST_PATH`, `KVHOIST_CAPACITY`, ... stand in for keys that are not there."""
         environ = os.environ if environ is None else environ
-        given = {k: v for k, v in (extra_config or {}).items() if k not in SGLANG_KEYS}
-        unknown = sorted(set(given) - set(cls.__dataclass_fields__))
+        extra_config = {} if extra_config is None else extra_config
+        if not isinstance(extra_config, Mapping):
+            raise config_error("extra_config", extra_config, "an object with the settings' names")
+        given = {k: v for k, v in extra_config.items() if k not in SGLANG_KEYS}
+        unknown = sorted(map(str, set(given) - set(cls.__dataclass_fields__)))
         if unknown:
-            raise _wrong(unknown[0], given[unknown[0]], "one of the keys " + ", ".join(cls.__dataclass_fields__))
+            raise config_error(
+                unknown[0], given.get(unknown[0]), "one of the keys " + ", ".join(cls.__dataclass_fields__)
+            )
         for name in cls.__dataclass_fields__:
             variable = "KVHOIST_" + name.upper()
             if name not in given and name != "pool_shares" and environ.get(variable):
@@ -128,7 +157,7 @@ class HiCacheConfig:
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     for name, example in (("path", "a directory on the NVMe drive"), ("capacity", "bytes on disk, such as '200GiB'")):
         if name not in given:
-            raise _wrong(name, None, f"{example} (key {name!r} of extra_config, or KVHOIST_{name.upper()})")
+            raise config_error(name, None, f"{example} (key {name!r} of extra_config, or KVHOIST_{name.upper()})")
     checked: dict[str, Any] = {"path": _paths(given["path"]), "capacity": parse_bytes(given["capacity"], "capacity")}
     checked["host_bytes"] = parse_bytes(given.get("host_bytes", DEFAULT_HOST_BYTES), "host_bytes")
     for name, choices in (("write_policy", WRITE_POLICIES), ("direct_io", DIRECT_IO), ("storage", STORAGE)):
@@ -139,18 +168,26 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     for name in ("read_bytes_in_flight_max", "write_bytes_in_flight_max"):
         if name in given:
             checked[name] = parse_bytes(given[name], name)
+    if "revision" in given:
+        checked["revision"] = _text("revision", given["revision"])
     if "pool_shares" in given:
         checked["pool_shares"] = _shares(given["pool_shares"])
     return checked
 
 
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str) or len(value) > 256:
+        raise config_error(name, value, "a text of at most 256 characters")
+    return value
+
+
 def _shares(value: Any) -> dict[str, float]:
     expected = "a share of capacity from 0.0 to 1.0 for each pool's name, less than 1.0 in all"
     if not isinstance(value, dict):
-        raise _wrong("pool_shares", value, expected)
+        raise config_error("pool_shares", value, expected)
     for share in value.values():
         if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share < 1:
-            raise _wrong("pool_shares", value, expected)
+            raise config_error("pool_shares", value, expected)
     if sum(value.values()) >= 1:
-        raise _wrong("pool_shares", value, expected)
+        raise config_error("pool_shares", value, expected)
     return {str(name): float(share) for name, share in value.items()}

@@ -1,60 +1,62 @@
 //! Where blocks lie: what Python gives as a list of blocks, to the engine's segment lists.
 
-use kvhoist::{Cache, Region, Segment};
+use kvhoist::{Cache, Loan, Segment};
 use pyo3::{
+    PyTraverseError, PyVisit,
     prelude::*,
-    types::{PyList, PyTuple},
+    types::{PyInt, PyList, PyTuple},
 };
 
-use crate::{buffer::Buffer, errors, keys::type_name};
+use crate::{
+    buffer::Buffer,
+    errors,
+    keys::{self, type_name},
+    wait,
+};
 
 /// The segments of some blocks, and what keeps their memory where it is.
+///
+/// Dropping it waits until no movement uses the memory.
 pub struct Blocks {
     pub segments: Vec<Vec<Segment>>,
-    /// Registered for this call.
-    lent: Vec<Region>,
-    /// Dropped after `lent` was unregistered, with or without the interpreter's lock.
-    _buffers: Vec<Buffer>,
+    /// The memory of the buffers, lent for this call.
+    pub loan: Loan,
+    buffers: Vec<Buffer>,
 }
 
 impl Blocks {
-    /// One entry per block: a buffer object, a pair (address, bytes) in registered memory, or a list of either, whose
-    /// bytes in order are the block's. `writable`: blocks are loaded into them.
+    /// One entry per block: a buffer object, a pair (address, bytes) in registered memory, or a sequence of either,
+    /// whose bytes in order are the block's. `writable`: blocks are loaded into them.
     pub fn from_python(cache: &Cache, blocks: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
-        let mut this = Blocks { segments: Vec::new(), lent: Vec::new(), _buffers: Vec::new() };
-        let parsed = blocks
-            .cast::<PyList>()
-            .map_err(|_| {
-                errors::argument(blocks.py(), "blocks", type_name(blocks), "a list with one entry for each key")
-            })
-            .and_then(|list| {
-                list.iter().try_for_each(|block| {
-                    let mut segments = Vec::new();
-                    if let Ok(parts) = block.cast::<PyList>() {
-                        parts.iter().try_for_each(|part| this.part(cache, &part, writable, &mut segments))?;
-                    } else {
-                        this.part(cache, &block, writable, &mut segments)?;
-                    }
-                    this.segments.push(segments);
-                    Ok(())
-                })
-            });
-        match parsed {
-            Ok(()) => Ok(this),
-            Err(error) => {
-                this.give_back(cache);
-                Err(error)
+        let py = blocks.py();
+        let entries = keys::items(blocks)?.ok_or_else(|| {
+            errors::argument(py, "blocks", type_name(blocks), "a sequence with one entry for each key")
+        })?;
+        let (mut segments, mut buffers) = (Vec::with_capacity(entries.len()), Vec::new());
+        for entry in entries {
+            let mut parts = Vec::new();
+            if let Some(all) = several(&entry)? {
+                all.iter().try_for_each(|one| part(one, writable, &mut parts, &mut buffers))?;
+            } else {
+                part(&entry, writable, &mut parts, &mut buffers)?;
             }
+            segments.push(parts);
         }
+        let lent: Vec<_> = buffers.iter().map(|buffer| Segment { ptr: buffer.ptr(), len: buffer.len() }).collect();
+        // SAFETY: the exports keep the memory mapped until this is dropped, which waits until it is unused. That nobody
+        // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
+        let loan = unsafe { cache.lend_host(&lent) }.map_err(|error| errors::to_python(py, &error))?;
+        Ok(Blocks { segments, loan, buffers })
     }
 
     /// Blocks of equally many segments each, as two flat lists of numbers: addresses and bytes.
     pub fn from_lists(
-        py: Python<'_>,
+        cache: &Cache,
         count: usize,
         addresses: &Bound<'_, PyList>,
         sizes: &Bound<'_, PyList>,
     ) -> PyResult<Self> {
+        let py = addresses.py();
         let each = addresses.len().checked_div(count).unwrap_or(0);
         if addresses.len() != sizes.len() || each * count != addresses.len() || each == 0 && count > 0 {
             let found = format!("{} addresses and {} sizes for {count} keys", addresses.len(), sizes.len());
@@ -66,45 +68,62 @@ impl Blocks {
             let one = |(address, len): (Bound<'_, PyAny>, Bound<'_, PyAny>)| segment(&address, &len);
             segments.push(pairs.by_ref().take(each).map(one).collect::<PyResult<Vec<_>>>()?);
         }
-        Ok(Blocks { segments, lent: Vec::new(), _buffers: Vec::new() })
+        // SAFETY: no memory is lent.
+        let loan = unsafe { cache.lend_host(&[]) }.map_err(|error| errors::to_python(py, &error))?;
+        Ok(Blocks { segments, loan, buffers: Vec::new() })
     }
 
-    fn part(
-        &mut self,
-        cache: &Cache,
-        part: &Bound<'_, PyAny>,
-        writable: bool,
-        segments: &mut Vec<Segment>,
-    ) -> PyResult<()> {
-        if let Ok(pair) = part.cast::<PyTuple>() {
-            if pair.len() != 2 {
-                return Err(errors::argument(part.py(), "blocks", part, "(address, bytes)"));
-            }
-            segments.push(segment(&pair.get_item(0)?, &pair.get_item(1)?)?);
-            return Ok(());
-        }
-        let buffer = Buffer::new(part, writable)?;
-        let segment = Segment { ptr: buffer.ptr(), len: buffer.len() };
-        if segment.len > 0 {
-            // SAFETY: the export keeps the memory mapped until `give_back` has seen the region unused. That nobody
-            // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
-            let lent = unsafe { cache.lend_host(segment.ptr, segment.len) };
-            self.lent.push(lent.map_err(|error| errors::to_python(part.py(), &error))?);
-        }
-        self._buffers.push(buffer);
-        segments.push(segment);
-        Ok(())
+    /// Shows the objects that are kept to the collector of cycles.
+    pub fn visit(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.buffers.iter().try_for_each(|buffer| buffer.visit(visit))
     }
+}
 
-    /// Waits until nothing uses the lent memory, and lets it go. Call before dropping.
-    pub fn give_back(&mut self, cache: &Cache) {
-        for region in self.lent.drain(..) {
-            kvhoist::block_on(cache.unregister(region));
+impl Drop for Blocks {
+    fn drop(&mut self) {
+        if self.loan.is_returned() {
+            return;
+        }
+        let waited = Python::try_attach(|py| wait::to_the_end(py, self.loan.returned()));
+        if waited.is_none() {
+            // No interpreter to give the memory back to: it stays as it is for the movements that use it.
+            self.buffers.drain(..).for_each(std::mem::forget);
         }
     }
 }
 
+/// The parts of an entry that has several: a list, or a tuple that is no pair (address, bytes).
+fn several<'py>(entry: &Bound<'py, PyAny>) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
+    if let Ok(tuple) = entry.cast::<PyTuple>() {
+        let pair = tuple.get_item(0).is_ok_and(|first| first.is_instance_of::<PyInt>());
+        return if pair { Ok(None) } else { keys::items(entry) };
+    }
+    if entry.is_instance_of::<PyList>() { keys::items(entry) } else { Ok(None) }
+}
+
+fn part(
+    part: &Bound<'_, PyAny>,
+    writable: bool,
+    segments: &mut Vec<Segment>,
+    buffers: &mut Vec<Buffer>,
+) -> PyResult<()> {
+    if let Ok(pair) = part.cast::<PyTuple>() {
+        if pair.len() != 2 {
+            return Err(errors::argument(part.py(), "blocks", errors::shown(part), "(address, bytes)"));
+        }
+        segments.push(segment(&pair.get_item(0)?, &pair.get_item(1)?)?);
+        return Ok(());
+    }
+    let buffer = Buffer::new(part, writable)?;
+    segments.push(Segment { ptr: buffer.ptr(), len: buffer.len() });
+    buffers.push(buffer);
+    Ok(())
+}
+
 fn segment(address: &Bound<'_, PyAny>, len: &Bound<'_, PyAny>) -> PyResult<Segment> {
-    let (address, len): (usize, usize) = (address.extract()?, len.extract()?);
-    Ok(Segment { ptr: std::ptr::with_exposed_provenance_mut(address), len })
+    let (Ok(start), Ok(bytes)) = (address.extract::<usize>(), len.extract::<usize>()) else {
+        let found = format!("({}, {})", errors::shown(address), errors::shown(len));
+        return Err(errors::argument(address.py(), "segments", found, "an address and a number of bytes"));
+    };
+    Ok(Segment { ptr: std::ptr::with_exposed_provenance_mut(start), len: bytes })
 }

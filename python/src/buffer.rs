@@ -5,15 +5,17 @@
 
 use std::{
     ffi::{c_char, c_int, c_void},
+    mem::ManuallyDrop,
     ptr,
 };
 
-use pyo3::{ffi, prelude::*};
+use pyo3::{PyTraverseError, PyVisit, ffi, prelude::*};
 
 #[repr(C)]
 struct RawBuffer {
     buf: *mut c_void,
-    obj: *mut ffi::PyObject,
+    /// The exporter. Null once it was released, which `None` is.
+    obj: ManuallyDrop<Option<Py<PyAny>>>,
     len: ffi::Py_ssize_t,
     itemsize: ffi::Py_ssize_t,
     readonly: c_int,
@@ -54,7 +56,7 @@ impl Buffer {
     pub fn new(object: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
         let mut raw = Box::new(RawBuffer {
             buf: ptr::null_mut(),
-            obj: ptr::null_mut(),
+            obj: ManuallyDrop::new(None),
             len: 0,
             itemsize: 0,
             readonly: 0,
@@ -74,6 +76,11 @@ impl Buffer {
         Ok(Buffer { raw })
     }
 
+    /// Shows the exporter to the collector of cycles.
+    pub fn visit(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&*self.raw.obj)
+    }
+
     /// Its first byte.
     pub fn ptr(&self) -> *mut u8 {
         self.raw.buf.cast()
@@ -87,7 +94,8 @@ impl Buffer {
 
 impl Drop for Buffer {
     fn drop(&mut self) {
-        Python::attach(|_py| {
+        // Where there is no interpreter any longer the export stays, and the memory with it.
+        let _ = Python::try_attach(|_py| {
             // SAFETY: filled by a successful call and released once, with the interpreter's lock held.
             unsafe { PyBuffer_Release(&raw mut *self.raw) };
         });

@@ -1,12 +1,13 @@
 //! `kvhoist.Cache`: the engine's cache, as Python holds it.
 
-use std::{
-    mem::ManuallyDrop,
-    sync::atomic::{AtomicBool, Ordering},
+use std::sync::{
+    Arc, Mutex, MutexGuard,
+    atomic::{AtomicBool, Ordering},
 };
 
-use kvhoist::{BlockKey, Cache, Error, block_on};
+use kvhoist::{BlockKey, Cache, Error};
 use pyo3::{
+    PyTraverseError, PyVisit,
     prelude::*,
     types::{PyBytes, PyDict, PyList},
 };
@@ -16,63 +17,89 @@ use crate::{
     buffer::Buffer,
     convert::{self, OnError},
     errors, keys, options,
+    process::ProcessLocal,
     queue::PyQueue,
-    region::PyRegion,
+    region::{PyRegion, Registrations},
+    wait,
 };
-
-/// The process that opened a cache: its threads and its ring exist there only.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct Process(u32);
-
-impl Process {
-    pub fn this() -> Self {
-        Process(std::process::id())
-    }
-
-    /// An error in a forked child.
-    pub fn check(self, py: Python<'_>) -> PyResult<()> {
-        if self == Process::this() { Ok(()) } else { Err(errors::forked(py)) }
-    }
-}
 
 /// The native half of `kvhoist.Cache`.
 #[pyclass(frozen, subclass, module = "kvhoist._native", name = "Cache")]
 pub struct PyCache {
-    process: Process,
-    cache: ManuallyDrop<Cache>,
+    opened: ProcessLocal<Opened>,
     closed: AtomicBool,
+    block_bytes: usize,
+    namespace: String,
+}
+
+struct Opened {
+    cache: Cache,
+    registrations: Arc<Registrations>,
+    /// Memory of calls that a signal interrupted, for as long as their movements use it. Used with the interpreter's
+    /// lock only, and nothing of Python's is called under its own, for the collector of cycles.
+    interrupted: Mutex<Vec<Blocks>>,
+}
+
+impl Opened {
+    fn interrupted(&self) -> MutexGuard<'_, Vec<Blocks>> {
+        self.interrupted.lock().expect("nothing panics under it")
+    }
+
+    /// Lets go of the memory of interrupted calls whose movements have ended.
+    fn reap(&self) {
+        let (ended, going_on) =
+            std::mem::take(&mut *self.interrupted()).into_iter().partition(|blocks| blocks.loan.is_returned());
+        *self.interrupted() = going_on;
+        drop::<Vec<Blocks>>(ended);
+    }
+
+    /// Waits until nothing uses the program's memory, and lets go of it.
+    fn release(&self, py: Python<'_>) {
+        self.registrations.clear(py);
+        let interrupted = std::mem::take(&mut *self.interrupted());
+        drop(interrupted);
+    }
 }
 
 impl PyCache {
     fn use_it(&self, py: Python<'_>) -> PyResult<&Cache> {
-        self.process.check(py)?;
-        Ok(&self.cache)
+        Ok(&self.opened.get(py)?.cache)
     }
 
     /// Runs a load or a store to its end, and lets go of memory that was lent for it.
     fn moved<'py>(
         &self,
         py: Python<'py>,
-        movement: Movement,
+        movement: &Movement,
         keys: &Bound<'_, PyAny>,
         places: Places<'_, '_>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        let (on_error, cache) = (OnError::parse(py, errors)?, self.use_it(py)?);
+        let (on_error, opened) = (OnError::parse(py, errors)?, self.opened.get(py)?);
+        opened.reap();
         let keys = keys::from_python(keys)?;
-        let mut blocks = match places {
-            Places::Blocks(blocks) => Blocks::from_python(cache, blocks, matches!(movement, Movement::Load))?,
-            Places::Lists(addresses, sizes) => Blocks::from_lists(py, keys.len(), addresses, sizes)?,
+        let blocks = match places {
+            Places::Blocks(blocks) => Blocks::from_python(&opened.cache, blocks, matches!(movement, Movement::Load))?,
+            Places::Lists(addresses, sizes) => Blocks::from_lists(&opened.cache, keys.len(), addresses, sizes)?,
         };
-        let results = py.detach(|| {
-            let results = match &movement {
-                Movement::Load => block_on(cache.load_into(&keys, &blocks.segments)),
-                Movement::Store(parent) => block_on(cache.store_from(&keys, parent.as_ref(), &blocks.segments)),
+        let waited = wait::interruptible(py, async {
+            let results = match movement {
+                Movement::Load => blocks.loan.load_into(&keys, &blocks.segments).await,
+                Movement::Store(parent) => blocks.loan.store_from(&keys, parent.as_ref(), &blocks.segments).await,
             };
-            blocks.give_back(cache);
+            blocks.loan.returned().await;
             results
         });
-        convert::results(py, results.map_err(|error| errors::to_python(py, &error))?, on_error)
+        match waited {
+            Ok(results) => {
+                drop(blocks);
+                convert::results(py, results.map_err(|error| errors::to_python(py, &error))?, on_error)
+            }
+            Err(interrupt) => {
+                opened.interrupted().push(blocks);
+                Err(interrupt)
+            }
+        }
     }
 }
 
@@ -98,18 +125,20 @@ impl PyCache {
     #[pyo3(signature = (settings))]
     fn open(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Self> {
         let config = options::config(py, settings)?;
-        let cache = py.detach(|| block_on(Cache::open(config))).map_err(|error| errors::to_python(py, &error))?;
-        Ok(PyCache { process: Process::this(), cache: ManuallyDrop::new(cache), closed: AtomicBool::new(false) })
+        let cache = wait::interruptible(py, Cache::open(config))?.map_err(|error| errors::to_python(py, &error))?;
+        let (block_bytes, namespace) = (cache.config().block_bytes, cache.config().namespace.clone());
+        let opened = Opened { cache, registrations: Arc::default(), interrupted: Mutex::default() };
+        Ok(PyCache { opened: ProcessLocal::new(opened), closed: AtomicBool::new(false), block_bytes, namespace })
     }
 
     #[getter]
     fn block_bytes(&self) -> usize {
-        self.cache.config().block_bytes
+        self.block_bytes
     }
 
     #[getter]
     fn namespace(&self) -> &str {
-        &self.cache.config().namespace
+        &self.namespace
     }
 
     #[getter]
@@ -142,15 +171,23 @@ impl PyCache {
         PyList::new(py, found)
     }
 
-    fn register_address(&self, py: Python<'_>, address: usize, nbytes: usize, pin: bool) -> PyResult<PyRegion> {
-        PyRegion::new(py, self.use_it(py)?, None, (address, nbytes), pin)
+    fn register_address(
+        &self,
+        py: Python<'_>,
+        address: &Bound<'_, PyAny>,
+        nbytes: &Bound<'_, PyAny>,
+        pin: bool,
+    ) -> PyResult<PyRegion> {
+        let opened = self.opened.get(py)?;
+        let at = (whole(address, "address")?, whole(nbytes, "nbytes")?);
+        PyRegion::new(py, &opened.cache, &opened.registrations, None, at, pin)
     }
 
     fn register_buffer(&self, py: Python<'_>, memory: &Bound<'_, PyAny>, pin: bool) -> PyResult<PyRegion> {
-        let cache = self.use_it(py)?;
+        let opened = self.opened.get(py)?;
         let buffer = Buffer::new(memory, true)?;
         let at = (buffer.ptr().expose_provenance(), buffer.len());
-        PyRegion::new(py, cache, Some(buffer), at, pin)
+        PyRegion::new(py, &opened.cache, &opened.registrations, Some(buffer), at, pin)
     }
 
     fn load<'py>(
@@ -160,7 +197,7 @@ impl PyCache {
         blocks: &Bound<'_, PyAny>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        self.moved(py, Movement::Load, keys, Places::Blocks(blocks), errors)
+        self.moved(py, &Movement::Load, keys, Places::Blocks(blocks), errors)
     }
 
     fn store<'py>(
@@ -171,7 +208,7 @@ impl PyCache {
         parent: Option<&Bound<'_, PyAny>>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        self.moved(py, Movement::Store(keys::optional(parent)?), keys, Places::Blocks(blocks), errors)
+        self.moved(py, &Movement::Store(keys::optional(parent)?), keys, Places::Blocks(blocks), errors)
     }
 
     fn load_pages<'py>(
@@ -182,7 +219,7 @@ impl PyCache {
         sizes: &Bound<'_, PyList>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        self.moved(py, Movement::Load, keys, Places::Lists(addresses, sizes), errors)
+        self.moved(py, &Movement::Load, keys, Places::Lists(addresses, sizes), errors)
     }
 
     fn store_pages<'py>(
@@ -194,12 +231,12 @@ impl PyCache {
         parent: Option<&Bound<'_, PyAny>>,
         errors: &str,
     ) -> PyResult<Bound<'py, PyList>> {
-        self.moved(py, Movement::Store(keys::optional(parent)?), keys, Places::Lists(addresses, sizes), errors)
+        self.moved(py, &Movement::Store(keys::optional(parent)?), keys, Places::Lists(addresses, sizes), errors)
     }
 
     fn get<'py>(&self, py: Python<'py>, key: &Bound<'_, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let (cache, key) = (self.use_it(py)?, keys::one(key)?);
-        let lease = py.detach(|| block_on(cache.fetch(&key))).map_err(|error| errors::to_python(py, &error))?;
+        let lease = wait::interruptible(py, cache.fetch(&key))?.map_err(|error| errors::to_python(py, &error))?;
         Ok(lease.map(|lease| PyBytes::new(py, &lease)))
     }
 
@@ -210,12 +247,12 @@ impl PyCache {
 
     fn remove(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let (cache, key) = (self.use_it(py)?, keys::one(key)?);
-        py.detach(|| block_on(cache.remove(&key))).map_err(|error| errors::to_python(py, &error))
+        wait::interruptible(py, cache.remove(&key))?.map_err(|error| errors::to_python(py, &error))
     }
 
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let cache = self.use_it(py)?;
-        py.detach(|| block_on(cache.sync())).map_err(|error| errors::to_python(py, &error))
+        wait::interruptible(py, cache.sync())?.map_err(|error| errors::to_python(py, &error))
     }
 
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
@@ -228,32 +265,55 @@ impl PyCache {
         py.detach(|| cache.validate()).map_err(pyo3::exceptions::PyAssertionError::new_err)
     }
 
-    fn queue(&self, py: Python<'_>, depth: usize) -> PyResult<PyQueue> {
+    fn queue(&self, py: Python<'_>, depth: &Bound<'_, PyAny>) -> PyResult<PyQueue> {
         let cache = self.use_it(py)?;
-        let queue = cache.completion_queue(depth).map_err(|error| errors::to_python(py, &error))?;
-        Ok(PyQueue::new(self.process, Cache::clone(cache), queue))
+        let queue = cache.completion_queue(whole(depth, "depth")?).map_err(|error| errors::to_python(py, &error))?;
+        Ok(PyQueue::new(cache.clone(), queue))
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let cache = self.use_it(py)?;
+        let opened = self.opened.get(py)?;
         self.closed.store(true, Ordering::Release);
-        match py.detach(|| block_on(cache.close())) {
+        let closed = wait::interruptible(py, opened.cache.close())?;
+        opened.release(py);
+        match closed {
             Ok(()) | Err(Error::Closed) => Ok(()),
             Err(error) => Err(errors::to_python(py, &error)),
+        }
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let Some(opened) = self.opened.here() else { return Ok(()) };
+        opened.registrations.visit(&visit)?;
+        opened.interrupted().iter().try_for_each(|blocks| blocks.visit(&visit))
+    }
+
+    /// Unregisters the memory that it keeps.
+    fn __clear__(&self) {
+        if let Some(opened) = self.opened.here() {
+            Python::attach(|py| opened.release(py));
         }
     }
 }
 
 impl Drop for PyCache {
     fn drop(&mut self) {
-        if self.process != Process::this() {
-            // A forked child has the memory of the parent's threads, not the threads: to drop it would wait for them,
-            // or wake the parent's. It goes with the process.
-            return;
-        }
-        // SAFETY: dropped here and nowhere else.
-        let cache = unsafe { ManuallyDrop::take(&mut self.cache) };
+        let Some(opened) = self.opened.here() else { return };
         // What is dirty is written, and nothing uses the program's memory any longer, before its owner lets go of it.
-        Python::attach(|py| py.detach(|| drop(block_on(cache.close()))));
+        Python::attach(|py| {
+            let closed = wait::to_the_end(py, opened.cache.close());
+            opened.release(py);
+            if let Err(error) = closed
+                && !matches!(error, Error::Closed)
+            {
+                // Nobody to raise it to, and blocks may be lost.
+                errors::to_python(py, &error).write_unraisable(py, None);
+            }
+        });
     }
+}
+
+fn whole(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
+    let expected = "a whole number that an address can be";
+    value.extract().map_err(|_| errors::argument(value.py(), what, errors::shown(value), expected))
 }

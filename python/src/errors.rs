@@ -6,6 +6,8 @@
 use kvhoist::Error;
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
 
+use crate::keys::type_name;
+
 /// The module that defines the classes, imported once.
 fn class<'py>(py: Python<'py>, name: &str) -> PyResult<Bound<'py, PyType>> {
     static MODULE: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
@@ -60,4 +62,10 @@ pub fn forked(py: Python<'_>) -> PyErr {
     let message = "found a cache that another process opened, expected one opened by this process: its threads and \
                    files did not come along in the fork; open a cache in the child, or fork first";
     exception(py, "ForkError", message)
+}
+
+/// A value as its `repr`, cut to a line.
+pub fn shown(value: &Bound<'_, PyAny>) -> String {
+    let text = value.repr().map_or_else(|_| type_name(value), |repr| repr.to_string());
+    text.chars().take(80).collect()
 }

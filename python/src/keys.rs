@@ -3,7 +3,7 @@
 use kvhoist::BlockKey;
 use pyo3::{
     prelude::*,
-    types::{PyBytes, PyList, PyString, PyTuple},
+    types::{PyByteArray, PyBytes, PyList, PyMemoryView, PySequence, PyString, PyTuple},
 };
 use sha2::{Digest, Sha256};
 
@@ -12,7 +12,7 @@ use crate::errors;
 /// What every digest of a name that is no digest itself begins with.
 const NAME_DOMAIN: &[u8] = b"kvhoist python key v1\0";
 
-/// The keys of a list or tuple.
+/// The keys of a sequence.
 ///
 /// A `str` of 64 hex characters and `bytes` of length 32 are keys as they are; anything else is a name, whose key is a
 /// digest of it.
@@ -20,10 +20,28 @@ pub fn from_python(keys: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
     if let Ok(list) = keys.cast::<PyList>() {
         return all(list.iter());
     }
-    if let Ok(tuple) = keys.cast::<PyTuple>() {
-        return all(tuple.iter());
+    match items(keys)? {
+        Some(items) => all(items.into_iter()),
+        None => Err(errors::argument(keys.py(), "keys", type_name(keys), "a list or another sequence of str or bytes")),
     }
-    Err(errors::argument(keys.py(), "keys", type_name(keys), "a list of str or bytes"))
+}
+
+/// What a list, a tuple or another sequence has in it; `None` for what is none, or is text or bytes.
+pub fn items<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
+    if let Ok(list) = value.cast::<PyList>() {
+        return Ok(Some(list.iter().collect()));
+    }
+    if let Ok(tuple) = value.cast::<PyTuple>() {
+        return Ok(Some(tuple.iter().collect()));
+    }
+    let flat = value.is_instance_of::<PyString>()
+        || value.is_instance_of::<PyBytes>()
+        || value.is_instance_of::<PyByteArray>()
+        || value.is_instance_of::<PyMemoryView>();
+    if flat || value.cast::<PySequence>().is_err() {
+        return Ok(None);
+    }
+    value.try_iter()?.collect::<PyResult<Vec<_>>>().map(Some)
 }
 
 fn all<'py>(items: impl ExactSizeIterator<Item = Bound<'py, PyAny>>) -> PyResult<Vec<BlockKey>> {

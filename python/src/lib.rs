@@ -9,9 +9,12 @@ mod cache;
 mod convert;
 mod errors;
 mod keys;
+mod logs;
 mod options;
+mod process;
 mod queue;
 mod region;
+mod wait;
 
 use pyo3::prelude::*;
 
@@ -22,5 +25,9 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cache::PyCache>()?;
     module.add_class::<queue::PyQueue>()?;
     module.add_class::<region::PyRegion>()?;
+    module.add_function(wrap_pyfunction!(logs::logs_take, module)?)?;
+    module.add_function(wrap_pyfunction!(logs::logs_end, module)?)?;
+    module.add_function(wrap_pyfunction!(logs::logs_renew, module)?)?;
+    logs::subscribe();
     Ok(())
 }

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 use kvhoist::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
 use pyo3::{
     prelude::*,
-    types::{PyDict, PyList, PyTuple},
+    types::{PyBool, PyDict, PyList, PyTuple},
 };
 
-use crate::errors;
+use crate::errors::{self, shown};
 
 /// Settings whose names and values are the engine's.
 pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> {
@@ -66,7 +66,8 @@ pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> 
 }
 
 fn number<T: TryFrom<u64>>(value: &Bound<'_, PyAny>, field: &'static str) -> PyResult<T> {
-    let number = value.extract::<u64>().ok().and_then(|number| T::try_from(number).ok());
+    let flag = value.is_instance_of::<PyBool>();
+    let number = value.extract::<u64>().ok().filter(|_| !flag).and_then(|number| T::try_from(number).ok());
     number.ok_or_else(|| errors::config(value.py(), field, shown(value), "a whole number in its range"))
 }
 
@@ -92,10 +93,4 @@ fn disks(value: &Bound<'_, PyAny>) -> PyResult<Vec<DiskPath>> {
         Ok(DiskPath { path, blocks })
     };
     list.iter().map(one).collect()
-}
-
-/// A value as its `repr`, cut to a line.
-fn shown(value: &Bound<'_, PyAny>) -> String {
-    let text = value.repr().map_or_else(|_| "something".into(), |repr| repr.to_string());
-    text.chars().take(80).collect()
 }

@@ -6,60 +6,63 @@ use std::{
     sync::{Mutex, MutexGuard},
 };
 
-use kvhoist::{BlockKey, Cache, CompletionQueue};
+use kvhoist::{Cache, CompletionQueue};
 use pyo3::{
+    PyTraverseError, PyVisit,
     prelude::*,
     types::{PyList, PyTuple},
 };
 
 use crate::{
     blocks::Blocks,
-    cache::{Movement, Process},
+    cache::Movement,
     convert::{self, OnError},
     errors, keys,
+    process::ProcessLocal,
 };
 
 /// Submissions that nobody waits for, and their results.
 #[pyclass(frozen, module = "kvhoist", name = "Queue")]
 pub struct PyQueue {
-    process: Process,
+    submissions: ProcessLocal<Submissions>,
+}
+
+struct Submissions {
     cache: Cache,
     queue: CompletionQueue,
-    /// Memory in use by submissions that were not drained yet. Also their lock: a submission is entered before it can
-    /// be drained.
+    /// Memory of submissions that were not drained yet, by ticket. Used with the interpreter's lock only, and nothing
+    /// of Python's is called under its own: no drain comes between a submission and its entry, and the collector of
+    /// cycles finds it unlocked, and the same from one of its passes to the next.
     under_way: Mutex<HashMap<u64, Blocks>>,
 }
 
-impl PyQueue {
-    pub fn new(process: Process, cache: Cache, queue: CompletionQueue) -> Self {
-        PyQueue { process, cache, queue, under_way: Mutex::default() }
-    }
-
+impl Submissions {
     fn under_way(&self) -> MutexGuard<'_, HashMap<u64, Blocks>> {
         self.under_way.lock().expect("nothing panics under it")
     }
 
-    fn submit(&self, py: Python<'_>, keys: &[BlockKey], blocks: Blocks, movement: Movement) -> PyResult<u64> {
-        let submitted = py.detach(|| {
-            let mut blocks = blocks;
-            let mut under_way = self.under_way();
-            let ticket = match &movement {
-                Movement::Load => self.queue.submit_load(keys, &blocks.segments),
-                Movement::Store(parent) => self.queue.submit_store(keys, parent.as_ref(), &blocks.segments),
-            };
-            match ticket {
-                Ok(ticket) => {
-                    under_way.insert(ticket, blocks);
-                    Ok(ticket)
-                }
-                Err(error) => {
-                    drop(under_way);
-                    blocks.give_back(&self.cache);
-                    Err(error)
-                }
-            }
-        });
-        submitted.map_err(|error| errors::to_python(py, &error))
+    fn submit(
+        &self,
+        py: Python<'_>,
+        keys: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+        movement: &Movement,
+    ) -> PyResult<u64> {
+        let keys = keys::from_python(keys)?;
+        let blocks = Blocks::from_python(&self.cache, blocks, matches!(movement, Movement::Load))?;
+        let ticket = match movement {
+            Movement::Load => blocks.loan.submit_load(&self.queue, &keys, &blocks.segments),
+            Movement::Store(parent) => blocks.loan.submit_store(&self.queue, &keys, parent.as_ref(), &blocks.segments),
+        };
+        let ticket = ticket.map_err(|error| errors::to_python(py, &error))?;
+        self.under_way().insert(ticket, blocks);
+        Ok(ticket)
+    }
+}
+
+impl PyQueue {
+    pub fn new(cache: Cache, queue: CompletionQueue) -> Self {
+        PyQueue { submissions: ProcessLocal::new(Submissions { cache, queue, under_way: Mutex::default() }) }
     }
 }
 
@@ -67,21 +70,18 @@ impl PyQueue {
 impl PyQueue {
     /// Readable when `drain` has something to give. The queue's own: not to be read from or closed.
     #[getter]
-    fn event_fd(&self) -> RawFd {
-        self.queue.event_fd().as_raw_fd()
+    fn event_fd(&self, py: Python<'_>) -> PyResult<RawFd> {
+        Ok(self.submissions.get(py)?.queue.event_fd().as_raw_fd())
     }
 
     #[getter]
-    fn outstanding(&self) -> usize {
-        self.queue.outstanding()
+    fn outstanding(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.submissions.get(py)?.queue.outstanding())
     }
 
     /// Begins a load; returns its ticket. As `Cache.load`.
     fn submit_load(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, blocks: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.process.check(py)?;
-        let keys = keys::from_python(keys)?;
-        let blocks = Blocks::from_python(&self.cache, blocks, true)?;
-        self.submit(py, &keys, blocks, Movement::Load)
+        self.submissions.get(py)?.submit(py, keys, blocks, &Movement::Load)
     }
 
     /// Begins a store; returns its ticket. As `Cache.store`.
@@ -93,24 +93,19 @@ impl PyQueue {
         blocks: &Bound<'_, PyAny>,
         parent: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
-        self.process.check(py)?;
-        let (keys, parent) = (keys::from_python(keys)?, keys::optional(parent)?);
-        let blocks = Blocks::from_python(&self.cache, blocks, false)?;
-        self.submit(py, &keys, blocks, Movement::Store(parent))
+        let movement = Movement::Store(keys::optional(parent)?);
+        self.submissions.get(py)?.submit(py, keys, blocks, &movement)
     }
 
     /// What has completed, oldest first: (ticket, list of results), a failed block's exception in its place.
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
-        self.process.check(py)?;
-        let done = py.detach(|| {
-            let done = self.queue.drain();
-            let mut ended = {
-                let mut under_way = self.under_way();
-                done.iter().filter_map(|completion| under_way.remove(&completion.ticket)).collect::<Vec<_>>()
-            };
-            ended.iter_mut().for_each(|blocks| blocks.give_back(&self.cache));
-            done
-        });
+        let submissions = self.submissions.get(py)?;
+        let done = submissions.queue.drain();
+        let ended = {
+            let mut under_way = submissions.under_way();
+            done.iter().filter_map(|completion| under_way.remove(&completion.ticket)).collect::<Vec<_>>()
+        };
+        drop(ended);
         let all = PyList::empty(py);
         for completion in done {
             let results = convert::results(py, completion.results, OnError::Return)?;
@@ -118,22 +113,17 @@ impl PyQueue {
         }
         Ok(all)
     }
-}
 
-impl Drop for PyQueue {
-    fn drop(&mut self) {
-        let under_way = std::mem::take(&mut *self.under_way());
-        if self.process != Process::this() {
-            // As for the cache: what the parent has under way is not ours to end.
-            std::mem::forget(under_way);
-            return;
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        let Some(submissions) = self.submissions.here() else { return Ok(()) };
+        submissions.under_way().values().try_for_each(|blocks| blocks.visit(&visit))
+    }
+
+    /// Waits for what is under way, and lets go of its memory.
+    fn __clear__(&self) {
+        if let Some(submissions) = self.submissions.here() {
+            let under_way = std::mem::take(&mut *submissions.under_way());
+            drop(under_way);
         }
-        Python::attach(|py| {
-            py.detach(|| {
-                for mut blocks in under_way.into_values() {
-                    blocks.give_back(&self.cache);
-                }
-            });
-        });
     }
 }

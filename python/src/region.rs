@@ -1,21 +1,97 @@
 //! Registered memory.
 
-use std::sync::Mutex;
+use std::{
+    future::{Future, poll_fn},
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard},
+    task::{Context, Poll},
+};
 
-use kvhoist::{Cache, Region, block_on};
-use pyo3::prelude::*;
+use kvhoist::{Cache, block_on};
+use pyo3::{PyTraverseError, PyVisit, prelude::*};
 
-use crate::{buffer::Buffer, cache::Process, errors};
+use crate::{buffer::Buffer, process::ProcessLocal, wait};
+
+/// The engine's `unregister` of one region.
+type Unregister = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// One registered range.
+pub struct Registration {
+    /// Not polled before somebody wants it; `None` once it has resolved: no movement uses the memory any longer.
+    unregister: Mutex<Option<Unregister>>,
+    /// Keeps the memory where it is, if it came from a buffer object. Locked and dropped with the interpreter's lock.
+    buffer: Mutex<Option<Buffer>>,
+}
+
+impl Registration {
+    /// Forgets the region. Resolves for every caller when no movement uses the memory any longer; a caller may give
+    /// up, and come again.
+    async fn unregistered(&self) {
+        poll_fn(|context| self.poll_unregister(context)).await;
+    }
+
+    /// Polled by every waiter: the one that polled last is woken, the others look again, as every wait here does.
+    fn poll_unregister(&self, context: &mut Context<'_>) -> Poll<()> {
+        let mut unregister = self.unregister.lock().expect("nothing panics under it");
+        if let Some(future) = unregister.as_mut() {
+            std::task::ready!(future.as_mut().poll(context));
+            *unregister = None;
+        }
+        Poll::Ready(())
+    }
+
+    fn buffer(&self) -> MutexGuard<'_, Option<Buffer>> {
+        self.buffer.lock().expect("nothing panics under it")
+    }
+}
+
+/// What is registered with a cache: a registration lasts until it is unregistered or the cache is closed, whether or
+/// not somebody keeps its [`PyRegion`].
+///
+/// Used with the interpreter's lock only, and nothing of Python's is called under its own, so that the collector of
+/// cycles finds it unlocked, and the same from one of its passes to the next.
+#[derive(Default)]
+pub struct Registrations(Mutex<Vec<Arc<Registration>>>);
+
+impl Registrations {
+    fn all(&self) -> MutexGuard<'_, Vec<Arc<Registration>>> {
+        self.0.lock().expect("nothing panics under it")
+    }
+
+    /// Lets go of memory that nothing uses any longer.
+    fn forget(&self, registration: &Arc<Registration>) {
+        self.all().retain(|other| !Arc::ptr_eq(other, registration));
+        let buffer = registration.buffer().take();
+        // Its owner's finalizer may come back here.
+        drop(buffer);
+    }
+
+    /// Unregisters everything, in spite of signals.
+    pub fn clear(&self, py: Python<'_>) {
+        loop {
+            let Some(registration) = self.all().last().cloned() else { return };
+            wait::to_the_end(py, registration.unregistered());
+            self.forget(&registration);
+        }
+    }
+
+    /// Shows the objects that are kept to the collector of cycles.
+    pub fn visit(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.all().iter().try_for_each(|one| one.buffer().as_ref().map_or(Ok(()), |buffer| buffer.visit(visit)))
+    }
+}
+
+struct Registered {
+    registration: Arc<Registration>,
+    registrations: Arc<Registrations>,
+}
 
 /// Memory that blocks are loaded into and stored from in place, registered until `unregister`.
+///
+/// Owns nothing: what it names is the cache's, and stays registered when this is dropped.
 #[pyclass(frozen, module = "kvhoist", name = "Region")]
 pub struct PyRegion {
-    process: Process,
-    cache: Cache,
-    /// `None` once unregistered.
-    region: Mutex<Option<Region>>,
-    /// Keeps the memory where it is, if it came from a buffer object.
-    buffer: Mutex<Option<Buffer>>,
+    registered: ProcessLocal<Registered>,
     #[pyo3(get)]
     address: usize,
     #[pyo3(get)]
@@ -28,60 +104,46 @@ pub struct PyRegion {
 impl PyRegion {
     /// Registers memory, and has the kernel pin it if `pin`, where it will. `buffer` keeps it mapped, or the caller
     /// does, as documented, until the region is unregistered.
-    pub fn new(py: Python<'_>, cache: &Cache, buffer: Option<Buffer>, at: (usize, usize), pin: bool) -> PyResult<Self> {
+    pub fn new(
+        py: Python<'_>,
+        cache: &Cache,
+        registrations: &Arc<Registrations>,
+        buffer: Option<Buffer>,
+        at: (usize, usize),
+        pin: bool,
+    ) -> PyResult<Self> {
         let (address, nbytes) = at;
-        let registered = py.detach(|| {
-            // SAFETY: as promised above.
-            let region = unsafe { cache.register_host(std::ptr::with_exposed_provenance_mut(address), nbytes) }?;
-            if !pin {
-                return Ok((region, false));
-            }
-            match block_on(cache.pin_region(&region)) {
-                Ok(pinned) => Ok((region, pinned)),
-                Err(error) => {
-                    block_on(cache.unregister(region));
-                    Err(error)
-                }
-            }
-        });
-        let (region, pinned) = registered.map_err(|error| errors::to_python(py, &error))?;
-        Ok(PyRegion {
-            process: Process::this(),
-            cache: cache.clone(),
-            region: Mutex::new(Some(region)),
+        // SAFETY: as promised above.
+        let region = unsafe { cache.register_host(std::ptr::with_exposed_provenance_mut(address), nbytes) };
+        let region = region.map_err(|error| crate::errors::to_python(py, &error))?;
+        // Not interruptible: an interrupted call would have registered memory that nobody can unregister.
+        let pinned = if pin { py.detach(|| block_on(cache.pin_region(&region))) } else { Ok(false) };
+        let cache = cache.clone();
+        let registration = Arc::new(Registration {
+            unregister: Mutex::new(Some(Box::pin(async move { cache.unregister(region).await }))),
             buffer: Mutex::new(buffer),
-            address,
-            nbytes,
-            pinned,
-        })
-    }
-
-    fn forget(&self) {
-        let region = self.region.lock().expect("nothing panics under it").take();
-        if let Some(region) = region {
-            block_on(self.cache.unregister(region));
+        });
+        registrations.all().push(Arc::clone(&registration));
+        let registered = Registered { registration, registrations: Arc::clone(registrations) };
+        match pinned {
+            Ok(pinned) => Ok(PyRegion { registered: ProcessLocal::new(registered), address, nbytes, pinned }),
+            Err(error) => {
+                wait::to_the_end(py, registered.registration.unregistered());
+                registered.registrations.forget(&registered.registration);
+                Err(crate::errors::to_python(py, &error))
+            }
         }
-    }
-}
-
-impl Drop for PyRegion {
-    fn drop(&mut self) {
-        if self.process != Process::this() {
-            // The parent's memory is in use by the parent; see `PyCache`.
-            std::mem::forget(self.buffer.lock().expect("nothing panics under it").take());
-            return;
-        }
-        Python::attach(|py| py.detach(|| self.forget()));
     }
 }
 
 #[pymethods]
 impl PyRegion {
-    /// Waits until no movement uses the memory, and forgets it. It may be freed afterwards. A second call does nothing.
+    /// Waits until no movement uses the memory, and forgets it: it may be freed afterwards. Every caller waits; where
+    /// it was forgotten already, nothing happens. Interrupted by a signal, the memory may still be in use: call again.
     fn unregister(&self, py: Python<'_>) -> PyResult<()> {
-        self.process.check(py)?;
-        py.detach(|| self.forget());
-        drop(self.buffer.lock().expect("nothing panics under it").take());
+        let Registered { registration, registrations } = self.registered.get(py)?;
+        wait::interruptible(py, registration.unregistered())?;
+        registrations.forget(registration);
         Ok(())
     }
 

@@ -55,7 +55,7 @@ impl Cache {
                 expected: format!("one for each of the {} numbers of layers", layer_of.len()),
             });
         }
-        let jobs = self.jobs(keys, None, segments)?;
+        let jobs = self.jobs(keys, None, segments, None)?;
         if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
             return Err(Error::Argument {
                 what: "segments",

@@ -4,6 +4,7 @@ mod builder;
 mod device;
 mod layers;
 mod lease;
+mod loan;
 #[cfg(all(test, feature = "sim"))]
 mod model;
 mod open;
@@ -16,6 +17,7 @@ mod stats;
 pub use builder::Builder;
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
+pub use loan::Loan;
 pub use queue::{Completion, CompletionQueue};
 pub use region::Region;
 pub use stats::{CopyStats, RouteStats, Stats, TierStats};

@@ -106,8 +106,7 @@ impl CompletionQueue {
     /// [`Error::Busy`] with `depth` submissions outstanding or the reactor's queue full: nothing
     /// was submitted. Else as [`Cache::load_into`].
     pub fn submit_load(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<u64> {
-        let jobs = self.cache.jobs(keys, None, segments)?;
-        self.submit(jobs, |jobs, reply| Command::Load { jobs, reply })
+        self.submit_load_jobs(self.cache.jobs(keys, None, segments, None)?)
     }
 
     /// Submits a [store](Cache::store_from); returns its ticket.
@@ -115,8 +114,19 @@ impl CompletionQueue {
     /// # Errors
     /// As [`submit_load`](CompletionQueue::submit_load).
     pub fn submit_store(&self, keys: &[BlockKey], parent: Option<&BlockKey>, segments: &[Vec<Segment>]) -> Result<u64> {
-        let jobs = self.cache.jobs(keys, Some(parent), segments)?;
+        self.submit_store_jobs(self.cache.jobs(keys, Some(parent), segments, None)?)
+    }
+
+    pub(super) fn submit_load_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
+        self.submit(jobs, |jobs, reply| Command::Load { jobs, reply })
+    }
+
+    pub(super) fn submit_store_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
         self.submit(jobs, |jobs, reply| Command::StoreFrom { jobs, reply })
+    }
+
+    pub(super) fn is_of(&self, cache: &Cache) -> bool {
+        Arc::ptr_eq(&self.cache.inner, &cache.inner)
     }
 
     /// Takes all completions, oldest first, and makes the eventfd unreadable.

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, atomic::Ordering};
 
 use tokio::sync::oneshot;
 
-use super::Cache;
+use super::{Cache, Loan};
 use crate::{
     block::{BlockKey, Segment},
     copy::gdr::GdrState,
@@ -31,24 +31,10 @@ impl std::fmt::Debug for Region {
 const REGIONS_MAX: usize = 4096;
 
 #[derive(Default)]
-pub(super) struct Regions(Mutex<Vec<Entry>>);
-
-struct Entry {
-    region: Arc<RegionInner>,
-    overlap: Overlap,
-}
-
-/// Whether a range may share memory with another.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Overlap {
-    /// Registered for good: with none of its kind.
-    Refused,
-    /// Lent for a call: with any.
-    Allowed,
-}
+pub(super) struct Regions(Mutex<Vec<Arc<RegionInner>>>);
 
 impl Regions {
-    fn add(&self, start: *mut u8, len: usize, memory: RegionMemory, overlap: Overlap) -> Result<Region> {
+    fn add(&self, start: *mut u8, len: usize, memory: RegionMemory) -> Result<Region> {
         let address = start;
         let start = start as usize;
         if start == 0 || len == 0 || start.checked_add(len).is_none() {
@@ -62,27 +48,25 @@ impl Regions {
         if regions.len() >= REGIONS_MAX {
             return Err(Error::Busy { what: "registered regions", limit: REGIONS_MAX as u64, setting: "none" });
         }
-        let shares = |Entry { region, overlap }: &Entry| {
-            *overlap == Overlap::Refused && start < region.start + region.len && region.start < start + len
-        };
-        if overlap == Overlap::Refused && regions.iter().any(shares) {
+        let shares = |region: &Arc<RegionInner>| start < region.start + region.len && region.start < start + len;
+        if regions.iter().any(shares) {
             return Err(Error::Argument {
                 what: "region",
                 found: format!("{len} bytes at {start:#x}, part of which is registered"),
                 expected: "each range registered once".into(),
             });
         }
-        let inner = RegionInner::new(address, len, memory, overlap == Overlap::Refused);
-        regions.push(Entry { region: Arc::clone(&inner), overlap });
+        let inner = RegionInner::new(address, len, memory);
+        regions.push(Arc::clone(&inner));
         Ok(Region { inner })
     }
 
     fn remove(&self, region: &Region) {
-        self.0.lock().expect("nothing panics under it").retain(|other| !Arc::ptr_eq(&other.region, &region.inner));
+        self.0.lock().expect("nothing panics under it").retain(|other| !Arc::ptr_eq(other, &region.inner));
     }
 
-    /// Holds the regions that `segments` lie in.
-    fn hold(&self, segments: &[Segment], block_bytes: usize) -> Result<Vec<RegionUse>> {
+    /// Holds the memory that `segments` lie in: lent for the call, or registered.
+    fn hold(&self, segments: &[Segment], block_bytes: usize, lent: Option<&Loan>) -> Result<Vec<RegionUse>> {
         let bytes = segments.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
         if bytes != Some(block_bytes) {
             return Err(Error::Argument {
@@ -94,7 +78,8 @@ impl Regions {
         let regions = self.0.lock().expect("nothing panics under it");
         let mut held: Vec<RegionUse> = Vec::new();
         for segment in segments {
-            let Some(region) = regions.iter().map(|entry| &entry.region).find(|region| region.contains(segment)) else {
+            let lent = lent.and_then(|loan| loan.region_of(segment));
+            let Some(region) = lent.or_else(|| regions.iter().find(|region| region.contains(segment))) else {
                 return Err(Error::Argument {
                     what: "segments",
                     found: format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
@@ -129,19 +114,7 @@ impl Cache {
     /// loaded nobody else may touch it; while it is stored from, nobody may write to it. That a
     /// future was dropped does not end its load: only its result or `unregister` does.
     pub unsafe fn register_host(&self, start: *mut u8, len: usize) -> Result<Region> {
-        self.inner.regions.add(start, len, RegionMemory::Host, Overlap::Refused)
-    }
-
-    /// Registers host memory for the time of a call: as [`register_host`](Cache::register_host), but the range may
-    /// overlap others, so that two callers can store from one buffer, each with a region of its own.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for an empty range, [`Error::Busy`] with 4,096 regions registered.
-    ///
-    /// # Safety
-    /// As [`register_host`](Cache::register_host).
-    pub unsafe fn lend_host(&self, start: *mut u8, len: usize) -> Result<Region> {
-        self.inner.regions.add(start, len, RegionMemory::Host, Overlap::Allowed)
+        self.inner.regions.add(start, len, RegionMemory::Host)
     }
 
     /// Registers device memory; without a GPU, host memory that plays it.
@@ -153,7 +126,7 @@ impl Cache {
     /// As [`register_host`](Cache::register_host), for device addresses.
     pub unsafe fn register_device(&self, start: *mut u8, len: usize) -> Result<Region> {
         self.need_device()?;
-        self.inner.regions.add(start, len, RegionMemory::Device, Overlap::Refused)
+        self.inner.regions.add(start, len, RegionMemory::Device)
     }
 
     /// Has the kernel keep a region of host memory pinned, as a buffer of the ring, until it is
@@ -234,8 +207,7 @@ impl Cache {
     /// # Cancel safety
     /// The loads go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.
     pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
-        let jobs = self.jobs(keys, None, segments)?;
-        self.ask_jobs(|reply| Command::Load { jobs, reply }).await
+        self.load_jobs(self.jobs(keys, None, segments, None)?).await
     }
 
     /// Stores blocks from registered memory: one result per block, in order; `true`: stored, as the
@@ -254,16 +226,25 @@ impl Cache {
         parent: Option<&BlockKey>,
         segments: &[Vec<Segment>],
     ) -> Result<Vec<Result<bool>>> {
-        let jobs = self.jobs(keys, Some(parent), segments)?;
+        self.store_jobs(self.jobs(keys, Some(parent), segments, None)?).await
+    }
+
+    pub(super) async fn load_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
+        self.ask_jobs(|reply| Command::Load { jobs, reply }).await
+    }
+
+    pub(super) async fn store_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
         self.ask_jobs(|reply| Command::StoreFrom { jobs, reply }).await
     }
 
-    /// `chain`: the first key's parent, if the keys are a chain to be stored.
+    /// `chain`: the first key's parent, if the keys are a chain to be stored. `lent`: memory that the segments may lie
+    /// in beside the registered regions.
     pub(super) fn jobs(
         &self,
         keys: &[BlockKey],
         chain: Option<Option<&BlockKey>>,
         segments: &[Vec<Segment>],
+        lent: Option<&Loan>,
     ) -> Result<Vec<Job>> {
         if keys.len() != segments.len() {
             return Err(Error::Argument {
@@ -279,7 +260,7 @@ impl Cache {
         let mut parent = chain.flatten().copied();
         let mut jobs = Vec::with_capacity(keys.len());
         for (key, segments) in keys.iter().zip(segments) {
-            let regions = self.inner.regions.hold(segments, self.config().block_bytes)?;
+            let regions = self.inner.regions.hold(segments, self.config().block_bytes, lent)?;
             jobs.push(Job { key: *key, parent, segments: segments.clone(), regions });
             if chain.is_some() {
                 parent = Some(*key);
@@ -307,22 +288,16 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_lent_may_overlap() {
+    fn no_memory_is_registered_twice() {
         let regions = Regions::default();
-        let pool = regions.add(at(4096), 8192, HOST, Overlap::Refused).expect("the first");
-        regions.add(at(8192), 4096, HOST, Overlap::Refused).expect_err("part of it is registered");
-        let lent = regions.add(at(8192), 8192, HOST, Overlap::Allowed).expect("lent over the pool's end");
-        let again = regions.add(at(8192), 8192, HOST, Overlap::Allowed).expect("lent twice");
-        // What is lent does not keep a range from being registered.
-        regions.add(at(12288), 4096, HOST, Overlap::Refused).expect("beside the pool");
+        let pool = regions.add(at(4096), 8192, HOST).expect("the first");
+        regions.add(at(8192), 4096, HOST).expect_err("part of it is registered");
+        regions.add(at(12288), 4096, HOST).expect("beside the pool");
+        regions.add(at(0), 10, HOST).expect_err("no memory lies there");
 
-        let end = [Segment { ptr: at(12288 + 1), len: 1000 }];
-        regions.remove(&lent);
-        assert_eq!(regions.hold(&end, 1000).expect("lent once more").len(), 1);
-        regions.remove(&again);
+        let segment = [Segment { ptr: at(4096), len: 10 }];
+        assert_eq!(regions.hold(&segment, 10, None).expect("registered").len(), 1);
         regions.remove(&pool);
-        assert_eq!(regions.hold(&end, 1000).expect("registered since").len(), 1);
-        assert!(regions.hold(&[Segment { ptr: at(4096), len: 10 }], 10).is_err(), "the pool is gone");
-        regions.add(at(0), 10, HOST, Overlap::Allowed).expect_err("no memory lies there");
+        assert!(regions.hold(&segment, 10, None).is_err(), "the pool is gone");
     }
 }

@@ -59,12 +59,23 @@ const UNREGISTERED: u32 = u32::MAX;
 pub(crate) struct RegionUse(Arc<RegionInner>);
 
 impl RegionInner {
-    pub(crate) fn new(start: *mut u8, len: usize, memory: RegionMemory, lasts: bool) -> Arc<Self> {
+    pub(crate) fn new(start: *mut u8, len: usize, memory: RegionMemory) -> Arc<Self> {
+        let lasting = CopyRegion::new(start, len, memory == RegionMemory::Device);
+        RegionInner::with(start as usize, len, memory, Some(lasting))
+    }
+
+    /// Stands for host memory that is lent for a call: it counts the movements that use it. It contains no segment,
+    /// so neither storage nor copy engines take it for memory that they have at hand.
+    pub(crate) fn lent() -> Arc<Self> {
+        RegionInner::with(0, 0, RegionMemory::Host, None)
+    }
+
+    fn with(start: usize, len: usize, memory: RegionMemory, lasting: Option<CopyRegion>) -> Arc<Self> {
         Arc::new(RegionInner {
-            start: start as usize,
+            start,
             len,
             memory,
-            lasting: lasts.then(|| CopyRegion::new(start, len, memory == RegionMemory::Device)),
+            lasting,
             users: AtomicUsize::new(0),
             unused: Notify::new(),
             fixed: AtomicU32::new(UNREGISTERED),
@@ -96,13 +107,18 @@ impl RegionInner {
         RegionUse(Arc::clone(self))
     }
 
+    /// Whether no movement uses the region.
+    pub(crate) fn is_unused(&self) -> bool {
+        self.users.load(Ordering::Acquire) == 0
+    }
+
     /// Waits until no movement uses the region.
     pub(crate) async fn wait_unused(&self) {
         loop {
             let unused = self.unused.notified();
             tokio::pin!(unused);
             unused.as_mut().enable();
-            if self.users.load(Ordering::Acquire) == 0 {
+            if self.is_unused() {
                 return;
             }
             unused.await;

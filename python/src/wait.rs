@@ -1,0 +1,91 @@
+//! Waiting for the engine without the interpreter's lock.
+
+use std::{
+    future::Future,
+    pin::{Pin, pin},
+    sync::Arc,
+    task::{Context, Poll, Wake, Waker},
+    thread::{self, Thread},
+    time::{Duration, Instant},
+};
+
+use pyo3::prelude::*;
+
+/// How often a wait looks for signals. Only the main thread does: only there Python runs handlers.
+const SIGNALS_EVERY: Duration = Duration::from_millis(50);
+
+/// Runs a future to its end. Python's signal handlers run meanwhile.
+///
+/// # Errors
+/// What a handler raised, `KeyboardInterrupt` as a rule; the future is dropped.
+pub fn interruptible<F>(py: Python<'_>, future: F) -> PyResult<F::Output>
+where
+    F: Future + Send,
+    F::Output: Send,
+{
+    let mut future = pin!(future);
+    let main = is_main_thread();
+    loop {
+        // Other threads take the lock only once, at the end: a daemon thread that takes it while the interpreter ends
+        // is killed by it.
+        let output = py.detach(|| {
+            loop {
+                let output = run_for(future.as_mut(), SIGNALS_EVERY);
+                if output.is_some() || main {
+                    return output;
+                }
+            }
+        });
+        if let Some(output) = output {
+            return Ok(output);
+        }
+        py.check_signals()?;
+    }
+}
+
+/// Runs a future to its end, whatever signals come: for what must have ended before its memory is given up.
+pub fn to_the_end<F>(py: Python<'_>, future: F) -> F::Output
+where
+    F: Future + Send,
+    F::Output: Send,
+{
+    let mut future = pin!(future);
+    py.detach(|| {
+        loop {
+            if let Some(output) = run_for(future.as_mut(), SIGNALS_EVERY) {
+                return output;
+            }
+        }
+    })
+}
+
+fn is_main_thread() -> bool {
+    // SAFETY: plain system calls without arguments.
+    unsafe { libc::gettid() == libc::getpid() }
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Polls a future on the current thread, which sleeps in between, for so long at most.
+fn run_for<F: Future>(mut future: Pin<&mut F>, patience: Duration) -> Option<F::Output> {
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut context = Context::from_waker(&waker);
+    let until = Instant::now() + patience;
+    loop {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return Some(output);
+        }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return None;
+        }
+        // Woken between the poll and here, it returns at once.
+        thread::park_timeout(left);
+    }
+}

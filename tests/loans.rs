@@ -1,0 +1,58 @@
+//! Memory that is lent for a call: as many ranges as there are, overlapping or not, and given back when nothing uses it.
+
+use kvhoist::{BlockKey, Cache, Error, Segment, block_on};
+
+const BLOCK_BYTES: usize = 16 << 10;
+
+fn opened() -> Cache {
+    block_on(Cache::builder().block_bytes(BLOCK_BYTES).host_bytes(8 * BLOCK_BYTES as u64).open()).expect("it opens")
+}
+
+fn key(n: u8) -> BlockKey {
+    BlockKey::new([n; 32])
+}
+
+fn pieces(memory: &mut [Vec<u8>]) -> Vec<Segment> {
+    memory.iter_mut().map(|piece| Segment { ptr: piece.as_mut_ptr(), len: piece.len() }).collect()
+}
+
+#[test]
+fn a_call_may_lend_more_ranges_than_may_be_registered() {
+    let cache = opened();
+    // Two bytes each: 8,192 allocations for one block.
+    let mut from: Vec<Vec<u8>> = (0..BLOCK_BYTES / 2).map(|n| (n as u16).to_le_bytes().to_vec()).collect();
+    let mut into: Vec<Vec<u8>> = vec![vec![0; 2]; BLOCK_BYTES / 2];
+    let (sources, targets) = (pieces(&mut from), pieces(&mut into));
+    let all: Vec<Segment> = sources.iter().chain(&targets).copied().collect();
+    // SAFETY: the vectors outlive the loan's use, which is waited for below; nobody touches them meanwhile.
+    let loan = unsafe { cache.lend_host(&all) }.expect("it is lent");
+    let stored = block_on(loan.store_from(&[key(1)], None, &[sources])).expect("the call is taken");
+    assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
+    let loaded = block_on(loan.load_into(&[key(1)], &[targets])).expect("the call is taken");
+    assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+    block_on(loan.returned());
+    assert!(loan.is_returned());
+    assert_eq!(from, into);
+}
+
+#[test]
+fn only_a_loans_own_calls_use_its_memory() {
+    let (cache, other) = (opened(), opened());
+    let mut memory = vec![7; BLOCK_BYTES + 1];
+    let start = memory.as_mut_ptr();
+    let whole = Segment { ptr: start, len: BLOCK_BYTES };
+    let outside = Segment { ptr: start.wrapping_add(1), len: BLOCK_BYTES };
+    // SAFETY: the vector outlives the cache's use, which is waited for below; nobody touches it meanwhile.
+    let [loan, again] = [(); 2].map(|()| unsafe { cache.lend_host(&[whole]) }.expect("lent twice"));
+    let refused = |result: kvhoist::Result<_>| matches!(result, Err(Error::Argument { .. }));
+    assert!(refused(block_on(cache.store_from(&[key(1)], None, &[vec![whole]]))), "it is not registered");
+    assert!(refused(block_on(loan.store_from(&[key(1)], None, &[vec![outside]]))), "one byte is not lent");
+    let queue = other.completion_queue(1).expect("an eventfd");
+    assert!(loan.submit_load(&queue, &[key(1)], &[vec![whole]]).is_err(), "the queue is of another cache");
+    let stored = block_on(again.store_from(&[key(1)], None, &[vec![whole]])).expect("the call is taken");
+    assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
+    block_on(again.returned());
+    let nowhere = Segment { ptr: std::ptr::null_mut(), len: 1 };
+    // SAFETY: refused, so never used.
+    assert!(unsafe { cache.lend_host(&[nowhere]) }.is_err());
+}
