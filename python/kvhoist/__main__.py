@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from . import Cache, Error, __version__, parse_bytes
-from .config import HiCacheConfig
+from .config import HiCacheConfig, printable
 from .hicache import FREE_SHARE_MIN
 
 PROBE_BLOCK = 1 << 20
@@ -29,8 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         return Doctor(given.path, given.config).run()
-    except (OSError, ValueError) as error:
-        print(f"doctor: {error}", file=sys.stderr)
+    except (OSError, ValueError, RecursionError) as error:
+        print(f"doctor: {printable(str(error))}", file=sys.stderr)
         return 2
 
 
@@ -63,7 +63,7 @@ class Doctor:
         return 1 if self.troubles else 0
 
     def _say(self, what: str, found: str) -> None:
-        print(f"{what:<16}{found}")
+        print(f"{what:<16}{printable(found)}")
 
     def _trouble(self, what: str, found: str) -> None:
         self.troubles += 1

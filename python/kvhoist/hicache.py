@@ -11,8 +11,8 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Iterable, Sequence
 
-from .cache import Cache, config_error, slot_bytes, slots_within, store_bytes
-from .config import HiCacheConfig
+from .cache import Cache, slot_bytes, slots_within, store_bytes
+from .config import HiCacheConfig, config_error, printable
 from .errors import ClosedError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,15 @@ class Identity:
     is_mla_model: bool
     dcp_size: int = 1
     dcp_rank: int = 0
+    #: What tells weights from others that are served by the same name: pairs of a name and a value.
+    weights: tuple[tuple[str, str], ...] = ()
 
     @classmethod
-    def of(cls, config: Any) -> "Identity":
-        """Of SGLang's HiCacheStorageConfig; fields that an older version lacks are what they mean there."""
+    def of(cls, config: Any, server_args: Any = None, revision: str = "") -> "Identity":
+        """Of SGLang's HiCacheStorageConfig; fields that an older version lacks are what they mean there.
+
+        `server_args` are SGLang's, where there is a server; `revision` is the operator's.
+        """
         return cls(
             model_name=config.model_name or "unnamed",
             tp_rank=config.tp_rank,
@@ -58,7 +63,15 @@ class Identity:
             is_mla_model=bool(config.is_mla_model),
             dcp_size=getattr(config, "dcp_size", 1),
             dcp_rank=getattr(config, "dcp_rank", 0),
+            weights=_weights(config.model_name, server_args, revision),
         )
+
+    def digested(self) -> dict[str, Any]:
+        """Its fields as they enter the digest. Without `weights` where they say nothing: as in earlier versions."""
+        fields = asdict(self)
+        if not self.weights:
+            del fields["weights"]
+        return fields
 
     def rank_name(self) -> str:
         """This rank, as a folder's name."""
@@ -68,6 +81,31 @@ class Identity:
             ("cp", self.attn_cp_rank, self.attn_cp_size),
         )
         return "-".join(f"{name}{rank}of{size}" for name, rank, size in ranks) + f"-dp{self.dp_rank}"
+
+
+#: Of SGLang's server arguments, those that change the values in a page and neither its key nor its geometry.
+_WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args")
+
+
+def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[tuple[str, str], ...]:
+    found = {"kvhoist_revision": revision}
+    path = getattr(server_args, "model_path", None)
+    if path != model_name:
+        found["model_path"] = path
+    found.update((name, getattr(server_args, name, None)) for name in _WEIGHTS_ARGS)
+    if found["json_model_override_args"] == "{}":  # SGLang's default.
+        del found["json_model_override_args"]
+    adapters = getattr(server_args, "lora_paths", None) or ()
+    if isinstance(adapters, dict):
+        adapters = adapters.items()
+    found["lora"] = json.dumps(sorted(map(_adapter, adapters))) if adapters else None
+    return tuple((name, str(value)) for name, value in sorted(found.items()) if value)
+
+
+def _adapter(adapter: Any) -> str:
+    """An adapter's name and path. Not its id, which SGLang draws anew at every start."""
+    name, path = getattr(adapter, "lora_name", None), getattr(adapter, "lora_path", None)
+    return str(adapter) if name is None and path is None else f"{name}={path}"
 
 
 @dataclass(frozen=True)
@@ -181,7 +219,7 @@ class PoolStore:
 
     def namespace(self) -> str:
         """The engine's namespace: a digest of all that the bytes depend on, behind words for people."""
-        what = {"format": FORMAT, "pool": self.name, **asdict(self.identity), **asdict(self.geometry)}
+        what = {"format": FORMAT, "pool": self.name, **self.identity.digested(), **asdict(self.geometry)}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return f"{_slug(self.identity.model_name)[:80]}/{self.identity.rank_name()}/{_slug(self.name)}/{digest[:32]}"
 
@@ -347,8 +385,8 @@ def _make_directory(directory: str, file_bytes: int) -> None:
     reserve = int(system.f_blocks * system.f_frsize * FREE_SHARE_MIN)
     if file_bytes + reserve > free:
         raise StoreError(
-            f"{directory}: found {free} bytes free, expected {file_bytes} for the store and {reserve} to be left; "
-            "lower `capacity`, or free space"
+            f"{printable(directory)}: found {free} bytes free, expected {file_bytes} for the store and {reserve} to be "
+            "left; lower `capacity`, or free space"
         )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -18,8 +19,7 @@ from typing import Any, Callable, Optional
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
-from .cache import config_error
-from .config import HiCacheConfig
+from .config import HiCacheConfig, config_error
 from .errors import ClosedError, Error
 from .hicache import Geometry, Identity, PoolStore, prefix_parent, split_capacity
 
@@ -45,7 +45,9 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def __init__(self, storage_config: Any, kwargs: Optional[dict] = None) -> None:
         self.config = HiCacheConfig.load(storage_config.extra_config)
-        self.identity = Identity.of(storage_config)
+        server_args = _server_args()
+        self.identity = Identity.of(storage_config, server_args, self.config.revision)
+        _refuse_adapters_without_keys(server_args)
         _refuse_what_needs_a_shared_store(storage_config)
         self.registered_pools: dict[str, Any] = {}
         self._pages: dict[str, tuple[Any, int]] = {}
@@ -344,6 +346,31 @@ class HiCacheKvhoist(HiCacheStorage):
             logger.warning(
                 "kvhoist: %s failed (%d so far): %s", method, count, why, exc_info=why if unexpected else None
             )
+
+
+def _server_args() -> Any:
+    """SGLang's arguments of this server; None where there is no server, as in tests."""
+    for module, name in (
+        ("sglang.srt.runtime_context", "get_server_args"),
+        ("sglang.srt.server_args", "get_global_server_args"),
+    ):
+        get = getattr(sys.modules.get(module), name, None)
+        try:
+            if get is not None and (args := get()) is not None:
+                return args
+        except Exception as error:
+            logger.debug("kvhoist: %s.%s gave no arguments: %s", module, name, error)
+    return None
+
+
+def _refuse_adapters_without_keys(server_args: Any) -> None:
+    """Older versions give a page of every adapter the same key: one would be served another's."""
+    enabled = getattr(server_args, "enable_lora", None) or getattr(server_args, "lora_paths", None)
+    utils = sys.modules.get("sglang.srt.mem_cache.utils")
+    if enabled and not hasattr(utils, "storage_namespace_seed"):
+        raise config_error(
+            "enable_lora", enabled, "no LoRA: this version of SGLang gives pages of every adapter the same keys"
+        )
 
 
 def _refuse_what_needs_a_shared_store(config: Any) -> None:

@@ -31,6 +31,128 @@ def test_wrong_sizes(text):
         parse_bytes(text, "capacity")
 
 
+HUGE = "9" * 5000
+
+
+@pytest.mark.parametrize(
+    "value",
+    [HUGE, HUGE + ".5", "9" * 400 + ".0", 10**5000, -(10**5000), "²", "٣GiB", float("inf")],
+    ids=lambda value: type(value).__name__,
+)
+def test_absurd_numbers_are_wrong_settings(value):
+    with pytest.raises(ConfigError, match="^capacity: found") as raised:
+        parse_bytes(value, "capacity")
+    assert len(str(raised.value)) < 500
+    good = {"path": "/a", "capacity": "1GiB"}
+    for name in ("capacity", "host_bytes", "deadline_ms", "read_bytes_in_flight_max", "pool_shares", "revision"):
+        with pytest.raises(ConfigError, match=f"^{name}: found"):
+            HiCacheConfig.load({**good, name: [value] if name in ("pool_shares", "revision") else value}, {})
+    with pytest.raises(ConfigError, match="^pool_shares: found"):
+        HiCacheConfig.load({**good, "pool_shares": {"a": value}}, {})
+
+
+@pytest.mark.parametrize("path", ["/a\0b", "/\ud800", ["/a", "/b\0"], b"/a", {"a": 1}, [1]])
+def test_paths_that_are_none_are_wrong_settings(path):
+    with pytest.raises(ConfigError, match="^path: found"):
+        HiCacheConfig.load({"path": path, "capacity": "1GiB"}, {})
+
+
+@pytest.mark.parametrize("extra", [[], "x", 3, [["path", "/a"]]])
+def test_a_config_that_is_no_object_is_a_wrong_setting(extra):
+    with pytest.raises(ConfigError, match="^extra_config: found"):
+        HiCacheConfig.load(extra, {})
+
+
+@pytest.mark.parametrize(
+    "field,change",
+    [
+        ("block_bytes", dict(block_bytes=10**5000)), ("block_bytes", dict(block_bytes=2**31)),
+        ("host_bytes", dict(host_bytes=10**5000)), ("host_bytes", dict(host_bytes=HUGE)),
+        ("capacity", dict(path="/a", capacity=10**5000)), ("capacity", dict(path="/a", capacity=HUGE + ".1")),
+        ("deadline_ms", dict(deadline_ms=10**5000)), ("waiters_max", dict(waiters_max=-1)),
+        ("movements_max", dict(movements_max=True)), ("spin_us", dict(spin_us=float("nan"))),
+        ("path", dict(path=3, capacity="1GiB")), ("path", dict(path="/a\0", capacity="1GiB")),
+        ("path", dict(path=[None], capacity="1GiB")),
+    ],
+)  # fmt: skip
+def test_absurd_settings_of_a_cache_are_named(field, change):
+    import kvhoist
+
+    with pytest.raises(ConfigError, match=f"^{field}: found") as raised:
+        kvhoist.Cache(**{"block_bytes": 4096, **change})
+    assert raised.value.field == field
+
+
+def test_absurd_numbers_in_a_call_are_wrong_arguments():
+    import kvhoist
+
+    with kvhoist.Cache(block_bytes=16) as cache:
+        for wrong in (-1, 2**64, 10**5000, 1.5):
+            with pytest.raises(kvhoist.ArgumentError, match="^depth: found"):
+                cache.queue(wrong)
+            with pytest.raises(kvhoist.ArgumentError, match="^segments: found"):
+                cache.load(["a"], [[(1, wrong)]])
+            with pytest.raises(kvhoist.ArgumentError, match="^segments: found"):
+                cache.load_pages(["a"], [wrong], [16])
+        for wrong in (-1, 2**64, 10**5000):
+            with pytest.raises(kvhoist.ArgumentError, match="^address: found"):
+                cache.register_host(wrong, 16)
+            with pytest.raises(kvhoist.ArgumentError, match="^nbytes: found"):
+                cache.register_host(4096, wrong)
+
+
+# What separates two stores
+
+
+def _folder(revision="", model_name="meta/tiny", **server_args):
+    """The folder's name of the stores of a server with these arguments."""
+    from types import SimpleNamespace
+
+    from kvhoist.hicache import Geometry, Identity, PoolStore
+
+    storage = SimpleNamespace(model_name=model_name, tp_rank=0, tp_size=1, is_mla_model=False, dp_rank=0)
+    args = SimpleNamespace(**server_args) if server_args else None
+    store = PoolStore.__new__(PoolStore)
+    store.name, store.geometry = "kv", Geometry(4096, 16, 2, "page_first", "torch.bfloat16")
+    store.identity = Identity.of(storage, args, revision)
+    return store.namespace()
+
+
+def test_weights_that_differ_have_stores_of_their_own():
+    from types import SimpleNamespace
+
+    def adapter(name, path):
+        return SimpleNamespace(lora_id=object(), lora_name=name, lora_path=path)
+
+    servers = [
+        dict(),
+        dict(revision="2026-11-01"),
+        dict(revision="2026-11-02"),
+        dict(model_path="/models/a"),
+        dict(model_path="/models/b"),
+        dict(model_path="meta/tiny", quantization="fp8"),
+        dict(model_path="meta/tiny", quantization="awq"),
+        dict(model_path="meta/tiny", json_model_override_args='{"rope_theta": 1e6}'),
+        dict(model_path="meta/tiny", lora_paths=[adapter("law", "/l/1")]),
+        dict(model_path="meta/tiny", lora_paths=[adapter("law", "/l/2")]),
+        dict(model_path="meta/tiny", lora_paths=[adapter("law", "/l/1"), adapter("code", "/l/3")]),
+    ]
+    folders = [_folder(**server) for server in servers]
+    assert len(set(folders)) == len(servers)
+    # The same at the next start, when SGLang has drawn other ids, and in whatever order adapters were given.
+    assert folders == [_folder(**server) for server in servers]
+    swapped = dict(model_path="meta/tiny", lora_paths=[adapter("code", "/l/3"), adapter("law", "/l/1")])
+    assert _folder(**swapped) == folders[-1]
+
+
+def test_stores_of_earlier_versions_are_found():
+    """Where the new settings say nothing, the identity is as it was."""
+    plain = _folder()
+    assert plain == "meta-tiny/tp0of1-pp0of1-cp0of1-dp0/kv/95dce8752012293fafdc98bb370364a6"
+    defaults = dict(quantization=None, json_model_override_args="{}", lora_paths=None)
+    assert _folder(model_path="meta/tiny", **defaults) == plain
+
+
 def test_sglangs_own_keys_are_left_alone_and_the_environment_stands_in():
     extra = {"backend_name": "kvhoist", "module_path": "m", "class_name": "c", "interface_v1": 1, "capacity": "1GiB"}
     environ = {
@@ -96,6 +218,23 @@ def test_doctor_names_what_is_wrong_with_a_config(store_dir, capsys):
     assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "900TiB"})]) == 1
     assert "space" in capsys.readouterr().out
     assert main(["doctor", "--config", "@/no/such/file"]) == 2
+
+
+def test_doctor_shows_no_terminal_escapes(store_dir, capsys):
+    import json
+
+    from kvhoist.__main__ import main
+
+    evil = store_dir / "\x1b]0;owned\x07\x1b[2J\udc80"
+    main(["doctor", "--path", str(evil)])
+    evil.mkdir()
+    main(["doctor", "--path", str(evil)])
+    main(["doctor", "--config", json.dumps({"path": str(evil), "capacity": "\x1b[2J"})])
+    main(["doctor", "--config", "@" + str(evil)])
+    main(["doctor", "--config", "[" * 100_000])
+    said = capsys.readouterr()
+    assert "owned" in said.out and "owned" in said.err
+    assert all(line.isprintable() for line in (said.out + said.err).splitlines())
 
 
 def test_the_example_config_is_one(monkeypatch):
