@@ -64,6 +64,6 @@ fn an_entry_costs_at_most_200_bytes_plus_its_key() {
         println!("{entries} entries: {disk} B on disk only, {usual} B with a quarter in host, {worst} B in all tiers");
         assert!(disk <= 150, "{disk} bytes");
         assert!(usual <= 200, "{usual} bytes");
-        assert!(worst <= 260, "{worst} bytes: evictable in all three tiers at once");
+        assert!(worst <= 270, "{worst} bytes: evictable in all three tiers at once");
     }
 }
