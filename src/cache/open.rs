@@ -50,10 +50,12 @@ fn run_reactor(config: Config, opened: oneshot::Sender<Result<Cache>>) {
         Ok(reactor) => reactor,
         Err(error) => return drop(opened.send(Err(error))),
     };
-    let ended = reactor.block_on(serve(&reactor, config, opened));
+    let mut files = Vec::new();
+    let ended = reactor.block_on(serve(&reactor, config, &mut files, opened));
     // The runtime waits for the kernel, then the files are closed and the store's lock released:
     // whoever is told that the cache is closed may open the store again.
     drop(reactor);
+    drop(files);
     if let Some((end, result)) = ended {
         tell_end(&end, result);
     }
@@ -66,8 +68,14 @@ pub(super) fn tell_end(end: &End, result: Result<()>) {
     }
 }
 
-async fn serve(reactor: &Reactor, config: Config, opened: oneshot::Sender<Result<Cache>>) -> Option<(End, Result<()>)> {
-    let started = match start(reactor, config).await {
+/// Opens the cache and runs its mover. The files are the caller's, to be closed when the kernel is done with them.
+async fn serve(
+    reactor: &Reactor,
+    config: Config,
+    files: &mut Vec<StoreFile>,
+    opened: oneshot::Sender<Result<Cache>>,
+) -> Option<(End, Result<()>)> {
+    let started = match start(reactor, config, files).await {
         Ok(started) => started,
         Err(error) => {
             drop(opened.send(Err(error)));
@@ -116,12 +124,14 @@ pub(super) struct Parts<S, C> {
     pub(super) seed: u64,
 }
 
-async fn start(reactor: &Reactor, config: Config) -> Result<Started<AnyStorage, AnyCopy>> {
+async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) -> Result<Started<AnyStorage, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
     let metrics = Metrics::new();
     let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies).await?;
-    let files = if config.disks.is_empty() { Vec::new() } else { disk::open_files(&config)? };
+    if !config.disks.is_empty() {
+        *files = disk::open_files(&config)?;
+    }
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();

@@ -3,6 +3,7 @@
 //! Nothing that was there before is changed unless the whole store was accepted, and a file
 //! that this call created is removed again when it fails.
 
+mod lock;
 mod path;
 mod read_only;
 mod sys;
@@ -10,13 +11,11 @@ mod sys;
 pub use read_only::{ReadOnlyFile, open_read_only};
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{self, Seek, SeekFrom},
-    os::unix::fs::{FileExt, MetadataExt},
+    os::unix::fs::FileExt,
     path::{Path, PathBuf},
     sync::Arc,
-    thread,
-    time::{Duration, Instant},
 };
 
 use super::{
@@ -32,18 +31,17 @@ use crate::{
     error::{Error, Result},
     io::{AlignedBuf, IO_ALIGN},
 };
+use lock::Lock;
 use path::Opened;
 
-/// How long the lock of a store is waited for, and how often it is tried.
-const LOCK_WAIT: Duration = Duration::from_secs(1);
-const LOCK_POLL: Duration = Duration::from_millis(5);
-
-/// One open file or device of a store, locked against other processes while it lives.
+/// One open file or device of a store, locked against other processes until the last clone of it is dropped.
+///
+/// Drop it last: I/O on a clone of its `file` that outlives it is not protected by the lock.
 #[derive(Debug, Clone)]
 pub struct StoreFile {
     /// The file itself, where a directory was configured.
     pub path: PathBuf,
-    /// Open for reading and writing. The lock goes when the last clone does.
+    /// Open for reading and writing.
     pub file: Arc<File>,
     /// Opened with `O_DIRECT`, and seen to work.
     pub direct: bool,
@@ -57,6 +55,8 @@ pub struct StoreFile {
     pub device: bool,
     /// Its size.
     pub bytes: u64,
+    // Last: it releases the lock if no other clone of the file is left.
+    _lock: Option<Arc<Lock>>,
 }
 
 /// Opens the files of the configured disk tier, in the order of `config.disks`. Files that do not
@@ -70,7 +70,7 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     let stripe = Stripe::new(config);
     let mut opened = Vec::with_capacity(config.disks.len());
     for disk in &config.disks {
-        opened.push(Opening::new(path::open(&disk.path)?, config.direct_io)?);
+        opened.push(Opening::new(lock::open_exclusive(&disk.path)?, config.direct_io)?);
     }
     let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
     let fresh = survey(&found, config)? == Verdict::Create;
@@ -105,8 +105,8 @@ struct Opening {
 }
 
 impl Opening {
-    fn new(opened: Opened, wanted: DirectIo) -> Result<Self> {
-        lock(&opened, Hold::Exclusive)?;
+    fn new(mut opened: Opened, wanted: DirectIo) -> Result<Self> {
+        opened.claim()?;
         let opening = Self::look(opened, wanted)?;
         opening.check_blank()?;
         Ok(opening)
@@ -225,6 +225,7 @@ impl Opening {
             zeroed: preallocate,
             device: self.opened.device,
             bytes: self.bytes,
+            _lock: self.opened.lock(),
         })
     }
 
@@ -250,6 +251,7 @@ impl Opening {
     }
 
     fn preallocate(&mut self, wanted: u64) -> Result<()> {
+        self.opened.grows();
         let file = &self.opened.file;
         let available = sys::available_bytes(file).map_err(self.io("statvfs"))?;
         if wanted > available {
@@ -301,65 +303,6 @@ impl Opening {
             result => result.map_err(self.io("write")),
         }
     }
-}
-
-/// Who else may have the store open.
-#[derive(Debug, Clone, Copy)]
-enum Hold {
-    /// Nobody.
-    Exclusive,
-    /// Those who only read.
-    Shared,
-}
-
-impl Hold {
-    fn try_take(self, file: &File) -> Result<(), fs::TryLockError> {
-        match self {
-            Hold::Exclusive => file.try_lock(),
-            Hold::Shared => file.try_lock_shared(),
-        }
-    }
-}
-
-/// Takes the lock, and makes sure that the path still names the file that was locked.
-///
-/// The kernel ends the I/O of a killed process, and with it its lock, a little after the process
-/// is gone: a restart right after a crash waits for that instead of failing.
-fn lock(opened: &Opened, hold: Hold) -> Result<()> {
-    let path = &opened.path;
-    let store = |found: &str, expected: &str, action: &str| Error::Store {
-        path: path.clone(),
-        found: found.into(),
-        expected: expected.into(),
-        action: action.into(),
-    };
-    let give_up = Instant::now() + LOCK_WAIT;
-    loop {
-        match hold.try_take(&opened.file) {
-            Ok(()) => break,
-            Err(fs::TryLockError::WouldBlock) if Instant::now() < give_up => thread::sleep(LOCK_POLL),
-            Err(fs::TryLockError::WouldBlock) => {
-                return Err(store(
-                    "a lock on it: the store is open in another process, or a second time in this one",
-                    "a store that nobody has open",
-                    "close the other cache first, or choose another path in `disks`",
-                ));
-            }
-            Err(fs::TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(fs::TryLockError::Error(error)) => return Err(Error::io("lock", path, error)),
-        }
-    }
-    opened.locked();
-    let ours = opened.file.metadata().map_err(|error| Error::io("stat", path, error))?;
-    let same = fs::symlink_metadata(path).is_ok_and(|now| (now.dev(), now.ino()) == (ours.dev(), ours.ino()));
-    if same {
-        return Ok(());
-    }
-    Err(store(
-        "another file than a moment ago: it was removed or replaced while it was opened",
-        "a file that stays in its place",
-        "open again",
-    ))
 }
 
 fn size(opened: &Opened) -> Result<u64> {

@@ -1,47 +1,91 @@
 //! From a configured path to an open file, and back to nothing if the store is not to be.
 
 use std::{
-    cell::Cell,
-    fs::{self, File, FileType, OpenOptions},
+    fs::{self, File, FileType, OpenOptions, Permissions},
     io,
     os::unix::{
         ffi::OsStrExt,
-        fs::{FileTypeExt, OpenOptionsExt},
+        fs::{FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     },
     path::{Path, PathBuf},
     sync::Arc,
 };
 
-use super::sync_directory;
+use super::{lock::Lock, sync_directory};
 use crate::error::{Error, Result};
 
 /// The store in a configured directory.
 const FILE_NAME: &str = "kvhoist.store";
 
+/// The mode of a store's file.
+const MODE: u32 = 0o600;
+
 /// What a failure has to take back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Undo {
     Nothing,
-    /// The file was there, and empty.
+    /// The file was empty, and has been given a size.
     Truncate,
     /// The file was created.
     Remove,
 }
 
 /// An open file. Dropped without [`keep`](Self::keep) it takes back what opening it did.
+///
+/// Until the lock is held another process may make a store of the file, so nothing is decided before.
 pub(super) struct Opened {
     pub path: PathBuf,
     pub file: Arc<File>,
     pub device: bool,
+    /// By this call.
+    created: bool,
     undo: Undo,
-    /// Nothing is taken back without the lock: another process may have come first.
-    locked: Cell<bool>,
+    // Last: the lock is released after everything has been taken back.
+    lock: Option<Arc<Lock>>,
 }
 
 impl Opened {
-    /// The lock is ours.
-    pub fn locked(&self) {
-        self.locked.set(true);
+    fn new(path: PathBuf, file: File, device: bool, created: bool) -> Self {
+        Opened { path, file: file.into(), device, created, undo: Undo::Nothing, lock: None }
+    }
+
+    /// The path names this file.
+    pub fn is_in_place(&self) -> Result<bool> {
+        let ours = self.file.metadata().map_err(|error| Error::io("stat", &self.path, error))?;
+        Ok(fs::symlink_metadata(&self.path).is_ok_and(|now| (now.dev(), now.ino()) == (ours.dev(), ours.ino())))
+    }
+
+    /// Keeps the lock until the last owner of it is gone.
+    pub fn locked(&mut self, lock: Lock) {
+        self.lock = Some(Arc::new(lock));
+    }
+
+    pub fn lock(&self) -> Option<Arc<Lock>> {
+        self.lock.clone()
+    }
+
+    /// Makes the file ours under the exclusive lock: one that this call created, and that nobody has written to, goes
+    /// away with a failure.
+    pub fn claim(&mut self) -> Result<()> {
+        assert!(self.lock.is_some(), "another process may be writing");
+        if self.device {
+            return Ok(());
+        }
+        let stat = |error| Error::io("stat", &self.path, error);
+        let metadata = self.file.metadata().map_err(stat)?;
+        if self.created && metadata.len() == 0 {
+            self.undo = Undo::Remove;
+            // A umask that takes rights from the owner would keep the next open out.
+            self.file.set_permissions(Permissions::from_mode(MODE)).map_err(|e| Error::io("chmod", &self.path, e))?;
+        }
+        Ok(())
+    }
+
+    /// The file is about to be given a size; it was empty under the lock.
+    pub fn grows(&mut self) {
+        if self.undo == Undo::Nothing {
+            self.undo = Undo::Truncate;
+        }
     }
 
     /// The store is accepted.
@@ -57,9 +101,10 @@ impl Opened {
 impl Drop for Opened {
     fn drop(&mut self) {
         let undone = match self.undo {
-            _ if !self.locked.get() => return,
             Undo::Nothing => return,
             Undo::Truncate => self.file.set_len(0),
+            // By now the path may name another process's file.
+            Undo::Remove if !self.is_in_place().unwrap_or(false) => return,
             Undo::Remove => fs::remove_file(&self.path),
         };
         if let Err(error) = undone {
@@ -72,32 +117,36 @@ fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>, ac
     Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: action.into() }
 }
 
-/// Opens the file, device, or file in the directory `configured`; creates a file that is missing.
-pub(super) fn open(configured: &Path) -> Result<Opened> {
+/// Opens the file, device, or file in the directory `configured`; creates a file that is missing. `None` where the
+/// file went away meanwhile.
+pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
     let path = store_path(configured)?;
     let (mut options, flags) = (OpenOptions::new(), libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK);
-    options.read(true).write(true).mode(0o600);
+    options.read(true).write(true).mode(MODE);
     match options.clone().create_new(true).custom_flags(flags).open(&path) {
-        Ok(file) => {
-            return Ok(Opened { path, file: file.into(), device: false, undo: Undo::Remove, locked: false.into() });
-        }
+        Ok(file) => return Ok(Some(Opened::new(path, file, false, true))),
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         Err(error) => return Err(cannot_open(&path, error)),
     }
-    let before = fs::symlink_metadata(&path).map_err(|error| cannot_open(&path, error))?.file_type();
+    let before = match fs::symlink_metadata(&path) {
+        Ok(metadata) => metadata.file_type(),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(cannot_open(&path, error)),
+    };
     check_type(&path, before)?;
     // On a block device, and there only, O_EXCL without O_CREAT has a meaning: not mounted, not part of anything.
     let exclusive = if before.is_block_device() { libc::O_EXCL } else { 0 };
-    let file = options.custom_flags(flags | exclusive).open(&path).map_err(|error| cannot_open(&path, error))?;
-    let metadata = file.metadata().map_err(|error| Error::io("stat", &path, error))?;
-    let now = metadata.file_type();
+    let file = match options.custom_flags(flags | exclusive).open(&path) {
+        Ok(file) => file,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(cannot_open(&path, error)),
+    };
+    let now = file.metadata().map_err(|error| Error::io("stat", &path, error))?.file_type();
     check_type(&path, now)?;
     if now != before {
         return Err(refuse(&path, "a path that changes while it is opened", "one that stays", "open again"));
     }
-    let device = now.is_block_device();
-    let undo = if !device && metadata.len() == 0 { Undo::Truncate } else { Undo::Nothing };
-    Ok(Opened { path, file: file.into(), device, undo, locked: false.into() })
+    Ok(Some(Opened::new(path, file, now.is_block_device(), false)))
 }
 
 /// Opens what is at `configured` for reading; creates and changes nothing.
@@ -111,7 +160,7 @@ pub(super) fn open_read_only(configured: &Path) -> Result<Opened> {
     let file = file.map_err(|error| cannot_open(&path, error))?;
     let now = file.metadata().map_err(|error| Error::io("stat", &path, error))?.file_type();
     check_type(&path, now)?;
-    Ok(Opened { path, file: file.into(), device: now.is_block_device(), undo: Undo::Nothing, locked: false.into() })
+    Ok(Opened::new(path, file, now.is_block_device(), false))
 }
 
 /// The file or device that a configured path means.

@@ -6,7 +6,11 @@ use std::{
     sync::Arc,
 };
 
-use super::{Hold, Opening, lock, path};
+use super::{
+    Opening,
+    lock::{self, Lock},
+    path,
+};
 use crate::{
     config::DirectIo,
     error::{Error, Result},
@@ -21,7 +25,7 @@ use crate::{
 pub struct ReadOnlyFile {
     /// The file itself, where a directory was named.
     pub path: PathBuf,
-    /// Open for reading. A shared lock on it, unless it is [in use](Self::in_use), goes when the last clone does.
+    /// Open for reading. Locked for readers while this lives, unless it is [in use](Self::in_use).
     pub file: Arc<File>,
     /// Opened with `O_DIRECT`, and seen to work.
     pub direct: bool,
@@ -32,6 +36,8 @@ pub struct ReadOnlyFile {
     /// A cache has it open, and may write to it.
     pub in_use: bool,
     head: AlignedBuf,
+    // Last: it releases the lock if no other clone of the file is left.
+    _lock: Option<Arc<Lock>>,
 }
 
 /// Opens a file, a device, or the store's file in a directory, for reading only. Blocks, for up to a second on
@@ -41,14 +47,14 @@ pub struct ReadOnlyFile {
 /// [`Error::Store`] for what is neither a file nor a block device (symbolic links are not followed), and for a store
 /// that a cache has open, unless `allow_in_use`; [`Error::Io`] where the system fails.
 pub fn open_read_only(configured: &Path, direct_io: DirectIo, allow_in_use: bool) -> Result<ReadOnlyFile> {
-    let opened = path::open_read_only(configured)?;
+    let mut opened = path::open_read_only(configured)?;
     let in_use = allow_in_use && matches!(opened.file.try_lock_shared(), Err(TryLockError::WouldBlock));
     if !in_use {
-        lock(&opened, Hold::Shared).map_err(in_use_words)?;
+        lock::shared(&mut opened).map_err(in_use_words)?;
     }
     let Opening { opened, direct, bytes, head } = Opening::look(opened, direct_io)?;
-    let (path, file) = (opened.path.clone(), Arc::clone(&opened.file));
-    Ok(ReadOnlyFile { path, file, direct, device: opened.device, bytes, in_use, head })
+    let (path, file, lock) = (opened.path.clone(), Arc::clone(&opened.file), opened.lock());
+    Ok(ReadOnlyFile { path, file, direct, device: opened.device, bytes, in_use, head, _lock: lock })
 }
 
 /// The lock's refusal, in words for who only wants to look.
