@@ -181,7 +181,7 @@ fn damage_anywhere_is_a_miss_or_a_refusal() {
     places.extend((0..20).map(|_| rng.below(whole.len() as u64)));
     for place in places {
         let hurt = directory();
-        std::fs::write(store_file(&hurt), &whole).expect("copy");
+        common::write_private(&store_file(&hurt), &whole);
         let file = std::fs::OpenOptions::new().write(true).open(store_file(&hurt)).expect("open");
         file.write_all_at(&[whole[place as usize] ^ 1 << rng.below(8)], place).expect("damage");
         drop(file);

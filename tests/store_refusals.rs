@@ -1,5 +1,7 @@
 //! What is not a store of these settings is refused in words of its own, and left as it was.
 
+mod common;
+
 use std::{
     ffi::CString,
     fs::{self, File},
@@ -12,6 +14,7 @@ use std::{
     process::Command,
 };
 
+use common::write_private;
 use kvhoist::{
     Config, Error, Result,
     config::{DirectIo, DiskPath},
@@ -170,7 +173,7 @@ fn foreign_files_are_refused_and_stay_as_they_are() {
     let with = |name: &str, change: &dyn Fn(&mut Vec<u8>)| {
         let mut bytes = whole.clone();
         change(&mut bytes);
-        fs::write(path(name), bytes).expect("written");
+        write_private(&path(name), bytes);
         path(name)
     };
     let blank = |bytes: &mut Vec<u8>| bytes.fill(0);
@@ -275,11 +278,9 @@ fn a_store_is_opened_once() {
     let held = open_files(&config(&[&path])).expect("opened");
     assert_refused(dir.path(), &path, "the store is open in another process, or a second time in this one");
     drop(held);
-    let hard_link = dir.path().join("b");
-    fs::hard_link(&path, &hard_link).expect("linked");
-    let (found, ..) = refusal(&hard_link, open_files(&config(&[&path, &hard_link])));
+    let again = dir.path().join("..").join(dir.path().file_name().expect("a name")).join("a");
+    let (found, ..) = refusal(&again, open_files(&config(&[&path, &again])));
     assert!(found.contains("a lock on it"), "{found}");
-    fs::remove_file(hard_link).expect("removed");
     drop(open_files(&config(&[&path])).expect("the lock is gone"));
     let other = File::open(&path).expect("opened");
     other.lock().expect("locked, as another process would");
@@ -291,7 +292,8 @@ fn a_creation_that_was_cut_off_is_done_again() {
     let dir = scratch();
     let path = dir.path().join("a");
     let config = config(&[&path]);
-    fs::write(&path, b"").expect("an empty file, as a crash before preallocation leaves it");
+    // As a crash before preallocation leaves it.
+    write_private(&path, b"");
     let bytes = open_files(&config).expect("opened")[0].bytes;
     assert_eq!(fs::metadata(&path).expect("metadata").len(), bytes);
     // Preallocated, not formatted, and with rubbish in the record table that must not survive.
@@ -323,7 +325,7 @@ fn more_than_there_is_room_for_is_refused_and_taken_back() {
     assert_eq!(expected, format!("room for {} bytes", (1u64 << 52) + (513 << 20)));
     assert!(action.contains("lower `disks.blocks`"), "{action}");
     assert!(snapshot(dir.path()).is_empty(), "both files are gone");
-    fs::write(&empty, b"").expect("written");
+    write_private(&empty, b"");
     config.disks[1].path.clone_from(&empty);
     refusal(&empty, open_files(&config));
     assert_eq!(snapshot(dir.path()).len(), 1);

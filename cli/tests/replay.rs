@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},
     process::{Command, Output},
 };
@@ -94,6 +95,7 @@ fn wrong_input_is_one_line_and_status_2() {
     fs::write(path("cut.jsonl"), format!("{good}{good}{{\"hash_ids\": [1,")).expect("write");
     fs::write(path("empty.jsonl"), "").expect("write");
     fs::write(path("foreign"), "this is no store, and must stay as it is").expect("write");
+    fs::set_permissions(path("foreign"), fs::Permissions::from_mode(0o600)).expect("chmod");
     std::os::unix::fs::symlink(path("foreign"), path("link")).expect("link");
     let cases: &[(&[&str], &str)] = &[
         (&["--block-bytes", "0"], "block_bytes"),

@@ -7,8 +7,10 @@ import json
 import logging
 import os
 import re
+import stat
 import threading
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Iterable, Sequence
 
 from .cache import Cache, slot_bytes, slots_within, store_bytes
@@ -346,9 +348,10 @@ class PoolStore:
         with self._open_lock:
             if self.cache.closed:
                 raise ClosedError("the cache is closed")
-            self.cache.close()
+            # While the lock is held: after the close it may be another process's store.
             for directory in self.directories:
                 os.unlink(os.path.join(directory, "kvhoist.store"))
+            self.cache.close()
             self.cache = self._open()
 
     def close(self) -> None:
@@ -375,9 +378,25 @@ def _slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.") or "unnamed"
 
 
+def _make_private_folders(directory: str) -> None:
+    """Creates the folders of a path that are missing, each of mode 0700 whatever the umask."""
+    path = Path(directory)
+    # os.makedirs gives its mode to the last folder only, and the umask takes from it.
+    for folder in [*reversed(path.parents), path]:
+        if folder.is_dir():
+            continue
+        try:
+            folder.mkdir(mode=0o700)
+        except FileExistsError:
+            # Made by another process meanwhile, or no folder at all, which opening it says.
+            continue
+        if stat.S_IMODE(folder.lstat().st_mode) != 0o700:
+            folder.chmod(0o700)
+
+
 def _make_directory(directory: str, file_bytes: int) -> None:
     """Creates the directory; StoreError where the file system has no room for the store that is to be created."""
-    os.makedirs(directory, mode=0o700, exist_ok=True)
+    _make_private_folders(directory)
     if os.path.exists(os.path.join(directory, "kvhoist.store")):
         return
     system = os.statvfs(directory)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import stat
+
 import pytest
 
 from kvhoist import ConfigError, parse_bytes
 from kvhoist.cache import slots_within, store_bytes
 from kvhoist.config import HiCacheConfig
+from kvhoist.hicache import _make_private_folders
 
 
 @pytest.mark.parametrize(
@@ -261,3 +265,18 @@ def test_the_stubs_name_what_there_is():
             real = getattr(_native, node.name)
             public = {name for name in vars(real) if not name.startswith("_")}
             assert {name for name in stubbed if not name.startswith("_")} == public, node.name
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077, 0o777])
+def test_folders_that_are_made_are_private_at_every_level_whatever_the_umask(tmp_path, umask):
+    there = tmp_path / "there"
+    there.mkdir()
+    there.chmod(0o755)
+    before = os.umask(umask)
+    try:
+        _make_private_folders(str(there / "a" / "b" / "c"))
+        _make_private_folders(str(there / "a" / "b" / "c"))
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE(os.stat(there / folder).st_mode) for folder in ["a", "a/b", "a/b/c", "."]]
+    assert modes == [0o700, 0o700, 0o700, 0o755]

@@ -2,7 +2,8 @@
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::{
-    path::PathBuf,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
     sync::atomic::{AtomicBool, Ordering},
 };
 
@@ -73,6 +74,12 @@ pub fn config(directory: &TempDir, storage: StorageKind, host_blocks: u32, disk_
         write_policy: WritePolicy::WriteThrough,
         ..Config::default()
     }
+}
+
+/// Writes a file that only its owner may use, as a store's file is.
+pub fn write_private(path: &Path, bytes: impl AsRef<[u8]>) {
+    std::fs::write(path, bytes).expect("written");
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).expect("chmod");
 }
 
 pub fn store_file(directory: &TempDir) -> PathBuf {

@@ -18,7 +18,7 @@ use std::{
     fs::File,
     future::poll_fn,
     ops::ControlFlow,
-    os::unix::fs::FileExt,
+    os::unix::fs::{FileExt, OpenOptionsExt},
     panic,
     path::PathBuf,
     sync::{
@@ -171,7 +171,14 @@ impl<'a> Bench<'a> {
     /// Makes the files what the image says, and writes only where they differ.
     fn write(&self, image: &Image) {
         for (path, wanted) in self.paths().iter().zip(image) {
-            let file = File::options().read(true).write(true).create(true).truncate(false).open(path).expect("open");
+            let file = File::options()
+                .read(true)
+                .write(true)
+                .create(true)
+                .truncate(false)
+                .mode(0o600)
+                .open(path)
+                .expect("open");
             file.set_len(wanted.len() as u64).expect("sized");
             let now = std::fs::read(path).expect("readable");
             for (at, (now, wanted)) in now.chunks(4096).zip(wanted.chunks(4096)).enumerate() {

@@ -1,7 +1,7 @@
 //! From a configured path to an open file, and back to nothing if the store is not to be.
 
 use std::{
-    fs::{self, File, FileType, OpenOptions, Permissions},
+    fs::{self, File, FileType, Metadata, OpenOptions, Permissions},
     io,
     os::unix::{
         ffi::OsStrExt,
@@ -11,7 +11,7 @@ use std::{
     sync::Arc,
 };
 
-use super::{lock::Lock, sync_directory};
+use super::{lock::Lock, sync_directory, sys};
 use crate::error::{Error, Result};
 
 /// The store in a configured directory.
@@ -64,8 +64,8 @@ impl Opened {
         self.lock.clone()
     }
 
-    /// Makes the file ours under the exclusive lock: one that this call created, and that nobody has written to, goes
-    /// away with a failure.
+    /// Makes the file ours under the exclusive lock: only its owner may read or write it, by one name; a file that
+    /// this call created and that nobody has written to goes away with a failure.
     pub fn claim(&mut self) -> Result<()> {
         assert!(self.lock.is_some(), "another process may be writing");
         if self.device {
@@ -78,7 +78,8 @@ impl Opened {
             // A umask that takes rights from the owner would keep the next open out.
             self.file.set_permissions(Permissions::from_mode(MODE)).map_err(|e| Error::io("chmod", &self.path, e))?;
         }
-        Ok(())
+        let metadata = self.file.metadata().map_err(stat)?;
+        check_private(&self.path, &metadata)
     }
 
     /// The file is about to be given a size; it was empty under the lock.
@@ -161,6 +162,37 @@ pub(super) fn open_read_only(configured: &Path) -> Result<Opened> {
     let now = file.metadata().map_err(|error| Error::io("stat", &path, error))?.file_type();
     check_type(&path, now)?;
     Ok(Opened::new(path, file, now.is_block_device(), false))
+}
+
+/// Whoever may write to the directory could have put a file of their own there, or another name of a file elsewhere.
+fn check_private(path: &Path, metadata: &Metadata) -> Result<()> {
+    let (owner, user, mode) = (metadata.uid(), sys::effective_user(), metadata.mode() & 0o7777);
+    if owner != user {
+        return Err(refuse(
+            path,
+            format!("a file of user {owner}"),
+            format!("a file of user {user}, as whom this process runs"),
+            "run as that user, or chown the file if you know who wrote it, or choose another path in `disks`",
+        ));
+    }
+    if mode & 0o077 != 0 {
+        return Err(refuse(
+            path,
+            format!("a file of mode {mode:04o}, which group or others may use"),
+            format!("mode {MODE:04o}"),
+            "chmod 600 the file if you know who wrote it (mount a file system without modes with umask=077), or choose \
+             another path in `disks`",
+        ));
+    }
+    if metadata.nlink() != 1 {
+        return Err(refuse(
+            path,
+            format!("a file with {} hard links", metadata.nlink()),
+            "a file with one name",
+            format!("remove its other names (find -inum {}), or choose another path in `disks`", metadata.ino()),
+        ));
+    }
+    Ok(())
 }
 
 /// The file or device that a configured path means.

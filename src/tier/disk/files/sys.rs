@@ -63,6 +63,12 @@ fn fallocate(file: &File, mode: c_int, bytes: u64) -> io::Result<()> {
     }
 }
 
+/// The user as whom this process creates files.
+pub(super) fn effective_user() -> u32 {
+    // SAFETY: takes nothing, cannot fail.
+    unsafe { libc::geteuid() }
+}
+
 /// Bytes that an unprivileged process may still allocate on the file's file system.
 pub(super) fn available_bytes(file: &File) -> io::Result<u64> {
     let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
