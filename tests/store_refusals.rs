@@ -296,7 +296,6 @@ fn a_creation_that_was_cut_off_is_done_again() {
     write_private(&path, b"");
     let bytes = open_files(&config).expect("opened")[0].bytes;
     assert_eq!(fs::metadata(&path).expect("metadata").len(), bytes);
-    // Preallocated, not formatted, and with rubbish in the record table that must not survive.
     let file = File::options().write(true).open(&path).expect("opened");
     assert!(open_store(&config).expect("created").created);
     let head: Vec<u8> = fs::read(&path).expect("readable")[..8192].to_vec();
@@ -306,7 +305,10 @@ fn a_creation_that_was_cut_off_is_done_again() {
     reseal(&mut forming);
     file.write_all_at(&forming, 0).expect("written");
     file.write_all_at(&[0; 4096], 4096).expect("written");
-    file.write_all_at(&[0xEE; 4096], 8192).expect("written");
+    // It had cleared the record table: what is there now is of a store.
+    file.write_all_at(&[0xEE], 8192 + 2 * 4096 - 1).expect("written");
+    assert_refused(dir.path(), &path, "records of blocks");
+    file.write_all_at(&[0], 8192 + 2 * 4096 - 1).expect("written");
     let again = open_store(&config).expect("created again");
     assert_eq!((again.created, again.free), (true, 40));
     assert_eq!(open_store(&config).expect("opened").free, 40);

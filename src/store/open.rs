@@ -96,7 +96,7 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
                 faults.extend(damaged_copies(&file, &superblock));
                 members.push((superblock, file));
             }
-            // A cache would take the torn one for a creation that was cut off, and start empty. It may be no less.
+            // The torn one is a creation that was cut off, or a store whose superblocks are damaged.
             Head::Torn | Head::Bad(SuperblockFlaw::Damaged | SuperblockFlaw::Field(_)) => {
                 faults.push(fault(&file, 0, FaultKind::Superblocks));
                 lost.push(file);

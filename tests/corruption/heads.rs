@@ -92,10 +92,21 @@ pub fn only_member(cases: &mut Cases<'_>) {
     cases.add("superblock, only member", "both zeroed", Outcome::Refused, Finds::Refusal, |image| {
         image[0][..2 * PAGE_BYTES].fill(0);
     });
-    // What a creation that was cut off leaves, byte for byte: the next start begins anew.
-    cases.add("superblock, only member", "A damaged, B zeroed", Outcome::Loses(all), finds, |image| {
+    let damage = |image: &mut Image| {
         image[0][100] ^= 1;
         image[0][PAGE_BYTES..2 * PAGE_BYTES].fill(0);
+    };
+    cases.add("superblock, only member", "A damaged, B zeroed", Outcome::Refused, finds.clone(), damage);
+    let last = cases.sample.stripe.members()[0].table_bytes() as usize + TABLE_OFFSET as usize;
+    cases.add("superblock, only member", "and one record left", Outcome::Refused, finds.clone(), |image| {
+        damage(image);
+        image[0][TABLE_OFFSET as usize..last - 1].fill(0);
+        image[0][last - 1] = 1;
+    });
+    // What a creation that was cut off leaves, but for the payloads: the next start begins anew.
+    cases.add("superblock, only member", "and no record left", Outcome::Loses(all), finds, |image| {
+        damage(image);
+        image[0][TABLE_OFFSET as usize..last].fill(0);
     });
     cases.add("size", "an only member emptied", Outcome::Loses(all), Finds::Refusal, |image| image[0].clear());
     let forming = |image: &mut Image| {
@@ -104,7 +115,7 @@ pub fn only_member(cases: &mut Cases<'_>) {
             reseal(image, 0, copy as usize);
         }
     };
-    cases.add("superblock, resealed", "forming, only member", Outcome::Loses(all), Finds::Refusal, forming);
+    cases.add("superblock, resealed", "forming, only member", Outcome::Refused, Finds::Refusal, forming);
 }
 
 /// Fields that are impossible, or of another store, under a crc that holds.

@@ -20,7 +20,7 @@ use std::{
 
 use super::{
     format::{
-        DATA_ALIGN, HEAD_BYTES, PAGE_BYTES, is_zero,
+        DATA_ALIGN, HEAD_BYTES, PAGE_BYTES, TABLE_OFFSET, is_zero,
         stripe::Stripe,
         survey::{Found, Verdict, survey},
     },
@@ -74,6 +74,11 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     }
     let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
     let fresh = survey(&found, config)? == Verdict::Create;
+    for (opening, geometry) in opened.iter().zip(stripe.members()) {
+        if fresh {
+            opening.check_no_records(geometry.table_bytes())?;
+        }
+    }
     let mut files = Vec::with_capacity(opened.len());
     for (opening, geometry) in opened.iter_mut().zip(stripe.members()) {
         files.push(opening.prepare(geometry.bytes, fresh, config.direct_io)?);
@@ -201,6 +206,28 @@ impl Opening {
                     found: format!("zeros at its start, but data at byte {}", start + at as u64),
                     expected: "a store, or nothing but zeros".into(),
                     action: "choose another path in `disks`, or wipe it (wipefs, blkdiscard) if nobody needs it".into(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// A creation clears the record table before it writes the first superblock. Records behind superblocks that look as
+    /// a creation leaves them when it is cut off are those of a store whose superblocks are damaged.
+    fn check_no_records(&self, table_bytes: u64) -> Result<()> {
+        if is_zero(&self.head) {
+            return Ok(());
+        }
+        let mut buf = AlignedBuf::zeroed(DATA_ALIGN as usize);
+        for start in (0..table_bytes).step_by(buf.len()) {
+            let part = &mut buf[..(table_bytes - start).min(DATA_ALIGN) as usize];
+            let read = read_up_to(&self.opened.file, part, TABLE_OFFSET + start).map_err(self.io("read"))?;
+            if !is_zero(&part[..read]) {
+                return Err(Error::Store {
+                    path: self.opened.path.clone(),
+                    found: "records of blocks, and no superblock that says whose (damaged, or zeroed)".into(),
+                    expected: "a sound superblock, or no record at all".into(),
+                    action: "check the disk, or remove the store's files (wipe its devices) to start empty".into(),
                 });
             }
         }

@@ -35,8 +35,8 @@
 //! **States.** *Forming* (1) means that the store is being created and holds no block; *whole* (2) that every
 //! member was at least forming on the medium. Creation goes: zero the record tables and superblocks B, sync;
 //! write A forming, sync; write B whole, sync; write A whole, sync; each step over all members before the
-//! next. So one whole superblock anywhere proves that creation only needs to be finished, and none
-//! proves that nothing was ever stored.
+//! next. So one whole superblock anywhere proves that creation only needs to be finished. None, with record tables of
+//! zeros, proves that nothing was ever stored; none, with records, is a store whose superblocks are damaged.
 
 pub mod record;
 pub mod stripe;

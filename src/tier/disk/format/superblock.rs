@@ -231,7 +231,8 @@ pub fn fingerprint(config: &Config) -> u64 {
 pub enum Head {
     /// All zero.
     Blank,
-    /// The first write of a creation was cut off; there was no store here before it.
+    /// As the first write of a creation leaves it when it is cut off. A store with a damaged A and a zeroed B looks the
+    /// same, but for its records.
     Torn,
     /// A superblock counts.
     Valid {
@@ -276,7 +277,7 @@ impl Head {
 }
 
 /// What a torn first write of superblock A leaves: the damaged whole of it, or a part of the magic and zeros.
-/// In a store whose creation went further, copy B is not blank.
+/// In a store whose creation went further, copy B is not blank unless it was damaged.
 fn begins_like_a_store(bytes: &[u8; PAGE_BYTES]) -> bool {
     let matching = bytes.iter().zip(MAGIC).take_while(|(byte, magic)| **byte == *magic).count();
     match Superblock::decode(bytes) {

@@ -28,7 +28,7 @@ pub struct Found<'a> {
 /// What to do with the members.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// No block was ever stored: create a store.
+    /// As far as the superblocks tell no block was ever stored: create a store.
     Create,
     /// A store: open it. For every member its superblock and which copies want writing.
     Open(Vec<Standing>),
