@@ -10,7 +10,7 @@ use std::{
 use kvhoist::{Cache, Config, Error, StorageKind, block_on, config::DirectIo};
 
 use crate::{
-    apart::{apart, is_root, mount, mount_ext4, private_mounts, run},
+    apart::{apart, is_root, limit, mount, mount_ext4, private_mounts, run},
     common::{BLOCK_BYTES, config, directory, fetch_verified, store, store_file},
     config_at, serves, skip,
     warnings::Warnings,
@@ -130,6 +130,29 @@ fn stored(cache: &Cache, n: u64) -> bool {
         Err(Error::Io { .. } | Error::Unavailable { tier: "disk", .. }) => false,
         Err(other) => panic!("{other}"),
     }
+}
+
+/// A write past the limit would end the process with SIGXFSZ.
+#[test]
+fn a_limit_on_the_size_of_files_is_refused_where_a_store_would_exceed_it() {
+    apart("space::a_limit_on_the_size_of_files_is_refused_where_a_store_would_exceed_it", || {
+        for storage in [StorageKind::Auto, StorageKind::Blocking] {
+            let dir = directory();
+            let settings = || config(&dir, storage, 8, 64);
+            serves(&block_on(Cache::open(settings())).expect("open"));
+            let bytes = fs::metadata(store_file(&dir)).expect("the store").len();
+            for existing in [true, false] {
+                limit(libc::RLIMIT_FSIZE, bytes - 1);
+                let (found, expected, action) = refusal(settings());
+                assert!(found.contains(&format!("{} bytes", bytes - 1)) && found.contains("RLIMIT_FSIZE"), "{found}");
+                assert!(expected.contains(&format!("{bytes} bytes")) && action.contains("ulimit -f"), "{expected}");
+                assert_eq!(store_file(&dir).exists(), existing, "it is left as it was");
+                limit(libc::RLIMIT_FSIZE, bytes);
+                serves(&block_on(Cache::open(settings())).expect("as large as a file may be"));
+                fs::remove_file(store_file(&dir)).expect("removed");
+            }
+        }
+    });
 }
 
 #[test]

@@ -75,6 +75,7 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
     let fresh = survey(&found, config)? == Verdict::Create;
     for (opening, geometry) in opened.iter().zip(stripe.members()) {
+        opening.check_size_limit(geometry.bytes)?;
         if fresh {
             opening.check_no_records(geometry.table_bytes())?;
         }
@@ -232,6 +233,22 @@ impl Opening {
             }
         }
         Ok(())
+    }
+
+    /// A write past the limit would end the process with SIGXFSZ.
+    fn check_size_limit(&self, wanted: u64) -> Result<()> {
+        let limit = sys::file_bytes_max().map_err(self.io("find the limit (RLIMIT_FSIZE) of"))?;
+        if self.opened.device || wanted <= limit {
+            return Ok(());
+        }
+        Err(Error::Store {
+            path: self.opened.path.clone(),
+            found: format!("a limit of {limit} bytes on the files of this process (RLIMIT_FSIZE)"),
+            expected: format!("{wanted} bytes, the size of the store"),
+            action:
+                "raise it (ulimit -f unlimited, systemd LimitFSIZE=infinity), or lower `disks.blocks` for this path"
+                    .into(),
+        })
     }
 
     /// Makes an accepted member ready for use.

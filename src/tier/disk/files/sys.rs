@@ -69,6 +69,15 @@ pub(super) fn effective_user() -> u32 {
     unsafe { libc::geteuid() }
 }
 
+/// Bytes that a file may have where this process writes it: `u64::MAX` where there is no limit.
+pub(super) fn file_bytes_max() -> io::Result<u64> {
+    let mut limit = MaybeUninit::<libc::rlimit64>::uninit();
+    // SAFETY: `limit` is a valid place for the result.
+    check(unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, limit.as_mut_ptr()) })?;
+    // SAFETY: the call succeeded, and so filled all of `limit`.
+    Ok(unsafe { limit.assume_init() }.rlim_cur)
+}
+
 /// Bytes that an unprivileged process may still allocate on the file's file system.
 pub(super) fn available_bytes(file: &File) -> io::Result<u64> {
     let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
