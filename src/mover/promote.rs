@@ -469,12 +469,25 @@ impl Shared {
         if !removed && state.index.drop_copy(id, Tier::Disk).is_some() {
             let slots = state.disk_slots();
             slots.clear(slot);
-            slots.quarantine(slot);
-            quarantined = Some(slots.quarantined_count());
+            let (file, of_path) = slots.quarantine(slot);
+            quarantined = Some((file, of_path, slots.quarantined_count()));
         }
         drop(state);
-        tracing::warn!(slot, why, "a block on disk was given up and its slot quarantined");
-        if let Some(count) = quarantined {
+        match quarantined {
+            // A bad drive has many: one warning names it, the counters tell the rest.
+            Some((file, 1, _)) => {
+                let path = &self.config.disks[usize::from(file.0)].path;
+                tracing::warn!(
+                    ?path,
+                    slot,
+                    why,
+                    "a block on disk was given up and its slot quarantined; the next ones of this path are counted, and \
+                     told at level DEBUG"
+                );
+            }
+            _ => tracing::debug!(slot, why, "a block on disk was given up and its slot quarantined"),
+        }
+        if let Some((.., count)) = quarantined {
             self.metrics.quarantined.add(1);
             let limit = self.config.quarantine_max;
             if count > limit {

@@ -62,6 +62,8 @@ pub struct DiskSlots {
     cursor: u32,
     full: u32,
     quarantined: u32,
+    /// Of each member's slots.
+    quarantined_of: Vec<u32>,
 }
 
 impl DiskSlots {
@@ -72,6 +74,7 @@ impl DiskSlots {
         DiskSlots {
             slots: vec![SlotMeta::FREE; stripe.slots() as usize],
             stale: BitSet::new(stripe.pages()),
+            quarantined_of: vec![0; stripe.members().len()],
             free,
             stripe,
             uuid,
@@ -146,17 +149,22 @@ impl DiskSlots {
         self.stale.insert(self.stripe.page_of(slot).0);
     }
 
-    /// Takes a filling or full slot out of service until the store is opened again.
+    /// Takes a filling or full slot out of service until the store is opened again. Its member, and how many slots of
+    /// that member are out of service now.
     ///
     /// # Panics
     /// If the slot is free or quarantined.
-    pub fn quarantine(&mut self, slot: u32) {
+    pub fn quarantine(&mut self, slot: u32) -> (FileId, u32) {
         if self.state(slot) == State::Full {
             self.clear(slot);
         }
         self.expect(slot, State::Filling);
         self.slots[slot as usize] = SlotMeta { state: State::Quarantined, ..SlotMeta::FREE };
         self.quarantined += 1;
+        let (file, _) = self.stripe.locate(slot);
+        let of_member = &mut self.quarantined_of[usize::from(file.0)];
+        *of_member += 1;
+        (file, *of_member)
     }
 
     /// What a full slot holds; `None` for every other.
