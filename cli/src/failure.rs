@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use crate::shown::plain;
+
 /// One line of text and an exit status.
 #[derive(Debug)]
 pub struct Failure {
@@ -39,8 +41,8 @@ impl Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // One line, whatever a path or an input may contain.
-        f.write_str(&self.text.replace(['\n', '\r'], " "))
+        // One line that drives no terminal, whatever a path or an input may contain.
+        f.write_str(&plain(&self.text.replace(['\n', '\r'], " ")))
     }
 }
 

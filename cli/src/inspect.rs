@@ -5,7 +5,8 @@ use serde_json::{Value, json};
 
 use crate::{
     failure::Failure,
-    report::emit,
+    output::emit,
+    shown::shown,
     size::show_bytes,
     store::{StoreArgs, Table, faults_object, shape_object},
 };
@@ -20,12 +21,7 @@ pub struct Args {
 /// Inspects a store and prints what it is. Damage is shown, but not what was asked about: no failure.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let found = store::inspect(&args.store.paths, &args.store.options())?;
-    if args.store.json {
-        emit(&format!("{:#}\n", object(&found)));
-    } else {
-        emit(&table(&found));
-    }
-    Ok(())
+    emit(&if args.store.json { format!("{:#}\n", object(&found)) } else { table(&found) })
 }
 
 fn fill(found: &Inspection) -> f64 {
@@ -81,7 +77,7 @@ fn table(found: &Inspection) -> String {
     table.line(format!("{:>6}{:>12}{:>12}{:>14}{:>10}  path", "member", "slots", "full", "size", "sequence"));
     for (at, member) in found.members.iter().enumerate() {
         let (slots, full, size) = (member.slots, member.full, show_bytes(member.bytes));
-        let (sequence, path) = (member.sequence, member.path.display());
+        let (sequence, path) = (member.sequence, shown(&member.path));
         table.line(format!("{at:>6}{slots:>12}{full:>12}{size:>14}{sequence:>10}  {path}"));
     }
     table.faults(&found.faults);

@@ -5,6 +5,7 @@ mod doctor;
 mod generator;
 mod inspect;
 mod interrupt;
+mod output;
 mod payload;
 mod plot;
 mod progress;
@@ -13,10 +14,10 @@ mod report;
 mod store;
 mod verify;
 
-use std::process::ExitCode;
+use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand, error::ErrorKind};
-use kvhoist_cli::{failure, size, trace};
+use kvhoist_cli::{failure, shown, size, trace};
 
 use crate::failure::Failure;
 
@@ -46,37 +47,41 @@ enum Command {
 
 fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("KVHOIST_LOG").unwrap_or_else(|_| "warn".into());
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).without_time().init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        // It would panic where standard error cannot be written.
+        .log_internal_errors(false)
+        .without_time()
+        .init();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return wrong_flags(&error),
+        Err(error) => return end(wrong_flags(&error)),
     };
-    let result = match cli.command {
+    end(match cli.command {
         Command::Replay(args) => replay::run(&args),
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(failure) => {
-            eprintln!("kvhoist: {failure}");
-            ExitCode::from(failure.exit_status())
-        }
-    }
+    })
+}
+
+/// Says why it failed, if it did, and with what status.
+fn end(result: Result<(), Failure>) -> ExitCode {
+    let Err(failure) = result else { return ExitCode::SUCCESS };
+    // The status says it where standard error cannot be written.
+    drop(writeln!(std::io::stderr(), "kvhoist: {failure}"));
+    ExitCode::from(failure.exit_status())
 }
 
 /// Wrong flags are one line like every other error; help and version are what clap makes of them.
-fn wrong_flags(error: &clap::Error) -> ExitCode {
+fn wrong_flags(error: &clap::Error) -> Result<(), Failure> {
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-        // A closed pipe is no reason to complain.
-        drop(error.print());
-        return ExitCode::SUCCESS;
+        return output::emit(&error.to_string());
     }
     let text = error.to_string();
     let words: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
     let line = words.join("; ");
-    eprintln!("kvhoist: {}", line.strip_prefix("error: ").unwrap_or(&line));
-    ExitCode::from(Failure::USAGE)
+    Err(Failure::usage(line.strip_prefix("error: ").unwrap_or(&line)))
 }

@@ -1,15 +1,10 @@
 //! The plot of a replay: hits per tier over the trace, as stacked areas in an SVG file.
 
-use std::{
-    fmt::Write as _,
-    fs::File,
-    io::{self, Write},
-    path::Path,
-};
+use std::{fmt::Write as _, path::Path};
 
 use kvhoist::Tier;
 
-use crate::{failure::Failure, replay::Summary};
+use crate::{failure::Failure, output::OutputFile, replay::Summary, shown::shown};
 
 const BUCKETS: usize = 200;
 const WIDTH: f64 = 960.0;
@@ -21,22 +16,16 @@ const BOTTOM: f64 = 50.0;
 const SERIES: [(&str, &str); Tier::COUNT + 1] =
     [("device", "#1b6ca8"), ("host", "#3fa34d"), ("disk", "#e8a33d"), ("miss", "#d9d9d9")];
 
-/// Creates the file, before the run that it is to show.
-pub fn create(path: &Path) -> Result<File, Failure> {
-    let shown = path.display();
+/// The file for a plot, found out to be writable before the run that it is to show.
+pub fn create(path: &Path) -> Result<OutputFile, Failure> {
     if path.extension().is_none_or(|suffix| !suffix.eq_ignore_ascii_case("svg")) {
-        return Err(Failure::usage(format!("--plot {shown}: expected a file name that ends in .svg")));
+        return Err(Failure::usage(format!("--plot {}: expected a file name that ends in .svg", shown(path))));
     }
-    File::create(path)
-        .map_err(|error| Failure::usage(format!("--plot {shown}: {error}; name a file that can be written")))
+    OutputFile::create("--plot", path)
 }
 
-/// Writes the plot.
-pub fn write(mut file: File, summary: &Summary) -> io::Result<()> {
-    file.write_all(draw(summary).as_bytes())
-}
-
-fn draw(summary: &Summary) -> String {
+/// The plot, as the text of an SVG file.
+pub fn draw(summary: &Summary) -> String {
     let shares = shares(&summary.tally.per_request);
     let mut svg = String::new();
     // Writing to a String cannot fail.

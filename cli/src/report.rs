@@ -1,25 +1,13 @@
 //! The report of a replay: a table for people, an object for programs.
 
-use std::io::Write;
-
 use kvhoist::{DeviceKind, Tier};
 use serde_json::{Value, json};
 
 use crate::{replay::Summary, size::show_bytes};
 
-/// Prints one JSON object.
-pub fn print_json(summary: &Summary) {
-    emit(&format!("{:#}\n", object(summary)));
-}
-
-/// Prints tables.
-pub fn print_table(summary: &Summary) {
-    emit(&table(summary));
-}
-
-/// A reader that has gone is no reason to fail.
-pub fn emit(text: &str) {
-    drop(std::io::stdout().write_all(text.as_bytes()));
+/// One JSON object, or tables.
+pub fn text(summary: &Summary, json: bool) -> String {
+    if json { format!("{:#}\n", object(summary)) } else { table(summary) }
 }
 
 fn object(summary: &Summary) -> Value {
@@ -84,6 +72,8 @@ fn table(summary: &Summary) -> String {
     line(format!("hit ratio              {:>12.4}", tally.hit_ratio()));
     line(format!("verification failures  {:>12}", tally.verification_failures));
     line(format!("store failures         {:>12}", tally.store_failures));
+    line(format!("checksum failures      {:>12}", stats.checksum_failures));
+    line(format!("writes refused         {:>12}", stats.writes_refused));
     line(format!("seconds                {:>12.2}", summary.seconds));
     let device = match summary.config.device {
         _ if summary.config.device_blocks == 0 => "none",

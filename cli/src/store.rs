@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::{
     replay::{Direct, Engine},
+    shown::{plain, shown},
     size::show_bytes,
 };
 
@@ -67,7 +68,7 @@ impl Table {
         self.row("store", uuid(shape));
         self.row("format version", shape.version);
         // From the disk: nothing in it may drive a terminal.
-        self.row("namespace", shape.namespace.escape_debug());
+        self.row("namespace", plain(&shape.namespace));
         self.row("block", show_bytes(shape.block_bytes));
         self.row("slot", show_bytes(shape.slot_bytes));
         self.row("slots", shape.slots);
@@ -86,7 +87,7 @@ impl Table {
         for fault in faults.listed() {
             let slot = fault.slot.map(|slot| format!(" slot {slot}")).unwrap_or_default();
             let key = fault.key_prefix.as_ref().map(|key| format!(" key {key}..")).unwrap_or_default();
-            self.line(format!("{} at {}{slot}{key}: {}", fault.path.display(), fault.offset, fault.kind));
+            self.line(format!("{} at {}{slot}{key}: {}", shown(&fault.path), fault.offset, fault.kind));
         }
         let more = faults.count() - faults.listed().len() as u64;
         if more > 0 {

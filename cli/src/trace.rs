@@ -9,7 +9,7 @@ use std::{
 
 use serde::Deserialize;
 
-use crate::failure::Failure;
+use crate::{failure::Failure, shown::shown};
 
 /// A longer line is refused.
 const LINE_BYTES_MAX: u64 = 16 << 20;
@@ -28,7 +28,7 @@ pub struct Request {
 /// # Errors
 /// [`Failure::USAGE`] for what is no trace file.
 pub fn read(path: &Path) -> Result<Vec<Request>, Failure> {
-    let shown = path.display();
+    let shown = shown(path);
     let wrong = |error: std::io::Error| Failure::usage(format!("--trace {shown}: {error}; expected a trace file"));
     let file = File::open(path).map_err(wrong)?;
     if file.metadata().map_err(wrong)?.is_dir() {

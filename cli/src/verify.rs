@@ -8,8 +8,9 @@ use serde_json::{Value, json};
 use crate::{
     failure::Failure,
     interrupt,
+    output::emit,
     progress::Progress,
-    report::emit,
+    shown::shown,
     size::show_bytes,
     store::{StoreArgs, Table, faults_object, shape_object},
 };
@@ -31,27 +32,23 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<(), Failure> {
     let options = store::Options { depth: args.depth, ..args.store.options() };
     let interrupted = interrupt::catch()?;
-    let mut shown: Option<Progress> = None;
+    let mut progress: Option<Progress> = None;
     let report = store::verify(&args.store.paths, &options, |now| {
         if now.blocks > 0 {
             let total = usize::try_from(now.blocks).unwrap_or(usize::MAX);
-            let shown = shown.get_or_insert_with(|| Progress::new(total, "blocks", args.quiet));
+            let progress = progress.get_or_insert_with(|| Progress::new(total, "blocks", args.quiet));
             let done = usize::try_from(now.blocks_done).unwrap_or(usize::MAX);
-            shown.update(done, || format!("{} read, {} faults", show_bytes(now.bytes_read), now.faults));
+            progress.update(done, || format!("{} read, {} faults", show_bytes(now.bytes_read), now.faults));
         }
         match interrupted.load(Ordering::Relaxed) {
             true => ControlFlow::Break(()),
             false => ControlFlow::Continue(()),
         }
     })?;
-    if let Some(shown) = shown {
-        shown.finish();
+    if let Some(progress) = progress {
+        progress.finish();
     }
-    if args.store.json {
-        emit(&format!("{:#}\n", object(&report)));
-    } else {
-        emit(&table(&report));
-    }
+    emit(&if args.store.json { format!("{:#}\n", object(&report)) } else { table(&report) })?;
     match report.faults.count() {
         _ if !report.complete => Err(Failure::interrupted()),
         0 => Ok(()),
@@ -99,7 +96,7 @@ fn object(report: &Verification) -> Value {
 fn table(report: &Verification) -> String {
     let mut table = Table::default();
     for path in &report.paths {
-        table.row("path", path.display());
+        table.row("path", shown(path));
     }
     if let Some(shape) = &report.shape {
         table.shape(shape);

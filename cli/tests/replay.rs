@@ -3,9 +3,9 @@
 use std::{
     collections::BTreeMap,
     fs,
-    os::unix::fs::PermissionsExt,
+    os::unix::fs::{FileExt, PermissionsExt},
     path::{Path, PathBuf},
-    process::{Command, Output},
+    process::{Command, Output, Stdio},
 };
 
 use serde_json::Value;
@@ -189,4 +189,156 @@ fn the_conversation_trace_hits_as_exact_lru_does() {
     assert_eq!(report["references"].as_u64(), Some(references));
     assert_eq!(report["verification_failures"], 0);
     assert!((ratio - exact).abs() < 0.005, "exact LRU {exact}, replay {ratio}");
+}
+
+/// A run with its standard output and errors at these places.
+fn replay_to(args: &[&str], stdout: Stdio, stderr: Stdio) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvhoist"));
+    command.env("TMPDIR", env!("CARGO_TARGET_TMPDIR")).args(args).stdout(stdout).stderr(stderr);
+    command.spawn().expect("the command runs").wait_with_output().expect("it ends")
+}
+
+fn full() -> Stdio {
+    fs::File::options().write(true).open("/dev/full").expect("Linux has one").into()
+}
+
+#[test]
+fn a_report_that_cannot_be_written_is_a_failure_and_a_reader_that_has_gone_is_none() {
+    let dir = directory();
+    let (trace, store) = (small_trace(dir.path()), dir.path().join("s"));
+    let store = store.to_str().expect("UTF-8");
+    let replay = ["replay", "--quiet", "--trace", trace.to_str().expect("UTF-8"), "--path", store];
+    let replay = [&replay[..], &["--block-bytes", "8KiB", "--disk-blocks", "500"]].concat();
+    let commands: [&[&str]; 6] = [
+        &[&replay[..], &["--json"]].concat(),
+        &replay,
+        &["inspect", store],
+        &["verify", "--quiet", "--json", store],
+        &["--help"],
+        &["replay", "--help"],
+    ];
+    for args in commands {
+        let output = replay_to(args, full(), Stdio::piped());
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), said.lines().count()), (Some(1), 1), "{args:?}: {said}");
+        assert!(said.starts_with("kvhoist: standard output: "), "{said}");
+        let (reader, writer) = std::io::pipe().expect("a pipe");
+        drop(reader);
+        let output = replay_to(args, writer.into(), Stdio::piped());
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), &*said), (Some(0), ""), "{args:?}");
+    }
+    // Nothing can be said there: the status says it.
+    let output = replay_to(&["replay", "--nonsense"], Stdio::piped(), full());
+    assert_eq!(output.status.code(), Some(2));
+}
+
+#[test]
+fn an_old_plot_is_replaced_by_a_whole_one_and_by_nothing_else() {
+    let dir = directory();
+    let (trace, plot) = (small_trace(dir.path()), dir.path().join("plot.svg"));
+    fs::write(&plot, "the old plot").expect("written");
+    let plot_args = ["--plot", plot.to_str().expect("UTF-8"), "--block-bytes", "8KiB", "--disk-blocks", "500"];
+    let trace_args = ["--trace", trace.to_str().expect("UTF-8")];
+    for wrong in [["--trace", "/nonexistent"], ["--host-blocks", "0"], ["--path", "/dev/null"], ["--in-flight", "0"]] {
+        let output = replay(&[&plot_args[..], &wrong].concat());
+        assert_eq!(output.status.code(), Some(2), "{wrong:?}");
+        assert_eq!(fs::read_to_string(&plot).expect("there"), "the old plot", "{wrong:?}");
+    }
+    let output = replay(&[&plot_args[..], &trace_args].concat());
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(fs::read_to_string(&plot).expect("there").starts_with("<svg"));
+    assert_eq!(fs::read_dir(dir.path()).expect("a directory").count(), 2, "the trace and the plot");
+}
+
+#[test]
+fn paths_with_escapes_drive_no_terminal() {
+    let dir = directory();
+    let evil = dir.path().join("a\u{1b}]0;title\u{7}\u{1b}[31m\u{9b}2J\nb");
+    let evil = evil.to_str().expect("UTF-8");
+    let svg = format!("{evil}/x.svg");
+    let quiet = |text: &[u8]| {
+        let text = String::from_utf8(text.to_vec()).expect("UTF-8");
+        assert!(!text.chars().any(|c| c.is_control() && c != '\n'), "{text:?}");
+        text
+    };
+    for args in [
+        &["replay", "--quiet", "--trace", evil][..],
+        &["replay", "--quiet", "--plot", evil],
+        &["replay", "--quiet", "--plot", &svg],
+        &["replay", "--quiet", "--path", &svg],
+        &["replay", "--quiet", evil],
+        &["replay", "--quiet", "--block-bytes", evil],
+        &["doctor", "--path", evil],
+        &["bench", "disk", "--path", evil],
+        &["inspect", evil],
+        &["verify", evil],
+    ] {
+        let output = replay_to(args, Stdio::piped(), Stdio::piped());
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        let said = quiet(&output.stderr);
+        assert_eq!(said.lines().count(), 1, "{args:?}: {said}");
+        // clap drops escape sequences of an argument that it does not expect.
+        assert!(said.contains("\\u{1b}]0;title\\u{7}") || said.contains("Usage:"), "{args:?}: {said}");
+    }
+    let trace = small_trace(dir.path());
+    let made = ["replay", "--quiet", "--trace", trace.to_str().expect("UTF-8"), "--block-bytes", "8KiB"];
+    let made = [&made[..], &["--disk-blocks", "500", "--path", evil]].concat();
+    for args in [&made[..], &["inspect", evil], &["verify", "--quiet", evil]] {
+        let output = replay_to(args, Stdio::piped(), Stdio::piped());
+        assert_eq!(output.status.code(), Some(0), "{args:?}: {}", quiet(&output.stderr));
+        let said = quiet(&output.stdout);
+        assert!(args[0] == "replay" || said.contains("\\u{1b}]0;title\\u{7}"), "{said}");
+    }
+}
+
+#[test]
+fn absurd_numbers_are_refused_in_a_line() {
+    for args in [
+        &["replay", "--quiet", "--block-bytes", "18446744073709551615"][..],
+        &["replay", "--quiet", "--block-bytes", "16777215T"],
+        &["replay", "--quiet", "--block-bytes", "1GiB", "--host-blocks", "4294967295"],
+        &["replay", "--quiet", "--block-bytes", "1GiB", "--device", "simulated", "--device-blocks", "4294967295"],
+        &["replay", "--quiet", "--block-bytes", "1GiB", "--disk-blocks", "4294967295"],
+        &["replay", "--quiet", "--in-flight", "18446744073709551615"],
+        &["replay", "--quiet", "--seed", "99999999999999999999"],
+        &["bench", "disk", "--quiet", "--bytes", "18446744073709551615"],
+        &["bench", "disk", "--quiet", "--rounds", "18446744073709551615"],
+        &["bench", "store", "--quiet", "--in-flight", "18446744073709551615"],
+        &["bench", "store", "--quiet", "--block-bytes", "18446744073709551615"],
+        &["bench", "copy", "--batch-bytes", "18446744073709551615"],
+        &["bench", "copy", "--rounds", "18446744073709551615"],
+        &["bench", "copy", "--engine", "gdr", "--batch-bytes", "18446744073709551615"],
+        &["verify", "--depth", "4294967295", "/dev/null"],
+        &["inspect", "--list", "18446744073709551615", "/dev/null"],
+    ] {
+        let output = replay_to(args, Stdio::piped(), Stdio::piped());
+        let said = String::from_utf8_lossy(&output.stderr);
+        assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{args:?}: {said}");
+    }
+}
+
+#[test]
+fn checksum_failures_are_in_the_table_and_a_warning_names_the_drive_once() {
+    let dir = directory();
+    let (trace, store) = (small_trace(dir.path()), dir.path().join("s"));
+    let store = store.to_str().expect("UTF-8");
+    let args = ["--trace", trace.to_str().expect("UTF-8"), "--path", store, "--block-bytes", "8KiB"];
+    // One request at a time, so that a block is asked for once while it is bad.
+    let args = [&args[..], &["--disk-blocks", "500", "--device-blocks", "0", "--in-flight", "1"]].concat();
+    assert_eq!(report(&args)["checksum_failures"], 0);
+    let inspected = replay_to(&["inspect", "--json", store], Stdio::piped(), Stdio::piped());
+    let inspected: Value = serde_json::from_slice(&inspected.stdout).expect("one JSON object");
+    let data = inspected["members"][0]["data_offset"].as_u64().expect("a number");
+    let file = fs::File::options().write(true).open(store).expect("the store");
+    for slot in 0..500 {
+        file.write_all_at(b"spoiled", data + slot * 8192 + 100).expect("written");
+    }
+    let output = replay(&args);
+    let (table, said) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
+    assert!(output.status.success(), "{said}");
+    let failures = table.lines().find_map(|line| line.strip_prefix("checksum failures")).expect("a line of its own");
+    assert_eq!(failures.trim(), "240", "every block that was stored: {table}");
+    let warnings: Vec<&str> = said.lines().filter(|line| line.contains("quarantined")).collect();
+    assert!(warnings.len() == 1 && warnings[0].contains(store), "{said}");
 }

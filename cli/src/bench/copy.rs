@@ -72,8 +72,17 @@ pub(super) const COPIES_MAX: usize = 4096;
 /// Host memory is given out in slots of this size.
 const SLOT_BYTES: usize = 16 << 20;
 
+/// Bytes of a batch at most: there are three of them in memory.
+const BATCH_BYTES_MAX: usize = 16 << 30;
+
 /// Runs it.
 pub fn run(args: &Args) -> Result<(), Failure> {
+    if args.batch_bytes > BATCH_BYTES_MAX || args.rounds > 1000 {
+        let (bytes, rounds) = (args.batch_bytes, args.rounds);
+        return Err(Failure::usage(format!(
+            "--batch-bytes, --rounds: found {bytes} and {rounds}, expected at most {BATCH_BYTES_MAX} and 1000"
+        )));
+    }
     if args.engine == Engine::Gdr {
         if args.batch_bytes < 1 << 20 || args.plot.is_some() || args.rounds == 0 {
             return Err(Failure::usage(
@@ -105,7 +114,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         let table = runtime.block_on(LocalSet::new().run_until(measure(args, &gpu, &memory, blocks, &mut plot)))?;
         tables.push(table);
     }
-    table::print(&tables, args.json);
+    table::print(&tables, args.json)?;
     plot.write()
 }
 

@@ -81,8 +81,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         let rig = Rc::new(Rig::open(&options, gpu, bytes).await?);
         measure(args, rig, label).await
     }))?;
-    table::print(&[table], args.json);
-    Ok(())
+    table::print(&[table], args.json)
 }
 
 impl Rig {

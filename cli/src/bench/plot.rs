@@ -1,13 +1,8 @@
 //! Bars in groups, as an SVG file.
 
-use std::{
-    fmt::Write as _,
-    fs::File,
-    io::Write,
-    path::{Path, PathBuf},
-};
+use std::{fmt::Write as _, path::Path};
 
-use crate::{failure::Failure, plot};
+use crate::{failure::Failure, output::OutputFile, plot};
 
 const HEIGHT: f64 = 420.0;
 const LEFT: f64 = 70.0;
@@ -19,7 +14,7 @@ const COLORS: [&str; 6] = ["#9a9a9a", "#1b6ca8", "#3fa34d", "#e8a33d", "#b5403a"
 
 /// Figures that are to be drawn, if anybody wants to see them.
 pub struct Plot {
-    file: Option<(File, PathBuf)>,
+    file: Option<OutputFile>,
     title: String,
     unit: &'static str,
     groups: Vec<String>,
@@ -29,9 +24,9 @@ pub struct Plot {
 }
 
 impl Plot {
-    /// Creates the file, where there is to be one, before the run that it is to show.
+    /// With a file for it, where there is to be one: call when nothing else can be wrong with the flags.
     pub fn new(path: Option<&Path>, title: &str, unit: &'static str) -> Result<Self, Failure> {
-        let file = path.map(|path| plot::create(path).map(|file| (file, path.to_owned()))).transpose()?;
+        let file = path.map(plot::create).transpose()?;
         Ok(Plot { file, title: title.into(), unit, groups: Vec::new(), series: Vec::new(), bars: Vec::new() })
     }
 
@@ -48,10 +43,9 @@ impl Plot {
     }
 
     /// Writes the file.
-    pub fn write(self) -> Result<(), Failure> {
-        let drawn = self.draw();
-        let Some((mut file, path)) = self.file else { return Ok(()) };
-        file.write_all(drawn.as_bytes()).map_err(|error| Failure::run(format!("--plot {}: {error}", path.display())))
+    pub fn write(mut self) -> Result<(), Failure> {
+        let Some(file) = self.file.take() else { return Ok(()) };
+        file.write(self.draw().as_bytes())
     }
 
     fn draw(&self) -> String {

@@ -1,8 +1,8 @@
 //! A table whose columns are as wide as what is in them.
 
-use std::io::Write;
-
 use serde_json::{Value, json};
+
+use crate::{failure::Failure, output::emit};
 
 /// Rows of cells under a heading, printed as text or as JSON.
 pub struct Table {
@@ -55,12 +55,10 @@ impl Table {
 }
 
 /// Prints tables: as text, or as one JSON object.
-pub fn print(tables: &[Table], json: bool) {
-    let text = if json {
+pub fn print(tables: &[Table], json: bool) -> Result<(), Failure> {
+    emit(&if json {
         format!("{:#}\n", json!({ "tables": tables.iter().map(Table::object).collect::<Vec<_>>() }))
     } else {
         tables.iter().map(|table| table.text() + "\n").collect()
-    };
-    // A reader that has gone is no reason to fail.
-    drop(std::io::stdout().write_all(text.as_bytes()));
+    })
 }

@@ -10,7 +10,7 @@ use std::{
 use kvhoist::{BlockKey, Cache, Config, DirectIo, DiskPath, StorageKind, block_on};
 
 use super::{Finding, Want, system::read};
-use crate::failure::Failure;
+use crate::{failure::Failure, shown::shown};
 
 /// Bytes of a block of the store that is measured, and how many there are.
 const BLOCK_BYTES: usize = 1 << 20;
@@ -66,7 +66,7 @@ pub fn findings(path: Option<&Path>) -> Result<Vec<Finding>, Failure> {
 pub fn scratch(path: Option<&Path>) -> Result<tempfile::TempDir, Failure> {
     let parent = path.map_or_else(std::env::temp_dir, Path::to_owned);
     tempfile::Builder::new().prefix("kvhoist-doctor-").tempdir_in(&parent).map_err(|error| {
-        Failure::usage(format!("--path {}: {error}; name a directory that can be written", parent.display()))
+        Failure::usage(format!("--path {}: {error}; name a directory that can be written", shown(&parent)))
     })
 }
 

@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 use serde_json::{Value, json};
 
-use crate::{failure::Failure, report::emit};
+use crate::{failure::Failure, output::emit, shown::plain};
 
 /// Flags of `kvhoist doctor`.
 #[derive(clap::Args)]
@@ -85,11 +85,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let rdma = rdma::findings(args.device, has_device);
     let routes = routes(&disk, &gpu, &rdma);
     sections.extend([("disk", disk), ("device", gpu), ("rdma", rdma), ("routes", routes)]);
-    if args.json {
-        emit(&format!("{:#}\n", object(&sections)));
-    } else {
-        emit(&table(&sections));
-    }
+    emit(&if args.json { format!("{:#}\n", object(&sections)) } else { table(&sections) })?;
     let findings = || sections.iter().flat_map(|(_, findings)| findings);
     let missing: Vec<String> = args
         .want
@@ -164,9 +160,9 @@ fn table(sections: &[Section]) -> String {
                 Some((_, false)) => "!",
                 None => " ",
             };
-            text.push_str(&format!("{mark} {:18} {}\n", finding.what, finding.found));
+            text.push_str(&format!("{mark} {:18} {}\n", finding.what, plain(&finding.found)));
             if let Some(fix) = &finding.fix {
-                text.push_str(&format!("  {:18} -> {fix}\n", ""));
+                text.push_str(&format!("  {:18} -> {}\n", "", plain(fix)));
             }
         }
     }

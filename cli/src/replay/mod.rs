@@ -8,7 +8,6 @@ pub use args::{Args, Device, Direct, Engine};
 pub use tally::Tally;
 
 use std::{
-    fs::File,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -19,7 +18,12 @@ use std::{
 use kvhoist::{Cache, Config, DiskPath, Stats};
 use tempfile::TempDir;
 
-use crate::{failure::Failure, generator, interrupt, plot, report, trace};
+use crate::{
+    failure::Failure,
+    generator, interrupt,
+    output::{OutputFile, emit},
+    plot, report, trace,
+};
 
 /// What a replay came to.
 pub struct Summary {
@@ -38,13 +42,13 @@ pub struct Summary {
 /// Runs a replay and prints its report.
 pub fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
-    let plot_file = args.plot.as_deref().map(plot::create).transpose()?;
     let requests = match &args.trace {
         Some(path) => trace::read(path)?,
         None => generator::generate(args.seed),
     };
     let (config, directory) = settings(args)?;
     let interrupted = interrupt::catch()?;
+    let plot_file = args.plot.as_deref().map(plot::create).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
     let runtime = runtime.map_err(|error| Failure::run(format!("cannot start a runtime: {error}")))?;
     let summary = runtime.block_on(replay(args, config, requests, &interrupted))?;
@@ -74,15 +78,11 @@ async fn replay(
     Ok(Summary { config, requests: count, tally, seconds, stats })
 }
 
-fn finish(args: &Args, summary: &Summary, plot_file: Option<File>) -> Result<(), Failure> {
-    if let (Some(file), Some(path)) = (plot_file, &args.plot) {
-        plot::write(file, summary).map_err(|error| Failure::run(format!("--plot {}: {error}", path.display())))?;
+fn finish(args: &Args, summary: &Summary, plot_file: Option<OutputFile>) -> Result<(), Failure> {
+    if let Some(file) = plot_file {
+        file.write(plot::draw(summary).as_bytes())?;
     }
-    if args.json {
-        report::print_json(summary);
-    } else {
-        report::print_table(summary);
-    }
+    emit(&report::text(summary, args.json))?;
     match summary.tally.verification_failures {
         0 => Ok(()),
         failures => Err(Failure::run(format!("{failures} blocks came back with wrong bytes"))),

@@ -1,0 +1,87 @@
+//! What the command writes: reports on standard output, and files that are whole or not there.
+
+use std::{
+    fs::{self, Permissions},
+    io::{self, Write},
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+};
+
+use tempfile::NamedTempFile;
+
+use crate::{failure::Failure, shown::shown};
+
+/// Writes a report to standard output. A reader that has gone is no reason to fail; all else is.
+pub fn emit(text: &str) -> Result<(), Failure> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => {
+            Err(Failure::run(format!("standard output: {error}; the report is not complete")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// A file that is written beside its place and takes it when it is whole: a run that fails leaves what was there.
+#[derive(Debug)]
+pub struct OutputFile {
+    flag: &'static str,
+    file: NamedTempFile,
+    place: PathBuf,
+}
+
+impl OutputFile {
+    /// Finds out, before the run whose result it is to hold, that the file can be written; `flag` named it.
+    pub fn create(flag: &'static str, path: &Path) -> Result<Self, Failure> {
+        let refused =
+            |what: String| Failure::usage(format!("{flag} {}: {what}; name a file that can be written", shown(path)));
+        // A link's target is written, not the link.
+        let place = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
+        if place.is_dir() {
+            return Err(refused("found a directory".into()));
+        }
+        let parent = place.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        // The umask has its say, as for any file.
+        let file = tempfile::Builder::new()
+            .prefix(".kvhoist-")
+            .permissions(Permissions::from_mode(0o666))
+            .tempfile_in(parent)
+            .map_err(|error| refused(error.to_string()))?;
+        Ok(OutputFile { flag, file, place })
+    }
+
+    /// Writes all of it and puts it into its place.
+    pub fn write(mut self, bytes: &[u8]) -> Result<(), Failure> {
+        let written = self.file.write_all(bytes).and_then(|()| self.file.as_file().sync_all());
+        let placed = written.and_then(|()| self.file.persist(&self.place).map(drop).map_err(|error| error.error));
+        placed.map_err(|error| Failure::run(format!("{} {}: {error}", self.flag, shown(&self.place))))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_replaced_when_it_is_whole_and_not_before() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let (path, link) = (dir.path().join("plot.svg"), dir.path().join("link.svg"));
+        fs::write(&path, "old").expect("written");
+        std::os::unix::fs::symlink(&path, &link).expect("linked");
+        for name in [&path, &link] {
+            drop(OutputFile::create("--plot", name).expect("it can be written"));
+            assert_eq!(fs::read_to_string(&path).expect("there"), "old");
+        }
+        OutputFile::create("--plot", &link).and_then(|file| file.write(b"new")).expect("written");
+        assert_eq!(fs::read_to_string(&path).expect("there"), "new");
+        assert!(link.is_symlink() && fs::read_dir(dir.path()).expect("a directory").count() == 2);
+    }
+
+    #[test]
+    fn what_cannot_be_written_is_said_before_the_run() {
+        for path in ["/proc/plot.svg", "/nonexistent/plot.svg", "/"] {
+            let refused = OutputFile::create("--plot", Path::new(path)).expect_err(path);
+            assert_eq!(refused.exit_status(), Failure::USAGE, "{refused}");
+        }
+    }
+}
