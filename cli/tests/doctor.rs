@@ -67,6 +67,8 @@ fn a_wrong_path_is_one_line_and_status_2() {
         &["bench", "store", "--block-bytes", "5000"],
         &["bench", "disk", "--bytes", "1MiB"],
         &["bench", "disk", "--in-flight", "0"],
+        // As many blocks as there is memory for.
+        &["bench", "disk", "--bytes", "4MiB", "--block-bytes", "128KiB", "--in-flight", "16"],
     ] {
         let output = kvhoist(args);
         let said = text(&output.stderr);

@@ -7,6 +7,7 @@
 
 use std::{
     cell::{Cell, RefCell},
+    collections::HashSet,
     fs::{File, OpenOptions},
     io,
     os::unix::fs::OpenOptionsExt,
@@ -14,7 +15,7 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Cache, Config, DeviceKind, DiskPath, Segment, block_on,
+    BlockKey, Cache, Config, DeviceKind, DiskPath, Segment, Tier, block_on,
     gpu::{DeviceBuffer, Gpu},
     tier::{device::DeviceMemory, disk::format::stripe::Stripe},
 };
@@ -67,6 +68,13 @@ pub enum Way {
 /// Blocks of one call where a route takes many: pages of one of SGLang's calls.
 pub const CALL_BLOCKS: usize = 128;
 
+/// A cold run needs this many times as many blocks as are in flight: what the round before left in the slots of host
+/// and device, twice as many each, is read last, and the blocks before it must have pushed it out.
+pub const COLD_DEPTHS: usize = 8;
+
+/// Of a hundred blocks of a round as many must come from disk for it to count as cold.
+const FROM_DISK_PERCENT_MIN: u64 = 95;
+
 /// What a route gave: the bare loop first, the cache second, others after them.
 pub struct Report {
     /// Route, place, size and depth.
@@ -75,6 +83,8 @@ pub struct Report {
     pub series: Vec<Series>,
     /// Record pages written per block stored, where blocks were stored.
     pub record_writes: Option<f64>,
+    /// The share of the cache's blocks that came from disk, as its routes count, where blocks were read.
+    pub from_disk: Option<f64>,
 }
 
 impl Report {
@@ -147,16 +157,20 @@ impl Shape {
             return Err(other(format!("found {what}, expected as many as are in flight, of a multiple of 4096 bytes")));
         }
         let world = World::open(self, way)?;
-        let (series, record_writes) = match way {
-            Way::DiskToHost | Way::DiskToDevice(_) | Way::DiskToPool => (world.reads(way, told)?, None),
+        let (series, record_writes, from_disk) = match way {
+            Way::DiskToHost | Way::DiskToDevice(_) | Way::DiskToPool => {
+                let (series, from_disk) = world.reads(way, told)?;
+                (series, None, Some(from_disk))
+            }
             Way::HostToDisk | Way::DeviceToDisk(_) | Way::PoolToDisk => {
                 let (series, pages) = world.writes(way, told)?;
-                (series, Some(pages))
+                (series, Some(pages), None)
             }
         };
         block_on(world.cache.close()).map_err(other)?;
         let (dir, kib, depth) = (self.dir.display(), self.block_bytes >> 10, self.depth);
-        Ok(Report { title: format!("{}, {dir}: {kib} KiB, {depth} in flight", way.name()), series, record_writes })
+        let title = format!("{}, {dir}: {kib} KiB, {depth} in flight", way.name());
+        Ok(Report { title, series, record_writes, from_disk })
     }
 }
 
@@ -225,7 +239,25 @@ impl<'a> World<'a> {
         Ok((file, Stripe::new(&self.settings).locate(0).1))
     }
 
-    fn reads(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<Vec<Series>> {
+    /// Blocks that have come from disk since the cache was opened, whatever their route.
+    fn blocks_read(&self) -> u64 {
+        self.cache.stats().tier(Tier::Disk).bytes_out / self.shape.block_bytes as u64
+    }
+
+    fn check_cold(&self, from_disk: u64) -> io::Result<()> {
+        let blocks = self.shape.blocks();
+        if from_disk * 100 >= blocks * FROM_DISK_PERCENT_MIN {
+            return Ok(());
+        }
+        let (depth, cold) = (self.shape.depth, self.shape.depth * COLD_DEPTHS);
+        Err(other(format!(
+            "found {from_disk} of {blocks} blocks read from disk, the others were still in memory; expected all of \
+             them: move {cold} blocks at least with {depth} in flight"
+        )))
+    }
+
+    /// Series, and the share of the cache's blocks that came from disk.
+    fn reads(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<(Vec<Series>, f64)> {
         let Shape { block_bytes, depth, rounds, .. } = *self.shape;
         let (blocks, round_bytes) = (self.shape.blocks(), self.shape.round_bytes());
         let pool = match way.pool() {
@@ -244,10 +276,14 @@ impl<'a> World<'a> {
         };
         // Which block is in which slot is the cache's business: the bare loop looks at as many places of each.
         let bare = Entrant::new("bare ring, to host", |round| read(round, &mut |block| peers::check_stamped(block)));
+        let before: RefCell<Vec<u64>> = RefCell::new((0..blocks).collect());
+        let counted = Cell::new((0, 0));
         let kvhoist = Entrant::new(format!("kvhoist, {}", way.name()), |round| {
             // An order of its own: the same one would find in the host's caches what the bare loop just read.
-            let order = shuffled(!round, blocks);
-            match (way, &pool) {
+            let order = coldest_first(shuffled(!round, blocks), &before.borrow(), 4 * depth);
+            before.borrow_mut().clone_from(&order);
+            let (order, from_disk) = (order.into_iter(), self.blocks_read());
+            let sample = match (way, &pool) {
                 (_, Some(pool)) => {
                     pool.borrow_mut().spoil();
                     let pool = pool.borrow();
@@ -255,13 +291,18 @@ impl<'a> World<'a> {
                         async |keys: &[BlockKey], places: &[Vec<Segment>]| self.cache.load_into(keys, places).await;
                     let sample = measured(round_bytes, || self.calls(order, &pool, load))?;
                     (0..blocks).try_for_each(|n| verify(pool.block(n), n))?;
-                    Ok(sample)
+                    sample
                 }
                 (Way::DiskToHost, _) => {
-                    measured(round_bytes, || self.each(order, |cache, n| fetch_stamped(cache, n, n)))
+                    measured(round_bytes, || self.each(order, |cache, n| fetch_stamped(cache, n, n)))?
                 }
-                _ => measured(round_bytes, || self.each(order, to_device)),
-            }
+                _ => measured(round_bytes, || self.each(order, to_device))?,
+            };
+            let from_disk = self.blocks_read() - from_disk;
+            self.check_cold(from_disk)?;
+            let (all_from_disk, all) = counted.get();
+            counted.set((all_from_disk + from_disk, all + blocks));
+            Ok(sample)
         });
         let mut entrants = vec![bare, kvhoist];
         if matches!(way, Way::DiskToHost | Way::DiskToPool) {
@@ -282,10 +323,12 @@ impl<'a> World<'a> {
             }
         }
         let series = interleave_told(rounds, &mut entrants, told)?;
+        drop(entrants);
         if let Way::DiskToDevice(_) = way {
             self.each(0..blocks, check_on_device)?;
         }
-        Ok(series)
+        let (from_disk, all) = counted.get();
+        Ok((series, from_disk as f64 / all as f64))
     }
 
     fn writes(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<(Vec<Series>, f64)> {
@@ -344,6 +387,14 @@ impl<'a> World<'a> {
         }
         Ok((series, pages))
     }
+}
+
+/// The order with the last `recent` blocks of the order before it at its end.
+fn coldest_first(order: impl Iterator<Item = u64>, before: &[u64], recent: usize) -> Vec<u64> {
+    let recent: HashSet<u64> = before.iter().rev().take(recent).copied().collect();
+    let (warm, mut cold): (Vec<u64>, Vec<u64>) = order.partition(|n| recent.contains(n));
+    cold.extend(warm);
+    cold
 }
 
 /// Memory of a caller that blocks are loaded into and stored from.
@@ -443,5 +494,53 @@ impl Pool {
     fn spoil(&mut self) {
         let Memory::Host { slab } = &self.memory else { return };
         (0..slab.count() as u64).for_each(|n| stamp(self.block_mut(n), !n));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn measure(blocks: u64, depth: usize, way: Way) -> Option<io::Result<Report>> {
+        let dir = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
+        let shape = Shape {
+            dir: dir.path().to_owned(),
+            block_bytes: 16 << 10,
+            depth,
+            file_bytes: blocks * (16 << 10),
+            rounds: 2,
+            spin_us: 0,
+        };
+        let result = shape.measure(way, &mut || Ok(()));
+        let missing = result.as_ref().is_err_and(|error| error.to_string().contains("io_uring"));
+        if missing {
+            println!("SKIPPED: no ring here");
+        }
+        (!missing).then_some(result)
+    }
+
+    const READS: [Way; 2] = [Way::DiskToHost, Way::DiskToDevice(DeviceKind::Simulated)];
+
+    #[test]
+    fn a_run_that_finds_its_blocks_in_memory_is_refused() {
+        for way in READS {
+            // As many blocks as there are slots.
+            let Some(result) = measure(32, 16, way) else { return };
+            let error = result.err().expect("nothing was read from disk").to_string();
+            assert!(error.contains("blocks read from disk") && error.contains("128 blocks"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_cold_run_reads_every_block_from_disk() {
+        for way in READS {
+            let Some(result) = measure(16 * COLD_DEPTHS as u64, 16, way) else { return };
+            assert_eq!(result.expect("measured").from_disk, Some(1.0), "{}", way.name());
+        }
+    }
+
+    #[test]
+    fn what_was_moved_last_comes_last() {
+        assert_eq!(coldest_first([3, 0, 2, 1].into_iter(), &[1, 0, 2, 3], 2), [0, 1, 3, 2]);
     }
 }
