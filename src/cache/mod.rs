@@ -87,9 +87,13 @@ impl Cache {
         &self.inner.shared.config
     }
 
-    /// The leading blocks of `keys` that are resident, and where. One lock, no I/O, no use counted.
+    /// The leading blocks of `keys` that are resident, and where; none once the cache is closed. One lock, no I/O, no
+    /// use counted.
     pub fn match_prefix(&self, keys: &[BlockKey]) -> PrefixMatch {
         let state = self.inner.shared.lock();
+        if state.check_open().is_err() {
+            return PrefixMatch::default();
+        }
         let mut found = state.index.match_prefix(keys);
         if !state.disk_service.reads() {
             found.truncate_at(Tier::Disk);
@@ -97,9 +101,13 @@ impl Cache {
         found
     }
 
-    /// The number of leading `keys` that are resident in some tier. Allocates nothing while the disk is in service.
+    /// The number of leading `keys` that are resident in some tier; 0 once the cache is closed. Allocates nothing while
+    /// the disk is in service.
     pub fn match_len(&self, keys: &[BlockKey]) -> usize {
         let state = self.inner.shared.lock();
+        if state.check_open().is_err() {
+            return 0;
+        }
         if state.disk_service.reads() {
             return state.index.match_len(keys);
         }
@@ -169,8 +177,12 @@ impl Cache {
     ///
     /// Nobody waits for them: they go after the reads that someone awaits. Past
     /// [`Config::background_max`] or with the queue full, the rest is refused and counted.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
     pub fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
         let shared = &self.inner.shared;
+        shared.lock().check_open()?;
         let mut started = 0;
         for (i, key) in keys.iter().enumerate() {
             if shared.lock().flights.len() >= self.config().background_max as usize {
@@ -250,14 +262,16 @@ impl Cache {
     /// # Cancel safety
     /// As [`reserve`](Self::reserve).
     pub async fn reserve_for_overwrite(&self) -> Result<Reservation> {
-        let filling = self.inner.shared.acquire(Tier::Host).await?;
+        let filling = self.inner.shared.acquire_for_caller().await?;
         Ok(Reservation::new(self.clone(), filling))
     }
 
     /// Forgets a block in every tier; true if it was resident. Readers keep their leases.
     ///
     /// Resolves when no record on disk names it any more, also where it was resident no longer: a write of the block
-    /// that is under way is waited for, and records that are out of date are written.
+    /// that is under way is waited for, and records that still name it are written anew. The removal then survives the
+    /// end of the process. A power cut may undo it until a [`sync`](Cache::sync) has followed; use
+    /// [`remove_durably`](Cache::remove_durably) where it must not.
     ///
     /// # Errors
     /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block
@@ -275,9 +289,23 @@ impl Cache {
         {
             return Err(error);
         }
-        if shared.may_be_recorded() {
-            self.ask(|reply| Command::Forget { reply }).await?;
+        if shared.may_be_recorded(key) {
+            self.ask(|reply| Command::Forget { key: *key, reply }).await?;
         }
+        Ok(resident)
+    }
+
+    /// As [`remove`](Cache::remove), and flushes: the removal survives a power cut too. It takes as long as the drive's
+    /// flush does, one for each path.
+    ///
+    /// # Errors
+    /// As [`remove`](Cache::remove); [`Error::Io`] also after a failed flush, as of [`sync`](Cache::sync).
+    ///
+    /// # Cancel safety
+    /// As [`remove`](Cache::remove).
+    pub async fn remove_durably(&self, key: &BlockKey) -> Result<bool> {
+        let resident = self.remove(key).await?;
+        self.ask(|reply| Command::Flush { reply }).await?;
         Ok(resident)
     }
 

@@ -235,11 +235,11 @@ fn restore(index: &mut Index, slots: &mut DiskSlots, record: &RecoveredRecord) {
         Err(known) => {
             let other = index.slot(known, Tier::Disk).expect("that copy is why it was refused");
             if slots.meta(other).is_none_or(|meta| meta.generation >= record.generation) {
-                return slots.mark_stale(slots.page_of(slot));
+                return slots.mark_leftover(slots.page_of(slot), Some(&key));
             }
             let replaced = index.restore_instead(known, Tier::Disk, slot, last_use);
             assert_eq!(replaced, Some(other), "nothing is pinned before the cache is open");
-            slots.clear(other);
+            slots.clear(other, &key);
             slots.release(other);
             known
         }

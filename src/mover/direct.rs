@@ -393,8 +393,9 @@ impl Shared {
     /// Ends a write that came to nothing, likewise.
     fn abort_direct_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
         let mut state = self.lock();
+        let key = state.index.key(id);
         state.index.abort_fill(id, Tier::Disk);
-        state.disk_slots().clear(slot);
+        state.disk_slots().clear(slot, &key);
         if let Some(filling) = filling {
             filling.release(&mut state);
         }

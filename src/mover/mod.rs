@@ -66,8 +66,10 @@ pub(crate) enum Command {
     StoreFrom { jobs: Vec<Job>, reply: Reply },
     /// Have the storage keep a region at hand, or no longer; whether it then does.
     Register { region: Arc<RegionInner>, wanted: bool, reply: oneshot::Sender<bool> },
-    /// Write the record pages that name blocks which are not there.
-    Forget { reply: oneshot::Sender<Result<()>> },
+    /// Write the record pages that name a block which is not there any more.
+    Forget { key: BlockKey, reply: oneshot::Sender<Result<()>> },
+    /// Flush what is written.
+    Flush { reply: oneshot::Sender<Result<()>> },
     /// Write what is dirty and flush.
     Sync { reply: oneshot::Sender<Result<()>> },
     /// Finish what is under way, write what is dirty, flush, and end. Whoever asks waits for the end itself.
@@ -109,8 +111,10 @@ pub(crate) struct Mover<S, C> {
     active: Cell<u32>,
     /// A movement is overdue: what cannot be started is refused.
     overdue: Cell<bool>,
-    /// One for each file.
+    /// One for each file: operations on blocks, and flushes.
     failures: Vec<Failures>,
+    /// One for each file: writes of records. Apart, because blocks and records are written together.
+    record_failures: Vec<Failures>,
     /// One for each file.
     flushes: Vec<Flush>,
     /// Told whenever `active` goes down.
@@ -133,6 +137,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             active: Cell::new(0),
             overdue: Cell::new(false),
             failures: files.iter().map(|_| Failures::default()).collect(),
+            record_failures: files.iter().map(|_| Failures::default()).collect(),
             flushes: files.iter().map(|_| Flush::new()).collect(),
             settled: Notify::new(),
             begun: Notify::new(),
@@ -200,8 +205,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let _ = reply.send(region.is_fixed());
             }
             // A caller that is gone does not want the answer.
-            Command::Forget { reply } => self.spawn(async move {
-                drop(reply.send(this.write_stale_records().await));
+            Command::Forget { key, reply } => self.spawn(async move {
+                drop(reply.send(this.forget_records(&key).await));
+            }),
+            Command::Flush { reply } => self.spawn(async move {
+                drop(reply.send(this.flush().await));
             }),
             Command::Sync { reply } => self.spawn(async move {
                 drop(reply.send(this.sync().await));

@@ -94,7 +94,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             Command::LoadLayers(load) => load.refuse(&error),
             Command::Register { .. } => self.start(command),
-            Command::Forget { reply } | Command::Sync { reply } => drop(reply.send(Err(error))),
+            Command::Forget { reply, .. } | Command::Flush { reply } | Command::Sync { reply } => {
+                drop(reply.send(Err(error)));
+            }
             Command::Close => unreachable!("run() answers it"),
         }
     }

@@ -458,6 +458,7 @@ impl Shared {
     pub(super) fn unlink(&self, pin: Pin, filling: Option<Filling>, why: &str) {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
+        let key = state.index.key(id);
         if let Some(filling) = filling {
             state.index.abort_fill(id, Tier::Host);
             filling.release(&mut state);
@@ -468,8 +469,7 @@ impl Shared {
         let mut quarantined = None;
         if !removed && state.index.drop_copy(id, Tier::Disk).is_some() {
             let slots = state.disk_slots();
-            slots.clear(slot);
-            let (file, of_path) = slots.quarantine(slot);
+            let (file, of_path) = slots.quarantine(slot, &key);
             quarantined = Some((file, of_path, slots.quarantined_count()));
         }
         drop(state);

@@ -10,10 +10,11 @@ use tokio::sync::oneshot;
 
 use super::Mover;
 use crate::{
+    block::BlockKey,
     copy::CopyEngine,
     error::{Error, Result},
     index::EntryId,
-    io::{AlignedBuf, IO_ALIGN, Storage, write_full},
+    io::{AlignedBuf, IO_ALIGN, OpKind, Storage, write_full},
     tier::disk::PageId,
 };
 
@@ -57,7 +58,7 @@ impl RecordPages {
     }
 }
 
-/// Stale pages written at once by `sync`.
+/// Pages written at once by `sync`.
 const STALE_BATCH: usize = 32;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -132,12 +133,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (result, lent) = write_full(&self.storage, file, offset, buf.lend()).await;
         let buf = AlignedBuf::from_lent(lent);
         self.shared.metrics.record_writes.add(1);
+        self.shared.account(&self.record_failures, file, OpKind::Write, &result);
+        let mut state = self.shared.lock();
         if let Err(source) = result {
             // What is on the medium is older than the index: the page is to be written again.
-            self.shared.lock().disk_slots().mark_stale(page);
+            state.disk_slots().page_failed(page);
+            drop(state);
             return (Err(Error::io("write", self.path_of(file), source)), buf);
         }
+        state.disk_slots().page_written(page);
+        drop(state);
         (Ok(()), buf)
+    }
+
+    /// Writes the pages whose records name a block that was removed, or waits for their writes.
+    pub(super) async fn forget_records(self: &Rc<Self>, key: &BlockKey) -> Result<()> {
+        let pages: Vec<_> = match &self.shared.lock().disk {
+            Some(slots) => slots.pages_naming(key).collect(),
+            None => return Ok(()),
+        };
+        self.settle_pages(&pages).await
     }
 
     /// Writes the pages that say of a slot what is no longer so, and waits for those that are being written.
@@ -147,7 +162,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Some(slots) => pages.extend(slots.stale_pages().map(|page| (page, true))),
             None => return Ok(()),
         }
-        let pages: Vec<_> = pages.into_iter().collect();
+        self.settle_pages(&pages.into_iter().collect::<Vec<_>>()).await
+    }
+
+    /// Waits until the medium says of pages what is so now. True for those whose last image is out of date.
+    async fn settle_pages(self: &Rc<Self>, pages: &[(PageId, bool)]) -> Result<()> {
         for batch in pages.chunks(STALE_BATCH) {
             let writes: Vec<_> = batch
                 .iter()

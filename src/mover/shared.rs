@@ -261,7 +261,24 @@ impl Shared {
         }
     }
 
-    /// The same, if it can be had at once.
+    /// A host slot for a caller: none once the cache is closed, when nothing could be stored from it any more.
+    pub(crate) async fn acquire_for_caller(self: &Arc<Self>) -> Result<Filling> {
+        self.lock().check_open()?;
+        let filling = self.acquire(Tier::Host).await?;
+        let mut state = self.lock();
+        match state.check_open() {
+            Ok(()) => {
+                drop(state);
+                Ok(filling)
+            }
+            Err(closed) => {
+                filling.release(&mut state);
+                Err(closed)
+            }
+        }
+    }
+
+    /// A slot of `tier` that is nobody's, if it can be had at once.
     pub(super) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
         let mut state = self.lock();
         state.check_service(tier).ok()?;
@@ -272,10 +289,11 @@ impl Shared {
     fn take_slot(&self, state: &mut State, tier: Tier) -> Option<u32> {
         let slot = state.pop_free(tier).or_else(|| {
             let victim = state.index.victim(tier)?;
+            let key = state.index.key(victim);
             let slot = state.index.evict(victim, tier);
             self.metrics.tier(tier).evictions.add(1);
             if tier == Tier::Disk {
-                state.disk_slots().clear(slot);
+                state.disk_slots().clear(slot, &key);
             }
             Some(slot)
         });
@@ -315,14 +333,15 @@ impl Shared {
         state.check_open()?;
         let mut removed = Removed::default();
         if let Some(id) = state.index.find(key)
-            && state.index.best_tier(id).is_some()
+            && (state.index.best_tier(id).is_some() || Tier::ALL.iter().any(|&tier| state.index.is_filling(id, tier)))
         {
-            removed.resident = true;
+            // Not where it is on its way from a caller's memory: nobody has seen it there.
+            removed.resident = state.index.best_tier(id).is_some();
             state.dirty.remove(key);
             state.refusals.forget(key);
             if let Some(slot) = state.index.slot(id, Tier::Disk) {
                 // Its record must go now, although whoever reads the slot holds it for a while yet.
-                state.disk_slots().clear(slot);
+                state.disk_slots().clear(slot, key);
             }
             for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
                 slot.into_iter().for_each(|slot| state.push_free(tier, slot));
@@ -340,9 +359,9 @@ impl Shared {
         Ok(removed)
     }
 
-    /// True where a record on disk may name a block that was removed.
-    pub(crate) fn may_be_recorded(&self) -> bool {
-        self.lock().disk.as_ref().is_some_and(|slots| slots.stale_count() > 0)
+    /// True where a record on disk may name `key`, whose block is gone.
+    pub(crate) fn may_be_recorded(&self, key: &BlockKey) -> bool {
+        self.lock().disk.as_ref().is_some_and(|slots| slots.pages_naming(key).next().is_some())
     }
 
     /// Refuses every call from now on, and wakes those who wait for slots.
@@ -584,9 +603,12 @@ impl Drop for Filling {
     fn drop(&mut self) {
         let Some(shared) = &self.shared else { return };
         let mut state = shared.lock();
-        if self.tier == Tier::Disk && state.disk_slots().meta(self.slot).is_some() {
+        if self.tier == Tier::Disk
+            && let Some(entry) = state.disk_slots().meta(self.slot).map(|meta| EntryId::from_u32(meta.entry))
+        {
             // A write that was dropped in mid-work: the books name a block that nobody will see.
-            state.disk_slots().clear(self.slot);
+            let key = state.index.key(entry);
+            state.disk_slots().clear(self.slot, &key);
         }
         state.push_free(self.tier, self.slot);
     }

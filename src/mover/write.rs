@@ -106,6 +106,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
         let slot = filling.slot();
         let mut state = self.shared.lock();
+        let key = state.index.key(id);
         let published = match &result {
             Ok(()) => state.index.complete_fill(id, Tier::Disk, slot),
             Err(_) => {
@@ -117,7 +118,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             filling.published();
         } else {
             // The record page is stale now, and written when it next comes due, or at `sync`.
-            state.disk_slots().clear(slot);
+            state.disk_slots().clear(slot, &key);
             filling.release(&mut state);
         }
         drop(state);

@@ -2,6 +2,7 @@
 
 mod files;
 pub mod format;
+mod leftovers;
 pub mod recovery;
 pub mod slots;
 

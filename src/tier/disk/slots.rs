@@ -9,16 +9,21 @@
 //!
 //! The records on the medium are rebuilt from here, a page of 32 at a time. A page is *stale* while the
 //! medium says something else than the slots do: after `commit`, `clear` and `quarantine`. Encoding it makes
-//! it fresh; whoever then fails to write it says so with [`DiskSlots::mark_stale`]. A change that comes
-//! between encoding and the end of the write makes the page stale again, so no change is lost.
+//! it fresh; whoever then writes it says what came of that with [`DiskSlots::page_written`] or
+//! [`DiskSlots::page_failed`]. A change that comes between encoding and the end of the write makes the page stale
+//! again, so no change is lost.
 //!
 //! Nothing must be written before a slot is used again: a stale record that describes a block which
-//! is no longer there is found out by its payload checksum. Writing stale pages only saves those misses.
+//! is no longer there is found out by its payload checksum. Writing stale pages only saves those misses. Where the
+//! payload is there still, the record must go before its block counts as removed: [`DiskSlots::pages_naming`].
 
-use super::format::{
-    PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
-    record::{Record, RecordSeal},
-    stripe::{PageId, Stripe},
+use super::{
+    format::{
+        PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE,
+        record::{Record, RecordSeal},
+        stripe::{PageId, Stripe},
+    },
+    leftovers::Leftovers,
 };
 use crate::{bits::BitSet, block::BlockKey, io::FileId};
 
@@ -58,6 +63,7 @@ pub struct DiskSlots {
     slots: Vec<SlotMeta>,
     free: BitSet,
     stale: BitSet,
+    leftovers: Leftovers,
     /// Where the search for a free slot goes on.
     cursor: u32,
     full: u32,
@@ -75,6 +81,7 @@ impl DiskSlots {
             slots: vec![SlotMeta::FREE; stripe.slots() as usize],
             stale: BitSet::new(stripe.pages()),
             quarantined_of: vec![0; stripe.members().len()],
+            leftovers: Leftovers::default(),
             free,
             stripe,
             uuid,
@@ -137,26 +144,26 @@ impl DiskSlots {
         self.stale.insert(self.stripe.page_of(slot).0);
     }
 
-    /// A full slot becomes filling again, and its record page stale: evicted or removed. To be followed by
-    /// `release`, or by filling the slot with another block.
+    /// A full slot, of the block `key`, becomes filling again, and its record page stale: evicted or removed. To be
+    /// followed by `release`, or by filling the slot with another block.
     ///
     /// # Panics
     /// If the slot is not full.
-    pub fn clear(&mut self, slot: u32) {
+    pub fn clear(&mut self, slot: u32, key: &BlockKey) {
         self.expect(slot, State::Full);
         self.slots[slot as usize] = SlotMeta { state: State::Filling, ..SlotMeta::FREE };
         self.full -= 1;
-        self.stale.insert(self.stripe.page_of(slot).0);
+        self.mark_leftover(self.stripe.page_of(slot), Some(key));
     }
 
-    /// Takes a filling or full slot out of service until the store is opened again. Its member, and how many slots of
-    /// that member are out of service now.
+    /// Takes a filling slot, or the full one of the block `key`, out of service until the store is opened again. Its
+    /// member, and how many slots of that member are out of service now.
     ///
     /// # Panics
     /// If the slot is free or quarantined.
-    pub fn quarantine(&mut self, slot: u32) -> (FileId, u32) {
+    pub fn quarantine(&mut self, slot: u32, key: &BlockKey) -> (FileId, u32) {
         if self.state(slot) == State::Full {
-            self.clear(slot);
+            self.clear(slot, key);
         }
         self.expect(slot, State::Filling);
         self.slots[slot as usize] = SlotMeta { state: State::Quarantined, ..SlotMeta::FREE };
@@ -227,14 +234,44 @@ impl DiskSlots {
             *bytes = seal.encode(local, &Record { key, parent, length, generation, checksum, last_use });
         }
         self.stale.remove(page.0);
+        self.leftovers.encoded(page);
     }
 
-    /// Marks a page whose write failed or was given up, or whose records on the medium are known to be wrong.
+    /// The encoded page is on the medium.
+    pub fn page_written(&mut self, page: PageId) {
+        self.leftovers.written(page);
+    }
+
+    /// The encoded page is not on the medium, or in part.
+    ///
+    /// # Panics
+    /// If the store has no such page.
+    pub fn page_failed(&mut self, page: PageId) {
+        self.stale.insert(page.0);
+        self.leftovers.failed(page);
+    }
+
+    /// Marks a page that is to be written although nothing has changed.
     ///
     /// # Panics
     /// If the store has no such page.
     pub fn mark_stale(&mut self, page: PageId) {
         self.stale.insert(page.0);
+    }
+
+    /// Marks a page whose records on the medium name a block that is not there: `key`, or any where that is not known.
+    ///
+    /// # Panics
+    /// If the store has no such page.
+    pub fn mark_leftover(&mut self, page: PageId, key: Option<&BlockKey>) {
+        self.stale.insert(page.0);
+        self.leftovers.add(page, key);
+    }
+
+    /// Pages whose records on the medium may name `key` in a slot that does not hold it; true for those that are to be
+    /// written, false for those that have been encoded and will not name it when their write has ended.
+    pub fn pages_naming(&self, key: &BlockKey) -> impl Iterator<Item = (PageId, bool)> + '_ {
+        self.leftovers.pages(key)
     }
 
     /// Pages whose records on the medium differ from the slots, ascending.
@@ -272,6 +309,10 @@ impl DiskSlots {
     pub fn validate(&self) -> Result<(), String> {
         self.free.validate().map_err(|what| format!("free slots: {what}"))?;
         self.stale.validate().map_err(|what| format!("stale pages: {what}"))?;
+        self.leftovers.validate().map_err(|what| format!("records left over: {what}"))?;
+        if let Some(page) = self.leftovers.pending().find(|page| !self.stale.contains(page.0)) {
+            return Err(format!("{page:?} has records left over, and is not stale"));
+        }
         let counted =
             [(State::Free, self.free.len()), (State::Full, self.full), (State::Quarantined, self.quarantined)];
         for (state, kept) in counted {
@@ -376,7 +417,7 @@ mod tests {
         slots.commit(b, 2, 2, 4);
         assert!(slots.stale_pages().eq([page]), "the image in flight does not know of b");
         slots.encode_page(page, &mut bytes, describe);
-        slots.mark_stale(page);
+        slots.page_failed(page);
         assert!(slots.stale_pages().eq([page]), "the write failed");
     }
 
@@ -385,7 +426,7 @@ mod tests {
         let mut slots = slots_of(&[1]);
         let slot = slots.alloc().expect("free");
         slots.commit(slot, 1, 2, 3);
-        slots.quarantine(slot);
+        slots.quarantine(slot, &describe(1).0);
         let mut bytes = [0xFF; PAGE_BYTES];
         slots.encode_page(PageId(0), &mut bytes, describe);
         assert!(is_zero(&bytes));
@@ -451,13 +492,13 @@ mod tests {
                         full.insert(slot, at);
                     }
                     (Op::Clear, _, Some(slot)) => {
-                        slots.clear(slot);
+                        slots.clear(slot, &describe(full[&slot]).0);
                         full.remove(&slot);
                         filling.insert(slot);
                     }
                     (Op::Quarantine, some_filling, Some(slot)) => {
                         let slot = if at % 2 == 0 { slot } else { some_filling.unwrap_or(slot) };
-                        slots.quarantine(slot);
+                        slots.quarantine(slot, &describe(full.get(&slot).copied().unwrap_or(0)).0);
                         full.remove(&slot);
                         filling.remove(&slot);
                         lost += 1;
@@ -465,13 +506,26 @@ mod tests {
                     (Op::Write, ..) => {
                         let page = slots.stale_pages().next();
                         if let Some(page) = page {
-                            slots.encode_page(page, &mut medium[page.0 as usize], describe);
+                            let mut image = medium[page.0 as usize];
+                            slots.encode_page(page, &mut image, describe);
+                            if at % 3 == 0 {
+                                slots.page_failed(page);
+                            } else {
+                                slots.page_written(page);
+                                medium[page.0 as usize] = image;
+                            }
                         }
                     }
                     _ => {}
                 }
             }
             slots.validate().expect("valid");
+            for (page, bytes) in (0..).map(PageId).zip(&medium) {
+                for (slot, record) in decode(&slots, page, bytes) {
+                    let is_there = full.get(&slot).is_some_and(|at| describe(*at).0 == record.key);
+                    prop_assert!(is_there || slots.pages_naming(&record.key).any(|(other, _)| other == page));
+                }
+            }
             prop_assert_eq!(slots.full_count() as usize, full.len());
             prop_assert_eq!(slots.quarantined_count(), lost);
             prop_assert_eq!(slots.free_count() as usize + filling.len() + full.len() + lost as usize,

@@ -5,7 +5,7 @@ mod scene;
 use std::{future::Future, time::Duration};
 
 use kvhoist::{
-    Cache, Config, Error, Tier, WritePolicy,
+    Cache, Config, Error, Route, Segment, Tier, WritePolicy,
     io::OpKind,
     sim::{self, Fault, FaultRates, Reactor, Sim, Simulated, World},
 };
@@ -302,5 +302,134 @@ fn every_close_waits_for_the_end_and_has_the_same_result() {
             }
             assert_eq!(cache.close().await.is_ok(), fault == Fault::Stall, "a later close has the result too");
         }
+    });
+}
+
+#[test]
+fn a_block_removed_as_its_slot_is_given_to_another_is_in_no_record() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        // Neither the new block nor the page of records that says so is on the medium yet.
+        let next = started(&disk, OpKind::Write);
+        (next..next + 2).for_each(|nth| disk.script(OpKind::Write, nth, Fault::Stall));
+        let storing = spawn(&cache, async |cache| store(&cache, 20).await);
+        a_while().await;
+        assert_eq!(disk.stalled(), 2, "the block and its record are being written");
+        let evicted = (0..16).find(|n| cache.match_len(&[key(*n)]) == 0).expect("the disk was full");
+        let removal = spawn_remove(&cache, evicted);
+        a_while().await;
+        let (killed, its_reactor, _) = open_killed(config(), &disk).await;
+        let is_back = fetch(&killed, evicted).await.expect("served");
+        assert!(is_back && !removal.is_finished(), "found: {is_back}, removed: {}", removal.is_finished());
+        finish(killed, its_reactor).await;
+        disk.release();
+        assert!(!removal.await.expect("no panic").expect("removed"), "it was resident no longer");
+        let (killed, its_reactor, _) = open_killed(config(), &disk).await;
+        assert!(!fetch(&killed, evicted).await.expect("served"), "a removed block is back");
+        finish(killed, its_reactor).await;
+        storing.await.expect("no panic").expect("stored");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_durable_removal_survives_power_cuts() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        cache.sync().await.expect("a sound disk");
+        assert!(cache.remove(&key(1)).await.expect("removed"), "it was there");
+        assert!(found_after_power_cuts(&config(), &disk, 1).await > 0, "a flush is what makes the difference");
+        assert!(!cache.remove_durably(&key(1)).await.expect("removed"), "it is gone");
+        assert!(cache.remove_durably(&key(2)).await.expect("removed"), "it was there");
+        for n in [1, 2] {
+            assert_eq!(found_after_power_cuts(&config(), &disk, n).await, 0, "block {n}");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_block_removed_while_it_goes_straight_to_disk_does_not_come_back() {
+    sim::block_on(async {
+        let mut memory = vec![1u8; 3 * BLOCK_BYTES];
+        let config = Config { bypass_host: true, ..config() };
+        let (cache, reactor, disk) = open(config.clone()).await;
+        let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
+        // SAFETY: the memory outlives the cache, and nobody writes to it.
+        let region = unsafe { cache.register_host(start, BLOCK_BYTES) }.expect("registered");
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
+        let storing = spawn(&cache, async move |cache| cache.store_from(&[key(1)], None, &places).await);
+        a_while().await;
+        assert_eq!(disk.stalled(), 1, "the block is being written");
+        let removal = spawn_remove(&cache, 1);
+        a_while().await;
+        disk.release();
+        removal.await.expect("no panic").expect("removed");
+        assert!(!fetch(&cache, 1).await.expect("served"), "it was removed");
+        let (killed, its_reactor, _) = open_killed(config, &disk).await;
+        assert!(!fetch(&killed, 1).await.expect("served"), "a removed block is back");
+        finish(killed, its_reactor).await;
+        drop(storing.await.expect("no panic"));
+        assert_eq!(cache.stats().routes[Route::RegionToDisk as usize].blocks, 0, "it went straight, and not in");
+        cache.unregister(region).await;
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_removal_fails_with_the_records_of_its_own_block_only() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 1).await.expect("a sound disk");
+        disk.set_rates(FaultRates { no_space: 1.0, ..FaultRates::default() });
+        let own = cache.remove(&key(1)).await;
+        assert!(matches!(own, Err(Error::Io { op: "write", .. })), "{own:?}");
+        assert!(!cache.remove(&key(2)).await.expect("no record names it"), "nobody ever stored it");
+        let own = cache.remove(&key(1)).await;
+        assert!(matches!(own, Err(Error::Io { op: "write", .. })), "still there: {own:?}");
+        disk.set_rates(FaultRates::default());
+        assert!(!cache.remove(&key(1)).await.expect("cleared by now"), "it is gone");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn failing_writes_of_records_alone_make_the_disk_read_only() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        for n in 0..3 {
+            // The block is written, its record is not.
+            disk.script(OpKind::Write, started(&disk, OpKind::Write) + 1, Fault::Error(5));
+            store(&cache, n).await.expect_err("its record is not on disk");
+        }
+        assert!(cache.stats().disk_read_only.is_some(), "three writes of records failed in a row");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_closed_cache_hands_nothing_out() {
+    sim::block_on(async {
+        let (cache, reactor, _disk) = open(config()).await;
+        store(&cache, 1).await.expect("a sound disk");
+        let lease = cache.fetch(&key(1)).await.expect("served").expect("resident");
+        let waiting: Vec<_> = (0..4).map(|_| spawn(&cache, async |cache| cache.reserve().await.err())).collect();
+        cache.close().await.expect("close");
+        for waiter in waiting {
+            drop(waiter.await.expect("no panic"));
+        }
+        assert!(matches!(cache.reserve().await, Err(Error::Closed)), "a reservation that nobody could commit");
+        assert!(matches!(cache.prefetch(&[key(1)]), Err(Error::Closed)), "nothing can be brought any more");
+        assert!(matches!(cache.prefetch(&[]), Err(Error::Closed)), "nor can nothing");
+        assert_eq!((cache.match_len(&[key(1)]), cache.match_prefix(&[key(1)]).len()), (0, 0), "nothing can be fetched");
+        assert!(matches!(cache.remove(&key(1)).await, Err(Error::Closed)));
+        assert!(matches!(cache.remove_durably(&key(1)).await, Err(Error::Closed)));
+        assert!(matches!(cache.sync().await, Err(Error::Closed)));
+        assert_eq!(*lease, payload(1), "a lease outlives the cache");
+        drop(lease);
+        reactor.ended().await;
     });
 }

@@ -75,7 +75,7 @@ impl<'a> Collector<'a> {
         let (file, first, count) = self.stripe.page_slots(page);
         if self.unreadable.contains(&page) {
             self.counts.bad += u64::from(count);
-            self.slots.mark_stale(page);
+            self.slots.mark_leftover(page, None);
             return;
         }
         let (records, _) = bytes.as_chunks::<RECORD_BYTES>();
@@ -106,7 +106,7 @@ impl<'a> Collector<'a> {
         (self.take)(&mut self.slots, &self.page);
         self.page.clear();
         if stale {
-            self.slots.mark_stale(page);
+            self.slots.mark_leftover(page, None);
         }
     }
 

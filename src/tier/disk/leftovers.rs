@@ -1,0 +1,167 @@
+//! Records that the medium may still show although their blocks are gone: whoever removes a block clears them.
+//!
+//! A record is left over from the moment its slot is cleared until a write of its page that began after that has ended:
+//!
+//! ```text
+//!             add            encoded           written
+//!     (none) -----> pending ---------> writing ---------> (none)
+//!                      ^                  |
+//!                      +------------------+  failed
+//! ```
+//!
+//! Keys are told apart by their first eight bytes. Two that share them cost a page write that was not needed.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::format::{RECORDS_PER_PAGE, stripe::PageId};
+use crate::block::BlockKey;
+
+/// Keys that are kept of a page whose writes fail again and again; with more of them it may name any block.
+const KEYS_MAX: usize = 4 * RECORDS_PER_PAGE;
+
+/// A key, or `None` for any.
+type Tag = Option<u64>;
+
+/// Which pages may name which blocks that are gone.
+#[derive(Debug, Default)]
+pub(super) struct Leftovers {
+    by_key: BTreeSet<(Tag, PageId)>,
+    by_page: BTreeMap<PageId, Page>,
+}
+
+#[derive(Debug, Default)]
+struct Page {
+    /// Named by the medium, and by no image of the page from now on.
+    pending: Vec<Tag>,
+    /// Named by the medium until the image that is being written is there.
+    writing: Vec<Tag>,
+}
+
+impl Leftovers {
+    /// The page may name a block that is gone: this one, or any where that is not known.
+    pub(super) fn add(&mut self, page: PageId, key: Option<&BlockKey>) {
+        let pending = &mut self.by_page.entry(page).or_default().pending;
+        let tag = key.map(tag).filter(|_| pending.len() < KEYS_MAX);
+        if !pending.contains(&tag) {
+            pending.push(tag);
+            self.by_key.insert((tag, page));
+        }
+    }
+
+    /// An image of the page was made, to be written.
+    pub(super) fn encoded(&mut self, page: PageId) {
+        if let Some(Page { pending, writing }) = self.by_page.get_mut(&page) {
+            writing.append(pending);
+        }
+    }
+
+    /// The image is on the medium.
+    pub(super) fn written(&mut self, page: PageId) {
+        let Some(Page { pending, writing }) = self.by_page.get_mut(&page) else { return };
+        for tag in writing.drain(..).filter(|tag| !pending.contains(tag)) {
+            self.by_key.remove(&(tag, page));
+        }
+        if pending.is_empty() {
+            self.by_page.remove(&page);
+        }
+    }
+
+    /// The image may be on the medium in part, or not at all.
+    pub(super) fn failed(&mut self, page: PageId) {
+        let Some(Page { pending, writing }) = self.by_page.get_mut(&page) else { return };
+        for tag in writing.drain(..) {
+            if !pending.contains(&tag) {
+                pending.push(tag);
+            }
+        }
+    }
+
+    /// The pages that may name `key` although its block is gone; true for those that are to be written anew, false
+    /// for those whose write is under way.
+    pub(super) fn pages(&self, key: &BlockKey) -> impl Iterator<Item = (PageId, bool)> + '_ {
+        [Some(tag(key)), None].into_iter().flat_map(move |tag| {
+            let pages = self.by_key.range((tag, PageId(0))..=(tag, PageId(u32::MAX)));
+            pages.map(move |&(_, page)| (page, self.by_page[&page].pending.contains(&tag)))
+        })
+    }
+
+    /// Pages that are to be written anew.
+    pub(super) fn pending(&self) -> impl Iterator<Item = PageId> + '_ {
+        self.by_page.iter().filter(|(_, page)| !page.pending.is_empty()).map(|(page, _)| *page)
+    }
+
+    /// Fails where the two views disagree.
+    pub(super) fn validate(&self) -> Result<(), String> {
+        let of_pages: BTreeSet<_> = self
+            .by_page
+            .iter()
+            .flat_map(|(page, Page { pending, writing })| pending.iter().chain(writing).map(|tag| (*tag, *page)))
+            .collect();
+        match of_pages == self.by_key {
+            true => Ok(()),
+            false => Err(format!("by page they are {of_pages:?}, by key {:?}", self.by_key)),
+        }
+    }
+}
+
+fn tag(key: &BlockKey) -> u64 {
+    u64::from_le_bytes(*key.as_bytes().first_chunk().expect("a key has 32 bytes"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGE: PageId = PageId(7);
+
+    fn key(n: usize) -> BlockKey {
+        let mut bytes = [0; 32];
+        bytes[..8].copy_from_slice(&(n as u64).to_le_bytes());
+        BlockKey::new(bytes)
+    }
+
+    fn pages(left: &Leftovers, n: usize) -> Vec<(PageId, bool)> {
+        left.validate().expect("valid");
+        left.pages(&key(n)).collect()
+    }
+
+    #[test]
+    fn a_record_is_left_over_until_a_write_that_began_after_it_was_cleared_has_ended() {
+        let mut left = Leftovers::default();
+        left.add(PAGE, Some(&key(1)));
+        assert_eq!(pages(&left, 1), [(PAGE, true)]);
+        assert_eq!(pages(&left, 2), []);
+        left.encoded(PAGE);
+        left.add(PAGE, Some(&key(2)));
+        assert_eq!((pages(&left, 1), pages(&left, 2)), (vec![(PAGE, false)], vec![(PAGE, true)]));
+        left.written(PAGE);
+        assert_eq!((pages(&left, 1), pages(&left, 2)), (vec![], vec![(PAGE, true)]));
+        left.encoded(PAGE);
+        left.failed(PAGE);
+        assert_eq!(pages(&left, 2), [(PAGE, true)]);
+        left.encoded(PAGE);
+        left.written(PAGE);
+        assert!(left.by_page.is_empty() && left.by_key.is_empty(), "{left:?}");
+    }
+
+    #[test]
+    fn a_block_cleared_again_while_its_page_is_written_stays_left_over() {
+        let mut left = Leftovers::default();
+        left.add(PAGE, Some(&key(1)));
+        left.encoded(PAGE);
+        left.add(PAGE, Some(&key(1)));
+        left.written(PAGE);
+        assert_eq!(pages(&left, 1), [(PAGE, true)]);
+    }
+
+    #[test]
+    fn a_page_with_too_many_of_them_may_name_any_block() {
+        let mut left = Leftovers::default();
+        (0..=KEYS_MAX).for_each(|n| left.add(PAGE, Some(&key(n))));
+        assert_eq!(pages(&left, KEYS_MAX + 9), [(PAGE, true)]);
+        assert_eq!(left.by_page[&PAGE].pending.len(), KEYS_MAX + 1);
+        left.encoded(PAGE);
+        left.written(PAGE);
+        assert_eq!(pages(&left, 0), []);
+    }
+}
