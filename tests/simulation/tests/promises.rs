@@ -51,7 +51,7 @@ async fn found_after_power_cuts(config: &Config, disk: &Sim, n: u8) -> usize {
     found
 }
 
-const POWER_CUTS: usize = 32;
+const POWER_CUTS: usize = 12;
 
 async fn open_read_only(config: Config) -> (Cache, Reactor, Sim) {
     let (cache, reactor, disk) = open(config).await;
