@@ -173,6 +173,10 @@ pub fn match_prefix(caller: &mut Caller) -> End {
     if found.len() != length || length > keys.len() {
         caller.context.fail(format!("of {path:?} {} blocks were matched, and {length} counted", found.len()));
     }
+    if caller.context.closing.get() && length == 0 {
+        // A closed cache matches nothing.
+        return End::Done(999);
+    }
     let model = caller.context.model.borrow();
     let claims = caller.context.claims(&caller.cache, &caller.world);
     for (at, &block) in path.iter().enumerate().take(length + 1) {
