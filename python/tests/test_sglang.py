@@ -535,3 +535,44 @@ def test_a_pool_that_comes_unannounced_needs_a_share(store_dir):
     with pytest.raises(ConfigError, match="pool_shares.*draft"):
         backend.register_mem_host_pool_v2(filled(sgl.MLA), "draft")
     backend.close()
+
+
+def _serve_with(monkeypatch, **server_args):
+    """As in a server that was started with these arguments."""
+    from types import SimpleNamespace
+
+    sgl.boot()
+    import sglang.srt.runtime_context as context
+
+    monkeypatch.setattr(context, "get_server_args", lambda: SimpleNamespace(**server_args), raising=False)
+
+
+def test_servers_with_other_weights_share_nothing(store_dir, monkeypatch):
+    pool = filled(sgl.MHA)
+    servers = [
+        (dict(model_path="meta/tiny"), {}),
+        (dict(model_path="/models/other"), {}),
+        (dict(model_path="meta/tiny", revision="abc"), {}),
+        (dict(model_path="meta/tiny", quantization="fp8"), {}),
+        (dict(model_path="meta/tiny"), dict(revision="2026-11-22")),
+    ]
+    keys, indices = keys_for(sgl.MHA, 2), pool.alloc(2 * pool.page_size)
+    for round_, found in enumerate((0, 2)):
+        for server, settings in servers:
+            _serve_with(monkeypatch, **server)
+            backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir, **settings))
+            assert backend.batch_exists(keys) == found, (round_, server, settings)
+            assert all(backend.batch_set_v1(keys, indices))
+            backend.close()
+
+
+def test_adapters_whose_pages_have_the_same_keys_are_refused(store_dir, monkeypatch):
+    pool = filled(sgl.MHA)
+    _serve_with(monkeypatch, model_path="meta/tiny", enable_lora=True)
+    from sglang.srt.mem_cache import utils
+
+    if hasattr(utils, "storage_namespace_seed"):
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
+        monkeypatch.delattr(utils, "storage_namespace_seed")
+    with pytest.raises(ConfigError, match="^enable_lora: found True"):
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
