@@ -1,4 +1,4 @@
-"""`python -m kvhoist doctor`: what a machine gives the HiCache backend, on one screen."""
+"""`python -m kvhoist doctor`: what a machine gives an engine's adapter, on one screen."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import tempfile
 import time
 
 from . import Cache, Error, __version__, parse_bytes
-from .config import HiCacheConfig, printable
+from .chunks import tier_settings
+from .config import HiCacheConfig, config_error, printable
 from .hicache import FREE_SHARE_MIN
 
 PROBE_BLOCK = 1 << 20
@@ -25,10 +26,11 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what this machine gives the backend, and what stands in its way")
     doctor.add_argument("--path", action="append", help="a folder on the drive to be used; may be given again")
-    doctor.add_argument("--config", help="SGLang's extra config: JSON, or @FILE with it")
+    doctor.add_argument("--engine", choices=("sglang", "vllm"), default="sglang", help="whose configuration it is")
+    doctor.add_argument("--config", help="SGLang's extra config, or vLLM's kv-transfer-config: JSON, or @FILE with it")
     given = parser.parse_args(arguments)
     try:
-        return Doctor(given.path, given.config).run()
+        return Doctor(given.path, given.config, given.engine).run()
     except (OSError, ValueError, RecursionError) as error:
         print(f"doctor: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -37,20 +39,25 @@ def main(arguments: list[str] | None = None) -> int:
 class Doctor:
     """One examination."""
 
-    def __init__(self, paths: list[str] | None, config: str | None) -> None:
+    def __init__(self, paths: list[str] | None, config: str | None, engine: str = "sglang") -> None:
         self.config = None
+        self.engine = engine
+        self.shared_bytes = 0
         self.troubles = 0
         if config is not None:
             if config.startswith("@"):
                 with open(config[1:], encoding="utf-8") as file:
                     config = file.read()
-            self.config = HiCacheConfig.load(json.loads(config))
+            given = json.loads(config)
+            if engine == "vllm":
+                self.shared_bytes, given = vllm_tier(given)
+            self.config = tier_settings(given) if engine == "vllm" else HiCacheConfig.load(given)
         self.paths = paths or (self.config.path if self.config else [tempfile.gettempdir()])
 
     def run(self) -> int:
         """Prints what it finds, a line each."""
         self._say("kvhoist", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
-        self._sglang()
+        self._engine()
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         unlimited = soft == resource.RLIM_INFINITY
         self._say("locked memory", "unlimited" if unlimited else f"{soft >> 20} MiB (ulimit -l)")
@@ -69,13 +76,19 @@ class Doctor:
         self.troubles += 1
         self._say(what, f"NO: {found}")
 
-    def _sglang(self) -> None:
+    def _engine(self) -> None:
         from importlib import metadata
 
+        tested = {"sglang": "the backend is tested with 0.5.17 and 0.5.23", "vllm": "the tier with 0.28 and 0.33"}
         try:
-            self._say("sglang", f"{metadata.version('sglang')} (the backend is tested with 0.5.17 and 0.5.23)")
+            self._say(self.engine, f"{metadata.version(self.engine)} ({tested[self.engine]})")
         except metadata.PackageNotFoundError:
-            self._say("sglang", "not installed here")
+            self._say(self.engine, "not installed here")
+        if self.shared_bytes:
+            system = os.statvfs("/dev/shm")
+            free = system.f_bavail * system.f_frsize
+            text = f"/dev/shm: {free >> 20} MiB free, {self.shared_bytes >> 20} MiB an engine in cpu_bytes_to_use"
+            (self._say if free >= self.shared_bytes else self._trouble)("shared memory", text)
 
     def _capacity(self) -> None:
         for path in self.config.path:
@@ -127,6 +140,27 @@ class Doctor:
             self._say("io_uring", f"yes; host memory registered with it: {'yes' if stats['registered'] else 'no'}")
         mib = PROBE_BLOCKS * PROBE_BLOCK >> 20
         self._say("drive", f"{folder}: {mib} MiB written at {mib / wrote:.0f} MiB/s, read at {mib / took:.0f} MiB/s")
+
+
+def vllm_tier(given: dict) -> tuple[int, dict]:
+    """cpu_bytes_to_use and the tier's own settings, of kv-transfer-config, its extra config, or the tier alone."""
+    extra = given.get("kv_connector_extra_config", given) if isinstance(given, dict) else None
+    if not isinstance(extra, dict):
+        raise config_error("kv_connector_extra_config", extra, "an object with secondary_tiers")
+    if extra.get("spec_name", "TieringOffloadingSpec") != "TieringOffloadingSpec":
+        raise config_error("spec_name", extra["spec_name"], "'TieringOffloadingSpec'")
+    tiers = extra.get("secondary_tiers", [given])
+    tiers = [tier for tier in tiers if isinstance(tier, dict)] if isinstance(tiers, list) else []
+    found = [tier for tier in tiers if tier.get("type", "KvhoistTier") == "KvhoistTier"]
+    if len(found) != 1:
+        raise config_error("secondary_tiers", extra.get("secondary_tiers"), "a list with one tier of type KvhoistTier")
+    (tier,) = found
+    if tier is not given and tier.get("module_path") != "kvhoist.vllm":
+        raise config_error("module_path", tier.get("module_path"), "'kvhoist.vllm'")
+    shared_bytes = extra.get("cpu_bytes_to_use", 1)
+    of_vllm = ("type", "module_path", "backpressure", "enable_kv_events", "locality")
+    settings = {name: value for name, value in tier.items() if name not in of_vllm}
+    return parse_bytes(shared_bytes, "cpu_bytes_to_use"), settings
 
 
 def _existing(path: str) -> str:

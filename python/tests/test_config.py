@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 
 import pytest
 
 from kvhoist import ConfigError, parse_bytes
+from kvhoist.__main__ import main
 from kvhoist.cache import slots_within, store_bytes
 from kvhoist.config import HiCacheConfig
 from kvhoist.hicache import _make_private_folders
@@ -203,8 +205,6 @@ def test_the_file_is_as_long_as_was_reckoned(store_dir):
 
 
 def test_doctor_looks_at_a_drive_and_leaves_nothing(store_dir, capsys):
-    from kvhoist.__main__ import main
-
     status = main(["doctor", "--path", str(store_dir)])
     said = capsys.readouterr().out
     assert "read at" in said and "io_uring" in said
@@ -213,10 +213,6 @@ def test_doctor_looks_at_a_drive_and_leaves_nothing(store_dir, capsys):
 
 
 def test_doctor_names_what_is_wrong_with_a_config(store_dir, capsys):
-    import json
-
-    from kvhoist.__main__ import main
-
     assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "much"})]) == 2
     assert "capacity: found 'much'" in capsys.readouterr().err
     assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "900TiB"})]) == 1
@@ -242,7 +238,6 @@ def test_doctor_shows_no_terminal_escapes(store_dir, capsys):
 
 
 def test_the_example_config_is_one(monkeypatch):
-    import json
     from pathlib import Path
 
     example = Path(__file__).parents[1] / "example.json"
@@ -280,3 +275,33 @@ def test_folders_that_are_made_are_private_at_every_level_whatever_the_umask(tmp
         os.umask(before)
     modes = [stat.S_IMODE(os.stat(there / folder).st_mode) for folder in ["a", "a/b", "a/b/c", "."]]
     assert modes == [0o700, 0o700, 0o700, 0o755]
+
+
+def vllm_config(**tier):
+    """vLLM's kv-transfer-config, as the page has it."""
+    tier = {"type": "KvhoistTier", "module_path": "kvhoist.vllm", **tier}
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 20, "secondary_tiers": [tier]}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def test_doctor_reads_a_configuration_as_vllm_does(store_dir, capsys):
+    config = vllm_config(path=str(store_dir), capacity="1MiB", locality="LOCAL")
+    extra = config["kv_connector_extra_config"]
+    for given in (config, extra, extra["secondary_tiers"][0]):
+        assert main(["doctor", "--engine", "vllm", "--config", json.dumps(given)]) in (0, 1)
+        assert "settings" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"capacity": "1MiB"}, "path"),
+        ({"path": "/x", "capacity": "1MiB", "threads": 2}, "threads"),
+        ({"path": "/x", "capacity": "1MiB", "pool_shares": {"a": 0.5}}, "pool_shares"),
+        ({"path": "/x", "capacity": "1MiB", "module_path": "kvhoist"}, "module_path"),
+        ({"type": "fs", "root_dir": "/x"}, "secondary_tiers"),
+    ],
+)
+def test_doctor_names_what_vllm_would_refuse(wrong, named, capsys):
+    assert main(["doctor", "--engine", "vllm", "--config", json.dumps(vllm_config(**wrong))]) == 2
+    assert f"doctor: {named}: found" in capsys.readouterr().err

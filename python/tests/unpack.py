@@ -7,6 +7,7 @@ import zipfile
 PYTHON = {
     # HiCache is part of the runtime. The kernels' sources are never compiled, but their folders are looked for.
     "sglang": ("sglang/srt/", "sglang/kernels/", "sglang/jit_kernel/"),
+    "vllm": ("vllm/",),
 }
 SOURCES = ("/jit/include/", "/jit/csrc/", "jit_kernel/include/", "jit_kernel/csrc/")
 

@@ -7,7 +7,7 @@ import sys
 from . import kvcacheio
 from .stand_ins import add_absent, add_blank, add_shells, prepare_torch
 
-#: Packages that SGLang imports and HiCache does not need. torch, numpy, msgspec, psutil and packaging must be installed.
+#: Packages that SGLang imports and HiCache does not need. torch, numpy, msgspec, psutil, packaging must be installed.
 ABSENT = frozenset(
     """
     IPython PIL aiohttp aiter annotated_types certifi cloudpickle compressed_tensors cutlass datasets deep_gemm dill

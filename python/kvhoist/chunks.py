@@ -1,0 +1,219 @@
+"""Chunks of an engine's own host memory on disk, moved by jobs that nobody waits for. What the vLLM tier is made of.
+
+Needs no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import select
+import time
+from dataclasses import dataclass, field
+from typing import Any, Iterable, Mapping, Sequence
+
+from .cache import Cache, slot_bytes, slots_within, store_bytes
+from .config import DEFAULT_HOST_BYTES, HiCacheConfig, config_error
+from .hicache import _make_directory, _slug
+
+logger = logging.getLogger(__name__)
+
+#: Jobs that may be under way. An engine has a few for each of its requests.
+JOBS_MAX = 16_384
+
+#: Host memory of a store whose chunks all go straight between drive and engine. What a drive cannot reach straight, and
+#: write_back, need more.
+STRAIGHT_HOST_BYTES = 64 << 20
+
+#: Seconds after which a wait for jobs is worth a line in the log, and again each time.
+_LONG_WAIT_S = 10
+
+
+def tier_settings(given: Mapping[str, Any]) -> HiCacheConfig:
+    """Settings of a tier, checked: those of the HiCache backend, but for what is about its pools."""
+    given = dict(given)
+    if "pool_shares" in given:
+        raise config_error("pool_shares", given["pool_shares"], "nothing: the engine's memory is one pool")
+    if "host_bytes" not in given and not os.environ.get("KVHOIST_HOST_BYTES"):
+        policy = given.get("write_policy") or os.environ.get("KVHOIST_WRITE_POLICY") or "write_through"
+        given["host_bytes"] = STRAIGHT_HOST_BYTES if policy == "write_through" else DEFAULT_HOST_BYTES
+    return HiCacheConfig.load(given)
+
+
+@dataclass
+class Ended:
+    """A job that has ended: every key of it is in `good` or in `failed`."""
+
+    job_id: int
+    is_load: bool
+    good: list
+    #: What went wrong with each of the other keys; `False` for one that was nowhere.
+    failed: dict
+    seconds: float
+
+
+@dataclass
+class _Job:
+    is_load: bool
+    started: float
+    good: list = field(default_factory=list)
+    failed: dict = field(default_factory=dict)
+    #: The keys of each submission that has not ended.
+    tickets: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where chunks are kept: everything that their bytes depend on and their keys do not tell."""
+
+    #: For people: the model's name, and which replica this is.
+    model: str
+    replica: str
+    #: What is digested, as JSON.
+    identity: Mapping[str, Any]
+
+    def digest(self) -> str:
+        """64 hex characters."""
+        return hashlib.sha256(json.dumps(self.identity, sort_keys=True, default=str).encode()).hexdigest()
+
+    def namespace(self) -> str:
+        """The cache's namespace."""
+        return f"{_slug(self.model)[:80]}/{_slug(self.replica)}/{self.digest()[:32]}"
+
+    def directories(self, paths: Iterable[str]) -> list[str]:
+        """A folder under each path."""
+        name = f"{_slug(self.model)[:80]}-{self.digest()[:12]}"
+        return [os.path.join(path, name, _slug(self.replica)) for path in paths]
+
+
+class ChunkStore:
+    """One engine's chunks: its memory registered once, its store on disk, and the jobs between the two.
+
+    Methods raise; the adapter answers for that. Nothing but `drain` and `close` waits. For one thread at a time.
+    """
+
+    def __init__(self, config: HiCacheConfig, place: Place, chunk_bytes: int, memory: Any) -> None:
+        """Opens the store. `memory` is a writable buffer object, kept until `close`."""
+        self.chunk_bytes = chunk_bytes
+        self.directories = place.directories(config.path)
+        self.cache = self._open(config, place, chunk_bytes)
+        try:
+            self.region = self.cache.register_host(memory, pin=True)
+            self._queue = self.cache.queue(JOBS_MAX)
+        except BaseException:
+            self.cache.close()
+            raise
+        self._jobs: dict[int, _Job] = {}
+        self._owner: dict[int, int] = {}
+        self._ended: list[Ended] = []
+        self._closed = False
+        #: Whether one key is there: no I/O. The cache's own method, for it is called for every key of every prompt.
+        self.contains = self.cache.contains
+
+    def _open(self, config: HiCacheConfig, place: Place, chunk_bytes: int) -> Cache:
+        paths, slot = len(self.directories), slot_bytes(chunk_bytes)
+        slots = slots_within(config.capacity // paths, chunk_bytes)
+        if slots < 1:
+            raise config_error("capacity", config.capacity, f"room for one chunk of {chunk_bytes} bytes on each path")
+        for directory in self.directories:
+            _make_directory(directory, store_bytes(slots, chunk_bytes))
+        return Cache(
+            self.directories,
+            block_bytes=chunk_bytes,
+            host_bytes=max(config.host_bytes, slot),
+            capacity=config.capacity,
+            namespace=place.namespace(),
+            write_policy=config.write_policy,
+            direct_io=config.direct_io,
+            storage=config.storage,
+            # The engine's memory is the host tier: chunks that direct I/O can reach need no second one here.
+            bypass_host=True,
+            deadline_ms=config.deadline_ms,
+            read_bytes_in_flight_max=max(slot, config.read_bytes_in_flight_max),
+            write_bytes_in_flight_max=max(slot, config.write_bytes_in_flight_max),
+        )
+
+    def goes_straight(self) -> bool:
+        """Whether chunks go straight between drive and memory: what the engine will do with them."""
+        return self.region.address % 4096 == 0 and self.chunk_bytes % 4096 == 0
+
+    # Jobs
+
+    def submit_load(self, job_id: int, keys: Sequence[bytes], offsets: Iterable[int]) -> None:
+        """Begins to read chunks to their offsets in the memory."""
+        self._begin(job_id, True, [(None, keys, offsets)])
+
+    def submit_store(self, job_id: int, chains: Iterable[tuple[bytes | None, Sequence[bytes], Iterable[int]]]) -> None:
+        """Begins to store chunks from their offsets: (parent of the first, keys in prefix order, offsets) a chain."""
+        self._begin(job_id, False, chains)
+
+    def _begin(self, job_id: int, is_load: bool, chains: Iterable) -> None:
+        """A submission for each chain. The job ends when all have, also those that could not begin."""
+        job = self._jobs[job_id] = _Job(is_load, time.monotonic())
+        for parent, keys, offsets in chains:
+            keys = list(keys)
+            try:
+                base, size = self.region.address, self.chunk_bytes
+                blocks = [(base + offset, size) for offset in offsets]
+                if is_load:
+                    ticket = self._queue.submit_load(keys, blocks)
+                else:
+                    ticket = self._queue.submit_store(keys, blocks, parent)
+            except Exception as error:
+                job.failed.update(dict.fromkeys(keys, error))
+                continue
+            job.tickets[ticket] = keys
+            self._owner[ticket] = job_id
+        self._end_if_done(job_id, job)
+
+    def fail(self, job_id: int, keys: Sequence[bytes], is_load: bool) -> None:
+        """Ends a job that never began."""
+        self._ended.append(Ended(job_id, is_load, [], dict.fromkeys(keys, "not begun"), 0.0))
+
+    def finished(self) -> list[Ended]:
+        """The jobs that have ended since the last call. Does not wait."""
+        self._collect()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _collect(self) -> None:
+        for ticket, results in self._queue.drain():
+            job_id = self._owner.pop(ticket)
+            job = self._jobs[job_id]
+            for key, result in zip(job.tickets.pop(ticket), results):
+                if result is True:
+                    job.good.append(key)
+                else:
+                    job.failed[key] = result
+            self._end_if_done(job_id, job)
+
+    def _end_if_done(self, job_id: int, job: _Job) -> None:
+        if not job.tickets:
+            del self._jobs[job_id]
+            self._ended.append(Ended(job_id, job.is_load, job.good, job.failed, time.monotonic() - job.started))
+
+    def drain(self) -> None:
+        """Returns when no job is under way; `finished` has their ends. What the drive was given is waited for."""
+        poll = select.poll()
+        poll.register(self._queue.event_fd, select.POLLIN)
+        waited = 0
+        while True:
+            self._collect()
+            if not self._jobs:
+                return
+            if not poll.poll(_LONG_WAIT_S * 1000):
+                waited += _LONG_WAIT_S
+                logger.warning("kvhoist: %d jobs still under way after %d s", len(self._jobs), waited)
+
+    def close(self) -> None:
+        """Waits for the jobs, lets go of the memory, and closes the store. Again: does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.drain()
+        finally:
+            self.region.unregister()
+            self.cache.close()

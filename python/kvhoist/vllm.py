@@ -1,0 +1,429 @@
+"""kvhoist as a tier of vLLM's KV offloading: a secondary tier under TieringOffloadingSpec, vLLM 0.28 to 0.33.
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368, "secondary_tiers": [
+          {"type": "KvhoistTier", "module_path": "kvhoist.vllm", "path": "/mnt/nvme/kvhoist", "capacity": "200GiB"}]}}'
+
+`docs/vllm.md` has the settings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from collections import Counter
+from typing import Any, Callable, Collection, Iterable, Mapping
+
+import vllm
+
+#: The versions that the tests drive: the first and the last of those between.
+VERSIONS = ((0, 28), (0, 33))
+
+
+def _version() -> tuple[int, ...]:
+    """vLLM's version; (0, 0) for a build that does not know its own."""
+    return tuple(map(int, re.findall(r"\d+", str(getattr(vllm, "__version__", "")))[:2])) or (0, 0)
+
+
+def _wrong_version() -> str:
+    found, (first, last) = getattr(vllm, "__version__", "unknown"), VERSIONS
+    return (
+        f"vllm: found version {found}, expected {first[0]}.{first[1]} to {last[0]}.{last[1]}, whose secondary tiers "
+        "kvhoist.vllm.KvhoistTier knows; install one of these, or a kvhoist that knows yours"
+    )
+
+
+if (0, 0) < _version() < VERSIONS[0]:
+    raise ImportError(_wrong_version())
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+    from vllm.v1.kv_offload.base import (
+        Locality,
+        LookupResult,
+        Medium,
+        OffloadingCounterMetadata,
+        OffloadingEvent,
+        OffloadingGaugeMetadata,
+        RequestOffloadingContext,
+    )
+    from vllm.v1.kv_offload.file_mapper import FileMapper
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+except ImportError as error:
+    raise ImportError(f"{_wrong_version()} ({error})") from error
+
+from . import __version__  # noqa: E402
+from .chunks import ChunkStore, Ended, Place, tier_settings  # noqa: E402
+from .config import config_error  # noqa: E402
+from .errors import Error  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+#: Changes whenever stored chunks would be read differently.
+FORMAT = "vllm-tier-v1"
+
+#: Keys that failed and are a miss until they are stored again, at most.
+_LOST_MAX = 65_536
+
+#: Failures of one kind that are logged in full before only every so many are.
+_LOG_FIRST = 10
+_LOG_EVERY = 1000
+
+#: Seconds between looks at the store's figures: vLLM asks in every step.
+_STATS_EVERY_S = 1.0
+
+_HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
+
+#: vLLM's own label of its tiers.
+_LABELS = ("tier",)
+
+_PREFIX = "vllm:kv_offload_kvhoist_"
+
+#: Counters, by their names in the store's figures.
+_COUNTERS = {
+    "checksum_failures": "Chunks whose bytes on the drive were not what was stored; each was a miss.",
+    "read_errors": "Reads that the drive failed; each was a miss.",
+    "write_errors": "Writes that the drive failed; the chunk was not kept.",
+    "writes_refused": "Writes that were refused because of a limit; the chunk was not kept.",
+}
+_EVICTIONS = _PREFIX + "evictions"
+_USAGE = _PREFIX + "usage_perc"
+_OUT_OF_SERVICE = _PREFIX + "out_of_service"
+
+
+class _Prefix:
+    """What is known of the order of one request's keys."""
+
+    def __init__(self) -> None:
+        #: Positions of keys, where vLLM gives none (before 0.33): the order in which it touched them.
+        self.touched: dict[bytes, int] = {}
+        #: The last chunk of each group that was stored or loaded: (position, key).
+        self.ends: dict[bytes, tuple[int, bytes]] = {}
+
+
+class KvhoistTier(SecondaryTierManager):
+    """Chunks of vLLM's host memory on NVMe.
+
+    Constructed, it raises what is wrong with its settings. After that it never raises into the scheduler: what fails is
+    a miss or a failed job, a line in the log, and a count in ``counters``.
+    """
+
+    medium = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        enable_kv_events: bool = False,
+        locality: str | None = "LOCAL",
+        **settings: Any,
+    ) -> None:
+        # Before 0.33 there was no detector, and nobody passes one.
+        more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
+        super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
+        if _version() > VERSIONS[1]:
+            logger.warning("kvhoist: %s; trying", _wrong_version())
+        self.locality = None if locality is None else Locality(locality)
+        self.config = tier_settings(settings)
+        rows, row_bytes = primary_kv_view.shape
+        if primary_kv_view.strides != (row_bytes, 1):
+            raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
+        self.place = _place(offloading_spec, row_bytes, self.config.revision)
+        self.store = ChunkStore(self.config, self.place, row_bytes, primary_kv_view)
+        self._contains = self.store.contains
+        self._loading: set[bytes] = set()
+        #: Keys whose last load failed. A dict for its order.
+        self._lost: dict[bytes, None] = {}
+        self._touched_by_vllm = False
+        self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
+        #: Failed calls by the method's name, and `chunks`, all that failed.
+        self.counters: Counter = Counter()
+        self._reported: Counter = Counter()
+        self._stats_at = 0.0
+        self._announce(rows, row_bytes)
+
+    def _announce(self, rows: int, row_bytes: int) -> None:
+        stats = self.store.cache.stats()
+        disk = stats["tiers"]["disk"]
+        logger.info(
+            "kvhoist: tier %s in %s: %d slots of %d-byte chunks, %d resident; storage %s, direct I/O %s, chunks go %s; "
+            "%d rows of vLLM's memory registered, %s by the ring",
+            self.tier_type, self.store.directories, disk["slots"], row_bytes, disk["resident"], stats["storage"],
+            stats["direct_io"],
+            "straight to vLLM's memory" if self.store.goes_straight() else "through the cache's memory",
+            rows, "pinned" if self.store.region.pinned else "not pinned",
+        )  # fmt: skip
+
+    # What is there
+
+    def lookup(self, key: bytes, req_context: Any) -> LookupResult:
+        """HIT or MISS from the index, at once; RETRY while a load of the key is under way."""
+        try:
+            if not self._contains(key) or key in self._lost:
+                return _MISS
+            return _RETRY if key in self._loading else _HIT
+        except Exception as error:
+            self._failed("lookup", error)
+            return _MISS
+
+    def touch(self, keys: Collection[bytes], req_context: Any) -> None:
+        """Counts a use of chunks, which vLLM may have in its own memory."""
+        self._touched_by_vllm = True
+        self._guarded("touch", None, lambda: self._touch(list(keys), req_context))
+
+    def _touch(self, keys: list[bytes], context: Any) -> None:
+        self.store.cache.touch(keys)
+        if not hasattr(context, "get_offload_key_position"):
+            touched = _prefix(context).touched
+            for key in keys:
+                touched.setdefault(key, len(touched))
+
+    # Jobs
+
+    def submit_load(self, job_metadata: Any) -> None:
+        """Begins to read chunks into vLLM's memory."""
+        job, keys = job_metadata, list(job_metadata.keys)
+        self._begun("submit_load", job, keys, lambda: self._load(job, keys))
+
+    def _load(self, job: Any, keys: list[bytes]) -> None:
+        prefix, offsets = _prefix(job.req_context), self._offsets(job)
+        for group, chunks in self._by_group(keys, offsets, job.req_context).items():
+            if chunks[-1][0] is not None:
+                prefix.ends[group] = chunks[-1][:2]
+        self._loading.update(keys)
+        self.store.submit_load(job.job_id, keys, offsets)
+
+    def submit_store(self, job_metadata: Any) -> None:
+        """Begins to store chunks from vLLM's memory, each group's as a chain in the order of its prefix."""
+        job, keys = job_metadata, list(job_metadata.keys)
+        self._begun("submit_store", job, keys, lambda: self._store(job, keys))
+
+    def _store(self, job: Any, keys: list[bytes]) -> None:
+        prefix, chains = _prefix(job.req_context), []
+        for group, chunks in self._by_group(keys, self._offsets(job), job.req_context).items():
+            parent = None
+            if chunks[0][0] is not None:
+                parent = self._before(job.req_context, prefix, group, chunks[0][0])
+                prefix.ends[group] = chunks[-1][:2]
+            if chunks[0][0] is None and len(chunks) > 1:
+                # Nobody knows their order: no chain is better than a wrong one.
+                chains += [(None, [key], [offset]) for _, key, offset in chunks]
+            else:
+                chains.append((parent, [key for _, key, _ in chunks], [offset for _, _, offset in chunks]))
+        self.store.submit_store(job.job_id, chains)
+
+    def _begun(self, method: str, job: Any, keys: list[bytes], begin: Callable[[], None]) -> None:
+        """Begins a job; one that cannot begin has failed, with every key. What begins it does so in its last step."""
+        if self._guarded(method, self, begin, len(keys)) is self:
+            self.store.fail(job.job_id, keys, method == "submit_load")
+
+    def _offsets(self, job: Any) -> list[int]:
+        # `block_ids` before 0.33.
+        chunks = getattr(job, "chunk_ids", None)
+        if chunks is None:
+            chunks = job.block_ids
+        return [int(chunk) * self.store.chunk_bytes for chunk in chunks]
+
+    def _by_group(self, keys: list[bytes], offsets: list, context: Any) -> dict[bytes, list[tuple]]:
+        """(position, key, offset) of each KV cache group in prefix order; positions are None where nobody knows one."""
+        position = getattr(context, "get_offload_key_position", None) or _prefix(context).touched.get
+        groups: dict[bytes, list[tuple]] = {}
+        for key, offset in zip(keys, offsets):
+            groups.setdefault(key[-4:], []).append((position(key), key, offset))
+        for group, chunks in groups.items():
+            if any(place is None for place, _, _ in chunks):
+                groups[group] = [(None, key, offset) for _, key, offset in chunks]
+            else:
+                chunks.sort(key=lambda chunk: chunk[0])
+        return groups
+
+    def _before(self, context: Any, prefix: _Prefix, group: bytes, position: int) -> bytes | None:
+        """The chunk that the one at `position` follows."""
+        end = prefix.ends.get(group)
+        if end is not None and end[0] < position:
+            return end[1]
+        places = _positions(context)
+        before = ((place, key) for key, place in places.items() if key[-4:] == group and place < position)
+        return max(before, default=(0, None))[1]
+
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        """The jobs that have ended since the last call. Does not wait."""
+        # Each on its own: a job whose end is not told would be waited for for ever.
+        return [
+            self._guarded("get_finished_jobs", JobResult(job.job_id, success=False), lambda job=job: self._result(job))
+            for job in self._guarded("get_finished_jobs", [], self.store.finished)
+        ]
+
+    def _result(self, job: Ended) -> JobResult:
+        if job.failed:
+            why = next((error for error in job.failed.values() if error is not False), "evicted meanwhile")
+            self._failed("load" if job.is_load else "store", why, len(job.failed))
+        if job.is_load:
+            self._loading.difference_update(job.good, job.failed)
+            for key in job.failed:
+                # Until it is stored again: a load that fails for ever must not be tried for ever.
+                self._lost[key] = None
+            while len(self._lost) > _LOST_MAX:
+                del self._lost[next(iter(self._lost))]
+        else:
+            for key in job.good:
+                self._lost.pop(key, None)
+            if self._events is not None and job.good:
+                self._events.append(OffloadingEvent(job.good, self.medium, removed=False, locality=self.locality))
+        more = {"transfer_bytes": len(job.good) * self.store.chunk_bytes} if _HAS_BYTES else {}
+        return JobResult(
+            job.job_id,
+            success=not job.failed,
+            successful_keys=tuple(job.good) if job.is_load and job.failed and job.good else None,
+            transfer_time=job.seconds,
+            **more,
+        )
+
+    def drain_jobs(self) -> None:
+        """Returns when no transfer touches vLLM's memory; `get_finished_jobs` has the results."""
+        self._guarded("drain_jobs", None, self.store.drain)
+
+    # Requests
+
+    def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        """This tier takes chunks as they come."""
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        """Counts a use of the request's chunks, where vLLM does not (0.33 never calls `touch`)."""
+        if not self._touched_by_vllm:
+            self._guarded("touch", None, lambda: self._touch_finished(_positions(req_context)))
+
+    def _touch_finished(self, places: Mapping[bytes, int]) -> None:
+        if places:
+            self.store.cache.touch(sorted(places, key=places.__getitem__))
+
+    # What vLLM asks besides
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """What was stored since the last call, with `enable_kv_events`."""
+        if not self._events:
+            return ()
+        events, self._events = self._events, []
+        return events
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        """This tier's metrics beside those that vLLM has for each tier."""
+        texts = {**_COUNTERS, "evictions": "Chunks that made room for others on the drive."}
+        counters = {_PREFIX + name: OffloadingCounterMetadata(text, _LABELS) for name, text in texts.items()}
+        return {
+            **counters,
+            _USAGE: OffloadingGaugeMetadata("Share of the slots on the drive that have a chunk, 0.0 to 1.0.", _LABELS),
+            _OUT_OF_SERVICE: OffloadingGaugeMetadata(
+                "1 where the drive has failed for good: nothing is read, or nothing written. The log says why.", _LABELS
+            ),
+        }
+
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        """What has changed since the last call, once a second at most."""
+        now = time.monotonic()
+        if now - self._stats_at < _STATS_EVERY_S:
+            return None
+        self._stats_at = now
+        return self._guarded("get_stats", None, self._stats)
+
+    def _stats(self) -> OffloadingConnectorStats:
+        figures, stats, label = self.store.cache.stats(), OffloadingConnectorStats(), (self.tier_type,)
+        disk = figures["tiers"]["disk"]
+        counts = {_PREFIX + name: figures[name] for name in _COUNTERS} | {_EVICTIONS: disk["evictions"]}
+        for name, count in counts.items():
+            stats.increase_counter(name, count - self._reported[name], label)
+            self._reported[name] = count
+        stats.set_gauge(_USAGE, disk["resident"] / max(disk["slots"], 1), label)
+        stats.set_gauge(_OUT_OF_SERVICE, int(bool(figures["disk_retired"] or figures["disk_read_only"])), label)
+        return stats
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
+        """Labels of vLLM's info metric (0.33)."""
+        return ("kvhoist_version", "kvhoist_slots", "kvhoist_storage", "kvhoist_direct_io")
+
+    def config_info(self) -> Mapping[str, Any]:
+        """Their values."""
+        return self._guarded("config_info", {}, self._info)
+
+    def _info(self) -> Mapping[str, Any]:
+        stats = self.store.cache.stats()
+        values = (__version__, stats["tiers"]["disk"]["slots"], stats["storage"], stats["direct_io"])
+        return dict(zip(self.config_info_keys({}), values))
+
+    def shutdown(self) -> None:
+        """Waits for the jobs, lets go of vLLM's memory, and closes the store."""
+        self._contains = lambda _key: False
+        self._guarded("shutdown", None, self.store.close)
+
+    # Never raising
+
+    def _guarded(self, method: str, otherwise: Any, run: Callable[[], Any], chunks: int = 0) -> Any:
+        try:
+            return run()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # Also a panic of the native half, which is no Exception.
+            self._failed(method, error, chunks)
+            return otherwise
+
+    def _failed(self, method: str, why: object, chunks: int = 0) -> None:
+        self.counters[method] += 1
+        self.counters["chunks"] += chunks
+        count = self.counters[method]
+        if count <= _LOG_FIRST or count % _LOG_EVERY == 0:
+            unexpected = isinstance(why, Exception) and not isinstance(why, Error)
+            logger.warning(
+                "kvhoist: %s failed (%d so far), %d chunks: %s", method, count, chunks, why,
+                exc_info=why if unexpected else None,
+            )  # fmt: skip
+
+
+#: 0.28 has no bytes in its results.
+_HAS_BYTES = "transfer_bytes" in {field.name for field in dataclasses.fields(JobResult)}
+
+
+def _prefix(context: Any) -> _Prefix:
+    """What is known of a request, kept in the room that vLLM gives to tiers for it."""
+    known = context.get_state(_Prefix)
+    if known is None:
+        known = _Prefix()
+        context.set_state(known)
+    return known
+
+
+def _positions(context: Any) -> Mapping[bytes, int]:
+    """Positions of all keys of a request."""
+    known = getattr(context, "_offload_key_positions", None)
+    return _prefix(context).touched if known is None else known
+
+
+def _place(spec: Any, row_bytes: int, revision: str) -> Place:
+    """Where this engine's chunks are kept: apart from those of any other whose bytes would differ."""
+    mapper = FileMapper.from_offloading_spec(
+        root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=True
+    )
+    config = spec.config
+    identity = {
+        "format": FORMAT,
+        "row_bytes": row_bytes,
+        # The bytes of a block are laid out as this version does it.
+        "vllm": ".".join(map(str, _version())),
+        "kv_cache_layout": getattr(config, "kv_cache_layout", None),
+        "revision": revision,
+        **mapper.fields,
+    }
+    # Replicas have the same bytes under the same keys, and a store belongs to one process.
+    return Place(config.model.name, f"dp{getattr(config.parallel, 'data_parallel_index', 0)}", identity)
+
+
+def _events_wanted(spec: Any) -> bool:
+    wanted = spec.kv_events_config.enable_kv_cache_events
+    if not wanted:
+        logger.warning("kvhoist: enable_kv_events is set, but vLLM's KV cache events are off: none will be sent")
+    return wanted
