@@ -11,6 +11,9 @@ PYTHON = {
 }
 SOURCES = ("/jit/include/", "/jit/csrc/", "jit_kernel/include/", "jit_kernel/csrc/")
 
+#: The one binary: what vLLM's `fs` tier reads and writes with, which the bench compares with.
+BINARIES = ("vllm/fs_io_C.",)
+
 
 def main(wheel: str, folder: str) -> None:
     file_name = wheel.rsplit("/", 1)[-1]
@@ -18,6 +21,7 @@ def main(wheel: str, folder: str) -> None:
     with zipfile.ZipFile(wheel) as archive:
         python = [n for n in archive.namelist() if n.endswith(".py") and (n.startswith(wanted) or n.count("/") == 1)]
         names = python + [n for n in archive.namelist() if any(folder in n for folder in SOURCES)]
+        names += [n for n in archive.namelist() if n.startswith(BINARIES)]
         archive.extractall(folder, names)
     print(f"{len(names)} files of {file_name}")
 
