@@ -278,8 +278,9 @@ fn paths_with_escapes_drive_no_terminal() {
         assert_eq!(output.status.code(), Some(2), "{args:?}");
         let said = quiet(&output.stderr);
         assert_eq!(said.lines().count(), 1, "{args:?}: {said}");
-        // clap drops escape sequences of an argument that it does not expect.
-        assert!(said.contains("\\u{1b}]0;title\\u{7}") || said.contains("Usage:"), "{args:?}: {said}");
+        // clap drops escape sequences of the arguments that it refuses itself.
+        let by_clap = said.contains("try '--help'");
+        assert!(said.contains("\\u{1b}]0;title\\u{7}") || by_clap, "{args:?}: {said}");
     }
     let trace = small_trace(dir.path());
     let made = ["replay", "--quiet", "--trace", trace.to_str().expect("UTF-8"), "--block-bytes", "8KiB"];
