@@ -108,7 +108,7 @@ fn blocks_go_straight_between_pool_and_disk() {
         pool.clear();
         assert_eq!(load_all(&cache, &places), [true; BLOCKS]);
         assert!((0..BLOCKS).all(|block| pool.holds(block)), "the right bytes");
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
     }
 }
@@ -168,7 +168,7 @@ fn memory_goes_straight_where_the_drive_reaches_it() {
             );
             assert_eq!((stats.read_errors, stats.write_errors), (0, 0), "nothing was tried that could not be");
             straight.push((shift, expected > 0));
-            block_on(cache.unregister(region));
+            block_on(cache.unregister(&region)).expect("its own region");
             block_on(cache.close()).expect("close");
         }
         println!("{storage:?}, went straight by its place in a page: {straight:?}");
@@ -190,7 +190,7 @@ fn what_does_not_lie_for_direct_io_goes_through_the_host_tier() {
         assert_eq!(load_all(&cache, &places), [true; BLOCKS]);
         pool.0.copy_within(shift..shift + BLOCKS * BLOCK, 0);
         assert!((0..BLOCKS).all(|block| pool.holds(block)), "the right bytes");
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
     }
 }
@@ -221,7 +221,7 @@ fn a_damaged_block_is_found_out_in_the_pool_and_never_served() {
     store_all(&cache, &places);
     pool.clear();
     assert_eq!(load_all(&cache, &places), [true; BLOCKS]);
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     block_on(cache.close()).expect("close");
 }
 
@@ -258,6 +258,6 @@ fn callers_of_one_block_at_once_all_get_it() {
         assert_eq!(halves.concat(), bytes, "place {block}");
     }
     cache.validate().expect("in order");
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     block_on(cache.close()).expect("close");
 }

@@ -95,7 +95,7 @@ fn every_way_to_load_counts_each_block_once_where_it_was_found() {
                 assert_eq!(went(&after, Route::DiskToRegion), [straight; 2], "{way:?}, bypass_host = {bypass_host}");
                 let out = after.tier(Tier::Host).bytes_out - before.tier(Tier::Host).bytes_out;
                 assert_eq!(out, copied * BLOCK_BYTES as u64, "{way:?}, bypass_host = {bypass_host}");
-                cache.unregister(region).await;
+                cache.unregister(&region).await.expect("its own region");
                 cache.close().await.expect("close");
             });
         }
@@ -119,7 +119,7 @@ fn what_is_stored_from_a_region_and_read_from_the_device_has_a_route() {
         assert_eq!(cache.read_device(&lease, Vec::new()).await.expect("read"), payload(1, BLOCK_BYTES));
         assert_eq!(went(&cache.stats(), Route::DeviceToCaller), [1, 1]);
         drop(lease);
-        cache.unregister(region).await;
+        cache.unregister(&region).await.expect("its own region");
         cache.close().await.expect("close");
     });
 }

@@ -96,7 +96,7 @@ fn every_layer_is_right_when_it_is_said_to_be_there() {
                 }
                 assert!(load.blocks().await.into_iter().all(|result| result.expect("loaded")));
             }
-            cache.unregister(region).await;
+            cache.unregister(&region).await.expect("its own region");
             cache.validate().expect("valid");
             cache.close().await.expect("close");
         });
@@ -123,7 +123,7 @@ fn a_missing_block_is_told_of_in_every_layer() {
         assert_eq!(blocks, [true, true, true, false, true, true], "those behind it are there too");
         let nothing = cache.load_layers(&[], &[], &[0]).await.expect("nothing to load");
         assert_eq!((nothing.layer(0).await.expect("a layer").leading, nothing.blocks().await.len()), (0, 0));
-        cache.unregister(region).await;
+        cache.unregister(&region).await.expect("its own region");
         cache.close().await.expect("close");
     });
 }
@@ -157,8 +157,8 @@ fn wrong_arguments_are_refused_before_anything_moves() {
         assert!(error.contains("a CUDA device only"), "{error}");
         assert!(load.poison_address(0).is_err());
         assert!(load.blocks().await.into_iter().all(|result| result.expect("loaded")));
-        cache.unregister(region).await;
-        cache.unregister(device).await;
+        cache.unregister(&region).await.expect("its own region");
+        cache.unregister(&device).await.expect("its own region");
         cache.close().await.expect("close");
         let closed = cache.load_layers(&[], &[], &[0]).await;
         assert!(matches!(closed, Err(Error::Closed)));
@@ -220,7 +220,7 @@ mod simulated {
                 if rng.chance(0.2) {
                     // Nobody waits for it; it must not be in the way of the next one.
                     drop(load);
-                    cache.unregister(region).await;
+                    cache.unregister(&region).await.expect("its own region");
                     region = pool.register(&cache, device);
                     continue;
                 }
@@ -238,7 +238,7 @@ mod simulated {
                     }
                 }
             }
-            cache.unregister(region).await;
+            cache.unregister(&region).await.expect("its own region");
             reactor.settle(Duration::from_secs(60)).await.unwrap_or_else(|what| panic!("seed {seed}: {what}"));
             cache.close().await.ok();
             reactor.ended().await;
@@ -266,7 +266,7 @@ mod simulated {
                 load.layer(layer).await.expect("a layer");
                 assert_eq!(started.elapsed(), latency * (layer as u32 + 1), "layer {layer}");
             }
-            cache.unregister(region).await;
+            cache.unregister(&region).await.expect("its own region");
         });
     }
 }

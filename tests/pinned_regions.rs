@@ -104,7 +104,7 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     let region = first.register(&cache);
     assert!(!block_on(cache.pin_region(&region)).expect("answered"), "threads have no use for it");
     first.store(&cache);
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     block_on(cache.close()).expect("closed");
 
     let Ok(cache) = block_on(Cache::open(settings(StorageKind::Uring))) else {
@@ -145,7 +145,7 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
             assert_pinned(arena + 4 * POOL);
             // The one that goes leaves a hole, which the next is put into.
             let gone = turn % 3;
-            block_on(cache.unregister(regions.remove(gone)));
+            block_on(cache.unregister(&regions.remove(gone))).expect("its own region");
             assert_pinned(arena + 3 * POOL);
             let again = others[gone].register(cache);
             assert!(block_on(cache.pin_region(&again)).expect("answered"));
@@ -154,7 +154,7 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
             }
             regions.push(again);
             for region in regions {
-                block_on(cache.unregister(region));
+                block_on(cache.unregister(&region)).expect("its own region");
             }
             assert_pinned(arena + POOL);
         }
@@ -172,10 +172,10 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     assert_eq!(other.load(cache), 0, "it was read through the page tables");
     assert_eq!(cache.stats().checksum_failures, BLOCKS as u64);
     first.store(cache);
-    block_on(cache.unregister(region_of_other));
+    block_on(cache.unregister(&region_of_other)).expect("its own region");
     assert_eq!(first.load(cache), BLOCKS, "the others were not harmed");
 
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     assert_pinned(arena);
     block_on(cache.close()).expect("closed");
 }

@@ -86,7 +86,7 @@ fn rounds(
         );
     }
     println!("every layer of every round verified on the device\n");
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     Ok(())
 }
 

@@ -121,6 +121,6 @@ fn load(options: &Options, gpu: &Arc<Gpu>) -> io::Result<()> {
         println!("load_into of 64 MiB in segments of {} KiB: {median:.1} GB/s ({min:.1}..{max:.1})", len >> 10);
     }
     println!();
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     block_on(cache.close()).map_err(other)
 }

@@ -120,7 +120,9 @@ impl PyRegion {
         let pinned = if pin { py.detach(|| block_on(cache.pin_region(&region))) } else { Ok(false) };
         let cache = cache.clone();
         let registration = Arc::new(Registration {
-            unregister: Mutex::new(Some(Box::pin(async move { cache.unregister(region).await }))),
+            unregister: Mutex::new(Some(Box::pin(async move {
+                cache.unregister(&region).await.expect("this cache has registered it");
+            }))),
             buffer: Mutex::new(buffer),
         });
         registrations.all().push(Arc::clone(&registration));

@@ -3,6 +3,7 @@
 use std::{
     fmt,
     ops::{Deref, DerefMut},
+    sync::Arc,
 };
 
 use bytes::Bytes;
@@ -11,8 +12,8 @@ use super::Cache;
 use crate::{
     block::{BlockKey, Route, Segment},
     checksum::checksum,
-    error::Result,
-    mover::{Filling, Pin},
+    error::{Error, Result},
+    mover::{Filling, Pin, Shared},
 };
 
 /// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.
@@ -65,16 +66,25 @@ impl fmt::Debug for Lease {
 
 /// A block in device memory, pinned: it stays there, unchanged, until the lease is dropped.
 pub struct DeviceLease {
-    pin: Pin,
+    /// Shared with copies from it that are under way.
+    pin: Arc<Pin>,
 }
 
 impl DeviceLease {
     pub(super) fn new(pin: Pin) -> Self {
-        DeviceLease { pin }
+        DeviceLease { pin: Arc::new(pin) }
     }
 
-    pub(super) fn pin(&self) -> &Pin {
-        &self.pin
+    /// The pin, for the cache that gave it.
+    pub(super) fn pin_of(&self, cache: &Arc<Shared>) -> Result<Arc<Pin>> {
+        if Arc::ptr_eq(self.pin.shared(), cache) {
+            return Ok(Arc::clone(&self.pin));
+        }
+        Err(Error::Argument {
+            what: "lease",
+            found: "a lease of another cache".into(),
+            expected: "a lease that this cache has given".into(),
+        })
     }
 
     /// The path the bytes took for this fetch.

@@ -24,7 +24,7 @@ pub use stats::{CopyStats, RouteStats, Stats, TierStats};
 
 use std::sync::Arc;
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use crate::{
     block::{BlockKey, Tier},
@@ -32,7 +32,7 @@ use crate::{
     config::{Config, WritePolicy},
     error::{Error, Result},
     index::PrefixMatch,
-    mover::{Class, Command, Committed, Found, Outcome, Pin, Promotion, Removed, Settled, Shared, Urgent},
+    mover::{Class, Command, Committed, DeviceRead, Found, Outcome, Pin, Promotion, Removed, Settled, Shared, Urgent},
 };
 
 /// Blocks that [`Cache::touch`] counts before it lets others at the index.
@@ -53,6 +53,8 @@ struct Inner {
     commands: mpsc::Sender<Command>,
     urgent: mpsc::UnboundedSender<Urgent>,
     end: watch::Receiver<Option<Result<()>>>,
+    /// A permit for each read of a device block that may be under way.
+    device_reads: Arc<Semaphore>,
     regions: region::Regions,
     storage_name: &'static str,
     registered: bool,
@@ -430,17 +432,22 @@ impl Cache {
         Err(Error::Unavailable { tier: "device", reason })
     }
 
-    /// Copies a device block to the host: `buf` comes back with its bytes, resized to fit.
+    /// Copies a device block to the host: `buf` comes back with its bytes, resized to fit. Also a block that was
+    /// removed since it was leased.
+    ///
+    /// As many copies as [`Config::movements_max`] may be under way at once; who asks for more waits.
     ///
     /// # Errors
-    /// [`Error::Copy`] if the copy failed, [`Error::Closed`].
+    /// [`Error::Argument`] for a lease of another cache, [`Error::Copy`] if the copy failed, [`Error::Closed`].
     ///
     /// # Cancel safety
-    /// Dropping the future drops `buf` when the copy has ended.
+    /// Dropping the future drops `buf`, once a copy that has begun has ended.
     pub async fn read_device(&self, lease: &DeviceLease, buf: Vec<u8>) -> Result<Vec<u8>> {
-        let pin = lease.pin().again()?;
+        let pin = lease.pin_of(self.shared())?;
+        // Not through the bounded channel, where those may be who wait for the leased slot; bounded all the same.
+        let permit = Arc::clone(&self.inner.device_reads).acquire_owned().await.map_err(|_| Error::Closed)?;
         let (reply, receiver) = oneshot::channel();
-        self.send_urgent(Urgent::ReadDevice { pin, buf, reply })?;
+        self.send_urgent(Urgent::ReadDevice(DeviceRead { pin, buf, permit, reply }))?;
         receiver.await.unwrap_or(Err(Error::Closed))
     }
 

@@ -7,7 +7,7 @@ use std::{
     thread,
 };
 
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use super::{Cache, Inner, device::Opened, region::Regions};
 use crate::{
@@ -204,16 +204,18 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let storage_name = if config.disks.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
     let mover = Mover::new(Arc::clone(&shared), storage, copy, memory_align_bytes);
-    let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(shared.config.movements_max as usize));
+    let movements_max = shared.config.movements_max as usize;
+    let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
-    let regions = Regions::default();
+    let regions = Regions::new();
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = Inner {
         shared,
         commands: sender,
         urgent,
         end: told,
+        device_reads: Arc::new(Semaphore::new(movements_max)),
         regions,
         storage_name,
         direct_io,

@@ -1,6 +1,9 @@
 //! Foreign memory, registered once, then read and written in place.
 
-use std::sync::{Arc, Mutex, atomic::Ordering};
+use std::sync::{
+    Arc, Mutex, MutexGuard,
+    atomic::{AtomicU64, Ordering},
+};
 
 use tokio::sync::oneshot;
 
@@ -19,6 +22,8 @@ use crate::{
 /// Dropping it changes nothing: the range stays registered for the life of the cache.
 pub struct Region {
     inner: Arc<RegionInner>,
+    /// The number of the cache's [`Regions`].
+    registry: u64,
 }
 
 impl std::fmt::Debug for Region {
@@ -30,10 +35,23 @@ impl std::fmt::Debug for Region {
 /// Regions that may be registered at once.
 const REGIONS_MAX: usize = 4096;
 
-#[derive(Default)]
-pub(super) struct Regions(Mutex<Vec<Arc<RegionInner>>>);
+/// The regions of one cache.
+pub(super) struct Regions {
+    /// Tells them from those of every other cache of this process.
+    number: u64,
+    entries: Mutex<Vec<Arc<RegionInner>>>,
+}
 
 impl Regions {
+    pub(super) fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Regions { number: NEXT.fetch_add(1, Ordering::Relaxed), entries: Mutex::default() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<RegionInner>>> {
+        self.entries.lock().expect("nothing panics under it")
+    }
+
     fn add(&self, start: *mut u8, len: usize, memory: RegionMemory) -> Result<Region> {
         let address = start;
         let start = start as usize;
@@ -44,7 +62,7 @@ impl Regions {
                 expected: "a range of memory".into(),
             });
         }
-        let mut regions = self.0.lock().expect("nothing panics under it");
+        let mut regions = self.lock();
         if regions.len() >= REGIONS_MAX {
             return Err(Error::Busy { what: "registered regions", limit: REGIONS_MAX as u64, setting: "none" });
         }
@@ -58,11 +76,41 @@ impl Regions {
         }
         let inner = RegionInner::new(address, len, memory);
         regions.push(Arc::clone(&inner));
-        Ok(Region { inner })
+        Ok(Region { inner, registry: self.number })
     }
 
-    fn remove(&self, region: &Region) {
-        self.0.lock().expect("nothing panics under it").retain(|other| !Arc::ptr_eq(other, &region.inner));
+    /// Refuses a region of another cache.
+    fn check(&self, region: &Region) -> Result<()> {
+        if region.registry == self.number {
+            return Ok(());
+        }
+        Err(Error::Argument {
+            what: "region",
+            found: "a region of another cache".into(),
+            expected: "a region that this cache has registered".into(),
+        })
+    }
+
+    /// Holds a region, wherever its movements go.
+    fn hold_one(&self, region: &Region) -> Result<RegionUse> {
+        self.check(region)?;
+        let regions = self.lock();
+        if regions.iter().any(|other| Arc::ptr_eq(other, &region.inner)) {
+            // Under the lock: who forgets a region counts its users after that.
+            return Ok(region.inner.hold());
+        }
+        Err(Error::Argument {
+            what: "region",
+            found: "a region that was unregistered".into(),
+            expected: "a region that is registered".into(),
+        })
+    }
+
+    /// Forgets a region, if it is not forgotten already: nothing begins to use it after that.
+    fn remove(&self, region: &Region) -> Result<()> {
+        self.check(region)?;
+        self.lock().retain(|other| !Arc::ptr_eq(other, &region.inner));
+        Ok(())
     }
 
     /// Holds the memory that `segments` lie in: lent for the call, or registered.
@@ -75,7 +123,7 @@ impl Regions {
                 expected: format!("one block of {block_bytes} bytes"),
             });
         }
-        let regions = self.0.lock().expect("nothing panics under it");
+        let regions = self.lock();
         let mut held: Vec<RegionUse> = Vec::new();
         for segment in segments {
             let lent = lent.and_then(|loan| loan.region_of(segment));
@@ -144,53 +192,51 @@ impl Cache {
     /// there is traffic.
     ///
     /// # Errors
-    /// [`Error::Closed`].
+    /// [`Error::Argument`] for a region of another cache, or one that was unregistered. [`Error::Closed`].
     ///
     /// # Cancel safety
     /// The region may be pinned all the same.
     pub async fn pin_region(&self, region: &Region) -> Result<bool> {
+        let held = self.inner.regions.hold_one(region)?;
         let RegionInner { start, len, memory, .. } = *region.inner;
         if memory == RegionMemory::Host
             && let Err(error) = huge::gather(start, len).await
         {
             tracing::debug!(%error, start, len, "not all of a region could be moved into huge pages");
         }
-        region.inner.wanted_fixed.store(true, Ordering::Release);
-        self.ask_region(&region.inner, true).await
+        let (reply, receiver) = oneshot::channel();
+        self.inner.commands.send(Command::Register { region: held, reply }).await.map_err(|_| Error::Closed)?;
+        receiver.await.map_err(|_| Error::Closed)
     }
 
-    /// Forgets a region: resolves when no movement uses it any longer.
+    /// Forgets a region: resolves when neither a movement nor a [`pin_region`](Cache::pin_region) uses it any longer
+    /// and nothing keeps it pinned. However many callers unregister one region, each of them waits for that; on a
+    /// region that is forgotten already it resolves at once.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a region of another cache, which is left as it is.
     ///
     /// # Cancel safety
-    /// The region is forgotten at the first poll; movements may still use it when the future is
-    /// dropped, and [pinned](Cache::pin_region) memory may stay pinned until the cache is closed.
-    pub async fn unregister(&self, region: Region) {
-        self.inner.regions.remove(&region);
+    /// The region is forgotten at the first poll. Movements may still use it when the future is dropped, and it may
+    /// still be pinned: call again to wait for them.
+    pub async fn unregister(&self, region: &Region) -> Result<()> {
+        self.inner.regions.remove(region)?;
         region.inner.wait_unused().await;
-        let never_known = matches!(self.inner.gdr.get(), GdrState::Off(_));
-        if let Some(region) = region.inner.lasting.filter(|_| !never_known) {
-            let (reply, given_back) = oneshot::channel();
-            // When the cache has ended nothing holds the memory any more.
-            match self.send_urgent(Urgent::GiveBack { region, reply }) {
-                // The other end is dropped when it is done.
-                Ok(()) => drop(given_back.await),
-                Err(_) => drop(self.ended().await),
-            }
+        // Both requests hold the region until they are done, or lost with the reactor. Of two callers whose requests go
+        // out at once each waits for both.
+        let mut refused = false;
+        if region.inner.lasting.is_some() && !matches!(self.inner.gdr.get(), GdrState::Off(_)) {
+            refused |= self.send_urgent(Urgent::GiveBack { region: region.inner.hold() }).is_err();
         }
-        // By the channel that the wish came by: one whose future was dropped may still be on its way.
-        if region.inner.wanted_fixed.load(Ordering::Acquire) {
-            // A cache that has ended has let go of all of them.
-            if self.ask_region(&region.inner, false).await.is_err() {
-                drop(self.ended().await);
-            }
+        if region.inner.is_fixed() {
+            refused |= self.inner.commands.send(Command::Unregister { region: region.inner.hold() }).await.is_err();
         }
-    }
-
-    async fn ask_region(&self, region: &Arc<RegionInner>, wanted: bool) -> Result<bool> {
-        let (reply, receiver) = oneshot::channel();
-        let command = Command::Register { region: Arc::clone(region), wanted, reply };
-        self.inner.commands.send(command).await.map_err(|_| Error::Closed)?;
-        receiver.await.map_err(|_| Error::Closed)
+        region.inner.wait_unused().await;
+        if refused || region.inner.is_fixed() {
+            // A cache that has ended has let go of all regions.
+            drop(self.ended().await);
+        }
+        Ok(())
     }
 
     /// Copies blocks into registered memory: one result per block, in order. `true`: it is there;
@@ -289,7 +335,7 @@ mod tests {
 
     #[test]
     fn no_memory_is_registered_twice() {
-        let regions = Regions::default();
+        let regions = Regions::new();
         let pool = regions.add(at(4096), 8192, HOST).expect("the first");
         regions.add(at(8192), 4096, HOST).expect_err("part of it is registered");
         regions.add(at(12288), 4096, HOST).expect("beside the pool");
@@ -297,7 +343,7 @@ mod tests {
 
         let segment = [Segment { ptr: at(4096), len: 10 }];
         assert_eq!(regions.hold(&segment, 10, None).expect("registered").len(), 1);
-        regions.remove(&pool);
+        regions.remove(&pool).expect("its own");
         assert!(regions.hold(&segment, 10, None).is_err(), "the pool is gone");
     }
 }

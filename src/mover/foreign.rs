@@ -6,7 +6,7 @@ use std::{
     rc::Rc,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicU32, AtomicUsize, Ordering},
     },
 };
 
@@ -48,14 +48,13 @@ pub(crate) struct RegionInner {
     unused: Notify,
     /// The storage's number for its first piece, or [`UNREGISTERED`].
     fixed: AtomicU32,
-    /// The storage was, or is about to be, asked to keep it at hand.
-    pub(crate) wanted_fixed: AtomicBool,
 }
 
 /// The storage does not have a region at hand.
 const UNREGISTERED: u32 = u32::MAX;
 
-/// A movement's hold on a region: it is not given back to its owner before this is dropped.
+/// A hold on a region, of a movement or of a request that concerns it: its owner does not get it back before this is
+/// dropped.
 pub(crate) struct RegionUse(Arc<RegionInner>);
 
 impl RegionInner {
@@ -79,7 +78,6 @@ impl RegionInner {
             users: AtomicUsize::new(0),
             unused: Notify::new(),
             fixed: AtomicU32::new(UNREGISTERED),
-            wanted_fixed: AtomicBool::new(false),
         })
     }
 
@@ -135,6 +133,11 @@ impl RegionUse {
         self.0.memory
     }
 
+    /// Whether the storage has it at hand.
+    pub(super) fn is_fixed(&self) -> bool {
+        self.0.is_fixed()
+    }
+
     /// How copy engines know the region.
     pub(crate) fn lasting(&self) -> Option<CopyRegion> {
         self.0.lasting
@@ -184,19 +187,21 @@ impl Job {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Has the storage keep a region at hand, if it can.
-    pub(super) fn register(&self, region: &RegionInner) {
+    pub(super) fn register(&self, region: &RegionUse) {
+        let region = &region.0;
         let start = NonNull::new(std::ptr::with_exposed_provenance_mut(region.start)).expect("no region begins at 0");
         if region.memory == RegionMemory::Host && !region.is_fixed() {
-            // SAFETY: the owner of the region promised at its registration to keep it mapped until it is given
-            // back, and that does not happen before `unregister`.
+            // SAFETY: the owner of the region promised at its registration to keep it mapped until `Cache::unregister`
+            // has resolved. That waits for the hold on it which came with this request, and then for `unregister`.
             if let Some(first) = unsafe { self.storage.register(start, region.len) } {
                 region.fixed.store(u32::from(first), Ordering::Release);
             }
         }
     }
 
-    /// Takes it back. Nothing uses the region any longer.
-    pub(super) fn unregister(&self, region: &RegionInner) {
+    /// Takes it back. No movement uses the region any longer.
+    pub(super) fn unregister(&self, region: &RegionUse) {
+        let region = &region.0;
         if let Ok(first) = u16::try_from(region.fixed.swap(UNREGISTERED, Ordering::AcqRel)) {
             self.storage.unregister(first, region.len);
         }

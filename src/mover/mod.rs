@@ -42,12 +42,12 @@ use std::{
     sync::Arc,
 };
 
-use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use self::{budget::Budget, direct::Direct, flush::Flush, records::RecordPages, service::Failures};
 use crate::{
     block::{BlockKey, Tier},
-    copy::{CopyEngine, CopyRegion},
+    copy::CopyEngine,
     error::Result,
     io::{FileId, Storage},
 };
@@ -64,8 +64,10 @@ pub(crate) enum Command {
     LoadLayers(LayerJobs),
     /// Store blocks from foreign memory: true for each that was stored.
     StoreFrom { jobs: Vec<Job>, reply: Reply },
-    /// Have the storage keep a region at hand, or no longer; whether it then does.
-    Register { region: Arc<RegionInner>, wanted: bool, reply: oneshot::Sender<bool> },
+    /// Have the storage keep a region at hand; whether it then does.
+    Register { region: RegionUse, reply: oneshot::Sender<bool> },
+    /// Have the storage let go of a region that no movement uses. Done when the hold is dropped.
+    Unregister { region: RegionUse },
     /// Write the record pages that name a block which is not there any more.
     Forget { key: BlockKey, reply: oneshot::Sender<Result<()>> },
     /// Flush what is written.
@@ -81,10 +83,19 @@ pub(crate) enum Command {
 pub(crate) enum Urgent {
     /// Write a host block to disk. Its flight has begun.
     Write { key: BlockKey, pin: Pin, class: Class },
-    /// Take foreign memory from the hands of the copy engine. No movement uses it.
-    GiveBack { region: CopyRegion, reply: oneshot::Sender<std::convert::Infallible> },
+    /// Take foreign memory, which no movement uses, from the hands of the copy engine. Done when the hold is dropped.
+    GiveBack { region: RegionUse },
     /// Copy a device block into `buf`, which is resized to fit.
-    ReadDevice { pin: Pin, buf: Vec<u8>, reply: oneshot::Sender<Result<Vec<u8>>> },
+    ReadDevice(DeviceRead),
+}
+
+/// A read of a pinned device block.
+pub(crate) struct DeviceRead {
+    pub(crate) pin: Arc<Pin>,
+    pub(crate) buf: Vec<u8>,
+    /// One of [`Config::movements_max`](crate::Config::movements_max), given back when the copy has ended.
+    pub(crate) permit: OwnedSemaphorePermit,
+    pub(crate) reply: oneshot::Sender<Result<Vec<u8>>>,
 }
 
 /// One result per block, in the order of the request, to whoever asked; false if nobody takes them any longer.
@@ -196,15 +207,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
             Command::StoreFrom { jobs, reply } => self.spawn(this.store_from(jobs, reply)),
-            Command::Register { region, wanted, reply } => {
-                if wanted {
-                    self.register(&region);
-                } else {
-                    self.unregister(&region);
-                }
+            // A caller that is gone does not want the answer.
+            Command::Register { region, reply } => {
+                self.register(&region);
                 let _ = reply.send(region.is_fixed());
             }
-            // A caller that is gone does not want the answer.
+            Command::Unregister { region } => self.unregister(&region),
             Command::Forget { key, reply } => self.spawn(async move {
                 drop(reply.send(this.forget_records(&key).await));
             }),
@@ -222,13 +230,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let this = Rc::clone(self);
         match request {
             Urgent::Write { key, pin, class } => self.spawn(this.write(key, pin, class)),
-            Urgent::GiveBack { region, reply } => self.spawn(async move {
-                this.copy.forget(&region).await;
-                // Dropping it tells whoever waits.
-                drop(reply);
+            Urgent::GiveBack { region } => self.spawn(async move {
+                if let Some(known) = region.lasting() {
+                    this.copy.forget(&known).await;
+                }
+                drop(region);
             }),
-            Urgent::ReadDevice { pin, buf, reply } => self.spawn(async move {
-                drop(reply.send(this.read_device(pin, buf).await));
+            Urgent::ReadDevice(DeviceRead { pin, buf, permit, reply }) => self.spawn(async move {
+                let result = this.read_device(pin, buf).await;
+                drop(permit);
+                drop(reply.send(result));
             }),
         }
     }

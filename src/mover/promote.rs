@@ -385,14 +385,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// A device block's bytes, for a caller on the host.
-    pub(super) async fn read_device(&self, pin: Pin, buf: Vec<u8>) -> Result<Vec<u8>> {
+    pub(super) async fn read_device(&self, pin: Arc<Pin>, buf: Vec<u8>) -> Result<Vec<u8>> {
         let mut buf = buf;
         buf.resize(self.shared.config.block_bytes, 0);
         let to = [Segment { ptr: buf.as_mut_ptr(), len: buf.len() }];
         let ops = pair_segments(&self.device_segments(pin.slot()), &to)?;
         // SAFETY: the device slot is pinned and `buf` is owned: both travel with the batch, and a
         // moved Vec keeps its heap memory where it is.
-        let batch = unsafe { CopyBatch::new(ops, self.demote_direction(), vec![Arc::new(pin), Arc::new(buf)]) };
+        let batch = unsafe { CopyBatch::new(ops, self.demote_direction(), vec![pin, Arc::new(buf)]) };
         let started = Instant::now();
         let (result, batch) = self.copied(batch).await;
         let buf = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast::<Vec<u8>>().ok()?));

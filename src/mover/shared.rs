@@ -656,17 +656,6 @@ impl Pin {
         self.route
     }
 
-    /// Another pin on the same copy.
-    pub(crate) fn again(&self) -> Result<Pin> {
-        let shared = self.shared();
-        let pin = Pin::take(shared, &mut shared.lock(), self.id, self.tier, self.route);
-        pin.ok_or_else(|| Error::Argument {
-            what: "lease",
-            found: "a lease on a removed block".into(),
-            expected: "a lease on a block that is still resident".into(),
-        })
-    }
-
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         self.shared.as_ref().expect("not released while it can be named")
     }

@@ -252,7 +252,7 @@ fn load_into_and_unregister() {
             let loaded = done.is_some();
             let results = done.transpose().expect("arguments").into_iter().flatten();
             let results: Vec<bool> = results.map(|result| result.expect("load")).collect();
-            scene.cache.unregister(region).await;
+            scene.cache.unregister(&region).await.expect("its own region");
             if loaded {
                 assert_eq!(results, [true, false, true]);
                 assert!(pool.bytes(0) == payload(wanted[0], BLOCK_BYTES));
@@ -300,7 +300,7 @@ fn load_layers_and_what_it_gives() {
                     assert_eq!(results, [true, false, true]);
                     assert!(pool.bytes(0) == payload(wanted[0], BLOCK_BYTES));
                 }
-                scene.cache.unregister(region).await;
+                scene.cache.unregister(&region).await.expect("its own region");
                 (0..3).for_each(|block| pool.bytes(block).fill(0xee));
                 assert!(fetch_verified(&scene.cache, wanted[0]).await);
                 scene.rest().await;
@@ -322,7 +322,7 @@ fn store_from() {
             let region = pool.register(&scene.cache);
             let places: Vec<_> = (0..2).map(|block| pool.place(block)).collect();
             let done = drop_at(point, scene.cache.store_from(&fresh.map(key), None, &places)).await;
-            scene.cache.unregister(region).await;
+            scene.cache.unregister(&region).await.expect("its own region");
             // The copy that was taken is whole, whatever happens to its source now.
             (0..2).for_each(|block| pool.bytes(block).fill(0xee));
             for n in fresh {
@@ -349,7 +349,7 @@ fn unregister() {
             let region = pool.register(&scene.cache);
             let (n, place) = (scene.cold().await, [pool.place(0)]);
             drop_at(Point { polls: 1, woken: false }, scene.cache.load_into(&[key(n)], &place)).await;
-            let done = drop_at(point, scene.cache.unregister(region)).await.is_some();
+            let done = drop_at(point, scene.cache.unregister(&region)).await.is_some();
             let refused = scene.cache.load_into(&[key(n)], &place).await;
             assert_eq!(refused.is_err(), point.polls > 0, "forgotten at the first poll");
             scene.rest().await;
@@ -372,7 +372,7 @@ fn a_queue_that_is_dropped_under_way() {
             drop(queue);
             assert!(fetch_verified(&scene.cache, n).await);
         }
-        scene.cache.unregister(region).await;
+        scene.cache.unregister(&region).await.expect("its own region");
     });
 }
 

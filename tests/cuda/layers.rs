@@ -99,7 +99,7 @@ impl Engine {
 
     fn end(self, cache: &Cache) {
         let Engine { gpu, pool, seen, stream, region } = self;
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
         gpu.make_current().expect("a context");
         // SAFETY: our own stream, destroyed once.
@@ -209,7 +209,7 @@ fn long_layers_do_not_wait_for_each_other() {
             allow_events(i32::MAX);
             assert!(block_on(load.blocks()).into_iter().all(|result| result.expect("loaded")));
         }
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
     });
 }
@@ -358,7 +358,7 @@ fn a_device_that_stops_ends_every_load() {
         let next = engine.load(&cache, &ALL);
         let done = block_on(next.layer(0)).expect("a layer");
         assert!(done.leading == 0 && done.error.is_some(), "{done:?}");
-        block_on(cache.unregister(engine.region));
+        block_on(cache.unregister(&engine.region)).expect("its own region");
         block_on(cache.close()).expect("close");
     });
 }

@@ -180,7 +180,7 @@ fn a_pool_of_the_caller_is_filled_and_stored_from() {
         // SAFETY: the pool lives until the region is given back below, and nobody else uses it.
         let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
         common::load_and_store(&cache, pool.base().as_ptr());
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
     });
 }

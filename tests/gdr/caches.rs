@@ -240,7 +240,7 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
             common::load_and_store(&cache, pool.base().as_ptr());
             assert!(copied >= 32 && copies(&cache, "gdr") > copied, "{:?}", cache.stats().copies);
             assert_eq!((get("regions"), get("registered")), (before.0 + 1, before.1 + 1), "once");
-            block_on(cache.unregister(region));
+            block_on(cache.unregister(&region)).expect("its own region");
         } else {
             let mut memory = kvhoist::io::AlignedBuf::zeroed(16 * BLOCK_BYTES);
             let base = memory.as_mut_ptr();
@@ -248,7 +248,7 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
             let region = unsafe { cache.register_host(base, 16 * BLOCK_BYTES) }.expect("registered");
             common::load_and_store(&cache, base);
             common::load_and_store(&cache, base);
-            block_on(cache.unregister(region));
+            block_on(cache.unregister(&region)).expect("its own region");
             drop(memory);
         }
         assert_eq!(get("regions"), before.0, "the device does not know it any more");
@@ -269,7 +269,7 @@ fn a_pool_that_cannot_be_registered_is_copied_another_way() {
         common::load_and_store(&cache, pool.base().as_ptr());
         let stats = cache.stats();
         assert!(stats.gdr && copies(&cache, "cuda") >= 32, "{stats:?}");
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         // The cache's own blocks still go through it.
         let before = copies(&cache, "gdr");
         round_trips(&cache, 20);
@@ -296,7 +296,7 @@ fn many_pools_come_and_go() {
                 assert!(loaded.into_iter().all(|result| result.expect("load")), "round {round}");
             }
             for region in regions {
-                block_on(cache.unregister(region));
+                block_on(cache.unregister(&region)).expect("its own region");
             }
             assert_eq!(get("regions"), before);
         }

@@ -113,7 +113,7 @@ fn streams_find_their_layers_whole() {
             engine.check(&wanted, BLOCKS, 0, &what);
             assert!(block_on(load.blocks()).into_iter().all(|result| result.expect("loaded")), "{what}");
         }
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
     }
 }
@@ -134,7 +134,7 @@ fn what_is_not_there_is_told_to_kernels() {
     engine.look_at_all(&load);
     engine.synchronize();
     engine.check(&wanted, 7, 8, "a missing block");
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     block_on(cache.close()).expect("close");
     drop(cache);
     let cache = open(settings);
@@ -151,7 +151,7 @@ fn what_is_not_there_is_told_to_kernels() {
     let rotten = blocks.iter().position(|&is_there| !is_there).expect("one rotted");
     assert_eq!(blocks.iter().filter(|&&is_there| !is_there).count(), 1);
     engine.check(&wanted, rotten, rotten as u32 + 1, "a rotten block");
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     block_on(cache.close()).expect("close");
 }
 
@@ -177,7 +177,7 @@ fn no_stream_is_left_waiting() {
         }
         engine.synchronize();
         drop(load);
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
     }
 }

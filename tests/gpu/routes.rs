@@ -68,7 +68,7 @@ fn routes(gpu: &Arc<Gpu>, copy: Option<CopyMethod>, layout: &Layout, what: &str)
     }
     let stored = block_on(cache.store_from(&keys, None, &places)).expect("stores");
     assert!(stored.into_iter().all(|result| result.expect("stored")), "{what}");
-    block_on(cache.unregister(region));
+    block_on(cache.unregister(&region)).expect("its own region");
     for n in 0..BLOCKS {
         let lease = block_on(cache.fetch(&key(n))).expect("fetch").expect("stored");
         assert_same(&lease, &payload(n, block_bytes), &format!("{what}: block {n} from a pool, by {}", lease.route()));

@@ -87,7 +87,7 @@ fn a_device_that_stops_takes_nothing_else_with_it() {
             let lease = block_on(cache.fetch(&key(n))).expect("fetch").expect("stored");
             assert_same(&lease, &payload(n, BLOCK_BYTES), &format!("block {n} from host memory"));
         }
-        block_on(cache.unregister(region));
+        block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");
     });
 }

@@ -383,7 +383,7 @@ impl<'a> World<'a> {
         self.each(from..from + blocks, move |cache, n| fetch_stamped(cache, n, if of_pool { n % blocks } else { n }))?;
         let pages = self.cache.stats().record_writes as f64 / next.get() as f64;
         if let Some(pool) = pool {
-            block_on(self.cache.unregister(pool.region));
+            block_on(self.cache.unregister(&pool.region)).expect("its own region");
         }
         Ok((series, pages))
     }

@@ -72,7 +72,7 @@ impl Memory {
     /// Resolves when no call uses the memory any longer.
     pub async fn unregister(&mut self, cache: &Cache) {
         if let Some(region) = self.region.take() {
-            cache.unregister(region).await;
+            cache.unregister(&region).await.expect("its own region");
         }
     }
 

@@ -270,7 +270,7 @@ fn a_load_does_not_wait_for_a_promotion_that_waits_for_it() {
         let (loaded, fetched) = both(load, cache.fetch(&wanted)).await;
         assert!(matches!(loaded.expect("asked")[..], [Ok(true)]), "loaded");
         assert!(fetched.expect("no timeout").is_some());
-        cache.unregister(region).await;
+        cache.unregister(&region).await.expect("its own region");
         assert_eq!(memory, payload(0));
         finish(cache, reactor).await;
     });
@@ -567,7 +567,7 @@ fn memory_of_a_load_to_the_device_is_the_callers_again_after_a_timeout() {
         assert!(memory == vec![0xee; BLOCK_BYTES], "somebody wrote there after the answer");
         let loaded = cache.load_into(&[key(1)], &segments).await.expect("asked");
         assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
-        cache.unregister(region).await;
+        cache.unregister(&region).await.expect("its own region");
         assert_eq!(memory, payload(1));
         finish(cache, reactor).await;
     });
@@ -610,7 +610,7 @@ fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
                 "memory at {shift} of a page, a disk that wants {rule}"
             );
             assert_eq!(world.storage.counts().failed, [0; 3], "nothing was tried that could not be");
-            cache.unregister(region).await;
+            cache.unregister(&region).await.expect("its own region");
             finish(cache, reactor).await;
         });
     }

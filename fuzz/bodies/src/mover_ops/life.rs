@@ -416,7 +416,8 @@ impl Life<'_> {
         (0..blocks.len()).for_each(|at| self.memory.write(at, &untouched));
         let segments: Vec<_> = (0..blocks.len()).map(|at| self.memory.segments(at, cut)).collect();
         let results = self.call(cancel, self.cache.load_into(&keys, &segments)).await;
-        timeout(PATIENCE, self.cache.unregister(region)).await.expect("loads end some time");
+        let unregistered = timeout(PATIENCE, self.cache.unregister(&region)).await;
+        unregistered.expect("loads end some time").expect("its own region");
         let Some(results) = results.and_then(|results| self.checked("load_into", results)) else { return };
         assert_eq!(results.len(), blocks.len());
         for ((at, block), result) in blocks.into_iter().enumerate().zip(results) {
@@ -444,7 +445,8 @@ impl Life<'_> {
         let parent = blocks.first().and_then(|&first| parent_key(first));
         let call = self.cache.store_from(&keys, parent.as_ref(), &segments);
         let results = self.call(Cancel::NEVER, call).await.expect("not dropped");
-        timeout(PATIENCE, self.cache.unregister(region)).await.expect("stores end some time");
+        let unregistered = timeout(PATIENCE, self.cache.unregister(&region)).await;
+        unregistered.expect("stores end some time").expect("its own region");
         let results = self.checked("store_from", results);
         let results = results.unwrap_or_else(|| blocks.iter().map(|_| Ok(false)).collect());
         for (block, result) in blocks.into_iter().zip(results) {
