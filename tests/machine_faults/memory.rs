@@ -1,21 +1,31 @@
 //! Too little memory: to lock, to map, to reserve.
 
-use std::os::unix::process::ExitStatusExt;
+use std::{
+    os::unix::process::ExitStatusExt,
+    sync::{Mutex, PoisonError},
+};
 
-use kvhoist::{Cache, Error, StorageKind, Tier, block_on};
+use kvhoist::{Cache, Config, Error, Region, Segment, StorageKind, Tier, block_on, io::AlignedBuf};
 
 use crate::{
     apart::{apart, case, drop_capabilities, limit, run_case},
-    common::{config, directory, store_file},
+    common::{BLOCK_BYTES, config, directory, fetch_verified, key, payload, store_file},
     serves, skip,
     warnings::Warnings,
 };
 
+/// What processes of one user have locked is added up: one of these tests at a time.
+static TURNS: Mutex<()> = Mutex::new(());
+
+/// Room for a ring and a small region, and not for the 1 MiB of an arena of 64 blocks.
+const LIMIT_BYTES: u64 = 768 << 10;
+
 #[test]
 fn memory_that_may_not_be_locked_is_used_unregistered_with_a_warning() {
+    let _turn = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
     apart("memory::memory_that_may_not_be_locked_is_used_unregistered_with_a_warning", || {
         let warnings = Warnings::listen();
-        limit(libc::RLIMIT_MEMLOCK, 64 << 10);
+        limit(libc::RLIMIT_MEMLOCK, LIMIT_BYTES);
         drop_capabilities();
         let dir = directory();
         let cache = match block_on(Cache::open(config(&dir, StorageKind::Uring, 64, 256))) {
@@ -26,7 +36,86 @@ fn memory_that_may_not_be_locked_is_used_unregistered_with_a_warning() {
         assert_eq!(cache.stats().storage, "uring");
         serves(&cache);
         let text = warnings.text();
-        assert!(text.contains("RLIMIT_MEMLOCK is 65536 bytes") && text.contains("go on unregistered"), "{text}");
+        assert!(text.contains("RLIMIT_MEMLOCK is 786432 bytes") && text.contains("go on unregistered"), "{text}");
+    });
+}
+
+/// A block's worth of a caller's memory, as direct I/O wants it.
+fn register(cache: &Cache, memory: &mut AlignedBuf) -> (Region, Vec<Vec<Segment>>) {
+    let place = Segment { ptr: memory.as_mut_ptr(), len: memory.len() };
+    // SAFETY: each test keeps the memory for longer than its cache, and looks at it where no call is under way.
+    let region = unsafe { cache.register_host(place.ptr, place.len) }.expect("registered");
+    (region, vec![vec![place]])
+}
+
+/// Settings of caches that read and write callers' memory in place.
+fn in_place(dir: &tempfile::TempDir) -> Config {
+    Config { bypass_host: true, ..config(dir, StorageKind::Uring, 64, 256) }
+}
+
+/// Stores blocks and reads them from disk, through host slots and into a caller's memory; none is given up.
+fn reads_back(cache: &Cache, memory: &mut AlignedBuf, place: &[Vec<Segment>], from: u64) {
+    for n in from..from + 8 {
+        memory.copy_from_slice(&payload(n, BLOCK_BYTES));
+        let stored = block_on(cache.store_from(&[key(n)], None, place)).expect("asked");
+        assert!(matches!(stored[..], [Ok(true)]), "block {n}: {stored:?}");
+        memory.fill(0);
+        let loaded = block_on(cache.load_into(&[key(n)], place)).expect("asked");
+        assert!(matches!(loaded[..], [Ok(true)]), "block {n}: {loaded:?}");
+        assert!(memory[..] == payload(n, BLOCK_BYTES), "block {n}");
+        assert!(block_on(fetch_verified(cache, n)), "block {n}, through a host slot");
+    }
+    let stats = cache.stats();
+    assert_eq!((stats.read_errors, stats.write_errors, stats.quarantined), (0, 0, 0));
+}
+
+#[test]
+fn a_region_that_may_be_locked_beside_an_arena_that_may_not_harms_no_block() {
+    let _turn = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
+    apart("memory::a_region_that_may_be_locked_beside_an_arena_that_may_not_harms_no_block", || {
+        limit(libc::RLIMIT_MEMLOCK, LIMIT_BYTES);
+        drop_capabilities();
+        let (dir, mut memory) = (directory(), AlignedBuf::zeroed(BLOCK_BYTES));
+        let Ok(cache) = block_on(Cache::open(in_place(&dir))) else { skip!("no ring here") };
+        assert!(!cache.stats().registered, "the arena is larger than the limit");
+        let (region, place) = register(&cache, &mut memory);
+        if !block_on(cache.pin_region(&region)).expect("answered") {
+            skip!("somebody else has locked what this user may lock");
+        }
+        reads_back(&cache, &mut memory, &place, 100);
+        block_on(cache.unregister(&region)).expect("its own");
+        serves(&cache);
+    });
+}
+
+#[test]
+fn regions_go_and_come_where_nothing_may_be_locked_any_more() {
+    let _turn = TURNS.lock().unwrap_or_else(PoisonError::into_inner);
+    apart("memory::regions_go_and_come_where_nothing_may_be_locked_any_more", || {
+        drop_capabilities();
+        let (dir, mut memory) = (directory(), [0; 3].map(|_| AlignedBuf::zeroed(BLOCK_BYTES)));
+        let Ok(cache) = block_on(Cache::open(in_place(&dir))) else { skip!("no ring here") };
+        let [first, second, third] = &mut memory;
+        let ((first_region, _), (second_region, place)) = (register(&cache, first), register(&cache, second));
+        let pin = |region| block_on(cache.pin_region(region)).expect("answered");
+        if !cache.stats().registered || !pin(&first_region) || !pin(&second_region) {
+            skip!("this user may lock no memory");
+        }
+        limit(libc::RLIMIT_MEMLOCK, 0);
+        // Neither a table without the first region nor the one before may be registered now.
+        block_on(cache.unregister(&first_region)).expect("its own");
+        reads_back(&cache, second, &place, 100);
+        let (third_region, third_place) = register(&cache, third);
+        assert!(!pin(&third_region), "it may not be locked");
+        reads_back(&cache, third, &third_place, 200);
+        limit(libc::RLIMIT_MEMLOCK, u64::MAX);
+        assert!(pin(&third_region), "it may be locked again");
+        reads_back(&cache, third, &third_place, 300);
+        reads_back(&cache, second, &place, 400);
+        for region in [second_region, third_region] {
+            block_on(cache.unregister(&region)).expect("its own");
+        }
+        serves(&cache);
     });
 }
 

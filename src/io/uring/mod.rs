@@ -33,7 +33,7 @@ use io_uring::{opcode, squeue, types};
 use tokio::sync::Semaphore;
 use tokio_uring::UnsubmittedOneshot;
 
-use super::{FileId, Lent, Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
+use super::{FileId, Lent, OpKind, Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
 use op::{Finish, Held, Nothing};
 use runtime::Ring;
 use table::{Entry, Table};
@@ -51,7 +51,7 @@ pub struct Uring {
     files: Vec<Arc<File>>,
     ring: Rc<Ring>,
     permits: Arc<Semaphore>,
-    /// What the kernel has registered; `Lent::fixed` within it is a fixed operation.
+    /// What the kernel has registered. An operation on memory in it, named by `Lent::fixed`, is a fixed one.
     table: RefCell<Table>,
     /// The owner of the memory, for as long as operations can be asked for.
     _keep_alive: Arc<dyn Any + Send + Sync>,
@@ -85,12 +85,36 @@ impl Uring {
 
     /// True where memory regions were given and the kernel has registered them.
     pub fn registered(&self) -> bool {
-        self.table.borrow().len() > 0
+        self.table.borrow().is_registered()
     }
 
     /// The registered region that `buf` lies in, if it does.
     fn fixed(&self, buf: &Lent) -> Option<u16> {
-        buf.fixed().filter(|&region| usize::from(region) < self.table.borrow().len())
+        buf.fixed().filter(|&region| self.table.borrow().holds(region, buf.as_ptr(), buf.len()))
+    }
+
+    /// Reads or writes; by the kernel's own record of the memory where it has one.
+    async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
+            Ok(file) => file,
+            Err(error) => return (Err(error), buf),
+        };
+        if let Some(region) = self.fixed(&buf) {
+            let entry = entry(kind, file, offset, &buf, Some(region));
+            let (result, back) = self.run(file, entry, Some(buf)).await;
+            let back = back.expect(GIVES_BACK);
+            // The region may have lost its registration before the operation was submitted.
+            if !matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFAULT)) {
+                return (result, back);
+            }
+            return self.run_plain(kind, file, offset, back).await;
+        }
+        self.run_plain(kind, file, offset, buf).await
+    }
+
+    async fn run_plain(&self, kind: OpKind, file: &Arc<File>, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
+        let (result, buf) = self.run(file, entry(kind, file, offset, &buf, None), Some(buf)).await;
+        (result, buf.expect(GIVES_BACK))
     }
 
     /// Waits for its turn, submits, and waits for the completion.
@@ -115,31 +139,11 @@ impl Storage for Uring {
     }
 
     async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
-            Ok(file) => file,
-            Err(error) => return (Err(error), buf),
-        };
-        let (fd, len) = (types::Fd(file.as_raw_fd()), transfer_bytes(&buf));
-        let entry = match self.fixed(&buf) {
-            Some(region) => opcode::ReadFixed::new(fd, buf.as_ptr(), len, region).offset(offset).build(),
-            None => opcode::Read::new(fd, buf.as_ptr(), len).offset(offset).build(),
-        };
-        let (result, buf) = self.run(file, entry, Some(buf)).await;
-        (result, buf.expect("an operation gives back the memory it took"))
+        self.transfer(OpKind::Read, file, offset, buf).await
     }
 
     async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
-            Ok(file) => file,
-            Err(error) => return (Err(error), buf),
-        };
-        let (fd, len) = (types::Fd(file.as_raw_fd()), transfer_bytes(&buf));
-        let entry = match self.fixed(&buf) {
-            Some(region) => opcode::WriteFixed::new(fd, buf.as_ptr(), len, region).offset(offset).build(),
-            None => opcode::Write::new(fd, buf.as_ptr(), len).offset(offset).build(),
-        };
-        let (result, buf) = self.run(file, entry, Some(buf)).await;
-        (result, buf.expect("an operation gives back the memory it took"))
+        self.transfer(OpKind::Write, file, offset, buf).await
     }
 
     async fn sync(&self, file: FileId) -> io::Result<()> {
@@ -173,6 +177,20 @@ pub async fn yield_now() {
         UnsubmittedOneshot::new((), Nothing, opcode::Nop::new().build()).submit().await;
     } else {
         tokio::task::yield_now().await;
+    }
+}
+
+const GIVES_BACK: &str = "an operation gives back the memory it took";
+
+/// What the ring is told of a transfer. `region`: the registered region that the memory lies in.
+fn entry(kind: OpKind, file: &Arc<File>, offset: u64, buf: &Lent, region: Option<u16>) -> squeue::Entry {
+    let (fd, ptr, len) = (types::Fd(file.as_raw_fd()), buf.as_ptr(), transfer_bytes(buf));
+    match (kind, region) {
+        (OpKind::Read, Some(region)) => opcode::ReadFixed::new(fd, ptr, len, region).offset(offset).build(),
+        (OpKind::Read, None) => opcode::Read::new(fd, ptr, len).offset(offset).build(),
+        (OpKind::Write, Some(region)) => opcode::WriteFixed::new(fd, ptr, len, region).offset(offset).build(),
+        (OpKind::Write, None) => opcode::Write::new(fd, ptr, len).offset(offset).build(),
+        (OpKind::Sync, _) => unreachable!("a flush transfers nothing"),
     }
 }
 

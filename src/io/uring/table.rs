@@ -33,6 +33,11 @@ impl Entry {
     fn is_free(&self) -> bool {
         self.start.is_null()
     }
+
+    fn contains(&self, start: usize, len: usize) -> bool {
+        let begin = self.start.addr();
+        start >= begin && len <= self.len && start - begin <= self.len - len
+    }
 }
 
 // SAFETY: the address does not change, and by the contracts of `Uring::new` and `Storage::register` the range is mapped
@@ -64,28 +69,38 @@ unsafe impl IoBufMut for Entry {
 /// What the kernel has registered for one engine.
 #[derive(Default)]
 pub(super) struct Table {
+    /// Which memory has which place, whether or not the kernel has registered it.
     entries: Vec<Entry>,
-    /// The driver's copy of `entries`, where the kernel has them.
+    /// The driver's copy of `entries`, while the kernel has them.
     registry: Option<FixedBufRegistry<Entry>>,
 }
 
 impl Table {
     /// Registers all entries or none, and then says why in the log.
     pub(super) fn new(entries: Vec<Entry>) -> Self {
-        let mut table = Table::default();
-        if !entries.is_empty() {
-            let wanted_bytes = bytes(&entries);
-            if let Err(error) = table.replace(entries) {
-                let refusal = memlock::Refusal { wanted_bytes, error: &error };
-                tracing::warn!(wanted_bytes, "{refusal}; reads and writes go on unregistered, slower");
-            }
+        let wanted_bytes = bytes(&entries);
+        let mut table = Table { entries, registry: None };
+        if let Err(error) = table.renew() {
+            let refusal = memlock::Refusal { wanted_bytes, error: &error };
+            tracing::warn!(wanted_bytes, "{refusal}; reads and writes go on unregistered, slower");
+            // A region that is small enough may be registered yet; with these beside it, it would be refused too.
+            table.entries.clear();
         }
         table
     }
 
-    /// How many places there are; those below are registered, or free and named by nobody.
-    pub(super) fn len(&self) -> usize {
-        self.entries.len()
+    /// True while the kernel has memory registered.
+    pub(super) fn is_registered(&self) -> bool {
+        self.registry.is_some()
+    }
+
+    /// Whether the kernel has registered memory at this place that all of the range lies in.
+    ///
+    /// Callers name places that were refused, or that belong to other memory since: only what is found here may be
+    /// named to the kernel.
+    pub(super) fn holds(&self, place: u16, start: *const u8, len: usize) -> bool {
+        let entry = self.entries.get(usize::from(place));
+        self.is_registered() && entry.is_some_and(|entry| entry.contains(start.addr(), len))
     }
 
     /// Registers a range too, in pieces of [`FIXED_BYTES_MAX`]; the place of the first.
@@ -93,29 +108,30 @@ impl Table {
         let pieces = len.div_ceil(FIXED_BYTES_MAX);
         let first = self.room_for(pieces);
         if first + pieces > REGIONS_MAX {
-            let text = format!("{pieces} more buffers in a table of {REGIONS_MAX} with {} in use", self.len());
+            let text = format!("{pieces} more buffers in a table of {REGIONS_MAX} with {} in use", self.entries.len());
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
         }
-        let mut entries = self.entries.clone();
-        entries.resize(entries.len().max(first + pieces), Entry::free());
-        for (piece, entry) in entries[first..][..pieces].iter_mut().enumerate() {
+        let before = self.entries.clone();
+        self.entries.resize(before.len().max(first + pieces), Entry::free());
+        for (piece, entry) in self.entries[first..][..pieces].iter_mut().enumerate() {
             let at = piece * FIXED_BYTES_MAX;
             *entry = Entry::new(start.wrapping_add(at), (len - at).min(FIXED_BYTES_MAX), None);
         }
-        self.replace(entries)?;
+        if let Err(refused) = self.renew() {
+            self.entries = before;
+            self.renew_or_warn();
+            return Err(refused);
+        }
         Ok(u16::try_from(first).expect("REGIONS_MAX fits in 16 bits"))
     }
 
     /// Takes out what [`add`](Self::add) put at `first`.
     pub(super) fn remove(&mut self, first: u16, len: usize) {
-        let mut entries = self.entries.clone();
-        entries[usize::from(first)..][..len.div_ceil(FIXED_BYTES_MAX)].fill(Entry::free());
-        while entries.last().is_some_and(Entry::is_free) {
-            entries.pop();
+        self.entries[usize::from(first)..][..len.div_ceil(FIXED_BYTES_MAX)].fill(Entry::free());
+        while self.entries.last().is_some_and(Entry::is_free) {
+            self.entries.pop();
         }
-        if let Err(error) = self.replace(entries) {
-            tracing::warn!(%error, "a region could not be taken from the ring's buffers; it stays in memory");
-        }
+        self.renew_or_warn();
     }
 
     /// Where so many neighboring places are free.
@@ -124,32 +140,26 @@ impl Table {
         (0..self.entries.len()).find(is_room).unwrap_or(self.entries.len())
     }
 
-    /// Puts another table in the place of this one. Where the kernel refuses it, this one again.
-    fn replace(&mut self, entries: Vec<Entry>) -> io::Result<()> {
-        if let Some(registry) = self.registry.take() {
-            registry.unregister()?;
+    /// Registers what is entered now. Where that is refused the entries keep their places, unregistered, until the
+    /// next change.
+    fn renew_or_warn(&mut self) {
+        if let Err(error) = self.renew() {
+            let refusal = memlock::Refusal { wanted_bytes: bytes(&self.entries), error: &error };
+            tracing::warn!("{refusal}; reads and writes go on unregistered, slower");
         }
-        let refused = match self.put(entries) {
-            Ok(()) => return Ok(()),
-            Err(error) => error,
-        };
-        let before = std::mem::take(&mut self.entries);
-        if before.is_empty() {
-            return Err(refused);
-        }
-        if let Err(error) = self.put(before) {
-            tracing::error!(%error, "the kernel does not register again what it had; reads and writes go on, slower");
-        }
-        Err(refused)
     }
 
-    fn put(&mut self, entries: Vec<Entry>) -> io::Result<()> {
-        if !entries.is_empty() {
-            let registry = FixedBufRegistry::new(entries.iter().cloned());
+    /// Replaces what the kernel has registered by `entries`.
+    fn renew(&mut self) -> io::Result<()> {
+        if let Some(registry) = &self.registry {
+            registry.unregister()?;
+            self.registry = None;
+        }
+        if !self.entries.is_empty() {
+            let registry = FixedBufRegistry::new(self.entries.iter().cloned());
             registry.register()?;
             self.registry = Some(registry);
         }
-        self.entries = entries;
         Ok(())
     }
 }
