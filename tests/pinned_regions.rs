@@ -10,7 +10,7 @@ use std::{
 };
 
 use common::{SetOnDrop, config, directory, key, payload};
-use kvhoist::{BlockKey, Cache, Config, Region, Segment, StorageKind, block_on, io::AlignedBuf};
+use kvhoist::{BlockKey, Cache, Config, Region, Route, Segment, StorageKind, block_on, io::AlignedBuf};
 
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 32;
@@ -164,13 +164,22 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     let stats = cache.stats();
     assert_eq!((stats.read_errors, stats.write_errors, stats.checksum_failures), (0, 0, 0));
 
-    // The pages that were pinned are those that are read into: put others in their place and nothing arrives.
+    // The pages that were pinned are those that are read into: put others in their place and nothing arrives, so that
+    // all blocks are read again through host slots.
     let mut other = Pool::new();
     let region_of_other = other.register(cache);
     assert!(block_on(cache.pin_region(&region_of_other)).expect("answered"));
     other.replace_pages();
-    assert_eq!(other.load(cache), 0, "it was read through the page tables");
-    assert_eq!(cache.stats().checksum_failures, BLOCKS as u64);
+    let before = cache.stats();
+    assert_eq!(other.load(cache), BLOCKS);
+    let stats = cache.stats();
+    let went = |route: Route| stats.routes[route as usize].blocks - before.routes[route as usize].blocks;
+    let went = [Route::DiskToRegion, Route::DiskToHost].map(went);
+    assert_eq!(went, [0, BLOCKS as u64], "they were read through the page tables");
+    assert_eq!((stats.checksum_failures, stats.quarantined), (0, 0), "the disk is not to blame");
+    for key in keys() {
+        assert!(block_on(cache.remove(&key)).expect("removed"), "the others go straight again");
+    }
     first.store(cache);
     block_on(cache.unregister(&region_of_other)).expect("its own region");
     assert_eq!(first.load(cache), BLOCKS, "the others were not harmed");

@@ -137,8 +137,9 @@ impl Cache {
     /// read once.
     ///
     /// # Errors
-    /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up),
-    /// [`Error::Timeout`] past [`Config::deadline_ms`] (the read goes on), [`Error::Closed`].
+    /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up, unless the machine
+    /// lacked memory or another resource: [`Error::is_transient`]), [`Error::Timeout`] past [`Config::deadline_ms`]
+    /// (the read goes on), [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future leaves no trace; a read that began may still finish and make the block

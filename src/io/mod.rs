@@ -100,6 +100,12 @@ impl OpKind {
     }
 }
 
+/// True where the machine lacked something for a moment: the same operation may succeed later.
+pub(crate) fn is_shortage(error: &io::Error) -> bool {
+    const SHORTAGES: [i32; 4] = [libc::ENOMEM, libc::ENOBUFS, libc::EAGAIN, libc::EINTR];
+    error.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
+}
+
 /// The file of that id, or an error that says how many there are.
 fn file_at(files: &[Arc<File>], file: FileId) -> io::Result<&Arc<File>> {
     files.get(usize::from(file.0)).ok_or_else(|| no_such_file(file, files.len()))

@@ -10,6 +10,7 @@ use super::{
     budget::{Class, Kind},
     direct::Tried,
     flight::{Message, Outcome},
+    service::blames_disk,
     shared::{Filling, Pin, Promotion, Shared},
     verify::{self, Settled, Unverified},
 };
@@ -184,7 +185,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 self.shared.account(&self.failures, file, OpKind::Read, &result);
                 if let Err(source) = result {
                     self.shared.metrics.read_errors.add(1);
-                    self.shared.unlink(pin, Some(filling), "it cannot be read");
+                    match blames_disk(&source) {
+                        true => self.shared.unlink(pin, Some(filling), "it cannot be read"),
+                        false => self.shared.abort_read(pin, filling),
+                    }
                     return Err(Error::io("read", self.path_of(file), source));
                 }
                 Ok(Read::Unverified(Unverified { source: pin, filling, checksum, started }))
@@ -451,6 +455,14 @@ impl Shared {
         };
         source.release(&mut state);
         pin
+    }
+
+    /// Ends a read that failed through no fault of the disk: the block stays there.
+    fn abort_read(&self, pin: Pin, filling: Filling) {
+        let mut state = self.lock();
+        state.index.abort_fill(pin.id(), Tier::Host);
+        filling.release(&mut state);
+        pin.release(&mut state);
     }
 
     /// A block that cannot be had from its disk slot: forgotten there, and the slot set aside.

@@ -10,7 +10,7 @@ use super::shared::Shared;
 use crate::{
     block::Tier,
     error::Error,
-    io::{FileId, OpKind},
+    io::{FileId, OpKind, is_shortage},
 };
 
 /// What the disk tier is good for.
@@ -64,8 +64,7 @@ impl Failures {
                 count.set(0);
                 None
             }
-            // The machine's shortage, not the disk's fault.
-            Err(error) if is_shortage(error) => None,
+            Err(error) if !blames_disk(error) => None,
             Err(_) => {
                 count.set(count.get().saturating_add(1));
                 Some(count.get())
@@ -74,9 +73,11 @@ impl Failures {
     }
 }
 
-fn is_shortage(error: &io::Error) -> bool {
-    const SHORTAGES: [i32; 6] = [libc::ENOSPC, libc::EDQUOT, libc::ENOMEM, libc::ENOBUFS, libc::EAGAIN, libc::EINTR];
-    error.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
+/// False where an operation failed for lack of space or of the machine's resources, or because of the memory that it
+/// was given: that says nothing of the disk, nor of the block.
+pub(super) fn blames_disk(error: &io::Error) -> bool {
+    let elsewhere = [libc::ENOSPC, libc::EDQUOT, libc::EFAULT];
+    !is_shortage(error) && error.raw_os_error().is_none_or(|errno| !elsewhere.contains(&errno))
 }
 
 impl Shared {

@@ -70,9 +70,13 @@ impl Job {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Reads a block from disk into its segments, and verifies it there; false if it was damaged.
+    /// Reads a block from disk into its segments, and verifies it there.
     ///
     /// Ends when the kernel has given the segments back, however long that takes: whoever is told the end uses them.
+    ///
+    /// What goes wrong here may be the memory's fault: others may write to it meanwhile, as where many blocks are
+    /// loaded into one place that nobody reads, and the kernel may not be able to reach it. So nothing is concluded
+    /// about the disk: the block is read again through a host slot, and given up if it is wrong there.
     pub(super) async fn load_straight(self: &Rc<Self>, job: Job) -> Straight<bool> {
         if !self.shared.config.bypass_host || !job.may_go_straight(self.memory_align_bytes) {
             return Straight::Elsewhere(job);
@@ -84,17 +88,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let (result, (pin, job)) = self.transfer(OpKind::Read, file, offset, &job.places(), (pin, job)).await;
         drop(share);
-        self.shared.account(&self.failures, file, OpKind::Read, &result);
-        if let Err(source) = result {
-            self.shared.metrics.read_errors.add(1);
-            self.shared.unlink(pin, None, "it cannot be read");
-            return Straight::Ended(Err(Error::io("read", self.path_of(file), source)));
+        match result {
+            Ok(()) => self.shared.account(&self.failures, file, OpKind::Read, &result),
+            // The processor could not write there either.
+            Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
+                return Straight::Ended(Err(Error::io(
+                    "read into the caller's memory from",
+                    self.path_of(file),
+                    source,
+                )));
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a read into a caller's memory failed; it is tried through a host slot");
+                return Straight::Elsewhere(job);
+            }
         }
         if self.checksum_of_segments(&job).await != checksum {
-            self.shared.metrics.checksum_failures.add(1);
-            self.shared.unlink(pin, None, "its checksum does not match");
-            return Straight::Ended(Ok(false));
+            tracing::debug!("a block read into a caller's memory is not what it should be; it is read again");
+            return Straight::Elsewhere(job);
         }
+        drop(pin);
         self.shared.metrics.moved(Route::DiskToRegion, self.shared.config.block_bytes, started.elapsed());
         Straight::Ended(Ok(true))
     }
