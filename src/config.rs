@@ -249,9 +249,10 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Bytes between two slots of a tier: `block_bytes` padded for direct I/O.
+    /// Bytes between two slots of a tier: `block_bytes` padded for direct I/O. `usize::MAX` where that is more than
+    /// memory can have, which no [valid](Self::validate) setting is.
     pub fn slot_bytes(&self) -> usize {
-        self.block_bytes.next_multiple_of(IO_ALIGN)
+        self.block_bytes.checked_next_multiple_of(IO_ALIGN).unwrap_or(usize::MAX)
     }
 
     /// Slots of the whole disk tier.
@@ -261,8 +262,7 @@ impl Config {
 
     /// Checks every field; the error names the first that is wrong.
     pub fn validate(&self) -> Result<()> {
-        let block_bytes_max = 1 << 30;
-        check("block_bytes", self.block_bytes, 1, block_bytes_max, "bytes")?;
+        self.validate_block_bytes()?;
         check("host_blocks", self.host_blocks, 1, u32::MAX >> 1, "slots")?;
         check("device_blocks", self.device_blocks, 0, u32::MAX >> 1, "slots")?;
         check("copy_blocks_max", self.copy_blocks_max, 1, 1024, "thread blocks")?;
@@ -295,6 +295,11 @@ impl Config {
         self.validate_watermarks()?;
         self.validate_disks()?;
         self.validate_layout()
+    }
+
+    /// All other sizes follow from this one.
+    pub(crate) fn validate_block_bytes(&self) -> Result<()> {
+        check("block_bytes", self.block_bytes, 1, 1 << 30, "bytes")
     }
 
     fn validate_names(&self) -> Result<()> {
@@ -368,9 +373,10 @@ mod tests {
     #[test]
     fn every_wrong_field_is_named() {
         type Spoil = fn(&mut Config);
-        let cases: [(&str, Spoil); 24] = [
+        let cases: [(&str, Spoil); 25] = [
             ("block_bytes", |c| c.block_bytes = 0),
             ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
+            ("block_bytes", |c| c.block_bytes = usize::MAX),
             ("host_blocks", |c| c.host_blocks = 0),
             ("device_blocks", |c| c.device_blocks = u32::MAX),
             ("copy_blocks_max", |c| c.copy_blocks_max = 0),

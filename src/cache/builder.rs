@@ -100,7 +100,8 @@ impl Builder {
     /// [`Error::Config`] for a size that holds no slot, or more than a tier can have.
     pub fn build(self) -> Result<Config> {
         let Builder { mut config, host_bytes, device_bytes, disks } = self;
-        let slot_bytes = config.slot_bytes().max(1) as u64;
+        config.validate_block_bytes()?;
+        let slot_bytes = config.slot_bytes() as u64;
         if let Some(bytes) = host_bytes {
             config.host_blocks = slots("host_blocks", bytes, slot_bytes)?;
         }
@@ -135,5 +136,31 @@ fn slots(field: &'static str, bytes: u64, slot_bytes: u64) -> Result<u32> {
             found: format!("{bytes} bytes"),
             expected: format!("room for 1 to {} slots of {slot_bytes} bytes", u32::MAX >> 1),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_size_that_cannot_be_is_an_error_that_names_its_field() {
+        type Set = fn(Builder) -> Builder;
+        let cases: [(&str, Set); 8] = [
+            ("block_bytes", |builder| builder.block_bytes(usize::MAX)),
+            ("block_bytes", |builder| builder.block_bytes(usize::MAX - 4095)),
+            ("block_bytes", |builder| builder.block_bytes(0).host_bytes(1 << 20)),
+            ("host_blocks", |builder| builder.host_bytes(u64::MAX)),
+            ("host_blocks", |builder| builder.host_bytes(0)),
+            ("device_blocks", |builder| builder.device_bytes(u64::MAX)),
+            ("disks.blocks", |builder| builder.disk("a", u64::MAX)),
+            ("disks.blocks", |builder| builder.disk("a", 1 << 46).disk("b", 1 << 46)),
+        ];
+        for (at, (name, set)) in cases.into_iter().enumerate() {
+            match set(Builder::default()).build() {
+                Err(Error::Config { field, .. }) => assert_eq!(field, name, "case {at}"),
+                other => panic!("case {at}, {name}: {other:?}"),
+            }
+        }
     }
 }

@@ -46,9 +46,9 @@ struct Inner {
 impl Inner {
     fn complete(&self, ticket: u64, results: Vec<Result<bool>>) {
         self.done.lock().expect("nothing panics under it").push_back(Completion { ticket, results });
-        // An eventfd takes any count below 2^64 - 1; nobody can have that many outstanding.
-        let written = (&self.event).write(&1u64.to_ne_bytes());
-        debug_assert!(written.is_ok(), "{written:?}");
+        // Refused only where the counter is full, since whoever has the descriptor may write to it, too: then it is
+        // readable already.
+        let _ = (&self.event).write(&1u64.to_ne_bytes());
     }
 }
 
