@@ -162,10 +162,12 @@ impl CopyEngine for AnyCopy {
         }
     }
 
-    async fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+    async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
         match &self.base {
-            Base::Memcpy(engine) => engine.checksum(segments, owner).await,
-            Base::Cuda(engine) => engine.checksum(segments, owner).await,
+            // SAFETY: the caller keeps to the same contract.
+            Base::Memcpy(engine) => unsafe { engine.checksum(segments, owner) }.await,
+            // SAFETY: as above.
+            Base::Cuda(engine) => unsafe { engine.checksum(segments, owner) }.await,
         }
     }
 

@@ -72,10 +72,13 @@ impl CopyBatch {
         CopyBatch { prompt: true, ..self }
     }
 
-    /// The same, whose ranges lie in these regions where they are not the cache's own. Each must stay mapped until the
-    /// engine was told to [`forget`](CopyEngine::forget) it, or is gone.
+    /// The same, whose ranges lie in these regions where they are not the cache's own.
+    ///
+    /// # Safety
+    /// Each region must stay mapped, and to the same memory, until every engine that the batch was given to has been
+    /// told to [`forget`](CopyEngine::forget) it, or is gone.
     #[must_use]
-    pub fn within(self, regions: Vec<CopyRegion>) -> Self {
+    pub unsafe fn within(self, regions: Vec<CopyRegion>) -> Self {
         CopyBatch { regions, ..self }
     }
 
@@ -143,8 +146,11 @@ pub trait CopyEngine: 'static {
     }
 
     /// The checksum of device memory, in this order, by the device itself. `None` where it cannot; then nothing was
-    /// done. `owner` keeps the memory and is dropped when the device is done with it.
-    fn checksum(
+    /// done. `owner` is dropped when the device is done with the memory.
+    ///
+    /// # Safety
+    /// While `owner` lives the segments must stay mapped device memory that nobody writes to.
+    unsafe fn checksum(
         &self,
         segments: &[Segment],
         owner: Arc<dyn Any + Send + Sync>,

@@ -111,7 +111,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let (unverified, target, result) = self.copy_onto(unverified, target, &segments, regions).await;
         let sum = match result {
-            Ok(()) => self.copy.checksum(&segments, Arc::clone(&target)).await,
+            // SAFETY: the segments are of a slot that `target` is filling, or in regions that it holds; nobody writes
+            // there before it is dropped, but for the copy, which has ended.
+            Ok(()) => unsafe { self.copy.checksum(&segments, Arc::clone(&target)) }.await,
             Err(_) => None,
         };
         let target = match target.downcast::<Filling>() {
@@ -141,7 +143,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // regions that the job holds, whose owner promised at registration not to touch a segment while it is loaded.
         // All guards travel.
         let batch = unsafe { CopyBatch::new(ops, self.promote_direction(), owners) };
-        let (result, batch) = self.copied(batch.within(regions).prompt()).await;
+        // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
+        let batch = unsafe { batch.within(regions) };
+        let (result, batch) = self.copied(batch.prompt()).await;
         let mut owners = batch.into_owners();
         let unverified = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Unverified>().ok()?));
         let target = owners.pop().expect("first of two owners");

@@ -313,7 +313,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn checksum_on_device(&self, filling: Filling) -> (Result<u64>, Filling) {
         let segments = self.device_segments(filling.slot());
         let filling = Arc::new(filling);
-        let result = match self.copy.checksum(&segments, Arc::clone(&filling) as _).await {
+        // SAFETY: an unpublished slot of the pool, which its `Filling` keeps; what was read into it has ended.
+        let sum = unsafe { self.copy.checksum(&segments, Arc::clone(&filling) as _) };
+        let result = match sum.await {
             Some(result) => result,
             None => self.copy_to_host(&segments, Arc::clone(&filling)).await.map(|bytes| checksum(&bytes)),
         };

@@ -263,7 +263,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let regions = job.copy_regions();
         // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
         // promised at registration not to touch a segment while it is loaded. All guards travel.
-        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(pin), Arc::new(job)]) }.within(regions);
+        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(pin), Arc::new(job)]) };
+        // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
+        let batch = unsafe { batch.within(regions) };
         let (result, batch) = self.copied(batch).await;
         drop(batch);
         result?;
@@ -325,14 +327,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (regions, job) = (job.copy_regions(), Arc::new(job));
         // SAFETY: the source lies in regions that the job holds, whose owner promised at
         // registration not to write to a segment while it is stored; the target is unpublished.
-        let batch =
-            unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&job) as _, Arc::new(filling)]) }.within(regions);
+        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&job) as _, Arc::new(filling)]) };
+        // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
+        let batch = unsafe { batch.within(regions) };
         // Prompt: those that go together would come to the disk together. The device can sum up its own memory while
         // that is copied.
         let sum = async {
             match memory {
                 RegionMemory::Host => None,
-                RegionMemory::Device => self.copy.checksum(&job.segments, Arc::clone(&job) as _).await,
+                // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration not to
+                // write to a segment while it is stored.
+                RegionMemory::Device => unsafe { self.copy.checksum(&job.segments, Arc::clone(&job) as _) }.await,
             }
         };
         let ((result, batch), sum) = tokio::join!(self.copied(batch.prompt()), sum);

@@ -329,7 +329,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // SAFETY: the sources are pinned; the targets lie in regions that the jobs hold, whose owner promised at
             // registration not to touch a segment while it is loaded. All guards travel.
             let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&resident) as _]) };
-            let batch = batch.within(regions.clone()).prompt();
+            // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
+            let batch = unsafe { batch.within(regions.clone()) }.prompt();
             let bytes = batch.bytes();
             // The processor copies one after the other in any case: side by side all layers would end late.
             while let Some((ended, task)) = under_way

@@ -35,9 +35,11 @@ fn batch(rig: &Rig, pool: &Pool, place: usize) -> CopyBatch {
         len: PIECE_BYTES,
     };
     let owners: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(&pool.bytes) as _, Arc::new(Arc::clone(&rig.pool))];
+    let ops = (0..REGION_BYTES).step_by(PIECE_BYTES).map(op).collect();
     // SAFETY: the owners keep both sides; nobody writes to the pools, and each batch has a place of its own.
-    unsafe { CopyBatch::new((0..REGION_BYTES).step_by(PIECE_BYTES).map(op).collect(), Direction::HostToHost, owners) }
-        .within(vec![pool.region])
+    let batch = unsafe { CopyBatch::new(ops, Direction::HostToHost, owners) };
+    // SAFETY: every test keeps its pools for longer than its engine.
+    unsafe { batch.within(vec![pool.region]) }
 }
 
 fn arrived(rig: &Rig, pool: &Pool, place: usize) -> bool {

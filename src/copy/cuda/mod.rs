@@ -222,7 +222,7 @@ impl CopyEngine for CudaCopy {
         answered.await.expect("the engine answers every batch it took before it goes")
     }
 
-    async fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+    async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
         let answered = self.inner.checksums.as_ref()?.ask(segments, owner)?;
         self.start_polling();
         Some(answered.await.expect("the engine answers everything it took before it goes"))
