@@ -14,6 +14,7 @@ pub mod checksum;
 pub mod config;
 pub mod copy;
 pub mod error;
+mod fork;
 pub mod gpu;
 pub mod index;
 pub mod io;

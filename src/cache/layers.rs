@@ -6,6 +6,7 @@ use super::Cache;
 use crate::{
     block::{BlockKey, Segment},
     error::{Error, Result},
+    fork::HomeBound,
     gpu::{Gates, Gpu},
     mover::{Command, LayerBoard, LayerDone, LayerJobs, LayerProgress},
 };
@@ -17,9 +18,9 @@ const LAYERS_MAX: usize = 1024;
 ///
 /// Dropping it changes nothing: the load goes on, and streams that wait for it are let go when it has ended.
 pub struct LayerLoad {
-    progress: Arc<LayerProgress>,
+    progress: HomeBound<Arc<LayerProgress>>,
     layers: usize,
-    gpu: Option<Arc<Gpu>>,
+    gpu: HomeBound<Option<Arc<Gpu>>>,
 }
 
 impl Cache {
@@ -64,7 +65,11 @@ impl Cache {
             });
         }
         let progress = LayerProgress::new(layers.len(), jobs.len());
-        let load = LayerLoad { progress: Arc::clone(&progress), layers: layers.len(), gpu: self.inner.gpu.clone() };
+        let load = LayerLoad {
+            progress: HomeBound::new(Arc::clone(&progress)),
+            layers: layers.len(),
+            gpu: HomeBound::new(self.inner.gpu.clone()),
+        };
         let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
         permit.send(Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) }));
         Ok(load)
@@ -162,7 +167,7 @@ impl LayerLoad {
     }
 
     fn gates(&self) -> Result<Arc<Gates>> {
-        let Some(gpu) = &self.gpu else {
+        let Some(gpu) = &*self.gpu else {
             let reason = "a stream can wait for a CUDA device only, and this cache has none; await the layer".into();
             return Err(Error::Unavailable { tier: "device", reason });
         };

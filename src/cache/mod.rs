@@ -31,6 +31,7 @@ use crate::{
     checksum::checksum,
     config::{Config, WritePolicy},
     error::{Error, Result},
+    fork::HomeBound,
     index::PrefixMatch,
     mover::{Class, Command, Committed, DeviceRead, Found, Outcome, Pin, Promotion, Removed, Settled, Shared, Urgent},
 };
@@ -43,9 +44,12 @@ const TOUCHED_UNDER_ONE_LOCK: usize = 256;
 /// Cheap to clone; usable from any thread and any async runtime. When the last handle is dropped
 /// the cache writes what it must and closes in the background; [`close`](Cache::close) waits for
 /// that. Leases may outlive the cache.
+///
+/// A forked child cannot use it: the reactor's thread and the memory stay with the parent. To drop there what was
+/// inherited, this and leases, reservations and queues, does nothing.
 #[derive(Clone)]
 pub struct Cache {
-    inner: Arc<Inner>,
+    inner: Arc<HomeBound<Inner>>,
 }
 
 struct Inner {

@@ -18,6 +18,7 @@ use crate::{
         gdr::{GdrState, GdrStatus},
     },
     error::{Error, Result},
+    fork::HomeBound,
     gpu::Gpu,
     index::Index,
     io::{AnyStorage, Storage, reactor::Reactor},
@@ -224,7 +225,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         gpu,
         gdr,
     };
-    let cache = Cache { inner: Arc::new(inner) };
+    let cache = Cache { inner: Arc::new(HomeBound::new(inner)) };
     Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
 }
 

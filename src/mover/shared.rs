@@ -24,6 +24,7 @@ use crate::{
     block::{BlockKey, Route, Tier},
     config::{Config, WritePolicy},
     error::{Error, Result},
+    fork::Home,
     index::{EntryId, Index},
     metrics::Metrics,
     sync::{Mutex, MutexGuard},
@@ -74,6 +75,7 @@ pub(crate) struct Shared {
     pub(super) looks: AtomicU64,
     /// Requests that libcufile has not given back.
     pub(super) cufile_stuck: Arc<AtomicI64>,
+    home: Home,
 }
 
 /// What a look-up came to.
@@ -147,7 +149,18 @@ impl Shared {
             watch: Notify::new(),
             looks: AtomicU64::new(0),
             cufile_stuck: Arc::default(),
+            home: Home::here(),
         }
+    }
+
+    /// Nothing in a forked child, where there is neither anybody to account to nor memory to give back: the share is
+    /// left as it is.
+    pub(super) fn at_home(self: Arc<Self>) -> Option<Arc<Self>> {
+        if self.home.is_here() {
+            return Some(self);
+        }
+        std::mem::forget(self);
+        None
     }
 
     pub(crate) fn lock(&self) -> Locked<'_> {
@@ -546,7 +559,7 @@ impl SlotWaiter<'_> {
 
 impl Drop for SlotWaiter<'_> {
     fn drop(&mut self) {
-        if let Some(shared) = self.shared {
+        if let Some(shared) = self.shared.filter(|shared| shared.home.is_here()) {
             shared.lock().slot_waiters[self.tier as usize] -= 1;
         }
     }
@@ -601,7 +614,7 @@ impl Filling {
 
 impl Drop for Filling {
     fn drop(&mut self) {
-        let Some(shared) = &self.shared else { return };
+        let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
         let mut state = shared.lock();
         if self.tier == Tier::Disk
             && let Some(entry) = state.disk_slots().meta(self.slot).map(|meta| EntryId::from_u32(meta.entry))
@@ -672,7 +685,7 @@ impl Pin {
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        if let Some(shared) = self.shared.take() {
+        if let Some(shared) = self.shared.take().and_then(Shared::at_home) {
             shared.unpin(&mut shared.lock(), self.id, self.tier);
         }
     }

@@ -2,6 +2,8 @@
 
 use std::{io, ptr::NonNull};
 
+use crate::fork::Home;
+
 /// The huge page that mappings are aligned to, so that their first and last slots get one too.
 pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
@@ -9,7 +11,8 @@ pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 ///
 /// - Huge pages are advised (`MADV_HUGEPAGE`): fewer TLB misses, and fewer pages to pin for the
 ///   ring and for the device.
-/// - Not inherited by `fork` (`MADV_DONTFORK`). After a fork the pages would be shared
+/// - Not inherited by `fork` (`MADV_DONTFORK`), nor given back by a forked child, which may have memory of its own at
+///   the same addresses. After a fork the pages would be shared
 ///   copy-on-write. The next write to one of them, by either process, moves that process to a fresh
 ///   copy, while a device that reads or writes under `O_DIRECT` or DMA keeps the old page: bytes
 ///   from disk would land where nobody looks. A forked child that touches this memory faults.
@@ -18,6 +21,7 @@ pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 pub(super) struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
+    home: Home,
 }
 
 // SAFETY: the mapping is owned, and hands out addresses only. Who may touch what lies there is
@@ -53,7 +57,7 @@ impl Mapping {
             return Err(io::Error::last_os_error());
         }
         let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::other("mmap gave address 0"))?;
-        Ok(Mapping { ptr, len })
+        Ok(Mapping { ptr, len, home: Home::here() })
     }
 
     /// Keeps `len` bytes from `head` on; both are multiples of a page, within the mapping.
@@ -120,6 +124,9 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
+        if !self.home.is_here() {
+            return;
+        }
         // SAFETY: our own mapping. Whoever was given an address in it keeps its owner alive for as
         // long as the address is in use (contracts of `Lent::new` and `CopyBatch::new`).
         let unmapped = unsafe { unmap(self.ptr, self.len) };

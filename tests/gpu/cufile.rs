@@ -20,9 +20,11 @@ use crate::common::{key, payload};
 fn checksums(engine: &CudaCopy, blocks: &[Vec<Segment>]) -> Vec<u64> {
     let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
     LocalSet::new().block_on(&runtime, async {
-        // SAFETY: every test keeps the memory of its blocks until this has returned, and writes to none meanwhile.
-        let ask = |segments: &Vec<Segment>| unsafe { engine.checksum(segments, Arc::new(())) };
-        let mut asked: Vec<_> = blocks.iter().map(|segments| Some(Box::pin(ask(segments)))).collect();
+        let mut asked = Vec::new();
+        for segments in blocks {
+            // SAFETY: every test keeps the memory of its blocks until this has returned, and writes to none meanwhile.
+            asked.push(Some(Box::pin(unsafe { engine.checksum(segments, Arc::new(())) })));
+        }
         let mut found = vec![None; blocks.len()];
         std::future::poll_fn(|context| {
             for (future, found) in asked.iter_mut().zip(&mut found) {

@@ -19,7 +19,7 @@ use shuttle::{
     thread::JoinHandle,
 };
 use tokio::{
-    sync::{mpsc, oneshot, watch},
+    sync::{Semaphore, mpsc, oneshot, watch},
     task::LocalSet,
 };
 
@@ -35,6 +35,7 @@ use crate::{
         Memcpy,
         gdr::{GdrState, GdrStatus},
     },
+    fork::HomeBound,
     index::Index,
     io::{FileId, Lent, Storage},
     metrics::{Count, Metrics},
@@ -255,12 +256,13 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
     let (commands, requests) = mpsc::channel(4);
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
-    let regions = Regions::default();
+    let regions = Regions::new();
     let inner = Inner {
         shared,
         commands,
         urgent,
         end: told,
+        device_reads: Arc::new(Semaphore::new(4)),
         regions,
         storage_name: "memory",
         direct_io: true,
@@ -269,7 +271,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         gpu: None,
         gdr: GdrStatus::new(GdrState::Off(String::new())),
     };
-    drop(sender.send(Cache { inner: Arc::new(inner) }));
+    drop(sender.send(Cache { inner: Arc::new(HomeBound::new(inner)) }));
     (end, mover.run(requests, urgent_requests).await)
 }
 
