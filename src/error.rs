@@ -115,13 +115,8 @@ impl Error {
         Error::Io { op, path: path.into(), source: Arc::new(source) }
     }
 
-    /// True where the same call may succeed later without any change: past a limit or a deadline, and where the system
-    /// lacked memory or another resource for a moment.
+    /// True where the same call may succeed later without any change.
     pub fn is_transient(&self) -> bool {
-        match self {
-            Error::Busy { .. } | Error::Timeout { .. } => true,
-            Error::Io { source, .. } => crate::io::is_shortage(source),
-            _ => false,
-        }
+        matches!(self, Error::Busy { .. } | Error::Timeout { .. })
     }
 }

@@ -142,8 +142,8 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up, unless the machine
-    /// lacked memory or another resource: [`Error::is_transient`]), [`Error::Timeout`] past [`Config::deadline_ms`]
-    /// (the read goes on), [`Error::Closed`].
+    /// lacked memory or another resource), [`Error::Timeout`] past [`Config::deadline_ms`] (the read goes on),
+    /// [`Error::Closed`].
     ///
     /// # Cancel safety
     /// Dropping the future leaves no trace; a read that began may still finish and make the block
