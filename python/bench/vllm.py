@@ -4,10 +4,10 @@
     KVHOIST_VLLM=python/.venv/vllm-0.33.0 LD_LIBRARY_PATH=python/.venv/no-gpu \\
         python/.venv/bin/python python/bench/vllm.py [--dir DIR] [--chunk-bytes 2097152] [--chunks 64] [--rounds 5]
 
-Each round every entrant stores a job of chunks that were not stored before, and loads them into memory that was zeroed;
-every byte is compared. The page cache helps nobody: both tiers use O_DIRECT (the bench ends where `fs` does not).
-`ring` is the bare loop of `benches/ring.rs` on the blocks of kvhoist's own store. Ratios are within a round; medians and
-ranges are printed. `lookup` is that of 4,096 keys, one call each, as vLLM makes them, beside a dict that Python asks.
+Each round every entrant stores a job of new chunks, and loads them into memory that was zeroed; every byte is compared.
+The page cache helps nobody: both tiers use O_DIRECT, and the bench ends where `fs` does not. `ring` is the bare loop of
+`benches/ring.rs` on the blocks of kvhoist's own store. Ratios are within a round; medians and ranges are printed.
+`lookup` is that of 4,096 keys, one call each, as vLLM makes them, beside a dict that Python asks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Tier:
 
         self.folder = folder / self.name
         self.folder.mkdir()
-        self.engine = vtier.Engine([self.config(options)], rows=options.chunks, workers=1, cell_bytes=options.chunk_bytes)
+        self.engine = vtier.Engine(
+            [self.config(options)], rows=options.chunks, workers=1, cell_bytes=options.chunk_bytes
+        )
         self.tier = self.engine.tier
         self.rows = numpy.arange(options.chunks, dtype=numpy.int32)
         self.memory = self.engine.views[0]

@@ -20,6 +20,7 @@ if why:
 
 vtier.boot()
 
+import kvhoist.chunks  # noqa: E402
 import kvhoist.vllm  # noqa: E402
 from kvhoist import ConfigError, StoreError  # noqa: E402
 from vtier import Engine, key_of, keys_of, tier_config  # noqa: E402
@@ -231,6 +232,23 @@ def test_a_drive_that_dies_is_a_drive_without_chunks(store_dir):
         engine.put(context, keys_of("b", 4))
         engine.settle()
         assert engine.lookup(context, keys_of("b", 4)) == "HHHH"
+
+
+def test_a_load_past_the_limit_is_recomputed_and_not_asked_for_for_ever(store_dir, monkeypatch):
+    monkeypatch.setattr(kvhoist.chunks, "JOBS_MAX", 1)
+    with Engine([tier_config(store_dir)]) as engine:
+        prompts = [stored(engine, prompt, 2) for prompt in range(3)]
+        contexts = [engine.request(keys) for keys in prompts]
+        assert [engine.lookup(context, keys) for context, keys in zip(contexts, prompts)] == ["PP"] * 3
+        engine.settle()
+        found = [engine.lookup(context, keys) for context, keys in zip(contexts, prompts)]
+        assert found == ["HH", "MM", "MM"], "one job a time, and what found no room is a miss at the next lookup"
+        # Computed, they are offered again; they are on disk, and may be loaded from now on.
+        engine.put(contexts[1], prompts[1], touch=prompts[1])
+        engine.settle()
+        engine.forget()
+        assert engine.resolve(contexts[1], prompts[1]) == "HH"
+        engine.check(contexts[1], prompts[1])
 
 
 def test_a_reset_waits_for_what_is_under_way(store_dir):
