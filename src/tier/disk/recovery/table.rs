@@ -48,8 +48,11 @@ pub(crate) async fn read_tables<S: Storage, P: Pages>(
     stripe: &Stripe,
     pages: &mut P,
 ) -> Result<()> {
-    let mut chunks = chunks(stripe).into_iter();
-    let mut buffers: Vec<AlignedBuf> = (0..CHUNKS_IN_FLIGHT).map(|_| AlignedBuf::zeroed(CHUNK_BYTES)).collect();
+    let chunks = chunks(stripe);
+    // In the order in which they are popped. A small store takes no more memory than its table.
+    let first = chunks.iter().take(CHUNKS_IN_FLIGHT).rev();
+    let mut buffers: Vec<AlignedBuf> = first.map(|chunk| AlignedBuf::zeroed(chunk.bytes)).collect();
+    let mut chunks = chunks.into_iter();
     let mut window = Window::new();
     let mut unreadable = 0;
     loop {
