@@ -42,7 +42,8 @@ use super::{
 };
 use crate::{
     config::Config,
-    error::Result,
+    error::{Error, Result},
+    io::sim::Locked,
     mover::Mover,
     tier::{
         arena::Arena,
@@ -105,8 +106,14 @@ pub struct Simulated {
     pub reactor: Reactor,
 }
 
+/// How long the lock of a store is waited for, as with files.
+const LOCK_WAIT: Duration = Duration::from_secs(1);
+const LOCK_POLL: Duration = Duration::from_millis(5);
+
 /// Opens a cache over `world`; the reactor is a task of the current `LocalSet`. Call inside [`block_on`].
 /// [`Config::spin_us`] is taken for 0.
+///
+/// The files have a lock, as in production: one cache at a time has them open, until all that it began has ended.
 ///
 /// # Errors
 /// As [`Cache::open`].
@@ -115,6 +122,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     // Virtual time stands still while the reactor spins.
     let config = Config { spin_us: 0, ..config };
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
+    let locked = lock(&config, &world.storage).await?;
     let mut uuid = [0; 16];
     uuid[..8].copy_from_slice(&world.seed.to_le_bytes());
     let parts = Parts {
@@ -138,10 +146,31 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     tokio::task::spawn_local(async move {
         let result = mover.run(commands, urgent).await;
         quiet(&world).await;
+        drop(locked);
         end.reached();
         tell_end(&told, result);
     });
     Ok(Simulated { cache, reactor })
+}
+
+/// Waits until nobody else has the files open.
+async fn lock(config: &Config, storage: &Sim) -> Result<Option<Locked>> {
+    let Some(disk) = config.disks.first() else { return Ok(None) };
+    let give_up = tokio::time::Instant::now() + LOCK_WAIT;
+    loop {
+        match storage.try_lock() {
+            Some(locked) => return Ok(Some(locked)),
+            None if tokio::time::Instant::now() < give_up => tokio::time::sleep(LOCK_POLL).await,
+            None => {
+                return Err(Error::Store {
+                    path: disk.path.clone(),
+                    found: "a lock on it: the store is open in another cache".into(),
+                    expected: "a store that nobody has open".into(),
+                    action: "close the other cache first".into(),
+                });
+            }
+        }
+    }
 }
 
 fn members(config: &Config, storage: &Sim) -> Vec<Member> {

@@ -7,6 +7,8 @@ mod life;
 mod model;
 mod ops;
 
+use std::rc::Rc;
+
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{BlockKey, Config, DiskPath, Layout, WritePolicy, sim};
 
@@ -76,9 +78,15 @@ pub(crate) struct Run {
     cut_off: bool,
     /// For what is not worth a choice.
     rng: sim::Rng,
+    payloads: Vec<Rc<[u8]>>,
 }
 
 impl Run {
+    /// The content that the key of a block names.
+    fn payload(&self, block: u8) -> Rc<[u8]> {
+        Rc::clone(&self.payloads[usize::from(block)])
+    }
+
     /// True where callers may run into a limit.
     fn has_tight_limits(&self) -> bool {
         let config = &self.config;
@@ -96,7 +104,9 @@ pub fn run(data: &[u8]) {
     let keeps = !config.disks.is_empty() && config.write_policy != WritePolicy::WriteThroughSelective;
     let writes_through = config.write_policy == WritePolicy::WriteThrough;
     let model = Model::new(keeps, writes_through);
-    let mut run = Run { config, model, lied: false, cut_off: false, rng: sim::Rng::new(settings.seed) };
+    let payloads = (0..KEYS).map(|block| payload(block, config.block_bytes)).collect();
+    let rng = sim::Rng::new(settings.seed);
+    let mut run = Run { config, model, lied: false, cut_off: false, rng, payloads };
     for _ in 0..LIVES_MAX {
         if input.is_empty() {
             break;
@@ -115,7 +125,6 @@ fn parent_key(block: u8) -> Option<BlockKey> {
     (!block.is_multiple_of(4)).then(|| block_key(block - 1))
 }
 
-/// The content that a key names.
-fn payload(block: u8, block_bytes: usize) -> Vec<u8> {
+fn payload(block: u8, block_bytes: usize) -> Rc<[u8]> {
     (0..block_bytes).map(|at| (at as u8).wrapping_mul(31) ^ ((at >> 8) as u8) ^ block.wrapping_mul(89)).collect()
 }

@@ -46,6 +46,13 @@ impl Disk {
         &self.current[..self.len]
     }
 
+    /// True if readers see nothing but zeros.
+    pub(super) fn is_zero(&self) -> bool {
+        // Few and wide comparisons: files are mostly gaps of zeros, and each life of a cache asks this.
+        static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
+        self.contents().chunks(ZEROS.len()).all(|part| *part == ZEROS[..part.len()])
+    }
+
     /// Changes the medium itself, behind every cache: rot.
     pub(super) fn flip(&mut self, at: usize, mask: u8) {
         self.current[at] ^= mask;
@@ -126,7 +133,25 @@ impl Disk {
     /// What the medium holds if the power fails now: each unsynced sector in one of its versions,
     /// and each sector of a write `in_flight` (offset and data) perhaps written.
     pub(super) fn after_power_cut(&self, in_flight: &[(usize, &[u8])], rng: &mut Rng) -> Vec<u8> {
-        let mut medium = self.current.clone();
+        self.cut(self.current.clone(), in_flight, rng)
+    }
+
+    /// The same, at the end of the simulation: the file is empty from then on.
+    pub(super) fn take_power_cut(&mut self, in_flight: &[(usize, &[u8])], rng: &mut Rng) -> Vec<u8> {
+        let current = std::mem::take(&mut self.current);
+        let medium = self.cut(current, in_flight, rng);
+        *self = Disk::default();
+        medium
+    }
+
+    /// What readers see, at the end of the simulation: the file is empty from then on.
+    pub(super) fn take_contents(&mut self) -> Vec<u8> {
+        let Disk { mut current, len, .. } = std::mem::take(self);
+        current.truncate(len);
+        current
+    }
+
+    fn cut(&self, mut medium: Vec<u8>, in_flight: &[(usize, &[u8])], rng: &mut Rng) -> Vec<u8> {
         let mut len = self.len;
         for (&at, dirty) in &self.dirty {
             let kept = match (rng.below(3), &dirty.before) {

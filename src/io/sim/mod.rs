@@ -117,7 +117,7 @@ impl Sim {
     /// # Panics
     /// If there is no such file.
     pub fn is_zero(&self, file: FileId) -> bool {
-        self.0.borrow().disk(file).contents().iter().all(|byte| *byte == 0)
+        self.0.borrow().disk(file).is_zero()
     }
 
     /// Flips the bits of `mask` in a byte of the medium, unnoticed: rot.
@@ -146,6 +146,18 @@ impl Sim {
         self.0.borrow_mut().crash()
     }
 
+    /// Ends the simulation: what readers would see of the files, or with a `power_cut` what [`crash`](Self::crash) says.
+    /// Takes the files instead of copying them; operations that are in flight must be polled no more.
+    pub fn end(&self, power_cut: bool) -> Vec<Vec<u8>> {
+        self.0.borrow_mut().end(power_cut)
+    }
+
+    /// Takes the lock that keeps a second cache from the files; `None` while another has it.
+    pub(crate) fn try_lock(&self) -> Option<Locked> {
+        let was_locked = self.0.borrow_mut().set_locked(true);
+        (!was_locked).then(|| Locked(self.clone()))
+    }
+
     async fn run(&self, kind: OpKind, file: FileId, offset: u64, buf: Option<Lent>) -> Done {
         let plan = match self.0.borrow_mut().start(kind, file, offset, buf.as_ref()) {
             Ok(plan) => plan,
@@ -160,6 +172,15 @@ impl Sim {
             drop(answer.send((result, buf)));
         });
         answered.await.expect("the task that answers lives as long as the runtime that polls this")
+    }
+}
+
+/// The lock on the files, for as long as it lives.
+pub(crate) struct Locked(Sim);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        self.0.0.borrow_mut().set_locked(false);
     }
 }
 

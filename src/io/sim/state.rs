@@ -46,6 +46,7 @@ pub(super) struct State {
     op_next: u64,
     in_flight: BTreeMap<u64, InFlight>,
     stalled: Vec<oneshot::Sender<()>>,
+    locked: bool,
     log: Log,
     counts: Counts,
 }
@@ -62,6 +63,7 @@ impl State {
             op_next: 0,
             in_flight: BTreeMap::new(),
             stalled: Vec::new(),
+            locked: false,
             log: Log::new(options.log_entries_max),
             counts: Counts::default(),
             options,
@@ -86,6 +88,11 @@ impl State {
 
     pub(super) fn stalled(&self) -> usize {
         self.stalled.len()
+    }
+
+    /// Takes or gives back the lock that a cache has on its files; what it was.
+    pub(super) fn set_locked(&mut self, locked: bool) -> bool {
+        std::mem::replace(&mut self.locked, locked)
     }
 
     pub(super) fn in_flight(&self) -> usize {
@@ -136,7 +143,7 @@ impl State {
         let mut in_flight = InFlight { kind, file, offset, len, data: Vec::new(), sync_point: None };
         match (kind, buf) {
             (OpKind::Read, Some(buf)) => fill(buf, GARBAGE),
-            (OpKind::Write, Some(buf)) => in_flight.data = copy_out(buf),
+            (OpKind::Write, Some(buf)) => in_flight.data = bytes_of(buf).to_vec(),
             _ => in_flight.sync_point = Some(self.disk(file).sync_point()),
         }
         self.counts.conflicts += u64::from(self.in_flight.values().any(|other| other.conflicts(&in_flight)));
@@ -162,7 +169,7 @@ impl State {
         let result = match (in_flight.kind, buf) {
             (OpKind::Read, Some(buf)) => Self::finish_read(self.disk(in_flight.file), &in_flight, buf, fault, &mut rng),
             (OpKind::Write, Some(buf)) => {
-                assert!(copy_out(buf) == in_flight.data, "memory lent to a write changed while it was in flight");
+                assert!(bytes_of(buf) == in_flight.data, "memory lent to a write changed while it was in flight");
                 self.finish_write(&in_flight, fault, &mut rng)
             }
             _ => self.finish_sync(&mut in_flight, fault),
@@ -254,14 +261,19 @@ impl State {
 
     pub(super) fn crash(&mut self) -> Vec<Vec<u8>> {
         let mut rng = self.crash_rng.fork();
-        let files = self.disks.iter().enumerate().map(|(index, disk)| {
-            let writes = self.in_flight.values().filter(|op| {
-                op.kind == OpKind::Write && usize::from(op.file.0) == index && op.end() <= self.options.file_bytes_max
-            });
-            let writes: Vec<_> = writes.map(|op| (op.offset as usize, &op.data[..])).collect();
-            disk.after_power_cut(&writes, &mut rng)
-        });
-        files.collect()
+        let writes = |index| writes_in_flight(&self.in_flight, index, self.options.file_bytes_max);
+        let disks = self.disks.iter().enumerate();
+        disks.map(|(index, disk)| disk.after_power_cut(&writes(index), &mut rng)).collect()
+    }
+
+    pub(super) fn end(&mut self, power_cut: bool) -> Vec<Vec<u8>> {
+        if !power_cut {
+            return self.disks.iter_mut().map(Disk::take_contents).collect();
+        }
+        let mut rng = self.crash_rng.fork();
+        let writes = |index| writes_in_flight(&self.in_flight, index, self.options.file_bytes_max);
+        let disks = self.disks.iter_mut().enumerate();
+        disks.map(|(index, disk)| disk.take_power_cut(&writes(index), &mut rng)).collect()
     }
 
     fn note(&mut self, op: u64, what: &InFlight, event: Event) {
@@ -284,15 +296,22 @@ impl InFlight {
     }
 }
 
+/// Offset and data of what is being written to a file.
+fn writes_in_flight(in_flight: &BTreeMap<u64, InFlight>, file: usize, end_max: u64) -> Vec<(usize, &[u8])> {
+    let of_file = |op: &&InFlight| op.kind == OpKind::Write && usize::from(op.file.0) == file && op.end() <= end_max;
+    in_flight.values().filter(of_file).map(|op| (op.offset as usize, &op.data[..])).collect()
+}
+
 fn fill(buf: &Lent, byte: u8) {
     // SAFETY: the `Lent` says that the range is mapped and, lent to a read, accessed by us alone.
     unsafe { buf.as_ptr().write_bytes(byte, buf.len()) }
 }
 
-fn copy_out(buf: &Lent) -> Vec<u8> {
+/// What a write writes.
+fn bytes_of(buf: &Lent) -> &[u8] {
     // SAFETY: the `Lent` says that the range is mapped and that nobody writes to it; `Lent`s are
     // made from initialized memory.
-    unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) }.to_vec()
+    unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) }
 }
 
 fn copy_in(data: &[u8], buf: &Lent) -> usize {

@@ -14,7 +14,7 @@ use super::{
     KEYS, Run, block_key,
     model::Claims,
     ops::{Cancel, Exit, FaultPlan, Op},
-    parent_key, payload,
+    parent_key,
 };
 
 /// Calls of one life at most.
@@ -101,7 +101,7 @@ impl Life<'_> {
                     let honest = !has_lied(run, &world);
                     run.cut_off = true;
                     run.model.restart(power_cut, Claims { keeps: honest, honest });
-                    Some(remains(run, &world, power_cut))
+                    Some(world.storage.end(power_cut))
                 }
                 Opened::Open(Simulated { cache, reactor }, trouble) => {
                     let trouble = Rc::new(Cell::new(trouble));
@@ -162,7 +162,7 @@ impl Life<'_> {
                 let (claims, power_cut) = (self.claims(), exit == Exit::PowerCut);
                 self.run.cut_off = true;
                 self.run.model.restart(power_cut, claims);
-                remains(self.run, &self.world, power_cut)
+                self.world.storage.end(power_cut)
             }
             Exit::Close | Exit::Drop => self.end(reactor, exit).await,
         }
@@ -205,7 +205,7 @@ impl Life<'_> {
         let honest = claims.honest && !has_lied(run, &world);
         run.model.restart(true, Claims { keeps: claims.keeps && honest, honest });
         let power_cut = run.rng.chance(0.5);
-        remains(run, &world, power_cut)
+        world.storage.end(power_cut)
     }
 
     fn claims(&self) -> Claims {
@@ -298,7 +298,7 @@ impl Life<'_> {
     }
 
     async fn store(&mut self, block: u8, cancel: Cancel) {
-        let data = payload(block, self.run.config.block_bytes);
+        let data = self.run.payload(block);
         self.run.model.store_begins(block);
         let (key, parent) = (block_key(block), parent_key(block));
         let result = self.call(cancel, self.cache.store(&key, parent.as_ref(), &data)).await;
@@ -313,7 +313,7 @@ impl Life<'_> {
         };
         let Some(mut reservation) = reserved.and_then(|result| self.checked("reserve", result)) else { return };
         assert!(!clear || reservation.iter().all(|byte| *byte == 0), "a reservation shows what was there before");
-        reservation.copy_from_slice(&payload(block, self.run.config.block_bytes));
+        reservation.copy_from_slice(&self.run.payload(block));
         self.run.model.store_begins(block);
         let (key, parent) = (block_key(block), parent_key(block));
         let result = self.call(cancel, reservation.commit(&key, parent.as_ref())).await;
@@ -327,7 +327,7 @@ impl Life<'_> {
         let claims = self.claims();
         self.run.model.answered(block, found.is_some(), claims);
         let Some(lease) = found else { return };
-        assert_eq!(*lease, *payload(block, self.run.config.block_bytes), "wrong bytes of block {block}");
+        assert_eq!(*lease, *self.run.payload(block), "wrong bytes of block {block}");
         if keep {
             self.kept.push((block, Kept::Host(lease)));
         }
@@ -348,7 +348,7 @@ impl Life<'_> {
             let claims = self.claims();
             self.run.model.answered(block, found.is_some(), claims);
             if let Some(lease) = found {
-                assert_eq!(*lease, *payload(block, self.run.config.block_bytes), "wrong bytes of block {block}");
+                assert_eq!(*lease, *self.run.payload(block), "wrong bytes of block {block}");
             }
         }
     }
@@ -379,8 +379,8 @@ impl Life<'_> {
                 }
             }
         };
-        let expected = payload(block, self.run.config.block_bytes);
-        assert!(bytes.is_none_or(|bytes| bytes == expected), "a lease on block {block} shows wrong bytes");
+        let expected = self.run.payload(block);
+        assert!(bytes.is_none_or(|bytes| *bytes == *expected), "a lease on block {block} shows wrong bytes");
     }
 
     async fn remove(&mut self, block: u8, cancel: Cancel) {
@@ -428,8 +428,8 @@ impl Life<'_> {
             if !found && device {
                 continue;
             }
-            let expected = if found { payload(block, untouched.len()) } else { untouched.clone() };
-            assert_eq!(self.memory.read(at), expected, "block {block}, loaded: {found}, left wrong bytes");
+            let expected = if found { self.run.payload(block) } else { Rc::from(&*untouched) };
+            assert_eq!(*self.memory.read(at), *expected, "block {block}, loaded: {found}, left wrong bytes");
         }
     }
 
@@ -438,7 +438,7 @@ impl Life<'_> {
         let blocks: Vec<u8> = blocks(first, len).collect();
         let keys: Vec<_> = blocks.iter().map(|&block| block_key(block)).collect();
         for (at, &block) in blocks.iter().enumerate() {
-            self.memory.write(at, &payload(block, self.memory.block_bytes));
+            self.memory.write(at, &self.run.payload(block));
             self.run.model.store_begins(block);
         }
         let segments: Vec<_> = (0..blocks.len()).map(|at| self.memory.segments(at, cut)).collect();
@@ -505,13 +505,6 @@ fn has_lied(run: &Run, world: &World) -> bool {
 /// A read showed a wrong bit.
 fn flipped(world: &World) -> bool {
     world.storage.counts().faults_by_kind[OpKind::Read as usize][FaultKind::BitFlip as usize] > 0
-}
-
-fn remains(run: &Run, world: &World, power_cut: bool) -> Vec<Vec<u8>> {
-    match power_cut {
-        true => world.storage.crash(),
-        false => (0..run.config.disks.len()).map(|n| world.storage.contents(FileId(n as u16))).collect(),
-    }
 }
 
 /// With nobody at work, every slot and every byte is accounted for.
