@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use crate::{
     calls,
     cancel::{Cancel, until},
+    chains,
     context::{Context, error_code},
     foreign::Memory,
     plan::Call,
@@ -41,6 +42,10 @@ impl Caller {
         for _ in 0..self.context.plan.calls_each {
             if self.context.failed() || self.pause().await || self.call().await == Flow::Closed {
                 break;
+            }
+            if self.context.is_struck() {
+                // Nothing may come after what ends the life.
+                std::future::pending::<()>().await;
             }
         }
         self.let_go(0);
@@ -76,6 +81,8 @@ impl Caller {
             Call::StoreFrom => calls::store_from(self, cancel).await,
             Call::Sync => calls::sync(self, cancel).await,
             Call::Stats => calls::stats(self),
+            Call::Walk => chains::walk(self, cancel).await,
+            Call::Hurry => chains::hurry(self, cancel).await,
         };
         self.note(call, &end, began);
         self.context.call_ended();

@@ -7,10 +7,12 @@ use kvhoist::{BlockKey, Cache, Error, Segment, Tier};
 use crate::{
     caller::{Caller, End, Kept},
     cancel::Cancel,
+    chains::check_prompt,
     context::Context,
     foreign::Memory,
     model::{Began, RemoveEnd, StoreEnd},
 };
+use tokio::time::Instant;
 
 /// Layers of a load that goes layer by layer.
 const LAYERS: usize = 3;
@@ -30,6 +32,12 @@ pub async fn store(caller: &mut Caller, cancel: Cancel) -> End {
             }
         };
     }
+    store_block(caller, block, parent, cancel).await
+}
+
+pub async fn store_block(caller: &Caller, block: usize, parent: Option<BlockKey>, cancel: Cancel) -> End {
+    let universe = &caller.context.plan.universe;
+    let (key, payload) = (universe.key(block), &universe.block(block).payload);
     caller.context.say(|| format!("caller {} stores block {block}", caller.number));
     let began = caller.context.model.borrow_mut().store_begins(block);
     let result = caller.run_call(cancel, caller.cache.store(&key, parent.as_ref(), payload)).await;
@@ -78,11 +86,12 @@ pub async fn fetch(caller: &mut Caller, cancel: Cancel) -> End {
     let block = caller.draw_block();
     let key = caller.context.plan.universe.key(block);
     caller.context.say(|| format!("caller {} fetches block {block}", caller.number));
-    let began = caller.context.model.borrow().begin(block);
+    let (began, asked) = (caller.context.model.borrow().begin(block), Instant::now());
     match caller.run_call(cancel, caller.cache.fetch(&key)).await {
         None => End::Dropped,
         Some(Err(error)) => End::Error(error),
         Some(Ok(found)) => {
+            check_prompt(caller, block, asked);
             check_found(caller, began, found.is_some());
             let hit = found.is_some();
             if let Some(lease) = found {
@@ -161,6 +170,9 @@ pub async fn remove(caller: &mut Caller, cancel: Cancel) -> End {
         Some(Err(error)) => (End::Error(error), RemoveEnd::Unknown),
     };
     caller.context.model.borrow_mut().remove_ends(began, remove_end);
+    if remove_end == RemoveEnd::Recorded {
+        caller.context.removal_ended();
+    }
     end
 }
 
@@ -332,7 +344,7 @@ fn check_one(caller: &Caller, what: &str, error: &Error) {
 
 pub async fn sync(caller: &mut Caller, cancel: Cancel) -> End {
     caller.context.say(|| format!("caller {} syncs", caller.number));
-    let began = caller.context.model.borrow().sync_begins();
+    let began = caller.context.sync_begins(&caller.cache);
     match caller.run_call(cancel, caller.cache.sync()).await {
         None => End::Dropped,
         Some(Err(error)) => {

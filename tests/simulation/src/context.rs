@@ -15,7 +15,7 @@ use kvhoist::{
 use tokio::{sync::Notify, time::Instant};
 
 use crate::{
-    model::{Claims, Model},
+    model::{Began, Claims, Model},
     plan::{Call, Level, Plan},
     report::Report,
 };
@@ -36,6 +36,8 @@ pub struct Context {
     /// Calls ended in this life.
     calls_ended: Cell<u64>,
     pub call_ended: Notify,
+    /// Removals that are answered before the life is cut off, if that is what ends it.
+    removals_left: Cell<Option<u64>>,
 }
 
 impl Context {
@@ -54,6 +56,7 @@ impl Context {
             life_began: Cell::new(None),
             calls_ended: Cell::new(0),
             call_ended: Notify::new(),
+            removals_left: Cell::new(None),
         })
     }
 
@@ -61,6 +64,21 @@ impl Context {
         self.life_began.set(Some(Instant::now()));
         self.calls_ended.set(0);
         self.closing.set(false);
+        self.removals_left.set(None);
+    }
+
+    /// Lets the life end when so many removals have been answered.
+    pub fn strike_after(&self, removals: u64) {
+        self.removals_left.set(Some(removals));
+    }
+
+    pub fn removal_ended(&self) {
+        self.removals_left.set(self.removals_left.get().map(|left| left.saturating_sub(1)));
+    }
+
+    /// The life ends at this instant.
+    pub fn is_struck(&self) -> bool {
+        self.removals_left.get() == Some(0)
     }
 
     /// The longest that a call may take in virtual time, however slow the disk is.
@@ -150,6 +168,17 @@ impl Context {
         Claims { keeps, keeps_synced, honest }
     }
 
+    /// What a sync or a close that begins now will have made durable.
+    pub fn sync_begins(&self, cache: &Cache) -> Vec<Began> {
+        let mut began = self.model.borrow().sync_begins();
+        if self.plan.trial.is_some() {
+            for (block, began) in began.iter_mut().enumerate() {
+                began.visible = cache.match_len(&[self.plan.universe.key(block)]) == 1;
+            }
+        }
+        began
+    }
+
     /// Whether the faults of this run allow a call to end like this.
     pub fn check_error(&self, what: &dyn fmt::Display, error: &Error, closing: bool) {
         let plan = &self.plan;
@@ -163,7 +192,7 @@ impl Context {
                     Some("write") => rates.write_error + rates.no_space + rates.short,
                     _ => rates.sync_error,
                 };
-                rate > 0.0
+                rate > 0.0 || plan.refusal.is_some_and(|refusal| refusal.explains(op))
             }
             Error::Copy { .. } => plan.copy_failure > 0.0,
             Error::Refused { .. } => plan.level >= Level::Crashes,

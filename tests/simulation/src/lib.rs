@@ -6,6 +6,7 @@
 mod caller;
 mod calls;
 mod cancel;
+mod chains;
 mod context;
 mod foreign;
 mod life;
@@ -14,8 +15,10 @@ mod model;
 mod plan;
 mod report;
 mod run;
+mod trial;
 mod universe;
 
 pub use plan::{LAYERED_SEEDS, STRAIGHT_SEEDS};
 pub use report::Report;
 pub use run::{Failure, run};
+pub use trial::{PROMPT_SEEDS, TRIAL_SEEDS};

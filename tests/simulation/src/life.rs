@@ -4,7 +4,7 @@ use std::{rc::Rc, time::Duration};
 
 use kvhoist::{
     Cache, Error,
-    io::{FileId, OpKind},
+    io::OpKind,
     sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World},
 };
 use tokio::time::timeout;
@@ -14,7 +14,7 @@ use crate::{
     calls::check_found,
     context::Context,
     foreign::Pool,
-    model::{Claims, Ending},
+    model::{Began, Claims, Ending},
     plan::Level,
 };
 
@@ -99,11 +99,17 @@ impl Life {
         let Some(Simulated { cache, reactor }) = self.open(exit).await else {
             return self.cut_off(exit, None);
         };
+        if let Some(refusal) = self.context.plan.refusal {
+            tokio::task::spawn_local(refusal.work(self.world.storage.clone(), self.rng.fork()));
+        }
         let callers: Vec<_> = (0..self.context.plan.callers)
             .map(|number| tokio::task::spawn_local(self.caller(number, &cache, pool).run()))
             .collect();
         let all_calls = self.context.plan.callers * self.context.plan.calls_each;
-        if matches!(exit, Exit::CloseEarly | Exit::Kill | Exit::PowerCut) {
+        if self.context.plan.strikes && matches!(exit, Exit::Kill | Exit::PowerCut) {
+            self.context.strike_after(self.rng.between(1, 8));
+            self.wait_for_calls(u64::MAX, &callers).await;
+        } else if matches!(exit, Exit::CloseEarly | Exit::Kill | Exit::PowerCut) {
             let calls = self.rng.below(all_calls + all_calls / 8);
             self.wait_for_calls(calls, &callers).await;
         }
@@ -112,7 +118,7 @@ impl Life {
         }
         let mut sync = None;
         if exit == Exit::CloseEarly {
-            sync = self.close(&cache).await;
+            sync = self.close(&cache, &reactor).await;
         }
         for caller in callers {
             if timeout(PATIENCE, caller).await.is_err() {
@@ -120,8 +126,10 @@ impl Life {
                 return self.cut_off(exit, Some(&cache));
             }
         }
-        // From here on nothing goes wrong any more.
-        self.world.storage.set_rates(FaultRates::default());
+        // From here on nothing goes wrong any more, but for a disk that refuses of its own accord.
+        if self.context.plan.refusal.is_none() {
+            self.world.storage.set_rates(FaultRates::default());
+        }
         self.world.copy.set_failure(0.0);
         if exit != Exit::CloseEarly {
             self.balance(&reactor).await;
@@ -132,7 +140,8 @@ impl Life {
             self.context.report.borrow_mut().drops += 1;
             let mut claims = self.look_back(&cache);
             // Nobody is told what the end came to: it is well where nothing went wrong before.
-            let flushed = self.world.storage.counts().failed[OpKind::Sync as usize] == 0;
+            let failed = self.world.storage.counts().failed[OpKind::Sync as usize] > 0;
+            let flushed = !failed && self.context.plan.refusal.is_none();
             sync = (claims.keeps && flushed).then(|| self.context.model.borrow().sync_begins());
             drop(cache);
             // What the last write-backs evict nobody sees.
@@ -142,7 +151,7 @@ impl Life {
             claims
         } else {
             if exit == Exit::Close {
-                sync = self.close(&cache).await;
+                sync = self.close(&cache, &reactor).await;
             }
             self.end(&reactor).await;
             self.look_back(&cache)
@@ -156,6 +165,10 @@ impl Life {
     }
 
     fn draw_exit(&mut self) -> Exit {
+        if self.context.plan.strikes {
+            let exits = [Exit::Kill, Exit::Kill, Exit::PowerCut, Exit::Close];
+            return exits[self.rng.below(exits.len() as u64) as usize];
+        }
         let exits = [Exit::Close, Exit::CloseEarly, Exit::Drop, Exit::Kill, Exit::PowerCut, Exit::PowerCut];
         let calm = self.context.plan.level == Level::Calm;
         exits[self.rng.below(if calm { 3 } else { exits.len() as u64 }) as usize]
@@ -171,7 +184,7 @@ impl Life {
             }
         }
         for _ in 0..20 {
-            match timeout(PATIENCE, sim::open(plan.config.clone(), &self.world)).await {
+            match timeout(PATIENCE, self.open_once()).await {
                 Err(_) => self.context.fail("the cache never opened"),
                 Ok(Ok(simulated)) => return Some(simulated),
                 Ok(Err(Error::Store { found, .. }))
@@ -189,6 +202,37 @@ impl Life {
         }
         self.context.fail("the cache did not open in 20 attempts");
         None
+    }
+
+    /// Opens the cache, perhaps beside another one that wants the same store.
+    async fn open_once(&self) -> kvhoist::Result<Simulated> {
+        let mut rng = self.rng.clone();
+        let open = || sim::open(self.context.plan.config.clone(), &self.world);
+        if !self.context.plan.second_opener || self.context.plan.config.disks.is_empty() || rng.chance(0.3) {
+            return open().await;
+        }
+        let (gives_way, pause_ms) = (rng.chance(0.5), rng.below(300));
+        let first = async {
+            let first = open().await?;
+            if !gives_way {
+                return Ok::<_, Error>(Some(first));
+            }
+            tokio::time::sleep(Duration::from_millis(pause_ms)).await;
+            first.cache.close().await?;
+            Ok(None)
+        };
+        let (first, second) = tokio::join!(first, open());
+        self.context.report.borrow_mut().second_openers += 1;
+        match (first, second) {
+            (Ok(Some(first)), Err(Error::Store { .. })) => Ok(first),
+            (Ok(Some(_)), Ok(_)) => {
+                self.context.fail("two caches have the same store open");
+                Err(Error::Closed)
+            }
+            (Ok(Some(_)), Err(other)) => Err(other),
+            // It was closed again, or failed: in either case the store is free.
+            (Ok(None) | Err(_), second) => second,
+        }
     }
 
     /// Starts anew, as someone would whose store is refused.
@@ -224,7 +268,10 @@ impl Life {
     /// Waits until so many calls have ended, or all callers have, and then a little longer.
     async fn wait_for_calls(&mut self, calls: u64, callers: &[tokio::task::JoinHandle<()>]) {
         let enough = async {
-            while self.context.calls_ended() < calls && !callers.iter().all(tokio::task::JoinHandle::is_finished) {
+            while self.context.calls_ended() < calls
+                && !self.context.is_struck()
+                && !callers.iter().all(tokio::task::JoinHandle::is_finished)
+            {
                 // The last caller to end may end no more calls.
                 drop(timeout(Duration::from_secs(1), self.context.call_ended.notified()).await);
             }
@@ -233,6 +280,7 @@ impl Life {
             self.context.fail("the callers wait for ever");
         }
         match self.rng.below(3) {
+            _ if self.context.is_struck() => {}
             0 => {}
             1 => tokio::task::yield_now().await,
             _ => tokio::time::sleep(Duration::from_millis(self.rng.below(10))).await,
@@ -240,16 +288,39 @@ impl Life {
     }
 
     /// Closes the cache; what is durable then, if it says so.
-    async fn close(&mut self, cache: &Cache) -> Option<Vec<crate::model::Began>> {
+    async fn close(&mut self, cache: &Cache, reactor: &Reactor) -> Option<Vec<Began>> {
         self.context.report.borrow_mut().closes += 1;
         self.context.closing.set(true);
-        let began = self.context.model.borrow().sync_begins();
-        match timeout(PATIENCE, cache.close()).await {
-            Err(_) => self.context.fail("the cache never closed"),
-            Ok(Ok(())) => return Some(began),
-            Ok(Err(error)) => self.context.check_error(&"close", &error, true),
+        let began = self.context.sync_begins(cache);
+        let second = self.close_again(cache, reactor);
+        let Ok((first, second)) = timeout(PATIENCE, async { tokio::join!(cache.close(), second) }).await else {
+            self.context.fail("the cache never closed");
+            return None;
+        };
+        if let Some(second) = second.filter(|second| second.is_ok() != first.is_ok()) {
+            self.context.fail(format!("of two closes one came to {first:?} and the other to {second:?}"));
         }
-        None
+        match first {
+            Ok(()) => Some(began),
+            Err(error) => {
+                self.context.check_error(&"close", &error, true);
+                None
+            }
+        }
+    }
+
+    /// Closes the cache once more, at the same time or a little later.
+    async fn close_again(&self, cache: &Cache, reactor: &Reactor) -> Option<kvhoist::Result<()>> {
+        if !self.context.plan.second_close {
+            return None;
+        }
+        tokio::time::sleep(Duration::from_millis(self.rng.clone().below(10))).await;
+        let result = cache.close().await;
+        self.context.report.borrow_mut().second_closes += 1;
+        if !reactor.is_ended() {
+            self.context.fail(format!("a second close came to {result:?} while the cache was at work"));
+        }
+        Some(result)
     }
 
     /// Waits for the reactor to end.
@@ -320,11 +391,6 @@ impl Life {
     }
 
     fn remains(&self, power_cut: bool) -> Remains {
-        let storage = &self.world.storage;
-        let files = match power_cut {
-            true => storage.crash(),
-            false => (0..self.context.plan.config.disks.len()).map(|n| storage.contents(FileId(n as u16))).collect(),
-        };
-        Remains { files }
+        Remains { files: self.world.storage.end(power_cut) }
     }
 }

@@ -36,6 +36,8 @@ struct State {
     recorded_absent: bool,
     durable: bool,
     durably_absent: bool,
+    /// A caller was told in this life that the disk did not take the block, or may have been.
+    told: bool,
 }
 
 /// What was so when a call began.
@@ -54,6 +56,8 @@ pub struct Began {
     doubtful: bool,
     pub must_hit: bool,
     pub must_miss: bool,
+    /// The index had the block, where the caller looked: its store may have been dropped since.
+    pub visible: bool,
 }
 
 /// How a store ended.
@@ -114,6 +118,7 @@ impl Model {
             doubtful: state.doubtful,
             must_hit: state.present && state.removes == 0,
             must_miss: state.absent,
+            visible: false,
         }
     }
 
@@ -135,6 +140,7 @@ impl Model {
             state.stores -= 1;
         }
         state.write_loose |= matches!(end, StoreEnd::Dropped | StoreEnd::GoesOn | StoreEnd::Failed);
+        state.told |= end == StoreEnd::Failed;
         let undisturbed = !began.removing && state.removes_begun == began.removes;
         if end == StoreEnd::Acknowledged && undisturbed && keeps && !began.doubtful {
             state.present = true;
@@ -191,7 +197,10 @@ impl Model {
     pub fn sync_ends(&mut self, began: Vec<Began>) {
         for began in began {
             let state = &mut self.blocks[began.block];
-            if began.must_hit && state.removes_begun == began.removes && began.reports == self.reports {
+            let stored =
+                began.visible && self.keeps && began.alone && !began.doubtful && !began.removing && !state.told;
+            let undisturbed = state.removes_begun == began.removes && began.reports == self.reports;
+            if (began.must_hit || stored) && undisturbed {
                 state.durable = true;
             }
             if began.must_miss && began.alone && state.recorded_absent && state.stores_begun == began.stores {
@@ -205,6 +214,7 @@ impl Model {
         self.reports += 1;
         for state in self.blocks.iter_mut().filter(|state| !state.durable) {
             state.present = false;
+            state.told = true;
         }
     }
 

@@ -8,7 +8,10 @@ use kvhoist::{
     sim::{FaultRates, Rng},
 };
 
-use crate::universe::Universe;
+use crate::{
+    trial::{Refusal, TRIAL_SEEDS, Trial},
+    universe::Universe,
+};
 
 /// How much goes wrong in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -49,10 +52,16 @@ pub enum Call {
     StoreFrom,
     Sync,
     Stats,
+    /// Fetches a chain block by block, each under the lease of the one before.
+    Walk,
+    /// Prefetches blocks, and fetches them at once.
+    Hurry,
 }
 
 impl Call {
-    pub const COUNT: usize = 11;
+    pub const COUNT: usize = 13;
+    /// Those that every run draws from; the others belong to a [`Trial`].
+    const COMMON: usize = 11;
     pub const ALL: [Call; Call::COUNT] = [
         Call::Store,
         Call::Reserve,
@@ -65,6 +74,8 @@ impl Call {
         Call::StoreFrom,
         Call::Sync,
         Call::Stats,
+        Call::Walk,
+        Call::Hurry,
     ];
 
     pub fn name(self) -> &'static str {
@@ -80,6 +91,8 @@ impl Call {
             "store_from",
             "sync",
             "stats",
+            "walk",
+            "hurry",
         ];
         NAMES[self as usize]
     }
@@ -104,6 +117,15 @@ pub struct Plan {
     pub callers: u64,
     pub calls_each: u64,
     pub habits: Habits,
+    pub trial: Option<Trial>,
+    /// What the disk refuses, of its own accord.
+    pub refusal: Option<Refusal>,
+    /// Two caches open the store at the same time.
+    pub second_opener: bool,
+    /// The cache is closed twice.
+    pub second_close: bool,
+    /// A life that is cut off ends when a removal has been answered.
+    pub strikes: bool,
     /// For what is decided on the way.
     pub rng: Rng,
 }
@@ -127,7 +149,8 @@ impl Plan {
         let blocks = if rng.chance(0.5) { rng.between(2, slots.max(2)) } else { rng.between(2, 2 * slots + 8) };
         let universe = Universe::new(&mut rng, blocks.min(80) as usize, config.block_bytes);
         let milliseconds = |rng: &mut Rng, of: &[u64]| Duration::from_millis(pick(rng, of));
-        Plan {
+        let trial = Trial::of(seed);
+        let mut plan = Plan {
             level,
             rates,
             copy_failure,
@@ -138,12 +161,26 @@ impl Plan {
             calls_each: rng.between(5, 50),
             habits: habits(&mut rng, &config),
             config,
-            layered: seed >= LAYERED_SEEDS,
+            layered: (LAYERED_SEEDS..TRIAL_SEEDS).contains(&seed),
             memory_align_bytes,
             memory_shift,
             universe,
+            trial,
+            refusal: None,
+            second_opener: false,
+            second_close: false,
+            strikes: false,
             rng,
+        };
+        if let Some(trial) = trial {
+            let mut rng = Rng::new(seed ^ 0x7214_1000_0000_0000);
+            (plan.layered, plan.config.bypass_host) = (rng.chance(0.2), rng.chance(0.3));
+            if plan.config.bypass_host {
+                (plan.memory_align_bytes, plan.memory_shift) = alignment(seed);
+            }
+            trial.bend(&mut plan, &mut rng);
         }
+        plan
     }
 
     /// True where callers may run into a limit.
@@ -163,7 +200,7 @@ impl Plan {
     }
 }
 
-fn pick<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
+pub fn pick<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
     of[rng.below(of.len() as u64) as usize]
 }
 
@@ -246,7 +283,8 @@ fn config(rng: &mut Rng, level: Level) -> Config {
 }
 
 fn habits(rng: &mut Rng, config: &Config) -> Habits {
-    let mut weights = Call::ALL.map(|_| pick(rng, &[0, 1, 3, 10]));
+    let mut weights = [0; Call::COUNT];
+    weights[..Call::COMMON].fill_with(|| pick(rng, &[0, 1, 3, 10]));
     // No run without stores and fetches.
     weights[Call::Store as usize] += 3;
     weights[Call::Fetch as usize] += 3;

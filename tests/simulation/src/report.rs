@@ -40,6 +40,10 @@ pub struct Report {
     pub kills: u64,
     /// Lives that ended by `close`.
     pub closes: u64,
+    /// Closes beside another one.
+    pub second_closes: u64,
+    /// Opens beside another one.
+    pub second_openers: u64,
     /// Lives that ended with the last handle.
     pub drops: u64,
     /// Stores that were refused because of what lying disks had done to them, and wiped.
@@ -88,7 +92,7 @@ impl Report {
         self.digest = self.digest.rotate_left(1) ^ other.digest;
     }
 
-    fn numbers_mut(&mut self) -> [&mut u64; 23] {
+    fn numbers_mut(&mut self) -> [&mut u64; 25] {
         [
             &mut self.runs,
             &mut self.lives,
@@ -104,6 +108,8 @@ impl Report {
             &mut self.kills,
             &mut self.closes,
             &mut self.drops,
+            &mut self.second_closes,
+            &mut self.second_openers,
             &mut self.wipes,
             &mut self.read_only,
             &mut self.retired,
@@ -136,8 +142,9 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "lives ended by: {} power cuts, {} kills, {} closes, {} drops; {} stores wiped",
-            self.power_cuts, self.kills, self.closes, self.drops, self.wipes
+            "lives ended by: {} power cuts, {} kills, {} closes ({} of them twice), {} drops; {} stores wiped, \
+             {} opened by two",
+            self.power_cuts, self.kills, self.closes, self.second_closes, self.drops, self.wipes, self.second_openers
         )?;
         writeln!(
             f,

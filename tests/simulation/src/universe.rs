@@ -29,6 +29,16 @@ impl Universe {
         Universe(blocks.collect())
     }
 
+    /// Chains that are as long as there are blocks, or nearly.
+    pub fn of_long_chains(rng: &mut Rng, blocks: usize, block_bytes: usize) -> Self {
+        let blocks = (0..blocks).map(|n| {
+            let root = n == 0 || rng.chance(0.04);
+            let parent = (!root).then(|| if rng.chance(0.9) { n - 1 } else { rng.below(n as u64) as usize });
+            Block { key: key(rng), parent, payload: payload(rng, block_bytes) }
+        });
+        Universe(blocks.collect())
+    }
+
     pub fn len(&self) -> usize {
         self.0.len()
     }

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvhoist_simulation::{LAYERED_SEEDS, Report, STRAIGHT_SEEDS, run};
+use kvhoist_simulation::{LAYERED_SEEDS, Report, STRAIGHT_SEEDS, TRIAL_SEEDS, run};
 
 /// Seeds in which something was wrong once, and what.
 const NAMED: [(u64, &str); 13] = [
@@ -24,7 +24,8 @@ const NAMED: [(u64, &str); 13] = [
 /// `KVHOIST_SEEDS=FROM..TO` runs others.
 fn seeds() -> Vec<Range<u64>> {
     let Ok(text) = std::env::var("KVHOIST_SEEDS") else {
-        return vec![0..300, STRAIGHT_SEEDS..STRAIGHT_SEEDS + 100, LAYERED_SEEDS..LAYERED_SEEDS + 100];
+        let families = [(0, 300), (STRAIGHT_SEEDS, 100), (LAYERED_SEEDS, 100), (TRIAL_SEEDS, 300)];
+        return families.map(|(first, seeds)| first..first + seeds).into();
     };
     let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
     vec![range.expect("KVHOIST_SEEDS is FROM..TO")]
@@ -45,7 +46,17 @@ fn every_answer_is_what_the_model_allows() {
     // A simulation in which nothing happens proves nothing.
     let rates = [sum.hits_promised, sum.misses_promised, sum.busy, sum.timeouts, sum.dropped, sum.checksum_failures];
     assert!(rates.into_iter().all(|count| count > 0), "{sum}");
-    let ends = [sum.power_cuts, sum.kills, sum.closes, sum.drops, sum.read_only, sum.retired, sum.quarantined];
+    let ends = [
+        sum.power_cuts,
+        sum.kills,
+        sum.closes,
+        sum.second_closes,
+        sum.second_openers,
+        sum.drops,
+        sum.read_only,
+        sum.retired,
+        sum.quarantined,
+    ];
     assert!(ends.into_iter().all(|count| count > 0), "{sum}");
 }
 

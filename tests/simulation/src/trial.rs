@@ -1,0 +1,190 @@
+//! Situations that calls drawn one by one reach too seldom. Seeds from [`TRIAL_SEEDS`] on are runs of one of them: a run
+//! as any other seed makes it, bent by draws of its own. Those from [`PROMPT_SEEDS`] on are [`Trial::PromptReads`].
+
+use std::time::Duration;
+
+use kvhoist::{
+    DiskPath, WritePolicy,
+    io::OpKind,
+    sim::{Fault, FaultRates, Rng, Sim},
+};
+
+use crate::{
+    plan::{Call, Level, Plan, pick},
+    universe::Universe,
+};
+
+/// Seeds from here on are runs of a [`Trial`].
+pub const TRIAL_SEEDS: u64 = 3_000_000;
+
+/// Seeds from here on are runs of [`Trial::PromptReads`].
+pub const PROMPT_SEEDS: u64 = 4_000_000;
+
+const EIO: i32 = 5;
+const ENOSPC: i32 = 28;
+
+/// Leases that a walk holds at most, besides the one that it waits for.
+pub const WALK_LEASES_MAX: u64 = 2;
+
+/// What a run tries in particular.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Trial {
+    /// Chains are fetched block by block, each under the lease of the one before. There are more slots than leases, and
+    /// so nobody waits until a deadline.
+    Walks,
+    /// Fetches join prefetches while many writes wait. There is a slot for every block, and so a fetch takes no longer
+    /// than its read.
+    PromptReads,
+    /// The disk refuses single writes and flushes, or every write from some time on. What a sync or a close confirms is
+    /// there all the same.
+    Refusals,
+    /// Stores are dropped, and a sync or a power cut follows.
+    DroppedStores,
+    /// The disk has few slots, and a life ends at the instant in which a removal is answered.
+    Removals,
+}
+
+/// What the disk refuses in a life of [`Trial::Refusals`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// A write now and then.
+    Writes,
+    /// A flush now and then; what it was to flush is lost, and the next flush says nothing of it.
+    Syncs,
+    /// Every write from some time on.
+    ReadOnly,
+}
+
+impl Refusal {
+    /// Whether an operation of this name may fail.
+    pub fn explains(self, op: &str) -> bool {
+        op.split(' ').next() == Some(if self == Refusal::Syncs { "sync" } else { "write" })
+    }
+
+    /// Lets the disk refuse until it is aborted.
+    pub async fn work(self, disk: Sim, mut rng: Rng) {
+        loop {
+            tokio::time::sleep(Duration::from_millis(rng.between(1, 60))).await;
+            match self {
+                Refusal::Writes => {
+                    let errno = pick(&mut rng, &[EIO, ENOSPC]);
+                    disk.script_next(OpKind::Write, Fault::Error(errno));
+                }
+                Refusal::Syncs => disk.script_next(OpKind::Sync, Fault::Error(EIO)),
+                Refusal::ReadOnly if rng.chance(0.2) => {
+                    return disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
+                }
+                Refusal::ReadOnly => {}
+            }
+        }
+    }
+}
+
+impl Trial {
+    pub fn of(seed: u64) -> Option<Self> {
+        const ALL: [Trial; 4] = [Trial::Walks, Trial::Refusals, Trial::DroppedStores, Trial::Removals];
+        match seed {
+            PROMPT_SEEDS.. => Some(Trial::PromptReads),
+            TRIAL_SEEDS.. => Some(ALL[(seed % ALL.len() as u64) as usize]),
+            _ => None,
+        }
+    }
+
+    /// Makes the plan one of this trial.
+    pub fn bend(self, plan: &mut Plan, rng: &mut Rng) {
+        sober(plan);
+        match self {
+            Trial::Walks => walks(plan, rng),
+            Trial::PromptReads => prompt_reads(plan, rng),
+            Trial::Refusals => refusals(plan, rng),
+            Trial::DroppedStores => dropped_stores(plan, rng),
+            Trial::Removals => removals(plan, rng),
+        }
+        plan.config.validate().expect("every choice is within its limits");
+        plan.second_opener = rng.chance(0.4);
+        plan.second_close = rng.chance(0.4);
+    }
+}
+
+/// No faults but those of the trial, no limits, and time enough: what goes wrong then has no excuse.
+fn sober(plan: &mut Plan) {
+    plan.level = plan.level.min(Level::Crashes);
+    (plan.rates, plan.copy_failure) = (FaultRates::default(), 0.0);
+    plan.habits.keep = 0.0;
+    let config = &mut plan.config;
+    (config.movements_max, config.waiters_max, config.background_max) = (65_536, 65_536, 65_536);
+    config.deadline_ms = 60_000;
+}
+
+/// Room for every block on the first disk.
+fn roomy(plan: &mut Plan) {
+    if plan.config.disks.is_empty() {
+        plan.config.disks.push(DiskPath { path: "disk0".into(), blocks: 2 });
+    }
+    plan.config.disks[0].blocks = plan.universe.len() as u32 + 4;
+}
+
+fn weigh(plan: &mut Plan, of: &[(Call, u64)]) {
+    for &(call, weight) in of {
+        plan.habits.weights[call as usize] = weight;
+    }
+}
+
+fn walks(plan: &mut Plan, rng: &mut Rng) {
+    plan.callers = rng.between(1, 3);
+    plan.calls_each = rng.between(3, 12);
+    // Each caller has its leases and one slot more, for what it waits for.
+    let slots = plan.callers * (WALK_LEASES_MAX + 1) + rng.between(0, 3);
+    plan.config.host_blocks = slots as u32;
+    let blocks = rng.between(slots, 5 * slots).min(60) as usize;
+    plan.universe = Universe::of_long_chains(rng, blocks, plan.config.block_bytes);
+    weigh(plan, &[(Call::Walk, 30), (Call::Remove, 1)]);
+}
+
+fn prompt_reads(plan: &mut Plan, rng: &mut Rng) {
+    // Lives after the first begin with an empty host.
+    (plan.level, plan.lives) = (Level::Calm, 3);
+    roomy(plan);
+    let slot_bytes = plan.config.slot_bytes() as u64;
+    plan.config.read_bytes_in_flight_max = slot_bytes * 1024;
+    plan.config.write_bytes_in_flight_max = slot_bytes;
+    plan.config.host_blocks = 4 * plan.universe.len() as u32 + 32;
+    plan.disk_latency_max = Duration::from_millis(20);
+    plan.callers = rng.between(4, 6);
+    weigh(plan, &[(Call::Hurry, 20), (Call::Store, 20), (Call::StoreFrom, 20), (Call::Remove, 10), (Call::Sync, 1)]);
+}
+
+fn refusals(plan: &mut Plan, rng: &mut Rng) {
+    roomy(plan);
+    plan.config.write_policy = pick(rng, &[WritePolicy::WriteBack, WritePolicy::WriteBack, WritePolicy::WriteThrough]);
+    plan.level = Level::Crashes;
+    plan.refusal = Some(pick(rng, &[Refusal::Writes, Refusal::Syncs, Refusal::ReadOnly]));
+    weigh(plan, &[(Call::Store, 20), (Call::Sync, 4)]);
+    plan.habits.cancel = pick(rng, &[0.0, 0.05]);
+}
+
+fn dropped_stores(plan: &mut Plan, rng: &mut Rng) {
+    plan.level = Level::Crashes;
+    roomy(plan);
+    plan.config.write_policy =
+        pick(rng, &[WritePolicy::WriteThrough, WritePolicy::WriteThrough, WritePolicy::WriteBack]);
+    plan.config.write_bytes_in_flight_max = plan.config.slot_bytes() as u64 * pick(rng, &[1, 2, 1024]);
+    plan.disk_latency_max = Duration::from_millis(20);
+    plan.habits.cancel = 0.4;
+    weigh(plan, &[(Call::Store, 20), (Call::Sync, 6), (Call::Remove, pick(rng, &[0, 3]))]);
+}
+
+fn removals(plan: &mut Plan, rng: &mut Rng) {
+    plan.level = Level::Crashes;
+    plan.strikes = true;
+    plan.config.write_policy = pick(rng, &[WritePolicy::WriteThrough, WritePolicy::WriteBack]);
+    plan.config.disks = vec![DiskPath { path: "disk0".into(), blocks: rng.between(2, 6) as u32 }];
+    plan.config.host_blocks = rng.between(2, 4) as u32;
+    plan.disk_latency_max = Duration::from_millis(pick(rng, &[3, 20]));
+    plan.callers = rng.between(2, 6);
+    // What a dropped store leaves may be written at any time, and excuses a removed block that is back.
+    plan.habits.cancel = 0.0;
+    let blocks = rng.between(4, 12) as usize;
+    plan.universe = Universe::new(rng, blocks, plan.config.block_bytes);
+    weigh(plan, &[(Call::Store, 20), (Call::StoreFrom, 5), (Call::Remove, 20)]);
+}
