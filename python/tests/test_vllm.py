@@ -156,15 +156,18 @@ def test_keys_in_any_order_are_stored_as_one_chain(store_dir, seed):
         slots = engine.tier.store.cache.stats()["tiers"]["disk"]["slots"]
         keys = keys_of("a", 16)
         context = engine.request(keys)
-        new = engine.prepare(context, keys)
-        parts = [new[:6], new[6:10], new[10:]]
-        for part in parts:
+        # Rows in another order than the chain's.
+        assert engine.prepare(context, shuffled.sample(keys, 16), touch=keys)
+        for part in (keys[:6], keys[6:10], keys[10:]):
             shuffled.shuffle(part)
             # A dict keeps the order that a set would have had by chance.
             engine.manager.primary_tier.complete_store(part, context, True)
             job = engine.manager.create_store_job(dict.fromkeys(part), context, 0)
             engine.tier.submit_store(job)
             engine.settle()
+        engine.forget()
+        assert engine.resolve(context, keys) == "H" * 16
+        engine.check(context, keys)
         engine.forget()
         seen = []
         for other in range(4 * slots):
