@@ -199,6 +199,10 @@ pub struct Config {
     /// Failures in a row of one file, without a success between them, before the disk tier is taken out of service
     /// (reads) or takes no more blocks (writes). At least 1.
     pub disk_failures_max: u32,
+    /// Threads that take checksums and copies of host memory off the reactor, so that neither is bound by one core. 0:
+    /// all of it is done on the reactor. `None`: half the processors that the process may use, 4 at most; none where it
+    /// may use two or fewer. 0 to 256.
+    pub workers: Option<u32>,
     /// Microseconds for which the reactor looks for work before it sleeps; while a movement is under way it then does
     /// not sleep at all, and takes a processor. Worth it for single blocks from fast disks, most of all in a virtual
     /// machine. 0 (sleep at once) to 10,000.
@@ -242,6 +246,7 @@ impl Default for Config {
             high_watermark: 0.20,
             quarantine_max: 1_024,
             disk_failures_max: 16,
+            workers: None,
             spin_us: 0,
             deadline_ms: 30_000,
         }
@@ -258,6 +263,14 @@ impl Config {
     /// Slots of the whole disk tier.
     pub fn disk_blocks(&self) -> u64 {
         self.disks.iter().map(|disk| u64::from(disk.blocks)).sum()
+    }
+
+    /// Threads that [`workers`](Self::workers) comes to on this machine.
+    pub fn worker_threads(&self) -> u32 {
+        self.workers.unwrap_or_else(|| {
+            let processors = std::thread::available_parallelism().map_or(1, usize::from);
+            if processors <= 2 { 0 } else { (processors / 2).min(4) as u32 }
+        })
     }
 
     /// Checks every field; the error names the first that is wrong.
@@ -289,6 +302,7 @@ impl Config {
         check("waiters_max", self.waiters_max, 1, 1 << 24, "waiters")?;
         check("background_max", self.background_max, 1, 1 << 24, "movements")?;
         check("disk_failures_max", self.disk_failures_max, 1, u32::MAX, "failures in a row")?;
+        check("workers", self.workers.unwrap_or(0), 0, 256, "threads")?;
         check("spin_us", self.spin_us, 0, 10_000, "microseconds")?;
         check("deadline_ms", self.deadline_ms, 1, 86_400_000, "milliseconds")?;
         self.validate_names()?;
@@ -373,7 +387,7 @@ mod tests {
     #[test]
     fn every_wrong_field_is_named() {
         type Spoil = fn(&mut Config);
-        let cases: [(&str, Spoil); 25] = [
+        let cases: [(&str, Spoil); 26] = [
             ("block_bytes", |c| c.block_bytes = 0),
             ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
             ("block_bytes", |c| c.block_bytes = usize::MAX),
@@ -391,6 +405,7 @@ mod tests {
             ("namespace", |c| c.namespace.clear()),
             ("gdr_device", |c| c.gdr_device = Some(String::new())),
             ("disk_failures_max", |c| c.disk_failures_max = 0),
+            ("workers", |c| c.workers = Some(257)),
             ("spin_us", |c| c.spin_us = 10_001),
             ("deadline_ms", |c| c.deadline_ms = 0),
             ("deadline_ms", |c| c.deadline_ms = u64::MAX),

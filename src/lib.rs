@@ -24,6 +24,7 @@ pub mod rdma;
 pub mod store;
 mod sync;
 pub mod tier;
+mod workers;
 
 pub use block::{BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
 pub use block_on::block_on;

@@ -27,6 +27,12 @@ impl Count {
         Count { own: AtomicU64::new(0), exported }
     }
 
+    /// A counter that no exporter sees.
+    #[cfg(any(test, feature = "sim"))]
+    pub(crate) fn unexported() -> Self {
+        Count::new(Counter::noop())
+    }
+
     pub(crate) fn add(&self, n: u64) {
         self.own.fetch_add(n, Relaxed);
         self.exported.increment(n);
@@ -106,12 +112,13 @@ pub(crate) struct Metrics {
     pub(crate) record_writes: Count,
     pub(crate) records_bad: Count,
     pub(crate) cufile_errors: Count,
+    pub(crate) work_done: Arc<Count>,
     pub(crate) copies: Arc<CopyMetrics>,
     pub(crate) movements: Gauge,
     pub(crate) cufile_in_use: Gauge,
 }
 
-const COUNTERS: [(&str, Unit, &str); 24] = [
+const COUNTERS: [(&str, Unit, &str); 25] = [
     ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded that were found, by the tier that had them"),
     ("kvhoist_misses_total", Unit::Count, "Blocks fetched or loaded that no tier had"),
     ("kvhoist_evictions_total", Unit::Count, "Slots given up to make room, by tier"),
@@ -143,6 +150,7 @@ const COUNTERS: [(&str, Unit, &str); 24] = [
     ("kvhoist_background_refused_total", Unit::Count, "Prefetches and background writes refused for want of room"),
     ("kvhoist_busy_total", Unit::Count, "Calls answered with Error::Busy"),
     ("kvhoist_timeouts_total", Unit::Count, "Calls answered with Error::Timeout"),
+    ("kvhoist_work_done_total", Unit::Count, "Checksums and copies that worker threads have done"),
     ("kvhoist_record_writes_total", Unit::Count, "Pages of the record table written"),
 ];
 
@@ -177,6 +185,7 @@ impl Metrics {
             record_writes: plain("kvhoist_record_writes_total"),
             records_bad: plain("kvhoist_records_bad_total"),
             cufile_errors: plain("kvhoist_cufile_errors_total"),
+            work_done: Arc::new(plain("kvhoist_work_done_total")),
             copies: Arc::new(CopyMetrics::new()),
             movements: metrics::gauge!("kvhoist_movements"),
             cufile_in_use: metrics::gauge!("kvhoist_cufile_in_use"),

@@ -57,6 +57,7 @@ pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> 
             "background_max" => config.background_max = number(&value, "background_max")?,
             "quarantine_max" => config.quarantine_max = number(&value, "quarantine_max")?,
             "disk_failures_max" => config.disk_failures_max = number(&value, "disk_failures_max")?,
+            "workers" => config.workers = Some(number(&value, "workers")?),
             "spin_us" => config.spin_us = number(&value, "spin_us")?,
             "deadline_ms" => config.deadline_ms = number(&value, "deadline_ms")?,
             other => return Err(errors::argument(py, "settings", format!("{other:?}"), "a setting of the engine")),

@@ -6,7 +6,7 @@ use crate::{
     block::Layout,
     config::{Config, DeviceKind, GdrMode},
     copy::{
-        AnyCopy,
+        AnyCopy, Memcpy,
         cuda::{CopyMethod, CudaCopy, CudaCopyOptions},
         gdr::{GdrCopy, GdrMemory, GdrOptions, GdrState, GdrStatus},
     },
@@ -37,9 +37,14 @@ pub(super) struct Opened {
 }
 
 /// Opens the device that `config` wants.
-pub(super) async fn open(config: &Config, arena: &Arc<Arena>, metrics: &Arc<CopyMetrics>) -> Result<Opened> {
+pub(super) async fn open(
+    config: &Config,
+    arena: &Arc<Arena>,
+    metrics: &Arc<CopyMetrics>,
+    host_copies: Memcpy,
+) -> Result<Opened> {
     let mode = gdr_mode(config)?;
-    let (pool, gpu, copy) = open_base(config, arena, mode, metrics)?;
+    let (pool, gpu, copy) = open_base(config, arena, mode, metrics, host_copies)?;
     let off = |reason: &str| GdrStatus::new(GdrState::Off(reason.into()));
     let reason = match (mode, &pool, &gpu) {
         (GdrMode::Off, ..) => Some("it is set to off"),
@@ -94,8 +99,14 @@ pub(super) async fn open(config: &Config, arena: &Arc<Arena>, metrics: &Arc<Copy
 
 type Base = (Option<DevicePool>, Option<Arc<Gpu>>, AnyCopy);
 
-fn open_base(config: &Config, arena: &Arc<Arena>, gdr: GdrMode, metrics: &Arc<CopyMetrics>) -> Result<Base> {
-    let simulated = || Ok((simulated(config)?, None, AnyCopy::memcpy(Arc::clone(metrics))));
+fn open_base(
+    config: &Config,
+    arena: &Arc<Arena>,
+    gdr: GdrMode,
+    metrics: &Arc<CopyMetrics>,
+    host_copies: Memcpy,
+) -> Result<Base> {
+    let simulated = || Ok((simulated(config)?, None, AnyCopy::memcpy(host_copies.clone(), Arc::clone(metrics))));
     if config.device_blocks == 0 || config.device == DeviceKind::Simulated {
         return simulated();
     }
@@ -108,7 +119,7 @@ fn open_base(config: &Config, arena: &Arc<Arena>, gdr: GdrMode, metrics: &Arc<Co
             let copy = CudaCopy::new(&gpu, arena, options)?;
             tracing::info!(device = %gpu.device(), slots = config.device_blocks, "the device tier is a CUDA device");
             let pool = DevicePool::new(Box::new(memory), layout)?;
-            Ok((Some(pool), Some(gpu), AnyCopy::cuda(copy, Arc::clone(metrics))))
+            Ok((Some(pool), Some(gpu), AnyCopy::cuda(copy.with_host(host_copies.clone()), Arc::clone(metrics))))
         }
         Err(error) if config.device == DeviceKind::Auto => {
             tracing::warn!(%error, "the device tier is simulated in host memory");

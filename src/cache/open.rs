@@ -14,7 +14,7 @@ use crate::{
     block::Tier,
     config::Config,
     copy::{
-        AnyCopy, CopyEngine,
+        AnyCopy, CopyEngine, Memcpy,
         gdr::{GdrState, GdrStatus},
     },
     error::{Error, Result},
@@ -29,6 +29,7 @@ use crate::{
         device::DevicePool,
         disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile},
     },
+    workers::Workers,
 };
 
 /// Commands that may be queued before those who ask wait; what is under way is bounded by
@@ -105,6 +106,7 @@ pub(super) struct Started<S, C> {
 pub(super) struct Parts<S, C> {
     pub(super) storage: S,
     pub(super) copy: C,
+    pub(super) workers: Rc<Workers>,
     /// The slots of the device tier, in memory that `copy` can reach.
     pub(super) device: Option<DevicePool>,
     /// The device that they are on, where it is a CUDA one.
@@ -129,7 +131,10 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
     let metrics = Metrics::new();
-    let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies).await?;
+    let workers = Workers::start(config.worker_threads(), Arc::clone(&metrics.work_done))
+        .map_err(|source| Error::io("start", "the worker threads", source))?;
+    let host_copies = Memcpy::with_workers(Rc::clone(&workers));
+    let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies, host_copies).await?;
     if !config.disks.is_empty() {
         *files = disk::open_files(&config)?;
     }
@@ -145,6 +150,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
         registered: storage.registered(),
         storage,
         copy,
+        workers,
         device: pool,
         gpu,
         gdr: Some(gdr),
@@ -171,6 +177,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let Parts {
         storage,
         copy,
+        workers,
         device,
         gpu,
         gdr,
@@ -204,7 +211,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     }
     let storage_name = if config.disks.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
-    let mover = Mover::new(Arc::clone(&shared), storage, copy, memory_align_bytes);
+    let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes);
     let movements_max = shared.config.movements_max as usize;
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();

@@ -27,7 +27,13 @@
 //! The same seeds and the same calls in the same order give the same run: the thread is one, time is virtual, and
 //! neither the index nor the movements take chance from anywhere else.
 
-use std::{cell::Cell, future::Future, rc::Rc, sync::Arc, time::Duration};
+use std::{
+    cell::{Cell, RefCell},
+    future::Future,
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
 
 use tokio::{sync::Notify, task::LocalSet};
 
@@ -44,11 +50,13 @@ use crate::{
     config::Config,
     error::{Error, Result},
     io::sim::Locked,
+    metrics::{Count, Metrics},
     mover::Mover,
     tier::{
         arena::Arena,
         disk::{Member, format::stripe::Stripe},
     },
+    workers::Workers,
 };
 
 /// What a simulated cache stands on. Clones share everything.
@@ -125,13 +133,15 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     let locked = lock(&config, &world.storage).await?;
     let mut uuid = [0; 16];
     uuid[..8].copy_from_slice(&world.seed.to_le_bytes());
+    let metrics = Metrics::new();
     let parts = Parts {
         storage: world.storage.clone(),
         copy: world.copy.clone(),
+        workers: workers(world.seed, &metrics.work_done),
         device: super::device::simulated(&config)?,
         gpu: None,
         gdr: None,
-        metrics: crate::metrics::Metrics::new(),
+        metrics,
         members: members(&config, &world.storage),
         direct_io: true,
         memory_align_bytes: world.storage.memory_align_bytes(),
@@ -171,6 +181,18 @@ async fn lock(config: &Config, storage: &Sim) -> Result<Option<Locked>> {
             }
         }
     }
+}
+
+/// Workers whose work takes up to 300 us, and is lost once in 64; none in one world of four.
+fn workers(seed: u64, done: &Arc<Count>) -> Rc<Workers> {
+    let rng = RefCell::new(Rng::new(seed.rotate_left(32)));
+    if rng.borrow_mut().below(4) == 0 {
+        return Workers::none();
+    }
+    Workers::simulated(Arc::clone(done), move || {
+        let mut rng = rng.borrow_mut();
+        (rng.below(64) > 0).then(|| Duration::from_micros(rng.below(300)))
+    })
 }
 
 fn members(config: &Config, storage: &Sim) -> Vec<Member> {

@@ -78,6 +78,8 @@ pub struct Stats {
     pub record_writes: u64,
     /// Records that recovery refused: torn or damaged.
     pub records_bad: u64,
+    /// Checksums and copies that worker threads have done ([`Config::workers`](crate::Config::workers)).
+    pub work_done: u64,
     /// Blocks of the host tier that are not on disk yet and must be.
     pub dirty: u64,
     /// What serves the disk tier: `uring`, `blocking`, or `none`.
@@ -169,6 +171,7 @@ impl Cache {
             busy: metrics.busy.get(),
             timeouts: metrics.timeouts.get(),
             record_writes: metrics.record_writes.get(),
+            work_done: metrics.work_done.get(),
             records_bad: metrics.records_bad.get(),
             dirty: state.dirty.len() as u64,
             storage: self.inner.storage_name,

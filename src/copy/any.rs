@@ -38,8 +38,8 @@ struct Gdr {
 }
 
 impl AnyCopy {
-    pub(crate) fn memcpy(metrics: Arc<CopyMetrics>) -> Self {
-        AnyCopy { base: Base::Memcpy(Memcpy::new()), base_under_way: Cell::new(0), gdr: None, metrics }
+    pub(crate) fn memcpy(engine: Memcpy, metrics: Arc<CopyMetrics>) -> Self {
+        AnyCopy { base: Base::Memcpy(engine), base_under_way: Cell::new(0), gdr: None, metrics }
     }
 
     pub(crate) fn cuda(engine: CudaCopy, metrics: Arc<CopyMetrics>) -> Self {

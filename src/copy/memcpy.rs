@@ -1,9 +1,12 @@
 //! The copy engine of the processor: host memory to host memory, on the reactor's thread.
 
-use std::time::Duration;
+use std::{rc::Rc, sync::Arc, time::Duration};
 
 use super::{CopyBatch, CopyEngine, CopyOp, Direction};
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    workers::Workers,
+};
 
 /// Bytes copied between two yields: about 25 us at [`BYTES_PER_SECOND`], so that pages the
 /// processor has to fetch or the system has to map leave it under 50 us.
@@ -18,21 +21,46 @@ const BYTES_PER_SECOND: u64 = 10_000_000_000;
 
 /// Copies between ranges of host memory, for machines and tests without a device.
 ///
-/// It yields to the reactor after every 256 KiB. A dropped future stops between two yields: no
-/// copy goes on, and the destination is undefined.
+/// On the reactor it yields after every 256 KiB, and a dropped future stops between two yields. With workers it hands
+/// them what comes while it is at work already: such a copy goes on when its future is dropped, and the batch lives
+/// until it has ended.
 ///
 /// It takes batches of [`Direction::HostToHost`] only and refuses others with
 /// [`Error::Copy`], because their addresses may be ones that a processor cannot use.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct Memcpy;
+#[derive(Clone, Default)]
+pub struct Memcpy {
+    workers: Option<Rc<Workers>>,
+}
 
 impl Memcpy {
-    /// The engine.
+    /// An engine that copies on the calling thread.
     pub const fn new() -> Self {
-        Memcpy
+        Memcpy { workers: None }
     }
 
-    async fn copy_ops(self, ops: &[CopyOp]) {
+    /// An engine that hands what it can to `workers`.
+    pub(crate) fn with_workers(workers: Rc<Workers>) -> Self {
+        Memcpy { workers: Some(workers) }
+    }
+
+    /// Copies on a worker, where there is one and the reactor has a copy or a checksum of its own to do: handing over
+    /// a single copy would only take time. False where nothing was copied.
+    async fn copy_on_worker(&self, batch: &Arc<CopyBatch>) -> bool {
+        let Some(workers) = &self.workers else { return false };
+        if !workers.take(batch.bytes()) || !workers.is_busy() {
+            return false;
+        }
+        let _busy = workers.enter();
+        let (bytes, batch) = (batch.bytes(), Arc::clone(batch));
+        let work = move || {
+            batch.ops().iter().for_each(|op| copy_part(op, 0, op.len));
+            drop(batch);
+        };
+        workers.run(bytes, work).await.is_some()
+    }
+
+    async fn copy_ops(&self, ops: &[CopyOp]) {
+        let _busy = self.workers.as_ref().map(Workers::enter);
         let mut left = QUANTUM_BYTES;
         for op in ops {
             let mut done = 0;
@@ -75,8 +103,11 @@ impl CopyEngine for Memcpy {
                 format!("found a batch {:?}, expected HostToHost; use an engine of that device", batch.direction());
             return (Err(Error::Copy { engine: self.name(), reason }), batch);
         }
-        self.copy_ops(batch.ops()).await;
-        (Ok(()), batch)
+        let batch = Arc::new(batch);
+        if !self.copy_on_worker(&batch).await {
+            self.copy_ops(batch.ops()).await;
+        }
+        (Ok(()), Arc::into_inner(batch).expect("a worker drops its share before it answers"))
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {
@@ -110,7 +141,8 @@ mod tests {
 
     /// Runs a copy to its end; counts how often it yielded.
     fn run(batch: CopyBatch) -> (Result<()>, CopyBatch, usize) {
-        let mut future = pin!(Memcpy.copy(batch));
+        let engine = Memcpy::new();
+        let mut future = pin!(engine.copy(batch));
         let mut context = Context::from_waker(Waker::noop());
         for yields in 0.. {
             if let Poll::Ready((result, batch)) = future.as_mut().poll(&mut context) {
@@ -167,7 +199,8 @@ mod tests {
         // Cut so that a copy begins in the middle of a quantum.
         let (head, tail) = dst.split_at_mut(1000);
         let ops = vec![op(&src[..1000], head), op(&src[1000..], tail)];
-        let mut future = pin!(Memcpy.copy(batch(ops, Direction::HostToHost)));
+        let engine = Memcpy::new();
+        let mut future = pin!(engine.copy(batch(ops, Direction::HostToHost)));
         let mut context = Context::from_waker(Waker::noop());
         for polls in 1..=4 {
             assert!(future.as_mut().poll(&mut context).is_pending());
@@ -195,9 +228,9 @@ mod tests {
     fn cost_grows_with_bytes_and_never_overflows() {
         let sized =
             |len| batch(vec![CopyOp { src: std::ptr::null(), dst: std::ptr::null_mut(), len }], Direction::HostToHost);
-        assert_eq!(Memcpy.cost(&sized(10_000_000)), Duration::from_millis(1));
-        assert!(Memcpy.cost(&sized(0)) > Duration::ZERO);
-        assert!(Memcpy.cost(&sized(usize::MAX)) > Duration::from_secs(1_000_000_000));
-        assert_eq!(Memcpy.cost(&batch(vec![], Direction::HostToHost)), Duration::ZERO);
+        assert_eq!(Memcpy::new().cost(&sized(10_000_000)), Duration::from_millis(1));
+        assert!(Memcpy::new().cost(&sized(0)) > Duration::ZERO);
+        assert!(Memcpy::new().cost(&sized(usize::MAX)) > Duration::from_secs(1_000_000_000));
+        assert_eq!(Memcpy::new().cost(&batch(vec![], Direction::HostToHost)), Duration::ZERO);
     }
 }

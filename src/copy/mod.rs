@@ -31,6 +31,8 @@ pub struct CopyOp {
 
 // SAFETY: addresses only; what may be done with them is the batch's contract.
 unsafe impl Send for CopyOp {}
+// SAFETY: likewise addresses only.
+unsafe impl Sync for CopyOp {}
 
 /// Which way a batch goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -86,7 +86,6 @@ impl Budget {
     }
 
     /// Bytes in flight of a kind.
-    #[cfg(any(test, feature = "sim"))]
     pub(super) fn in_flight(&self, kind: Kind) -> u64 {
         self.0.borrow().in_flight[kind as usize]
     }

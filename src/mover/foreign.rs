@@ -344,9 +344,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let filling = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast().ok()?));
         let filling: super::Filling = filling.expect("the second of two owners");
         result?;
-        let checksum = match sum {
-            Some(Ok(sum)) => sum,
-            _ => self.checksum_of(filling.bytes()).await,
+        let (checksum, filling) = match sum {
+            Some(Ok(sum)) => (sum, filling),
+            _ => self.checksum_of(filling).await,
         };
         drop(job);
         self.shared.commit(&key, parent.as_ref(), filling, checksum)

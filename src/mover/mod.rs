@@ -14,6 +14,7 @@ mod flight;
 mod flush;
 mod foreign;
 mod layers;
+mod offload;
 mod overdue;
 mod promote;
 mod records;
@@ -50,6 +51,7 @@ use crate::{
     copy::CopyEngine,
     error::Result,
     io::{FileId, Storage},
+    workers::Workers,
 };
 
 pub(crate) use budget::Class;
@@ -113,6 +115,7 @@ pub(crate) struct Mover<S, C> {
     memory_align_bytes: usize,
     budget: Budget,
     records: RefCell<RecordPages>,
+    workers: Rc<Workers>,
     /// One permit: whose block is checksummed on this thread.
     checksums: Semaphore,
     /// Outcomes on their way to those who wait for them.
@@ -135,13 +138,20 @@ pub(crate) struct Mover<S, C> {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    pub(crate) fn new(shared: Arc<Shared>, storage: S, copy: C, memory_align_bytes: usize) -> Rc<Self> {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        storage: S,
+        copy: C,
+        workers: Rc<Workers>,
+        memory_align_bytes: usize,
+    ) -> Rc<Self> {
         let config = &shared.config;
         let files: Vec<FileId> =
             (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
         Rc::new(Mover {
             budget: Budget::new(config.read_bytes_in_flight_max, config.write_bytes_in_flight_max),
             records: RefCell::default(),
+            workers,
             checksums: Semaphore::new(1),
             answers: RefCell::default(),
             demoting: Cell::new(0),

@@ -16,7 +16,6 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
-    checksum::Digest,
     copy::{CopyBatch, CopyEngine, Direction, pair_segments},
     error::{Error, Result},
     index::EntryId,
@@ -63,9 +62,6 @@ enum Read {
     /// It came from disk.
     Unverified(Unverified),
 }
-
-/// Bytes that are checksummed before the other tasks get a turn: about 15 us.
-const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes `key` resident in `to` and answers those who wait for it.
@@ -123,31 +119,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// The checksum of a block, with turns for the other tasks between chunks.
-    ///
-    /// One block at a time, in the order in which they were asked for, and a turn of the I/O after each: blocks that
-    /// arrive together leave one by one, and the first of them makes room for its successor on the disk while the
-    /// others wait. All at once, they would all be late, and the disk idle meanwhile.
-    pub(super) async fn checksum_of(&self, bytes: &[u8]) -> u64 {
-        self.checksum_of_parts([bytes]).await
-    }
-
-    /// The same of a block in parts, which take one turn together: with a turn for each, blocks that come together
-    /// would all end late.
-    pub(super) async fn checksum_of_parts<'a>(&self, parts: impl IntoIterator<Item = &'a [u8]>) -> u64 {
-        let _turn = self.checksums.acquire().await.expect("never closed");
-        let mut digest = Digest::new();
-        for part in parts {
-            for chunk in part.chunks(CHECKSUM_CHUNK_BYTES) {
-                digest.update(chunk);
-                crate::io::yield_now().await;
-            }
-        }
-        digest.finish()
-    }
-
-    pub(super) async fn verify_here(&self, mut unverified: Unverified) -> Outcome {
-        let matches = self.checksum_of(unverified.filling.bytes_mut()).await == unverified.checksum;
+    pub(super) async fn verify_here(&self, unverified: Unverified) -> Outcome {
+        let (sum, unverified) = self.checksum_of(unverified).await;
+        let matches = sum == unverified.checksum;
         self.shared.finish_read(unverified, matches)
     }
 

@@ -16,12 +16,13 @@ use tokio::sync::{Notify, oneshot};
 use super::{
     direct::CufileService,
     flight::{Flights, Joined, Message},
+    offload::Readable,
     refusals::Refusals,
     service::DiskService,
     verify::Ticket,
 };
 use crate::{
-    block::{BlockKey, Route, Tier},
+    block::{BlockKey, Route, Segment, Tier},
     config::{Config, WritePolicy},
     error::{Error, Result},
     fork::Home,
@@ -609,6 +610,14 @@ impl Filling {
         // SAFETY: an unpublished slot is this value's alone, and `&mut self` is the only access; the
         // arena lives as long as `shared`, and every slot has at least `block_bytes`.
         unsafe { std::slice::from_raw_parts_mut(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
+    }
+}
+
+// SAFETY: an unpublished slot of the arena, which nobody else reads or writes.
+unsafe impl Readable for Filling {
+    fn segments(&self) -> Vec<Segment> {
+        let bytes = self.bytes();
+        vec![Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() }]
     }
 }
 

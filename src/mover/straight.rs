@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use super::{
     Job, Mover, RegionMemory,
     budget::{Class, Kind},
+    offload::Readable,
     shared::{Filling, Pin},
 };
 use crate::{
@@ -103,7 +104,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 return Straight::Elsewhere(job);
             }
         }
-        if self.checksum_of_segments(&job).await != checksum {
+        let (sum, job) = self.checksum_of(job).await;
+        if sum != checksum {
             tracing::debug!("a block read into a caller's memory is not what it should be; it is read again");
             return Straight::Elsewhere(job);
         }
@@ -144,7 +146,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if !wanted {
             return Straight::Elsewhere(job);
         }
-        let checksum = self.checksum_of_segments(&job).await;
+        let (checksum, job) = self.checksum_of(job).await;
         let share = self.budget.take(Kind::Write, Class::Write, config.slot_bytes() as u64).await;
         let filling = match self.shared.acquire(Tier::Disk).await {
             Ok(filling) => filling,
@@ -224,30 +226,36 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let lent = unsafe { Lent::new(start, segment.len, fixed, owner) };
             let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
-            tokio::task::spawn_local(async move {
+            async move {
                 match kind {
                     OpKind::Read => read_full(&this.storage, file, from, lent).await.0,
                     OpKind::Write => write_full(&this.storage, file, from, lent).await.0,
                     OpKind::Sync => unreachable!("a flush has no segments"),
                 }
-            })
+            }
         };
-        let operations: Vec<_> = segments.iter().map(operation).collect();
+        let operations = segments.iter().map(operation);
         let mut result = Ok(());
-        for operation in operations {
-            let ended = operation.await.unwrap_or_else(|_| Err(io::Error::other("the operation was lost")));
-            result = result.and(ended);
+        if segments.len() == 1 {
+            // Most blocks are one segment, which needs no task of its own.
+            for operation in operations {
+                result = operation.await;
+            }
+        } else {
+            let operations: Vec<_> = operations.map(tokio::task::spawn_local).collect();
+            for operation in operations {
+                let ended = operation.await.unwrap_or_else(|_| Err(io::Error::other("the operation was lost")));
+                result = result.and(ended);
+            }
         }
         (result, Arc::into_inner(guards).expect("every operation has given its share back"))
     }
+}
 
-    /// The checksum of what is in a job's segments.
-    async fn checksum_of_segments(&self, job: &Job) -> u64 {
-        let bytes = |segment: &Segment| {
-            // SAFETY: in a region that the job holds, mapped and initialized, and nobody writes to it: its owner
-            // promised that at registration, and what was read into it has ended.
-            unsafe { std::slice::from_raw_parts(segment.ptr.cast_const(), segment.len) }
-        };
-        self.checksum_of_parts(job.segments.iter().map(bytes)).await
+// SAFETY: the segments lie in regions that the job holds, mapped and initialized, and nobody writes to them: their
+// owner promised that at registration, and what was read into them has ended.
+unsafe impl Readable for Job {
+    fn segments(&self) -> Vec<Segment> {
+        self.segments.clone()
     }
 }

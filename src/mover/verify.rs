@@ -15,10 +15,11 @@ use tokio::{sync::oneshot, time::Instant};
 
 use super::{
     flight::{Finished, Joined, Message, Outcome},
+    offload::Readable,
     shared::{Filling, Pin, Shared, State},
 };
 use crate::{
-    block::{BlockKey, Route, Tier},
+    block::{BlockKey, Route, Segment, Tier},
     checksum::checksum,
     error::Error,
 };
@@ -34,6 +35,13 @@ pub(crate) struct Unverified {
     /// What its checksum must be.
     pub(super) checksum: u64,
     pub(super) started: Instant,
+}
+
+// SAFETY: an unpublished slot, which the filling keeps and nobody writes to any more.
+unsafe impl Readable for Unverified {
+    fn segments(&self) -> Vec<Segment> {
+        Readable::segments(&self.filling)
+    }
 }
 
 /// The right to verify a block, and the duty to say so when it is not used.

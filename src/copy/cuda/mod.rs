@@ -161,6 +161,12 @@ impl CudaCopy {
         Ok(CudaCopy { inner: Rc::new(inner), host: Memcpy::new() })
     }
 
+    /// The same, with this engine for copies between ranges of host memory.
+    #[must_use]
+    pub(crate) fn with_host(self, host: Memcpy) -> Self {
+        CudaCopy { host, ..self }
+    }
+
     fn start_polling(&self) {
         if !self.inner.polling.replace(true) {
             tokio::task::spawn_local(Rc::clone(&self.inner).poll());

@@ -1,0 +1,374 @@
+//! The cache over an array of drives, beside threads that call `pread` and `pwrite` on the same places, in interleaved
+//! rounds.
+//!
+//!     cargo bench --bench array -- [load|store|fetch]... [--path PATH]... [--block-bytes N]... [--drive-mib N]
+//!                                  [--drives N]... [--rounds N] [--workers N]
+//!
+//! A PATH is a block device, whose content is lost, or a directory; without one a temporary directory plays a single
+//! drive. For each number of drives (1, 2, 4, .. up to all of them) and each block size, a table: threads alone, threads
+//! that also take the checksum, and the cache with one caller and with four. Every byte that the cache serves is verified by its
+//! checksum within the measured time, and by stamps after it.
+
+use std::{
+    env,
+    fs::{File, OpenOptions},
+    io::{self, Seek, SeekFrom},
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, OpenOptionsExt},
+    },
+    path::PathBuf,
+    process::ExitCode,
+    sync::{
+        Mutex,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use kvhoist::{
+    BlockKey, Cache, Config, DiskPath, Region, Route, Segment, block_on, checksum::checksum,
+    tier::disk::format::stripe::Stripe,
+};
+use kvhoist_bench_kit::{
+    drive::{key, measured, other},
+    measure::{Entrant, Sample, interleave, ratio, table},
+    pattern::{shuffled, stamp, verify},
+    scratch::Slab,
+};
+
+/// Blocks of one call: pages of one of SGLang's calls.
+const CALL_BLOCKS: usize = 128;
+
+/// Threads of the peers, and of those that also take the checksum.
+const THREADS: [usize; 4] = [1, 4, 16, 32];
+const THREADS_SUM: usize = 24;
+
+/// Tasks that fetch, on a runtime of as many threads.
+const FETCHERS: usize = 16;
+
+struct Options {
+    names: Vec<String>,
+    paths: Vec<PathBuf>,
+    block_bytes: Vec<usize>,
+    drive_bytes: u64,
+    rounds: u64,
+    workers: Option<u32>,
+    /// How many drives of the paths make an array.
+    drives: Vec<usize>,
+}
+
+fn main() -> ExitCode {
+    match options().and_then(|options| run(&options)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("array: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn options() -> io::Result<Options> {
+    let mut options = Options {
+        names: Vec::new(),
+        paths: Vec::new(),
+        block_bytes: Vec::new(),
+        drive_bytes: 1 << 30,
+        rounds: 5,
+        workers: None,
+        drives: Vec::new(),
+    };
+    let mut args = env::args().skip(1).filter(|arg| arg != "--bench");
+    while let Some(arg) = args.next() {
+        let mut value = || args.next().ok_or_else(|| other(format!("{arg}: found nothing, expected a value")));
+        let number = |text: String| text.parse::<u64>().map_err(|_| other(format!("found {text}, expected a number")));
+        match arg.as_str() {
+            "--path" => options.paths.push(value()?.into()),
+            "--block-bytes" => options.block_bytes.push(number(value()?)? as usize),
+            "--drive-mib" => options.drive_bytes = number(value()?)? << 20,
+            "--rounds" => options.rounds = number(value()?)?.max(1),
+            "--workers" => options.workers = Some(number(value()?)? as u32),
+            "--drives" => options.drives.push(number(value()?)? as usize),
+            "load" | "store" | "fetch" => options.names.push(arg),
+            _ => {
+                return Err(other(format!("found {arg}, expected load, store, fetch or an option of the file's head")));
+            }
+        }
+    }
+    if options.names.is_empty() {
+        options.names = ["load", "store", "fetch"].map(String::from).to_vec();
+    }
+    if options.block_bytes.is_empty() {
+        options.block_bytes = vec![2_621_440, 128 << 10];
+    }
+    Ok(options)
+}
+
+fn run(options: &Options) -> io::Result<()> {
+    let scratch = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR"))?;
+    let mut paths = options.paths.clone();
+    if paths.is_empty() {
+        paths.push(scratch.path().to_owned());
+    }
+    let powers = (0..).map(|power| 1 << power).take_while(|&drives| drives <= paths.len());
+    let wanted = if options.drives.is_empty() { powers.collect() } else { options.drives.clone() };
+    for drives in wanted {
+        if drives == 0 || drives > paths.len() {
+            return Err(other(format!("found --drives {drives}, expected 1 to {}, the number of paths", paths.len())));
+        }
+        for &block_bytes in &options.block_bytes {
+            for name in &options.names {
+                Array::open(options, &paths[..drives], block_bytes)?.measure(name, options.rounds)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A cache over some drives, and a pool of the caller's with room for every block.
+struct Array {
+    cache: Cache,
+    region: Option<Region>,
+    pool: Mutex<Slab>,
+    base: usize,
+    block_bytes: usize,
+    blocks: u64,
+    /// Where each slot's block lies, for the peers.
+    files: Vec<File>,
+    places: Vec<(usize, u64)>,
+    title: String,
+}
+
+impl Array {
+    fn open(options: &Options, paths: &[PathBuf], block_bytes: usize) -> io::Result<Array> {
+        let slots = (options.drive_bytes / block_bytes as u64) as u32;
+        for path in paths {
+            wipe(path)?;
+        }
+        let settings = Config {
+            block_bytes,
+            host_blocks: 256,
+            disks: paths.iter().map(|path| DiskPath { path: path.clone(), blocks: slots }).collect(),
+            bypass_host: true,
+            workers: options.workers,
+            ..Config::default()
+        };
+        let blocks = settings.disk_blocks();
+        let cache = block_on(Cache::open(settings.clone())).map_err(other)?;
+        let mut pool = Slab::new(block_bytes, blocks as usize)?;
+        let base = pool.block(0).as_mut_ptr();
+        // SAFETY: the pool outlives the cache's use of it: `measure` unregisters the region before it drops either.
+        let region = unsafe { cache.register_host(base, block_bytes * blocks as usize) }.map_err(other)?;
+        if !block_on(cache.pin_region(&region)).map_err(other)? {
+            eprintln!("the pool is no buffer of the ring: raise `ulimit -l`");
+        }
+        let stripe = Stripe::new(&settings);
+        let places = (0..blocks as u32).map(|slot| stripe.locate(slot)).map(|(file, at)| (usize::from(file.0), at));
+        let open = |path: &PathBuf| {
+            let file = if path.is_dir() { path.join("kvhoist.store") } else { path.clone() };
+            OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(file)
+        };
+        let drives = paths.len();
+        Ok(Array {
+            region: Some(region),
+            base: base.expose_provenance(),
+            pool: Mutex::new(pool),
+            block_bytes,
+            blocks,
+            files: paths.iter().map(open).collect::<io::Result<_>>()?,
+            places: places.collect(),
+            title: format!(
+                "{drives} drives, blocks of {} KiB, {} workers",
+                block_bytes >> 10,
+                settings.worker_threads()
+            ),
+            cache,
+        })
+    }
+
+    fn measure(mut self, name: &str, rounds: u64) -> io::Result<()> {
+        self.stamp_all();
+        self.call(0..self.blocks, 1, 0, true)?;
+        block_on(self.cache.sync()).map_err(other)?;
+        let series = match name {
+            "load" => self.loads(rounds),
+            "store" => self.stores(rounds),
+            _ => self.fetches(rounds),
+        }?;
+        println!("{}", table(&format!("{name}, {}", self.title), &series));
+        let best = series[0].name.clone();
+        for ours in series.iter().filter(|series| series.name.starts_with("kvhoist")) {
+            println!("{} over {best}: {:.3}", ours.name, ratio(ours, &series[0], Sample::mib_per_s));
+        }
+        let stats = self.cache.stats();
+        let routes = [Route::DiskToRegion, Route::RegionToDisk, Route::DiskToHost]
+            .map(|route| (route, stats.route(route).blocks));
+        println!("blocks by route: {routes:?}; {} pieces of work done by workers\n", stats.work_done);
+        let region = self.region.take().expect("unregistered once");
+        block_on(self.cache.unregister(&region)).map_err(other)?;
+        block_on(self.cache.close()).map_err(other)
+    }
+
+    fn loads(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
+        let mut entrants = vec![self.threads("pread", *THREADS.last().expect("some"), false, false)];
+        let fewer = THREADS[..THREADS.len() - 1].iter();
+        entrants.extend(fewer.map(|&threads| self.threads("pread", threads, false, false)));
+        entrants.push(self.threads("pread + checksum", THREADS_SUM, false, true));
+        entrants.extend([1, 4].map(|callers| {
+            Entrant::new(format!("kvhoist load_into, {callers} callers"), move |round| {
+                self.spoil();
+                let order: Vec<u64> = shuffled(!round, self.blocks).collect();
+                let sample = measured(self.bytes(), || self.call(order, callers, 0, false))?;
+                self.check()?;
+                Ok(sample)
+            })
+        }));
+        interleave(rounds, &mut entrants)
+    }
+
+    fn stores(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
+        let next = &AtomicU64::new(self.blocks);
+        let mut entrants = vec![self.threads("pwrite", *THREADS.last().expect("some"), true, false)];
+        entrants.push(self.threads("pwrite", 4, true, false));
+        entrants.extend([1, 4].map(|callers| {
+            Entrant::new(format!("kvhoist store_from, {callers} callers"), move |_| {
+                let first = next.fetch_add(self.blocks, Ordering::Relaxed);
+                measured(self.bytes(), || self.call(0..self.blocks, callers, first, true))
+            })
+        }));
+        let series = interleave(rounds, &mut entrants)?;
+        drop(entrants);
+        self.spoil();
+        let last = next.load(Ordering::Relaxed) - self.blocks;
+        self.call(0..self.blocks, 1, last, false)?;
+        self.check()?;
+        Ok(series)
+    }
+
+    fn fetches(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(FETCHERS).build()?;
+        let runtime = &runtime;
+        let mut entrants = vec![self.threads("pread", 32, false, false)];
+        entrants.push(Entrant::new(format!("kvhoist fetch, {FETCHERS} tasks"), move |round| {
+            let order: std::sync::Arc<Vec<u64>> = std::sync::Arc::new(shuffled(!round, self.blocks).collect());
+            let next = std::sync::Arc::new(AtomicUsize::new(0));
+            measured(self.bytes(), || {
+                let task = || {
+                    let (cache, order, next) = (self.cache.clone(), order.clone(), next.clone());
+                    runtime.spawn(async move {
+                        while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                            let lease = cache.fetch(&key(n)).await.map_err(other)?;
+                            verify(&lease.ok_or_else(|| other("a block is missing"))?, n)?;
+                        }
+                        Ok::<(), io::Error>(())
+                    })
+                };
+                let tasks: Vec<_> = (0..FETCHERS).map(|_| task()).collect();
+                tasks.into_iter().try_for_each(|task| runtime.block_on(task).map_err(other)?)
+            })
+        }));
+        interleave(rounds, &mut entrants)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.blocks * self.block_bytes as u64
+    }
+
+    /// Threads that each move one block after the other, in a random order over all of them.
+    fn threads(&self, name: &str, threads: usize, writes: bool, sums: bool) -> Entrant<'_> {
+        let slabs: Vec<_> = (0..threads).map(|_| Slab::new(self.block_bytes, 1).map(Mutex::new)).collect();
+        Entrant::new(format!("{name}, {threads} threads"), move |round| {
+            let order: Vec<u64> = shuffled(round ^ (1 << 32), self.blocks).collect();
+            let next = AtomicUsize::new(0);
+            let one = |slab: &io::Result<Mutex<Slab>>| -> io::Result<()> {
+                let mut slab = slab.as_ref().map_err(other)?.lock().map_err(other)?;
+                let block = slab.block(0);
+                while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let (file, at) = self.places[n as usize];
+                    if writes {
+                        self.files[file].write_all_at(block, at)?;
+                    } else {
+                        self.files[file].read_exact_at(block, at)?;
+                    }
+                    if sums {
+                        std::hint::black_box(checksum(block));
+                    }
+                }
+                Ok(())
+            };
+            measured(self.bytes(), || {
+                thread::scope(|scope| {
+                    let running: Vec<_> = slabs.iter().map(|slab| scope.spawn(|| one(slab))).collect();
+                    running.into_iter().try_for_each(|thread| thread.join().expect("a peer does not panic"))
+                })
+            })
+        })
+    }
+
+    /// Loads, or stores, the blocks `order`, [`CALL_BLOCKS`] a call, from `callers` threads. Block `n` has the key of
+    /// `n + first` and lies in place `n` of the pool.
+    fn call(&self, order: impl IntoIterator<Item = u64>, callers: usize, first: u64, stores: bool) -> io::Result<()> {
+        let order: Vec<u64> = order.into_iter().collect();
+        let calls: Vec<&[u64]> = order.chunks(CALL_BLOCKS).collect();
+        let next = AtomicUsize::new(0);
+        let run = || -> io::Result<()> {
+            while let Some(part) = calls.get(next.fetch_add(1, Ordering::Relaxed)) {
+                let keys: Vec<BlockKey> = part.iter().map(|&n| key(n + first)).collect();
+                let places: Vec<Vec<Segment>> = part.iter().map(|&n| vec![self.place(n)]).collect();
+                let results = match stores {
+                    true => block_on(self.cache.store_from(&keys, None, &places)),
+                    false => block_on(self.cache.load_into(&keys, &places)),
+                };
+                for result in results.map_err(other)? {
+                    if !result.map_err(other)? {
+                        return Err(other("a block is missing"));
+                    }
+                }
+            }
+            Ok(())
+        };
+        thread::scope(|scope| {
+            let running: Vec<_> = (0..callers).map(|_| scope.spawn(run)).collect();
+            running.into_iter().try_for_each(|thread| thread.join().expect("a caller does not panic"))
+        })
+    }
+
+    fn place(&self, n: u64) -> Segment {
+        let address = self.base + n as usize * self.block_bytes;
+        Segment { ptr: std::ptr::with_exposed_provenance_mut(address), len: self.block_bytes }
+    }
+
+    fn stamp_all(&self) {
+        let mut pool = self.pool.lock().expect("no caller panicked");
+        (0..self.blocks).for_each(|n| stamp(pool.block(n as usize), n));
+    }
+
+    /// Makes every block another: what a load leaves out is found then.
+    fn spoil(&self) {
+        let mut pool = self.pool.lock().expect("no caller panicked");
+        (0..self.blocks).for_each(|n| stamp(pool.block(n as usize), !n));
+    }
+
+    fn check(&self) -> io::Result<()> {
+        let mut pool = self.pool.lock().expect("no caller panicked");
+        (0..self.blocks).try_for_each(|n| verify(pool.block(n as usize), n))
+    }
+}
+
+/// Makes a device, or a directory, one without a store.
+fn wipe(path: &PathBuf) -> io::Result<()> {
+    if path.is_dir() {
+        return match std::fs::remove_file(path.join("kvhoist.store")) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        };
+    }
+    let device = OpenOptions::new().write(true).open(path)?;
+    let bytes = (&device).seek(SeekFrom::End(0))?;
+    let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+    // SAFETY: takes no pointers; the descriptor is open.
+    match unsafe { libc::fallocate(device.as_raw_fd(), mode, 0, bytes as libc::off_t) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}

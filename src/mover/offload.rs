@@ -1,0 +1,85 @@
+//! Checksums, on a worker or here.
+
+use std::sync::Arc;
+
+use super::{Mover, budget::Kind};
+use crate::{block::Segment, checksum::Digest, copy::CopyEngine, io::Storage};
+
+/// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
+const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
+
+/// Memory to be read that a guard keeps mapped, initialized and unwritten.
+///
+/// # Safety
+/// [`segments`](Readable::segments) are all of that for as long as the guard lives.
+pub(super) unsafe trait Readable: Send + Sync + 'static {
+    fn segments(&self) -> Vec<Segment>;
+}
+
+/// # Safety
+/// As [`Readable`] promises, for as long as the borrow lasts.
+unsafe fn read<'a>(segment: &Segment) -> &'a [u8] {
+    // SAFETY: the caller's promise.
+    unsafe { std::slice::from_raw_parts(segment.ptr.cast_const(), segment.len) }
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// The checksum of a block in memory that `guard` keeps, which comes back.
+    ///
+    /// On a worker, so that the reactor goes on to serve the ring; here where there is none, and for a block that is
+    /// alone: nothing waits for the reactor then, and handing over would only take time.
+    pub(super) async fn checksum_of<G: Readable>(&self, guard: G) -> (u64, G) {
+        let segments = guard.segments();
+        let guard = Arc::new(guard);
+        let bytes = segments.iter().map(|segment| segment.len as u64).sum();
+        let from_worker = match self.is_worth_a_worker(bytes) {
+            true => {
+                let keep = Arc::clone(&guard);
+                let _busy = self.workers.enter();
+                let work = move || {
+                    let mut digest = Digest::new();
+                    for segment in keep.segments() {
+                        // SAFETY: `keep` lives as long as this work.
+                        digest.update(unsafe { read(&segment) });
+                    }
+                    drop(keep);
+                    digest.finish()
+                };
+                self.workers.run(bytes, work).await
+            }
+            false => None,
+        };
+        let sum = match from_worker {
+            Some(sum) => sum,
+            None => self.checksum_here(&segments).await,
+        };
+        (sum, Arc::into_inner(guard).expect("a worker drops its share before it answers"))
+    }
+
+    fn is_worth_a_worker(&self, bytes: u64) -> bool {
+        let is_alone = !self.workers.is_busy()
+            && self.budget.in_flight(Kind::Read) == 0
+            && self.budget.in_flight(Kind::Write) == 0;
+        self.workers.take(bytes) && !is_alone
+    }
+
+    /// The checksum of a block, on the reactor, with turns for other tasks between chunks.
+    ///
+    /// One block at a time, in the order in which they were asked for, and a turn of the I/O after each: blocks that
+    /// arrive together leave one by one, and the first of them makes room for its successor on the disk while the
+    /// others wait. All at once, they would all be late, and the disk idle meanwhile. All segments of a block take one
+    /// turn together for the same reason.
+    async fn checksum_here(&self, segments: &[Segment]) -> u64 {
+        let _busy = self.workers.enter();
+        let _turn = self.checksums.acquire().await.expect("never closed");
+        let mut digest = Digest::new();
+        for segment in segments {
+            // SAFETY: the caller holds the guard until this has returned.
+            for chunk in unsafe { read(segment) }.chunks(CHECKSUM_CHUNK_BYTES) {
+                digest.update(chunk);
+                crate::io::yield_now().await;
+            }
+        }
+        digest.finish()
+    }
+}

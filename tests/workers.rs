@@ -1,0 +1,134 @@
+//! `Config::workers`: checksums and copies on worker threads, for blocks that come together.
+
+mod common;
+
+use common::{config, damage, directory, key, payload};
+use kvhoist::{BlockKey, Cache, Config, Region, Segment, StorageKind, block_on, io::AlignedBuf};
+use tempfile::TempDir;
+
+const BLOCK: usize = 256 << 10;
+const BLOCKS: usize = 48;
+
+/// An engine's pool of one block after the other.
+struct Pool(AlignedBuf);
+
+impl Pool {
+    fn filled() -> Self {
+        let mut memory = AlignedBuf::zeroed(BLOCKS * BLOCK);
+        memory.chunks_mut(BLOCK).zip(0..).for_each(|(block, n)| block.copy_from_slice(&payload(n, BLOCK)));
+        Pool(memory)
+    }
+
+    fn register(&mut self, cache: &Cache) -> Region {
+        // SAFETY: the pool outlives the cache in every test, and is looked at where no call is under way.
+        unsafe { cache.register_host(self.0.as_mut_ptr(), self.0.len()) }.expect("register")
+    }
+
+    /// Each block as so many segments, so that it goes straight to disk (one) or through a host slot (many).
+    fn places(&mut self, segments: usize) -> Vec<Vec<Segment>> {
+        let len = BLOCK / segments;
+        let start = self.0.as_mut_ptr();
+        let segment = |at: usize| Segment { ptr: start.wrapping_add(at * len), len };
+        (0..BLOCKS).map(|block| (block * segments..(block + 1) * segments).map(segment).collect()).collect()
+    }
+
+    fn holds(&self, n: usize) -> bool {
+        self.0[n * BLOCK..][..BLOCK] == payload(n as u64, BLOCK)
+    }
+}
+
+fn settings(dir: &TempDir, storage: StorageKind, workers: u32) -> Config {
+    let slots = BLOCKS as u32;
+    Config { block_bytes: BLOCK, bypass_host: true, workers: Some(workers), ..config(dir, storage, slots, slots) }
+}
+
+fn keys() -> Vec<BlockKey> {
+    (0..BLOCKS as u64).map(key).collect()
+}
+
+fn all(results: Vec<kvhoist::Result<bool>>) -> Vec<bool> {
+    results.into_iter().map(|result| result.expect("no error")).collect()
+}
+
+/// Stores all blocks and loads them with a cache of its own each, so that they come from disk. Returns the pieces of
+/// work that workers did for the load.
+fn round_trip(storage: StorageKind, workers: u32, segments: usize) -> u64 {
+    let (dir, mut pool) = (directory(), Pool::filled());
+    let places = pool.places(segments);
+    let cache = block_on(Cache::open(settings(&dir, storage, workers))).expect("open");
+    let region = pool.register(&cache);
+    assert_eq!(all(block_on(cache.store_from(&keys(), None, &places)).expect("stored")), [true; BLOCKS]);
+    block_on(cache.close()).expect("close");
+    drop(region);
+
+    let cache = block_on(Cache::open(settings(&dir, storage, workers))).expect("open again");
+    let region = pool.register(&cache);
+    pool.0.fill(0xee);
+    assert_eq!(all(block_on(cache.load_into(&keys(), &places)).expect("loaded")), [true; BLOCKS]);
+    assert!((0..BLOCKS).all(|n| pool.holds(n)), "the right bytes");
+    let done = cache.stats().work_done;
+    block_on(cache.unregister(&region)).expect("unregistered");
+    block_on(cache.close()).expect("close");
+    done
+}
+
+#[test]
+fn blocks_that_come_together_are_verified_and_copied_by_workers() {
+    for storage in [StorageKind::Uring, StorageKind::Blocking] {
+        for segments in [1, 16] {
+            let done = round_trip(storage, 2, segments);
+            assert!(done > BLOCKS as u64 / 4, "{storage:?}, {segments} segments: {done} pieces of work");
+        }
+    }
+}
+
+#[test]
+fn without_workers_the_reactor_does_it_all() {
+    for segments in [1, 16] {
+        assert_eq!(round_trip(StorageKind::Auto, 0, segments), 0, "{segments} segments");
+    }
+}
+
+#[test]
+fn a_block_that_is_alone_is_not_handed_over() {
+    let (dir, mut pool) = (directory(), Pool::filled());
+    let places = pool.places(1);
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto, 2))).expect("open");
+    let region = pool.register(&cache);
+    for (key, place) in keys().iter().zip(&places) {
+        let one = || (std::slice::from_ref(key), std::slice::from_ref(place));
+        assert_eq!(all(block_on(cache.store_from(one().0, None, one().1)).expect("stored")), [true]);
+        assert_eq!(all(block_on(cache.load_into(one().0, one().1)).expect("loaded")), [true]);
+    }
+    assert_eq!(cache.stats().work_done, 0);
+    block_on(cache.unregister(&region)).expect("unregistered");
+    block_on(cache.close()).expect("close");
+}
+
+#[test]
+fn workers_find_every_damaged_block() {
+    for segments in [1, 16] {
+        let (dir, mut pool) = (directory(), Pool::filled());
+        let places = pool.places(segments);
+        let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto, 3))).expect("open");
+        let region = pool.register(&cache);
+        all(block_on(cache.store_from(&keys(), None, &places)).expect("stored"));
+        block_on(cache.close()).expect("close");
+        drop(region);
+        for n in (0..BLOCKS as u64).step_by(5) {
+            damage(&dir, &payload(n, BLOCK)[..64]);
+        }
+
+        let cache = block_on(Cache::open(settings(&dir, StorageKind::Auto, 3))).expect("open again");
+        let region = pool.register(&cache);
+        pool.0.fill(0xee);
+        let found = all(block_on(cache.load_into(&keys(), &places)).expect("asked"));
+        for (n, found) in found.into_iter().enumerate() {
+            assert_eq!(found, n % 5 != 0, "block {n}");
+            assert!(!found || pool.holds(n), "block {n}: the right bytes");
+        }
+        assert_eq!(cache.stats().checksum_failures, BLOCKS.div_ceil(5) as u64);
+        block_on(cache.unregister(&region)).expect("unregistered");
+        block_on(cache.close()).expect("close");
+    }
+}
