@@ -179,8 +179,14 @@ impl Life {
         let plan = &self.context.plan;
         if matches!(exit, Exit::Kill | Exit::PowerCut) && self.rng.chance(0.1) {
             let soon = Duration::from_millis(self.rng.below(20));
-            if timeout(soon, sim::open(plan.config.clone(), &self.world)).await.is_err() {
-                return None;
+            match timeout(soon, sim::open(plan.config.clone(), &self.world)).await {
+                Err(_) => return None,
+                // It was quicker, and is not wanted: the store is free when it has ended.
+                Ok(Ok(Simulated { cache, reactor })) => {
+                    drop(cache);
+                    reactor.ended().await;
+                }
+                Ok(Err(_)) => {}
             }
         }
         for _ in 0..20 {
