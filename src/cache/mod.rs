@@ -411,10 +411,7 @@ impl Cache {
         };
         self.inner.shared.written(receiver).await.inspect_err(|error| {
             self.inner.shared.metrics.stores_failed.add(1);
-            // After a timeout the write may fail yet.
-            if !error.is_transient() {
-                self.inner.shared.told(&[*key]);
-            }
+            self.inner.shared.told(key, error);
         })
     }
 

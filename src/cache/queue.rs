@@ -37,8 +37,15 @@ pub struct CompletionQueue {
     depth: usize,
 }
 
+/// A completion that is not drained yet.
+struct Done {
+    completion: Completion,
+    /// The keys of a store.
+    stored: Vec<BlockKey>,
+}
+
 struct Inner {
-    done: Mutex<VecDeque<Completion>>,
+    done: Mutex<VecDeque<Done>>,
     outstanding: AtomicUsize,
     event: File,
 }
@@ -55,8 +62,9 @@ impl Inner {
         Ok(Inner { done: Mutex::default(), outstanding: AtomicUsize::new(0), event })
     }
 
-    fn complete(&self, ticket: u64, results: Vec<Result<bool>>) {
-        self.done.lock().expect("nothing panics under it").push_back(Completion { ticket, results });
+    fn complete(&self, ticket: u64, results: Vec<Result<bool>>, stored: Vec<BlockKey>) {
+        let done = Done { completion: Completion { ticket, results }, stored };
+        self.done.lock().expect("nothing panics under it").push_back(done);
         // Refused only where the counter is full, since whoever has the descriptor may write to it, too: then it is
         // readable already.
         let _ = (&self.event).write(&1u64.to_ne_bytes());
@@ -68,13 +76,16 @@ struct Ticket {
     inner: Arc<Inner>,
     ticket: u64,
     blocks: usize,
+    /// The keys of a store.
+    stored: Vec<BlockKey>,
     answered: bool,
 }
 
 impl Ticket {
     fn answer(mut self, results: Vec<Result<bool>>) {
         self.answered = true;
-        self.inner.complete(self.ticket, results);
+        let stored = std::mem::take(&mut self.stored);
+        self.inner.complete(self.ticket, results, stored);
     }
 }
 
@@ -82,7 +93,7 @@ impl Drop for Ticket {
     fn drop(&mut self) {
         if !self.answered {
             let results = (0..self.blocks).map(|_| Err(Error::Closed)).collect();
-            self.inner.complete(self.ticket, results);
+            self.inner.complete(self.ticket, results, Vec::new());
         }
     }
 }
@@ -122,11 +133,12 @@ impl CompletionQueue {
     }
 
     pub(super) fn submit_load_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
-        self.submit(jobs, |jobs, reply| Command::Load { jobs, reply })
+        self.submit(jobs, Vec::new(), |jobs, reply| Command::Load { jobs, reply })
     }
 
     pub(super) fn submit_store_jobs(&self, jobs: Vec<Job>) -> Result<u64> {
-        self.submit(jobs, |jobs, reply| Command::StoreFrom { jobs, reply })
+        let keys = jobs.iter().map(|job| job.key).collect();
+        self.submit(jobs, keys, |jobs, reply| Command::StoreFrom { jobs, reply })
     }
 
     pub(super) fn is_of(&self, cache: &Cache) -> bool {
@@ -140,7 +152,11 @@ impl CompletionQueue {
         let _ = (&self.inner.event).read(&mut [0; 8]);
         let done: Vec<_> = self.inner.done.lock().expect("nothing panics under it").drain(..).collect();
         self.inner.outstanding.fetch_sub(done.len(), Ordering::AcqRel);
-        done
+        let take = |Done { completion, stored }| {
+            self.cache.shared().told_all(&stored, &completion.results);
+            completion
+        };
+        done.into_iter().map(take).collect()
     }
 
     /// Submissions not drained yet.
@@ -148,7 +164,12 @@ impl CompletionQueue {
         self.inner.outstanding.load(Ordering::Acquire)
     }
 
-    fn submit(&self, jobs: Vec<Job>, command: impl FnOnce(Vec<Job>, Reply) -> Command) -> Result<u64> {
+    fn submit(
+        &self,
+        jobs: Vec<Job>,
+        stored: Vec<BlockKey>,
+        command: impl FnOnce(Vec<Job>, Reply) -> Command,
+    ) -> Result<u64> {
         let shared = self.cache.shared();
         let taken = self.inner.outstanding.fetch_update(Ordering::AcqRel, Ordering::Acquire, |outstanding| {
             (outstanding < self.depth).then_some(outstanding + 1)
@@ -169,12 +190,8 @@ impl CompletionQueue {
             }
         };
         let ticket = self.tickets.fetch_add(1, Ordering::Relaxed);
-        let answer = Ticket { inner: Arc::clone(&self.inner), ticket, blocks: jobs.len(), answered: false };
-        let reply = move |results| {
-            answer.answer(results);
-            true
-        };
-        permit.send(command(jobs, Box::new(reply)));
+        let answer = Ticket { inner: Arc::clone(&self.inner), ticket, blocks: jobs.len(), stored, answered: false };
+        permit.send(command(jobs, Box::new(move |results| answer.answer(results))));
         Ok(ticket)
     }
 }
@@ -198,9 +215,9 @@ mod tests {
         // Whoever has the descriptor may write to it.
         let full = (u64::MAX - 1).to_ne_bytes();
         assert_eq!((&inner.event).write(&full).expect("the largest count there is"), full.len());
-        inner.complete(7, vec![Ok(true)]);
+        inner.complete(7, vec![Ok(true)], Vec::new());
         let done = inner.done.into_inner().expect("no panic");
-        assert!(matches!(done.iter().collect::<Vec<_>>()[..], [Completion { ticket: 7, .. }]), "{done:?}");
+        assert!(done.iter().map(|done| done.completion.ticket).eq([7]));
         assert_eq!((&inner.event).read(&mut [0; 8]).expect("readable"), 8);
     }
 }

@@ -280,7 +280,10 @@ impl Cache {
     }
 
     pub(super) async fn store_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
-        self.ask_jobs(|reply| Command::StoreFrom { jobs, reply }).await
+        let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
+        let results = self.ask_jobs(|reply| Command::StoreFrom { jobs, reply }).await?;
+        self.shared().told_all(&keys, &results);
+        Ok(results)
     }
 
     /// `chain`: the first key's parent, if the keys are a chain to be stored. `lent`: memory that the segments may lie
@@ -317,7 +320,8 @@ impl Cache {
 
     async fn ask_jobs(&self, command: impl FnOnce(Reply) -> Command) -> Result<Vec<Result<bool>>> {
         let (sender, receiver) = oneshot::channel();
-        let reply: Reply = Box::new(move |results| sender.send(results).is_ok());
+        // A caller that is gone does not want the answer.
+        let reply: Reply = Box::new(move |results| drop(sender.send(results)));
         self.inner.commands.send(command(reply)).await.map_err(|_| Error::Closed)?;
         receiver.await.map_err(|_| Error::Closed)
     }

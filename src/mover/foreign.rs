@@ -13,7 +13,7 @@ use std::{
 use tokio::{sync::Notify, time::Instant};
 
 use super::{
-    Mover, Reply,
+    Mover,
     ahead::{Offer, Target},
     budget::Class,
     promote::{Asked, Next},
@@ -212,16 +212,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.each(jobs, |this, job| async move { this.load_one(job).await }).await
     }
 
-    /// Stores each block from its segments, and tells its caller.
-    pub(super) async fn store_from(self: Rc<Self>, jobs: Vec<Job>, reply: Reply) {
-        let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
-        let results = self.each(jobs, |this, job| async move { this.store_one(job).await.map(|()| true) }).await;
-        let refused = |result: &Result<bool>| result.as_ref().is_err_and(|error| !error.is_transient());
-        let refused: Vec<BlockKey> =
-            keys.into_iter().zip(&results).filter_map(|(key, result)| refused(result).then_some(key)).collect();
-        if reply(results) {
-            self.shared.told(&refused);
-        }
+    /// Stores each block from its segments.
+    pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
+        self.each(jobs, |this, job| async move { this.store_one(job).await.map(|()| true) }).await
     }
 
     /// Runs all jobs at once: the byte budget, not the number of jobs, bounds what is in flight.

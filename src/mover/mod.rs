@@ -100,8 +100,8 @@ pub(crate) struct DeviceRead {
     pub(crate) reply: oneshot::Sender<Result<Vec<u8>>>,
 }
 
-/// One result per block, in the order of the request, to whoever asked; false if nobody takes them any longer.
-pub(crate) type Reply = Box<dyn FnOnce(Vec<Result<bool>>) -> bool + Send>;
+/// One result per block, in the order of the request, to whoever asked.
+pub(crate) type Reply = Box<dyn FnOnce(Vec<Result<bool>>) + Send>;
 
 /// The reactor's side of a cache.
 pub(crate) struct Mover<S, C> {
@@ -216,7 +216,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 reply(this.load(jobs).await);
             }),
             Command::LoadLayers(load) => self.spawn(this.load_layers(load)),
-            Command::StoreFrom { jobs, reply } => self.spawn(this.store_from(jobs, reply)),
+            Command::StoreFrom { jobs, reply } => self.spawn(async move {
+                reply(this.store_from(jobs).await);
+            }),
             // A caller that is gone does not want the answer.
             Command::Register { region, reply } => {
                 self.register(&region);

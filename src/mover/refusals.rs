@@ -59,10 +59,19 @@ impl Shared {
         refusals.into_result()
     }
 
-    /// The callers of these stores have been told of their errors.
-    pub(crate) fn told(&self, keys: &[BlockKey]) {
-        let mut state = self.lock();
-        keys.iter().for_each(|key| state.refusals.forget(key));
+    /// The caller of a store has its error. Not before it takes that: the answer may be dropped on its way.
+    pub(crate) fn told(&self, key: &BlockKey, error: &Error) {
+        // After a timeout the write may fail yet.
+        if !error.is_transient() {
+            self.lock().refusals.forget(key);
+        }
+    }
+
+    /// The caller of stores has their results.
+    pub(crate) fn told_all(&self, keys: &[BlockKey], results: &[Result<bool>]) {
+        for (key, result) in keys.iter().zip(results) {
+            result.as_ref().err().into_iter().for_each(|error| self.told(key, error));
+        }
     }
 }
 

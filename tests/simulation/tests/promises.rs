@@ -146,6 +146,58 @@ fn a_store_that_reports_its_refusal_leaves_nothing_for_a_sync_to_report() {
     });
 }
 
+/// What a sync says when `ask` has had a block stored from registered memory, and the disk has refused it.
+async fn sync_after_refused_store<F: Future<Output = ()>>(
+    ask: impl FnOnce(Cache, Vec<Vec<Segment>>) -> F,
+) -> Result<(), Error> {
+    let mut memory = vec![1u8; BLOCK_BYTES];
+    let (cache, reactor, disk) = open(config()).await;
+    // SAFETY: the memory outlives the cache, and nobody writes to it.
+    let region = unsafe { cache.register_host(memory.as_mut_ptr(), BLOCK_BYTES) }.expect("registered");
+    disk.script_next(OpKind::Write, Fault::Error(5));
+    ask(cache.clone(), vec![vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]]).await;
+    assert_eq!(cache.stats().writes_refused, 1);
+    let synced = cache.sync().await;
+    cache.unregister(&region).await.expect("its own region");
+    finish(cache, reactor).await;
+    synced
+}
+
+#[test]
+fn a_sync_reports_refusals_whose_answer_nobody_took() {
+    sim::block_on(async {
+        let dropped = sync_after_refused_store(|cache, places| async move {
+            let keys = [key(1)];
+            let mut storing = Box::pin(cache.store_from(&keys, None, &places));
+            std::future::poll_fn(|cx| {
+                assert!(storing.as_mut().poll(cx).is_pending(), "the disk takes its time");
+                std::task::Poll::Ready(())
+            })
+            .await;
+            // By then it has been answered.
+            a_while().await;
+        });
+        let dropped = dropped.await;
+        assert!(matches!(&dropped, Err(Error::Refused { .. })), "its future was dropped: {dropped:?}");
+
+        let undrained = sync_after_refused_store(|cache, places| async move {
+            let queue = cache.completion_queue(1).expect("a queue");
+            queue.submit_store(&[key(1)], None, &places).expect("submitted");
+            a_while().await;
+        });
+        let undrained = undrained.await;
+        assert!(matches!(&undrained, Err(Error::Refused { .. })), "its queue was dropped: {undrained:?}");
+
+        let drained = sync_after_refused_store(|cache, places| async move {
+            let queue = cache.completion_queue(1).expect("a queue");
+            queue.submit_store(&[key(1)], None, &places).expect("submitted");
+            a_while().await;
+            assert!(queue.drain()[0].results[0].is_err(), "the disk did not take it");
+        });
+        drained.await.expect("it was reported by the queue");
+    });
+}
+
 #[test]
 fn after_a_flush_that_failed_no_sync_answers_for_what_it_was_to_cover() {
     sim::block_on(async {
