@@ -1,8 +1,14 @@
 //! What `sync` does: every block that is to be on disk is written, then the records, and the files are flushed.
 
-use std::{cell::RefCell, collections::BTreeSet, io, rc::Rc, sync::Arc};
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeSet,
+    io,
+    rc::Rc,
+    sync::Arc,
+};
 
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
 use super::{Mover, budget::Class, flight::Message, store::Committed, write::DEMOTING_MAX};
 use crate::{
@@ -16,6 +22,8 @@ use crate::{
 pub(super) struct Flush {
     /// One permit: one flush at a time, so that none passes over the failure of another.
     turn: Arc<Semaphore>,
+    /// How many have begun.
+    begun: Cell<u64>,
     /// Why a flush failed, once one has.
     ///
     /// For good: a kernel takes what it could not write for clean, and the next flush succeeds without it.
@@ -24,7 +32,7 @@ pub(super) struct Flush {
 
 impl Flush {
     pub(super) fn new() -> Self {
-        Flush { turn: Arc::new(Semaphore::new(1)), failed: RefCell::default() }
+        Flush { turn: Arc::new(Semaphore::new(1)), begun: Cell::new(0), failed: RefCell::default() }
     }
 }
 
@@ -90,7 +98,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     async fn flush_file(self: &Rc<Self>, file: FileId) -> Result<()> {
         let flush = &self.flushes[usize::from(file.0)];
+        // Of all who ask while one is under way, the first to have its turn flushes for the others.
+        let next = flush.begun.get() + 1;
         let turn = Arc::clone(&flush.turn).acquire_owned().await.expect("never closed");
+        if flush.begun.get() < next {
+            flush.begun.set(next);
+            self.flush_in_turn(file, turn).await;
+        }
+        flush.failed.borrow().clone().map_or(Ok(()), Err)
+    }
+
+    /// Flushes; resolves when the turn is given back.
+    async fn flush_in_turn(self: &Rc<Self>, file: FileId, turn: OwnedSemaphorePermit) {
         let (ended, end) = oneshot::channel::<()>();
         let this = Rc::clone(self);
         // A task of its own: its failure counts, also where nobody waits for it any longer.
@@ -107,6 +126,5 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         });
         // The other end is dropped when it is done.
         drop(end.await);
-        flush.failed.borrow().clone().map_or(Ok(()), Err)
     }
 }

@@ -233,6 +233,29 @@ fn a_flush_that_fails_after_its_deadline_is_known_to_later_syncs() {
 }
 
 #[test]
+fn syncs_share_a_flush_that_began_after_all_of_them() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 1).await.expect("a sound disk");
+        let before = started(&disk, OpKind::Sync);
+        disk.script_next(OpKind::Sync, Fault::Stall);
+        let first = spawn(&cache, async |cache| cache.sync().await);
+        a_while().await;
+        store(&cache, 2).await.expect("a sound disk");
+        let later: Vec<_> = (0..8).map(|_| spawn(&cache, async |cache| cache.sync().await)).collect();
+        a_while().await;
+        disk.release();
+        first.await.expect("no panic").expect("synced");
+        for sync in later {
+            sync.await.expect("no panic").expect("synced");
+        }
+        assert_eq!(started(&disk, OpKind::Sync) - before, 2, "one under way, and one for all who came meanwhile");
+        assert_eq!(found_after_power_cuts(&config(), &disk, 2).await, POWER_CUTS, "the first flush does not cover it");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
 fn a_sync_waits_for_writes_under_way() {
     sim::block_on(async {
         for dropped in [false, true] {
