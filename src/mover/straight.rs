@@ -93,6 +93,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(()) => self.shared.account(&self.failures, file, OpKind::Read, &result),
             // The processor could not write there either.
             Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
+                self.shared.metrics.looked_up(Some(Tier::Disk));
                 return Straight::Ended(Err(Error::io(
                     "read into the caller's memory from",
                     self.path_of(file),
@@ -110,6 +111,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Straight::Elsewhere(job);
         }
         drop(pin);
+        // Not before: whatever goes elsewhere is looked up, and counted, there.
+        self.shared.metrics.looked_up(Some(Tier::Disk));
         self.shared.metrics.moved(Route::DiskToRegion, self.shared.config.block_bytes, started.elapsed());
         Straight::Ended(Ok(true))
     }
@@ -130,8 +133,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let slots = state.disk_slots();
         let (file, offset) = slots.locate(pin.slot());
         let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
-        drop(state);
-        self.shared.metrics.looked_up(Some(Tier::Disk));
         Some(Source { pin, file, offset, checksum })
     }
 

@@ -235,6 +235,11 @@ fn a_read_that_the_machine_has_no_resources_for_costs_no_block() {
     }
 }
 
+fn look_ups(cache: &Cache) -> u64 {
+    let stats = cache.stats();
+    stats.misses + stats.tiers.iter().map(|tier| tier.hits).sum::<u64>()
+}
+
 #[test]
 fn blocks_loaded_into_one_place_at_once_are_not_taken_for_damaged() {
     sim::block_on(async {
@@ -244,8 +249,10 @@ fn blocks_loaded_into_one_place_at_once_are_not_taken_for_damaged() {
         // The dummy page of an engine: what it holds afterwards is nobody's.
         let keys: Vec<_> = (0..12).map(key).collect();
         let places = vec![memory.place(0); keys.len()];
+        let before = look_ups(&cache);
         let loaded = cache.load_into(&keys, &places).await.expect("asked");
         assert!(loaded.iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
+        assert_eq!(look_ups(&cache) - before, keys.len() as u64, "a block that is read twice is looked up once");
         let stats = cache.stats();
         assert_eq!((stats.checksum_failures, stats.quarantined), (0, 0));
         assert_eq!(stats.tier(Tier::Disk).resident, 16, "no block was given up");
