@@ -282,25 +282,33 @@ fn a_sync_waits_for_writes_under_way() {
 #[test]
 fn a_dropped_store_that_waited_for_the_write_of_a_removed_block_is_written() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(config()).await;
-        disk.script_next(OpKind::Write, Fault::Stall);
-        let first = spawn(&cache, async |cache| store(&cache, 16).await);
-        a_while().await;
-        let removal = spawn_remove(&cache, 16);
-        a_while().await;
-        let second = spawn(&cache, async |cache| store(&cache, 16).await);
-        a_while().await;
-        second.abort();
-        let syncing = spawn(&cache, async |cache| cache.sync().await);
-        // They would all evict the new block, if nothing held it.
-        for n in 1..9 {
-            store(&cache, n).await.expect("stored");
+        for syncs in [false, true] {
+            let (cache, reactor, disk) = open(config()).await;
+            disk.script_next(OpKind::Write, Fault::Stall);
+            let first = spawn(&cache, async |cache| store(&cache, 16).await);
+            a_while().await;
+            let removal = spawn_remove(&cache, 16);
+            a_while().await;
+            let second = spawn(&cache, async |cache| store(&cache, 16).await);
+            a_while().await;
+            second.abort();
+            let syncing = syncs.then(|| spawn(&cache, async |cache| cache.sync().await));
+            // They would all evict the new block, if nothing held it.
+            for n in 1..9 {
+                store(&cache, n).await.expect("stored");
+            }
+            disk.release();
+            drop((first.await.expect("no panic"), removal.await.expect("no panic")));
+            if let Some(syncing) = syncing {
+                syncing.await.expect("no panic").expect("synced");
+                assert_eq!(found_after_power_cuts(&config(), &disk, 16).await, POWER_CUTS, "it was synced");
+            }
+            reactor.settle(DEADLINE).await.expect("balanced");
+            let (killed, its_reactor, _) = open_killed(config(), &disk).await;
+            assert!(fetch(&killed, 16).await.expect("served"), "its write goes on");
+            finish(killed, its_reactor).await;
+            finish(cache, reactor).await;
         }
-        disk.release();
-        syncing.await.expect("no panic").expect("synced");
-        drop((first.await.expect("no panic"), removal.await.expect("no panic")));
-        assert_eq!(found_after_power_cuts(&config(), &disk, 16).await, POWER_CUTS, "its write goes on");
-        finish(cache, reactor).await;
     });
 }
 
