@@ -349,10 +349,10 @@ impl Cache {
     /// As [`sync`](Cache::sync); the cache is closed all the same.
     ///
     /// # Cancel safety
-    /// The close goes on.
+    /// From the first poll on the close goes on.
     pub async fn close(&self) -> Result<()> {
-        // Refused where it is closing already.
-        drop(self.inner.commands.send(Command::Close).await);
+        // Refused where it has ended.
+        drop(self.send_urgent(Urgent::Close));
         self.ended().await
     }
 

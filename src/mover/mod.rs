@@ -76,8 +76,6 @@ pub(crate) enum Command {
     Flush { reply: oneshot::Sender<Result<()>> },
     /// Write what is dirty and flush.
     Sync { reply: oneshot::Sender<Result<()>> },
-    /// Finish what is under way, write what is dirty, flush, and end. Whoever asks waits for the end itself.
-    Close,
 }
 
 /// What those ask who hold a slot already. They never wait behind those who want one, or both could
@@ -89,6 +87,9 @@ pub(crate) enum Urgent {
     GiveBack { region: RegionUse },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice(DeviceRead),
+    /// Finish what is under way, write what is dirty, flush, and end. Whoever asks waits for the end itself, and need not
+    /// wait for room in the channel to ask.
+    Close,
 }
 
 /// A read of a pinned device block.
@@ -186,10 +187,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let may_start = self.active.get() < self.shared.config.movements_max;
             tokio::select! {
                 biased;
-                Some(request) = urgent.recv() => self.start_urgent(request),
+                Some(request) = urgent.recv() => match request {
+                    Urgent::Close => commands.close(),
+                    request => self.start_urgent(request),
+                },
                 command = commands.recv(), if may_start || self.overdue.get() => match command {
                     None => break,
-                    Some(Command::Close) => commands.close(),
                     Some(command) if may_start => self.start(command),
                     Some(command) => self.refuse(command),
                 },
@@ -234,7 +237,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Sync { reply } => self.spawn(async move {
                 drop(reply.send(this.sync().await));
             }),
-            Command::Close => unreachable!("run() answers it"),
         }
     }
 
@@ -253,6 +255,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(permit);
                 drop(reply.send(result));
             }),
+            // It is closing already.
+            Urgent::Close => {}
         }
     }
 

@@ -97,7 +97,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Forget { reply, .. } | Command::Flush { reply } | Command::Sync { reply } => {
                 drop(reply.send(Err(error)));
             }
-            Command::Close => unreachable!("run() answers it"),
         }
     }
 

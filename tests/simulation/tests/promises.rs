@@ -389,6 +389,30 @@ fn every_close_waits_for_the_end_and_has_the_same_result() {
 }
 
 #[test]
+fn a_dropped_close_goes_on_although_the_queue_of_the_reactor_was_full() {
+    sim::block_on(async {
+        let one_at_a_time = Config { movements_max: 1, ..config() };
+        let (cache, reactor, disk) = open(one_at_a_time).await;
+        fill(&cache).await;
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let fetching: Vec<_> = (0..3).map(|n| spawn(&cache, async move |cache| fetch(&cache, n).await)).collect();
+        a_while().await;
+        assert_eq!(disk.stalled(), 1, "one is read, one is queued, and one waits to be");
+        let closing = spawn(&cache, async |cache| cache.close().await);
+        a_while().await;
+        closing.abort();
+        disk.release();
+        for fetch in fetching {
+            drop(fetch.await.expect("no panic"));
+        }
+        a_while().await;
+        assert!(reactor.is_ended(), "the close was given up with its caller");
+        assert!(matches!(fetch(&cache, 0).await, Err(Error::Closed)));
+        cache.close().await.expect("a sound disk");
+    });
+}
+
+#[test]
 fn a_block_removed_as_its_slot_is_given_to_another_is_in_no_record() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config()).await;
