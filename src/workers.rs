@@ -91,7 +91,8 @@ impl Pool {
         let mut queue = self.lock();
         queue.work.push_back((bytes, work));
         queue.bytes += bytes;
-        let wake = queue.asleep > queue.waking && queue.bytes > WAKE_BYTES * u64::from(queue.awake + queue.waking);
+        let awake = queue.awake + queue.waking;
+        let wake = queue.asleep > queue.waking && (awake == 0 || queue.bytes > WAKE_BYTES * u64::from(awake));
         queue.waking += u32::from(wake);
         drop(queue);
         if wake {
@@ -300,6 +301,18 @@ mod tests {
                     assert_eq!(one.await.expect("no panic"), Some(n));
                 }
             }
+        });
+    }
+
+    #[test]
+    fn a_worker_that_is_asleep_is_woken_for_the_smallest_work() {
+        on_reactor(async {
+            let workers = workers(1);
+            let Kind::Threads { pool, .. } = &workers.kind else { unreachable!("there is a thread") };
+            while pool.lock().asleep == 0 {
+                thread::yield_now();
+            }
+            assert_eq!(workers.run(0, || 7).await, Some(7));
         });
     }
 
