@@ -36,7 +36,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     Ok(())
 }
 
-/// The block goes out as it lies in the cache: `Bytes` holds the lease, nothing is copied.
+/// The block goes out as it lies in the cache: `Bytes` holds the lease, nothing is copied. A client that reads slowly
+/// holds a slot of the host tier meanwhile: have more slots than clients, or send a copy.
 async fn fetch(State(cache): State<Cache>, Path(key): Path<String>) -> Result<Bytes, (StatusCode, String)> {
     let key = parse(&key)?;
     match cache.fetch(&key).await.map_err(status)? {

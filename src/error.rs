@@ -58,14 +58,14 @@ pub enum Error {
     },
 
     /// It took longer than `deadline_ms`; what was waited for goes on. Try again later: the disk is slow or stuck.
-    #[error(
-        "timeout: waited for {what} longer than {limit:?} (setting `deadline_ms`); retry later, or look at the disk"
-    )]
+    #[error("timeout: waited for {what} longer than {limit:?} (setting `deadline_ms`); {}", timeout_advice(held))]
     Timeout {
         /// What was waited for.
         what: &'static str,
         /// How long.
         limit: std::time::Duration,
+        /// What callers held, where a slot was waited for and they held any.
+        held: Option<HeldSlots>,
     },
 
     /// The disk tier did not take a block. The block may still be resident in a faster tier.
@@ -107,6 +107,30 @@ pub enum Error {
     /// The cache is closed, or closing. Open another.
     #[error("the cache is closed")]
     Closed,
+}
+
+/// Slots of a tier that callers held while another waited for one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeldSlots {
+    /// Leases alive. Several may be of one block.
+    pub leases: u64,
+    /// Reservations that are not committed yet.
+    pub reservations: u64,
+    /// Slots of the tier.
+    pub slots: u64,
+    /// The [`Config`](crate::Config) field that sets how many slots there are.
+    pub setting: &'static str,
+}
+
+fn timeout_advice(held: &Option<HeldSlots>) -> String {
+    match held {
+        None => "retry later, or look at the disk".into(),
+        Some(HeldSlots { leases, reservations, slots, setting }) => format!(
+            "callers held {leases} leases and {reservations} reservations, and there are {slots} slots (setting \
+             `{setting}`); drop them sooner, copy out what slow readers are sent, or raise `{setting}`"
+        ),
+    }
 }
 
 impl Error {

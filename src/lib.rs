@@ -21,6 +21,7 @@ pub mod io;
 mod metrics;
 mod mover;
 pub mod rdma;
+mod shield;
 pub mod store;
 mod sync;
 pub mod tier;
@@ -35,7 +36,7 @@ pub use cache::{
     RouteStats, Stats, TierStats,
 };
 pub use config::{Config, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, GdrMode, StorageKind, WritePolicy};
-pub use error::{Error, Result};
+pub use error::{Error, HeldSlots, Result};
 pub use index::PrefixMatch;
 pub use mover::LayerDone;
 

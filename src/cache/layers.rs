@@ -9,6 +9,7 @@ use crate::{
     fork::HomeBound,
     gpu::{Gates, Gpu},
     mover::{Command, LayerBoard, LayerDone, LayerJobs, LayerProgress},
+    shield::shield,
 };
 
 /// Layers of a load at most.
@@ -70,7 +71,7 @@ impl Cache {
             layers: layers.len(),
             gpu: HomeBound::new(self.inner.gpu.clone()),
         };
-        let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+        let permit = shield(self.inner.commands.reserve()).await.map_err(|_| Error::Closed)?;
         permit.send(Command::LoadLayers(LayerJobs { jobs, layers, board: LayerBoard::new(progress) }));
         Ok(load)
     }
@@ -112,7 +113,7 @@ impl LayerLoad {
     /// Dropping the future changes nothing.
     pub async fn layer(&self, layer: usize) -> Result<LayerDone> {
         self.check(layer)?;
-        Ok(self.progress.wait(|progress| progress.layer(layer)).await)
+        Ok(shield(self.progress.wait(|progress| progress.layer(layer))).await)
     }
 
     /// Waits for the end of the load: one result per block, as of [`Cache::load_into`]. `true`: all layers of it are
@@ -121,7 +122,7 @@ impl LayerLoad {
     /// # Cancel safety
     /// Dropping the future changes nothing.
     pub async fn blocks(&self) -> Vec<Result<bool>> {
-        self.progress.wait(LayerProgress::blocks).await
+        shield(self.progress.wait(LayerProgress::blocks)).await
     }
 
     /// Makes a CUDA stream wait for a layer, on the device, with no host in between: what is put into `stream` after

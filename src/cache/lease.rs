@@ -3,7 +3,7 @@
 use std::{
     fmt,
     ops::{Deref, DerefMut},
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
 };
 
 use bytes::Bytes;
@@ -19,13 +19,21 @@ use crate::{
 /// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.
 ///
 /// Dereferences to the block's bytes; turns into [`Bytes`] without a copy.
+///
+/// # Slow readers
+/// A lease takes a slot of the host tier for as long as it lives. If leases, or the [`Bytes`] made of them, go to
+/// clients that read slowly, a few hundred of them may hold every slot: then each call that needs a slot waits, and ends
+/// with [`Error::Timeout`](crate::Error::Timeout) after [`Config::deadline_ms`](crate::Config::deadline_ms). Its field
+/// `held` says how many leases and reservations there were. Give
+/// [`Config::host_blocks`](crate::Config::host_blocks) more slots than leases that live at once, bound the clients that
+/// are served at once, or copy the bytes and drop the lease.
 pub struct Lease {
     pin: Pin,
 }
 
 impl Lease {
     pub(super) fn new(pin: Pin) -> Self {
-        Lease { pin }
+        Lease { pin: pin.leased() }
     }
 
     /// The path the bytes took for this fetch.
@@ -33,7 +41,8 @@ impl Lease {
         self.pin.route()
     }
 
-    /// The same memory as [`Bytes`]; the slot is pinned until the last clone is dropped.
+    /// The same memory as [`Bytes`]; the slot is pinned until the last clone is dropped. For clients that may read
+    /// slowly see [`Lease`], *Slow readers*.
     pub fn into_bytes(self) -> Bytes {
         Bytes::from_owner(self)
     }
@@ -72,7 +81,7 @@ pub struct DeviceLease {
 
 impl DeviceLease {
     pub(super) fn new(pin: Pin) -> Self {
-        DeviceLease { pin: Arc::new(pin) }
+        DeviceLease { pin: Arc::new(pin.leased()) }
     }
 
     /// The pin, for the cache that gave it.
@@ -112,11 +121,23 @@ impl fmt::Debug for DeviceLease {
 pub struct Reservation {
     cache: Cache,
     filling: Filling,
+    counted: Counted,
+}
+
+/// Counts a reservation for as long as it lives.
+struct Counted(Arc<Shared>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.reservations.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 impl Reservation {
     pub(super) fn new(cache: Cache, filling: Filling) -> Self {
-        Reservation { cache, filling }
+        let shared = Arc::clone(cache.shared());
+        shared.reservations.fetch_add(1, Ordering::Relaxed);
+        Reservation { cache, filling, counted: Counted(shared) }
     }
 
     /// Makes the block visible under `key`, then does what the write policy wants, as
@@ -128,9 +149,10 @@ impl Reservation {
     /// # Cancel safety
     /// As [`Cache::store`].
     pub async fn commit(self, key: &BlockKey, parent: Option<&BlockKey>) -> Result<()> {
-        let Reservation { cache, mut filling } = self;
+        let Reservation { cache, mut filling, counted } = self;
         let checksum = checksum(filling.bytes_mut());
         let committed = cache.shared().commit(key, parent, filling, checksum)?;
+        drop(counted);
         cache.finish_store(key, committed).await
     }
 }

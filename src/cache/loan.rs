@@ -109,7 +109,7 @@ impl Loan {
     /// # Cancel safety
     /// Dropping the future changes nothing.
     pub async fn returned(&self) {
-        self.region.wait_unused().await;
+        crate::shield::shield(self.region.wait_unused()).await;
     }
 
     /// Whether no movement uses the memory now.

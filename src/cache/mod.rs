@@ -33,7 +33,11 @@ use crate::{
     error::{Error, Result},
     fork::HomeBound,
     index::PrefixMatch,
-    mover::{Class, Command, Committed, DeviceRead, Found, Outcome, Pin, Promotion, Removed, Settled, Shared, Urgent},
+    mover::{
+        Class, Command, Committed, DeviceRead, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared,
+        Urgent,
+    },
+    shield::shield,
 };
 
 /// Blocks that [`Cache::touch`] counts before it lets others at the index.
@@ -152,7 +156,7 @@ impl Cache {
         let pin = match self.inner.shared.look_up(key, Tier::Host)? {
             Found::Hit(pin) => Some(pin),
             Found::Miss => None,
-            Found::Elsewhere => self.promote(key, Tier::Host).await?,
+            Found::Elsewhere => shield(self.promote(key, Tier::Host)).await?,
         };
         if self.config().write_policy == WritePolicy::WriteThroughSelective && pin.is_some() {
             self.write_selected(key);
@@ -172,7 +176,7 @@ impl Cache {
         let pin = match self.inner.shared.look_up(key, Tier::Device)? {
             Found::Hit(pin) => Some(pin),
             Found::Miss => None,
-            Found::Elsewhere => self.promote(key, Tier::Device).await?,
+            Found::Elsewhere => shield(self.promote(key, Tier::Device)).await?,
         };
         if self.config().write_policy == WritePolicy::WriteThroughSelective && pin.is_some() {
             self.write_selected(key);
@@ -200,8 +204,8 @@ impl Cache {
                 shared.metrics.background_refused.add((keys.len() - i) as u64);
                 break;
             };
-            if let (Promotion::Started(_nobody), _) = shared.promote(key, Tier::Host)? {
-                permit.send(Command::Promote { key: *key, to: Tier::Host, class: Class::Background });
+            if let (Promotion::Started(_nobody), _) = shared.promote(key, Tier::Host, Class::Background)? {
+                permit.send(Command::Promote { key: *key, to: Tier::Host });
                 started += 1;
             }
         }
@@ -236,7 +240,7 @@ impl Cache {
         let committed = match self.inner.shared.store_known(key, parent)? {
             Some(committed) => committed,
             None => {
-                let mut filling = self.inner.shared.acquire(Tier::Host).await?;
+                let mut filling = self.inner.shared.acquire(Tier::Host, Purpose::Call).await?;
                 filling.bytes_mut().copy_from_slice(data);
                 self.inner.shared.commit(key, parent, filling, checksum(data))?
             }
@@ -291,7 +295,7 @@ impl Cache {
         let Removed { resident, writing } = shared.remove(key)?;
         // A write that failed has ended as well, and has left its record to be cleared.
         if let Some(writing) = writing
-            && let Err(error) = shared.written(writing).await
+            && let Err(error) = shield(shared.written(writing)).await
             && (error.is_transient() || matches!(error, Error::Closed))
         {
             return Err(error);
@@ -359,14 +363,14 @@ impl Cache {
     /// Waits for the end of the reactor: the result of every `close`.
     async fn ended(&self) -> Result<()> {
         let mut end = self.inner.end.clone();
-        let ended = end.wait_for(Option::is_some).await.ok();
+        let ended = shield(end.wait_for(Option::is_some)).await.ok();
         ended.and_then(|result| result.clone()).unwrap_or(Err(Error::Closed))
     }
 
     async fn ask(&self, command: impl FnOnce(oneshot::Sender<Result<()>>) -> Command) -> Result<()> {
         let (reply, receiver) = oneshot::channel();
-        self.inner.commands.send(command(reply)).await.map_err(|_| Error::Closed)?;
-        receiver.await.unwrap_or(Err(Error::Closed))
+        shield(self.inner.commands.send(command(reply))).await.map_err(|_| Error::Closed)?;
+        shield(receiver).await.unwrap_or(Err(Error::Closed))
     }
 
     async fn promote(&self, key: &BlockKey, tier: Tier) -> Outcome {
@@ -374,7 +378,7 @@ impl Cache {
         let mut counted = false;
         loop {
             let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-            let (promotion, source) = shared.promote(key, tier)?;
+            let (promotion, source) = shared.promote(key, tier, Class::Awaited)?;
             if !std::mem::replace(&mut counted, true) {
                 shared.metrics.looked_up(source);
             }
@@ -386,7 +390,7 @@ impl Cache {
                     (receiver, true)
                 }
                 Promotion::Started(receiver) => {
-                    permit.send(Command::Promote { key: *key, to: tier, class: Class::Read });
+                    permit.send(Command::Promote { key: *key, to: tier });
                     (receiver, false)
                 }
             };
@@ -405,11 +409,11 @@ impl Cache {
             Committed::Done => return Ok(()),
             Committed::Wait(receiver) => receiver,
             Committed::Write(pin, receiver) => {
-                self.send_urgent(Urgent::Write { key: *key, pin, class: Class::Write })?;
+                self.send_urgent(Urgent::Write { key: *key, pin })?;
                 receiver
             }
         };
-        self.inner.shared.written(receiver).await.inspect_err(|error| {
+        shield(self.inner.shared.written(receiver)).await.inspect_err(|error| {
             self.inner.shared.metrics.stores_failed.add(1);
             self.inner.shared.told(key, error);
         })
@@ -418,7 +422,7 @@ impl Cache {
     fn write_selected(&self, key: &BlockKey) {
         if let Some(pin) = self.inner.shared.selected_for_disk(key) {
             // Closing: the flight ends with the reactor.
-            drop(self.send_urgent(Urgent::Write { key: *key, pin, class: Class::Background }));
+            drop(self.send_urgent(Urgent::Write { key: *key, pin }));
         }
     }
 
@@ -447,10 +451,10 @@ impl Cache {
     pub async fn read_device(&self, lease: &DeviceLease, buf: Vec<u8>) -> Result<Vec<u8>> {
         let pin = lease.pin_of(self.shared())?;
         // Not through the bounded channel, where those may be who wait for the leased slot; bounded all the same.
-        let permit = Arc::clone(&self.inner.device_reads).acquire_owned().await.map_err(|_| Error::Closed)?;
+        let permit = shield(Arc::clone(&self.inner.device_reads).acquire_owned()).await.map_err(|_| Error::Closed)?;
         let (reply, receiver) = oneshot::channel();
         self.send_urgent(Urgent::ReadDevice(DeviceRead { pin, buf, permit, reply }))?;
-        receiver.await.unwrap_or(Err(Error::Closed))
+        shield(receiver).await.unwrap_or(Err(Error::Closed))
     }
 
     fn shared(&self) -> &Arc<Shared> {

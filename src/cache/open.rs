@@ -24,6 +24,7 @@ use crate::{
     io::{AnyStorage, Storage, reactor::Reactor},
     metrics::Metrics,
     mover::{Command, Mover, Shared, Urgent},
+    shield::shield,
     tier::{
         arena::Arena,
         device::DevicePool,
@@ -43,7 +44,7 @@ pub(super) async fn open(config: Config) -> Result<Cache> {
         .name("kvhoist-reactor".into())
         .spawn(move || run_reactor(config, opened))
         .map_err(|source| Error::io("start the reactor's thread", "", source))?;
-    receiver.await.unwrap_or(Err(Error::Closed))
+    shield(receiver).await.unwrap_or(Err(Error::Closed))
 }
 
 /// The reactor's thread, from the first file opened to the last one closed.

@@ -13,6 +13,7 @@ use crate::{
     copy::gdr::GdrState,
     error::{Error, Result},
     mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply, Urgent},
+    shield::shield,
     tier::huge,
 };
 
@@ -205,8 +206,8 @@ impl Cache {
             tracing::debug!(%error, start, len, "not all of a region could be moved into huge pages");
         }
         let (reply, receiver) = oneshot::channel();
-        self.inner.commands.send(Command::Register { region: held, reply }).await.map_err(|_| Error::Closed)?;
-        receiver.await.map_err(|_| Error::Closed)
+        shield(self.inner.commands.send(Command::Register { region: held, reply })).await.map_err(|_| Error::Closed)?;
+        shield(receiver).await.map_err(|_| Error::Closed)
     }
 
     /// Forgets a region: resolves when neither a movement nor a [`pin_region`](Cache::pin_region) uses it any longer
@@ -221,7 +222,7 @@ impl Cache {
     /// still be pinned: call again to wait for them.
     pub async fn unregister(&self, region: &Region) -> Result<()> {
         self.inner.regions.remove(region)?;
-        region.inner.wait_unused().await;
+        shield(region.inner.wait_unused()).await;
         // Both requests hold the region until they are done, or lost with the reactor. Of two callers whose requests go
         // out at once each waits for both.
         let mut refused = false;
@@ -229,9 +230,10 @@ impl Cache {
             refused |= self.send_urgent(Urgent::GiveBack { region: region.inner.hold() }).is_err();
         }
         if region.inner.is_fixed() {
-            refused |= self.inner.commands.send(Command::Unregister { region: region.inner.hold() }).await.is_err();
+            refused |=
+                shield(self.inner.commands.send(Command::Unregister { region: region.inner.hold() })).await.is_err();
         }
-        region.inner.wait_unused().await;
+        shield(region.inner.wait_unused()).await;
         if refused || region.inner.is_fixed() {
             // A cache that has ended has let go of all regions.
             drop(self.ended().await);
@@ -322,8 +324,8 @@ impl Cache {
         let (sender, receiver) = oneshot::channel();
         // A caller that is gone does not want the answer.
         let reply: Reply = Box::new(move |results| drop(sender.send(results)));
-        self.inner.commands.send(command(reply)).await.map_err(|_| Error::Closed)?;
-        receiver.await.map_err(|_| Error::Closed)
+        shield(self.inner.commands.send(command(reply))).await.map_err(|_| Error::Closed)?;
+        shield(receiver).await.map_err(|_| Error::Closed)
     }
 }
 

@@ -26,7 +26,11 @@ impl Shared {
         state.index.validate_idle()?;
         let flights = state.flights.len();
         ensure!(flights == 0, "{flights} flights are under way");
-        ensure!(state.slot_waiters == [0; Tier::COUNT], "{:?} callers wait for slots", state.slot_waiters);
+        let waiting = Tier::ALL.map(|tier| state.slot_requests.len(tier));
+        ensure!(state.leases == [0; 2], "{:?} leases are counted and none is alive", state.leases);
+        let reservations = self.reservations.load(std::sync::atomic::Ordering::Relaxed);
+        ensure!(reservations == 0, "{reservations} reservations are counted and none is alive");
+        ensure!(waiting == [0; Tier::COUNT], "{waiting:?} requests wait for slots");
         self.check_memory(&state, Tier::Device, self.config.device_blocks)?;
         self.check_memory(&state, Tier::Host, self.config.host_blocks)?;
         self.check_disk(&state)?;

@@ -1,39 +1,36 @@
-//! Bytes in flight: a bound, and an order. Reads that someone awaits go before writes that
-//! someone awaits, and those before writes that nobody awaits. One awaited write at a time may run
-//! beside waiting reads, so that no store waits for ever.
+//! Bytes in flight: a bound, and an order. Reads never wait for writes. Awaited reads go before reads that nobody
+//! awaits, and awaited writes before writes that nobody awaits. While an awaited read waits for its share, no write
+//! starts but one awaited write at a time, so that no store waits for ever.
 
-use std::{cell::RefCell, collections::VecDeque, rc::Rc};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, VecDeque},
+    rc::Rc,
+};
 
 use tokio::sync::oneshot;
 
-/// How urgent an operation on the disk tier is. Declared most urgent first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Class {
-    /// A read that a caller awaits.
-    Read,
-    /// A write that a caller awaits.
-    Write,
-    /// A prefetch or a write-back: nobody awaits it.
-    Background,
-}
+use super::flight::{Raised, Urgency};
 
-const CLASSES: usize = 3;
-
-/// Bounds the bytes in flight of reads and of writes.
-///
-/// While an awaited read waits for its share no write is started unless it is awaited and the only
-/// one: the writes in flight finish, and the drive is the reads'. Lives on the reactor's thread.
+/// Bounds the bytes in flight of reads and of writes. Lives on the reactor's thread.
 #[derive(Clone)]
 pub(crate) struct Budget(Rc<RefCell<Inner>>);
 
 struct Inner {
     limits: [u64; 2],
     in_flight: [u64; 2],
-    waiting: [VecDeque<Waiter>; CLASSES],
+    waiting: [Queue; 2],
+}
+
+/// Operations of one kind that wait for their share.
+#[derive(Default)]
+struct Queue {
+    awaited: VecDeque<Waiter>,
+    /// By the number of the flight.
+    background: BTreeMap<u64, Waiter>,
 }
 
 struct Waiter {
-    kind: Kind,
     bytes: u64,
     wake: oneshot::Sender<Share>,
 }
@@ -46,6 +43,8 @@ pub(crate) enum Kind {
     /// Bytes written.
     Write = 1,
 }
+
+const KINDS: [Kind; 2] = [Kind::Read, Kind::Write];
 
 /// A share of the budget; dropping it gives the bytes back.
 pub(crate) struct Share {
@@ -64,25 +63,39 @@ impl Budget {
     }
 
     /// Waits for `bytes` of the budget. Cancel safe: a share given to a dropped future goes back.
-    pub(crate) async fn take(&self, kind: Kind, class: Class, bytes: u64) -> Share {
+    pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64) -> Share {
         let receiver = {
             let mut inner = self.0.borrow_mut();
             let bytes = bytes.min(inner.limits[kind as usize]);
-            if inner.may_start(kind, class) && inner.fits(kind, bytes) {
+            if inner.may_start(kind, urgency, bytes) {
                 inner.in_flight[kind as usize] += bytes;
                 return Share { budget: self.clone(), kind, bytes };
             }
             let (wake, receiver) = oneshot::channel();
-            inner.waiting[class as usize].push_back(Waiter { kind, bytes, wake });
+            inner.waiting[kind as usize].push(urgency, Waiter { bytes, wake });
             receiver
         };
         receiver.await.expect("the queue holds its senders until it sends")
     }
 
+    /// Somebody waits for these movements from now on.
+    pub(super) fn raise(&self, raised: &Raised) {
+        for queue in &mut self.0.borrow_mut().waiting {
+            if raised.holders {
+                queue.awaited.extend(std::mem::take(&mut queue.background).into_values());
+            }
+            let found = raised.flights.iter().filter_map(|number| queue.background.remove(number));
+            queue.awaited.extend(found);
+        }
+        self.start_waiting();
+    }
+
     /// Operations that wait for their share.
     #[cfg(feature = "sim")]
     pub(super) fn waiting(&self) -> usize {
-        self.0.borrow().waiting.iter().flatten().filter(|waiter| !waiter.wake.is_closed()).count()
+        let inner = self.0.borrow();
+        let waiters = inner.waiting.iter().flat_map(|queue| queue.awaited.iter().chain(queue.background.values()));
+        waiters.filter(|waiter| !waiter.wake.is_closed()).count()
     }
 
     /// Bytes in flight of a kind.
@@ -90,48 +103,66 @@ impl Budget {
         self.0.borrow().in_flight[kind as usize]
     }
 
-    /// Starts what fits now, most urgent class first.
+    /// Starts what fits now, most urgent first.
     fn start_waiting(&self) {
         loop {
-            let waiter = self.0.borrow_mut().pop_next();
-            let Some(waiter) = waiter else { return };
+            let next = self.0.borrow_mut().pop_next();
+            let Some((kind, waiter)) = next else { return };
             // A waiter that is gone drops the share, which comes back here: the loop in that inner
             // call has then started whatever fits.
-            let share = Share { budget: self.clone(), kind: waiter.kind, bytes: waiter.bytes };
+            let share = Share { budget: self.clone(), kind, bytes: waiter.bytes };
             drop(waiter.wake.send(share));
         }
     }
 }
 
-const CLASS_ORDER: [Class; CLASSES] = [Class::Read, Class::Write, Class::Background];
+impl Queue {
+    fn push(&mut self, urgency: Urgency, waiter: Waiter) {
+        match urgency {
+            Urgency::Awaited => self.awaited.push_back(waiter),
+            Urgency::Background(number) => {
+                let earlier = self.background.insert(number, waiter);
+                assert!(earlier.is_none(), "a movement waits for one share of a kind at a time");
+            }
+        }
+    }
+
+    /// True where a new operation would be first.
+    fn is_first(&self, urgency: Urgency) -> bool {
+        self.awaited.is_empty() && (urgency == Urgency::Awaited || self.background.is_empty())
+    }
+}
 
 impl Inner {
+    fn may_start(&self, kind: Kind, urgency: Urgency, bytes: u64) -> bool {
+        let is_awaited = urgency == Urgency::Awaited;
+        self.waiting[kind as usize].is_first(urgency) && self.allows(kind, is_awaited) && self.fits(kind, bytes)
+    }
+
     fn fits(&self, kind: Kind, bytes: u64) -> bool {
         self.in_flight[kind as usize] + bytes <= self.limits[kind as usize]
     }
 
-    /// True where nothing that waits must go before a new operation.
-    fn may_start(&self, kind: Kind, class: Class) -> bool {
-        let sole_write = class == Class::Write && kind == Kind::Write && self.in_flight[Kind::Write as usize] == 0;
-        CLASS_ORDER[..=class as usize]
-            .iter()
-            .all(|c| self.waiting[*c as usize].is_empty() || (sole_write && *c == Class::Read))
+    /// True where no operation of the other kind must go before one of this kind.
+    fn allows(&self, kind: Kind, is_awaited: bool) -> bool {
+        let is_sole_write = is_awaited && self.in_flight[Kind::Write as usize] == 0;
+        kind == Kind::Read || is_sole_write || self.waiting[Kind::Read as usize].awaited.is_empty()
     }
 
-    /// Takes the next waiter off its queue and books its bytes: the front of the most urgent class
-    /// that fits. A class waits while one before it waits for the same kind.
-    fn pop_next(&mut self) -> Option<Waiter> {
-        let mut blocked = [false; 2];
-        for class in CLASS_ORDER {
-            let Some(front) = self.waiting[class as usize].front() else { continue };
-            let (kind, bytes) = (front.kind, front.bytes);
-            let sole_write = class == Class::Write && self.in_flight[Kind::Write as usize] == 0;
-            if (!blocked[kind as usize] || sole_write) && self.fits(kind, bytes) {
-                self.in_flight[kind as usize] += bytes;
-                return self.waiting[class as usize].pop_front();
+    /// Takes the next waiter that may start off its queue, and counts its bytes.
+    fn pop_next(&mut self) -> Option<(Kind, Waiter)> {
+        for kind in KINDS {
+            let queue = &self.waiting[kind as usize];
+            let is_awaited = !queue.awaited.is_empty();
+            let first = if is_awaited { queue.awaited.front() } else { queue.background.values().next() };
+            let Some(bytes) = first.map(|waiter| waiter.bytes) else { continue };
+            if !self.fits(kind, bytes) || !self.allows(kind, is_awaited) {
+                continue;
             }
-            blocked[kind as usize] = true;
-            blocked[Kind::Write as usize] = true;
+            self.in_flight[kind as usize] += bytes;
+            let queue = &mut self.waiting[kind as usize];
+            let waiter = queue.awaited.pop_front().or_else(|| queue.background.pop_first().map(|(_, waiter)| waiter));
+            return waiter.map(|waiter| (kind, waiter));
         }
         None
     }
@@ -150,7 +181,10 @@ mod tests {
     use std::pin::{Pin, pin};
     use std::task::{Context, Poll, Waker};
 
-    use super::*;
+    use super::{
+        Urgency::{Awaited, Background},
+        *,
+    };
 
     fn poll<F: Future>(future: Pin<&mut F>) -> Option<F::Output> {
         match future.poll(&mut Context::from_waker(Waker::noop())) {
@@ -162,15 +196,15 @@ mod tests {
     #[test]
     fn an_awaited_read_goes_before_writes_that_waited_longer() {
         let budget = Budget::new(10, 10);
-        let mut read_1 = pin!(budget.take(Kind::Read, Class::Read, 10));
-        let mut write_1 = pin!(budget.take(Kind::Write, Class::Write, 5));
-        let mut write_1b = pin!(budget.take(Kind::Write, Class::Write, 5));
+        let mut read_1 = pin!(budget.take(Kind::Read, Awaited, 10));
+        let mut write_1 = pin!(budget.take(Kind::Write, Awaited, 5));
+        let mut write_1b = pin!(budget.take(Kind::Write, Awaited, 5));
         let read_share = poll(read_1.as_mut()).expect("fits");
         let write_share = poll(write_1.as_mut()).expect("fits");
         let write_share_b = poll(write_1b.as_mut()).expect("fits");
-        let mut background = pin!(budget.take(Kind::Write, Class::Background, 5));
-        let mut write_2 = pin!(budget.take(Kind::Write, Class::Write, 5));
-        let mut read_2 = pin!(budget.take(Kind::Read, Class::Read, 5));
+        let mut background = pin!(budget.take(Kind::Write, Background(1), 5));
+        let mut write_2 = pin!(budget.take(Kind::Write, Awaited, 5));
+        let mut read_2 = pin!(budget.take(Kind::Read, Awaited, 5));
         assert!(poll(background.as_mut()).is_none() && poll(write_2.as_mut()).is_none());
         assert!(poll(read_2.as_mut()).is_none());
         drop(write_share);
@@ -189,14 +223,14 @@ mod tests {
     #[test]
     fn one_awaited_write_runs_beside_waiting_reads_and_no_background_write_does() {
         let budget = Budget::new(10, 10);
-        let mut read = pin!(budget.take(Kind::Read, Class::Read, 10));
+        let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
         let read = poll(read.as_mut()).expect("fits");
-        let mut waiting = pin!(budget.take(Kind::Read, Class::Read, 10));
+        let mut waiting = pin!(budget.take(Kind::Read, Awaited, 10));
         assert!(poll(waiting.as_mut()).is_none());
-        let mut background = pin!(budget.take(Kind::Write, Class::Background, 1));
+        let mut background = pin!(budget.take(Kind::Write, Background(1), 1));
         assert!(poll(background.as_mut()).is_none(), "nobody awaits it");
-        let mut write_1 = pin!(budget.take(Kind::Write, Class::Write, 1));
-        let mut write_2 = pin!(budget.take(Kind::Write, Class::Write, 1));
+        let mut write_1 = pin!(budget.take(Kind::Write, Awaited, 1));
+        let mut write_2 = pin!(budget.take(Kind::Write, Awaited, 1));
         let write_1 = poll(write_1.as_mut()).expect("the only write");
         assert!(poll(write_2.as_mut()).is_none(), "the second");
         drop(write_1);
@@ -205,13 +239,55 @@ mod tests {
     }
 
     #[test]
+    fn no_read_waits_for_a_write() {
+        let budget = Budget::new(10, 10);
+        let mut write = pin!(budget.take(Kind::Write, Awaited, 10));
+        let _write = poll(write.as_mut()).expect("fits");
+        let mut awaited = pin!(budget.take(Kind::Write, Awaited, 10));
+        let mut background = pin!(budget.take(Kind::Write, Background(1), 10));
+        assert!(poll(awaited.as_mut()).is_none() && poll(background.as_mut()).is_none());
+        let mut prefetch = pin!(budget.take(Kind::Read, Background(2), 5));
+        let prefetch = poll(prefetch.as_mut()).expect("no read is in flight");
+        let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
+        assert!(poll(read.as_mut()).is_none(), "10 bytes do not fit beside 5");
+        let mut later = pin!(budget.take(Kind::Read, Background(3), 5));
+        assert!(poll(later.as_mut()).is_none(), "an awaited read goes first");
+        drop(prefetch);
+        let read = poll(read.as_mut()).expect("the writes still wait");
+        drop(read);
+        assert!(poll(later.as_mut()).is_some(), "the writes still wait");
+    }
+
+    #[test]
+    fn an_operation_that_is_raised_goes_before_those_that_nobody_awaits() {
+        let budget = Budget::new(10, 10);
+        let mut first = pin!(budget.take(Kind::Read, Awaited, 10));
+        let share = poll(first.as_mut()).expect("fits");
+        let mut earlier = pin!(budget.take(Kind::Read, Background(1), 10));
+        let mut joined = pin!(budget.take(Kind::Read, Background(2), 10));
+        assert!(poll(earlier.as_mut()).is_none() && poll(joined.as_mut()).is_none());
+        budget.raise(&Raised { flights: vec![2, 7], holders: false });
+        drop(share);
+        let share = poll(joined.as_mut()).expect("somebody waits for it");
+        assert!(poll(earlier.as_mut()).is_none(), "nobody waits for it");
+        let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
+        let mut write_back = pin!(budget.take(Kind::Write, Background(3), 10));
+        assert!(poll(read.as_mut()).is_none() && poll(write_back.as_mut()).is_none());
+        budget.raise(&Raised { flights: vec![], holders: true });
+        assert!(poll(write_back.as_mut()).is_some(), "the sole write, and somebody waits for it");
+        drop(share);
+        drop(poll(read.as_mut()).expect("awaited before the other was"));
+        assert!(poll(earlier.as_mut()).is_some());
+    }
+
+    #[test]
     fn a_cancelled_waiter_gives_its_share_to_the_next() {
         let budget = Budget::new(10, 10);
-        let mut first = pin!(budget.take(Kind::Read, Class::Read, 10));
+        let mut first = pin!(budget.take(Kind::Read, Awaited, 10));
         let share = poll(first.as_mut()).expect("fits");
-        let mut kept = pin!(budget.take(Kind::Read, Class::Read, 10));
+        let mut kept = pin!(budget.take(Kind::Read, Awaited, 10));
         {
-            let mut cancelled = pin!(budget.take(Kind::Read, Class::Read, 10));
+            let mut cancelled = pin!(budget.take(Kind::Read, Awaited, 10));
             assert!(poll(cancelled.as_mut()).is_none());
             assert!(poll(kept.as_mut()).is_none());
             drop(share);
@@ -223,7 +299,7 @@ mod tests {
     #[test]
     fn more_than_the_whole_budget_waits_for_all_of_it() {
         let budget = Budget::new(10, 10);
-        let mut huge = pin!(budget.take(Kind::Read, Class::Read, 1000));
+        let mut huge = pin!(budget.take(Kind::Read, Awaited, 1000));
         assert!(poll(huge.as_mut()).is_some());
         assert_eq!(budget.in_flight(Kind::Read), 0, "given back");
     }

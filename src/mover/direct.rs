@@ -10,9 +10,10 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    budget::{Class, Kind},
+    budget::Kind,
     flight::Outcome,
     shared::{Filling, Pin, Shared, State},
+    slots::Purpose,
 };
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
@@ -138,7 +139,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let shared = &self.shared;
         let pool = shared.device.as_ref().expect("there is a device");
         let limit = std::time::Duration::from_millis(shared.config.cufile_stuck_ms);
-        let filling = shared.acquire(Tier::Device).await.map_err(|error| error.to_string())?;
+        let filling = shared.acquire(Tier::Device, Purpose::Call).await.map_err(|error| error.to_string())?;
         let segment = pool.segments(filling.slot()).next().expect("a block has a segment");
         let len = segment.len.min(PROBE_BYTES);
         let last = FileId(u16::try_from(files.len() - 1).expect("at most 64 disks"));
@@ -177,17 +178,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Reads a block from disk into a device slot, verifies it there, and makes it visible.
-    pub(super) async fn fill_device_directly(self: &Rc<Self>, key: &BlockKey, class: Class) -> Tried {
+    pub(super) async fn fill_device_directly(self: &Rc<Self>, key: &BlockKey) -> Tried {
         let Some(direct) = self.direct.get() else { return Tried::Elsewhere };
         if !self.shared.lock().is_for_cufile(key) {
             return Tried::Elsewhere;
         }
         let started = Instant::now();
-        let filling = match self.shared.acquire(Tier::Device).await {
+        let filling = match self.shared.acquire(Tier::Device, Purpose::Movement(key, Tier::Device)).await {
             Ok(filling) => filling,
             Err(error) => return Tried::Ended(Err(error)),
         };
-        let share = self.budget.take(Kind::Read, class, self.shared.config.slot_bytes() as u64).await;
+        let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Device)).await;
         let Some((pin, file, offset, wanted)) = self.begin_direct_read(key) else { return Tried::Elsewhere };
         let id = pin.id();
         let parts = self.parts(filling.slot(), offset);
@@ -239,13 +240,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Writes a block that only the device holds; true if it was written. `None`: it is to go through host memory.
-    pub(super) async fn write_directly(self: &Rc<Self>, pin: &Arc<Pin>, class: Class) -> Option<Result<bool>> {
+    pub(super) async fn write_directly(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Option<Result<bool>> {
         let direct = self.direct.get()?;
         if !self.shared.lock().cufile.writes {
             return None;
         }
-        let share = self.budget.take(Kind::Write, class, self.shared.config.slot_bytes() as u64).await;
-        let filling = match self.shared.acquire(Tier::Disk).await {
+        let share = self.share(Kind::Write, Purpose::Movement(key, Tier::Disk)).await;
+        let filling = match self.shared.acquire(Tier::Disk, Purpose::Movement(key, Tier::Disk)).await {
             Ok(filling) => filling,
             Err(error) => return Some(Err(error)),
         };

@@ -29,16 +29,51 @@ pub(crate) enum Message {
     Verify(Ticket),
 }
 
+/// Whether anybody waits for a movement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Class {
+    /// A caller waits, or something else that does not go on without it.
+    Awaited,
+    /// A prefetch or a write-back.
+    Background,
+}
+
+/// How urgent the next step of a movement is, or a call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Urgency {
+    Awaited,
+    /// Nobody waits for it. The number of its flight, by which it is found when somebody does.
+    Background(u64),
+}
+
+/// Movements that somebody awaits by now, and that were asked for as [`Urgency::Background`].
+#[derive(Debug, Default)]
+pub(crate) struct Raised {
+    /// By number.
+    pub(super) flights: Vec<u64>,
+    /// All that hold a host slot.
+    pub(super) holders: bool,
+}
+
+impl Raised {
+    pub(super) fn is_empty(&self) -> bool {
+        self.flights.is_empty() && !self.holders
+    }
+}
+
 /// Those who wait for one movement.
 pub(crate) struct Flight {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
     /// The entry that it moves. Where that was removed, the key may name another one by now.
     entry: EntryId,
+    class: Class,
     /// Somebody is at it. A promotion begins with its caller, and starts when its command is served.
     started: bool,
     /// Its waiters were told that it takes too long.
     overdue: bool,
+    /// The tier of which it waits for a slot.
+    pub(super) slot_wanted: Option<Tier>,
     pub(crate) waiters: Vec<oneshot::Sender<Message>>,
     /// `Some` where the block that the key names when this ends is to be written to disk then, and the waiters for
     /// that write.
@@ -58,7 +93,7 @@ pub(crate) struct Flights {
     by_target: HashMap<(BlockKey, Tier), Flight, BuildHasherDefault<DefaultHasher>>,
     /// By number, the oldest first: those that may become overdue.
     by_age: BTreeMap<u64, (BlockKey, Tier)>,
-    /// Movements begun so far.
+    /// The last number that was given.
     begun: u64,
     /// Movements under way that are overdue.
     overdue: usize,
@@ -145,9 +180,15 @@ impl Flights {
     }
 
     /// Starts a movement of `entry`, with its first waiter.
-    pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier, entry: EntryId) -> oneshot::Receiver<Message> {
+    pub(crate) fn begin(
+        &mut self,
+        key: &BlockKey,
+        tier: Tier,
+        entry: EntryId,
+        class: Class,
+    ) -> oneshot::Receiver<Message> {
         let (sender, receiver) = oneshot::channel();
-        self.begin_for(key, tier, entry, vec![sender]);
+        self.begin_for(key, tier, entry, class, vec![sender]);
         receiver
     }
 
@@ -157,14 +198,17 @@ impl Flights {
         key: &BlockKey,
         tier: Tier,
         entry: EntryId,
+        class: Class,
         waiters: Vec<oneshot::Sender<Message>>,
     ) {
-        self.begun += 1;
+        let number = self.next_number();
         let flight = Flight {
-            number: self.begun,
+            number,
             entry,
+            class,
             started: false,
             overdue: false,
+            slot_wanted: None,
             waiters,
             next: None,
             unverified: None,
@@ -172,7 +216,32 @@ impl Flights {
         };
         let earlier = self.by_target.insert((*key, tier), flight);
         assert!(earlier.is_none(), "one movement per key and tier");
-        self.by_age.insert(self.begun, (*key, tier));
+        self.by_age.insert(number, (*key, tier));
+    }
+
+    /// A number that no other movement has, for one that begins, or for a request that waits in the same line.
+    pub(super) fn next_number(&mut self) -> u64 {
+        self.begun += 1;
+        self.begun
+    }
+
+    /// How urgent the movement of `key` to `tier` is.
+    pub(super) fn urgency(&self, key: &BlockKey, tier: Tier) -> Urgency {
+        match self.by_target.get(&(*key, tier)) {
+            Some(Flight { class: Class::Background, number, .. }) => Urgency::Background(*number),
+            _ => Urgency::Awaited,
+        }
+    }
+
+    /// Whether anybody waits for the movement of `key` to `tier`.
+    pub(super) fn class(&self, key: &BlockKey, tier: Tier) -> Class {
+        self.by_target.get(&(*key, tier)).map_or(Class::Awaited, |flight| flight.class)
+    }
+
+    /// Makes a movement an awaited one; its number where it was none.
+    pub(super) fn raise(&mut self, key: &BlockKey, tier: Tier) -> Option<u64> {
+        let flight = self.by_target.get_mut(&(*key, tier))?;
+        (std::mem::replace(&mut flight.class, Class::Awaited) == Class::Background).then_some(flight.number)
     }
 
     /// Takes it on to carry out the movement that has begun: false where there is none, or somebody else is at it.
@@ -193,26 +262,31 @@ impl Flights {
         Finished { waiters: flight.waiters, next: flight.next }
     }
 
-    /// How many movements have begun so far.
+    /// The number of the latest movement, or a greater one.
     pub(crate) fn begun(&self) -> u64 {
         self.begun
     }
 
-    /// The waiters of those of the first `begun` movements that are still under way; they are overdue from now on.
-    pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<oneshot::Sender<Message>> {
+    /// The waiters of movements up to the number `begun` that are still under way, and the tier of which the block
+    /// waits for a slot; they are overdue from now on.
+    pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<(oneshot::Sender<Message>, Option<Tier>)> {
         let mut waiters = Vec::new();
         while let Some(oldest) = self.by_age.first_entry()
             && *oldest.key() <= begun
         {
-            let flight = self.by_target.get_mut(&oldest.remove()).expect("every movement by age is under way");
+            let target = oldest.remove();
+            // A block on its way to the device may be waiting for a slot of the host tier.
+            let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&(target.0, tier))?.slot_wanted);
+            let flight = self.by_target.get_mut(&target).expect("every movement by age is under way");
             // It has been read, in time: whoever has a ticket ends it as soon as he is polled.
             if flight.unverified.is_some() {
                 continue;
             }
             flight.overdue = true;
             self.overdue += 1;
-            waiters.append(&mut flight.waiters);
-            flight.next.iter_mut().for_each(|next| waiters.append(next));
+            let next = flight.next.iter_mut().flat_map(std::mem::take);
+            let told = std::mem::take(&mut flight.waiters).into_iter().chain(next);
+            waiters.extend(told.map(|waiter| (waiter, slot_wanted)));
         }
         waiters
     }

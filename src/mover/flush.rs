@@ -10,7 +10,12 @@ use std::{
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
-use super::{Mover, budget::Class, flight::Message, store::Committed, write::DEMOTING_MAX};
+use super::{
+    Mover,
+    flight::{Class, Message},
+    store::Committed,
+    write::DEMOTING_MAX,
+};
 use crate::{
     block::BlockKey,
     copy::CopyEngine,
@@ -76,11 +81,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let Some(id) = state.index.find(key) else { return Ok(None) };
         // Bounded by the syncs under way.
-        let committed = self.shared.begin_write(&mut state, id, key, u32::MAX);
+        let committed = self.shared.begin_write(&mut state, id, key, Class::Awaited, u32::MAX);
         drop(state);
         Ok(match committed? {
             Committed::Write(pin, receiver) => {
-                self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
+                self.spawn(Rc::clone(self).write(*key, pin));
                 Some(receiver)
             }
             Committed::Wait(receiver) => Some(receiver),

@@ -15,9 +15,10 @@ use tokio::{sync::Notify, time::Instant};
 use super::{
     Mover,
     ahead::{Offer, Target},
-    budget::Class,
+    flight::Class,
     promote::{Asked, Next},
     shared::{Found, Pin},
+    slots::Purpose,
     store::Committed,
     straight::Straight,
 };
@@ -185,6 +186,22 @@ impl Job {
     }
 }
 
+/// Jobs that are begun in one turn of the reactor: about 20 us of work.
+const BEGUN_PER_TURN: usize = 32;
+
+/// What `begin` makes of each item, with a turn for the reactor's other work between every few: a call may be of as
+/// many blocks as it likes.
+pub(super) async fn in_turns<T, R>(items: impl IntoIterator<Item = T>, mut begin: impl FnMut(T) -> R) -> Vec<R> {
+    let mut begun = Vec::new();
+    for item in items {
+        if begun.len() % BEGUN_PER_TURN == BEGUN_PER_TURN - 1 {
+            crate::io::yield_now().await;
+        }
+        begun.push(begin(item));
+    }
+    begun
+}
+
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Has the storage keep a region at hand, if it can.
     pub(super) fn register(&self, region: &RegionUse) {
@@ -222,7 +239,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     where
         F: Future<Output = Result<bool>> + 'static,
     {
-        let tasks: Vec<_> = jobs.into_iter().map(|job| tokio::task::spawn_local(run(Rc::clone(self), job))).collect();
+        let tasks = in_turns(jobs, |job| tokio::task::spawn_local(run(Rc::clone(self), job))).await;
         let mut results = Vec::with_capacity(tasks.len());
         for task in tasks {
             results.push(task.await.unwrap_or(Err(Error::Closed)));
@@ -270,11 +287,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn bring(self: &Rc<Self>, job: Job) -> Result<Brought> {
         let key = job.key;
         if job.memory() == RegionMemory::Host {
-            let pin = self.obtain_host(&key, Class::Read, Next::Elsewhere, Asked::ByCaller).await?;
+            let pin = self.obtain_host(&key, Class::Awaited, Next::Elsewhere, Asked::ByCaller).await?;
             return Ok(Brought::ToHost(job, pin));
         }
         let offer = Offer::new(Target::Memory(job));
-        let outcome = self.obtain_host(&key, Class::Read, Next::Device(offer.ahead()), Asked::ByCaller).await;
+        let outcome = self.obtain_host(&key, Class::Awaited, Next::Device(offer.ahead()), Asked::ByCaller).await;
         // Also where that failed: the memory is its owner's again once he has an answer.
         let (Target::Memory(job), copied) = offer.withdraw().await? else {
             unreachable!("a target comes back as the one that it was");
@@ -290,7 +307,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if self.shared.config.write_policy == WritePolicy::WriteThroughSelective
             && let Some(pin) = self.shared.selected_for_disk(key)
         {
-            self.spawn(Rc::clone(self).write(*key, pin, Class::Background));
+            self.spawn(Rc::clone(self).write(*key, pin));
         }
     }
 
@@ -311,7 +328,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     async fn gather(&self, job: Job) -> Result<Committed> {
         let (key, parent, memory) = (job.key, job.parent, job.memory());
-        let filling = self.shared.acquire(Tier::Host).await?;
+        let filling = self.shared.acquire(Tier::Host, Purpose::Call).await?;
         let direction = match memory {
             RegionMemory::Host => Direction::HostToHost,
             RegionMemory::Device => self.demote_direction(),
@@ -351,10 +368,41 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Committed::Done => return Ok(()),
             Committed::Wait(receiver) => receiver,
             Committed::Write(pin, receiver) => {
-                self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
+                self.spawn(Rc::clone(self).write(*key, pin));
                 receiver
             }
         };
         self.shared.written(receiver).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        pin::pin,
+        task::{Context, Poll, Waker},
+    };
+
+    use super::*;
+
+    #[test]
+    fn a_call_of_many_blocks_begins_them_in_turns() {
+        let count = std::cell::Cell::new(0);
+        let mut begun = pin!(in_turns(0..65_536, |n| {
+            count.set(count.get() + 1);
+            n
+        }));
+        let mut context = Context::from_waker(Waker::noop());
+        let mut before = 0;
+        let ended = loop {
+            let polled = begun.as_mut().poll(&mut context);
+            let turn = count.get() - before;
+            assert!(turn <= BEGUN_PER_TURN, "{turn} blocks were begun in one turn of the reactor");
+            before = count.get();
+            if let Poll::Ready(ended) = polled {
+                break ended;
+            }
+        };
+        assert!(ended.into_iter().eq(0..65_536), "all of them, in order");
     }
 }

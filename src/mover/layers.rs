@@ -12,7 +12,7 @@ use std::{
 
 use tokio::{sync::Notify, task::JoinHandle, time::Instant};
 
-use super::{Job, Mover, Pin, RegionMemory};
+use super::{Job, Mover, Pin, RegionMemory, foreign::in_turns};
 use crate::{
     block::{Route, Tier},
     copy::{CopyBatch, CopyEngine, CopyOp, CopyRegion, Direction},
@@ -269,12 +269,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let LayerJobs { jobs, layers, board } = load;
         let board = Rc::new(RefCell::new(board));
         let (mut resident, mut away) = (Vec::new(), Vec::new());
-        for (at, job) in jobs.into_iter().enumerate() {
-            match self.pin_in_host(&job) {
-                Some(pin) => resident.push((at, pin, job)),
-                None => away.push((at, job)),
-            }
-        }
+        let sort = |(at, job)| match self.pin_in_host(&job) {
+            Some(pin) => resident.push((at, pin, job)),
+            None => away.push((at, job)),
+        };
+        in_turns(jobs.into_iter().enumerate(), sort).await;
         // Reads go on while what is in host memory is copied.
         let load_away = |(at, job)| {
             let (this, board) = (Rc::clone(&self), Rc::clone(&board));
@@ -283,7 +282,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 board.borrow_mut().block_ended(at, outcome);
             })
         };
-        let away: Vec<_> = away.into_iter().map(load_away).collect();
+        let away = in_turns(away, load_away).await;
         if !resident.is_empty() {
             self.copy_by_layer(Resident::new(resident), &layers, &board).await;
         }

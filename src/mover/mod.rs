@@ -22,17 +22,19 @@ mod refusals;
 pub(crate) mod service;
 pub(crate) mod shared;
 mod shutdown;
+mod slots;
 mod spin;
 mod store;
 mod straight;
 mod verify;
 mod write;
 
-pub(crate) use flight::{Message, Outcome};
+pub(crate) use flight::{Class, Message, Outcome};
 pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
 pub use layers::LayerDone;
 pub(crate) use layers::{LayerBoard, LayerJobs, LayerProgress};
 pub(crate) use shared::{Filling, Found, Pin, Promotion, Removed, Shared};
+pub(crate) use slots::Purpose;
 pub(crate) use store::Committed;
 pub(crate) use verify::Settled;
 
@@ -54,12 +56,10 @@ use crate::{
     workers::Workers,
 };
 
-pub(crate) use budget::Class;
-
 /// What callers ask of the reactor, through a bounded channel.
 pub(crate) enum Command {
     /// Make `key` resident in `to`. Its flight has begun.
-    Promote { key: BlockKey, to: Tier, class: Class },
+    Promote { key: BlockKey, to: Tier },
     /// Copy blocks into foreign memory: true for each that was copied.
     Load { jobs: Vec<Job>, reply: Reply },
     /// Copy blocks into foreign memory, layer by layer.
@@ -82,7 +82,7 @@ pub(crate) enum Command {
 /// wait for ever: the channel has no bound of its own. It never holds more than there are pins.
 pub(crate) enum Urgent {
     /// Write a host block to disk. Its flight has begun.
-    Write { key: BlockKey, pin: Pin, class: Class },
+    Write { key: BlockKey, pin: Pin },
     /// Take foreign memory, which no movement uses, from the hands of the copy engine. Done when the hold is dropped.
     GiveBack { region: RegionUse },
     /// Copy a device block into `buf`, which is resized to fit.
@@ -183,6 +183,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let write_back = tokio::task::spawn_local(Rc::clone(&self).write_back_loop());
         let deadlines = tokio::task::spawn_local(Rc::clone(&self).deadline_loop());
         let spin = tokio::task::spawn_local(Rc::clone(&self).spin_loop());
+        let raise = tokio::task::spawn_local(Rc::clone(&self).raise_loop());
         loop {
             let may_start = self.active.get() < self.shared.config.movements_max;
             tokio::select! {
@@ -203,16 +204,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         write_back.abort();
         deadlines.abort();
         spin.abort();
+        raise.abort();
         result
+    }
+
+    /// Tells the budget which movements somebody awaits by now.
+    async fn raise_loop(self: Rc<Self>) {
+        loop {
+            self.shared.raised.notified().await;
+            let raised = std::mem::take(&mut self.shared.lock().raised);
+            self.budget.raise(&raised);
+        }
     }
 
     fn start(self: &Rc<Self>, command: Command) {
         let this = Rc::clone(self);
         match command {
-            Command::Promote { key, to, class } => {
+            Command::Promote { key, to } => {
                 // Else a movement that could not wait for this command has started it.
                 if self.shared.lock().flights.start(&key, to) {
-                    self.spawn(async move { this.promote(key, to, class).await });
+                    self.spawn(async move { this.promote(key, to).await });
                 }
             }
             Command::Load { jobs, reply } => self.spawn(async move {
@@ -243,7 +254,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn start_urgent(self: &Rc<Self>, request: Urgent) {
         let this = Rc::clone(self);
         match request {
-            Urgent::Write { key, pin, class } => self.spawn(this.write(key, pin, class)),
+            Urgent::Write { key, pin } => self.spawn(this.write(key, pin)),
             Urgent::GiveBack { region } => self.spawn(async move {
                 if let Some(known) = region.lasting() {
                     this.copy.forget(&known).await;

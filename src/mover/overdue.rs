@@ -25,20 +25,25 @@ impl Shared {
 
     pub(crate) fn timeout(&self, what: &'static str) -> Error {
         self.metrics.timeouts.add(1);
-        Error::Timeout { what, limit: self.deadline() }
+        Error::Timeout { what, limit: self.deadline(), held: None }
     }
 
     /// Answers those who wait for any of the first `begun` movements; true if some of these are still under way.
     pub(crate) fn give_up_overdue(&self, begun: u64) -> bool {
-        let (waiters, any) = {
+        let (waiters, any, held) = {
             let mut state = self.lock();
-            (state.flights.take_overdue(begun), state.flights.any_overdue())
+            let held = Tier::ALL.map(|tier| self.held_slots(&state, tier));
+            (state.flights.take_overdue(begun), state.flights.any_overdue(), held)
         };
         if !waiters.is_empty() {
             tracing::warn!(waiters = waiters.len(), deadline = ?self.deadline(), "movements are overdue");
         }
-        for waiter in waiters {
-            drop(waiter.send(Message::Ended(Err(self.timeout("a movement")))));
+        for (waiter, slot_wanted) in waiters {
+            let error = match slot_wanted {
+                Some(tier) => self.slot_timeout(tier, held[tier as usize]),
+                None => self.timeout("a movement"),
+            };
+            drop(waiter.send(Message::Ended(Err(error))));
         }
         any
     }
@@ -74,7 +79,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                         self.settled.notify_one();
                     }
                 }
-                Tier::ALL.into_iter().for_each(|tier| self.shared.wake_slot_waiters(tier));
+                self.shared.give_up_overdue_slots();
             }
             self.overdue.set(false);
         }

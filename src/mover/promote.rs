@@ -7,11 +7,12 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     Mover,
     ahead::{Ahead, Offer, Target},
-    budget::{Class, Kind},
+    budget::{Kind, Share},
     direct::Tried,
-    flight::{Message, Outcome},
+    flight::{Class, Message, Outcome},
     service::blames_disk,
     shared::{Filling, Pin, Promotion, Shared},
+    slots::Purpose,
     verify::{self, Settled, Unverified},
 };
 use crate::{
@@ -65,11 +66,11 @@ enum Read {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes `key` resident in `to` and answers those who wait for it.
-    pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier, class: Class) {
+    pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier) {
         match to {
-            Tier::Host => self.fill_host_for_waiters(&key, class).await,
+            Tier::Host => self.fill_host_for_waiters(&key).await,
             Tier::Device => {
-                let outcome = self.fill_device(&key, class).await;
+                let outcome = self.fill_device(&key).await;
                 self.land(&key, to, outcome);
             }
             Tier::Disk => unreachable!("copies to disk are writes"),
@@ -82,7 +83,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         drop(outcome);
         self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
         if let Some(pin) = next {
-            self.spawn(Rc::clone(self).write(*key, pin, Class::Write));
+            self.spawn(Rc::clone(self).write(*key, pin));
         }
     }
 
@@ -109,8 +110,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Fills a host slot, and verifies it here: for those on the reactor, and where nobody waits.
-    async fn fill_host(&self, key: &BlockKey, class: Class, next: Next) -> Outcome {
-        match self.read_host(key, class).await? {
+    async fn fill_host(&self, key: &BlockKey, next: Next) -> Outcome {
+        match self.read_host(key).await? {
             Read::Ended(pin) => Ok(pin),
             Read::Unverified(unverified) => match next {
                 Next::Device(ahead) => self.copy_and_verify(unverified, &ahead).await,
@@ -126,10 +127,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Fills a host slot, and leaves it to those who wait for it to verify it.
-    async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey, class: Class) {
-        let outcome = match self.read_host(key, class).await {
+    async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey) {
+        let outcome = match self.read_host(key).await {
             Ok(Read::Unverified(unverified)) => {
-                let mine = class != Class::Read || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
+                let mine = self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
                 let left = if mine { Err(unverified) } else { self.shared.leave_unverified(key, unverified) };
                 match left {
                     Ok(tickets) => {
@@ -145,11 +146,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.land(key, Tier::Host, outcome);
     }
 
-    async fn read_host(&self, key: &BlockKey, class: Class) -> Result<Read> {
+    /// A block's share of the bytes in flight.
+    pub(super) async fn share(&self, kind: Kind, purpose: Purpose<'_>) -> Share {
+        // Asked here: a movement that is raised later is in the budget's queue by then.
+        let urgency = self.shared.lock().holder_urgency(purpose);
+        self.budget.take(kind, urgency, self.shared.config.slot_bytes() as u64).await
+    }
+
+    async fn read_host(&self, key: &BlockKey) -> Result<Read> {
         let started = Instant::now();
         // The slot first: while it is waited for nothing is pinned that others could wait for.
-        let filling = self.shared.acquire(Tier::Host).await?;
-        let share = self.budget.take(Kind::Read, class, self.shared.config.slot_bytes() as u64).await;
+        let filling = self.shared.acquire(Tier::Host, Purpose::Movement(key, Tier::Host)).await?;
+        let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Host)).await;
         match self.choose_source(key) {
             Source::Host(pin) => Ok(Read::Ended(Some(pin))),
             Source::Gone => Ok(Read::Ended(None)),
@@ -238,16 +246,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    async fn fill_device(self: &Rc<Self>, key: &BlockKey, class: Class) -> Outcome {
+    async fn fill_device(self: &Rc<Self>, key: &BlockKey) -> Outcome {
         let started = Instant::now();
-        let suspect = match self.fill_device_directly(key, class).await {
+        let suspect = match self.fill_device_directly(key).await {
             Tried::Ended(outcome) => return outcome,
             Tried::Elsewhere => false,
             Tried::Suspect => true,
         };
         let offer = Offer::new(Target::AnySlot);
         let next = Next::Device(offer.ahead());
-        let Some(source) = self.obtain_host(key, class, next, Asked::InPassing).await? else { return Ok(None) };
+        let Some(source) = self.obtain_host(key, Class::Awaited, next, Asked::InPassing).await? else {
+            return Ok(None);
+        };
         if suspect {
             self.convict_direct();
         }
@@ -259,7 +269,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let checksum = self.shared.lock().host_checksums[source.slot() as usize];
         let (filling, is_there) = match offer.withdraw().await? {
             (Target::Slot(filling), copied) => (filling, copied == Some(checksum)),
-            _ => (self.shared.acquire(Tier::Device).await?, false),
+            _ => (self.shared.acquire(Tier::Device, Purpose::Movement(key, Tier::Device)).await?, false),
         };
         if !self.shared.lock().index.begin_fill(id, Tier::Device) {
             let pin = Pin::take(&self.shared, &mut self.shared.lock(), id, Tier::Device, Route::DeviceHit);
@@ -298,7 +308,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         mut asked: Asked,
     ) -> Outcome {
         loop {
-            let (promotion, source) = self.shared.promote(key, Tier::Host)?;
+            let (promotion, source) = self.shared.promote(key, Tier::Host, class)?;
             if std::mem::replace(&mut asked, Asked::InPassing) == Asked::ByCaller {
                 self.shared.metrics.looked_up(source);
             }
@@ -313,7 +323,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 // A movement of its own: it may be overdue, and then we go on without it.
                 let (this, key, next) = (Rc::clone(self), *key, next.clone());
                 self.spawn(async move {
-                    let outcome = this.fill_host(&key, class, next).await;
+                    let outcome = this.fill_host(&key, next).await;
                     this.land(&key, Tier::Host, outcome);
                 });
             }

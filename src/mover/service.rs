@@ -98,9 +98,11 @@ impl Shared {
             let slot = state.index.evict(victim, Tier::Device);
             state.push_free(Tier::Device, slot);
         }
+        let refused = state.slot_requests.take_all(Tier::Device);
+        let error = state.check_service(Tier::Device);
         drop(state);
         tracing::error!(reason, "the device tier is out of service");
-        self.wake_slot_waiters(Tier::Device);
+        refused.refuse(&error.expect_err("the device tier was just taken out of service"));
     }
 
     /// Lowers the service of the disk tier; it never rises again.
@@ -110,14 +112,16 @@ impl Shared {
         if lower {
             state.disk_service = to.clone();
         }
+        let refused = state.slot_requests.take_all(Tier::Disk);
+        let error = state.check_service(Tier::Disk);
         drop(state);
+        refused.refuse(&error.expect_err("the disk tier takes no blocks by now"));
         if lower {
             let reason = to.reason().expect("lower than full");
             let what =
                 if to.reads() { "the disk tier takes no more blocks" } else { "the disk tier is out of service" };
             tracing::error!(reason, "{what}");
         }
-        self.wake_slot_waiters(Tier::Disk);
     }
 
     /// Counts the end of an operation on a file, and draws the conclusion.

@@ -15,10 +15,11 @@ use tokio::sync::{Notify, oneshot};
 
 use super::{
     direct::CufileService,
-    flight::{Flights, Joined, Message},
+    flight::{Class, Flights, Joined, Message, Raised},
     offload::Readable,
     refusals::Refusals,
     service::DiskService,
+    slots::SlotRequests,
     verify::Ticket,
 };
 use crate::{
@@ -46,8 +47,11 @@ pub(crate) struct State {
     pub(crate) cufile: CufileService,
     /// Generation of the next record.
     pub(crate) generation: u64,
-    /// Callers waiting for a slot, per tier.
-    pub(super) slot_waiters: [u32; Tier::COUNT],
+    pub(super) slot_requests: SlotRequests,
+    /// Leases that callers hold on blocks of the device and the host tier.
+    pub(super) leases: [u64; 2],
+    /// What the budget has not been told yet.
+    pub(super) raised: Raised,
     pub(crate) disk_service: DiskService,
     /// Why the device tier is out of service, once it is.
     pub(crate) device_retired: Option<String>,
@@ -65,7 +69,10 @@ pub(crate) struct Shared {
     pub(crate) arena: Arc<Arena>,
     pub(crate) device: Option<DevicePool>,
     pub(crate) metrics: Metrics,
-    slot_freed: [Notify; Tier::COUNT],
+    /// Host slots that callers have reserved and not committed.
+    pub(crate) reservations: AtomicU64,
+    /// Wakes the task that tells the budget of what is raised.
+    pub(super) raised: Notify,
     /// Wakes the write-back task.
     pub(crate) write_back: Notify,
     /// Told when a caller has verified a block, and so ended its flight: the end of the cache waits for that.
@@ -76,7 +83,7 @@ pub(crate) struct Shared {
     pub(super) looks: AtomicU64,
     /// Requests that libcufile has not given back.
     pub(super) cufile_stuck: Arc<AtomicI64>,
-    home: Home,
+    pub(super) home: Home,
 }
 
 /// What a look-up came to.
@@ -131,7 +138,9 @@ impl Shared {
             device_checksums: vec![0; config.device_blocks as usize],
             cufile: CufileService::default(),
             generation,
-            slot_waiters: [0; Tier::COUNT],
+            slot_requests: SlotRequests::default(),
+            leases: [0; 2],
+            raised: Raised::default(),
             disk_service: DiskService::Full,
             device_retired: None,
             dirty: BTreeSet::new(),
@@ -144,7 +153,8 @@ impl Shared {
             arena,
             device,
             metrics,
-            slot_freed: Default::default(),
+            reservations: AtomicU64::new(0),
+            raised: Notify::new(),
             write_back: Notify::new(),
             verified: Notify::new(),
             watch: Notify::new(),
@@ -174,7 +184,7 @@ impl Shared {
     /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and counts the use, and the hit or the
     /// miss unless it is elsewhere.
     pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
-        let found = self.look_up_to_copy(key, tier)?;
+        let found = self.look_up_and_pin(key, tier, true)?;
         if let Found::Hit(pin) = &found {
             self.metrics.hit(pin.route(), self.config.block_bytes);
         }
@@ -183,6 +193,10 @@ impl Shared {
 
     /// Likewise for a load, which copies the block to its caller: it has the route of that copy.
     pub(super) fn look_up_to_copy(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
+        self.look_up_and_pin(key, tier, false)
+    }
+
+    fn look_up_and_pin(self: &Arc<Self>, key: &BlockKey, tier: Tier, is_leased: bool) -> Result<Found> {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
@@ -192,10 +206,11 @@ impl Shared {
             return Ok(Found::Miss);
         };
         if let Some(slot) = state.pin_used(id, tier) {
+            state.leases[tier as usize] += u64::from(is_leased);
             drop(state);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
             self.metrics.looked_up(Some(tier));
-            return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route }));
+            return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased }));
         }
         if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
             return Ok(Found::Elsewhere);
@@ -207,7 +222,12 @@ impl Shared {
 
     /// Starts or joins the movement that makes `key` resident in `tier`; also says where it was
     /// found. Counts no hit and no miss: this may be one step of a larger movement.
-    pub(crate) fn promote(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<(Promotion, Option<Tier>)> {
+    pub(crate) fn promote(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        tier: Tier,
+        class: Class,
+    ) -> Result<(Promotion, Option<Tier>)> {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
@@ -218,7 +238,7 @@ impl Shared {
         }
         let source = state.index.best_tier(id);
         let waiters_max = self.config.waiters_max;
-        match state.flights.join(key, tier, waiters_max) {
+        match state.join(key, tier, class, waiters_max) {
             Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
             Joined::Unverified => return Ok((Promotion::Joined(self.ticket(&mut state, key)), source)),
             Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
@@ -230,7 +250,7 @@ impl Shared {
         }
         state.index.touch(id);
         state.index.hit(id);
-        Ok((Promotion::Started(state.flights.begin(key, tier, id)), source))
+        Ok((Promotion::Started(state.flights.begin(key, tier, id, class)), source))
     }
 
     /// A receiver that has a ticket already.
@@ -240,81 +260,6 @@ impl Shared {
         let sent = sender.send(Message::Verify(Ticket::new(self, *key, flight)));
         assert!(sent.is_ok(), "the receiver is here");
         receiver
-    }
-
-    /// A slot of `tier` that is nobody's: a free one, or the coldest block's. Waits where there is
-    /// neither, up to the deadline. Cancel safe.
-    pub(crate) async fn acquire(self: &Arc<Self>, tier: Tier) -> Result<Filling> {
-        let mut since = None;
-        let mut waiting: Option<SlotWaiter> = None;
-        loop {
-            let freed = self.slot_freed[tier as usize].notified();
-            tokio::pin!(freed);
-            // Registered before the look, so that no release between the two is lost.
-            freed.as_mut().enable();
-            waiting = {
-                let mut state = self.lock();
-                waiting.into_iter().for_each(|waiter| waiter.end(&mut state));
-                state.check_service(tier)?;
-                if let Some(slot) = self.take_slot(&mut state, tier) {
-                    return Ok(Filling { shared: Some(Arc::clone(self)), tier, slot });
-                }
-                state.check_may_wait(tier)?;
-                if state.slot_waiters[tier as usize] >= self.config.waiters_max {
-                    return Err(self.busy("waiters for a slot", u64::from(self.config.waiters_max), "waiters_max"));
-                }
-                if self.is_overdue(*since.get_or_insert_with(|| self.looks())) {
-                    drop(state);
-                    return Err(self.timeout(["a device slot", "a host slot", "a disk slot"][tier as usize]));
-                }
-                state.slot_waiters[tier as usize] += 1;
-                self.watch.notify_one();
-                Some(SlotWaiter { shared: Some(self), tier })
-            };
-            freed.await;
-        }
-    }
-
-    /// A host slot for a caller: none once the cache is closed, when nothing could be stored from it any more.
-    pub(crate) async fn acquire_for_caller(self: &Arc<Self>) -> Result<Filling> {
-        self.lock().check_open()?;
-        let filling = self.acquire(Tier::Host).await?;
-        let mut state = self.lock();
-        match state.check_open() {
-            Ok(()) => {
-                drop(state);
-                Ok(filling)
-            }
-            Err(closed) => {
-                filling.release(&mut state);
-                Err(closed)
-            }
-        }
-    }
-
-    /// A slot of `tier` that is nobody's, if it can be had at once.
-    pub(super) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
-        let mut state = self.lock();
-        state.check_service(tier).ok()?;
-        let slot = self.take_slot(&mut state, tier)?;
-        Some(Filling { shared: Some(Arc::clone(self)), tier, slot })
-    }
-
-    fn take_slot(&self, state: &mut State, tier: Tier) -> Option<u32> {
-        let slot = state.pop_free(tier).or_else(|| {
-            let victim = state.index.victim(tier)?;
-            let key = state.index.key(victim);
-            let slot = state.index.evict(victim, tier);
-            self.metrics.tier(tier).evictions.add(1);
-            if tier == Tier::Disk {
-                state.disk_slots().clear(slot, &key);
-            }
-            Some(slot)
-        });
-        if tier == Tier::Host && self.write_back_is_due(state, 0, self.config.low_watermark) {
-            self.write_back.notify_one();
-        }
-        slot
     }
 
     /// True where too few host slots could be given up at once, and write-back could help.
@@ -329,7 +274,10 @@ impl Shared {
         (available as f64) < wanted
     }
 
-    fn unpin(&self, state: &mut State, id: EntryId, tier: Tier) {
+    fn unpin(&self, state: &mut State, id: EntryId, tier: Tier, is_leased: bool) {
+        if is_leased {
+            state.leases[tier as usize] -= 1;
+        }
         let unpin = state.index.unpin(id, tier);
         if let Some(slot) = unpin.freed {
             state.push_free(tier, slot);
@@ -362,7 +310,7 @@ impl Shared {
             }
         }
         // Bounded by the removals under way, each of which has a caller.
-        match state.flights.join(key, Tier::Disk, u32::MAX) {
+        match state.join(key, Tier::Disk, Class::Awaited, u32::MAX) {
             Joined::Waiting(receiver) => removed.writing = Some(receiver),
             Joined::Overdue => {
                 drop(state);
@@ -378,20 +326,13 @@ impl Shared {
         self.lock().disk.as_ref().is_some_and(|slots| slots.pages_naming(key).next().is_some())
     }
 
-    /// Refuses every call from now on, and wakes those who wait for slots.
+    /// Refuses every call from now on, and the requests for slots that may never come free.
     pub(crate) fn close(&self) {
-        self.lock().closed = true;
-        Tier::ALL.into_iter().for_each(|tier| self.wake_slot_waiters(tier));
-    }
-
-    /// Lets all who wait for a slot of `tier` look again whether they should.
-    pub(super) fn wake_slot_waiters(&self, tier: Tier) {
-        self.slot_freed[tier as usize].notify_waiters();
-    }
-
-    /// True while somebody waits for a slot.
-    pub(super) fn has_slot_waiters(&self) -> bool {
-        self.lock().slot_waiters.iter().any(|&waiters| waiters > 0)
+        let mut state = self.lock();
+        state.closed = true;
+        let refused = [Tier::Device, Tier::Host].map(|tier| state.slot_requests.take_all(tier));
+        drop(state);
+        refused.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
     }
 
     pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
@@ -423,7 +364,7 @@ impl State {
 
     /// After the close host and device slots may never come free: readers hold them for as long as
     /// they like. Disk slots do, as the movements that hold them end; the last write-back needs them.
-    fn check_may_wait(&self, tier: Tier) -> Result<()> {
+    pub(super) fn check_may_wait(&self, tier: Tier) -> Result<()> {
         match tier {
             Tier::Disk => Ok(()),
             _ => self.check_open(),
@@ -434,14 +375,24 @@ impl State {
         self.disk.as_mut().expect("only a cache with a disk tier has disk slots")
     }
 
-    /// True where somebody waits for a slot of `tier`.
-    pub(super) fn has_waiters(&self, tier: Tier) -> bool {
-        self.slot_waiters[tier as usize] > 0
+    /// Waits for the movement of `key` to `tier`, if one is under way. It is awaited from now on, if `class` is.
+    pub(super) fn join(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
+        let joined = self.flights.join(key, tier, waiters_max);
+        self.raise_joined(key, tier, class, &joined);
+        joined
     }
 
-    /// True where a slot of `tier` could be taken now: a free one, or one whose block may be evicted.
-    fn has_slot_to_take(&self, tier: Tier) -> bool {
-        self.free_slots(tier) > 0 || self.index.has_victim(tier)
+    /// Likewise for the write that follows it.
+    pub(super) fn join_next(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
+        let joined = self.flights.join_next(key, tier, waiters_max);
+        self.raise_joined(key, tier, class, &joined);
+        joined
+    }
+
+    fn raise_joined(&mut self, key: &BlockKey, tier: Tier, class: Class, joined: &Joined) {
+        if class == Class::Awaited && matches!(joined, Joined::Waiting(_)) {
+            self.raise(key, tier);
+        }
     }
 
     /// Free slots of a tier.
@@ -460,7 +411,7 @@ impl State {
         Some(slot)
     }
 
-    fn pop_free(&mut self, tier: Tier) -> Option<u32> {
+    pub(super) fn pop_free(&mut self, tier: Tier) -> Option<u32> {
         match tier {
             Tier::Disk => self.disk.as_mut()?.alloc(),
             tier => self.free[tier as usize].pop(),
@@ -468,7 +419,7 @@ impl State {
     }
 
     /// An error where blocks cannot go to `tier`.
-    fn check_service(&self, tier: Tier) -> Result<()> {
+    pub(super) fn check_service(&self, tier: Tier) -> Result<()> {
         match tier {
             Tier::Disk => self.disk_service.check_writes(),
             Tier::Device | Tier::Host => self.check_device(tier),
@@ -504,12 +455,12 @@ pub(crate) fn holds_lock() -> bool {
     LOCKS_HELD.get() > 0
 }
 
-/// The state, locked. Its end wakes one of those who wait for a slot, if there is one to take.
+/// The state, locked. The unlock gives slots that can be taken to the requests that wait for one, first come, first
+/// served.
 ///
 /// Many things set a slot free, and some more than one: the end of a fill lets copies in other tiers go, an evicted
-/// suffix its prefix. None of them has to think of those who wait. Who is woken and takes a slot ends a lock too, and
-/// so passes on what is left. Wakers run after the unlock: they are the callers' code, and may drop a future that
-/// locks.
+/// suffix its prefix. None of them has to look for requests. Wakers run after the unlock: they are the callers' code,
+/// and may drop a future that locks.
 pub(crate) struct Locked<'a> {
     shared: &'a Shared,
     /// `None` once unlocked.
@@ -531,38 +482,16 @@ impl DerefMut for Locked<'_> {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        let to_wake = Tier::ALL.map(|tier| self.has_waiters(tier) && self.has_slot_to_take(tier));
-        self.state = None;
+        let Some(mut state) = self.state.take() else { return };
+        let granted = self.shared.grant_slots(&mut state);
+        let is_raised = !state.raised.is_empty();
+        drop(state);
         #[cfg(feature = "sim")]
         LOCKS_HELD.set(LOCKS_HELD.get() - 1);
-        for (freed, wake) in self.shared.slot_freed.iter().zip(to_wake) {
-            if wake {
-                freed.notify_one();
-            }
+        if is_raised {
+            self.shared.raised.notify_one();
         }
-    }
-}
-
-/// Counts a waiter for a slot for as long as it waits.
-struct SlotWaiter<'a> {
-    /// `None` once it has ended.
-    shared: Option<&'a Shared>,
-    tier: Tier,
-}
-
-impl SlotWaiter<'_> {
-    /// Ends it for a holder of the lock.
-    fn end(mut self, state: &mut State) {
-        self.shared = None;
-        state.slot_waiters[self.tier as usize] -= 1;
-    }
-}
-
-impl Drop for SlotWaiter<'_> {
-    fn drop(&mut self) {
-        if let Some(shared) = self.shared.filter(|shared| shared.home.is_here()) {
-            shared.lock().slot_waiters[self.tier as usize] -= 1;
-        }
+        granted.into_iter().for_each(|grant| grant.send(self.shared));
     }
 }
 
@@ -575,6 +504,11 @@ pub(crate) struct Filling {
 }
 
 impl Filling {
+    /// Of a slot that was just taken.
+    pub(super) fn new(shared: &Arc<Shared>, tier: Tier, slot: u32) -> Self {
+        Filling { shared: Some(Arc::clone(shared)), tier, slot }
+    }
+
     pub(crate) fn tier(&self) -> Tier {
         self.tier
     }
@@ -646,19 +580,21 @@ pub(crate) struct Pin {
     tier: Tier,
     slot: u32,
     route: Route,
+    /// It is counted as a lease.
+    is_leased: bool,
 }
 
 impl Pin {
     /// Pins `id`, if it is resident in `tier`, for a holder of the lock.
     pub(crate) fn take(shared: &Arc<Shared>, state: &mut State, id: EntryId, tier: Tier, route: Route) -> Option<Pin> {
         let slot = state.index.pin(id, tier)?;
-        Some(Pin { shared: Some(Arc::clone(shared)), id, tier, slot, route })
+        Some(Pin { shared: Some(Arc::clone(shared)), id, tier, slot, route, is_leased: false })
     }
 
     /// Drops it for a holder of the lock.
     pub(crate) fn release(mut self, state: &mut State) {
         if let Some(shared) = self.shared.take() {
-            shared.unpin(state, self.id, self.tier);
+            shared.unpin(state, self.id, self.tier, self.is_leased);
         }
     }
 
@@ -678,6 +614,15 @@ impl Pin {
         self.route
     }
 
+    /// The same, counted as a lease from now on.
+    pub(crate) fn leased(mut self) -> Self {
+        if !self.is_leased {
+            self.shared().lock().leases[self.tier as usize] += 1;
+            self.is_leased = true;
+        }
+        self
+    }
+
     pub(crate) fn shared(&self) -> &Arc<Shared> {
         self.shared.as_ref().expect("not released while it can be named")
     }
@@ -695,7 +640,7 @@ impl Pin {
 impl Drop for Pin {
     fn drop(&mut self) {
         if let Some(shared) = self.shared.take().and_then(Shared::at_home) {
-            shared.unpin(&mut shared.lock(), self.id, self.tier);
+            shared.unpin(&mut shared.lock(), self.id, self.tier, self.is_leased);
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use tokio::sync::oneshot;
 
 use super::{
-    flight::{Finished, Joined, Message, Outcome},
+    flight::{Class, Finished, Joined, Message, Outcome},
     shared::{Filling, Pin, Shared, State},
     verify::Settled,
 };
@@ -82,7 +82,7 @@ impl Shared {
             return Ok(Committed::Done);
         }
         match self.config.write_policy {
-            WritePolicy::WriteThrough => self.begin_write(state, id, key, self.config.waiters_max),
+            WritePolicy::WriteThrough => self.begin_write(state, id, key, Class::Awaited, self.config.waiters_max),
             WritePolicy::WriteThroughSelective => Ok(Committed::Done),
             WritePolicy::WriteBack => {
                 self.must_be_written(state, id, key);
@@ -116,19 +116,20 @@ impl Shared {
         state: &mut State,
         id: EntryId,
         key: &BlockKey,
+        class: Class,
         waiters_max: u32,
     ) -> Result<Committed> {
         let joined = match state.flights.entry(key, Tier::Disk) {
-            Some(entry) if entry == id => state.flights.join(key, Tier::Disk, waiters_max),
+            Some(entry) if entry == id => state.join(key, Tier::Disk, class, waiters_max),
             // Of a copy that was removed. The write of this one follows, whoever waits for it.
             Some(_) => {
                 state.set_dirty(id, key);
-                state.flights.join_next(key, Tier::Disk, waiters_max)
+                state.join_next(key, Tier::Disk, class, waiters_max)
             }
             None => match self.pin_source(state, id, key) {
-                Some(pin) => return Ok(Committed::Write(pin, state.flights.begin(key, Tier::Disk, id))),
+                Some(pin) => return Ok(Committed::Write(pin, state.flights.begin(key, Tier::Disk, id, class))),
                 // It is on its way to host memory, from the device.
-                None => state.flights.join_next(key, Tier::Host, waiters_max),
+                None => state.join_next(key, Tier::Host, class, waiters_max),
             },
         };
         match joined {
@@ -174,7 +175,8 @@ impl Shared {
                 return (answers, None);
             }
             if let Some(pin) = self.pin_source(&mut state, id, key) {
-                state.flights.begin_for(key, Tier::Disk, id, next);
+                let class = if next.is_empty() { Class::Background } else { Class::Awaited };
+                state.flights.begin_for(key, Tier::Disk, id, class, next);
                 return (answers, Some(pin));
             }
             // It did not arrive where it could be written from.
@@ -231,7 +233,7 @@ impl Shared {
             self.metrics.background_refused.add(1);
             return None;
         }
-        let committed = self.begin_write(&mut state, id, key, self.config.waiters_max);
+        let committed = self.begin_write(&mut state, id, key, Class::Background, self.config.waiters_max);
         drop(state);
         match committed {
             Ok(Committed::Write(pin, _nobody)) => Some(pin),

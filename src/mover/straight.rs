@@ -10,9 +10,11 @@ use tokio::time::Instant;
 
 use super::{
     Job, Mover, RegionMemory,
-    budget::{Class, Kind},
+    budget::Kind,
+    flight::Class,
     offload::Readable,
     shared::{Filling, Pin},
+    slots::Purpose,
 };
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
@@ -83,7 +85,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Straight::Elsewhere(job);
         }
         let started = Instant::now();
-        let share = self.budget.take(Kind::Read, Class::Read, self.shared.config.slot_bytes() as u64).await;
+        let share = self.share(Kind::Read, Purpose::Call).await;
         let Some(Source { pin, file, offset, checksum }) = self.begin_straight_read(&job.key) else {
             return Straight::Elsewhere(job);
         };
@@ -148,8 +150,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Straight::Elsewhere(job);
         }
         let (checksum, job) = self.checksum_of(job).await;
-        let share = self.budget.take(Kind::Write, Class::Write, config.slot_bytes() as u64).await;
-        let filling = match self.shared.acquire(Tier::Disk).await {
+        let share = self.share(Kind::Write, Purpose::Call).await;
+        let filling = match self.shared.acquire(Tier::Disk, Purpose::Call).await {
             Ok(filling) => filling,
             Err(error) => return Straight::Ended(Err(error)),
         };
@@ -203,7 +205,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let place = state.begin_disk_write(id, &filling, checksum);
         let (file, offset) = place.expect("it is resident nowhere, and on no way");
         // For those who want the same block on disk meanwhile; the one who stores it is answered by the end itself.
-        drop(state.flights.begin(&job.key, Tier::Disk, id));
+        drop(state.flights.begin(&job.key, Tier::Disk, id, Class::Awaited));
         Ok(Some(Target { id, filling, file, offset }))
     }
 

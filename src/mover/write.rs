@@ -6,9 +6,11 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    budget::{Class, Kind},
+    budget::Kind,
+    flight::Class,
     promote::{Asked, Next},
     shared::{Filling, Pin, State},
+    slots::Purpose,
     store::Committed,
 };
 use crate::{
@@ -24,12 +26,12 @@ pub(super) const DEMOTING_MAX: u32 = 64;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a host block to disk and answers those who wait for it.
-    pub(super) async fn write(self: Rc<Self>, key: BlockKey, pin: Pin, class: Class) {
+    pub(super) async fn write(self: Rc<Self>, key: BlockKey, pin: Pin) {
         let started = Instant::now();
         let pin = Arc::new(pin);
         let (result, route) = match pin.tier() {
-            Tier::Device => self.write_from_device(&key, &pin, class).await,
-            _ => (self.write_block(&pin, class).await, Route::HostToDisk),
+            Tier::Device => self.write_from_device(&key, &pin).await,
+            _ => (self.write_block(&key, &pin).await, Route::HostToDisk),
         };
         let outcome = match result {
             Ok(moved) => {
@@ -50,12 +52,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Writes a block that only the device holds: by libcufile, or by way of host memory where that fails.
-    async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>, class: Class) -> (Result<bool>, Route) {
-        if let Some(result) = self.write_directly(pin, class).await {
+    async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> (Result<bool>, Route) {
+        if let Some(result) = self.write_directly(key, pin).await {
             return (result, Route::DeviceToDisk);
         }
+        let class = self.shared.lock().flights.class(key, Tier::Disk);
         let result = match self.obtain_host(key, class, Next::Elsewhere, Asked::InPassing).await {
-            Ok(Some(host)) => self.write_block(&Arc::new(host), class).await,
+            Ok(Some(host)) => self.write_block(key, &Arc::new(host)).await,
             Ok(None) => Ok(false),
             Err(error) => Err(error),
         };
@@ -63,10 +66,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// True if the block was written, false if it was on disk already or was removed meanwhile.
-    async fn write_block(self: &Rc<Self>, pin: &Arc<Pin>, class: Class) -> Result<bool> {
-        let slot_bytes = self.shared.config.slot_bytes() as u64;
-        let share = self.budget.take(Kind::Write, class, slot_bytes).await;
-        let filling = self.shared.acquire(Tier::Disk).await?;
+    async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Result<bool> {
+        let share = self.share(Kind::Write, Purpose::Movement(key, Tier::Disk)).await;
+        let filling = self.shared.acquire(Tier::Disk, Purpose::Movement(key, Tier::Disk)).await?;
         let id = pin.id();
         let checksum = self.shared.lock().host_checksums[pin.slot() as usize];
         let Some((file, offset)) = self.begin_disk_write(id, &filling, checksum) else { return Ok(false) };
@@ -159,7 +161,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 self.demoting.set(self.demoting.get() + 1);
                 let this = Rc::clone(&self);
                 self.spawn(async move {
-                    Rc::clone(&this).write(key, pin, Class::Background).await;
+                    Rc::clone(&this).write(key, pin).await;
                     this.demoting.set(this.demoting.get() - 1);
                     this.shared.write_back.notify_one();
                 });
@@ -179,7 +181,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if state.flights.contains(&key, Tier::Disk) {
             return None;
         }
-        let committed = shared.begin_write(&mut state, id, &key, shared.config.waiters_max);
+        let committed = shared.begin_write(&mut state, id, &key, Class::Background, shared.config.waiters_max);
         drop(state);
         match committed {
             Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),

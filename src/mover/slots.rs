@@ -1,0 +1,381 @@
+//! Taking slots, and the requests that wait for one: first come, first served, and those that somebody awaits before
+//! those that nobody does.
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, atomic::Ordering},
+};
+
+use tokio::sync::oneshot;
+
+use super::{
+    flight::Urgency,
+    shared::{Filling, Shared, State},
+};
+use crate::{
+    block::{BlockKey, Tier},
+    error::{Error, HeldSlots, Result},
+    shield::shield,
+};
+
+/// What a slot or a share of the budget is for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Purpose<'a> {
+    /// A call whose caller waits for this step of it.
+    Call,
+    /// A step of the movement of this block to this tier, whose flight has begun.
+    Movement(&'a BlockKey, Tier),
+}
+
+/// Requests for slots that could not be met at once.
+#[derive(Default)]
+pub(super) struct SlotRequests {
+    tiers: [Queue; Tier::COUNT],
+}
+
+/// Requests for slots of one tier by their numbers, which grow from request to request.
+#[derive(Default)]
+struct Queue {
+    awaited: BTreeMap<u64, Request>,
+    background: BTreeMap<u64, Request>,
+}
+
+struct Request {
+    /// Deadline ticks when it was made.
+    since: u64,
+    answer: oneshot::Sender<Result<u32>>,
+}
+
+/// Requests that are met no more, to be answered after the unlock.
+#[must_use = "whoever waits is to be answered"]
+pub(super) struct Refused(Vec<Request>);
+
+/// A slot for a request, to be sent after the unlock.
+pub(super) struct Grant {
+    tier: Tier,
+    slot: u32,
+    request: Request,
+}
+
+impl Queue {
+    fn len(&self) -> usize {
+        self.awaited.len() + self.background.len()
+    }
+
+    /// True where a new request would be first.
+    fn is_first(&self, urgency: Urgency) -> bool {
+        self.awaited.is_empty() && (urgency == Urgency::Awaited || self.background.is_empty())
+    }
+
+    fn pop(&mut self) -> Option<Request> {
+        let first = self.awaited.pop_first().or_else(|| self.background.pop_first());
+        first.map(|(_, request)| request)
+    }
+
+    fn remove(&mut self, number: u64) -> Option<Request> {
+        self.awaited.remove(&number).or_else(|| self.background.remove(&number))
+    }
+
+    fn raise(&mut self, number: u64) {
+        if let Some(request) = self.background.remove(&number) {
+            self.awaited.insert(number, request);
+        }
+    }
+}
+
+impl SlotRequests {
+    pub(super) fn is_empty(&self) -> bool {
+        self.tiers.iter().all(|queue| queue.len() == 0)
+    }
+
+    /// Requests that wait for a slot of `tier`.
+    pub(super) fn len(&self, tier: Tier) -> usize {
+        self.tiers[tier as usize].len()
+    }
+
+    /// Takes all requests for slots of `tier` off their queue.
+    pub(super) fn take_all(&mut self, tier: Tier) -> Refused {
+        let Queue { awaited, background } = std::mem::take(&mut self.tiers[tier as usize]);
+        Refused(awaited.into_values().chain(background.into_values()).collect())
+    }
+
+    /// Takes the requests that `is_overdue` off their queue.
+    fn take_overdue(&mut self, tier: Tier, is_overdue: impl Fn(u64) -> bool) -> Refused {
+        let Queue { awaited, background } = &mut self.tiers[tier as usize];
+        let overdue = |_: &u64, request: &mut Request| is_overdue(request.since);
+        let requests = awaited.extract_if(.., overdue).chain(background.extract_if(.., overdue));
+        Refused(requests.map(|(_, request)| request).collect())
+    }
+}
+
+impl Refused {
+    /// Answers them. Wakes callers: not under the lock.
+    pub(super) fn refuse(self, error: &Error) {
+        for request in self.0 {
+            drop(request.answer.send(Err(error.clone())));
+        }
+    }
+}
+
+impl Grant {
+    /// Gives the slot to the request, or back where nobody waits any longer. Wakes a caller: not under the lock.
+    pub(super) fn send(self, shared: &Shared) {
+        if let Err(Ok(slot)) = self.request.answer.send(Ok(self.slot)) {
+            shared.lock().push_free(self.tier, slot);
+        }
+    }
+}
+
+impl State {
+    /// True where somebody waits for a slot of `tier`.
+    pub(super) fn has_waiters(&self, tier: Tier) -> bool {
+        self.slot_requests.len(tier) > 0
+    }
+
+    /// Somebody waits for a movement from now on.
+    pub(super) fn raise(&mut self, key: &BlockKey, tier: Tier) {
+        // A block that only the device holds is written by way of host memory.
+        let tiers: &[Tier] = if tier == Tier::Disk { &[Tier::Disk, Tier::Host] } else { &[tier] };
+        for &tier in tiers {
+            let Some(number) = self.flights.raise(key, tier) else { continue };
+            self.slot_requests.tiers.iter_mut().for_each(|queue| queue.raise(number));
+            self.raised.flights.push(number);
+            self.raise_holders();
+        }
+    }
+
+    /// How urgent a step of a movement is that holds a host slot by now: awaited also where somebody awaits a host
+    /// slot, which may be its own.
+    pub(super) fn holder_urgency(&self, purpose: Purpose) -> Urgency {
+        if !self.slot_requests.tiers[Tier::Host as usize].awaited.is_empty() {
+            return Urgency::Awaited;
+        }
+        self.urgency(purpose)
+    }
+
+    fn urgency(&self, purpose: Purpose) -> Urgency {
+        match purpose {
+            Purpose::Call => Urgency::Awaited,
+            Purpose::Movement(key, tier) => self.flights.urgency(key, tier),
+        }
+    }
+
+    /// Where somebody awaits a host slot, whatever holds one is awaited.
+    fn raise_holders(&mut self) {
+        let [_, host, disk] = &mut self.slot_requests.tiers;
+        if !host.awaited.is_empty() {
+            disk.awaited.append(&mut disk.background);
+            self.raised.holders = true;
+        }
+    }
+}
+
+impl Shared {
+    /// A slot of `tier` that is nobody's: a free one, or the coldest block's. Where there is neither, waits behind
+    /// those who came before, up to the deadline. Cancel safe.
+    pub(crate) async fn acquire(self: &Arc<Self>, tier: Tier, purpose: Purpose<'_>) -> Result<Filling> {
+        let waiting = {
+            let mut state = self.lock();
+            state.check_service(tier)?;
+            let urgency = match tier {
+                Tier::Disk => state.holder_urgency(purpose),
+                Tier::Device | Tier::Host => state.urgency(purpose),
+            };
+            if state.slot_requests.tiers[tier as usize].is_first(urgency)
+                && let Some(slot) = self.take_slot(&mut state, tier)
+            {
+                return Ok(Filling::new(self, tier, slot));
+            }
+            state.check_may_wait(tier)?;
+            if state.slot_requests.len(tier) >= self.config.waiters_max as usize {
+                return Err(self.busy("waiters for a slot", u64::from(self.config.waiters_max), "waiters_max"));
+            }
+            SlotWait::begin(self, &mut state, tier, purpose, urgency)
+        };
+        self.watch.notify_one();
+        shield(waiting.wait()).await
+    }
+
+    /// A host slot for a caller: none once the cache is closed, when nothing could be stored from it any more.
+    pub(crate) async fn acquire_for_caller(self: &Arc<Self>) -> Result<Filling> {
+        self.lock().check_open()?;
+        let filling = self.acquire(Tier::Host, Purpose::Call).await?;
+        let mut state = self.lock();
+        match state.check_open() {
+            Ok(()) => {
+                drop(state);
+                Ok(filling)
+            }
+            Err(closed) => {
+                filling.release(&mut state);
+                Err(closed)
+            }
+        }
+    }
+
+    /// A slot of `tier` that is nobody's, if it can be had at once and nobody waits for one.
+    pub(super) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
+        let mut state = self.lock();
+        state.check_service(tier).ok()?;
+        if state.has_waiters(tier) {
+            return None;
+        }
+        let slot = self.take_slot(&mut state, tier)?;
+        Some(Filling::new(self, tier, slot))
+    }
+
+    fn take_slot(&self, state: &mut State, tier: Tier) -> Option<u32> {
+        let slot = self.free_or_evicted(state, tier);
+        if tier == Tier::Host {
+            self.ask_for_write_back(state);
+        }
+        slot
+    }
+
+    fn ask_for_write_back(&self, state: &State) {
+        if self.write_back_is_due(state, 0, self.config.low_watermark) {
+            self.write_back.notify_one();
+        }
+    }
+
+    fn free_or_evicted(&self, state: &mut State, tier: Tier) -> Option<u32> {
+        state.pop_free(tier).or_else(|| {
+            let victim = state.index.victim(tier)?;
+            let key = state.index.key(victim);
+            let slot = state.index.evict(victim, tier);
+            self.metrics.tier(tier).evictions.add(1);
+            if tier == Tier::Disk {
+                state.disk_slots().clear(slot, &key);
+            }
+            Some(slot)
+        })
+    }
+
+    /// Takes the slots that can be had for the requests that wait for them.
+    pub(super) fn grant_slots(&self, state: &mut State) -> Vec<Grant> {
+        let mut granted = Vec::new();
+        // A panic under the lock has broken an invariant: nothing is given away on the way out.
+        if state.slot_requests.is_empty() || std::thread::panicking() {
+            return granted;
+        }
+        for tier in Tier::ALL {
+            let before = granted.len();
+            while state.has_waiters(tier)
+                && let Some(slot) = self.free_or_evicted(state, tier)
+            {
+                let request = state.slot_requests.tiers[tier as usize].pop().expect("somebody waits");
+                granted.push(Grant { tier, slot, request });
+            }
+            // Only where something was granted: the write-back ends locks as well, and would wake itself for ever.
+            if tier == Tier::Host && granted.len() > before {
+                self.ask_for_write_back(state);
+            }
+        }
+        granted
+    }
+
+    /// True while somebody waits for a slot.
+    pub(super) fn has_slot_waiters(&self) -> bool {
+        !self.lock().slot_requests.is_empty()
+    }
+
+    /// Answers those who have waited for a slot for too long.
+    pub(super) fn give_up_overdue_slots(&self) {
+        for tier in Tier::ALL {
+            let (overdue, held) = {
+                let mut state = self.lock();
+                let overdue = state.slot_requests.take_overdue(tier, |since| self.is_overdue(since));
+                (overdue, self.held_slots(&state, tier))
+            };
+            for request in overdue.0 {
+                drop(request.answer.send(Err(self.slot_timeout(tier, held))));
+            }
+        }
+    }
+
+    /// The error of those who waited too long for a slot of `tier`.
+    pub(super) fn slot_timeout(&self, tier: Tier, held: Option<HeldSlots>) -> Error {
+        self.metrics.timeouts.add(1);
+        let what = ["a device slot", "a host slot", "a disk slot"][tier as usize];
+        Error::Timeout { what, limit: self.deadline(), held }
+    }
+
+    /// What callers hold of a tier, if they hold anything.
+    pub(super) fn held_slots(&self, state: &State, tier: Tier) -> Option<HeldSlots> {
+        let (reservations, slots, setting) = match tier {
+            Tier::Device => (0, self.config.device_blocks, "device_blocks"),
+            Tier::Host => (self.reservations.load(Ordering::Relaxed), self.config.host_blocks, "host_blocks"),
+            Tier::Disk => return None,
+        };
+        let leases = state.leases[tier as usize];
+        (leases + reservations > 0).then_some(HeldSlots { leases, reservations, slots: u64::from(slots), setting })
+    }
+}
+
+/// A request that waits for its slot.
+struct SlotWait {
+    shared: Arc<Shared>,
+    tier: Tier,
+    number: u64,
+    /// The movement that waits, if one does.
+    movement: Option<(BlockKey, Tier)>,
+    answer: oneshot::Receiver<Result<u32>>,
+}
+
+impl SlotWait {
+    fn begin(shared: &Arc<Shared>, state: &mut State, tier: Tier, purpose: Purpose, urgency: Urgency) -> Self {
+        let (sender, answer) = oneshot::channel();
+        let request = Request { since: shared.looks(), answer: sender };
+        let Queue { awaited, background } = &mut state.slot_requests.tiers[tier as usize];
+        let number = match urgency {
+            Urgency::Awaited => {
+                let number = state.flights.next_number();
+                awaited.insert(number, request);
+                number
+            }
+            Urgency::Background(number) => {
+                let earlier = background.insert(number, request);
+                assert!(earlier.is_none(), "a movement waits for one slot of a tier at a time");
+                number
+            }
+        };
+        state.raise_holders();
+        let movement = match purpose {
+            Purpose::Call => None,
+            Purpose::Movement(key, to) => Some((*key, to)),
+        };
+        let waiting = SlotWait { shared: Arc::clone(shared), tier, number, movement, answer };
+        waiting.note(state, Some(tier));
+        waiting
+    }
+
+    /// Notes with the flight what its movement waits for.
+    fn note(&self, state: &mut State, slot_wanted: Option<Tier>) {
+        if let Some(flight) = self.movement.and_then(|(key, to)| state.flights.get_mut(&key, to)) {
+            flight.slot_wanted = slot_wanted;
+        }
+    }
+
+    async fn wait(mut self) -> Result<Filling> {
+        let answer = (&mut self.answer).await.unwrap_or(Err(Error::Closed));
+        answer.map(|slot| Filling::new(&self.shared, self.tier, slot))
+    }
+}
+
+impl Drop for SlotWait {
+    fn drop(&mut self) {
+        self.answer.close();
+        if !self.shared.home.is_here() {
+            return;
+        }
+        let mut state = self.shared.lock();
+        self.note(&mut state, None);
+        let request = state.slot_requests.tiers[self.tier as usize].remove(self.number);
+        // Sent just before it was closed: the slot is nobody's.
+        if let Ok(Ok(slot)) = self.answer.try_recv() {
+            state.push_free(self.tier, slot);
+        }
+        drop(state);
+        drop(request);
+    }
+}

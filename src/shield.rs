@@ -1,0 +1,91 @@
+//! Callers' wakers are callers' code, and they run on the reactor's thread and on other callers' threads: whoever
+//! answers a future, frees a slot or makes room in a channel runs them. A panic there must reach nobody else.
+
+use std::{
+    future::{Future, poll_fn},
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::pin,
+    sync::Arc,
+    task::{Context, Wake, Waker},
+};
+
+/// Polls `future` with a waker that catches the panics of the caller's. One allocation a poll: for futures that have
+/// something to wait for.
+pub(crate) async fn shield<F: Future>(future: F) -> F::Output {
+    let mut future = pin!(future);
+    poll_fn(|context| {
+        let waker = Waker::from(Arc::new(Shield { waker: Some(context.waker().clone()) }));
+        future.as_mut().poll(&mut Context::from_waker(&waker))
+    })
+    .await
+}
+
+/// A caller's waker.
+struct Shield {
+    /// `None` once dropped.
+    waker: Option<Waker>,
+}
+
+impl Wake for Shield {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        if let Some(waker) = &self.waker {
+            caught(|| waker.wake_by_ref());
+        }
+    }
+}
+
+impl Drop for Shield {
+    fn drop(&mut self) {
+        let waker = self.waker.take();
+        caught(|| drop(waker));
+    }
+}
+
+/// Runs a caller's code. After a panic its task is not woken: that is between the caller and its executor.
+fn caught(run: impl FnOnce()) {
+    if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
+        // What was thrown is the caller's as well, and dropping it may panic.
+        std::mem::forget(panic);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{future::pending, task::RawWaker, task::RawWakerVTable};
+
+    use super::*;
+
+    /// A waker that panics when it is woken, and when it is dropped.
+    fn panicking() -> Waker {
+        const VTABLE: RawWakerVTable = RawWakerVTable::new(
+            |data| RawWaker::new(data, &VTABLE),
+            |_| panic!("woken, on purpose"),
+            |_| panic!("woken, on purpose"),
+            |_| panic!("dropped, on purpose"),
+        );
+        // SAFETY: no function of the table uses the data.
+        unsafe { Waker::from_raw(RawWaker::new(std::ptr::null(), &VTABLE)) }
+    }
+
+    #[test]
+    fn what_a_waker_throws_goes_nowhere() {
+        let theirs = std::mem::ManuallyDrop::new(panicking());
+        let mut seen = None;
+        {
+            let mut shielded = pin!(shield(poll_fn(|context| {
+                seen = Some(context.waker().clone());
+                std::task::Poll::<()>::Pending
+            })));
+            assert!(shielded.as_mut().poll(&mut Context::from_waker(&theirs)).is_pending());
+        }
+        let seen = seen.expect("polled");
+        seen.wake_by_ref();
+        seen.wake();
+        let mut waits = pin!(shield(pending::<()>()));
+        assert!(waits.as_mut().poll(&mut Context::from_waker(&theirs)).is_pending());
+    }
+}
