@@ -35,7 +35,9 @@ pub use cache::{
     Builder, Cache, Completion, CompletionQueue, CopyStats, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation,
     RouteStats, Stats, TierStats,
 };
-pub use config::{Config, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, GdrMode, StorageKind, WritePolicy};
+pub use config::{
+    Config, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, GdrMode, StorageKind, WritePolicy,
+};
 pub use error::{Error, HeldSlots, Result};
 pub use index::PrefixMatch;
 pub use mover::LayerDone;

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy};
+use kvhoist::{Config, DeviceKind, DirectIo, DiskPath, Eviction, StorageKind, WritePolicy};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyList, PyTuple},
@@ -30,6 +30,10 @@ pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> 
                         ("write_back", WritePolicy::WriteBack),
                     ],
                 )?;
+            }
+            "eviction_policy" => {
+                let kinds = [("lru", Eviction::Lru), ("rb", Eviction::Rb)];
+                config.eviction_policy = word(&value, "eviction_policy", &kinds)?;
             }
             "storage" => {
                 let kinds =

@@ -5,7 +5,7 @@ use std::{future::Future, path::PathBuf};
 use super::Cache;
 use crate::{
     block::Layout,
-    config::{Config, DeviceKind, DirectIo, DiskPath, StorageKind, WritePolicy},
+    config::{Config, DeviceKind, DirectIo, DiskPath, Eviction, StorageKind, WritePolicy},
     error::{Error, Result},
 };
 
@@ -77,6 +77,13 @@ impl Builder {
     #[must_use]
     pub fn write_policy(mut self, policy: WritePolicy) -> Self {
         self.config.write_policy = policy;
+        self
+    }
+
+    /// What host memory and disk give up first.
+    #[must_use]
+    pub fn eviction_policy(mut self, policy: Eviction) -> Self {
+        self.config.eviction_policy = policy;
         self
     }
 

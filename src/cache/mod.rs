@@ -99,11 +99,15 @@ impl Cache {
 
     /// The leading blocks of `keys` that are resident, and where; none once the cache is closed. One lock, no I/O, no
     /// use counted.
+    ///
+    /// A request begins, for eviction policies that count uses by requests ([`Eviction::Rb`](crate::Eviction::Rb)):
+    /// until the next match a block counts as used once, however often it is fetched or loaded.
     pub fn match_prefix(&self, keys: &[BlockKey]) -> PrefixMatch {
-        let state = self.inner.shared.lock();
+        let mut state = self.inner.shared.lock();
         if state.check_open().is_err() {
             return PrefixMatch::default();
         }
+        state.index.begin_request(keys.len());
         let mut found = state.index.match_prefix(keys);
         if !state.disk_service.reads() {
             found.truncate_at(Tier::Disk);
@@ -114,10 +118,11 @@ impl Cache {
     /// The number of leading `keys` that are resident in some tier; 0 once the cache is closed. Allocates nothing while
     /// the disk is in service.
     pub fn match_len(&self, keys: &[BlockKey]) -> usize {
-        let state = self.inner.shared.lock();
+        let mut state = self.inner.shared.lock();
         if state.check_open().is_err() {
             return 0;
         }
+        state.index.begin_request(keys.len());
         if state.disk_service.reads() {
             return state.index.match_len(keys);
         }

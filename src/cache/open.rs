@@ -12,7 +12,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use super::{Cache, Inner, device::Opened, region::Regions};
 use crate::{
     block::Tier,
-    config::Config,
+    config::{Config, Eviction},
     copy::{
         AnyCopy, CopyEngine, Memcpy,
         gdr::{GdrState, GdrStatus},
@@ -20,7 +20,7 @@ use crate::{
     error::{Error, Result},
     fork::HomeBound,
     gpu::Gpu,
-    index::Index,
+    index::{Index, Lru, Policy, Rb},
     io::{AnyStorage, Storage, reactor::Reactor},
     metrics::Metrics,
     mover::{Command, Mover, Shared, Urgent},
@@ -190,7 +190,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         uuid,
         seed,
     } = parts;
-    let mut index = Index::new(seed);
+    let mut index = Index::with_policies(seed, |tier| policy(&config, tier));
     let mut generation = 1;
     let mut slots = None;
     if !config.disks.is_empty() {
@@ -235,6 +235,19 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     };
     let cache = Cache { inner: Arc::new(HomeBound::new(inner)) };
     Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
+}
+
+/// What a tier gives up first.
+fn policy(config: &Config, tier: Tier) -> Policy {
+    let slots = match tier {
+        Tier::Device => config.device_blocks,
+        Tier::Host => config.host_blocks,
+        Tier::Disk => u32::try_from(config.disk_blocks()).unwrap_or(u32::MAX),
+    };
+    match config.eviction_policy {
+        Eviction::Lru => Policy::Lru(Lru::new()),
+        Eviction::Rb => Policy::Rb(Box::new(Rb::new(slots))),
+    }
 }
 
 /// Enters a record that recovery found in the index and in the books of the slots.

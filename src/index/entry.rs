@@ -1,5 +1,6 @@
 //! What the index knows of one block.
 
+use super::Used;
 use crate::block::{BlockKey, Tier};
 
 /// No entry: the parent of a chain's first block, or a parent not known.
@@ -16,6 +17,9 @@ pub(super) const DIRTY: u16 = 4;
 pub(super) const LISTED: u16 = 8;
 /// The copy is counted in its parent's [`Place::held`].
 pub(super) const HELD: u16 = 16;
+
+/// Of the entry: it was used in more than one request, as far as is remembered.
+const AGAIN: u16 = 1 << 15;
 
 const MARKS: u32 = 5;
 const EVERY_TIER: u16 = 1 | 1 << MARKS | 1 << (2 * MARKS);
@@ -40,9 +44,9 @@ pub(super) struct Entry {
 }
 
 /// A block's copy in one tier.
-#[derive(Clone, Copy, Default)]
+#[derive(Clone, Copy)]
 pub(super) struct Place {
-    /// The slot, where [`FULL`].
+    /// The slot, where [`FULL`]. Elsewhere the low half of the clock when the copy was evicted, or [`NONE`].
     pub(super) slot: u32,
     /// Readers that hold it.
     pub(super) pins: u32,
@@ -52,17 +56,30 @@ pub(super) struct Place {
     pub(super) held: u32,
 }
 
+impl Place {
+    const EMPTY: Place = Place { slot: NONE, pins: 0, children: 0, held: 0 };
+}
+
 impl Entry {
     pub(super) fn new(key: BlockKey) -> Self {
-        Entry {
-            marks: 0,
-            hits: 0,
-            removed: false,
-            parent: NONE,
-            key,
-            last_use: 0,
-            places: [Place::default(); Tier::COUNT],
-        }
+        Entry { marks: 0, hits: 0, removed: false, parent: NONE, key, last_use: 0, places: [Place::EMPTY; Tier::COUNT] }
+    }
+
+    #[inline]
+    pub(super) fn used(&self) -> Used {
+        Used { last: self.last_use, again: self.marks & AGAIN != 0 }
+    }
+
+    #[inline]
+    pub(super) fn set_used(&mut self, used: Used) {
+        self.last_use = used.last;
+        self.marks = self.marks & !AGAIN | if used.again { AGAIN } else { 0 };
+    }
+
+    /// Of a block that is resident nowhere the policies remember what is to be remembered.
+    pub(super) fn forget_uses(&mut self) {
+        self.set_used(Used { last: 0, again: false });
+        self.places.iter_mut().for_each(|place| place.slot = NONE);
     }
 
     /// True where another entry names it as its parent: those that do have a copy somewhere, or a fill.

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use lru::LruCache;
 
-use super::{EntryId, EvictionPolicy, hash::BuildIdHasher};
+use super::{EntryId, EvictionPolicy, Used, hash::BuildIdHasher};
 
 /// Gives up what was used longest ago. Exact, also for entries that arrive out of order.
 ///
@@ -40,7 +40,7 @@ impl Default for Lru {
 }
 
 impl EvictionPolicy for Lru {
-    fn insert(&mut self, id: EntryId, last_use: u64) {
+    fn insert(&mut self, id: EntryId, Used { last: last_use, .. }: Used) {
         if last_use >= self.newest || self.in_order.is_empty() {
             self.newest = last_use;
             self.in_order.put(id.0, ());
@@ -49,16 +49,16 @@ impl EvictionPolicy for Lru {
         }
     }
 
-    fn remove(&mut self, id: EntryId, last_use: u64) {
+    fn remove(&mut self, id: EntryId, Used { last: last_use, .. }: Used) {
         if self.in_order.pop(&id.0).is_none() {
             let held = self.late.remove(&(last_use, id.0));
             debug_assert!(held, "{id:?} with last use {last_use} is not held");
         }
     }
 
-    fn touch(&mut self, id: EntryId, from: u64, to: u64) {
-        if to >= self.newest && self.in_order.promote(&id.0) {
-            self.newest = to;
+    fn touch(&mut self, id: EntryId, from: Used, to: Used) {
+        if to.last >= self.newest && self.in_order.promote(&id.0) {
+            self.newest = to.last;
         } else {
             self.remove(id, from);
             self.insert(id, to);
@@ -75,8 +75,8 @@ impl EvictionPolicy for Lru {
         Some(EntryId(id))
     }
 
-    fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, u64)>) {
-        let mut entries: BTreeSet<(u64, u32)> = entries.map(|(id, last_use)| (last_use, id.0)).collect();
+    fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, Used)>) {
+        let mut entries: BTreeSet<(u64, u32)> = entries.map(|(id, used)| (used.last, id.0)).collect();
         self.late.append(&mut entries);
     }
 
@@ -92,6 +92,10 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    fn at(last: u64) -> Used {
+        Used { last, again: false }
+    }
 
     #[derive(Debug, Clone)]
     enum Op {
@@ -123,31 +127,31 @@ mod tests {
                 match op {
                     Op::Insert(id, time) => {
                         if let Some(old) = model.insert(id, time) {
-                            lru.remove(EntryId(id), old);
+                            lru.remove(EntryId(id), at(old));
                         }
-                        lru.insert(EntryId(id), time);
+                        lru.insert(EntryId(id), at(time));
                     }
                     Op::Remove(id) => {
                         if let Some(time) = model.remove(&id) {
-                            lru.remove(EntryId(id), time);
+                            lru.remove(EntryId(id), at(time));
                         }
                     }
                     Op::Touch(id, to) => {
                         if let Some(time) = model.get_mut(&id) {
                             let from = std::mem::replace(time, to);
-                            lru.touch(EntryId(id), from, to);
+                            lru.touch(EntryId(id), at(from), at(to));
                         }
                     }
                     Op::Fill(ids, time) => {
                         let new: BTreeSet<u32> = ids.into_iter().filter(|id| !model.contains_key(id)).collect();
                         let entries: Vec<_> = new.into_iter().zip(time..).collect();
                         model.extend(entries.iter().copied());
-                        lru.fill(&mut entries.into_iter().map(|(id, time)| (EntryId(id), time)));
+                        lru.fill(&mut entries.into_iter().map(|(id, time)| (EntryId(id), at(time))));
                     }
                     Op::Evict => {
                         if let Some(id) = lru.victim(&|id| model[&id.0]) {
                             let time = model.remove(&id.0).expect("the victim is held");
-                            lru.remove(id, time);
+                            lru.remove(id, at(time));
                         }
                     }
                 }
@@ -166,9 +170,9 @@ mod tests {
     fn a_saturated_clock_leaves_a_queue() {
         let mut lru = Lru::new();
         for id in [5, 3, 9] {
-            lru.insert(EntryId(id), u64::MAX);
+            lru.insert(EntryId(id), at(u64::MAX));
         }
-        lru.touch(EntryId(5), u64::MAX, u64::MAX);
+        lru.touch(EntryId(5), at(u64::MAX), at(u64::MAX));
         assert_eq!(lru.victim(&|_| u64::MAX), Some(EntryId(3)));
     }
 }

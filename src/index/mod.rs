@@ -41,6 +41,12 @@
 //! fill that completes, unless a faster tier holds the block already: a demotion must not make a
 //! cold block recent.
 //!
+//! A policy that [counts requests](EvictionPolicy::counts_requests), [`Rb`] above all, wants to know how often a block
+//! was asked for, not how often it was moved. Where there is one, the ends of pins and fills are no uses, but for the
+//! fill of a block that was never used (it is being stored), and what is used several times in one request was used
+//! once. A request is what follows [`begin_request`](Index::begin_request) until the next one, or until two uses for
+//! each of its blocks have been counted; outside of one, each call is a request of its own.
+//!
 //! # Bytes
 //!
 //! An entry takes 96 bytes of slab with its key and its tag and 3 bits of what goes last, a map place 5 bytes, a place
@@ -55,19 +61,22 @@
 //! has parents walks up the chain in search of a cycle, 16,384 steps at most.
 
 mod entry;
+mod ghosts;
 mod hash;
 mod lru;
 mod policy;
 mod prefix;
 mod radix;
+mod rb;
 mod recency;
 mod residency;
 mod restore;
 mod validate;
 
 pub use lru::Lru;
-pub use policy::EvictionPolicy;
+pub use policy::{EvictionPolicy, Policy, Used};
 pub use prefix::PrefixMatch;
+pub use rb::Rb;
 pub use residency::Unpin;
 
 use std::fmt;
@@ -113,7 +122,11 @@ pub struct Index {
     hasher: KeyHasher,
     /// Uses so far. Stays at its maximum should a store ever say so.
     clock: u64,
-    policies: [Box<dyn EvictionPolicy>; Tier::COUNT],
+    policies: [Policy; Tier::COUNT],
+    /// Some policy counts requests.
+    counts_requests: bool,
+    /// The clock when the request began whose uses are being counted, and when it is over at the latest.
+    request: std::ops::Range<u64>,
     /// Dirty and unpinned, by last use.
     dirty: [Lru; Tier::COUNT],
     /// By id, the copies that go where no leaf can. No more than there are held copies.
@@ -129,17 +142,20 @@ impl Index {
     ///
     /// Keys may be chosen by strangers, so in production `seed` is random; in a simulation it is fixed.
     pub fn new(seed: u64) -> Self {
-        Self::with_policies(seed, |_| Box::new(Lru::new()))
+        Self::with_policies(seed, |_| Policy::Lru(Lru::new()))
     }
 
     /// An empty index with an eviction policy for each tier.
-    pub fn with_policies(seed: u64, policies: impl FnMut(Tier) -> Box<dyn EvictionPolicy>) -> Self {
+    pub fn with_policies(seed: u64, policies: impl FnMut(Tier) -> Policy) -> Self {
+        let policies = Tier::ALL.map(policies);
         Index {
+            counts_requests: policies.iter().any(Policy::counts_requests),
+            request: 0..0,
             entries: Slab::new(),
             map: HashTable::new(),
             hasher: KeyHasher::new(seed),
             clock: 0,
-            policies: Tier::ALL.map(policies),
+            policies,
             dirty: std::array::from_fn(|_| Lru::new()),
             last_resort: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
@@ -157,7 +173,7 @@ impl Index {
         Vec::<Entry>::new().try_reserve_exact(slab.len().saturating_add(entries)).map_err(|_| bytes)?;
         self.entries.reserve_exact(entries);
         self.reach_capacity();
-        Ok(())
+        self.policies.iter_mut().try_for_each(Policy::try_reserve)
     }
 
     /// The entry of `key`, also where it is resident nowhere: a ghost, or a first fill under way.
@@ -306,7 +322,11 @@ impl Index {
     /// the ghost that only it named, which names nobody.
     fn collect(&mut self, mut id: EntryId) {
         while !self.entry(id).occupies_any() {
+            let counts_requests = self.counts_requests;
             let entry = self.entry_mut(id);
+            if counts_requests {
+                entry.forget_uses();
+            }
             let parent = std::mem::replace(&mut entry.parent, NONE);
             let (is_named, removed, key) = (entry.is_named(), entry.removed, entry.key);
             if is_named && parent == NONE {

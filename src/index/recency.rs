@@ -1,20 +1,77 @@
 //! What was used when, and what goes first.
 
 use super::{
-    EntryId, EvictionPolicy, Index,
-    entry::{DIRTY, FULL, HELD, LISTED},
+    EntryId, EvictionPolicy, Index, Policy, Used,
+    entry::{DIRTY, FULL, HELD, LISTED, NONE},
 };
 use crate::block::Tier;
 
 impl Index {
+    /// A request for up to `blocks` blocks begins: of its uses of a block one is counted, where requests are.
+    pub fn begin_request(&mut self, blocks: usize) {
+        self.request = self.clock..self.clock.saturating_add(2 * blocks as u64);
+    }
+
     /// A use: the entry becomes the most recent of every list that it is in.
     pub fn touch(&mut self, id: EntryId) {
+        let entry = self.entry(id);
+        let from = entry.used();
+        let counted = || self.request.contains(&self.clock) && from.last > self.request.start;
+        // Of a block that is resident nowhere the policies know what is to be known.
+        if self.counts_requests && (!entry.occupies_any() || counted()) {
+            return;
+        }
         self.clock = self.clock.saturating_add(1);
-        let clock = self.clock;
-        let entry = &mut self.entries[id.0 as usize];
-        let last_use = std::mem::replace(&mut entry.last_use, clock);
+        let mut to = Used { last: self.clock, again: from.last > 0 };
+        if self.counts_requests {
+            to.again |= self.is_back(id, from);
+        }
+        let entry = self.entry_mut(id);
+        entry.set_used(to);
         if entry.is_listed_anywhere() {
-            self.retime(id, last_use, clock);
+            self.retime(id, from, to);
+        }
+    }
+
+    /// A use that is none of a caller's: it does not count where requests do, unless it is the first.
+    #[inline]
+    pub(super) fn touch_in_passing(&mut self, id: EntryId) {
+        if !self.counts_requests || self.entry(id).last_use == 0 {
+            self.touch(id);
+        }
+    }
+
+    /// Tells the policies of a use of what they may have evicted; true where one remembers a block that was in no tier.
+    fn is_back(&mut self, id: EntryId, from: Used) -> bool {
+        let now = self.clock as u32;
+        let Index { entries, policies, hasher, .. } = self;
+        let entry = &mut entries[id.0 as usize];
+        if from.last == 0 {
+            let hash = hasher.hash(&entry.key);
+            return policies.iter_mut().fold(false, |back, policy| policy.returned(hash, now) | back);
+        }
+        for tier in Tier::ALL {
+            if !entry.has(tier, FULL) {
+                let at = std::mem::replace(&mut entry.place_mut(tier).slot, NONE);
+                if at != NONE {
+                    policies[tier as usize].returned_to(at, now, from.again);
+                }
+            }
+        }
+        false
+    }
+
+    /// Tells the policy of an eviction, and leaves word of it where the block can be found.
+    pub(super) fn note_eviction(&mut self, id: EntryId, tier: Tier) {
+        let at = (self.clock as u32).min(NONE - 1);
+        let entry = self.entry(id);
+        let again = entry.used().again;
+        let elsewhere = Tier::ALL.into_iter().any(|other| other != tier && entry.occupies(other));
+        let hash = self.hasher.hash(&entry.key);
+        let policy = &mut self.policies[tier as usize];
+        policy.evicted(again);
+        if !elsewhere {
+            policy.remember(hash, at, again);
         }
     }
 
@@ -23,6 +80,19 @@ impl Index {
     pub fn touch_chain(&mut self, ids: &[EntryId]) {
         for &id in ids.iter().rev() {
             self.touch(id);
+        }
+    }
+
+    /// What is known of the uses of an entry.
+    pub fn used(&self, id: EntryId) -> Used {
+        self.entry(id).used()
+    }
+
+    /// By how many uses [`Rb`](super::Rb) favors what was used again, where it is the policy of `tier`.
+    pub fn head(&self, tier: Tier) -> Option<f64> {
+        match &self.policies[tier as usize] {
+            Policy::Rb(rb) => Some(rb.head()),
+            _ => None,
         }
     }
 
@@ -124,8 +194,11 @@ impl Index {
             return self.delist(id, tier);
         }
         entry.set(tier, LISTED);
-        let (dirty, last_use) = (entry.has(tier, DIRTY), entry.last_use);
-        self.list(tier, dirty).insert(id, last_use);
+        let used = entry.used();
+        match entry.has(tier, DIRTY) {
+            true => self.dirty[tier as usize].insert(id, used),
+            false => self.policies[tier as usize].insert(id, used),
+        }
     }
 
     /// Counts the entry among its parent's held children where it is held in `tier`, and not where it is not.
@@ -164,23 +237,23 @@ impl Index {
             return;
         }
         entry.clear(tier, LISTED);
-        let (dirty, last_use) = (entry.has(tier, DIRTY), entry.last_use);
-        self.list(tier, dirty).remove(id, last_use);
-    }
-
-    /// Tells the lists that the entry is in of a new last use.
-    pub(super) fn retime(&mut self, id: EntryId, from: u64, to: u64) {
-        for tier in Tier::ALL {
-            let entry = self.entry(id);
-            if entry.has(tier, LISTED) {
-                let dirty = entry.has(tier, DIRTY);
-                self.list(tier, dirty).touch(id, from, to);
-            }
+        let used = entry.used();
+        match entry.has(tier, DIRTY) {
+            true => self.dirty[tier as usize].remove(id, used),
+            false => self.policies[tier as usize].remove(id, used),
         }
     }
 
-    #[inline]
-    fn list(&mut self, tier: Tier, dirty: bool) -> &mut dyn EvictionPolicy {
-        if dirty { &mut self.dirty[tier as usize] } else { &mut *self.policies[tier as usize] }
+    /// Tells the lists that the entry is in of a new last use.
+    pub(super) fn retime(&mut self, id: EntryId, from: Used, to: Used) {
+        for tier in Tier::ALL {
+            let entry = self.entry(id);
+            if entry.has(tier, LISTED) {
+                match entry.has(tier, DIRTY) {
+                    true => self.dirty[tier as usize].touch(id, from, to),
+                    false => self.policies[tier as usize].touch(id, from, to),
+                }
+            }
+        }
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{
     EntryId, Index,
-    entry::{DIRTY, FILLING, FULL},
+    entry::{DIRTY, FILLING, FULL, NONE},
 };
 use crate::block::Tier;
 
@@ -78,7 +78,7 @@ impl Index {
         entry.place_mut(tier).slot = slot;
         self.resident[tier as usize] += 1;
         if !demoted {
-            self.touch(id);
+            self.touch_in_passing(id);
         }
         self.relist_all(id);
         true
@@ -128,7 +128,7 @@ impl Index {
             }
             return Unpin { freed, evictable: false };
         }
-        self.touch(id);
+        self.touch_in_passing(id);
         if last {
             self.relist(id, tier);
         }
@@ -146,7 +146,16 @@ impl Index {
     /// If it may not be evicted now. What [`victim`](Self::victim) names may, until the index next changes.
     pub fn evict(&mut self, id: EntryId, tier: Tier) -> u32 {
         assert!(self.may_evict(id, tier), "{:?} may not be evicted from {tier} now", self.entry(id).key);
-        self.free(id, tier)
+        if !self.counts_requests {
+            return self.free(id, tier);
+        }
+        self.note_eviction(id, tier);
+        let slot = self.entry(id).place(tier).slot;
+        self.forget(id, tier);
+        // Elsewhere it is remembered by its entry, which goes now where nothing else needs it.
+        self.entry_mut(id).place_mut(tier).slot = (self.clock as u32).min(NONE - 1);
+        self.collect(id);
+        slot
     }
 
     /// Forgets the copy in `tier` although it may have children there or be dirty: the slot turned out to be corrupt.
@@ -215,7 +224,9 @@ impl Index {
     }
 
     fn clear_place(&mut self, id: EntryId, tier: Tier) {
-        self.entry_mut(id).clear(tier, FILLING | FULL | DIRTY);
+        let entry = self.entry_mut(id);
+        entry.clear(tier, FILLING | FULL | DIRTY);
+        entry.place_mut(tier).slot = NONE;
         // Not held there any more, before the parent counts a child less.
         self.relist(id, tier);
         if let Some(parent) = self.parent(id) {

@@ -1,7 +1,7 @@
 //! What a restart found: entered in any order, put into the order of eviction at the end.
 
 use super::{
-    EntryId, Index,
+    EntryId, EvictionPolicy, Index, Used,
     entry::{FULL, LISTED, NONE},
     radix,
 };
@@ -63,20 +63,20 @@ impl Index {
     /// Its last use was at `last_use`, or is later.
     fn used_at(&mut self, id: EntryId, last_use: u64) {
         let entry = self.entry_mut(id);
-        let from = entry.last_use;
-        let to = from.max(last_use);
-        entry.last_use = to;
+        let from = entry.used();
+        let to = Used { last: from.last.max(last_use), ..from };
+        entry.set_used(to);
         if from != to && entry.is_listed_anywhere() {
             self.retime(id, from, to);
         }
-        self.clock = self.clock.max(to);
+        self.clock = self.clock.max(to.last);
     }
 
     /// The end of recovery: what was restored in `tier` may be evicted from now on, the coldest first. Linear in the
     /// entries.
     pub fn restored(&mut self, tier: Tier) {
         self.tops = Tops::default();
-        let (mut ids, mut last_uses) = (Vec::new(), Vec::new());
+        let (mut ids, mut last_uses, mut again) = (Vec::new(), Vec::new(), Vec::new());
         for (id, entry) in &mut self.entries {
             if entry.is_last_resort(tier) {
                 self.last_resort[tier as usize].insert(id as u32);
@@ -85,10 +85,12 @@ impl Index {
                 entry.set(tier, LISTED);
                 ids.push(id as u32);
                 last_uses.push(entry.last_use);
+                again.push(entry.used().again);
             }
         }
         let order = radix::order(&last_uses);
-        let mut coldest_first = order.iter().map(|&at| (EntryId(ids[at as usize]), last_uses[at as usize]));
+        let used = |at: usize| Used { last: last_uses[at], again: again[at] };
+        let mut coldest_first = order.iter().map(|&at| (EntryId(ids[at as usize]), used(at as usize)));
         self.policies[tier as usize].fill(&mut coldest_first);
     }
 

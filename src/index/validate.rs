@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{
-    EntryId, EvictionPolicy, Index,
+    EntryId, EvictionPolicy, Index, Policy,
     entry::{DIRTY, Entry, FILLING, FULL, HELD, LISTED, NONE},
 };
 use crate::block::Tier;
@@ -108,6 +108,12 @@ impl Index {
             ensure!(self.dirty[at].contains(id, entry.last_use), "not in the dirty list");
             counts.dirty[at] += 1;
         } else if listed {
+            let in_list = match &self.policies[at] {
+                Policy::Lru(lru) => lru.contains(id, entry.last_use),
+                Policy::Rb(rb) => rb.contains(id, entry.used()),
+                Policy::Other(_) => true,
+            };
+            ensure!(in_list, "not in the eviction list");
             counts.evictable[at] += 1;
         }
         Ok(())
@@ -120,6 +126,9 @@ impl Index {
             ensure!(counts.resident[at] == self.resident[at], "{tier}: resident {}", self.resident[at]);
             ensure!(counts.evictable[at] == evictable, "{tier}: {evictable} in the eviction list");
             ensure!(counts.dirty[at] == dirty, "{tier}: {dirty} in the dirty list");
+            if let Policy::Rb(rb) = &self.policies[at] {
+                rb.validate().map_err(|what| format!("{tier}: {what}"))?;
+            }
             let last_resort = self.last_resort[at].len();
             ensure!(counts.last_resort[at] == last_resort, "{tier}: {last_resort} last resorts");
             self.last_resort[at].validate().map_err(|what| format!("{tier}: last resorts: {what}"))?;

@@ -102,6 +102,16 @@ impl From<Policy> for WritePolicy {
 #[derive(Clone, Copy, ValueEnum)]
 pub enum Eviction {
     Lru,
+    Rb,
+}
+
+impl From<Eviction> for kvhoist::Eviction {
+    fn from(eviction: Eviction) -> Self {
+        match eviction {
+            Eviction::Lru => kvhoist::Eviction::Lru,
+            Eviction::Rb => kvhoist::Eviction::Rb,
+        }
+    }
 }
 
 /// [`StorageKind`] as a flag.

@@ -114,6 +114,7 @@ fn settings(args: &Args) -> Result<(Config, Option<TempDir>), Failure> {
         disks: if args.disk_blocks == 0 { Vec::new() } else { disks.collect() },
         namespace: "replay".into(),
         write_policy: args.write_policy.into(),
+        eviction_policy: args.policy.into(),
         storage: args.storage.into(),
         direct_io: args.direct_io.into(),
         ..Config::default()

@@ -5,13 +5,15 @@ mod model;
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     BlockKey, Tier,
-    index::{EntryId, Index},
+    index::{EntryId, Index, Policy, Rb},
 };
 use model::{Copy, Model};
 
 /// Operations of one input at most: every one of them is followed by a look at everything.
 const OPS_MAX: usize = 256;
 const KEYS: u8 = 20;
+/// Slots that RB is told of: so few that its ghosts are forgotten.
+const SLOTS: u32 = 4;
 
 #[derive(Debug, Arbitrary)]
 enum Op {
@@ -88,7 +90,11 @@ struct Record {
 pub fn run(data: &[u8]) {
     let mut input = Unstructured::new(data);
     let Ok(seed) = input.arbitrary::<u64>() else { return };
-    let mut pair = Pair { index: Index::new(seed), model: Model::default(), slots: 0 };
+    let index = match seed % 2 {
+        0 => Index::new(seed),
+        _ => Index::with_policies(seed, |_| Policy::Rb(Box::new(Rb::new(SLOTS)))),
+    };
+    let mut pair = Pair { index, model: Model::new(seed % 2 == 1, SLOTS as usize), slots: 0 };
     for _ in 0..OPS_MAX {
         if input.is_empty() {
             break;
@@ -220,6 +226,10 @@ impl Pair {
 
     fn touch_chain(&mut self, from: u8, len: u8) {
         let keys: Vec<BlockKey> = (from..from.saturating_add(len % KEYS)).map(|key| block_key(key % KEYS)).collect();
+        if len >= 128 {
+            self.index.begin_request(keys.len());
+            self.model.begin_request(keys.len());
+        }
         let found = self.index.match_prefix(&keys);
         let resident = |key: &&BlockKey| self.model.resident(key.as_bytes()[0]).is_some();
         let expected: Vec<usize> =
@@ -274,6 +284,7 @@ impl Pair {
             assert_eq!(index.key(id), block_key(entity.key));
             assert_eq!(index.parent_key(id), model.parent_key(at).map(block_key), "parent of {}", entity.key);
             assert_eq!((index.hits(id), index.last_use(id)), (entity.hits, entity.last_use));
+            assert!(index.used(id).again == entity.again || !model.counts_requests(), "uses of {}", entity.key);
             assert_eq!(index.best_tier(id), model.best_tier(at).filter(|_| !entity.removed));
             for tier in Tier::ALL {
                 let (slot, pins, dirty) = match entity.copies[tier as usize] {
@@ -294,11 +305,25 @@ impl Pair {
                 "{tier}"
             );
             match evictable.is_empty() {
+                false if model.counts_requests() => self.colder_front(tier, &evictable),
                 false => self.coldest(index.victim(tier), &evictable),
                 true => self.last_resort(tier),
             }
             self.coldest(index.demotable(tier), &demotable);
         }
+    }
+
+    /// The choice is the coldest of its class, and colder than the other class, as far as that one is favored.
+    fn colder_front(&self, tier: Tier, among: &[usize]) {
+        let (again, once): (Vec<usize>, Vec<usize>) = among.iter().partition(|&&at| self.model.entity(at).again);
+        let head = self.index.head(tier).expect("it is RB");
+        let last_use = |at: &usize| self.model.entity(*at).last_use as f64;
+        let coldest = |of: &[usize]| of.iter().map(last_use).min_by(f64::total_cmp);
+        let goes_once = match (coldest(&once), coldest(&again)) {
+            (Some(once), Some(again)) => once <= again + head,
+            (once, _) => once.is_some(),
+        };
+        self.coldest(self.index.victim(tier), if goes_once { &once } else { &again });
     }
 
     /// Where no leaf may go, what is above held ones does, and there is such a one unless all are held.

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvhoist::{
-    Config, DiskPath, Layout, WritePolicy,
+    Config, DiskPath, Eviction, Layout, WritePolicy,
     io::IO_ALIGN,
     sim::{FaultRates, Rng},
 };
@@ -142,7 +142,9 @@ impl Plan {
         let level = pick(&mut rng, &[Level::Calm, Level::Crashes, Level::Errors, Level::Errors, Level::Lies]);
         let (rates, copy_failure) = rates(&mut rng, level);
         let straight = (STRAIGHT_SEEDS..LAYERED_SEEDS).contains(&seed);
-        let config = Config { bypass_host: straight, ..config(&mut rng, level) };
+        // By a bit of its own, so that older seeds draw what they drew.
+        let eviction_policy = pick(&mut Rng::new(seed ^ 0xe71c_0000_0000_0000), &[Eviction::Lru, Eviction::Rb]);
+        let config = Config { bypass_host: straight, eviction_policy, ..config(&mut rng, level) };
         let (memory_align_bytes, memory_shift) = if straight { alignment(seed) } else { (IO_ALIGN, 0) };
         let slots = config.disk_blocks().max(u64::from(config.host_blocks));
         // Half of the runs have room for all.

@@ -20,6 +20,8 @@ pub struct Entity {
     pub removed: bool,
     pub copies: [Copy; Tier::COUNT],
     pub last_use: u64,
+    /// It was used before its last use too.
+    pub again: bool,
     pub hits: u8,
 }
 
@@ -30,9 +32,25 @@ pub struct Model {
     live: BTreeMap<u8, usize>,
     created: usize,
     clock: u64,
+    /// Of policies that count requests: how many evictions a tier remembers, and which.
+    requests: Option<usize>,
+    request: std::ops::Range<u64>,
+    ghosts: [Vec<Option<u8>>; Tier::COUNT],
 }
 
 impl Model {
+    pub fn new(counts_requests: bool, slots: usize) -> Self {
+        Model { requests: counts_requests.then_some(2 * slots), ..Model::default() }
+    }
+
+    pub fn counts_requests(&self) -> bool {
+        self.requests.is_some()
+    }
+
+    pub fn begin_request(&mut self, blocks: usize) {
+        self.request = self.clock..self.clock + 2 * blocks as u64;
+    }
+
     pub fn entity(&self, at: usize) -> &Entity {
         &self.entities[&at]
     }
@@ -150,7 +168,8 @@ impl Model {
         let at = self.created;
         self.created += 1;
         let copies = [Copy::None; Tier::COUNT];
-        let entity = Entity { key, id: id(key), parent: None, removed: false, copies, last_use: 0, hits: 0 };
+        let entity =
+            Entity { key, id: id(key), parent: None, removed: false, copies, last_use: 0, again: false, hits: 0 };
         self.entities.insert(at, entity);
         self.live.insert(key, at);
         at
@@ -182,6 +201,9 @@ impl Model {
         for (at, entity) in &mut self.entities {
             if is_empty(entity) && Some(*at) != kept {
                 entity.parent = None;
+                if self.requests.is_some() {
+                    (entity.last_use, entity.again) = (0, false);
+                }
             }
         }
         let named: BTreeSet<usize> = self.entities.values().filter_map(|entity| entity.parent).collect();
@@ -206,7 +228,7 @@ impl Model {
         let demoted = self.best_tier(at).is_some_and(|best| best < tier);
         self.set(at, tier, Copy::Full { slot, pins: 0, dirty: false });
         if !demoted {
-            self.touch(at);
+            self.touch_in_passing(at);
         }
         true
     }
@@ -237,7 +259,7 @@ impl Model {
         let last = *pins == 0;
         let slot = *slot;
         if !removed {
-            self.touch(at);
+            self.touch_in_passing(at);
             let may_go = self.evictable(tier).contains(&at) || self.last_resorts(tier).contains(&at);
             return (None, may_go);
         }
@@ -248,8 +270,36 @@ impl Model {
     }
 
     pub fn touch(&mut self, at: usize) {
+        let Entity { last_use, key, .. } = *self.entity(at);
+        let is_ghost = self.entity(at).copies == [Copy::None; Tier::COUNT];
+        let counted = self.request.contains(&self.clock) && last_use > self.request.start;
+        if self.counts_requests() && (is_ghost || counted) {
+            return;
+        }
         self.clock += 1;
-        self.entity_mut(at).last_use = self.clock;
+        let again = last_use > 0 || Tier::ALL.map(|tier| self.take_ghost(key, tier)).contains(&true);
+        let clock = self.clock;
+        let entity = self.entity_mut(at);
+        (entity.last_use, entity.again) = (clock, again);
+    }
+
+    fn touch_in_passing(&mut self, at: usize) {
+        if !self.counts_requests() || self.entity(at).last_use == 0 {
+            self.touch(at);
+        }
+    }
+
+    fn take_ghost(&mut self, key: u8, tier: Tier) -> bool {
+        let found = self.ghosts[tier as usize].iter_mut().find(|ghost| **ghost == Some(key));
+        found.is_some_and(|ghost| ghost.take().is_some())
+    }
+
+    fn remember(&mut self, key: u8, tier: Tier) {
+        let Some(room) = self.requests else { return };
+        self.take_ghost(key, tier);
+        let ghosts = &mut self.ghosts[tier as usize];
+        ghosts.push(Some(key));
+        ghosts.drain(..ghosts.len().saturating_sub(room));
     }
 
     pub fn hit(&mut self, at: usize) -> u8 {
@@ -269,6 +319,10 @@ impl Model {
 
     pub fn evict(&mut self, at: usize, tier: Tier) -> Option<u32> {
         assert!(self.evictable(tier).contains(&at) || self.last_resorts(tier).contains(&at));
+        let elsewhere = Tier::ALL.into_iter().any(|other| other != tier && self.copy(at, other) != Copy::None);
+        if !elsewhere {
+            self.remember(self.entity(at).key, tier);
+        }
         self.drop_copy(at, tier)
     }
 

@@ -1,0 +1,130 @@
+//! Hit ratios of the eviction policies: on a made workload always, on recorded traces where `KVHOIST_TRACE` names one.
+
+mod common;
+
+use std::collections::HashSet;
+
+use common::{Rng, key};
+use kvhoist::{
+    BlockKey, Tier,
+    index::{EvictionPolicy as _, Index, Lru, Policy, Rb},
+};
+
+/// One tier of the index alone, in which every missing block of a request is stored.
+struct Tiered {
+    index: Index,
+    slots: usize,
+    next_slot: u32,
+    hits: u64,
+    uses: u64,
+}
+
+impl Tiered {
+    fn new(policy: Policy, slots: usize) -> Self {
+        let mut policy = Some(policy);
+        let index = Index::with_policies(1, |tier| match tier {
+            Tier::Disk => policy.take().expect("there is one disk tier"),
+            _ => Policy::Lru(Lru::new()),
+        });
+        Tiered { index, slots, next_slot: 0, hits: 0, uses: 0 }
+    }
+
+    fn request(&mut self, chain: &[BlockKey]) {
+        let found = self.index.match_prefix(chain);
+        self.index.begin_request(chain.len());
+        self.index.touch_chain(found.ids());
+        self.hits += found.len() as u64;
+        self.uses += chain.len() as u64;
+        // What the request has is held while the rest comes, as by the request's leases.
+        let mut held = Vec::new();
+        for &id in found.ids() {
+            self.index.pin(id, Tier::Disk).expect("resident");
+            held.push(id);
+        }
+        for at in found.len()..chain.len() {
+            if self.index.resident(Tier::Disk) == self.slots {
+                let Some(victim) = self.index.victim(Tier::Disk) else { break };
+                self.index.evict(victim, Tier::Disk);
+            }
+            let id = self.index.insert(chain[at], at.checked_sub(1).map(|parent| chain[parent]));
+            if !self.index.begin_fill(id, Tier::Disk) {
+                // It was left over behind a gap.
+                continue;
+            }
+            self.next_slot += 1;
+            assert!(self.index.complete_fill(id, Tier::Disk, self.next_slot));
+            self.index.pin(id, Tier::Disk).expect("resident");
+            held.push(id);
+        }
+        for id in held.into_iter().rev() {
+            let _ = self.index.unpin(id, Tier::Disk);
+        }
+    }
+
+    fn ratio(&self) -> f64 {
+        self.hits as f64 / self.uses as f64
+    }
+}
+
+fn ratios(trace: &[Vec<BlockKey>], slots: usize) -> [f64; 2] {
+    [Policy::Lru(Lru::new()), Policy::Rb(Box::new(Rb::new(slots as u32)))].map(|policy| {
+        assert!(policy.is_empty());
+        let mut tier = Tiered::new(policy, slots);
+        trace.iter().for_each(|chain| tier.request(chain));
+        tier.index.validate().unwrap_or_else(|what| panic!("{what}"));
+        tier.ratio()
+    })
+}
+
+/// Conversations that go on and come back, among prompts that never do.
+fn workload() -> Vec<Vec<BlockKey>> {
+    let mut rng = Rng(7);
+    let mut lengths = vec![4u64; 40];
+    let mut scans = 0;
+    let mut trace = Vec::new();
+    for _ in 0..3000 {
+        if rng.below(3) > 0 {
+            scans += 1;
+            trace.push((0..20).map(|n| key(1_000_000 + scans * 20 + n)).collect());
+            continue;
+        }
+        let user = rng.below(40);
+        let length = &mut lengths[user as usize];
+        *length = if *length > 24 { 4 } else { *length + 2 };
+        trace.push((0..*length).map(|n| key(user * 1000 + n)).collect());
+    }
+    trace
+}
+
+#[test]
+fn what_is_used_again_survives_what_never_is() {
+    let trace = workload();
+    for slots in [200, 400] {
+        let [lru, rb] = ratios(&trace, slots);
+        println!("{slots} slots: LRU {lru:.4}, RB {rb:.4}");
+        assert!(rb > lru * 1.3, "{slots} slots: LRU {lru:.4}, RB {rb:.4}");
+    }
+}
+
+/// `KVHOIST_TRACE` is a file of requests, a JSON object with `hash_ids` a line; `KVHOIST_SLOTS` are numbers of slots.
+#[test]
+fn on_a_recorded_trace() {
+    let Ok(path) = std::env::var("KVHOIST_TRACE") else {
+        println!("SKIPPED: KVHOIST_TRACE names no trace");
+        return;
+    };
+    let text = std::fs::read_to_string(path).expect("the trace can be read");
+    let ids = |line: &str| -> Vec<BlockKey> {
+        let list =
+            line.split("\"hash_ids\":").nth(1).and_then(|rest| rest.split(&['[', ']']).nth(1)).expect("hash_ids");
+        list.split(',').filter(|id| !id.trim().is_empty()).map(|id| key(id.trim().parse().expect("a number"))).collect()
+    };
+    let trace: Vec<_> = text.lines().map(ids).collect();
+    let distinct: HashSet<_> = trace.iter().flatten().collect();
+    let slots = std::env::var("KVHOIST_SLOTS").unwrap_or_else(|_| "1827,3655,9139,18279,36558,73116".into());
+    println!("{} requests, {} distinct blocks", trace.len(), distinct.len());
+    for slots in slots.split(',').map(|slots| slots.parse().expect("a number")) {
+        let [lru, rb] = ratios(&trace, slots);
+        println!("{slots} slots: LRU {lru:.4}, RB {rb:.4}");
+    }
+}
