@@ -5,9 +5,9 @@
 //!                                  [--drives N]... [--rounds N] [--workers N]
 //!
 //! A PATH is a block device, whose content is lost, or a directory; without one a temporary directory plays a single
-//! drive. For each number of drives (1, 2, 4, .. up to all of them) and each block size, a table: threads alone, threads
-//! that also take the checksum, and the cache with one caller and with four. Every byte that the cache serves is verified by its
-//! checksum within the measured time, and by stamps after it.
+//! drive. For each number of drives (1, 2, 4, .. up to all of them) and each block size, a table: threads alone,
+//! threads that also take the checksum, and the cache with one caller and with four. Every byte that the cache serves
+//! is verified by its checksum within the measured time, and by stamps after it.
 
 use std::{
     env,

@@ -1,9 +1,9 @@
 //! Whether this is the process that a value was made in.
 //!
-//! A forked child has copies of this process's values, and not what stands behind them: the reactor's thread, memory that
-//! is not inherited, what a device knows of this process. Where the parent's memory lies a child may have memory of its
-//! own, and a lock that another thread held at the fork is held for ever. So a value that is dropped in a child is left
-//! as it is.
+//! A forked child has copies of this process's values, and not what stands behind them: the reactor's thread, memory
+//! that is not inherited, what a device knows of this process. Where the parent's memory lies a child may have memory
+//! of its own, and a lock that another thread held at the fork is held for ever. So a value that is dropped in a child
+//! is left as it is.
 
 use std::{
     mem::ManuallyDrop,
@@ -30,7 +30,8 @@ impl Home {
             let refused = unsafe { libc::pthread_atfork(None, None, Some(forked)) };
             if refused != 0 {
                 let error = std::io::Error::from_raw_os_error(refused);
-                tracing::warn!(%error, "forks of this process are not noticed: a forked child must end without dropping caches");
+                let advice = "a forked child must end without dropping caches";
+                tracing::warn!(%error, "forks of this process are not noticed: {advice}");
             }
         });
         Home(FORKS.load(Ordering::Relaxed))
@@ -42,6 +43,8 @@ impl Home {
     }
 }
 
+/// # Safety
+/// None is needed: it adds to an atomic, which a forked child of many threads may do. Unsafe by its type only.
 unsafe extern "C" fn forked() {
     FORKS.fetch_add(1, Ordering::Relaxed);
 }

@@ -199,8 +199,8 @@ impl Workers {
         }
     }
 
-    /// Runs `work` on so many bytes on a worker. `None` where there is none, and where it panicked: `work` is gone then,
-    /// with what it owned, and nothing of it runs any longer.
+    /// Runs `work` on so many bytes on a worker. `None` where there is none, and where it panicked: `work` is gone
+    /// then, with what it owned, and nothing of it runs any longer.
     ///
     /// Dropping the future does not stop the work: `work` owns what it touches.
     pub(crate) async fn run<T: Send + 'static>(

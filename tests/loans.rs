@@ -1,4 +1,5 @@
-//! Memory that is lent for a call: as many ranges as there are, overlapping or not, and given back when nothing uses it.
+//! Memory that is lent for a call: as many ranges as there are, overlapping or not, and given back when nothing uses
+//! it.
 
 use kvhoist::{BlockKey, Cache, Error, Segment, block_on};
 

@@ -334,9 +334,9 @@ impl Cache {
     /// [`Error::Refused`] if the disk did not take blocks and no store has returned that error: write-backs, and writes
     /// whose store was dropped. They are not tried again, and not reported again: store them anew.
     ///
-    /// [`Error::Io`] if records could not be written (the next sync tries again) or a flush failed. After a failed flush
-    /// every later sync, and the close, fails too: the kernel does not try again what it could not write, so nobody can
-    /// tell what survives a power cut. Reads go on; open the cache anew to sync again.
+    /// [`Error::Io`] if records could not be written (the next sync tries again) or a flush failed. After a failed
+    /// flush every later sync, and the close, fails too: the kernel does not try again what it could not write, so
+    /// nobody can tell what survives a power cut. Reads go on; open the cache anew to sync again.
     ///
     /// [`Error::Timeout`] past [`Config::deadline_ms`] (what was begun goes on), [`Error::Closed`].
     ///
@@ -350,9 +350,9 @@ impl Cache {
 
     /// Finishes what is under way, writes what is dirty, flushes, and releases the files.
     ///
-    /// Calls on other handles fail with [`Error::Closed`] from now on. Leases stay valid. However many callers close the
-    /// cache, and whenever they do, each waits until it has ended and gets the same result: registered memory may be
-    /// reused after any of them.
+    /// Calls on other handles fail with [`Error::Closed`] from now on. Leases stay valid. However many callers close
+    /// the cache, and whenever they do, each waits until it has ended and gets the same result: registered memory may
+    /// be reused after any of them.
     ///
     /// # Errors
     /// As [`sync`](Cache::sync); the cache is closed all the same.

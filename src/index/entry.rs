@@ -170,7 +170,8 @@ impl Entry {
         self.occupies(tier) && !self.may_go(tier)
     }
 
-    /// True where the copy in `tier` could go, and of its children there every one is held: what goes where no leaf can.
+    /// True where the copy in `tier` could go, and of its children there every one is held: what goes where no leaf
+    /// can.
     #[inline]
     pub(super) fn is_last_resort(&self, tier: Tier) -> bool {
         let place = self.place(tier);

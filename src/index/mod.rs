@@ -12,10 +12,10 @@
 //! that is resident nowhere and exists because a child names it. An entry goes, and its id with it,
 //! as soon as it has no slot in any tier, no fill is under way and no other entry names it as its
 //! parent. A ghost names no parent itself: whoever stores the block again says it anew. So there are never more
-//! ghosts than blocks that are resident or being filled, and none takes a row of others with it. So an id is good while one of these holds or, after `insert` or
-//! [`find`](Index::find), until the next call that takes something away. Whoever keeps an id for
-//! longer (a lease, a movement) keeps a pin or a fill. The methods panic on an id that is not good, or
-//! where its number was given out anew answer for another entry: that is a bug of the caller, which
+//! ghosts than blocks that are resident or being filled, and none takes a row of others with it. So an id is good while
+//! one of these holds or, after `insert` or [`find`](Index::find), until the next call that takes something away.
+//! Whoever keeps an id for longer (a lease, a movement) keeps a pin or a fill. The methods panic on an id that is not
+//! good, or where its number was given out anew answer for another entry: that is a bug of the caller, which
 //! no key and no file can cause.
 //!
 //! [`remove`](Index::remove) takes an entry out of the map at once. What is pinned or filling then

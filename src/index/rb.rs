@@ -1,10 +1,10 @@
 //! RB-LRU: two lists by last use, and a head start that moves until both are regretted equally often.
 //!
 //! Blocks that were used in one request only and blocks that were used again are kept in lists of their own. The victim
-//! is the colder of the two fronts, where what was used again counts as used `head` later than it was. Every eviction is
-//! a bet; a block that is asked for again within as many uses as the tier has slots is a *regret*. `head` grows while
-//! evictions of what was used again are regretted more often than the others, and shrinks in the opposite case: where
-//! both are equal, so is what a slot brings in each list. There is no other parameter that follows the load.
+//! is the colder of the two fronts, where what was used again counts as used `head` later than it was. Every eviction
+//! is a bet; a block that is asked for again within as many uses as the tier has slots is a *regret*. `head` grows
+//! while evictions of what was used again are regretted more often than the others, and shrinks in the opposite case:
+//! where both are equal, so is what a slot brings in each list. There is no other parameter that follows the load.
 
 use super::{EntryId, EvictionPolicy, Lru, Used, ghosts::Ghosts};
 

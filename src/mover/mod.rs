@@ -87,8 +87,8 @@ pub(crate) enum Urgent {
     GiveBack { region: RegionUse },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice(DeviceRead),
-    /// Finish what is under way, write what is dirty, flush, and end. Whoever asks waits for the end itself, and need not
-    /// wait for room in the channel to ask.
+    /// Finish what is under way, write what is dirty, flush, and end. Whoever asks waits for the end itself, and need
+    /// not wait for room in the channel to ask.
     Close,
 }
 

@@ -477,8 +477,8 @@ impl Shared {
                     ?path,
                     slot,
                     why,
-                    "a block on disk was given up and its slot quarantined; the next ones of this path are counted, and \
-                     told at level DEBUG"
+                    "a block on disk was given up and its slot quarantined; the next ones of this path are counted, \
+                     and logged at level DEBUG"
                 );
             }
             _ => tracing::debug!(slot, why, "a block on disk was given up and its slot quarantined"),

@@ -1,7 +1,7 @@
 //! Blocks that were stored, that the disk tier did not take, and whose callers were not told.
 //!
-//! Writes that nobody awaits fail like any other: write-backs, and writes whose store was dropped. Such a block is noted
-//! here until it is written after all, is removed, or a `sync` or the `close` has reported it.
+//! Writes that nobody awaits fail like any other: write-backs, and writes whose store was dropped. Such a block is
+//! noted here until it is written after all, is removed, or a `sync` or the `close` has reported it.
 
 use std::collections::BTreeSet;
 

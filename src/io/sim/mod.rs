@@ -146,8 +146,8 @@ impl Sim {
         self.0.borrow_mut().crash()
     }
 
-    /// Ends the simulation: what readers would see of the files, or with a `power_cut` what [`crash`](Self::crash) says.
-    /// Takes the files instead of copying them; operations that are in flight must be polled no more.
+    /// Ends the simulation: what readers would see of the files, or with a `power_cut` what [`crash`](Self::crash)
+    /// says. Takes the files instead of copying them; operations that are in flight must be polled no more.
     pub fn end(&self, power_cut: bool) -> Vec<Vec<u8>> {
         self.0.borrow_mut().end(power_cut)
     }

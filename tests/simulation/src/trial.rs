@@ -1,5 +1,5 @@
-//! Situations that calls drawn one by one reach too seldom. Seeds from [`TRIAL_SEEDS`] on are runs of one of them: a run
-//! as any other seed makes it, bent by draws of its own. Those from [`PROMPT_SEEDS`] on are [`Trial::PromptReads`].
+//! Situations that calls drawn one by one reach too seldom. Seeds from [`TRIAL_SEEDS`] on are runs of one of them: a
+//! run as any other seed makes it, bent by draws of its own. Those from [`PROMPT_SEEDS`] on are [`Trial::PromptReads`].
 
 use std::time::Duration;
 

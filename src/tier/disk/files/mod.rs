@@ -213,8 +213,8 @@ impl Opening {
         Ok(())
     }
 
-    /// A creation clears the record table before it writes the first superblock. Records behind superblocks that look as
-    /// a creation leaves them when it is cut off are those of a store whose superblocks are damaged.
+    /// A creation clears the record table before it writes the first superblock. Records behind superblocks that look
+    /// as a creation leaves them when it is cut off are those of a store whose superblocks are damaged.
     fn check_no_records(&self, table_bytes: u64) -> Result<()> {
         if is_zero(&self.head) {
             return Ok(());
