@@ -61,8 +61,7 @@ impl Shared {
 
     /// The caller of a store has its error. Not before it takes that: the answer may be dropped on its way.
     pub(crate) fn told(&self, key: &BlockKey, error: &Error) {
-        // After a timeout the write may fail yet.
-        if !error.is_transient() {
+        if says_refused(error) {
             self.lock().refusals.forget(key);
         }
     }
@@ -75,9 +74,23 @@ impl Shared {
     }
 }
 
+/// True for what the disk's refusal of a block looks like to the caller of its store. A store that failed for another
+/// reason (it timed out, the cache was closed, a copy failed) says nothing of the block that an earlier store left.
+fn says_refused(error: &Error) -> bool {
+    matches!(error, Error::Io { .. } | Error::Refused { .. } | Error::Unavailable { .. })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_the_refusal_itself_tells_of_a_refusal() {
+        let io = Error::io("write", "a store", std::io::ErrorKind::StorageFull.into());
+        assert!(says_refused(&io) && says_refused(&Error::Refused { reason: "read-only".into() }));
+        let copy = Error::Copy { engine: "memcpy", reason: "a reason".into() };
+        assert!(!says_refused(&Error::Closed) && !says_refused(&copy));
+    }
 
     fn key(n: u32) -> BlockKey {
         let mut bytes = [0; 32];
