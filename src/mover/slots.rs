@@ -62,11 +62,6 @@ impl Queue {
         self.awaited.len() + self.background.len()
     }
 
-    /// True where a new request would be first.
-    fn is_first(&self, urgency: Urgency) -> bool {
-        self.awaited.is_empty() && (urgency == Urgency::Awaited || self.background.is_empty())
-    }
-
     fn pop(&mut self) -> Option<Request> {
         let first = self.awaited.pop_first().or_else(|| self.background.pop_first());
         first.map(|(_, request)| request)
@@ -181,9 +176,8 @@ impl Shared {
                 Tier::Disk => state.holder_urgency(purpose),
                 Tier::Device | Tier::Host => state.urgency(purpose),
             };
-            if state.slot_requests.tiers[tier as usize].is_first(urgency)
-                && let Some(slot) = self.take_slot(&mut state, tier)
-            {
+            // While a request waits there is none to take: the last unlock would have granted it.
+            if let Some(slot) = self.take_slot(&mut state, tier) {
                 return Ok(Filling::new(self, tier, slot));
             }
             state.check_may_wait(tier)?;
@@ -213,13 +207,10 @@ impl Shared {
         }
     }
 
-    /// A slot of `tier` that is nobody's, if it can be had at once and nobody waits for one.
+    /// A slot of `tier` that is nobody's, if it can be had at once.
     pub(super) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
         let mut state = self.lock();
         state.check_service(tier).ok()?;
-        if state.has_waiters(tier) {
-            return None;
-        }
         let slot = self.take_slot(&mut state, tier)?;
         Some(Filling::new(self, tier, slot))
     }

@@ -12,7 +12,7 @@ use kvhoist::{
     BlockKey, Cache, Config, DiskPath, Error, HeldSlots,
     sim::{self, Reactor, Sim, SimOptions, Simulated, World},
 };
-use tokio::task::{spawn_local, yield_now};
+use tokio::task::spawn_local;
 
 const BLOCK_BYTES: usize = 4096;
 const DEADLINE: Duration = Duration::from_millis(400);
@@ -86,15 +86,18 @@ fn a_waker_that_panics_leaves_other_callers_their_answers() {
 fn a_waker_that_panics_does_not_end_the_movement_that_frees_its_slot() {
     sim::block_on(async {
         let (cache, reactor) = open(config(1)).await;
-        assert_eq!(cache.prefetch(&[key(0)]).expect("open"), 1);
-        yield_now().await;
-        // The only slot is being filled, and comes free when the prefetch ends.
+        let storing = cache.clone();
+        let stored = spawn_local(async move { storing.store(&key(9), None, &[9; BLOCK_BYTES]).await });
+        tokio::time::sleep(Duration::from_micros(500)).await;
+        // The only slot is being written to disk, and comes free when the write ends.
         let mut theirs = Box::pin(cache.reserve());
         assert!(poll_with(theirs.as_mut(), &Waker::from(Arc::new(Panics))).is_pending());
         tokio::time::sleep(Duration::from_millis(5)).await;
+        let stored = tokio::time::timeout(DEADLINE * 2, stored).await.expect("the flight lands");
+        stored.expect("no panic").expect("the write has landed");
         drop(theirs.await.expect("its slot is there all the same"));
-        let lease = cache.fetch(&key(0)).await.expect("the flight has landed").expect("stored");
-        assert!(*lease == [0; BLOCK_BYTES]);
+        let lease = cache.fetch(&key(9)).await.expect("served").expect("stored");
+        assert!(*lease == [9; BLOCK_BYTES]);
         drop(lease);
         finish(cache, reactor).await;
     });
