@@ -82,8 +82,7 @@ class Cache:
         """The bytes of a block, or None."""
     def prefetch(self, keys: Sequence[Key]) -> int:
         """Begins to bring blocks into host memory; returns how many movements it began."""
-    def remove(self, key: Key) -> bool:
-        """Forgets a block in every tier; True if it was resident."""
+    def remove(self, key: Key, durable: bool) -> bool: ...
     def sync(self) -> None:
         """Returns when all that was stored before is written and flushed."""
     def stats(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import weakref
 from collections import deque
@@ -203,6 +204,17 @@ class Cache(_native.Cache):
         """``store`` with the segments of all blocks in two flat lists, equally many for each key."""
         return super().store_pages(keys, addresses, sizes, parent, errors)
 
+    def remove(self, key: str | bytes, *, durable: bool = False) -> bool:
+        """Forgets a block in every tier; True if it was resident.
+
+        Returned, the removal survives the end of the process. A power cut may undo it until a `sync` has followed, or
+        with ``durable``, which flushes the disks: for several blocks it is enough to remove the last one durably.
+
+        Raises IoError where its record on disk could not be cleared, or the flush failed, and DeadlineError where that
+        takes too long. The block is forgotten all the same, but it may be back at the next start.
+        """
+        return super().remove(key, bool(durable))
+
     def queue(self, depth: int = 1024) -> _native.Queue:
         """A queue of at most ``depth`` submissions that are not drained yet: submit, ``event_fd``, drain."""
         return super().queue(depth)
@@ -224,6 +236,11 @@ class Cache(_native.Cache):
     ) -> list:
         """``store`` for coroutines. Cancelled, the stores go on: the memory must not change until ``sync`` or later."""
         return _raised(await self._loop().submit(lambda queue: queue.submit_store(keys, blocks, parent)))
+
+    async def remove_async(self, key: str | bytes, *, durable: bool = False) -> bool:
+        """``remove`` for coroutines, on a thread of the loop's executor. Cancelled, the removal goes on."""
+        remove = functools.partial(self.remove, key, durable=durable)
+        return await asyncio.get_running_loop().run_in_executor(None, remove)
 
     def _loop(self) -> "_LoopFace":
         loop = asyncio.get_running_loop()

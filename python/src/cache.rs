@@ -245,9 +245,12 @@ impl PyCache {
         py.detach(|| cache.prefetch(&keys)).map_err(|error| errors::to_python(py, &error))
     }
 
-    fn remove(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
+    fn remove(&self, py: Python<'_>, key: &Bound<'_, PyAny>, durable: bool) -> PyResult<bool> {
         let (cache, key) = (self.use_it(py)?, keys::one(key)?);
-        wait::interruptible(py, cache.remove(&key))?.map_err(|error| errors::to_python(py, &error))
+        let removed = wait::interruptible(py, async {
+            if durable { cache.remove_durably(&key).await } else { cache.remove(&key).await }
+        });
+        removed?.map_err(|error| errors::to_python(py, &error))
     }
 
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
