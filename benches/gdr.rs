@@ -24,7 +24,8 @@ use kvhoist::{
         CopyBatch, CopyEngine, CopyOp, Direction,
         gdr::{GdrCopy, GdrMemory, GdrOptions},
     },
-    tier::{arena::Arena, device::DevicePool},
+    memory::Arena,
+    tier::device::DevicePool,
 };
 
 /// Bytes of a work request.

@@ -13,14 +13,17 @@ mod cache;
 pub mod checksum;
 pub mod config;
 pub mod copy;
+mod device;
 pub mod error;
 mod fork;
 pub mod gpu;
 pub mod index;
 pub mod io;
+pub mod memory;
 mod metrics;
 mod mover;
 pub mod rdma;
+mod runtime;
 mod shield;
 pub mod store;
 mod sync;
@@ -36,7 +39,8 @@ pub use cache::{
     RouteStats, Stats, TierStats,
 };
 pub use config::{
-    Config, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, GdrMode, StorageKind, WritePolicy,
+    Config, CopyMethod, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, GdrMode, StorageKind,
+    WritePolicy,
 };
 pub use error::{Error, HeldSlots, Result};
 pub use index::PrefixMatch;

@@ -20,7 +20,7 @@ use kvhoist::{
         cuda::{CudaCopy, CudaCopyOptions},
     },
     gpu::{DeviceBuffer, Gpu, HostPin},
-    tier::{arena::Arena, device::DeviceMemory},
+    memory::{Arena, DeviceMemory},
 };
 use kvhoist_bench_kit::{
     drive::{Options, other},

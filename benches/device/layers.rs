@@ -6,7 +6,7 @@ use cudarc::driver::sys::{self, CUresult, CUstream};
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, LayerLoad, Segment, block_on,
     gpu::{DeviceBuffer, Gpu},
-    tier::device::DeviceMemory,
+    memory::DeviceMemory,
 };
 use kvhoist_bench_kit::{
     drive::{Options, each, key, other, run_local, store_stamped},

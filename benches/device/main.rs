@@ -12,7 +12,7 @@ use std::{io, process::ExitCode, sync::Arc, time::Instant};
 use kvhoist::{
     BlockKey, Cache, Config, DeviceKind, Segment, block_on,
     gpu::{DeviceBuffer, Gpu},
-    tier::device::DeviceMemory,
+    memory::DeviceMemory,
 };
 use kvhoist_bench_kit::{
     drive::{self, Options, check_on_device, each, key, other, run_local, store_stamped, to_device},

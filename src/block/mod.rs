@@ -1,13 +1,17 @@
 //! What a block is: its key, its place in a prefix chain, its segments in memory.
 
 mod chain;
+mod copy;
 mod geometry;
+mod ids;
 mod key;
 mod layout;
 mod route;
 
 pub use chain::{Namespace, PrefixChain};
+pub use copy::{CopyOp, Direction};
 pub use geometry::{Attention, BlockGeometry};
+pub use ids::{FIXED_BYTES_MAX, FileId, IO_ALIGN, OpKind};
 pub use key::{BlockKey, KeyParseError};
 pub use layout::{Layout, Segment};
 pub use route::Route;

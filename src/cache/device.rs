@@ -4,19 +4,17 @@ use std::{sync::Arc, time::Duration};
 
 use crate::{
     block::Layout,
-    config::{Config, DeviceKind, GdrMode},
+    config::{Config, CopyMethod, DeviceKind, GdrMode},
     copy::{
         AnyCopy, Memcpy,
-        cuda::{CopyMethod, CudaCopy, CudaCopyOptions},
+        cuda::{CudaCopy, CudaCopyOptions},
         gdr::{GdrCopy, GdrMemory, GdrOptions, GdrState, GdrStatus},
     },
     error::{Error, Result},
     gpu::{DeviceBuffer, Gpu},
+    memory::Arena,
     metrics::CopyMetrics,
-    tier::{
-        arena::Arena,
-        device::{DevicePool, PoolLayout},
-    },
+    tier::device::{DevicePool, PoolLayout},
 };
 
 /// The variable that goes before [`Config::copy`].

@@ -12,9 +12,9 @@ use crate::{
     block::{BlockKey, Segment},
     copy::gdr::GdrState,
     error::{Error, Result},
+    memory::huge,
     mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply, Urgent},
     shield::shield,
-    tier::huge,
 };
 
 /// A registered range of foreign memory. Give it back with [`Cache::unregister`]: until that has

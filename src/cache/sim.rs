@@ -50,12 +50,10 @@ use crate::{
     config::Config,
     error::{Error, Result},
     io::sim::Locked,
+    memory::Arena,
     metrics::{Count, Metrics},
     mover::Mover,
-    tier::{
-        arena::Arena,
-        disk::{Member, format::stripe::Stripe},
-    },
+    tier::disk::{Member, format::stripe::Stripe},
     workers::Workers,
 };
 
@@ -196,7 +194,7 @@ fn workers(seed: u64, done: &Arc<Count>) -> Rc<Workers> {
 }
 
 fn members(config: &Config, storage: &Sim) -> Vec<Member> {
-    let files = (0..).map(crate::io::FileId).zip(&config.disks);
+    let files = (0..).map(crate::block::FileId).zip(&config.disks);
     files
         .map(|(file, disk)| Member {
             path: disk.path.clone(),

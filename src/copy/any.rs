@@ -3,12 +3,12 @@
 use std::{any::Any, cell::Cell, sync::Arc, time::Duration};
 
 use super::{
-    CopyBatch, CopyEngine, CopyRegion, Direction, Memcpy,
+    CopyBatch, CopyEngine, CopyRegion, Memcpy,
     cuda::CudaCopy,
     gdr::{CopyOrder, GdrCopy, Offered},
 };
 use crate::{
-    block::Segment,
+    block::{Direction, Segment},
     config::{CopyPrefer, GdrMode},
     error::Result,
     metrics::CopyMetrics,

@@ -2,8 +2,9 @@
 
 use std::{rc::Rc, sync::Arc, time::Duration};
 
-use super::{CopyBatch, CopyEngine, CopyOp, Direction};
+use super::{CopyBatch, CopyEngine};
 use crate::{
+    block::{CopyOp, Direction},
     error::{Error, Result},
     workers::Workers,
 };

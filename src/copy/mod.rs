@@ -9,6 +9,7 @@ mod region;
 #[cfg(feature = "sim")]
 pub mod sim;
 
+pub use crate::block::{CopyOp, Direction};
 pub use any::AnyCopy;
 pub use memcpy::Memcpy;
 pub use pair::pair_segments;
@@ -17,33 +18,6 @@ pub use region::CopyRegion;
 use std::{any::Any, cell::Cell, future::Future, sync::Arc, time::Duration};
 
 use crate::{block::Segment, error::Result};
-
-/// One contiguous copy.
-#[derive(Debug, Clone, Copy)]
-pub struct CopyOp {
-    /// Where the bytes are: a host or a device address.
-    pub src: *const u8,
-    /// Where they go.
-    pub dst: *mut u8,
-    /// How many.
-    pub len: usize,
-}
-
-// SAFETY: addresses only; what may be done with them is the batch's contract.
-unsafe impl Send for CopyOp {}
-// SAFETY: likewise addresses only.
-unsafe impl Sync for CopyOp {}
-
-/// Which way a batch goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Direction {
-    /// Host memory to host memory.
-    HostToHost,
-    /// Host memory to device memory.
-    HostToDevice,
-    /// Device memory to host memory.
-    DeviceToHost,
-}
 
 /// Copies that start together and complete together, with what keeps their memory alive.
 pub struct CopyBatch {

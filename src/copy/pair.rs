@@ -2,9 +2,8 @@
 
 use std::borrow::Borrow;
 
-use super::CopyOp;
 use crate::{
-    block::Segment,
+    block::{CopyOp, Segment},
     error::{Error, Result},
 };
 

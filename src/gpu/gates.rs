@@ -21,7 +21,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    io::AlignedBuf,
+    memory::AlignedBuf,
 };
 
 /// Gates that are pinned at once, 128 KiB of them: the first time nothing waits for a gate yet, and there should be no

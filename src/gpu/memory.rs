@@ -9,9 +9,9 @@ use super::{
     driver::{Fault, check},
 };
 use crate::{
-    copy::Direction,
+    block::Direction,
     error::{Error, Result},
-    tier::device::DeviceMemory,
+    memory::DeviceMemory,
 };
 
 /// One plain allocation of device memory (`cuMemAlloc`), given back when dropped.

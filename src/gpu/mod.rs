@@ -4,7 +4,7 @@
 //! toolkit, neither to build nor to run; [`discover`] says what a machine has, and why not more.
 //!
 //! - [`Gpu`]: a device and its primary context, shared with whatever else in the process uses the device.
-//! - [`DeviceBuffer`]: plain device memory, the [`DeviceMemory`](crate::tier::device::DeviceMemory) of a pool.
+//! - [`DeviceBuffer`]: plain device memory, the [`DeviceMemory`](crate::memory::DeviceMemory) of a pool.
 //! - [`cufile`]: transfers between files and device memory.
 //! - [`HostPin`]: host memory made known to the device, so that it can be copied without a detour.
 

@@ -12,7 +12,7 @@ use super::{
     driver::{Fault, check},
     stream::Stream,
 };
-use crate::copy::CopyOp;
+use crate::block::CopyOp;
 
 /// `kernels/copy.cu` for every device since compute capability 8.0; the driver compiles it for the one at hand.
 const PTX: &str = concat!(include_str!("kernels/copy.ptx"), "\0");

@@ -12,7 +12,7 @@ use super::{
     driver::{BatchForm, Fault, check},
 };
 use crate::{
-    copy::{CopyOp, Direction},
+    block::{CopyOp, Direction},
     error::{Error, Result},
 };
 

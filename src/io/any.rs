@@ -2,7 +2,8 @@
 
 use std::{io, ptr::NonNull};
 
-use super::{FileId, Lent, Storage, blocking::Blocking, uring::Uring};
+use super::{Storage, blocking::Blocking, uring::Uring};
+use crate::{block::FileId, memory::Lent};
 
 /// One of the engines that production uses, chosen when a cache is opened.
 pub enum AnyStorage {

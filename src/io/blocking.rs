@@ -15,7 +15,11 @@ use std::{
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
-use super::{FileId, Lent, OpKind, Storage, TRANSFER_BYTES_MAX, check_offset, file_at};
+use super::{Storage, TRANSFER_BYTES_MAX, check_offset, file_at};
+use crate::{
+    block::{FileId, OpKind},
+    memory::Lent,
+};
 
 /// Operations that may be queued or running, for each thread; past it callers wait.
 pub const IN_FLIGHT_PER_THREAD_MAX: usize = 64;

@@ -2,7 +2,11 @@
 
 use std::io;
 
-use super::{FileId, IO_ALIGN, Lent, OpKind, Storage, check_offset};
+use super::{Storage, check_offset};
+use crate::{
+    block::{FileId, IO_ALIGN, OpKind},
+    memory::Lent,
+};
 
 /// How many operations in a row may be interrupted or bring the transfer no further.
 const FRUITLESS_MAX: u32 = 8;
@@ -127,7 +131,7 @@ mod tests {
     use std::{cell::RefCell, collections::VecDeque};
 
     use super::*;
-    use crate::io::AlignedBuf;
+    use crate::memory::AlignedBuf;
 
     /// Answers operations from a list, and notes where they were.
     struct Scripted {

@@ -13,36 +13,25 @@
 
 mod any;
 pub mod blocking;
-pub(crate) mod cufile;
 mod full;
-mod lent;
 mod memlock;
-pub(crate) mod reactor;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
 pub mod uring;
 
+pub use crate::{
+    block::{FIXED_BYTES_MAX, FileId, IO_ALIGN, OpKind},
+    memory::{AlignedBuf, Lent},
+};
 pub use any::AnyStorage;
 pub use full::{read_full, write_full};
-pub use lent::{AlignedBuf, Lent};
 pub use uring::yield_now;
 
 use std::{fs::File, future::Future, io, ptr::NonNull, sync::Arc};
 
-/// Every offset and length of direct I/O is a multiple of this, and every address of our own memory. A caller's memory
-/// may lie as the drive allows ([`Stats::memory_align_bytes`](crate::Stats::memory_align_bytes)).
-pub const IO_ALIGN: usize = 4096;
-
-/// The most bytes that the kernel registers as one buffer of a ring.
-pub const FIXED_BYTES_MAX: usize = 1 << 30;
-
 /// The most bytes that one operation moves; longer ones come back short. Linux's own limit
 /// (`MAX_RW_COUNT`), which is a multiple of [`IO_ALIGN`].
 const TRANSFER_BYTES_MAX: usize = 0x7fff_f000;
-
-/// Which of the store's files an operation is for: its place in the list the engine was built with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FileId(pub u16);
 
 /// Reads and writes that own their memory until the storage is done with it.
 ///
@@ -79,24 +68,6 @@ pub trait Storage: 'static {
     /// Takes back what [`register`](Self::register) answered with `first`. Operations under way go on unharmed.
     fn unregister(&self, first: u16, len: usize) {
         let _ = (first, len);
-    }
-}
-
-/// What an operation does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum OpKind {
-    /// From storage to memory.
-    Read,
-    /// From memory to storage.
-    Write,
-    /// From the device's caches to the medium.
-    Sync,
-}
-
-impl OpKind {
-    /// The name used in errors, logs and metrics.
-    pub fn name(self) -> &'static str {
-        ["read", "write", "sync"][self as usize]
     }
 }
 

@@ -16,18 +16,16 @@ use super::{
     slots::Purpose,
 };
 use crate::{
-    block::{BlockKey, Route, Segment, Tier},
+    block::{BlockKey, FileId, IO_ALIGN, OpKind, Route, Segment, Tier},
     checksum::checksum,
     config::CufileMode,
     copy::{CopyBatch, CopyEngine, pair_segments},
+    device::cufile::{Buffer, Cufile, Ended, Opened, Part, Setup},
     error::{Error, Result},
     gpu::Gpu,
     index::EntryId,
-    io::{
-        AlignedBuf, FileId, IO_ALIGN, OpKind, Storage,
-        cufile::{Buffer, Cufile, Ended, Opened, Part, Setup},
-        read_full,
-    },
+    io::{Storage, read_full},
+    memory::AlignedBuf,
 };
 
 /// Requests that may fail in a row before the route is given up.

@@ -17,10 +17,10 @@ use super::{
     write::DEMOTING_MAX,
 };
 use crate::{
-    block::BlockKey,
+    block::{BlockKey, FileId, OpKind},
     copy::CopyEngine,
     error::{Error, Result},
-    io::{FileId, OpKind, Storage},
+    io::Storage,
 };
 
 /// The flushes of one file.

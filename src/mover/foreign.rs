@@ -23,11 +23,11 @@ use super::{
     straight::Straight,
 };
 use crate::{
-    block::{BlockKey, Route, Segment, Tier},
+    block::{BlockKey, Direction, FIXED_BYTES_MAX, Route, Segment, Tier},
     config::WritePolicy,
-    copy::{CopyBatch, CopyEngine, CopyRegion, Direction, pair_segments},
+    copy::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
     error::{Error, Result},
-    io::{FIXED_BYTES_MAX, Storage},
+    io::Storage,
 };
 
 /// What kind of memory a region is.

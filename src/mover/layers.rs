@@ -14,8 +14,8 @@ use tokio::{sync::Notify, task::JoinHandle, time::Instant};
 
 use super::{Job, Mover, Pin, RegionMemory, foreign::in_turns};
 use crate::{
-    block::{Route, Tier},
-    copy::{CopyBatch, CopyEngine, CopyOp, CopyRegion, Direction},
+    block::{CopyOp, Direction, Route, Tier},
+    copy::{CopyBatch, CopyEngine, CopyRegion},
     error::{Error, Result},
     gpu::Gates,
     io::Storage,

@@ -49,10 +49,10 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use self::{budget::Budget, direct::Direct, flush::Flush, records::RecordPages, service::Failures};
 use crate::{
-    block::{BlockKey, Tier},
+    block::{BlockKey, FileId, Tier},
     copy::CopyEngine,
     error::Result,
-    io::{FileId, Storage},
+    io::Storage,
     workers::Workers,
 };
 

@@ -16,11 +16,12 @@ use super::{
     verify::{self, Settled, Unverified},
 };
 use crate::{
-    block::{BlockKey, Route, Segment, Tier},
-    copy::{CopyBatch, CopyEngine, Direction, pair_segments},
+    block::{BlockKey, Direction, FileId, OpKind, Route, Segment, Tier},
+    copy::{CopyBatch, CopyEngine, pair_segments},
     error::{Error, Result},
     index::EntryId,
-    io::{FileId, Lent, OpKind, Storage, read_full},
+    io::{Storage, read_full},
+    memory::Lent,
     tier::device::DevicePool,
 };
 

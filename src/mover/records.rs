@@ -10,11 +10,12 @@ use tokio::sync::oneshot;
 
 use super::Mover;
 use crate::{
-    block::BlockKey,
+    block::{BlockKey, IO_ALIGN, OpKind},
     copy::CopyEngine,
     error::{Error, Result},
     index::EntryId,
-    io::{AlignedBuf, IO_ALIGN, OpKind, Storage, write_full},
+    io::{Storage, write_full},
+    memory::AlignedBuf,
     tier::disk::PageId,
 };
 

@@ -8,9 +8,9 @@ use std::{cell::Cell, io};
 
 use super::shared::Shared;
 use crate::{
-    block::Tier,
+    block::{FileId, OpKind, Tier},
     error::Error,
-    io::{FileId, OpKind, is_shortage},
+    io::is_shortage,
 };
 
 /// What the disk tier is good for.

@@ -28,9 +28,10 @@ use crate::{
     error::{Error, Result},
     fork::Home,
     index::{EntryId, Index},
+    memory::Arena,
     metrics::Metrics,
     sync::{Mutex, MutexGuard},
-    tier::{arena::Arena, device::DevicePool, disk::DiskSlots},
+    tier::{device::DevicePool, disk::DiskSlots},
 };
 
 /// State under the lock. No I/O, no await, no allocation that grows with the cache.

@@ -17,12 +17,13 @@ use super::{
     slots::Purpose,
 };
 use crate::{
-    block::{BlockKey, Route, Segment, Tier},
+    block::{BlockKey, FileId, IO_ALIGN, OpKind, Route, Segment, Tier},
     config::WritePolicy,
     copy::CopyEngine,
     error::{Error, Result},
     index::EntryId,
-    io::{FileId, IO_ALIGN, Lent, OpKind, Storage, read_full, write_full},
+    io::{Storage, read_full, write_full},
+    memory::Lent,
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.

@@ -14,11 +14,12 @@ use super::{
     store::Committed,
 };
 use crate::{
-    block::{BlockKey, Route, Tier},
+    block::{BlockKey, FileId, OpKind, Route, Tier},
     copy::CopyEngine,
     error::{Error, Result},
     index::EntryId,
-    io::{FileId, Lent, OpKind, Storage, write_full},
+    io::{Storage, write_full},
+    memory::Lent,
 };
 
 /// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.

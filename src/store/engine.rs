@@ -6,7 +6,8 @@ use super::{Options, open::Store};
 use crate::{
     config::Config,
     error::{Error, Result},
-    io::{AnyStorage, reactor::Reactor},
+    io::AnyStorage,
+    runtime::Reactor,
 };
 
 /// Threads of the blocking engine; past it, more in flight brings nothing.

@@ -125,7 +125,7 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
         let members = self.store.stripe.members();
         match (members.get(usize::from(member)), u32::try_from(local)) {
             (Some(geometry), Ok(local)) if local < geometry.slots => {
-                let file = crate::io::FileId(member);
+                let file = crate::block::FileId(member);
                 FaultKind::RecordMisplaced { written_for: self.store.stripe.slot(file, local) }
             }
             _ => FaultKind::RecordCrc,

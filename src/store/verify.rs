@@ -21,7 +21,8 @@ use super::{
 use crate::{
     checksum::Digest,
     error::Result,
-    io::{AlignedBuf, Storage, read_full},
+    io::{Storage, read_full},
+    memory::AlignedBuf,
     tier::disk::{ReadOnlyFile, read_tables},
 };
 

@@ -2,15 +2,11 @@
 
 use std::{fmt, ptr::NonNull, sync::Arc};
 
-use super::mapping::Mapping;
 use crate::{
-    block::{Layout, Segment},
-    copy::Direction,
+    block::{Direction, Layout, Segment},
     error::{Error, Result},
+    memory::{BUFFER_ALIGN, DeviceMemory, Mapping},
 };
-
-/// Every buffer of a pool begins at a multiple of this, as device allocations do.
-pub const BUFFER_ALIGN: usize = 256;
 
 /// Where the segments of every slot lie inside the memory of a pool.
 ///
@@ -86,29 +82,6 @@ fn wrong_pool(slots: u32, layout: &Layout, reason: &dyn fmt::Display) -> Error {
         found: format!("{slots} slots of {block_bytes} bytes = {bytes} bytes ({reason})"),
         expected: "1 slot at least, and no more than the device can give: change device_blocks or block_bytes".into(),
     }
-}
-
-/// Memory that a [`DevicePool`] lies in: a device's own, or host memory that plays it.
-///
-/// # Safety
-/// [`base`](Self::base) must be the start of one allocation of [`bytes`](Self::bytes) bytes that
-/// copies in the two directions named here may read and write. Neither may change, and the
-/// allocation must stay valid until the value is dropped.
-pub unsafe trait DeviceMemory: Send + Sync + 'static {
-    /// The name shown in metrics and by `kvhoist doctor`.
-    fn kind(&self) -> &'static str;
-
-    /// Its address, a multiple of [`BUFFER_ALIGN`]. The host may not be able to dereference it.
-    fn base(&self) -> NonNull<u8>;
-
-    /// Its length in bytes.
-    fn bytes(&self) -> usize;
-
-    /// Which way a copy from a host slot into this memory goes.
-    fn promote_direction(&self) -> Direction;
-
-    /// Which way a copy from this memory to a host slot goes.
-    fn demote_direction(&self) -> Direction;
 }
 
 /// The slots of the device tier.

@@ -6,7 +6,7 @@ use std::{
 };
 
 use cudarc::driver::sys;
-use kvhoist::{Cache, Config, DiskPath, Error, LayerLoad, Region, Segment, block_on, copy::cuda::CopyMethod};
+use kvhoist::{Cache, Config, CopyMethod, DiskPath, Error, LayerLoad, Region, Segment, block_on};
 
 use super::*;
 

@@ -13,12 +13,11 @@ use std::{path::Path, process::Command, sync::OnceLock};
 
 use common::{BLOCK_BYTES, key, payload};
 use kvhoist::{
-    Cache, Config, DeviceKind, Error, Tier,
+    Cache, Config, CopyMethod, DeviceKind, Error, Tier,
     block::Layout,
     block_on,
-    copy::cuda::CopyMethod,
     gpu::{DeviceBuffer, Gpu, discover},
-    tier::device::DeviceMemory,
+    memory::DeviceMemory,
 };
 use tempfile::TempDir;
 

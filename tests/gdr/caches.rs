@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvhoist::{
     Cache, Config, DeviceKind, DiskPath, GdrMode, Layout, Route, Segment, Tier, block_on,
     gpu::{DeviceBuffer, Gpu},
-    tier::device::DeviceMemory,
+    memory::DeviceMemory,
 };
 
 use crate::{

@@ -9,7 +9,7 @@ use kvhoist::{
         gdr::{CopyOrder, GdrCopy, GdrMemory, GdrOptions, GdrState, Hold},
     },
     gpu::{DeviceBuffer, Gpu},
-    tier::{arena::Arena, device::DeviceMemory},
+    memory::{Arena, DeviceMemory},
 };
 use tokio::task::LocalSet;
 

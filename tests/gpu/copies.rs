@@ -3,11 +3,12 @@
 use std::sync::Arc;
 
 use kvhoist::{
+    CopyMethod,
     copy::{
         CopyBatch, CopyEngine, CopyOp, Direction,
-        cuda::{CopyMethod, CudaCopy, CudaCopyOptions},
+        cuda::{CudaCopy, CudaCopyOptions},
     },
-    tier::arena::Arena,
+    memory::Arena,
 };
 use tokio::task::LocalSet;
 

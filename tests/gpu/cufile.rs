@@ -9,7 +9,7 @@ use kvhoist::{
         CopyEngine,
         cuda::{CudaCopy, CudaCopyOptions},
     },
-    tier::arena::Arena,
+    memory::Arena,
 };
 use tokio::task::LocalSet;
 

@@ -1,6 +1,6 @@
 //! Layer-wise loads: streams that wait on the device, and the words that tell kernels what went wrong.
 
-use kvhoist::{BlockKey, LayerLoad, Segment, copy::cuda::CopyMethod};
+use kvhoist::{BlockKey, CopyMethod, LayerLoad, Segment};
 
 use super::*;
 use crate::common::{key, payload};

@@ -23,7 +23,7 @@ use cudarc::driver::sys::{self, CUresult};
 use kvhoist::{
     Cache, Config, DeviceKind, DirectIo, DiskPath, block_on,
     gpu::{DeviceBuffer, Gpu},
-    tier::device::DeviceMemory,
+    memory::DeviceMemory,
 };
 use tempfile::TempDir;
 

@@ -1,9 +1,8 @@
 //! Blocks through the cache: disk, host memory, device slots, a caller's pool, for every layout and method.
 
 use kvhoist::{
-    BlockKey, Layout, Segment, Tier,
+    BlockKey, CopyMethod, Layout, Segment, Tier,
     block::{Attention, BlockGeometry},
-    copy::cuda::CopyMethod,
 };
 
 use super::*;

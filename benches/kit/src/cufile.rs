@@ -9,7 +9,7 @@ use std::{
 
 use kvhoist::{
     gpu::{DeviceBuffer, Gpu, cufile::Driver},
-    tier::device::DeviceMemory,
+    memory::DeviceMemory,
 };
 
 use crate::{

@@ -14,7 +14,7 @@ use std::{
 use cudarc::driver::sys;
 use kvhoist::{
     gpu::{DeviceBuffer, Gpu, HostPin},
-    tier::device::DeviceMemory,
+    memory::DeviceMemory,
 };
 
 use crate::{

@@ -17,7 +17,8 @@ use std::{
 use kvhoist::{
     BlockKey, Cache, Config, DeviceKind, DiskPath, Segment, Tier, block_on,
     gpu::{DeviceBuffer, Gpu},
-    tier::{device::DeviceMemory, disk::format::stripe::Stripe},
+    memory::DeviceMemory,
+    tier::disk::format::stripe::Stripe,
 };
 use tempfile::TempDir;
 

@@ -3,12 +3,13 @@
 use std::{path::PathBuf, sync::Arc, time::Instant};
 
 use kvhoist::{
+    CopyMethod,
     copy::{
         CopyBatch, CopyEngine, CopyOp, Direction,
-        cuda::{CopyMethod, CudaCopy, CudaCopyOptions},
+        cuda::{CudaCopy, CudaCopyOptions},
     },
     gpu::{DeviceBuffer, Gpu},
-    tier::{arena::Arena, device::DeviceMemory},
+    memory::{Arena, DeviceMemory},
 };
 use serde_json::json;
 use tokio::task::LocalSet;

@@ -10,11 +10,9 @@ use kvhoist::{
         gdr::{CopyOrder, GdrCopy, GdrMemory, GdrOptions},
     },
     gpu::{DeviceBuffer, Gpu},
+    memory::{Arena, DeviceMemory},
     rdma::discover,
-    tier::{
-        arena::Arena,
-        device::{DeviceMemory, DevicePool},
-    },
+    tier::device::DevicePool,
 };
 use serde_json::{Value, json};
 use tokio::task::LocalSet;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvhoist::{
     copy::cuda::{CudaCopy, CudaCopyOptions},
     gpu::{Discovery, Gpu, discover},
-    tier::arena::Arena,
+    memory::Arena,
 };
 
 use super::{Finding, Want, system::read};

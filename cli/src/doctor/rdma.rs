@@ -5,8 +5,8 @@ use std::sync::Arc;
 use kvhoist::{
     Cache, Config, DeviceKind, GdrMode, block_on,
     gpu::{DeviceBuffer, Gpu, WriteFlush},
+    memory::DeviceMemory,
     rdma::{Device, Port, discover},
-    tier::device::DeviceMemory,
 };
 
 use super::{Finding, Want, system::has_module};

@@ -25,6 +25,7 @@ use tokio::{
 
 use crate::{
     BlockKey, Cache, Config, DiskPath, Layout, Result, Tier,
+    block::FileId,
     cache::{
         Inner,
         open::{End, tell_end},
@@ -37,11 +38,11 @@ use crate::{
     },
     fork::HomeBound,
     index::Index,
-    io::{FileId, Lent, Storage},
+    io::Storage,
+    memory::{Arena, Lent},
     metrics::{Count, Metrics},
     mover::{Mover, Shared},
     tier::{
-        arena::Arena,
         device::DevicePool,
         disk::{DiskSlots, format::stripe::Stripe},
     },

@@ -8,14 +8,14 @@ use std::{
 
 use super::{
     launch::{Launcher, Ops},
-    method::{Calibration, CopyMethod},
+    method::Calibration,
 };
 use crate::{
-    copy::{CopyOp, Direction},
+    block::{CopyOp, Direction},
+    config::CopyMethod,
     error::{Error, Result},
     gpu::{DeviceBuffer, Fault, Gpu, HostPin, Stream},
-    io::AlignedBuf,
-    tier::device::DeviceMemory,
+    memory::{AlignedBuf, DeviceMemory},
 };
 
 /// Memory on either side: what is measured fits, and is many times a launch's fixed cost.

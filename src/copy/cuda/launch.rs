@@ -2,11 +2,11 @@
 
 use std::{cell::RefCell, ptr::NonNull, sync::Arc};
 
-use super::method::CopyMethod;
 use crate::{
-    copy::{CopyOp, Direction},
+    block::{CopyOp, Direction},
+    config::CopyMethod,
     gpu::{BatchArrays, CopyKernel, Event, Fault, Gpu, HostPin, Stream, Tile},
-    io::AlignedBuf,
+    memory::AlignedBuf,
 };
 
 /// Descriptions that one buffer holds.

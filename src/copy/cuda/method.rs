@@ -1,45 +1,11 @@
 //! Which way to copy: measured, not guessed.
 
 use std::{
-    fmt,
     sync::{Arc, Mutex, OnceLock},
     time::Duration,
 };
 
-use serde::{Deserialize, Serialize};
-
-/// How copies between host and device memory are made.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum CopyMethod {
-    /// One call of the driver for each copy: its copy engines are fastest for megabytes.
-    Loop,
-    /// One call of the driver for all copies of a batch (CUDA 12.8).
-    Batch,
-    /// One launch of our own kernel: fastest for kilobytes, and takes multiprocessors from others meanwhile.
-    Kernel,
-}
-
-impl CopyMethod {
-    /// All of them.
-    pub const ALL: [CopyMethod; 3] = [CopyMethod::Loop, CopyMethod::Batch, CopyMethod::Kernel];
-
-    /// The name in settings and reports.
-    pub fn name(self) -> &'static str {
-        ["loop", "batch", "kernel"][self as usize]
-    }
-
-    /// The method of this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|method| method.name() == name)
-    }
-}
-
-impl fmt::Display for CopyMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
+use crate::config::CopyMethod;
 
 /// What the methods take on a device, by size and number of copies: measured when a cache is opened.
 #[derive(Debug, Clone, PartialEq, Default)]

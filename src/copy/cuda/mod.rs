@@ -13,7 +13,7 @@ mod checksum;
 mod launch;
 mod method;
 
-pub use method::{Calibration, CopyMethod};
+pub use method::Calibration;
 
 use std::{
     any::Any,
@@ -31,12 +31,13 @@ use self::{
     checksum::Checksums,
     launch::{Launched, Launcher, Ops},
 };
-use super::{CopyBatch, CopyEngine, CopyOp, Direction, Memcpy, Polling};
+use super::{CopyBatch, CopyEngine, Memcpy, Polling};
 use crate::{
-    block::Segment,
+    block::{CopyOp, Direction, Segment},
+    config::CopyMethod,
     error::{Error, Result},
     gpu::{Fault, Gpu, HostPin, Stream},
-    tier::arena::Arena,
+    memory::Arena,
 };
 
 /// Streams in each direction: while one ends, the next is on its way.

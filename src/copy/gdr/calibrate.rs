@@ -7,9 +7,10 @@ use std::{
 
 use super::GdrCopy;
 use crate::{
-    copy::{CopyBatch, CopyEngine, CopyOp, Direction},
+    block::{CopyOp, Direction},
+    copy::{CopyBatch, CopyEngine},
     error::Result,
-    tier::{arena::Arena, device::DeviceMemory},
+    memory::{Arena, DeviceMemory},
 };
 
 /// Sizes of copies, bytes.

@@ -43,8 +43,8 @@ use self::{
     queue::{Accepted, Answer, Landed, Queue, failure},
     regions::Regions,
 };
-use super::{CopyBatch, CopyEngine, CopyRegion, Direction};
-use crate::{error::Result, gpu::Gpu, rdma::MemoryRegion};
+use super::{CopyBatch, CopyEngine, CopyRegion};
+use crate::{block::Direction, error::Result, gpu::Gpu, rdma::MemoryRegion};
 
 /// Two failures within this time, and it is out of service.
 const SECOND_FAILURE: Duration = Duration::from_secs(60);

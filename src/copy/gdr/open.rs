@@ -20,8 +20,8 @@ use super::{
 use crate::{
     error::{Error, Result},
     gpu::{Gpu, WriteFlush},
+    memory::{Arena, DeviceMemory},
     rdma::{self, CompletionQueue, ProtectionDomain, QueuePair},
-    tier::{arena::Arena, device::DeviceMemory},
 };
 
 /// Pieces that one work request gathers: more make every work request larger in the device's queue.

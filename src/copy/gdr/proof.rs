@@ -8,10 +8,10 @@ use std::{
 };
 
 use crate::{
-    copy::{CopyBatch, CopyOp, Direction},
+    block::{CopyOp, Direction},
+    copy::CopyBatch,
     gpu::{DeviceBuffer, Gpu, Stream},
-    io::AlignedBuf,
-    tier::device::DeviceMemory,
+    memory::{AlignedBuf, DeviceMemory},
 };
 
 /// Bytes on each side: twice what goes one way.

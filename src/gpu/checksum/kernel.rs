@@ -4,8 +4,9 @@ use std::{ffi::c_void, ptr::NonNull, sync::Arc};
 
 use super::model::{CONSTANTS, Piece};
 use crate::{
+    block::IO_ALIGN,
     gpu::{Fault, Gpu, HostPin, Stream, module::Loaded},
-    io::{AlignedBuf, IO_ALIGN},
+    memory::AlignedBuf,
 };
 
 /// `kernels/checksum.cu` for every device since compute capability 8.0.

@@ -12,7 +12,7 @@ use super::{
     driver::Driver,
     library::{CufileFault, RawDescription, RawEntry, RawEvent, RawFile, check},
 };
-use crate::io::OpKind;
+use crate::block::OpKind;
 
 /// `CU_FILE_HANDLE_TYPE_OPAQUE_FD`.
 const KIND_DESCRIPTOR: u32 = 1;

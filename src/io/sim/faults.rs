@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, ops::RangeInclusive, time::Duration};
 
 use super::{SECTOR_BYTES, rng::Rng};
-use crate::io::{IO_ALIGN, OpKind};
+use crate::block::{IO_ALIGN, OpKind};
 
 /// How the simulated storage behaves. The default is slow and free of faults.
 #[derive(Debug, Clone)]

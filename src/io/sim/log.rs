@@ -3,7 +3,7 @@
 use std::{collections::VecDeque, time::Duration};
 
 use super::FaultKind;
-use crate::io::{FileId, OpKind};
+use crate::block::{FileId, OpKind};
 
 /// One completed or started operation.
 #[derive(Debug, Clone, PartialEq, Eq)]

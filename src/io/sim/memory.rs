@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, io};
 
-use crate::io::{FileId, Lent, Storage};
+use crate::{block::FileId, io::Storage, memory::Lent};
 
 /// A storage without time or faults, for code that only reads and writes.
 ///

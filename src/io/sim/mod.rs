@@ -27,7 +27,11 @@ use std::{cell::RefCell, io, rc::Rc};
 
 use tokio::sync::oneshot;
 
-use super::{FileId, Lent, OpKind, Storage};
+use super::Storage;
+use crate::{
+    block::{FileId, OpKind},
+    memory::Lent,
+};
 use state::{Plan, State};
 
 /// A simulated storage and the handle to script it by; clones share everything.

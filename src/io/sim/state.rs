@@ -11,7 +11,11 @@ use super::{
     log::{Counts, Event, Log, LogEntry},
     rng::Rng,
 };
-use crate::io::{FileId, IO_ALIGN, Lent, OpKind, check_offset, no_such_file};
+use crate::{
+    block::{FileId, IO_ALIGN, OpKind},
+    io::{check_offset, no_such_file},
+    memory::Lent,
+};
 
 /// What memory under a read holds until the read is done.
 const GARBAGE: u8 = 0xdb;

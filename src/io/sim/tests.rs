@@ -3,7 +3,11 @@
 use std::{future::poll_fn, pin::pin, ptr::NonNull, sync::Arc, task::Poll, time::Duration};
 
 use super::*;
-use crate::io::{AlignedBuf, IO_ALIGN, read_full, write_full};
+use crate::{
+    block::IO_ALIGN,
+    io::{read_full, write_full},
+    memory::AlignedBuf,
+};
 
 const FILE: FileId = FileId(0);
 

@@ -33,7 +33,11 @@ use io_uring::{opcode, squeue, types};
 use tokio::sync::Semaphore;
 use tokio_uring::UnsubmittedOneshot;
 
-use super::{FileId, Lent, OpKind, Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
+use super::{Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
+use crate::{
+    block::{FileId, OpKind},
+    memory::Lent,
+};
 use op::{Finish, Held, Nothing};
 use runtime::Ring;
 use table::{Entry, Table};

@@ -9,7 +9,7 @@ use std::{any::Any, io, ptr, sync::Arc};
 use tokio_uring::buf::{IoBuf, IoBufMut, fixed::FixedBufRegistry};
 
 use super::REGIONS_MAX;
-use crate::io::{FIXED_BYTES_MAX, memlock};
+use crate::{block::FIXED_BYTES_MAX, io::memlock};
 
 /// A range of memory for the kernel to pin, or a place that is free.
 #[derive(Clone)]

@@ -25,7 +25,10 @@ use super::{
     },
     leftovers::Leftovers,
 };
-use crate::{bits::BitSet, block::BlockKey, io::FileId};
+use crate::{
+    bits::BitSet,
+    block::{BlockKey, FileId},
+};
 
 /// Record pages (of each member) that successive stores go to in turn.
 const PAGES_AT_ONCE: u32 = 4;

@@ -27,9 +27,10 @@ use super::{
     recovery::Member,
 };
 use crate::{
+    block::IO_ALIGN,
     config::{Config, DirectIo},
     error::{Error, Result},
-    io::{AlignedBuf, IO_ALIGN},
+    memory::AlignedBuf,
 };
 use lock::Lock;
 use path::Opened;

@@ -14,7 +14,7 @@ use super::{
 use crate::{
     config::DirectIo,
     error::{Error, Result},
-    io::AlignedBuf,
+    memory::AlignedBuf,
     tier::disk::{
         format::{HEAD_BYTES, survey::Found},
         recovery::Member,

@@ -43,7 +43,7 @@ pub mod stripe;
 pub mod superblock;
 pub mod survey;
 
-use crate::io::IO_ALIGN;
+use crate::block::IO_ALIGN;
 
 /// Bytes of a superblock, and of a page of the record table.
 pub const PAGE_BYTES: usize = IO_ALIGN;

@@ -14,7 +14,7 @@
 //! O(members). A slot's place within its member is its row.
 
 use super::{DATA_ALIGN, PAGE_BYTES, RECORDS_PER_PAGE, TABLE_OFFSET};
-use crate::{config::Config, io::FileId};
+use crate::{block::FileId, config::Config};
 
 /// Most members that a store may have.
 pub const MEMBERS_MAX: usize = 64;

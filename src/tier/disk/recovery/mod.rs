@@ -27,9 +27,11 @@ use super::{
     slots::DiskSlots,
 };
 use crate::{
+    block::FileId,
     config::Config,
     error::{Error, Result},
-    io::{AlignedBuf, FileId, Storage, read_full, write_full},
+    io::{Storage, read_full, write_full},
+    memory::AlignedBuf,
 };
 
 /// One file or device, as the storage engine has it open; its place in the list is its [`FileId`].

@@ -4,8 +4,10 @@ use std::{io, mem, ops::ControlFlow};
 
 use super::{Member, window::Window};
 use crate::{
+    block::FileId,
     error::{Error, Result},
-    io::{AlignedBuf, FileId, Storage, read_full},
+    io::{Storage, read_full},
+    memory::AlignedBuf,
     tier::disk::format::{
         PAGE_BYTES, TABLE_OFFSET,
         stripe::{PageId, Stripe},

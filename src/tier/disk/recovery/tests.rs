@@ -6,12 +6,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    block::BlockKey,
+    block::{BlockKey, OpKind},
     config::DiskPath,
-    io::{
-        OpKind,
-        sim::{Fault, Memory, Rng, Sim, SimOptions},
-    },
+    io::sim::{Fault, Memory, Rng, Sim, SimOptions},
     tier::disk::format::{
         RECORD_BYTES,
         record::{Record, RecordSeal},

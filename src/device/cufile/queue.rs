@@ -12,7 +12,7 @@ use std::{
 use tokio::sync::oneshot;
 
 use super::{Owner, Part};
-use crate::io::OpKind;
+use crate::block::OpKind;
 
 /// What becomes of a request.
 pub(super) enum Answer {

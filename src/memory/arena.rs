@@ -4,8 +4,8 @@ use std::{fmt, ptr::NonNull};
 
 use super::mapping::{HUGE_PAGE_BYTES, Mapping};
 use crate::{
+    block::{FIXED_BYTES_MAX, IO_ALIGN},
     error::{Error, Result},
-    io::{FIXED_BYTES_MAX, IO_ALIGN},
 };
 
 /// Longest chunk: one buffer of a ring.

@@ -4,7 +4,7 @@ use std::{fs::File, future::Future, io, sync::Arc};
 
 use tokio::task::LocalSet;
 
-use super::{
+use super::io::{
     AnyStorage,
     blocking::Blocking,
     uring::{self, Uring},
@@ -12,7 +12,7 @@ use super::{
 use crate::{
     config::{Config, StorageKind},
     error::{Error, Result},
-    tier::arena::Arena,
+    memory::Arena,
 };
 
 /// Operations that the ring takes at once. The byte budgets are what bounds the disk's load.

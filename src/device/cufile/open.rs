@@ -20,13 +20,12 @@ use super::{
     worker::{Moving, Ranges, Way, Worker},
 };
 use crate::{
-    block::Segment,
+    block::{OpKind, Segment},
     config::CufileMode,
     gpu::{
         Gpu,
         cufile::{Batch, Counters, Driver, Handle},
     },
-    io::OpKind,
 };
 
 /// Transfers that the library is given at once, at most: more bring nothing, and its own limit is 256.

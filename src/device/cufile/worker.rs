@@ -9,11 +9,11 @@ use super::{
     queue::{Queue, Request, Wait},
 };
 use crate::{
+    block::IO_ALIGN,
     gpu::{
         Gpu,
         cufile::{Batch, BatchEntry, BatchEvent, Driver, Handle, Registration},
     },
-    io::IO_ALIGN,
 };
 
 /// How long it looks for new requests before it asks again for completions: asking takes 1 to 20 us.

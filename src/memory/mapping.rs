@@ -18,7 +18,7 @@ pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 ///   from disk would land where nobody looks. A forked child that touches this memory faults.
 /// - Not in core dumps (`MADV_DONTDUMP`): they would be as large as the cache, and hold what users
 ///   asked.
-pub(super) struct Mapping {
+pub(crate) struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
     home: Home,
@@ -33,7 +33,7 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// `len` bytes at least, `len` > 0. Memory is committed when it is first written; only address
     /// space and the system's overcommit rule can refuse here.
-    pub(super) fn anonymous(len: usize) -> io::Result<Self> {
+    pub(crate) fn anonymous(len: usize) -> io::Result<Self> {
         let page_bytes = page_bytes();
         let too_large = || io::Error::from_raw_os_error(libc::ENOMEM);
         let len = len.checked_next_multiple_of(page_bytes).ok_or_else(too_large)?;
@@ -94,7 +94,7 @@ impl Mapping {
 
     /// Commits all pages now, so that no later first write has to wait for the system to find and
     /// clear one. Contents are unchanged.
-    pub(super) fn populate(&mut self) -> io::Result<()> {
+    pub(crate) fn populate(&mut self) -> io::Result<()> {
         match self.madvise(libc::MADV_POPULATE_WRITE) {
             // Before Linux 5.14.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => self.touch(),
@@ -113,11 +113,11 @@ impl Mapping {
         }
     }
 
-    pub(super) fn ptr(&self) -> NonNull<u8> {
+    pub(crate) fn ptr(&self) -> NonNull<u8> {
         self.ptr
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.len
     }
 }

@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use super::IO_ALIGN;
+use crate::block::IO_ALIGN;
 
 /// A range of memory in the hands of an operation.
 ///

@@ -27,7 +27,7 @@ use std::{
 use tokio::{sync::oneshot, time::timeout};
 
 use self::queue::{Answer, Queue, Request};
-use super::{FileId, OpKind};
+use crate::block::{FileId, OpKind};
 
 /// What keeps memory and slots in place while the library may touch them.
 pub(crate) type Owner = Box<dyn Any + Send>;

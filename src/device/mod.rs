@@ -1,0 +1,3 @@
+//! Devices, and what moves bytes to and from them.
+
+pub(crate) mod cufile;

@@ -1,0 +1,12 @@
+//! Memory for I/O and copies: aligned buffers, buffers lent to an operation, the host arena, huge pages, device memory.
+
+mod arena;
+mod device;
+pub(crate) mod huge;
+mod lent;
+mod mapping;
+
+pub use arena::Arena;
+pub use device::{BUFFER_ALIGN, DeviceMemory};
+pub use lent::{AlignedBuf, Lent};
+pub(crate) use mapping::Mapping;
