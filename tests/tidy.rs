@@ -3,6 +3,10 @@
 //! What rustfmt and clippy cannot say, or say only with flags that a contributor may not have set. Every failure names
 //! file:line, what was found and what was expected. The checker is itself checked on small bad texts (`tidy/rules.rs`).
 
+#[path = "tidy/allowed.rs"]
+mod allowed;
+#[path = "tidy/imports.rs"]
+mod imports;
 #[path = "tidy/mask.rs"]
 mod mask;
 #[path = "tidy/rules.rs"]
@@ -53,6 +57,58 @@ fn dependencies_come_from_the_public_registry() {
         findings.extend(rules::check_lock(file, &read(file)));
     }
     report(&findings);
+}
+
+#[test]
+fn imports_go_one_way() {
+    let imports = imports::imports(&sources(Path::new("src/lib.rs")));
+    assert!(imports.len() > 100, "found {} imports in src, expected those of the whole library", imports.len());
+    let mut wrong = Vec::new();
+    for group in allowed::GROUPS {
+        wrong.extend(allowed::check_order(group));
+        wrong.extend(allowed::check(group, &imports));
+    }
+    assert!(wrong.is_empty(), "{} imports to mend (tests/tidy/allowed.rs):\n{}", wrong.len(), wrong.join("\n"));
+}
+
+#[test]
+fn no_two_files_import_each_other() {
+    let files = tree();
+    let mut found = BTreeSet::new();
+    let is_root = |file: &&PathBuf| {
+        let library = file.with_file_name("lib.rs");
+        file.ends_with("lib.rs") || (file.ends_with("main.rs") && !files.contains(&library))
+    };
+    for crate_root in files.iter().filter(is_root) {
+        let pairs = allowed::pairs(&imports::imports(&sources(crate_root)));
+        found.extend(pairs.into_iter().map(|(a, b)| format!("{}: {a} and {b}", crate_root.display())));
+    }
+    let known: BTreeSet<String> = allowed::KNOWN_PAIRS.iter().map(|&pair| pair.into()).collect();
+    let new: Vec<_> = found.difference(&known).collect();
+    assert!(new.is_empty(), "files that import each other: {new:#?}");
+    let gone: Vec<_> = known.difference(&found).collect();
+    assert!(gone.is_empty(), "no such pair any more, delete it from KNOWN_PAIRS: {gone:#?}");
+}
+
+/// The code of a crate, without what only its tests compile, from the folder of its root file.
+fn sources(crate_root: &Path) -> Vec<imports::Source> {
+    let folder = crate_root.parent().expect("a file in a folder");
+    let files: Vec<PathBuf> = rust_files().into_iter().filter(|file| file.starts_with(folder)).collect();
+    let mut tests_only = BTreeSet::new();
+    for file in &files {
+        tests_only.extend(test_modules(file, &read(file)));
+    }
+    let shipped = |file: &&PathBuf| !file.with_extension("").ancestors().any(|place| tests_only.contains(place));
+    let source = |file: &PathBuf| {
+        let below = file.strip_prefix(folder).expect("filtered by it").with_extension("");
+        let mut module: Vec<String> = below.iter().map(|part| part.to_string_lossy().into_owned()).collect();
+        if module.last().is_some_and(|name| ["mod", "lib", "main"].contains(&name.as_str())) {
+            module.pop();
+        }
+        let code = rules::without_tests(&mask::mask(&read(file)));
+        imports::Source { file: file.display().to_string(), module, code }
+    };
+    files.iter().filter(shipped).map(source).collect()
 }
 
 fn report(findings: &[Finding]) {

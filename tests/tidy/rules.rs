@@ -162,6 +162,19 @@ fn test_items(masked: &str) -> Vec<(usize, &str)> {
     items
 }
 
+/// The code with its `#[cfg(test)]` items blanked out; lines stay where they are.
+pub fn without_tests(masked: &str) -> String {
+    let mut code = masked.to_owned();
+    for (start, item) in test_items(masked) {
+        let blank: String = item.chars().map(|c| if c == '\n' { c } else { ' ' }).collect();
+        // Replaced byte for byte only where all of it is ASCII; names that are not stay as they are.
+        if blank.len() == item.len() {
+            code.replace_range(start..start + item.len(), &blank);
+        }
+    }
+    code
+}
+
 /// Where the files of `#[cfg(test)] mod name;` lie, without their extension.
 pub fn test_modules(file: &Path, text: &str) -> Vec<PathBuf> {
     let masked = mask(text);

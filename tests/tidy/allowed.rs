@@ -1,0 +1,210 @@
+//! Who may import whom. A module that needs another one is listed with it here, or the code goes where it belongs.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::imports::{Import, Module};
+
+/// The modules below one module, and which of their neighbors each may import. `mod` is the parent's own file.
+pub struct Group {
+    pub parent: &'static [&'static str],
+    pub allowed: &'static [(&'static str, &'static str)],
+}
+
+/// The library's modules, from the top down: nobody imports what stands above it.
+pub const TOP: Group = Group {
+    parent: &[],
+    allowed: &[
+        (
+            "cache",
+            "mover copy tier runtime gpu config index io memory workers metrics block checksum error fork shield",
+        ),
+        ("mover", "copy tier device gpu config index io memory workers metrics block checksum error fork shield sync"),
+        ("copy", "gpu config io memory workers metrics block checksum error rdma"),
+        ("store", "tier runtime config io memory block checksum error"),
+        ("tier", "config io memory block bits checksum error"),
+        ("runtime", "config io memory error"),
+        ("device", "gpu config block"),
+        ("gpu", "memory block error"),
+        ("config", "block error"),
+        ("index", "block bits"),
+        ("io", "memory block"),
+        ("memory", "block error fork"),
+        ("workers", "metrics"),
+        ("metrics", "block"),
+        ("block", "error"),
+        ("bits", ""),
+        ("checksum", ""),
+        ("error", ""),
+        ("fork", ""),
+        ("rdma", ""),
+        ("shield", ""),
+        ("sync", ""),
+    ],
+};
+
+/// The groups whose imports are held.
+pub const GROUPS: &[&Group] = &[&TOP];
+
+/// Files that import each other today. The list only ever gets shorter.
+pub const KNOWN_PAIRS: &[&str] = &[
+    "benches/device/main.rs: the root and layers",
+    "benches/kit/src/lib.rs: ring and scratch",
+    "benches/peers/src/main.rs: the root and options",
+    "cli/src/lib.rs: bench and bench::copy",
+    "cli/src/lib.rs: bench::copy and bench::gdr",
+    "cli/src/lib.rs: doctor and doctor::cufile",
+    "cli/src/lib.rs: doctor and doctor::disk",
+    "cli/src/lib.rs: doctor and doctor::gpu",
+    "cli/src/lib.rs: doctor and doctor::rdma",
+    "cli/src/lib.rs: doctor and doctor::system",
+    "cli/src/lib.rs: plot and replay",
+    "cli/src/lib.rs: replay and report",
+    "fuzz/bodies/src/lib.rs: mover_ops and mover_ops::life",
+    "python/src/lib.rs: cache and queue",
+    "python/src/lib.rs: errors and keys",
+    "src/lib.rs: cache and cache::open",
+    "src/lib.rs: cache and cache::region",
+    "src/lib.rs: copy::gdr and copy::gdr::calibrate",
+    "src/lib.rs: copy::gdr and copy::gdr::completion",
+    "src/lib.rs: device::cufile and device::cufile::queue",
+    "src/lib.rs: device::cufile::open and device::cufile::worker",
+    "src/lib.rs: index and index::restore",
+    "src/lib.rs: index::lru and index::policy",
+    "src/lib.rs: index::policy and index::rb",
+    "src/lib.rs: io::uring and io::uring::table",
+    "src/lib.rs: mover and mover::direct",
+    "src/lib.rs: mover and mover::flush",
+    "src/lib.rs: mover and mover::records",
+    "src/lib.rs: mover::ahead and mover::foreign",
+    "src/lib.rs: mover::direct and mover::shared",
+    "src/lib.rs: mover::flight and mover::shared",
+    "src/lib.rs: mover::flight and mover::verify",
+    "src/lib.rs: mover::foreign and mover::straight",
+    "src/lib.rs: mover::refusals and mover::shared",
+    "src/lib.rs: mover::service and mover::shared",
+    "src/lib.rs: mover::shared and mover::slots",
+    "src/lib.rs: mover::shared and mover::verify",
+    "src/lib.rs: rdma::objects and rdma::ports",
+    "src/lib.rs: rdma::ports and rdma::sysfs",
+    "src/lib.rs: tier::disk::files and tier::disk::files::path",
+    "src/lib.rs: tier::disk::files and tier::disk::recovery",
+    "src/lib.rs: tier::disk::files::lock and tier::disk::files::path",
+    "src/lib.rs: tier::disk::recovery and tier::disk::recovery::collect",
+    "src/lib.rs: tier::disk::recovery and tier::disk::recovery::table",
+    "tests/corruption/main.rs: the root and random",
+    "tests/corruption/main.rs: the root and sample",
+    "tests/guest/main.rs: faults and inside",
+    "tests/guest/main.rs: inside and log",
+    "tests/simulation/src/lib.rs: caller and calls",
+    "tests/simulation/src/lib.rs: caller and chains",
+    "tests/simulation/src/lib.rs: calls and chains",
+    "tests/simulation/src/lib.rs: plan and trial",
+];
+
+/// What is wrong with the imports among the modules of a group: those that are not allowed, and entries that nobody
+/// needs any more.
+pub fn check(group: &Group, imports: &[Import]) -> Vec<String> {
+    let parent: Module = group.parent.iter().map(|&segment| segment.into()).collect();
+    let allowed: BTreeMap<&str, BTreeSet<&str>> =
+        group.allowed.iter().map(|(from, to)| (*from, to.split_whitespace().collect())).collect();
+    let mut needed: BTreeSet<(&str, &str)> = BTreeSet::new();
+    let mut wrong = Vec::new();
+    for import in imports {
+        let (Some(from), Some(to)) = (member(&parent, &import.from), member(&parent, &import.to)) else { continue };
+        if from == to {
+            continue;
+        }
+        needed.insert((from, to));
+        if !allowed.get(from).is_some_and(|allowed| allowed.contains(to)) {
+            let Import { file, line, path, .. } = import;
+            let expected = allowed.get(from).cloned().unwrap_or_default();
+            wrong.push(format!("{file}:{line}: `{path}`: {from} imports {to}, expected one of {expected:?}"));
+        }
+    }
+    for (from, to) in allowed.iter().flat_map(|(from, to)| to.iter().map(move |to| (*from, *to))) {
+        if !needed.contains(&(from, to)) {
+            wrong.push(format!("{from} may import {to} and does not: delete the entry"));
+        }
+    }
+    wrong
+}
+
+/// Entries of a group that stand above what they import: the list is ordered from the top down, so that it has no
+/// cycle.
+pub fn check_order(group: &Group) -> Vec<String> {
+    let place: BTreeMap<&str, usize> = group.allowed.iter().enumerate().map(|(at, (name, _))| (*name, at)).collect();
+    let mut wrong = Vec::new();
+    for (at, (from, to)) in group.allowed.iter().enumerate() {
+        for to in to.split_whitespace() {
+            match place.get(to) {
+                Some(&place) if place > at => {}
+                Some(_) => wrong.push(format!("{from} imports {to}, which stands above it")),
+                None => wrong.push(format!("{from} imports {to}, which is not in the list")),
+            }
+        }
+    }
+    wrong
+}
+
+/// Files that import each other, directly.
+pub fn pairs(imports: &[Import]) -> BTreeSet<(String, String)> {
+    let edges: BTreeSet<(&Module, &Module)> = imports.iter().map(|import| (&import.from, &import.to)).collect();
+    let mutual = edges.iter().filter(|(from, to)| from < to && edges.contains(&(*to, *from)));
+    mutual.map(|(from, to)| (name(from), name(to))).collect()
+}
+
+fn name(module: &Module) -> String {
+    if module.is_empty() { "the root".into() } else { module.join("::") }
+}
+
+/// The member of a group that a module belongs to.
+fn member<'a>(parent: &[String], module: &'a Module) -> Option<&'a str> {
+    let rest = module.strip_prefix(parent)?;
+    match rest.first() {
+        Some(name) => Some(name),
+        // The crate's root only offers what its modules have.
+        None => (!parent.is_empty()).then_some("mod"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GROUP: Group = Group { parent: &["m"], allowed: &[("mod", "a"), ("a", "b"), ("b", "")] };
+
+    fn import(from: &str, to: &str) -> Import {
+        let module = |path: &str| path.split("::").map(String::from).collect();
+        Import { from: module(from), to: module(to), file: "f.rs".into(), line: 1, path: to.into() }
+    }
+
+    #[test]
+    fn an_import_against_the_list_is_found() {
+        let allowed = [import("m", "m::a::x"), import("m::a", "m::b"), import("m::a::x", "m::a"), import("m::a", "n")];
+        assert_eq!(check(&GROUP, &allowed), [""; 0]);
+        let upward: Vec<Import> = allowed.into_iter().chain([import("m::b::y", "m::a")]).collect();
+        let wrong = check(&GROUP, &upward);
+        assert!(wrong.len() == 1 && wrong[0].starts_with("f.rs:1: `m::a`: b imports a"), "{wrong:?}");
+        let upward: Vec<Import> = upward.into_iter().chain([import("m::b", "m")]).collect();
+        assert_eq!(check(&GROUP, &upward).len(), 2);
+    }
+
+    #[test]
+    fn an_entry_that_nobody_needs_is_found() {
+        let wrong = check(&GROUP, &[import("m", "m::a")]);
+        assert_eq!(wrong, ["a may import b and does not: delete the entry"]);
+    }
+
+    #[test]
+    fn a_list_with_a_cycle_is_found() {
+        assert_eq!(check_order(&GROUP), [""; 0]);
+        let circle = Group { parent: &[], allowed: &[("a", "b"), ("b", "a c")] };
+        assert_eq!(check_order(&circle).len(), 2);
+    }
+
+    #[test]
+    fn two_files_that_import_each_other_are_found() {
+        let imports = [import("a", "b"), import("b", "c"), import("b", "a"), import("c", "a")];
+        assert_eq!(pairs(&imports), BTreeSet::from([("a".into(), "b".into())]));
+    }
+}
