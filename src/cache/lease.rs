@@ -32,8 +32,10 @@ pub struct Lease {
 }
 
 impl Lease {
-    pub(super) fn new(pin: Pin) -> Self {
-        Lease { pin: pin.leased() }
+    #[inline]
+    pub(super) fn new(mut pin: Pin) -> Self {
+        pin.count_as_lease();
+        Lease { pin }
     }
 
     /// The path the bytes took for this fetch.
@@ -80,8 +82,9 @@ pub struct DeviceLease {
 }
 
 impl DeviceLease {
-    pub(super) fn new(pin: Pin) -> Self {
-        DeviceLease { pin: Arc::new(pin.leased()) }
+    pub(super) fn new(mut pin: Pin) -> Self {
+        pin.count_as_lease();
+        DeviceLease { pin: Arc::new(pin) }
     }
 
     /// The pin, for the cache that gave it.

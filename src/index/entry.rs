@@ -52,7 +52,7 @@ pub(super) struct Place {
     pub(super) pins: u32,
     /// Entries that name this one as their parent and have a copy here, full or filling.
     pub(super) children: u32,
-    /// Those of them whose copy here is [held](Entry::is_held).
+    /// Those of them whose copy here is marked [`HELD`].
     pub(super) held: u32,
 }
 
@@ -150,7 +150,7 @@ impl Entry {
 
     /// True where the copy in `tier` could go, children or not: full, unpinned, clean, and no fill reads from it.
     #[inline]
-    fn may_go(&self, tier: Tier) -> bool {
+    pub(super) fn may_go(&self, tier: Tier) -> bool {
         self.is_settled(tier) && !self.has(tier, DIRTY) && !self.is_filling_anywhere()
     }
 
@@ -170,12 +170,30 @@ impl Entry {
         self.occupies(tier) && !self.may_go(tier)
     }
 
+    /// True where it is in no list of `tier` and not counted as held there, and belongs in none, pinned or not.
+    #[inline]
+    pub(super) fn is_plain_inner(&self, tier: Tier) -> bool {
+        self.place(tier).children > 0 && !self.has(tier, LISTED | DIRTY | HELD)
+    }
+
+    /// True where all children that it has in `tier`, and it has some, are counted as held.
+    #[inline]
+    fn has_only_held(&self, tier: Tier) -> bool {
+        let place = self.place(tier);
+        place.children > 0 && place.held == place.children
+    }
+
+    /// True where there is a copy in `tier`, or a fill of one, that is right above counted ones and not counted itself.
+    #[inline]
+    pub(super) fn is_frontier(&self, tier: Tier) -> bool {
+        self.has_only_held(tier) && self.occupies(tier) && !self.has(tier, HELD)
+    }
+
     /// True where the copy in `tier` could go, and of its children there every one is held: what goes where no leaf
     /// can.
     #[inline]
     pub(super) fn is_last_resort(&self, tier: Tier) -> bool {
-        let place = self.place(tier);
-        place.children > 0 && place.held == place.children && self.may_go(tier)
+        self.has_only_held(tier) && self.may_go(tier)
     }
 }
 

@@ -49,14 +49,18 @@
 //!
 //! # Bytes
 //!
-//! An entry takes 96 bytes of slab with its key and its tag and 3 bits of what goes last, a map place 5 bytes, a place
+//! An entry takes 96 bytes of slab with its key and its tag and 3 bits of where held copies end, a map place 5 bytes, a place
 //! in an LRU list a node of 24 bytes and 17 bytes of table; tables are between 7/16 and 7/8 full, and the slab doubles
 //! where [`try_reserve`](Index::try_reserve) was not called.
 //! `tests/index_bytes.rs` measures and bounds them.
 //!
 //! # Cost
 //!
-//! Every operation is O(1) but for these: a late arrival in an [`Lru`] is O(log n);
+//! A held leaf is counted by its parent at once, a held inner copy only when a [`victim`](Index::victim) is looked for
+//! and no leaf may go: to pin and unpin an inner block changes that block alone.
+//!
+//! Every operation is O(1) but for these: a late arrival in an [`Lru`] is O(log n); a search for a victim where no leaf
+//! may go takes a step for each inner copy that was pinned since the last such search;
 //! `touch_chain` and `match_prefix` are linear in their keys; and linking a block that has children to a parent that
 //! has parents walks up the chain in search of a cycle, 16,384 steps at most.
 
@@ -77,7 +81,6 @@ pub use lru::Lru;
 pub use policy::{EvictionPolicy, Policy, Used};
 pub use prefix::PrefixMatch;
 pub use rb::Rb;
-pub use residency::Unpin;
 
 use std::fmt;
 
@@ -129,8 +132,8 @@ pub struct Index {
     request: std::ops::Range<u64>,
     /// Dirty and unpinned, by last use.
     dirty: [Lru; Tier::COUNT],
-    /// By id, the copies that go where no leaf can. No more than there are held copies.
-    last_resort: [BitSet; Tier::COUNT],
+    /// By id, the copies right above held ones: where no leaf may go, the search for what may begins at them.
+    frontier: [BitSet; Tier::COUNT],
     /// Full copies of entries in the map.
     resident: [usize; Tier::COUNT],
     /// During recovery only: shortcuts up the chains.
@@ -157,7 +160,7 @@ impl Index {
             clock: 0,
             policies,
             dirty: std::array::from_fn(|_| Lru::new()),
-            last_resort: std::array::from_fn(|_| BitSet::new(0)),
+            frontier: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
             tops: restore::Tops::default(),
         }
@@ -241,7 +244,7 @@ impl Index {
     /// Makes room in the sets for every id that the slab may give without growing.
     fn reach_capacity(&mut self) {
         let ids = u32::try_from(self.entries.capacity()).unwrap_or(u32::MAX);
-        self.last_resort.iter_mut().for_each(|set| set.grow(ids));
+        self.frontier.iter_mut().for_each(|set| set.grow(ids));
     }
 
     fn find_or_create(&mut self, key: BlockKey) -> EntryId {
@@ -353,11 +356,13 @@ impl Index {
 
     fn child_arrived(&mut self, parent: EntryId, tier: Tier) {
         self.entry_mut(parent).place_mut(tier).children += 1;
+        self.weigh(parent, tier);
         self.relist(parent, tier);
     }
 
     fn child_left(&mut self, parent: EntryId, tier: Tier) {
         self.entry_mut(parent).place_mut(tier).children -= 1;
+        self.weigh(parent, tier);
         self.relist(parent, tier);
     }
 }

@@ -13,19 +13,32 @@ impl Index {
     }
 
     /// A use: the entry becomes the most recent of every list that it is in.
+    #[inline]
     pub fn touch(&mut self, id: EntryId) {
+        if self.counts_requests {
+            return self.touch_once_a_request(id);
+        }
+        let from = self.entry(id).used();
+        self.use_again(id, from, from.last > 0);
+    }
+
+    fn touch_once_a_request(&mut self, id: EntryId) {
         let entry = self.entry(id);
         let from = entry.used();
-        let counted = || self.request.contains(&self.clock) && from.last > self.request.start;
+        let counted = self.request.contains(&self.clock) && from.last > self.request.start;
         // Of a block that is resident nowhere the policies know what is to be known.
-        if self.counts_requests && (!entry.occupies_any() || counted()) {
+        if !entry.occupies_any() || counted {
             return;
         }
+        let now = self.clock.saturating_add(1);
+        let again = self.is_back(id, from, now as u32) || from.last > 0;
+        self.use_again(id, from, again);
+    }
+
+    #[inline]
+    fn use_again(&mut self, id: EntryId, from: Used, again: bool) {
         self.clock = self.clock.saturating_add(1);
-        let mut to = Used { last: self.clock, again: from.last > 0 };
-        if self.counts_requests {
-            to.again |= self.is_back(id, from);
-        }
+        let to = Used { last: self.clock, again };
         let entry = self.entry_mut(id);
         entry.set_used(to);
         if entry.is_listed_anywhere() {
@@ -42,8 +55,7 @@ impl Index {
     }
 
     /// Tells the policies of a use of what they may have evicted; true where one remembers a block that was in no tier.
-    fn is_back(&mut self, id: EntryId, from: Used) -> bool {
-        let now = self.clock as u32;
+    fn is_back(&mut self, id: EntryId, from: Used, now: u32) -> bool {
         let Index { entries, policies, hasher, .. } = self;
         let entry = &mut entries[id.0 as usize];
         if from.last == 0 {
@@ -133,14 +145,23 @@ impl Index {
 
     /// What `tier` should give up next: the leaf that the policy chooses; where no leaf may go, a copy right above held
     /// ones ([why](super)). `None` where every copy is pinned, dirty or being filled.
-    pub fn victim(&self, tier: Tier) -> Option<EntryId> {
+    pub fn victim(&mut self, tier: Tier) -> Option<EntryId> {
         let leaf = self.policies[tier as usize].victim(&|id| self.entry(id).last_use);
-        leaf.or_else(|| self.last_resort[tier as usize].next(0).map(EntryId))
+        leaf.or_else(|| self.last_resort(tier))
     }
 
-    /// True where [`victim`](Self::victim) names one.
-    pub fn has_victim(&self, tier: Tier) -> bool {
-        self.evictable(tier) > 0 || self.last_resort[tier as usize].len() > 0
+    /// A copy that may go although it has children there, all of them held. Ends after as many steps as inner copies
+    /// have come to be held since the last call.
+    #[cold]
+    fn last_resort(&mut self, tier: Tier) -> Option<EntryId> {
+        loop {
+            let id = self.frontier[tier as usize].next(0).map(EntryId)?;
+            if self.entry(id).may_go(tier) {
+                return Some(id);
+            }
+            // Held like all below it: what may go is above it, if anything.
+            self.count_held(id, tier, true);
+        }
     }
 
     /// True where [`evict`](Self::evict) may be called.
@@ -176,23 +197,73 @@ impl Index {
         self.clock
     }
 
-    /// Puts the entry into the list of `tier` that it belongs in, or takes it out, and tells its parent whether it is
-    /// held there.
+    /// Puts the entry into the list of `tier` that it belongs in, or takes it out, and counts it as held or not.
     ///
     /// Called after every change of what [`belongs_in_list`](super::entry::Entry::belongs_in_list) and
     /// [`is_held`](super::entry::Entry::is_held) read.
     #[inline]
     pub(super) fn relist(&mut self, id: EntryId, tier: Tier) {
-        self.tell_held(id, tier);
-        self.weigh(id, tier);
-        let entry = &mut self.entries[id.0 as usize];
-        let belongs = entry.belongs_in_list(tier);
-        if belongs == entry.has(tier, LISTED) {
+        if self.entry(id).is_plain_inner(tier) {
             return;
         }
-        if !belongs {
-            return self.delist(id, tier);
+        self.relist_any(id, tier);
+    }
+
+    #[inline(never)]
+    fn relist_any(&mut self, id: EntryId, tier: Tier) {
+        self.tell_held(id, tier);
+        let entry = &self.entries[id.0 as usize];
+        let belongs = entry.belongs_in_list(tier);
+        if belongs != entry.has(tier, LISTED) {
+            match belongs {
+                true => self.enlist(id, tier),
+                false => self.delist(id, tier),
+            }
         }
+    }
+
+    /// Sees to it that a held leaf is counted among its parent's held children, and what is not held is not. An inner
+    /// copy that is held is counted when a victim is looked for: most are let go before.
+    #[inline]
+    pub(super) fn tell_held(&mut self, id: EntryId, tier: Tier) {
+        let entry = &self.entries[id.0 as usize];
+        let (held, counted) = (entry.is_held(tier), entry.has(tier, HELD));
+        let counts = held && (counted || entry.place(tier).children == 0);
+        if counts != counted {
+            self.count_held(id, tier, counts);
+        }
+    }
+
+    /// Counts the entry among its parent's held children in `tier`, or no longer.
+    #[inline(never)]
+    fn count_held(&mut self, id: EntryId, tier: Tier, counts: bool) {
+        let entry = self.entry_mut(id);
+        match counts {
+            true => entry.set(tier, HELD),
+            false => entry.clear(tier, HELD),
+        }
+        self.weigh(id, tier);
+        if let Some(parent) = self.parent(id) {
+            let held = &mut self.entry_mut(parent).place_mut(tier).held;
+            *held = if counts { *held + 1 } else { *held - 1 };
+            self.weigh(parent, tier);
+        }
+    }
+
+    /// Enters the copy among those right above held ones, or takes it out. Called after every change of what
+    /// [`is_frontier`](super::entry::Entry::is_frontier) reads.
+    pub(super) fn weigh(&mut self, id: EntryId, tier: Tier) {
+        let set = &mut self.frontier[tier as usize];
+        match self.entries[id.0 as usize].is_frontier(tier) {
+            true => set.insert(id.0),
+            false => set.remove(id.0),
+        };
+    }
+
+    /// Enters the entry into the list of `tier` that it belongs in.
+    #[inline(never)]
+    fn enlist(&mut self, id: EntryId, tier: Tier) {
+        let entry = self.entry_mut(id);
         entry.set(tier, LISTED);
         let used = entry.used();
         match entry.has(tier, DIRTY) {
@@ -201,36 +272,8 @@ impl Index {
         }
     }
 
-    /// Counts the entry among its parent's held children where it is held in `tier`, and not where it is not.
-    #[inline]
-    pub(super) fn tell_held(&mut self, id: EntryId, tier: Tier) {
-        let entry = &mut self.entries[id.0 as usize];
-        let held = entry.is_held(tier);
-        if held == entry.has(tier, HELD) {
-            return;
-        }
-        match held {
-            true => entry.set(tier, HELD),
-            false => entry.clear(tier, HELD),
-        }
-        if let Some(parent) = self.parent(id) {
-            let place = self.entry_mut(parent).place_mut(tier);
-            place.held = if held { place.held + 1 } else { place.held - 1 };
-            self.weigh(parent, tier);
-        }
-    }
-
-    /// Enters the copy among those that go where no leaf can, or takes it out.
-    #[inline]
-    fn weigh(&mut self, id: EntryId, tier: Tier) {
-        let set = &mut self.last_resort[tier as usize];
-        match self.entries[id.0 as usize].is_last_resort(tier) {
-            true => set.insert(id.0),
-            false => set.remove(id.0),
-        };
-    }
-
     /// Takes the entry out of the list of `tier` that it is in, if any.
+    #[inline(never)]
     pub(super) fn delist(&mut self, id: EntryId, tier: Tier) {
         let entry = &mut self.entries[id.0 as usize];
         if !entry.has(tier, LISTED) {
@@ -245,6 +288,7 @@ impl Index {
     }
 
     /// Tells the lists that the entry is in of a new last use.
+    #[inline(never)]
     pub(super) fn retime(&mut self, id: EntryId, from: Used, to: Used) {
         for tier in Tier::ALL {
             let entry = self.entry(id);

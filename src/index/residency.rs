@@ -6,16 +6,6 @@ use super::{
 };
 use crate::block::Tier;
 
-/// What an [`unpin`](Index::unpin) brought about.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[must_use = "a freed slot must be given back to its tier"]
-pub struct Unpin {
-    /// The slot of an entry that was removed and whose last pin went: free, and the caller's to give back.
-    pub freed: Option<u32>,
-    /// The copy may be evicted now: whoever waits for a slot may try.
-    pub evictable: bool,
-}
-
 impl Index {
     /// The slot that holds the block in `tier`; `None` where it is not full or the entry was removed.
     #[inline]
@@ -50,6 +40,7 @@ impl Index {
             return false;
         }
         entry.set(tier, FILLING);
+        self.weigh(id, tier);
         if let Some(parent) = self.parent(id) {
             self.child_arrived(parent, tier);
         }
@@ -110,12 +101,14 @@ impl Index {
         Some(slot)
     }
 
-    /// Ends one hold. A use.
+    /// Ends one hold. A use. Gives the slot where the entry was removed and this was its last pin: free, and the
+    /// caller's to give back.
     ///
     /// # Panics
     /// If nobody holds the copy.
     #[inline]
-    pub fn unpin(&mut self, id: EntryId, tier: Tier) -> Unpin {
+    #[must_use = "a freed slot must be given back to its tier"]
+    pub fn unpin(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = &mut self.entries[id.0 as usize];
         let place = entry.place_mut(tier);
         assert!(place.pins > 0, "unpin of a copy in {tier} that nobody has pinned");
@@ -126,13 +119,13 @@ impl Index {
             if freed.is_some() {
                 self.vacate(id, tier);
             }
-            return Unpin { freed, evictable: false };
+            return freed;
         }
         self.touch_in_passing(id);
         if last {
             self.relist(id, tier);
         }
-        Unpin { freed: None, evictable: last && self.may_evict(id, tier) }
+        None
     }
 
     /// How many hold the copy in `tier`, also of an entry that was removed.
@@ -228,6 +221,7 @@ impl Index {
         entry.clear(tier, FILLING | FULL | DIRTY);
         entry.place_mut(tier).slot = NONE;
         // Not held there any more, before the parent counts a child less.
+        self.weigh(id, tier);
         self.relist(id, tier);
         if let Some(parent) = self.parent(id) {
             self.child_left(parent, tier);

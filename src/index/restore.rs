@@ -41,6 +41,7 @@ impl Index {
         entry.place_mut(tier).slot = slot;
         self.resident[tier as usize] += 1;
         self.used_at(id, last_use);
+        self.weigh(id, tier);
         self.tell_held(id, tier);
         if let Some(parent) = self.parent(id) {
             self.child_arrived(parent, tier);
@@ -78,9 +79,6 @@ impl Index {
         self.tops = Tops::default();
         let (mut ids, mut last_uses, mut again) = (Vec::new(), Vec::new(), Vec::new());
         for (id, entry) in &mut self.entries {
-            if entry.is_last_resort(tier) {
-                self.last_resort[tier as usize].insert(id as u32);
-            }
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
                 entry.set(tier, LISTED);
                 ids.push(id as u32);

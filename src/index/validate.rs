@@ -24,8 +24,7 @@ struct Counts {
     resident: [usize; Tier::COUNT],
     evictable: [usize; Tier::COUNT],
     dirty: [usize; Tier::COUNT],
-    last_resort: [u32; Tier::COUNT],
-    may_go: [bool; Tier::COUNT],
+    frontier: [u32; Tier::COUNT],
     slots: [BTreeSet<u32>; Tier::COUNT],
 }
 
@@ -90,11 +89,12 @@ impl Index {
         ensure!(full || place.pins == 0, "{} pins on what is not full", place.pins);
         ensure!(full || !dirty, "dirty and not full");
         ensure!(listed == entry.belongs_in_list(tier), "listed is {listed}, and should not be");
-        ensure!(entry.has(tier, HELD) == entry.is_held(tier), "its mark for held is wrong");
-        let last_resort = self.last_resort[tier as usize].contains(id.0);
-        ensure!(last_resort == entry.is_last_resort(tier), "a last resort is {last_resort}, and should not be");
-        counts.last_resort[tier as usize] += u32::from(last_resort);
-        counts.may_go[tier as usize] |= full && !entry.is_held(tier);
+        let (held, counted) = (entry.is_held(tier), entry.has(tier, HELD));
+        ensure!(held || !counted, "counted as held, and is not");
+        ensure!(counted || !held || place.children > 0, "held, and a leaf, and not counted as held");
+        let frontier = self.frontier[tier as usize].contains(id.0);
+        ensure!(frontier == entry.is_frontier(tier), "right above held ones is {frontier}, and should not be");
+        counts.frontier[tier as usize] += u32::from(frontier);
         if entry.removed {
             ensure!(!full || place.pins > 0, "removed and unpinned, but full");
             ensure!(!dirty, "removed and dirty");
@@ -129,17 +129,11 @@ impl Index {
             if let Policy::Rb(rb) = &self.policies[at] {
                 rb.validate().map_err(|what| format!("{tier}: {what}"))?;
             }
-            let last_resort = self.last_resort[at].len();
-            ensure!(counts.last_resort[at] == last_resort, "{tier}: {last_resort} last resorts");
-            self.last_resort[at].validate().map_err(|what| format!("{tier}: last resorts: {what}"))?;
+            let frontier = self.frontier[at].len();
+            ensure!(counts.frontier[at] == frontier, "{tier}: {frontier} right above held ones");
+            self.frontier[at].validate().map_err(|what| format!("{tier}: right above held ones: {what}"))?;
             let demotable = self.demotable(tier);
             ensure!(demotable.is_some() == (dirty > 0), "{tier}: a dirty list of {dirty} gives {demotable:?}");
-            let victim = self.victim(tier);
-            // Whatever is in the way of all leaves, what nobody holds can go.
-            ensure!(victim.is_some() == counts.may_go[at], "{tier}: {victim:?} is to go");
-            ensure!(victim.is_some() == self.has_victim(tier), "{tier}: {victim:?} is to go");
-            let may_go = victim.is_none_or(|id| self.entries.contains(id.0 as usize) && self.may_evict(id, tier));
-            ensure!(may_go, "{tier}: {victim:?} is given, and may not go");
             let known = |id: EntryId| self.entries.get(id.0 as usize).is_some_and(|entry| entry.has(tier, LISTED));
             ensure!(demotable.is_none_or(known), "{tier}: {demotable:?} is given, but not listed");
         }
@@ -156,7 +150,7 @@ impl Index {
             for tier in Tier::ALL {
                 let (present, held) = &mut children[parent][tier as usize];
                 *present += u32::from(entry.occupies(tier));
-                *held += u32::from(entry.is_held(tier));
+                *held += u32::from(entry.has(tier, HELD));
             }
         }
         for (id, entry) in &self.entries {

@@ -185,11 +185,7 @@ impl Shared {
     /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and counts the use, and the hit or the
     /// miss unless it is elsewhere.
     pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
-        let found = self.look_up_and_pin(key, tier, true)?;
-        if let Found::Hit(pin) = &found {
-            self.metrics.hit(pin.route(), self.config.block_bytes);
-        }
-        Ok(found)
+        self.look_up_and_pin(key, tier, true)
     }
 
     /// Likewise for a load, which copies the block to its caller: it has the route of that copy.
@@ -211,6 +207,9 @@ impl Shared {
             drop(state);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
             self.metrics.looked_up(Some(tier));
+            if is_leased {
+                self.metrics.hit(route, self.config.block_bytes);
+            }
             return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased }));
         }
         if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
@@ -279,8 +278,7 @@ impl Shared {
         if is_leased {
             state.leases[tier as usize] -= 1;
         }
-        let unpin = state.index.unpin(id, tier);
-        if let Some(slot) = unpin.freed {
+        if let Some(slot) = state.index.unpin(id, tier) {
             state.push_free(tier, slot);
         }
         if tier == Tier::Host && state.has_waiters(tier) && self.write_back_is_due(state, 0, 0.0) {
@@ -443,6 +441,27 @@ impl State {
     }
 }
 
+impl Shared {
+    /// Gives the slots that can be taken to the requests that wait for one, and tells of what was raised.
+    #[cold]
+    fn unlock_and_serve(&self, mut state: MutexGuard<'_, State>) {
+        let granted = self.grant_slots(&mut state);
+        let is_raised = !state.raised.is_empty();
+        unlock(state);
+        if is_raised {
+            self.raised.notify_one();
+        }
+        granted.into_iter().for_each(|grant| grant.send(self));
+    }
+}
+
+#[inline]
+fn unlock(state: MutexGuard<'_, State>) {
+    drop(state);
+    #[cfg(feature = "sim")]
+    LOCKS_HELD.set(LOCKS_HELD.get() - 1);
+}
+
 #[cfg(feature = "sim")]
 std::thread_local! {
     /// Index locks that this thread holds.
@@ -483,16 +502,12 @@ impl DerefMut for Locked<'_> {
 
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
-        let Some(mut state) = self.state.take() else { return };
-        let granted = self.shared.grant_slots(&mut state);
-        let is_raised = !state.raised.is_empty();
-        drop(state);
-        #[cfg(feature = "sim")]
-        LOCKS_HELD.set(LOCKS_HELD.get() - 1);
-        if is_raised {
-            self.shared.raised.notify_one();
+        let Some(state) = self.state.take() else { return };
+        if state.slot_requests.is_empty() && state.raised.is_empty() {
+            unlock(state);
+        } else {
+            self.shared.unlock_and_serve(state);
         }
-        granted.into_iter().for_each(|grant| grant.send(self.shared));
     }
 }
 
@@ -615,13 +630,13 @@ impl Pin {
         self.route
     }
 
-    /// The same, counted as a lease from now on.
-    pub(crate) fn leased(mut self) -> Self {
+    /// Counts it as a lease from now on.
+    #[inline]
+    pub(crate) fn count_as_lease(&mut self) {
         if !self.is_leased {
             self.shared().lock().leases[self.tier as usize] += 1;
             self.is_leased = true;
         }
-        self
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {

@@ -249,8 +249,8 @@ impl Model {
         }
     }
 
-    /// The slot that came free, and whether the copy may be evicted now.
-    pub fn unpin(&mut self, at: usize, tier: Tier) -> (Option<u32>, bool) {
+    /// The slot that came free.
+    pub fn unpin(&mut self, at: usize, tier: Tier) -> Option<u32> {
         let removed = self.entity(at).removed;
         let Copy::Full { slot, pins, .. } = &mut self.entity_mut(at).copies[tier as usize] else {
             panic!("pinned copies are full")
@@ -260,13 +260,12 @@ impl Model {
         let slot = *slot;
         if !removed {
             self.touch_in_passing(at);
-            let may_go = self.evictable(tier).contains(&at) || self.last_resorts(tier).contains(&at);
-            return (None, may_go);
+            return None;
         }
         if last {
             self.vacate(at, tier);
         }
-        (last.then_some(slot), false)
+        last.then_some(slot)
     }
 
     pub fn touch(&mut self, at: usize) {
