@@ -28,7 +28,7 @@ use std::{
 
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, Region, Route, Segment, block_on, checksum::checksum,
-    tier::disk::format::stripe::Stripe,
+    disk::format::stripe::Stripe,
 };
 use kvhoist_bench_kit::{
     drive::{key, measured, other},

@@ -14,6 +14,7 @@ pub mod checksum;
 pub mod config;
 pub mod copy;
 mod device;
+pub mod disk;
 pub mod error;
 mod fork;
 pub mod gpu;

@@ -18,9 +18,7 @@ use common::write_private;
 use kvhoist::{
     Config, Error, Result,
     config::{DirectIo, DiskPath},
-    io::blocking::Blocking,
-    store,
-    tier::disk::{
+    disk::{
         StoreFile,
         format::{
             stripe::Stripe,
@@ -28,6 +26,8 @@ use kvhoist::{
         },
         open_files, recover,
     },
+    io::blocking::Blocking,
+    store,
 };
 use tempfile::TempDir;
 

@@ -10,7 +10,7 @@ use std::{
 
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, WritePolicy, block_on,
-    tier::disk::format::{
+    disk::format::{
         RECORD_BYTES, TABLE_OFFSET,
         record::{Record, RecordSeal},
         stripe::Stripe,

@@ -17,6 +17,7 @@ use crate::{
         AnyCopy, CopyEngine, Memcpy,
         gdr::{GdrState, GdrStatus},
     },
+    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile},
     error::{Error, Result},
     fork::HomeBound,
     gpu::Gpu,
@@ -27,10 +28,7 @@ use crate::{
     mover::{Command, Mover, Shared, Urgent},
     runtime::Reactor,
     shield::shield,
-    tier::{
-        device::DevicePool,
-        disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile},
-    },
+    tier::device::DevicePool,
     workers::Workers,
 };
 

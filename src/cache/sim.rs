@@ -48,12 +48,12 @@ use super::{
 };
 use crate::{
     config::Config,
+    disk::{Member, format::stripe::Stripe},
     error::{Error, Result},
     io::sim::Locked,
     memory::Arena,
     metrics::{Count, Metrics},
     mover::Mover,
-    tier::disk::{Member, format::stripe::Stripe},
     workers::Workers,
 };
 

@@ -12,11 +12,11 @@ use super::Mover;
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
     copy::CopyEngine,
+    disk::PageId,
     error::{Error, Result},
     index::EntryId,
     io::{Storage, write_full},
     memory::AlignedBuf,
-    tier::disk::PageId,
 };
 
 type Waiter = oneshot::Sender<Result<()>>;

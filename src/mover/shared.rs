@@ -25,13 +25,14 @@ use super::{
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
     config::{Config, WritePolicy},
+    disk::DiskSlots,
     error::{Error, Result},
     fork::Home,
     index::{EntryId, Index},
     memory::Arena,
     metrics::Metrics,
     sync::{Mutex, MutexGuard},
-    tier::{device::DevicePool, disk::DiskSlots},
+    tier::device::DevicePool,
 };
 
 /// State under the lock. No I/O, no await, no allocation that grows with the cache.

@@ -13,9 +13,9 @@ use super::{
     tables::{Tables, group_by_key},
 };
 use crate::{
+    disk::{ReadOnlyFile, read_tables},
     error::{Error, Result},
     io::Storage,
-    tier::disk::{ReadOnlyFile, read_tables},
 };
 
 /// One file or device of a store.

@@ -8,8 +8,7 @@ use super::{
 };
 use crate::{
     config::{Config, DiskPath},
-    error::{Error, Result},
-    tier::disk::{
+    disk::{
         ReadOnlyFile,
         format::{
             PAGE_BYTES, SUPERBLOCK_OFFSETS,
@@ -20,6 +19,7 @@ use crate::{
         open_read_only,
         recovery::Member,
     },
+    error::{Error, Result},
 };
 
 /// What to do about a refusal: there are no settings here that could be wrong.

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     block::BlockKey,
-    tier::disk::{
+    disk::{
         PageId, Pages,
         format::{
             PAGE_BYTES, RECORD_BYTES, is_zero,

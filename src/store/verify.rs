@@ -20,10 +20,10 @@ use super::{
 };
 use crate::{
     checksum::Digest,
+    disk::{ReadOnlyFile, read_tables},
     error::Result,
     io::{Storage, read_full},
     memory::AlignedBuf,
-    tier::disk::{ReadOnlyFile, read_tables},
 };
 
 /// Bytes of one read: a slot is read in pieces, so that memory has a limit whatever the size of a block.

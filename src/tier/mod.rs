@@ -1,4 +1,3 @@
-//! The places where blocks lie: host arena, device pool, disk slots.
+//! The places where blocks lie: the device pool.
 
 pub mod device;
-pub mod disk;

@@ -2,7 +2,7 @@
 
 use kvhoist::{
     BlockKey,
-    tier::disk::format::{
+    disk::format::{
         RECORD_BYTES,
         record::{COUNTER_MAX, Record},
     },

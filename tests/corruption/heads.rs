@@ -2,7 +2,7 @@
 
 use kvhoist::{
     checksum::checksum,
-    tier::disk::format::{PAGE_BYTES, RECORD_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET, superblock::SEQUENCE_MAX},
+    disk::format::{PAGE_BYTES, RECORD_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET, superblock::SEQUENCE_MAX},
 };
 
 use crate::{

@@ -9,13 +9,13 @@ use std::{
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, Result, StorageKind, WritePolicy, block_on,
     checksum::checksum,
-    io::FileId,
-    tier::disk::format::{
+    disk::format::{
         PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
         record::{Record, RecordSeal},
         stripe::Stripe,
         superblock::Superblock,
     },
+    io::FileId,
 };
 
 use crate::common::{directory, key, payload};

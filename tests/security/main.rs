@@ -20,13 +20,13 @@ use kvhoist::{
     BlockKey, Cache, Config, DiskPath, Error, Namespace, PrefixChain, StorageKind, Tier, WritePolicy, block_on,
     checksum::checksum,
     config::DirectIo,
-    store,
-    tier::disk::format::{
+    disk::format::{
         PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
         record::{Record, RecordSeal},
         stripe::SLOTS_MAX,
         superblock::Superblock,
     },
+    store,
 };
 use tempfile::TempDir;
 

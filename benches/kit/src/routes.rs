@@ -16,9 +16,9 @@ use std::{
 
 use kvhoist::{
     BlockKey, Cache, Config, DeviceKind, DiskPath, Segment, Tier, block_on,
+    disk::format::stripe::Stripe,
     gpu::{DeviceBuffer, Gpu},
     memory::DeviceMemory,
-    tier::disk::format::stripe::Stripe,
 };
 use tempfile::TempDir;
 

@@ -6,8 +6,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     BlockKey, Config, block_on,
     checksum::checksum,
-    io::sim::Memory,
-    tier::disk::{
+    disk::{
         DiskSlots,
         format::{
             PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
@@ -17,6 +16,7 @@ use kvhoist::{
         },
         recovery::{Counts, Recovered, RecoveredRecord, open},
     },
+    io::sim::Memory,
 };
 
 use crate::{
@@ -216,7 +216,7 @@ impl Store {
             blocks.push((BlockKey::new([0xEE; 32]), None, last_use.min(COUNTER_MAX)));
         }
         slots.validate().expect("the levels agree");
-        for page in (0..self.stripe.pages()).map(kvhoist::tier::disk::PageId) {
+        for page in (0..self.stripe.pages()).map(kvhoist::disk::PageId) {
             let mut bytes = [0; PAGE_BYTES];
             slots.encode_page(page, &mut bytes, |entry| blocks[entry as usize]);
             let (file, offset) = slots.page_location(page);

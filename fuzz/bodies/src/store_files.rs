@@ -2,7 +2,7 @@
 
 use kvhoist::{
     Config, DiskPath,
-    tier::disk::{
+    disk::{
         format::{TABLE_OFFSET, stripe::Stripe},
         recovery::Member,
     },

@@ -4,8 +4,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     Config, Error, block_on,
     checksum::checksum,
-    io::sim::Memory,
-    tier::disk::{
+    disk::{
         format::{
             HEAD_BYTES, PAGE_BYTES,
             superblock::{Head, State, Superblock, SuperblockFlaw, fingerprint},
@@ -13,6 +12,7 @@ use kvhoist::{
         },
         recovery::{Member, Recovered, open},
     },
+    io::sim::Memory,
 };
 
 use crate::{

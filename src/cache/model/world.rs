@@ -36,16 +36,14 @@ use crate::{
         Memcpy,
         gdr::{GdrState, GdrStatus},
     },
+    disk::{DiskSlots, format::stripe::Stripe},
     fork::HomeBound,
     index::Index,
     io::Storage,
     memory::{Arena, Lent},
     metrics::{Count, Metrics},
     mover::{Mover, Shared},
-    tier::{
-        device::DevicePool,
-        disk::{DiskSlots, format::stripe::Stripe},
-    },
+    tier::device::DevicePool,
     workers::Workers,
 };
 

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 use super::{Pages, Recovered, Take};
 use crate::{
     block::BlockKey,
-    tier::disk::{
+    disk::{
         DiskSlots,
         format::{
             PAGE_BYTES, RECORD_BYTES, RECORDS_PER_PAGE, is_zero,

@@ -13,12 +13,12 @@ use super::{
 };
 use crate::{
     config::DirectIo,
-    error::{Error, Result},
-    memory::AlignedBuf,
-    tier::disk::{
+    disk::{
         format::{HEAD_BYTES, survey::Found},
         recovery::Member,
     },
+    error::{Error, Result},
+    memory::AlignedBuf,
 };
 
 /// One file or device of a store, open for reading only.

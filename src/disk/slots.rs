@@ -354,7 +354,7 @@ mod tests {
     use super::*;
     use crate::{
         config::{Config, DiskPath},
-        tier::disk::format::is_zero,
+        disk::format::is_zero,
     };
 
     const UUID: [u8; 16] = [3; 16];

@@ -5,13 +5,13 @@ use std::{io, mem, ops::ControlFlow};
 use super::{Member, window::Window};
 use crate::{
     block::FileId,
-    error::{Error, Result},
-    io::{Storage, read_full},
-    memory::AlignedBuf,
-    tier::disk::format::{
+    disk::format::{
         PAGE_BYTES, TABLE_OFFSET,
         stripe::{PageId, Stripe},
     },
+    error::{Error, Result},
+    io::{Storage, read_full},
+    memory::AlignedBuf,
 };
 
 /// Bytes of one read: 8192 records.

@@ -225,7 +225,7 @@ impl std::fmt::Display for Uuid<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::DiskPath, tier::disk::format::PAGE_BYTES};
+    use crate::{config::DiskPath, disk::format::PAGE_BYTES};
 
     type Bytes = Box<[u8; HEAD_BYTES]>;
 

@@ -8,13 +8,13 @@ use super::*;
 use crate::{
     block::{BlockKey, OpKind},
     config::DiskPath,
-    io::sim::{Fault, Memory, Rng, Sim, SimOptions},
-    tier::disk::format::{
+    disk::format::{
         RECORD_BYTES,
         record::{Record, RecordSeal},
         stripe::PageId,
         superblock::Head,
     },
+    io::sim::{Fault, Memory, Rng, Sim, SimOptions},
 };
 
 const UUID: [u8; 16] = [5; 16];
