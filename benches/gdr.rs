@@ -20,12 +20,11 @@ use std::{
 
 use kvhoist::{
     Layout,
-    copy::{
-        CopyBatch, CopyEngine, CopyOp, Direction,
+    device::{
+        CopyBatch, CopyEngine, CopyOp, DevicePool, Direction,
         gdr::{GdrCopy, GdrMemory, GdrOptions},
     },
     memory::Arena,
-    tier::device::DevicePool,
 };
 
 /// Bytes of a work request.

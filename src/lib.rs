@@ -12,23 +12,19 @@ mod block_on;
 mod cache;
 pub mod checksum;
 pub mod config;
-pub mod copy;
-mod device;
+pub mod device;
 pub mod disk;
 pub mod error;
 mod fork;
-pub mod gpu;
 pub mod index;
 pub mod io;
 pub mod memory;
 mod metrics;
 mod mover;
-pub mod rdma;
 mod runtime;
 mod shield;
 pub mod store;
 mod sync;
-pub mod tier;
 mod workers;
 
 pub use block::{BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
@@ -43,6 +39,7 @@ pub use config::{
     Config, CopyMethod, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, GdrMode, StorageKind,
     WritePolicy,
 };
+pub use device::{cuda as gpu, rdma};
 pub use error::{Error, HeldSlots, Result};
 pub use index::PrefixMatch;
 pub use mover::LayerDone;

@@ -15,9 +15,9 @@ use std::{
 
 use cudarc::driver::sys::{self, CUevent, CUstream};
 use kvhoist::{
-    copy::{
+    device::{
         CopyBatch, CopyEngine, CopyOp, Direction,
-        cuda::{CudaCopy, CudaCopyOptions},
+        cuda::copy::{CudaCopy, CudaCopyOptions},
     },
     gpu::{DeviceBuffer, Gpu, HostPin},
     memory::{Arena, DeviceMemory},

@@ -5,16 +5,17 @@ use std::{sync::Arc, time::Duration};
 use crate::{
     block::Layout,
     config::{Config, CopyMethod, DeviceKind, GdrMode},
-    copy::{
-        AnyCopy, Memcpy,
-        cuda::{CudaCopy, CudaCopyOptions},
+    device::{
+        AnyCopy, DevicePool, Memcpy, PoolLayout,
+        cuda::{
+            DeviceBuffer, Gpu,
+            copy::{CudaCopy, CudaCopyOptions},
+        },
         gdr::{GdrCopy, GdrMemory, GdrOptions, GdrState, GdrStatus},
     },
     error::{Error, Result},
-    gpu::{DeviceBuffer, Gpu},
     memory::Arena,
     metrics::CopyMetrics,
-    tier::device::{DevicePool, PoolLayout},
 };
 
 /// The variable that goes before [`Config::copy`].

@@ -5,9 +5,9 @@ use std::{fmt, sync::Arc};
 use super::Cache;
 use crate::{
     block::{BlockKey, Segment},
+    device::cuda::{Gates, Gpu},
     error::{Error, Result},
     fork::HomeBound,
-    gpu::{Gates, Gpu},
     mover::{Command, LayerBoard, LayerDone, LayerJobs, LayerProgress},
     shield::shield,
 };

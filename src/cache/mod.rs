@@ -69,9 +69,9 @@ struct Inner {
     direct_io: bool,
     memory_align_bytes: usize,
     /// The device, where it is a CUDA one.
-    gpu: Option<Arc<crate::gpu::Gpu>>,
+    gpu: Option<Arc<crate::device::cuda::Gpu>>,
     /// Whether copies go through an RDMA device.
-    gdr: crate::copy::gdr::GdrStatus,
+    gdr: crate::device::gdr::GdrStatus,
 }
 
 impl Cache {

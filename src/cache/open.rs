@@ -13,14 +13,14 @@ use super::{Cache, Inner, device::Opened, region::Regions};
 use crate::{
     block::Tier,
     config::{Config, Eviction},
-    copy::{
-        AnyCopy, CopyEngine, Memcpy,
+    device::{
+        AnyCopy, CopyEngine, DevicePool, Memcpy,
+        cuda::Gpu,
         gdr::{GdrState, GdrStatus},
     },
     disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile},
     error::{Error, Result},
     fork::HomeBound,
-    gpu::Gpu,
     index::{Index, Lru, Policy, Rb},
     io::{AnyStorage, Storage},
     memory::Arena,
@@ -28,7 +28,6 @@ use crate::{
     mover::{Command, Mover, Shared, Urgent},
     runtime::Reactor,
     shield::shield,
-    tier::device::DevicePool,
     workers::Workers,
 };
 

@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 use super::{Cache, Loan};
 use crate::{
     block::{BlockKey, Segment},
-    copy::gdr::GdrState,
+    device::gdr::GdrState,
     error::{Error, Result},
     memory::huge,
     mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply, Urgent},

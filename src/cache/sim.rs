@@ -38,7 +38,7 @@ use std::{
 use tokio::{sync::Notify, task::LocalSet};
 
 pub use crate::{
-    copy::sim::{CopyCounts, CopyOptions, SimCopy},
+    device::sim::{CopyCounts, CopyOptions, SimCopy},
     io::sim::{Counts, Event, Fault, FaultKind, FaultRates, LogEntry, Rng, SECTOR_BYTES, Sim, SimOptions},
 };
 

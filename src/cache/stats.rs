@@ -3,7 +3,7 @@
 use super::Cache;
 use crate::{
     block::{Route, Tier},
-    copy::gdr::GdrState,
+    device::gdr::GdrState,
     metrics::COPY_ENGINES,
 };
 

@@ -7,7 +7,7 @@ use crate::block::Direction;
 /// Every buffer of a pool begins at a multiple of this, as device allocations do.
 pub const BUFFER_ALIGN: usize = 256;
 
-/// Memory that a [`DevicePool`](crate::tier::device::DevicePool) lies in: a device's own, or host memory that plays it.
+/// Memory that a [`DevicePool`](crate::device::DevicePool) lies in: a device's own, or host memory that plays it.
 ///
 /// # Safety
 /// [`base`](Self::base) must be the start of one allocation of [`bytes`](Self::bytes) bytes that

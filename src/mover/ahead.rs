@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use super::{Job, Mover, flight::Outcome, shared::Filling, verify::Unverified};
 use crate::{
     block::{Segment, Tier},
-    copy::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
+    device::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
     error::{Error, Result},
     io::Storage,
 };

@@ -7,7 +7,7 @@ use super::{
     budget::Kind,
     shared::{Shared, State},
 };
-use crate::{block::Tier, checksum::checksum, copy::CopyEngine, index::EntryId, io::Storage};
+use crate::{block::Tier, checksum::checksum, device::CopyEngine, index::EntryId, io::Storage};
 
 /// Fails with a message unless the condition holds.
 macro_rules! ensure {

@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     block::{BlockKey, FileId, OpKind},
-    copy::CopyEngine,
+    device::CopyEngine,
     error::{Error, Result},
     io::Storage,
 };

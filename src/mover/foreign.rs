@@ -25,7 +25,7 @@ use super::{
 use crate::{
     block::{BlockKey, Direction, FIXED_BYTES_MAX, Route, Segment, Tier},
     config::WritePolicy,
-    copy::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
+    device::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
     error::{Error, Result},
     io::Storage,
 };

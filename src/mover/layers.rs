@@ -15,9 +15,8 @@ use tokio::{sync::Notify, task::JoinHandle, time::Instant};
 use super::{Job, Mover, Pin, RegionMemory, foreign::in_turns};
 use crate::{
     block::{CopyOp, Direction, Route, Tier},
-    copy::{CopyBatch, CopyEngine, CopyRegion},
+    device::{CopyBatch, CopyEngine, CopyRegion, cuda::Gates},
     error::{Error, Result},
-    gpu::Gates,
     io::Storage,
 };
 

@@ -50,7 +50,7 @@ use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use self::{budget::Budget, direct::Direct, flush::Flush, records::RecordPages, service::Failures};
 use crate::{
     block::{BlockKey, FileId, Tier},
-    copy::CopyEngine,
+    device::CopyEngine,
     error::Result,
     io::Storage,
     workers::Workers,

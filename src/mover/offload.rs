@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::{Mover, budget::Kind};
-use crate::{block::Segment, checksum::Digest, copy::CopyEngine, io::Storage};
+use crate::{block::Segment, checksum::Digest, device::CopyEngine, io::Storage};
 
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
 const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;

@@ -9,7 +9,7 @@ use tokio::time::{sleep, timeout};
 use super::{Command, Mover, flight::Message, shared::Shared};
 use crate::{
     block::Tier,
-    copy::CopyEngine,
+    device::CopyEngine,
     error::{Error, Result},
     io::Storage,
 };

@@ -17,12 +17,11 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Direction, FileId, OpKind, Route, Segment, Tier},
-    copy::{CopyBatch, CopyEngine, pair_segments},
+    device::{CopyBatch, CopyEngine, DevicePool, pair_segments},
     error::{Error, Result},
     index::EntryId,
     io::{Storage, read_full},
     memory::Lent,
-    tier::device::DevicePool,
 };
 
 /// Where a block will be read from.

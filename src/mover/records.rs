@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use super::Mover;
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
-    copy::CopyEngine,
+    device::CopyEngine,
     disk::PageId,
     error::{Error, Result},
     index::EntryId,

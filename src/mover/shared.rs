@@ -25,6 +25,7 @@ use super::{
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
     config::{Config, WritePolicy},
+    device::DevicePool,
     disk::DiskSlots,
     error::{Error, Result},
     fork::Home,
@@ -32,7 +33,6 @@ use crate::{
     memory::Arena,
     metrics::Metrics,
     sync::{Mutex, MutexGuard},
-    tier::device::DevicePool,
 };
 
 /// State under the lock. No I/O, no await, no allocation that grows with the cache.

@@ -5,7 +5,7 @@ use std::rc::Rc;
 use tokio::sync::mpsc;
 
 use super::{Mover, Urgent};
-use crate::{copy::CopyEngine, disk::PageId, error::Result, io::Storage};
+use crate::{device::CopyEngine, disk::PageId, error::Result, io::Storage};
 
 /// How often the end syncs where the deadline passes each time.
 const SYNCS_MAX: u32 = 8;

@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::Mover;
-use crate::{copy::CopyEngine, io::Storage};
+use crate::{device::CopyEngine, io::Storage};
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Keeps the reactor awake while anything is under way, and for a while after. Ends at once where that is not

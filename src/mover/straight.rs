@@ -19,7 +19,7 @@ use super::{
 use crate::{
     block::{BlockKey, FileId, IO_ALIGN, OpKind, Route, Segment, Tier},
     config::WritePolicy,
-    copy::CopyEngine,
+    device::CopyEngine,
     error::{Error, Result},
     index::EntryId,
     io::{Storage, read_full, write_full},

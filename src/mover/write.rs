@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
-    copy::CopyEngine,
+    device::CopyEngine,
     error::{Error, Result},
     index::EntryId,
     io::{Storage, write_full},

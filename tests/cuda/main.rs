@@ -16,7 +16,8 @@ use kvhoist::{
     Cache, Config, CopyMethod, DeviceKind, Error, Tier,
     block::Layout,
     block_on,
-    gpu::{DeviceBuffer, Gpu, discover},
+    device::cuda::discover,
+    gpu::{DeviceBuffer, Gpu},
     memory::DeviceMemory,
 };
 use tempfile::TempDir;

@@ -3,7 +3,7 @@
 
 use std::{cell::RefCell, rc::Rc, time::Duration};
 
-use kvhoist::copy::{
+use kvhoist::device::{
     CopyEngine,
     gdr::{DeviceAccess, GdrOptions},
 };

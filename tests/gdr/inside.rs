@@ -11,7 +11,7 @@ use std::{
 
 use kvhoist::{
     Cache, Config, DeviceKind, GdrMode, block_on,
-    copy::gdr::{GdrOptions, GdrState},
+    device::gdr::{GdrOptions, GdrState},
     rdma,
 };
 

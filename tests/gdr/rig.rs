@@ -4,7 +4,7 @@ use std::{any::Any, cell::Cell, future::Future, ptr::NonNull, rc::Rc, sync::Arc}
 
 use kvhoist::{
     Error,
-    copy::{
+    device::{
         CopyBatch, CopyOp, Direction,
         gdr::{CopyOrder, GdrCopy, GdrMemory, GdrOptions, GdrState, Hold},
     },

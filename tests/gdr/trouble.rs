@@ -3,7 +3,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::copy::gdr::{GdrOptions, GdrState};
+use kvhoist::device::gdr::{GdrOptions, GdrState};
 
 use crate::{
     common::{Rng, seed},

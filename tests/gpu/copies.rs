@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use kvhoist::{
     CopyMethod,
-    copy::{
+    device::{
         CopyBatch, CopyEngine, CopyOp, Direction,
-        cuda::{CudaCopy, CudaCopyOptions},
+        cuda::copy::{CudaCopy, CudaCopyOptions},
     },
     memory::Arena,
 };

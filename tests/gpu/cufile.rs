@@ -5,9 +5,9 @@ use std::time::Instant;
 use kvhoist::{
     CufileMode, Error, Layout, Route, Segment,
     checksum::checksum,
-    copy::{
+    device::{
         CopyEngine,
-        cuda::{CudaCopy, CudaCopyOptions},
+        cuda::copy::{CudaCopy, CudaCopyOptions},
     },
     memory::Arena,
 };

@@ -8,7 +8,8 @@ use std::{
 };
 
 use kvhoist::{
-    gpu::{DeviceBuffer, Gpu, cufile::Driver},
+    device::cufile::Driver,
+    gpu::{DeviceBuffer, Gpu},
     memory::DeviceMemory,
 };
 

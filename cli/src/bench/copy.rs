@@ -4,9 +4,9 @@ use std::{path::PathBuf, sync::Arc, time::Instant};
 
 use kvhoist::{
     CopyMethod,
-    copy::{
+    device::{
         CopyBatch, CopyEngine, CopyOp, Direction,
-        cuda::{CudaCopy, CudaCopyOptions},
+        cuda::copy::{CudaCopy, CudaCopyOptions},
     },
     gpu::{DeviceBuffer, Gpu},
     memory::{Arena, DeviceMemory},

@@ -4,15 +4,14 @@ use std::{any::Any, rc::Rc, sync::Arc, time::Instant};
 
 use kvhoist::{
     Layout,
-    copy::{
-        CopyBatch, CopyEngine, CopyOp, Memcpy,
-        cuda::{CudaCopy, CudaCopyOptions},
+    device::{
+        CopyBatch, CopyEngine, CopyOp, DevicePool, Memcpy,
+        cuda::copy::{CudaCopy, CudaCopyOptions},
         gdr::{CopyOrder, GdrCopy, GdrMemory, GdrOptions},
+        rdma::discover,
     },
     gpu::{DeviceBuffer, Gpu},
     memory::{Arena, DeviceMemory},
-    rdma::discover,
-    tier::device::DevicePool,
 };
 use serde_json::{Value, json};
 use tokio::task::LocalSet;

@@ -3,8 +3,11 @@
 use std::sync::Arc;
 
 use kvhoist::{
-    copy::cuda::{CudaCopy, CudaCopyOptions},
-    gpu::{Discovery, Gpu, discover},
+    device::cuda::{
+        copy::{CudaCopy, CudaCopyOptions},
+        discover,
+    },
+    gpu::{Discovery, Gpu},
     memory::Arena,
 };
 

@@ -32,8 +32,8 @@ use crate::{
         region::Regions,
     },
     checksum::checksum,
-    copy::{
-        Memcpy,
+    device::{
+        DevicePool, Memcpy,
         gdr::{GdrState, GdrStatus},
     },
     disk::{DiskSlots, format::stripe::Stripe},
@@ -43,7 +43,6 @@ use crate::{
     memory::{Arena, Lent},
     metrics::{Count, Metrics},
     mover::{Mover, Shared},
-    tier::device::DevicePool,
     workers::Workers,
 };
 

@@ -10,7 +10,10 @@
 
 mod open;
 mod queue;
+mod sys;
 mod worker;
+
+pub use sys::{Counters, CufileFault, Driver, Library};
 
 pub(crate) use open::{Buffer, Opened, Setup};
 

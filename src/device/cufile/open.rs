@@ -22,9 +22,9 @@ use super::{
 use crate::{
     block::{OpKind, Segment},
     config::CufileMode,
-    gpu::{
-        Gpu,
-        cufile::{Batch, Counters, Driver, Handle},
+    device::{
+        cuda::Gpu,
+        cufile::sys::{Batch, Counters, Driver, Handle},
     },
 };
 
@@ -133,7 +133,7 @@ fn run(setup: Setup, queue: Arc<Queue>, ready: oneshot::Sender<Result<Ready, Str
 fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, Ready), String> {
     let Setup { gpu, files, mode, probe, probe_owner, buffers, limit, .. } = setup;
     let driver = Driver::open(limit)?;
-    let told = |fault: crate::gpu::cufile::CufileFault| fault.to_string();
+    let told = |fault: crate::device::cufile::sys::CufileFault| fault.to_string();
     let mut worker = Worker {
         way: None,
         ranges: Ranges::none(),
@@ -168,7 +168,7 @@ fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, Ready), String> {
 
 /// Reads from each file, and asks the library which way that went.
 fn prove(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<Ready, String> {
-    let told = |fault: crate::gpu::cufile::CufileFault| fault.to_string();
+    let told = |fault: crate::device::cufile::sys::CufileFault| fault.to_string();
     let _counting = driver.start_counting().map_err(told)?;
     let before = driver.counters().map_err(told)?;
     for handle in handles {

@@ -10,9 +10,9 @@ use super::{
 };
 use crate::{
     block::IO_ALIGN,
-    gpu::{
-        Gpu,
-        cufile::{Batch, BatchEntry, BatchEvent, Driver, Handle, Registration},
+    device::{
+        cuda::Gpu,
+        cufile::sys::{Batch, BatchEntry, BatchEvent, Driver, Handle, Registration},
     },
 };
 
@@ -160,7 +160,7 @@ impl Worker {
         }
     }
 
-    fn submit_pieces(&mut self, pieces: &[Piece]) -> Result<(), crate::gpu::cufile::CufileFault> {
+    fn submit_pieces(&mut self, pieces: &[Piece]) -> Result<(), crate::device::cufile::sys::CufileFault> {
         let Some(Way::Batch(batch)) = &mut self.way else { return Ok(()) };
         let cookies: Vec<usize> = pieces.iter().map(|piece| self.state.in_flight.insert(*piece)).collect();
         let (handles, actives) = (&self.handles, &self.state.actives);

@@ -9,8 +9,10 @@ use std::{
 
 use crate::{
     block::{CopyOp, Direction},
-    copy::CopyBatch,
-    gpu::{DeviceBuffer, Gpu, Stream},
+    device::{
+        CopyBatch,
+        cuda::{DeviceBuffer, Gpu, Stream},
+    },
     memory::{AlignedBuf, DeviceMemory},
 };
 

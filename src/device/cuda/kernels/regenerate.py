@@ -2,7 +2,7 @@
 """Makes the .ptx of every .cu here, or with --check says whether each is what its .cu gives.
 
     python3 -m venv /tmp/v && /tmp/v/bin/pip install nvidia-cuda-nvrtc-cu12==12.9.86
-    /tmp/v/bin/python src/gpu/kernels/regenerate.py [--check]
+    /tmp/v/bin/python src/device/cuda/kernels/regenerate.py [--check]
 
 The compiler is NVIDIA's run-time compiler, which needs no GPU; its version is fixed so that the result is too.
 """

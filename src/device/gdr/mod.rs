@@ -44,7 +44,11 @@ use self::{
     regions::Regions,
 };
 use super::{CopyBatch, CopyEngine, CopyRegion};
-use crate::{block::Direction, error::Result, gpu::Gpu, rdma::MemoryRegion};
+use crate::{
+    block::Direction,
+    device::{cuda::Gpu, rdma::MemoryRegion},
+    error::Result,
+};
 
 /// Two failures within this time, and it is out of service.
 const SECOND_FAILURE: Duration = Duration::from_secs(60);

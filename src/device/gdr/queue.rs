@@ -14,10 +14,12 @@ use tokio::sync::oneshot;
 
 use super::regions::{Holds, Regions, Side};
 use crate::{
-    copy::CopyBatch,
+    device::{
+        CopyBatch,
+        cuda::StreamMark,
+        rdma::{Completion, Path, Piece, QueuePair, SIGNALLED, WorkRequest, status_text},
+    },
     error::{Error, Result},
-    gpu::StreamMark,
-    rdma::{Completion, Path, Piece, QueuePair, SIGNALLED, WorkRequest, status_text},
 };
 
 /// Work requests of one post.

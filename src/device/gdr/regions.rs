@@ -7,9 +7,9 @@ use std::{
     sync::Arc,
 };
 
-use crate::{
-    copy::{CopyBatch, CopyRegion},
-    gpu::Gpu,
+use crate::device::{
+    CopyBatch, CopyRegion,
+    cuda::Gpu,
     rdma::{MemoryRegion, ProtectionDomain},
 };
 

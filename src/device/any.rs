@@ -4,7 +4,7 @@ use std::{any::Any, cell::Cell, sync::Arc, time::Duration};
 
 use super::{
     CopyBatch, CopyEngine, CopyRegion, Memcpy,
-    cuda::CudaCopy,
+    cuda::copy::CudaCopy,
     gdr::{CopyOrder, GdrCopy, Offered},
 };
 use crate::{

@@ -166,7 +166,7 @@ impl Event {
 }
 
 /// A mark in a stream of the caller's: copies through an RDMA device can wait for it
-/// ([`CopyOrder::after`](crate::copy::gdr::CopyOrder)).
+/// ([`CopyOrder::after`](crate::device::gdr::CopyOrder)).
 pub struct StreamMark(Event);
 
 impl StreamMark {

@@ -5,27 +5,26 @@
 //!
 //! - [`Gpu`]: a device and its primary context, shared with whatever else in the process uses the device.
 //! - [`DeviceBuffer`]: plain device memory, the [`DeviceMemory`](crate::memory::DeviceMemory) of a pool.
-//! - [`cufile`]: transfers between files and device memory.
 //! - [`HostPin`]: host memory made known to the device, so that it can be copied without a detour.
 
 mod checksum;
 mod context;
-pub mod cufile;
+pub mod copy;
 mod discover;
+mod dma_buf;
 mod driver;
 mod gates;
 mod memory;
 mod module;
-mod rdma;
 mod stream;
 
 pub(crate) use checksum::{ChecksumKernel, PIECE_MULTIPLE, PieceBuffer, Plan};
 pub use context::Gpu;
 pub use discover::{Device, Discovery, discover};
+pub use dma_buf::WriteFlush;
 pub(crate) use gates::Gates;
 pub use memory::{DeviceBuffer, HostPin};
 pub(crate) use module::{CopyKernel, Tile};
-pub use rdma::WriteFlush;
 pub use stream::StreamMark;
 pub(crate) use stream::{BatchArrays, Event, Stream};
 

@@ -7,8 +7,8 @@ use tokio::sync::oneshot;
 
 use crate::{
     block::Segment,
+    device::cuda::{ChecksumKernel, Event, Fault, Gpu, PIECE_MULTIPLE, PieceBuffer, Plan, Stream},
     error::{Error, Result},
-    gpu::{ChecksumKernel, Event, Fault, Gpu, PIECE_MULTIPLE, PieceBuffer, Plan, Stream},
 };
 
 /// Launches under way: while one ends, the next is queued.

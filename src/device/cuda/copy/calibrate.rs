@@ -13,8 +13,8 @@ use super::{
 use crate::{
     block::{CopyOp, Direction},
     config::CopyMethod,
+    device::cuda::{DeviceBuffer, Fault, Gpu, HostPin, Stream},
     error::{Error, Result},
-    gpu::{DeviceBuffer, Fault, Gpu, HostPin, Stream},
     memory::{AlignedBuf, DeviceMemory},
 };
 

@@ -12,7 +12,7 @@ use crate::{
 /// one, and anything between. At most one copy fewer than both have segments; none is empty.
 ///
 /// Takes slices, or iterators such as
-/// [`DevicePool::segments`](crate::tier::device::DevicePool::segments).
+/// [`DevicePool::segments`](crate::device::DevicePool::segments).
 ///
 /// ```
 /// use kvhoist::{block::Segment, copy::pair_segments};

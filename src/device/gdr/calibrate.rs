@@ -8,7 +8,7 @@ use std::{
 use super::GdrCopy;
 use crate::{
     block::{CopyOp, Direction},
-    copy::{CopyBatch, CopyEngine},
+    device::{CopyBatch, CopyEngine},
     error::Result,
     memory::{Arena, DeviceMemory},
 };

@@ -5,7 +5,7 @@ use std::{cell::RefCell, ptr::NonNull, sync::Arc};
 use crate::{
     block::{CopyOp, Direction},
     config::CopyMethod,
-    gpu::{BatchArrays, CopyKernel, Event, Fault, Gpu, HostPin, Stream, Tile},
+    device::cuda::{BatchArrays, CopyKernel, Event, Fault, Gpu, HostPin, Stream, Tile},
     memory::AlignedBuf,
 };
 

@@ -18,10 +18,12 @@ use super::{
     regions::Regions,
 };
 use crate::{
+    device::{
+        cuda::{Gpu, WriteFlush},
+        rdma::{self, CompletionQueue, ProtectionDomain, QueuePair},
+    },
     error::{Error, Result},
-    gpu::{Gpu, WriteFlush},
     memory::{Arena, DeviceMemory},
-    rdma::{self, CompletionQueue, ProtectionDomain, QueuePair},
 };
 
 /// Pieces that one work request gathers: more make every work request larger in the device's queue.

@@ -31,12 +31,14 @@ use self::{
     checksum::Checksums,
     launch::{Launched, Launcher, Ops},
 };
-use super::{CopyBatch, CopyEngine, Memcpy, Polling};
 use crate::{
     block::{CopyOp, Direction, Segment},
     config::CopyMethod,
+    device::{
+        CopyBatch, CopyEngine, Memcpy, Polling,
+        cuda::{Fault, Gpu, HostPin, Stream},
+    },
     error::{Error, Result},
-    gpu::{Fault, Gpu, HostPin, Stream},
     memory::Arena,
 };
 

@@ -5,7 +5,7 @@ use std::{ffi::c_void, ptr::NonNull, sync::Arc};
 use super::model::{CONSTANTS, Piece};
 use crate::{
     block::IO_ALIGN,
-    gpu::{Fault, Gpu, HostPin, Stream, module::Loaded},
+    device::cuda::{Fault, Gpu, HostPin, Stream, module::Loaded},
     memory::AlignedBuf,
 };
 

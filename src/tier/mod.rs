@@ -1,3 +1,0 @@
-//! The places where blocks lie: the device pool.
-
-pub mod device;
