@@ -23,6 +23,7 @@ mod metrics;
 mod mover;
 mod runtime;
 mod shield;
+mod state;
 pub mod store;
 mod sync;
 mod workers;

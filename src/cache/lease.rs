@@ -13,7 +13,7 @@ use crate::{
     block::{BlockKey, Route, Segment},
     checksum::checksum,
     error::{Error, Result},
-    mover::{Filling, Pin, Shared},
+    state::{Filling, Pin, Shared},
 };
 
 /// A block in host memory, pinned: it stays there, unchanged, until the lease is dropped.

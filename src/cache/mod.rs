@@ -33,11 +33,9 @@ use crate::{
     error::{Error, Result},
     fork::HomeBound,
     index::PrefixMatch,
-    mover::{
-        Class, Command, Committed, DeviceRead, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared,
-        Urgent,
-    },
+    mover::{Command, DeviceRead, Urgent},
     shield::shield,
+    state::{Class, Committed, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared},
 };
 
 /// Blocks that [`Cache::touch`] counts before it lets others at the index.

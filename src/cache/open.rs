@@ -25,9 +25,10 @@ use crate::{
     io::{AnyStorage, Storage},
     memory::Arena,
     metrics::Metrics,
-    mover::{Command, Mover, Shared, Urgent},
+    mover::{Command, Mover, Urgent},
     runtime::Reactor,
     shield::shield,
+    state::Shared,
     workers::Workers,
 };
 

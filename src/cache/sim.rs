@@ -101,7 +101,7 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
 /// True while this thread holds the index lock of some cache. For subscribers that check that nothing is logged then:
 /// every caller of the cache would wait for the log.
 pub fn holds_lock() -> bool {
-    crate::mover::shared::holds_lock()
+    crate::state::holds_lock()
 }
 
 /// A simulated cache, and its reactor.

@@ -49,9 +49,9 @@
 //!
 //! # Bytes
 //!
-//! An entry takes 96 bytes of slab with its key and its tag and 3 bits of where held copies end, a map place 5 bytes, a place
-//! in an LRU list a node of 24 bytes and 17 bytes of table; tables are between 7/16 and 7/8 full, and the slab doubles
-//! where [`try_reserve`](Index::try_reserve) was not called.
+//! An entry takes 96 bytes of slab with its key and its tag and 3 bits of where held copies end, a map place 5 bytes, a
+//! place in an LRU list a node of 24 bytes and 17 bytes of table; tables are between 7/16 and 7/8 full, and the slab
+//! doubles where [`try_reserve`](Index::try_reserve) was not called.
 //! `tests/index_bytes.rs` measures and bounds them.
 //!
 //! # Cost

@@ -5,8 +5,10 @@ mod device;
 pub(crate) mod huge;
 mod lent;
 mod mapping;
+mod readable;
 
 pub use arena::Arena;
 pub use device::{BUFFER_ALIGN, DeviceMemory};
 pub use lent::{AlignedBuf, Lent};
 pub(crate) use mapping::Mapping;
+pub(crate) use readable::Readable;

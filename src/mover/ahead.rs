@@ -11,12 +11,13 @@ use std::{any::Any, cell::RefCell, rc::Rc, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::{Job, Mover, flight::Outcome, shared::Filling, verify::Unverified};
+use super::{Job, Mover};
 use crate::{
     block::{Segment, Tier},
     device::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
     error::{Error, Result},
     io::Storage,
+    state::{Filling, Outcome, Unverified},
 };
 
 /// Where a block is to go on the device.

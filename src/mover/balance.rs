@@ -2,12 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use super::{
-    Mover,
-    budget::Kind,
-    shared::{Shared, State},
+use super::{Mover, budget::Kind};
+use crate::{
+    block::Tier,
+    checksum::checksum,
+    device::CopyEngine,
+    index::EntryId,
+    io::Storage,
+    state::{Shared, State},
 };
-use crate::{block::Tier, checksum::checksum, device::CopyEngine, index::EntryId, io::Storage};
 
 /// Fails with a message unless the condition holds.
 macro_rules! ensure {

@@ -10,7 +10,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::flight::{Raised, Urgency};
+use crate::state::{Raised, Urgency};
 
 /// Bounds the bytes in flight of reads and of writes. Lives on the reactor's thread.
 #[derive(Clone)]

@@ -8,13 +8,7 @@ use std::{any::Any, cell::Cell, fs::File, rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
-use super::{
-    Mover,
-    budget::Kind,
-    flight::Outcome,
-    shared::{Filling, Pin, Shared, State},
-    slots::Purpose,
-};
+use super::{Mover, budget::Kind};
 use crate::{
     block::{BlockKey, FileId, IO_ALIGN, OpKind, Route, Segment, Tier},
     checksum::checksum,
@@ -29,6 +23,7 @@ use crate::{
     index::EntryId,
     io::{Storage, read_full},
     memory::AlignedBuf,
+    state::{CufileService, Filling, Outcome, Pin, Purpose, Shared, State},
 };
 
 /// Requests that may fail in a row before the route is given up.
@@ -36,21 +31,6 @@ const FAILURES_MAX: u32 = 3;
 
 /// Bytes of a file that are read to see which way they go: what every store begins with.
 const PROBE_BYTES: usize = 2 * IO_ALIGN;
-
-/// Whether libcufile moves blocks, and why it does or does not.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct CufileService {
-    pub(crate) reads: bool,
-    pub(crate) writes: bool,
-    /// The evidence, or the reason.
-    pub(crate) told: String,
-}
-
-impl Default for CufileService {
-    fn default() -> Self {
-        CufileService { reads: false, writes: false, told: "there is no CUDA device".into() }
-    }
-}
 
 /// The reactor's side of the route.
 pub(super) struct Direct {

@@ -10,17 +10,13 @@ use std::{
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
-use super::{
-    Mover,
-    flight::{Class, Message},
-    store::Committed,
-    write::DEMOTING_MAX,
-};
+use super::{Mover, write::DEMOTING_MAX};
 use crate::{
     block::{BlockKey, FileId, OpKind},
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
+    state::{Class, Committed, Message},
 };
 
 /// The flushes of one file.
@@ -45,7 +41,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes every block that is dirty, waits for those that are being written, writes the record pages that are out
     /// of date, and flushes the files.
     ///
-    /// What the disk refuses is not among the errors, but with the [refusals](super::refusals).
+    /// What the disk refuses is not among the errors, but with the [refusals](crate::state::refusals).
     pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
         let keys: Vec<BlockKey> = {
             let state = self.shared.lock();

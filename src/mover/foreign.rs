@@ -15,11 +15,7 @@ use tokio::{sync::Notify, time::Instant};
 use super::{
     Mover,
     ahead::{Offer, Target},
-    flight::Class,
     promote::{Asked, Next},
-    shared::{Found, Pin},
-    slots::Purpose,
-    store::Committed,
     straight::Straight,
 };
 use crate::{
@@ -28,6 +24,7 @@ use crate::{
     device::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
     error::{Error, Result},
     io::Storage,
+    state::{Class, Committed, Found, Pin, Purpose},
 };
 
 /// What kind of memory a region is.
@@ -352,7 +349,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let ((result, batch), sum) = tokio::join!(self.copied(batch.prompt()), sum);
         let filling = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast().ok()?));
-        let filling: super::Filling = filling.expect("the second of two owners");
+        let filling: crate::state::Filling = filling.expect("the second of two owners");
         result?;
         let (checksum, filling) = match sum {
             Some(Ok(sum)) => (sum, filling),

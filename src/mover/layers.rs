@@ -12,12 +12,13 @@ use std::{
 
 use tokio::{sync::Notify, task::JoinHandle, time::Instant};
 
-use super::{Job, Mover, Pin, RegionMemory, foreign::in_turns};
+use super::{Job, Mover, RegionMemory, foreign::in_turns};
 use crate::{
     block::{CopyOp, Direction, Route, Tier},
     device::{CopyBatch, CopyEngine, CopyRegion, cuda::Gates},
     error::{Error, Result},
     io::Storage,
+    state::Pin,
 };
 
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not

@@ -10,7 +10,6 @@ mod ahead;
 mod balance;
 mod budget;
 mod direct;
-mod flight;
 mod flush;
 mod foreign;
 mod layers;
@@ -18,25 +17,14 @@ mod offload;
 mod overdue;
 mod promote;
 mod records;
-mod refusals;
-pub(crate) mod service;
-pub(crate) mod shared;
 mod shutdown;
-mod slots;
 mod spin;
-mod store;
 mod straight;
-mod verify;
 mod write;
 
-pub(crate) use flight::{Class, Message, Outcome};
 pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
 pub use layers::LayerDone;
 pub(crate) use layers::{LayerBoard, LayerJobs, LayerProgress};
-pub(crate) use shared::{Filling, Found, Pin, Promotion, Removed, Shared};
-pub(crate) use slots::Purpose;
-pub(crate) use store::Committed;
-pub(crate) use verify::Settled;
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
@@ -47,12 +35,13 @@ use std::{
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
-use self::{budget::Budget, direct::Direct, flush::Flush, records::RecordPages, service::Failures};
+use self::{budget::Budget, direct::Direct, flush::Flush, records::RecordPages};
 use crate::{
     block::{BlockKey, FileId, Tier},
     device::CopyEngine,
     error::Result,
     io::Storage,
+    state::{Failures, Message, Pin, Shared},
     workers::Workers,
 };
 

@@ -3,18 +3,10 @@
 use std::sync::Arc;
 
 use super::{Mover, budget::Kind};
-use crate::{block::Segment, checksum::Digest, device::CopyEngine, io::Storage};
+use crate::{block::Segment, checksum::Digest, device::CopyEngine, io::Storage, memory::Readable};
 
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
 const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
-
-/// Memory to be read that a guard keeps mapped, initialized and unwritten.
-///
-/// # Safety
-/// [`segments`](Readable::segments) are all of that for as long as the guard lives.
-pub(super) unsafe trait Readable: Send + Sync + 'static {
-    fn segments(&self) -> Vec<Segment>;
-}
 
 /// # Safety
 /// As [`Readable`] promises, for as long as the borrow lasts.

@@ -2,62 +2,12 @@
 //! do not. When one has been under way for longer than [`Config::deadline_ms`](crate::Config::deadline_ms) its waiters
 //! are told so, and who asks for the same block before it ends is told so at once.
 
-use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering, time::Duration};
+use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering};
 
 use tokio::time::{sleep, timeout};
 
-use super::{Command, Mover, flight::Message, shared::Shared};
-use crate::{
-    block::Tier,
-    device::CopyEngine,
-    error::{Error, Result},
-    io::Storage,
-};
-
-/// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
-const LOOKS_PER_DEADLINE: u32 = 4;
-
-impl Shared {
-    /// How long a movement may take.
-    pub(crate) fn deadline(&self) -> Duration {
-        Duration::from_millis(self.config.deadline_ms)
-    }
-
-    pub(crate) fn timeout(&self, what: &'static str) -> Error {
-        self.metrics.timeouts.add(1);
-        Error::Timeout { what, limit: self.deadline(), held: None }
-    }
-
-    /// Answers those who wait for any of the first `begun` movements; true if some of these are still under way.
-    pub(crate) fn give_up_overdue(&self, begun: u64) -> bool {
-        let (waiters, any, held) = {
-            let mut state = self.lock();
-            let held = Tier::ALL.map(|tier| self.held_slots(&state, tier));
-            (state.flights.take_overdue(begun), state.flights.any_overdue(), held)
-        };
-        if !waiters.is_empty() {
-            tracing::warn!(waiters = waiters.len(), deadline = ?self.deadline(), "movements are overdue");
-        }
-        for (waiter, slot_wanted) in waiters {
-            let error = match slot_wanted {
-                Some(tier) => self.slot_timeout(tier, held[tier as usize]),
-                None => self.timeout("a movement"),
-            };
-            drop(waiter.send(Message::Ended(Err(error))));
-        }
-        any
-    }
-
-    /// How often the clock has been looked at: for those who have none, which are all but the reactor.
-    pub(super) fn looks(&self) -> u64 {
-        self.looks.load(Ordering::Relaxed)
-    }
-
-    /// True where somebody who waits since `looks` has waited too long.
-    pub(super) fn is_overdue(&self, since: u64) -> bool {
-        self.looks() - since > u64::from(LOOKS_PER_DEADLINE)
-    }
-}
+use super::{Command, Mover};
+use crate::{device::CopyEngine, error::Result, io::Storage, state::LOOKS_PER_DEADLINE};
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Watches the clock while anything is under way or somebody waits for a slot; sleeps otherwise.

@@ -9,19 +9,14 @@ use super::{
     ahead::{Ahead, Offer, Target},
     budget::{Kind, Share},
     direct::Tried,
-    flight::{Class, Message, Outcome},
-    service::blames_disk,
-    shared::{Filling, Pin, Promotion, Shared},
-    slots::Purpose,
-    verify::{self, Settled, Unverified},
 };
 use crate::{
     block::{BlockKey, Direction, FileId, OpKind, Route, Segment, Tier},
     device::{CopyBatch, CopyEngine, DevicePool, pair_segments},
     error::{Error, Result},
-    index::EntryId,
     io::{Storage, read_full},
     memory::Lent,
+    state::{Class, Filling, Message, Outcome, Pin, Promotion, Purpose, Settled, Unverified, blames_disk, verify},
 };
 
 /// Where a block will be read from.
@@ -409,88 +404,5 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Which way a copy from the device to the host goes.
     pub(super) fn demote_direction(&self) -> Direction {
         self.device().memory().demote_direction()
-    }
-}
-
-impl Shared {
-    /// Makes a filled host or device slot visible, pinned for the first waiter; gives the source back. `None` if the
-    /// block was removed meanwhile.
-    pub(super) fn publish(
-        self: &Arc<Self>,
-        id: EntryId,
-        filling: Filling,
-        checksum: u64,
-        route: Route,
-        source: Pin,
-    ) -> Option<Pin> {
-        let (tier, slot) = (filling.tier(), filling.slot());
-        let mut state = self.lock();
-        let pin = if state.index.complete_fill(id, tier, slot) {
-            let checksums = match tier {
-                Tier::Device => &mut state.device_checksums,
-                _ => &mut state.host_checksums,
-            };
-            checksums[slot as usize] = checksum;
-            filling.published();
-            Pin::take(self, &mut state, id, tier, route)
-        } else {
-            filling.release(&mut state);
-            None
-        };
-        source.release(&mut state);
-        pin
-    }
-
-    /// Ends a read that failed through no fault of the disk: the block stays there.
-    fn abort_read(&self, pin: Pin, filling: Filling) {
-        let mut state = self.lock();
-        state.index.abort_fill(pin.id(), Tier::Host);
-        filling.release(&mut state);
-        pin.release(&mut state);
-    }
-
-    /// A block that cannot be had from its disk slot: forgotten there, and the slot set aside.
-    /// `filling` is the host slot that it was read into, if it was.
-    pub(super) fn unlink(&self, pin: Pin, filling: Option<Filling>, why: &str) {
-        let (id, slot) = (pin.id(), pin.slot());
-        let mut state = self.lock();
-        let key = state.index.key(id);
-        if let Some(filling) = filling {
-            state.index.abort_fill(id, Tier::Host);
-            filling.release(&mut state);
-        }
-        // Of a block that was removed meanwhile this pin is the last trace: its slot is free already, its entry gone.
-        let removed = state.index.slot(id, Tier::Disk) != Some(slot);
-        pin.release(&mut state);
-        let mut quarantined = None;
-        if !removed && state.index.drop_copy(id, Tier::Disk).is_some() {
-            let slots = state.disk_slots();
-            let (file, of_path) = slots.quarantine(slot, &key);
-            quarantined = Some((file, of_path, slots.quarantined_count()));
-        }
-        drop(state);
-        match quarantined {
-            // A bad drive has many: one warning names it, the counters tell the rest.
-            Some((file, 1, _)) => {
-                let path = &self.config.disks[usize::from(file.0)].path;
-                tracing::warn!(
-                    ?path,
-                    slot,
-                    why,
-                    "a block on disk was given up and its slot quarantined; the next ones of this path are counted, \
-                     and logged at level DEBUG"
-                );
-            }
-            _ => tracing::debug!(slot, why, "a block on disk was given up and its slot quarantined"),
-        }
-        if let Some((.., count)) = quarantined {
-            self.metrics.quarantined.add(1);
-            let limit = self.config.quarantine_max;
-            if count > limit {
-                self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
-            } else if u64::from(count) == self.config.disk_blocks() {
-                self.retire_disk(format!("all of its {count} slots are quarantined"));
-            }
-        }
     }
 }

@@ -8,14 +8,7 @@ use std::{any::Any, io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
-use super::{
-    Job, Mover, RegionMemory,
-    budget::Kind,
-    flight::Class,
-    offload::Readable,
-    shared::{Filling, Pin},
-    slots::Purpose,
-};
+use super::{Job, Mover, RegionMemory, budget::Kind};
 use crate::{
     block::{BlockKey, FileId, IO_ALIGN, OpKind, Route, Segment, Tier},
     config::WritePolicy,
@@ -23,7 +16,8 @@ use crate::{
     error::{Error, Result},
     index::EntryId,
     io::{Storage, read_full, write_full},
-    memory::Lent,
+    memory::{Lent, Readable},
+    state::{Class, Filling, Pin, Purpose},
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.

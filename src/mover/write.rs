@@ -7,11 +7,7 @@ use tokio::time::Instant;
 use super::{
     Mover,
     budget::Kind,
-    flight::Class,
     promote::{Asked, Next},
-    shared::{Filling, Pin, State},
-    slots::Purpose,
-    store::Committed,
 };
 use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
@@ -20,6 +16,7 @@ use crate::{
     index::EntryId,
     io::{Storage, write_full},
     memory::Lent,
+    state::{Class, Committed, Filling, Pin, Purpose, State},
 };
 
 /// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.

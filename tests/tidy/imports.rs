@@ -28,7 +28,7 @@ struct Path {
     segments: Vec<String>,
     /// The name that it has afterwards, if it stands in a `use`.
     name: Option<String>,
-    /// A `pub use`: it offers what another file defines and needs nothing of it.
+    /// A `pub use` of a name that the file does not use: it offers what another file defines and needs nothing of it.
     offers: bool,
     at: usize,
 }
@@ -103,7 +103,8 @@ fn paths(source: &Source, modules: &BTreeSet<Module>) -> Vec<Path> {
     for (at, public, tree) in uses {
         for (segments, name) in flatten(&tree) {
             if let Some(segments) = absolute(&segments) {
-                let offers = public && segments.starts_with(&source.module) && segments.len() > source.module.len();
+                let below = segments.starts_with(&source.module) && segments.len() > source.module.len();
+                let offers = public && below && (is_child(&name) || !words(&rest).any(|word| word == name));
                 found.push(Path { segments, name: Some(name), offers, at });
             }
         }
@@ -175,6 +176,10 @@ fn top_level(list: &str) -> impl Iterator<Item = &str> {
     })
 }
 
+fn words(code: &str) -> impl Iterator<Item = &str> {
+    code.split(|c: char| !c.is_alphanumeric() && c != '_')
+}
+
 /// Paths of two segments or more, outside of `use`.
 fn plain_paths(code: &str) -> Vec<(usize, Vec<String>)> {
     let part = |c: char| c.is_alphanumeric() || c == '_' || c == ':';
@@ -232,6 +237,8 @@ mod tests {
         assert_eq!(edges(&offers), []);
         let uses = [source("a", "mod b;\nuse b::B;\nfn f() { b::g() }"), source("a::b", "use super::f;")];
         assert_eq!(edges(&uses), [pair("a", "a::b"), pair("a", "a::b"), pair("a::b", "a")]);
+        let both = [source("a", "mod b;\npub use b::B;\nstruct A(B);"), source("a::b", "")];
+        assert_eq!(edges(&both), [pair("a", "a::b")]);
     }
 
     #[test]

@@ -42,7 +42,8 @@ use crate::{
     io::Storage,
     memory::{Arena, Lent},
     metrics::{Count, Metrics},
-    mover::{Mover, Shared},
+    mover::Mover,
+    state::Shared,
     workers::Workers,
 };
 

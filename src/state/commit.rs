@@ -4,11 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{
-    flight::{Class, Finished, Joined, Message, Outcome},
-    shared::{Filling, Pin, Shared, State},
-    verify::Settled,
-};
+use super::{Class, Filling, Finished, Joined, Message, Outcome, Pin, Settled, Shared, State};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::WritePolicy,
@@ -154,7 +150,7 @@ impl Shared {
 
     /// Ends a flight, and begins the write that follows it: a pin on its block, for the mover. The answers are the
     /// caller's to send when the lock is released.
-    pub(super) fn end_flight(
+    pub(crate) fn end_flight(
         self: &Arc<Self>,
         key: &BlockKey,
         tier: Tier,
@@ -194,7 +190,7 @@ impl Shared {
     /// counted: a host tier that could never let go of its blocks would end all service.
     ///
     /// One that was removed meanwhile waits for nothing, and a block that was stored under its key since is another.
-    pub(super) fn end_write(&self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
+    pub(crate) fn end_write(&self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
         let mut state = self.lock();
         if state.index.find(key) != Some(id) {
             return;
@@ -249,5 +245,46 @@ impl State {
             self.index.set_dirty(id, Tier::Host, true);
             self.dirty.insert(*key);
         }
+    }
+}
+
+impl Shared {
+    /// Reports the refusals that nobody was told of; whoever calls this tells.
+    pub(crate) fn report_refusals(&self) -> Result<()> {
+        let refusals = std::mem::take(&mut self.lock().refusals);
+        refusals.into_result()
+    }
+
+    /// The caller of a store has its error. Not before it takes that: the answer may be dropped on its way.
+    pub(crate) fn told(&self, key: &BlockKey, error: &Error) {
+        if says_refused(error) {
+            self.lock().refusals.forget(key);
+        }
+    }
+
+    /// The caller of stores has their results.
+    pub(crate) fn told_all(&self, keys: &[BlockKey], results: &[Result<bool>]) {
+        for (key, result) in keys.iter().zip(results) {
+            result.as_ref().err().into_iter().for_each(|error| self.told(key, error));
+        }
+    }
+}
+
+/// True for what the disk's refusal of a block looks like to the caller of its store. A store that failed for another
+/// reason (it timed out, the cache was closed, a copy failed) says nothing of the block that an earlier store left.
+fn says_refused(error: &Error) -> bool {
+    matches!(error, Error::Io { .. } | Error::Refused { .. } | Error::Unavailable { .. })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_refusal_itself_tells_of_a_refusal() {
+        let io = Error::io("write", "a store", std::io::ErrorKind::StorageFull.into());
+        assert!(says_refused(&io) && says_refused(&Error::Refused { reason: "read-only".into() }));
+        let copy = Error::Copy { engine: "memcpy", reason: "a reason".into() };
+        assert!(!says_refused(&Error::Closed) && !says_refused(&copy));
     }
 }

@@ -11,46 +11,24 @@
 
 use std::sync::Arc;
 
-use tokio::{sync::oneshot, time::Instant};
+use tokio::sync::oneshot;
 
-use super::{
-    flight::{Finished, Joined, Message, Outcome},
-    offload::Readable,
-    shared::{Filling, Pin, Shared, State},
-};
+use super::{Finished, Flight, Joined, Message, Outcome, Pin, Shared, State, Ticket, Unverified};
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
     checksum::checksum,
     error::Error,
+    memory::Readable,
 };
 
 /// Larger blocks are verified on the reactor, in pieces: at most about 100 us in one poll.
-pub(super) const BLOCK_BYTES_MAX: usize = 1 << 20;
-
-/// A block that has been read from disk into its host slot, and not yet verified.
-pub(crate) struct Unverified {
-    /// Holds the disk slot that it came from.
-    pub(super) source: Pin,
-    pub(super) filling: Filling,
-    /// What its checksum must be.
-    pub(super) checksum: u64,
-    pub(super) started: Instant,
-}
+pub(crate) const BLOCK_BYTES_MAX: usize = 1 << 20;
 
 // SAFETY: an unpublished slot, which the filling keeps and nobody writes to any more.
 unsafe impl Readable for Unverified {
     fn segments(&self) -> Vec<Segment> {
         Readable::segments(&self.filling)
     }
-}
-
-/// The right to verify a block, and the duty to say so when it is not used.
-pub(crate) struct Ticket {
-    /// `None` once redeemed.
-    shared: Option<Arc<Shared>>,
-    key: BlockKey,
-    /// The flight's number: by the time a ticket is used another may be under way.
-    flight: u64,
 }
 
 /// What a waiter is left with.
@@ -70,7 +48,7 @@ enum Redeemed {
 
 impl Ticket {
     /// A ticket for the block of `flight`, for a holder of the lock.
-    pub(super) fn new(shared: &Arc<Shared>, key: BlockKey, flight: &mut super::flight::Flight) -> Self {
+    pub(crate) fn new(shared: &Arc<Shared>, key: BlockKey, flight: &mut Flight) -> Self {
         flight.tickets += 1;
         Ticket { shared: Some(Arc::clone(shared)), key, flight: flight.number }
     }
@@ -144,7 +122,7 @@ impl Shared {
     }
 
     /// Publishes a block that matched, or gives it up for good; a pin for who verified it.
-    pub(super) fn finish_read(self: &Arc<Self>, unverified: Unverified, matches: bool) -> Outcome {
+    pub(crate) fn finish_read(self: &Arc<Self>, unverified: Unverified, matches: bool) -> Outcome {
         let Unverified { source, filling, checksum, started } = unverified;
         if !matches {
             self.metrics.checksum_failures.add(1);
@@ -171,7 +149,7 @@ impl Shared {
     }
 
     /// What each waiter for a movement to `tier` is told.
-    pub(super) fn answers(
+    pub(crate) fn answers(
         self: &Arc<Self>,
         state: &mut State,
         waiters: Vec<oneshot::Sender<Message>>,
@@ -193,7 +171,7 @@ impl Shared {
 
     /// Leaves a block with its flight, for its waiters to verify: a ticket for each of them. Gives
     /// it back where nobody waits.
-    pub(super) fn leave_unverified(
+    pub(crate) fn leave_unverified(
         self: &Arc<Self>,
         key: &BlockKey,
         unverified: Unverified,
@@ -225,7 +203,7 @@ impl Shared {
     }
 
     /// At the end: whoever still has a ticket is told that the cache is closed.
-    pub(super) fn give_up_all_unverified(self: &Arc<Self>) {
+    pub(crate) fn give_up_all_unverified(self: &Arc<Self>) {
         let mut state = self.lock();
         for key in state.flights.unverified() {
             self.give_up_unverified(&mut state, &key);

@@ -1,4 +1,6 @@
 //! Single flight: one movement per key and destination, however many wait for it.
+//!
+//! Pure data: `M` is the message that answers a waiter, `U` a block that waits to be verified.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -7,27 +9,10 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{
-    shared::Pin,
-    verify::{Ticket, Unverified},
-};
 use crate::{
     block::{BlockKey, Tier},
-    error::Result,
     index::EntryId,
 };
-
-/// What a movement gives each of its waiters: a pin on the destination, or `None` for a miss.
-/// Movements to disk give `None`: nobody reads there.
-pub(crate) type Outcome = Result<Option<Pin>>;
-
-/// What a waiter is told.
-pub(crate) enum Message {
-    /// The movement has ended.
-    Ended(Outcome),
-    /// The block has been read, and the first who is polled verifies it.
-    Verify(Ticket),
-}
 
 /// Whether anybody waits for a movement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,19 +35,19 @@ pub(crate) enum Urgency {
 #[derive(Debug, Default)]
 pub(crate) struct Raised {
     /// By number.
-    pub(super) flights: Vec<u64>,
+    pub(crate) flights: Vec<u64>,
     /// All that hold a host slot.
-    pub(super) holders: bool,
+    pub(crate) holders: bool,
 }
 
 impl Raised {
-    pub(super) fn is_empty(&self) -> bool {
+    pub(crate) fn is_empty(&self) -> bool {
         self.flights.is_empty() && !self.holders
     }
 }
 
 /// Those who wait for one movement.
-pub(crate) struct Flight {
+pub(crate) struct Flight<M, U> {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
     /// The entry that it moves. Where that was removed, the key may name another one by now.
@@ -73,13 +58,13 @@ pub(crate) struct Flight {
     /// Its waiters were told that it takes too long.
     overdue: bool,
     /// The tier of which it waits for a slot.
-    pub(super) slot_wanted: Option<Tier>,
-    pub(crate) waiters: Vec<oneshot::Sender<Message>>,
+    pub(crate) slot_wanted: Option<Tier>,
+    pub(crate) waiters: Vec<oneshot::Sender<M>>,
     /// `Some` where the block that the key names when this ends is to be written to disk then, and the waiters for
     /// that write.
-    next: Option<Vec<oneshot::Sender<Message>>>,
+    next: Option<Vec<oneshot::Sender<M>>>,
     /// Read, and to be verified by whoever redeems a ticket first.
-    pub(crate) unverified: Option<Unverified>,
+    pub(crate) unverified: Option<U>,
     /// Tickets given out and neither redeemed nor dropped.
     pub(crate) tickets: u32,
 }
@@ -88,9 +73,8 @@ pub(crate) struct Flight {
 ///
 /// The hasher has fixed keys, for the simulation's sake. That is safe: the map never holds more
 /// than the movements that [`Config::movements_max`](crate::Config::movements_max) allows.
-#[derive(Default)]
-pub(crate) struct Flights {
-    by_target: HashMap<(BlockKey, Tier), Flight, BuildHasherDefault<DefaultHasher>>,
+pub(crate) struct Flights<M, U> {
+    by_target: HashMap<(BlockKey, Tier), Flight<M, U>, BuildHasherDefault<DefaultHasher>>,
     /// By number, the oldest first: those that may become overdue.
     by_age: BTreeMap<u64, (BlockKey, Tier)>,
     /// The last number that was given.
@@ -100,17 +84,17 @@ pub(crate) struct Flights {
 }
 
 /// What a flight leaves when it ends.
-pub(crate) struct Finished {
+pub(crate) struct Finished<M> {
     /// Its waiters: the caller's to answer, after the lock is released.
-    pub(crate) waiters: Vec<oneshot::Sender<Message>>,
+    pub(crate) waiters: Vec<oneshot::Sender<M>>,
     /// The waiters of the write that is to follow, where one is.
-    pub(crate) next: Option<Vec<oneshot::Sender<Message>>>,
+    pub(crate) next: Option<Vec<oneshot::Sender<M>>>,
 }
 
 /// What joining a flight came to.
-pub(crate) enum Joined {
+pub(crate) enum Joined<M> {
     /// A movement is under way; its outcome comes here.
-    Waiting(oneshot::Receiver<Message>),
+    Waiting(oneshot::Receiver<M>),
     /// It has been read and waits to be verified.
     Unverified,
     /// No movement is under way.
@@ -121,14 +105,20 @@ pub(crate) enum Joined {
     Overdue,
 }
 
-impl Flight {
+impl<M, U> Flight<M, U> {
     /// True where a write to disk follows it.
     pub(crate) fn is_followed(&self) -> bool {
         self.next.is_some()
     }
 }
 
-impl Flights {
+impl<M, U> Default for Flights<M, U> {
+    fn default() -> Self {
+        Flights { by_target: HashMap::default(), by_age: BTreeMap::new(), begun: 0, overdue: 0 }
+    }
+}
+
+impl<M, U> Flights<M, U> {
     /// True while a movement of `key` to `tier` is under way.
     pub(crate) fn contains(&self, key: &BlockKey, tier: Tier) -> bool {
         self.by_target.contains_key(&(*key, tier))
@@ -152,12 +142,12 @@ impl Flights {
     }
 
     /// The movement of `key` to `tier`, while it is under way.
-    pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight> {
+    pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M, U>> {
         self.by_target.get_mut(&(*key, tier))
     }
 
     /// Waits for the movement under way, if there is one.
-    pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined {
+    pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
         if flight.unverified.is_some() {
             return Joined::Unverified;
@@ -170,7 +160,7 @@ impl Flights {
 
     /// Has the block that `key` names when the movement under way ends written to disk then, and waits for that write.
     /// It follows whatever this answers, unless there is no movement or it comes from disk.
-    pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined {
+    pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
         if flight.unverified.is_some() {
             return Joined::Unverified;
@@ -180,13 +170,7 @@ impl Flights {
     }
 
     /// Starts a movement of `entry`, with its first waiter.
-    pub(crate) fn begin(
-        &mut self,
-        key: &BlockKey,
-        tier: Tier,
-        entry: EntryId,
-        class: Class,
-    ) -> oneshot::Receiver<Message> {
+    pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier, entry: EntryId, class: Class) -> oneshot::Receiver<M> {
         let (sender, receiver) = oneshot::channel();
         self.begin_for(key, tier, entry, class, vec![sender]);
         receiver
@@ -199,7 +183,7 @@ impl Flights {
         tier: Tier,
         entry: EntryId,
         class: Class,
-        waiters: Vec<oneshot::Sender<Message>>,
+        waiters: Vec<oneshot::Sender<M>>,
     ) {
         let number = self.next_number();
         let flight = Flight {
@@ -220,13 +204,13 @@ impl Flights {
     }
 
     /// A number that no other movement has, for one that begins, or for a request that waits in the same line.
-    pub(super) fn next_number(&mut self) -> u64 {
+    pub(crate) fn next_number(&mut self) -> u64 {
         self.begun += 1;
         self.begun
     }
 
     /// How urgent the movement of `key` to `tier` is.
-    pub(super) fn urgency(&self, key: &BlockKey, tier: Tier) -> Urgency {
+    pub(crate) fn urgency(&self, key: &BlockKey, tier: Tier) -> Urgency {
         match self.by_target.get(&(*key, tier)) {
             Some(Flight { class: Class::Background, number, .. }) => Urgency::Background(*number),
             _ => Urgency::Awaited,
@@ -234,12 +218,12 @@ impl Flights {
     }
 
     /// Whether anybody waits for the movement of `key` to `tier`.
-    pub(super) fn class(&self, key: &BlockKey, tier: Tier) -> Class {
+    pub(crate) fn class(&self, key: &BlockKey, tier: Tier) -> Class {
         self.by_target.get(&(*key, tier)).map_or(Class::Awaited, |flight| flight.class)
     }
 
     /// Makes a movement an awaited one; its number where it was none.
-    pub(super) fn raise(&mut self, key: &BlockKey, tier: Tier) -> Option<u64> {
+    pub(crate) fn raise(&mut self, key: &BlockKey, tier: Tier) -> Option<u64> {
         let flight = self.by_target.get_mut(&(*key, tier))?;
         (std::mem::replace(&mut flight.class, Class::Awaited) == Class::Background).then_some(flight.number)
     }
@@ -251,7 +235,7 @@ impl Flights {
     }
 
     /// Ends a movement.
-    pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Finished {
+    pub(crate) fn finish(&mut self, key: &BlockKey, tier: Tier) -> Finished<M> {
         let Some(flight) = self.by_target.remove(&(*key, tier)) else {
             return Finished { waiters: Vec::new(), next: None };
         };
@@ -269,7 +253,7 @@ impl Flights {
 
     /// The waiters of movements up to the number `begun` that are still under way, and the tier of which the block
     /// waits for a slot; they are overdue from now on.
-    pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<(oneshot::Sender<Message>, Option<Tier>)> {
+    pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<(oneshot::Sender<M>, Option<Tier>)> {
         let mut waiters = Vec::new();
         while let Some(oldest) = self.by_age.first_entry()
             && *oldest.key() <= begun
@@ -303,7 +287,7 @@ impl Flights {
     }
 
     /// Ends all movements.
-    pub(crate) fn finish_all(&mut self) -> Vec<Flight> {
+    pub(crate) fn finish_all(&mut self) -> Vec<Flight<M, U>> {
         self.by_age.clear();
         self.overdue = 0;
         self.by_target.drain().map(|(_, flight)| flight).collect()
@@ -316,7 +300,7 @@ impl Flights {
 }
 
 /// Adds a waiter to those of a movement, if there may be another.
-fn wait(waiters: &mut Vec<oneshot::Sender<Message>>, waiters_max: u32) -> Joined {
+fn wait<M>(waiters: &mut Vec<oneshot::Sender<M>>, waiters_max: u32) -> Joined<M> {
     if waiters.len() >= waiters_max as usize {
         // Those who left make room: a movement that nobody asked for begins with a waiter who is gone.
         waiters.retain(|waiter| !waiter.is_closed());

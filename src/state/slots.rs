@@ -1,16 +1,13 @@
 //! Taking slots, and the requests that wait for one: first come, first served, and those that somebody awaits before
 //! those that nobody does.
 
-use std::{
-    collections::BTreeMap,
-    sync::{Arc, atomic::Ordering},
-};
+use std::sync::{Arc, atomic::Ordering};
 
 use tokio::sync::oneshot;
 
 use super::{
-    flight::Urgency,
-    shared::{Filling, Shared, State},
+    Filling, Shared, State, Urgency,
+    requests::{Queue, Request},
 };
 use crate::{
     block::{BlockKey, Tier},
@@ -27,94 +24,16 @@ pub(crate) enum Purpose<'a> {
     Movement(&'a BlockKey, Tier),
 }
 
-/// Requests for slots that could not be met at once.
-#[derive(Default)]
-pub(super) struct SlotRequests {
-    tiers: [Queue; Tier::COUNT],
-}
-
-/// Requests for slots of one tier by their numbers, which grow from request to request.
-#[derive(Default)]
-struct Queue {
-    awaited: BTreeMap<u64, Request>,
-    background: BTreeMap<u64, Request>,
-}
-
-struct Request {
-    /// Deadline ticks when it was made.
-    since: u64,
-    answer: oneshot::Sender<Result<u32>>,
-}
-
-/// Requests that are met no more, to be answered after the unlock.
-#[must_use = "whoever waits is to be answered"]
-pub(super) struct Refused(Vec<Request>);
-
 /// A slot for a request, to be sent after the unlock.
-pub(super) struct Grant {
+pub(crate) struct Grant {
     tier: Tier,
     slot: u32,
     request: Request,
 }
 
-impl Queue {
-    fn len(&self) -> usize {
-        self.awaited.len() + self.background.len()
-    }
-
-    fn pop(&mut self) -> Option<Request> {
-        let first = self.awaited.pop_first().or_else(|| self.background.pop_first());
-        first.map(|(_, request)| request)
-    }
-
-    fn remove(&mut self, number: u64) -> Option<Request> {
-        self.awaited.remove(&number).or_else(|| self.background.remove(&number))
-    }
-
-    fn raise(&mut self, number: u64) {
-        if let Some(request) = self.background.remove(&number) {
-            self.awaited.insert(number, request);
-        }
-    }
-}
-
-impl SlotRequests {
-    pub(super) fn is_empty(&self) -> bool {
-        self.tiers.iter().all(|queue| queue.len() == 0)
-    }
-
-    /// Requests that wait for a slot of `tier`.
-    pub(super) fn len(&self, tier: Tier) -> usize {
-        self.tiers[tier as usize].len()
-    }
-
-    /// Takes all requests for slots of `tier` off their queue.
-    pub(super) fn take_all(&mut self, tier: Tier) -> Refused {
-        let Queue { awaited, background } = std::mem::take(&mut self.tiers[tier as usize]);
-        Refused(awaited.into_values().chain(background.into_values()).collect())
-    }
-
-    /// Takes the requests that `is_overdue` off their queue.
-    fn take_overdue(&mut self, tier: Tier, is_overdue: impl Fn(u64) -> bool) -> Refused {
-        let Queue { awaited, background } = &mut self.tiers[tier as usize];
-        let overdue = |_: &u64, request: &mut Request| is_overdue(request.since);
-        let requests = awaited.extract_if(.., overdue).chain(background.extract_if(.., overdue));
-        Refused(requests.map(|(_, request)| request).collect())
-    }
-}
-
-impl Refused {
-    /// Answers them. Wakes callers: not under the lock.
-    pub(super) fn refuse(self, error: &Error) {
-        for request in self.0 {
-            drop(request.answer.send(Err(error.clone())));
-        }
-    }
-}
-
 impl Grant {
     /// Gives the slot to the request, or back where nobody waits any longer. Wakes a caller: not under the lock.
-    pub(super) fn send(self, shared: &Shared) {
+    pub(crate) fn send(self, shared: &Shared) {
         if let Err(Ok(slot)) = self.request.answer.send(Ok(self.slot)) {
             shared.lock().push_free(self.tier, slot);
         }
@@ -123,12 +42,12 @@ impl Grant {
 
 impl State {
     /// True where somebody waits for a slot of `tier`.
-    pub(super) fn has_waiters(&self, tier: Tier) -> bool {
+    pub(crate) fn has_waiters(&self, tier: Tier) -> bool {
         self.slot_requests.len(tier) > 0
     }
 
     /// Somebody waits for a movement from now on.
-    pub(super) fn raise(&mut self, key: &BlockKey, tier: Tier) {
+    pub(crate) fn raise(&mut self, key: &BlockKey, tier: Tier) {
         // A block that only the device holds is written by way of host memory.
         let tiers: &[Tier] = if tier == Tier::Disk { &[Tier::Disk, Tier::Host] } else { &[tier] };
         for &tier in tiers {
@@ -141,7 +60,7 @@ impl State {
 
     /// How urgent a step of a movement is that holds a host slot by now: awaited also where somebody awaits a host
     /// slot, which may be its own.
-    pub(super) fn holder_urgency(&self, purpose: Purpose) -> Urgency {
+    pub(crate) fn holder_urgency(&self, purpose: Purpose) -> Urgency {
         if !self.slot_requests.tiers[Tier::Host as usize].awaited.is_empty() {
             return Urgency::Awaited;
         }
@@ -208,7 +127,7 @@ impl Shared {
     }
 
     /// A slot of `tier` that is nobody's, if it can be had at once.
-    pub(super) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
+    pub(crate) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
         let mut state = self.lock();
         state.check_service(tier).ok()?;
         let slot = self.take_slot(&mut state, tier)?;
@@ -243,7 +162,7 @@ impl Shared {
     }
 
     /// Takes the slots that can be had for the requests that wait for them.
-    pub(super) fn grant_slots(&self, state: &mut State) -> Vec<Grant> {
+    pub(crate) fn grant_slots(&self, state: &mut State) -> Vec<Grant> {
         let mut granted = Vec::new();
         // A panic under the lock has broken an invariant: nothing is given away on the way out.
         if state.slot_requests.is_empty() || std::thread::panicking() {
@@ -266,12 +185,12 @@ impl Shared {
     }
 
     /// True while somebody waits for a slot.
-    pub(super) fn has_slot_waiters(&self) -> bool {
+    pub(crate) fn has_slot_waiters(&self) -> bool {
         !self.lock().slot_requests.is_empty()
     }
 
     /// Answers those who have waited for a slot for too long.
-    pub(super) fn give_up_overdue_slots(&self) {
+    pub(crate) fn give_up_overdue_slots(&self) {
         for tier in Tier::ALL {
             let (overdue, held) = {
                 let mut state = self.lock();
@@ -285,14 +204,14 @@ impl Shared {
     }
 
     /// The error of those who waited too long for a slot of `tier`.
-    pub(super) fn slot_timeout(&self, tier: Tier, held: Option<HeldSlots>) -> Error {
+    pub(crate) fn slot_timeout(&self, tier: Tier, held: Option<HeldSlots>) -> Error {
         self.metrics.timeouts.add(1);
         let what = ["a device slot", "a host slot", "a disk slot"][tier as usize];
         Error::Timeout { what, limit: self.deadline(), held }
     }
 
     /// What callers hold of a tier, if they hold anything.
-    pub(super) fn held_slots(&self, state: &State, tier: Tier) -> Option<HeldSlots> {
+    pub(crate) fn held_slots(&self, state: &State, tier: Tier) -> Option<HeldSlots> {
         let (reservations, slots, setting) = match tier {
             Tier::Device => (0, self.config.device_blocks, "device_blocks"),
             Tier::Host => (self.reservations.load(Ordering::Relaxed), self.config.host_blocks, "host_blocks"),

@@ -5,7 +5,6 @@
 
 use std::collections::BTreeSet;
 
-use super::shared::Shared;
 use crate::{
     block::BlockKey,
     error::{Error, Result},
@@ -25,7 +24,7 @@ pub(crate) struct Refusals {
 
 impl Refusals {
     /// The disk tier did not take the block, because of `error`.
-    pub(super) fn add(&mut self, key: BlockKey, error: Error) {
+    pub(crate) fn add(&mut self, key: BlockKey, error: Error) {
         if self.keys.len() < KEYS_MAX || self.keys.contains(&key) {
             self.keys.insert(key);
         } else {
@@ -35,12 +34,12 @@ impl Refusals {
     }
 
     /// The block is on disk, is gone, or its caller was told.
-    pub(super) fn forget(&mut self, key: &BlockKey) {
+    pub(crate) fn forget(&mut self, key: &BlockKey) {
         self.keys.remove(key);
     }
 
     /// An error for all of them.
-    fn into_result(self) -> Result<()> {
+    pub(super) fn into_result(self) -> Result<()> {
         let count = self.keys.len() as u64 + self.more;
         let Some(last) = self.last.filter(|_| count > 0) else { return Ok(()) };
         let blocks = if count == 1 { "block is" } else { "blocks are" };
@@ -52,45 +51,9 @@ impl Refusals {
     }
 }
 
-impl Shared {
-    /// Reports the refusals that nobody was told of; whoever calls this tells.
-    pub(crate) fn report_refusals(&self) -> Result<()> {
-        let refusals = std::mem::take(&mut self.lock().refusals);
-        refusals.into_result()
-    }
-
-    /// The caller of a store has its error. Not before it takes that: the answer may be dropped on its way.
-    pub(crate) fn told(&self, key: &BlockKey, error: &Error) {
-        if says_refused(error) {
-            self.lock().refusals.forget(key);
-        }
-    }
-
-    /// The caller of stores has their results.
-    pub(crate) fn told_all(&self, keys: &[BlockKey], results: &[Result<bool>]) {
-        for (key, result) in keys.iter().zip(results) {
-            result.as_ref().err().into_iter().for_each(|error| self.told(key, error));
-        }
-    }
-}
-
-/// True for what the disk's refusal of a block looks like to the caller of its store. A store that failed for another
-/// reason (it timed out, the cache was closed, a copy failed) says nothing of the block that an earlier store left.
-fn says_refused(error: &Error) -> bool {
-    matches!(error, Error::Io { .. } | Error::Refused { .. } | Error::Unavailable { .. })
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn only_the_refusal_itself_tells_of_a_refusal() {
-        let io = Error::io("write", "a store", std::io::ErrorKind::StorageFull.into());
-        assert!(says_refused(&io) && says_refused(&Error::Refused { reason: "read-only".into() }));
-        let copy = Error::Copy { engine: "memcpy", reason: "a reason".into() };
-        assert!(!says_refused(&Error::Closed) && !says_refused(&copy));
-    }
 
     fn key(n: u32) -> BlockKey {
         let mut bytes = [0; 32];

@@ -1,0 +1,51 @@
+//! Deadlines, for those who have no clock: callers count the looks of the reactor's task.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use super::{Message, Shared};
+use crate::{block::Tier, error::Error};
+
+/// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
+pub(crate) const LOOKS_PER_DEADLINE: u32 = 4;
+
+impl Shared {
+    /// How long a movement may take.
+    pub(crate) fn deadline(&self) -> Duration {
+        Duration::from_millis(self.config.deadline_ms)
+    }
+
+    pub(crate) fn timeout(&self, what: &'static str) -> Error {
+        self.metrics.timeouts.add(1);
+        Error::Timeout { what, limit: self.deadline(), held: None }
+    }
+
+    /// Answers those who wait for any of the first `begun` movements; true if some of these are still under way.
+    pub(crate) fn give_up_overdue(&self, begun: u64) -> bool {
+        let (waiters, any, held) = {
+            let mut state = self.lock();
+            let held = Tier::ALL.map(|tier| self.held_slots(&state, tier));
+            (state.flights.take_overdue(begun), state.flights.any_overdue(), held)
+        };
+        if !waiters.is_empty() {
+            tracing::warn!(waiters = waiters.len(), deadline = ?self.deadline(), "movements are overdue");
+        }
+        for (waiter, slot_wanted) in waiters {
+            let error = match slot_wanted {
+                Some(tier) => self.slot_timeout(tier, held[tier as usize]),
+                None => self.timeout("a movement"),
+            };
+            drop(waiter.send(Message::Ended(Err(error))));
+        }
+        any
+    }
+
+    /// How often the clock has been looked at: for those who have none, which are all but the reactor.
+    pub(crate) fn looks(&self) -> u64 {
+        self.looks.load(Ordering::Relaxed)
+    }
+
+    /// True where somebody who waits since `looks` has waited too long.
+    pub(crate) fn is_overdue(&self, since: u64) -> bool {
+        self.looks() - since > u64::from(LOOKS_PER_DEADLINE)
+    }
+}

@@ -1,0 +1,152 @@
+//! What owns a slot: a filling until its block is published, a pin while it is read.
+
+use std::sync::Arc;
+
+use super::{Filling, Pin, Shared, State};
+use crate::{
+    block::{Route, Segment, Tier},
+    index::EntryId,
+    memory::Readable,
+};
+
+impl Filling {
+    /// Of a slot that was just taken.
+    pub(crate) fn new(shared: &Arc<Shared>, tier: Tier, slot: u32) -> Self {
+        Filling { shared: Some(Arc::clone(shared)), tier, slot }
+    }
+
+    pub(crate) fn tier(&self) -> Tier {
+        self.tier
+    }
+
+    pub(crate) fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    /// The slot now belongs to the index. Call under the lock that published it.
+    pub(crate) fn published(mut self) {
+        self.shared = None;
+    }
+
+    /// Drops it for a holder of the lock.
+    pub(crate) fn release(mut self, state: &mut State) {
+        if self.shared.take().is_some() {
+            state.push_free(self.tier, self.slot);
+        }
+    }
+
+    /// The block-sized start of a host slot.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        assert_eq!(self.tier, Tier::Host, "only host slots are readable");
+        let shared = self.shared.as_ref().expect("not published while it can be named");
+        // SAFETY: as in `bytes_mut`; `&self` excludes writers, and the arena was zeroed at first.
+        unsafe { std::slice::from_raw_parts(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
+    }
+
+    /// The same, writable.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        assert_eq!(self.tier, Tier::Host, "only host slots are writable");
+        let shared = self.shared.as_ref().expect("not published while it can be named");
+        // SAFETY: an unpublished slot is this value's alone, and `&mut self` is the only access; the
+        // arena lives as long as `shared`, and every slot has at least `block_bytes`.
+        unsafe { std::slice::from_raw_parts_mut(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
+    }
+}
+
+// SAFETY: an unpublished slot of the arena, which nobody else reads or writes.
+unsafe impl Readable for Filling {
+    fn segments(&self) -> Vec<Segment> {
+        let bytes = self.bytes();
+        vec![Segment { ptr: bytes.as_ptr().cast_mut(), len: bytes.len() }]
+    }
+}
+
+impl Drop for Filling {
+    fn drop(&mut self) {
+        let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
+        let mut state = shared.lock();
+        if self.tier == Tier::Disk
+            && let Some(entry) = state.disk_slots().meta(self.slot).map(|meta| EntryId::from_u32(meta.entry))
+        {
+            // A write that was dropped in mid-work: the books name a block that nobody will see.
+            let key = state.index.key(entry);
+            state.disk_slots().clear(self.slot, &key);
+        }
+        state.push_free(self.tier, self.slot);
+    }
+}
+
+impl Pin {
+    /// Pins `id`, if it is resident in `tier`, for a holder of the lock.
+    pub(crate) fn take(shared: &Arc<Shared>, state: &mut State, id: EntryId, tier: Tier, route: Route) -> Option<Pin> {
+        let slot = state.index.pin(id, tier)?;
+        Some(Pin { shared: Some(Arc::clone(shared)), id, tier, slot, route, is_leased: false })
+    }
+
+    /// Drops it for a holder of the lock.
+    pub(crate) fn release(mut self, state: &mut State) {
+        if let Some(shared) = self.shared.take() {
+            shared.unpin(state, self.id, self.tier, self.is_leased);
+        }
+    }
+
+    pub(crate) fn id(&self) -> EntryId {
+        self.id
+    }
+
+    pub(crate) fn slot(&self) -> u32 {
+        self.slot
+    }
+
+    pub(crate) fn tier(&self) -> Tier {
+        self.tier
+    }
+
+    pub(crate) fn route(&self) -> Route {
+        self.route
+    }
+
+    /// Counts it as a lease from now on.
+    #[inline]
+    pub(crate) fn count_as_lease(&mut self) {
+        if !self.is_leased {
+            self.shared().lock().leases[self.tier as usize] += 1;
+            self.is_leased = true;
+        }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        self.shared.as_ref().expect("not released while it can be named")
+    }
+
+    /// The block, where it is in host memory.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        assert_eq!(self.tier, Tier::Host, "only host slots are readable");
+        let shared = self.shared();
+        // SAFETY: the slot is full and pinned, so nobody writes to it while `self` lives; the arena
+        // lives as long as `shared`, and every slot has at least `block_bytes`.
+        unsafe { std::slice::from_raw_parts(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
+    }
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        if let Some(shared) = self.shared.take().and_then(Shared::at_home) {
+            shared.unpin(&mut shared.lock(), self.id, self.tier, self.is_leased);
+        }
+    }
+}
+
+impl Shared {
+    fn unpin(&self, state: &mut State, id: EntryId, tier: Tier, is_leased: bool) {
+        if is_leased {
+            state.leases[tier as usize] -= 1;
+        }
+        if let Some(slot) = state.index.unpin(id, tier) {
+            state.push_free(tier, slot);
+        }
+        if tier == Tier::Host && state.has_waiters(tier) && self.write_back_is_due(state, 0, 0.0) {
+            self.write_back.notify_one();
+        }
+    }
+}

@@ -1,0 +1,83 @@
+//! The one lock: whoever unlocks serves the requests for slots.
+
+use std::ops::{Deref, DerefMut};
+
+use super::{Shared, State};
+use crate::sync::MutexGuard;
+
+impl Shared {
+    pub(crate) fn lock(&self) -> Locked<'_> {
+        let state = Some(self.state.lock());
+        #[cfg(feature = "sim")]
+        LOCKS_HELD.set(LOCKS_HELD.get() + 1);
+        Locked { shared: self, state }
+    }
+
+    /// Gives the slots that can be taken to the requests that wait for one, and tells of what was raised.
+    #[cold]
+    fn unlock_and_serve(&self, mut state: MutexGuard<'_, State>) {
+        let granted = self.grant_slots(&mut state);
+        let is_raised = !state.raised.is_empty();
+        unlock(state);
+        if is_raised {
+            self.raised.notify_one();
+        }
+        granted.into_iter().for_each(|grant| grant.send(self));
+    }
+}
+
+#[inline]
+fn unlock(state: MutexGuard<'_, State>) {
+    drop(state);
+    #[cfg(feature = "sim")]
+    LOCKS_HELD.set(LOCKS_HELD.get() - 1);
+}
+
+#[cfg(feature = "sim")]
+std::thread_local! {
+    /// Index locks that this thread holds.
+    static LOCKS_HELD: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+}
+
+/// True while this thread holds the index lock of some cache: every caller waits for it. What may block, a log above
+/// all, has no place there.
+#[cfg(feature = "sim")]
+pub(crate) fn holds_lock() -> bool {
+    LOCKS_HELD.get() > 0
+}
+
+/// The state, locked. The unlock gives slots that can be taken to the requests that wait for one, first come, first
+/// served.
+///
+/// Many things set a slot free, and some more than one: the end of a fill lets copies in other tiers go, an evicted
+/// suffix its prefix. None of them has to look for requests. Wakers run after the unlock: they are the callers' code,
+/// and may drop a future that locks.
+pub(crate) struct Locked<'a> {
+    shared: &'a Shared,
+    /// `None` once unlocked.
+    state: Option<MutexGuard<'a, State>>,
+}
+
+impl Deref for Locked<'_> {
+    type Target = State;
+    fn deref(&self) -> &State {
+        self.state.as_ref().expect("locked until it is dropped")
+    }
+}
+
+impl DerefMut for Locked<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        self.state.as_mut().expect("locked until it is dropped")
+    }
+}
+
+impl Drop for Locked<'_> {
+    fn drop(&mut self) {
+        let Some(state) = self.state.take() else { return };
+        if state.slot_requests.is_empty() && state.raised.is_empty() {
+            unlock(state);
+        } else {
+            self.shared.unlock_and_serve(state);
+        }
+    }
+}

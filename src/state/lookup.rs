@@ -1,0 +1,163 @@
+//! Where a block is: looking it up, asking for its promotion, removing it.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::{Class, Joined, Message, Pin, Shared, State, Ticket};
+use crate::{
+    block::{BlockKey, Route, Tier},
+    error::Result,
+};
+
+/// What a look-up came to.
+pub(crate) enum Found {
+    /// Resident in the wanted tier, and now pinned there.
+    Hit(Pin),
+    /// Resident in another tier only.
+    Elsewhere,
+    /// Resident nowhere.
+    Miss,
+}
+
+/// A block that is resident no more.
+#[derive(Default)]
+pub(crate) struct Removed {
+    /// It was resident until now.
+    pub(crate) resident: bool,
+    /// The end of a write of it that is under way.
+    pub(crate) writing: Option<oneshot::Receiver<Message>>,
+}
+
+/// What asking for a promotion came to.
+pub(crate) enum Promotion {
+    /// It is there already.
+    Hit(Pin),
+    /// It is nowhere.
+    Miss,
+    /// A movement is under way; its outcome comes here.
+    Joined(oneshot::Receiver<Message>),
+    /// The caller must start the movement; its outcome comes here.
+    Started(oneshot::Receiver<Message>),
+}
+
+impl Shared {
+    /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and counts the use, and the hit or the
+    /// miss unless it is elsewhere.
+    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
+        self.look_up_and_pin(key, tier, true)
+    }
+
+    /// Likewise for a load, which copies the block to its caller: it has the route of that copy.
+    pub(crate) fn look_up_to_copy(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
+        self.look_up_and_pin(key, tier, false)
+    }
+
+    fn look_up_and_pin(self: &Arc<Self>, key: &BlockKey, tier: Tier, is_leased: bool) -> Result<Found> {
+        let mut state = self.lock();
+        state.check_open()?;
+        state.check_device(tier)?;
+        let Some(id) = state.index.find(key) else {
+            drop(state);
+            self.metrics.looked_up(None);
+            return Ok(Found::Miss);
+        };
+        if let Some(slot) = state.pin_used(id, tier) {
+            state.leases[tier as usize] += u64::from(is_leased);
+            drop(state);
+            let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
+            self.metrics.looked_up(Some(tier));
+            if is_leased {
+                self.metrics.hit(route, self.config.block_bytes);
+            }
+            return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased }));
+        }
+        if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
+            return Ok(Found::Elsewhere);
+        }
+        drop(state);
+        self.metrics.looked_up(None);
+        Ok(Found::Miss)
+    }
+
+    /// Starts or joins the movement that makes `key` resident in `tier`; also says where it was
+    /// found. Counts no hit and no miss: this may be one step of a larger movement.
+    pub(crate) fn promote(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        tier: Tier,
+        class: Class,
+    ) -> Result<(Promotion, Option<Tier>)> {
+        let mut state = self.lock();
+        state.check_open()?;
+        state.check_device(tier)?;
+        let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
+        let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
+        if let Some(pin) = Pin::take(self, &mut state, id, tier, route) {
+            return Ok((Promotion::Hit(pin), Some(tier)));
+        }
+        let source = state.index.best_tier(id);
+        let waiters_max = self.config.waiters_max;
+        match state.join(key, tier, class, waiters_max) {
+            Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
+            Joined::Unverified => return Ok((Promotion::Joined(self.ticket(&mut state, key)), source)),
+            Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
+            Joined::Overdue => return Err(self.timeout("a movement of the block that is overdue")),
+            Joined::None => {}
+        }
+        if source.is_none() {
+            return Ok((Promotion::Miss, None));
+        }
+        state.index.touch(id);
+        state.index.hit(id);
+        Ok((Promotion::Started(state.flights.begin(key, tier, id, class)), source))
+    }
+
+    /// A receiver that has a ticket already.
+    pub(crate) fn ticket(self: &Arc<Self>, state: &mut State, key: &BlockKey) -> oneshot::Receiver<Message> {
+        let (sender, receiver) = oneshot::channel();
+        let flight = state.flights.get_mut(key, Tier::Host).expect("it was just joined");
+        let sent = sender.send(Message::Verify(Ticket::new(self, *key, flight)));
+        assert!(sent.is_ok(), "the receiver is here");
+        receiver
+    }
+
+    /// Forgets `key`. Pinned copies stay until their last reader is done.
+    ///
+    /// An error where a write of it is overdue: it is forgotten, and its record may be written yet.
+    pub(crate) fn remove(&self, key: &BlockKey) -> Result<Removed> {
+        let mut state = self.lock();
+        state.check_open()?;
+        let mut removed = Removed::default();
+        if let Some(id) = state.index.find(key)
+            && (state.index.best_tier(id).is_some() || Tier::ALL.iter().any(|&tier| state.index.is_filling(id, tier)))
+        {
+            // Not where it is on its way from a caller's memory: nobody has seen it there.
+            removed.resident = state.index.best_tier(id).is_some();
+            state.dirty.remove(key);
+            state.refusals.forget(key);
+            if let Some(slot) = state.index.slot(id, Tier::Disk) {
+                // Its record must go now, although whoever reads the slot holds it for a while yet.
+                state.disk_slots().clear(slot, key);
+            }
+            for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
+                slot.into_iter().for_each(|slot| state.push_free(tier, slot));
+            }
+        }
+        // Bounded by the removals under way, each of which has a caller.
+        match state.join(key, Tier::Disk, Class::Awaited, u32::MAX) {
+            Joined::Waiting(receiver) => removed.writing = Some(receiver),
+            Joined::Overdue => {
+                drop(state);
+                return Err(self.timeout("a write of the removed block that is overdue"));
+            }
+            Joined::None | Joined::Full | Joined::Unverified => {}
+        }
+        Ok(removed)
+    }
+
+    /// True where a record on disk may name `key`, whose block is gone.
+    pub(crate) fn may_be_recorded(&self, key: &BlockKey) -> bool {
+        self.lock().disk.as_ref().is_some_and(|slots| slots.pages_naming(key).next().is_some())
+    }
+}

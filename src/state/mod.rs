@@ -1,0 +1,355 @@
+//! What callers and the reactor share: the index, the free slots and the flights under one short
+//! lock, and the memory behind the slots.
+//!
+//! The types of this file refer to each other (the state holds flights, these hold pins, and a pin holds the shared
+//! state). So they are defined here together, and what they do is in the files beside, which import nothing of each
+//! other but pure data: `flights`, `requests`, `refusals`, `health`.
+
+mod commit;
+mod deadline;
+mod flights;
+mod guards;
+mod health;
+mod lock;
+mod lookup;
+mod publish;
+mod refusals;
+mod requests;
+mod service;
+mod slots;
+pub(crate) mod verify;
+
+pub(crate) use commit::Committed;
+pub(crate) use deadline::LOOKS_PER_DEADLINE;
+pub(crate) use flights::{Class, Raised, Urgency};
+pub(crate) use health::{CufileService, DiskService, Failures, blames_disk};
+#[cfg(feature = "sim")]
+pub(crate) use lock::holds_lock;
+pub(crate) use lookup::{Found, Promotion, Removed};
+pub(crate) use slots::Purpose;
+pub(crate) use verify::Settled;
+
+use std::{
+    collections::BTreeSet,
+    ptr::NonNull,
+    sync::{
+        Arc,
+        atomic::{AtomicI64, AtomicU64, Ordering},
+    },
+};
+
+use tokio::{sync::Notify, time::Instant};
+
+use self::{refusals::Refusals, requests::SlotRequests};
+use crate::{
+    block::{BlockKey, Route, Tier},
+    config::{Config, WritePolicy},
+    device::DevicePool,
+    disk::DiskSlots,
+    error::{Error, Result},
+    fork::Home,
+    index::{EntryId, Index},
+    memory::Arena,
+    metrics::Metrics,
+    sync::Mutex,
+};
+
+/// Movements under way.
+pub(crate) type Flights = flights::Flights<Message, Unverified>;
+/// The waiters of one movement.
+pub(crate) type Flight = flights::Flight<Message, Unverified>;
+/// What joining a movement came to.
+pub(crate) type Joined = flights::Joined<Message>;
+/// What a movement leaves when it ends.
+pub(crate) type Finished = flights::Finished<Message>;
+
+/// State under the lock. No I/O, no await, no allocation that grows with the cache.
+pub(crate) struct State {
+    pub(crate) index: Index,
+    /// Free slots of the device and the host tier; the disk's are kept by [`DiskSlots`].
+    pub(crate) free: [Vec<u32>; 2],
+    pub(crate) disk: Option<DiskSlots>,
+    pub(crate) flights: Flights,
+    /// Checksum of the block in each host slot.
+    pub(crate) host_checksums: Vec<u64>,
+    /// Likewise in each device slot.
+    pub(crate) device_checksums: Vec<u64>,
+    pub(crate) cufile: CufileService,
+    /// Generation of the next record.
+    pub(crate) generation: u64,
+    pub(crate) slot_requests: SlotRequests,
+    /// Leases that callers hold on blocks of the device and the host tier.
+    pub(crate) leases: [u64; 2],
+    /// What the budget has not been told yet.
+    pub(crate) raised: Raised,
+    pub(crate) disk_service: DiskService,
+    /// Why the device tier is out of service, once it is.
+    pub(crate) device_retired: Option<String>,
+    /// Blocks of the host tier that the disk tier must take before they may go.
+    pub(crate) dirty: BTreeSet<BlockKey>,
+    /// Blocks that the disk tier did not take, and nobody was told.
+    pub(crate) refusals: Refusals,
+    closed: bool,
+}
+
+/// What callers and the reactor share.
+pub(crate) struct Shared {
+    pub(crate) config: Config,
+    state: Mutex<State>,
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) device: Option<DevicePool>,
+    pub(crate) metrics: Metrics,
+    /// Host slots that callers have reserved and not committed.
+    pub(crate) reservations: AtomicU64,
+    /// Wakes the task that tells the budget of what is raised.
+    pub(crate) raised: Notify,
+    /// Wakes the write-back task.
+    pub(crate) write_back: Notify,
+    /// Told when a caller has verified a block, and so ended its flight: the end of the cache waits for that.
+    pub(crate) verified: Notify,
+    /// Wakes the task that watches the clock.
+    pub(crate) watch: Notify,
+    /// How often it has looked at it.
+    pub(crate) looks: AtomicU64,
+    /// Requests that libcufile has not given back.
+    pub(crate) cufile_stuck: Arc<AtomicI64>,
+    pub(crate) home: Home,
+}
+
+impl Shared {
+    /// `index` and `disk` as recovery left them.
+    pub(crate) fn new(
+        config: Config,
+        arena: Arc<Arena>,
+        device: Option<DevicePool>,
+        index: Index,
+        disk: Option<DiskSlots>,
+        generation: u64,
+        metrics: Metrics,
+    ) -> Self {
+        let ascending_from_the_end = |slots: u32| (0..slots).rev().collect::<Vec<_>>();
+        let state = State {
+            index,
+            free: [ascending_from_the_end(config.device_blocks), ascending_from_the_end(config.host_blocks)],
+            disk,
+            flights: Flights::default(),
+            host_checksums: vec![0; config.host_blocks as usize],
+            device_checksums: vec![0; config.device_blocks as usize],
+            cufile: CufileService::default(),
+            generation,
+            slot_requests: SlotRequests::default(),
+            leases: [0; 2],
+            raised: Raised::default(),
+            disk_service: DiskService::Full,
+            device_retired: None,
+            dirty: BTreeSet::new(),
+            refusals: Refusals::default(),
+            closed: false,
+        };
+        Shared {
+            config,
+            state: Mutex::new(state),
+            arena,
+            device,
+            metrics,
+            reservations: AtomicU64::new(0),
+            raised: Notify::new(),
+            write_back: Notify::new(),
+            verified: Notify::new(),
+            watch: Notify::new(),
+            looks: AtomicU64::new(0),
+            cufile_stuck: Arc::default(),
+            home: Home::here(),
+        }
+    }
+
+    /// Nothing in a forked child, where there is neither anybody to account to nor memory to give back: the share is
+    /// left as it is.
+    pub(crate) fn at_home(self: Arc<Self>) -> Option<Arc<Self>> {
+        if self.home.is_here() {
+            return Some(self);
+        }
+        std::mem::forget(self);
+        None
+    }
+
+    /// True where too few host slots could be given up at once, and write-back could help.
+    /// `demoting` are on their way already.
+    pub(crate) fn write_back_is_due(&self, state: &State, demoting: u32, watermark: f64) -> bool {
+        if self.config.write_policy != WritePolicy::WriteBack || state.index.demotable_len(Tier::Host) == 0 {
+            return false;
+        }
+        let available = state.free[Tier::Host as usize].len() + state.index.evictable(Tier::Host) + demoting as usize;
+        // At least one, so that a tiny tier is never stuck with dirty blocks only.
+        let wanted = (f64::from(self.config.host_blocks) * watermark).ceil().max(1.0);
+        (available as f64) < wanted
+    }
+
+    /// Refuses every call from now on, and the requests for slots that may never come free.
+    pub(crate) fn close(&self) {
+        let mut state = self.lock();
+        state.closed = true;
+        let refused = [Tier::Device, Tier::Host].map(|tier| state.slot_requests.take_all(tier));
+        drop(state);
+        refused.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
+    }
+
+    pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
+        self.metrics.busy.add(1);
+        Error::Busy { what, limit, setting }
+    }
+
+    /// Requests that libcufile has not given back.
+    pub(crate) fn cufile_stuck(&self) -> u64 {
+        // A request that comes back just as it is given up on may be taken off before it is added.
+        u64::try_from(self.cufile_stuck.load(Ordering::SeqCst)).unwrap_or(0)
+    }
+
+    /// The registered buffer around a host slot.
+    pub(crate) fn fixed_buffer(&self, slot: u32) -> Option<u16> {
+        Some(self.arena.chunk_of(slot))
+    }
+
+    /// First byte of a host slot.
+    pub(crate) fn host_ptr(&self, slot: u32) -> NonNull<u8> {
+        self.arena.slot_ptr(slot)
+    }
+}
+
+impl State {
+    pub(crate) fn check_open(&self) -> Result<()> {
+        if self.closed { Err(Error::Closed) } else { Ok(()) }
+    }
+
+    /// After the close host and device slots may never come free: readers hold them for as long as
+    /// they like. Disk slots do, as the movements that hold them end; the last write-back needs them.
+    pub(crate) fn check_may_wait(&self, tier: Tier) -> Result<()> {
+        match tier {
+            Tier::Disk => Ok(()),
+            _ => self.check_open(),
+        }
+    }
+
+    pub(crate) fn disk_slots(&mut self) -> &mut DiskSlots {
+        self.disk.as_mut().expect("only a cache with a disk tier has disk slots")
+    }
+
+    /// Waits for the movement of `key` to `tier`, if one is under way. It is awaited from now on, if `class` is.
+    pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
+        let joined = self.flights.join(key, tier, waiters_max);
+        self.raise_joined(key, tier, class, &joined);
+        joined
+    }
+
+    /// Likewise for the write that follows it.
+    pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
+        let joined = self.flights.join_next(key, tier, waiters_max);
+        self.raise_joined(key, tier, class, &joined);
+        joined
+    }
+
+    fn raise_joined(&mut self, key: &BlockKey, tier: Tier, class: Class, joined: &Joined) {
+        if class == Class::Awaited && matches!(joined, Joined::Waiting(_)) {
+            self.raise(key, tier);
+        }
+    }
+
+    /// Free slots of a tier.
+    pub(crate) fn free_slots(&self, tier: Tier) -> usize {
+        match tier {
+            Tier::Disk => self.disk.as_ref().map_or(0, |slots| slots.free_count() as usize),
+            tier => self.free[tier as usize].len(),
+        }
+    }
+
+    /// Pins `id` where it is resident in `tier`, and counts the use in every tier.
+    fn pin_used(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
+        let slot = self.index.pin(id, tier)?;
+        self.index.touch(id);
+        self.index.hit(id);
+        Some(slot)
+    }
+
+    pub(crate) fn pop_free(&mut self, tier: Tier) -> Option<u32> {
+        match tier {
+            Tier::Disk => self.disk.as_mut()?.alloc(),
+            tier => self.free[tier as usize].pop(),
+        }
+    }
+
+    /// An error where blocks cannot go to `tier`.
+    pub(crate) fn check_service(&self, tier: Tier) -> Result<()> {
+        match tier {
+            Tier::Disk => self.disk_service.check_writes(),
+            Tier::Device | Tier::Host => self.check_device(tier),
+        }
+    }
+
+    /// An error where blocks of `tier` are on a device that is out of service.
+    fn check_device(&self, tier: Tier) -> Result<()> {
+        match &self.device_retired {
+            Some(reason) if tier == Tier::Device => Err(Error::Unavailable { tier: "device", reason: reason.clone() }),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn push_free(&mut self, tier: Tier, slot: u32) {
+        match tier {
+            Tier::Disk => self.disk_slots().release(slot),
+            tier => self.free[tier as usize].push(slot),
+        }
+    }
+}
+
+/// A slot that is being filled: nobody else's until it is published or dropped.
+pub(crate) struct Filling {
+    /// `None` once published.
+    shared: Option<Arc<Shared>>,
+    tier: Tier,
+    slot: u32,
+}
+
+/// A reader's hold on a full slot: it is neither evicted nor reused until this is dropped.
+///
+/// Never dropped under the lock: a holder of the lock [releases](Pin::release) it.
+pub(crate) struct Pin {
+    /// `None` once released.
+    shared: Option<Arc<Shared>>,
+    id: EntryId,
+    tier: Tier,
+    slot: u32,
+    route: Route,
+    /// It is counted as a lease.
+    is_leased: bool,
+}
+
+/// A block that has been read from disk into its host slot, and not yet verified.
+pub(crate) struct Unverified {
+    /// Holds the disk slot that it came from.
+    pub(crate) source: Pin,
+    pub(crate) filling: Filling,
+    /// What its checksum must be.
+    pub(crate) checksum: u64,
+    pub(crate) started: Instant,
+}
+
+/// The right to verify a block, and the duty to say so when it is not used.
+pub(crate) struct Ticket {
+    /// `None` once redeemed.
+    shared: Option<Arc<Shared>>,
+    key: BlockKey,
+    /// The flight's number: by the time a ticket is used another may be under way.
+    flight: u64,
+}
+
+/// What a movement gives each of its waiters: a pin on the destination, or `None` for a miss.
+/// Movements to disk give `None`: nobody reads there.
+pub(crate) type Outcome = Result<Option<Pin>>;
+
+/// What a waiter is told.
+pub(crate) enum Message {
+    /// The movement has ended.
+    Ended(Outcome),
+    /// The block has been read, and the first who is polled verifies it.
+    Verify(Ticket),
+}

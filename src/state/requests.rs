@@ -1,0 +1,88 @@
+//! The requests that wait for a slot. Pure data.
+
+use std::collections::BTreeMap;
+
+use tokio::sync::oneshot;
+
+use crate::{
+    block::Tier,
+    error::{Error, Result},
+};
+
+/// Requests for slots that could not be met at once.
+#[derive(Default)]
+pub(crate) struct SlotRequests {
+    pub(super) tiers: [Queue; Tier::COUNT],
+}
+
+/// Requests for slots of one tier by their numbers, which grow from request to request.
+#[derive(Default)]
+pub(super) struct Queue {
+    pub(super) awaited: BTreeMap<u64, Request>,
+    pub(super) background: BTreeMap<u64, Request>,
+}
+
+pub(super) struct Request {
+    /// Deadline ticks when it was made.
+    pub(super) since: u64,
+    pub(super) answer: oneshot::Sender<Result<u32>>,
+}
+
+/// Requests that are met no more, to be answered after the unlock.
+#[must_use = "whoever waits is to be answered"]
+pub(crate) struct Refused(pub(super) Vec<Request>);
+
+impl Queue {
+    fn len(&self) -> usize {
+        self.awaited.len() + self.background.len()
+    }
+
+    pub(super) fn pop(&mut self) -> Option<Request> {
+        let first = self.awaited.pop_first().or_else(|| self.background.pop_first());
+        first.map(|(_, request)| request)
+    }
+
+    pub(super) fn remove(&mut self, number: u64) -> Option<Request> {
+        self.awaited.remove(&number).or_else(|| self.background.remove(&number))
+    }
+
+    pub(super) fn raise(&mut self, number: u64) {
+        if let Some(request) = self.background.remove(&number) {
+            self.awaited.insert(number, request);
+        }
+    }
+}
+
+impl SlotRequests {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.tiers.iter().all(|queue| queue.len() == 0)
+    }
+
+    /// Requests that wait for a slot of `tier`.
+    pub(crate) fn len(&self, tier: Tier) -> usize {
+        self.tiers[tier as usize].len()
+    }
+
+    /// Takes all requests for slots of `tier` off their queue.
+    pub(crate) fn take_all(&mut self, tier: Tier) -> Refused {
+        let Queue { awaited, background } = std::mem::take(&mut self.tiers[tier as usize]);
+        Refused(awaited.into_values().chain(background.into_values()).collect())
+    }
+
+    /// Takes the requests that `is_overdue` off their queue.
+    pub(super) fn take_overdue(&mut self, tier: Tier, is_overdue: impl Fn(u64) -> bool) -> Refused {
+        let Queue { awaited, background } = &mut self.tiers[tier as usize];
+        let overdue = |_: &u64, request: &mut Request| is_overdue(request.since);
+        let requests = awaited.extract_if(.., overdue).chain(background.extract_if(.., overdue));
+        Refused(requests.map(|(_, request)| request).collect())
+    }
+}
+
+impl Refused {
+    /// Answers them. Wakes callers: not under the lock.
+    pub(crate) fn refuse(self, error: &Error) {
+        for request in self.0 {
+            drop(request.answer.send(Err(error.clone())));
+        }
+    }
+}
