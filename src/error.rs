@@ -139,8 +139,61 @@ impl Error {
         Error::Io { op, path: path.into(), source: Arc::new(source) }
     }
 
+    /// The same error in the words of a layer in which settings have other names: `("disks.blocks", "capacity")` has it
+    /// speak of `capacity`. A setting is renamed where it is the error's field, and in backticks in its text.
+    #[must_use]
+    pub fn with_settings_named(mut self, names: &[(&'static str, &'static str)]) -> Self {
+        let known = |old: &'static str| names.iter().find(|(name, _)| *name == old).map_or(old, |(_, new)| new);
+        let mend = |text: &mut String| {
+            for (old, new) in names {
+                *text = text.replace(&format!("`{old}`"), &format!("`{new}`"));
+            }
+        };
+        match &mut self {
+            Error::Config { field, found, expected } | Error::Argument { what: field, found, expected } => {
+                *field = known(field);
+                [found, expected].into_iter().for_each(mend);
+            }
+            Error::Store { found, expected, action, .. } => [found, expected, action].into_iter().for_each(mend),
+            Error::Busy { setting, .. } | Error::Timeout { held: Some(HeldSlots { setting, .. }), .. } => {
+                *setting = known(setting);
+            }
+            Error::Refused { reason } | Error::Unavailable { reason, .. } | Error::Copy { reason, .. } => mend(reason),
+            Error::Timeout { .. } | Error::Io { .. } | Error::Closed => {}
+        }
+        self
+    }
+
     /// True where the same call may succeed later without any change.
     pub fn is_transient(&self) -> bool {
         matches!(self, Error::Busy { .. } | Error::Timeout { .. })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_are_called_what_the_layer_calls_them() {
+        let names = [("disks.blocks", "capacity"), ("disks", "path"), ("host_blocks", "host_bytes")];
+        let config =
+            Error::Config { field: "disks.blocks", found: "0".into(), expected: "1, or less of `host_blocks`".into() };
+        assert_eq!(
+            config.with_settings_named(&names).to_string(),
+            "capacity: found 0, expected 1, or less of `host_bytes`"
+        );
+        let store = Error::Store {
+            path: "a".into(),
+            found: "5 slots, by `disks.blocks`".into(),
+            expected: "6".into(),
+            action: "choose another path in `disks`".into(),
+        };
+        let told = store.with_settings_named(&names).to_string();
+        assert!(told.contains("by `capacity`") && told.ends_with("another path in `path`"), "{told}");
+        let busy = Error::Busy { what: "a queue", limit: 1, setting: "host_blocks" };
+        assert!(busy.with_settings_named(&names).to_string().contains("(setting `host_bytes`)"));
+        let busy = Error::Busy { what: "a queue", limit: 1, setting: "waiters_max" };
+        assert!(busy.with_settings_named(&names).to_string().contains("(setting `waiters_max`)"));
     }
 }

@@ -23,6 +23,7 @@ mod metrics;
 mod mover;
 mod runtime;
 mod shield;
+pub mod size;
 mod state;
 pub mod store;
 mod sync;

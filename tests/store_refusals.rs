@@ -255,8 +255,8 @@ fn stores_of_other_settings_are_refused_and_stay_as_they_are() {
     let cases: Vec<(&Path, Config, &str)> = vec![
         (&a, changed(&|c| c.namespace = "other".into()), "namespace = \"default\""),
         (&a, changed(&|c| c.block_bytes = 5001), "block_bytes = 5000"),
-        (&a, changed(&|c| c.disks[0].blocks = 41), "disks.blocks = 40"),
-        (&a, changed(&|c| c.disks[1].blocks = 39), "summed over all paths = 80"),
+        (&a, changed(&|c| c.disks[0].blocks = 41), "a store of 40 slots on this path"),
+        (&a, changed(&|c| c.disks[1].blocks = 39), "80 in all"),
         (&a, changed(&|c| c.disks.swap(0, 1)), ""),
         (&a, config(&[&a]), "a store of 2 members"),
         (&c, config(&[&a, &c]), "a member of store"),

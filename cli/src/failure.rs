@@ -4,6 +4,30 @@ use std::fmt;
 
 use crate::shown::plain;
 
+/// What the exit statuses mean, for the end of every help text.
+pub const EXIT_STATUS: &str = "\
+Exit status:
+  0    it is done, and all is well
+  1    it failed, found damage, or something that is wanted is missing
+  2    wrong or missing flags, inputs or stores: mend them and try again
+  130  interrupted (Ctrl-C, SIGTERM, SIGHUP): what was known by then is printed, temporary files are removed";
+
+/// What the command's flags are called for settings of the engine.
+const FLAGS: [(&str, &str); 12] = [
+    ("block_bytes", "--block-bytes"),
+    ("host_blocks", "--host-blocks"),
+    ("device_blocks", "--device-blocks"),
+    ("device", "--device"),
+    ("disks.blocks", "--disk-blocks"),
+    ("disks.path", "--path"),
+    ("disks", "--path"),
+    ("write_policy", "--write-policy"),
+    ("eviction_policy", "--policy"),
+    ("storage", "--storage"),
+    ("direct_io", "--direct-io"),
+    ("depth", "--depth"),
+];
+
 /// One line of text and an exit status.
 #[derive(Debug)]
 pub struct Failure {
@@ -49,6 +73,7 @@ impl fmt::Display for Failure {
 impl From<kvhoist::Error> for Failure {
     fn from(error: kvhoist::Error) -> Self {
         use kvhoist::Error::{Argument, Config, Io, Store};
+        let error = error.with_settings_named(&FLAGS);
         let text = error.to_string();
         match error {
             Config { .. } | Argument { .. } | Store { .. } | Io { op: "open" | "create", .. } => Failure::usage(text),

@@ -22,7 +22,7 @@ pub fn generate(seed: u64) -> Vec<Request> {
             session.push(next_id);
             next_id += 1;
         }
-        requests.push(Request { hash_ids: session.clone() });
+        requests.push(Request { timestamp: 0.0, hash_ids: session.clone() });
         if session.len() > 48 || random.below(12) == 0 {
             *session = new_session(&mut random);
         }

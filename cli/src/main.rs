@@ -11,19 +11,24 @@ mod plot;
 mod progress;
 mod replay;
 mod report;
+mod settings;
 mod store;
 mod verify;
+mod wipe;
 
 use std::{io::Write, process::ExitCode};
 
 use clap::{Parser, Subcommand, error::ErrorKind};
 use kvhoist_cli::{failure, shown, size, trace};
 
-use crate::failure::Failure;
+use crate::failure::{EXIT_STATUS, Failure};
+
+/// The version, and the commit that it was built from where that is known.
+const VERSION: &str = env!("KVHOIST_VERSION");
 
 /// Tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
 #[derive(Parser)]
-#[command(version, about)]
+#[command(name = "kvhoist", version = VERSION, about, after_help = EXIT_STATUS, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
@@ -32,31 +37,37 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     /// Replay a trace of prefix chains through the cache and verify every byte that comes back.
+    #[command(after_help = EXIT_STATUS)]
     Replay(Box<replay::Args>),
-    /// Tell what this machine gives, which way bytes will go on it, and why not a better one. Exit status: 0 if all
-    /// that is wanted is there.
+    /// Tell what this machine gives, which way bytes will go on it, and why not a better one.
+    #[command(after_help = EXIT_STATUS)]
     Doctor(doctor::Args),
     /// Measure the routes of this machine against its bare hardware.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Bench(bench::Args),
     /// Say what a store is and how full, from its superblocks and record tables. Changes nothing.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Inspect(inspect::Args),
-    /// Read a whole store and check every checksum. Changes nothing. Exit status: 0 clean, 1 damage found, 2 no store
-    /// or wrong flags, 130 interrupted.
+    /// Read a whole store and check every checksum. Changes nothing.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Verify(verify::Args),
+    /// Remove a store for good: its files, or the superblocks of its devices.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Wipe(wipe::Args),
 }
 
 fn main() -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("KVHOIST_LOG").unwrap_or_else(|_| "warn".into());
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| progress::BesideProgress)
         // It would panic where standard error cannot be written.
         .log_internal_errors(false)
         .without_time()
         .init();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
-        Err(error) => return end(wrong_flags(&error)),
+        Err(error) => return wrong_flags(&error),
     };
     end(match cli.command {
         Command::Replay(args) => replay::run(&args),
@@ -64,6 +75,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Verify(args) => verify::run(&args),
+        Command::Wipe(args) => wipe::run(&args),
     })
 }
 
@@ -76,12 +88,19 @@ fn end(result: Result<(), Failure>) -> ExitCode {
 }
 
 /// Wrong flags are one line like every other error; help and version are what clap makes of them.
-fn wrong_flags(error: &clap::Error) -> Result<(), Failure> {
-    if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {
-        return output::emit(&error.to_string());
-    }
+fn wrong_flags(error: &clap::Error) -> ExitCode {
     let text = error.to_string();
-    let words: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
-    let line = words.join("; ");
-    Err(Failure::usage(line.strip_prefix("error: ").unwrap_or(&line)))
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => end(output::emit(&text)),
+        // Not 0: a script whose list of paths is empty has verified nothing.
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            drop(std::io::stderr().write_all(text.as_bytes()));
+            ExitCode::from(Failure::USAGE)
+        }
+        _ => {
+            let words: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+            let line = words.join("; ");
+            end(Err(Failure::usage(line.strip_prefix("error: ").unwrap_or(&line))))
+        }
+    }
 }

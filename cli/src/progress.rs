@@ -1,13 +1,14 @@
 //! What a person sees while a command runs.
 
 use std::{
-    io::{IsTerminal, Write},
+    io::{self, IsTerminal, Write},
+    sync::Mutex,
     time::{Duration, Instant},
 };
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Progress on stderr: a bar on a terminal, a line now and then elsewhere.
+/// Progress on stderr: a bar on a terminal, a line now and then elsewhere. Dropped, the bar is gone without a trace.
 pub enum Progress {
     Bar(ProgressBar),
     Lines { total: usize, unit: &'static str, started: Instant, last: Instant },
@@ -16,16 +17,22 @@ pub enum Progress {
 
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
+/// The bar that is on the terminal now, if any.
+static SHOWN: Mutex<Option<ProgressBar>> = Mutex::new(None);
+
 impl Progress {
     /// For `total` things of this name, in the plural.
     pub fn new(total: usize, unit: &'static str, quiet: bool) -> Self {
         if quiet {
             return Progress::Quiet;
         }
-        if std::io::stderr().is_terminal() {
-            let template = format!("{{bar:40}} {{pos}}/{{len}} {unit}, {{per_sec}}, {{eta}} left  {{msg}}");
+        if io::stderr().is_terminal() {
+            // The message takes what is left of a line, and no more.
+            let template = format!("{{bar:12}} {{pos}}/{{len}} {unit}, {{eta}} left  {{wide_msg}}");
             let style = ProgressStyle::with_template(&template).expect("a template of constant parts");
-            return Progress::Bar(ProgressBar::new(total as u64).with_style(style));
+            let bar = ProgressBar::new(total as u64).with_style(style);
+            *SHOWN.lock().expect("nothing panics under it") = Some(bar.clone());
+            return Progress::Bar(bar);
         }
         let now = Instant::now();
         Progress::Lines { total, unit, started: now, last: now }
@@ -45,7 +52,7 @@ impl Progress {
                     *last = Instant::now();
                     let per_second = done as f64 / started.elapsed().as_secs_f64().max(1e-9);
                     // Nobody listening is no reason to stop.
-                    drop(writeln!(std::io::stderr(), "{done}/{total} {unit}, {per_second:.0}/s, {}", say()));
+                    drop(writeln!(io::stderr(), "{done}/{total} {unit}, {per_second:.0}/s, {}", say()));
                 }
             }
             Progress::Quiet => {}
@@ -55,6 +62,30 @@ impl Progress {
     pub fn finish(&self) {
         if let Progress::Bar(bar) = self {
             bar.finish_and_clear();
+            *SHOWN.lock().expect("nothing panics under it") = None;
         }
+    }
+}
+
+impl Drop for Progress {
+    fn drop(&mut self) {
+        self.finish();
+    }
+}
+
+/// Standard error for messages: the bar, if there is one, makes way for each.
+pub struct BesideProgress;
+
+impl Write for BesideProgress {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let shown = SHOWN.lock().expect("nothing panics under it").clone();
+        match shown {
+            Some(bar) => bar.suspend(|| io::stderr().write(bytes)),
+            None => io::stderr().write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        io::stderr().flush()
     }
 }

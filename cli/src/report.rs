@@ -42,6 +42,8 @@ fn object(summary: &Summary) -> Value {
         .collect();
     json!({
         "requests": summary.requests,
+        "requests_in_trace": summary.requests_in_trace,
+        "complete": summary.requests == summary.requests_in_trace,
         "references": tally.references,
         "hits": tally.all_hits(),
         "hit_ratio": tally.hit_ratio(),
@@ -67,6 +69,9 @@ fn table(summary: &Summary) -> String {
         text.push('\n');
     };
     line(format!("requests               {:>12}", summary.requests));
+    if summary.requests < summary.requests_in_trace {
+        line(format!("interrupted, of        {:>12}", summary.requests_in_trace));
+    }
     line(format!("references             {:>12}", tally.references));
     line(format!("hits                   {:>12}", tally.all_hits()));
     line(format!("hit ratio              {:>12.4}", tally.hit_ratio()));

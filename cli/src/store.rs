@@ -101,7 +101,8 @@ impl Table {
     }
 }
 
-fn uuid(shape: &Shape) -> String {
+/// The id of a store, as hexadecimal digits.
+pub fn uuid(shape: &Shape) -> String {
     shape.uuid.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 

@@ -101,8 +101,8 @@ fn routes_are_measured_beside_the_bare_loop() {
         assert_eq!(rows.len(), 2 * of_a_size.len(), "sizes, routes, contenders: {report}");
         for (row, &(route, contender)) in rows.iter().zip(of_a_size.iter().cycle()) {
             assert_eq!(row["route"], route, "{report}");
-            assert!(row["MiB/s"].as_f64().is_some_and(|speed| speed > 0.0), "{row}");
-            assert!(contender > 0 || row["of bare"] == 1.0, "the first is the bare loop: {report}");
+            assert!(row["mib_per_s"].as_f64().is_some_and(|speed| speed > 0.0), "{row}");
+            assert!(contender > 0 || row["of_bare"] == 1.0, "the first is the bare loop: {report}");
         }
         let drawn = std::fs::read_to_string(&plot).expect("the plot");
         assert_eq!(drawn.matches("<title>").count(), rows.len(), "{drawn}");

@@ -257,7 +257,6 @@ fn what_is_no_store_is_one_line_and_status_2() {
     let before = sample.state();
     let (a, b) = (sample.path(0), sample.path(1));
     let cases: &[(&[&str], &str)] = &[
-        (&[], "PATH"),
         (&[a], "a store of 2 members"),
         (&[a, a], "missing or here twice"),
         (&[a, other.path(1)], "a member of another store"),

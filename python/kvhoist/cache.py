@@ -18,6 +18,8 @@ _LOOP_DEPTH = 65_536
 
 SLOT_ALIGN = 4096
 
+DEFAULT_HOST_BYTES = "64MiB"
+
 #: The engine's bound.
 BLOCK_BYTES_MAX = 1 << 30
 
@@ -37,20 +39,12 @@ def slots(field: str, size: int | str, block_bytes: int) -> int:
 
 def store_bytes(slots: int, block_bytes: int) -> int:
     """Bytes of the file of a store with so many slots: superblocks and records, rounded up to 1 MiB, and the slots."""
-    records = -(-slots // (SLOT_ALIGN // 128)) * SLOT_ALIGN
-    return -(-(2 * SLOT_ALIGN + records) // (1 << 20)) * (1 << 20) + slots * slot_bytes(block_bytes)
+    return _native.path_bytes(slots, block_bytes)
 
 
 def slots_within(capacity: int, block_bytes: int) -> int:
     """The most slots whose store's file is no longer than `capacity` bytes; 0 where there is no room for one."""
-    slots = capacity // slot_bytes(block_bytes)
-    while slots > 0 and (over := store_bytes(slots, block_bytes) - capacity) > 0:
-        slots -= -(-over // (slot_bytes(block_bytes) + 128))
-    slots = max(slots, 0)
-    # The steps down reckon with whole slots; what they gave away too much is less than the records' rounding.
-    while store_bytes(slots + 1, block_bytes) <= capacity:
-        slots += 1
-    return slots
+    return _native.slots_within(max(capacity, 0), block_bytes)
 
 
 def _paths(path: Any) -> list[str]:
@@ -65,13 +59,29 @@ def _paths(path: Any) -> list[str]:
     return paths
 
 
+def _disks(paths: list[str], capacity: Any, blocks: Any, block_bytes: int) -> list[tuple[str, int]]:
+    """Slots of each path: they are striped over all."""
+    if blocks is not None:
+        if not isinstance(blocks, int) or isinstance(blocks, bool) or not len(paths) <= blocks < 1 << 31:
+            raise config_error("disk_blocks", blocks, f"{len(paths)} to {(1 << 31) - 1}, one for each path at least")
+        return [(p, blocks // len(paths) + (at < blocks % len(paths))) for at, p in enumerate(paths)]
+    if capacity is None:
+        raise config_error("capacity", capacity, "bytes on disk, such as '200GiB', or disk_blocks")
+    count = slots_within(parse_bytes(capacity, "capacity") // len(paths), block_bytes)
+    if count < 1:
+        least = store_bytes(1, block_bytes) * len(paths)
+        raise config_error("capacity", capacity, f"{least} bytes at least, for one block of {block_bytes} on each path")
+    return [(p, count) for p in paths]
+
+
 class Cache(_native.Cache):
     """A tiered cache of fixed-size blocks.
 
     Usable from any number of threads. ``path`` is a directory, a file or a block device, or a list of them (slots are
     striped over the list); ``None`` is a cache in memory only. ``capacity`` are the bytes on disk, of all paths
     together and with all that is written beside the blocks; they are preallocated, and opening fails where the space is
-    not there. ``host_bytes`` are the bytes in host memory.
+    not there. ``host_bytes`` are the bytes in host memory (64 MiB where nothing is said). ``disk_blocks`` and
+    ``host_blocks`` say the same in blocks.
     Sizes are numbers or strings such as ``"200GiB"``. ``settings`` are those of the engine, by their names there:
     ``write_policy``, ``storage``, ``direct_io``, ``deadline_ms``, ``read_bytes_in_flight_max``, ...
 
@@ -85,30 +95,28 @@ class Cache(_native.Cache):
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         *,
         block_bytes: int,
-        host_bytes: int | str = "64MiB",
+        host_bytes: int | str | None = None,
         capacity: int | str | None = None,
+        host_blocks: int | None = None,
+        disk_blocks: int | None = None,
         namespace: str = "default",
         **settings: Any,
     ) -> "Cache":
         if not isinstance(block_bytes, int) or isinstance(block_bytes, bool) or not 0 < block_bytes <= BLOCK_BYTES_MAX:
             raise config_error("block_bytes", block_bytes, f"1 to {BLOCK_BYTES_MAX} bytes")
         settings.update(block_bytes=block_bytes, namespace=namespace)
-        settings["host_blocks"] = slots("host_bytes", host_bytes, block_bytes)
+        for name, bytes_, blocks in (("host_bytes", host_bytes, host_blocks), ("capacity", capacity, disk_blocks)):
+            if bytes_ is not None and blocks is not None:
+                raise config_error(name, bytes_, "either it or a number of blocks")
+        if host_blocks is None:
+            host_blocks = slots("host_bytes", DEFAULT_HOST_BYTES if host_bytes is None else host_bytes, block_bytes)
+        settings["host_blocks"] = host_blocks
         if path is None:
-            if capacity is not None:
-                raise config_error("capacity", capacity, "none without a path")
+            for name, value in (("capacity", capacity), ("disk_blocks", disk_blocks)):
+                if value is not None:
+                    raise config_error(name, value, "none without a path")
         else:
-            paths = _paths(path)
-            if capacity is None:
-                raise config_error("capacity", capacity, "bytes on disk, such as '200GiB'")
-            # Each path the same: slots are striped over them.
-            count = slots_within(parse_bytes(capacity, "capacity") // len(paths), block_bytes)
-            if count < 1:
-                least = store_bytes(1, block_bytes) * len(paths)
-                raise config_error(
-                    "capacity", capacity, f"{least} bytes at least, for one block of {block_bytes} on each path"
-                )
-            settings["disks"] = [(p, count) for p in paths]
+            settings["disks"] = _disks(_paths(path), capacity, disk_blocks, block_bytes)
         _logs.start()
         self = super().__new__(cls, settings)
         self._loops = weakref.WeakKeyDictionary()

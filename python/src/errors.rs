@@ -23,8 +23,13 @@ fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
     }
 }
 
+/// What settings are called here.
+const SETTINGS: [(&str, &str); 4] =
+    [("disks.blocks", "capacity"), ("disks.path", "path"), ("disks", "path"), ("host_blocks", "host_bytes")];
+
 /// The exception for an engine's error.
 pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
+    let error = &error.clone().with_settings_named(&SETTINGS);
     let name = match error {
         Error::Config { .. } => "ConfigError",
         Error::Argument { .. } => "ArgumentError",

@@ -22,6 +22,10 @@ use pyo3::prelude::*;
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    module.add("BYTES_EXPECTED", kvhoist::size::EXPECTED)?;
+    module.add_function(wrap_pyfunction!(parse_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(path_bytes, module)?)?;
+    module.add_function(wrap_pyfunction!(slots_within, module)?)?;
     module.add_class::<cache::PyCache>()?;
     module.add_class::<queue::PyQueue>()?;
     module.add_class::<region::PyRegion>()?;
@@ -30,4 +34,22 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(logs::logs_renew, module)?)?;
     logs::subscribe();
     Ok(())
+}
+
+/// As [`kvhoist::size::parse_bytes`].
+#[pyfunction]
+fn parse_bytes(text: &str) -> Option<u64> {
+    kvhoist::size::parse_bytes(text)
+}
+
+/// As [`kvhoist::store::path_bytes`].
+#[pyfunction]
+fn path_bytes(slots: u64, block_bytes: u64) -> u64 {
+    kvhoist::store::path_bytes(slots, block_bytes)
+}
+
+/// As [`kvhoist::store::slots_within`].
+#[pyfunction]
+fn slots_within(bytes: u64, block_bytes: u64) -> u32 {
+    kvhoist::store::slots_within(bytes, block_bytes)
 }

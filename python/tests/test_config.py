@@ -25,6 +25,8 @@ from kvhoist.hicache import _make_private_folders
         ("64M", 64 << 20),
         ("10GB", 10**10),
         (" 4 kib ", 4096),
+        ("200Gi", 200 << 30),
+        ("1.5MiB", 3 << 19),
     ],
 )
 def test_sizes(text, bytes_):
@@ -202,6 +204,33 @@ def test_the_file_is_as_long_as_was_reckoned(store_dir):
         kvhoist.Cache(path, block_bytes=block, capacity=capacity, host_bytes="1MiB", direct_io="prefer").close()
         (store,) = path.iterdir()
         assert store.stat().st_size == store_bytes(slots_within(capacity, block), block) <= capacity
+
+
+def test_tiers_are_sized_in_blocks_too(store_dir):
+    import kvhoist
+
+    (store_dir / "a").mkdir()
+    (store_dir / "b").mkdir()
+    paths = [store_dir / "a", store_dir / "b"]
+    sizes = dict(block_bytes=4096, direct_io="prefer")
+    with kvhoist.Cache(paths, host_blocks=3, disk_blocks=7, **sizes) as cache:
+        tiers = cache.stats()["tiers"]
+        assert (tiers["host"]["slots"], tiers["disk"]["slots"]) == (3, 7)
+    # A refusal speaks of settings that this package has.
+    with pytest.raises(kvhoist.StoreError, match="4 slots on this path.*set `capacity` to") as refused:
+        kvhoist.Cache(paths, capacity="4MiB", **sizes)
+    assert "disks" not in str(refused.value)
+    wrong = [
+        (dict(path=None, disk_blocks=1), "^disk_blocks: found 1, expected none"),
+        (dict(path=paths, disk_blocks=1), "^disk_blocks: found 1, expected 2 to"),
+        (dict(path=paths, disk_blocks=5, capacity="4MiB"), "^capacity: found '4MiB', expected either"),
+        (dict(path=None, host_blocks=5, host_bytes="4MiB"), "^host_bytes: found '4MiB', expected either"),
+        (dict(path=None, host_blocks=0), "^host_bytes: found 0"),
+        (dict(path="/nonexistent/a/b", capacity="4MiB"), "mend `path`"),
+    ]
+    for settings, said in wrong:
+        with pytest.raises(kvhoist.Error, match=said):
+            kvhoist.Cache(**settings, **sizes)
 
 
 def test_doctor_looks_at_a_drive_and_leaves_nothing(store_dir, capsys):

@@ -1,9 +1,9 @@
 //! A store at rest: what it is ([`inspect`]) and whether it is sound ([`verify`]), without a cache on it and
-//! without a byte of it created or changed.
+//! without a byte of it created or changed; and how to remove it ([`wipe`]).
 //!
-//! Both open the files read-only, `O_DIRECT` where that works, and take the store's lock shared: they run beside each
-//! other, but not beside a cache, unless [`Options::allow_in_use`] says so. Both block; in async code, call them on a
-//! thread where that is allowed (`tokio::task::spawn_blocking`).
+//! [`inspect`] and [`verify`] open the files read-only, `O_DIRECT` where that works, and take the store's lock shared:
+//! they run beside each other, but not beside a cache, unless [`Options::allow_in_use`] says so. All of them block; in
+//! async code, call them on a thread where that is allowed (`tokio::task::spawn_blocking`).
 //!
 //! ```
 //! # fn main() -> kvhoist::Result<()> {
@@ -27,13 +27,17 @@ mod engine;
 mod fault;
 mod inspect;
 mod open;
+mod sizing;
 mod tables;
 mod verify;
+mod wipe;
 
 pub use fault::{Fault, FaultKind, Faults};
 pub use inspect::{Inspection, Member, inspect};
 pub use open::Shape;
+pub use sizing::{path_bytes, slots_within};
 pub use verify::{Duplicate, Progress, Verification, verify};
+pub use wipe::{Doomed, wipe};
 
 use crate::{
     config::{DirectIo, StorageKind},

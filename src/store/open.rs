@@ -14,7 +14,7 @@ use crate::{
             PAGE_BYTES, SUPERBLOCK_OFFSETS,
             stripe::{SLOTS_MAX, Stripe},
             superblock::{Head, State, Superblock, SuperblockFlaw, VERSION},
-            survey::{Found, Verdict, survey},
+            survey::{Found, Hex, Verdict, survey},
         },
         open_read_only,
         recovery::Member,
@@ -103,7 +103,7 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
             }
             Head::Blank => return Err(refuse(&file.path, "no store (zeros)", "a store")),
             Head::Bad(SuperblockFlaw::Foreign | SuperblockFlaw::Blank) => {
-                let found = format!("data that kvhoist did not write (it begins with {:02x?})", &file.head()[..8]);
+                let found = format!("data that kvhoist did not write (it begins with {})", Hex(&file.head()[..8]));
                 return Err(refuse(&file.path, found, "a store"));
             }
             Head::Bad(SuperblockFlaw::Newer(version)) => {

@@ -36,6 +36,7 @@ pub const TOP: Group = Group {
         ("error", ""),
         ("fork", ""),
         ("shield", ""),
+        ("size", ""),
         ("sync", ""),
     ],
 };

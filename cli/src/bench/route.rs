@@ -93,18 +93,21 @@ fn run(args: &Args, title: &str, device: DeviceKind, ways: [Way; 2], depths: usi
         format!("{title}: MiB/s, medians of {} rounds; the device is {device}; all blocks verified", args.rounds),
         vec!["route", "block", "in flight", "contender", "MiB/s", "min", "max", "of bare", "from disk", "CPU-s/GiB"],
     );
-    for (at, shape) in shapes.iter().enumerate() {
-        for (part, way) in ways.into_iter().enumerate() {
-            let report = shape.measure(way, &mut || end_if(&interrupted)).map_err(|error| match error.kind() {
-                io::ErrorKind::Interrupted => Failure::interrupted(),
-                _ => Failure::run(format!("{}: {error}", way.name())),
-            })?;
-            enter(&mut table, &mut plot, way, shape, &report);
-            progress.update(at * ways.len() + part + 1, || format!("{} {:.2} of bare", way.name(), report.over_bare()));
-        }
+    let all = shapes.iter().flat_map(|shape| ways.into_iter().map(move |way| (shape, way)));
+    for (at, (shape, way)) in all.enumerate() {
+        let report = match shape.measure(way, &mut || end_if(&interrupted)) {
+            Ok(report) => report,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => break,
+            Err(error) => return Err(Failure::run(format!("{}: {error}", way.name()))),
+        };
+        enter(&mut table, &mut plot, way, shape, &report);
+        progress.update(at + 1, || format!("{} {:.2} of bare", way.name(), report.over_bare()));
     }
     progress.finish();
     table::print(&[table], args.json)?;
+    if interrupted.load(Ordering::Relaxed) {
+        return Err(Failure::interrupted());
+    }
     plot.write()
 }
 

@@ -26,7 +26,7 @@ impl Table {
     /// The table as an object.
     pub fn object(&self) -> Value {
         let row = |cells: &Vec<Value>| {
-            let cells = self.columns.iter().zip(cells).map(|(name, cell)| ((*name).to_owned(), cell.clone()));
+            let cells = self.columns.iter().zip(cells).map(|(name, cell)| (key(name), cell.clone()));
             Value::Object(cells.collect())
         };
         json!({ "title": self.title, "rows": self.rows.iter().map(row).collect::<Vec<_>>() })
@@ -61,4 +61,9 @@ pub fn print(tables: &[Table], json: bool) -> Result<(), Failure> {
     } else {
         tables.iter().map(|table| table.text() + "\n").collect()
     })
+}
+
+/// The key of a column in JSON: `MiB/s` is `mib_per_s`.
+fn key(column: &str) -> String {
+    column.to_lowercase().replace('/', "_per_").replace([' ', '-'], "_")
 }

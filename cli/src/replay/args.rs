@@ -10,46 +10,63 @@ use crate::{failure::Failure, size::parse_bytes};
 /// Flags of `kvhoist replay`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Trace in Mooncake's format (JSON lines with hash_ids); without it a built-in workload runs.
+    /// Trace in Mooncake's format (JSON lines with hash_ids), as it is or compressed by gzip or zstd; -: standard
+    /// input. Without it a built-in workload runs.
     #[arg(long, value_name = "FILE")]
     pub trace: Option<PathBuf>,
-    /// Bytes of a block, for example 64KiB or 1MiB.
-    #[arg(long, value_name = "SIZE", default_value = "64KiB", value_parser = parse_bytes)]
-    pub block_bytes: usize,
+    /// Start each request at its timestamp (milliseconds), X times as fast as it was recorded. Without this a request
+    /// starts when there is room for it.
+    #[arg(long, value_name = "X", value_parser = parse_speed)]
+    pub speed: Option<f64>,
+    /// Settings in JSON, as of the engines' adapters (path, capacity, host_bytes, write_policy, ...). Flags go first.
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Bytes of a block, for example 1.5MiB [default: 64KiB]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub block_bytes: Option<usize>,
     /// What the device tier is made of; auto: a CUDA device, or host memory where there is none.
     #[arg(long, value_name = "KIND", default_value = "auto")]
     pub device: Device,
-    /// Slots in device memory; 0: no device tier, blocks are fetched to the host.
-    #[arg(long, value_name = "N", default_value_t = 256)]
-    pub device_blocks: u32,
-    /// Slots in host memory.
-    #[arg(long, value_name = "N", default_value_t = 2048)]
-    pub host_blocks: u32,
-    /// Slots on disk, over all paths; 0: no disk tier.
-    #[arg(long, value_name = "N", default_value_t = 18_279)]
-    pub disk_blocks: u32,
-    /// Directory, file or block device of the store, kept afterwards; several are striped. Default: a
-    /// temporary directory, removed afterwards.
+    /// Slots in device memory; 0: no device tier, blocks are fetched to the host [default: 256]
+    #[arg(long, value_name = "N")]
+    pub device_blocks: Option<u32>,
+    /// Bytes of device memory, instead of slots.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with = "device_blocks")]
+    pub device_bytes: Option<usize>,
+    /// Slots in host memory [default: 2048]
+    #[arg(long, value_name = "N")]
+    pub host_blocks: Option<u32>,
+    /// Bytes of host memory, instead of slots.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with = "host_blocks")]
+    pub host_bytes: Option<usize>,
+    /// Slots on disk, over all paths; 0: no disk tier [default: 18279]
+    #[arg(long, value_name = "N")]
+    pub disk_blocks: Option<u32>,
+    /// Bytes on disk, over all paths and with the records, instead of slots.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with = "disk_blocks")]
+    pub capacity: Option<usize>,
+    /// Directory, file or block device of the store, kept afterwards; several are striped. What does not exist is made
+    /// a directory. Default: a temporary directory, removed afterwards.
     #[arg(long, value_name = "DIR")]
     pub path: Vec<PathBuf>,
     /// Requests in flight.
     #[arg(long, value_name = "N", default_value_t = 8)]
     pub in_flight: usize,
-    /// When blocks go to disk.
-    #[arg(long, value_name = "POLICY", default_value = "write_through")]
-    pub write_policy: Policy,
+    /// When blocks go to disk [default: write_through]
+    #[arg(long, value_name = "POLICY")]
+    pub write_policy: Option<Policy>,
     /// Eviction policy.
     #[arg(long, value_name = "POLICY", default_value = "lru")]
     pub policy: Eviction,
     /// Seed of the built-in workload.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// What serves the disk tier.
-    #[arg(long, value_name = "ENGINE", default_value = "auto")]
-    pub storage: Engine,
-    /// Whether a path without direct I/O is refused.
-    #[arg(long, value_name = "MODE", default_value = "require")]
-    pub direct_io: Direct,
+    /// What serves the disk tier [default: auto]
+    #[arg(long, value_name = "ENGINE")]
+    pub storage: Option<Engine>,
+    /// Whether a path without direct I/O is refused [default: require]
+    #[arg(long, value_name = "MODE")]
+    pub direct_io: Option<Direct>,
     /// Draw the hits per tier over the trace into this SVG file.
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
@@ -68,14 +85,13 @@ impl Args {
             let found = self.in_flight;
             return Err(Failure::usage(format!("--in-flight: found {found}, expected 1 to 65536 requests")));
         }
-        if self.path.len() as u64 > u64::from(self.disk_blocks) {
-            let (paths, blocks) = (self.path.len(), self.disk_blocks);
-            return Err(Failure::usage(format!(
-                "--disk-blocks: found {blocks} for {paths} paths, expected one slot a path at least"
-            )));
-        }
         Ok(())
     }
+}
+
+fn parse_speed(text: &str) -> Result<f64, String> {
+    let speed = text.parse::<f64>().ok().filter(|speed| (0.001..=1e6).contains(speed));
+    speed.ok_or_else(|| "expected 0.001 to 1000000, 1 for the speed at which the trace was recorded".into())
 }
 
 /// [`WritePolicy`] as a flag.

@@ -5,7 +5,7 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use kvhoist::{BlockKey, Cache, Route};
@@ -23,25 +23,30 @@ use crate::{
     trace::Request,
 };
 
+/// How often a request that waits for its time looks whether somebody wants no more.
+const INTERRUPTED_EVERY: Duration = Duration::from_millis(50);
+
 /// Blocks of one request that are fetched or stored at the same time.
 const WINDOW: usize = 8;
 
 /// What one fetch came to: the route and whether the bytes were right, or nothing.
-type Fetched = Option<(Route, bool, std::time::Duration)>;
+type Fetched = Option<(Route, bool, Duration)>;
 
-/// Replays all requests, `in_flight` at a time, started in the order of the trace.
+/// Replays all requests, `in_flight` at a time, started in the order of the trace. Returns how many it replayed.
 pub async fn replay(
     cache: &Cache,
     requests: Vec<Request>,
     args: &Args,
     interrupted: &Arc<AtomicBool>,
-) -> Result<Tally, Failure> {
+) -> Result<(usize, Tally), Failure> {
     let tally = Arc::new(Mutex::new(Tally::default()));
     let places = Arc::new(Semaphore::new(args.in_flight));
     let mut progress = Progress::new(requests.len(), "requests", args.quiet);
     let mut running = JoinSet::new();
     let mut done = 0;
+    let clock = Clock::new(args.speed, &requests);
     for (number, request) in requests.into_iter().enumerate() {
+        clock.wait_for(&request, interrupted).await;
         let place = Arc::clone(&places).acquire_owned().await.expect("the semaphore is never closed");
         while let Some(ended) = running.try_join_next() {
             done += 1;
@@ -65,7 +70,34 @@ pub async fn replay(
     }
     progress.finish();
     let tally = std::mem::take(&mut *tally.lock().expect("nothing panics under it"));
-    Ok(tally)
+    Ok((done, tally))
+}
+
+/// When the requests of a trace start.
+struct Clock {
+    started: Instant,
+    /// Timestamp of the first request, and seconds of the replay a millisecond of the trace; none where requests start
+    /// when there is room for them.
+    timed: Option<(f64, f64)>,
+}
+
+impl Clock {
+    fn new(speed: Option<f64>, requests: &[Request]) -> Self {
+        let first = requests.first().map_or(0.0, |request| request.timestamp);
+        Clock { started: Instant::now(), timed: speed.map(|speed| (first, 1.0 / (1e3 * speed))) }
+    }
+
+    /// Waits until a request starts, or somebody wants no more.
+    async fn wait_for(&self, request: &Request, interrupted: &AtomicBool) {
+        let Some((first, scale)) = self.timed else { return };
+        let due = Duration::try_from_secs_f64((request.timestamp - first) * scale).unwrap_or(Duration::ZERO);
+        while let Some(left) = due.checked_sub(self.started.elapsed())
+            && !left.is_zero()
+            && !interrupted.load(Ordering::Relaxed)
+        {
+            tokio::time::sleep(left.min(INTERRUPTED_EVERY)).await;
+        }
+    }
 }
 
 fn joined(ended: Result<Result<(), Failure>, tokio::task::JoinError>) -> Result<(), Failure> {

@@ -2,9 +2,11 @@
 
 mod args;
 mod engine;
+mod place;
 mod tally;
 
 pub use args::{Args, Device, Direct, Engine};
+use place::Place;
 pub use tally::Tally;
 
 use std::{
@@ -15,8 +17,7 @@ use std::{
     time::Instant,
 };
 
-use kvhoist::{Cache, Config, DiskPath, Stats};
-use tempfile::TempDir;
+use kvhoist::{Cache, Config, Stats};
 
 use crate::{
     failure::Failure,
@@ -31,6 +32,8 @@ pub struct Summary {
     pub config: Config,
     /// Requests replayed.
     pub requests: usize,
+    /// Requests of the trace; more than were replayed where it was interrupted.
+    pub requests_in_trace: usize,
     /// What became of their blocks.
     pub tally: Tally,
     /// From the first request to the last flush.
@@ -46,15 +49,16 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         Some(path) => trace::read(path)?,
         None => generator::generate(args.seed),
     };
-    let (config, directory) = settings(args)?;
+    let (config, place) = place::settings(args)?;
     let interrupted = interrupt::catch()?;
     let plot_file = args.plot.as_deref().map(plot::create).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
     let runtime = runtime.map_err(|error| Failure::run(format!("cannot start a runtime: {error}")))?;
-    let summary = runtime.block_on(replay(args, config, requests, &interrupted))?;
+    let summary = runtime.block_on(replay(args, config, requests, &interrupted, &place))?;
     // The store goes before the report: nothing that the report meets keeps it on disk.
-    drop(directory);
-    finish(args, &summary, plot_file)
+    drop(place);
+    finish(args, &summary, plot_file)?;
+    if interrupted.load(Ordering::Relaxed) { Err(Failure::interrupted()) } else { Ok(()) }
 }
 
 async fn replay(
@@ -62,20 +66,19 @@ async fn replay(
     config: Config,
     requests: Vec<trace::Request>,
     interrupted: &Arc<AtomicBool>,
+    place: &Place,
 ) -> Result<Summary, Failure> {
     let cache = Cache::open(config.clone()).await?;
-    let count = requests.len();
+    place.keep();
+    let requests_in_trace = requests.len();
     let started = Instant::now();
     let tally = engine::replay(&cache, requests, args, interrupted).await;
     let stats = cache.stats();
     let closed = cache.close().await;
     let seconds = started.elapsed().as_secs_f64();
-    if interrupted.load(Ordering::Relaxed) {
-        return Err(Failure::run("interrupted"));
-    }
-    let tally = tally?;
+    let (requests, tally) = tally?;
     closed?;
-    Ok(Summary { config, requests: count, tally, seconds, stats })
+    Ok(Summary { config, requests, requests_in_trace, tally, seconds, stats })
 }
 
 fn finish(args: &Args, summary: &Summary, plot_file: Option<OutputFile>) -> Result<(), Failure> {
@@ -87,38 +90,4 @@ fn finish(args: &Args, summary: &Summary, plot_file: Option<OutputFile>) -> Resu
         0 => Ok(()),
         failures => Err(Failure::run(format!("{failures} blocks came back with wrong bytes"))),
     }
-}
-
-/// The cache's settings, and the temporary directory if the store lives in one.
-fn settings(args: &Args) -> Result<(Config, Option<TempDir>), Failure> {
-    let mut directory = None;
-    let mut paths = args.path.clone();
-    if paths.is_empty() {
-        let made = tempfile::Builder::new().prefix("kvhoist-replay-").tempdir().map_err(|error| {
-            Failure::usage(format!("no temporary directory: {error}; name one with --path or TMPDIR"))
-        })?;
-        paths.push(made.path().to_owned());
-        directory = Some(made);
-    }
-    let members = u32::try_from(paths.len()).unwrap_or(u32::MAX);
-    let disks = paths.into_iter().zip(0..).map(|(path, member)| {
-        // The first ones take what does not divide.
-        let blocks = args.disk_blocks / members + u32::from(member < args.disk_blocks % members);
-        DiskPath { path, blocks }
-    });
-    let config = Config {
-        block_bytes: args.block_bytes,
-        host_blocks: args.host_blocks,
-        device_blocks: args.device_blocks,
-        device: args.device.into(),
-        disks: if args.disk_blocks == 0 { Vec::new() } else { disks.collect() },
-        namespace: "replay".into(),
-        write_policy: args.write_policy.into(),
-        eviction_policy: args.policy.into(),
-        storage: args.storage.into(),
-        direct_io: args.direct_io.into(),
-        ..Config::default()
-    };
-    config.validate()?;
-    Ok((config, directory))
 }

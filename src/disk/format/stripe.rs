@@ -188,6 +188,11 @@ impl Stripe {
 }
 
 impl MemberGeometry {
+    /// Of a store with one member.
+    pub(crate) fn of(slots: u32, slot_bytes: u64) -> Self {
+        Self::new(slots, slot_bytes, 0)
+    }
+
     fn new(slots: u32, slot_bytes: u64, page_first: u32) -> Self {
         let pages = slots.div_ceil(RECORDS_PER_PAGE as u32);
         let table_end = TABLE_OFFSET + u64::from(pages) * PAGE_BYTES as u64;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{
     HEAD_BYTES,
-    stripe::Stripe,
+    stripe::{MemberGeometry, SLOTS_MAX, Stripe},
     superblock::{Head, State, Superblock, SuperblockFlaw, VERSION, fingerprint},
 };
 use crate::{
@@ -91,7 +91,7 @@ fn check_readable(member: &Found<'_>, head: &Head) -> Result<()> {
     Err(match flaw {
         SuperblockFlaw::Foreign | SuperblockFlaw::Blank => refuse(
             path,
-            format!("data that kvhoist did not write (it begins with {:02x?})", &member.head[..8]),
+            format!("data that kvhoist did not write (it begins with {})", Hex(&member.head[..8])),
             "a store, or nothing but zeros",
             "choose another path in `disks`, or remove what is there if nobody needs it",
         ),
@@ -149,7 +149,7 @@ fn missing_member(member: &Found<'_>, head: &Head, whole: &Superblock) -> Error 
     refuse(
         member.path,
         found,
-        format!("a member of store {}, which another path holds", Uuid(&whole.uuid)),
+        format!("a member of store {}, which another path holds", Hex(&whole.uuid)),
         format!("bring back the file or device that belongs here, {START_EMPTY}"),
     )
 }
@@ -163,8 +163,8 @@ fn check_family(
 ) -> Result<()> {
     let put_back = format!("list the store's own paths in `disks` in their first order, {START_EMPTY}");
     if superblock.uuid != whole.uuid {
-        let found = format!("a member of store {}", Uuid(&superblock.uuid));
-        let expected = format!("a member of store {}, as at another path", Uuid(&whole.uuid));
+        let found = format!("a member of store {}", Hex(&superblock.uuid));
+        let expected = format!("a member of store {}, as at another path", Hex(&whole.uuid));
         return Err(refuse(member.path, found, expected, put_back));
     }
     if usize::from(superblock.members) != config.disks.len() {
@@ -195,11 +195,17 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
     if superblock.block_bytes != config.block_bytes as u64 {
         return differs("block_bytes", &superblock.block_bytes, &config.block_bytes);
     }
-    if superblock.slots != blocks {
-        return differs("disks.blocks", &superblock.slots, &blocks);
-    }
-    if superblock.slots_all != config.disk_blocks() {
-        return differs("disks.blocks summed over all paths", &superblock.slots_all, &config.disk_blocks());
+    if superblock.slots != blocks || superblock.slots_all != config.disk_blocks() {
+        let size = |here: u64, all: u64| {
+            let bytes = MemberGeometry::of(here.min(SLOTS_MAX) as u32, config.slot_bytes() as u64).bytes;
+            format!("{here} slots on this path ({bytes} bytes), {all} in all")
+        };
+        return Err(refuse(
+            member.path,
+            format!("a store of {}", size(superblock.slots, superblock.slots_all)),
+            format!("{}, by `disks.blocks`", size(blocks, config.disk_blocks())),
+            format!("set `disks.blocks` to what the store has, {START_EMPTY}"),
+        ));
     }
     let (found, expected) = (superblock.fingerprint, fingerprint(config));
     if found != expected {
@@ -213,10 +219,10 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
     Ok(())
 }
 
-/// Shows a store's id.
-struct Uuid<'a>(&'a [u8; 16]);
+/// Shows bytes, a store's id or the beginning of a file, as hexadecimal digits.
+pub(crate) struct Hex<'a>(pub(crate) &'a [u8]);
 
-impl std::fmt::Display for Uuid<'_> {
+impl std::fmt::Display for Hex<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
     }
@@ -302,7 +308,7 @@ mod tests {
             whole(&other, 1, 1)
         };
         let cases: Vec<(&str, Bytes)> = vec![
-            ("did not write (it begins with [ee, ee,", foreign),
+            ("did not write (it begins with eeeeeeee", foreign),
             ("both damaged", damaged),
             ("no superblock (all zeros)", blank()),
             ("expected a member of store 01010101", whole(&c, 2, 1)),
@@ -310,8 +316,8 @@ mod tests {
             ("found member 0 of the store, expected member 1", whole(&c, 1, 0)),
             ("found a store with namespace = \"other\"", other(|c| c.namespace = "other".into())),
             ("set block_bytes = 32768", other(|c| c.block_bytes = 32 << 10)),
-            ("set disks.blocks = 9", other(|c| c.disks[1].blocks = 9)),
-            ("summed over all paths = 15", other(|c| c.disks[0].blocks = 9)),
+            ("a store of 9 slots on this path", other(|c| c.disks[1].blocks = 9)),
+            ("6 slots on this path (1441792 bytes), 15 in all", other(|c| c.disks[0].blocks = 9)),
         ];
         for (words, second) in cases {
             let text = refusal(judge(&c, &[whole(&c, 1, 0), second]));

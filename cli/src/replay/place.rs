@@ -1,0 +1,152 @@
+//! Where a replay keeps its blocks: its settings, and what it makes on disk for them.
+
+use std::{
+    cell::Cell,
+    fs,
+    io::ErrorKind,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+};
+
+use kvhoist::{Config, DiskPath};
+use tempfile::TempDir;
+
+use super::Args;
+use crate::{
+    failure::Failure,
+    settings::{self, Settings},
+    shown::shown,
+};
+
+/// Slots of a replay that nobody sized.
+const DEVICE_BLOCKS: u32 = 256;
+const HOST_BLOCKS: u32 = 2048;
+const DISK_BLOCKS: u32 = 18_279;
+
+/// Directories that a replay made. Dropped, the temporary one goes, and so do all where no store came to be in them.
+#[derive(Default)]
+pub struct Place {
+    _temporary: Option<TempDir>,
+    made: Vec<PathBuf>,
+    kept: Cell<bool>,
+}
+
+impl Place {
+    /// A store is in them.
+    pub fn keep(&self) {
+        self.kept.set(true);
+    }
+
+    /// Makes directories of the paths that do not exist; what they lie in must.
+    fn make(&mut self, paths: &[PathBuf]) -> Result<(), Failure> {
+        for path in paths {
+            match fs::DirBuilder::new().mode(0o700).create(path) {
+                Ok(()) => self.made.push(path.clone()),
+                // The engine says what is wrong with all others, and with what is there.
+                Err(error) if matches!(error.kind(), ErrorKind::AlreadyExists | ErrorKind::NotFound) => {}
+                Err(error) => return Err(Failure::usage(format!("--path {}: {error}", shown(path)))),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        if !self.kept.get() {
+            // What is not empty is not ours to remove.
+            self.made.iter().for_each(|path| drop(fs::remove_dir(path)));
+        }
+    }
+}
+
+/// The cache's settings, and the directories that were made for it.
+pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
+    let (mut config, mut paths) = base(args)?;
+    let mut place = Place::default();
+    sizes(args, &mut config)?;
+    if !args.path.is_empty() {
+        paths.clone_from(&args.path);
+    }
+    if paths.is_empty() {
+        let made = tempfile::Builder::new().prefix("kvhoist-replay-").tempdir().map_err(|error| {
+            Failure::usage(format!("no temporary directory: {error}; name one with --path or TMPDIR"))
+        })?;
+        paths.push(made.path().to_owned());
+        place._temporary = Some(made);
+    }
+    if let Some(disks) = disks(args, &config, &paths)? {
+        config.disks = disks;
+    }
+    config.namespace = "replay".into();
+    config.device = args.device.into();
+    config.eviction_policy = args.policy.into();
+    config.write_policy = args.write_policy.map_or(config.write_policy, Into::into);
+    config.storage = args.storage.map_or(config.storage, Into::into);
+    config.direct_io = args.direct_io.map_or(config.direct_io, Into::into);
+    config.validate()?;
+    place.make(&config.disks.iter().map(|disk| disk.path.clone()).collect::<Vec<_>>())?;
+    Ok((config, place))
+}
+
+/// What the file of settings says, or the settings of a replay without one.
+fn base(args: &Args) -> Result<(Config, Vec<PathBuf>), Failure> {
+    let Some(file) = &args.config else {
+        let (host_blocks, device_blocks) = (HOST_BLOCKS, DEVICE_BLOCKS);
+        let block_bytes = args.block_bytes.unwrap_or(64 << 10);
+        return Ok((Config { block_bytes, host_blocks, device_blocks, ..Config::default() }, Vec::new()));
+    };
+    let settings = Settings::read(file)?;
+    let block_bytes = args.block_bytes.unwrap_or(settings.config.block_bytes);
+    let wrong = |failure: Failure| Failure::usage(format!("--config {}: {failure}", shown(file)));
+    let config = settings.config(block_bytes).map_err(wrong)?;
+    let paths = config.disks.iter().map(|disk| disk.path.clone()).collect();
+    Ok((config, paths))
+}
+
+/// What the flags say of memory.
+fn sizes(args: &Args, config: &mut Config) -> Result<(), Failure> {
+    config.host_blocks = args.host_blocks.unwrap_or(config.host_blocks);
+    config.device_blocks = args.device_blocks.unwrap_or(config.device_blocks);
+    if let Some(bytes) = args.host_bytes {
+        config.host_blocks = settings::slots("--host-bytes", bytes as u64, config)?;
+    }
+    if let Some(bytes) = args.device_bytes {
+        config.device_blocks = settings::slots("--device-bytes", bytes as u64, config)?;
+    }
+    Ok(())
+}
+
+/// What the flags say of the disk tier; `None` where the file's settings stand.
+fn disks(args: &Args, config: &Config, paths: &[PathBuf]) -> Result<Option<Vec<DiskPath>>, Failure> {
+    if let Some(capacity) = args.capacity {
+        return settings::disks("--capacity", paths, capacity as u64, config.block_bytes).map(Some);
+    }
+    let of_file = (config.disk_blocks() > 0).then(|| u32::try_from(config.disk_blocks()).unwrap_or(u32::MAX));
+    if args.disk_blocks.is_none() && args.path.is_empty() && of_file.is_some() {
+        return Ok(None);
+    }
+    let blocks = args.disk_blocks.or(of_file).unwrap_or(DISK_BLOCKS);
+    if blocks == 0 {
+        if args.path.is_empty() {
+            return Ok(Some(Vec::new()));
+        }
+        return Err(Failure::usage("--disk-blocks: found 0 and --path, expected one slot a path at least"));
+    }
+    striped(paths, blocks).map(Some)
+}
+
+fn striped(paths: &[impl AsRef<Path>], blocks: u32) -> Result<Vec<DiskPath>, Failure> {
+    let members = u32::try_from(paths.len()).unwrap_or(u32::MAX);
+    if members > blocks {
+        return Err(Failure::usage(format!(
+            "--disk-blocks: found {blocks} for {members} paths, expected one slot a path at least"
+        )));
+    }
+    let disks = paths.iter().zip(0..).map(|(path, member)| {
+        // The first ones take what does not divide.
+        let blocks = blocks / members + u32::from(member < blocks % members);
+        DiskPath { path: path.as_ref().to_owned(), blocks }
+    });
+    Ok(disks.collect())
+}

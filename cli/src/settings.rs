@@ -1,0 +1,212 @@
+//! `--config FILE`: settings as the engines' adapters and the Python package take them, in JSON.
+
+use std::{fs, path::Path};
+
+use kvhoist::{Config, DiskPath, size, store};
+use serde_json::{Map, Value};
+
+use crate::{failure::Failure, shown::shown};
+
+/// Settings that hold bytes, as a number or as text with a unit.
+const SIZES: [&str; 3] = ["block_bytes", "read_bytes_in_flight_max", "write_bytes_in_flight_max"];
+
+/// Settings of the engines, and of their adapters, that say nothing about a cache.
+const OF_ENGINES: [&str; 12] = [
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    "allocator",
+    "prefetch_threshold",
+    "prefetch_timeout_base",
+    "prefetch_timeout_per_ki_token",
+    "hicache_storage_pass_prefix_keys",
+    "tp_lcm_size",
+    "revision",
+    "pool_shares",
+];
+
+/// What a file of settings says.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Settings {
+    /// The settings of the library, but for the sizes below.
+    pub config: Config,
+    /// Whether the file says how large a block is.
+    pub has_block_bytes: bool,
+    /// Folders, files or devices, with `capacity` bytes in all.
+    pub paths: Vec<String>,
+    /// Bytes on disk, of all paths together.
+    pub capacity: Option<u64>,
+    /// Bytes of host memory.
+    pub host_bytes: Option<u64>,
+    /// Bytes of device memory.
+    pub device_bytes: Option<u64>,
+}
+
+impl Settings {
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`Failure::USAGE`], with the setting that is wrong.
+    pub fn read(path: &Path) -> Result<Self, Failure> {
+        let wrong = |what: String| Failure::usage(format!("--config {}: {what}", shown(path)));
+        let text = fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
+        Self::parse(&text).map_err(wrong)
+    }
+
+    /// Reads the text of a file.
+    ///
+    /// # Errors
+    /// What was found and what was expected.
+    pub fn parse(text: &str) -> Result<Self, String> {
+        let value: Value =
+            serde_json::from_str(text).map_err(|error| format!("found {error}, expected a JSON object of settings"))?;
+        let Value::Object(mut given) = value else {
+            return Err("found no object, expected a JSON object of settings".into());
+        };
+        OF_ENGINES.iter().for_each(|name| drop(given.remove(*name)));
+        let paths = paths(given.remove("path"))?;
+        let mut taken = |name: &str| given.remove(name).map(|value| bytes(name, &value)).transpose();
+        let (capacity, host_bytes) = (taken("capacity")?, taken("host_bytes")?);
+        let device_bytes = taken("device_bytes")?;
+        for name in SIZES {
+            if let Some(value) = given.get_mut(name) {
+                *value = bytes(name, value)?.into();
+            }
+        }
+        let exclusive = [("host_bytes", host_bytes, "host_blocks"), ("device_bytes", device_bytes, "device_blocks")];
+        for (name, size, blocks) in exclusive {
+            if size.is_some() && given.contains_key(blocks) {
+                return Err(format!("found `{name}` and `{blocks}`, expected one of them"));
+            }
+        }
+        if paths.is_empty() == capacity.is_some() || (!paths.is_empty() && given.contains_key("disks")) {
+            return Err("expected `path` and `capacity`, or `disks`, or none of them".into());
+        }
+        let has_block_bytes = given.contains_key("block_bytes");
+        let config = engine(given)?;
+        Ok(Settings { config, has_block_bytes, paths, capacity, host_bytes, device_bytes })
+    }
+
+    /// The configuration that they come to with blocks of so many bytes.
+    ///
+    /// # Errors
+    /// What has no room for a block.
+    pub fn config(&self, block_bytes: usize) -> Result<Config, Failure> {
+        let mut config = Config { block_bytes, ..self.config.clone() };
+        if let Some(bytes) = self.host_bytes {
+            config.host_blocks = slots("host_bytes", bytes, &config)?;
+        }
+        if let Some(bytes) = self.device_bytes {
+            config.device_blocks = slots("device_bytes", bytes, &config)?;
+        }
+        if let Some(capacity) = self.capacity {
+            config.disks = disks("capacity", &self.paths, capacity, block_bytes)?;
+        }
+        Ok(config)
+    }
+}
+
+/// Whole slots in so many bytes of memory.
+///
+/// # Errors
+/// Where there is none, or too many.
+pub fn slots(name: &str, bytes: u64, config: &Config) -> Result<u32, Failure> {
+    let slot = config.slot_bytes() as u64;
+    u32::try_from(bytes / slot).ok().filter(|&slots| slots > 0).ok_or_else(|| {
+        Failure::usage(format!("{name}: found {bytes} bytes, expected room for 1 to {} slots of {slot}", u32::MAX >> 1))
+    })
+}
+
+/// As many slots on each path as have room in its share of the bytes.
+///
+/// # Errors
+/// Where there is none.
+pub fn disks(
+    name: &str,
+    paths: &[impl AsRef<Path>],
+    capacity: u64,
+    block_bytes: usize,
+) -> Result<Vec<DiskPath>, Failure> {
+    let blocks = store::slots_within(capacity / paths.len().max(1) as u64, block_bytes as u64);
+    if blocks == 0 {
+        let least = store::path_bytes(1, block_bytes as u64) * paths.len() as u64;
+        return Err(Failure::usage(format!(
+            "{name}: found {capacity} bytes, expected {least} at least, for one block of {block_bytes} on each path"
+        )));
+    }
+    Ok(paths.iter().map(|path| DiskPath { path: path.as_ref().to_owned(), blocks }).collect())
+}
+
+fn paths(given: Option<Value>) -> Result<Vec<String>, String> {
+    let text = |value: &Value| value.as_str().filter(|text| !text.is_empty()).map(str::to_owned);
+    let found = match &given {
+        None => Some(Vec::new()),
+        Some(Value::Array(list)) => list.iter().map(text).collect::<Option<Vec<_>>>().filter(|list| !list.is_empty()),
+        Some(value) => text(value).map(|path| vec![path]),
+    };
+    found.ok_or_else(|| format!("path: found {}, expected a path, or a list of at least one", json(given.as_ref())))
+}
+
+fn json(value: Option<&Value>) -> String {
+    value.map_or_else(String::new, Value::to_string)
+}
+
+fn bytes(name: &str, value: &Value) -> Result<u64, String> {
+    let found = match value {
+        Value::String(text) => size::parse_bytes(text),
+        Value::Number(number) => number.as_u64().filter(|&bytes| bytes > 0),
+        _ => None,
+    };
+    found.ok_or_else(|| format!("{name}: found {value}, expected {}", size::EXPECTED))
+}
+
+/// The library's own settings, each of which it reads itself.
+fn engine(given: Map<String, Value>) -> Result<Config, String> {
+    for (name, value) in &given {
+        let alone = Map::from_iter([(name.clone(), value.clone())]);
+        let read: Result<Config, _> = serde_json::from_value(Value::Object(alone));
+        read.map_err(|error| format!("{name}: found {value}: {error}"))?;
+    }
+    serde_json::from_value(Value::Object(given)).map_err(|error| error.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_example_of_the_python_package_is_understood() {
+        let settings = Settings::parse(include_str!("../../python/example.json")).expect("settings");
+        assert_eq!((settings.paths.len(), settings.capacity), (2, Some(400 << 30)));
+        let config = settings.config(8 << 20).expect("room");
+        config.validate().expect("valid");
+        assert_eq!((config.host_blocks, config.disks.len()), (128, 2));
+        let bytes = store::path_bytes(config.disks[0].blocks.into(), 8 << 20);
+        assert!(bytes <= 200 << 30 && bytes > (200 << 30) - (9 << 20), "{bytes}");
+    }
+
+    #[test]
+    fn a_wrong_setting_is_named() {
+        let cases = [
+            ("{", "expected a JSON object"),
+            ("[]", "found no object"),
+            (r#"{"capasity": 1}"#, "capasity: found 1: unknown field"),
+            (r#"{"path": "/a", "capacity": "10 apples"}"#, "capacity: found \"10 apples\", expected a positive"),
+            (r#"{"path": [], "capacity": 1}"#, "path: found []"),
+            (r#"{"path": "/a"}"#, "expected `path` and `capacity`"),
+            (r#"{"capacity": 5}"#, "expected `path` and `capacity`"),
+            (r#"{"host_bytes": "1GiB", "host_blocks": 5}"#, "`host_bytes` and `host_blocks`"),
+            (r#"{"deadline_ms": "soon"}"#, "deadline_ms: found \"soon\""),
+            (r#"{"write_policy": "never"}"#, "write_policy: found \"never\""),
+            (r#"{"block_bytes": -5}"#, "block_bytes: found -5"),
+        ];
+        for (text, wanted) in cases {
+            let error = Settings::parse(text).expect_err(text);
+            assert!(error.contains(wanted), "{text}: {error}");
+        }
+        let small = Settings::parse(r#"{"path": "/a", "capacity": "1KiB", "host_bytes": 4096}"#).expect("settings");
+        assert!(small.config(64 << 10).expect_err("no room").to_string().starts_with("host_bytes: found 4096"));
+        assert!(small.config(4 << 10).expect_err("no room").to_string().starts_with("capacity: found 1024"));
+    }
+}

@@ -1,0 +1,64 @@
+//! `kvhoist wipe`: a store is removed for good.
+
+use std::{
+    io::{self, IsTerminal, Write},
+    path::PathBuf,
+};
+
+use kvhoist::store::{self, Doomed};
+
+use crate::{
+    failure::Failure,
+    output::emit,
+    shown::{plain, shown},
+    size::show_bytes,
+    store::uuid,
+};
+
+/// Flags of `kvhoist wipe`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// All directories, files or block devices of one store, in any order.
+    #[arg(required = true, value_name = "PATH")]
+    paths: Vec<PathBuf>,
+    /// Do not ask.
+    #[arg(long)]
+    yes: bool,
+}
+
+/// Removes a store, if it is one, nobody uses it, and the user means it.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    if !args.yes && !io::stdin().is_terminal() {
+        return Err(Failure::usage(
+            "wipe: found no terminal to ask at; add --yes to remove the store without a question",
+        ));
+    }
+    let mut told = String::new();
+    let wiped = store::wipe(&args.paths, |doomed| {
+        told = describe(doomed);
+        args.yes || is_meant(&told)
+    })?;
+    match wiped {
+        true => emit(&format!("removed {told}\n")),
+        false => Err(Failure::run("nothing was removed")),
+    }
+}
+
+fn describe(doomed: &Doomed) -> String {
+    let paths: Vec<String> = doomed.paths.iter().map(|path| shown(path)).collect();
+    let what = doomed.shape.as_ref().map_or_else(
+        || "a damaged store".to_owned(),
+        |shape| {
+            let (namespace, block) = (plain(&shape.namespace), show_bytes(shape.block_bytes));
+            format!("store {} of namespace {namespace}, {} slots of {block}", uuid(shape), shape.slots)
+        },
+    );
+    format!("{what}, at {}", paths.join(", "))
+}
+
+fn is_meant(told: &str) -> bool {
+    // Who cannot see the question has not answered it.
+    let asked = write!(io::stderr(), "Remove {told}, for good? Type yes: ").is_ok();
+    let mut answer = String::new();
+    asked && io::stdin().read_line(&mut answer).is_ok() && answer.trim() == "yes"
+}

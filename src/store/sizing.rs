@@ -1,0 +1,51 @@
+//! How many bytes a store takes, and how many slots have room in so many.
+
+use crate::{
+    disk::format::stripe::{MemberGeometry, SLOTS_MAX},
+    io::IO_ALIGN,
+};
+
+/// Bytes of the file or device of one path with so many slots: superblocks, records and blocks.
+///
+/// At most [`SLOTS_MAX`] slots of 1 GiB count: no store has more.
+pub fn path_bytes(slots: u64, block_bytes: u64) -> u64 {
+    MemberGeometry::of(slots.min(SLOTS_MAX) as u32, slot_bytes(block_bytes)).bytes
+}
+
+/// The most slots whose file takes no more than `bytes`; 0 where there is no room for one.
+pub fn slots_within(bytes: u64, block_bytes: u64) -> u32 {
+    let (mut fits, mut too_many) = (0, SLOTS_MAX + 1);
+    while too_many - fits > 1 {
+        let middle = u64::midpoint(fits, too_many);
+        if path_bytes(middle, block_bytes) <= bytes { fits = middle } else { too_many = middle }
+    }
+    fits as u32
+}
+
+fn slot_bytes(block_bytes: u64) -> u64 {
+    block_bytes.clamp(1, 1 << 30).next_multiple_of(IO_ALIGN as u64)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn one_slot_more_would_not_fit(bytes in 0u64..1 << 62, block_bytes in 1u64..=1 << 30) {
+            let slots = u64::from(slots_within(bytes, block_bytes));
+            prop_assert!(slots == 0 || path_bytes(slots, block_bytes) <= bytes);
+            prop_assert!(slots == SLOTS_MAX || path_bytes(slots + 1, block_bytes) > bytes);
+        }
+    }
+
+    #[test]
+    fn the_records_count() {
+        assert_eq!(path_bytes(1, 4096), (1 << 20) + 4096);
+        assert_eq!(slots_within((1 << 20) + 4096, 1), 1);
+        assert_eq!(slots_within((1 << 20) + 4095, 4096), 0);
+        assert_eq!((slots_within(u64::MAX, 1), slots_within(0, u64::MAX)), (SLOTS_MAX as u32, 0));
+    }
+}
