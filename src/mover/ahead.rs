@@ -11,7 +11,7 @@ use std::{any::Any, cell::RefCell, rc::Rc, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::{Job, Mover};
+use super::{Mover, region::Job};
 use crate::{
     block::{Segment, Tier},
     device::{CopyBatch, CopyEngine, CopyRegion, pair_segments},

@@ -8,7 +8,7 @@ use std::{any::Any, cell::Cell, fs::File, rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
-use super::{Mover, budget::Kind};
+use super::{Direct, Mover, budget::Kind};
 use crate::{
     block::{BlockKey, FileId, IO_ALIGN, OpKind, Route, Segment, Tier},
     checksum::checksum,
@@ -31,13 +31,6 @@ const FAILURES_MAX: u32 = 3;
 
 /// Bytes of a file that are read to see which way they go: what every store begins with.
 const PROBE_BYTES: usize = 2 * IO_ALIGN;
-
-/// The reactor's side of the route.
-pub(super) struct Direct {
-    cufile: Cufile,
-    /// Requests that failed in a row.
-    failures: Cell<u32>,
-}
 
 /// What came of trying the route.
 pub(super) enum Tried {

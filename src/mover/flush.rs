@@ -1,14 +1,8 @@
 //! What `sync` does: every block that is to be on disk is written, then the records, and the files are flushed.
 
-use std::{
-    cell::{Cell, RefCell},
-    collections::BTreeSet,
-    io,
-    rc::Rc,
-    sync::Arc,
-};
+use std::{collections::BTreeSet, io, rc::Rc, sync::Arc};
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
 use super::{Mover, write::DEMOTING_MAX};
 use crate::{
@@ -18,24 +12,6 @@ use crate::{
     io::Storage,
     state::{Class, Committed, Message},
 };
-
-/// The flushes of one file.
-pub(super) struct Flush {
-    /// One permit: one flush at a time, so that none passes over the failure of another.
-    turn: Arc<Semaphore>,
-    /// How many have begun.
-    begun: Cell<u64>,
-    /// Why a flush failed, once one has.
-    ///
-    /// For good: a kernel takes what it could not write for clean, and the next flush succeeds without it.
-    failed: RefCell<Option<Error>>,
-}
-
-impl Flush {
-    pub(super) fn new() -> Self {
-        Flush { turn: Arc::new(Semaphore::new(1)), begun: Cell::new(0), failed: RefCell::default() }
-    }
-}
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes every block that is dirty, waits for those that are being written, writes the record pages that are out

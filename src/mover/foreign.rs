@@ -4,151 +4,26 @@ use std::{
     future::Future,
     ptr::NonNull,
     rc::Rc,
-    sync::{
-        Arc,
-        atomic::{AtomicU32, AtomicUsize, Ordering},
-    },
+    sync::{Arc, atomic::Ordering},
 };
 
-use tokio::{sync::Notify, time::Instant};
+use tokio::time::Instant;
 
 use super::{
     Mover,
     ahead::{Offer, Target},
     promote::{Asked, Next},
+    region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     straight::Straight,
 };
 use crate::{
-    block::{BlockKey, Direction, FIXED_BYTES_MAX, Route, Segment, Tier},
+    block::{BlockKey, Direction, Route, Tier},
     config::WritePolicy,
-    device::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
+    device::{CopyBatch, CopyEngine, pair_segments},
     error::{Error, Result},
     io::Storage,
     state::{Class, Committed, Found, Pin, Purpose},
 };
-
-/// What kind of memory a region is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum RegionMemory {
-    Host,
-    Device,
-}
-
-/// A registered range of foreign memory.
-pub(crate) struct RegionInner {
-    pub(crate) start: usize,
-    pub(crate) len: usize,
-    pub(crate) memory: RegionMemory,
-    /// How copy engines know it. `None` for one that is lent for a call: registering it with a NIC would take longer
-    /// than to copy it.
-    pub(crate) lasting: Option<CopyRegion>,
-    users: AtomicUsize,
-    unused: Notify,
-    /// The storage's number for its first piece, or [`UNREGISTERED`].
-    fixed: AtomicU32,
-}
-
-/// The storage does not have a region at hand.
-const UNREGISTERED: u32 = u32::MAX;
-
-/// A hold on a region, of a movement or of a request that concerns it: its owner does not get it back before this is
-/// dropped.
-pub(crate) struct RegionUse(Arc<RegionInner>);
-
-impl RegionInner {
-    pub(crate) fn new(start: *mut u8, len: usize, memory: RegionMemory) -> Arc<Self> {
-        let lasting = CopyRegion::new(start, len, memory == RegionMemory::Device);
-        RegionInner::with(start as usize, len, memory, Some(lasting))
-    }
-
-    /// Stands for host memory that is lent for a call: it counts the movements that use it. It contains no segment,
-    /// so neither storage nor copy engines take it for memory that they have at hand.
-    pub(crate) fn lent() -> Arc<Self> {
-        RegionInner::with(0, 0, RegionMemory::Host, None)
-    }
-
-    fn with(start: usize, len: usize, memory: RegionMemory, lasting: Option<CopyRegion>) -> Arc<Self> {
-        Arc::new(RegionInner {
-            start,
-            len,
-            memory,
-            lasting,
-            users: AtomicUsize::new(0),
-            unused: Notify::new(),
-            fixed: AtomicU32::new(UNREGISTERED),
-        })
-    }
-
-    pub(crate) fn contains(&self, segment: &Segment) -> bool {
-        let start = segment.ptr as usize;
-        start >= self.start && segment.len <= self.len && start - self.start <= self.len - segment.len
-    }
-
-    /// Whether the storage has it at hand.
-    pub(crate) fn is_fixed(&self) -> bool {
-        self.fixed.load(Ordering::Acquire) != UNREGISTERED
-    }
-
-    /// The storage's number for the piece that a segment lies in, if it lies in one.
-    fn fixed(&self, segment: &Segment) -> Option<u16> {
-        let first = self.fixed.load(Ordering::Acquire);
-        let at = segment.ptr as usize - self.start;
-        let piece = at / FIXED_BYTES_MAX;
-        let in_one = (at + segment.len).div_ceil(FIXED_BYTES_MAX) == piece + 1;
-        (first != UNREGISTERED && in_one).then(|| u16::try_from(first as usize + piece).ok()).flatten()
-    }
-
-    pub(crate) fn hold(self: &Arc<Self>) -> RegionUse {
-        self.users.fetch_add(1, Ordering::AcqRel);
-        RegionUse(Arc::clone(self))
-    }
-
-    /// Whether no movement uses the region.
-    pub(crate) fn is_unused(&self) -> bool {
-        self.users.load(Ordering::Acquire) == 0
-    }
-
-    /// Waits until no movement uses the region.
-    pub(crate) async fn wait_unused(&self) {
-        loop {
-            let unused = self.unused.notified();
-            tokio::pin!(unused);
-            unused.as_mut().enable();
-            if self.is_unused() {
-                return;
-            }
-            unused.await;
-        }
-    }
-}
-
-impl RegionUse {
-    pub(crate) fn is_of(&self, region: &Arc<RegionInner>) -> bool {
-        Arc::ptr_eq(&self.0, region)
-    }
-
-    pub(crate) fn memory(&self) -> RegionMemory {
-        self.0.memory
-    }
-
-    /// Whether the storage has it at hand.
-    pub(super) fn is_fixed(&self) -> bool {
-        self.0.is_fixed()
-    }
-
-    /// How copy engines know the region.
-    pub(crate) fn lasting(&self) -> Option<CopyRegion> {
-        self.0.lasting
-    }
-}
-
-impl Drop for RegionUse {
-    fn drop(&mut self) {
-        if self.0.users.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.unused.notify_waiters();
-        }
-    }
-}
 
 /// What came of bringing the block of a load nearer.
 enum Brought {
@@ -156,31 +31,6 @@ enum Brought {
     Copied,
     /// It is in host memory, pinned; or nowhere.
     ToHost(Job, Option<Pin>),
-}
-
-/// One block of a load or a store: its key, and where its bytes go to or come from.
-pub(crate) struct Job {
-    pub(crate) key: BlockKey,
-    pub(crate) parent: Option<BlockKey>,
-    pub(crate) segments: Vec<Segment>,
-    /// Holds every region that the segments lie in. All are of one kind of memory.
-    pub(crate) regions: Vec<RegionUse>,
-}
-
-impl Job {
-    pub(crate) fn memory(&self) -> RegionMemory {
-        self.regions.first().map_or(RegionMemory::Host, RegionUse::memory)
-    }
-
-    /// Its regions, as copy engines know them.
-    pub(crate) fn copy_regions(&self) -> Vec<CopyRegion> {
-        self.regions.iter().filter_map(RegionUse::lasting).collect()
-    }
-
-    /// The storage's number for the memory of one of its segments.
-    pub(super) fn fixed(&self, segment: &Segment) -> Option<u16> {
-        self.regions.iter().find(|region| region.0.contains(segment))?.0.fixed(segment)
-    }
 }
 
 /// Jobs that are begun in one turn of the reactor: about 20 us of work.

@@ -3,20 +3,19 @@
 //! Blocks in host memory are copied layer by layer: the first layer of all of them, then the second. Blocks that must
 //! be read first come whole, as each arrives. A layer is complete when what becomes of it is known of every block.
 
-use std::{
-    cell::RefCell,
-    collections::VecDeque,
-    rc::Rc,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+use std::{cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc};
+
+use tokio::{task::JoinHandle, time::Instant};
+
+use super::{
+    Mover,
+    foreign::in_turns,
+    progress::{LayerBoard, LayerJobs},
+    region::{Job, RegionMemory},
 };
-
-use tokio::{sync::Notify, task::JoinHandle, time::Instant};
-
-use super::{Job, Mover, RegionMemory, foreign::in_turns};
 use crate::{
     block::{CopyOp, Direction, Route, Tier},
-    device::{CopyBatch, CopyEngine, CopyRegion, cuda::Gates},
-    error::{Error, Result},
+    device::{CopyBatch, CopyEngine, CopyRegion},
     io::Storage,
     state::Pin,
 };
@@ -24,220 +23,6 @@ use crate::{
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
 /// share it with many later ones.
 const IN_FLIGHT_BYTES: u64 = 8 << 20;
-
-/// What a layer of a load came to.
-#[derive(Debug, Clone)]
-pub struct LayerDone {
-    /// So many leading blocks have their bytes of this layer in place.
-    pub leading: usize,
-    /// Why the next block's are not, if that was an error. `None` where all are there, or the next block is resident
-    /// nowhere.
-    pub error: Option<Error>,
-}
-
-/// What whoever asked for the load sees of it.
-pub(crate) struct LayerProgress {
-    state: Mutex<State>,
-    changed: Notify,
-}
-
-struct State {
-    layers: Vec<Option<LayerDone>>,
-    blocks: Option<Vec<Result<bool>>>,
-    /// Streams wait, or may.
-    gates: Option<Arc<Gates>>,
-    count: usize,
-}
-
-impl LayerProgress {
-    /// Of a load of `count` blocks.
-    pub(crate) fn new(layers: usize, count: usize) -> Arc<Self> {
-        let state = State { layers: vec![None; layers], blocks: None, gates: None, count };
-        Arc::new(LayerProgress { state: Mutex::new(state), changed: Notify::new() })
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// What a layer came to, once it is known.
-    pub(crate) fn layer(&self, layer: usize) -> Option<LayerDone> {
-        self.lock().layers[layer].clone()
-    }
-
-    /// What every block came to, once all are known.
-    pub(crate) fn blocks(&self) -> Option<Vec<Result<bool>>> {
-        self.lock().blocks.clone()
-    }
-
-    /// Waits for what `look` looks for.
-    pub(crate) async fn wait<T>(&self, look: impl Fn(&Self) -> Option<T>) -> T {
-        loop {
-            let changed = self.changed.notified();
-            tokio::pin!(changed);
-            // Registered before the look, so that no change between the two is lost.
-            changed.as_mut().enable();
-            if let Some(found) = look(self) {
-                return found;
-            }
-            changed.await;
-        }
-    }
-
-    /// The gates of this load, one a layer; `make` takes them where there are none yet.
-    pub(crate) fn gates(&self, make: impl FnOnce(usize) -> Result<Gates>) -> Result<Arc<Gates>> {
-        let layers = {
-            let state = self.lock();
-            if let Some(gates) = &state.gates {
-                return Ok(Arc::clone(gates));
-            }
-            state.layers.len()
-        };
-        // Not under the lock: the reactor takes it, and must not wait for the driver.
-        let taken = Arc::new(make(layers)?);
-        let mut state = self.lock();
-        let gates = match &state.gates {
-            Some(gates) => Arc::clone(gates),
-            None => Arc::clone(state.gates.insert(taken)),
-        };
-        // Those that were complete before there were gates; the others are opened when they are.
-        for (layer, done) in state.layers.iter().enumerate() {
-            if let Some(done) = done {
-                gates.open(layer, poison(done, state.count));
-            }
-        }
-        Ok(gates)
-    }
-
-    fn complete(&self, layer: usize, done: LayerDone) {
-        let mut state = self.lock();
-        if let Some(gates) = &state.gates {
-            gates.open(layer, poison(&done, state.count));
-        }
-        state.layers[layer] = Some(done);
-        drop(state);
-        self.changed.notify_waiters();
-    }
-
-    fn end(&self, blocks: Vec<Result<bool>>) {
-        self.lock().blocks = Some(blocks);
-        self.changed.notify_waiters();
-    }
-}
-
-/// What a kernel finds: 0, or one more than the leading blocks that are there.
-fn poison(done: &LayerDone, count: usize) -> u32 {
-    if done.leading == count { 0 } else { u32::try_from(done.leading).map_or(u32::MAX, |leading| leading + 1) }
-}
-
-/// The reactor's side of a load: what is known of which layer of which block.
-///
-/// However it ends, nobody waits for it any longer: what is not known when it is dropped counts as lost.
-pub(crate) struct LayerBoard {
-    progress: Arc<LayerProgress>,
-    blocks: Vec<Option<Result<bool>>>,
-    /// By layer, then by block.
-    there: Vec<Vec<bool>>,
-    /// Blocks of which a layer's bytes are not known yet.
-    left: Vec<usize>,
-}
-
-impl LayerBoard {
-    pub(crate) fn new(progress: Arc<LayerProgress>) -> Self {
-        let (layers, blocks) = {
-            let state = progress.lock();
-            (state.layers.len(), state.count)
-        };
-        let board = LayerBoard {
-            progress,
-            blocks: vec![None; blocks],
-            there: vec![vec![false; blocks]; layers],
-            left: vec![blocks; layers],
-        };
-        if blocks == 0 {
-            (0..layers).for_each(|layer| board.complete(layer));
-        }
-        board
-    }
-
-    /// All layers of a block share its end.
-    fn block_ended(&mut self, block: usize, outcome: Result<bool>) {
-        let is_there = matches!(outcome, Ok(true));
-        self.blocks[block] = Some(outcome);
-        for layer in 0..self.left.len() {
-            self.mark(layer, block, is_there);
-        }
-    }
-
-    /// A layer of blocks that were copied together.
-    fn layer_ended(&mut self, layer: usize, blocks: impl Iterator<Item = usize>, result: &Result<()>) {
-        for block in blocks {
-            // The first error of a block is the one that is told.
-            match (&self.blocks[block], result) {
-                (Some(Err(_)), _) => {}
-                (_, Ok(())) => self.blocks[block] = Some(Ok(true)),
-                (_, Err(error)) => self.blocks[block] = Some(Err(error.clone())),
-            }
-            self.mark(layer, block, result.is_ok());
-        }
-    }
-
-    /// True where all that is known of a block is that it is in place.
-    fn is_there(&self, block: usize) -> bool {
-        matches!(self.blocks[block], Some(Ok(true)))
-    }
-
-    fn mark(&mut self, layer: usize, block: usize, is_there: bool) {
-        self.there[layer][block] = is_there;
-        self.left[layer] -= 1;
-        if self.left[layer] == 0 {
-            self.complete(layer);
-        }
-    }
-
-    fn complete(&self, layer: usize) {
-        let leading = self.there[layer].iter().take_while(|&&is_there| is_there).count();
-        let error = match self.blocks.get(leading) {
-            Some(Some(Err(error))) => Some(error.clone()),
-            _ => None,
-        };
-        self.progress.complete(layer, LayerDone { leading, error });
-    }
-}
-
-impl Drop for LayerBoard {
-    fn drop(&mut self) {
-        // A block of which only some layers are known to be there is not there.
-        for (block, outcome) in self.blocks.iter_mut().enumerate() {
-            let is_whole = || self.there.iter().all(|layer| layer[block]);
-            if outcome.is_none() || (matches!(outcome, Some(Ok(true))) && !is_whole()) {
-                *outcome = Some(Err(Error::Closed));
-            }
-        }
-        for layer in 0..self.left.len() {
-            if self.left[layer] > 0 {
-                self.complete(layer);
-            }
-        }
-        let blocks = std::mem::take(&mut self.blocks);
-        self.progress.end(blocks.into_iter().map(|outcome| outcome.expect("just seen to")).collect());
-    }
-}
-
-/// A load that completes layer by layer.
-pub(crate) struct LayerJobs {
-    pub(crate) jobs: Vec<Job>,
-    /// For each layer the numbers of its segments.
-    pub(crate) layers: Vec<Vec<usize>>,
-    pub(crate) board: LayerBoard,
-}
-
-impl LayerJobs {
-    /// Ends it before it has begun.
-    pub(super) fn refuse(mut self, error: &Error) {
-        (0..self.jobs.len()).for_each(|block| self.board.block_ended(block, Err(error.clone())));
-    }
-}
 
 /// Blocks that are in host memory, pinned, and where they go.
 struct Resident {
@@ -371,60 +156,5 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }));
         }
         ops
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn copy_error() -> Error {
-        Error::Copy { engine: "test", reason: "on purpose".into() }
-    }
-
-    #[test]
-    fn a_layer_is_complete_when_every_block_is_known() {
-        let progress = LayerProgress::new(2, 3);
-        let mut board = LayerBoard::new(Arc::clone(&progress));
-        board.layer_ended(0, [0, 2].into_iter(), &Ok(()));
-        assert!(progress.layer(0).is_none(), "block 1 is not known");
-        board.block_ended(1, Ok(true));
-        assert_eq!(progress.layer(0).expect("complete").leading, 3);
-        board.layer_ended(1, [0, 2].into_iter(), &Err(copy_error()));
-        let done = progress.layer(1).expect("complete");
-        assert!(done.leading == 0 && matches!(done.error, Some(Error::Copy { .. })), "{done:?}");
-        assert!(progress.blocks().is_none(), "not before the end");
-        drop(board);
-        let blocks = progress.blocks().expect("the end");
-        assert!(matches!(blocks[..], [Err(Error::Copy { .. }), Ok(true), Err(Error::Copy { .. })]), "{blocks:?}");
-    }
-
-    #[test]
-    fn what_is_lost_is_said_to_be() {
-        let progress = LayerProgress::new(3, 2);
-        let mut board = LayerBoard::new(Arc::clone(&progress));
-        board.layer_ended(0, 0..2, &Ok(()));
-        board.layer_ended(1, 0..1, &Ok(()));
-        drop(board);
-        let leading = [2, 1, 0];
-        for (layer, leading) in leading.into_iter().enumerate() {
-            let done = progress.layer(layer).expect("complete");
-            assert_eq!((done.leading, done.error.is_some()), (leading, leading < 2), "layer {layer}: {done:?}");
-        }
-        let blocks = progress.blocks().expect("the end");
-        assert!(matches!(blocks[..], [Err(Error::Closed), Err(Error::Closed)]), "{blocks:?}");
-    }
-
-    #[test]
-    fn a_load_that_is_refused_ends() {
-        let progress = LayerProgress::new(2, 0);
-        assert_eq!(LayerBoard::new(Arc::clone(&progress)).left, [0, 0]);
-        assert!(progress.layer(1).is_some_and(|done| done.leading == 0 && done.error.is_none()), "of no blocks");
-        let progress = LayerProgress::new(1, 1);
-        let job = Job { key: crate::block::BlockKey::new([1; 32]), parent: None, segments: vec![], regions: vec![] };
-        let board = LayerBoard::new(Arc::clone(&progress));
-        LayerJobs { jobs: vec![job], layers: vec![vec![]], board }.refuse(&copy_error());
-        assert!(matches!(progress.layer(0).expect("complete").error, Some(Error::Copy { .. })));
-        assert!(matches!(progress.blocks().expect("the end")[..], [Err(Error::Copy { .. })]));
     }
 }

@@ -9,22 +9,27 @@ mod ahead;
 #[cfg(feature = "sim")]
 mod balance;
 mod budget;
+mod command;
 mod direct;
 mod flush;
 mod foreign;
 mod layers;
 mod offload;
 mod overdue;
+mod pages;
+mod progress;
 mod promote;
 mod records;
+mod region;
 mod shutdown;
 mod spin;
 mod straight;
 mod write;
 
-pub(crate) use foreign::{Job, RegionInner, RegionMemory, RegionUse};
-pub use layers::LayerDone;
-pub(crate) use layers::{LayerBoard, LayerJobs, LayerProgress};
+pub(crate) use command::{Command, DeviceRead, Reply, Urgent};
+pub use progress::LayerDone;
+pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
+pub(crate) use region::{Job, RegionInner, RegionMemory, RegionUse};
 
 use std::{
     cell::{Cell, OnceCell, RefCell},
@@ -33,65 +38,17 @@ use std::{
     sync::Arc,
 };
 
-use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
 
-use self::{budget::Budget, direct::Direct, flush::Flush, records::RecordPages};
+use self::{budget::Budget, pages::RecordPages};
 use crate::{
-    block::{BlockKey, FileId, Tier},
-    device::CopyEngine,
-    error::Result,
+    block::FileId,
+    device::{CopyEngine, cufile::Cufile},
+    error::{Error, Result},
     io::Storage,
-    state::{Failures, Message, Pin, Shared},
+    state::{Failures, Message, Shared},
     workers::Workers,
 };
-
-/// What callers ask of the reactor, through a bounded channel.
-pub(crate) enum Command {
-    /// Make `key` resident in `to`. Its flight has begun.
-    Promote { key: BlockKey, to: Tier },
-    /// Copy blocks into foreign memory: true for each that was copied.
-    Load { jobs: Vec<Job>, reply: Reply },
-    /// Copy blocks into foreign memory, layer by layer.
-    LoadLayers(LayerJobs),
-    /// Store blocks from foreign memory: true for each that was stored.
-    StoreFrom { jobs: Vec<Job>, reply: Reply },
-    /// Have the storage keep a region at hand; whether it then does.
-    Register { region: RegionUse, reply: oneshot::Sender<bool> },
-    /// Have the storage let go of a region that no movement uses. Done when the hold is dropped.
-    Unregister { region: RegionUse },
-    /// Write the record pages that name a block which is not there any more.
-    Forget { key: BlockKey, reply: oneshot::Sender<Result<()>> },
-    /// Flush what is written.
-    Flush { reply: oneshot::Sender<Result<()>> },
-    /// Write what is dirty and flush.
-    Sync { reply: oneshot::Sender<Result<()>> },
-}
-
-/// What those ask who hold a slot already. They never wait behind those who want one, or both could
-/// wait for ever: the channel has no bound of its own. It never holds more than there are pins.
-pub(crate) enum Urgent {
-    /// Write a host block to disk. Its flight has begun.
-    Write { key: BlockKey, pin: Pin },
-    /// Take foreign memory, which no movement uses, from the hands of the copy engine. Done when the hold is dropped.
-    GiveBack { region: RegionUse },
-    /// Copy a device block into `buf`, which is resized to fit.
-    ReadDevice(DeviceRead),
-    /// Finish what is under way, write what is dirty, flush, and end. Whoever asks waits for the end itself, and need
-    /// not wait for room in the channel to ask.
-    Close,
-}
-
-/// A read of a pinned device block.
-pub(crate) struct DeviceRead {
-    pub(crate) pin: Arc<Pin>,
-    pub(crate) buf: Vec<u8>,
-    /// One of [`Config::movements_max`](crate::Config::movements_max), given back when the copy has ended.
-    pub(crate) permit: OwnedSemaphorePermit,
-    pub(crate) reply: oneshot::Sender<Result<Vec<u8>>>,
-}
-
-/// One result per block, in the order of the request, to whoever asked.
-pub(crate) type Reply = Box<dyn FnOnce(Vec<Result<bool>>) + Send>;
 
 /// The reactor's side of a cache.
 pub(crate) struct Mover<S, C> {
@@ -125,6 +82,31 @@ pub(crate) struct Mover<S, C> {
     settled: Notify,
     /// Told when the first movement begins.
     begun: Notify,
+}
+
+/// The route of libcufile, from the reactor.
+struct Direct {
+    cufile: Cufile,
+    /// Requests that failed in a row.
+    failures: Cell<u32>,
+}
+
+/// The flushes of one file.
+struct Flush {
+    /// One permit: one flush at a time, so that none passes over the failure of another.
+    turn: Arc<Semaphore>,
+    /// How many have begun.
+    begun: Cell<u64>,
+    /// Why a flush failed, once one has.
+    ///
+    /// For good: a kernel takes what it could not write for clean, and the next flush succeeds without it.
+    failed: RefCell<Option<Error>>,
+}
+
+impl Flush {
+    fn new() -> Self {
+        Flush { turn: Arc::new(Semaphore::new(1)), begun: Cell::new(0), failed: RefCell::default() }
+    }
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {

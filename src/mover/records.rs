@@ -8,7 +8,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::Mover;
+use super::{Mover, pages::Waiters};
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
     device::CopyEngine,
@@ -18,46 +18,6 @@ use crate::{
     io::{Storage, write_full},
     memory::AlignedBuf,
 };
-
-type Waiter = oneshot::Sender<Result<()>>;
-
-/// Those who wait for writes of a page.
-#[derive(Default)]
-struct Waiters {
-    /// For the one under way.
-    current: Vec<Waiter>,
-    /// For the one after it.
-    next: Vec<Waiter>,
-}
-
-/// Pages being written, or about to be.
-#[derive(Default)]
-pub(super) struct RecordPages(BTreeMap<PageId, Waiters>);
-
-impl RecordPages {
-    /// Pages being written.
-    #[cfg(feature = "sim")]
-    pub(super) fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    /// A write of the page begins, for those who wait for it; false where nobody does, and it is given up.
-    fn begin(&mut self, page: PageId) -> bool {
-        let Entry::Occupied(mut waiters) = self.0.entry(page) else { return false };
-        if waiters.get().next.is_empty() {
-            waiters.remove();
-            return false;
-        }
-        let Waiters { current, next } = waiters.get_mut();
-        std::mem::swap(current, next);
-        true
-    }
-
-    /// It has ended, for these.
-    fn end(&mut self, page: PageId) -> Vec<Waiter> {
-        self.0.get_mut(&page).map(|waiters| std::mem::take(&mut waiters.current)).unwrap_or_default()
-    }
-}
 
 /// Pages written at once by `sync`.
 const STALE_BATCH: usize = 32;

@@ -8,7 +8,11 @@ use std::{any::Any, io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
-use super::{Job, Mover, RegionMemory, budget::Kind};
+use super::{
+    Mover,
+    budget::Kind,
+    region::{Job, RegionMemory},
+};
 use crate::{
     block::{BlockKey, FileId, IO_ALIGN, OpKind, Route, Segment, Tier},
     config::WritePolicy,
