@@ -11,7 +11,8 @@
 A key is a ``str`` of 64 hex characters or 32 ``bytes``; any other ``str`` or ``bytes`` is a name, and its digest the
 key. Keys name content: what is stored under a key once is not stored again.
 
-Nothing here holds the interpreter's lock while it waits. ``kvhoist.sglang`` has the storage backend for SGLang.
+Nothing here holds the interpreter's lock while it waits. ``kvhoist.sglang``, ``kvhoist.vllm`` and
+``kvhoist.lmcache`` have the adapters of these engines.
 """
 
 from __future__ import annotations

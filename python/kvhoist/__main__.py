@@ -12,12 +12,20 @@ import tempfile
 import time
 
 from . import Cache, Error, __version__, parse_bytes
+from .cache import slot_bytes
 from .chunks import tier_settings
 from .config import HiCacheConfig, config_error, printable
 from .hicache import FREE_SHARE_MIN
 
 PROBE_BLOCK = 1 << 20
 PROBE_BLOCKS = 64
+
+#: What the tests drive of each engine.
+TESTED = {
+    "sglang": "the backend is tested with 0.5.17 and 0.5.23",
+    "vllm": "the tier is tested with 0.28 and 0.33",
+    "lmcache": "the adapter is tested with 0.5.0 and 0.5.6",
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -26,8 +34,11 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="what this machine gives the backend, and what stands in its way")
     doctor.add_argument("--path", action="append", help="a folder on the drive to be used; may be given again")
-    doctor.add_argument("--engine", choices=("sglang", "vllm"), default="sglang", help="whose configuration it is")
-    doctor.add_argument("--config", help="SGLang's extra config, or vLLM's kv-transfer-config: JSON, or @FILE with it")
+    doctor.add_argument("--engine", choices=tuple(TESTED), default="sglang", help="whose configuration it is")
+    doctor.add_argument(
+        "--config",
+        help="SGLang's extra config, vLLM's kv-transfer-config or LMCache's l2-adapter: JSON, or @FILE with it",
+    )
     given = parser.parse_args(arguments)
     try:
         return Doctor(given.path, given.config, given.engine).run()
@@ -51,7 +62,9 @@ class Doctor:
             given = json.loads(config)
             if engine == "vllm":
                 self.shared_bytes, given = vllm_tier(given)
-            self.config = tier_settings(given) if engine == "vllm" else HiCacheConfig.load(given)
+            if engine == "lmcache":
+                given = lmcache_adapter(given)
+            self.config = HiCacheConfig.load(given) if engine == "sglang" else tier_settings(given)
         self.paths = paths or (self.config.path if self.config else [tempfile.gettempdir()])
 
     def run(self) -> int:
@@ -79,9 +92,8 @@ class Doctor:
     def _engine(self) -> None:
         from importlib import metadata
 
-        tested = {"sglang": "the backend is tested with 0.5.17 and 0.5.23", "vllm": "the tier with 0.28 and 0.33"}
         try:
-            self._say(self.engine, f"{metadata.version(self.engine)} ({tested[self.engine]})")
+            self._say(self.engine, f"{metadata.version(self.engine)} ({TESTED[self.engine]})")
         except metadata.PackageNotFoundError:
             self._say(self.engine, "not installed here")
         if self.shared_bytes:
@@ -96,7 +108,8 @@ class Doctor:
             system = os.statvfs(folder)
             free = system.f_bavail * system.f_frsize - int(system.f_blocks * system.f_frsize * FREE_SHARE_MIN)
             each = self.config.capacity // len(self.config.path)
-            text = f"{path}: {free >> 20} MiB free for stores, {each >> 20} MiB a rank configured"
+            owner = {"sglang": "a rank", "vllm": "an engine", "lmcache": "a server"}[self.engine]
+            text = f"{path}: {free >> 20} MiB free for stores, {each >> 20} MiB {owner} configured"
             if free < each:
                 self._trouble("space", text + " (unless a store is there already)")
             else:
@@ -161,6 +174,23 @@ def vllm_tier(given: dict) -> tuple[int, dict]:
     of_vllm = ("type", "module_path", "backpressure", "enable_kv_events", "locality")
     settings = {name: value for name, value in tier.items() if name not in of_vllm}
     return parse_bytes(shared_bytes, "cpu_bytes_to_use"), settings
+
+
+def lmcache_adapter(given: dict) -> dict:
+    """The adapter's own settings, of LMCache's `--l2-adapter`, or of its adapter_params alone."""
+    if not isinstance(given, dict):
+        raise config_error("adapter_params", given, "an object with the settings' names")
+    if "type" in given or "adapter_params" in given:
+        for name, expected in (("type", "plugin"), ("module_path", "kvhoist.lmcache"), ("class_name", "KvhoistL2")):
+            if given.get(name) != expected:
+                raise config_error(name, given.get(name), repr(expected))
+        given = given.get("adapter_params")
+        if not isinstance(given, dict):
+            raise config_error("adapter_params", given, "an object with the settings' names")
+    block_bytes = parse_bytes(given.get("block_bytes", PROBE_BLOCK), "block_bytes")
+    if slot_bytes(block_bytes) != block_bytes:
+        raise config_error("block_bytes", block_bytes, "a multiple of 4096 bytes")
+    return {name: value for name, value in given.items() if name != "block_bytes"}
 
 
 def _existing(path: str) -> str:

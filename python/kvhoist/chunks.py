@@ -88,6 +88,31 @@ class Place:
         return [os.path.join(path, name, _slug(self.replica)) for path in paths]
 
 
+def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str) -> Cache:
+    """Opens the cache of an engine that has a host tier of its own. `unit` is what the engine calls a block."""
+    directories, slot = place.directories(config.path), slot_bytes(block_bytes)
+    slots = slots_within(config.capacity // len(directories), block_bytes)
+    if slots < 1:
+        raise config_error("capacity", config.capacity, f"room for one {unit} of {block_bytes} bytes on each path")
+    for directory in directories:
+        _make_directory(directory, store_bytes(slots, block_bytes))
+    return Cache(
+        directories,
+        block_bytes=block_bytes,
+        host_bytes=max(config.host_bytes, slot),
+        capacity=config.capacity,
+        namespace=place.namespace(),
+        write_policy=config.write_policy,
+        direct_io=config.direct_io,
+        storage=config.storage,
+        # The engine's memory is the host tier: blocks that direct I/O can reach need no second one here.
+        bypass_host=True,
+        deadline_ms=config.deadline_ms,
+        read_bytes_in_flight_max=max(slot, config.read_bytes_in_flight_max),
+        write_bytes_in_flight_max=max(slot, config.write_bytes_in_flight_max),
+    )
+
+
 class ChunkStore:
     """One engine's chunks: its memory registered once, its store on disk, and the jobs between the two.
 
@@ -98,7 +123,7 @@ class ChunkStore:
         """Opens the store. `memory` is a writable buffer object, kept until `close`."""
         self.chunk_bytes = chunk_bytes
         self.directories = place.directories(config.path)
-        self.cache = self._open(config, place, chunk_bytes)
+        self.cache = open_store(config, place, chunk_bytes, "chunk")
         try:
             self.region = self.cache.register_host(memory, pin=True)
             self._queue = self.cache.queue(JOBS_MAX)
@@ -111,29 +136,6 @@ class ChunkStore:
         self._closed = False
         #: Whether one key is there: no I/O. The cache's own method, for it is called for every key of every prompt.
         self.contains = self.cache.contains
-
-    def _open(self, config: HiCacheConfig, place: Place, chunk_bytes: int) -> Cache:
-        paths, slot = len(self.directories), slot_bytes(chunk_bytes)
-        slots = slots_within(config.capacity // paths, chunk_bytes)
-        if slots < 1:
-            raise config_error("capacity", config.capacity, f"room for one chunk of {chunk_bytes} bytes on each path")
-        for directory in self.directories:
-            _make_directory(directory, store_bytes(slots, chunk_bytes))
-        return Cache(
-            self.directories,
-            block_bytes=chunk_bytes,
-            host_bytes=max(config.host_bytes, slot),
-            capacity=config.capacity,
-            namespace=place.namespace(),
-            write_policy=config.write_policy,
-            direct_io=config.direct_io,
-            storage=config.storage,
-            # The engine's memory is the host tier: chunks that direct I/O can reach need no second one here.
-            bypass_host=True,
-            deadline_ms=config.deadline_ms,
-            read_bytes_in_flight_max=max(slot, config.read_bytes_in_flight_max),
-            write_bytes_in_flight_max=max(slot, config.write_bytes_in_flight_max),
-        )
 
     def goes_straight(self) -> bool:
         """Whether chunks go straight between drive and memory: what the engine will do with them."""

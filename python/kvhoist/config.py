@@ -103,7 +103,7 @@ def _whole(name: str, value: Any, low: int, high: int) -> int:
 
 @dataclass(frozen=True)
 class HiCacheConfig:
-    """The backend's settings, checked. `python/README.md` has the table."""
+    """The backend's settings, checked. `docs/sglang.md` has the table."""
 
     #: Directories, one for each drive; every rank and model has stores of its own in them.
     path: list[str]

@@ -4,7 +4,7 @@
       '{"backend_name": "kvhoist", "module_path": "kvhoist.sglang", "class_name": "HiCacheKvhoist", "interface_v1": 1,
         "path": "/mnt/nvme/kvhoist", "capacity": "200GiB"}'
 
-`python/README.md` has the settings.
+`docs/sglang.md` has the settings.
 """
 
 from __future__ import annotations

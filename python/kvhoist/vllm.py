@@ -56,7 +56,7 @@ except ImportError as error:
 from . import __version__  # noqa: E402
 from .chunks import ChunkStore, Ended, Place, tier_settings  # noqa: E402
 from .config import config_error  # noqa: E402
-from .errors import Error  # noqa: E402
+from .failures import Failures  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -65,10 +65,6 @@ FORMAT = "vllm-tier-v1"
 
 #: Keys that failed and are a miss until they are stored again, at most.
 _LOST_MAX = 65_536
-
-#: Failures of one kind that are logged in full before only every so many are.
-_LOG_FIRST = 10
-_LOG_EVERY = 1000
 
 #: Seconds between looks at the store's figures: vLLM asks in every step.
 _STATS_EVERY_S = 1.0
@@ -139,8 +135,10 @@ class KvhoistTier(SecondaryTierManager):
         self._lost: dict[bytes, None] = {}
         self._touched_by_vllm = False
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
+        failures = Failures(logger, "chunks")
+        self._guarded, self._failed = failures.guarded, failures.failed
         #: Failed calls by the method's name, and `chunks`, all that failed.
-        self.counters: Counter = Counter()
+        self.counters = failures.counters
         self._reported: Counter = Counter()
         self._stats_at = 0.0
         self._announce(rows, row_bytes)
@@ -360,28 +358,6 @@ class KvhoistTier(SecondaryTierManager):
         """Waits for the jobs, lets go of vLLM's memory, and closes the store."""
         self._contains = lambda _key: False
         self._guarded("shutdown", None, self.store.close)
-
-    # Never raising
-
-    def _guarded(self, method: str, otherwise: Any, run: Callable[[], Any], chunks: int = 0) -> Any:
-        try:
-            return run()
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # Also a panic of the native half, which is no Exception.
-            self._failed(method, error, chunks)
-            return otherwise
-
-    def _failed(self, method: str, why: object, chunks: int = 0) -> None:
-        self.counters[method] += 1
-        self.counters["chunks"] += chunks
-        count = self.counters[method]
-        if count <= _LOG_FIRST or count % _LOG_EVERY == 0:
-            unexpected = isinstance(why, Exception) and not isinstance(why, Error)
-            logger.warning(
-                "kvhoist: %s failed (%d so far), %d chunks: %s", method, count, chunks, why,
-                exc_info=why if unexpected else None,
-            )  # fmt: skip
 
 
 #: 0.28 has no bytes in its results.

@@ -334,3 +334,36 @@ def test_doctor_reads_a_configuration_as_vllm_does(store_dir, capsys):
 def test_doctor_names_what_vllm_would_refuse(wrong, named, capsys):
     assert main(["doctor", "--engine", "vllm", "--config", json.dumps(vllm_config(**wrong))]) == 2
     assert f"doctor: {named}: found" in capsys.readouterr().err
+
+
+def lmcache_config(**params) -> dict:
+    """What an operator gives LMCache."""
+    return {
+        "type": "plugin", "module_path": "kvhoist.lmcache", "class_name": "KvhoistL2", "adapter_params": params
+    }  # fmt: skip
+
+
+def test_doctor_reads_a_configuration_as_lmcache_does(store_dir, capsys):
+    config = lmcache_config(path=str(store_dir), capacity="1MiB", block_bytes="1MiB")
+    for given in (config, config["adapter_params"]):
+        assert main(["doctor", "--engine", "lmcache", "--config", json.dumps(given)]) in (0, 1)
+        said = capsys.readouterr().out
+        assert "settings" in said and "a server configured" in said
+
+
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        (lmcache_config(capacity="1MiB"), "path"),
+        (lmcache_config(path="/x", capacity="1MiB", slot_bytes=2), "slot_bytes"),
+        (lmcache_config(path="/x", capacity="1MiB", block_bytes=5000), "block_bytes"),
+        ({**lmcache_config(path="/x", capacity="1MiB"), "type": "native_plugin"}, "type"),
+        ({**lmcache_config(path="/x", capacity="1MiB"), "module_path": "kvhoist"}, "module_path"),
+        ({**lmcache_config(path="/x", capacity="1MiB"), "class_name": "KvhoistTier"}, "class_name"),
+        ({**lmcache_config(), "adapter_params": None}, "adapter_params"),
+        ([], "adapter_params"),
+    ],
+)
+def test_doctor_names_what_lmcache_would_refuse(wrong, named, capsys):
+    assert main(["doctor", "--engine", "lmcache", "--config", json.dumps(wrong)]) == 2
+    assert f"doctor: {named}: found" in capsys.readouterr().err

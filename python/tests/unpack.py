@@ -8,11 +8,12 @@ PYTHON = {
     # HiCache is part of the runtime. The kernels' sources are never compiled, but their folders are looked for.
     "sglang": ("sglang/srt/", "sglang/kernels/", "sglang/jit_kernel/"),
     "vllm": ("vllm/",),
+    "lmcache": ("lmcache/",),
 }
 SOURCES = ("/jit/include/", "/jit/csrc/", "jit_kernel/include/", "jit_kernel/csrc/")
 
-#: The one binary: what vLLM's `fs` tier reads and writes with, which the bench compares with.
-BINARIES = ("vllm/fs_io_C.",)
+#: What vLLM's `fs` tier reads and writes with, which the bench compares with; LMCache's bitmaps.
+BINARIES = ("vllm/fs_io_C.", "lmcache/lmcache_native.", "lmcache/native_storage_ops.")
 
 
 def main(wheel: str, folder: str) -> None:

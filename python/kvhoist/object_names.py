@@ -1,0 +1,90 @@
+"""What LMCache's objects are called on disk. Needs no LMCache."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from typing import Any, Mapping, Sequence
+
+from .objects import DIGEST_BYTES, StoredObject
+
+#: Kinds of objects (model, rank, group, salt, layout) whose digests are begun.
+_KINDS_MAX = 4_096
+
+#: How an object lies in memory: its bytes there, and its dtypes.
+Layout = tuple[int, tuple]
+
+
+def row_of(key: Any) -> tuple:
+    """Which row of keys one belongs to: a prefix of chunks of one model, rank, group and salt."""
+    return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
+
+
+class ObjectNames:
+    """The names of an engine's objects: digests of their keys and of their layouts, which the keys do not tell."""
+
+    def __init__(self, align_bytes: int) -> None:
+        self._align = max(1, align_bytes)
+        self._lock = threading.Lock()
+        #: Layouts of the objects that were stored or loaded, by (model, rank, group); the latest is the last.
+        self._layouts: dict[tuple, dict[Layout, None]] = {}
+        #: Digests that were begun.
+        self._kinds: dict[tuple, Any] = {}
+
+    def of_objects(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[StoredObject]:
+        """By their keys and where they lie."""
+        with self._lock:
+            named = []
+            for key, obj in zip(keys, objects):
+                layout = (obj.get_physical_size(), tuple(obj.get_dtypes()))
+                known = self._layouts.setdefault(row_of(key)[:3], {})
+                if known and next(reversed(known)) != layout:
+                    known.pop(layout, None)
+                known[layout] = None
+                named.append(self._name(key, layout))
+            return named
+
+    def of_keys(self, keys: Sequence[Any], layouts: Any) -> list[StoredObject | None]:
+        """By their keys and LMCache's description of where they will lie; None where nobody knows."""
+        with self._lock:
+            of_row: dict[tuple, Layout | None] = {}
+            named = []
+            for key in keys:
+                row = row_of(key)[:3]
+                if row not in of_row:
+                    of_row[row] = self._layout(row, layouts)
+                layout = of_row[row]
+                named.append(None if layout is None else self._name(key, layout))
+            return named
+
+    def _layout(self, row: tuple, layouts: Any) -> Layout | None:
+        known = self._layouts.get(row)
+        # One for all groups before 0.5.6.
+        described = layouts.get(row[2]) if isinstance(layouts, Mapping) else layouts
+        layout = None
+        if described is not None:
+            nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(described.shapes, described.dtypes))
+            layout = (-(-nbytes // self._align) * self._align, tuple(described.dtypes))
+        if known and layout not in known:
+            # What is described is not what is stored: LMCache serializes.
+            return next(reversed(known))
+        return layout
+
+    def all_of(self, key: Any) -> list[StoredObject]:
+        """All that there may be under a key."""
+        with self._lock:
+            return [self._name(key, layout) for layout in self._layouts.get(row_of(key)[:3], ())]
+
+    def _name(self, key: Any, layout: Layout) -> StoredObject:
+        kind = (*row_of(key), layout)
+        begun = self._kinds.get(kind)
+        if begun is None:
+            if len(self._kinds) >= _KINDS_MAX:
+                self._kinds.clear()
+            model, rank, group, salt = row_of(key)
+            text = json.dumps([model, rank, group, salt, layout[0], list(map(str, layout[1]))])
+            begun = self._kinds[kind] = hashlib.sha256(f"{len(text)}:{text}".encode())
+        digest = begun.copy()
+        digest.update(key.chunk_hash)
+        return StoredObject(digest.digest()[:DIGEST_BYTES], layout[0])

@@ -1,0 +1,276 @@
+"""Objects of any size on disk, in blocks of one size, moved by tasks that nobody waits for. What the LMCache adapter is
+made of.
+
+Needs no engine. An object lies in its blocks one after the other; the end of its last block is zeros. It is there when
+all of its blocks are.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import select
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Callable, Iterable, Sequence
+
+from .cache import slot_bytes
+from .chunks import Place, open_store
+from .config import HiCacheConfig, config_error
+
+logger = logging.getLogger(__name__)
+
+#: Submissions that may be under way: a task has one, or one for each of its chains.
+SUBMISSIONS_MAX = 65_536
+
+#: Bytes of an object's digest that are used: the rest of a key is the number of the block.
+DIGEST_BYTES = 28
+
+#: Seconds after which a wait for tasks is worth a line in the log, and again each time.
+_LONG_WAIT_S = 10
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object's name, of `DIGEST_BYTES`, and its size."""
+
+    digest: bytes
+    nbytes: int
+
+
+@dataclass
+class Ended:
+    """A task that has ended: whether each of its objects was moved, and what went wrong first."""
+
+    task_id: int
+    is_load: bool
+    moved: list[bool]
+    why: object
+
+
+@dataclass
+class _Task:
+    is_load: bool
+    moved: list[bool]
+    why: object = None
+    #: Submissions that have not ended: the objects of each, as their places in `moved`, with the blocks of each.
+    tickets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+class ObjectStore:
+    """One engine's objects: its memory registered once, its store on disk, and the tasks between the two.
+
+    Methods raise, and may be called from any thread. `ended` is called with each task that has ended, by a thread of
+    this store's; it must not raise, and not call `close`.
+    """
+
+    def __init__(
+        self,
+        config: HiCacheConfig,
+        place: Place,
+        block_bytes: int,
+        memory: Sequence[tuple[int, int, bool]],
+        ended: Callable[[Ended], None],
+    ) -> None:
+        """Opens the store. `memory`: address, bytes, and whether the ring is to pin it; it stays mapped until `close`
+        has returned."""
+        if slot_bytes(block_bytes) != block_bytes:
+            raise config_error("block_bytes", block_bytes, "a multiple of 4096 bytes")
+        self.block_bytes = block_bytes
+        self.directories = place.directories(config.path)
+        self.cache = open_store(config, place, block_bytes, "block")
+        try:
+            self._regions = [self.cache.register_host(address, nbytes, pin=pin) for address, nbytes, pin in memory]
+            # What is behind an object's last byte is written from here, and read to here: zeros, both.
+            self._zeros, self._rest = mmap.mmap(-1, block_bytes), mmap.mmap(-1, block_bytes)
+            self._zeros_at, self._rest_at = (self._register(memory) for memory in (self._zeros, self._rest))
+            self._queue = self.cache.queue(SUBMISSIONS_MAX)
+        except BaseException:
+            self.cache.close()
+            raise
+        self._edges = [region.address for region in self._regions[1 : len(memory)]]
+        self.pinned = sum(region.nbytes for region in self._regions[: len(memory)] if region.pinned)
+        self._ended = ended
+        #: Held from a submission until its entry is there: whoever drains finds it.
+        self._lock = threading.Lock()
+        self._tasks: dict[int, _Task] = {}
+        self._owner: dict[int, int] = {}
+        self._closed = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = threading.Thread(target=self._relay, name="kvhoist-objects", daemon=True)
+        self._thread.start()
+
+    def _register(self, memory: mmap.mmap) -> int:
+        region = self.cache.register_host(memory)
+        self._regions.append(region)
+        return region.address
+
+    # What is there
+
+    def blocks(self, nbytes: int) -> int:
+        """Blocks of an object of so many bytes."""
+        return -(-nbytes // self.block_bytes)
+
+    def keys(self, stored: StoredObject) -> list[bytes]:
+        """The keys of an object's blocks."""
+        return [stored.digest + n.to_bytes(4, "big") for n in range(self.blocks(stored.nbytes))]
+
+    def contains_each(self, objects: Sequence[StoredObject]) -> list[bool]:
+        """Which objects are there. No I/O."""
+        keys = [self.keys(one) for one in objects]
+        found = iter(self.cache.contains_each([key for some in keys for key in some]))
+        # A list: all blocks of an object are taken from `found`, also behind one that is missing.
+        return [bool(some) and all([next(found) for _ in some]) for some in keys]
+
+    def touch(self, objects: Sequence[StoredObject]) -> None:
+        """Counts a use of objects, given in the order of their prefix. No I/O."""
+        self.cache.touch([key for one in objects for key in self.keys(one)])
+
+    def remove(self, stored: StoredObject) -> bool:
+        """Forgets an object; True if any of it was there."""
+        # From its end: what is left of a prefix can be used.
+        return any([self.cache.remove(key) for key in reversed(self.keys(stored))])
+
+    # Tasks
+
+    def submit_load(self, task_id: int, objects: Sequence[StoredObject], addresses: Sequence[int]) -> None:
+        """Begins to read objects to their addresses in the memory."""
+        self._submit(task_id, True, len(objects), [(None, list(zip(range(len(objects)), objects, addresses)))])
+
+    def submit_store(
+        self,
+        task_id: int,
+        objects: Sequence[StoredObject],
+        addresses: Sequence[int],
+        after: Sequence[StoredObject | None],
+    ) -> None:
+        """Begins to store objects from their addresses. `after`: the object that each follows in its prefix."""
+        chains: list[tuple[StoredObject | None, list]] = []
+        last = None
+        for n, (one, address, before) in enumerate(zip(objects, addresses, after)):
+            if before is None or before != last:
+                chains.append((before, []))
+            chains[-1][1].append((n, one, address))
+            last = one
+        self._submit(task_id, False, len(objects), chains)
+
+    def _submit(self, task_id: int, is_load: bool, count: int, chains: Iterable[tuple]) -> None:
+        """A submission for each chain. The task ends when all have, also those that could not begin."""
+        task = _Task(is_load, [False] * count)
+        with self._lock:
+            if self._closed:
+                raise ValueError("the store is closed")
+            self._tasks[task_id] = task
+            for before, chain in chains:
+                try:
+                    ticket = self._begin(is_load, before, chain)
+                except Exception as error:
+                    task.why = task.why or error
+                    continue
+                task.tickets[ticket] = [(n, self.blocks(one.nbytes)) for n, one, _ in chain]
+                self._owner[ticket] = task_id
+            done = self._end_if_done(task_id, task)
+        self._tell(done)
+
+    def _begin(self, is_load: bool, before: StoredObject | None, chain: list[tuple]) -> int:
+        keys, blocks = [], []
+        for _, one, address in chain:
+            keys += self.keys(one)
+            blocks += self._places(address, one.nbytes, self._rest_at if is_load else self._zeros_at)
+        if is_load:
+            return self._queue.submit_load(keys, blocks)
+        return self._queue.submit_store(keys, blocks, None if before is None else self.keys(before)[-1])
+
+    def _places(self, address: int, nbytes: int, rest_at: int) -> list:
+        """Where the blocks of an object lie: (address, bytes), or a list of these."""
+        size, end = self.block_bytes, address + nbytes
+        places: list = [(at, size) for at in range(address, end - size + 1, size)]
+        if nbytes % size:
+            used = nbytes % size
+            places.append([(end - used, used), (rest_at, size - used)])
+        for edge in self._edges:
+            if address < edge < end and (edge - address) % size:
+                # A segment lies in one region.
+                n = (edge - address) // size
+                places[n] = [part for segment in _parts(places[n]) for part in _cut(segment, edge)]
+        return places
+
+    def _relay(self) -> None:
+        """The thread: hands on what has ended, until the store is closed and nothing is under way."""
+        poll = select.poll()
+        poll.register(self._queue.event_fd, select.POLLIN)
+        poll.register(self._wake, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == self._wake:
+                    os.eventfd_read(fd)
+            with self._lock:
+                done = self._collect()
+                over = self._closed and not self._tasks
+            self._tell(done)
+            if over:
+                return
+
+    def _collect(self) -> list[Ended]:
+        ended = []
+        for ticket, results in self._queue.drain():
+            task_id = self._owner.pop(ticket)
+            task = self._tasks[task_id]
+            at = 0
+            for n, blocks in task.tickets.pop(ticket):
+                some = results[at : at + blocks]
+                at += blocks
+                task.moved[n] = all(result is True for result in some)
+                task.why = task.why or next((result for result in some if isinstance(result, Exception)), None)
+            ended += self._end_if_done(task_id, task)
+        return ended
+
+    def _end_if_done(self, task_id: int, task: _Task) -> list[Ended]:
+        if task.tickets:
+            return []
+        del self._tasks[task_id]
+        return [Ended(task_id, task.is_load, task.moved, task.why)]
+
+    def _tell(self, done: list[Ended]) -> None:
+        for one in done:
+            self._ended(one)
+
+    @property
+    def tasks(self) -> tuple[int, int]:
+        """Stores and loads under way."""
+        with self._lock:
+            loads = sum(task.is_load for task in self._tasks.values())
+            return len(self._tasks) - loads, loads
+
+    def close(self) -> None:
+        """Waits for the tasks, lets go of the memory, and closes the store. Again: waits for the same."""
+        with self._lock:
+            first, self._closed = not self._closed, True
+        if first:
+            os.eventfd_write(self._wake, 1)
+        began = time.monotonic()
+        while self._thread.is_alive():
+            self._thread.join(_LONG_WAIT_S)
+            if self._thread.is_alive():
+                waited = time.monotonic() - began
+                logger.warning("kvhoist: %d tasks still under way after %.0f s", len(self._tasks), waited)
+        if first:
+            os.close(self._wake)
+        try:
+            for region in self._regions:
+                region.unregister()
+        finally:
+            self.cache.close()
+
+
+def _parts(place: tuple | list) -> list[tuple[int, int]]:
+    return [place] if isinstance(place, tuple) else place
+
+
+def _cut(segment: tuple[int, int], edge: int) -> list[tuple[int, int]]:
+    address, nbytes = segment
+    if not address < edge < address + nbytes:
+        return [segment]
+    return [(address, edge - address), (edge, address + nbytes - edge)]
