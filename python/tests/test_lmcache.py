@@ -103,8 +103,11 @@ def test_the_disk_holds_its_capacity_and_no_more(store_dir):
             assert usage.total_bytes_used <= usage.total_capacity_bytes <= capacity
             # What is gone without LMCache's doing is taken back before it is much.
             assert usage.bytes_by_cache_salt[""] <= usage.total_capacity_bytes * (1 + 1 / 32) + 16 * (64 << 10)
-        # A prefix loses its end and never its middle (`get` says so), and the latest are there.
+        # A prefix loses its end and never its middle, and the latest are there.
+        found = [server.look_up(keys) for keys in prompts]
+        assert not [letters for letters in found if "MH" in letters]
         survivors = [server.get(keys).count("H") for keys in prompts]
+        assert survivors == [letters.count("H") for letters in found]
         assert slots // 8 <= sum(survivors) <= slots // 4
         assert survivors[-1] == 4 and survivors[0] == 0
         server.l2.store.cache.validate()

@@ -12,8 +12,8 @@ PYTHON = {
 }
 SOURCES = ("/jit/include/", "/jit/csrc/", "jit_kernel/include/", "jit_kernel/csrc/")
 
-#: What vLLM's `fs` tier reads and writes with, which the bench compares with; LMCache's bitmaps.
-BINARIES = ("vllm/fs_io_C.", "lmcache/lmcache_native.", "lmcache/native_storage_ops.")
+#: What the benches compare with: the engines of vLLM's `fs` tier and of LMCache's `fs_native`. And LMCache's bitmaps.
+BINARIES = ("vllm/fs_io_C.", "lmcache/lmcache_native.", "lmcache/native_storage_ops.", "lmcache/lmcache_fs.")
 
 
 def main(wheel: str, folder: str) -> None:

@@ -1,0 +1,151 @@
+"""Objects of any size in blocks of one: random sequences of calls against a model, over restarts and damage."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+from pathlib import Path
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvhoist.chunks import Place, tier_settings
+from kvhoist.objects import DIGEST_BYTES, ObjectStore, StoredObject
+
+BLOCK = 8192
+ARENA = 64 * BLOCK
+#: Where the arena is registered in two pieces: inside of a block, wherever that begins.
+EDGE = 21 * 4096
+
+#: Less than a block, whole blocks, and parts of one behind them; drives want multiples of 4096, others go another way.
+SIZES = (4096, BLOCK, BLOCK + 4096, 3 * BLOCK, 3 * BLOCK + 4096, 5 * BLOCK - 100, 1)
+
+names = st.integers(0, 9)
+some_names = st.lists(names, min_size=1, max_size=6, unique=True)
+
+
+def object_of(name: int) -> StoredObject:
+    return StoredObject(hashlib.sha256(str(name).encode()).digest()[:DIGEST_BYTES], SIZES[name % len(SIZES)])
+
+
+def bytes_of(one: StoredObject) -> bytes:
+    return hashlib.shake_128(one.digest).digest(one.nbytes)
+
+
+class Objects(RuleBasedStateMachine):
+    """The model: which objects were stored, and which of those were damaged since.
+
+    An object is there if it was stored and not removed, for there is room for all. One that was damaged may fail, and
+    is not there after that. Whatever is loaded has the right bytes, and nothing beside it in memory was touched.
+    """
+
+    @initialize()
+    def begin(self):
+        self.folder = tempfile.mkdtemp(prefix="kvhoist-", dir=os.environ.get("KVHOIST_TEST_DIR"))
+        self.arena = mmap.mmap(-1, ARENA)
+        self.stored: set[int] = set()
+        self.damaged: set[int] = set()
+        self.tasks = 0
+        self.start()
+
+    def start(self):
+        import ctypes
+
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.arena))
+        self.ended, self.changed = {}, threading.Condition()
+        config = tier_settings({"path": self.folder, "capacity": "4MiB", "direct_io": "prefer"})
+        memory = [(self.address, EDGE, True), (self.address + EDGE, ARENA - EDGE, False)]
+        self.store = ObjectStore(config, Place("test", "objects", {}), BLOCK, memory, self.end)
+
+    def end(self, task):
+        with self.changed:
+            self.ended[task.task_id] = task
+            self.changed.notify_all()
+
+    def moved(self, begin) -> list[bool]:
+        """Runs a task to its end."""
+        self.tasks += 1
+        begin(self.tasks)
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.tasks in self.ended, 60), "a task never ended"
+            return self.ended.pop(self.tasks).moved
+
+    def lay_out(self, chosen: list[int], gap: int) -> list[int]:
+        """Addresses of objects in the arena, one behind the other from `gap` pages on."""
+        addresses, at = [], gap * 4096
+        for name in chosen:
+            addresses.append(self.address + at)
+            at += -(-object_of(name).nbytes // 4096) * 4096
+        assert at <= ARENA
+        return addresses
+
+    def memory(self, address: int, nbytes: int) -> slice:
+        return slice(address - self.address, address - self.address + nbytes)
+
+    @rule(chosen=some_names, gap=st.integers(0, 12), chained=st.booleans())
+    def save(self, chosen, gap, chained):
+        objects, addresses = [object_of(name) for name in chosen], self.lay_out(chosen, gap)
+        self.arena[:] = b"\xff" * ARENA
+        for one, address in zip(objects, addresses):
+            self.arena[self.memory(address, one.nbytes)] = bytes_of(one)
+        after = [None, *objects[:-1]] if chained else [None] * len(objects)
+        assert all(self.moved(lambda task: self.store.submit_store(task, objects, addresses, after)))
+        self.stored.update(chosen)
+
+    @rule(chosen=some_names, gap=st.integers(0, 12))
+    def load(self, chosen, gap):
+        objects, addresses = [object_of(name) for name in chosen], self.lay_out(chosen, gap)
+        self.arena[:] = b"\xee" * ARENA
+        moved = self.moved(lambda task: self.store.submit_load(task, objects, addresses))
+        expected = bytearray(b"\xee" * ARENA)
+        for name, one, address, good in zip(chosen, objects, addresses, moved):
+            assert not good or name in self.stored, "something that nobody stored"
+            assert good or name not in self.stored - self.damaged, "a sound object failed"
+            place = self.memory(address, one.nbytes)
+            expected[place] = bytes_of(one) if good else self.arena[place]
+            if not good:
+                self.stored.discard(name)
+                self.damaged.discard(name)
+        assert self.arena[:] == expected, "other bytes, or beside an object"
+
+    @rule(name=names)
+    def remove(self, name):
+        assert self.store.remove(object_of(name)) or name not in self.stored
+        self.stored.discard(name)
+        self.damaged.discard(name)
+
+    @rule(damaged=st.sets(names, max_size=3))
+    def restart(self, damaged):
+        self.store.close()
+        (path,) = Path(self.folder).rglob("kvhoist.store")
+        data = path.read_bytes()
+        for name in damaged & self.stored:
+            end = bytes_of(object_of(name))[-BLOCK // 4 :]
+            if len(end) > 16 and end in data:
+                data = data.replace(end, bytes(len(end)))
+                self.damaged.add(name)
+        path.write_bytes(data)
+        self.start()
+
+    @invariant()
+    def what_is_there_was_stored(self):
+        there = self.store.contains_each([object_of(name) for name in range(10)])
+        assert {name for name in range(10) if there[name]} == self.stored
+
+    def teardown(self):
+        self.store.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+TestObjects = Objects.TestCase
+TestObjects.settings = settings(
+    max_examples=int(os.environ.get("KVHOIST_EXAMPLES", 15)),
+    stateful_step_count=20,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
