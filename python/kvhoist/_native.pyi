@@ -53,6 +53,15 @@ class Queue:
     def drain(self) -> list[tuple[int, list[bool | BaseException]]]:
         """What has completed, oldest first: (ticket, results), a failed block's exception in its place."""
 
+class Answers:
+    """Whether one key is resident, in the words of an engine that asks for each key of each prompt."""
+
+    def answer(self, key: bytes, context: object = None) -> Any:
+        """The answer for the chunk of that name: `known`'s where it has one, else the index's. No I/O, no use."""
+
+def chunk_keys(names: list[bytes]) -> list[bytes]:
+    """The keys of an engine's chunks, whose names are hashes already."""
+
 class Cache:
     """The engine's cache. One dict of the engine's settings; see `kvhoist.Cache` for the rest."""
 
@@ -70,6 +79,8 @@ class Cache:
         """How many leading keys are resident. One short lock, no I/O, no use counted."""
     def contains(self, key: Key) -> bool:
         """Whether a key is resident. One short lock, no I/O, no use counted."""
+    def answers(self, resident: Any, absent: Any, known: dict[bytes, Any]) -> Answers:
+        """Answers with these objects; `known` has the names of which the program knows better than the index."""
     def touch(self, keys: Sequence[Key]) -> None:
         """Counts a use of every resident block of a chain, as a load of it would. No I/O."""
     def contains_each(self, keys: Sequence[Key]) -> list[bool]:

@@ -12,8 +12,9 @@ import os
 import select
 import time
 from dataclasses import dataclass, field
-from typing import Any, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Mapping, Sequence
 
+from ._native import chunk_keys
 from .cache import Cache, slot_bytes, slots_within, store_bytes
 from .config import DEFAULT_HOST_BYTES, HiCacheConfig, config_error
 from .hicache import _make_directory, _slug
@@ -134,8 +135,21 @@ class ChunkStore:
         self._owner: dict[int, int] = {}
         self._ended: list[Ended] = []
         self._closed = False
-        #: Whether one key is there: no I/O. The cache's own method, for it is called for every key of every prompt.
-        self.contains = self.cache.contains
+
+    def contains(self, name: bytes) -> bool:
+        """Whether one chunk is there. No I/O."""
+        return self.cache.contains(*chunk_keys([name]))
+
+    def answers(self, resident: Any, absent: Any, known: dict[bytes, Any]) -> Callable[[bytes, Any], Any]:
+        """`contains` in an engine's own words, as fast as it can be: it is asked for every key of every prompt.
+
+        `known` has the names of which the adapter knows better.
+        """
+        return self.cache.answers(resident, absent, known).answer
+
+    def touch(self, names: Iterable[bytes]) -> None:
+        """Counts a use of chunks, given in the order of their prefix. No I/O."""
+        self.cache.touch(chunk_keys(list(names)))
 
     def goes_straight(self) -> bool:
         """Whether chunks go straight between drive and memory: what the engine will do with them."""
@@ -160,9 +174,10 @@ class ChunkStore:
                 base, size = self.region.address, self.chunk_bytes
                 blocks = [(base + offset, size) for offset in offsets]
                 if is_load:
-                    ticket = self._queue.submit_load(keys, blocks)
+                    ticket = self._queue.submit_load(chunk_keys(keys), blocks)
                 else:
-                    ticket = self._queue.submit_store(keys, blocks, parent)
+                    before = None if parent is None else chunk_keys([parent])[0]
+                    ticket = self._queue.submit_store(chunk_keys(keys), blocks, before)
             except Exception as error:
                 job.failed.update(dict.fromkeys(keys, error))
                 continue

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import re
 import time
@@ -61,7 +62,7 @@ from .failures import Failures  # noqa: E402
 logger = logging.getLogger(__name__)
 
 #: Changes whenever stored chunks would be read differently.
-FORMAT = "vllm-tier-v1"
+FORMAT = "vllm-tier-v2"
 
 #: Keys that failed and are a miss until they are stored again, at most.
 _LOST_MAX = 65_536
@@ -129,10 +130,11 @@ class KvhoistTier(SecondaryTierManager):
             raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
         self.place = _place(offloading_spec, row_bytes, self.config.revision)
         self.store = ChunkStore(self.config, self.place, row_bytes, primary_kv_view)
-        self._contains = self.store.contains
-        self._loading: set[bytes] = set()
-        #: Keys whose last load failed. A dict for its order.
-        self._lost: dict[bytes, None] = {}
+        #: Keys that are answered for otherwise than the index has it: RETRY for those whose load is under way, MISS for
+        #: those whose last load failed, until they are stored again.
+        self._known: dict[bytes, LookupResult] = {}
+        # Also instead of the method: a prompt has thousands of keys, and every step asks for them.
+        self.lookup = self._answer = self.store.answers(_HIT, _MISS, self._known)
         self._touched_by_vllm = False
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
         failures = Failures(logger, "chunks")
@@ -159,13 +161,7 @@ class KvhoistTier(SecondaryTierManager):
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """HIT or MISS from the index, at once; RETRY while a load of the key is under way."""
-        try:
-            if not self._contains(key) or key in self._lost:
-                return _MISS
-            return _RETRY if key in self._loading else _HIT
-        except Exception as error:
-            self._failed("lookup", error)
-            return _MISS
+        return self._answer(key, req_context)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
         """Counts a use of chunks, which vLLM may have in its own memory."""
@@ -173,7 +169,7 @@ class KvhoistTier(SecondaryTierManager):
         self._guarded("touch", None, lambda: self._touch(list(keys), req_context))
 
     def _touch(self, keys: list[bytes], context: Any) -> None:
-        self.store.cache.touch(keys)
+        self.store.touch(keys)
         if not hasattr(context, "get_offload_key_position"):
             touched = _prefix(context).touched
             for key in keys:
@@ -191,7 +187,7 @@ class KvhoistTier(SecondaryTierManager):
         for group, chunks in self._by_group(keys, offsets, job.req_context).items():
             if chunks[-1][0] is not None:
                 prefix.ends[group] = chunks[-1][:2]
-        self._loading.update(keys)
+        self._known.update(dict.fromkeys(keys, _RETRY))
         self.store.submit_load(job.job_id, keys, offsets)
 
     def submit_store(self, job_metadata: Any) -> None:
@@ -260,15 +256,18 @@ class KvhoistTier(SecondaryTierManager):
             why = next((error for error in job.failed.values() if error is not False), "evicted meanwhile")
             self._failed("load" if job.is_load else "store", why, len(job.failed))
         if job.is_load:
-            self._loading.difference_update(job.good, job.failed)
-            for key in job.failed:
-                # Until it is stored again: a load that fails for ever must not be tried for ever.
-                self._lost[key] = None
-            while len(self._lost) > _LOST_MAX:
-                del self._lost[next(iter(self._lost))]
+            for key in job.good:
+                self._known.pop(key, None)
+            # Until they are stored again: a load that fails for ever must not be tried for ever.
+            self._known.update(dict.fromkeys(job.failed, _MISS))
+            if len(self._known) > _LOST_MAX:
+                lost = (key for key, answer in self._known.items() if answer is _MISS)
+                for key in list(itertools.islice(lost, len(self._known) - _LOST_MAX)):
+                    del self._known[key]
         else:
             for key in job.good:
-                self._lost.pop(key, None)
+                if self._known.get(key) is _MISS:
+                    del self._known[key]
             if self._events is not None and job.good:
                 self._events.append(OffloadingEvent(job.good, self.medium, removed=False, locality=self.locality))
         more = {"transfer_bytes": len(job.good) * self.store.chunk_bytes} if _HAS_BYTES else {}
@@ -297,7 +296,7 @@ class KvhoistTier(SecondaryTierManager):
 
     def _touch_finished(self, places: Mapping[bytes, int]) -> None:
         if places:
-            self.store.cache.touch(sorted(places, key=places.__getitem__))
+            self.store.touch(sorted(places, key=places.__getitem__))
 
     # What vLLM asks besides
 
@@ -356,8 +355,9 @@ class KvhoistTier(SecondaryTierManager):
 
     def shutdown(self) -> None:
         """Waits for the jobs, lets go of vLLM's memory, and closes the store."""
-        self._contains = lambda _key: False
         self._guarded("shutdown", None, self.store.close)
+        # From here on the index has nothing.
+        self._known.clear()
 
 
 #: 0.28 has no bytes in its results.

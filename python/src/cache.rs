@@ -13,6 +13,7 @@ use pyo3::{
 };
 
 use crate::{
+    answers::PyAnswers,
     blocks::Blocks,
     buffer::Buffer,
     convert::{self, OnError},
@@ -156,6 +157,16 @@ impl PyCache {
     fn contains(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let cache = self.use_it(py)?;
         Ok(cache.match_len(&[keys::one(key)?]) == 1)
+    }
+
+    fn answers(
+        &self,
+        py: Python<'_>,
+        resident: Py<PyAny>,
+        absent: Py<PyAny>,
+        known: Py<PyDict>,
+    ) -> PyResult<PyAnswers> {
+        Ok(PyAnswers::new(self.use_it(py)?.clone(), resident, absent, known))
     }
 
     fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {

@@ -65,6 +65,38 @@ pub fn one(key: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
     Err(errors::argument(key.py(), "key", type_name(key), "a str or bytes"))
 }
 
+/// The key of an engine's chunk, whose name is a hash already: an engine asks for thousands of them in a step, and a
+/// digest of each would cost more than the look-up.
+///
+/// A hash of 32 bytes with the number of its group behind it lends 28 bytes of the hash to the key, and the number. A
+/// shorter hash is filled up with zeros and its length, where groups have numbers below 2^31. Whatever else there may be
+/// is digested.
+pub fn of_chunk(name: &[u8]) -> BlockKey {
+    let mut key = [0; 32];
+    match name.len() {
+        36 => {
+            key[..28].copy_from_slice(&name[..28]);
+            key[28..].copy_from_slice(&name[32..]);
+        }
+        length @ 0..=28 => {
+            key[..length].copy_from_slice(name);
+            key[28..].copy_from_slice(&(1 << 31 | length as u32).to_be_bytes());
+        }
+        _ => return digest(name),
+    }
+    BlockKey::new(key)
+}
+
+/// The keys of chunks, as `bytes`.
+#[pyfunction]
+pub fn chunk_keys<'py>(py: Python<'py>, names: &Bound<'py, PyList>) -> PyResult<Bound<'py, PyList>> {
+    let keys = names.iter().map(|name| match name.cast::<PyBytes>() {
+        Ok(name) => Ok(PyBytes::new(py, of_chunk(name.as_bytes()).as_bytes())),
+        Err(_) => Err(errors::argument(py, "names", type_name(&name), "a list of bytes")),
+    });
+    PyList::new(py, keys.collect::<PyResult<Vec<_>>>()?)
+}
+
 /// An optional key.
 pub fn optional(key: Option<&Bound<'_, PyAny>>) -> PyResult<Option<BlockKey>> {
     key.map(one).transpose()

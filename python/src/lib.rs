@@ -3,6 +3,7 @@
 //! Everything that waits does so without the interpreter's lock. What people call is documented in
 //! `kvhoist/_native.pyi` and in the Python half, which is thin on top of this.
 
+mod answers;
 mod blocks;
 mod buffer;
 mod cache;
@@ -29,6 +30,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<cache::PyCache>()?;
     module.add_class::<queue::PyQueue>()?;
     module.add_class::<region::PyRegion>()?;
+    module.add_class::<answers::PyAnswers>()?;
+    module.add_function(wrap_pyfunction!(keys::chunk_keys, module)?)?;
     module.add_function(wrap_pyfunction!(logs::logs_take, module)?)?;
     module.add_function(wrap_pyfunction!(logs::logs_end, module)?)?;
     module.add_function(wrap_pyfunction!(logs::logs_renew, module)?)?;

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import hashlib
 import mmap
 import os
 import pickle
+import random
 import select
 import signal
 import subprocess
@@ -20,6 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvhoist
+from kvhoist._native import chunk_keys
 
 BLOCK = 8192
 
@@ -603,3 +606,34 @@ def test_the_examples_in_the_docs_run(store_dir, monkeypatch):
     for module in (kvhoist, kvhoist.config):
         failed, tried = doctest.testmod(module)
         assert tried > 0 and failed == 0
+
+
+def test_chunks_of_any_names_have_keys_of_their_own(seed):
+    rng = random.Random(seed)
+    whole = rng.randbytes(64)
+    names = [whole[:length] for length in range(65)]
+    # As an engine has them: one hash in several groups, and hashes that differ in one byte.
+    names += [whole[:32] + group.to_bytes(4, "big") for group in range(1, 300)]
+    names += [bytes(n) + b"\1" + bytes(35 - n) for n in range(28)]
+    keys = chunk_keys(list(names))
+    assert all(len(key) == 32 for key in keys)
+    assert len(set(keys)) == len(set(names)) == len(names)
+    assert chunk_keys(list(names)) == keys
+    with pytest.raises(kvhoist.ArgumentError):
+        chunk_keys(["a name"])
+
+
+def test_answers_are_the_programs_own_objects():
+    there, lost, gone = (hashlib.sha256(name).digest() + bytes(4) for name in (b"a", b"b", b"c"))
+    hit, miss, retry, known = object(), object(), object(), {}
+    with kvhoist.Cache(block_bytes=16, host_bytes="1MiB") as cache:
+        cache.store(chunk_keys([there, lost]), [bytes(16)] * 2)
+        answer = cache.answers(hit, miss, known).answer
+        assert answer(there) is answer(lost, "whoever asks") is hit
+        assert answer(gone) is answer(None) is answer("a name") is miss
+        known |= {lost: miss, gone: retry}
+        assert [answer(name) for name in (there, lost, gone)] == [hit, miss, retry]
+        known.clear()
+        cache.remove(*chunk_keys([there]))
+        assert [answer(name) for name in (there, lost, gone)] == [miss, hit, miss]
+    assert answer(lost) is miss, "a cache that is closed has nothing"

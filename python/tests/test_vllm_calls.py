@@ -120,10 +120,12 @@ class SchedulerCalls(RuleBasedStateMachine):
         storing = {key for job in jobs if not job.is_load for keys in job.tickets.values() for key in keys}
         loading = {key for job in jobs if job.is_load for keys in job.tickets.values() for key in keys}
         told = {key for ended in tier.store._ended for key in (*ended.good, *ended.failed)}
-        assert loading <= tier._loading <= loading | told
+        retried = {key for key, answer in tier._known.items() if answer.name == "RETRY"}
+        lost = {key for key, answer in tier._known.items() if answer.name == "MISS"}
+        assert loading <= retried <= loading | told
         for key in self.stored - self.damaged - storing:
             assert tier.store.contains(key), "a chunk was lost"
-        assert tier._lost.keys() <= self.damaged, "a chunk that is sound was given up"
+        assert lost <= self.damaged, "a chunk that is sound was given up"
 
     def teardown(self):
         if self.engine is not None:

@@ -1,0 +1,59 @@
+//! `kvhoist.Answers`: whether one key is resident, in the words of an engine that asks for each key of each prompt.
+
+use kvhoist::Cache;
+use pyo3::{
+    PyTraverseError, PyVisit,
+    prelude::*,
+    types::{PyBytes, PyDict},
+};
+
+use crate::{keys, process::ProcessLocal};
+
+/// Answers with objects of the engine's own. `Cache.answers` makes it.
+#[pyclass(frozen, module = "kvhoist", name = "Answers")]
+pub struct PyAnswers {
+    cache: ProcessLocal<Cache>,
+    resident: Py<PyAny>,
+    absent: Py<PyAny>,
+    /// Keys of which the program knows better than the index, and what is answered for them.
+    known: Py<PyDict>,
+}
+
+impl PyAnswers {
+    pub fn new(cache: Cache, resident: Py<PyAny>, absent: Py<PyAny>, known: Py<PyDict>) -> Self {
+        PyAnswers { cache: ProcessLocal::new(cache), resident, absent, known }
+    }
+}
+
+#[pymethods]
+impl PyAnswers {
+    /// With the interpreter's lock held: to let go of it would take longer than the answer.
+    #[pyo3(signature = (key, context=None))]
+    fn answer(
+        &self,
+        py: Python<'_>,
+        key: &Bound<'_, PyAny>,
+        context: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<Py<PyAny>> {
+        // The engine says who asks; the answer is the same for all.
+        let _ = context;
+        let known = self.known.bind(py);
+        if !known.is_empty()
+            && let Some(answer) = known.get_item(key)?
+        {
+            return Ok(answer.unbind());
+        }
+        // What is no name, and in a forked child everything, is absent: this is called where nothing may be raised.
+        let is_resident = match (self.cache.here(), key.cast::<PyBytes>()) {
+            (Some(cache), Ok(name)) => cache.match_len(&[keys::of_chunk(name.as_bytes())]) == 1,
+            _ => false,
+        };
+        Ok(if is_resident { &self.resident } else { &self.absent }.clone_ref(py))
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        visit.call(&self.resident)?;
+        visit.call(&self.absent)?;
+        visit.call(&self.known)
+    }
+}
