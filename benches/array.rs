@@ -2,12 +2,13 @@
 //! rounds.
 //!
 //!     cargo bench --bench array -- [load|store|fetch]... [--path PATH]... [--block-bytes N]... [--drive-mib N]
-//!                                  [--drives N]... [--rounds N] [--workers N]
+//!                                  [--drives N]... [--rounds N] [--workers N] [--read-mib N] [--write-mib N]
 //!
 //! A PATH is a block device, whose content is lost, or a directory; without one a temporary directory plays a single
 //! drive. For each number of drives (1, 2, 4, .. up to all of them) and each block size, a table: threads alone,
-//! threads that also take the checksum, and the cache with one caller and with four. Every byte that the cache serves
-//! is verified by its checksum within the measured time, and by stamps after it.
+//! threads that also take the checksum, threads that read into the places of the caller's pool as the cache does (the
+//! others each have one buffer, which may stay in the processor's cache), and the cache with one caller and with four.
+//! Every byte that the cache serves is verified by its checksum within the measured time, and by stamps after it.
 
 use std::{
     env,
@@ -54,6 +55,9 @@ struct Options {
     drive_bytes: u64,
     rounds: u64,
     workers: Option<u32>,
+    /// Bytes that the cache may have in flight.
+    read_bytes: Option<u64>,
+    write_bytes: Option<u64>,
     /// How many drives of the paths make an array.
     drives: Vec<usize>,
 }
@@ -76,6 +80,8 @@ fn options() -> io::Result<Options> {
         drive_bytes: 1 << 30,
         rounds: 5,
         workers: None,
+        read_bytes: None,
+        write_bytes: None,
         drives: Vec::new(),
     };
     let mut args = env::args().skip(1).filter(|arg| arg != "--bench");
@@ -88,6 +94,8 @@ fn options() -> io::Result<Options> {
             "--drive-mib" => options.drive_bytes = number(value()?)? << 20,
             "--rounds" => options.rounds = number(value()?)?.max(1),
             "--workers" => options.workers = Some(number(value()?)? as u32),
+            "--read-mib" => options.read_bytes = Some(number(value()?)? << 20),
+            "--write-mib" => options.write_bytes = Some(number(value()?)? << 20),
             "--drives" => options.drives.push(number(value()?)? as usize),
             "load" | "store" | "fetch" => options.names.push(arg),
             _ => {
@@ -125,6 +133,16 @@ fn run(options: &Options) -> io::Result<()> {
     Ok(())
 }
 
+/// What threads beside the cache do.
+#[derive(Clone, Copy, Default)]
+struct Peer {
+    writes: bool,
+    /// They also take the checksum.
+    sums: bool,
+    /// Into the blocks' places in the pool, and not into one buffer a thread.
+    into_pool: bool,
+}
+
 /// A cache over some drives, and a pool of the caller's with room for every block.
 struct Array {
     cache: Cache,
@@ -145,13 +163,17 @@ impl Array {
         for path in paths {
             wipe(path)?;
         }
+        let defaults = Config::default();
         let settings = Config {
             block_bytes,
-            host_blocks: 256,
+            // Few beside the blocks: what is fetched comes from the drives.
+            host_blocks: (slots * paths.len() as u32 / 8).clamp(2 * FETCHERS as u32, 256),
             disks: paths.iter().map(|path| DiskPath { path: path.clone(), blocks: slots }).collect(),
             bypass_host: true,
             workers: options.workers,
-            ..Config::default()
+            read_bytes_in_flight_max: options.read_bytes.unwrap_or(defaults.read_bytes_in_flight_max),
+            write_bytes_in_flight_max: options.write_bytes.unwrap_or(defaults.write_bytes_in_flight_max),
+            ..defaults
         };
         let blocks = settings.disk_blocks();
         let cache = block_on(Cache::open(settings.clone())).map_err(other)?;
@@ -210,10 +232,13 @@ impl Array {
     }
 
     fn loads(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
-        let mut entrants = vec![self.threads("pread", *THREADS.last().expect("some"), false, false)];
+        let mut entrants = vec![self.threads("pread", *THREADS.last().expect("some"), Peer::default())];
         let fewer = THREADS[..THREADS.len() - 1].iter();
-        entrants.extend(fewer.map(|&threads| self.threads("pread", threads, false, false)));
-        entrants.push(self.threads("pread + checksum", THREADS_SUM, false, true));
+        entrants.extend(fewer.map(|&threads| self.threads("pread", threads, Peer::default())));
+        let [sums, into_pool] = [Peer { sums: true, ..Peer::default() }, Peer { into_pool: true, ..Peer::default() }];
+        entrants.push(self.threads("pread + checksum", THREADS_SUM, sums));
+        entrants.push(self.threads("pread into the pool", *THREADS.last().expect("some"), into_pool));
+        entrants.push(self.threads("pread into the pool + checksum", THREADS_SUM, Peer { sums: true, ..into_pool }));
         entrants.extend([1, 4].map(|callers| {
             Entrant::new(format!("kvhoist load_into, {callers} callers"), move |round| {
                 self.spoil();
@@ -228,8 +253,9 @@ impl Array {
 
     fn stores(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
         let next = &AtomicU64::new(self.blocks);
-        let mut entrants = vec![self.threads("pwrite", *THREADS.last().expect("some"), true, false)];
-        entrants.push(self.threads("pwrite", 4, true, false));
+        let mut entrants =
+            vec![self.threads("pwrite", *THREADS.last().expect("some"), Peer { writes: true, ..Peer::default() })];
+        entrants.push(self.threads("pwrite", 4, Peer { writes: true, ..Peer::default() }));
         entrants.extend([1, 4].map(|callers| {
             Entrant::new(format!("kvhoist store_from, {callers} callers"), move |_| {
                 let first = next.fetch_add(self.blocks, Ordering::Relaxed);
@@ -248,7 +274,7 @@ impl Array {
     fn fetches(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(FETCHERS).build()?;
         let runtime = &runtime;
-        let mut entrants = vec![self.threads("pread", 32, false, false)];
+        let mut entrants = vec![self.threads("pread", 32, Peer::default())];
         entrants.push(Entrant::new(format!("kvhoist fetch, {FETCHERS} tasks"), move |round| {
             let order: std::sync::Arc<Vec<u64>> = std::sync::Arc::new(shuffled(!round, self.blocks).collect());
             let next = std::sync::Arc::new(AtomicUsize::new(0));
@@ -275,22 +301,25 @@ impl Array {
     }
 
     /// Threads that each move one block after the other, in a random order over all of them.
-    fn threads(&self, name: &str, threads: usize, writes: bool, sums: bool) -> Entrant<'_> {
+    fn threads(&self, name: &str, threads: usize, peer: Peer) -> Entrant<'_> {
         let slabs: Vec<_> = (0..threads).map(|_| Slab::new(self.block_bytes, 1).map(Mutex::new)).collect();
         Entrant::new(format!("{name}, {threads} threads"), move |round| {
             let order: Vec<u64> = shuffled(round ^ (1 << 32), self.blocks).collect();
             let next = AtomicUsize::new(0);
             let one = |slab: &io::Result<Mutex<Slab>>| -> io::Result<()> {
                 let mut slab = slab.as_ref().map_err(other)?.lock().map_err(other)?;
-                let block = slab.block(0);
                 while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let block = match peer.into_pool {
+                        // SAFETY: the pool lives as long as `self`, and a round comes to each of its places once.
+                        true => unsafe { std::slice::from_raw_parts_mut(self.place(n).ptr, self.block_bytes) },
+                        false => slab.block(0),
+                    };
                     let (file, at) = self.places[n as usize];
-                    if writes {
-                        self.files[file].write_all_at(block, at)?;
-                    } else {
-                        self.files[file].read_exact_at(block, at)?;
+                    match peer.writes {
+                        true => self.files[file].write_all_at(block, at)?,
+                        false => self.files[file].read_exact_at(block, at)?,
                     }
-                    if sums {
+                    if peer.sums {
                         std::hint::black_box(checksum(block));
                     }
                 }

@@ -225,7 +225,8 @@ pub struct Config {
     /// only. The rest goes through host slots. Such a call ends when the kernel has given the memory back: a disk that
     /// stalls holds it up past `deadline_ms`.
     pub bypass_host: bool,
-    /// Bytes that reads of the disk tier may have in flight. At least one block.
+    /// Bytes that reads of the disk tier may have in flight. At least one block. The default keeps one to three drives
+    /// busy; for an array 32 MiB a drive is a good value.
     pub read_bytes_in_flight_max: u64,
     /// Bytes that writes to the disk tier may have in flight. At least one block.
     pub write_bytes_in_flight_max: u64,
@@ -245,9 +246,9 @@ pub struct Config {
     /// Failures in a row of one file, without a success between them, before the disk tier is taken out of service
     /// (reads) or takes no more blocks (writes). At least 1.
     pub disk_failures_max: u32,
-    /// Threads that take checksums and copies of host memory off the reactor, so that neither is bound by one core. 0:
-    /// all of it is done on the reactor. `None`: half the processors that the process may use, 4 at most; none where it
-    /// may use two or fewer. 0 to 256.
+    /// Threads that take reads, checksums and copies of host memory off the reactor, so that none of them is bound by
+    /// one core. 0: all of it is done on the reactor. `None`: half the processors that the process may use, 8 at most;
+    /// none where it may use two or fewer. 0 to 256.
     pub workers: Option<u32>,
     /// Microseconds for which the reactor looks for work before it sleeps; while a movement is under way it then does
     /// not sleep at all, and takes a processor. Worth it for single blocks from fast disks, most of all in a virtual
@@ -316,7 +317,7 @@ impl Config {
     pub fn worker_threads(&self) -> u32 {
         self.workers.unwrap_or_else(|| {
             let processors = std::thread::available_parallelism().map_or(1, usize::from);
-            if processors <= 2 { 0 } else { (processors / 2).min(4) as u32 }
+            if processors <= 2 { 0 } else { (processors / 2).min(8) as u32 }
         })
     }
 

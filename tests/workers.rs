@@ -132,3 +132,57 @@ fn workers_find_every_damaged_block() {
         block_on(cache.close()).expect("close");
     }
 }
+
+#[test]
+fn blocks_that_are_fetched_together_are_read_by_workers_and_damaged_ones_are_found() {
+    let (dir, mut pool) = (directory(), Pool::filled());
+    let places = pool.places(1);
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 2))).expect("open");
+    let region = pool.register(&cache);
+    all(block_on(cache.store_from(&keys(), None, &places)).expect("stored"));
+    block_on(cache.close()).expect("close");
+    drop(region);
+    damage(&dir, &payload(7, BLOCK)[..64]);
+
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 2))).expect("open again");
+    let fetch = &|n: u64| block_on(cache.fetch(&key(n))).expect("no error").map(|lease| lease.to_vec());
+    let fetched: Vec<_> = std::thread::scope(|scope| {
+        let callers: Vec<_> = (0..BLOCKS as u64).map(|n| scope.spawn(move || fetch(n))).collect();
+        callers.into_iter().map(|caller| caller.join().expect("no panic")).collect()
+    });
+    for (n, found) in (0..).zip(fetched) {
+        assert_eq!(found, (n != 7).then(|| payload(n, BLOCK)), "block {n}");
+    }
+    assert_eq!(cache.stats().checksum_failures, 1);
+    assert!(cache.stats().work_done > BLOCKS as u64 / 4, "{} pieces of work", cache.stats().work_done);
+    block_on(cache.close()).expect("close");
+}
+
+#[test]
+fn loads_that_are_given_up_leave_their_memory_to_the_workers_until_the_kernel_is_done() {
+    let (dir, mut pool) = (directory(), Pool::filled());
+    let places = pool.places(1);
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 2))).expect("open");
+    let region = pool.register(&cache);
+    all(block_on(cache.store_from(&keys(), None, &places)).expect("stored"));
+    for polls in 1..20 {
+        let (keys, places) = (keys(), places.clone());
+        let mut load = Box::pin(cache.load_into(&keys, &places));
+        for _ in 0..polls {
+            let waker = std::task::Context::from_waker(std::task::Waker::noop());
+            if load.as_mut().poll(&mut { waker }).is_ready() {
+                break;
+            }
+            std::thread::yield_now();
+        }
+    }
+    // Waits for what is under way: the pool is ours after that.
+    block_on(cache.unregister(&region)).expect("unregistered");
+    pool.0.fill(0xee);
+    assert!(pool.0.iter().all(|&byte| byte == 0xee), "nobody writes there any more");
+    let region = pool.register(&cache);
+    assert_eq!(all(block_on(cache.load_into(&keys(), &places)).expect("loaded")), [true; BLOCKS]);
+    assert!((0..BLOCKS).all(|n| pool.holds(n)), "the right bytes");
+    block_on(cache.unregister(&region)).expect("unregistered");
+    block_on(cache.close()).expect("close");
+}

@@ -131,7 +131,8 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
     let metrics = Metrics::new();
-    let workers = Workers::start(config.worker_threads(), Arc::clone(&metrics.work_done))
+    let rings = matches!(reactor, Reactor::Uring(_));
+    let workers = Workers::start(config.worker_threads(), rings, Arc::clone(&metrics.work_done))
         .map_err(|source| Error::io("start", "the worker threads", source))?;
     let host_copies = Memcpy::with_workers(Rc::clone(&workers));
     let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies, host_copies).await?;

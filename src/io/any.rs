@@ -1,6 +1,6 @@
 //! The engine picked at run time.
 
-use std::{io, ptr::NonNull};
+use std::{fs::File, io, ptr::NonNull, sync::Arc};
 
 use super::{Storage, blocking::Blocking, uring::Uring};
 use crate::{block::FileId, memory::Lent};
@@ -42,6 +42,13 @@ impl Storage for AnyStorage {
         match self {
             AnyStorage::Uring(engine) => engine.write(file, offset, buf).await,
             AnyStorage::Blocking(engine) => engine.write(file, offset, buf).await,
+        }
+    }
+
+    fn file(&self, file: FileId) -> Option<Arc<File>> {
+        match self {
+            AnyStorage::Uring(engine) => engine.file(file),
+            AnyStorage::Blocking(engine) => engine.file(file),
         }
     }
 

@@ -68,25 +68,25 @@ async fn transfer<S: Storage>(
 }
 
 /// How far a transfer is: pure bookkeeping, no I/O.
-struct Progress {
+pub(super) struct Progress {
     kind: OpKind,
     file: FileId,
     offset: u64,
-    len: usize,
+    pub(super) len: usize,
     /// Bytes from the start that are moved for good.
-    done: usize,
+    pub(super) done: usize,
     /// Direct I/O may be in use: go on from a multiple of [`IO_ALIGN`] only.
     aligned: bool,
     fruitless: u32,
 }
 
 impl Progress {
-    fn new(kind: OpKind, file: FileId, offset: u64, buf: &Lent) -> Self {
+    pub(super) fn new(kind: OpKind, file: FileId, offset: u64, buf: &Lent) -> Self {
         let aligned = offset.is_multiple_of(IO_ALIGN as u64);
         Progress { kind, file, offset, len: buf.len(), done: 0, aligned, fruitless: 0 }
     }
 
-    fn account(&mut self, result: io::Result<usize>) -> io::Result<()> {
+    pub(super) fn account(&mut self, result: io::Result<usize>) -> io::Result<()> {
         match result {
             Ok(0) => Err(self.ended()),
             Ok(moved) if moved > self.len - self.done => Err(self.error(

@@ -53,6 +53,12 @@ pub trait Storage: 'static {
     /// Flushes to the medium (`fdatasync`) every write that had completed when this one started.
     fn sync(&self, file: FileId) -> impl Future<Output = io::Result<()>>;
 
+    /// The file, where rings of other threads may read and write it too.
+    fn file(&self, file: FileId) -> Option<Arc<File>> {
+        let _ = file;
+        None
+    }
+
     /// Has the kernel keep memory at hand, so that operations on it cost less. What [`Lent::fixed`] is to name for its
     /// first [`FIXED_BYTES_MAX`] bytes; for the next ones it is the number after. `None`: not with this engine, or
     /// refused, which is in the log. Blocks while the memory is pinned, some 30 ms a GiB.
@@ -74,7 +80,7 @@ pub trait Storage: 'static {
 /// True where the machine lacked something for a moment: the same operation may succeed later.
 pub(crate) fn is_shortage(error: &io::Error) -> bool {
     const SHORTAGES: [i32; 4] = [libc::ENOMEM, libc::ENOBUFS, libc::EAGAIN, libc::EINTR];
-    error.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
+    error.kind() == io::ErrorKind::Interrupted || error.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
 }
 
 /// The file of that id, or an error that says how many there are.

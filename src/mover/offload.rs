@@ -1,9 +1,16 @@
-//! Checksums, on a worker or here.
+//! Reads and checksums, on a worker or here.
 
-use std::sync::Arc;
+use std::{io, sync::Arc};
 
 use super::{Mover, budget::Kind};
-use crate::{block::Segment, checksum::Digest, device::CopyEngine, io::Storage, memory::Readable};
+use crate::{
+    block::{FileId, Segment},
+    checksum::Digest,
+    device::CopyEngine,
+    io::{Storage, read_full},
+    memory::{Lent, Readable},
+    workers::Summed,
+};
 
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
 const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
@@ -16,6 +23,31 @@ unsafe fn read<'a>(segment: &Segment) -> &'a [u8] {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Reads a range of a file into the memory that is lent, and gives that back. The checksum of its first block, if a
+    /// worker read it and has it.
+    ///
+    /// A block that is alone is read here: handing over would only take time.
+    pub(super) async fn read(&self, file: FileId, offset: u64, lent: Lent) -> io::Result<Option<u64>> {
+        let bytes = lent.len() as u64;
+        let is_alone = !self.workers.is_busy()
+            && self.budget.in_flight(Kind::Read) <= bytes
+            && self.budget.in_flight(Kind::Write) == 0;
+        let handle =
+            if is_alone || !self.workers.read() || !self.workers.take(bytes) { None } else { self.storage.file(file) };
+        let Some(handle) = handle else {
+            return read_full(&self.storage, file, offset, lent).await.0.map(|()| None);
+        };
+        let _busy = self.workers.enter();
+        let block_bytes = self.shared.config.block_bytes;
+        match self.workers.read_and_sum(handle, file, offset, lent, block_bytes).await {
+            Some(Summed { buf, result }) => {
+                drop(buf);
+                result.map(Some)
+            }
+            None => Err(io::Error::new(io::ErrorKind::Interrupted, "the worker that read the block is gone")),
+        }
+    }
+
     /// The checksum of a block in memory that `guard` keeps, which comes back.
     ///
     /// On a worker, so that the reactor goes on to serve the ring; here where there is none, and for a block that is

@@ -14,7 +14,7 @@ use crate::{
     block::{BlockKey, Direction, FileId, OpKind, Route, Segment, Tier},
     device::{CopyBatch, CopyEngine, DevicePool, pair_segments},
     error::{Error, Result},
-    io::{Storage, read_full},
+    io::Storage,
     memory::Lent,
     state::{Class, Filling, Message, Outcome, Pin, Promotion, Purpose, Settled, Unverified, blames_disk, verify},
 };
@@ -116,7 +116,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     pub(super) async fn verify_here(&self, unverified: Unverified) -> Outcome {
-        let (sum, unverified) = self.checksum_of(unverified).await;
+        let (sum, unverified) = match unverified.sum {
+            Some(sum) => (sum, unverified),
+            None => self.checksum_of(unverified).await,
+        };
         let matches = sum == unverified.checksum;
         self.shared.finish_read(unverified, matches)
     }
@@ -125,7 +128,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey) {
         let outcome = match self.read_host(key).await {
             Ok(Read::Unverified(unverified)) => {
-                let mine = self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
+                let mine = unverified.sum.is_some() || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
                 let left = if mine { Err(unverified) } else { self.shared.leave_unverified(key, unverified) };
                 match left {
                     Ok(tickets) => {
@@ -160,15 +163,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let (result, filling) = self.read_slot(file, offset, filling).await;
                 drop(share);
                 self.shared.account(&self.failures, file, OpKind::Read, &result);
-                if let Err(source) = result {
-                    self.shared.metrics.read_errors.add(1);
-                    match blames_disk(&source) {
-                        true => self.shared.unlink(pin, Some(filling), "it cannot be read"),
-                        false => self.shared.abort_read(pin, filling),
+                match result {
+                    Ok(sum) => Ok(Read::Unverified(Unverified { source: pin, filling, checksum, sum, started })),
+                    Err(source) => {
+                        self.shared.metrics.read_errors.add(1);
+                        match blames_disk(&source) {
+                            true => self.shared.unlink(pin, Some(filling), "it cannot be read"),
+                            false => self.shared.abort_read(pin, filling),
+                        }
+                        Err(Error::io("read", self.path_of(file), source))
                     }
-                    return Err(Error::io("read", self.path_of(file), source));
                 }
-                Ok(Read::Unverified(Unverified { source: pin, filling, checksum, started }))
             }
             Source::Device(pin) => {
                 drop(share);
@@ -208,9 +213,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Source::Gone
     }
 
-    async fn read_slot(&self, file: FileId, offset: u64, filling: Filling) -> (std::io::Result<()>, Filling) {
+    /// Reads a disk slot into a host slot. With the checksum of its block, if a worker has it.
+    async fn read_slot(&self, file: FileId, offset: u64, filling: Filling) -> (std::io::Result<Option<u64>>, Filling) {
         let slot = filling.slot();
-        let owner: Arc<dyn Any + Send + Sync> = Arc::new(filling);
+        let filling = Arc::new(filling);
+        let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&filling) as _;
         // SAFETY: the range is an unpublished slot, owned by `filling`, which lives in the `Lent`;
         // `filling` keeps the arena alive.
         let lent = unsafe {
@@ -221,9 +228,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 owner,
             )
         };
-        let (result, lent) = read_full(&self.storage, file, offset, lent).await;
-        let filling = lent.into_owner().downcast::<Filling>().expect("lent with this owner");
-        (result, Arc::into_inner(filling).expect("the engine keeps no owner"))
+        let result = self.read(file, offset, lent).await;
+        (result, Arc::into_inner(filling).expect("the memory was given back"))
     }
 
     async fn copy_from_device(&self, pin: Pin, filling: Filling) -> Outcome {

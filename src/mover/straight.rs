@@ -90,8 +90,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let (result, (pin, job)) = self.transfer(OpKind::Read, file, offset, &job.places(), (pin, job)).await;
         drop(share);
-        match result {
-            Ok(()) => self.shared.account(&self.failures, file, OpKind::Read, &result),
+        let summed = match result {
+            Ok(summed) => {
+                self.shared.account(&self.failures, file, OpKind::Read, &Ok(()));
+                summed
+            }
             // The processor could not write there either.
             Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
                 self.shared.metrics.looked_up(Some(Tier::Disk));
@@ -105,8 +108,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 tracing::debug!(%error, "a read into a caller's memory failed; it is tried through a host slot");
                 return Straight::Elsewhere(job);
             }
-        }
-        let (sum, job) = self.checksum_of(job).await;
+        };
+        let (sum, job) = match summed {
+            Some(sum) => (sum, job),
+            None => self.checksum_of(job).await,
+        };
         if sum != checksum {
             tracing::debug!("a block read into a caller's memory is not what it should be; it is read again");
             return Straight::Elsewhere(job);
@@ -208,7 +214,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(Some(Target { id, filling, file, offset }))
     }
 
-    /// Reads a slot into segments, or writes it from them, all at once; `guards` keep both, and come back.
+    /// Reads a slot into segments, or writes it from them, all at once; `guards` keep both, and come back. With the
+    /// checksum of what was read, if a worker has it.
     async fn transfer<G: Send + Sync + 'static>(
         self: &Rc<Self>,
         kind: OpKind,
@@ -216,7 +223,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         offset: u64,
         segments: &[(Segment, Option<u16>)],
         guards: G,
-    ) -> (io::Result<()>, G) {
+    ) -> (io::Result<Option<u64>>, G) {
         let guards = Arc::new(guards);
         let mut at = offset;
         let operation = |(segment, fixed): &(Segment, Option<u16>)| {
@@ -226,18 +233,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // SAFETY: the segment lies in a region that the job among the guards holds, whose owner promised at
             // registration to keep it mapped, not to write to what is stored from and not to touch what is loaded.
             let lent = unsafe { Lent::new(start, segment.len, fixed, owner) };
-            let (this, from) = (Rc::clone(self), at);
+            let (this, from, is_whole) = (Rc::clone(self), at, segments.len() == 1);
             at += segment.len as u64;
             async move {
                 match kind {
-                    OpKind::Read => read_full(&this.storage, file, from, lent).await.0,
-                    OpKind::Write => write_full(&this.storage, file, from, lent).await.0,
+                    OpKind::Read if is_whole => this.read(file, from, lent).await,
+                    OpKind::Read => read_full(&this.storage, file, from, lent).await.0.map(|()| None),
+                    OpKind::Write => write_full(&this.storage, file, from, lent).await.0.map(|()| None),
                     OpKind::Sync => unreachable!("a flush has no segments"),
                 }
             }
         };
         let operations = segments.iter().map(operation);
-        let mut result = Ok(());
+        let mut result = Ok(None);
         if segments.len() == 1 {
             // Most blocks are one segment, which needs no task of its own.
             for operation in operations {

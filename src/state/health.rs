@@ -67,10 +67,10 @@ pub(crate) struct Failures([Cell<u32>; 3]);
 
 impl Failures {
     /// Counts the end of an operation; the number of failures in a row when it was one.
-    pub(super) fn count(&self, kind: OpKind, result: &io::Result<()>) -> Option<u32> {
+    pub(super) fn count<T>(&self, kind: OpKind, result: &io::Result<T>) -> Option<u32> {
         let count = &self.0[kind as usize];
         match result {
-            Ok(()) => {
+            Ok(_) => {
                 count.set(0);
                 None
             }
@@ -97,11 +97,11 @@ mod tests {
     #[test]
     fn only_failures_in_a_row_count() {
         let failures = Failures::default();
-        let eio = || Err(io::Error::from_raw_os_error(libc::EIO));
+        let eio = || Err::<(), _>(io::Error::from_raw_os_error(libc::EIO));
         assert_eq!(failures.count(OpKind::Read, &eio()), Some(1));
         assert_eq!(failures.count(OpKind::Read, &eio()), Some(2));
         assert_eq!(failures.count(OpKind::Write, &eio()), Some(1), "each kind for itself");
-        assert_eq!(failures.count(OpKind::Read, &Err(io::Error::from_raw_os_error(libc::ENOSPC))), None);
+        assert_eq!(failures.count(OpKind::Read, &Err::<(), _>(io::Error::from_raw_os_error(libc::ENOSPC))), None);
         assert_eq!(failures.count(OpKind::Read, &eio()), Some(3), "a shortage says nothing of the disk");
         assert_eq!(failures.count(OpKind::Read, &Ok(())), None);
         assert_eq!(failures.count(OpKind::Read, &eio()), Some(1));

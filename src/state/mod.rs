@@ -330,6 +330,8 @@ pub(crate) struct Unverified {
     pub(crate) filling: Filling,
     /// What its checksum must be.
     pub(crate) checksum: u64,
+    /// What it is, where a worker has taken it.
+    pub(crate) sum: Option<u64>,
     pub(crate) started: Instant,
 }
 

@@ -123,7 +123,7 @@ impl Shared {
 
     /// Publishes a block that matched, or gives it up for good; a pin for who verified it.
     pub(crate) fn finish_read(self: &Arc<Self>, unverified: Unverified, matches: bool) -> Outcome {
-        let Unverified { source, filling, checksum, started } = unverified;
+        let Unverified { source, filling, checksum, started, .. } = unverified;
         if !matches {
             self.metrics.checksum_failures.add(1);
             self.unlink(source, Some(filling), "its checksum does not match");

@@ -25,10 +25,11 @@ pub struct Doomed {
     pub paths: Vec<PathBuf>,
 }
 
-/// Removes a store for good, if `confirm` says so: its files, or the superblocks of its devices. Returns whether it did.
+/// Removes a store for good, if `confirm` says so: its files, or the superblocks of its devices. True where it did.
 ///
-/// `paths` are all paths of one store, in any order. What is around the files stays. Nobody can open the store meanwhile.
-/// The blocks of a device stay readable to who may read the device: discard it (`blkdiscard`) where that matters.
+/// `paths` are all paths of one store, in any order. What is around the files stays. Nobody can open the store
+/// meanwhile. The blocks of a device stay readable to those who may read the device: discard it (`blkdiscard`) where
+/// that matters.
 ///
 /// # Errors
 /// [`Error::Store`] where the paths are not all of one store of this program, or a process has it open;

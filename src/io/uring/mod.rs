@@ -19,11 +19,13 @@
 //! submitted, for ever if they wait for it so. [`yield_now`] of this module goes through the ring
 //! and lets the runtime park.
 
+mod lane;
 mod op;
 mod probe;
 mod runtime;
 mod table;
 
+pub(crate) use lane::{Bell, Ended, Lane, TRANSFERS_MAX, Transfer};
 pub use probe::probe;
 pub use runtime::{Runtime, runtime};
 
@@ -148,6 +150,10 @@ impl Storage for Uring {
 
     async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
         self.transfer(OpKind::Write, file, offset, buf).await
+    }
+
+    fn file(&self, file: FileId) -> Option<Arc<File>> {
+        self.files.get(usize::from(file.0)).cloned()
     }
 
     async fn sync(&self, file: FileId) -> io::Result<()> {
