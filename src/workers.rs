@@ -400,6 +400,12 @@ impl Workers {
         matches!(self.kind, Kind::Threads { read: true, .. })
     }
 
+    /// True where a simulated worker dies while it reads.
+    #[cfg(feature = "sim")]
+    pub(crate) fn loses_read(&self) -> bool {
+        matches!(&self.kind, Kind::Simulated(draw) if draw().is_none())
+    }
+
     /// Reads all of `buf` on a worker, which then takes the checksum of its first `sum_bytes` bytes. `None` where no
     /// worker reads, and where it was lost with its worker: the kernel is done with the memory, which is given back.
     ///

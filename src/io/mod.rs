@@ -80,7 +80,7 @@ pub trait Storage: 'static {
 /// True where the machine lacked something for a moment: the same operation may succeed later.
 pub(crate) fn is_shortage(error: &io::Error) -> bool {
     const SHORTAGES: [i32; 4] = [libc::ENOMEM, libc::ENOBUFS, libc::EAGAIN, libc::EINTR];
-    error.kind() == io::ErrorKind::Interrupted || error.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
+    error.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
 }
 
 /// The file of that id, or an error that says how many there are.

@@ -23,19 +23,26 @@ unsafe fn read<'a>(segment: &Segment) -> &'a [u8] {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Reads a range of a file into the memory that is lent, and gives that back. The checksum of its first block, if a
-    /// worker read it and has it.
+    /// Reads a range of a file into the memory that `lend` lends, and gives that back. The checksum of its first block,
+    /// if a worker read it and has it.
     ///
-    /// A block that is alone is read here: handing over would only take time.
-    pub(super) async fn read(&self, file: FileId, offset: u64, lent: Lent) -> io::Result<Option<u64>> {
+    /// A block that is alone is read here: handing over would only take time. So is one that was lost with its worker.
+    pub(super) async fn read(&self, file: FileId, offset: u64, lend: impl Fn() -> Lent) -> io::Result<Option<u64>> {
+        let lent = lend();
         let bytes = lent.len() as u64;
         let is_alone = !self.workers.is_busy()
             && self.budget.in_flight(Kind::Read) <= bytes
             && self.budget.in_flight(Kind::Write) == 0;
-        let handle =
-            if is_alone || !self.workers.read() || !self.workers.take(bytes) { None } else { self.storage.file(file) };
-        let Some(handle) = handle else {
-            return read_full(&self.storage, file, offset, lent).await.0.map(|()| None);
+        if is_alone || !self.workers.take(bytes) {
+            return self.read_here(file, offset, lent).await;
+        }
+        #[cfg(feature = "sim")]
+        if self.workers.loses_read() {
+            drop(self.read_here(file, offset, lent).await);
+            return self.read_here(file, offset, lend()).await;
+        }
+        let Some(handle) = self.storage.file(file).filter(|_| self.workers.read()) else {
+            return self.read_here(file, offset, lent).await;
         };
         let _busy = self.workers.enter();
         let block_bytes = self.shared.config.block_bytes;
@@ -44,8 +51,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(buf);
                 result.map(Some)
             }
-            None => Err(io::Error::new(io::ErrorKind::Interrupted, "the worker that read the block is gone")),
+            None => self.read_here(file, offset, lend()).await,
         }
+    }
+
+    async fn read_here(&self, file: FileId, offset: u64, lent: Lent) -> io::Result<Option<u64>> {
+        read_full(&self.storage, file, offset, lent).await.0.map(|()| None)
     }
 
     /// The checksum of a block in memory that `guard` keeps, which comes back.

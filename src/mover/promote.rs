@@ -218,17 +218,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let slot = filling.slot();
         let filling = Arc::new(filling);
         let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&filling) as _;
-        // SAFETY: the range is an unpublished slot, owned by `filling`, which lives in the `Lent`;
-        // `filling` keeps the arena alive.
-        let lent = unsafe {
-            Lent::new(
-                self.shared.host_ptr(slot),
-                self.shared.config.slot_bytes(),
-                self.shared.fixed_buffer(slot),
-                owner,
-            )
-        };
-        let result = self.read(file, offset, lent).await;
+        let (start, len) = (self.shared.host_ptr(slot), self.shared.config.slot_bytes());
+        let fixed = self.shared.fixed_buffer(slot);
+        // SAFETY: the range is an unpublished slot, owned by `filling`, which lives in each `Lent`, of which there is
+        // one at a time; `filling` keeps the arena alive.
+        let lend = move || unsafe { Lent::new(start, len, fixed, Arc::clone(&owner)) };
+        let result = self.read(file, offset, lend).await;
         (result, Arc::into_inner(filling).expect("the memory was given back"))
     }
 

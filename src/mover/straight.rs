@@ -230,16 +230,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let fixed = *fixed;
             let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&guards) as _;
             let start = NonNull::new(segment.ptr).expect("no region begins at 0");
+            let (len, is_whole) = (segment.len, segments.len() == 1);
             // SAFETY: the segment lies in a region that the job among the guards holds, whose owner promised at
             // registration to keep it mapped, not to write to what is stored from and not to touch what is loaded.
-            let lent = unsafe { Lent::new(start, segment.len, fixed, owner) };
-            let (this, from, is_whole) = (Rc::clone(self), at, segments.len() == 1);
+            // It is lent once at a time.
+            let lend = move || unsafe { Lent::new(start, len, fixed, Arc::clone(&owner)) };
+            let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
             async move {
                 match kind {
-                    OpKind::Read if is_whole => this.read(file, from, lent).await,
-                    OpKind::Read => read_full(&this.storage, file, from, lent).await.0.map(|()| None),
-                    OpKind::Write => write_full(&this.storage, file, from, lent).await.0.map(|()| None),
+                    OpKind::Read if is_whole => this.read(file, from, lend).await,
+                    OpKind::Read => read_full(&this.storage, file, from, lend()).await.0.map(|()| None),
+                    OpKind::Write => write_full(&this.storage, file, from, lend()).await.0.map(|()| None),
                     OpKind::Sync => unreachable!("a flush has no segments"),
                 }
             }
