@@ -69,8 +69,8 @@ pub fn one(key: &Bound<'_, PyAny>) -> PyResult<BlockKey> {
 /// digest of each would cost more than the look-up.
 ///
 /// A hash of 32 bytes with the number of its group behind it lends 28 bytes of the hash to the key, and the number. A
-/// shorter hash is filled up with zeros and its length, where groups have numbers below 2^31. Whatever else there may be
-/// is digested.
+/// shorter hash is filled up with zeros and its length, where groups have numbers below 2^31. Whatever else there may
+/// be is digested.
 pub fn of_chunk(name: &[u8]) -> BlockKey {
     let mut key = [0; 32];
     match name.len() {
