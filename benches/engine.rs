@@ -2,7 +2,7 @@
 //!
 //!     cargo bench --bench engine -- [disk|tmpfs|store|pool|hits|idle|start]... [--rounds N] [--spin-us N] [--dir DIR]
 //!
-//! Without a name all of them run.
+//! Without a name all of them run. `hits` compares the eviction policies, in turns.
 
 use std::{
     fs::OpenOptions,
@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, block_on};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Eviction, block_on};
 use kvhoist_bench_kit::{
     drive::{self, Options, each, key, other, run_local, store_stamped},
     measure::{Entrant, Sample, Stopwatch, interleave, ratio, table},
@@ -58,53 +58,106 @@ fn config(options: &Options, dir: &Path, block_bytes: usize, host_blocks: u32, d
     Config { block_bytes, host_blocks, disks, spin_us: options.spin_us, ..Config::default() }
 }
 
-/// The middle one of `rounds` timings of `n` operations, nanoseconds an operation.
-fn median_ns(rounds: usize, n: u64, mut run: impl FnMut()) -> f64 {
-    let mut timings: Vec<f64> = (0..rounds)
-        .map(|_| {
-            let started = Instant::now();
-            run();
-            started.elapsed().as_nanos() as f64 / n as f64
-        })
-        .collect();
-    timings.sort_by(f64::total_cmp);
-    timings[rounds / 2]
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
 }
 
-fn hits(options: &Options) -> io::Result<()> {
-    let blocks = 16_384u64;
-    let settings =
-        Config { block_bytes: 4096, host_blocks: blocks as u32, spin_us: options.spin_us, ..Config::default() };
-    let cache = block_on(Cache::open(settings)).map_err(other)?;
-    let keys: Vec<BlockKey> = (0..blocks).map(key).collect();
-    let data = vec![0; 4096];
-    for (n, key) in keys.iter().enumerate() {
-        let parent = (!n.is_multiple_of(128)).then(|| &keys[n - 1]);
-        block_on(cache.store(key, parent, &data)).map_err(other)?;
+/// Nanoseconds an operation of `run`, `n` operations, with each policy: the rounds in turns, the middle one of each.
+/// And the middle one of the ratios within a round, operations a second with the last policy over the first.
+fn policies_in_turns(rounds: u64, n: u64, mut run: impl FnMut(&HostOnly)) -> io::Result<([f64; 2], f64)> {
+    let caches = [HostOnly::open(Eviction::Lru)?, HostOnly::open(Eviction::Rb)?];
+    let mut timings = [Vec::new(), Vec::new()];
+    for round in 0..=rounds {
+        // Who goes first changes: a processor that warms up favors the second.
+        for at in if round % 2 == 0 { [0, 1] } else { [1, 0] } {
+            let started = Instant::now();
+            run(&caches[at]);
+            timings[at].push(started.elapsed().as_nanos() as f64 / n as f64);
+        }
     }
-    let ns = median_ns(9, blocks * 8, || {
+    let ratios = timings[0].iter().zip(&timings[1]).skip(1).map(|(lru, rb)| lru / rb).collect();
+    // The first round warms the caches of the processor.
+    let ns = timings.map(|timings| median(timings[1..].to_vec()));
+    for HostOnly { cache, .. } in &caches {
+        block_on(cache.close()).map_err(other)?;
+    }
+    Ok((ns, median(ratios)))
+}
+
+/// A cache in memory that holds chains of 128 blocks, and nothing is missing.
+struct HostOnly {
+    cache: Cache,
+    keys: Vec<BlockKey>,
+}
+
+impl HostOnly {
+    const BLOCKS: u64 = 16_384;
+
+    fn open(eviction_policy: Eviction) -> io::Result<Self> {
+        let settings =
+            Config { block_bytes: 4096, host_blocks: Self::BLOCKS as u32, eviction_policy, ..Config::default() };
+        let cache = block_on(Cache::open(settings)).map_err(other)?;
+        let keys: Vec<BlockKey> = (0..Self::BLOCKS).map(key).collect();
+        let data = vec![0; 4096];
+        for (n, key) in keys.iter().enumerate() {
+            let parent = (!n.is_multiple_of(128)).then(|| &keys[n - 1]);
+            block_on(cache.store(key, parent, &data)).map_err(other)?;
+        }
+        Ok(HostOnly { cache, keys })
+    }
+
+    fn fetch_all(&self) {
         block_on(async {
-            for _ in 0..8 {
-                for key in &keys {
-                    std::hint::black_box(cache.fetch(key).await.expect("fetch").expect("resident"));
-                }
+            for key in &self.keys {
+                std::hint::black_box(self.cache.fetch(key).await.expect("fetch").expect("resident"));
             }
         });
-    });
-    println!("host hits through fetch, one thread: {:.2} M/s ({ns:.0} ns each; bar 5 M/s)", 1e3 / ns);
-    for (length, bar_us) in [(8, 0.3), (32, 1.0), (128, 4.0)] {
-        let chains = blocks / 128;
-        let ns = median_ns(9, chains * 64, || {
-            for _ in 0..64 {
-                for chain in keys.chunks_exact(128) {
-                    assert_eq!(std::hint::black_box(cache.match_prefix(&chain[..length])).len(), length);
-                }
-            }
-        });
-        println!("match_prefix of {length} resident keys: {:.2} us (bar {bar_us} us)", ns / 1e3);
     }
-    println!();
-    block_on(cache.close()).map_err(other)
+
+    /// As an engine does: each chain is matched, then fetched.
+    fn match_and_fetch_all(&self) {
+        for chain in self.keys.chunks_exact(128) {
+            assert_eq!(self.cache.match_len(chain), 128);
+            block_on(async {
+                for key in chain {
+                    std::hint::black_box(self.cache.fetch(key).await.expect("fetch").expect("resident"));
+                }
+            });
+        }
+    }
+}
+
+/// Bar of what a policy may cost: operations a second with RB over LRU.
+const POLICY_BAR: f64 = 0.97;
+
+fn hits(options: &Options) -> io::Result<()> {
+    let rounds = options.rounds.max(9);
+    let blocks = HostOnly::BLOCKS;
+    println!("{:<44} {:>10} {:>10} {:>9}", "in host memory, one thread", "lru", "rb", "rb/lru");
+    let (ns, ratio) = policies_in_turns(rounds, blocks * 8, |host| (0..8).for_each(|_| host.fetch_all()))?;
+    let rates = ns.map(|ns| 1e3 / ns);
+    println!("{:<44} {:>10.2} {:>10.2} {ratio:>9.3}", "fetch, M/s (bar 5)", rates[0], rates[1]);
+    let mut worst = ratio;
+    let (ns, ratio) = policies_in_turns(rounds, blocks * 8, |host| (0..8).for_each(|_| host.match_and_fetch_all()))?;
+    let rates = ns.map(|ns| 1e3 / ns);
+    println!("{:<44} {:>10.2} {:>10.2} {ratio:>9.3}", "match and fetch 128, M blocks/s", rates[0], rates[1]);
+    worst = worst.min(ratio);
+    for (length, bar_us) in [(8, 0.3), (32, 1.0), (128, 4.0)] {
+        let (ns, ratio) = policies_in_turns(rounds, blocks / 128 * 64, |host| {
+            for _ in 0..64 {
+                for chain in host.keys.chunks_exact(128) {
+                    assert_eq!(std::hint::black_box(host.cache.match_prefix(&chain[..length])).len(), length);
+                }
+            }
+        })?;
+        let what = format!("match_prefix of {length} keys, us (bar {bar_us})");
+        println!("{what:<44} {:>10.2} {:>10.2} {ratio:>9.3}", ns[0] / 1e3, ns[1] / 1e3);
+        worst = worst.min(ratio);
+    }
+    let verdict = if worst >= POLICY_BAR { "holds" } else { "MISSED" };
+    println!("rb over lru is {worst:.3} at the least; the bar of {POLICY_BAR} {verdict}\n");
+    Ok(())
 }
 
 fn store_blocks(cache: &Cache, blocks: u64, depth: usize) -> io::Result<()> {

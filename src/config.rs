@@ -5,7 +5,7 @@ use std::{fmt, path::PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    block::{IO_ALIGN, Layout},
+    block::{IO_ALIGN, Layout, Tier},
     error::{Error, Result},
 };
 
@@ -33,6 +33,20 @@ pub enum Eviction {
     /// again after its eviction (see [`Rb`](crate::index::Rb)). Better than `Lru` where many blocks are used once and
     /// the tier is small. Takes up to 48 bytes more a slot.
     Rb,
+    /// As `Rb`; and the last tier (disk, or host memory without one) refuses a part of the blocks that are new to it,
+    /// with all that follow them in their chains, while it gives up blocks before they are asked for again. A store
+    /// that is refused is no error: where there is a disk tier its block stays in host memory only, else it is a miss
+    /// when it is asked for. Refusals are counted ([`TierStats::refused`](crate::TierStats::refused)).
+    RbRefuse,
+}
+
+impl Eviction {
+    /// The policy of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [("lru", Eviction::Lru), ("rb", Eviction::Rb), ("rb_refuse", Eviction::RbRefuse)]
+            .into_iter()
+            .find_map(|(known, policy)| (known == name).then_some(policy))
+    }
 }
 
 /// What serves reads and writes of the disk tier.
@@ -306,6 +320,17 @@ impl Config {
     /// memory can have, which no [valid](Self::validate) setting is.
     pub fn slot_bytes(&self) -> usize {
         self.block_bytes.checked_next_multiple_of(IO_ALIGN).unwrap_or(usize::MAX)
+    }
+
+    /// The tier below which there is none: what it does not have is nowhere.
+    pub(crate) fn last_tier(&self) -> Tier {
+        if self.disks.is_empty() { Tier::Host } else { Tier::Disk }
+    }
+
+    /// Blocks that are asked for again may be in host memory and not yet on disk, where they are to be.
+    pub(crate) fn selects_for_disk(&self) -> bool {
+        !self.disks.is_empty()
+            && (self.write_policy == WritePolicy::WriteThroughSelective || self.eviction_policy == Eviction::RbRefuse)
     }
 
     /// Slots of the whole disk tier.

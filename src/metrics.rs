@@ -47,6 +47,7 @@ impl Count {
 pub(crate) struct TierMetrics {
     pub(crate) hits: Count,
     pub(crate) evictions: Count,
+    pub(crate) refused: Count,
     pub(crate) bytes_in: Count,
     pub(crate) bytes_out: Count,
 }
@@ -118,10 +119,11 @@ pub(crate) struct Metrics {
     pub(crate) cufile_in_use: Gauge,
 }
 
-const COUNTERS: [(&str, Unit, &str); 25] = [
+const COUNTERS: [(&str, Unit, &str); 26] = [
     ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded that were found, by the tier that had them"),
     ("kvhoist_misses_total", Unit::Count, "Blocks fetched or loaded that no tier had"),
     ("kvhoist_evictions_total", Unit::Count, "Slots given up to make room, by tier"),
+    ("kvhoist_refused_total", Unit::Count, "New blocks that a full tier did not take in, by tier"),
     ("kvhoist_bytes_in_total", Unit::Bytes, "Bytes moved into a tier, by tier"),
     ("kvhoist_bytes_out_total", Unit::Bytes, "Bytes moved out of a tier, by tier"),
     ("kvhoist_moved_blocks_total", Unit::Count, "Blocks served or moved, by route"),
@@ -161,6 +163,7 @@ impl Metrics {
             tiers: Tier::ALL.map(|tier| TierMetrics {
                 hits: labelled("kvhoist_hits_total", "tier", tier.name()),
                 evictions: labelled("kvhoist_evictions_total", "tier", tier.name()),
+                refused: labelled("kvhoist_refused_total", "tier", tier.name()),
                 bytes_in: labelled("kvhoist_bytes_in_total", "tier", tier.name()),
                 bytes_out: labelled("kvhoist_bytes_out_total", "tier", tier.name()),
             }),

@@ -8,7 +8,10 @@ use std::{
 };
 
 use common::key;
-use kvhoist::{Tier, index::Index};
+use kvhoist::{
+    Tier,
+    index::{Index, Lru, Policy, Rb},
+};
 
 struct Counting;
 
@@ -50,8 +53,43 @@ fn bytes_per_entry(entries: u64, resident: impl Fn(u64, Tier) -> bool) -> usize 
     bytes.div_ceil(entries as usize) - KEY_BYTES
 }
 
+/// Bytes a slot of a disk tier that is full, has evicted as much again three times, and was half used again.
+fn bytes_per_slot(slots: u64, policy: Policy) -> usize {
+    let before = LIVE_BYTES.load(Relaxed);
+    let mut policy = Some(policy);
+    let mut index = Index::with_policies(1, |tier| match tier {
+        Tier::Disk => policy.take().expect("there is one disk tier"),
+        _ => Policy::Lru(Lru::new()),
+    });
+    index.try_reserve(slots as usize).expect("there is memory");
+    for n in 0..slots * 4 {
+        let slot = (n >= slots).then(|| index.victim(Tier::Disk).expect("nothing is held"));
+        let slot = slot.map_or(n as u32, |victim| index.evict(victim, Tier::Disk));
+        let id = index.insert(key(n), None);
+        assert!(index.begin_fill(id, Tier::Disk) && index.complete_fill(id, Tier::Disk, slot));
+        if n % 2 == 0 {
+            index.touch(id);
+        }
+    }
+    let bytes = LIVE_BYTES.load(Relaxed) - before;
+    index.validate().expect("valid");
+    bytes.div_ceil(slots as usize)
+}
+
+fn rb_costs_at_most_48_bytes_a_slot_more_than_lru() {
+    for slots in [10_000, 14_400, 29_000] {
+        let lru = bytes_per_slot(slots, Policy::Lru(Lru::new()));
+        let [rb, refusing] = [Rb::new(slots as u32), Rb::refusing(slots as u32)]
+            .map(|rb| bytes_per_slot(slots, Policy::Rb(Box::new(rb))));
+        println!("{slots} slots: {lru} B a slot with LRU, {rb} B with RB, {refusing} B where it may refuse");
+        assert!(rb <= lru + 48 && refusing <= lru + 48, "{slots} slots: {lru}, {rb} and {refusing} bytes");
+    }
+}
+
+/// One test, because bytes are counted for the whole process.
 #[test]
 fn an_entry_costs_at_most_200_bytes_plus_its_key() {
+    rb_costs_at_most_48_bytes_a_slot_more_than_lru();
     // Tables double: just above a power of two is the worst, just below it the best.
     for entries in [100_000, 120_000, 230_000] {
         let disk = bytes_per_entry(entries, |_, tier| tier == Tier::Disk);

@@ -17,6 +17,7 @@ struct Tiered {
     next_slot: u32,
     hits: u64,
     uses: u64,
+    stores: u64,
 }
 
 impl Tiered {
@@ -26,7 +27,7 @@ impl Tiered {
             Tier::Disk => policy.take().expect("there is one disk tier"),
             _ => Policy::Lru(Lru::new()),
         });
-        Tiered { index, slots, next_slot: 0, hits: 0, uses: 0 }
+        Tiered { index, slots, next_slot: 0, hits: 0, uses: 0, stores: 0 }
     }
 
     fn request(&mut self, chain: &[BlockKey]) {
@@ -42,16 +43,21 @@ impl Tiered {
             held.push(id);
         }
         for at in found.len()..chain.len() {
+            let parent = at.checked_sub(1).map(|parent| chain[parent]);
             if self.index.resident(Tier::Disk) == self.slots {
+                if self.index.refuses(&chain[at], parent.as_ref(), false, Tier::Disk) {
+                    continue;
+                }
                 let Some(victim) = self.index.victim(Tier::Disk) else { break };
                 self.index.evict(victim, Tier::Disk);
             }
-            let id = self.index.insert(chain[at], at.checked_sub(1).map(|parent| chain[parent]));
+            let id = self.index.insert(chain[at], parent);
             if !self.index.begin_fill(id, Tier::Disk) {
                 // It was left over behind a gap.
                 continue;
             }
             self.next_slot += 1;
+            self.stores += 1;
             assert!(self.index.complete_fill(id, Tier::Disk, self.next_slot));
             self.index.pin(id, Tier::Disk).expect("resident");
             held.push(id);
@@ -61,13 +67,16 @@ impl Tiered {
         }
     }
 
-    fn ratio(&self) -> f64 {
-        self.hits as f64 / self.uses as f64
+    /// Hits and stores of all references.
+    fn ratio(&self) -> [f64; 2] {
+        [self.hits, self.stores].map(|count| count as f64 / self.uses as f64)
     }
 }
 
-fn ratios(trace: &[Vec<BlockKey>], slots: usize) -> [f64; 2] {
-    [Policy::Lru(Lru::new()), Policy::Rb(Box::new(Rb::new(slots as u32)))].map(|policy| {
+/// Hits and stores of LRU, of RB, and of RB that may refuse.
+fn ratios(trace: &[Vec<BlockKey>], slots: usize) -> [[f64; 2]; 3] {
+    let [rb, refusing] = [Rb::new(slots as u32), Rb::refusing(slots as u32)].map(|rb| Policy::Rb(Box::new(rb)));
+    [Policy::Lru(Lru::new()), rb, refusing].map(|policy| {
         assert!(policy.is_empty());
         let mut tier = Tiered::new(policy, slots);
         trace.iter().for_each(|chain| tier.request(chain));
@@ -100,9 +109,11 @@ fn workload() -> Vec<Vec<BlockKey>> {
 fn what_is_used_again_survives_what_never_is() {
     let trace = workload();
     for slots in [200, 400] {
-        let [lru, rb] = ratios(&trace, slots);
-        println!("{slots} slots: LRU {lru:.4}, RB {rb:.4}");
+        let [[lru, lru_stores], [rb, _], [refusing, stores]] = ratios(&trace, slots);
+        println!("{slots} slots: LRU {lru:.4}, RB {rb:.4}, where it may refuse {refusing:.4}");
         assert!(rb > lru * 1.3, "{slots} slots: LRU {lru:.4}, RB {rb:.4}");
+        assert!(refusing > lru * 1.3, "{slots} slots: LRU {lru:.4}, RB that may refuse {refusing:.4}");
+        assert!(stores <= lru_stores, "{slots} slots: LRU stores {lru_stores:.4}, RB that may refuse {stores:.4}");
     }
 }
 
@@ -124,7 +135,7 @@ fn on_a_recorded_trace() {
     let slots = std::env::var("KVHOIST_SLOTS").unwrap_or_else(|_| "1827,3655,9139,18279,36558,73116".into());
     println!("{} requests, {} distinct blocks", trace.len(), distinct.len());
     for slots in slots.split(',').map(|slots| slots.parse().expect("a number")) {
-        let [lru, rb] = ratios(&trace, slots);
-        println!("{slots} slots: LRU {lru:.4}, RB {rb:.4}");
+        let [[lru, _], [rb, _], [refusing, stores]] = ratios(&trace, slots);
+        println!("{slots} slots: LRU {lru:.4}, RB {rb:.4}, where it may refuse {refusing:.4} with {stores:.4} stores");
     }
 }

@@ -213,10 +213,10 @@ fn foreign_files_are_refused_and_stay_as_they_are() {
         ),
         (
             with("newer", &|b| {
-                b[8] = 2;
+                b[8] = 3;
                 reseal(b);
             }),
-            "format version 2",
+            "format version 3",
         ),
         (
             with("impossible", &|b| {

@@ -18,6 +18,7 @@ fn object(summary: &Summary) -> Value {
             let value = json!({
                 "hits": tally.hits[tier as usize],
                 "evictions": figures.evictions,
+                "refused": figures.refused,
                 "bytes_in": figures.bytes_in,
                 "bytes_out": figures.bytes_out,
                 "resident": figures.resident,

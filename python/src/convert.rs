@@ -64,6 +64,7 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>
         let named = [
             ("hits", figures.hits),
             ("evictions", figures.evictions),
+            ("refused", figures.refused),
             ("bytes_in", figures.bytes_in),
             ("bytes_out", figures.bytes_out),
             ("resident", figures.resident),

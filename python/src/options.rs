@@ -32,7 +32,7 @@ pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> 
                 )?;
             }
             "eviction_policy" => {
-                let kinds = [("lru", Eviction::Lru), ("rb", Eviction::Rb)];
+                let kinds = [("lru", Eviction::Lru), ("rb", Eviction::Rb), ("rb_refuse", Eviction::RbRefuse)];
                 config.eviction_policy = word(&value, "eviction_policy", &kinds)?;
             }
             "storage" => {

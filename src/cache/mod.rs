@@ -29,13 +29,13 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use crate::{
     block::{BlockKey, Tier},
     checksum::checksum,
-    config::{Config, WritePolicy},
+    config::Config,
     error::{Error, Result},
     fork::HomeBound,
     index::PrefixMatch,
     mover::{Command, DeviceRead, Urgent},
     shield::shield,
-    state::{Class, Committed, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared},
+    state::{Class, Committed, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared, Use},
 };
 
 /// Blocks that [`Cache::touch`] counts before it lets others at the index.
@@ -161,7 +161,7 @@ impl Cache {
             Found::Miss => None,
             Found::Elsewhere => shield(self.promote(key, Tier::Host)).await?,
         };
-        if self.config().write_policy == WritePolicy::WriteThroughSelective && pin.is_some() {
+        if pin.is_some() && self.config().selects_for_disk() {
             self.write_selected(key);
         }
         Ok(pin.map(Lease::new))
@@ -181,7 +181,7 @@ impl Cache {
             Found::Miss => None,
             Found::Elsewhere => shield(self.promote(key, Tier::Device)).await?,
         };
-        if self.config().write_policy == WritePolicy::WriteThroughSelective && pin.is_some() {
+        if pin.is_some() && self.config().selects_for_disk() {
             self.write_selected(key);
         }
         Ok(pin.map(DeviceLease::new))
@@ -207,7 +207,9 @@ impl Cache {
                 shared.metrics.background_refused.add((keys.len() - i) as u64);
                 break;
             };
-            if let (Promotion::Started(_nobody), _) = shared.promote(key, Tier::Host, Class::Background)? {
+            if let (Promotion::Started(_nobody), _) =
+                shared.promote(key, Tier::Host, Class::Background, Use::Announced)?
+            {
                 permit.send(Command::Promote { key: *key, to: Tier::Host });
                 started += 1;
             }
@@ -378,11 +380,11 @@ impl Cache {
 
     async fn promote(&self, key: &BlockKey, tier: Tier) -> Outcome {
         let shared = &self.inner.shared;
-        let mut counted = false;
+        let mut usage = Use::Now;
         loop {
             let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-            let (promotion, source) = shared.promote(key, tier, Class::Awaited)?;
-            if !std::mem::replace(&mut counted, true) {
+            let (promotion, source) = shared.promote(key, tier, Class::Awaited, usage)?;
+            if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
                 shared.metrics.looked_up(source);
             }
             let (receiver, joined) = match promotion {

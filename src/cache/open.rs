@@ -21,7 +21,7 @@ use crate::{
     disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile},
     error::{Error, Result},
     fork::HomeBound,
-    index::{Index, Lru, Policy, Rb},
+    index::{Index, Lru, Policy, Rb, Used},
     io::{AnyStorage, Storage},
     memory::Arena,
     metrics::Metrics,
@@ -246,14 +246,16 @@ fn policy(config: &Config, tier: Tier) -> Policy {
     };
     match config.eviction_policy {
         Eviction::Lru => Policy::Lru(Lru::new()),
-        Eviction::Rb => Policy::Rb(Box::new(Rb::new(slots))),
+        Eviction::RbRefuse if tier == config.last_tier() => Policy::Rb(Box::new(Rb::refusing(slots))),
+        Eviction::Rb | Eviction::RbRefuse => Policy::Rb(Box::new(Rb::new(slots))),
     }
 }
 
 /// Enters a record that recovery found in the index and in the books of the slots.
 fn restore(index: &mut Index, slots: &mut DiskSlots, record: &RecoveredRecord) {
-    let RecoveredRecord { key, parent, slot, last_use, .. } = *record;
-    let id = match index.restore(key, parent, Tier::Disk, slot, last_use) {
+    let RecoveredRecord { key, parent, slot, last_use, uses, .. } = *record;
+    let used = Used { last: last_use, uses };
+    let id = match index.restore(key, parent, Tier::Disk, slot, used) {
         Ok(id) => id,
         // Of two records of one key the newer counts; the slot of the other is free, and its record is to be cleared.
         Err(known) => {
@@ -261,7 +263,7 @@ fn restore(index: &mut Index, slots: &mut DiskSlots, record: &RecoveredRecord) {
             if slots.meta(other).is_none_or(|meta| meta.generation >= record.generation) {
                 return slots.mark_leftover(slots.page_of(slot), Some(&key));
             }
-            let replaced = index.restore_instead(known, Tier::Disk, slot, last_use);
+            let replaced = index.restore_instead(known, Tier::Disk, slot, used);
             assert_eq!(replaced, Some(other), "nothing is pinned before the cache is open");
             slots.clear(other, &key);
             slots.release(other);

@@ -14,6 +14,8 @@ pub struct TierStats {
     pub hits: u64,
     /// Slots given up to make room.
     pub evictions: u64,
+    /// New blocks that it did not take in, being full ([`Eviction::RbRefuse`](crate::Eviction::RbRefuse)).
+    pub refused: u64,
     /// Bytes moved into it.
     pub bytes_in: u64,
     /// Bytes moved out of it.
@@ -149,6 +151,7 @@ impl Cache {
             tiers: Tier::ALL.map(|tier| TierStats {
                 hits: metrics.tier(tier).hits.get(),
                 evictions: metrics.tier(tier).evictions.get(),
+                refused: metrics.tier(tier).refused.get(),
                 bytes_in: metrics.tier(tier).bytes_in.get(),
                 bytes_out: metrics.tier(tier).bytes_out.get(),
                 resident: state.index.resident(tier) as u64,

@@ -63,6 +63,8 @@ impl SlotMeta {
 pub struct DiskSlots {
     stripe: Stripe,
     uuid: [u8; 16],
+    /// Records say how often a block was used.
+    records_uses: bool,
     slots: Vec<SlotMeta>,
     free: BitSet,
     stale: BitSet,
@@ -76,8 +78,9 @@ pub struct DiskSlots {
 }
 
 impl DiskSlots {
-    /// The books of the store `uuid`, all slots free.
-    pub fn new(stripe: Stripe, uuid: [u8; 16]) -> Self {
+    /// The books of the store `uuid`, all slots free. `records_uses` is true where its records say how often a block
+    /// was used ([`Superblock::records_uses`](super::format::superblock::Superblock::records_uses)).
+    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool) -> Self {
         let mut free = BitSet::new(stripe.slots());
         (0..stripe.slots()).for_each(|slot| assert!(free.insert(slot)));
         DiskSlots {
@@ -88,6 +91,7 @@ impl DiskSlots {
             free,
             stripe,
             uuid,
+            records_uses,
             cursor: 0,
             full: 0,
             quarantined: 0,
@@ -211,7 +215,7 @@ impl DiskSlots {
     }
 
     /// Rebuilds a record page, to be written at [`page_location`](Self::page_location); the page is
-    /// fresh from here on. `describe` tells key, parent and last use of an index entry.
+    /// fresh from here on. `describe` tells key, parent, last use and uses of an index entry.
     ///
     /// # Panics
     /// If the store has no such page, or a last use is not below 2^63.
@@ -219,7 +223,7 @@ impl DiskSlots {
         &mut self,
         page: PageId,
         out: &mut [u8; PAGE_BYTES],
-        mut describe: impl FnMut(u32) -> (BlockKey, Option<BlockKey>, u64),
+        mut describe: impl FnMut(u32) -> (BlockKey, Option<BlockKey>, u64, u8),
     ) {
         let (file, first, count) = self.stripe.page_slots(page);
         let seal = RecordSeal::new(&self.uuid, file.0);
@@ -231,10 +235,11 @@ impl DiskSlots {
                 continue;
             }
             let Some(meta) = self.meta(self.stripe.slot(file, local)) else { continue };
-            let (key, parent, last_use) = describe(meta.entry);
+            let (key, parent, last_use, uses) = describe(meta.entry);
+            let uses = if self.records_uses { uses } else { 0 };
             let length = self.stripe.block_bytes();
             let (generation, checksum) = (meta.generation, meta.checksum);
-            *bytes = seal.encode(local, &Record { key, parent, length, generation, checksum, last_use });
+            *bytes = seal.encode(local, &Record { key, parent, length, generation, checksum, last_use, uses });
         }
         self.stale.remove(page.0);
         self.leftovers.encoded(page);
@@ -362,12 +367,12 @@ mod tests {
     fn slots_of(blocks: &[u32]) -> DiskSlots {
         let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("d{at}").into(), blocks };
         let config = Config { disks: blocks.iter().enumerate().map(disk).collect(), ..Config::default() };
-        DiskSlots::new(Stripe::new(&config), UUID)
+        DiskSlots::new(Stripe::new(&config), UUID, true)
     }
 
-    fn describe(entry: u32) -> (BlockKey, Option<BlockKey>, u64) {
+    fn describe(entry: u32) -> (BlockKey, Option<BlockKey>, u64, u8) {
         let key = |n: u32| BlockKey::new([n as u8; 32]);
-        (key(entry), (entry % 2 == 1).then(|| key(entry - 1)), u64::from(entry) * 10)
+        (key(entry), (entry % 2 == 1).then(|| key(entry - 1)), u64::from(entry) * 10, entry as u8 % 4)
     }
 
     /// The records of a page, by slot.
@@ -543,9 +548,9 @@ mod tests {
             prop_assert!(found.keys().eq(full.keys()));
             for (slot, record) in found {
                 let at = full[&slot];
-                let (key, parent, last_use) = describe(at);
+                let (key, parent, last_use, uses) = describe(at);
                 let (length, generation, checksum) = (slots.stripe.block_bytes(), u64::from(at), u64::from(at) << 32);
-                prop_assert_eq!(record, Record { key, parent, length, generation, checksum, last_use });
+                prop_assert_eq!(record, Record { key, parent, length, generation, checksum, last_use, uses });
             }
         }
     }

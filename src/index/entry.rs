@@ -1,5 +1,7 @@
 //! What the index knows of one block.
 
+use std::num::NonZeroU8;
+
 use super::Used;
 use crate::block::{BlockKey, Tier};
 
@@ -18,11 +20,11 @@ pub(super) const LISTED: u16 = 8;
 /// The copy is counted in its parent's [`Place::held`].
 pub(super) const HELD: u16 = 16;
 
-/// Of the entry: it was used in more than one request, as far as is remembered.
-const AGAIN: u16 = 1 << 15;
-
 const MARKS: u32 = 5;
 const EVERY_TIER: u16 = 1 | 1 << MARKS | 1 << (2 * MARKS);
+
+/// Uses that are told apart: more count as so many.
+pub(super) const USES_MAX: u8 = 3;
 
 /// One block: its key, its place in the chain, its copies. 96 bytes, the slab's tag included.
 ///
@@ -33,14 +35,37 @@ pub(super) struct Entry {
     marks: u16,
     /// Saturating count of hits.
     pub(super) hits: u8,
-    /// No longer in the map; lives on until its last pin, fill and child is gone.
-    pub(super) removed: bool,
+    flags: Flags,
     /// The entry of the block before it in the chain, or [`NONE`].
     pub(super) parent: u32,
     pub(super) key: BlockKey,
     /// The clock at its last use; 0 before the first.
     pub(super) last_use: u64,
     pub(super) places: [Place; Tier::COUNT],
+}
+
+/// What is known of an entry as a whole. Never zero: the slab keeps its own tag in the value that this cannot have.
+#[derive(Clone, Copy)]
+struct Flags(NonZeroU8);
+
+impl Flags {
+    const NONE: NonZeroU8 = NonZeroU8::new(1 << 7).expect("not zero");
+    /// No longer in the map; lives on until its last pin, fill and child is gone.
+    const REMOVED: u8 = 1;
+    /// Its next use was counted when it was announced.
+    const ANNOUNCED: u8 = 1 << 1;
+    /// Uses, at most [`USES_MAX`]: two bits from here on.
+    const USES_SHIFT: u32 = 2;
+    const USES: u8 = USES_MAX << Self::USES_SHIFT;
+
+    fn has(self, mask: u8) -> bool {
+        self.0.get() & mask != 0
+    }
+
+    /// With these bits in place of those of the mask.
+    fn with(self, mask: u8, bits: u8) -> Self {
+        Flags(Self::NONE | (self.0.get() & !mask | bits & mask))
+    }
 }
 
 /// A block's copy in one tier.
@@ -62,24 +87,59 @@ impl Place {
 
 impl Entry {
     pub(super) fn new(key: BlockKey) -> Self {
-        Entry { marks: 0, hits: 0, removed: false, parent: NONE, key, last_use: 0, places: [Place::EMPTY; Tier::COUNT] }
+        let flags = Flags(Flags::NONE);
+        Entry { marks: 0, hits: 0, flags, parent: NONE, key, last_use: 0, places: [Place::EMPTY; Tier::COUNT] }
     }
 
     #[inline]
     pub(super) fn used(&self) -> Used {
-        Used { last: self.last_use, again: self.marks & AGAIN != 0 }
+        Used { last: self.last_use, uses: (self.flags.0.get() & Flags::USES) >> Flags::USES_SHIFT }
     }
 
     #[inline]
     pub(super) fn set_used(&mut self, used: Used) {
         self.last_use = used.last;
-        self.marks = self.marks & !AGAIN | if used.again { AGAIN } else { 0 };
+        self.flags = self.flags.with(Flags::USES, used.uses.min(USES_MAX) << Flags::USES_SHIFT);
+    }
+
+    /// No longer in the map; lives on until its last pin, fill and child is gone.
+    #[inline]
+    pub(super) fn is_removed(&self) -> bool {
+        self.flags.has(Flags::REMOVED)
+    }
+
+    pub(super) fn set_removed(&mut self) {
+        self.flags = self.flags.with(Flags::REMOVED, Flags::REMOVED);
+    }
+
+    /// Its next use was counted when it was announced.
+    #[inline]
+    pub(super) fn is_announced(&self) -> bool {
+        self.flags.has(Flags::ANNOUNCED)
+    }
+
+    pub(super) fn set_announced(&mut self, announced: bool) {
+        self.flags = self.flags.with(Flags::ANNOUNCED, if announced { Flags::ANNOUNCED } else { 0 });
+    }
+
+    /// The low half of the clock when the copy in `tier` was evicted, once, where it is not there again.
+    pub(super) fn take_evicted_at(&mut self, tier: Tier) -> Option<u32> {
+        if self.has(tier, FULL) {
+            return None;
+        }
+        let at = std::mem::replace(&mut self.place_mut(tier).slot, NONE);
+        (at != NONE).then_some(at)
     }
 
     /// Of a block that is resident nowhere the policies remember what is to be remembered.
     pub(super) fn forget_uses(&mut self) {
-        self.set_used(Used { last: 0, again: false });
-        self.places.iter_mut().for_each(|place| place.slot = NONE);
+        self.set_used(Used { last: 0, uses: 0 });
+        self.set_announced(false);
+    }
+
+    /// Of a block that is removed no tier is to be told.
+    pub(super) fn forget_evictions(&mut self) {
+        Tier::ALL.into_iter().for_each(|tier| _ = self.take_evicted_at(tier));
     }
 
     /// True where another entry names it as its parent: those that do have a copy somewhere, or a fill.
@@ -145,7 +205,7 @@ impl Entry {
     /// True where the copy in `tier` is full and nobody holds it.
     #[inline]
     fn is_settled(&self, tier: Tier) -> bool {
-        self.has(tier, FULL) && self.place(tier).pins == 0 && !self.removed
+        self.has(tier, FULL) && self.place(tier).pins == 0 && !self.is_removed()
     }
 
     /// True where the copy in `tier` could go, children or not: full, unpinned, clean, and no fill reads from it.
@@ -209,7 +269,7 @@ mod tests {
     #[test]
     fn an_entry_is_small() {
         assert_eq!(size_of::<Entry>(), 96);
-        // The slab keeps its own tag in the spare values of a bool.
+        // The slab keeps its own tag in the value that the flags cannot have.
         assert_eq!(size_of::<Option<Entry>>(), 96);
     }
 

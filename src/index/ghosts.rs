@@ -1,25 +1,58 @@
 //! What was evicted of late: by the hash of its key, in a ring.
 
-use hashbrown::HashTable;
+use super::entry::USES_MAX;
 
-/// One eviction that is remembered. 16 bytes.
+/// Bits of a hash that are kept beside the chain, which is chosen by others; the rest of the word says what is known of
+/// the block.
+const HASH_BITS: u32 = 28;
+const USES_SHIFT: u32 = HASH_BITS;
+/// It was not taken in, rather than evicted.
+const REFUSED: u32 = 1 << 30;
+/// Asked for again since, or pushed anew: no longer in a chain.
+const TAKEN: u32 = 1 << 31;
+
+/// A link that leads to no ghost, but ends the chain whose number the other bits are.
+const END: u32 = 1 << 31;
+
+/// One eviction that is remembered. 12 bytes.
 #[derive(Clone, Copy)]
-struct Ghost {
-    hash: u64,
+pub(super) struct Ghost {
+    /// Hash and marks.
+    word: u32,
     /// The low half of the clock at the eviction.
-    at: u32,
-    again: bool,
-    /// Asked for again since, or pushed anew: no longer in the table.
-    taken: bool,
+    pub at: u32,
+    /// The next one of its chain, or its end.
+    next: u32,
 }
 
-/// The last evictions, as many as there is room for. 16 bytes each, and 5 bytes of table, which is 7/16 to 7/8 full.
+impl Ghost {
+    fn is_taken(self) -> bool {
+        self.word & TAKEN != 0
+    }
+
+    /// Uses before it was evicted.
+    pub fn uses(self) -> u8 {
+        (self.word >> USES_SHIFT) as u8 & USES_MAX
+    }
+
+    /// It was not taken in, rather than evicted.
+    pub fn refused(self) -> bool {
+        self.word & REFUSED != 0
+    }
+}
+
+fn kept(hash: u64) -> u32 {
+    hash as u32 & ((1 << HASH_BITS) - 1)
+}
+
+/// The last evictions, as many as there is room for. 14 bytes each: a ring, and the heads of chains through it, one for
+/// every two ghosts. Nothing grows or moves once there is room for all.
 ///
-/// Two keys of one hash are taken for one: that costs a wrong count, once in 2^64 pairs.
+/// Two keys of one hash are taken for one: that costs a wrong count, once in 2^27 look-ups.
 pub(super) struct Ghosts {
     ring: Vec<Ghost>,
-    /// Places in the ring.
-    table: HashTable<u32>,
+    /// The first of each chain, by the hash.
+    heads: Vec<u32>,
     /// The oldest, once the ring is full.
     oldest: usize,
     room: usize,
@@ -27,60 +60,119 @@ pub(super) struct Ghosts {
 
 impl Ghosts {
     pub fn new(room: u32) -> Self {
-        Ghosts { ring: Vec::new(), table: HashTable::new(), oldest: 0, room: room as usize }
+        Ghosts { ring: Vec::new(), heads: Vec::new(), oldest: 0, room: room.min(END - 1) as usize }
+    }
+
+    fn heads_wanted(&self) -> usize {
+        self.room.div_ceil(2)
     }
 
     /// Takes the memory for all of them, so that nothing moves later; the error is how many bytes were refused.
     pub fn try_reserve(&mut self) -> Result<(), usize> {
-        let bytes = self.room * (size_of::<Ghost>() + size_of::<u32>());
-        let Ghosts { ring, table, room, .. } = self;
+        let heads = self.heads_wanted();
+        let bytes = self.room * size_of::<Ghost>() + heads * size_of::<u32>();
+        let Ghosts { ring, heads: chains, room, .. } = self;
         ring.try_reserve_exact(room.saturating_sub(ring.len())).map_err(|_| bytes)?;
-        table.try_reserve(*room, |&place| ring[place as usize].hash).map_err(|_| bytes)
+        chains.try_reserve_exact(heads.saturating_sub(chains.len())).map_err(|_| bytes)
+    }
+
+    /// The chain that a hash is in: by its high bits, of which none are kept with a ghost.
+    fn chain(&self, hash: u64) -> usize {
+        ((u128::from(hash) * self.heads.len() as u128) >> 64) as usize
     }
 
     /// Remembers an eviction, and forgets the oldest where there is no room.
-    pub fn push(&mut self, hash: u64, at: u32, again: bool) {
+    pub fn push(&mut self, hash: u64, at: u32, uses: u8, refused: bool) {
         if self.room == 0 {
             return;
         }
+        if self.heads.is_empty() {
+            let ends = (0..self.heads_wanted() as u32).map(|chain| END | chain);
+            self.heads.extend(ends);
+        }
         // One eviction a key: of two the later counts.
         self.take(hash);
-        let ghost = Ghost { hash, at, again, taken: false };
+        let chain = self.chain(hash);
         let place = if self.ring.len() < self.room {
-            self.ring.push(ghost);
+            self.ring.push(Ghost { word: TAKEN, at: 0, next: 0 });
             self.ring.len() - 1
         } else {
             let place = self.oldest;
-            let forgotten = std::mem::replace(&mut self.ring[place], ghost);
-            if !forgotten.taken {
-                self.unlist(forgotten.hash, place);
+            if !self.ring[place].is_taken() {
+                self.unlink(place as u32);
             }
             self.oldest = (place + 1) % self.room;
             place
         };
-        let ring = &self.ring;
-        self.table.insert_unique(hash, place as u32, |&place| ring[place as usize].hash);
+        let marks = u32::from(uses.min(USES_MAX)) << USES_SHIFT | if refused { REFUSED } else { 0 };
+        let next = std::mem::replace(&mut self.heads[chain], place as u32);
+        self.ring[place] = Ghost { word: kept(hash) | marks, at, next };
     }
 
-    /// Forgets the eviction of `hash`; gives its clock, and whether the block had been used again.
-    pub fn take(&mut self, hash: u64) -> Option<(u32, bool)> {
-        let ring = &mut self.ring;
-        let found = self.table.find_entry(hash, |&place| ring[place as usize].hash == hash).ok()?;
-        let (place, _) = found.remove();
-        let ghost = &mut ring[place as usize];
-        ghost.taken = true;
-        Some((ghost.at, ghost.again))
+    fn find(&self, hash: u64) -> Option<u32> {
+        let mut place = *self.heads.get(self.chain(hash))?;
+        while place & END == 0 {
+            let ghost = &self.ring[place as usize];
+            if kept(ghost.word.into()) == kept(hash) {
+                return Some(place);
+            }
+            place = ghost.next;
+        }
+        None
     }
 
-    fn unlist(&mut self, hash: u64, place: usize) {
-        let found = self.table.find_entry(hash, |&other| other as usize == place);
-        found.expect("a ghost that was not taken is in the table").remove();
+    /// True where the eviction of `hash` is remembered.
+    pub fn contains(&self, hash: u64) -> bool {
+        self.find(hash).is_some()
+    }
+
+    /// Forgets the eviction of `hash`, and gives it.
+    pub fn take(&mut self, hash: u64) -> Option<Ghost> {
+        let place = self.find(hash)?;
+        self.unlink(place);
+        let ghost = &mut self.ring[place as usize];
+        let found = *ghost;
+        ghost.word |= TAKEN;
+        Some(found)
+    }
+
+    /// Takes a ghost out of its chain, whose number stands at its end.
+    fn unlink(&mut self, place: u32) {
+        let next = self.ring[place as usize].next;
+        let mut end = next;
+        while end & END == 0 {
+            end = self.ring[end as usize].next;
+        }
+        let head = &mut self.heads[(end & !END) as usize];
+        if *head == place {
+            *head = next;
+            return;
+        }
+        let mut before = *head as usize;
+        while self.ring[before].next != place {
+            before = self.ring[before].next as usize;
+        }
+        self.ring[before].next = next;
     }
 
     pub fn validate(&self) -> Result<(), String> {
-        let live = self.ring.iter().filter(|ghost| !ghost.taken).count();
-        if live != self.table.len() || self.ring.len() > self.room {
-            return Err(format!("{live} of {} ghosts, {} in the table", self.ring.len(), self.table.len()));
+        let live = self.ring.iter().filter(|ghost| !ghost.is_taken()).count();
+        let mut found = 0;
+        for (chain, &head) in self.heads.iter().enumerate() {
+            let mut place = head;
+            while place & END == 0 {
+                if self.ring[place as usize].is_taken() || found == live {
+                    return Err(format!("chain {chain} of ghosts is wrong at {place}"));
+                }
+                found += 1;
+                place = self.ring[place as usize].next;
+            }
+            if place != END | chain as u32 {
+                return Err(format!("chain {chain} of ghosts ends in {}", place & !END));
+            }
+        }
+        if found != live || self.ring.len() > self.room {
+            return Err(format!("{live} ghosts of {} in a ring for {}, {found} found", self.ring.len(), self.room));
         }
         Ok(())
     }
@@ -92,24 +184,33 @@ mod tests {
 
     use super::*;
 
+    #[test]
+    fn a_ghost_is_small() {
+        assert_eq!(size_of::<Ghost>(), 12);
+    }
+
     proptest! {
         /// As a list that is searched from its end.
         #[test]
         fn the_last_evictions_are_remembered_once(
             room in 0u32..8,
-            ops in prop::collection::vec((any::<bool>(), 0u64..12, any::<bool>()), 0..200),
+            ops in prop::collection::vec((any::<bool>(), 0u64..12, 0u8..4, any::<bool>()), 0..200),
         ) {
-            let (mut ghosts, mut model) = (Ghosts::new(room), Vec::<(u64, Option<(u32, bool)>)>::new());
-            for (at, (push, hash, again)) in (0..).zip(ops) {
+            let (mut ghosts, mut model) = (Ghosts::new(room), Vec::<(u64, Option<(u32, u8, bool)>)>::new());
+            for (at, (push, hash, uses, refused)) in (0..).zip(ops) {
+                // The high bits choose the chain.
+                let hash = (hash % 4) << 62 | hash;
                 let known = model.iter_mut().find(|(known, ghost)| *known == hash && ghost.is_some());
+                prop_assert_eq!(ghosts.contains(hash), known.is_some());
                 let taken = known.and_then(|(_, ghost)| ghost.take());
                 if push {
-                    ghosts.push(hash, at, again);
-                    model.push((hash, Some((at, again))));
+                    ghosts.push(hash, at, uses, refused);
+                    model.push((hash, Some((at, uses, refused))));
                     let forgotten = model.len().saturating_sub(room as usize);
                     model.drain(..forgotten);
                 } else {
-                    prop_assert_eq!(ghosts.take(hash), taken);
+                    let found = ghosts.take(hash).map(|ghost| (ghost.at, ghost.uses(), ghost.refused()));
+                    prop_assert_eq!(found, taken);
                 }
                 ghosts.validate().expect("valid");
             }

@@ -94,7 +94,7 @@ mod tests {
     use super::*;
 
     fn at(last: u64) -> Used {
-        Used { last, again: false }
+        Used { last, uses: 1 }
     }
 
     #[derive(Debug, Clone)]

@@ -45,7 +45,8 @@
 //! was asked for, not how often it was moved. Where there is one, the ends of pins and fills are no uses, but for the
 //! fill of a block that was never used (it is being stored), and what is used several times in one request was used
 //! once. A request is what follows [`begin_request`](Index::begin_request) until the next one, or until two uses for
-//! each of its blocks have been counted; outside of one, each call is a request of its own.
+//! each of its blocks have been counted; outside of one, each call is a request of its own. A use that was
+//! [announced](Index::announce) is not counted again when it follows, however many requests begin in between.
 //!
 //! # Bytes
 //!
@@ -272,7 +273,7 @@ impl Index {
     /// Makes the entry of `parent` the parent of `id`, unless it has one in the map already, or `is_ancestor` says that
     /// this would make a circle.
     fn link(&mut self, id: EntryId, parent: BlockKey, is_ancestor: impl FnOnce(&mut Self, EntryId, EntryId) -> bool) {
-        if self.parent(id).is_some_and(|current| !self.entry(current).removed) {
+        if self.parent(id).is_some_and(|current| !self.entry(current).is_removed()) {
             return;
         }
         let parent = self.find_or_create(parent);
@@ -325,13 +326,12 @@ impl Index {
     /// the ghost that only it named, which names nobody.
     fn collect(&mut self, mut id: EntryId) {
         while !self.entry(id).occupies_any() {
-            let counts_requests = self.counts_requests;
-            let entry = self.entry_mut(id);
-            if counts_requests {
-                entry.forget_uses();
+            if self.counts_requests {
+                self.remember_evictions(id);
             }
+            let entry = self.entry_mut(id);
             let parent = std::mem::replace(&mut entry.parent, NONE);
-            let (is_named, removed, key) = (entry.is_named(), entry.removed, entry.key);
+            let (is_named, removed, key) = (entry.is_named(), entry.is_removed(), entry.key);
             if is_named && parent == NONE {
                 return;
             }

@@ -7,8 +7,15 @@ use super::{EntryId, Lru, Rb};
 pub struct Used {
     /// The index's clock at the last use; 0 before the first.
     pub last: u64,
-    /// It was used before that too, as far as is remembered.
-    pub again: bool,
+    /// Uses, as far as is remembered: 3 stands for more as well.
+    pub uses: u8,
+}
+
+impl Used {
+    /// It was used before its last use too.
+    pub fn again(self) -> bool {
+        self.uses > 1
+    }
 }
 
 /// Chooses which entry a tier gives up next.
@@ -90,19 +97,43 @@ pub trait EvictionPolicy: Send {
     }
 
     /// A copy that it named as the victim is evicted. [`remove`](Self::remove) follows.
-    fn evicted(&mut self, _again: bool) {}
+    fn evicted(&mut self, _used: Used, _now: u64) {}
 
-    /// The evicted block is in no other tier: whether it comes back is for the policy to remember, by the hash of its
+    /// The evicted block is in no tier now: whether it comes back is for the policy to remember, by the hash of its
     /// key. `at` is the low half of the clock at the eviction.
-    fn remember(&mut self, _hash: u64, _at: u32, _again: bool) {}
+    fn remember(&mut self, _hash: u64, _at: u32, _uses: u8) {}
 
-    /// A block that was in no tier is used. True where it was remembered.
-    fn returned(&mut self, _hash: u64, _now: u32) -> bool {
+    /// A block that was in no tier is used. Its uses, where it was remembered; else 0.
+    fn returned(&mut self, _hash: u64, _now: u32) -> u8 {
+        0
+    }
+
+    /// A block that was evicted at `at`, and is in another tier, is asked for.
+    fn returned_to(&mut self, _at: u32, _now: u32, _uses: u8) {}
+
+    /// A block that is here and was used once is used again, so many uses later.
+    fn reused(&mut self, _after: u64) {}
+
+    /// True where the tier, which is full, should not take a new block. `coin` is drawn for it and what follows it.
+    fn refuses(&self, _coin: u64) -> bool {
         false
     }
 
-    /// A block that was evicted at `at`, and is in another tier, is used.
-    fn returned_to(&mut self, _at: u32, _now: u32, _again: bool) {}
+    /// A new block is to be taken in: it may not be here when those come that follow it in its chain.
+    fn accepted(&mut self, _hash: u64) {}
+
+    /// True where a new block was to be taken in, a while ago at most.
+    fn was_accepted(&self, _hash: u64) -> bool {
+        false
+    }
+
+    /// A block was refused, in its first use. `at` is the low half of the clock.
+    fn refused(&mut self, _hash: u64, _at: u32) {}
+
+    /// True where a block that is in no tier is remembered, so that this is not its first use.
+    fn remembers(&self, _hash: u64) -> bool {
+        false
+    }
 }
 
 /// A policy of an [`Index`](super::Index). Those that come with it are called without a table of functions.
@@ -163,19 +194,44 @@ impl EvictionPolicy for Policy {
         each!(self, policy => policy.try_reserve())
     }
 
-    fn evicted(&mut self, again: bool) {
-        each!(self, policy => policy.evicted(again));
+    fn evicted(&mut self, used: Used, now: u64) {
+        each!(self, policy => policy.evicted(used, now));
     }
 
-    fn remember(&mut self, hash: u64, at: u32, again: bool) {
-        each!(self, policy => policy.remember(hash, at, again));
+    fn remember(&mut self, hash: u64, at: u32, uses: u8) {
+        each!(self, policy => policy.remember(hash, at, uses));
     }
 
-    fn returned(&mut self, hash: u64, now: u32) -> bool {
+    fn returned(&mut self, hash: u64, now: u32) -> u8 {
         each!(self, policy => policy.returned(hash, now))
     }
 
-    fn returned_to(&mut self, at: u32, now: u32, again: bool) {
-        each!(self, policy => policy.returned_to(at, now, again));
+    fn returned_to(&mut self, at: u32, now: u32, uses: u8) {
+        each!(self, policy => policy.returned_to(at, now, uses));
+    }
+
+    #[inline]
+    fn reused(&mut self, after: u64) {
+        each!(self, policy => policy.reused(after));
+    }
+
+    fn refuses(&self, coin: u64) -> bool {
+        each!(self, policy => policy.refuses(coin))
+    }
+
+    fn accepted(&mut self, hash: u64) {
+        each!(self, policy => policy.accepted(hash));
+    }
+
+    fn was_accepted(&self, hash: u64) -> bool {
+        each!(self, policy => policy.was_accepted(hash))
+    }
+
+    fn refused(&mut self, hash: u64, at: u32) {
+        each!(self, policy => policy.refused(hash, at));
+    }
+
+    fn remembers(&self, hash: u64) -> bool {
+        each!(self, policy => policy.remembers(hash))
     }
 }

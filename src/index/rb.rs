@@ -5,6 +5,10 @@
 //! is a bet; a block that is asked for again within as many uses as the tier has slots is a *regret*. `head` grows
 //! while evictions of what was used again are regretted more often than the others, and shrinks in the opposite case:
 //! where both are equal, so is what a slot brings in each list. There is no other parameter that follows the load.
+//!
+//! A tier that *thrashes* gives blocks up before anybody comes back for them. With [`Rb::refusing`] it then takes only
+//! a share of the blocks that it sees for the first time. The share falls while what it evicts is regretted more, for the
+//! time that a slot would have to hold it, than new blocks bring hits for the time that they hold theirs.
 
 use super::{EntryId, EvictionPolicy, Lru, Used, ghosts::Ghosts};
 
@@ -15,6 +19,11 @@ const HEAD_MAX: f64 = 16.0;
 const STEP: f64 = 0.02;
 /// A rate of few evictions is drawn to the rate of all, as by so many evictions.
 const PRIOR: f64 = 8.0;
+/// The least share of new blocks that is taken, and how far one look moves it.
+const SHARE_MIN: f64 = 1.0 / 16.0;
+const SHARE_STEP: f64 = 0.1;
+/// Evictions of what was used again from which on their regrets say more than those of the rest.
+const TELLING: f64 = 16.0;
 
 /// Gives up what brings the least: the colder of what was used once and what was used again.
 pub struct Rb {
@@ -28,7 +37,22 @@ pub struct Rb {
     evictions: [f64; 2],
     ghosts: Ghosts,
     until_adapt: u32,
+    admission: Option<Admission>,
 }
+
+/// What share of new blocks is taken, and what that rests on: decayed counts.
+struct Admission {
+    share: f64,
+    /// First uses again of blocks that were here since their first use.
+    hits: f64,
+    /// Uses for which they, and those that were evicted without one, held their slots.
+    time: f64,
+    /// New blocks that are to be taken in, and may not be here yet: what follows them is to be taken in too.
+    accepted: Ghosts,
+}
+
+/// Blocks that may be on their way into a tier at once, as far as those that follow them are to know.
+const ACCEPTED_MAX: u32 = 4096;
 
 impl Rb {
     /// The order of a tier of `slots` slots.
@@ -42,7 +66,14 @@ impl Rb {
             evictions: [0.0; 2],
             ghosts: Ghosts::new(slots.saturating_mul(2)),
             until_adapt: period(slots_f),
+            admission: None,
         }
+    }
+
+    /// Of a tier that refuses new blocks while it thrashes.
+    pub fn refusing(slots: u32) -> Self {
+        let admission = Some(Admission { share: 1.0, hits: 0.0, time: 0.0, accepted: Ghosts::new(ACCEPTED_MAX) });
+        Rb { admission, ..Rb::new(slots) }
     }
 
     /// Uses by which what was used again is favored.
@@ -50,20 +81,42 @@ impl Rb {
         self.head
     }
 
+    /// The share of new blocks that is taken while the tier is full.
+    pub fn share(&self) -> f64 {
+        self.admission.as_ref().map_or(1.0, |admission| admission.share)
+    }
+
     pub(super) fn contains(&self, id: EntryId, used: Used) -> bool {
-        self.lists[usize::from(used.again)].contains(id, used.last)
+        self.lists[usize::from(used.again())].contains(id, used.last)
     }
 
     pub(super) fn validate(&self) -> Result<(), String> {
         if !(0.0..=HEAD_MAX * self.slots).contains(&self.head) {
             return Err(format!("a head start of {}", self.head));
         }
+        if !(SHARE_MIN..=1.0).contains(&self.share()) {
+            return Err(format!("{} of new blocks are taken", self.share()));
+        }
+        let [once, again] = self.evictions;
+        if !(once >= 0.0 && again >= 0.0) || self.until_adapt == 0 || self.until_adapt > period(self.slots) {
+            return Err(format!("{once} and {again} evictions, {} until the next look", self.until_adapt));
+        }
+        self.admission.as_ref().map_or(Ok(()), |admission| admission.accepted.validate())?;
         self.ghosts.validate()
     }
 
     fn count_regret(&mut self, again: bool, age: u32) {
         if f64::from(age) <= self.slots {
             self.regrets[usize::from(again)] += 1.0;
+        }
+    }
+
+    /// An eviction or a refusal more.
+    fn count(&mut self) {
+        self.until_adapt -= 1;
+        if self.until_adapt == 0 {
+            self.adapt();
+            self.until_adapt = period(self.slots);
         }
     }
 
@@ -75,6 +128,15 @@ impl Rb {
         let step = STEP * *slots * (again - once) / (again + once + 1e-9);
         self.head = (self.head + step).clamp(0.0, HEAD_MAX * *slots);
         let decay = 0.5f64.powf(f64::from(period(*slots)) / (2.0 * slots.max(1.0)));
+        if let Some(Admission { share, hits, time, .. }) = &mut self.admission {
+            let class = usize::from(evictions[1] >= TELLING);
+            let slots = slots.max(1.0);
+            let new = (*hits + 0.5) / (*time + slots);
+            let old = 0.5 * (regrets[class] + 0.5) / ((evictions[class] + 1.0) * slots);
+            *share = (*share * (SHARE_STEP * (new - old) / (new + old)).exp()).clamp(SHARE_MIN, 1.0);
+            *hits *= decay;
+            *time *= decay;
+        }
         regrets.iter_mut().chain(evictions).for_each(|count| *count *= decay);
     }
 }
@@ -86,16 +148,16 @@ fn period(slots: f64) -> u32 {
 
 impl EvictionPolicy for Rb {
     fn insert(&mut self, id: EntryId, used: Used) {
-        self.lists[usize::from(used.again)].insert(id, used);
+        self.lists[usize::from(used.again())].insert(id, used);
     }
 
     fn remove(&mut self, id: EntryId, used: Used) {
-        self.lists[usize::from(used.again)].remove(id, used);
+        self.lists[usize::from(used.again())].remove(id, used);
     }
 
     fn touch(&mut self, id: EntryId, from: Used, to: Used) {
-        if from.again == to.again {
-            return self.lists[usize::from(to.again)].touch(id, from, to);
+        if from.again() == to.again() {
+            return self.lists[usize::from(to.again())].touch(id, from, to);
         }
         self.remove(id, from);
         self.insert(id, to);
@@ -109,7 +171,7 @@ impl EvictionPolicy for Rb {
     }
 
     fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, Used)>) {
-        let (again, once): (Vec<_>, Vec<_>) = entries.partition(|(_, used)| used.again);
+        let (again, once): (Vec<_>, Vec<_>) = entries.partition(|(_, used)| used.again());
         let [list_once, list_again] = &mut self.lists;
         list_once.fill(&mut once.into_iter());
         list_again.fill(&mut again.into_iter());
@@ -127,26 +189,97 @@ impl EvictionPolicy for Rb {
         self.ghosts.try_reserve()
     }
 
-    fn evicted(&mut self, again: bool) {
-        self.evictions[usize::from(again)] += 1.0;
-        self.until_adapt -= 1;
-        if self.until_adapt == 0 {
-            self.adapt();
-            self.until_adapt = period(self.slots);
+    fn evicted(&mut self, used: Used, now: u64) {
+        self.evictions[usize::from(used.again())] += 1.0;
+        if let Some(admission) = &mut self.admission
+            && !used.again()
+        {
+            admission.time += now.saturating_sub(used.last) as f64;
+        }
+        self.count();
+    }
+
+    fn remember(&mut self, hash: u64, at: u32, uses: u8) {
+        self.ghosts.push(hash, at, uses, false);
+    }
+
+    fn returned(&mut self, hash: u64, now: u32) -> u8 {
+        let Some(ghost) = self.ghosts.take(hash) else { return 0 };
+        if !ghost.refused() {
+            self.count_regret(ghost.uses() > 1, now.wrapping_sub(ghost.at));
+        }
+        // Whoever is remembered was used.
+        ghost.uses().max(1)
+    }
+
+    fn returned_to(&mut self, at: u32, now: u32, uses: u8) {
+        self.count_regret(uses > 1, now.wrapping_sub(at));
+    }
+
+    #[inline]
+    fn reused(&mut self, after: u64) {
+        if let Some(admission) = &mut self.admission {
+            admission.hits += 1.0;
+            admission.time += after as f64;
         }
     }
 
-    fn remember(&mut self, hash: u64, at: u32, again: bool) {
-        self.ghosts.push(hash, at, again);
+    fn accepted(&mut self, hash: u64) {
+        if let Some(admission) = &mut self.admission {
+            admission.accepted.push(hash, 0, 0, false);
+        }
     }
 
-    fn returned(&mut self, hash: u64, now: u32) -> bool {
-        let Some((at, again)) = self.ghosts.take(hash) else { return false };
-        self.count_regret(again, now.wrapping_sub(at));
-        true
+    fn was_accepted(&self, hash: u64) -> bool {
+        self.admission.as_ref().is_some_and(|admission| admission.accepted.contains(hash))
     }
 
-    fn returned_to(&mut self, at: u32, now: u32, again: bool) {
-        self.count_regret(again, now.wrapping_sub(at));
+    fn refuses(&self, coin: u64) -> bool {
+        coin as f64 / 2f64.powi(64) > self.share()
+    }
+
+    fn refused(&mut self, hash: u64, at: u32) {
+        self.ghosts.push(hash, at, 1, true);
+        self.count();
+    }
+
+    fn remembers(&self, hash: u64) -> bool {
+        self.ghosts.contains(hash)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A tier that evicts blocks which are asked for again at once, and takes in others that never are.
+    fn thrash(rb: &mut Rb, evictions: u32) {
+        for now in 0..evictions {
+            rb.evicted(Used { last: 0, uses: 2 }, u64::from(now));
+            rb.returned_to(now, now, 2);
+            rb.evicted(Used { last: u64::from(now), uses: 1 }, u64::from(now) + 1000);
+        }
+    }
+
+    #[test]
+    fn the_share_of_new_blocks_falls_while_what_they_displace_is_missed() {
+        let mut rb = Rb::refusing(100);
+        assert!(!rb.refuses(u64::MAX), "nothing is refused before it is known to thrash");
+        thrash(&mut rb, 10_000);
+        assert!((rb.share() - SHARE_MIN).abs() < 1e-9, "{}", rb.share());
+        assert!(rb.refuses(u64::MAX) && rb.refuses(u64::MAX / 8) && !rb.refuses(u64::MAX / 32));
+        for now in 0..10_000 {
+            rb.reused(1);
+            rb.evicted(Used { last: now, uses: 2 }, now);
+        }
+        assert!((rb.share() - 1.0).abs() < 1e-9, "{}", rb.share());
+        rb.validate().expect("valid");
+    }
+
+    #[test]
+    fn without_the_setting_nothing_is_refused() {
+        let mut rb = Rb::new(100);
+        thrash(&mut rb, 10_000);
+        assert!(!rb.refuses(u64::MAX));
     }
 }

@@ -2,9 +2,14 @@
 
 use super::{
     EntryId, EvictionPolicy, Index, Policy, Used,
-    entry::{DIRTY, FULL, HELD, LISTED, NONE},
+    entry::{DIRTY, FULL, HELD, LISTED, NONE, USES_MAX},
 };
-use crate::block::Tier;
+use crate::block::{BlockKey, Tier};
+
+/// The low half of the clock, but never [`NONE`].
+fn as_date(clock: u64) -> u32 {
+    (clock as u32).min(NONE - 1)
+}
 
 impl Index {
     /// A request for up to `blocks` blocks begins: of its uses of a block one is counted, where requests are.
@@ -19,26 +24,52 @@ impl Index {
             return self.touch_once_a_request(id);
         }
         let from = self.entry(id).used();
-        self.use_again(id, from, from.last > 0);
+        self.use_again(id, from, from.uses);
     }
 
     fn touch_once_a_request(&mut self, id: EntryId) {
-        let entry = self.entry(id);
-        let from = entry.used();
-        let counted = self.request.contains(&self.clock) && from.last > self.request.start;
-        // Of a block that is resident nowhere the policies know what is to be known.
-        if !entry.occupies_any() || counted {
-            return;
+        let entry = self.entry_mut(id);
+        let announced = entry.is_announced();
+        if announced {
+            entry.set_announced(false);
         }
-        let now = self.clock.saturating_add(1);
-        let again = self.is_back(id, from, now as u32) || from.last > 0;
-        self.use_again(id, from, again);
+        self.touch_unless(id, announced);
     }
 
+    /// A use that is about to follow, as the fetch of a block follows its prefetch: it counts now, and not when it
+    /// follows.
+    pub fn announce(&mut self, id: EntryId) {
+        if !self.counts_requests {
+            return self.touch(id);
+        }
+        let announced = self.entry(id).is_announced();
+        self.touch_unless(id, announced);
+        if self.entry(id).occupies_any() {
+            self.entry_mut(id).set_announced(true);
+        }
+    }
+
+    /// Where requests are counted: a use, unless it was announced, or is not the first of this request.
+    fn touch_unless(&mut self, id: EntryId, announced: bool) {
+        let entry = self.entry(id);
+        // Of a block that is resident nowhere the policies know what is to be known.
+        if !entry.occupies_any() {
+            return;
+        }
+        if announced || self.request.contains(&self.clock) && entry.last_use > self.request.start {
+            // What was evicted since is missed all the same.
+            return self.note_return(id);
+        }
+        let from = entry.used();
+        let uses = self.recall(id, from);
+        self.use_again(id, from, uses);
+    }
+
+    /// Counts a use more than `uses`.
     #[inline]
-    fn use_again(&mut self, id: EntryId, from: Used, again: bool) {
+    fn use_again(&mut self, id: EntryId, from: Used, uses: u8) {
         self.clock = self.clock.saturating_add(1);
-        let to = Used { last: self.clock, again };
+        let to = Used { last: self.clock, uses: uses.saturating_add(1).min(USES_MAX) };
         let entry = self.entry_mut(id);
         entry.set_used(to);
         if entry.is_listed_anywhere() {
@@ -49,41 +80,116 @@ impl Index {
     /// A use that is none of a caller's: it does not count where requests do, unless it is the first.
     #[inline]
     pub(super) fn touch_in_passing(&mut self, id: EntryId) {
-        if !self.counts_requests || self.entry(id).last_use == 0 {
+        if !self.counts_requests || self.entry(id).used().uses == 0 {
             self.touch(id);
         }
     }
 
-    /// Tells the policies of a use of what they may have evicted; true where one remembers a block that was in no tier.
-    fn is_back(&mut self, id: EntryId, from: Used, now: u32) -> bool {
-        let Index { entries, policies, hasher, .. } = self;
-        let entry = &mut entries[id.0 as usize];
-        if from.last == 0 {
-            let hash = hasher.hash(&entry.key);
-            return policies.iter_mut().fold(false, |back, policy| policy.returned(hash, now) | back);
-        }
-        for tier in Tier::ALL {
-            if !entry.has(tier, FULL) {
-                let at = std::mem::replace(&mut entry.place_mut(tier).slot, NONE);
-                if at != NONE {
-                    policies[tier as usize].returned_to(at, now, from.again);
-                }
-            }
-        }
-        false
+    /// The clock, as far as evictions are dated by it. Never [`NONE`].
+    pub(super) fn now(&self) -> u32 {
+        as_date(self.clock)
     }
 
-    /// Tells the policy of an eviction, and leaves word of it where the block can be found.
-    pub(super) fn note_eviction(&mut self, id: EntryId, tier: Tier) {
-        let at = (self.clock as u32).min(NONE - 1);
-        let entry = self.entry(id);
-        let again = entry.used().again;
-        let elsewhere = Tier::ALL.into_iter().any(|other| other != tier && entry.occupies(other));
-        let hash = self.hasher.hash(&entry.key);
+    /// Tells the policies of a use, which is about to be counted; gives the uses before it, as far as they are
+    /// remembered.
+    fn recall(&mut self, id: EntryId, from: Used) -> u8 {
+        let clock = self.clock.saturating_add(1);
+        let now = as_date(clock);
+        let Index { entries, policies, hasher, .. } = self;
+        let entry = &entries[id.0 as usize];
+        match from.uses {
+            0 => {
+                let hash = hasher.hash(&entry.key);
+                return policies.iter_mut().fold(0, |uses, policy| policy.returned(hash, now).max(uses));
+            }
+            1 => {
+                for tier in Tier::ALL.into_iter().filter(|tier| entry.has(*tier, FULL)) {
+                    policies[tier as usize].reused(clock - from.last);
+                }
+            }
+            _ => {}
+        }
+        self.note_return_at(id, now);
+        from.uses
+    }
+
+    /// Tells the policies of tiers that have evicted a block, and still may be told so, that it is asked for.
+    fn note_return(&mut self, id: EntryId) {
+        self.note_return_at(id, self.now());
+    }
+
+    fn note_return_at(&mut self, id: EntryId, now: u32) {
+        let Index { entries, policies, .. } = self;
+        let entry = &mut entries[id.0 as usize];
+        let uses = entry.used().uses;
+        for tier in Tier::ALL {
+            if let Some(at) = entry.take_evicted_at(tier) {
+                policies[tier as usize].returned_to(at, now, uses);
+            }
+        }
+    }
+
+    /// Has the policies that have evicted a block remember it: it is in no tier now, and its entry forgets it.
+    pub(super) fn remember_evictions(&mut self, id: EntryId) {
+        let Index { entries, policies, hasher, .. } = self;
+        let entry = &mut entries[id.0 as usize];
+        let uses = entry.used().uses;
+        if uses == 0 {
+            return;
+        }
+        let hash = hasher.hash(&entry.key);
+        for tier in Tier::ALL {
+            if let Some(at) = entry.take_evicted_at(tier) {
+                policies[tier as usize].remember(hash, at, uses);
+            }
+        }
+        entry.forget_uses();
+    }
+
+    /// True where `tier`, which is full, should not take a block that is about to be stored: its policy refuses blocks
+    /// in their first use, and all that follow them in their chain. A block that is refused counts as used.
+    ///
+    /// `parent_comes` is true where the block before it is on its way to the tier.
+    pub fn refuses(&mut self, key: &BlockKey, parent: Option<&BlockKey>, parent_comes: bool, tier: Tier) -> bool {
+        let policy = &self.policies[tier as usize];
+        // No coin is above this one.
+        if !policy.refuses(u64::MAX) {
+            return false;
+        }
+        let hash = self.hasher.hash(key);
+        let is_first = match self.find(key).map(|id| self.entry(id).used().uses) {
+            None | Some(0) => !policy.remembers(hash),
+            Some(uses) => uses == 1,
+        };
+        if !is_first {
+            return false;
+        }
+        let refuses = match self.parent_taken(parent, parent_comes, tier) {
+            Some(taken) => !taken,
+            // Half of the hash chooses the place in the table; this mixes both.
+            None => policy.refuses(hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ hash.rotate_left(32)),
+        };
+        let at = self.now();
         let policy = &mut self.policies[tier as usize];
-        policy.evicted(again);
-        if !elsewhere {
-            policy.remember(hash, at, again);
+        if refuses {
+            policy.refused(hash, at);
+        } else {
+            policy.accepted(hash);
+        }
+        refuses
+    }
+
+    /// Whether the block before a new one was new as well, and taken in: the new one is then. `None` where it says
+    /// nothing of the new one: it is used in other chains, or not known at all.
+    fn parent_taken(&self, parent: Option<&BlockKey>, comes: bool, tier: Tier) -> Option<bool> {
+        let (policy, hash) = (&self.policies[tier as usize], self.hasher.hash(parent?));
+        let entry = self.find(parent?).map(|id| self.entry(id)).filter(|entry| entry.occupies_any());
+        match entry {
+            Some(entry) if entry.occupies(tier) || comes => (!entry.used().again()).then_some(true),
+            _ if comes || policy.was_accepted(hash) => Some(true),
+            // Without the block before it nobody can use it.
+            Some(_) => Some(false),
+            None => policy.remembers(hash).then_some(false),
         }
     }
 
@@ -108,6 +214,14 @@ impl Index {
         }
     }
 
+    /// The share of new blocks that `tier` takes while it is full.
+    pub fn share(&self, tier: Tier) -> f64 {
+        match &self.policies[tier as usize] {
+            Policy::Rb(rb) => rb.share(),
+            _ => 1.0,
+        }
+    }
+
     /// Counts a hit; gives the count after it, which stops at 255.
     pub fn hit(&mut self, id: EntryId) -> u8 {
         let hits = &mut self.entry_mut(id).hits;
@@ -124,7 +238,7 @@ impl Index {
     /// Does nothing where it is not full.
     pub fn set_dirty(&mut self, id: EntryId, tier: Tier, dirty: bool) {
         let entry = self.entry(id);
-        if entry.removed || !entry.has(tier, FULL) || entry.has(tier, DIRTY) == dirty {
+        if entry.is_removed() || !entry.has(tier, FULL) || entry.has(tier, DIRTY) == dirty {
             return;
         }
         // Which list it is in depends on the mark, so it leaves the one before it enters the other.

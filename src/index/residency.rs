@@ -1,7 +1,7 @@
 //! Copies in tiers: how they come, are held, and go.
 
 use super::{
-    EntryId, Index,
+    EntryId, EvictionPolicy, Index,
     entry::{DIRTY, FILLING, FULL, NONE},
 };
 use crate::block::Tier;
@@ -11,7 +11,7 @@ impl Index {
     #[inline]
     pub fn slot(&self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = self.entry(id);
-        (entry.has(tier, FULL) && !entry.removed).then(|| entry.place(tier).slot)
+        (entry.has(tier, FULL) && !entry.is_removed()).then(|| entry.place(tier).slot)
     }
 
     /// True where a fill of `tier` is under way, also one that will be refused because the entry was removed.
@@ -23,7 +23,7 @@ impl Index {
     #[inline]
     pub fn best_tier(&self, id: EntryId) -> Option<Tier> {
         let entry = self.entry(id);
-        if entry.removed { None } else { entry.best_tier() }
+        if entry.is_removed() { None } else { entry.best_tier() }
     }
 
     /// Number of blocks that are full in `tier` and can be found.
@@ -36,7 +36,7 @@ impl Index {
     #[must_use = "only one caller may fill"]
     pub fn begin_fill(&mut self, id: EntryId, tier: Tier) -> bool {
         let entry = self.entry_mut(id);
-        if entry.removed || entry.occupies(tier) {
+        if entry.is_removed() || entry.occupies(tier) {
             return false;
         }
         entry.set(tier, FILLING);
@@ -59,7 +59,7 @@ impl Index {
     pub fn complete_fill(&mut self, id: EntryId, tier: Tier, slot: u32) -> bool {
         let entry = self.entry_mut(id);
         assert!(entry.has(tier, FILLING), "no fill of {tier} is under way for {:?}", entry.key);
-        if entry.removed {
+        if entry.is_removed() {
             self.vacate(id, tier);
             return false;
         }
@@ -89,7 +89,7 @@ impl Index {
     #[inline]
     pub fn pin(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = &mut self.entries[id.0 as usize];
-        if !entry.has(tier, FULL) || entry.removed {
+        if !entry.has(tier, FULL) || entry.is_removed() {
             return None;
         }
         let place = entry.place_mut(tier);
@@ -114,7 +114,7 @@ impl Index {
         assert!(place.pins > 0, "unpin of a copy in {tier} that nobody has pinned");
         place.pins -= 1;
         let last = place.pins == 0;
-        if entry.removed {
+        if entry.is_removed() {
             let freed = last.then_some(entry.place(tier).slot);
             if freed.is_some() {
                 self.vacate(id, tier);
@@ -142,11 +142,12 @@ impl Index {
         if !self.counts_requests {
             return self.free(id, tier);
         }
-        self.note_eviction(id, tier);
+        let used = self.entry(id).used();
+        self.policies[tier as usize].evicted(used, self.clock);
         let slot = self.entry(id).place(tier).slot;
         self.forget(id, tier);
-        // Elsewhere it is remembered by its entry, which goes now where nothing else needs it.
-        self.entry_mut(id).place_mut(tier).slot = (self.clock as u32).min(NONE - 1);
+        // Its entry remembers it for as long as it is in another tier.
+        self.entry_mut(id).place_mut(tier).slot = self.now();
         self.collect(id);
         slot
     }
@@ -155,7 +156,7 @@ impl Index {
     /// Gives the slot; `None` where it is not full, or pinned.
     pub fn drop_copy(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = self.entry(id);
-        let may = entry.has(tier, FULL) && entry.place(tier).pins == 0 && !entry.removed;
+        let may = entry.has(tier, FULL) && entry.place(tier).pins == 0 && !entry.is_removed();
         may.then(|| self.free(id, tier))
     }
 
@@ -166,7 +167,7 @@ impl Index {
     /// their parent, it stays as a ghost.
     pub fn remove(&mut self, id: EntryId) -> [Option<u32>; 3] {
         let mut freed = [None; Tier::COUNT];
-        if self.entry(id).removed {
+        if self.entry(id).is_removed() {
             return freed;
         }
         let mut lives_on = false;
@@ -184,8 +185,9 @@ impl Index {
         }
         let entry = self.entry_mut(id);
         entry.hits = 0;
+        entry.forget_evictions();
         if lives_on {
-            entry.removed = true;
+            entry.set_removed();
             let key = entry.key;
             self.unmap(id, &key);
         } else {
@@ -218,8 +220,10 @@ impl Index {
 
     fn clear_place(&mut self, id: EntryId, tier: Tier) {
         let entry = self.entry_mut(id);
+        if entry.has(tier, FULL) {
+            entry.place_mut(tier).slot = NONE;
+        }
         entry.clear(tier, FILLING | FULL | DIRTY);
-        entry.place_mut(tier).slot = NONE;
         // Not held there any more, before the parent counts a child less.
         self.weigh(id, tier);
         self.relist(id, tier);

@@ -2,7 +2,7 @@
 
 use super::{
     EntryId, EvictionPolicy, Index, Used,
-    entry::{FULL, LISTED, NONE},
+    entry::{FULL, LISTED, NONE, USES_MAX},
     radix,
 };
 use crate::block::{BlockKey, Tier};
@@ -17,7 +17,8 @@ impl Index {
         }
     }
 
-    /// Recovery: makes the block resident in `slot` of `tier`, last used at `last_use`; in any order.
+    /// Recovery: makes the block resident in `slot` of `tier`, used as `used` says; in any order. Where no use is known
+    /// it counts as used once.
     ///
     /// To be followed by [`restored`](Self::restored): until then nothing that was entered may be evicted. Where the
     /// block has a copy in `tier` already the index keeps that, and the error is its entry.
@@ -27,7 +28,7 @@ impl Index {
         parent: Option<BlockKey>,
         tier: Tier,
         slot: u32,
-        last_use: u64,
+        used: Used,
     ) -> Result<EntryId, EntryId> {
         let id = self.find_or_create(key);
         if let Some(parent) = parent.filter(|parent| *parent != key) {
@@ -40,7 +41,7 @@ impl Index {
         entry.set(tier, FULL);
         entry.place_mut(tier).slot = slot;
         self.resident[tier as usize] += 1;
-        self.used_at(id, last_use);
+        self.used_as(id, used);
         self.weigh(id, tier);
         self.tell_held(id, tier);
         if let Some(parent) = self.parent(id) {
@@ -51,21 +52,21 @@ impl Index {
 
     /// Recovery: the block is in `slot` of `tier`, and not where [`restore`](Self::restore) found it to be. Gives the
     /// slot that it was in; `None` where it is not full there, or pinned.
-    pub fn restore_instead(&mut self, id: EntryId, tier: Tier, slot: u32, last_use: u64) -> Option<u32> {
+    pub fn restore_instead(&mut self, id: EntryId, tier: Tier, slot: u32, used: Used) -> Option<u32> {
         let entry = self.entry_mut(id);
         if !entry.has(tier, FULL) || entry.place(tier).pins > 0 {
             return None;
         }
         let other = std::mem::replace(&mut entry.place_mut(tier).slot, slot);
-        self.used_at(id, last_use);
+        self.used_as(id, used);
         Some(other)
     }
 
-    /// Its last use was at `last_use`, or is later.
-    fn used_at(&mut self, id: EntryId, last_use: u64) {
+    /// It was used so late and so often, or later and more often.
+    fn used_as(&mut self, id: EntryId, used: Used) {
         let entry = self.entry_mut(id);
         let from = entry.used();
-        let to = Used { last: from.last.max(last_use), ..from };
+        let to = Used { last: from.last.max(used.last), uses: from.uses.max(used.uses).clamp(1, USES_MAX) };
         entry.set_used(to);
         if from != to && entry.is_listed_anywhere() {
             self.retime(id, from, to);
@@ -77,17 +78,17 @@ impl Index {
     /// entries.
     pub fn restored(&mut self, tier: Tier) {
         self.tops = Tops::default();
-        let (mut ids, mut last_uses, mut again) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut ids, mut last_uses, mut uses) = (Vec::new(), Vec::new(), Vec::new());
         for (id, entry) in &mut self.entries {
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
                 entry.set(tier, LISTED);
                 ids.push(id as u32);
                 last_uses.push(entry.last_use);
-                again.push(entry.used().again);
+                uses.push(entry.used().uses);
             }
         }
         let order = radix::order(&last_uses);
-        let used = |at: usize| Used { last: last_uses[at], again: again[at] };
+        let used = |at: usize| Used { last: last_uses[at], uses: uses[at] };
         let mut coldest_first = order.iter().map(|&at| (EntryId(ids[at as usize]), used(at as usize)));
         self.policies[tier as usize].fill(&mut coldest_first);
     }

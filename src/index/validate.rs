@@ -65,7 +65,7 @@ impl Index {
 
     fn validate_entry(&self, id: EntryId, entry: &Entry, counts: &mut Counts) -> Result<(), String> {
         let found = self.find(&entry.key);
-        if entry.removed {
+        if entry.is_removed() {
             ensure!(found != Some(id), "removed, but in the map");
         } else {
             ensure!(found == Some(id), "its key finds {found:?}");
@@ -95,14 +95,14 @@ impl Index {
         let frontier = self.frontier[tier as usize].contains(id.0);
         ensure!(frontier == entry.is_frontier(tier), "right above held ones is {frontier}, and should not be");
         counts.frontier[tier as usize] += u32::from(frontier);
-        if entry.removed {
+        if entry.is_removed() {
             ensure!(!full || place.pins > 0, "removed and unpinned, but full");
             ensure!(!dirty, "removed and dirty");
         }
         let at = tier as usize;
         if full {
             ensure!(counts.slots[at].insert(place.slot), "slot {} is another's too", place.slot);
-            counts.resident[at] += usize::from(!entry.removed);
+            counts.resident[at] += usize::from(!entry.is_removed());
         }
         if listed && dirty {
             ensure!(self.dirty[at].contains(id, entry.last_use), "not in the dirty list");

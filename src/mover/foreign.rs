@@ -18,7 +18,6 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Direction, Route, Tier},
-    config::WritePolicy,
     device::{CopyBatch, CopyEngine, pair_segments},
     error::{Error, Result},
     io::Storage,
@@ -151,7 +150,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Counts a block that was copied from host memory to a caller, and writes it to disk if it is wanted there by now.
     pub(super) fn loaded(self: &Rc<Self>, key: &BlockKey, started: Instant) {
         self.shared.metrics.moved(Route::HostToCaller, self.shared.config.block_bytes, started.elapsed());
-        if self.shared.config.write_policy == WritePolicy::WriteThroughSelective
+        if self.shared.config.selects_for_disk()
             && let Some(pin) = self.shared.selected_for_disk(key)
         {
             self.spawn(Rc::clone(self).write(*key, pin));

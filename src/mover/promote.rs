@@ -16,7 +16,7 @@ use crate::{
     error::{Error, Result},
     io::Storage,
     memory::Lent,
-    state::{Class, Filling, Message, Outcome, Pin, Promotion, Purpose, Settled, Unverified, blames_disk, verify},
+    state::{Class, Filling, Message, Outcome, Pin, Promotion, Purpose, Settled, Unverified, Use, blames_disk, verify},
 };
 
 /// Where a block will be read from.
@@ -304,8 +304,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         mut asked: Asked,
     ) -> Outcome {
         loop {
-            let (promotion, source) = self.shared.promote(key, Tier::Host, class)?;
-            if std::mem::replace(&mut asked, Asked::InPassing) == Asked::ByCaller {
+            let by_caller = std::mem::replace(&mut asked, Asked::InPassing) == Asked::ByCaller;
+            let usage = if by_caller { Use::Now } else { Use::Counted };
+            let (promotion, source) = self.shared.promote(key, Tier::Host, class, usage)?;
+            if by_caller {
                 self.shared.metrics.looked_up(source);
             }
             let (receiver, joined) = match promotion {

@@ -14,7 +14,7 @@ use crate::{
     device::CopyEngine,
     disk::PageId,
     error::{Error, Result},
-    index::EntryId,
+    index::{EntryId, Used},
     io::{Storage, write_full},
     memory::AlignedBuf,
 };
@@ -87,7 +87,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let out: &mut [u8; IO_ALIGN] = buf.first_chunk_mut().expect("the buffer is one page");
             slots.encode_page(page, out, |entry| {
                 let id = EntryId::from_u32(entry);
-                (index.key(id), index.parent_key(id), index.last_use(id))
+                let Used { last, uses } = index.used(id);
+                (index.key(id), index.parent_key(id), last, uses)
             });
             slots.page_location(page)
         };

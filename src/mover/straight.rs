@@ -117,8 +117,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             tracing::debug!("a block read into a caller's memory is not what it should be; it is read again");
             return Straight::Elsewhere(job);
         }
-        drop(pin);
         // Not before: whatever goes elsewhere is looked up, and counted, there.
+        {
+            let mut state = self.shared.lock();
+            state.index.touch(pin.id());
+            state.index.hit(pin.id());
+            pin.release(&mut state);
+        }
         self.shared.metrics.looked_up(Some(Tier::Disk));
         self.shared.metrics.moved(Route::DiskToRegion, self.shared.config.block_bytes, started.elapsed());
         Straight::Ended(Ok(true))
@@ -135,8 +140,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return None;
         }
         let pin = Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::DiskToRegion)?;
-        state.index.touch(id);
-        state.index.hit(id);
         let slots = state.disk_slots();
         let (file, offset) = slots.locate(pin.slot());
         let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
@@ -153,6 +156,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             && self.shared.lock().disk_service.writes();
         if !wanted {
             return Straight::Elsewhere(job);
+        }
+        if self.shared.refuses(&mut self.shared.lock(), &job.key, job.parent.as_ref(), Tier::Disk) {
+            return Straight::Ended(Ok(()));
         }
         let (checksum, job) = self.checksum_of(job).await;
         let share = self.share(Kind::Write, Purpose::Call).await;

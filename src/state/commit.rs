@@ -7,7 +7,7 @@ use tokio::sync::oneshot;
 use super::{Class, Filling, Finished, Joined, Message, Outcome, Pin, Settled, Shared, State};
 use crate::{
     block::{BlockKey, Route, Tier},
-    config::WritePolicy,
+    config::{Eviction, WritePolicy},
     error::{Error, Result},
     index::EntryId,
 };
@@ -31,10 +31,12 @@ impl Shared {
     ) -> Result<Option<Committed>> {
         let mut state = self.lock();
         state.check_open()?;
-        let Some(id) = state.index.find(key) else { return Ok(None) };
+        let Some(id) = state.index.find(key) else {
+            return Ok(self.refuses_store(&mut state, key, parent).then_some(Committed::Done));
+        };
         let on_disk = state.index.slot(id, Tier::Disk).is_some() && state.disk_service.reads();
         if !on_disk && state.index.slot(id, Tier::Host).is_none() {
-            return Ok(None);
+            return Ok(self.refuses_store(&mut state, key, parent).then_some(Committed::Done));
         }
         if parent.is_some() {
             state.index.insert(*key, parent.copied());
@@ -57,6 +59,10 @@ impl Shared {
             filling.release(&mut state);
             return Err(error);
         }
+        if self.refuses_store(&mut state, key, parent) {
+            filling.release(&mut state);
+            return Ok(Committed::Done);
+        }
         let id = state.index.insert(*key, parent.copied());
         if state.index.begin_fill(id, Tier::Host) {
             let published = state.index.complete_fill(id, Tier::Host, filling.slot());
@@ -77,6 +83,12 @@ impl Shared {
         if self.config.disks.is_empty() || state.index.slot(id, Tier::Disk).is_some() {
             return Ok(Committed::Done);
         }
+        if self.config.write_policy != WritePolicy::WriteThroughSelective {
+            let parent = state.index.parent_key(id);
+            if self.refuses(state, key, parent.as_ref(), Tier::Disk) {
+                return Ok(Committed::Done);
+            }
+        }
         match self.config.write_policy {
             WritePolicy::WriteThrough => self.begin_write(state, id, key, Class::Awaited, self.config.waiters_max),
             WritePolicy::WriteThroughSelective => Ok(Committed::Done),
@@ -85,6 +97,22 @@ impl Shared {
                 Ok(Committed::Done)
             }
         }
+    }
+
+    /// True where a store is to leave no trace: there is no disk tier, and host memory refuses the block.
+    fn refuses_store(&self, state: &mut State, key: &BlockKey, parent: Option<&BlockKey>) -> bool {
+        self.config.last_tier() == Tier::Host && self.refuses(state, key, parent, Tier::Host)
+    }
+
+    /// True where `tier`, which is the last one and full, refuses a new block, which is then counted.
+    pub(crate) fn refuses(&self, state: &mut State, key: &BlockKey, parent: Option<&BlockKey>, tier: Tier) -> bool {
+        if self.config.eviction_policy != Eviction::RbRefuse || state.free_slots(tier) > 0 {
+            return false;
+        }
+        let parent_comes = parent.is_some_and(|parent| state.flights.contains(parent, tier));
+        let refused = state.index.refuses(key, parent, parent_comes, tier);
+        self.metrics.tier(tier).refused.add(u64::from(refused));
+        refused
     }
 
     /// A block is to be on disk, and nobody waits for that. Where the disk takes nothing that is a refusal.
@@ -212,12 +240,17 @@ impl Shared {
         }
     }
 
-    /// For `write_through_selective`: begins the write of a block that has been hit often enough
-    /// and is not on disk. Its outcome is nobody's.
+    /// Begins the write of a block that is not on disk and has been hit often enough, or was refused there and is used
+    /// again. Its outcome is nobody's.
     pub(crate) fn selected_for_disk(self: &Arc<Self>, key: &BlockKey) -> Option<Pin> {
         let mut state = self.lock();
         let id = state.index.find(key)?;
-        let wanted = state.index.hits(id) >= self.config.selective_hits
+        let often = match self.config.write_policy {
+            WritePolicy::WriteThroughSelective => state.index.hits(id) >= self.config.selective_hits,
+            _ => state.index.used(id).again(),
+        };
+        let wanted = often
+            && !state.index.is_dirty(id, Tier::Host)
             && state.index.slot(id, Tier::Disk).is_none()
             && state.disk.is_some()
             && state.disk_service.writes()

@@ -29,6 +29,17 @@ pub(crate) struct Removed {
     pub(crate) writing: Option<oneshot::Receiver<Message>>,
 }
 
+/// What asking for a promotion says of the uses of its block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Use {
+    /// A caller uses the block.
+    Now,
+    /// A caller is about to: it prefetches.
+    Announced,
+    /// The use was counted, or this is a step of a movement that has other reasons.
+    Counted,
+}
+
 /// What asking for a promotion came to.
 pub(crate) enum Promotion {
     /// It is there already.
@@ -81,17 +92,28 @@ impl Shared {
     }
 
     /// Starts or joins the movement that makes `key` resident in `tier`; also says where it was
-    /// found. Counts no hit and no miss: this may be one step of a larger movement.
+    /// found. Counts no hit and no miss: this may be one step of a larger movement. Counts the use that `usage` says.
     pub(crate) fn promote(
         self: &Arc<Self>,
         key: &BlockKey,
         tier: Tier,
         class: Class,
+        usage: Use,
     ) -> Result<(Promotion, Option<Tier>)> {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
         let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
+        if state.index.best_tier(id).is_some() {
+            match usage {
+                Use::Now => {
+                    state.index.touch(id);
+                    state.index.hit(id);
+                }
+                Use::Announced => state.index.announce(id),
+                Use::Counted => {}
+            }
+        }
         let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
         if let Some(pin) = Pin::take(self, &mut state, id, tier, route) {
             return Ok((Promotion::Hit(pin), Some(tier)));
@@ -108,8 +130,6 @@ impl Shared {
         if source.is_none() {
             return Ok((Promotion::Miss, None));
         }
-        state.index.touch(id);
-        state.index.hit(id);
         Ok((Promotion::Started(state.flights.begin(key, tier, id, class)), source))
     }
 

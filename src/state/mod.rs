@@ -25,7 +25,7 @@ pub(crate) use flights::{Class, Raised, Urgency};
 pub(crate) use health::{CufileService, DiskService, Failures, blames_disk};
 #[cfg(feature = "sim")]
 pub(crate) use lock::holds_lock;
-pub(crate) use lookup::{Found, Promotion, Removed};
+pub(crate) use lookup::{Found, Promotion, Removed, Use};
 pub(crate) use slots::Purpose;
 pub(crate) use verify::Settled;
 

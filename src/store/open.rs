@@ -133,7 +133,7 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
     }
     let first = &superblocks[0];
     let shape = Shape {
-        version: VERSION,
+        version: first.version,
         uuid: first.uuid,
         namespace: first.namespace.clone(),
         block_bytes: first.block_bytes,

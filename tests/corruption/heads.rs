@@ -124,7 +124,7 @@ pub fn resealed(cases: &mut Cases<'_>) {
     let damaged = || faults("superblocks", 1);
     let fields: [(&str, usize, &[u8], Outcome, Finds); 28] = [
         ("version 0", 8, &[0; 4], Refused, damaged()),
-        ("version 2", 8, &[2], Refused, Finds::Refusal),
+        ("version 3", 8, &[3], Refused, Finds::Refusal),
         ("version 2^32 - 1", 8, &[0xFF; 4], Refused, Finds::Refusal),
         // A creation that got that far is finished.
         ("forming", 12, &[1], Loses(0), clean()),

@@ -119,6 +119,7 @@ impl From<Policy> for WritePolicy {
 pub enum Eviction {
     Lru,
     Rb,
+    RbRefuse,
 }
 
 impl From<Eviction> for kvhoist::Eviction {
@@ -126,6 +127,7 @@ impl From<Eviction> for kvhoist::Eviction {
         match eviction {
             Eviction::Lru => kvhoist::Eviction::Lru,
             Eviction::Rb => kvhoist::Eviction::Rb,
+            Eviction::RbRefuse => kvhoist::Eviction::RbRefuse,
         }
     }
 }

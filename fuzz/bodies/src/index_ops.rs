@@ -2,10 +2,12 @@
 
 mod model;
 
+use std::collections::BTreeSet;
+
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     BlockKey, Tier,
-    index::{EntryId, Index, Policy, Rb},
+    index::{EntryId, Index, Policy, Rb, Used},
 };
 use model::{Copy, Model};
 
@@ -45,6 +47,9 @@ enum Op {
     Touch {
         pick: u8,
     },
+    Announce {
+        pick: u8,
+    },
     TouchChain {
         from: u8,
         len: u8,
@@ -75,6 +80,13 @@ enum Op {
     Reserve {
         entries: u8,
     },
+    /// A tier is full: is it to take a block?
+    Refuse {
+        key: u8,
+        parent: Option<u8>,
+        comes: bool,
+        tier: u8,
+    },
 }
 
 #[derive(Debug, Arbitrary)]
@@ -82,6 +94,7 @@ struct Record {
     key: u8,
     parent: Option<u8>,
     last_use: u16,
+    uses: u8,
     /// Goes before a copy that is there already.
     newer: bool,
 }
@@ -90,11 +103,13 @@ struct Record {
 pub fn run(data: &[u8]) {
     let mut input = Unstructured::new(data);
     let Ok(seed) = input.arbitrary::<u64>() else { return };
-    let index = match seed % 2 {
+    let index = match seed % 3 {
         0 => Index::new(seed),
-        _ => Index::with_policies(seed, |_| Policy::Rb(Box::new(Rb::new(SLOTS)))),
+        1 => Index::with_policies(seed, |_| Policy::Rb(Box::new(Rb::new(SLOTS)))),
+        _ => Index::with_policies(seed, |_| Policy::Rb(Box::new(Rb::refusing(SLOTS)))),
     };
-    let mut pair = Pair { index, model: Model::new(seed % 2 == 1, SLOTS as usize), slots: 0 };
+    let mut pair =
+        Pair { index, model: Model::new(!seed.is_multiple_of(3), SLOTS as usize), slots: 0, accepted: BTreeSet::new() };
     for _ in 0..OPS_MAX {
         if input.is_empty() {
             break;
@@ -110,6 +125,8 @@ struct Pair {
     model: Model,
     /// Slots given out so far: each has a number of its own.
     slots: u32,
+    /// What a full tier was to take in.
+    accepted: BTreeSet<(u8, Tier)>,
 }
 
 fn block_key(key: u8) -> BlockKey {
@@ -139,6 +156,15 @@ impl Pair {
                     self.index.touch(self.model.id(at));
                     self.model.touch(at);
                 }
+            }
+            Op::Announce { pick } => {
+                if let Some(at) = self.model.any(pick) {
+                    self.index.announce(self.model.id(at));
+                    self.model.announce(at);
+                }
+            }
+            Op::Refuse { key, parent, comes, tier: of } => {
+                self.refuse(key % KEYS, parent.map(|parent| parent % KEYS), comes, tier(of));
             }
             Op::TouchChain { from, len } => self.touch_chain(from, len),
             Op::Hit { pick } => {
@@ -252,24 +278,54 @@ impl Pair {
         }
     }
 
+    /// What is refused depends on a coin only where it is its chain's first new block.
+    fn refuse(&mut self, key: u8, parent: Option<u8>, comes: bool, tier: Tier) {
+        let (index, model) = (&mut self.index, &mut self.model);
+        let may = index.share(tier) < 1.0;
+        let refused = index.refuses(&block_key(key), parent.map(block_key).as_ref(), comes, tier);
+        let uses = model.live(key).map_or(0, |at| model.entity(at).uses);
+        let is_first = uses == 1 || uses == 0 && !model.remembers(key, tier);
+        let copies = |at: usize| model.entity(at).copies;
+        let before = parent.and_then(|parent| model.live(parent)).filter(|&at| copies(at) != [Copy::None; Tier::COUNT]);
+        let expected = match (parent, before) {
+            _ if !may || !is_first => Some(false),
+            (Some(_), Some(at)) if comes || copies(at)[tier as usize] != Copy::None => {
+                (model.entity(at).uses <= 1).then_some(false)
+            }
+            (Some(_), _) if comes => Some(false),
+            // Unless it was to be taken in, and did not come.
+            (Some(parent), _) => {
+                let gone = before.is_some() || model.remembers(parent, tier);
+                (gone && !self.accepted.contains(&(parent, tier))).then_some(true)
+            }
+            (None, _) => None,
+        };
+        assert!(expected.is_none_or(|expected| expected == refused), "{key} after {parent:?}: {refused}");
+        if refused {
+            model.remember(key, tier, 1);
+        } else {
+            self.accepted.insert((key, tier));
+        }
+    }
+
     fn restore(&mut self, record: &Record, tier: Tier) {
         if self.try_restore(record, tier) || !record.newer {
             return;
         }
         let at = self.model.live(record.key % KEYS).expect("it was refused for its copy");
-        let (slot, last_use) = (self.slot(), record.last_use.into());
-        let replaced = self.index.restore_instead(self.model.id(at), tier, slot, last_use);
-        assert_eq!(replaced, self.model.restore_instead(at, tier, slot, last_use));
+        let (slot, used) = (self.slot(), Used { last: record.last_use.into(), uses: record.uses % 4 });
+        let replaced = self.index.restore_instead(self.model.id(at), tier, slot, used);
+        assert_eq!(replaced, self.model.restore_instead(at, tier, slot, used));
     }
 
     fn try_restore(&mut self, record: &Record, tier: Tier) -> bool {
         let (key, parent) = (record.key % KEYS, record.parent.map(|parent| parent % KEYS));
-        let (slot, last_use) = (self.slot(), record.last_use.into());
-        let restored = self.index.restore(block_key(key), parent.map(block_key), tier, slot, last_use);
+        let (slot, used) = (self.slot(), Used { last: record.last_use.into(), uses: record.uses % 4 });
+        let restored = self.index.restore(block_key(key), parent.map(block_key), tier, slot, used);
         let index = &self.index;
         let at = self.model.insert(key, parent, |key| index.find(&block_key(key)).expect("just inserted"));
         let id = self.model.id(at);
-        let expected = if self.model.restore(at, tier, slot, last_use) { Ok(id) } else { Err(id) };
+        let expected = if self.model.restore(at, tier, slot, used) { Ok(id) } else { Err(id) };
         assert_eq!(restored, expected);
         restored.is_ok()
     }
@@ -290,7 +346,7 @@ impl Pair {
             assert_eq!(index.key(id), block_key(entity.key));
             assert_eq!(index.parent_key(id), model.parent_key(at).map(block_key), "parent of {}", entity.key);
             assert_eq!((index.hits(id), index.last_use(id)), (entity.hits, entity.last_use));
-            assert!(index.used(id).again == entity.again || !model.counts_requests(), "uses of {}", entity.key);
+            assert!(index.used(id).uses == entity.uses || !model.counts_requests(), "uses of {}", entity.key);
             assert_eq!(index.best_tier(id), model.best_tier(at).filter(|_| !entity.removed));
             for tier in Tier::ALL {
                 let (slot, pins, dirty) = match entity.copies[tier as usize] {
@@ -327,7 +383,7 @@ impl Pair {
 
     /// The choice is the coldest of its class, and colder than the other class, as far as that one is favored.
     fn colder_front(&self, tier: Tier, victim: Option<EntryId>, among: &[usize]) {
-        let (again, once): (Vec<usize>, Vec<usize>) = among.iter().partition(|&&at| self.model.entity(at).again);
+        let (again, once): (Vec<usize>, Vec<usize>) = among.iter().partition(|&&at| self.model.entity(at).uses > 1);
         let head = self.index.head(tier).expect("it is RB");
         let last_use = |at: &usize| self.model.entity(*at).last_use as f64;
         let coldest = |of: &[usize]| of.iter().map(last_use).min_by(f64::total_cmp);

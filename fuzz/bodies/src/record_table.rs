@@ -56,6 +56,7 @@ struct Fields {
     generation: u64,
     checksum: u64,
     last_use: u64,
+    uses: u8,
 }
 
 impl Fields {
@@ -69,6 +70,7 @@ impl Fields {
             generation: counter(self.generation),
             checksum: self.checksum,
             last_use: counter(self.last_use),
+            uses: self.uses % 4,
         }
     }
 }
@@ -188,8 +190,8 @@ impl Store {
             } else if let Some(record) = naive(file.0, local, &bytes) {
                 counts.valid += 1;
                 assert_eq!(RecordSeal::new(&UUID, file.0).encode(local, &record), bytes, "one record, one form");
-                let Record { key, parent, generation, checksum, last_use, .. } = record;
-                expected.insert(slot, RecoveredRecord { key, parent, slot, generation, checksum, last_use });
+                let Record { key, parent, generation, checksum, last_use, uses, .. } = record;
+                expected.insert(slot, RecoveredRecord { key, parent, slot, generation, checksum, last_use, uses });
             } else {
                 counts.bad += 1;
                 assert!(recovered.slots.stale_pages().any(|page| page == self.stripe.page_of(slot)));
@@ -206,14 +208,14 @@ impl Store {
     /// The books go on from there: every other slot is filled, every page written, and all is found again.
     fn write_back(&mut self, recovered: Recovered, records: Vec<RecoveredRecord>) {
         let Recovered { mut slots, next_generation, .. } = recovered;
-        let block = |record: RecoveredRecord| (record.key, record.parent, record.last_use);
-        let mut blocks: Vec<(BlockKey, Option<BlockKey>, u64)> = records.into_iter().map(block).collect();
+        let block = |record: RecoveredRecord| (record.key, record.parent, record.last_use, record.uses);
+        let mut blocks: Vec<(BlockKey, Option<BlockKey>, u64, u8)> = records.into_iter().map(block).collect();
         let clock = blocks.iter().map(|block| block.2).max().unwrap_or(0);
         for (generation, last_use) in (next_generation..).zip(clock + 1..) {
             let Some(slot) = slots.alloc() else { break };
             slots.commit(slot, blocks.len() as u32, 7, generation);
             // A forged record may hold the last count that the format has; what comes after it is recorded as that.
-            blocks.push((BlockKey::new([0xEE; 32]), None, last_use.min(COUNTER_MAX)));
+            blocks.push((BlockKey::new([0xEE; 32]), None, last_use.min(COUNTER_MAX), 1));
         }
         slots.validate().expect("the levels agree");
         for page in (0..self.stripe.pages()).map(kvhoist::disk::PageId) {
@@ -243,6 +245,7 @@ fn naive(member: u16, local: u32, bytes: &[u8; RECORD_BYTES]) -> Option<Record> 
     let (flags, length) = (bytes[0], u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]));
     let (generation, last_use) = (number(8), number(24));
     let crc = checksum(&[&bytes[..120], &seal_of(member, local)].concat());
+    let (flags, uses) = (flags & !12, flags >> 2 & 3);
     let parent = (flags == 3).then(|| key(64));
     let sound = number(120) == crc
         && (flags == 1 || flags == 3)
@@ -251,5 +254,5 @@ fn naive(member: u16, local: u32, bytes: &[u8; RECORD_BYTES]) -> Option<Record> 
         && (parent.is_some() || bytes[64..96] == [0; 32])
         && bytes[96..120] == [0; 24]
         && generation.max(last_use) <= COUNTER_MAX;
-    sound.then(|| Record { key: key(32), parent, length, generation, checksum: number(16), last_use })
+    sound.then(|| Record { key: key(32), parent, length, generation, checksum: number(16), last_use, uses })
 }

@@ -155,9 +155,9 @@ fn check_verdict(found: &[Member], heads: &[&[u8; HEAD_BYTES]], config: &Config)
         Ok(Verdict::Open(standings)) => {
             assert!(standings.iter().any(|standing| standing.superblock.state == State::Whole));
             for (index, standing) in standings.iter().enumerate() {
-                let Superblock { uuid, state, sequence, .. } = standing.superblock;
+                let Superblock { version, uuid, state, sequence, .. } = standing.superblock;
                 assert_eq!(uuid, standings[0].superblock.uuid);
-                let expected = Superblock { state, sequence, ..Superblock::new(config, uuid, index as u16) };
+                let expected = Superblock { version, state, sequence, ..Superblock::new(config, uuid, index as u16) };
                 assert_eq!(standing.superblock, expected);
                 assert_eq!(standing.superblock.fingerprint, fingerprint(config));
             }

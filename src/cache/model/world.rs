@@ -38,7 +38,7 @@ use crate::{
     },
     disk::{DiskSlots, format::stripe::Stripe},
     fork::HomeBound,
-    index::Index,
+    index::{Index, Used},
     io::Storage,
     memory::{Arena, Lent},
     metrics::{Count, Metrics},
@@ -236,11 +236,13 @@ fn check_balance(shared: &Shared) {
 async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender<Cache>) -> (End, Result<()>) {
     let stripe = Stripe::new(&config);
     let mut file = vec![0; stripe.members()[0].bytes as usize];
-    let mut slots = DiskSlots::new(stripe, [7; 16]);
+    let mut slots = DiskSlots::new(stripe, [7; 16], true);
     let mut index = Index::new(1);
     for n in 0..stored {
         let parent = (chain && n > 0).then(|| key(n - 1));
-        let id = index.restore(key(n), parent, Tier::Disk, n, u64::from(n) + 1).expect("stored once");
+        let id = index
+            .restore(key(n), parent, Tier::Disk, n, Used { last: u64::from(n) + 1, uses: 1 })
+            .expect("stored once");
         slots.restore(n, id.as_u32(), checksum(&payload(n)), u64::from(n) + 1);
         file[slots.locate(n).1 as usize..][..BLOCK_BYTES].copy_from_slice(&payload(n));
     }

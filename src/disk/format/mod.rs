@@ -18,11 +18,12 @@
 //!  56  slots of this member    8     504  crc of bytes 0..504    8
 //!
 //! record (128 bytes; all zero: a free slot)
-//!   0  flags: 1 full, 2 has a parent  4      24  last use         8
+//!   0  flags                          4      24  last use         8
 //!   4  payload length                 4      32  key             32
 //!   8  generation                     8      64  parent          32
 //!  16  payload checksum               8      96  zero            24
 //!                                           120  crc              8
+//! flags: 1 full, 2 has a parent, 4 and 8 in how many requests it was used: 1, 2, 3 for more, 0 not known
 //! ```
 //!
 //! All checksums are CRC-64/NVME ([`checksum`](crate::checksum)). A record's crc is taken over its first 120
@@ -30,7 +31,11 @@
 //! ([`RecordSeal`](record::RecordSeal)): a record that was copied elsewhere is refused.
 //!
 //! **Versions.** Magic, version and the crc at 504 stay where they are in every version, so that an
-//! older program can tell a newer store from a damaged one.
+//! older program can tell a newer store from a damaged one. A store keeps the version that it was created with: a
+//! program that could open it still can, whatever newer ones opened it since.
+//!
+//! - 1: records do not say in how many requests a block was used. Their flags 4 and 8 are zero.
+//! - 2: they do.
 //!
 //! **States.** *Forming* (1) means that the store is being created and holds no block; *whole* (2) that every
 //! member was at least forming on the medium. Creation goes: zero the record tables and superblocks B, sync;

@@ -17,6 +17,11 @@ const CRC: usize = 120;
 
 const FLAG_FULL: u32 = 1;
 const FLAG_PARENT: u32 = 2;
+const FLAG_USES_SHIFT: u32 = 2;
+const FLAG_USES: u32 = (USES_MAX as u32) << FLAG_USES_SHIFT;
+
+/// Uses that a record tells apart: more are written as so many.
+pub const USES_MAX: u8 = 3;
 
 /// Generations and last uses are at most this, so that "the next one" never overflows. No store gets there by counting,
 /// but a record may have been forged: from then on all new ones say the same.
@@ -37,6 +42,9 @@ pub struct Record {
     pub checksum: u64,
     /// The index's logical clock when the block was last used.
     pub last_use: u64,
+    /// In how many requests it was used, [`USES_MAX`] at most; 0 where that is not known, as in every store of format
+    /// version 1.
+    pub uses: u8,
 }
 
 /// Why a record does not count.
@@ -70,7 +78,8 @@ impl RecordSeal {
     /// The record's bytes for slot `local` of the member. Counters past [`COUNTER_MAX`] become that.
     pub fn encode(self, local: u32, record: &Record) -> [u8; RECORD_BYTES] {
         let mut bytes = [0; RECORD_BYTES];
-        let flags = if record.parent.is_some() { FLAG_FULL | FLAG_PARENT } else { FLAG_FULL };
+        let parent = if record.parent.is_some() { FLAG_PARENT } else { 0 };
+        let flags = FLAG_FULL | parent | u32::from(record.uses.min(USES_MAX)) << FLAG_USES_SHIFT;
         put(&mut bytes, FLAGS, &flags.to_le_bytes());
         put(&mut bytes, LENGTH, &record.length.to_le_bytes());
         put(&mut bytes, GENERATION, &record.generation.min(COUNTER_MAX).to_le_bytes());
@@ -101,7 +110,8 @@ impl RecordSeal {
         if checksum(&sealed) != get_u64(bytes, CRC) {
             return Err(RecordFlaw::Crc);
         }
-        let parent = match get_u32(bytes, FLAGS) {
+        let flags = get_u32(bytes, FLAGS);
+        let parent = match flags & !FLAG_USES {
             FLAG_FULL if is_zero(&bytes[PARENT..ZERO]) => None,
             FLAG_FULL => return Err(RecordFlaw::Field("parent without its flag")),
             flags if flags == FLAG_FULL | FLAG_PARENT => Some(BlockKey::new(array(bytes, PARENT))),
@@ -114,6 +124,7 @@ impl RecordSeal {
             generation: get_u64(bytes, GENERATION),
             checksum: get_u64(bytes, CHECKSUM),
             last_use: get_u64(bytes, LAST_USE),
+            uses: ((flags & FLAG_USES) >> FLAG_USES_SHIFT) as u8,
         };
         if record.length != block_bytes {
             return Err(RecordFlaw::Field("length"));
@@ -154,21 +165,23 @@ mod tests {
 
     fn record() -> impl Strategy<Value = Record> {
         let counter = 0..=COUNTER_MAX;
-        (any::<[u8; 32]>(), any::<Option<[u8; 32]>>(), counter.clone(), any::<u64>(), counter).prop_map(
-            |(key, parent, generation, checksum, last_use)| Record {
+        (any::<[u8; 32]>(), any::<Option<[u8; 32]>>(), counter.clone(), any::<u64>(), counter, 0..=USES_MAX).prop_map(
+            |(key, parent, generation, checksum, last_use, uses)| Record {
                 key: BlockKey::new(key),
                 parent: parent.map(BlockKey::new),
                 length: 4096,
                 generation,
                 checksum,
                 last_use,
+                uses,
             },
         )
     }
 
     fn sample() -> Record {
         let key = BlockKey::new([7; 32]);
-        Record { key, parent: Some(BlockKey::new([9; 32])), length: 4096, generation: 3, checksum: 4, last_use: 5 }
+        let parent = Some(BlockKey::new([9; 32]));
+        Record { key, parent, length: 4096, generation: 3, checksum: 4, last_use: 5, uses: 0 }
     }
 
     #[test]
@@ -176,6 +189,8 @@ mod tests {
         let bytes = SEAL.encode(1, &sample());
         assert_eq!(bytes[0..8], [3, 0, 0, 0, 0, 16, 0, 0]);
         assert_eq!((bytes[8], bytes[16], bytes[24]), (3, 4, 5));
+        let used = SEAL.encode(1, &Record { uses: 2, ..sample() });
+        assert_eq!(used[0], 3 + (2 << 2), "two bits for the uses");
         assert_eq!((&bytes[32..64], &bytes[64..96], &bytes[96..120]), (&[7; 32][..], &[9; 32][..], &[0; 24][..]));
     }
 
@@ -202,7 +217,7 @@ mod tests {
     fn impossible_fields_under_a_good_crc_are_refused() {
         type Spoil = fn(&mut [u8; RECORD_BYTES]);
         let cases: [(&str, Spoil); 7] = [
-            ("unknown flags", |b| b[0] = 7),
+            ("unknown flags", |b| b[0] = 19),
             ("unknown flags", |b| b[0] = 2),
             ("parent without its flag", |b| b[0] = 1),
             ("length", |b| b[4] = 1),

@@ -14,8 +14,9 @@ use crate::{
 /// The first 8 bytes of a store, in every version.
 pub const MAGIC: [u8; 8] = *b"KVHOIST\0";
 
-/// The version that this program writes, and the only one that it reads.
-pub const VERSION: u32 = 1;
+/// The version of the stores that this program creates, and the latest that it reads. A store keeps the version that
+/// it was created with, so that whatever program could open it still can.
+pub const VERSION: u32 = 2;
 
 /// Sequence numbers are at most this, so that the next one never overflows.
 pub const SEQUENCE_MAX: u64 = (1 << 63) - 1;
@@ -51,6 +52,8 @@ pub enum State {
 /// A decoded superblock. Every field has been checked to be possible.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
+    /// The version that the store was created with.
+    pub version: u32,
     /// How far creation has come.
     pub state: State,
     /// Random, and the same in all members of a store.
@@ -91,9 +94,16 @@ pub enum SuperblockFlaw {
 }
 
 impl Superblock {
+    /// True where the records of the store may say how often a block was used: programs of format version 1 take such
+    /// a record for a damaged one.
+    pub fn records_uses(&self) -> bool {
+        self.version >= 2
+    }
+
     /// The superblock of member `member` of a new store with valid settings.
     pub fn new(config: &Config, uuid: [u8; 16], member: u16) -> Self {
         Superblock {
+            version: VERSION,
             state: State::Forming,
             uuid,
             sequence: 1,
@@ -116,7 +126,7 @@ impl Superblock {
         assert!(self.namespace.len() <= NAMESPACE_MAX, "Config::validate limits the namespace");
         let mut bytes = [0; PAGE_BYTES];
         put(&mut bytes, 0, &MAGIC);
-        put(&mut bytes, VERSION_AT, &VERSION.to_le_bytes());
+        put(&mut bytes, VERSION_AT, &self.version.to_le_bytes());
         put(&mut bytes, STATE, &(self.state as u32).to_le_bytes());
         put(&mut bytes, UUID, &self.uuid);
         put(&mut bytes, SEQUENCE, &self.sequence.to_le_bytes());
@@ -146,16 +156,18 @@ impl Superblock {
         if checksum(&bytes[..CRC]) != get_u64(bytes, CRC) {
             return Err(Damaged);
         }
-        match get_u32(bytes, VERSION_AT) {
-            VERSION => {}
-            version if version > VERSION => return Err(Newer(version)),
-            _ => return Err(Field("format version")),
+        let version = get_u32(bytes, VERSION_AT);
+        match version {
+            1..=VERSION => {}
+            0 => return Err(Field("format version")),
+            _ => return Err(Newer(version)),
         }
         // Past the crc nothing protects the bytes but that they are zero: rot, then, not a field.
         if !is_zero(&bytes[ZERO_3..]) {
             return Err(Damaged);
         }
         let superblock = Superblock {
+            version,
             state: match get_u32(bytes, STATE) {
                 1 => State::Forming,
                 2 => State::Whole,
@@ -314,7 +326,9 @@ mod tests {
     #[test]
     fn what_is_written_is_read_back() {
         let longest = Superblock { namespace: "n".repeat(255), ..sample() };
-        for superblock in [sample(), longest, Superblock { state: State::Forming, ..sample() }] {
+        for superblock in
+            [sample(), longest, Superblock { version: 1, ..sample() }, Superblock { state: State::Forming, ..sample() }]
+        {
             assert_eq!(Superblock::decode(&superblock.encode()), Ok(superblock));
         }
     }
@@ -322,7 +336,7 @@ mod tests {
     #[test]
     fn the_bytes_are_where_the_diagram_says() {
         let bytes = sample().encode();
-        assert_eq!(&bytes[..16], b"KVHOIST\0\x01\0\0\0\x02\0\0\0");
+        assert_eq!(&bytes[..16], b"KVHOIST\0\x02\0\0\0\x02\0\0\0");
         assert_eq!((&bytes[16..32], bytes[32], bytes[56], bytes[64]), (&[0xAB; 16][..], 1, 20, 30));
         assert_eq!((bytes[80], bytes[82], bytes[84], &bytes[88..94]), (1, 2, 6, "naïve".as_bytes()));
         assert_eq!(get_u64(&bytes, 504), checksum(&bytes[..504]));
@@ -370,12 +384,12 @@ mod tests {
     #[test]
     fn a_newer_version_is_told_from_damage() {
         let mut newer = sample().encode();
-        newer[VERSION_AT] = 2;
+        newer[VERSION_AT] = 3;
         assert_eq!(Superblock::decode(&newer), Err(SuperblockFlaw::Damaged));
         seal(&mut newer);
         newer[3000] = 1;
-        assert_eq!(Superblock::decode(&newer), Err(SuperblockFlaw::Newer(2)));
-        assert_eq!(head(&sample().encode(), &newer), Head::Bad(SuperblockFlaw::Newer(2)));
+        assert_eq!(Superblock::decode(&newer), Err(SuperblockFlaw::Newer(3)));
+        assert_eq!(head(&sample().encode(), &newer), Head::Bad(SuperblockFlaw::Newer(3)));
     }
 
     #[test]

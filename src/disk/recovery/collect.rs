@@ -30,6 +30,8 @@ pub struct RecoveredRecord {
     pub checksum: u64,
     /// The index's logical clock when the block was last used.
     pub last_use: u64,
+    /// In how many requests it was used, 3 at most; 0 where that is not known.
+    pub uses: u8,
 }
 
 /// How many slots were found in which state; they sum to the store's slots.
@@ -58,10 +60,10 @@ pub(super) struct Collector<'a> {
 
 impl<'a> Collector<'a> {
     /// Accepts records of the store `uuid` only.
-    pub fn new(stripe: Stripe, uuid: [u8; 16], take: &'a mut Take<'a>) -> Self {
+    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool, take: &'a mut Take<'a>) -> Self {
         Collector {
             seals: (0..stripe.members().len() as u16).map(|member| RecordSeal::new(&uuid, member)).collect(),
-            slots: DiskSlots::new(stripe.clone(), uuid),
+            slots: DiskSlots::new(stripe.clone(), uuid, records_uses),
             stripe,
             take,
             page: Vec::with_capacity(RECORDS_PER_PAGE),
@@ -95,6 +97,7 @@ impl<'a> Collector<'a> {
                         generation: record.generation,
                         checksum: record.checksum,
                         last_use: record.last_use,
+                        uses: record.uses,
                     });
                 }
                 Err(_) => {

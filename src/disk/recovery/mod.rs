@@ -100,17 +100,18 @@ pub async fn open<S: Storage>(
     match judge(storage, members, config).await? {
         Verdict::Open(standings) => {
             let uuid = standings[0].superblock.uuid;
+            let records_uses = standings.iter().all(|standing| standing.superblock.records_uses());
             for ((file, member), standing) in files(members).zip(standings) {
                 mend(storage, file, member, standing).await?;
             }
-            let mut collector = Collector::new(stripe.clone(), uuid, take);
+            let mut collector = Collector::new(stripe.clone(), uuid, records_uses, take);
             read_tables(storage, members, &stripe, &mut collector).await?;
             Ok(collector.finish())
         }
         Verdict::Create => {
             create(storage, members, config, uuid).await?;
             let counts = Counts { free: stripe.slots().into(), ..Counts::default() };
-            let slots = DiskSlots::new(stripe, uuid);
+            let slots = DiskSlots::new(stripe, uuid, true);
             Ok(Recovered { slots, counts, next_generation: 1 })
         }
     }

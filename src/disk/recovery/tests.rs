@@ -48,7 +48,15 @@ fn record(n: u32) -> Record {
     let (key, parent) = (key(), key());
     let parent = (!n.is_multiple_of(3)).then_some(parent);
     let last_use = rng.next_u64() >> 33;
-    Record { key, parent, length: 512, generation: u64::from(n) + 1, checksum: rng.next_u64(), last_use }
+    Record {
+        key,
+        parent,
+        length: 512,
+        generation: u64::from(n) + 1,
+        checksum: rng.next_u64(),
+        last_use,
+        uses: (n % 4) as u8,
+    }
 }
 
 /// Writes a record straight into the table.
@@ -280,7 +288,8 @@ proptest! {
         }
         let (store, found) = recovered(&config, files);
         let mut expected: Vec<_> = model.into_iter().map(|(slot, r)| RecoveredRecord {
-            key: r.key, parent: r.parent, slot, generation: r.generation, checksum: r.checksum, last_use: r.last_use,
+            key: r.key, parent: r.parent, slot, generation: r.generation, checksum: r.checksum,
+            last_use: r.last_use, uses: r.uses,
         }).collect();
         expected.sort_by_key(|r| stripe.place(r.slot));
         prop_assert_eq!(store.next_generation, expected.iter().map(|r| r.generation + 1).max().unwrap_or(1));
@@ -325,7 +334,7 @@ fn a_million_records() {
         let take = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
             page.iter().for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
         };
-        let mut collector = Collector::new(stripe.clone(), UUID, take);
+        let mut collector = Collector::new(stripe.clone(), UUID, true, take);
         let mut page = (0..).map(PageId);
         for file in &files {
             let (pages, _) = file[HEAD_BYTES..].as_chunks::<PAGE_BYTES>();

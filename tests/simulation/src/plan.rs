@@ -143,7 +143,8 @@ impl Plan {
         let (rates, copy_failure) = rates(&mut rng, level);
         let straight = (STRAIGHT_SEEDS..LAYERED_SEEDS).contains(&seed);
         // By a bit of its own, so that older seeds draw what they drew.
-        let eviction_policy = pick(&mut Rng::new(seed ^ 0xe71c_0000_0000_0000), &[Eviction::Lru, Eviction::Rb]);
+        let eviction_policy =
+            pick(&mut Rng::new(seed ^ 0xe71c_0000_0000_0000), &[Eviction::Lru, Eviction::Rb, Eviction::RbRefuse]);
         let config = Config { bypass_host: straight, eviction_policy, ..config(&mut rng, level) };
         let (memory_align_bytes, memory_shift) = if straight { alignment(seed) } else { (IO_ALIGN, 0) };
         let slots = config.disk_blocks().max(u64::from(config.host_blocks));

@@ -2,7 +2,10 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use kvhoist::{Tier, index::EntryId};
+use kvhoist::{
+    Tier,
+    index::{EntryId, Used},
+};
 
 #[derive(Debug, Clone, std::marker::Copy, PartialEq, Eq)]
 pub enum Copy {
@@ -20,8 +23,11 @@ pub struct Entity {
     pub removed: bool,
     pub copies: [Copy; Tier::COUNT],
     pub last_use: u64,
-    /// It was used before its last use too.
-    pub again: bool,
+    /// Uses that are known, 3 at most.
+    pub uses: u8,
+    announced: bool,
+    /// Tiers that have evicted it, while it is in another, and were not told that it came back.
+    evicted: [bool; Tier::COUNT],
     pub hits: u8,
 }
 
@@ -35,7 +41,8 @@ pub struct Model {
     /// Of policies that count requests: how many evictions a tier remembers, and which.
     requests: Option<usize>,
     request: std::ops::Range<u64>,
-    ghosts: [Vec<Option<u8>>; Tier::COUNT],
+    /// Keys and uses.
+    ghosts: [Vec<Option<(u8, u8)>>; Tier::COUNT],
 }
 
 impl Model {
@@ -168,8 +175,18 @@ impl Model {
         let at = self.created;
         self.created += 1;
         let copies = [Copy::None; Tier::COUNT];
-        let entity =
-            Entity { key, id: id(key), parent: None, removed: false, copies, last_use: 0, again: false, hits: 0 };
+        let entity = Entity {
+            key,
+            id: id(key),
+            parent: None,
+            removed: false,
+            copies,
+            last_use: 0,
+            uses: 0,
+            announced: false,
+            evicted: [false; Tier::COUNT],
+            hits: 0,
+        };
         self.entities.insert(at, entity);
         self.live.insert(key, at);
         at
@@ -198,13 +215,18 @@ impl Model {
     /// What has no copy names no parent, and is dropped where no child names it; `kept` is about to get a copy.
     pub fn collect(&mut self, kept: Option<usize>) {
         let is_empty = |entity: &Entity| entity.copies == [Copy::None; Tier::COUNT];
+        let mut evicted = Vec::new();
         for (at, entity) in &mut self.entities {
             if is_empty(entity) && Some(*at) != kept {
                 entity.parent = None;
-                if self.requests.is_some() {
-                    (entity.last_use, entity.again) = (0, false);
+                if self.requests.is_some() && entity.uses > 0 {
+                    evicted.push((entity.key, entity.uses, std::mem::take(&mut entity.evicted)));
+                    (entity.last_use, entity.uses, entity.announced) = (0, 0, false);
                 }
             }
+        }
+        for (key, uses, tiers) in evicted {
+            Tier::ALL.into_iter().filter(|tier| tiers[*tier as usize]).for_each(|tier| self.remember(key, tier, uses));
         }
         let named: BTreeSet<usize> = self.entities.values().filter_map(|entity| entity.parent).collect();
         self.entities.retain(|at, entity| !is_empty(entity) || Some(*at) == kept || named.contains(at));
@@ -226,6 +248,7 @@ impl Model {
             return false;
         }
         let demoted = self.best_tier(at).is_some_and(|best| best < tier);
+        self.entity_mut(at).evicted[tier as usize] = false;
         self.set(at, tier, Copy::Full { slot, pins: 0, dirty: false });
         if !demoted {
             self.touch_in_passing(at);
@@ -269,35 +292,73 @@ impl Model {
     }
 
     pub fn touch(&mut self, at: usize) {
-        let Entity { last_use, key, .. } = *self.entity(at);
-        let is_ghost = self.entity(at).copies == [Copy::None; Tier::COUNT];
+        if !self.counts_requests() {
+            return self.count_use(at);
+        }
+        let announced = std::mem::take(&mut self.entity_mut(at).announced);
+        self.touch_unless(at, announced);
+    }
+
+    pub fn announce(&mut self, at: usize) {
+        if !self.counts_requests() {
+            return self.count_use(at);
+        }
+        self.touch_unless(at, self.entity(at).announced);
+        let entity = self.entity_mut(at);
+        entity.announced |= entity.copies != [Copy::None; Tier::COUNT];
+    }
+
+    fn touch_unless(&mut self, at: usize, announced: bool) {
+        let Entity { last_use, copies, .. } = *self.entity(at);
         let counted = self.request.contains(&self.clock) && last_use > self.request.start;
-        if self.counts_requests() && (is_ghost || counted) {
+        if copies == [Copy::None; Tier::COUNT] {
             return;
         }
+        if announced || counted {
+            return self.come_back(at);
+        }
+        self.count_use(at);
+    }
+
+    fn count_use(&mut self, at: usize) {
         self.clock += 1;
-        let again = last_use > 0 || Tier::ALL.map(|tier| self.take_ghost(key, tier)).contains(&true);
+        let Entity { key, uses, .. } = *self.entity(at);
+        let remembered = match uses {
+            0 if self.counts_requests() => {
+                Tier::ALL.map(|tier| self.take_ghost(key, tier).map_or(0, |uses| uses.max(1))).into_iter().max()
+            }
+            _ => Some(uses),
+        };
+        self.come_back(at);
         let clock = self.clock;
         let entity = self.entity_mut(at);
-        (entity.last_use, entity.again) = (clock, again);
+        (entity.last_use, entity.uses) = (clock, (remembered.expect("three tiers") + 1).min(3));
+    }
+
+    fn come_back(&mut self, at: usize) {
+        self.entity_mut(at).evicted = [false; Tier::COUNT];
     }
 
     fn touch_in_passing(&mut self, at: usize) {
-        if !self.counts_requests() || self.entity(at).last_use == 0 {
+        if !self.counts_requests() || self.entity(at).uses == 0 {
             self.touch(at);
         }
     }
 
-    fn take_ghost(&mut self, key: u8, tier: Tier) -> bool {
-        let found = self.ghosts[tier as usize].iter_mut().find(|ghost| **ghost == Some(key));
-        found.is_some_and(|ghost| ghost.take().is_some())
+    fn take_ghost(&mut self, key: u8, tier: Tier) -> Option<u8> {
+        let is_its = |ghost: &&mut Option<(u8, u8)>| ghost.is_some_and(|(of, _)| of == key);
+        self.ghosts[tier as usize].iter_mut().find(is_its)?.take().map(|(_, uses)| uses)
     }
 
-    fn remember(&mut self, key: u8, tier: Tier) {
+    pub fn remembers(&self, key: u8, tier: Tier) -> bool {
+        self.ghosts[tier as usize].iter().flatten().any(|(of, _)| *of == key)
+    }
+
+    pub fn remember(&mut self, key: u8, tier: Tier, uses: u8) {
         let Some(room) = self.requests else { return };
         self.take_ghost(key, tier);
         let ghosts = &mut self.ghosts[tier as usize];
-        ghosts.push(Some(key));
+        ghosts.push(Some((key, uses)));
         ghosts.drain(..ghosts.len().saturating_sub(room));
     }
 
@@ -318,10 +379,7 @@ impl Model {
 
     pub fn evict(&mut self, at: usize, tier: Tier) -> Option<u32> {
         assert!(self.evictable(tier).contains(&at) || self.last_resorts(tier).contains(&at));
-        let elsewhere = Tier::ALL.into_iter().any(|other| other != tier && self.copy(at, other) != Copy::None);
-        if !elsewhere {
-            self.remember(self.entity(at).key, tier);
-        }
+        self.entity_mut(at).evicted[tier as usize] = true;
         self.drop_copy(at, tier)
     }
 
@@ -357,6 +415,7 @@ impl Model {
         }
         let entity = self.entity_mut(at);
         entity.hits = 0;
+        entity.evicted = [false; Tier::COUNT];
         entity.removed = lives_on;
         let key = entity.key;
         if lives_on {
@@ -366,26 +425,28 @@ impl Model {
         freed
     }
 
-    pub fn restore(&mut self, at: usize, tier: Tier, slot: u32, last_use: u64) -> bool {
+    pub fn restore(&mut self, at: usize, tier: Tier, slot: u32, used: Used) -> bool {
         if self.copy(at, tier) != Copy::None {
             return false;
         }
+        self.entity_mut(at).evicted[tier as usize] = false;
         self.set(at, tier, Copy::Full { slot, pins: 0, dirty: false });
-        self.used_at(at, last_use);
+        self.used_as(at, used);
         true
     }
 
     /// The slot that the block was in.
-    pub fn restore_instead(&mut self, at: usize, tier: Tier, to: u32, last_use: u64) -> Option<u32> {
+    pub fn restore_instead(&mut self, at: usize, tier: Tier, to: u32, used: Used) -> Option<u32> {
         let Copy::Full { slot, pins: 0, .. } = &mut self.entity_mut(at).copies[tier as usize] else { return None };
         let other = std::mem::replace(slot, to);
-        self.used_at(at, last_use);
+        self.used_as(at, used);
         Some(other)
     }
 
-    fn used_at(&mut self, at: usize, last_use: u64) {
+    fn used_as(&mut self, at: usize, used: Used) {
         let entity = self.entity_mut(at);
-        entity.last_use = entity.last_use.max(last_use);
+        entity.last_use = entity.last_use.max(used.last);
+        entity.uses = entity.uses.max(used.uses).clamp(1, 3);
         self.clock = self.clock.max(self.entity(at).last_use);
     }
 }
