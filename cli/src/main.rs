@@ -1,6 +1,7 @@
 //! The `kvhoist` command.
 
 mod bench;
+mod curves;
 mod doctor;
 mod generator;
 mod inspect;

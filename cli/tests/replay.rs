@@ -350,3 +350,28 @@ fn checksum_failures_are_in_the_table_and_a_warning_names_the_drive_once() {
     let warnings: Vec<&str> = said.lines().filter(|line| line.contains("quarantined")).collect();
     assert!(warnings.len() == 1 && warnings[0].contains(store), "{said}");
 }
+
+#[test]
+fn policies_are_compared_between_their_bounds_and_every_byte_is_verified() {
+    let dir = directory();
+    let trace = small_trace(dir.path());
+    let (trace, plot) = (trace.to_str().expect("UTF-8"), dir.path().join("curves.svg"));
+    let args = ["--compare", "rb,rb-refuse", "--trace", trace, "--trace", trace, "--shares", "10,50,100"];
+    let found = report(&[&args[..], &["--plot", plot.to_str().expect("UTF-8")]].concat());
+    let traces = found["traces"].as_array().expect("traces");
+    assert_eq!(traces.len(), 2);
+    assert_eq!(traces[0], traces[1], "a comparison is the same each time");
+    assert_eq!((&traces[0]["references"], &traces[0]["distinct_blocks"]), (&480.into(), &240.into()));
+    assert_eq!(traces[0]["verification_failures"], 0);
+    for row in traces[0]["rows"].as_array().expect("rows") {
+        let belady = row["belady"].as_f64().expect("a number");
+        for policy in ["lru", "rb", "rb-refuse"] {
+            let ratio = row["policies"][policy]["hit_ratio"].as_f64().expect("a number");
+            assert!(ratio <= belady, "{policy}: {row}");
+        }
+    }
+    let all_fit = &traces[0]["rows"][2];
+    assert_eq!((&all_fit["belady"], &all_fit["policies"]["lru"]["hit_ratio"]), (&0.5.into(), &0.5.into()));
+    let svg = fs::read_to_string(plot).expect("the plot");
+    assert_eq!(svg.matches("<polyline").count(), 8, "three policies and the bound, of two traces");
+}

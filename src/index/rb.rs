@@ -7,8 +7,8 @@
 //! where both are equal, so is what a slot brings in each list. There is no other parameter that follows the load.
 //!
 //! A tier that *thrashes* gives blocks up before anybody comes back for them. With [`Rb::refusing`] it then takes only
-//! a share of the blocks that it sees for the first time. The share falls while what it evicts is regretted more, for the
-//! time that a slot would have to hold it, than new blocks bring hits for the time that they hold theirs.
+//! a share of the blocks that it sees for the first time. The share falls while what it evicts is regretted more, for
+//! the time that a slot would have to hold it, than new blocks bring hits for the time that they hold theirs.
 
 use super::{EntryId, EvictionPolicy, Lru, Used, ghosts::Ghosts};
 

@@ -8,12 +8,20 @@ use kvhoist::{DeviceKind, DirectIo, StorageKind, WritePolicy};
 use crate::{failure::Failure, size::parse_bytes};
 
 /// Flags of `kvhoist replay`.
-#[derive(clap::Args)]
+#[derive(clap::Args, Clone)]
 pub struct Args {
     /// Trace in Mooncake's format (JSON lines with hash_ids), as it is or compressed by gzip or zstd; -: standard
-    /// input. Without it a built-in workload runs.
+    /// input. Without it a built-in workload runs. Several may be given to --compare.
     #[arg(long, value_name = "FILE")]
-    pub trace: Option<PathBuf>,
+    pub trace: Vec<PathBuf>,
+    /// Compare eviction policies by their hit ratios over the capacity, each in a cache in host memory alone, beside
+    /// LRU and Belady's bound; --plot draws the curves. Of the other flags only --trace, --block-bytes (default 4KiB),
+    /// --shares, --seed, --json and --quiet count.
+    #[arg(long, value_name = "POLICY,...", value_delimiter = ',')]
+    pub compare: Vec<Eviction>,
+    /// Capacities that --compare tries, percent of the distinct blocks of a trace [default: 1,2,5,10,20,40]
+    #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', requires = "compare", value_parser = parse_share)]
+    pub shares: Vec<f64>,
     /// Start each request at its timestamp (milliseconds), X times as fast as it was recorded. Without this a request
     /// starts when there is room for it.
     #[arg(long, value_name = "X", value_parser = parse_speed)]
@@ -85,8 +93,17 @@ impl Args {
             let found = self.in_flight;
             return Err(Failure::usage(format!("--in-flight: found {found}, expected 1 to 65536 requests")));
         }
+        if self.compare.is_empty() && self.trace.len() > 1 {
+            let found = self.trace.len();
+            return Err(Failure::usage(format!("--trace: found {found} files, expected one, or --compare")));
+        }
         Ok(())
     }
+}
+
+fn parse_share(text: &str) -> Result<f64, String> {
+    let share = text.parse::<f64>().ok().filter(|share| (0.001..=100.0).contains(share));
+    share.ok_or_else(|| "expected 0.001 to 100 percent of the blocks of a trace".into())
 }
 
 fn parse_speed(text: &str) -> Result<f64, String> {
@@ -115,11 +132,20 @@ impl From<Policy> for WritePolicy {
 }
 
 /// Eviction policies that a replay can try.
-#[derive(Clone, Copy, ValueEnum)]
+#[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Eviction {
     Lru,
     Rb,
     RbRefuse,
+}
+
+/// Its name as a flag.
+pub fn eviction_name(policy: Eviction) -> &'static str {
+    match policy {
+        Eviction::Lru => "lru",
+        Eviction::Rb => "rb",
+        Eviction::RbRefuse => "rb-refuse",
+    }
 }
 
 impl From<Eviction> for kvhoist::Eviction {

@@ -176,7 +176,9 @@ impl Worker {
     }
 
     async fn store_all(&self, keys: &Arc<[BlockKey]>, missing: &[usize]) -> Result<(), Failure> {
-        for window in missing.chunks(WINDOW) {
+        // What may be refused goes in the order of its chain: what follows a refused block is refused too.
+        let in_order = self.cache.config().eviction_policy == kvhoist::Eviction::RbRefuse;
+        for window in missing.chunks(if in_order { 1 } else { WINDOW }) {
             let mut stores = JoinSet::new();
             for &at in window {
                 let (worker, keys) = (self.clone(), Arc::clone(keys));

@@ -1,6 +1,8 @@
 //! `kvhoist replay`: the main job, from flags to report.
 
 mod args;
+mod belady;
+mod compare;
 mod engine;
 mod place;
 mod tally;
@@ -45,7 +47,10 @@ pub struct Summary {
 /// Runs a replay and prints its report.
 pub fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
-    let requests = match &args.trace {
+    if !args.compare.is_empty() {
+        return compare::run(args, &args.compare);
+    }
+    let requests = match args.trace.first() {
         Some(path) => trace::read(path)?,
         None => generator::generate(args.seed),
     };
