@@ -7,6 +7,7 @@ all of its blocks are.
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
@@ -115,7 +116,7 @@ class ObjectStore:
 
     def keys(self, stored: StoredObject) -> list[bytes]:
         """The keys of an object's blocks."""
-        return [stored.digest + n.to_bytes(4, "big") for n in range(self.blocks(stored.nbytes))]
+        return [stored.digest + number for number in _numbers(self.blocks(stored.nbytes))]
 
     def contains_each(self, objects: Sequence[StoredObject]) -> list[bool]:
         """Which objects are there. No I/O."""
@@ -263,6 +264,12 @@ class ObjectStore:
                 region.unregister()
         finally:
             self.cache.close()
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(blocks: int) -> tuple[bytes, ...]:
+    """The ends of an object's keys: the numbers of its blocks."""
+    return tuple(n.to_bytes(4, "big") for n in range(blocks))
 
 
 def _parts(place: tuple | list) -> list[tuple[int, int]]:
