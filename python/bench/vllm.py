@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import select
 import shutil
 import statistics
 import subprocess
@@ -58,7 +57,7 @@ class Tier:
     def config(self, options) -> dict: ...
 
     def wait(self) -> None:
-        """Returns when a job may have ended: as often as an engine's idle steps would look."""
+        """Returns when a job may have ended: as often as an engine's idle steps would look, whoever is asked."""
         time.sleep(0.001)
 
     def move(self, keys: list[bytes], is_load: bool) -> tuple[float, float]:
@@ -91,9 +90,6 @@ class Kvhoist(Tier):
         slots = (options.rounds + 2) * options.chunks
         capacity = slots * (options.chunk_bytes + 8192) + (64 << 20)
         return vtier.tier_config(self.folder, capacity=capacity, host_bytes="64MiB", direct_io="require")
-
-    def wait(self) -> None:
-        select.select([self.tier.store._queue.event_fd], [], [])
 
 
 class Fs(Tier):
