@@ -104,9 +104,59 @@ pub enum Error {
         reason: String,
     },
 
+    /// The node's service is away, or refused or failed the call ([`Client`](crate::service::Client)).
+    #[error("service: {text}")]
+    Service {
+        /// What the caller can do about it.
+        fault: ServiceFault,
+        /// What was found, what was expected, what to do.
+        text: String,
+    },
+
     /// The cache is closed, or closing. Open another.
     #[error("the cache is closed")]
     Closed,
+}
+
+/// Why the node's service did not do what a client asked, by what the client can do about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ServiceFault {
+    /// No service answers at the socket, or the connection was lost. The client connects again by itself: try later.
+    Away,
+    /// The service is ending and takes no more work. Try later.
+    Draining,
+    /// A limit of the service was reached; nothing was done. Try later, or raise the limit.
+    Busy,
+    /// It took too long; what was begun goes on. Try later.
+    Timeout,
+    /// The call was canceled before this part of it began.
+    Canceled,
+    /// An argument is wrong: a region, a range, a size, a space. Mend the call.
+    Argument,
+    /// The memory cannot be shared safely: it is no memfd, cannot be sealed, or is shorter than the range.
+    Memory,
+    /// Nothing is left for a new space.
+    Capacity,
+    /// The disk tier did not take a block.
+    Refused,
+    /// The operating system failed an operation of the service.
+    Io,
+    /// A tier that the call needs is absent or out of service.
+    Unavailable,
+    /// This user may not use the service.
+    Permission,
+    /// The two ends speak no common version of the protocol. Update the older one.
+    Version,
+    /// The peer sent what the protocol does not know; the connection is over.
+    Protocol,
+}
+
+impl ServiceFault {
+    /// True where the same call may succeed later without any change.
+    pub fn is_transient(self) -> bool {
+        matches!(self, ServiceFault::Away | ServiceFault::Draining | ServiceFault::Busy | ServiceFault::Timeout)
+    }
 }
 
 /// Slots of a tier that callers held while another waited for one.
@@ -159,14 +209,18 @@ impl Error {
                 *setting = known(setting);
             }
             Error::Refused { reason } | Error::Unavailable { reason, .. } | Error::Copy { reason, .. } => mend(reason),
-            Error::Timeout { .. } | Error::Io { .. } | Error::Closed => {}
+            Error::Timeout { .. } | Error::Io { .. } | Error::Service { .. } | Error::Closed => {}
         }
         self
     }
 
     /// True where the same call may succeed later without any change.
     pub fn is_transient(&self) -> bool {
-        matches!(self, Error::Busy { .. } | Error::Timeout { .. })
+        match self {
+            Error::Busy { .. } | Error::Timeout { .. } => true,
+            Error::Service { fault, .. } => fault.is_transient(),
+            _ => false,
+        }
     }
 }
 

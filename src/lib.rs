@@ -22,6 +22,7 @@ pub mod memory;
 mod metrics;
 mod mover;
 mod runtime;
+pub mod service;
 mod shield;
 pub mod size;
 mod state;
@@ -42,7 +43,7 @@ pub use config::{
     WritePolicy,
 };
 pub use device::{cuda as gpu, rdma};
-pub use error::{Error, HeldSlots, Result};
+pub use error::{Error, HeldSlots, Result, ServiceFault};
 pub use index::PrefixMatch;
 pub use mover::LayerDone;
 

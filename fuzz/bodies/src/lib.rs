@@ -10,6 +10,7 @@ pub mod memory;
 pub mod mover_ops;
 pub mod prefix_chain;
 pub mod record_table;
+pub mod service_frames;
 pub mod store_files;
 pub mod superblock;
 pub mod trace;
@@ -19,13 +20,14 @@ pub mod verify;
 pub type Target = (&'static str, fn(&[u8]));
 
 /// Every target.
-pub const TARGETS: [Target; 9] = [
+pub const TARGETS: [Target; 10] = [
     ("config", config::run),
     ("index_ops", index_ops::run),
     ("keys", keys::run),
     ("mover_ops", mover_ops::run),
     ("prefix_chain", prefix_chain::run),
     ("record_table", record_table::run),
+    ("service_frames", service_frames::run),
     ("superblock", superblock::run),
     ("trace", trace::run),
     ("verify", verify::run),

@@ -1,0 +1,165 @@
+//! Blocks between a client's memory and its space, some at a time.
+
+use std::{
+    cell::{Cell, RefCell},
+    rc::Rc,
+    sync::Arc,
+};
+
+use tokio::{
+    sync::{Notify, Semaphore},
+    task::JoinSet,
+};
+
+use super::{
+    protocol::{BlockResult, Blocks, Failure, Place},
+    regions::Regions,
+};
+use crate::{
+    block::{BlockKey, Segment},
+    cache::Cache,
+    error::{Result, ServiceFault},
+};
+
+/// Blocks that are given to the cache in one call.
+const BLOCKS_PER_CALL: usize = 32;
+
+/// Whether a client wants no more of a request.
+#[derive(Clone, Default)]
+pub(super) struct Cancel(Rc<(Cell<bool>, Notify)>);
+
+impl Cancel {
+    pub(super) fn cancel(&self) {
+        self.0.0.set(true);
+        self.0.1.notify_one();
+    }
+
+    async fn canceled(&self) {
+        while !self.0.0.get() {
+            self.0.1.notified().await;
+        }
+    }
+}
+
+/// Which way blocks go.
+#[derive(Clone, Copy)]
+pub(super) enum Way {
+    Load,
+    /// With the key before the first one.
+    Store(Option<BlockKey>),
+}
+
+/// What moves blocks for one connection: its memory, its space's cache, and its share of bytes in flight.
+pub(super) struct Movers {
+    cache: Cache,
+    pub(super) regions: Regions,
+    /// A permit a block.
+    permits: Arc<Semaphore>,
+    per_call: usize,
+    /// Blocks in the cache's hands now.
+    moving: Cell<u64>,
+}
+
+impl Movers {
+    pub(super) fn new(cache: Cache, bytes_in_flight_max: u64) -> Self {
+        let block_bytes = cache.config().block_bytes as u64;
+        let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
+        Movers {
+            regions: Regions::new(cache.clone()),
+            cache,
+            permits: Arc::new(Semaphore::new(blocks)),
+            per_call: BLOCKS_PER_CALL.min(blocks),
+            moving: Cell::new(0),
+        }
+    }
+
+    pub(super) fn cache(&self) -> &Cache {
+        &self.cache
+    }
+
+    /// Bytes of blocks that move now.
+    pub(super) fn bytes_in_flight(&self) -> u64 {
+        self.moving.get() * self.cache.config().block_bytes as u64
+    }
+
+    /// Moves blocks; one result each, in order. A cancellation lets no more begin; what was begun is waited for.
+    ///
+    /// # Cancel safety
+    /// Nothing more begins. What was begun goes on, and holds its regions until it has ended.
+    pub(super) async fn run(self: Rc<Self>, way: Way, blocks: Blocks, cancel: Cancel) -> Vec<BlockResult> {
+        let count = blocks.keys.len();
+        let canceled = Failure::new(ServiceFault::Canceled, "canceled before the block was begun");
+        let results = Rc::new(RefCell::new(vec![Err(canceled); count]));
+        let blocks = Rc::new(blocks);
+        let mut calls = JoinSet::new();
+        for first in (0..count).step_by(self.per_call) {
+            let last = (first + self.per_call).min(count);
+            let permits = Arc::clone(&self.permits).acquire_many_owned((last - first) as u32);
+            let permits = tokio::select! { biased;
+                () = cancel.canceled() => break,
+                permits = permits => permits.expect("nobody closes it"),
+            };
+            let (this, blocks, results) = (Rc::clone(&self), Rc::clone(&blocks), Rc::clone(&results));
+            calls.spawn_local(async move {
+                let range = first..last;
+                let parent = match way {
+                    Way::Store(parent) => first.checked_sub(1).map(|before| blocks.keys[before]).or(parent),
+                    Way::Load => None,
+                };
+                let ended = this.call(way, parent, &blocks.keys[range.clone()], &blocks.places[range.clone()]).await;
+                results.borrow_mut()[range].clone_from_slice(&ended);
+                drop(permits);
+            });
+            while calls.try_join_next().is_some() {}
+        }
+        while calls.join_next().await.is_some() {}
+        results.take()
+    }
+
+    /// One call of the cache.
+    async fn call(
+        &self,
+        way: Way,
+        parent: Option<BlockKey>,
+        keys: &[BlockKey],
+        places: &[Vec<Place>],
+    ) -> Vec<BlockResult> {
+        let refuse = |failure: Failure| vec![Err(failure); keys.len()];
+        let segments = places.iter().map(|places| self.regions.segments(places));
+        let segments: Vec<Vec<Segment>> = match segments.collect() {
+            Ok(segments) => segments,
+            Err(failure) => return refuse(failure),
+        };
+        let _moving = Moving::new(&self.moving, keys.len() as u64);
+        // Polled before anything else runs on this thread: the call holds the segments' regions from its first poll on,
+        // and a region that leaves is waited for.
+        let ended = match way {
+            Way::Load => self.cache.load_into(keys, &segments).await,
+            Way::Store(_) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
+        };
+        match ended {
+            Ok(results) => results.into_iter().map(told).collect(),
+            Err(error) => refuse(Failure::from(&error)),
+        }
+    }
+}
+
+fn told(result: Result<bool>) -> BlockResult {
+    result.map_err(|error| Failure::from(&error))
+}
+
+/// Counts blocks for as long as it lives.
+struct Moving<'a>(&'a Cell<u64>, u64);
+
+impl<'a> Moving<'a> {
+    fn new(count: &'a Cell<u64>, blocks: u64) -> Self {
+        count.set(count.get() + blocks);
+        Moving(count, blocks)
+    }
+}
+
+impl Drop for Moving<'_> {
+    fn drop(&mut self) {
+        self.0.set(self.0.get() - self.1);
+    }
+}

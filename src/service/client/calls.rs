@@ -1,0 +1,469 @@
+//! [`Client`]: what callers hold.
+
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread,
+};
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::{
+    options::ClientOptions,
+    places::{Lent, Places},
+    worker::{self, Away, Call, Counted, Order, What, Worker},
+};
+use crate::{
+    block::{BlockKey, Segment, Tier},
+    error::{Error, Result, ServiceFault},
+    fork::Home,
+    service::{
+        protocol::{KEYS_MAX, NAMESPACE_BYTES_MAX, Reply, Request, SpaceStats},
+        shared_memory::SharedMemory,
+    },
+    shield::shield,
+};
+
+/// Calls that may be under way at once, those that wait for others included.
+const CALLS_MAX: usize = 4096;
+
+/// A connection to a node's service, attached to one space: the calls of [`Cache`](crate::Cache) that move blocks, for
+/// many processes over one store.
+///
+/// Cheap to clone; usable from any thread and any async runtime. While the service is away every call fails at once
+/// with [`ServiceFault::Away`]; a thread of the client's own connects again, and registers again what was registered.
+/// Calls that were under way when the connection was lost fail too; the service has let go of their memory then.
+///
+/// Dropping the last handle closes it in the background; [`close`](Client::close) waits. A forked child cannot use it.
+///
+/// ```no_run
+/// use std::sync::Arc;
+/// use kvhoist::{BlockKey, Segment, service::{Client, ClientOptions, SharedMemory}};
+///
+/// # async fn run(key: BlockKey) -> Result<(), kvhoist::Error> {
+/// let client = Client::connect("/run/kvhoist.sock", ClientOptions::new("llama-3-8b bf16", 1 << 20)).await?;
+/// let pool = Arc::new(SharedMemory::new(64 << 20)?);
+/// let region = client.register(&pool).await?;
+/// let place = vec![Segment { ptr: pool.as_ptr(), len: 1 << 20 }];
+/// if client.load_into(&[key], &[place.clone()]).await?[0].as_ref().is_ok_and(|there| !there) {
+///     pool.write(0, &[7; 1 << 20]);
+///     client.store_from(&[key], None, &[place]).await?;
+/// }
+/// client.unregister(&region).await?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone)]
+pub struct Client {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    socket: PathBuf,
+    block_bytes: usize,
+    orders: mpsc::UnboundedSender<Order>,
+    away: Away,
+    places: Places,
+    calls: Arc<AtomicUsize>,
+    next_id: AtomicU64,
+    next_region: AtomicU32,
+    home: Home,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // Refused where the thread has ended.
+        drop(self.orders.send(Order::Close(None)));
+    }
+}
+
+/// Memory that a client has registered. Give it back with [`Client::unregister`]. Dropping it changes nothing.
+#[derive(Debug)]
+pub struct ClientRegion {
+    number: u32,
+    pinned: bool,
+}
+
+impl ClientRegion {
+    /// Whether the service's kernel keeps it pinned, which saves work for each transfer.
+    pub fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+}
+
+/// Tells the thread where a call is given up.
+struct Given<'a> {
+    inner: &'a Inner,
+    id: Option<u64>,
+}
+
+impl Drop for Given<'_> {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            drop(self.inner.orders.send(Order::Forget(id)));
+        }
+    }
+}
+
+impl Client {
+    /// Connects to the service at `socket` and attaches to a space.
+    ///
+    /// # Errors
+    /// [`Error::Service`]: [`ServiceFault::Away`] where no service answers, [`ServiceFault::Permission`],
+    /// [`ServiceFault::Version`], [`ServiceFault::Capacity`] where too little is left for a new space.
+    /// [`Error::Argument`] for a name or a block size that no space can have.
+    ///
+    /// # Cancel safety
+    /// The connection is closed in the background.
+    pub async fn connect(socket: impl Into<PathBuf>, options: ClientOptions) -> Result<Client> {
+        let socket = socket.into();
+        let ClientOptions { namespace, block_bytes, .. } = &options;
+        if namespace.is_empty() || namespace.len() > NAMESPACE_BYTES_MAX || *block_bytes == 0 || *block_bytes > 1 << 30
+        {
+            return Err(Error::Argument {
+                what: "options",
+                found: format!("a name of {} bytes and {block_bytes} bytes a block", namespace.len()),
+                expected: format!("1 to {NAMESPACE_BYTES_MAX} bytes, and 1 byte to 1 GiB"),
+            });
+        }
+        let block_bytes = options.block_bytes;
+        let (orders, receiver) = mpsc::unbounded_channel();
+        let away: Away = Arc::new(Mutex::new(None));
+        let worker = Worker::new(socket.clone(), options, receiver, Arc::clone(&away));
+        let (first, connected) = oneshot::channel();
+        let failed = |error| Error::io("start the thread of", "a client", error);
+        thread::Builder::new().name("kvhoist-client".into()).spawn(move || run(worker, first)).map_err(failed)?;
+        let inner = Inner {
+            socket,
+            block_bytes,
+            orders,
+            away,
+            places: Places::default(),
+            calls: Arc::default(),
+            next_id: AtomicU64::new(2),
+            next_region: AtomicU32::new(1),
+            home: Home::here(),
+        };
+        let client = Client { inner: Arc::new(inner) };
+        shield(connected).await.unwrap_or(Err(Error::Closed))?;
+        Ok(client)
+    }
+
+    /// The service's socket.
+    pub fn socket(&self) -> &Path {
+        &self.inner.socket
+    }
+
+    /// Bytes of every block.
+    pub fn block_bytes(&self) -> usize {
+        self.inner.block_bytes
+    }
+
+    /// Whether the service can be reached now. It may be gone by the next call.
+    pub fn is_connected(&self) -> bool {
+        self.inner.away.lock().expect("nothing panics under it").is_none()
+    }
+
+    /// Registers memory, to be the source and target of [`load_into`](Client::load_into) and
+    /// [`store_from`](Client::store_from), and asks for it to be pinned. It is kept until it is unregistered.
+    ///
+    /// # Errors
+    /// [`Error::Service`]: [`ServiceFault::Memory`] where the service cannot map it, [`ServiceFault::Busy`] past its
+    /// limits, [`ServiceFault::Away`]. [`Error::Argument`] for memory that is registered already.
+    ///
+    /// # Cancel safety
+    /// The service gives the memory back by itself.
+    pub async fn register(&self, memory: &Arc<SharedMemory>) -> Result<ClientRegion> {
+        let fd = memory.as_fd();
+        self.register_range((memory.as_ptr() as usize, memory.len()), (fd, 0), true, Some(Arc::clone(memory))).await
+    }
+
+    /// As [`register`](Client::register), for `len` bytes that the caller has mapped at `start` from `offset` of a
+    /// memfd on (`MAP_SHARED`). The memfd must have been made with `MFD_ALLOW_SEALING`: the service seals it against
+    /// shrinking.
+    ///
+    /// # Errors
+    /// As [`register`](Client::register).
+    ///
+    /// # Safety
+    /// The range stays mapped where it is until [`unregister`](Client::unregister) has resolved or the client is
+    /// closed: a segment in it is told to the service as its place in the memfd.
+    ///
+    /// # Cancel safety
+    /// As [`register`](Client::register).
+    pub async unsafe fn register_memfd(
+        &self,
+        memfd: BorrowedFd<'_>,
+        offset: u64,
+        start: *mut u8,
+        len: usize,
+        pin: bool,
+    ) -> Result<ClientRegion> {
+        self.register_range((start as usize, len), (memfd, offset), pin, None).await
+    }
+
+    async fn register_range(
+        &self,
+        (start, len): (usize, usize),
+        (fd, offset): (BorrowedFd<'_>, u64),
+        pin: bool,
+        memory: Option<Arc<SharedMemory>>,
+    ) -> Result<ClientRegion> {
+        let wrong =
+            |found: String, expected: &str| Error::Argument { what: "region", found, expected: expected.into() };
+        if start == 0 || len == 0 || start.checked_add(len).is_none() {
+            return Err(wrong(format!("{len} bytes at {start:#x}"), "a range of memory"));
+        }
+        if !self.inner.places.is_free(start, len) {
+            let found = format!("{len} bytes at {start:#x}, part of which is registered");
+            return Err(wrong(found, "each range registered once"));
+        }
+        let fd: OwnedFd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
+        let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
+        let lent = Lent { number, start, len, offset, pin, fd: Arc::new(fd), _memory: memory };
+        match self.call(worker::register(&lent), What::Register(lent.clone())).await? {
+            Reply::Registered { pinned } => {
+                self.inner.places.add(lent);
+                Ok(ClientRegion { number, pinned })
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Gives memory back: resolves when the service uses it no longer and has unmapped it. At once where it was given
+    /// back already, or where the service is away.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] in a forked child.
+    ///
+    /// # Cancel safety
+    /// The region is forgotten at the first poll. The service may still use it when the future is dropped: call again
+    /// to wait.
+    pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
+        self.inner.places.remove(region.number);
+        let request = Request::Unregister { region: region.number };
+        self.call(request, What::Unregister(region.number)).await.map(drop)
+    }
+
+    /// The number of leading `keys` that are resident in some tier.
+    ///
+    /// # Errors
+    /// [`Error::Service`]; [`Error::Argument`] for more than 4,096 keys.
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    pub async fn match_len(&self, keys: &[BlockKey]) -> Result<usize> {
+        match self.ask(Request::MatchLen { keys: checked(keys)? }).await? {
+            Reply::Count(count) => Ok(count as usize),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// The fastest tier of each of the leading `keys` that are resident.
+    ///
+    /// # Errors
+    /// As [`match_len`](Client::match_len).
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    pub async fn match_prefix(&self, keys: &[BlockKey]) -> Result<Vec<Tier>> {
+        match self.ask(Request::MatchPrefix { keys: checked(keys)? }).await? {
+            Reply::Tiers(tiers) => Ok(tiers),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Which of `keys` are resident, whatever comes before them.
+    ///
+    /// # Errors
+    /// As [`match_len`](Client::match_len).
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    pub async fn contains(&self, keys: &[BlockKey]) -> Result<Vec<bool>> {
+        match self.ask(Request::Contains { keys: checked(keys)? }).await? {
+            Reply::Flags(flags) if flags.len() == keys.len() => Ok(flags),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Copies blocks into registered memory: one result a block, in order, as [`Cache::load_into`](
+    /// crate::Cache::load_into) has it. `segments[i]` are the places of block `i`, one block long in all.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] before anything moved; [`Error::Service`] where the service is away or did not answer in
+    /// time. A block's own error is in its result; its segments then hold anything.
+    ///
+    /// # Cancel safety
+    /// The service begins no more of it. What was begun goes on, and its segments stay in use until
+    /// [`unregister`](Client::unregister) resolves, or the connection is lost. The same holds after
+    /// [`ServiceFault::Timeout`].
+    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
+        let blocks = self.inner.places.blocks(keys, segments, self.inner.block_bytes)?;
+        self.results(Request::Load(blocks), keys.len()).await
+    }
+
+    /// Stores blocks from registered memory: one result a block, in order; `true`: the disk has taken it.
+    ///
+    /// `keys` are one prefix chain: the parent of each is the one before it; `parent` is the first's.
+    ///
+    /// # Errors
+    /// As [`load_into`](Client::load_into).
+    ///
+    /// # Cancel safety
+    /// As [`load_into`](Client::load_into).
+    pub async fn store_from(
+        &self,
+        keys: &[BlockKey],
+        parent: Option<&BlockKey>,
+        segments: &[Vec<Segment>],
+    ) -> Result<Vec<Result<bool>>> {
+        let blocks = self.inner.places.blocks(keys, segments, self.inner.block_bytes)?;
+        self.results(Request::Store { parent: parent.copied(), blocks }, keys.len()).await
+    }
+
+    /// Starts to bring blocks into the service's host memory; how many movements it started.
+    ///
+    /// # Errors
+    /// As [`match_len`](Client::match_len).
+    ///
+    /// # Cancel safety
+    /// The blocks are brought all the same, if the request was sent.
+    pub async fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
+        match self.ask(Request::Prefetch { keys: checked(keys)? }).await? {
+            Reply::Count(count) => Ok(count as usize),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Forgets a block in every tier, for all clients of the space; true if it was resident.
+    ///
+    /// # Errors
+    /// As [`Cache::remove`](crate::Cache::remove), as [`Error::Service`].
+    ///
+    /// # Cancel safety
+    /// The block may be forgotten all the same.
+    pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
+        self.remove_one(key, false).await
+    }
+
+    /// As [`remove`](Client::remove), and flushes: the removal survives a power cut too.
+    ///
+    /// # Errors
+    /// As [`remove`](Client::remove).
+    ///
+    /// # Cancel safety
+    /// As [`remove`](Client::remove).
+    pub async fn remove_durably(&self, key: &BlockKey) -> Result<bool> {
+        self.remove_one(key, true).await
+    }
+
+    async fn remove_one(&self, key: &BlockKey, durable: bool) -> Result<bool> {
+        let mut results = self.results(Request::Remove { durable, keys: vec![*key] }, 1).await?;
+        results.pop().unwrap_or(Err(Error::Closed))
+    }
+
+    /// Resolves when all that was stored in the space before it, by any client, is written and flushed.
+    ///
+    /// # Errors
+    /// As [`Cache::sync`](crate::Cache::sync), as [`Error::Service`].
+    ///
+    /// # Cancel safety
+    /// The writes and the flush go on.
+    pub async fn sync(&self) -> Result<()> {
+        self.ask(Request::Sync).await.map(drop)
+    }
+
+    /// What the space has done, for all clients, since the service opened it.
+    ///
+    /// # Errors
+    /// [`Error::Service`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    pub async fn stats(&self) -> Result<SpaceStats> {
+        match self.ask(Request::Stats).await? {
+            Reply::Stats(stats) => Ok(*stats),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Hangs up, and resolves when the service uses none of this client's memory any longer. Calls fail from then on.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] where it is closed already.
+    ///
+    /// # Cancel safety
+    /// From the first poll on it goes on.
+    pub async fn close(&self) -> Result<()> {
+        let (ended, end) = oneshot::channel();
+        self.inner.orders.send(Order::Close(Some(ended))).map_err(|_| Error::Closed)?;
+        shield(end).await.map_err(|_| Error::Closed)
+    }
+
+    async fn results(&self, request: Request, blocks: usize) -> Result<Vec<Result<bool>>> {
+        match self.ask(request).await? {
+            Reply::Results(results) if results.len() == blocks => {
+                Ok(results.into_iter().map(|result| result.map_err(Error::from)).collect())
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    async fn ask(&self, request: Request) -> Result<Reply> {
+        self.call(request, What::Plain).await
+    }
+
+    async fn call(&self, request: Request, what: What) -> Result<Reply> {
+        let inner = &*self.inner;
+        if !inner.home.is_here() {
+            return Err(Error::Closed);
+        }
+        let needs_service = !matches!(what, What::Unregister(_));
+        if let Some(away) = inner.away.lock().expect("nothing panics under it").clone().filter(|_| needs_service) {
+            return Err(away);
+        }
+        let Some(counted) = Counted::new(&inner.calls, CALLS_MAX) else {
+            let text = format!("busy: {CALLS_MAX} calls of this client are under way; wait for some of them");
+            return Err(Error::Service { fault: ServiceFault::Busy, text });
+        };
+        let id = inner.next_id.fetch_add(2, Ordering::Relaxed);
+        let (reply, receiver) = oneshot::channel();
+        let call = Call { id, frame: request.encode(id), what, reply, counted };
+        inner.orders.send(Order::Call(call)).map_err(|_| Error::Closed)?;
+        let mut given = Given { inner, id: Some(id) };
+        let answer = shield(receiver).await.unwrap_or(Err(Error::Closed));
+        given.id = None;
+        answer
+    }
+}
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client").field("socket", &self.inner.socket).finish_non_exhaustive()
+    }
+}
+
+/// The client's thread.
+fn run(worker: Worker, first: oneshot::Sender<Result<()>>) {
+    match tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build() {
+        Ok(runtime) => runtime.block_on(worker.run(first)),
+        Err(error) => drop(first.send(Err(Error::io("start the runtime of", "a client", error)))),
+    }
+}
+
+fn checked(keys: &[BlockKey]) -> Result<Vec<BlockKey>> {
+    if keys.len() > KEYS_MAX {
+        let (found, expected) = (keys.len().to_string(), format!("{KEYS_MAX} at most"));
+        return Err(Error::Argument { what: "keys", found, expected });
+    }
+    Ok(keys.to_vec())
+}
+
+fn unexpected(reply: &Reply) -> Error {
+    worker::nonsense(&format!("{reply:?} is not what was asked for"))
+}

@@ -1,0 +1,36 @@
+//! What a client connects with.
+
+use std::time::Duration;
+
+/// Which space a [`Client`](super::Client) attaches to, and how patient it is.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ClientOptions {
+    /// The space's name: what keys belong to, as [`Config::namespace`](crate::Config::namespace). Clients with the same
+    /// user, name and block size share a space.
+    pub namespace: String,
+    /// Bytes of every block. 1 B to 1 GiB.
+    pub block_bytes: usize,
+    /// Disk for the space, where this client is the first that attaches to it, bytes. 0: all that is left.
+    pub capacity_bytes: u64,
+    /// Host memory for the space, where this client is the first since the service began, bytes. 0: all that is left.
+    pub host_bytes: u64,
+    /// After this calls are answered with [`ServiceFault::Timeout`](crate::ServiceFault::Timeout).
+    pub deadline: Duration,
+    /// The longest time between two attempts to connect.
+    pub backoff_max: Duration,
+}
+
+impl ClientOptions {
+    /// A space with all that the service has left, a deadline of 60 s, an attempt to connect every second.
+    pub fn new(namespace: impl Into<String>, block_bytes: usize) -> Self {
+        ClientOptions {
+            namespace: namespace.into(),
+            block_bytes,
+            capacity_bytes: 0,
+            host_bytes: 0,
+            deadline: Duration::from_secs(60),
+            backoff_max: Duration::from_secs(1),
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! What a service is started with.
+
+use std::path::PathBuf;
+
+use crate::{
+    config::{Config, WritePolicy},
+    error::{Error, Result},
+};
+
+/// Settings of a [`Server`](super::Server).
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ServerConfig {
+    /// Where clients connect: a socket that the service makes, mode 0600, or 0666 where [`uids`](Self::uids) has other
+    /// users (who is let in is decided by user, not by mode).
+    pub socket: PathBuf,
+    /// Folders for the spaces' stores, on one drive each; blocks are striped over them. The same folders in the same
+    /// order every time. None: memory only.
+    pub paths: Vec<PathBuf>,
+    /// Disk for all spaces, bytes.
+    pub capacity_bytes: u64,
+    /// Host memory for the blocks of all spaces, bytes.
+    pub host_bytes: u64,
+    /// What the cache of every space is opened with. `block_bytes`, `host_blocks`, `disks` and `namespace` are the
+    /// space's own.
+    pub cache: Config,
+    /// Users that may connect beside the service's own.
+    pub uids: Vec<u32>,
+    /// Whether the kernel keeps clients' regions pinned, where a client asks for it
+    /// ([`Cache::pin_region`](crate::Cache::pin_region)).
+    pub pin: bool,
+    /// Connections at a time. 1 to 4,096.
+    pub connections_max: u32,
+    /// Requests that one connection may have in flight. 1 to 4,096.
+    pub requests_max: u32,
+    /// Regions that one connection may have registered. 1 to 4,096.
+    pub regions_max: u32,
+    /// Bytes of all regions of one connection.
+    pub region_bytes_max: u64,
+    /// Bytes of blocks that move for one connection at a time. At least one block moves, whatever its size.
+    pub bytes_in_flight_max: u64,
+    /// Milliseconds in which a client takes some of what it was sent, and in which a new connection says hello, before
+    /// it is cut off. 1 to 86,400,000.
+    pub stall_ms: u64,
+}
+
+impl ServerConfig {
+    /// Settings for a service at `socket`, with room for nothing yet: blocks go straight between clients' memory and
+    /// disk.
+    pub fn new(socket: impl Into<PathBuf>) -> Self {
+        ServerConfig {
+            socket: socket.into(),
+            paths: Vec::new(),
+            capacity_bytes: 0,
+            host_bytes: 0,
+            cache: Config { bypass_host: true, ..Config::default() },
+            uids: Vec::new(),
+            pin: true,
+            connections_max: 1024,
+            requests_max: 128,
+            regions_max: 256,
+            region_bytes_max: 1 << 40,
+            bytes_in_flight_max: 256 << 20,
+            stall_ms: 10_000,
+        }
+    }
+
+    /// Checks every field; the error names the first that is wrong.
+    ///
+    /// # Errors
+    /// [`Error::Config`].
+    pub fn validate(&self) -> Result<()> {
+        let limits = [
+            ("connections_max", u64::from(self.connections_max), 4096),
+            ("requests_max", u64::from(self.requests_max), 4096),
+            ("regions_max", u64::from(self.regions_max), 4096),
+            ("region_bytes_max", self.region_bytes_max, u64::MAX >> 1),
+            ("bytes_in_flight_max", self.bytes_in_flight_max, u64::MAX >> 1),
+            ("stall_ms", self.stall_ms, 86_400_000),
+            ("host_bytes", self.host_bytes, u64::MAX >> 1),
+            ("capacity_bytes", if self.paths.is_empty() { 1 } else { self.capacity_bytes }, u64::MAX >> 1),
+        ];
+        for (field, found, max) in limits {
+            if found == 0 || found > max {
+                return Err(wrong(field, found, format!("1 to {max}")));
+            }
+        }
+        if self.paths.len() > 64 {
+            return Err(wrong("paths", self.paths.len(), "64 at most"));
+        }
+        if self.cache.write_policy != WritePolicy::WriteThrough {
+            let expected = "write_through: a client's death must not take what it was told is stored";
+            return Err(wrong("write_policy", format!("{:?}", self.cache.write_policy), expected));
+        }
+        Ok(())
+    }
+}
+
+fn wrong(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Error {
+    Error::Config { field, found: found.to_string(), expected: expected.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_setting_is_named() {
+        let good = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("socket") };
+        good.validate().expect("good");
+        let on_disk = ServerConfig { paths: vec!["a".into()], capacity_bytes: 1 << 20, ..good.clone() };
+        on_disk.validate().expect("good");
+        type Spoil = fn(&mut ServerConfig);
+        let cases: [(&str, Spoil); 6] = [
+            ("connections_max", |config| config.connections_max = 5000),
+            ("requests_max", |config| config.requests_max = 0),
+            ("stall_ms", |config| config.stall_ms = 0),
+            ("host_bytes", |config| config.host_bytes = 0),
+            ("capacity_bytes", |config| config.capacity_bytes = 0),
+            ("write_policy", |config| config.cache.write_policy = WritePolicy::WriteBack),
+        ];
+        for (name, spoil) in cases {
+            let mut config = on_disk.clone();
+            spoil(&mut config);
+            match config.validate() {
+                Err(Error::Config { field, .. }) => assert_eq!(field, name),
+                other => panic!("{name}: {other:?}"),
+            }
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! What all sessions of a service share: its settings, its spaces, and who is connected.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    rc::Rc,
+};
+
+use tokio::sync::watch;
+
+use super::{
+    blocks::Movers,
+    config::ServerConfig,
+    protocol::{ClientStatus, Limits, ServiceStatus},
+    spaces::Spaces,
+};
+
+/// A connection, as the others see it.
+pub(super) struct Guest {
+    id: u64,
+    pid: u32,
+    pub(super) uid: u32,
+    pub(super) namespace: RefCell<String>,
+    pub(super) movers: RefCell<Option<Rc<Movers>>>,
+    pub(super) requests: Cell<u32>,
+    house: Rc<House>,
+}
+
+impl Guest {
+    fn status(&self) -> ClientStatus {
+        let movers = self.movers.borrow();
+        let movers = movers.as_deref();
+        ClientStatus {
+            id: self.id,
+            pid: self.pid,
+            uid: self.uid,
+            namespace: self.namespace.borrow().clone(),
+            regions: movers.map_or(0, |movers| movers.regions.count() as u32),
+            requests: self.requests.get(),
+            region_bytes: movers.map_or(0, |movers| movers.regions.bytes()),
+            bytes_in_flight: movers.map_or(0, Movers::bytes_in_flight),
+        }
+    }
+}
+
+impl Drop for Guest {
+    fn drop(&mut self) {
+        self.house.connections.set(self.house.connections.get() - 1);
+    }
+}
+
+pub(super) struct House {
+    pub(super) config: ServerConfig,
+    pub(super) spaces: Rc<Spaces>,
+    pub(super) cut_off: Cell<u64>,
+    draining: watch::Receiver<bool>,
+    guests: RefCell<BTreeMap<u64, std::rc::Weak<Guest>>>,
+    /// Guests that are alive.
+    connections: Cell<u32>,
+    next_id: Cell<u64>,
+}
+
+impl House {
+    pub(super) fn new(config: ServerConfig, spaces: Spaces, draining: watch::Receiver<bool>) -> Self {
+        House {
+            config,
+            spaces: Rc::new(spaces),
+            cut_off: Cell::new(0),
+            draining,
+            guests: RefCell::default(),
+            connections: Cell::new(0),
+            next_id: Cell::new(1),
+        }
+    }
+
+    /// Becomes true when no more work is taken.
+    pub(super) fn draining(&self) -> watch::Receiver<bool> {
+        self.draining.clone()
+    }
+
+    /// Lets a connection in.
+    pub(super) fn enter(self: &Rc<Self>, pid: u32, uid: u32) -> Rc<Guest> {
+        let id = self.next_id.replace(self.next_id.get() + 1);
+        let guest = Rc::new(Guest {
+            id,
+            pid,
+            uid,
+            namespace: RefCell::default(),
+            movers: RefCell::default(),
+            requests: Cell::new(0),
+            house: Rc::clone(self),
+        });
+        self.connections.set(self.connections.get() + 1);
+        let mut guests = self.guests.borrow_mut();
+        guests.retain(|_, guest| guest.strong_count() > 0);
+        guests.insert(id, Rc::downgrade(&guest));
+        guest
+    }
+
+    /// Connections that there are.
+    pub(super) fn connections(&self) -> u32 {
+        self.connections.get()
+    }
+
+    /// What one connection may send.
+    pub(super) fn limits(&self) -> Limits {
+        Limits::new(self.config.requests_max, self.config.regions_max, self.config.region_bytes_max)
+    }
+
+    pub(super) fn status(&self) -> ServiceStatus {
+        let (capacity_left, host_left) = self.spaces.left();
+        ServiceStatus {
+            version: env!("CARGO_PKG_VERSION").into(),
+            pid: std::process::id(),
+            draining: *self.draining.borrow(),
+            capacity_bytes: if self.config.paths.is_empty() { 0 } else { self.config.capacity_bytes },
+            capacity_left,
+            host_bytes: self.config.host_bytes,
+            host_left,
+            cut_off: self.cut_off.get(),
+            spaces: self.spaces.status(),
+            clients: self.guests.borrow().values().filter_map(|guest| Some(guest.upgrade()?.status())).collect(),
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! Clients' memory: memfds that cannot shrink, mapped by the service.
+//!
+//! A file that shrinks below a mapping kills whoever touches the mapping there (SIGBUS). So the service maps only what
+//! it has sealed against that, and only in plain memory: in a file system of huge pages a hole may be punched, and
+//! touched again when no huge page is left.
+
+use std::{
+    io,
+    mem::zeroed,
+    os::fd::{AsRawFd, OwnedFd},
+};
+
+use super::protocol::Failure;
+use crate::error::ServiceFault;
+
+/// Memory of another process. Nothing in it is to be believed, and its owner may write to it at any time.
+///
+/// Not unmapped when it is dropped: whoever drops it early would unmap what a movement still writes to.
+pub(super) struct Mapped {
+    start: *mut u8,
+    len: usize,
+}
+
+impl Mapped {
+    pub(super) fn start(&self) -> *mut u8 {
+        self.start
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Unmaps it, on a thread that may take its time: large mappings take long.
+    ///
+    /// # Safety
+    /// Nothing uses the memory any longer, nothing will, and this was not called before.
+    ///
+    /// # Cancel safety
+    /// It is unmapped all the same.
+    pub(super) async unsafe fn unmap(&self) {
+        let (start, len) = (self.start as usize, self.len);
+        let unmap = move || {
+            // SAFETY: mapped by `map` with this length; the caller promises that it is in use nowhere.
+            let refused = unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(start), len) };
+            if refused != 0 {
+                tracing::error!(error = %io::Error::last_os_error(), len, "a client's memory could not be unmapped");
+            }
+        };
+        // Lost with the runtime only, and the process's memory with it.
+        drop(tokio::task::spawn_blocking(unmap).await);
+    }
+}
+
+/// Seals a client's memfd against shrinking and maps a range of it.
+///
+/// # Errors
+/// [`ServiceFault::Memory`] for what cannot be sealed and is not sealed, for a range beyond the file's end, and where
+/// the system refuses to map it.
+pub(super) fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
+    let refused = |found: String, expected: &str| {
+        Failure::new(ServiceFault::Memory, format!("memory: found {found}, expected {expected}"))
+    };
+    let system = |op: &str| refused(format!("{op}: {}", io::Error::last_os_error()), "a memfd that can be mapped");
+    // SAFETY: a plain constant.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
+    let end = offset.checked_add(len);
+    let (Some(end), Ok(bytes), Ok(start)) = (end, usize::try_from(len), libc::off_t::try_from(offset)) else {
+        return Err(refused(format!("{len} bytes from {offset} on"), "a range that ends before 2^63"));
+    };
+    if bytes == 0 || !offset.is_multiple_of(page) {
+        let expected = format!("1 byte or more, from a multiple of {page} on");
+        return Err(refused(format!("{len} bytes from {offset} on"), &expected));
+    }
+    check_kind(fd).map_err(|found| refused(found, "a memfd in plain memory, made with MFD_ALLOW_SEALING"))?;
+    seal(fd).map_err(|found| refused(found, "a memfd made with MFD_ALLOW_SEALING, so that it cannot shrink"))?;
+    // Sealed, it has at least this size from now on.
+    // SAFETY: all zero is a valid value; the call fills it in.
+    let mut stat: libc::stat = unsafe { zeroed() };
+    // SAFETY: `stat` outlives the call.
+    if unsafe { libc::fstat(fd.as_raw_fd(), &raw mut stat) } != 0 {
+        return Err(system("fstat"));
+    }
+    if u64::try_from(stat.st_size).is_ok_and(|size| size < end) {
+        return Err(refused(format!("a file of {} bytes", stat.st_size), &format!("one of {end} bytes or more")));
+    }
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    // SAFETY: a new mapping, at an address of the kernel's choice, of a file that cannot shrink.
+    let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, libc::MAP_SHARED, fd.as_raw_fd(), start) };
+    if start == libc::MAP_FAILED {
+        return Err(system("mmap"));
+    }
+    Ok(Mapped { start: start.cast(), len: bytes })
+}
+
+/// Refuses what is not plain shared memory.
+fn check_kind(fd: &OwnedFd) -> Result<(), String> {
+    // SAFETY: all zero is a valid value; the call fills it in.
+    let mut stat: libc::statfs = unsafe { zeroed() };
+    // SAFETY: `stat` outlives the call.
+    if unsafe { libc::fstatfs(fd.as_raw_fd(), &raw mut stat) } != 0 {
+        return Err(format!("a descriptor that has no file system ({})", io::Error::last_os_error()));
+    }
+    match stat.f_type as u64 {
+        kind if kind == libc::TMPFS_MAGIC as u64 => Ok(()),
+        kind if kind == libc::HUGETLBFS_MAGIC as u64 => Err("a memfd in huge pages (MFD_HUGETLB)".into()),
+        kind => Err(format!("a file in a file system of kind {kind:#x}")),
+    }
+}
+
+/// Seals a file against shrinking, if it is not sealed already.
+fn seal(fd: &OwnedFd) -> Result<(), String> {
+    // SAFETY: plain system call without memory.
+    let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
+    if seals < 0 {
+        return Err(format!("a file that knows no seals ({})", io::Error::last_os_error()));
+    }
+    if seals & libc::F_SEAL_SHRINK != 0 {
+        return Ok(());
+    }
+    // SAFETY: plain system call without memory.
+    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) } != 0 {
+        return Err(format!("a file that takes no seal ({})", io::Error::last_os_error()));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::fd::FromRawFd};
+
+    use super::*;
+
+    fn memfd(flags: libc::c_uint, len: u64) -> OwnedFd {
+        // SAFETY: a name that ends with 0; the result is checked before it is used.
+        let fd = unsafe { libc::memfd_create(c"test".as_ptr(), flags | libc::MFD_CLOEXEC) };
+        assert!(fd >= 0, "{}", io::Error::last_os_error());
+        // SAFETY: a descriptor just made, owned by nobody else.
+        let file = unsafe { File::from_raw_fd(fd) };
+        file.set_len(len).expect("a size");
+        file.into()
+    }
+
+    fn refusal(fd: &OwnedFd, offset: u64, len: u64) -> String {
+        let failure = map(fd, offset, len).err().expect("refused");
+        assert_eq!(failure.fault, ServiceFault::Memory);
+        failure.text
+    }
+
+    #[test]
+    fn a_memfd_is_sealed_before_it_is_mapped() {
+        let fd = memfd(libc::MFD_ALLOW_SEALING, 8192);
+        let mapped = map(&fd, 4096, 4096).expect("mapped");
+        // SAFETY: mapped above, and written to by nobody else.
+        unsafe { mapped.start().write(7) };
+        let file = File::from(fd);
+        file.set_len(4096).expect_err("it cannot shrink any more");
+        file.set_len(16384).expect("it may grow");
+        // SAFETY: mapped above, and used nowhere.
+        unsafe { libc::munmap(mapped.start().cast(), mapped.len()) };
+    }
+
+    #[test]
+    fn memory_that_could_be_taken_away_is_refused() {
+        assert!(refusal(&memfd(0, 4096), 0, 4096).contains("takes no seal"));
+        let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
+        file.set_len(4096).expect("a size");
+        assert!(refusal(&file.into(), 0, 4096).contains("file system of kind"));
+        let (end, _other) = std::os::unix::net::UnixStream::pair().expect("a pair");
+        assert!(refusal(&end.into(), 0, 4096).contains("kind"));
+    }
+
+    #[test]
+    fn a_range_outside_the_file_is_refused() {
+        let fd = memfd(libc::MFD_ALLOW_SEALING, 8192);
+        for (offset, len) in
+            [(0, 0), (0, 8193), (4096, 8192), (8192, 1), (1, 4096), (u64::MAX - 4095, 4096), (0, u64::MAX)]
+        {
+            refusal(&fd, offset, len);
+        }
+    }
+}

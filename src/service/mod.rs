@@ -1,0 +1,26 @@
+//! One cache for all processes of a node: a service that owns the drives, and its clients.
+//!
+//! [`Server`] is what `kvhoist serve` runs; [`Client`] has the calls of [`Cache`](crate::Cache) that move blocks. A
+//! client lends the service memory as memfds, and blocks go straight between it and the drives. docs/service.md is for
+//! who runs it, docs/protocol.md for who speaks to it.
+
+mod blocks;
+mod client;
+mod config;
+mod house;
+mod link;
+mod memory;
+pub mod protocol;
+mod query;
+mod regions;
+mod server;
+mod session;
+mod shared_memory;
+mod socket;
+mod spaces;
+
+pub use client::{Client, ClientOptions, ClientRegion};
+pub use config::ServerConfig;
+pub use query::status;
+pub use server::Server;
+pub use shared_memory::SharedMemory;

@@ -1,0 +1,20 @@
+//! What goes over the socket of a node's service: a handshake, then frames. Pure data: no I/O.
+//!
+//! docs/protocol.md shows the bytes. Nothing that a peer can send makes a decoder panic, or take more memory than the
+//! bytes that were sent justify.
+
+mod hello;
+mod reply;
+mod request;
+mod status;
+#[cfg(test)]
+mod tests;
+mod wire;
+
+pub use hello::{Hello, Limits, MAGIC, VERSION_MAX, VERSION_MIN, Welcome};
+pub use reply::{BlockResult, Failure, Reply};
+pub use request::{Blocks, Place, Request};
+pub use status::{ClientStatus, ServiceStatus, SpaceStats, SpaceStatus, TierFigures};
+pub use wire::{
+    FRAME_BYTES_MAX, HEADER_BYTES, Header, KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PLACES_MAX, TEXT_BYTES_MAX,
+};

@@ -1,0 +1,263 @@
+//! What a client asks.
+
+use super::wire::{KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PLACES_MAX, Reader, Writer, malformed};
+use crate::block::BlockKey;
+
+/// A range of a registered region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// The client's number for the region.
+    pub region: u32,
+    /// Bytes of the range.
+    pub len: u32,
+    /// Bytes from the region's beginning.
+    pub offset: u64,
+}
+
+const PLACE_BYTES: usize = 16;
+
+/// Blocks to be moved, and where in the client's memory each of them lies.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Blocks {
+    /// The blocks' keys.
+    pub keys: Vec<BlockKey>,
+    /// For each key its places, in the order of the block's bytes.
+    pub places: Vec<Vec<Place>>,
+}
+
+/// A client's request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Request {
+    /// Attaches the connection to a space, which is made if there is none.
+    Attach {
+        /// The space's name.
+        namespace: String,
+        /// Bytes of every block.
+        block_bytes: u64,
+        /// Disk for a space that is made now, bytes; 0 for all that is left.
+        capacity_bytes: u64,
+        /// Host memory for a space that is opened now, bytes; 0 for all that is left.
+        host_bytes: u64,
+    },
+    /// Lends memory: the memfd that comes with the frame.
+    Register {
+        /// The client's number for it, which no other region of the connection has.
+        region: u32,
+        /// Whether the kernel is to keep it pinned.
+        pin: bool,
+        /// Where in the memfd it begins, bytes; a multiple of the page size.
+        offset: u64,
+        /// Its bytes.
+        len: u64,
+    },
+    /// Takes memory back. The reply comes when nothing uses it any longer.
+    Unregister {
+        /// The client's number for it.
+        region: u32,
+    },
+    /// How many leading blocks are resident.
+    MatchLen {
+        /// A prefix chain.
+        keys: Vec<BlockKey>,
+    },
+    /// Which leading blocks are resident, and where.
+    MatchPrefix {
+        /// A prefix chain.
+        keys: Vec<BlockKey>,
+    },
+    /// Which blocks are resident.
+    Contains {
+        /// Any keys.
+        keys: Vec<BlockKey>,
+    },
+    /// Loads blocks into the client's memory.
+    Load(Blocks),
+    /// Stores blocks from the client's memory.
+    Store {
+        /// The key before the first one in its prefix chain.
+        parent: Option<BlockKey>,
+        /// The blocks, one prefix chain.
+        blocks: Blocks,
+    },
+    /// Starts to bring blocks into host memory.
+    Prefetch {
+        /// Any keys.
+        keys: Vec<BlockKey>,
+    },
+    /// Forgets blocks.
+    Remove {
+        /// Whether the removal is to survive a power cut.
+        durable: bool,
+        /// Any keys.
+        keys: Vec<BlockKey>,
+    },
+    /// Waits until all that was stored before is written and flushed.
+    Sync,
+    /// Figures of the space.
+    Stats,
+    /// Starts nothing more of a request of this connection. It has no reply of its own.
+    Cancel {
+        /// The request's id.
+        request: u64,
+    },
+    /// Figures of the whole service; needs no space.
+    Status,
+}
+
+const ATTACH: u16 = 1;
+const REGISTER: u16 = 2;
+const UNREGISTER: u16 = 3;
+const MATCH_LEN: u16 = 4;
+const MATCH_PREFIX: u16 = 5;
+const CONTAINS: u16 = 6;
+const LOAD: u16 = 7;
+const STORE: u16 = 8;
+const PREFETCH: u16 = 9;
+const REMOVE: u16 = 10;
+const SYNC: u16 = 11;
+const STATS: u16 = 12;
+const CANCEL: u16 = 13;
+const STATUS: u16 = 14;
+
+impl Request {
+    fn kind(&self) -> u16 {
+        match self {
+            Request::Attach { .. } => ATTACH,
+            Request::Register { .. } => REGISTER,
+            Request::Unregister { .. } => UNREGISTER,
+            Request::MatchLen { .. } => MATCH_LEN,
+            Request::MatchPrefix { .. } => MATCH_PREFIX,
+            Request::Contains { .. } => CONTAINS,
+            Request::Load(_) => LOAD,
+            Request::Store { .. } => STORE,
+            Request::Prefetch { .. } => PREFETCH,
+            Request::Remove { .. } => REMOVE,
+            Request::Sync => SYNC,
+            Request::Stats => STATS,
+            Request::Cancel { .. } => CANCEL,
+            Request::Status => STATUS,
+        }
+    }
+
+    /// The whole frame.
+    pub fn encode(&self, id: u64) -> Vec<u8> {
+        let mut writer = Writer::frame(self.kind(), id);
+        match self {
+            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes } => {
+                writer.u64(*block_bytes);
+                writer.u64(*capacity_bytes);
+                writer.u64(*host_bytes);
+                writer.text(namespace, NAMESPACE_BYTES_MAX);
+            }
+            Request::Register { region, pin, offset, len } => {
+                writer.u32(*region);
+                writer.u32(u32::from(*pin));
+                writer.u64(*offset);
+                writer.u64(*len);
+            }
+            Request::Unregister { region } => writer.u32(*region),
+            Request::MatchLen { keys }
+            | Request::MatchPrefix { keys }
+            | Request::Contains { keys }
+            | Request::Prefetch { keys } => writer.keys(keys),
+            Request::Load(blocks) => encode_blocks(&mut writer, blocks),
+            Request::Store { parent, blocks } => {
+                writer.u8(u8::from(parent.is_some()));
+                if let Some(parent) = parent {
+                    writer.bytes(parent.as_bytes());
+                }
+                encode_blocks(&mut writer, blocks);
+            }
+            Request::Remove { durable, keys } => {
+                writer.u8(u8::from(*durable));
+                writer.keys(keys);
+            }
+            Request::Cancel { request } => writer.u64(*request),
+            Request::Sync | Request::Stats | Request::Status => {}
+        }
+        writer.finish()
+    }
+
+    /// Reads the body of a frame of `kind`.
+    ///
+    /// # Errors
+    /// [`Malformed`] for anything but a request, and past every limit.
+    pub fn decode(kind: u16, body: &[u8]) -> Result<Request, Malformed> {
+        let mut reader = Reader::new(body);
+        let request = match kind {
+            ATTACH => {
+                let (block_bytes, capacity_bytes) = (reader.u64("block size")?, reader.u64("capacity")?);
+                let (host_bytes, namespace) = (reader.u64("host memory")?, reader.text("name", NAMESPACE_BYTES_MAX)?);
+                Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes }
+            }
+            REGISTER => Request::Register {
+                region: reader.u32("region")?,
+                pin: match reader.u32("flags")? {
+                    flags @ (0 | 1) => flags == 1,
+                    flags => return Err(malformed("flags", flags, "0 or 1")),
+                },
+                offset: reader.u64("offset")?,
+                len: reader.u64("length")?,
+            },
+            UNREGISTER => Request::Unregister { region: reader.u32("region")? },
+            MATCH_LEN => Request::MatchLen { keys: reader.keys()? },
+            MATCH_PREFIX => Request::MatchPrefix { keys: reader.keys()? },
+            CONTAINS => Request::Contains { keys: reader.keys()? },
+            LOAD => Request::Load(decode_blocks(&mut reader)?),
+            STORE => {
+                let parent = if reader.flag("parent")? { Some(reader.key()?) } else { None };
+                Request::Store { parent, blocks: decode_blocks(&mut reader)? }
+            }
+            PREFETCH => Request::Prefetch { keys: reader.keys()? },
+            REMOVE => Request::Remove { durable: reader.flag("durable")?, keys: reader.keys()? },
+            SYNC => Request::Sync,
+            STATS => Request::Stats,
+            CANCEL => Request::Cancel { request: reader.u64("request id")? },
+            STATUS => Request::Status,
+            other => return Err(malformed("kind of request", other, format!("{ATTACH} to {STATUS}"))),
+        };
+        reader.end()?;
+        Ok(request)
+    }
+}
+
+fn encode_blocks(writer: &mut Writer, blocks: &Blocks) {
+    let places: usize = blocks.places.iter().map(Vec::len).sum();
+    writer.keys(&blocks.keys);
+    writer.reserve(4 + blocks.places.len() * 4 + places * PLACE_BYTES);
+    writer.count(places);
+    for places in &blocks.places {
+        writer.count(places.len());
+    }
+    for place in blocks.places.iter().flatten() {
+        writer.u32(place.region);
+        writer.u32(place.len);
+        writer.u64(place.offset);
+    }
+}
+
+fn decode_blocks(reader: &mut Reader<'_>) -> Result<Blocks, Malformed> {
+    let keys = reader.keys()?;
+    debug_assert!(keys.len() <= KEYS_MAX, "checked when they were read");
+    let total = reader.count("number of places", PLACES_MAX, PLACE_BYTES)?;
+    let mut counts = Vec::with_capacity(keys.len());
+    let mut sum = 0usize;
+    for _ in 0..keys.len() {
+        let count = reader.u32("places of a block")? as usize;
+        sum = sum.saturating_add(count);
+        counts.push(count);
+    }
+    if sum != total {
+        return Err(malformed("places of all blocks", sum, format!("{total}, the number before them")));
+    }
+    let mut places = Vec::with_capacity(keys.len());
+    for count in counts {
+        let mut of_block = Vec::with_capacity(count);
+        for _ in 0..count {
+            let (region, len) = (reader.u32("region")?, reader.u32("length")?);
+            of_block.push(Place { region, len, offset: reader.u64("offset")? });
+        }
+        places.push(of_block);
+    }
+    Ok(Blocks { keys, places })
+}

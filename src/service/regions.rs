@@ -1,0 +1,135 @@
+//! The regions of one connection, from the memfd to the end of the last movement.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    rc::Rc,
+};
+
+use super::{
+    memory::Mapped,
+    protocol::{Failure, Place},
+};
+use crate::{
+    block::Segment,
+    cache::{Cache, Region},
+    error::ServiceFault,
+};
+
+/// A client's memory, mapped and registered with the cache of its space.
+struct Held {
+    mapped: Mapped,
+    region: Region,
+    /// The client has taken it back: nothing begins to use it any more.
+    leaving: Cell<bool>,
+    unmapped: Cell<bool>,
+}
+
+/// What a client has lent, by the client's numbers.
+pub(super) struct Regions {
+    cache: Cache,
+    held: RefCell<BTreeMap<u32, Rc<Held>>>,
+}
+
+impl Regions {
+    pub(super) fn new(cache: Cache) -> Self {
+        Regions { cache, held: RefCell::default() }
+    }
+
+    /// How many there are, those that are leaving included.
+    pub(super) fn count(&self) -> usize {
+        self.held.borrow().len()
+    }
+
+    /// Their bytes.
+    pub(super) fn bytes(&self) -> u64 {
+        self.held.borrow().values().map(|held| held.mapped.len() as u64).sum()
+    }
+
+    /// Whether a region has this number.
+    pub(super) fn has(&self, number: u32) -> bool {
+        self.held.borrow().contains_key(&number)
+    }
+
+    /// Registers a client's memory under a number that no region has.
+    pub(super) fn add(&self, number: u32, mapped: Mapped) -> Result<(), Failure> {
+        // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever where that is never called.
+        // Its owner, another process, may write to it at any time: what is loaded is verified where it lies, and a
+        // block that was changed while it was stored does not match its checksum later, and is a miss.
+        match unsafe { self.cache.register_host(mapped.start(), mapped.len()) } {
+            Ok(region) => {
+                let held = Held { mapped, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
+                self.held.borrow_mut().insert(number, Rc::new(held));
+                Ok(())
+            }
+            Err(error) => {
+                tokio::task::spawn_local(async move {
+                    // SAFETY: no cache knows it, and it is unmapped here only.
+                    unsafe { mapped.unmap() }.await;
+                });
+                Err(Failure::from(&error))
+            }
+        }
+    }
+
+    fn get(&self, number: u32) -> Option<Rc<Held>> {
+        self.held.borrow().get(&number).cloned()
+    }
+
+    /// Has the kernel keep a region pinned; false where it does not.
+    pub(super) async fn pin(&self, number: u32) -> bool {
+        let Some(held) = self.get(number) else { return false };
+        self.cache.pin_region(&held.region).await.unwrap_or(false)
+    }
+
+    /// Where a block's places lie in the service's memory. Good until the next await only: a region may leave then.
+    pub(super) fn segments(&self, places: &[Place]) -> Result<Vec<Segment>, Failure> {
+        let held = self.held.borrow();
+        let segment = |place: &Place| {
+            let Place { region, len, offset } = *place;
+            let wrong = |found: String| Failure::new(ServiceFault::Argument, format!("place: found {found}"));
+            let Some(held) = held.get(&region).filter(|held| !held.leaving.get()) else {
+                return Err(wrong(format!("region {region}, expected one that is registered")));
+            };
+            let (len, region_bytes) = (len as usize, held.mapped.len());
+            match usize::try_from(offset).ok().filter(|offset| *offset <= region_bytes && len <= region_bytes - offset)
+            {
+                // Within the mapping, or at its end.
+                Some(offset) => Ok(Segment { ptr: held.mapped.start().wrapping_add(offset), len }),
+                None => Err(wrong(format!("{len} bytes from {offset} on, expected a range within {region_bytes}"))),
+            }
+        };
+        places.iter().map(segment).collect()
+    }
+
+    /// Takes a region out of use, waits until no movement uses it, and unmaps it. At once where there is none of this
+    /// number. However many call it for one region, each waits.
+    ///
+    /// # Cancel safety
+    /// The region is out of use from the first poll on, and stays mapped until a later call has ended.
+    pub(super) async fn release(&self, number: u32) {
+        let Some(held) = self.get(number) else { return };
+        held.leaving.set(true);
+        if let Err(error) = self.cache.unregister(&held.region).await {
+            tracing::error!(%error, "a client's memory stays mapped");
+            return;
+        }
+        if !held.unmapped.replace(true) {
+            self.held.borrow_mut().remove(&number);
+            // SAFETY: `unregister` has resolved, so that the cache uses it no longer; `leaving` keeps others from
+            // naming it; and it was not unmapped before.
+            unsafe { held.mapped.unmap() }.await;
+        }
+    }
+
+    /// Releases all of them.
+    ///
+    /// # Cancel safety
+    /// As [`release`](Self::release).
+    pub(super) async fn release_all(&self) {
+        let numbers: Vec<u32> = self.held.borrow().keys().copied().collect();
+        for number in numbers {
+            self.release(number).await;
+        }
+    }
+}

@@ -1,0 +1,203 @@
+//! The service: a thread that listens, and lets clients in.
+
+use std::{
+    fs::{self, File, OpenOptions, TryLockError},
+    io,
+    os::unix::{
+        fs::{FileTypeExt, OpenOptionsExt},
+        net::UnixListener as StdListener,
+    },
+    path::{Path, PathBuf},
+    rc::Rc,
+    sync::{Mutex, mpsc},
+    thread::{self, JoinHandle},
+    time::Duration,
+};
+
+use tokio::{
+    net::{UnixListener, UnixStream},
+    sync::watch,
+    task::{JoinSet, LocalSet},
+};
+
+use super::{config::ServerConfig, house::House, session, socket, spaces::Spaces};
+use crate::error::{Error, Result, ServiceFault};
+
+/// How long to wait where the system has no descriptor for a new connection.
+const NO_DESCRIPTOR: Duration = Duration::from_millis(100);
+
+/// A running service: one process that owns the drives, for many clients ([`Client`](super::Client)).
+///
+/// It runs on a thread of its own, and on those of its spaces' caches. Dropped, it drains in the background.
+pub struct Server {
+    draining: watch::Sender<bool>,
+    thread: Mutex<Option<JoinHandle<Result<()>>>>,
+    socket: PathBuf,
+}
+
+impl Server {
+    /// Starts to listen at [`ServerConfig::socket`]. A socket that no service listens at any more is replaced.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names a wrong setting; [`Error::Store`] where another service has the socket or the paths, or
+    /// a space's file cannot be understood; [`Error::Io`].
+    pub fn start(config: ServerConfig) -> Result<Server> {
+        config.validate()?;
+        // Held for the life of the service, and released by the kernel however it ends.
+        let mut locks = vec![lock(&config.socket.with_added_extension("lock"), &config.socket)?];
+        if let Some(path) = config.paths.first() {
+            locks.push(lock(&path.join("kvhoist-service.lock"), path)?);
+        }
+        let (draining, drained) = watch::channel(false);
+        let (started, starts) = mpsc::channel();
+        let socket = config.socket.clone();
+        let run = move || {
+            let _locks = locks;
+            run(config, drained, &started)
+        };
+        let failed = |error| Error::io("start the thread of", "the service", error);
+        let thread = thread::Builder::new().name("kvhoist-service".into()).spawn(run).map_err(failed)?;
+        match starts.recv() {
+            Ok(()) => Ok(Server { draining, thread: Mutex::new(Some(thread)), socket }),
+            // It ended before it listened, and says why.
+            Err(mpsc::RecvError) => Err(joined(thread).err().unwrap_or(Error::Closed)),
+        }
+    }
+
+    /// Takes no more connections and no more requests; ends when what was asked for is answered, and all that was
+    /// stored is written and flushed.
+    pub fn drain(&self) {
+        self.draining.send_replace(true);
+    }
+
+    /// Waits until it has ended, which somebody must have asked for. Blocks the thread.
+    ///
+    /// # Errors
+    /// As [`Cache::close`](crate::Cache::close), of the first space that says so. A second call is Ok.
+    pub fn wait(&self) -> Result<()> {
+        let thread = self.thread.lock().expect("nothing panics under it").take();
+        thread.map_or(Ok(()), joined)
+    }
+
+    /// Where it listens.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.drain();
+    }
+}
+
+impl std::fmt::Debug for Server {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Server").field("socket", &self.socket).finish_non_exhaustive()
+    }
+}
+
+fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
+    thread.join().unwrap_or_else(|_| {
+        let reason = "its thread panicked; the log has where".to_owned();
+        Err(Error::Unavailable { tier: "service", reason })
+    })
+}
+
+/// Takes the lock of a service.
+fn lock(path: &Path, of: &Path) -> Result<File> {
+    let opened = OpenOptions::new().create(true).write(true).truncate(false).mode(0o600).open(path);
+    let file = opened.map_err(|error| Error::io("open", path, error))?;
+    match file.try_lock() {
+        Ok(()) => Ok(file),
+        Err(TryLockError::WouldBlock) => Err(Error::Store {
+            path: of.into(),
+            found: "another service's".into(),
+            expected: "one that no service has".into(),
+            action: "use that service, or end it".into(),
+        }),
+        Err(TryLockError::Error(error)) => Err(Error::io("lock", path, error)),
+    }
+}
+
+/// Listens, in the place of a service that is gone. Its lock is held.
+fn listen(config: &ServerConfig) -> Result<StdListener> {
+    let path = &config.socket;
+    match fs::symlink_metadata(path) {
+        Ok(found) if found.file_type().is_socket() => {
+            fs::remove_file(path).map_err(|error| Error::io("remove", path, error))?;
+        }
+        Ok(_) => {
+            return Err(Error::Store {
+                path: path.clone(),
+                found: "a file that is no socket".into(),
+                expected: "nothing, or a service's socket".into(),
+                action: "name another place".into(),
+            });
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(Error::io("stat", path, error)),
+    }
+    socket::listen(path, if config.uids.is_empty() { 0o600 } else { 0o666 })
+}
+
+/// The service's thread.
+fn run(config: ServerConfig, draining: watch::Receiver<bool>, started: &mpsc::Sender<()>) -> Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
+    let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
+    let socket = config.socket.clone();
+    let spaces = Spaces::load(config.clone())?;
+    let listener = listen(&config)?;
+    let result = LocalSet::new().block_on(&runtime, async move {
+        let listener =
+            UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
+        let _nobody_waits = started.send(());
+        let house = Rc::new(House::new(config, spaces, draining));
+        serve(&house, listener).await;
+        house.spaces.close().await
+    });
+    drop(fs::remove_file(socket));
+    result
+}
+
+/// Lets clients in until the service drains, then waits for all of them.
+async fn serve(house: &Rc<House>, listener: UnixListener) {
+    let mut draining = house.draining();
+    let mut sessions = JoinSet::new();
+    loop {
+        tokio::select! { biased;
+            // The sender is gone: the server was dropped.
+            _ = draining.wait_for(|draining| *draining) => break,
+            Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => let_in(house, stream, &mut sessions),
+                Err(error) => {
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(NO_DESCRIPTOR).await;
+                }
+            },
+        }
+    }
+    drop(listener);
+    while sessions.join_next().await.is_some() {}
+}
+
+fn let_in(house: &Rc<House>, stream: UnixStream, sessions: &mut JoinSet<()>) {
+    let Ok(peer) = stream.peer_cred() else { return };
+    // SAFETY: plain system call without arguments.
+    let own = unsafe { libc::geteuid() };
+    let refused = if peer.uid() != own && !house.config.uids.contains(&peer.uid()) {
+        tracing::warn!(uid = peer.uid(), "a user that is not allowed to connect was refused");
+        Some(ServiceFault::Permission)
+    } else {
+        (house.connections() >= house.config.connections_max).then_some(ServiceFault::Busy)
+    };
+    match refused {
+        Some(fault) => sessions.spawn_local(session::refuse(Rc::clone(house), stream, fault)),
+        None => {
+            let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
+            let guest = house.enter(pid, peer.uid());
+            sessions.spawn_local(session::serve(Rc::clone(house), guest, stream))
+        }
+    };
+}

@@ -1,0 +1,465 @@
+//! Spaces: each a namespace with a block size, a share of the disk and of host memory, and a cache of its own.
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::BTreeMap,
+    fs,
+    io::Write,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    rc::Rc,
+};
+
+use sha2::{Digest, Sha256};
+use tokio::sync::oneshot;
+
+use super::{
+    config::ServerConfig,
+    protocol::{Failure, NAMESPACE_BYTES_MAX, SpaceStats, SpaceStatus, TierFigures},
+};
+use crate::{
+    block::Route,
+    cache::Cache,
+    config::{Config, DiskPath},
+    error::{Error, Result, ServiceFault},
+};
+
+/// Spaces of one service.
+const SPACES_MAX: usize = 256;
+/// What describes a space, in its folder below the first path.
+const FILE_NAME: &str = "space";
+const FILE_HEADER: &str = "kvhoist space 1";
+const FOLDER_PREFIX: &str = "space-";
+
+/// What a space is, on disk too.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Deed {
+    namespace: String,
+    uid: u32,
+    block_bytes: u64,
+    /// Of all paths, bytes.
+    capacity_bytes: u64,
+}
+
+impl Deed {
+    /// The folder of the space below every path.
+    fn folder(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(self.uid.to_le_bytes());
+        hash.update(self.block_bytes.to_le_bytes());
+        hash.update(self.namespace.as_bytes());
+        let digest = hash.finalize();
+        let hex: String = digest.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
+        format!("{FOLDER_PREFIX}{hex}")
+    }
+
+    fn text(&self) -> String {
+        let namespace: String = self.namespace.bytes().map(|byte| format!("{byte:02x}")).collect();
+        let Deed { uid, block_bytes, capacity_bytes, .. } = self;
+        format!(
+            "{FILE_HEADER}\nnamespace {namespace}\nuid {uid}\nblock_bytes {block_bytes}\ncapacity_bytes \
+             {capacity_bytes}\n"
+        )
+    }
+
+    fn parse(text: &str) -> Option<Deed> {
+        let mut lines = text.lines();
+        (lines.next()? == FILE_HEADER).then_some(())?;
+        let mut value = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ').map(str::to_owned);
+        let hex = value("namespace")?;
+        let digits: Vec<u8> = hex.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect::<Option<_>>()?;
+        let bytes = digits.chunks(2).map(|pair| Some(pair[0] << 4 | *pair.get(1)?)).collect::<Option<Vec<u8>>>()?;
+        let deed = Deed {
+            namespace: String::from_utf8(bytes).ok()?,
+            uid: value("uid")?.parse().ok()?,
+            block_bytes: value("block_bytes")?.parse().ok()?,
+            capacity_bytes: value("capacity_bytes")?.parse().ok()?,
+        };
+        (deed.namespace.len() <= NAMESPACE_BYTES_MAX).then_some(deed)
+    }
+}
+
+/// An open space.
+pub(super) struct Space {
+    pub(super) namespace: String,
+    pub(super) block_bytes: u64,
+    pub(super) capacity_bytes: u64,
+    pub(super) host_bytes: u64,
+    pub(super) cache: Cache,
+    /// Connections attached to it.
+    pub(super) clients: Cell<u32>,
+}
+
+/// Where whoever attaches to a space that is being opened waits.
+type Waiters = Vec<oneshot::Sender<Result<Rc<Space>, Failure>>>;
+
+enum State {
+    /// Its store is there, and nobody has attached since the service began.
+    Closed,
+    Opening(Waiters),
+    Open(Rc<Space>),
+}
+
+struct Entry {
+    deed: Deed,
+    state: State,
+}
+
+/// What attaching comes to, before anything was waited for.
+enum Begun {
+    Open(Rc<Space>),
+    Opening(oneshot::Receiver<Result<Rc<Space>, Failure>>),
+}
+
+/// What a client asks for.
+pub(super) struct Wanted {
+    pub(super) namespace: String,
+    pub(super) uid: u32,
+    pub(super) block_bytes: u64,
+    pub(super) capacity_bytes: u64,
+    pub(super) host_bytes: u64,
+}
+
+/// All spaces of a service, by folder.
+pub(super) struct Spaces {
+    config: ServerConfig,
+    entries: RefCell<BTreeMap<String, Entry>>,
+    capacity_left: Cell<u64>,
+    host_left: Cell<u64>,
+}
+
+impl Spaces {
+    /// Reads which spaces there are.
+    ///
+    /// # Errors
+    /// [`Error::Store`] for a space whose file cannot be understood, or that has more disk than there is now.
+    pub(super) fn load(config: ServerConfig) -> Result<Self> {
+        let mut entries = BTreeMap::new();
+        let mut left = if config.paths.is_empty() { u64::MAX } else { config.capacity_bytes };
+        for (path, deed) in deeds(&config)? {
+            left = left.checked_sub(deed.capacity_bytes).ok_or_else(|| Error::Store {
+                path: path.clone(),
+                found: format!("a space with {} bytes of disk", deed.capacity_bytes),
+                expected: format!("{left} bytes at most, which is what other spaces leave of the capacity"),
+                action: "raise the capacity, or delete the folders of a space that is not wanted".into(),
+            })?;
+            entries.insert(deed.folder(), Entry { deed, state: State::Closed });
+        }
+        Ok(Spaces {
+            capacity_left: Cell::new(left),
+            host_left: Cell::new(config.host_bytes),
+            entries: RefCell::new(entries),
+            config,
+        })
+    }
+
+    /// The space that a client wants, made or opened if it must be.
+    ///
+    /// # Cancel safety
+    /// The space is opened all the same.
+    pub(super) async fn attach(self: &Rc<Self>, wanted: Wanted) -> Result<Rc<Space>, Failure> {
+        let Wanted { namespace, block_bytes, .. } = &wanted;
+        if namespace.is_empty() || *block_bytes == 0 || *block_bytes > 1 << 30 {
+            let text = format!("space: found {block_bytes} bytes a block and a name of {} bytes, ", namespace.len());
+            return Err(Failure::new(ServiceFault::Argument, text + "expected 1 byte to 1 GiB, and a name"));
+        }
+        match self.begin(&wanted)? {
+            Begun::Open(space) => Ok(space),
+            Begun::Opening(opened) => {
+                let ending = || Err(Failure::new(ServiceFault::Draining, "the service is ending"));
+                opened.await.unwrap_or_else(|_| ending())
+            }
+        }
+    }
+
+    /// Begins to open a space, unless it is open or somebody has begun.
+    fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<Begun, Failure> {
+        let Wanted { ref namespace, uid, block_bytes, capacity_bytes, host_bytes } = *wanted;
+        let mut deed = Deed { namespace: namespace.clone(), uid, block_bytes, capacity_bytes: 0 };
+        let folder = deed.folder();
+        let (sender, receiver) = oneshot::channel();
+        let mut entries = self.entries.borrow_mut();
+        let (is_new, is_full) = (!entries.contains_key(&folder), entries.len() >= SPACES_MAX);
+        match entries.get_mut(&folder) {
+            Some(Entry { state: State::Open(space), .. }) => return Ok(Begun::Open(Rc::clone(space))),
+            Some(Entry { state: State::Opening(waiters), .. }) => {
+                waiters.push(sender);
+                return Ok(Begun::Opening(receiver));
+            }
+            Some(entry) => {
+                deed = entry.deed.clone();
+                entry.state = State::Opening(vec![sender]);
+            }
+            None if is_full => {
+                let text = format!("space: found {SPACES_MAX} spaces, expected fewer; delete one");
+                return Err(Failure::new(ServiceFault::Capacity, text));
+            }
+            None => {
+                deed.capacity_bytes = self.take_capacity(capacity_bytes)?;
+                entries.insert(folder, Entry { deed: deed.clone(), state: State::Opening(vec![sender]) });
+            }
+        }
+        tokio::task::spawn_local(Rc::clone(self).open(deed, host_bytes, is_new));
+        Ok(Begun::Opening(receiver))
+    }
+
+    /// Sets disk aside for a new space; 0 takes all that is left.
+    fn take_capacity(&self, wanted: u64) -> Result<u64, Failure> {
+        if self.config.paths.is_empty() {
+            return Ok(0);
+        }
+        take(&self.capacity_left, wanted, "bytes of disk")
+    }
+
+    /// Opens a space and tells all who wait for it.
+    async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
+        let folder = deed.folder();
+        let opened = match take(&self.host_left, host_bytes, "bytes of host memory") {
+            Err(failure) => Err(failure),
+            Ok(host_bytes) => {
+                let opened = self.open_cache(&deed, host_bytes, is_new).await;
+                if opened.is_err() {
+                    self.host_left.set(self.host_left.get() + host_bytes);
+                }
+                opened.map(|cache| (cache, host_bytes)).map_err(|error| Failure::from(&error))
+            }
+        };
+        let opened = opened.map(|(cache, host_bytes)| {
+            let Deed { namespace, block_bytes, capacity_bytes, .. } = deed.clone();
+            Rc::new(Space { namespace, block_bytes, capacity_bytes, host_bytes, cache, clients: Cell::new(0) })
+        });
+        let mut entries = self.entries.borrow_mut();
+        let state = match &opened {
+            Ok(space) => State::Open(Rc::clone(space)),
+            Err(_) => State::Closed,
+        };
+        let entry = entries.get_mut(&folder).expect("entries that are being opened stay");
+        let State::Opening(waiters) = std::mem::replace(&mut entry.state, state) else {
+            unreachable!("only this call ends the opening");
+        };
+        if opened.is_err() && is_new {
+            entries.remove(&folder);
+            self.capacity_left.set(self.capacity_left.get().saturating_add(deed.capacity_bytes));
+            self.forget(&folder);
+        }
+        for waiter in waiters {
+            drop(waiter.send(opened.clone()));
+        }
+    }
+
+    async fn open_cache(&self, deed: &Deed, host_bytes: u64, is_new: bool) -> Result<Cache> {
+        let config = self.cache_config(deed, host_bytes)?;
+        config.validate()?;
+        for disk in &config.disks {
+            make_folder(&disk.path)?;
+        }
+        if let Some(disk) = config.disks.first().filter(|_| is_new) {
+            write_whole(&disk.path.join(FILE_NAME), deed.text().as_bytes())?;
+        }
+        Cache::open(config).await
+    }
+
+    /// The settings of a space's cache.
+    fn cache_config(&self, deed: &Deed, host_bytes: u64) -> Result<Config> {
+        let mut config = Config {
+            block_bytes: usize::try_from(deed.block_bytes).unwrap_or(usize::MAX),
+            namespace: deed.namespace.clone(),
+            ..self.config.cache.clone()
+        };
+        let slot_bytes = config.slot_bytes() as u64;
+        config.host_blocks = slots("host_bytes", host_bytes, slot_bytes)?;
+        let paths = self.config.paths.len() as u64;
+        config.disks.clear();
+        for path in &self.config.paths {
+            let blocks = slots("capacity_bytes", deed.capacity_bytes / paths, slot_bytes)?;
+            config.disks.push(DiskPath { path: path.join(deed.folder()), blocks });
+        }
+        // A block moves, whatever its size.
+        config.read_bytes_in_flight_max = config.read_bytes_in_flight_max.max(slot_bytes);
+        config.write_bytes_in_flight_max = config.write_bytes_in_flight_max.max(slot_bytes);
+        Ok(config)
+    }
+
+    /// Removes what a space that could not be made has left: never a store.
+    fn forget(&self, folder: &str) {
+        for path in &self.config.paths {
+            let folder = path.join(folder);
+            // Refused where a store lies in it, which then is a space again at the next start.
+            if !folder.join("kvhoist.store").exists() {
+                drop(fs::remove_file(folder.join(FILE_NAME)));
+                drop(fs::remove_dir(folder));
+            }
+        }
+    }
+
+    /// Closes the caches of all spaces, each of which writes and flushes what it must; the first error.
+    pub(super) async fn close(&self) -> Result<()> {
+        let caches: Vec<Cache> = self.entries.borrow().values().filter_map(Entry::cache).collect();
+        let mut result = Ok(());
+        for cache in caches {
+            result = result.and(cache.close().await);
+        }
+        result
+    }
+
+    /// Disk and host memory that no space has, bytes.
+    pub(super) fn left(&self) -> (u64, u64) {
+        let capacity = if self.config.paths.is_empty() { 0 } else { self.capacity_left.get() };
+        (capacity, self.host_left.get())
+    }
+
+    pub(super) fn status(&self) -> Vec<SpaceStatus> {
+        let status = |(folder, entry): (&String, &Entry)| {
+            let Deed { namespace, uid, block_bytes, capacity_bytes } = entry.deed.clone();
+            let space = match &entry.state {
+                State::Open(space) => Some(space),
+                _ => None,
+            };
+            SpaceStatus {
+                namespace,
+                folder: folder.clone(),
+                uid,
+                block_bytes,
+                capacity_bytes,
+                host_bytes: space.map_or(0, |space| space.host_bytes),
+                clients: space.map_or(0, |space| space.clients.get()),
+                stats: space.map(|space| stats(&space.cache)),
+            }
+        };
+        self.entries.borrow().iter().map(status).collect()
+    }
+}
+
+impl Entry {
+    fn cache(&self) -> Option<Cache> {
+        match &self.state {
+            State::Open(space) => Some(space.cache.clone()),
+            _ => None,
+        }
+    }
+}
+
+/// Takes `wanted`, or all where that is 0, of what is left.
+fn take(left: &Cell<u64>, wanted: u64, what: &str) -> Result<u64, Failure> {
+    let found = left.get();
+    let taken = if wanted == 0 { found } else { wanted };
+    if taken == 0 || taken > found {
+        let text = format!(
+            "space: found {found} {what} left, expected {}; attach with a smaller share, give earlier spaces smaller \
+             ones, or start the service with more",
+            wanted.max(1)
+        );
+        return Err(Failure::new(ServiceFault::Capacity, text));
+    }
+    left.set(found - taken);
+    Ok(taken)
+}
+
+fn slots(field: &'static str, bytes: u64, slot_bytes: u64) -> Result<u32> {
+    match u32::try_from(bytes / slot_bytes) {
+        Ok(slots) if slots > 0 => Ok(slots),
+        _ => Err(Error::Config {
+            field,
+            found: format!("{bytes} bytes a path"),
+            expected: format!("room for 1 to {} slots of {slot_bytes} bytes", u32::MAX >> 1),
+        }),
+    }
+}
+
+/// What a space's cache has done.
+pub(super) fn stats(cache: &Cache) -> SpaceStats {
+    let stats = cache.stats();
+    let straight = [Route::DiskToRegion, Route::RegionToDisk].map(|route| stats.route(route).bytes);
+    SpaceStats {
+        tiers: stats.tiers.map(|tier| TierFigures {
+            hits: tier.hits,
+            resident: tier.resident,
+            slots: tier.slots,
+            evictions: tier.evictions,
+        }),
+        misses: stats.misses,
+        stores: stats.stores,
+        stores_known: stats.stores_known,
+        writes_refused: stats.writes_refused,
+        checksum_failures: stats.checksum_failures,
+        read_errors: stats.read_errors,
+        write_errors: stats.write_errors,
+        quarantined: stats.quarantined,
+        straight_bytes: straight.iter().sum(),
+        disk_trouble: stats.disk_retired.or(stats.disk_read_only).unwrap_or_default(),
+    }
+}
+
+/// The spaces below the first path, each with its file.
+fn deeds(config: &ServerConfig) -> Result<Vec<(PathBuf, Deed)>> {
+    let Some(path) = config.paths.first() else { return Ok(Vec::new()) };
+    let entries = fs::read_dir(path).map_err(|error| Error::io("open", path, error))?;
+    let mut deeds = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|error| Error::io("read", path, error))?;
+        let name = entry.file_name();
+        let file = entry.path().join(FILE_NAME);
+        if !name.to_string_lossy().starts_with(FOLDER_PREFIX) || !file.exists() {
+            continue;
+        }
+        let text = fs::read_to_string(&file).map_err(|error| Error::io("read", &file, error))?;
+        match Deed::parse(&text).filter(|deed| *deed.folder() == *name) {
+            Some(deed) => deeds.push((file, deed)),
+            None => {
+                return Err(Error::Store {
+                    path: file,
+                    found: "a file that describes no space, or another one".into(),
+                    expected: format!("`{FILE_HEADER}` and the space of this folder"),
+                    action: "put the file back, or delete the space's folder below every path".into(),
+                });
+            }
+        }
+    }
+    Ok(deeds)
+}
+
+fn make_folder(path: &Path) -> Result<()> {
+    match fs::DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(Error::io("create", path, error)),
+        _ => Ok(()),
+    }
+}
+
+/// Writes a file that is whole or not there, whenever the machine dies.
+fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    let (temporary, failed) = (path.with_extension("new"), |error| Error::io("write", path, error));
+    let mut file = fs::File::create(&temporary).map_err(failed)?;
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
+    fs::rename(&temporary, path).map_err(failed)?;
+    let folder = path.parent().unwrap_or(Path::new("."));
+    for folder in [Some(folder), folder.parent()].into_iter().flatten() {
+        fs::File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deed_is_read_as_it_was_written() {
+        let deed = Deed { namespace: "a b\n\u{fc}".into(), uid: 7, block_bytes: 4096, capacity_bytes: 1 << 40 };
+        assert_eq!(Deed::parse(&deed.text()), Some(deed.clone()));
+        assert_ne!(Deed { uid: 8, ..deed.clone() }.folder(), deed.folder(), "a space is its user's");
+        assert_ne!(Deed { block_bytes: 8192, ..deed.clone() }.folder(), deed.folder());
+        for text in ["", "kvhoist space 2\n", &deed.text()[..40], &deed.text().replace("uid 7", "uid x")] {
+            assert_eq!(Deed::parse(text), None, "{text}");
+        }
+    }
+
+    #[test]
+    fn no_more_is_taken_than_is_left() {
+        let left = Cell::new(100);
+        assert_eq!(take(&left, 60, "bytes").expect("left"), 60);
+        let failure = take(&left, 60, "bytes").expect_err("40 are left");
+        assert!(failure.fault == ServiceFault::Capacity && failure.text.contains("found 40 bytes left, expected 60"));
+        assert_eq!(take(&left, 0, "bytes").expect("all"), 40);
+        take(&left, 0, "bytes").expect_err("none is left");
+    }
+}

@@ -1,0 +1,169 @@
+//! The calls of a client, and what a second process sees of them.
+
+use std::{
+    os::unix::fs::{FileTypeExt, PermissionsExt},
+    sync::Arc,
+};
+
+use kvhoist::{
+    BlockKey, Error, Segment, ServiceFault, Tier, block_on,
+    service::{Client, SharedMemory},
+};
+
+use crate::{
+    common::{key, payload},
+    guest::{BLOCKS, Guest, POOL_BLOCKS},
+    node::{BLOCK_BYTES, Node, Process, options},
+};
+
+fn keys(numbers: std::ops::Range<u64>) -> Vec<BlockKey> {
+    numbers.map(key).collect()
+}
+
+#[test]
+fn two_processes_share_one_space() {
+    let node = Node::new();
+    for role in ["store", "load"] {
+        let mut process = Process::start(&format!("{role} {}", node.socket().display()));
+        assert!(process.wait().success(), "{role}");
+    }
+    node.wait_for_clients(0);
+    let status = node.status();
+    let stats = status.spaces[0].stats.as_ref().expect("an open space");
+    assert_eq!((status.spaces.len(), stats.stores), (1, BLOCKS));
+    assert_eq!(stats.tier(Tier::Disk).hits, BLOCKS, "each was read once, straight");
+    assert_eq!(stats.straight_bytes, 2 * BLOCKS * BLOCK_BYTES as u64);
+}
+
+#[test]
+fn the_calls_are_those_of_the_cache() {
+    let node = Node::new();
+    let guest = Guest::new(&node.socket());
+    let client = &guest.client;
+    assert_eq!(guest.load(0, 4).expect("a service"), [false; 4], "nothing is there yet");
+    guest.store(0, 8).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    assert_eq!(block_on(client.match_len(&keys(0..12))).expect("a service"), 8);
+    assert_eq!(block_on(client.match_prefix(&keys(0..12))).expect("a service"), [Tier::Disk; 8]);
+    let there = block_on(client.contains(&[key(7), key(8), key(0)])).expect("a service");
+    assert_eq!(there, [true, false, true]);
+    block_on(client.sync()).expect("flushed");
+
+    assert!(block_on(client.remove(&key(7))).expect("removed"));
+    assert!(!block_on(client.remove_durably(&key(7))).expect("removed before"));
+    assert_eq!(guest.load(6, 2).expect("a service"), [true, false]);
+
+    assert_eq!(block_on(client.prefetch(&keys(0..2))).expect("a service"), 2);
+    // A load joins the movement, and is a hit of the faster tier.
+    assert_eq!(guest.load(0, 2).expect("a service"), [true; 2]);
+    assert_eq!(block_on(client.match_prefix(&keys(0..2))).expect("a service"), [Tier::Host; 2]);
+    let stats = block_on(client.stats()).expect("a service");
+    assert_eq!((stats.stores, stats.misses, stats.tier(Tier::Disk).resident), (8, 5, 7));
+    block_on(client.unregister(&guest.region)).expect("unregistered");
+    block_on(client.unregister(&guest.region)).expect("once more");
+    assert!(matches!(guest.load(0, 1), Err(Error::Argument { what: "segments", .. })), "in no region");
+    block_on(client.close()).expect("closed");
+    assert!(matches!(block_on(client.sync()), Err(Error::Closed)));
+}
+
+#[test]
+fn blocks_may_lie_in_pieces_of_several_regions_at_any_address() {
+    let node = Node::new();
+    let guest = Guest::new(&node.socket());
+    let other = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
+    block_on(guest.client.register(&other)).expect("registered");
+    let bytes = payload(1, BLOCK_BYTES);
+    let (left, right) = bytes.split_at(1001);
+    guest.pool.write(77, left);
+    other.write(12_345, right);
+    let place = |offset: usize| {
+        vec![
+            Segment { ptr: guest.pool.as_ptr().wrapping_add(offset), len: left.len() },
+            Segment { ptr: other.as_ptr().wrapping_add(offset + 12_268), len: right.len() },
+        ]
+    };
+    let stored = block_on(guest.client.store_from(&[key(1)], None, &[place(77)])).expect("a service");
+    assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
+    let loaded = block_on(guest.client.load_into(&[key(1)], &[place(100_001)])).expect("a service");
+    assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+    let (mut found_left, mut found_right) = (vec![0; left.len()], vec![0; right.len()]);
+    guest.pool.read(100_001, &mut found_left);
+    other.read(112_269, &mut found_right);
+    assert!(found_left == left && found_right == right);
+}
+
+#[test]
+fn spaces_keep_apart_and_share_what_there_is() {
+    let node = Node::new();
+    let guest = Guest::new(&node.socket());
+    guest.store(0, POOL_BLOCKS).expect("a service");
+    let mut other = options();
+    other.namespace = "another".into();
+    let stranger = block_on(Client::connect(node.socket(), other.clone())).expect("room for it");
+    assert_eq!(block_on(stranger.match_len(&keys(0..4))).expect("a service"), 0);
+    let mut greedy = options();
+    greedy.namespace = "greedy".into();
+    greedy.capacity_bytes = 1 << 40;
+    let refused = block_on(Client::connect(node.socket(), greedy)).expect_err("so much is not left");
+    assert!(matches!(refused, Error::Service { fault: ServiceFault::Capacity, .. }), "{refused}");
+    // Its disk would have been there.
+    let mut greedy = options();
+    (greedy.namespace, greedy.host_bytes) = ("greedy".into(), 1 << 40);
+    block_on(Client::connect(node.socket(), greedy)).expect_err("so much memory is not left");
+    let status = node.status();
+    assert_eq!(status.spaces.len(), 2, "a space that could not be made leaves nothing: {:?}", status.spaces);
+    assert_eq!(status.capacity_left, status.capacity_bytes / 2);
+    assert_eq!(status.host_left, status.host_bytes / 2);
+    // What a first client gets where it asks for nothing: all that is left.
+    other.namespace = "the rest".into();
+    (other.capacity_bytes, other.host_bytes) = (0, 0);
+    let _rest = block_on(Client::connect(node.socket(), other)).expect("room for it");
+    assert_eq!((node.status().capacity_left, node.status().host_left), (0, 0));
+}
+
+#[test]
+fn a_space_and_its_blocks_are_there_after_a_restart() {
+    let mut node = Node::new();
+    let guest = Guest::new(&node.socket());
+    guest.store(0, POOL_BLOCKS).expect("a service");
+    let folder = node.status().spaces[0].folder.clone();
+    // It would connect again, and open the space.
+    block_on(guest.client.close()).expect("closed");
+    assert!(node.process.end().success(), "a drain ends well");
+    assert!(!node.socket().exists(), "nothing is left of the socket");
+    node.restart();
+    let status = node.status();
+    assert_eq!((status.spaces.len(), &status.spaces[0].folder, &status.spaces[0].stats), (1, &folder, &None));
+    assert_eq!(status.capacity_left, status.capacity_bytes * 3 / 4, "its disk stays its own");
+    assert_eq!(Guest::new(&node.socket()).load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+}
+
+#[test]
+fn a_dropped_call_is_canceled_and_its_memory_comes_back() {
+    let node = Node::new();
+    let guest = Guest::new(&node.socket());
+    for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
+        guest.store(first, POOL_BLOCKS).expect("a service");
+    }
+    for _ in 0..20 {
+        let (keys, places) = (keys(0..1), [guest.place(0)]);
+        let mut call = Box::pin(guest.client.load_into(&keys, &places));
+        let mut context = std::task::Context::from_waker(std::task::Waker::noop());
+        assert!(call.as_mut().poll(&mut context).is_pending(), "it takes a thread to answer");
+        drop(call);
+    }
+    block_on(guest.client.unregister(&guest.region)).expect("all have ended");
+    let own = node.status().clients.into_iter().find(|client| client.namespace == "tests").expect("connected");
+    assert_eq!((own.regions, own.region_bytes, own.bytes_in_flight), (0, 0, 0));
+}
+
+#[test]
+fn the_socket_is_its_owners_and_one_service_has_it() {
+    let node = Node::new();
+    let found = std::fs::metadata(node.socket()).expect("there");
+    assert!(found.file_type().is_socket() && found.permissions().mode() & 0o777 == 0o600, "{found:?}");
+    let mut second = kvhoist::service::ServerConfig::new(node.socket());
+    second.host_bytes = 1 << 20;
+    let refused = kvhoist::service::Server::start(second).expect_err("it is in use");
+    assert!(refused.to_string().contains("another service's"), "{refused}");
+    node.status();
+}

@@ -1,0 +1,20 @@
+//! What the tests run as processes of their own.
+
+use crate::{
+    guest,
+    node::{self, ROLE},
+};
+
+/// By itself it does nothing.
+#[test]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let words: Vec<&str> = role.split(' ').collect();
+    match words[..] {
+        ["service", ..] => node::run(&words[1..]),
+        ["store", socket] => guest::store_all(socket),
+        ["load", socket] => guest::load_all(socket),
+        ["busy", socket, seed] => guest::run(socket, seed.parse().expect("a number")),
+        _ => panic!("{role} is no role"),
+    }
+}

@@ -1,0 +1,115 @@
+//! What clients do: blocks in and out, every byte compared.
+
+use std::{path::Path, sync::Arc};
+
+use kvhoist::{
+    BlockKey, Error, Result, Segment, ServiceFault, block_on,
+    service::{Client, ClientRegion, SharedMemory},
+};
+
+use crate::{
+    common::{Rng, key, payload},
+    node::{BLOCK_BYTES, connect, say},
+};
+
+/// Blocks that all clients store and load.
+pub const BLOCKS: u64 = 64;
+/// Blocks that fit into a client's pool.
+pub const POOL_BLOCKS: u64 = 16;
+
+/// A client, and its pool.
+pub struct Guest {
+    pub client: Client,
+    pub pool: Arc<SharedMemory>,
+    pub region: ClientRegion,
+}
+
+impl Guest {
+    pub fn new(socket: &Path) -> Self {
+        let client = connect(socket);
+        let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
+        let region = block_on(client.register(&pool)).expect("registered");
+        Guest { client, pool, region }
+    }
+
+    pub fn place(&self, at: u64) -> Vec<Segment> {
+        vec![Segment { ptr: self.pool.as_ptr().wrapping_add(at as usize * BLOCK_BYTES), len: BLOCK_BYTES }]
+    }
+
+    /// Stores the blocks `first..first + count`.
+    pub fn store(&self, first: u64, count: u64) -> Result<Vec<Result<bool>>> {
+        let numbers: Vec<u64> = (first..first + count).collect();
+        for (at, number) in numbers.iter().enumerate() {
+            self.pool.write(at * BLOCK_BYTES, &payload(*number, BLOCK_BYTES));
+        }
+        let keys: Vec<BlockKey> = numbers.iter().map(|number| key(*number)).collect();
+        let places: Vec<_> = (0..count).map(|at| self.place(at)).collect();
+        let parent = first.checked_sub(1).map(key);
+        block_on(self.client.store_from(&keys, parent.as_ref(), &places))
+    }
+
+    /// Loads the blocks `first..first + count` and compares their bytes; which were there.
+    pub fn load(&self, first: u64, count: u64) -> Result<Vec<bool>> {
+        self.pool.write(0, &vec![0xa5; count as usize * BLOCK_BYTES]);
+        let keys: Vec<BlockKey> = (first..first + count).map(key).collect();
+        let places: Vec<_> = (0..count).map(|at| self.place(at)).collect();
+        let results = block_on(self.client.load_into(&keys, &places))?;
+        let mut there = Vec::new();
+        for (at, result) in results.into_iter().enumerate() {
+            let found = result?;
+            if found {
+                let mut bytes = vec![0; BLOCK_BYTES];
+                self.pool.read(at * BLOCK_BYTES, &mut bytes);
+                assert!(bytes == payload(first + at as u64, BLOCK_BYTES), "WRONG BYTES of block {}", first + at as u64);
+            }
+            there.push(found);
+        }
+        Ok(there)
+    }
+}
+
+/// The process of a client that stores all blocks.
+pub fn store_all(socket: &str) {
+    let guest = Guest::new(socket.as_ref());
+    for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
+        let results = guest.store(first, POOL_BLOCKS).expect("a service");
+        assert!(results.iter().all(|result| matches!(result, Ok(true))), "{results:?}");
+    }
+    block_on(guest.client.close()).expect("closed");
+    say("done");
+}
+
+/// The process of a client that loads all blocks.
+pub fn load_all(socket: &str) {
+    let guest = Guest::new(socket.as_ref());
+    for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
+        assert_eq!(guest.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+    }
+    say("done");
+}
+
+/// The process of a client that does this and that until it is killed.
+pub fn run(socket: &str, seed: u64) {
+    let guest = Guest::new(socket.as_ref());
+    let mut rng = Rng(seed);
+    loop {
+        let count = 1 + rng.below(POOL_BLOCKS);
+        let first = rng.below(BLOCKS - count);
+        say("next");
+        match rng.below(6) {
+            0 | 1 => drop(guest.store(first, count).expect("a service")),
+            2 | 3 => drop(guest.load(first, count).expect("a service")),
+            4 => {
+                let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
+                let region = block_on(guest.client.register(&more)).expect("registered");
+                block_on(guest.client.unregister(&region)).expect("unregistered");
+            }
+            _ => drop(block_on(guest.client.prefetch(&[key(first)])).expect("a service")),
+        }
+    }
+}
+
+/// Whether a call failed because the service is gone or going.
+pub fn is_away(error: &Error) -> bool {
+    matches!(error, Error::Service { fault: ServiceFault::Away | ServiceFault::Draining | ServiceFault::Canceled, .. })
+}

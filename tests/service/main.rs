@@ -1,0 +1,12 @@
+//! The node's service, with real processes: a service, and clients of it.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod calls;
+mod child;
+mod deaths;
+mod guest;
+mod hostile;
+mod node;
+mod raw;
