@@ -13,7 +13,7 @@ Exit status:
   130  interrupted (Ctrl-C, SIGTERM, SIGHUP): what was known by then is printed, temporary files are removed";
 
 /// What the command's flags are called for settings of the engine.
-const FLAGS: [(&str, &str); 12] = [
+const FLAGS: [(&str, &str); 14] = [
     ("block_bytes", "--block-bytes"),
     ("host_blocks", "--host-blocks"),
     ("device_blocks", "--device-blocks"),
@@ -26,6 +26,8 @@ const FLAGS: [(&str, &str); 12] = [
     ("storage", "--storage"),
     ("direct_io", "--direct-io"),
     ("depth", "--depth"),
+    ("capacity_bytes", "--capacity"),
+    ("host_bytes", "--host-bytes"),
 ];
 
 /// One line of text and an exit status.

@@ -12,7 +12,9 @@ mod plot;
 mod progress;
 mod replay;
 mod report;
+mod serve;
 mod settings;
+mod status;
 mod store;
 mod verify;
 mod wipe;
@@ -49,6 +51,12 @@ enum Command {
     /// Say what a store is and how full, from its superblocks and record tables. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Inspect(inspect::Args),
+    /// Own the drives for all processes of this node: clients connect at a socket. SIGTERM drains, a second one ends.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Serve(serve::Args),
+    /// Say what a running service has and does: spaces, clients, hits.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Status(status::Args),
     /// Read a whole store and check every checksum. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Verify(verify::Args),
@@ -75,6 +83,8 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Inspect(args) => inspect::run(&args),
+        Command::Serve(args) => serve::run(&args),
+        Command::Status(args) => status::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Wipe(args) => wipe::run(&args),
     })

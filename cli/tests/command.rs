@@ -48,7 +48,7 @@ fn replay<'a>(more: &[&'a str]) -> Vec<&'a str> {
 
 #[test]
 fn a_command_without_its_arguments_prints_its_help_and_fails() {
-    for args in [&[][..], &["bench"], &["verify"], &["inspect"], &["wipe"]] {
+    for args in [&[][..], &["bench"], &["verify"], &["inspect"], &["serve"], &["status"], &["wipe"]] {
         let output = kvhoist(args);
         assert_eq!((output.status.code(), text(&output.stdout)), (Some(2), ""), "{args:?}");
         let help = kvhoist(&[args, &["--help"]].concat());

@@ -22,6 +22,7 @@ use crate::{
     cache::Cache,
     config::{Config, DiskPath},
     error::{Error, Result, ServiceFault},
+    store,
 };
 
 /// Spaces of one service.
@@ -267,11 +268,16 @@ impl Spaces {
             ..self.config.cache.clone()
         };
         let slot_bytes = config.slot_bytes() as u64;
-        config.host_blocks = slots("host_bytes", host_bytes, slot_bytes)?;
+        config.host_blocks = slots(host_bytes, slot_bytes)?;
         let paths = self.config.paths.len() as u64;
         config.disks.clear();
         for path in &self.config.paths {
-            let blocks = slots("capacity_bytes", deed.capacity_bytes / paths, slot_bytes)?;
+            let blocks = store::slots_within(deed.capacity_bytes / paths, deed.block_bytes);
+            if blocks == 0 {
+                let least = store::path_bytes(1, deed.block_bytes).saturating_mul(paths);
+                let found = format!("{} bytes for a space", deed.capacity_bytes);
+                return Err(Error::Config { field: "capacity_bytes", found, expected: format!("{least} or more") });
+            }
             config.disks.push(DiskPath { path: path.join(deed.folder()), blocks });
         }
         // A block moves, whatever its size.
@@ -355,12 +361,13 @@ fn take(left: &Cell<u64>, wanted: u64, what: &str) -> Result<u64, Failure> {
     Ok(taken)
 }
 
-fn slots(field: &'static str, bytes: u64, slot_bytes: u64) -> Result<u32> {
+/// Slots in a share of host memory.
+fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
     match u32::try_from(bytes / slot_bytes) {
         Ok(slots) if slots > 0 => Ok(slots),
         _ => Err(Error::Config {
-            field,
-            found: format!("{bytes} bytes a path"),
+            field: "host_bytes",
+            found: format!("{bytes} bytes for a space"),
             expected: format!("room for 1 to {} slots of {slot_bytes} bytes", u32::MAX >> 1),
         }),
     }

@@ -14,7 +14,7 @@ pub struct Group {
 pub const TOP: Group = Group {
     parent: &[],
     allowed: &[
-        ("service", "cache config block error fork shield"),
+        ("service", "cache store config block error fork shield"),
         (
             "cache",
             "mover state device disk runtime config index io memory workers metrics block checksum error fork shield",

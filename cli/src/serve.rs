@@ -1,0 +1,124 @@
+//! `kvhoist serve`: the node's service, in the foreground.
+
+use std::{
+    io::Write,
+    os::{
+        linux::net::SocketAddrExt,
+        unix::{
+            ffi::OsStrExt,
+            net::{SocketAddr, UnixDatagram},
+        },
+    },
+    path::PathBuf,
+    sync::Arc,
+    thread,
+};
+
+use kvhoist::{
+    Config,
+    service::{Server, ServerConfig},
+};
+use signal_hook::{
+    consts::{SIGHUP, SIGINT, SIGTERM},
+    iterator::Signals,
+};
+
+use crate::{
+    failure::Failure,
+    output::emit,
+    replay::{Direct, Engine},
+    shown::shown,
+    size::parse_bytes,
+};
+
+/// Flags of `kvhoist serve`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// Where clients connect. Made by the service, for its own user alone.
+    #[arg(long, value_name = "FILE")]
+    socket: PathBuf,
+    /// A folder for stores, on a drive of its own; several times for several drives. The same ones in the same order
+    /// every time.
+    #[arg(long = "path", value_name = "DIR", required = true)]
+    paths: Vec<PathBuf>,
+    /// Disk for all spaces.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    capacity: usize,
+    /// Host memory for the blocks of all spaces.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    host_bytes: usize,
+    /// A user that may connect beside the service's own; several times for several users.
+    #[arg(long = "allow-uid", value_name = "UID")]
+    uids: Vec<u32>,
+    /// Memory that one client may lend.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1TiB")]
+    region_bytes: usize,
+    /// Move all blocks through the service's host memory and keep them there: a block that several clients want is
+    /// then read once.
+    #[arg(long)]
+    keep_in_host: bool,
+    /// Pin no client's memory.
+    #[arg(long)]
+    no_pin: bool,
+    /// What serves the reads and writes.
+    #[arg(long, value_name = "ENGINE", default_value = "auto")]
+    storage: Engine,
+    /// Whether a path without direct I/O is refused.
+    #[arg(long, value_name = "MODE", default_value = "require")]
+    direct_io: Direct,
+}
+
+impl Args {
+    fn config(&self) -> ServerConfig {
+        let mut config = ServerConfig::new(&self.socket);
+        config.paths.clone_from(&self.paths);
+        config.capacity_bytes = self.capacity as u64;
+        config.host_bytes = self.host_bytes as u64;
+        config.uids.clone_from(&self.uids);
+        config.region_bytes_max = self.region_bytes as u64;
+        config.pin = !self.no_pin;
+        config.cache = Config {
+            bypass_host: !self.keep_in_host,
+            storage: self.storage.into(),
+            direct_io: self.direct_io.into(),
+            ..Config::default()
+        };
+        config
+    }
+}
+
+/// Serves until it is told to end.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    // Caught before there is something to end.
+    let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
+        .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
+    let server = Arc::new(Server::start(args.config())?);
+    emit(&format!("kvhoist: listening at {}\n", shown(&args.socket)))?;
+    notify("READY=1");
+    let draining = Arc::clone(&server);
+    let end = move || {
+        for (at, _) in signals.forever().enumerate() {
+            if at > 0 {
+                std::process::exit(Failure::interrupted().exit_status().into());
+            }
+            notify("STOPPING=1");
+            draining.drain();
+        }
+    };
+    let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
+    thread::Builder::new().name("kvhoist-signals".into()).spawn(end).map_err(failed)?;
+    Ok(server.wait()?)
+}
+
+/// Tells systemd, where it wants to be told (sd_notify(3)).
+fn notify(state: &str) {
+    let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    let address = match name.as_bytes().strip_prefix(b"@") {
+        Some(name) => SocketAddr::from_abstract_name(name),
+        None => SocketAddr::from_pathname(&name),
+    };
+    let sent = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
+    if let Err(error) = sent {
+        drop(writeln!(std::io::stderr(), "kvhoist: the service manager was not told {state}: {error}"));
+    }
+}

@@ -1,0 +1,148 @@
+//! `kvhoist status`: what a running service has and does.
+
+use std::path::PathBuf;
+
+use kvhoist::{
+    Tier,
+    service::{
+        protocol::{ClientStatus, ServiceStatus, SpaceStatus},
+        status,
+    },
+};
+use serde_json::{Value, json};
+
+use crate::{failure::Failure, output::emit, shown::plain, size::show_bytes, store::Table};
+
+/// Flags of `kvhoist status`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The service's socket.
+    #[arg(long, value_name = "FILE")]
+    socket: PathBuf,
+    /// Print one JSON object instead of a table.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Asks a service and prints what it says.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let status = status(&args.socket)?;
+    emit(&if args.json { format!("{:#}\n", object(&status)) } else { table(&status) })
+}
+
+fn table(status: &ServiceStatus) -> String {
+    let mut table = Table::default();
+    table.row("version", plain(&status.version));
+    table.row("process", status.pid);
+    table.row("state", if status.draining { "draining" } else { "serving" });
+    table.row("disk", format!("{}, {} left", show_bytes(status.capacity_bytes), show_bytes(status.capacity_left)));
+    table.row("host memory", format!("{}, {} left", show_bytes(status.host_bytes), show_bytes(status.host_left)));
+    table.row("clients cut off", status.cut_off);
+    for space in &status.spaces {
+        space_rows(&mut table, space);
+    }
+    if !status.clients.is_empty() {
+        table.line("");
+        table.line("   client      pid      uid  regions     lent  in flight  requests  space");
+    }
+    for client in &status.clients {
+        let ClientStatus { id, pid, uid, namespace, regions, requests, region_bytes, bytes_in_flight } = client;
+        let (lent, moving) = (show_bytes(*region_bytes), show_bytes(*bytes_in_flight));
+        let space = plain(namespace);
+        table.line(format!("{id:>9}{pid:>9}{uid:>9}{regions:>9}{lent:>9}{moving:>11}{requests:>10}  {space}"));
+    }
+    table.text().to_owned()
+}
+
+fn space_rows(table: &mut Table, space: &SpaceStatus) {
+    table.line("");
+    table.row("space", plain(&space.namespace));
+    table.row("folder", plain(&space.folder));
+    table.row("user", space.uid);
+    table.row("block", show_bytes(space.block_bytes));
+    table.row("disk", show_bytes(space.capacity_bytes));
+    let Some(stats) = &space.stats else { return table.row("state", "closed: no client since the service began") };
+    table.row("host memory", show_bytes(space.host_bytes));
+    table.row("clients", space.clients);
+    for (name, tier) in [("host", Tier::Host), ("disk", Tier::Disk)] {
+        let tier = stats.tier(tier);
+        table.row(name, format!("{} hits, {} of {} slots resident", tier.hits, tier.resident, tier.slots));
+    }
+    table.row("misses", stats.misses);
+    table.row("stores", stats.stores);
+    table.row("straight", show_bytes(stats.straight_bytes));
+    if stats.checksum_failures + stats.read_errors + stats.write_errors > 0 {
+        table.row("checksum failures", stats.checksum_failures);
+        table.row("read errors", stats.read_errors);
+        table.row("write errors", stats.write_errors);
+        table.row("quarantined", stats.quarantined);
+    }
+    if !stats.disk_trouble.is_empty() {
+        table.row("disk trouble", plain(&stats.disk_trouble));
+    }
+}
+
+fn object(status: &ServiceStatus) -> Value {
+    json!({
+        "version": status.version,
+        "pid": status.pid,
+        "draining": status.draining,
+        "capacity_bytes": status.capacity_bytes,
+        "capacity_left": status.capacity_left,
+        "host_bytes": status.host_bytes,
+        "host_left": status.host_left,
+        "cut_off": status.cut_off,
+        "spaces": status.spaces.iter().map(space_object).collect::<Vec<_>>(),
+        "clients": status.clients.iter().map(client_object).collect::<Vec<_>>(),
+    })
+}
+
+fn space_object(space: &SpaceStatus) -> Value {
+    let stats = space.stats.as_ref().map(|stats| {
+        let tiers = ["device", "host", "disk"].into_iter().zip(&stats.tiers).map(|(name, tier)| {
+            let figures = json!({
+                "hits": tier.hits,
+                "resident": tier.resident,
+                "slots": tier.slots,
+                "evictions": tier.evictions,
+            });
+            (name.to_owned(), figures)
+        });
+        json!({
+            "tiers": tiers.collect::<serde_json::Map<_, _>>(),
+            "misses": stats.misses,
+            "stores": stats.stores,
+            "stores_known": stats.stores_known,
+            "writes_refused": stats.writes_refused,
+            "checksum_failures": stats.checksum_failures,
+            "read_errors": stats.read_errors,
+            "write_errors": stats.write_errors,
+            "quarantined": stats.quarantined,
+            "straight_bytes": stats.straight_bytes,
+            "disk_trouble": stats.disk_trouble,
+        })
+    });
+    json!({
+        "namespace": space.namespace,
+        "folder": space.folder,
+        "uid": space.uid,
+        "block_bytes": space.block_bytes,
+        "capacity_bytes": space.capacity_bytes,
+        "host_bytes": space.host_bytes,
+        "clients": space.clients,
+        "stats": stats,
+    })
+}
+
+fn client_object(client: &ClientStatus) -> Value {
+    json!({
+        "id": client.id,
+        "pid": client.pid,
+        "uid": client.uid,
+        "namespace": client.namespace,
+        "regions": client.regions,
+        "region_bytes": client.region_bytes,
+        "requests": client.requests,
+        "bytes_in_flight": client.bytes_in_flight,
+    })
+}

@@ -1,0 +1,163 @@
+//! `kvhoist serve` and `kvhoist status` as an operator runs them.
+
+use std::{
+    io::{BufRead, BufReader},
+    os::unix::{net::UnixDatagram, process::ExitStatusExt},
+    path::Path,
+    process::{Child, Command, Output, Stdio},
+    sync::Arc,
+    time::Duration,
+};
+
+use kvhoist::{
+    BlockKey, Segment, block_on,
+    service::{Client, ClientOptions, SharedMemory},
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const BLOCK_BYTES: usize = 64 << 10;
+
+fn kvhoist(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_kvhoist")).args(args).output().expect("the command runs")
+}
+
+fn text(bytes: &[u8]) -> &str {
+    std::str::from_utf8(bytes).expect("UTF-8")
+}
+
+/// A service that is ready, killed with its owner.
+struct Serving {
+    child: Child,
+    place: TempDir,
+    _store: TempDir,
+}
+
+impl Serving {
+    fn start() -> Self {
+        let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+        let manager = UnixDatagram::bind(place.path().join("notify")).expect("bound");
+        manager.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
+        let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+            .args(["serve", "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer", "--socket"])
+            .arg(place.path().join("s"))
+            .arg("--path")
+            .arg(store.path())
+            .env("NOTIFY_SOCKET", place.path().join("notify"))
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("the command runs");
+        let mut line = String::new();
+        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+        assert!(line.starts_with("kvhoist: listening at "), "{line}");
+        let mut state = [0; 100];
+        let len = manager.recv(&mut state).expect("a word for the manager");
+        assert_eq!(&state[..len], b"READY=1");
+        Serving { child, place, _store: store }
+    }
+
+    fn socket(&self) -> String {
+        self.place.path().join("s").display().to_string()
+    }
+
+    fn signal(&self) {
+        let pid = self.child.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().expect("kill").success());
+    }
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+fn stores() -> TempDir {
+    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory")
+}
+
+fn status(socket: &str) -> Value {
+    let output = kvhoist(&["status", "--json", "--socket", socket]);
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    serde_json::from_slice(&output.stdout).expect("JSON")
+}
+
+#[test]
+fn a_service_tells_what_it_has_and_ends_when_it_is_told_to() {
+    let mut serving = Serving::start();
+    let socket = serving.socket();
+    let client = block_on(Client::connect(&socket, ClientOptions::new("a\u{1b}[31m", BLOCK_BYTES))).expect("connected");
+    let pool = Arc::new(SharedMemory::new(BLOCK_BYTES).expect("memory"));
+    block_on(client.register(&pool)).expect("registered");
+    let (keys, places) = ([BlockKey::new([1; 32])], [vec![Segment { ptr: pool.as_ptr(), len: BLOCK_BYTES }]]);
+    assert!(matches!(block_on(client.store_from(&keys, None, &places)).expect("a service")[..], [Ok(true)]));
+    assert!(matches!(block_on(client.load_into(&keys, &places)).expect("a service")[..], [Ok(true)]));
+
+    let found = status(&socket);
+    assert_eq!((&found["pid"], &found["draining"]), (&serving.child.id().into(), &false.into()));
+    let space = &found["spaces"][0];
+    assert_eq!((&space["namespace"], &space["capacity_bytes"]), (&"a\u{1b}[31m".into(), &(64 << 20).into()));
+    assert_eq!((&space["stats"]["stores"], &space["stats"]["tiers"]["disk"]["hits"]), (&1.into(), &1.into()));
+    let own = &found["clients"][0];
+    assert_eq!((&own["pid"], &own["regions"]), (&std::process::id().into(), &1.into()));
+    assert_eq!((&own["region_bytes"], &own["bytes_in_flight"]), (&BLOCK_BYTES.into(), &0.into()));
+
+    let table = kvhoist(&["status", "--socket", &socket]);
+    assert!(table.status.success());
+    assert!(text(&table.stdout).contains("a\\u{1b}[31m") && !text(&table.stdout).contains('\u{1b}'));
+
+    serving.signal();
+    let ended = serving.child.wait().expect("an end");
+    assert!(ended.success() && !Path::new(&socket).exists(), "{ended:?}");
+    let away = kvhoist(&["status", "--socket", &socket]);
+    assert_eq!(away.status.code(), Some(1));
+    assert!(text(&away.stderr).contains("is `kvhoist serve` running there?"), "{}", text(&away.stderr));
+}
+
+#[test]
+fn a_killed_service_leaves_a_socket_that_the_next_one_replaces() {
+    let mut serving = Serving::start();
+    let (socket, store) = (serving.socket(), serving._store.path().display().to_string());
+    let second =
+        kvhoist(&["serve", "--socket", &socket, "--path", &store, "--capacity", "1MiB", "--host-bytes", "1MiB"]);
+    assert_eq!(second.status.code(), Some(2));
+    assert!(text(&second.stderr).contains("another service's"), "{}", text(&second.stderr));
+    serving.child.kill().expect("killed");
+    assert_eq!(serving.child.wait().expect("dead").signal(), Some(9));
+    assert!(Path::new(&socket).exists());
+    let mut next = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["serve", "--capacity", "64MiB", "--host-bytes", "8MiB", "--direct-io", "prefer"])
+        .args(["--socket", &socket, "--path", &store])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the command runs");
+    let mut line = String::new();
+    BufReader::new(next.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    assert_eq!(status(&socket)["pid"], next.id());
+    drop(next.kill());
+    drop(next.wait());
+}
+
+#[test]
+fn wrong_flags_are_said() {
+    let place = tempfile::tempdir().expect("a directory");
+    let path = place.path().display().to_string();
+    let none = kvhoist(&["serve", "--socket", &format!("{path}/s"), "--capacity", "1MiB", "--host-bytes", "1MiB"]);
+    assert_eq!(none.status.code(), Some(2), "no path");
+    std::fs::write(place.path().join("file"), "mine").expect("written");
+    let taken = kvhoist(&[
+        "serve",
+        "--socket",
+        &format!("{path}/file"),
+        "--path",
+        &path,
+        "--capacity",
+        "1MiB",
+        "--host-bytes",
+        "1MiB",
+    ]);
+    assert_eq!(taken.status.code(), Some(2));
+    assert!(text(&taken.stderr).contains("no socket"), "{}", text(&taken.stderr));
+    assert_eq!(std::fs::read_to_string(place.path().join("file")).expect("there"), "mine");
+}
