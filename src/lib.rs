@@ -18,6 +18,7 @@ pub mod error;
 mod fork;
 pub mod index;
 pub mod io;
+pub mod machine;
 pub mod memory;
 mod metrics;
 mod mover;

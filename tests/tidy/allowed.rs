@@ -28,6 +28,7 @@ pub const TOP: Group = Group {
         ("config", "block error"),
         ("index", "block bits"),
         ("workers", "io memory metrics block checksum"),
+        ("machine", ""),
         ("io", "memory block"),
         ("memory", "block error fork"),
         ("metrics", "block"),

@@ -1,0 +1,144 @@
+//! Memory, and what may be done with it; the kernel, and what it lets this process do.
+
+use super::{Finding, Kernel, Plan, shown};
+
+/// CAP_IPC_LOCK: its owner may lock any amount of memory.
+const CAP_IPC_LOCK: u32 = 14;
+
+pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
+    let wanted = plan.host_bytes.saturating_mul(plan.ranks.into());
+    let mut findings = vec![ring(kernel), huge_pages(kernel)];
+    findings.extend(memory(kernel, wanted));
+    findings.push(locked_memory(kernel, wanted));
+    findings
+}
+
+/// Memory that is free, and what of it the process's cgroup may still take.
+fn memory(kernel: &Kernel<'_>, wanted: u64) -> Vec<Finding> {
+    let meminfo = |name| {
+        let rest = kernel.field("proc/meminfo", name)?;
+        Some(rest.trim_end_matches("kB").trim().parse::<u64>().ok()? << 10)
+    };
+    let mut findings = Vec::new();
+    if let (Some(free), Some(total)) = (meminfo("MemAvailable:"), meminfo("MemTotal:")) {
+        let found = format!("{} available of {}", shown(free), shown(total));
+        let fix = "lower host_bytes, or free memory: ps aux --sort=-rss | head";
+        findings.push(compared("memory", found, wanted, free, fix));
+    }
+    if let Some((name, left, limit)) = cgroup(kernel) {
+        let found = format!("{} of the limit of {} are left in the cgroup {name}", shown(left), shown(limit));
+        let fix = "raise it: docker --memory, resources.limits.memory in Kubernetes, MemoryMax= in systemd; or lower \
+                   host_bytes";
+        findings.push(compared("memory limit", found, wanted, left, fix));
+    }
+    findings
+}
+
+fn compared(what: &'static str, found: String, wanted: u64, free: u64, fix: &str) -> Finding {
+    if wanted == 0 {
+        return Finding::note(what, found);
+    }
+    let found = format!("{found}; {} are configured for the host tiers of all ranks", shown(wanted));
+    if wanted > free { Finding::trouble(what, found, fix) } else { Finding::note(what, found) }
+}
+
+/// The cgroup, of this process or above it, that has the least memory left: its name, that and its limit.
+fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
+    let memberships = kernel.read("proc/self/cgroup")?;
+    let mut tightest: Option<(String, u64, u64)> = None;
+    for line in memberships.lines() {
+        // "0::/a/b" of version 2, "7:memory:/a/b" of version 1.
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (parts.next()?, parts.next()?);
+        let (folder, limit_file, used_file) = match controllers {
+            "" => ("sys/fs/cgroup", "memory.max", "memory.current"),
+            list if list.split(',').any(|name| name == "memory") => {
+                ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+            }
+            _ => continue,
+        };
+        let mut at = path.trim_end_matches('/');
+        loop {
+            let limit = kernel.number(&format!("{folder}{at}/{limit_file}"));
+            let used = kernel.number(&format!("{folder}{at}/{used_file}")).unwrap_or(0);
+            // Version 1 says "no limit" by the largest number of pages.
+            if let Some(limit) = limit.filter(|&limit| limit < 1 << 60) {
+                let left = limit.saturating_sub(used);
+                if tightest.as_ref().is_none_or(|(_, least, _)| left < *least) {
+                    tightest = Some((if at.is_empty() { "/".into() } else { at.into() }, left, limit));
+                }
+            }
+            let Some((parent, _)) = at.rsplit_once('/') else { break };
+            at = parent;
+        }
+    }
+    tightest
+}
+
+/// Whether the host tiers of all ranks can be registered with the ring: the kernel counts them by user.
+fn locked_memory(kernel: &Kernel<'_>, wanted: u64) -> Finding {
+    const WHAT: &str = "locked memory";
+    let limit = kernel.field("proc/self/limits", "Max locked memory");
+    let soft = limit.and_then(|rest| Some(rest.split_whitespace().next()?.to_owned()));
+    let exempt = kernel
+        .field("proc/self/status", "CapEff:")
+        .and_then(|mask| u64::from_str_radix(&mask, 16).ok())
+        .is_some_and(|mask| mask & (1 << CAP_IPC_LOCK) != 0);
+    let Some(bytes) = soft.as_deref().and_then(|soft| soft.parse::<u64>().ok()) else {
+        return Finding::note(WHAT, soft.unwrap_or_else(|| "the limit is not known".into()));
+    };
+    let found = format!("the limit is {}", shown(bytes));
+    if exempt {
+        return Finding::note(WHAT, format!("{found}, which does not bind this process (CAP_IPC_LOCK)"));
+    }
+    let fix = "ulimit -l unlimited; LimitMEMLOCK=infinity in systemd; docker --ulimit memlock=-1; or grant CAP_IPC_LOCK. \
+               Without it transfers cost more processor time";
+    match wanted {
+        0 => Finding::note(WHAT, found).fix(fix),
+        _ if wanted <= bytes => Finding::note(WHAT, format!("{found}, of {} that all ranks register", shown(wanted))),
+        _ => Finding::trouble(WHAT, format!("{found}, and all ranks register {}", shown(wanted)), fix),
+    }
+}
+
+/// What of io_uring the kernel and the container take away.
+fn ring(kernel: &Kernel<'_>) -> Finding {
+    const WHAT: &str = "kernel";
+    let release = kernel.read("proc/sys/kernel/osrelease").unwrap_or_else(|| "unknown".into());
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(|digits| digits.parse::<u32>().unwrap_or(0));
+    let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+    let found = format!("Linux {release}");
+    if version < (5, 19) {
+        return Finding::trouble(WHAT, found, "Linux 5.19 or later, for io_uring; a pool of threads serves until then");
+    }
+    match kernel.number("proc/sys/kernel/io_uring_disabled") {
+        Some(2) => Finding::trouble(
+            WHAT,
+            format!("{found}, with io_uring disabled for all"),
+            "sysctl -w kernel.io_uring_disabled=0 on the host; a pool of threads serves until then",
+        ),
+        Some(1) => Finding::note(WHAT, format!("{found}, with io_uring for CAP_SYS_ADMIN and one group only"))
+            .fix("sysctl -w kernel.io_uring_disabled=0, or kernel.io_uring_group to a group of this user"),
+        _ if kernel.field("proc/self/status", "Seccomp:").as_deref() == Some("2") => {
+            Finding::note(WHAT, format!("{found}, with system calls filtered (seccomp), as containers have it")).fix(
+                "allow io_uring_setup, io_uring_enter and io_uring_register in the profile: docker --security-opt \
+                      seccomp=FILE",
+            )
+        }
+        _ => Finding::note(WHAT, found),
+    }
+}
+
+fn huge_pages(kernel: &Kernel<'_>) -> Finding {
+    const WHAT: &str = "huge pages";
+    const SWITCH: &str = "sys/kernel/mm/transparent_hugepage/enabled";
+    match kernel.read(SWITCH) {
+        Some(modes) if modes.contains("[never]") => Finding::trouble(
+            WHAT,
+            format!("transparent: {modes}; an engine's pool in small pages splits a drive's requests"),
+            format!("echo madvise > /{SWITCH}, and start the engine with GLIBC_TUNABLES=glibc.malloc.hugetlb=1"),
+        ),
+        Some(modes) => Finding::note(WHAT, format!("transparent: {modes}"))
+            .fix("start an engine with GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for its pool to lie in them"),
+        None => Finding::note(WHAT, "not known to this kernel"),
+    }
+}

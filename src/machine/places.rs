@@ -1,0 +1,213 @@
+//! Paths: what they lie on, and whether there is room for what is planned.
+
+use std::{
+    collections::BTreeMap,
+    ffi::CString,
+    fs,
+    mem::MaybeUninit,
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{FileTypeExt, MetadataExt},
+    },
+    path::{Path, PathBuf},
+};
+
+use super::{Finding, Kernel, Plan, shown};
+
+/// What the adapters leave free on a file system.
+const FREE_SHARE_MIN: f64 = 0.01;
+
+/// How deep below a path the adapters put their stores, and how many folders are looked at for them.
+const DEPTH: usize = 4;
+const FOLDERS_MAX: usize = 4096;
+
+pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    let mut systems: BTreeMap<u64, Shared<'_>> = BTreeMap::new();
+    for path in &plan.paths {
+        let metadata = match fs::metadata(path) {
+            Ok(metadata) => metadata,
+            Err(error) => {
+                findings.extend(unmounted(path, kernel));
+                let fix = format!("mkdir -p -m 700 '{}', after mounting what belongs there", path.display());
+                findings.push(Finding::trouble("path", format!("{}: {error}", path.display()), fix));
+                continue;
+            }
+        };
+        findings.push(lies_on(path, kernel));
+        findings.extend(unmounted(path, kernel));
+        findings.extend(drive(&metadata, kernel));
+        if metadata.file_type().is_block_device() {
+            continue;
+        }
+        systems.entry(metadata.dev()).or_default().paths.push(path);
+    }
+    if plan.disk_bytes > 0 {
+        findings.extend(systems.values().filter_map(|system| system.space(plan)));
+    }
+    findings
+}
+
+/// The paths on one file system, which share its space.
+#[derive(Default)]
+struct Shared<'a> {
+    paths: Vec<&'a Path>,
+}
+
+impl Shared<'_> {
+    fn space(&self, plan: &Plan) -> Option<Finding> {
+        let (free, size) = free_bytes(self.paths[0])?;
+        let names: Vec<String> = self.paths.iter().map(|path| path.display().to_string()).collect();
+        let (ranks, here, all) = (u64::from(plan.ranks), self.paths.len() as u64, plan.paths.len() as u64);
+        let wanted = (plan.disk_bytes / all).saturating_mul(here).saturating_mul(ranks);
+        let stores: u64 = self.paths.iter().map(|path| store_bytes(path)).sum();
+        let usable = free.saturating_sub((size as f64 * FREE_SHARE_MIN) as u64).saturating_add(stores);
+        let mut found = format!("{}: {} for stores", names.join(" and "), shown(usable));
+        if stores > 0 {
+            found.push_str(&format!(" ({} of them in stores that are there)", shown(stores)));
+        }
+        found.push_str(&format!(", {} configured: {ranks} rank(s), {here} of {all} path(s)", shown(wanted)));
+        if wanted <= usable {
+            return Some(Finding::note("space", found));
+        }
+        let fits = usable / ranks.max(1) / here * all;
+        let fix = format!("lower capacity to {} a rank, or free space: du -xh --max-depth=2 {}", shown(fits), names[0]);
+        Some(Finding::trouble("space", found, fix))
+    }
+}
+
+/// Bytes that are free for this process, and all of them, on a path's file system.
+pub(super) fn free_bytes(path: &Path) -> Option<(u64, u64)> {
+    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
+    let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
+    // SAFETY: the path ends in NUL, and `stat` is a valid place for the result.
+    if unsafe { libc::statvfs64(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
+        return None;
+    }
+    // SAFETY: the call succeeded, and so filled all of `stat`.
+    let stat = unsafe { stat.assume_init() };
+    Some((stat.f_bavail.saturating_mul(stat.f_frsize), stat.f_blocks.saturating_mul(stat.f_frsize)))
+}
+
+/// Bytes of the stores at a path and some folders below it, which are taken from the file system already.
+fn store_bytes(path: &Path) -> u64 {
+    let (mut bytes, mut looked_at) = (0, 0);
+    let mut folders = vec![(path.to_owned(), 0)];
+    while let Some((folder, depth)) = folders.pop() {
+        looked_at += 1;
+        let Ok(entries) = fs::read_dir(&folder) else { continue };
+        for entry in entries.flatten() {
+            match entry.file_type() {
+                Ok(kind) if kind.is_dir() && depth < DEPTH && looked_at + folders.len() < FOLDERS_MAX => {
+                    folders.push((entry.path(), depth + 1));
+                }
+                Ok(kind) if kind.is_file() && entry.file_name() == "kvhoist.store" => {
+                    bytes += entry.metadata().map_or(0, |metadata| metadata.blocks() * 512);
+                }
+                _ => {}
+            }
+        }
+    }
+    bytes
+}
+
+/// A mounted file system: where, its type, its source, and whether it is read-only.
+struct Mount {
+    point: PathBuf,
+    kind: String,
+    source: String,
+    read_only: bool,
+}
+
+fn mount_of(path: &Path, kernel: &Kernel<'_>) -> Option<Mount> {
+    let path = path.canonicalize().ok()?;
+    let mounts = kernel.read("proc/self/mountinfo")?;
+    // "36 35 98:0 / /mount options - type source super": the longest mount point that the path is under counts, and of
+    // several on one point the last.
+    let mount = |line: &str| {
+        let (left, right) = line.split_once(" - ")?;
+        let mut fields = left.split(' ').skip(4);
+        let point = PathBuf::from(fields.next()?.replace("\\040", " "));
+        let read_only = fields.next()?.split(',').any(|option| option == "ro");
+        let mut kind = right.split(' ');
+        let (kind, source) = (kind.next()?.to_owned(), kind.next()?.to_owned());
+        path.starts_with(&point).then_some(Mount { point, kind, source, read_only })
+    };
+    mounts.lines().filter_map(mount).max_by_key(|mount| mount.point.as_os_str().len())
+}
+
+/// The file system that a path lies on.
+fn lies_on(path: &Path, kernel: &Kernel<'_>) -> Finding {
+    const WHAT: &str = "path";
+    let Some(Mount { point, kind, source, read_only }) = mount_of(path, kernel) else {
+        return Finding::note(WHAT, path.display().to_string());
+    };
+    let found = format!("{}: {kind} on {source}, mounted at {}", path.display(), point.display());
+    match kind.as_str() {
+        _ if read_only => {
+            let fix = format!("mount -o remount,rw '{}', after looking at dmesg for why it is not", point.display());
+            Finding::trouble(WHAT, format!("{found}, read-only"), fix)
+        }
+        "tmpfs" | "ramfs" => Finding::trouble(
+            WHAT,
+            format!(
+                "{found}: its files take memory, have no direct I/O before Linux 6.6, and are gone after a restart"
+            ),
+            "name a directory on a drive: lsblk -o NAME,MOUNTPOINTS,MODEL",
+        ),
+        "overlay" => Finding::trouble(
+            WHAT,
+            format!("{found}: the container's own layer"),
+            "mount a directory of a drive into the container: docker -v /mnt/nvme/kv:/kv, hostPath in Kubernetes",
+        ),
+        "nfs" | "nfs4" | "cifs" | "fuse" => Finding::trouble(
+            WHAT,
+            format!("{found}: a store on a network is slower than what it saves, and its locks are not dependable"),
+            "name a directory on a local drive: lsblk -o NAME,MOUNTPOINTS,MODEL",
+        ),
+        _ if point == Path::new("/") => Finding::note(WHAT, found)
+            .fix("if a drive belongs there it is not mounted: lsblk -o NAME,MOUNTPOINTS,MODEL"),
+        _ => Finding::note(WHAT, found),
+    }
+}
+
+/// A drive that /etc/fstab wants mounted at a path, or above it, and that is not.
+fn unmounted(path: &Path, kernel: &Kernel<'_>) -> Option<Finding> {
+    let (table, mounts) = (kernel.read("etc/fstab")?, kernel.read("proc/self/mountinfo").unwrap_or_default());
+    let is_mounted = |point: &str| mounts.lines().any(|line| line.split(' ').nth(4) == Some(point));
+    let wanted = table.lines().filter(|line| !line.trim_start().starts_with('#')).filter_map(|line| {
+        let mut fields = line.split_whitespace();
+        let (source, point) = (fields.next()?, fields.next()?);
+        (point != "/" && path.starts_with(point) && !is_mounted(point)).then_some((source, point))
+    });
+    let (source, point) = wanted.max_by_key(|(_, point)| point.len())?;
+    let found = format!("{}: /etc/fstab has {source} for {point}, and it is not mounted", path.display());
+    Some(Finding::trouble("mount", found, format!("mount {point}")))
+}
+
+/// The drive under a path.
+fn drive(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<Finding> {
+    let number = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
+    let (major, minor) = (libc::major(number), libc::minor(number));
+    let link = fs::canonicalize(kernel.root.join(format!("sys/dev/block/{major}:{minor}"))).ok()?;
+    // A partition lies in the folder of its drive.
+    let folder = if link.join("queue").exists() { link } else { link.parent()?.to_owned() };
+    let file = |name: &str| fs::read_to_string(folder.join(name)).ok().map(|text| text.trim().to_owned());
+    let name = folder.file_name()?.to_string_lossy().into_owned();
+    let model = file("device/model").unwrap_or_else(|| "no model".into());
+    if file("queue/rotational").as_deref() == Some("1") && name.starts_with("sd") {
+        let found = format!("{name}: {model}, which rotates");
+        return Some(Finding::trouble(
+            "drive",
+            found,
+            "name a directory on an SSD: lsblk -o NAME,ROTA,MOUNTPOINTS,MODEL",
+        ));
+    }
+    let finding = Finding::note("drive", format!("{name}: {model}"));
+    Some(match name.strip_prefix("nvme").and_then(|rest| rest.split_once('n')) {
+        Some((controller, _)) => {
+            finding.fix(format!("its wear (percentage_used): nvme smart-log /dev/nvme{controller}"))
+        }
+        None => finding,
+    })
+}

@@ -1,0 +1,133 @@
+//! Machines that are made up.
+
+use super::*;
+
+/// A folder with the kernel's files of a machine with 64 GiB and nothing wrong.
+fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
+    let root = tempfile::tempdir().expect("a directory");
+    let sound = [
+        ("proc/meminfo", "MemTotal: 67108864 kB\nMemFree: 1 kB\nMemAvailable:   33554432 kB"),
+        ("proc/self/limits", "Max locked memory         unlimited            unlimited            bytes"),
+        ("proc/self/status", "Name: a\nCapEff:\t0000000000000000\nSeccomp:\t0"),
+        ("proc/self/cgroup", "0::/"),
+        ("proc/sys/kernel/osrelease", "6.8.0-31-generic"),
+        ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never"),
+    ];
+    for (name, text) in sound.iter().chain(files) {
+        let path = root.path().join(name);
+        fs::create_dir_all(path.parent().expect("below the root")).expect("a directory");
+        fs::write(path, text).expect("written");
+    }
+    root
+}
+
+fn plan(ranks: u32, host_bytes: u64) -> Plan {
+    Plan { ranks, paths: Vec::new(), disk_bytes: 0, host_bytes }
+}
+
+/// What stands in the way there, with its fix.
+fn troubles(plan: &Plan, files: &[(&str, &str)]) -> Vec<(&'static str, String)> {
+    let root = machine(files);
+    let all = examine_at(plan, root.path());
+    let troubles = all.into_iter().filter(|finding| finding.is_trouble);
+    troubles.map(|it| (it.what, format!("{} -> {}", it.found, it.fix.expect("every trouble has a fix")))).collect()
+}
+
+#[test]
+fn a_sound_machine_has_no_troubles_and_each_limit_is_one() {
+    let enough = plan(4, 8 << 30);
+    assert_eq!(troubles(&enough, &[]), []);
+    let limits = "Max locked memory         8388608              8388608              bytes";
+    let cases: [(&Plan, &str, &str, &str, &str); 8] = [
+        (&plan(8, 8 << 30), "proc/uptime", "", "memory", "32.0 GiB available of 64.0 GiB; 64.0 GiB are configured"),
+        (
+            &enough,
+            "sys/fs/cgroup/memory.max",
+            "17179869184",
+            "memory limit",
+            "limit of 16.0 GiB are left in the cgroup /",
+        ),
+        (&enough, "proc/self/limits", limits, "locked memory", "the limit is 8.0 MiB, and all ranks register 32.0 GiB"),
+        (&enough, "proc/sys/kernel/osrelease", "5.15.0-1", "kernel", "Linux 5.19 or later"),
+        (&enough, "proc/sys/kernel/io_uring_disabled", "2", "kernel", "sysctl -w kernel.io_uring_disabled=0"),
+        (&enough, "sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]", "huge pages", "echo madvise"),
+        (&enough, "sys/fs/cgroup/memory/memory.limit_in_bytes", "5", "", ""),
+        (&plan(0, 0), "sys/fs/cgroup/memory.max", "1", "", ""),
+    ];
+    for (plan, file, text, what, said) in cases {
+        match &troubles(plan, &[(file, text)])[..] {
+            [] => assert_eq!(what, "", "{file}"),
+            [(found, words)] => assert!(*found == what && words.contains(said), "{file}: {words}"),
+            more => panic!("{file}: {more:?}"),
+        }
+    }
+    // Who may lock anything is not bound.
+    let exempt = [("proc/self/limits", limits), ("proc/self/status", "CapEff:\t0000000000004000")];
+    assert_eq!(troubles(&enough, &exempt), []);
+}
+
+#[test]
+fn the_tightest_cgroup_above_the_process_counts() {
+    let (deep, above) = ("sys/fs/cgroup/pods/engine/memory.max", "sys/fs/cgroup/pods/memory.max");
+    let used = ("sys/fs/cgroup/pods/memory.current", "1073741824");
+    let files = [("proc/self/cgroup", "0::/pods/engine"), (deep, "max"), (above, "2147483648"), used];
+    let found = troubles(&plan(2, 1 << 30), &files);
+    assert!(found.len() == 1 && found[0].1.contains("1.0 GiB of the limit of 2.0 GiB"), "{found:?}");
+    assert_eq!(troubles(&plan(1, 1 << 30), &files), []);
+    let old =
+        [("proc/self/cgroup", "4:cpu:/x\n3:memory,misc:/x"), ("sys/fs/cgroup/memory/x/memory.limit_in_bytes", "4096")];
+    assert_eq!(troubles(&plan(1, 1 << 30), &old).len(), 1);
+}
+
+#[test]
+fn space_is_summed_over_the_paths_and_ranks_of_a_file_system() {
+    let (root, dir) = (machine(&[]), tempfile::tempdir().expect("a directory"));
+    let paths: Vec<PathBuf> = ["a", "b"].iter().map(|name| dir.path().join(name)).collect();
+    paths.iter().for_each(|path| fs::create_dir(path).expect("made"));
+    let (free, size) = places::free_bytes(dir.path()).expect("a file system");
+    let usable = free - size / 100;
+    let space = |ranks, disk_bytes| {
+        let plan = Plan { ranks, paths: paths.clone(), disk_bytes, host_bytes: 0 };
+        let all = examine_at(&plan, root.path());
+        all.into_iter().find(|finding| finding.what == "space").expect("one for the file system")
+    };
+    // Others use the disk meanwhile: far from the edge.
+    assert!(!space(2, usable / 4).is_trouble && !space(1, usable / 2).is_trouble);
+    let full = space(8, usable / 4);
+    assert!(full.is_trouble && full.found.contains("8 rank(s), 2 of 2 path(s)"), "{full:?}");
+    assert!(full.fix.expect("a fix").starts_with("lower capacity to "));
+    let mut store = fs::File::create(paths[1].join("kvhoist.store")).expect("a store");
+    std::io::Write::write_all(&mut store, &vec![1; 3 << 20]).expect("written");
+    store.sync_all().expect("allocated");
+    assert!(space(1, 1 << 20).found.contains("(3.0 MiB of them in stores that are there)"), "{:?}", space(1, 1 << 20));
+}
+
+#[test]
+fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (there, missing) = (dir.path().join("there"), dir.path().join("mnt/nvme/kv"));
+    fs::create_dir(&there).expect("made");
+    let point = dir.path().join("mnt/nvme");
+    let mounts = |kind: &str, options: &str| {
+        let at = dir.path().canonicalize().expect("there");
+        format!("1 0 8:1 / / rw - ext4 /dev/sda1 rw\n2 1 0:9 / {} {options},noatime - {kind} src rw", at.display())
+    };
+    let fstab =
+        format!("# a comment\n/dev/nvme9n1 {} ext4 defaults 0 2\n/dev/sda1 / ext4 defaults 0 1", point.display());
+    let of = |path: &Path, files: &[(&str, &str)]| {
+        troubles(&Plan { ranks: 1, paths: vec![path.into()], disk_bytes: 1 << 60, host_bytes: 0 }, files)
+    };
+    let found = of(&missing, &[("etc/fstab", &fstab), ("proc/self/mountinfo", &mounts("ext4", "rw"))]);
+    assert_eq!(found.iter().map(|it| it.0).collect::<Vec<_>>(), ["mount", "path"], "and no space: {found:?}");
+    assert!(found[0].1.ends_with(&format!("-> mount {}", point.display())), "{found:?}");
+    assert!(found[1].1.contains("mkdir -p -m 700"), "{found:?}");
+    for (kind, options, said) in [
+        ("tmpfs", "rw", "take memory"),
+        ("overlay", "rw", "docker -v"),
+        ("nfs4", "rw", "local drive"),
+        ("ext4", "ro", "remount,rw"),
+    ] {
+        let found = of(&there, &[("proc/self/mountinfo", &mounts(kind, options))]);
+        assert!(found.len() == 2 && found[0].0 == "path" && found[0].1.contains(said), "{kind}: {found:?}");
+    }
+}
