@@ -1,6 +1,9 @@
 //! `--config FILE`: settings as the engines' adapters and the Python package take them, in JSON.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use kvhoist::{Config, DiskPath, size, store};
 use serde_json::{Map, Value};
@@ -86,6 +89,11 @@ impl Settings {
         let has_block_bytes = given.contains_key("block_bytes");
         let config = engine(given)?;
         Ok(Settings { config, has_block_bytes, paths, capacity, host_bytes, device_bytes })
+    }
+
+    /// Their paths.
+    pub fn paths(&self) -> Vec<PathBuf> {
+        self.paths.iter().map(PathBuf::from).collect()
     }
 
     /// The configuration that they come to with blocks of so many bytes.

@@ -35,7 +35,8 @@ fn the_report_has_every_section_and_leaves_nothing_behind() {
         "rdma\n",
         "libibverbs",
         "routes\n",
-        "  kernel ",
+        "kernel ",
+        "  measured at ",
         "+ direct I/O ",
         "  a store there ",
         "libcuda",
@@ -62,6 +63,7 @@ fn a_wrong_path_is_one_line_and_status_2() {
     for args in [
         &["doctor", "--path", "/nonexistent"][..],
         &["doctor", "--want", "wings"],
+        &["doctor", "--ranks", "0"],
         &["bench", "copy", "--rounds", "0"],
         &["bench", "disk", "--path", "/nonexistent"],
         &["bench", "store", "--block-bytes", "5000"],
@@ -74,6 +76,42 @@ fn a_wrong_path_is_one_line_and_status_2() {
         let said = text(&output.stderr);
         assert_eq!((output.status.code(), said.lines().count()), (Some(2), 1), "{args:?}: {said}");
     }
+}
+
+/// What a doctor with these settings says, and its exit status.
+fn planned(directory: &Path, settings: &serde_json::Value, more: &[&str]) -> (serde_json::Value, Option<i32>, String) {
+    let file = directory.join("settings.json");
+    std::fs::write(&file, settings.to_string()).expect("written");
+    let args = [&["doctor", "--json", "--want", "direct-io", "--config", shown(&file)], more].concat();
+    let output = kvhoist(&args);
+    let said = text(&output.stderr);
+    (serde_json::from_slice(&output.stdout).unwrap_or_default(), output.status.code(), said)
+}
+
+#[test]
+fn what_the_machine_has_no_room_for_is_told_with_what_mends_it() {
+    let directory = directory();
+    let missing = directory.path().join("mnt/nvme");
+    let small = |path: &Path| serde_json::json!({ "path": path, "capacity": "64MiB", "host_bytes": "1 MiB" });
+    let trouble = |report: &serde_json::Value, what: &str| {
+        let all = report["system"].as_array().expect("a list").iter().filter(|it| it["what"] == what);
+        all.filter(|it| it["trouble"] == true).map(|it| format!("{} -> {}", it["found"], it["fix"])).collect::<Vec<_>>()
+    };
+    let (report, ..) = planned(directory.path(), &small(directory.path()), &[]);
+    assert_eq!((trouble(&report, "space"), trouble(&report, "memory")), (vec![], vec![]), "{report}");
+    let huge = serde_json::json!({ "path": directory.path(), "capacity": "900TiB", "host_bytes": "900TiB" });
+    let (report, status, said) = planned(directory.path(), &huge, &["--ranks", "8"]);
+    assert!(status == Some(1) && said.contains("things stand in the way"), "{said}");
+    assert!(trouble(&report, "space")[0].contains("lower capacity to "), "{report}");
+    assert!(trouble(&report, "memory")[0].contains("lower host_bytes"), "{report}");
+    assert!(trouble(&report, "space")[0].contains("7200.0 TiB configured: 8 rank(s)"), "{report}");
+    // What is not there is not looked for above, and nothing is measured in its place.
+    let (report, status, _) = planned(directory.path(), &small(&missing), &[]);
+    assert!(status == Some(1) && trouble(&report, "path")[0].contains("mkdir -p -m 700"), "{report}");
+    assert_eq!(report["disk"], serde_json::json!([]), "{report}");
+    let (_, status, said) = planned(directory.path(), &serde_json::json!({ "capacity": "much" }), &[]);
+    assert!(status == Some(2) && said.contains("capacity: found \"much\""), "{said}");
+    assert_eq!(directory.path().read_dir().expect("the directory").count(), 1, "only the settings are left");
 }
 
 /// Every contender's row, figures that are figures, a plot, and nothing left behind.

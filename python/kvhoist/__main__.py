@@ -6,16 +6,14 @@ import argparse
 import json
 import os
 import platform
-import resource
 import sys
 import tempfile
 import time
 
-from . import Cache, Error, __version__, parse_bytes
+from . import Cache, Error, __version__, _native, parse_bytes
 from .cache import slot_bytes
 from .chunks import tier_settings
 from .config import HiCacheConfig, config_error, printable
-from .hicache import FREE_SHARE_MIN
 
 PROBE_BLOCK = 1 << 20
 PROBE_BLOCKS = 64
@@ -39,9 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--config",
         help="SGLang's extra config, vLLM's kv-transfer-config or LMCache's l2-adapter: JSON, or @FILE with it",
     )
+    doctor.add_argument("--ranks", type=int, default=1, help="processes of this machine that open it: one a GPU")
     given = parser.parse_args(arguments)
     try:
-        return Doctor(given.path, given.config, given.engine).run()
+        return Doctor(given.path, given.config, given.engine, given.ranks).run()
     except (OSError, ValueError, RecursionError) as error:
         print(f"doctor: {printable(str(error))}", file=sys.stderr)
         return 2
@@ -50,7 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
 class Doctor:
     """One examination."""
 
-    def __init__(self, paths: list[str] | None, config: str | None, engine: str = "sglang") -> None:
+    def __init__(
+        self, paths: list[str] | None, config: str | None, engine: str = "sglang", ranks: int = 1
+    ) -> None:
+        if not 1 <= ranks <= 1024:
+            raise config_error("--ranks", ranks, "1 to 1024")
+        self.ranks = ranks
         self.config = None
         self.engine = engine
         self.shared_bytes = 0
@@ -64,19 +68,16 @@ class Doctor:
                 self.shared_bytes, given = vllm_tier(given)
             if engine == "lmcache":
                 given = lmcache_adapter(given)
-            self.config = HiCacheConfig.load(given) if engine == "sglang" else tier_settings(given)
+            self.config = tier_settings(given) if engine != "sglang" else HiCacheConfig.load(given).for_ranks(ranks)
         self.paths = paths or (self.config.path if self.config else [tempfile.gettempdir()])
 
     def run(self) -> int:
         """Prints what it finds, a line each."""
         self._say("kvhoist", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
         self._engine()
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        unlimited = soft == resource.RLIM_INFINITY
-        self._say("locked memory", "unlimited" if unlimited else f"{soft >> 20} MiB (ulimit -l)")
         if self.config:
             self._say("settings", ", ".join(f"{name} {value}" for name, value in vars(self.config).items()))
-            self._capacity()
+        self._machine()
         for path in self.paths:
             self._path(path)
         print(f"\n{self.troubles} things stand in the way" if self.troubles else "\nnothing stands in the way")
@@ -102,28 +103,22 @@ class Doctor:
             text = f"/dev/shm: {free >> 20} MiB free, {self.shared_bytes >> 20} MiB an engine in cpu_bytes_to_use"
             (self._say if free >= self.shared_bytes else self._trouble)("shared memory", text)
 
-    def _capacity(self) -> None:
-        for path in self.config.path:
-            folder = _existing(path)
-            system = os.statvfs(folder)
-            free = system.f_bavail * system.f_frsize - int(system.f_blocks * system.f_frsize * FREE_SHARE_MIN)
-            each = self.config.capacity // len(self.config.path)
-            owner = {"sglang": "a rank", "vllm": "an engine", "lmcache": "a server"}[self.engine]
-            text = f"{path}: {free >> 20} MiB free for stores, {each >> 20} MiB {owner} configured"
-            if free < each:
-                self._trouble("space", text + " (unless a store is there already)")
-            else:
-                self._say("space", text)
+    def _machine(self) -> None:
+        disk_bytes, host_bytes = (self.config.capacity, self.config.host_bytes) if self.config else (0, 0)
+        for what, found, fix, is_trouble in _native.examine(self.paths, disk_bytes, host_bytes, self.ranks):
+            (self._trouble if is_trouble else self._say)(what, found)
+            if fix:
+                print(f"{'':<16}-> {printable(fix)}")
 
     def _path(self, path: str) -> None:
-        folder = _existing(path)
-        if folder != path:
-            self._say("folder", f"{path} is not there yet; looking at {folder}")
+        # What is missing was told of. A folder above it may lie on another drive: it says nothing.
+        if not os.path.isdir(path):
+            return
         try:
-            with tempfile.TemporaryDirectory(prefix=".kvhoist-doctor-", dir=folder) as probe:
-                self._probe(folder, probe)
+            with tempfile.TemporaryDirectory(prefix=".kvhoist-doctor-", dir=path) as probe:
+                self._probe(path, probe)
         except (Error, OSError) as error:
-            self._trouble("store", f"{folder}: {error}")
+            self._trouble("store", f"{path}: {error}")
 
     def _probe(self, folder: str, probe: str) -> None:
         options = dict(block_bytes=PROBE_BLOCK, host_bytes=32 * PROBE_BLOCK, direct_io="prefer")
@@ -151,6 +146,8 @@ class Doctor:
             self._trouble("io_uring", f"refused by this kernel or container; {stats['storage']} serves, at more CPU")
         else:
             self._say("io_uring", f"yes; host memory registered with it: {'yes' if stats['registered'] else 'no'}")
+            if not stats["registered"]:
+                print(f"{'':<16}-> ulimit -l unlimited; LimitMEMLOCK=infinity in systemd; docker --ulimit memlock=-1")
         mib = PROBE_BLOCKS * PROBE_BLOCK >> 20
         self._say("drive", f"{folder}: {mib} MiB written at {mib / wrote:.0f} MiB/s, read at {mib / took:.0f} MiB/s")
 
@@ -191,13 +188,6 @@ def lmcache_adapter(given: dict) -> dict:
     if slot_bytes(block_bytes) != block_bytes:
         raise config_error("block_bytes", block_bytes, "a multiple of 4096 bytes")
     return {name: value for name, value in given.items() if name != "block_bytes"}
-
-
-def _existing(path: str) -> str:
-    path = os.path.abspath(path)
-    while not os.path.isdir(path):
-        path = os.path.dirname(path)
-    return path
 
 
 if __name__ == "__main__":

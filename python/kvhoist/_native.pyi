@@ -1,21 +1,26 @@
 """The native half of the package. Use `kvhoist.Cache`, which is thin on top of `Cache` here."""
 
-from typing import Any, Sequence
+from typing import Any, Sequence, final
 
-Key = str | bytes
+_Key = str | bytes
 #: A buffer object, (address, bytes) in registered memory, or a list or tuple of either: the segments of a block.
-Block = Any
+_Block = Any
 
+__all__: list[str]
 __version__: str
 BYTES_EXPECTED: str
 
 def parse_bytes(text: str) -> int | None: ...
 def path_bytes(slots: int, block_bytes: int) -> int: ...
 def slots_within(bytes: int, block_bytes: int) -> int: ...
+def examine(
+    paths: list[str], disk_bytes: int, host_bytes: int, ranks: int
+) -> list[tuple[str, str, str | None, bool]]: ...
 def _logs_take() -> tuple[list[tuple[int, str]], int] | None: ...
 def _logs_end() -> None: ...
 def _logs_renew() -> None: ...
 
+@final
 class Region:
     """Memory that blocks are loaded into and stored from in place, registered until `unregister`."""
 
@@ -35,8 +40,9 @@ class Region:
         still be in use: call again.
         """
     def __enter__(self) -> Region: ...
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, _kind: object, _value: object, _trace: object, /) -> None: ...
 
+@final
 class Queue:
     """Submissions that nobody waits for, and their results. Dropping it waits for those that are under way."""
 
@@ -46,9 +52,9 @@ class Queue:
     @property
     def outstanding(self) -> int:
         """Submissions that were not drained yet."""
-    def submit_load(self, keys: Sequence[Key], blocks: Sequence[Block]) -> int:
+    def submit_load(self, keys: Sequence[_Key], blocks: Sequence[_Block]) -> int:
         """Begins a load; returns its ticket. Buffer objects are kept until it was drained. BusyError past the depth."""
-    def submit_store(self, keys: Sequence[Key], blocks: Sequence[Block], parent: Key | None = None) -> int:
+    def submit_store(self, keys: Sequence[_Key], blocks: Sequence[_Block], parent: _Key | None = None) -> int:
         """Begins a store; returns its ticket. As `submit_load`."""
     def drain(self) -> list[tuple[int, list[bool | BaseException]]]:
         """What has completed, oldest first: (ticket, results), a failed block's exception in its place."""
@@ -75,29 +81,29 @@ class Cache:
     @property
     def closed(self) -> bool:
         """True once `close` was called."""
-    def match_prefix(self, keys: Sequence[Key]) -> int:
+    def match_prefix(self, keys: Sequence[_Key]) -> int:
         """How many leading keys are resident. One short lock, no I/O, no use counted."""
-    def contains(self, key: Key) -> bool:
+    def contains(self, key: _Key) -> bool:
         """Whether a key is resident. One short lock, no I/O, no use counted."""
     def answers(self, resident: Any, absent: Any, known: dict[bytes, Any]) -> Answers:
         """Answers with these objects; `known` has the names of which the program knows better than the index."""
-    def touch(self, keys: Sequence[Key]) -> None:
+    def touch(self, keys: Sequence[_Key]) -> None:
         """Counts a use of every resident block of a chain, as a load of it would. No I/O."""
-    def contains_each(self, keys: Sequence[Key]) -> list[bool]:
+    def contains_each(self, keys: Sequence[_Key]) -> list[bool]:
         """Which keys are resident."""
     def register_address(self, address: int, nbytes: int, pin: bool) -> Region: ...
     def register_buffer(self, memory: Any, pin: bool) -> Region: ...
-    def load(self, keys: Sequence[Key], blocks: Sequence[Block], errors: str) -> list: ...
-    def store(self, keys: Sequence[Key], blocks: Sequence[Block], parent: Key | None, errors: str) -> list: ...
-    def load_pages(self, keys: Sequence[Key], addresses: list[int], sizes: list[int], errors: str) -> list: ...
+    def load(self, keys: Sequence[_Key], blocks: Sequence[_Block], errors: str) -> list: ...
+    def store(self, keys: Sequence[_Key], blocks: Sequence[_Block], parent: _Key | None, errors: str) -> list: ...
+    def load_pages(self, keys: Sequence[_Key], addresses: list[int], sizes: list[int], errors: str) -> list: ...
     def store_pages(
-        self, keys: Sequence[Key], addresses: list[int], sizes: list[int], parent: Key | None, errors: str
+        self, keys: Sequence[_Key], addresses: list[int], sizes: list[int], parent: _Key | None, errors: str
     ) -> list: ...
-    def get(self, key: Key) -> bytes | None:
+    def get(self, key: _Key) -> bytes | None:
         """The bytes of a block, or None."""
-    def prefetch(self, keys: Sequence[Key]) -> int:
+    def prefetch(self, keys: Sequence[_Key]) -> int:
         """Begins to bring blocks into host memory; returns how many movements it began."""
-    def remove(self, key: Key, durable: bool) -> bool: ...
+    def remove(self, key: _Key, durable: bool) -> bool: ...
     def sync(self) -> None:
         """Returns when all that was stored before is written and flushed."""
     def stats(self) -> dict[str, Any]:

@@ -17,6 +17,9 @@ mod queue;
 mod region;
 mod wait;
 
+use std::path::PathBuf;
+
+use kvhoist::machine::{self, Plan};
 use pyo3::prelude::*;
 
 /// The native half of the package; use `kvhoist` instead.
@@ -27,6 +30,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(parse_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(path_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(slots_within, module)?)?;
+    module.add_function(wrap_pyfunction!(examine, module)?)?;
     module.add_class::<cache::PyCache>()?;
     module.add_class::<queue::PyQueue>()?;
     module.add_class::<region::PyRegion>()?;
@@ -55,4 +59,18 @@ fn path_bytes(slots: u64, block_bytes: u64) -> u64 {
 #[pyfunction]
 fn slots_within(bytes: u64, block_bytes: u64) -> u32 {
     kvhoist::store::slots_within(bytes, block_bytes)
+}
+
+/// As [`kvhoist::machine::examine`]: what was looked at, what was found, what mends it, and whether it is trouble.
+#[pyfunction]
+fn examine(
+    py: Python<'_>,
+    paths: Vec<PathBuf>,
+    disk_bytes: u64,
+    host_bytes: u64,
+    ranks: u32,
+) -> Vec<(&'static str, String, Option<String>, bool)> {
+    let plan = Plan { ranks, paths, disk_bytes, host_bytes };
+    let findings = py.detach(|| machine::examine(&plan));
+    findings.into_iter().map(|it| (it.what, it.found, it.fix, it.is_trouble)).collect()
 }

@@ -19,11 +19,9 @@ const BLOCKS: u32 = 64;
 /// Blocks in flight.
 const DEPTH: usize = 16;
 
-pub fn findings(path: Option<&Path>) -> Result<Vec<Finding>, Failure> {
-    let parent = path.map_or_else(std::env::temp_dir, Path::to_owned);
-    let directory = scratch(path)?;
-    let mut findings = vec![lies_on(&parent)];
-    findings.extend(device(&parent));
+pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
+    let directory = scratch(Some(path))?;
+    let mut findings = vec![Finding::note("measured at", shown(path))];
     let config = |storage, direct_io| Config {
         block_bytes: BLOCK_BYTES,
         host_blocks: 2 * DEPTH as u32,
@@ -74,37 +72,12 @@ fn locked_memory(registered: bool) -> Finding {
     let limits = read("/proc/self/limits").unwrap_or_default();
     let limit = limits.lines().find_map(|line| line.strip_prefix("Max locked memory"));
     let limit = limit.and_then(|rest| rest.split_whitespace().next()).unwrap_or("unknown").to_owned();
-    let finding =
-        Finding::note("locked memory", format!("limit {limit} bytes; registered with the ring: {registered}"));
+    let finding = Finding::note("registered", format!("host memory with the ring: {registered} (limit {limit} bytes)"));
     let finding = finding.decides(Want::LockedMemory, registered);
     if registered {
         finding
     } else {
         finding.fix("ulimit -l unlimited, systemd LimitMEMLOCK=infinity, docker --ulimit memlock=-1")
-    }
-}
-
-/// The file system that a path lies on.
-fn lies_on(path: &Path) -> Finding {
-    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-    let mounts = read("/proc/self/mountinfo").unwrap_or_default();
-    // "36 35 98:0 / /mount options - type source super": the longest mount point that the path is under counts.
-    let mount = |line: &str| {
-        let (left, right) = line.split_once(" - ")?;
-        let point = PathBuf::from(left.split(' ').nth(4)?);
-        let mut kind = right.split(' ');
-        path.starts_with(&point).then_some((point, kind.next()?.to_owned(), kind.next()?.to_owned()))
-    };
-    match mounts.lines().filter_map(mount).max_by_key(|(point, ..)| point.as_os_str().len()) {
-        Some((point, kind, source)) => {
-            let found = format!("{}: {kind} on {source}, mounted at {}", path.display(), point.display());
-            let finding = Finding::note("path", found);
-            if matches!(kind.as_str(), "tmpfs" | "ramfs" | "overlay" | "nfs" | "nfs4") {
-                return finding.fix("a directory on a local drive: blocks there survive, and do not take memory");
-            }
-            finding
-        }
-        None => Finding::note("path", path.display().to_string()),
     }
 }
 
@@ -121,21 +94,6 @@ fn drive(path: &Path) -> Option<PathBuf> {
 /// Its name: `nvme0n1`, say.
 pub fn drive_name(path: &Path) -> Option<String> {
     Some(drive(path)?.file_name()?.to_string_lossy().into_owned())
-}
-
-fn device(path: &Path) -> Option<Finding> {
-    let drive = drive(path)?;
-    let file = |name: &str| read(&drive.join(name).to_string_lossy());
-    let name = drive_name(path)?;
-    let model = file("device/model").unwrap_or_else(|| "no model".into());
-    let kind = if file("queue/rotational").as_deref() == Some("1") { "rotating" } else { "solid state" };
-    let finding = Finding::note("drive", format!("{name}: {model}, {kind}"));
-    Some(if name.starts_with("nvme") {
-        let controller = name.split_once('n').map_or(name.as_str(), |_| name.trim_end_matches(|c| c != 'n'));
-        finding.fix(format!("its wear: nvme smart-log /dev/{} (percentage_used)", controller.trim_end_matches('n')))
-    } else {
-        finding
-    })
 }
 
 /// MiB/s of stores that are written through, and of fetches from disk.

@@ -6,19 +6,34 @@ mod gpu;
 mod rdma;
 mod system;
 
-use std::path::PathBuf;
+use std::{
+    path::PathBuf,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use clap::ValueEnum;
+use kvhoist::{
+    machine::{self, Plan},
+    store,
+};
 use serde_json::{Value, json};
 
-use crate::{failure::Failure, output::emit, shown::plain};
+use crate::{failure::Failure, interrupt, output::emit, settings::Settings, shown::plain};
 
 /// Flags of `kvhoist doctor`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where a store is going to be: a directory. A store of 64 MiB is made, measured and removed there.
+    /// Where a store is going to be: a directory. A store of 64 MiB is made, measured and removed there. May be given
+    /// again. Default: the configured paths, or the directory for temporary files.
     #[arg(long, value_name = "DIR")]
-    path: Option<PathBuf>,
+    path: Vec<PathBuf>,
+    /// Settings in JSON, as of the engines' adapters (path, capacity, host_bytes, ...): the exit status is 1 where this
+    /// machine has no room for them.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Processes on this machine that open what is configured, one a GPU as a rule.
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ranks: u32,
     /// CUDA device.
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
@@ -55,18 +70,26 @@ struct Finding {
     fix: Option<String>,
     /// What it decides, and how.
     decides: Option<(Want, bool)>,
+    /// What is configured will not work so.
+    is_trouble: bool,
 }
 
 impl Finding {
     /// Something to know.
     fn note(what: &'static str, found: impl Into<String>) -> Self {
-        Finding { what, found: found.into(), fix: None, decides: None }
+        Finding { what, found: found.into(), fix: None, decides: None, is_trouble: false }
     }
 
     /// With what to do about it.
     fn fix(mut self, fix: impl Into<String>) -> Self {
         self.fix = Some(fix.into());
         self
+    }
+
+    /// What the library found.
+    fn of_machine(finding: machine::Finding) -> Self {
+        let machine::Finding { what, found, fix, is_trouble, .. } = finding;
+        Finding { what, found, fix, decides: None, is_trouble }
     }
 
     fn decides(mut self, want: Want, is_there: bool) -> Self {
@@ -77,14 +100,15 @@ impl Finding {
 
 /// Looks at everything and prints what was found.
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let mut sections = vec![("system", system::findings())];
-    let disk = disk::findings(args.path.as_deref())?;
-    let mut gpu = gpu::findings(args.device);
-    let has_device = gpu.iter().any(|finding| finding.decides == Some((Want::Cuda, true)));
-    gpu.extend(cufile::findings(args.device, args.path.as_deref(), has_device)?);
-    let rdma = rdma::findings(args.device, has_device);
-    let routes = routes(&disk, &gpu, &rdma);
-    sections.extend([("disk", disk), ("device", gpu), ("rdma", rdma), ("routes", routes)]);
+    let interrupted = interrupt::catch()?;
+    let plan = plan(args)?;
+    let mut sections: Vec<Section> = vec![("system", system::findings(&plan))];
+    let looked = look(args, &plan, &interrupted, &mut sections);
+    if interrupted.load(Ordering::Relaxed) {
+        emit(&if args.json { format!("{:#}\n", object(&sections)) } else { table(&sections) })?;
+        return Err(Failure::interrupted());
+    }
+    looked?;
     emit(&if args.json { format!("{:#}\n", object(&sections)) } else { table(&sections) })?;
     let findings = || sections.iter().flat_map(|(_, findings)| findings);
     let missing: Vec<String> = args
@@ -93,10 +117,68 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         .filter(|&&want| !findings().any(|finding| finding.decides == Some((want, true))))
         .filter_map(|want| Some(want.to_possible_value()?.get_name().to_owned()))
         .collect();
-    if missing.is_empty() {
+    let troubles = findings().filter(|finding| finding.is_trouble).count();
+    match missing.is_empty() {
+        true if troubles == 0 || args.config.is_none() => Ok(()),
+        true => {
+            Err(Failure::run(format!("{troubles} things stand in the way of what is configured; each has its fix")))
+        }
+        false => {
+            let missing = missing.join(", ");
+            Err(Failure::run(format!("not on this machine: {missing}; see what is said to the fix of each")))
+        }
+    }
+}
+
+/// Everything but the system, as far as nobody interrupts.
+fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, sections: &mut Vec<Section>) -> Result<(), Failure> {
+    let is_over = || interrupted.load(Ordering::Relaxed);
+    let mut disk = Vec::new();
+    // A path that is missing was told of; what lies above it says nothing about it.
+    for path in plan.paths.iter().filter(|path| args.config.is_none() || path.is_dir()) {
+        if is_over() {
+            break;
+        }
+        disk.extend(disk::findings(path)?);
+    }
+    sections.push(("disk", disk));
+    if is_over() {
         return Ok(());
     }
-    Err(Failure::run(format!("not on this machine: {}; see what is said to the fix of each", missing.join(", "))))
+    let path = plan.paths.iter().find(|path| path.is_dir()).map(PathBuf::as_path);
+    let mut gpu = gpu::findings(args.device);
+    let has_device = gpu.iter().any(|finding| finding.decides == Some((Want::Cuda, true)));
+    gpu.extend(cufile::findings(args.device, path, has_device)?);
+    let rdma = rdma::findings(args.device, has_device);
+    let routes = routes(&sections[1].1, &gpu, &rdma);
+    sections.extend([("device", gpu), ("rdma", rdma), ("routes", routes)]);
+    Ok(())
+}
+
+/// What is going to be opened, as far as anybody said.
+fn plan(args: &Args) -> Result<Plan, Failure> {
+    let mut plan = Plan { ranks: args.ranks, paths: args.path.clone(), disk_bytes: 0, host_bytes: 0 };
+    if let Some(file) = &args.config {
+        let settings = Settings::read(file)?;
+        // Engines know how large a block is, their settings do not; sizes in bytes stay what they are.
+        let config = if settings.has_block_bytes || settings.capacity.is_none() {
+            settings.config(settings.config.block_bytes)?
+        } else {
+            settings.config.clone()
+        };
+        let slot = config.slot_bytes() as u64;
+        let on_disk = |blocks: u32| store::path_bytes(blocks.into(), config.block_bytes as u64);
+        plan.host_bytes = settings.host_bytes.unwrap_or(u64::from(config.host_blocks) * slot);
+        plan.disk_bytes =
+            settings.capacity.unwrap_or_else(|| config.disks.iter().map(|disk| on_disk(disk.blocks)).sum());
+        if plan.paths.is_empty() {
+            let of_disks = config.disks.iter().map(|disk| disk.path.clone());
+            plan.paths = if settings.paths.is_empty() { of_disks.collect() } else { settings.paths() };
+        }
+    } else if plan.paths.is_empty() {
+        plan.paths.push(std::env::temp_dir());
+    }
+    Ok(plan)
 }
 
 /// Which way bytes go, by what was found.
@@ -143,6 +225,7 @@ fn object(sections: &[Section]) -> Value {
             "found": finding.found,
             "fix": finding.fix,
             "there": finding.decides.map(|(_, is_there)| is_there),
+            "trouble": finding.is_trouble,
         })
     };
     let section =
@@ -158,6 +241,7 @@ fn table(sections: &[Section]) -> String {
             let mark = match finding.decides {
                 Some((_, true)) => "+",
                 Some((_, false)) => "!",
+                None if finding.is_trouble => "!",
                 None => " ",
             };
             text.push_str(&format!("{mark} {:18} {}\n", finding.what, plain(&finding.found)));

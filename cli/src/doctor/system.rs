@@ -1,11 +1,15 @@
-//! The kernel and its limits.
+//! The kernel, its limits, and the paths.
 
 use std::fs;
 
+use kvhoist::machine::{self, Plan};
+
 use super::Finding;
 
-pub fn findings() -> Vec<Finding> {
-    vec![kernel(), huge_pages(), numa()]
+pub fn findings(plan: &Plan) -> Vec<Finding> {
+    let mut findings: Vec<Finding> = machine::examine(plan).into_iter().map(Finding::of_machine).collect();
+    findings.push(numa());
+    findings
 }
 
 /// A file of the kernel's, trimmed; nothing where there is none.
@@ -18,29 +22,11 @@ pub fn has_module(name: &str) -> bool {
     read("/proc/modules").is_some_and(|modules| modules.lines().any(|line| line.split(' ').next() == Some(name)))
 }
 
-fn kernel() -> Finding {
-    let release = read("/proc/sys/kernel/osrelease").unwrap_or_else(|| "unknown".into());
-    let finding = Finding::note("kernel", format!("Linux {release}"));
-    match kernel_version() {
-        Some(version) if version < (5, 19) => finding.fix("Linux 5.19 or later for the ring"),
-        _ => finding,
-    }
-}
-
 /// Major and minor number of the kernel.
 pub fn kernel_version() -> Option<(u32, u32)> {
     let release = read("/proc/sys/kernel/osrelease")?;
     let mut parts = release.split(|c: char| !c.is_ascii_digit()).map(|digits| digits.parse::<u32>().ok());
     Some((parts.next()??, parts.next()??))
-}
-
-fn huge_pages() -> Finding {
-    let modes = read("/sys/kernel/mm/transparent_hugepage/enabled").unwrap_or_else(|| "not supported".into());
-    let finding = Finding::note("huge pages", format!("transparent: {modes}"));
-    if modes.contains("[never]") || !modes.contains('[') {
-        return finding.fix("echo madvise > /sys/kernel/mm/transparent_hugepage/enabled, for fewer TLB misses");
-    }
-    finding
 }
 
 fn numa() -> Finding {
