@@ -59,6 +59,7 @@ class Queue:
     def drain(self) -> list[tuple[int, list[bool | BaseException]]]:
         """What has completed, oldest first: (ticket, results), a failed block's exception in its place."""
 
+@final
 class Answers:
     """Whether one key is resident, in the words of an engine that asks for each key of each prompt."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import os
 import weakref
 from collections import deque
@@ -22,6 +23,11 @@ DEFAULT_HOST_BYTES = "64MiB"
 
 #: The engine's bound.
 BLOCK_BYTES_MAX = 1 << 30
+
+
+#: The caches of this process that somebody still has, in the order of their opening: for `kvhoist.metrics`.
+_opened: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
 
 
 def slot_bytes(block_bytes: int) -> int:
@@ -120,6 +126,7 @@ class Cache(_native.Cache):
         _logs.start()
         self = super().__new__(cls, settings)
         self._loops = weakref.WeakKeyDictionary()
+        _opened[next(_numbers)] = self
         return self
 
     def __init__(self, *_args: Any, **_settings: Any) -> None:
@@ -139,6 +146,11 @@ class Cache(_native.Cache):
     def __repr__(self) -> str:
         state = "closed" if self.closed else "open"
         return f"<kvhoist.Cache {self.namespace!r} of {self.block_bytes}-byte blocks, {state}>"
+
+    # Dunder methods say nothing in `help`; `contains` has the words.
+
+    def __contains__(self, key: str | bytes) -> bool:
+        return self.contains(key)
 
     # Memory
 

@@ -132,33 +132,39 @@ impl PyCache {
         Ok(PyCache { opened: ProcessLocal::new(opened), closed: AtomicBool::new(false), block_bytes, namespace })
     }
 
+    /// Size of every block, bytes.
     #[getter]
     fn block_bytes(&self) -> usize {
         self.block_bytes
     }
 
+    /// The name that keys belong to.
     #[getter]
     fn namespace(&self) -> &str {
         &self.namespace
     }
 
+    /// True once `close` was called.
     #[getter]
     fn closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
 
+    /// How many leading keys are resident. One short lock, no I/O, no use counted.
     fn match_prefix(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let cache = self.use_it(py)?;
         let keys = keys::from_python(keys)?;
         Ok(py.detach(|| cache.match_len(&keys)))
     }
 
-    /// Of one key, with the interpreter's lock held: to let go of it would take longer than the answer.
+    /// Whether a key is resident. One short lock, no I/O, no use counted.
     fn contains(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let cache = self.use_it(py)?;
+        // With the interpreter's lock held: to let go of it would take longer than the answer.
         Ok(cache.match_len(&[keys::one(key)?]) == 1)
     }
 
+    /// Answers with these objects; `known` has the names of which the program knows better than the index.
     fn answers(
         &self,
         py: Python<'_>,
@@ -169,12 +175,14 @@ impl PyCache {
         Ok(PyAnswers::new(self.use_it(py)?.clone(), resident, absent, known))
     }
 
+    /// Counts a use of every resident block of a chain, as a load of it would. No I/O.
     fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
         let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         py.detach(|| cache.touch(&keys));
         Ok(())
     }
 
+    /// Which keys are resident.
     fn contains_each<'py>(&self, py: Python<'py>, keys: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let cache = self.use_it(py)?;
         let keys = keys::from_python(keys)?;
@@ -245,12 +253,14 @@ impl PyCache {
         self.moved(py, &Movement::Store(keys::optional(parent)?), keys, Places::Lists(addresses, sizes), errors)
     }
 
+    /// The bytes of a block, or None.
     fn get<'py>(&self, py: Python<'py>, key: &Bound<'_, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
         let (cache, key) = (self.use_it(py)?, keys::one(key)?);
         let lease = wait::interruptible(py, cache.fetch(&key))?.map_err(|error| errors::to_python(py, &error))?;
         Ok(lease.map(|lease| PyBytes::new(py, &lease)))
     }
 
+    /// Begins to bring blocks into host memory; returns how many movements it began.
     fn prefetch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         py.detach(|| cache.prefetch(&keys)).map_err(|error| errors::to_python(py, &error))
@@ -264,16 +274,19 @@ impl PyCache {
         removed?.map_err(|error| errors::to_python(py, &error))
     }
 
+    /// Returns when all that was stored before is written and flushed.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let cache = self.use_it(py)?;
         wait::interruptible(py, cache.sync())?.map_err(|error| errors::to_python(py, &error))
     }
 
+    /// What the cache has done since it was opened, and how full it is.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let cache = self.use_it(py)?;
-        convert::stats(py, &py.detach(|| cache.stats()))
+        convert::stats(py, &py.detach(|| cache.stats()), cache.config())
     }
 
+    /// Checks every invariant of the index, from scratch; slow. AssertionError with the first that is broken.
     fn validate(&self, py: Python<'_>) -> PyResult<()> {
         let cache = self.use_it(py)?;
         py.detach(|| cache.validate()).map_err(pyo3::exceptions::PyAssertionError::new_err)

@@ -1,6 +1,6 @@
 //! Results and figures on their way to Python.
 
-use kvhoist::{Error, Route, Stats, Tier};
+use kvhoist::{Config, Error, Route, Stats, Tier};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyList},
@@ -55,7 +55,7 @@ pub fn results<'py>(
 }
 
 /// The figures of a cache as a dict of numbers, words and dicts.
-pub fn stats<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
     let tiers = PyDict::new(py);
     for tier in Tier::ALL {
@@ -97,13 +97,19 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>
         ("busy", stats.busy),
         ("timeouts", stats.timeouts),
         ("records_bad", stats.records_bad),
+        ("record_writes", stats.record_writes),
+        ("work_done", stats.work_done),
         ("dirty", stats.dirty),
     ];
     counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
+    all.set_item("workers", config.worker_threads())?;
+    let has_threads = stats.storage == "blocking";
+    all.set_item("io_threads", if has_threads { config.blocking_threads } else { 0 })?;
     all.set_item("storage", stats.storage)?;
     all.set_item("direct_io", stats.direct_io)?;
     all.set_item("memory_align_bytes", stats.memory_align_bytes)?;
     all.set_item("registered", stats.registered)?;
+    all.set_item("device_retired", stats.device_retired.as_deref())?;
     all.set_item("disk_retired", stats.disk_retired.as_deref())?;
     all.set_item("disk_read_only", stats.disk_read_only.as_deref())?;
     Ok(all)

@@ -74,17 +74,18 @@ impl PyQueue {
         Ok(self.submissions.get(py)?.queue.event_fd().as_raw_fd())
     }
 
+    /// Submissions that were not drained yet.
     #[getter]
     fn outstanding(&self, py: Python<'_>) -> PyResult<usize> {
         Ok(self.submissions.get(py)?.queue.outstanding())
     }
 
-    /// Begins a load; returns its ticket. As `Cache.load`.
+    /// Begins a load; returns its ticket. Buffer objects are kept until it was drained. BusyError past the depth.
     fn submit_load(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, blocks: &Bound<'_, PyAny>) -> PyResult<u64> {
         self.submissions.get(py)?.submit(py, keys, blocks, &Movement::Load)
     }
 
-    /// Begins a store; returns its ticket. As `Cache.store`.
+    /// Begins a store; returns its ticket. As `submit_load`.
     #[pyo3(signature = (keys, blocks, parent=None))]
     fn submit_store(
         &self,
@@ -97,7 +98,7 @@ impl PyQueue {
         self.submissions.get(py)?.submit(py, keys, blocks, &movement)
     }
 
-    /// What has completed, oldest first: (ticket, list of results), a failed block's exception in its place.
+    /// What has completed, oldest first: (ticket, results), a failed block's exception in its place.
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let submissions = self.submissions.get(py)?;
         let done = submissions.queue.drain();

@@ -92,8 +92,10 @@ struct Registered {
 #[pyclass(frozen, module = "kvhoist", name = "Region")]
 pub struct PyRegion {
     registered: ProcessLocal<Registered>,
+    /// Its first byte.
     #[pyo3(get)]
     address: usize,
+    /// Its size in bytes.
     #[pyo3(get)]
     nbytes: usize,
     /// The kernel keeps the memory pinned, as a buffer of the ring.
@@ -140,8 +142,10 @@ impl PyRegion {
 
 #[pymethods]
 impl PyRegion {
-    /// Waits until no movement uses the memory, and forgets it: it may be freed afterwards. Every caller waits; where
-    /// it was forgotten already, nothing happens. Interrupted by a signal, the memory may still be in use: call again.
+    /// Waits until no movement uses the memory, and forgets it: it may be freed afterwards.
+    ///
+    /// Every caller waits; where it was forgotten already, nothing happens. Interrupted by a signal, the memory may
+    /// still be in use: call again.
     fn unregister(&self, py: Python<'_>) -> PyResult<()> {
         let Registered { registration, registrations } = self.registered.get(py)?;
         wait::interruptible(py, registration.unregistered())?;

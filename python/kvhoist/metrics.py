@@ -1,0 +1,247 @@
+"""What the caches of this process do, for Prometheus: an exporter of its own, and a collector for `prometheus_client`.
+
+>>> import urllib.request, kvhoist, kvhoist.metrics
+>>> with kvhoist.metrics.serve(0) as server, kvhoist.Cache(block_bytes=4096, namespace="example") as cache:
+...     cache.store(["a"], [bytes(4096)])
+...     page = urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics").read().decode()
+[True]
+>>> [line[line.index('tier'):] for line in page.splitlines() if line.startswith('kvhoist_resident_blocks{cache="example"')]
+['tier="device"} 0', 'tier="host"} 1', 'tier="disk"} 0']
+
+In a program that has metrics already, an engine above all, the collector puts these beside its own::
+
+    import prometheus_client, kvhoist.metrics
+    prometheus_client.REGISTRY.register(kvhoist.metrics.Collector())
+
+All figures are read when they are asked for: one short lock of each cache, and no I/O. Counters begin at 0 when a cache
+is opened. A cache has the labels ``cache``, its namespace, and ``number``, which tells caches of one namespace apart.
+``docs/monitoring`` has a board for Grafana and rules for alerts.
+"""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from typing import Any, Callable, Iterator, NamedTuple
+
+from . import __version__
+from .cache import Cache, _opened
+from .errors import Error
+
+__all__ = ["Collector", "METRICS", "Metric", "Sample", "Server", "samples", "serve", "text"]
+
+#: The type of what `text` returns.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+class Sample(NamedTuple):
+    """One figure, with what it is of."""
+
+    labels: dict[str, str]
+    value: float
+
+
+class Metric(NamedTuple):
+    """What is exported under one name."""
+
+    name: str
+    #: ``counter`` or ``gauge``.
+    kind: str
+    help: str
+    #: From ``Cache.stats()``.
+    read: Callable[[dict[str, Any]], Iterator[Sample]]
+
+
+def _by(group: str, label: str, field: str) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    def read(stats: dict[str, Any]) -> Iterator[Sample]:
+        for name, figures in stats[group].items():
+            yield Sample({label: name}, figures[field])
+
+    return read
+
+
+def _one(field: str) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    return lambda stats: iter([Sample({}, float(stats[field]))])
+
+
+def _reason(field: str, tier: str) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    def read(stats: dict[str, Any]) -> Iterator[Sample]:
+        reason = stats[field]
+        yield Sample({"tier": tier, "reason": reason or ""}, float(reason is not None))
+
+    return read
+
+
+def _retired(stats: dict[str, Any]) -> Iterator[Sample]:
+    yield from _reason("device_retired", "device")(stats)
+    yield from _reason("disk_retired", "disk")(stats)
+
+
+def _info(stats: dict[str, Any]) -> Iterator[Sample]:
+    yield Sample({"version": __version__, "storage": stats["storage"]}, 1.0)
+
+
+#: All that is exported.
+METRICS: tuple[Metric, ...] = (
+    Metric("kvhoist_hits_total", "counter", "Blocks found, by the tier that had them", _by("tiers", "tier", "hits")),
+    Metric("kvhoist_misses_total", "counter", "Blocks that no tier had", _one("misses")),
+    Metric("kvhoist_evictions_total", "counter", "Slots given up to make room", _by("tiers", "tier", "evictions")),
+    Metric("kvhoist_bytes_in_total", "counter", "Bytes moved into a tier", _by("tiers", "tier", "bytes_in")),
+    Metric("kvhoist_bytes_out_total", "counter", "Bytes moved out of a tier", _by("tiers", "tier", "bytes_out")),
+    Metric("kvhoist_moved_blocks_total", "counter", "Blocks moved, by route", _by("routes", "route", "blocks")),
+    Metric("kvhoist_moved_bytes_total", "counter", "Bytes moved, by route", _by("routes", "route", "bytes")),
+    Metric("kvhoist_stores_total", "counter", "Blocks stored", _one("stores")),
+    Metric("kvhoist_stores_known_total", "counter", "Stores of blocks that were resident", _one("stores_known")),
+    Metric("kvhoist_writes_refused_total", "counter", "Writes that the disk did not take", _one("writes_refused")),
+    Metric("kvhoist_checksum_failures_total", "counter", "Blocks that came back wrong", _one("checksum_failures")),
+    Metric("kvhoist_read_errors_total", "counter", "Reads of the disk that failed", _one("read_errors")),
+    Metric("kvhoist_write_errors_total", "counter", "Writes to the disk that failed", _one("write_errors")),
+    Metric("kvhoist_quarantined_total", "counter", "Disk slots taken out of use", _one("quarantined")),
+    Metric("kvhoist_background_refused_total", "counter", "Prefetches refused for want of room", _one("background_refused")),
+    Metric("kvhoist_busy_total", "counter", "Calls that reached a limit", _one("busy")),
+    Metric("kvhoist_timeouts_total", "counter", "Calls that took longer than deadline_ms", _one("timeouts")),
+    Metric("kvhoist_records_bad_total", "counter", "Records refused at the opening: torn or damaged", _one("records_bad")),
+    Metric("kvhoist_record_writes_total", "counter", "Pages of records written", _one("record_writes")),
+    Metric("kvhoist_work_done_total", "counter", "Checksums and copies that workers have done", _one("work_done")),
+    Metric("kvhoist_resident_blocks", "gauge", "Blocks in a tier", _by("tiers", "tier", "resident")),
+    Metric("kvhoist_slots", "gauge", "Slots of a tier", _by("tiers", "tier", "slots")),
+    Metric("kvhoist_free_slots", "gauge", "Slots that hold nothing", _by("tiers", "tier", "free")),
+    Metric("kvhoist_dirty_blocks", "gauge", "Blocks of the host tier that are not on disk yet", _one("dirty")),
+    Metric("kvhoist_workers", "gauge", "Threads that take checksums and copies", _one("workers")),
+    Metric("kvhoist_io_threads", "gauge", "Threads that read and write; 0 where the ring does", _one("io_threads")),
+    Metric("kvhoist_direct_io", "gauge", "1 if the disk is read and written directly", _one("direct_io")),
+    Metric("kvhoist_registered", "gauge", "1 if host memory is registered with the ring", _one("registered")),
+    Metric("kvhoist_retired", "gauge", "1 while a tier is out of service, and why", _retired),
+    Metric("kvhoist_read_only", "gauge", "1 while a tier takes no blocks, and why", _reason("disk_read_only", "disk")),
+    Metric("kvhoist_info", "gauge", "Always 1: the version, and what serves the disk", _info),
+)  # fmt: skip
+
+
+def samples(caches: list[Cache] | None = None) -> list[tuple[Metric, list[Sample]]]:
+    """All metrics of these caches, or of all that are open in this process."""
+    # In one step of the interpreter: another thread may open a cache meanwhile.
+    opened = [(ref.key, ref()) for ref in _opened.valuerefs()]
+    wanted = [(n, c) for n, c in opened if c is not None and (caches is None or any(c is each for each in caches))]
+    found: list[tuple[Metric, list[Sample]]] = [(metric, []) for metric in METRICS]
+    for number, cache in sorted(wanted, key=lambda each: each[0]):
+        try:
+            stats = None if cache.closed else cache.stats()
+        except Error:  # Inherited by a fork, or closed this moment.
+            stats = None
+        if stats is None:
+            continue
+        own = {"cache": cache.namespace, "number": str(number)}
+        for metric, all_ in found:
+            all_.extend(Sample({**own, **labels}, value) for labels, value in metric.read(stats))
+    return found
+
+
+def text(caches: list[Cache] | None = None) -> str:
+    """All metrics in Prometheus's text format."""
+    lines = []
+    for metric, all_ in samples(caches):
+        lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"]
+        for labels, value in all_:
+            pairs = ",".join(f'{name}="{_escaped(label)}"' for name, label in labels.items())
+            lines.append(f"{metric.name}{{{pairs}}} {value:.17g}")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+
+class Collector:
+    """A collector of `prometheus_client`: ``prometheus_client.REGISTRY.register(kvhoist.metrics.Collector())``."""
+
+    def collect(self) -> Iterator[Any]:
+        """The families of metrics, as the registry wants them."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for metric, all_ in samples():
+            make = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            family = make(metric.name, metric.help)
+            for labels, value in all_:
+                family.add_sample(metric.name, labels, value)
+            yield family
+
+    def describe(self) -> list[Any]:
+        """Nothing: the registry need not collect to learn the names."""
+        return []
+
+
+class Server:
+    """An HTTP server with ``/metrics`` and ``/healthz``, on a thread of its own, until `close`. A context manager.
+
+    ``/healthz`` answers 200, or 503 with the reasons while a tier of some cache is out of service or read-only.
+    """
+
+    def __init__(self, port: int, address: str) -> None:
+        self._server = http.server.ThreadingHTTPServer((address, port), _Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="kvhoist-metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """Where it listens: the one that was asked for, or the system's choice for 0."""
+        return self._server.server_address[1]
+
+    def close(self) -> None:
+        """Stops listening. Again: does nothing."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+
+def serve(port: int, address: str = "127.0.0.1") -> Server:
+    """Serves the metrics of this process at ``http://address:port/metrics``.
+
+    There is no authentication, and namespaces and reasons are shown: listen where the scraper is, and nowhere else.
+    Each rank of an engine is a process of its own and needs a port of its own.
+
+    Raises OSError where the address cannot be listened at.
+    """
+    return Server(port, address)
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server_version = f"kvhoist/{__version__}"
+    # A client that sends nothing must not keep a thread.
+    timeout = 10
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        if path == "/metrics":
+            self._answer(200, CONTENT_TYPE, text())
+        elif path == "/healthz":
+            ill = _ill()
+            self._answer(503 if ill else 200, "text/plain; charset=utf-8", "\n".join(ill or ["ok"]) + "\n")
+        else:
+            self._answer(404, "text/plain; charset=utf-8", "found another path, expected /metrics or /healthz\n")
+
+    def _answer(self, status: int, kind: str, body: str) -> None:
+        content = body.encode("utf-8", "backslashreplace")
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line for each scrape tells nobody anything."""
+
+
+def _ill() -> list[str]:
+    ill = []
+    for metric, all_ in samples():
+        if metric.name in ("kvhoist_retired", "kvhoist_read_only"):
+            what = metric.name.removeprefix("kvhoist_").replace("_", "-")
+            ill += [f"{s.labels['cache']}: {s.labels['tier']} is {what}: {s.labels['reason']}" for s in all_ if s.value]
+    return ill

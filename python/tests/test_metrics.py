@@ -1,0 +1,148 @@
+"""What is exported: the values, the format, the names on the board and in the rules, and the server."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import kvhoist
+import kvhoist.metrics
+
+BLOCK = 4096
+ROOT = Path(__file__).parents[2]
+NAMES = {metric.name for metric in kvhoist.metrics.METRICS}
+
+
+@pytest.fixture
+def caches(store_dir):
+    sizes = dict(block_bytes=BLOCK, host_blocks=4, direct_io="prefer")
+    with (
+        kvhoist.Cache(store_dir, namespace='a "b"\\\n', disk_blocks=8, **sizes) as first,
+        kvhoist.Cache(namespace="memory", **sizes) as second,
+    ):
+        yield first, second
+
+
+def values(name: str, cache) -> dict[str, float]:
+    """Of one cache, by the label that is neither its namespace nor its number."""
+    found = dict((metric.name, samples) for metric, samples in kvhoist.metrics.samples([cache]))[name]
+    return {"/".join(v for k, v in s.labels.items() if k not in ("cache", "number")): s.value for s in found}
+
+
+def test_figures_are_those_of_each_cache(caches):
+    first, second = caches
+    first.store([str(n) for n in range(6)], [bytes(BLOCK)] * 6)
+    second.store(["x"], [bytes(BLOCK)])
+    first.load(["5", "nowhere"], [bytearray(BLOCK), bytearray(BLOCK)])
+    assert values("kvhoist_resident_blocks", first) == {"device": 0, "host": 4, "disk": 6}
+    assert values("kvhoist_slots", first) == {"device": 0, "host": 4, "disk": 8}
+    assert values("kvhoist_free_slots", first) == {"device": 0, "host": 0, "disk": 2}
+    assert values("kvhoist_resident_blocks", second) == {"device": 0, "host": 1, "disk": 0}
+    assert values("kvhoist_hits_total", first)["host"] == 1 and values("kvhoist_misses_total", first) == {"": 1}
+    assert values("kvhoist_stores_total", first) == {"": 6} and values("kvhoist_stores_total", second) == {"": 1}
+    assert values("kvhoist_retired", first) == {"device/": 0, "disk/": 0}
+    assert values("kvhoist_dirty_blocks", first) == {"": 0}
+    stats = first.stats()
+    assert values("kvhoist_io_threads", first) == {"": 0 if stats["storage"] == "uring" else 16}
+    second.close()
+    assert values("kvhoist_slots", second) == {}
+
+
+def test_write_back_shows_what_is_not_on_disk_yet(store_dir):
+    sizes = dict(block_bytes=BLOCK, host_blocks=32, disk_blocks=32, direct_io="prefer", write_policy="write_back")
+    with kvhoist.Cache(store_dir, **sizes) as cache:
+        cache.store(["a", "b"], [bytes(BLOCK)] * 2)
+        assert values("kvhoist_dirty_blocks", cache) == {"": 2}
+        cache.sync()
+        assert values("kvhoist_dirty_blocks", cache) == {"": 0}
+
+
+def test_the_text_is_what_prometheus_reads(caches):
+    parser = pytest.importorskip("prometheus_client.parser")
+    client = pytest.importorskip("prometheus_client")
+    caches[0].store(["a"], [bytes(BLOCK)])
+
+    def figures(text):
+        families = parser.text_string_to_metric_families(text)
+        return {
+            (sample.name, tuple(sorted(sample.labels.items()))): (family.type, sample.value)
+            for family in families
+            for sample in family.samples
+            if sample.name in NAMES and sample.labels["cache"] in ("memory", 'a "b"\\\n')
+        }
+
+    registry = client.CollectorRegistry()
+    registry.register(kvhoist.metrics.Collector())
+    ours, theirs = figures(kvhoist.metrics.text(list(caches))), figures(client.generate_latest(registry).decode())
+    assert ours == theirs and {name for name, _ in ours} == NAMES
+    assert all(kind == ("counter" if name.endswith("_total") else "gauge") for (name, _), (kind, _) in ours.items())
+
+
+@pytest.mark.parametrize("file", ["grafana.json", "alerts.yml"])
+def test_the_board_and_the_rules_use_names_that_are_exported(file):
+    text = (ROOT / "docs" / "monitoring" / file).read_text()
+    used = set(re.findall(r"\bkvhoist_\w+", text))
+    assert used <= NAMES and len(used) > 5, used - NAMES
+
+
+def test_the_board_has_a_query_in_every_panel_and_no_panel_on_another():
+    board = json.loads((ROOT / "docs" / "monitoring" / "grafana.json").read_text())
+    taken = set()
+    for panel in board["panels"]:
+        assert all(re.search(r"\bkvhoist_\w+", target["expr"]) for target in panel["targets"]), panel["title"]
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not taken & cells and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells
+
+
+def test_rust_and_python_call_the_same_things_the_same(caches):
+    source = ROOT / "src" / "metrics.rs"
+    if not source.exists():
+        pytest.skip("the engine's source is not beside the tests; run them in a checkout")
+    rust = set(re.findall(r'"(kvhoist_\w+_total)"', source.read_text()))
+    ours = {name for name in NAMES if name.endswith("_total")}
+    assert ours <= rust, ours - rust
+
+
+def get(server, path) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}{path}", timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_a_server_answers_until_it_is_closed(caches):
+    with kvhoist.metrics.serve(0) as server:
+        status, page = get(server, "/metrics?x=1")
+        assert status == 200 and 'kvhoist_slots{cache="memory"' in page and r'cache="a \"b\"\\\n"' in page
+        assert get(server, "/healthz") == (200, "ok\n")
+        assert get(server, "/secret")[0] == 404
+        with pytest.raises(OSError):
+            kvhoist.metrics.serve(server.port)
+    with pytest.raises(urllib.error.URLError):
+        get(server, "/metrics")
+    assert not any(thread.name == "kvhoist-metrics" for thread in threading.enumerate())
+
+
+def test_health_says_what_is_out_of_service(caches, monkeypatch):
+    stats = {**caches[0].stats(), "disk_read_only": "no space", "disk_retired": None}
+    monkeypatch.setattr(type(caches[0]), "stats", lambda self: stats)
+    with kvhoist.metrics.serve(0) as server:
+        status, said = get(server, "/healthz")
+        assert status == 503 and "memory: disk is read-only: no space" in said
+        assert 'kvhoist_read_only{cache="memory"' in get(server, "/metrics")[1]
+
+
+def test_the_module_explains_itself(store_dir):
+    import doctest
+
+    failed, tried = doctest.testmod(kvhoist.metrics)
+    assert tried > 2 and failed == 0
