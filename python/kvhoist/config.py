@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Mapping
 
 from . import _native
@@ -122,6 +122,16 @@ class HiCacheConfig:
     revision: str = ""
     #: Shares of `capacity` for pools beside the KV pool, by name: {"mamba": 0.2}.
     pool_shares: dict[str, float] = field(default_factory=dict)
+    #: Bytes on disk for all ranks together, instead of `capacity`, which is then each rank's part of them.
+    capacity_total: int | None = None
+
+    def for_ranks(self, ranks: int) -> "HiCacheConfig":
+        """These settings for one of so many ranks."""
+        if self.capacity_total is None:
+            return self
+        if self.capacity_total < ranks:
+            raise config_error("capacity_total", self.capacity_total, f"bytes for {ranks} ranks")
+        return replace(self, capacity=self.capacity_total // ranks)
 
     @classmethod
     def load(cls, extra_config: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> "HiCacheConfig":
@@ -144,10 +154,16 @@ class HiCacheConfig:
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    for name, example in (("path", "a directory on the NVMe drive"), ("capacity", "bytes on disk, such as '200GiB'")):
+    size = "capacity_total" if "capacity_total" in given else "capacity"
+    for name, example in (("path", "a directory on the NVMe drive"), (size, "bytes on disk, such as '200GiB'")):
         if name not in given:
             raise config_error(name, None, f"{example} (key {name!r} of extra_config, or KVHOIST_{name.upper()})")
-    checked: dict[str, Any] = {"path": _paths(given["path"]), "capacity": parse_bytes(given["capacity"], "capacity")}
+    if size == "capacity_total" and "capacity" in given:
+        raise config_error(size, given[size], "either it or capacity, which is for one rank")
+    # All of it, until somebody says how many ranks there are.
+    checked: dict[str, Any] = {"path": _paths(given["path"]), "capacity": parse_bytes(given[size], size)}
+    if size == "capacity_total":
+        checked[size] = checked["capacity"]
     checked["host_bytes"] = parse_bytes(given.get("host_bytes", DEFAULT_HOST_BYTES), "host_bytes")
     for name, choices in (("write_policy", WRITE_POLICIES), ("direct_io", DIRECT_IO), ("storage", STORAGE)):
         if name in given:

@@ -47,6 +47,7 @@ class HiCacheKvhoist(HiCacheStorage):
         self.config = HiCacheConfig.load(storage_config.extra_config)
         server_args = _server_args()
         self.identity = Identity.of(storage_config, server_args, self.config.revision)
+        self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
         _refuse_adapters_without_keys(server_args)
         _refuse_what_needs_a_shared_store(storage_config)
         self.registered_pools: dict[str, Any] = {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import stat
 
 import pytest
 
+import kvhoist.metrics
 from kvhoist import ConfigError, parse_bytes
 from kvhoist.__main__ import main
 from kvhoist.cache import slots_within, store_bytes
@@ -182,6 +184,44 @@ def test_what_must_be_given(missing):
         HiCacheConfig.load(extra, {})
 
 
+def test_the_total_is_divided_by_the_ranks():
+    config = HiCacheConfig.load({"path": "/a", "capacity_total": "3TiB"}, {})
+    assert config.for_ranks(8).capacity == 384 << 30 and config.for_ranks(1).capacity == 3 << 40
+    assert HiCacheConfig.load({"path": "/a"}, {"KVHOIST_CAPACITY_TOTAL": "8GB"}).for_ranks(4).capacity == 2 * 10**9
+    assert HiCacheConfig.load({"path": "/a", "capacity": 7}, {}).for_ranks(8).capacity == 7
+    for wrong in ({"capacity_total": "1GiB", "capacity": "1GiB"}, {"capacity_total": "much"}):
+        with pytest.raises(ConfigError, match="^capacity_total: found"):
+            HiCacheConfig.load({"path": "/a", **wrong}, {})
+    with pytest.raises(ConfigError, match="^capacity_total: found 7, expected bytes for 8 ranks"):
+        HiCacheConfig.load({"path": "/a", "capacity_total": 7}, {}).for_ranks(8)
+
+
+def test_every_method_says_what_it_does():
+    """What `help` shows, down to the native half."""
+    import inspect
+
+    import kvhoist
+
+    for owner in (kvhoist.Cache, kvhoist.Queue, kvhoist.Region, kvhoist.metrics.Server, kvhoist.metrics.Collector):
+        # `register_host` is these two's public face.
+        inner = ("register_address", "register_buffer")
+        public = [name for name in dir(owner) if not name.startswith("_") and name not in inner]
+        silent = [name for name in public if not inspect.getdoc(getattr(owner, name))]
+        assert inspect.getdoc(owner) and silent == [] and len(public) > 1, f"{owner.__name__}: {silent}"
+
+
+def test_the_stubs_are_those_of_the_native_half():
+    import subprocess
+    import sys
+
+    pytest.importorskip("mypy.stubtest", reason="no mypy; install it with: pip install mypy")
+    ended = subprocess.run(
+        [sys.executable, "-m", "mypy.stubtest", "kvhoist._native", "--ignore-disjoint-bases"],
+        capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 def test_unknown_keys_are_named():
     with pytest.raises(ConfigError, match="^capasity: found '1GiB', expected one of the keys path, capacity"):
         HiCacheConfig.load({"path": "/a", "capasity": "1GiB"}, {})
@@ -245,8 +285,25 @@ def test_doctor_names_what_is_wrong_with_a_config(store_dir, capsys):
     assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "much"})]) == 2
     assert "capacity: found 'much'" in capsys.readouterr().err
     assert main(["doctor", "--config", json.dumps({"path": str(store_dir), "capacity": "900TiB"})]) == 1
-    assert "space" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "NO: " in said and "-> lower capacity to " in said
+    # Each rank takes its own, of one file system and one memory.
+    free = shutil.disk_usage(store_dir).free
+    plenty = {"path": str(store_dir), "capacity": free // 8, "host_bytes": "1MiB"}
+    main(["doctor", "--config", json.dumps(plenty)])
+    assert "space           NO:" not in capsys.readouterr().out
+    assert main(["doctor", "--ranks", "16", "--config", json.dumps(plenty)]) == 1
+    assert "space           NO:" in (said := capsys.readouterr().out) and "16 rank(s)" in said
+    assert main(["doctor", "--ranks", "0", "--path", str(store_dir)]) == 2
     assert main(["doctor", "--config", "@/no/such/file"]) == 2
+
+
+def test_doctor_looks_nowhere_else_where_a_path_is_missing(store_dir, capsys):
+    missing = store_dir / "mnt" / "nvme"
+    assert main(["doctor", "--path", str(missing)]) == 1
+    said = capsys.readouterr().out
+    assert f"{missing}: No such file" in said and f"-> mkdir -p -m 700 '{missing}'" in said
+    assert "MiB/s" not in said and list(store_dir.iterdir()) == []
 
 
 def test_doctor_shows_no_terminal_escapes(store_dir, capsys):
