@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Writes the pages of docs/reference from the code: settings, metrics and errors.
+
+    docs/generate.py            # writes them
+    docs/generate.py --check    # exit status 1 where one is not what the code says
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+HEAD = "<!-- Written by docs/generate.py from {source}: change that, and run it. -->\n\n"
+
+
+def source(path: str) -> str:
+    return (ROOT / path).read_text(encoding="utf-8")
+
+
+def plain(doc: list[str]) -> str:
+    """Lines of a Rust comment as a paragraph: links into the code become their words."""
+    text = " ".join(line.strip() for line in doc).strip()
+    text = re.sub(r"\[(`[^`]*`)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"\[([^\]]*)\]\((?!https?:)[^)]*\)", r"\1", text)
+    return re.sub(r"\[(`[^`]*`)\]", r"\1", text)
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def documented(body: str, item: str) -> list[tuple[str, str]]:
+    """Each match of `item` in a Rust block, with the comment above it."""
+    found, doc = [], []
+    for line in body.splitlines():
+        line = line.strip()
+        if line.startswith("///"):
+            doc.append(line[3:])
+        elif match := re.match(item, line):
+            found.append((match[1], plain(doc)))
+            doc = []
+        elif line and not line.startswith("#["):
+            doc = []
+    return found
+
+
+def block(text: str, begin: str) -> str:
+    """A block of Rust from the line that begins so to its closing brace."""
+    return text[text.index(begin) :].split("\n}", 1)[0]
+
+
+def settings() -> str:
+    text = source("src/config.rs")
+    fields = re.findall(r"pub (\w+): ([^,\n]+),", block(text, "pub struct Config {"))
+    words = dict(documented(block(text, "pub struct Config {"), r"pub (\w+): "))
+    # `blocking_threads: 16,` of the default, on a line of its own.
+    defaults = dict(re.findall(r"^ {12}(\w+): (.+),$", block(text, "impl Default for Config"), re.M))
+    rows = ["| setting | default | |", "|---|---|---|"]
+    for name, kind in fields:
+        rows.append(f"| `{name}` | {default(defaults[name], kind, text)} | {cell(words[name])} |")
+    enums = []
+    for name in dict.fromkeys(kind for _, kind in fields if f"pub enum {kind} {{" in text):
+        values = documented(block(text, f"pub enum {name} {{"), r"(\w+),")
+        setting = next(field for field, kind in fields if kind == name)
+        lines = [f"- `{snake(value)}`: {words}" for value, words in values]
+        enums.append(f"### `{setting}`\n\n" + "\n".join(lines))
+    return (
+        HEAD.format(source="src/config.rs")
+        + "# Settings of the engine\n\n*For those who open a cache, in Rust or in Python.*\n\n"
+        "Fields of `kvhoist::Config`, and keywords of `kvhoist.Cache`. In Python, and in the settings of the engines' adapters,\n"
+        "`path` with `capacity` stands for `disks`, and `host_bytes` for `host_blocks`; the adapters' own are on the pages of\n"
+        "[SGLang](../sglang.md), [vLLM](../vllm.md) and [LMCache](../lmcache.md).\n\n"
+        + "\n".join(rows)
+        + "\n\n## Words\n\n"
+        + "\n\n".join(enums)
+        + "\n"
+    )
+
+
+def default(value: str, kind: str, text: str) -> str:
+    if value.endswith("::default()"):
+        variants = block(text, f"pub enum {kind} {{")
+        variant = re.search(r"#\[default\]\s+(\w+)", variants)[1]
+        return f"`{snake(variant)}`"
+    value = value.removesuffix(".into()").replace("_", "").replace('"', "")
+    if shifted := re.fullmatch(r"(\d+) << (10|20|30)", value):
+        return f"{shifted[1]} {dict(zip(('10', '20', '30'), ('KiB', 'MiB', 'GiB')))[shifted[2]]}"
+    return {"None": "none", "Vec::new()": "none"}.get(value, f"{value}")
+
+
+def snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
+
+
+def metrics() -> str:
+    text = source("src/metrics.rs")
+    # Labels of a counter have no spaces; what it counts has.
+    rust = {m[0]: m[1] for m in re.findall(r'"(kvhoist_\w+)",\s*(?:Unit::\w+,\s*)?"([^"]+)"', text) if " " in m[1]}
+    tree = ast.parse(source("python/kvhoist/metrics.py"))
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "Metric"]
+    python = {call.args[0].value: (call.args[1].value, call.args[2].value) for call in calls}
+    rows = ["| name | kind | Rust | Python | |", "|---|---|---|---|---|"]
+    for name in sorted(rust.keys() | python.keys()):
+        kind = "histogram" if name.endswith("_seconds") else "counter" if name.endswith("_total") else "gauge"
+        words = rust.get(name) or python[name][1]
+        rows.append(f"| `{name}` | {kind} | {'yes' if name in rust else ''} | {'yes' if name in python else ''} | {cell(words)} |")
+    return (
+        HEAD.format(source="src/metrics.rs and python/kvhoist/metrics.py")
+        + "# Metrics\n\n*For operators.*\n\n"
+        "Rust programs export them through the recorder of the `metrics` crate that they installed before they opened a cache;\n"
+        "Python by [`kvhoist.metrics`](../monitoring/README.md), with the labels `cache` and `number`. Labels beside: `tier`,\n"
+        "`route`, `engine`, `reason`.\n\n" + "\n".join(rows) + "\n"
+    )
+
+
+def errors() -> str:
+    body = block(source("src/error.rs"), "pub enum Error {")
+    variants = documented(body.replace(" {\n", ",\n"), r"([A-Z]\w+),")
+    tree = ast.parse(source("python/kvhoist/errors.py"))
+    classes = {node.name: " ".join((ast.get_docstring(node) or "").split()) for node in tree.body if isinstance(node, ast.ClassDef)}
+    names = dict(re.findall(r'Error::(\w+)(?: \{ \.\. \})? => "(\w+)"', source("python/src/errors.rs")))
+    rows = ["| Rust | Python | |", "|---|---|---|"]
+    for name, words in variants:
+        if name in names:
+            rows.append(f"| `Error::{name}` | `{names.pop(name)}` | {cell(words)} |")
+    told = {row.split("`")[3] for row in rows[2:]}
+    for name, words in classes.items():
+        if name not in told and name != "Error":
+            rows.append(f"| | `{name}` | {cell(words)} |")
+    return (
+        HEAD.format(source="src/error.rs and python/kvhoist/errors.py")
+        + "# Errors\n\n*For those who call a cache.*\n\n"
+        "Split by what the caller can do. In Python all are under `kvhoist.Error`.\n\n" + "\n".join(rows) + "\n"
+    )
+
+
+PAGES = {"settings.md": settings, "metrics.md": metrics, "errors.md": errors}
+
+
+def main() -> int:
+    stale = []
+    for name, write in PAGES.items():
+        path, text = ROOT / "docs" / "reference" / name, write()
+        if "--check" not in sys.argv[1:]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(name)
+    for name in stale:
+        print(f"docs/reference/{name}: found another text than the code gives, expected the same; run docs/generate.py")
+    return 1 if stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The pages: what is generated is current, and every link leads somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+pytestmark = pytest.mark.skipif(not DOCS.exists(), reason="no docs beside the tests; run them in a checkout")
+
+#: Folders of pages that are the project's own.
+PAGES = ["*.md", "docs/**/*.md", "python/*.md"]
+
+
+def pages() -> list[Path]:
+    return sorted(page for pattern in PAGES for page in ROOT.glob(pattern))
+
+
+def prose(page: Path) -> str:
+    """A page without what is code in it, where brackets are brackets."""
+    text = re.sub(r"^([ ]*)(```|~~~).*?^\1\2", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and mdBook make them."""
+    headings = re.findall(r"^#{1,6} (.+)$", re.sub(r"^(```|~~~).*?^\1", "", page.read_text(), flags=re.M | re.S), re.M)
+    plain = (re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower()).replace(" ", "-") for heading in headings)
+    return set(plain)
+
+
+def test_generated_pages_are_what_the_code_says():
+    ended = subprocess.run([sys.executable, DOCS / "generate.py", "--check"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_every_link_leads_somewhere():
+    broken, checked = [], 0
+    for page in pages():
+        for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+            if re.match(r"[a-z]+:", target):
+                continue
+            path, _, anchor = target.partition("#")
+            there = (page.parent / path).resolve() if path else page
+            checked += 1
+            if not there.exists() or (anchor and there.suffix == ".md" and anchor not in anchors(there)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken and checked > 30, "\n".join(broken)
+
+
+def test_the_site_has_every_page_once():
+    listed = re.findall(r"\]\(([^)]+)\)", (DOCS / "SUMMARY.md").read_text())
+    there = {str(page.relative_to(DOCS)) for page in DOCS.glob("**/*.md")} - {"SUMMARY.md"}
+    assert sorted(listed) == sorted(there)
