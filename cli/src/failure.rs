@@ -10,7 +10,7 @@ Exit status:
   0    it is done, and all is well
   1    it failed, found damage, or something that is wanted is missing
   2    wrong or missing flags, inputs or stores: mend them and try again
-  130  interrupted (Ctrl-C, SIGTERM, SIGHUP): what was known by then is printed, temporary files are removed";
+  130  interrupted (Ctrl-C, SIGTERM, SIGHUP): it prints what it has";
 
 /// What the command's flags are called for settings of the engine.
 const FLAGS: [(&str, &str); 14] = [

@@ -31,7 +31,7 @@ const VERSION: &str = env!("KVHOIST_VERSION");
 
 /// Tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
 #[derive(Parser)]
-#[command(name = "kvhoist", version = VERSION, about, after_help = EXIT_STATUS, arg_required_else_help = true)]
+#[command(name = "kvhoist", version = VERSION, after_help = EXIT_STATUS, arg_required_else_help = true)]
 struct Cli {
     #[command(subcommand)]
     command: Command,
