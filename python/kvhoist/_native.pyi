@@ -6,7 +6,22 @@ _Key = str | bytes
 #: A buffer object, (address, bytes) in registered memory, or a list or tuple of either: the segments of a block.
 _Block = Any
 
-__all__: list[str]
+__all__ = [
+    "Answers",
+    "BYTES_EXPECTED",
+    "Cache",
+    "Queue",
+    "Region",
+    "__version__",
+    "_logs_end",
+    "_logs_renew",
+    "_logs_take",
+    "chunk_keys",
+    "examine",
+    "parse_bytes",
+    "path_bytes",
+    "slots_within",
+]
 __version__: str
 BYTES_EXPECTED: str
 
