@@ -104,6 +104,11 @@ pub fn holds_lock() -> bool {
     crate::state::holds_lock()
 }
 
+/// How many index locks this thread has taken so far.
+pub fn locks_taken() -> u64 {
+    crate::state::locks_taken()
+}
+
 /// A simulated cache, and its reactor.
 pub struct Simulated {
     /// The cache, as any other.

@@ -9,7 +9,10 @@ impl Shared {
     pub(crate) fn lock(&self) -> Locked<'_> {
         let state = Some(self.state.lock());
         #[cfg(feature = "sim")]
-        LOCKS_HELD.set(LOCKS_HELD.get() + 1);
+        {
+            LOCKS_HELD.set(LOCKS_HELD.get() + 1);
+            LOCKS_TAKEN.set(LOCKS_TAKEN.get() + 1);
+        }
         Locked { shared: self, state }
     }
 
@@ -37,6 +40,14 @@ fn unlock(state: MutexGuard<'_, State>) {
 std::thread_local! {
     /// Index locks that this thread holds.
     static LOCKS_HELD: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
+    /// Index locks that this thread has taken so far.
+    static LOCKS_TAKEN: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+}
+
+/// How many index locks this thread has taken so far.
+#[cfg(feature = "sim")]
+pub(crate) fn locks_taken() -> u64 {
+    LOCKS_TAKEN.get()
 }
 
 /// True while this thread holds the index lock of some cache: every caller waits for it. What may block, a log above

@@ -24,7 +24,7 @@ pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use flights::{Class, Raised, Urgency};
 pub(crate) use health::{CufileService, DiskService, Failures, blames_disk};
 #[cfg(feature = "sim")]
-pub(crate) use lock::holds_lock;
+pub(crate) use lock::{holds_lock, locks_taken};
 pub(crate) use lookup::{Found, Promotion, Removed, Use};
 pub(crate) use slots::Purpose;
 pub(crate) use verify::Settled;
