@@ -35,7 +35,7 @@ use crate::{
     index::PrefixMatch,
     mover::{Command, DeviceRead, Urgent},
     shield::shield,
-    state::{Class, Committed, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared, Use},
+    state::{BegunStore, Class, Committed, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared, Use},
 };
 
 /// Blocks that [`Cache::touch`] counts before it lets others at the index.
@@ -242,14 +242,14 @@ impl Cache {
                 expected: format!("one block of {block_bytes} bytes"),
             });
         }
-        let committed = match self.inner.shared.store_known(key, parent)? {
-            Some(committed) => committed,
-            None => {
-                let mut filling = self.inner.shared.acquire(Tier::Host, Purpose::Call).await?;
-                filling.bytes_mut().copy_from_slice(data);
-                self.inner.shared.commit(key, parent, filling, checksum(data))?
-            }
+        let shared = &self.inner.shared;
+        let mut filling = match shared.begin_store(key, parent)? {
+            BegunStore::Known(committed) => return self.finish_store(key, committed).await,
+            BegunStore::Slot(filling) => filling,
+            BegunStore::NoSlot => shared.acquire(Tier::Host, Purpose::Call).await?,
         };
+        filling.bytes_mut().copy_from_slice(data);
+        let committed = shared.commit(key, parent, filling, checksum(data))?;
         self.finish_store(key, committed).await
     }
 

@@ -62,15 +62,32 @@ impl Budget {
         })))
     }
 
+    /// `bytes` of the budget where nothing has to be waited for, and `also` is had as well.
+    pub(crate) fn take_now<T>(
+        &self,
+        kind: Kind,
+        urgency: Urgency,
+        bytes: u64,
+        also: impl FnOnce() -> Option<T>,
+    ) -> Option<(Share, T)> {
+        let mut inner = self.0.borrow_mut();
+        let bytes = bytes.min(inner.limits[kind as usize]);
+        if !inner.may_start(kind, urgency, bytes) {
+            return None;
+        }
+        let also = also()?;
+        inner.in_flight[kind as usize] += bytes;
+        Some((Share { budget: self.clone(), kind, bytes }, also))
+    }
+
     /// Waits for `bytes` of the budget. Cancel safe: a share given to a dropped future goes back.
     pub(crate) async fn take(&self, kind: Kind, urgency: Urgency, bytes: u64) -> Share {
+        if let Some((share, ())) = self.take_now(kind, urgency, bytes, || Some(())) {
+            return share;
+        }
         let receiver = {
             let mut inner = self.0.borrow_mut();
             let bytes = bytes.min(inner.limits[kind as usize]);
-            if inner.may_start(kind, urgency, bytes) {
-                inner.in_flight[kind as usize] += bytes;
-                return Share { budget: self.clone(), kind, bytes };
-            }
             let (wake, receiver) = oneshot::channel();
             inner.waiting[kind as usize].push(urgency, Waiter { bytes, wake });
             receiver

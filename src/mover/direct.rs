@@ -23,7 +23,7 @@ use crate::{
     index::EntryId,
     io::{Storage, read_full},
     memory::AlignedBuf,
-    state::{CufileService, Filling, Outcome, Pin, Purpose, Shared, State},
+    state::{CufileService, DiskPlace, Filling, Outcome, Pin, Purpose, Shared, State},
 };
 
 /// Requests that may fail in a row before the route is given up.
@@ -226,12 +226,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let (id, slot) = (pin.id(), filling.slot());
         let checksum = self.shared.lock().device_checksums[pin.slot() as usize];
-        let Some((file, offset)) = self.begin_disk_write(id, &filling, checksum) else { return Some(Ok(false)) };
+        let Some(place) = self.begin_disk_write(id, &filling, checksum) else { return Some(Ok(false)) };
+        let DiskPlace { file, offset, page } = place;
         let owner = Box::new((Arc::clone(pin), filling));
         let parts = self.parts(pin.slot(), offset);
         // SAFETY: the device slot is pinned and full, the disk slot unpublished; both travel as owner.
         let transfer = unsafe { direct.cufile.transfer(OpKind::Write, file, parts, owner) };
-        let (ended, recorded) = tokio::join!(transfer, self.write_record(slot));
+        let (ended, recorded) = tokio::join!(transfer, self.write_page(page));
         drop(share);
         let fault = match ended {
             Ended::Done(owner) => {

@@ -191,12 +191,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn start(self: &Rc<Self>, command: Command) {
         let this = Rc::clone(self);
         match command {
-            Command::Promote { key, to } => {
-                // Else a movement that could not wait for this command has started it.
-                if self.shared.lock().flights.start(&key, to) {
-                    self.spawn(async move { this.promote(key, to).await });
-                }
-            }
+            Command::Promote { key, to } => self.spawn(this.promote(key, to)),
             Command::Load { jobs, reply } => self.spawn(async move {
                 reply(this.load(jobs).await);
             }),

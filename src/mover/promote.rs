@@ -16,7 +16,10 @@ use crate::{
     error::{Error, Result},
     io::Storage,
     memory::Lent,
-    state::{Class, Filling, Message, Outcome, Pin, Promotion, Purpose, Settled, Unverified, Use, blames_disk, verify},
+    state::{
+        Class, Filling, FlightEnd, Message, Outcome, Pin, Promotion, Purpose, Settled, State, Unverified, Use,
+        blames_disk, verify,
+    },
 };
 
 /// Where a block will be read from.
@@ -51,6 +54,9 @@ pub(super) enum Asked {
     InPassing,
 }
 
+/// What a read of a block has taken: its slot, its share of the bytes in flight, and where the block is.
+type BegunRead = (Filling, Share, Source);
+
 /// What reading a block came to.
 enum Read {
     /// A pin on it, or nothing: no checksum is wanted.
@@ -65,8 +71,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match to {
             Tier::Host => self.fill_host_for_waiters(&key).await,
             Tier::Device => {
-                let outcome = self.fill_device(&key).await;
-                self.land(&key, to, outcome);
+                // Else a movement that could not wait for this command has started it.
+                if self.shared.lock().flights.start(&key, to) {
+                    let outcome = self.fill_device(&key).await;
+                    self.land(&key, to, outcome);
+                }
             }
             Tier::Disk => unreachable!("copies to disk are writes"),
         }
@@ -74,8 +83,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error. Starts the write that follows it.
     pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
-        let (answers, next) = self.shared.end_flight(key, tier, &outcome);
+        let ended = self.shared.end_flight(key, tier, &outcome);
         drop(outcome);
+        self.answer_all(key, ended);
+    }
+
+    /// Answers the waiters of a flight that has ended, and starts the write that follows it.
+    pub(super) fn answer_all(self: &Rc<Self>, key: &BlockKey, (answers, next): FlightEnd) {
         self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
         if let Some(pin) = next {
             self.spawn(Rc::clone(self).write(*key, pin));
@@ -106,7 +120,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Fills a host slot, and verifies it here: for those on the reactor, and where nobody waits.
     async fn fill_host(&self, key: &BlockKey, next: Next) -> Outcome {
-        match self.read_host(key).await? {
+        let begun = self.begin_read_now(&mut self.shared.lock(), key);
+        match self.read_host(key, begun).await? {
             Read::Ended(pin) => Ok(pin),
             Read::Unverified(unverified) => match next {
                 Next::Device(ahead) => self.copy_and_verify(unverified, &ahead).await,
@@ -126,7 +141,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Fills a host slot, and leaves it to those who wait for it to verify it.
     async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey) {
-        let outcome = match self.read_host(key).await {
+        let begun = {
+            let mut state = self.shared.lock();
+            // Else a movement that could not wait for this command has started it.
+            if !state.flights.start(key, Tier::Host) {
+                return;
+            }
+            self.begin_read_now(&mut state, key)
+        };
+        let outcome = match self.read_host(key, begun).await {
             Ok(Read::Unverified(unverified)) => {
                 let mine = unverified.sum.is_some() || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
                 let left = if mine { Err(unverified) } else { self.shared.leave_unverified(key, unverified) };
@@ -151,12 +174,29 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.budget.take(kind, urgency, self.shared.config.slot_bytes() as u64).await
     }
 
-    async fn read_host(&self, key: &BlockKey) -> Result<Read> {
+    /// All that a read of a block takes, where none of it has to be waited for: under one lock.
+    fn begin_read_now(&self, state: &mut State, key: &BlockKey) -> Option<BegunRead> {
+        let urgency = state.holder_urgency(Purpose::Movement(key, Tier::Host));
+        let slot = || self.shared.acquire_locked(state, Tier::Host);
+        let (share, filling) =
+            self.budget.take_now(Kind::Read, urgency, self.shared.config.slot_bytes() as u64, slot)?;
+        Some((filling, share, self.choose_source(state, key)))
+    }
+
+    /// Reads a block into a host slot, with what was had at once, or as it can be had.
+    async fn read_host(&self, key: &BlockKey, begun: Option<BegunRead>) -> Result<Read> {
         let started = Instant::now();
-        // The slot first: while it is waited for nothing is pinned that others could wait for.
-        let filling = self.shared.acquire(Tier::Host, Purpose::Movement(key, Tier::Host)).await?;
-        let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Host)).await;
-        match self.choose_source(key) {
+        let (filling, share, source) = match begun {
+            Some(begun) => begun,
+            None => {
+                // The slot first: while it is waited for nothing is pinned that others could wait for.
+                let filling = self.shared.acquire(Tier::Host, Purpose::Movement(key, Tier::Host)).await?;
+                let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Host)).await;
+                let source = self.choose_source(&mut self.shared.lock(), key);
+                (filling, share, source)
+            }
+        };
+        match source {
             Source::Host(pin) => Ok(Read::Ended(Some(pin))),
             Source::Gone => Ok(Read::Ended(None)),
             Source::Disk { pin, file, offset, checksum } => {
@@ -187,14 +227,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Pins where `key` is, and begins the fill of its host slot.
-    fn choose_source(&self, key: &BlockKey) -> Source {
-        let mut state = self.shared.lock();
+    fn choose_source(&self, state: &mut State, key: &BlockKey) -> Source {
         let Some(id) = state.index.find(key) else { return Source::Gone };
-        if let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit) {
+        if let Some(pin) = Pin::take(&self.shared, state, id, Tier::Host, Route::HostHit) {
             return Source::Host(pin);
         }
         if state.disk_service.reads()
-            && let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::DiskToHost)
+            && let Some(pin) = Pin::take(&self.shared, state, id, Tier::Disk, Route::DiskToHost)
         {
             let slots = state.disk_slots();
             let (file, offset) = slots.locate(pin.slot());
@@ -204,7 +243,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Source::Disk { pin, file, offset, checksum };
         }
         if state.device_retired.is_none()
-            && let Some(pin) = Pin::take(&self.shared, &mut state, id, Tier::Device, Route::DeviceToHost)
+            && let Some(pin) = Pin::take(&self.shared, state, id, Tier::Device, Route::DeviceToHost)
         {
             let began = state.index.begin_fill(id, Tier::Host);
             assert!(began, "flights are single, and stores publish in one step");

@@ -30,7 +30,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.write_page(page).await
     }
 
-    async fn write_page(self: &Rc<Self>, page: PageId) -> Result<()> {
+    pub(super) async fn write_page(self: &Rc<Self>, page: PageId) -> Result<()> {
         let (sender, receiver) = oneshot::channel();
         match self.records.borrow_mut().0.entry(page) {
             Entry::Occupied(mut waiters) => waiters.get_mut().next.push(sender),

@@ -21,7 +21,7 @@ use crate::{
     index::EntryId,
     io::{Storage, read_full, write_full},
     memory::{Lent, Readable},
-    state::{Class, Filling, Pin, Purpose},
+    state::{Class, DiskPlace, Filling, Pin, Purpose},
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.
@@ -46,8 +46,7 @@ struct Source {
 struct Target {
     id: EntryId,
     filling: Filling,
-    file: FileId,
-    offset: u64,
+    place: DiskPlace,
 }
 
 impl Job {
@@ -166,15 +165,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(filling) => filling,
             Err(error) => return Straight::Ended(Err(error)),
         };
-        let Target { id, filling, file, offset } = match self.begin_straight_write(&job, filling, checksum) {
+        let Target { id, filling, place } = match self.begin_straight_write(&job, filling, checksum) {
             Ok(Some(target)) => target,
             Ok(None) => return Straight::Elsewhere(job),
             Err(error) => return Straight::Ended(Err(error)),
         };
-        let (key, slot, started) = (job.key, filling.slot(), Instant::now());
+        let DiskPlace { file, offset, page } = place;
+        let (key, started) = (job.key, Instant::now());
         let segments = job.places();
         let payload = self.transfer(OpKind::Write, file, offset, &segments, (job, filling));
-        let ((result, (_job, filling)), recorded) = tokio::join!(payload, self.write_record(slot));
+        let ((result, (_job, filling)), recorded) = tokio::join!(payload, self.write_page(page));
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
@@ -214,10 +214,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let id = state.index.insert(job.key, job.parent);
         let place = state.begin_disk_write(id, &filling, checksum);
-        let (file, offset) = place.expect("it is resident nowhere, and on no way");
+        let place = place.expect("it is resident nowhere, and on no way");
         // For those who want the same block on disk meanwhile; the one who stores it is answered by the end itself.
         drop(state.flights.begin(&job.key, Tier::Disk, id, Class::Awaited));
-        Ok(Some(Target { id, filling, file, offset }))
+        Ok(Some(Target { id, filling, place }))
     }
 
     /// Reads a slot into segments, or writes it from them, all at once; `guards` keep both, and come back. With the

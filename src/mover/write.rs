@@ -6,7 +6,7 @@ use tokio::time::Instant;
 
 use super::{
     Mover,
-    budget::Kind,
+    budget::{Kind, Share},
     promote::{Asked, Next},
 };
 use crate::{
@@ -16,11 +16,15 @@ use crate::{
     index::EntryId,
     io::{Storage, write_full},
     memory::Lent,
-    state::{Class, Committed, Filling, Pin, Purpose, State},
+    state::{Class, Committed, DiskPlace, Filling, Pin, Purpose, State},
 };
 
 /// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.
 pub(super) const DEMOTING_MAX: u32 = 64;
+
+/// What a write of a block has taken: its share of the bytes in flight and its slot; and where that is, if the block is
+/// still to be written.
+type BegunWrite = (Share, Filling, Option<DiskPlace>);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a host block to disk and answers those who wait for it.
@@ -44,9 +48,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Err(error)
             }
         };
-        self.shared.end_write(&key, pin.id(), outcome.as_ref().err());
-        drop(pin);
-        self.land(&key, Tier::Disk, outcome);
+        let ended = self.shared.end_write(&key, pin, &outcome);
+        self.answer_all(&key, ended);
     }
 
     /// Writes a block that only the device holds: by libcufile, or by way of host memory where that fails.
@@ -65,20 +68,36 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// True if the block was written, false if it was on disk already or was removed meanwhile.
     async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Result<bool> {
-        let share = self.share(Kind::Write, Purpose::Movement(key, Tier::Disk)).await;
-        let filling = self.shared.acquire(Tier::Disk, Purpose::Movement(key, Tier::Disk)).await?;
+        let begun = self.begin_write_now(&mut self.shared.lock(), key, pin);
+        let (share, filling, place) = match begun {
+            Some(begun) => begun,
+            None => {
+                let share = self.share(Kind::Write, Purpose::Movement(key, Tier::Disk)).await;
+                let filling = self.shared.acquire(Tier::Disk, Purpose::Movement(key, Tier::Disk)).await?;
+                let place = self.shared.lock().begin_host_write(pin, &filling);
+                (share, filling, place)
+            }
+        };
         let id = pin.id();
-        let checksum = self.shared.lock().host_checksums[pin.slot() as usize];
-        let Some((file, offset)) = self.begin_disk_write(id, &filling, checksum) else { return Ok(false) };
+        let Some(DiskPlace { file, offset, page }) = place else { return Ok(false) };
         // Both at once: whichever comes first on the medium, a record without its payload is found out
         // by the checksum that it carries. Nobody here sees the block before both have ended.
-        let slot = filling.slot();
-        let (written, recorded) = tokio::join!(self.write_slot(file, offset, pin, filling), self.write_record(slot));
+        let (written, recorded) = tokio::join!(self.write_slot(file, offset, pin, filling), self.write_page(page));
         drop(share);
         let (result, filling) = written;
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
         self.end_disk_write(id, filling, result).await
+    }
+
+    /// All that a write of a host block takes, where none of it has to be waited for: under one lock.
+    fn begin_write_now(&self, state: &mut State, key: &BlockKey, pin: &Pin) -> Option<BegunWrite> {
+        let urgency = state.holder_urgency(Purpose::Movement(key, Tier::Disk));
+        let slot = || self.shared.acquire_locked(state, Tier::Disk);
+        let (share, filling) =
+            self.budget.take_now(Kind::Write, urgency, self.shared.config.slot_bytes() as u64, slot)?;
+        let place = state.begin_host_write(pin, &filling);
+        Some((share, filling, place))
     }
 
     /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
@@ -99,7 +118,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Enters a block in the books of the disk slot that it is about to be written to; says where that is. `None` if it
     /// was removed or is there already.
-    pub(super) fn begin_disk_write(&self, id: EntryId, filling: &Filling, checksum: u64) -> Option<(FileId, u64)> {
+    pub(super) fn begin_disk_write(&self, id: EntryId, filling: &Filling, checksum: u64) -> Option<DiskPlace> {
         self.shared.lock().begin_disk_write(id, filling, checksum)
     }
 
@@ -185,19 +204,5 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
             _ => None,
         }
-    }
-}
-
-impl State {
-    /// As [`Mover::begin_disk_write`].
-    pub(super) fn begin_disk_write(&mut self, id: EntryId, filling: &Filling, checksum: u64) -> Option<(FileId, u64)> {
-        if !self.index.begin_fill(id, Tier::Disk) {
-            return None;
-        }
-        let generation = self.generation;
-        self.generation += 1;
-        let slots = self.disk_slots();
-        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
-        Some(slots.locate(filling.slot()))
     }
 }

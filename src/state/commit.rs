@@ -6,8 +6,9 @@ use tokio::sync::oneshot;
 
 use super::{Class, Filling, Finished, Joined, Message, Outcome, Pin, Settled, Shared, State};
 use crate::{
-    block::{BlockKey, Route, Tier},
+    block::{BlockKey, FileId, Route, Tier},
     config::{Eviction, WritePolicy},
+    disk::PageId,
     error::{Error, Result},
     index::EntryId,
 };
@@ -22,6 +23,20 @@ pub(crate) enum Committed {
     Write(Pin, oneshot::Receiver<Message>),
 }
 
+/// What a store begins with.
+pub(crate) enum BegunStore {
+    /// The block is resident already.
+    Known(Committed),
+    /// The slot for its bytes.
+    Slot(Filling),
+    /// Its bytes are needed, and a slot must be waited for.
+    NoSlot,
+}
+
+/// How a flight ended: the answers to its waiters, to be sent when the lock is released, and the source of the write
+/// that follows it.
+pub(crate) type FlightEnd = (Vec<(oneshot::Sender<Message>, Outcome)>, Option<Pin>);
+
 impl Shared {
     /// What is to be done for a block that is resident already; `None` where its bytes are needed.
     pub(crate) fn store_known(
@@ -29,21 +44,38 @@ impl Shared {
         key: &BlockKey,
         parent: Option<&BlockKey>,
     ) -> Result<Option<Committed>> {
+        self.store_known_locked(&mut self.lock(), key, parent)
+    }
+
+    /// Begins a store: as [`store_known`](Self::store_known), and with a slot for a block whose bytes are needed.
+    pub(crate) fn begin_store(self: &Arc<Self>, key: &BlockKey, parent: Option<&BlockKey>) -> Result<BegunStore> {
         let mut state = self.lock();
+        if let Some(committed) = self.store_known_locked(&mut state, key, parent)? {
+            return Ok(BegunStore::Known(committed));
+        }
+        Ok(self.acquire_locked(&mut state, Tier::Host).map_or(BegunStore::NoSlot, BegunStore::Slot))
+    }
+
+    fn store_known_locked(
+        self: &Arc<Self>,
+        state: &mut State,
+        key: &BlockKey,
+        parent: Option<&BlockKey>,
+    ) -> Result<Option<Committed>> {
         state.check_open()?;
         let Some(id) = state.index.find(key) else {
-            return Ok(self.refuses_store(&mut state, key, parent).then_some(Committed::Done));
+            return Ok(self.refuses_store(state, key, parent).then_some(Committed::Done));
         };
         let on_disk = state.index.slot(id, Tier::Disk).is_some() && state.disk_service.reads();
         if !on_disk && state.index.slot(id, Tier::Host).is_none() {
-            return Ok(self.refuses_store(&mut state, key, parent).then_some(Committed::Done));
+            return Ok(self.refuses_store(state, key, parent).then_some(Committed::Done));
         }
         if parent.is_some() {
             state.index.insert(*key, parent.copied());
         }
         state.index.touch(id);
         self.metrics.stores_known.add(1);
-        self.apply_policy(&mut state, id, key).map(Some)
+        self.apply_policy(state, id, key).map(Some)
     }
 
     /// Makes a filled host slot visible under `key`.
@@ -176,17 +208,20 @@ impl Shared {
         pin
     }
 
-    /// Ends a flight, and begins the write that follows it: a pin on its block, for the mover. The answers are the
-    /// caller's to send when the lock is released.
-    pub(crate) fn end_flight(
+    /// Ends a flight, and begins the write that follows it.
+    pub(crate) fn end_flight(self: &Arc<Self>, key: &BlockKey, tier: Tier, outcome: &Outcome) -> FlightEnd {
+        self.end_flight_locked(&mut self.lock(), key, tier, outcome)
+    }
+
+    fn end_flight_locked(
         self: &Arc<Self>,
+        state: &mut State,
         key: &BlockKey,
         tier: Tier,
         outcome: &Outcome,
-    ) -> (Vec<(oneshot::Sender<Message>, Outcome)>, Option<Pin>) {
-        let mut state = self.lock();
+    ) -> FlightEnd {
         let Finished { waiters, next } = state.flights.finish(key, tier);
-        let mut answers = self.answers(&mut state, waiters, tier, outcome);
+        let mut answers = self.answers(state, waiters, tier, outcome);
         let Some(next) = next else { return (answers, None) };
         // Or the block was removed, or is on disk.
         let mut missed = Ok(());
@@ -195,10 +230,10 @@ impl Shared {
         {
             let awaited = self.config.write_policy != WritePolicy::WriteBack || !next.is_empty();
             if !awaited && state.index.slot(id, Tier::Host).is_some() {
-                self.must_be_written(&mut state, id, key);
+                self.must_be_written(state, id, key);
                 return (answers, None);
             }
-            if let Some(pin) = self.pin_source(&mut state, id, key) {
+            if let Some(pin) = self.pin_source(state, id, key) {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
                 state.flights.begin_for(key, Tier::Disk, id, class, next);
                 return (answers, Some(pin));
@@ -214,12 +249,27 @@ impl Shared {
         (answers, None)
     }
 
+    /// Ends the flight of a write as [`end_flight`](Self::end_flight) does, and gives its source back.
+    ///
     /// A block that was written, or that the disk refused, no longer waits to be written. A refusal is noted, and was
     /// counted: a host tier that could never let go of its blocks would end all service.
-    ///
-    /// One that was removed meanwhile waits for nothing, and a block that was stored under its key since is another.
-    pub(crate) fn end_write(&self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
+    pub(crate) fn end_write(self: &Arc<Self>, key: &BlockKey, source: Arc<Pin>, outcome: &Outcome) -> FlightEnd {
         let mut state = self.lock();
+        self.note_written(&mut state, key, source.id(), outcome.as_ref().err());
+        match Arc::try_unwrap(source) {
+            Ok(pin) => pin.release(&mut state),
+            // What a library has not given back keeps it. Not dropped under the lock.
+            Err(shared) => {
+                drop(state);
+                drop(shared);
+                state = self.lock();
+            }
+        }
+        self.end_flight_locked(&mut state, key, Tier::Disk, outcome)
+    }
+
+    /// One that was removed meanwhile waits for nothing, and a block that was stored under its key since is another.
+    fn note_written(&self, state: &mut State, key: &BlockKey, id: EntryId, error: Option<&Error>) {
         if state.index.find(key) != Some(id) {
             return;
         }
@@ -307,6 +357,35 @@ impl Shared {
 /// reason (it timed out, the cache was closed, a copy failed) says nothing of the block that an earlier store left.
 fn says_refused(error: &Error) -> bool {
     matches!(error, Error::Io { .. } | Error::Refused { .. } | Error::Unavailable { .. })
+}
+
+/// Where a block is written: its payload, and the page with its record.
+pub(crate) struct DiskPlace {
+    pub(crate) file: FileId,
+    pub(crate) offset: u64,
+    pub(crate) page: PageId,
+}
+
+impl State {
+    /// Enters a block in the table of the disk slot that it is about to be written to; says where that is. `None` if
+    /// it was removed or is there already.
+    pub(crate) fn begin_disk_write(&mut self, id: EntryId, filling: &Filling, checksum: u64) -> Option<DiskPlace> {
+        if !self.index.begin_fill(id, Tier::Disk) {
+            return None;
+        }
+        let generation = self.generation;
+        self.generation += 1;
+        let slots = self.disk_slots();
+        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
+        let (file, offset) = slots.locate(filling.slot());
+        Some(DiskPlace { file, offset, page: slots.page_of(filling.slot()) })
+    }
+
+    /// As [`begin_disk_write`](Self::begin_disk_write), of a pinned host block.
+    pub(crate) fn begin_host_write(&mut self, pin: &Pin, filling: &Filling) -> Option<DiskPlace> {
+        let checksum = self.host_checksums[pin.slot() as usize];
+        self.begin_disk_write(pin.id(), filling, checksum)
+    }
 }
 
 #[cfg(test)]

@@ -23,7 +23,7 @@ impl Shared {
     pub(crate) fn give_up_overdue(&self, begun: u64) -> bool {
         let (waiters, any, held) = {
             let mut state = self.lock();
-            let held = Tier::ALL.map(|tier| self.held_slots(&state, tier));
+            let held = Tier::ALL.map(|tier| self.held_slots(tier));
             (state.flights.take_overdue(begun), state.flights.any_overdue(), held)
         };
         if !waiters.is_empty() {

@@ -1,6 +1,6 @@
 //! What owns a slot: a filling until its block is published, a pin while it is read.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use super::{Filling, Pin, Shared, State};
 use crate::{
@@ -110,7 +110,7 @@ impl Pin {
     #[inline]
     pub(crate) fn count_as_lease(&mut self) {
         if !self.is_leased {
-            self.shared().lock().leases[self.tier as usize] += 1;
+            self.shared().leases[self.tier as usize].fetch_add(1, Ordering::Relaxed);
             self.is_leased = true;
         }
     }
@@ -140,7 +140,7 @@ impl Drop for Pin {
 impl Shared {
     fn unpin(&self, state: &mut State, id: EntryId, tier: Tier, is_leased: bool) {
         if is_leased {
-            state.leases[tier as usize] -= 1;
+            self.leases[tier as usize].fetch_sub(1, Ordering::Relaxed);
         }
         if let Some(slot) = state.index.unpin(id, tier) {
             state.push_free(tier, slot);

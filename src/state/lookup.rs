@@ -1,6 +1,6 @@
 //! Where a block is: looking it up, asking for its promotion, removing it.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use tokio::sync::oneshot;
 
@@ -74,7 +74,7 @@ impl Shared {
             return Ok(Found::Miss);
         };
         if let Some(slot) = state.pin_used(id, tier) {
-            state.leases[tier as usize] += u64::from(is_leased);
+            self.leases[tier as usize].fetch_add(u64::from(is_leased), Ordering::Relaxed);
             drop(state);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
             self.metrics.looked_up(Some(tier));

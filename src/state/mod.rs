@@ -19,7 +19,7 @@ mod service;
 mod slots;
 pub(crate) mod verify;
 
-pub(crate) use commit::Committed;
+pub(crate) use commit::{BegunStore, Committed, DiskPlace, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use flights::{Class, Raised, Urgency};
 pub(crate) use health::{CufileService, DiskService, Failures, blames_disk};
@@ -78,8 +78,6 @@ pub(crate) struct State {
     /// Generation of the next record.
     pub(crate) generation: u64,
     pub(crate) slot_requests: SlotRequests,
-    /// Leases that callers hold on blocks of the device and the host tier.
-    pub(crate) leases: [u64; 2],
     /// What the budget has not been told yet.
     pub(crate) raised: Raised,
     pub(crate) disk_service: DiskService,
@@ -101,6 +99,8 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     /// Host slots that callers have reserved and not committed.
     pub(crate) reservations: AtomicU64,
+    /// Leases that callers hold on blocks of the device and the host tier.
+    pub(crate) leases: [AtomicU64; 2],
     /// Wakes the task that tells the budget of what is raised.
     pub(crate) raised: Notify,
     /// Wakes the write-back task.
@@ -138,7 +138,6 @@ impl Shared {
             cufile: CufileService::default(),
             generation,
             slot_requests: SlotRequests::default(),
-            leases: [0; 2],
             raised: Raised::default(),
             disk_service: DiskService::Full,
             device_retired: None,
@@ -153,6 +152,7 @@ impl Shared {
             device,
             metrics,
             reservations: AtomicU64::new(0),
+            leases: Default::default(),
             raised: Notify::new(),
             write_back: Notify::new(),
             verified: Notify::new(),

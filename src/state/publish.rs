@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Filling, Pin, Shared};
+use super::{Filling, Pin, Shared, State};
 use crate::{
     block::{Route, Tier},
     index::EntryId,
@@ -19,8 +19,20 @@ impl Shared {
         route: Route,
         source: Pin,
     ) -> Option<Pin> {
+        self.publish_locked(&mut self.lock(), id, filling, checksum, route, source)
+    }
+
+    /// As [`publish`](Self::publish), for a holder of the lock.
+    pub(crate) fn publish_locked(
+        self: &Arc<Self>,
+        state: &mut State,
+        id: EntryId,
+        filling: Filling,
+        checksum: u64,
+        route: Route,
+        source: Pin,
+    ) -> Option<Pin> {
         let (tier, slot) = (filling.tier(), filling.slot());
-        let mut state = self.lock();
         let pin = if state.index.complete_fill(id, tier, slot) {
             let checksums = match tier {
                 Tier::Device => &mut state.device_checksums,
@@ -28,12 +40,12 @@ impl Shared {
             };
             checksums[slot as usize] = checksum;
             filling.published();
-            Pin::take(self, &mut state, id, tier, route)
+            Pin::take(self, state, id, tier, route)
         } else {
-            filling.release(&mut state);
+            filling.release(state);
             None
         };
-        source.release(&mut state);
+        source.release(state);
         pin
     }
 

@@ -128,9 +128,13 @@ impl Shared {
 
     /// A slot of `tier` that is nobody's, if it can be had at once.
     pub(crate) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
-        let mut state = self.lock();
+        self.acquire_locked(&mut self.lock(), tier)
+    }
+
+    /// As [`acquire_now`](Self::acquire_now), for a holder of the lock.
+    pub(crate) fn acquire_locked(self: &Arc<Self>, state: &mut State, tier: Tier) -> Option<Filling> {
         state.check_service(tier).ok()?;
-        let slot = self.take_slot(&mut state, tier)?;
+        let slot = self.take_slot(state, tier)?;
         Some(Filling::new(self, tier, slot))
     }
 
@@ -195,7 +199,7 @@ impl Shared {
             let (overdue, held) = {
                 let mut state = self.lock();
                 let overdue = state.slot_requests.take_overdue(tier, |since| self.is_overdue(since));
-                (overdue, self.held_slots(&state, tier))
+                (overdue, self.held_slots(tier))
             };
             for request in overdue.0 {
                 drop(request.answer.send(Err(self.slot_timeout(tier, held))));
@@ -211,13 +215,13 @@ impl Shared {
     }
 
     /// What callers hold of a tier, if they hold anything.
-    pub(crate) fn held_slots(&self, state: &State, tier: Tier) -> Option<HeldSlots> {
+    pub(crate) fn held_slots(&self, tier: Tier) -> Option<HeldSlots> {
         let (reservations, slots, setting) = match tier {
             Tier::Device => (0, self.config.device_blocks, "device_blocks"),
             Tier::Host => (self.reservations.load(Ordering::Relaxed), self.config.host_blocks, "host_blocks"),
             Tier::Disk => return None,
         };
-        let leases = state.leases[tier as usize];
+        let leases = self.leases[tier as usize].load(Ordering::Relaxed);
         (leases + reservations > 0).then_some(HeldSlots { leases, reservations, slots: u64::from(slots), setting })
     }
 }

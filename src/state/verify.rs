@@ -111,14 +111,24 @@ impl Shared {
     /// Verifies a block and ends its flight.
     fn verify(self: &Arc<Self>, key: &BlockKey, mut unverified: Unverified) -> Outcome {
         let matches = checksum(unverified.filling.bytes_mut()) == unverified.checksum;
-        let outcome = self.finish_read(unverified, matches);
-        let mut outcome = Some(outcome);
-        let answers = self.take_answers(key, Tier::Host, outcome.as_ref().expect("just made"));
+        let (outcome, answers) = if matches {
+            self.metrics.moved(Route::DiskToHost, self.config.block_bytes, unverified.started.elapsed());
+            let Unverified { source, filling, checksum, .. } = unverified;
+            let mut state = self.lock();
+            let pin = self.publish_locked(&mut state, source.id(), filling, checksum, Route::DiskToHost, source);
+            let outcome = Ok(pin);
+            let answers = self.take_answers(&mut state, key, &outcome);
+            (outcome, answers)
+        } else {
+            let outcome = self.finish_read(unverified, false);
+            let answers = self.take_answers(&mut self.lock(), key, &outcome);
+            (outcome, answers)
+        };
         for (waiter, answer) in answers {
             drop(waiter.send(Message::Ended(answer)));
         }
         self.verified.notify_one();
-        outcome.take().expect("just made")
+        outcome
     }
 
     /// Publishes a block that matched, or gives it up for good; a pin for who verified it.
@@ -137,15 +147,14 @@ impl Shared {
     /// released.
     fn take_answers(
         self: &Arc<Self>,
+        state: &mut State,
         key: &BlockKey,
-        tier: Tier,
         outcome: &Outcome,
     ) -> Vec<(oneshot::Sender<Message>, Outcome)> {
-        let mut state = self.lock();
-        let Finished { mut waiters, next } = state.flights.finish(key, tier);
+        let Finished { mut waiters, next } = state.flights.finish(key, Tier::Host);
         // What comes from disk needs no write.
         waiters.extend(next.into_iter().flatten());
-        self.answers(&mut state, waiters, tier, outcome)
+        self.answers(state, waiters, Tier::Host, outcome)
     }
 
     /// What each waiter for a movement to `tier` is told.
