@@ -2,7 +2,7 @@
 //!
 //! The library is looked for at run time: the same binary runs where there is none. [`discover`] says what a machine
 //! has, and why not more. What is used for is copies between host and device memory
-//! ([`copy::gdr`](crate::device::gdr)).
+//! ([`device::gdr`](crate::device::gdr)).
 
 mod discover;
 mod library;

@@ -10,7 +10,7 @@
 // follows the piece in its range. The sum of a range's pieces, which the host forms, is its CRC without the initial
 // value and the final inversion, which depend on the length alone.
 //
-// The same algorithm in Rust, with the constants, is in src/gpu/checksum/model.rs. checksum.ptx is made of this by
+// The same algorithm in Rust, with the constants, is in src/device/cuda/checksum/model.rs. checksum.ptx is made of this by
 // regenerate.py, and committed.
 
 struct Piece {
