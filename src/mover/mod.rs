@@ -13,6 +13,7 @@ mod command;
 mod direct;
 mod flush;
 mod foreign;
+mod landing;
 mod layers;
 mod offload;
 mod overdue;

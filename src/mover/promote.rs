@@ -9,6 +9,7 @@ use super::{
     ahead::{Ahead, Offer, Target},
     budget::{Kind, Share},
     direct::Tried,
+    landing::Landing,
 };
 use crate::{
     block::{BlockKey, Direction, FileId, OpKind, Route, Segment, Tier},
@@ -68,6 +69,7 @@ enum Read {
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes `key` resident in `to` and answers those who wait for it.
     pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier) {
+        let _landing = Landing::new(&self, &key, to);
         match to {
             Tier::Host => self.fill_host_for_waiters(&key).await,
             Tier::Device => {
@@ -360,6 +362,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 // A movement of its own: it may be overdue, and then we go on without it.
                 let (this, key, next) = (Rc::clone(self), *key, next.clone());
                 self.spawn(async move {
+                    let _landing = Landing::new(&this, &key, Tier::Host);
                     let outcome = this.fill_host(&key, next).await;
                     this.land(&key, Tier::Host, outcome);
                 });

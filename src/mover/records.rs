@@ -8,7 +8,7 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::{Mover, pages::Waiters};
+use super::{Mover, landing::Serving, pages::Waiters};
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
     device::CopyEngine,
@@ -62,6 +62,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Writes `page` for as long as somebody asks for it.
     async fn serve_page(self: Rc<Self>, page: PageId) {
+        let _serving = Serving(Rc::clone(&self), page);
         let mut buf = AlignedBuf::zeroed(IO_ALIGN);
         loop {
             // Payloads that completed in the same turn get into the same write.
@@ -76,6 +77,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(waiter.send(result.clone()));
             }
         }
+    }
+
+    /// Nobody writes the page any longer: it is to be written again, and the drop of the waiters answers them.
+    pub(super) fn give_up_page(&self, page: PageId) {
+        let waiters = self.records.borrow_mut().0.remove(&page);
+        self.shared.lock().disk_slots().page_failed(page);
+        drop(waiters);
     }
 
     async fn write_page_once(&self, page: PageId, mut buf: AlignedBuf) -> (Result<()>, AlignedBuf) {

@@ -11,6 +11,7 @@ use tokio::time::Instant;
 use super::{
     Mover,
     budget::Kind,
+    landing::Landing,
     region::{Job, RegionMemory},
 };
 use crate::{
@@ -21,7 +22,7 @@ use crate::{
     index::EntryId,
     io::{Storage, read_full, write_full},
     memory::{Lent, Readable},
-    state::{Class, DiskPlace, Filling, Pin, Purpose},
+    state::{Class, DiskPlace, Filling, Pin, Purpose, Shared},
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.
@@ -172,13 +173,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let DiskPlace { file, offset, page } = place;
         let (key, started) = (job.key, Instant::now());
+        let _landing = Landing::new(self, &key, Tier::Disk);
         let segments = job.places();
         let payload = self.transfer(OpKind::Write, file, offset, &segments, (job, filling));
         let ((result, (_job, filling)), recorded) = tokio::join!(payload, self.write_page(page));
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
-        let wanted = self.shared.lock().index.find(&key) == Some(id);
+        if let Err(error) = &result {
+            self.shared.refused_straight(id, &key, error);
+        }
         let result = self.end_disk_write(id, filling, result).await.map(|written| {
             if written {
                 self.shared.metrics.stores.add(1);
@@ -190,9 +194,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Err(error) => {
                 self.shared.metrics.writes_refused.add(1);
                 tracing::warn!(%error, "the disk tier did not take a block");
-                if wanted {
-                    self.shared.lock().refusals.add(key, error.clone());
-                }
             }
         }
         self.land(&key, Tier::Disk, result.clone().map(|()| None));
@@ -267,6 +268,17 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
         (result, Arc::into_inner(guards).expect("every operation has given its share back"))
+    }
+}
+
+impl Shared {
+    /// Notes that the disk did not take a block. Before its write ends: whoever removes the block later finds the note,
+    /// and of one that was removed there is nothing to tell.
+    fn refused_straight(&self, id: EntryId, key: &BlockKey, error: &Error) {
+        let mut state = self.lock();
+        if state.index.find(key) == Some(id) {
+            state.refusals.add(*key, error.clone());
+        }
     }
 }
 

@@ -7,6 +7,7 @@ use tokio::time::Instant;
 use super::{
     Mover,
     budget::{Kind, Share},
+    landing::Landing,
     promote::{Asked, Next},
 };
 use crate::{
@@ -29,6 +30,7 @@ type BegunWrite = (Share, Filling, Option<DiskPlace>);
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a host block to disk and answers those who wait for it.
     pub(super) async fn write(self: Rc<Self>, key: BlockKey, pin: Pin) {
+        let _landing = Landing::new(&self, &key, Tier::Disk);
         let started = Instant::now();
         let pin = Arc::new(pin);
         let (result, route) = match pin.tier() {
@@ -175,12 +177,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.shared.write_back.notified().await;
             while self.demoting.get() < DEMOTING_MAX {
                 let Some((key, pin)) = self.coldest_dirty() else { break };
-                self.demoting.set(self.demoting.get() + 1);
+                let demoting = Demoting::new(&self);
                 let this = Rc::clone(&self);
                 self.spawn(async move {
-                    Rc::clone(&this).write(key, pin).await;
-                    this.demoting.set(this.demoting.get() - 1);
-                    this.shared.write_back.notify_one();
+                    this.write(key, pin).await;
+                    drop(demoting);
                 });
             }
         }
@@ -204,5 +205,22 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
             _ => None,
         }
+    }
+}
+
+/// Counts a write-back while it is under way.
+struct Demoting<S: Storage, C: CopyEngine>(Rc<Mover<S, C>>);
+
+impl<S: Storage, C: CopyEngine> Demoting<S, C> {
+    fn new(mover: &Rc<Mover<S, C>>) -> Self {
+        mover.demoting.set(mover.demoting.get() + 1);
+        Demoting(Rc::clone(mover))
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Drop for Demoting<S, C> {
+    fn drop(&mut self) {
+        self.0.demoting.set(self.0.demoting.get() - 1);
+        self.0.shared.write_back.notify_one();
     }
 }
