@@ -332,7 +332,7 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Refused`] if the disk did not take blocks and no store has returned that error: write-backs, and writes
-    /// whose store was dropped. They are not tried again, and not reported again: store them anew.
+    /// whose store was dropped. They are not tried again, and not reported to syncs that begin later: store them anew.
     ///
     /// [`Error::Io`] if records could not be written (the next sync tries again) or a flush failed. After a failed
     /// flush every later sync, and the close, fails too: the kernel does not try again what it could not write, so
@@ -343,9 +343,10 @@ impl Cache {
     /// # Cancel safety
     /// The writes and the flush go on. Refused blocks are left for the next sync to report.
     pub async fn sync(&self) -> Result<()> {
+        let refusals = self.inner.shared.begin_report();
         self.ask(|reply| Command::Sync { reply }).await?;
         // Here and not on the reactor: what a caller that is gone was to be told, the next one is.
-        self.inner.shared.report_refusals()
+        refusals.report()
     }
 
     /// Finishes what is under way, writes what is dirty, flushes, and releases the files.

@@ -14,6 +14,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Ends the cache's life on disk. The command channel is closed already.
     pub(super) async fn drain(self: &Rc<Self>, mut urgent: mpsc::UnboundedReceiver<Urgent>) -> Result<()> {
         self.shared.close();
+        let refusals = self.shared.begin_report();
         self.shared.give_up_all_unverified();
         // A flight that has begun is under way, in the channel, about to be sent by its caller, or its block is being
         // verified by a caller.
@@ -49,6 +50,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         while self.active.get() > 0 {
             self.settled.notified().await;
         }
-        result.and_then(|()| self.shared.report_refusals())
+        result.and_then(|()| refusals.report())
     }
 }

@@ -332,12 +332,6 @@ impl State {
 }
 
 impl Shared {
-    /// Reports the refusals that nobody was told of; whoever calls this tells.
-    pub(crate) fn report_refusals(&self) -> Result<()> {
-        let refusals = std::mem::take(&mut self.lock().refusals);
-        refusals.into_result()
-    }
-
     /// The caller of a store has its error. Not before it takes that: the answer may be dropped on its way.
     pub(crate) fn told(&self, key: &BlockKey, error: &Error) {
         if says_refused(error) {

@@ -149,13 +149,14 @@ impl Shared {
         let mut state = self.lock();
         state.check_open()?;
         let mut removed = Removed::default();
+        // Also of a block that went straight to the disk, and is nowhere since that refused it.
+        state.refusals.forget(key);
         if let Some(id) = state.index.find(key)
             && (state.index.best_tier(id).is_some() || Tier::ALL.iter().any(|&tier| state.index.is_filling(id, tier)))
         {
             // Not where it is on its way from a caller's memory: nobody has seen it there.
             removed.resident = state.index.best_tier(id).is_some();
             state.dirty.remove(key);
-            state.refusals.forget(key);
             if let Some(slot) = state.index.slot(id, Tier::Disk) {
                 // Its record must go now, although whoever reads the slot holds it for a while yet.
                 state.disk_slots().clear(slot, key);

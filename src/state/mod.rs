@@ -14,6 +14,7 @@ mod lock;
 mod lookup;
 mod publish;
 mod refusals;
+mod report;
 mod requests;
 mod service;
 mod slots;

@@ -1,34 +1,45 @@
 //! Blocks that were stored, that the disk tier did not take, and whose callers were not told.
 //!
 //! Writes that nobody awaits fail like any other: write-backs, and writes whose store was dropped. Such a block is
-//! noted here until it is written after all, is removed, or a `sync` or the `close` has reported it.
+//! noted here until it is written after all, is removed, or has been reported by a `sync` or the `close`: by each that
+//! was under way when the first of them reported it.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{
     block::BlockKey,
-    error::{Error, Result},
+    error::Error,
 };
 
 /// Keys that are kept; refusals beyond them are only counted, and reported even where the block is written later.
 const KEYS_MAX: usize = 1 << 14;
 
-/// Refused writes that nobody was told of.
+/// When something happened: the number of the sync that began, or reported, then.
+pub(super) type Moment = u64;
+
+/// Refused writes that some sync has still to report.
+///
+/// A refusal stays here after its first report while syncs are under way that began before that: they cover the block
+/// as well.
 #[derive(Default)]
 pub(crate) struct Refusals {
-    keys: BTreeSet<BlockKey>,
-    /// Refusals whose keys are not kept.
-    more: u64,
+    /// When a sync first reported the refusal of the block, if one has.
+    keys: BTreeMap<BlockKey, Option<Moment>>,
+    /// Refusals whose keys are not kept, likewise.
+    more: BTreeMap<Option<Moment>, u64>,
     last: Option<Error>,
+    /// The beginnings of the syncs under way.
+    syncs: BTreeSet<Moment>,
+    now: Moment,
 }
 
 impl Refusals {
     /// The disk tier did not take the block, because of `error`.
     pub(crate) fn add(&mut self, key: BlockKey, error: Error) {
-        if self.keys.len() < KEYS_MAX || self.keys.contains(&key) {
-            self.keys.insert(key);
+        if self.keys.len() < KEYS_MAX || self.keys.contains_key(&key) {
+            self.keys.insert(key, None);
         } else {
-            self.more += 1;
+            *self.more.entry(None).or_default() += 1;
         }
         self.last = Some(error);
     }
@@ -38,16 +49,35 @@ impl Refusals {
         self.keys.remove(key);
     }
 
-    /// An error for all of them.
-    pub(super) fn into_result(self) -> Result<()> {
-        let count = self.keys.len() as u64 + self.more;
-        let Some(last) = self.last.filter(|_| count > 0) else { return Ok(()) };
-        let blocks = if count == 1 { "block is" } else { "blocks are" };
-        Err(Error::Refused {
-            reason: format!(
-                "{count} {blocks} stored and not on disk, which this reports once; the last because: {last}"
-            ),
-        })
+    /// A sync begins, or the close.
+    pub(super) fn begin(&mut self) -> Moment {
+        self.now += 1;
+        self.syncs.insert(self.now);
+        self.now
+    }
+
+    /// The sync that began then has ended.
+    pub(super) fn end(&mut self, began: Moment) {
+        self.syncs.remove(&began);
+        let first = self.syncs.first().copied();
+        let is_owed = |reported: &Option<Moment>| reported.is_none_or(|at| first.is_some_and(|first| first < at));
+        self.keys.retain(|_, reported| is_owed(reported));
+        self.more.retain(|reported, _| is_owed(reported));
+    }
+
+    /// What the sync that began then reports: how many refusals, and the reason of the last one.
+    pub(super) fn report(&mut self, began: Moment) -> Option<(u64, Error)> {
+        self.now += 1;
+        let now = self.now;
+        let is_mine = |reported: &Option<Moment>| reported.is_none_or(|at| began < at);
+        let keys = self.keys.values_mut().filter(|reported| is_mine(reported));
+        let keys = keys.map(|reported| *reported = reported.or(Some(now))).count() as u64;
+        if let Some(count) = self.more.remove(&None) {
+            self.more.insert(Some(now), count);
+        }
+        let more: u64 = self.more.iter().filter(|(reported, _)| is_mine(reported)).map(|(_, count)| count).sum();
+        self.end(began);
+        self.last.clone().filter(|_| keys + more > 0).map(|last| (keys + more, last))
     }
 }
 
@@ -61,6 +91,11 @@ mod tests {
         BlockKey::new(bytes)
     }
 
+    fn refused(refusals: &mut Refusals) -> u64 {
+        let began = refusals.begin();
+        refusals.report(began).map_or(0, |(count, _)| count)
+    }
+
     #[test]
     fn refusals_past_the_limit_are_counted() {
         let mut refusals = Refusals::default();
@@ -68,8 +103,9 @@ mod tests {
         (0..limit + 2).for_each(|n| refusals.add(key(n), Error::Closed));
         refusals.add(key(0), Error::Closed);
         refusals.forget(&key(1));
-        let report = refusals.into_result().expect_err("refused").to_string();
-        assert!(report.contains(&format!("{} blocks are", limit + 1)), "{report}");
+        assert_eq!(refused(&mut refusals), u64::from(limit) + 1);
+        assert_eq!(refused(&mut refusals), 0, "they were reported");
+        assert!(refusals.keys.is_empty() && refusals.more.is_empty(), "nobody is owed a report");
     }
 
     #[test]
@@ -77,6 +113,21 @@ mod tests {
         let mut refusals = Refusals::default();
         refusals.add(key(1), Error::Closed);
         refusals.forget(&key(1));
-        refusals.into_result().expect("nothing is left to report");
+        assert_eq!(refused(&mut refusals), 0);
+    }
+
+    #[test]
+    fn every_sync_that_was_under_way_at_the_first_report_reports_too() {
+        let mut refusals = Refusals::default();
+        (0..=KEYS_MAX as u32).for_each(|n| refusals.add(key(n), Error::Closed));
+        let all = KEYS_MAX as u64 + 1;
+        let [first, second, dropped] = [refusals.begin(), refusals.begin(), refusals.begin()];
+        assert_eq!(refusals.report(second).map(|(count, _)| count), Some(all));
+        assert_eq!(refused(&mut refusals), 0, "it began after the report");
+        refusals.end(dropped);
+        refusals.add(key(0), Error::Closed);
+        refusals.forget(&key(1));
+        assert_eq!(refusals.report(first).map(|(count, _)| count), Some(all - 1));
+        assert!(refusals.keys.is_empty() && refusals.more.is_empty(), "nobody is owed a report");
     }
 }

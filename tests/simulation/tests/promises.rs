@@ -88,14 +88,7 @@ fn a_sync_reports_what_a_read_only_disk_did_not_take() {
 #[test]
 fn a_write_back_that_failed_is_reported_by_the_next_sync_once() {
     sim::block_on(async {
-        let watermarks = Config { low_watermark: 0.75, high_watermark: 1.0, ..write_back() };
-        let (cache, reactor, disk) = open(watermarks).await;
-        disk.script_next(OpKind::Write, Fault::Error(5));
-        store(&cache, 0).await.expect("visible");
-        store(&cache, 1).await.expect("visible, and one too many");
-        while cache.stats().writes_refused == 0 {
-            a_while().await;
-        }
+        let (cache, reactor, _disk) = open_with_a_refusal().await;
         let synced = cache.sync().await;
         assert!(matches!(&synced, Err(Error::Refused { reason }) if reason.starts_with("1 block")), "{synced:?}");
         cache.sync().await.expect("it was reported");
@@ -195,6 +188,101 @@ fn a_sync_reports_refusals_whose_answer_nobody_took() {
             assert!(queue.drain()[0].results[0].is_err(), "the disk did not take it");
         });
         drained.await.expect("it was reported by the queue");
+    });
+}
+
+/// A cache that has block 0 in host memory: the disk refused it in the background, and nobody was told.
+async fn open_with_a_refusal() -> (Cache, Reactor, Sim) {
+    let watermarks = Config { low_watermark: 0.75, high_watermark: 1.0, ..write_back() };
+    let (cache, reactor, disk) = open(watermarks).await;
+    disk.script_next(OpKind::Write, Fault::Error(5));
+    store(&cache, 0).await.expect("visible");
+    store(&cache, 1).await.expect("visible, and one too many");
+    while cache.stats().writes_refused == 0 {
+        a_while().await;
+    }
+    (cache, reactor, disk)
+}
+
+#[test]
+fn every_sync_under_way_reports_a_refused_block() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open_with_a_refusal().await;
+        let syncing: Vec<_> = (0..3).map(|_| spawn(&cache, async |cache| cache.sync().await)).collect();
+        tokio::task::yield_now().await;
+        // One that gives up is owed nothing.
+        let left = spawn(&cache, async |cache| cache.sync().await);
+        tokio::task::yield_now().await;
+        left.abort();
+        for sync in syncing {
+            let synced = sync.await.expect("no panic");
+            assert!(matches!(synced, Err(Error::Refused { .. })), "block 0 is on no disk: {synced:?}");
+        }
+        cache.sync().await.expect("it began after the report");
+        assert!(found_after_power_cuts(&write_back(), &disk, 0).await == 0, "block 0 was refused");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_store_that_the_close_cut_off_takes_no_earlier_refusal_along() {
+    sim::block_on(async {
+        let mut memory = payload(0);
+        let (cache, reactor, _disk) = open_with_a_refusal().await;
+        let start = memory.as_mut_ptr();
+        // SAFETY: the memory outlives the cache, and nobody writes to it.
+        let region = unsafe { cache.register_host(start, BLOCK_BYTES) }.expect("registered");
+        let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
+        // The reactor sees both at once, and the close first.
+        let storing = spawn(&cache, async move |cache| cache.store_from(&[key(0)], None, &places).await);
+        let closing = spawn(&cache, async |cache| cache.close().await);
+        let stored = storing.await.expect("no panic").expect("asked");
+        assert!(matches!(stored[..], [Err(Error::Closed)]), "{stored:?}");
+        let closed = closing.await.expect("no panic");
+        assert!(matches!(closed, Err(Error::Refused { .. })), "block 0 is on no disk: {closed:?}");
+        drop(region);
+        reactor.ended().await;
+    });
+}
+
+/// What a sync says after the disk refused a block that went straight to it, and whose store was dropped.
+async fn sync_after_refused_straight_store(removes: fn(&Sim) -> bool) -> Result<(), Error> {
+    let mut memory = vec![1u8; 2 * BLOCK_BYTES];
+    let (cache, reactor, disk) = open(Config { bypass_host: true, ..config() }).await;
+    let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
+    // SAFETY: the memory outlives the cache, and nobody writes to it.
+    let region = unsafe { cache.register_host(start, BLOCK_BYTES) }.expect("registered");
+    disk.script_next(OpKind::Write, Fault::StalledError(5));
+    let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
+    let storing = spawn(&cache, async move |cache| cache.store_from(&[key(1)], None, &places).await);
+    a_while().await;
+    assert_eq!(disk.stalled(), 1, "the block is being written");
+    storing.abort();
+    let removal = removes(&disk).then(|| spawn_remove(&cache, 1));
+    a_while().await;
+    disk.release();
+    a_while().await;
+    assert_eq!(cache.stats().writes_refused, 1);
+    match removal {
+        Some(removal) => drop(removal.await.expect("no panic").expect("no record names it")),
+        None if removes(&disk) => drop(cache.remove(&key(1)).await.expect("no record names it")),
+        None => {}
+    }
+    let synced = cache.sync().await;
+    cache.unregister(&region).await.expect("its own region");
+    finish(cache, reactor).await;
+    synced
+}
+
+#[test]
+fn a_block_that_the_disk_refused_straight_is_reported_unless_it_was_removed() {
+    sim::block_on(async {
+        let kept = sync_after_refused_straight_store(|_| false).await;
+        assert!(matches!(kept, Err(Error::Refused { .. })), "its store was dropped: {kept:?}");
+        let under_way = sync_after_refused_straight_store(|_| true).await;
+        under_way.expect("it was removed while it was written");
+        let later = sync_after_refused_straight_store(|disk| disk.stalled() == 0).await;
+        later.expect("it was removed when the disk had refused it");
     });
 }
 
