@@ -21,6 +21,19 @@ const RING_ENTRIES: u32 = 1024;
 /// File descriptors that a runtime with a ring takes: the ring, epoll, the wake-up, and tokio's pair for signals.
 const DESCRIPTORS: usize = 12;
 
+/// Has writes past `RLIMIT_FSIZE` fail with `EFBIG` on this thread and those that it starts, instead of ending the
+/// process: the limit may be lowered when the store is open. The rest of the process keeps its disposition.
+pub(crate) fn refuse_size_signal() {
+    let mut signals = std::mem::MaybeUninit::uninit();
+    // SAFETY: the set is initialized by the first call, and read by the others; the mask is this thread's own.
+    let refused = unsafe {
+        libc::sigemptyset(signals.as_mut_ptr());
+        libc::sigaddset(signals.as_mut_ptr(), libc::SIGXFSZ);
+        libc::pthread_sigmask(libc::SIG_BLOCK, signals.as_ptr(), std::ptr::null_mut())
+    };
+    assert_eq!(refused, 0, "a signal of every system");
+}
+
 /// What runs the reactor's tasks.
 pub(crate) enum Reactor {
     Uring(uring::Runtime),

@@ -26,7 +26,7 @@ use crate::{
     memory::Arena,
     metrics::Metrics,
     mover::{Command, Mover, Urgent},
-    runtime::Reactor,
+    runtime::{Reactor, refuse_size_signal},
     shield::shield,
     state::Shared,
     workers::Workers,
@@ -48,6 +48,8 @@ pub(super) async fn open(config: Config) -> Result<Cache> {
 
 /// The reactor's thread, from the first file opened to the last one closed.
 fn run_reactor(config: Config, opened: oneshot::Sender<Result<Cache>>) {
+    // Before any thread is started from here.
+    refuse_size_signal();
     let reactor = match Reactor::new(&config) {
         Ok(reactor) => reactor,
         Err(error) => return drop(opened.send(Err(error))),

@@ -155,6 +155,24 @@ fn a_limit_on_the_size_of_files_is_refused_where_a_store_would_exceed_it() {
     });
 }
 
+/// A write past the limit would end the process with SIGXFSZ.
+#[test]
+fn a_limit_on_the_size_of_files_that_comes_after_the_open_fails_writes_only() {
+    apart("space::a_limit_on_the_size_of_files_that_comes_after_the_open_fails_writes_only", || {
+        for storage in [StorageKind::Auto, StorageKind::Blocking] {
+            let dir = directory();
+            let cache = block_on(Cache::open(config(&dir, storage, 8, 64))).expect("open");
+            assert!(stored(&cache, 0), "there is no limit yet");
+            limit(libc::RLIMIT_FSIZE, 4096);
+            assert!((1..8).all(|n| !stored(&cache, n)), "the limit is below the first block");
+            assert!(cache.stats().write_errors > 0);
+            assert!(block_on(fetch_verified(&cache, 0)), "reads have no limit");
+            block_on(cache.close()).expect_err("the records cannot be written");
+            limit(libc::RLIMIT_FSIZE, libc::RLIM_INFINITY);
+        }
+    });
+}
+
 #[test]
 fn a_read_only_file_system_is_refused() {
     apart("space::a_read_only_file_system_is_refused", || {
