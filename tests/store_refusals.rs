@@ -315,6 +315,28 @@ fn a_creation_that_was_cut_off_is_done_again() {
 }
 
 #[test]
+fn a_store_whose_superblocks_are_zeroed_is_refused_wherever_its_records_are() {
+    let dir = scratch();
+    let path = dir.path().join("a");
+    let mut config = config(&[&path]);
+    (config.block_bytes, config.disks[0].blocks) = (512, 20_000);
+    assert!(open_store(&config).expect("created").created);
+    let file = File::options().write(true).open(&path).expect("opened");
+    file.write_all_at(&[0; 8192], 0).expect("written");
+    let end = fs::metadata(&path).expect("metadata").len() - (1 << 20);
+    // The first record, one beyond the first MiB, and the last one: none is in the last MiB of the file.
+    for record in [0, 9_000, 19_999] {
+        let at = 8192 + record * 128;
+        assert!(at < end, "the end of the file is zeros");
+        file.write_all_at(&[1], at).expect("written");
+        let (found, ..) = refusal(&path, open_files(&config));
+        assert!(found.contains(&format!("data at byte {at}")), "{found}");
+        file.write_all_at(&[0], at).expect("written");
+    }
+    assert!(open_store(&config).expect("created again").created, "nothing but zeros");
+}
+
+#[test]
 fn more_than_there_is_room_for_is_refused_and_taken_back() {
     let dir = scratch();
     let (small, large, empty) = (dir.path().join("small"), dir.path().join("large"), dir.path().join("empty"));

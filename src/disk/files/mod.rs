@@ -215,19 +215,20 @@ impl Opening {
     }
 
     /// A creation clears the record table before it writes the first superblock. Records behind superblocks that look
-    /// as a creation leaves them when it is cut off are those of a store whose superblocks are damaged.
+    /// as a creation leaves them when it is cut off, or that are zeros, are those of a store whose superblocks are
+    /// damaged.
     fn check_no_records(&self, table_bytes: u64) -> Result<()> {
-        if is_zero(&self.head) {
-            return Ok(());
-        }
         let mut buf = AlignedBuf::zeroed(DATA_ALIGN as usize);
-        for start in (0..table_bytes).step_by(buf.len()) {
+        for start in (0..table_bytes.min(self.bytes)).step_by(buf.len()) {
             let part = &mut buf[..(table_bytes - start).min(DATA_ALIGN) as usize];
             let read = read_up_to(&self.opened.file, part, TABLE_OFFSET + start).map_err(self.io("read"))?;
-            if !is_zero(&part[..read]) {
+            if let Some(at) = part[..read].iter().position(|&byte| byte != 0) {
+                let at = TABLE_OFFSET + start + at as u64;
                 return Err(Error::Store {
                     path: self.opened.path.clone(),
-                    found: "records of blocks, and no superblock that says whose (damaged, or zeroed)".into(),
+                    found: format!(
+                        "records of blocks (data at byte {at}), and no superblock that says whose (damaged, or zeroed)"
+                    ),
                     expected: "a sound superblock, or no record at all".into(),
                     action: "check the disk, or remove the store's files (wipe its devices) to start empty".into(),
                 });
