@@ -28,6 +28,7 @@
 //! neither the index nor the movements take chance from anywhere else.
 
 use std::{
+    any::Any,
     cell::{Cell, RefCell},
     future::Future,
     rc::Rc,
@@ -48,7 +49,10 @@ use super::{
 };
 use crate::{
     config::Config,
-    disk::{Member, format::stripe::Stripe},
+    disk::{
+        Member,
+        format::{TABLE_OFFSET, stripe::Stripe},
+    },
     error::{Error, Result},
     io::sim::Locked,
     memory::Arena,
@@ -85,7 +89,15 @@ impl World {
 /// # Panics
 /// If the settings are not [valid](Config::validate).
 pub fn blank_files(config: &Config) -> Vec<Vec<u8>> {
-    Stripe::new(config).members().iter().map(|member| vec![0; member.bytes as usize]).collect()
+    file_bytes(config).into_iter().map(|bytes| vec![0; bytes]).collect()
+}
+
+/// How long each of [`blank_files`] is.
+///
+/// # Panics
+/// As [`blank_files`].
+pub fn file_bytes(config: &Config) -> Vec<usize> {
+    Stripe::new(config).members().iter().map(|member| member.bytes as usize).collect()
 }
 
 /// Runs `future` on this thread in virtual time: the clock stands still while anything can run, and jumps to the next
@@ -134,6 +146,9 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     let config = Config { spin_us: 0, ..config };
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
     let locked = lock(&config, &world.storage).await?;
+    let keep_alive: Arc<dyn Any + Send + Sync> = Arc::clone(&arena) as _;
+    // SAFETY: the chunks are the arena's for all its life, and the arena is what is kept.
+    let registered = unsafe { world.storage.pin_arena(arena.chunks(), &keep_alive) };
     let mut uuid = [0; 16];
     uuid[..8].copy_from_slice(&world.seed.to_le_bytes());
     let metrics = Metrics::new();
@@ -148,7 +163,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
         members: members(&config, &world.storage),
         direct_io: true,
         memory_align_bytes: world.storage.memory_align_bytes(),
-        registered: false,
+        registered,
         uuid,
         seed: world.seed,
     };
@@ -199,13 +214,15 @@ fn workers(seed: u64, done: &Arc<Count>) -> Rc<Workers> {
 }
 
 fn members(config: &Config, storage: &Sim) -> Vec<Member> {
-    let files = (0..).map(crate::block::FileId).zip(&config.disks);
+    let stripe = Stripe::new(config);
+    let files = (0..).map(crate::block::FileId).zip(&config.disks).zip(stripe.members());
     files
-        .map(|(file, disk)| Member {
+        .map(|((file, disk), geometry)| Member {
             path: disk.path.clone(),
             bytes: storage.file_bytes(file),
             device: false,
-            zeroed: storage.is_zero(file),
+            // As far as it matters.
+            zeroed: storage.begins_with_zeros(file, TABLE_OFFSET + geometry.table_bytes()),
         })
         .collect()
 }

@@ -17,6 +17,7 @@ mod full;
 mod memlock;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
+mod table;
 pub mod uring;
 
 pub use crate::{

@@ -24,6 +24,9 @@ const CALL_BYTES: usize = 1 << 30;
 /// The thread goes on. Memory that is unmapped meanwhile is left out; what is mapped in its place may be moved as well,
 /// which nobody notices.
 pub(crate) async fn gather(start: usize, len: usize) -> io::Result<()> {
+    if whole_pages(start, len).next().is_none() {
+        return Ok(());
+    }
     let (reply, receiver) = oneshot::channel();
     let all = move || drop(reply.send(each(whole_pages(start, len), gather_now)));
     thread::Builder::new().name("kvhoist-huge".into()).spawn(all)?;
@@ -77,6 +80,13 @@ mod tests {
         assert_eq!(pieces(4 * page + 4096, 2 * page - 4097), []);
         assert_eq!(pieces(page, CALL_BYTES + page), [(page, CALL_BYTES), (page + CALL_BYTES, page)]);
         assert_eq!(pieces(page, 0), []);
+    }
+
+    #[test]
+    fn a_range_without_a_whole_huge_page_takes_no_thread() {
+        let gathered = std::pin::pin!(gather(HUGE_PAGE_BYTES + 4096, 2 * HUGE_PAGE_BYTES - 4097));
+        let polled = gathered.poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
+        assert!(polled.is_ready(), "somebody else is at it");
     }
 
     #[test]

@@ -46,11 +46,11 @@ impl Disk {
         &self.current[..self.len]
     }
 
-    /// True if readers see nothing but zeros.
-    pub(super) fn is_zero(&self) -> bool {
-        // Few and wide comparisons: files are mostly gaps of zeros, and each life of a cache asks this.
+    /// True if readers see nothing but zeros in the first `len` bytes.
+    pub(super) fn is_zero(&self, len: usize) -> bool {
+        // Few and wide comparisons: each life of a cache asks this.
         static ZEROS: [u8; 1 << 16] = [0; 1 << 16];
-        self.contents().chunks(ZEROS.len()).all(|part| *part == ZEROS[..part.len()])
+        self.contents()[..len.min(self.len)].chunks(ZEROS.len()).all(|part| *part == ZEROS[..part.len()])
     }
 
     /// Changes the medium itself, behind every cache: rot.

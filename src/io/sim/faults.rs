@@ -20,6 +20,10 @@ pub struct SimOptions {
     pub memory_align_bytes: usize,
     /// A write that ends past this fails with `ENOSPC`.
     pub file_bytes_max: u64,
+    /// The chance that the kernel refuses to pin a table of buffers: there is too little memory, for a moment.
+    pub pin_refusals: f64,
+    /// It never pins more than this: `RLIMIT_MEMLOCK`.
+    pub pinned_bytes_max: u64,
     /// Entries of the operation log that are kept; older ones only count in its digest.
     pub log_entries_max: usize,
 }
@@ -32,6 +36,8 @@ impl Default for SimOptions {
             align_bytes: IO_ALIGN,
             memory_align_bytes: IO_ALIGN,
             file_bytes_max: 1 << 30,
+            pin_refusals: 0.0,
+            pinned_bytes_max: u64::MAX,
             log_entries_max: 1 << 16,
         }
     }

@@ -12,6 +12,7 @@ mod disk;
 mod faults;
 mod log;
 mod memory;
+mod pins;
 mod rng;
 mod state;
 #[cfg(test)]
@@ -23,11 +24,14 @@ pub use log::{Counts, Event, LogEntry};
 pub use memory::Memory;
 pub use rng::Rng;
 
-use std::{cell::RefCell, io, rc::Rc};
+use std::{any::Any, cell::RefCell, io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use tokio::sync::oneshot;
 
-use super::Storage;
+use super::{
+    Storage, memlock,
+    table::{Entry, Table},
+};
 use crate::{
     block::{FileId, OpKind},
     memory::Lent,
@@ -121,7 +125,12 @@ impl Sim {
     /// # Panics
     /// If there is no such file.
     pub fn is_zero(&self, file: FileId) -> bool {
-        self.0.borrow().disk(file).is_zero()
+        self.0.borrow().disk(file).is_zero(usize::MAX)
+    }
+
+    /// True if a reader would see nothing but zeros in the first `len` bytes of the file.
+    pub(crate) fn begins_with_zeros(&self, file: FileId, len: u64) -> bool {
+        self.0.borrow().disk(file).is_zero(usize::try_from(len).unwrap_or(usize::MAX))
     }
 
     /// Flips the bits of `mask` in a byte of the medium, unnoticed: rot.
@@ -162,7 +171,41 @@ impl Sim {
         (!was_locked).then(|| Locked(self.clone()))
     }
 
+    /// Has the kernel pin the memory of a cache that opens the files, and nothing else.
+    ///
+    /// # Safety
+    /// As [`Uring::new`](crate::io::uring::Uring::new).
+    pub(crate) unsafe fn pin_arena(
+        &self,
+        chunks: &[(NonNull<u8>, usize)],
+        keep_alive: &Arc<dyn Any + Send + Sync>,
+    ) -> bool {
+        let entry = |&(ptr, len): &(NonNull<u8>, usize)| Entry::new(ptr.as_ptr(), len, Some(Arc::clone(keep_alive)));
+        let mut state = self.0.borrow_mut();
+        let pins = state.new_pins();
+        let table = Table::new(chunks.iter().map(entry).collect(), pins);
+        let registered = table.is_registered();
+        state.table = table;
+        registered
+    }
+
+    /// How often the kernel has refused to pin memory, for the cache that has the files open.
+    pub fn pins_refused(&self) -> u64 {
+        self.0.borrow().table.pinner().refused()
+    }
+
+    /// An operation on memory that the kernel is said to have under a number fails where it has not.
+    fn check_pinned(&self, buf: Option<&Lent>) -> io::Result<()> {
+        let state = self.0.borrow();
+        let unreachable =
+            |buf: &Lent| state.table.fixed(buf).is_some_and(|place| !state.table.pinner().reaches(place, buf));
+        if buf.is_some_and(unreachable) { Err(io::Error::from_raw_os_error(libc::EFAULT)) } else { Ok(()) }
+    }
+
     async fn run(&self, kind: OpKind, file: FileId, offset: u64, buf: Option<Lent>) -> Done {
+        if let Err(error) = self.check_pinned(buf.as_ref()) {
+            return (Err(error), buf);
+        }
         let plan = match self.0.borrow_mut().start(kind, file, offset, buf.as_ref()) {
             Ok(plan) => plan,
             Err(error) => return (Err(error), buf),
@@ -217,5 +260,20 @@ impl Storage for Sim {
 
     async fn sync(&self, file: FileId) -> io::Result<()> {
         self.run(OpKind::Sync, file, 0, None).await.0.map(|_| ())
+    }
+
+    unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
+        match self.0.borrow_mut().table.add(start.as_ptr(), len) {
+            Ok(first) => Some(first),
+            Err(error) => {
+                let refusal = memlock::Refusal { wanted_bytes: len as u64, error: &error };
+                tracing::debug!("{refusal}");
+                None
+            }
+        }
+    }
+
+    fn unregister(&self, first: u16, len: usize) {
+        self.0.borrow_mut().table.remove(first, len);
     }
 }

@@ -9,11 +9,12 @@ use super::{
     disk::{Disk, SyncPoint},
     faults::Faults,
     log::{Counts, Event, Log, LogEntry},
+    pins::Pins,
     rng::Rng,
 };
 use crate::{
     block::{FileId, IO_ALIGN, OpKind},
-    io::{check_offset, no_such_file},
+    io::{check_offset, no_such_file, table::Table},
     memory::Lent,
 };
 
@@ -51,6 +52,11 @@ pub(super) struct State {
     in_flight: BTreeMap<u64, InFlight>,
     stalled: Vec<oneshot::Sender<()>>,
     locked: bool,
+    seed: u64,
+    /// Tables pinned so far.
+    tables: u64,
+    /// What the kernel has registered for the cache that has the files open.
+    pub(super) table: Table<Pins>,
     log: Log,
     counts: Counts,
 }
@@ -68,6 +74,9 @@ impl State {
             in_flight: BTreeMap::new(),
             stalled: Vec::new(),
             locked: false,
+            seed,
+            tables: 0,
+            table: Table::new(Vec::new(), Pins::new(seed, &options)),
             log: Log::new(options.log_entries_max),
             counts: Counts::default(),
             options,
@@ -97,6 +106,12 @@ impl State {
     /// Takes or gives back the lock that a cache has on its files; what it was.
     pub(super) fn set_locked(&mut self, locked: bool) -> bool {
         std::mem::replace(&mut self.locked, locked)
+    }
+
+    /// A kernel that has nothing pinned.
+    pub(super) fn new_pins(&mut self) -> Pins {
+        self.tables += 1;
+        Pins::new(self.seed.wrapping_add(self.tables), &self.options)
     }
 
     pub(super) fn in_flight(&self) -> usize {

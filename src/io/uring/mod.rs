@@ -21,9 +21,9 @@
 
 mod lane;
 mod op;
+mod pins;
 mod probe;
 mod runtime;
-mod table;
 
 pub(crate) use lane::{Bell, Ended, Lane, TRANSFERS_MAX, Transfer};
 pub use probe::probe;
@@ -35,18 +35,21 @@ use io_uring::{opcode, squeue, types};
 use tokio::sync::Semaphore;
 use tokio_uring::UnsubmittedOneshot;
 
-use super::{Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
+use super::{
+    Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock,
+    table::{Entry, PLACES_MAX, Table},
+};
 use crate::{
     block::{FileId, OpKind},
     memory::Lent,
 };
 use op::{Finish, Held, Nothing};
+use pins::RingBuffers;
 use runtime::Ring;
-use table::{Entry, Table};
 
 /// Buffers that one ring can register through tokio-uring (`UIO_MAXIOV`); ranges in regions past it
 /// are read and written unregistered.
-pub const REGIONS_MAX: usize = 1024;
+pub const REGIONS_MAX: usize = PLACES_MAX;
 
 /// The ring, its files and its registered memory.
 ///
@@ -58,7 +61,7 @@ pub struct Uring {
     ring: Rc<Ring>,
     permits: Arc<Semaphore>,
     /// What the kernel has registered. An operation on memory in it, named by `Lent::fixed`, is a fixed one.
-    table: RefCell<Table>,
+    table: RefCell<Table<RingBuffers>>,
     /// The owner of the memory, for as long as operations can be asked for.
     _keep_alive: Arc<dyn Any + Send + Sync>,
 }
@@ -85,7 +88,7 @@ impl Uring {
         let permits = ring.permits();
         let regions = regions.into_iter().take(REGIONS_MAX);
         let entry = |(ptr, len): (NonNull<u8>, usize)| Entry::new(ptr.as_ptr(), len, Some(Arc::clone(&keep_alive)));
-        let table = RefCell::new(Table::new(regions.map(entry).collect()));
+        let table = RefCell::new(Table::new(regions.map(entry).collect(), RingBuffers::default()));
         Ok(Uring { files, ring, permits, table, _keep_alive: keep_alive })
     }
 
@@ -94,18 +97,14 @@ impl Uring {
         self.table.borrow().is_registered()
     }
 
-    /// The registered region that `buf` lies in, if it does.
-    fn fixed(&self, buf: &Lent) -> Option<u16> {
-        buf.fixed().filter(|&region| self.table.borrow().holds(region, buf.as_ptr(), buf.len()))
-    }
-
     /// Reads or writes; by the kernel's own record of the memory where it has one.
     async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
         let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
             Ok(file) => file,
             Err(error) => return (Err(error), buf),
         };
-        if let Some(region) = self.fixed(&buf) {
+        let region = self.table.borrow().fixed(&buf);
+        if let Some(region) = region {
             let entry = entry(kind, file, offset, &buf, Some(region));
             let (result, back) = self.run(file, entry, Some(buf)).await;
             let back = back.expect(GIVES_BACK);

@@ -15,6 +15,7 @@ use crate::{
     context::{Context, error_code},
     foreign::Memory,
     plan::Call,
+    stranger::Stranger,
 };
 
 /// Leases that a caller keeps at once.
@@ -33,6 +34,9 @@ pub struct Caller {
     pub number: u64,
     pub rng: Rng,
     pub memory: Memory,
+    /// More of it, for [`calls::regions`].
+    pub spares: Vec<Memory>,
+    pub stranger: Option<Rc<Stranger>>,
     pub kept: Vec<Kept>,
 }
 
@@ -50,6 +54,12 @@ impl Caller {
         }
         self.let_go(0);
         self.memory.unregister(&self.cache).await;
+        for mut memory in std::mem::take(&mut self.spares) {
+            memory.unregister(&self.cache).await;
+            if !memory.is_left_alone() {
+                self.context.fail("somebody wrote to memory that was given back");
+            }
+        }
     }
 
     /// True where there is nothing left to do.
@@ -83,6 +93,8 @@ impl Caller {
             Call::Stats => calls::stats(self),
             Call::Walk => chains::walk(self, cancel).await,
             Call::Hurry => chains::hurry(self, cancel).await,
+            Call::Regions => calls::regions(self).await,
+            Call::Strangers => calls::strangers(self).await,
         };
         self.note(call, &end, began);
         self.context.call_ended();

@@ -12,7 +12,7 @@ use crate::{
     foreign::Memory,
     model::{Began, RemoveEnd, StoreEnd},
 };
-use tokio::time::Instant;
+use tokio::{task::spawn_local, time::Instant};
 
 /// Layers of a load that goes layer by layer.
 const LAYERS: usize = 3;
@@ -369,4 +369,128 @@ pub fn stats(caller: &Caller) -> End {
         }
     }
     End::Done(12)
+}
+
+/// Registers memory, has it pinned, loads into it, and takes it back: before, while, or after it is loaded.
+pub async fn regions(caller: &mut Caller) -> End {
+    let at = caller.rng.below(caller.spares.len() as u64) as usize;
+    let mut memory = caller.spares.swap_remove(at);
+    let end = use_region(caller, &mut memory).await;
+    if !memory.is_left_alone() {
+        caller.context.fail("somebody wrote to memory that was given back");
+    }
+    caller.spares.push(memory);
+    end.unwrap_or_else(End::Error)
+}
+
+async fn use_region(caller: &mut Caller, memory: &mut Memory) -> Result<End, Error> {
+    if !memory.is_left_alone() {
+        caller.context.fail("somebody wrote to memory that was given back");
+    }
+    if !memory.is_registered() {
+        memory.register(&caller.cache)?;
+    }
+    let mut code = 500;
+    if let Some(region) = memory.region().filter(|_| caller.rng.chance(0.6)) {
+        code += u64::from(caller.cache.pin_region(region).await?);
+    }
+    if caller.rng.chance(0.2) {
+        // It stays registered, and pinned, while others come and go.
+        return Ok(End::Done(code));
+    }
+    let blocks: Vec<usize> = (0..memory.blocks()).map(|_| caller.draw_block()).collect();
+    let keys: Vec<BlockKey> = blocks.iter().map(|&block| caller.context.plan.universe.key(block)).collect();
+    let whole = caller.rng.chance(0.5);
+    let segments: Vec<_> = (0..blocks.len())
+        .map(|at| if whole { memory.layers(at, 1) } else { memory.segments(at, &mut caller.rng) })
+        .collect();
+    (0..blocks.len()).for_each(|at| memory.clear(at));
+    caller.context.say(|| format!("caller {} loads {blocks:?} into a region", caller.number));
+    let began: Vec<Began> = blocks.iter().map(|&block| caller.context.model.borrow().begin(block)).collect();
+    let cache = caller.cache.clone();
+    let loading = spawn_local(async move { cache.load_into(&keys, &segments).await });
+    let (under_way, leaves) = (caller.rng.chance(0.5), caller.rng.chance(0.2));
+    if under_way {
+        match caller.rng.below(3) {
+            0 => {}
+            1 => tokio::task::yield_now().await,
+            _ => tokio::time::sleep(Duration::from_millis(caller.rng.below(12))).await,
+        }
+        if leaves {
+            loading.abort();
+        }
+        take_back(caller, memory).await;
+    }
+    // A load that had not begun when the region went finds none.
+    let results = match loading.await {
+        Err(_) => return Ok(End::Dropped),
+        Ok(Err(Error::Argument { what: "segments", .. })) if under_way => return Ok(End::Done(code + 2)),
+        Ok(Err(error)) => return Err(error),
+        Ok(Ok(results)) => results,
+    };
+    for (at, ((result, block), began)) in results.into_iter().zip(&blocks).zip(began).enumerate() {
+        code = code * 3 + check_load(caller, memory, under_way, at, *block, began, result);
+    }
+    if !under_way && caller.rng.chance(0.6) {
+        take_back(caller, memory).await;
+    }
+    Ok(End::Done(code))
+}
+
+/// One block's answer. `gone`: its memory is its owner's again.
+fn check_load(
+    caller: &Caller,
+    memory: &Memory,
+    gone: bool,
+    at: usize,
+    block: usize,
+    began: Began,
+    result: Result<bool, Error>,
+) -> u64 {
+    let context = &caller.context;
+    match result {
+        Ok(found) => {
+            check_found(caller, began, found);
+            if !gone && found && !memory.holds(at, &context.plan.universe.block(block).payload) {
+                context.fail(format!("block {block}, loaded into a region, left wrong bytes"));
+            }
+            u64::from(found)
+        }
+        Err(error) => {
+            let closing = context.closing.get();
+            context.check_error(&format_args!("caller {}: a load into a region", caller.number), &error, closing);
+            context.mix(crate::context::error_code(&error));
+            2
+        }
+    }
+}
+
+async fn take_back(caller: &mut Caller, memory: &mut Memory) {
+    match caller.rng.chance(0.4) {
+        true => memory.unregister_twice(&caller.cache).await,
+        false => memory.unregister(&caller.cache).await,
+    }
+    memory.use_otherwise();
+}
+
+/// Hands this cache what the other one gave: it is refused, and nothing is done.
+pub async fn strangers(caller: &mut Caller) -> End {
+    let Some(stranger) = caller.stranger.clone() else { return End::Done(600) };
+    let (cache, region) = (caller.cache.clone(), stranger.memory.region().expect("registered"));
+    let asked = caller.rng.below(4);
+    let (name, result) = match asked {
+        0 => ("read_device", cache.read_device(&stranger.lease, Vec::new()).await.map(drop)),
+        1 => ("pin_region", cache.pin_region(region).await.map(drop)),
+        2 => ("unregister", cache.unregister(region).await),
+        _ => {
+            let block = caller.draw_block();
+            let keys = [caller.context.plan.universe.key(block)];
+            ("load_into", cache.load_into(&keys, &stranger.places).await.map(drop))
+        }
+    };
+    let wanted = ["lease", "region", "region", "segments"][asked as usize];
+    if !matches!(result, Err(Error::Argument { what, .. }) if what == wanted) {
+        caller.context.fail(format!("{name} of what another cache gave came to {result:?}"));
+    }
+    End::Done(601 + asked)
 }

@@ -5,6 +5,9 @@ use kvhoist::{Cache, Config, Error, Region, Segment, io::IO_ALIGN, sim::Rng};
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;
 
+/// What its owner writes to memory that was given back.
+const GIVEN_BACK: u8 = 0xa6;
+
 /// Room for some blocks. It outlives the life in which it is used: operations of a cache that died may still name it.
 pub struct Memory {
     /// From a box that [`Pool`] keeps.
@@ -13,6 +16,8 @@ pub struct Memory {
     blocks: usize,
     device: bool,
     region: Option<Region>,
+    /// It was given back, and its owner has written to all of it.
+    given_back: bool,
 }
 
 /// Keeps the memory of callers until their runtime is gone.
@@ -26,7 +31,7 @@ impl Pool {
         self.0.push(memory);
         let start = memory.cast::<u8>();
         let start = start.wrapping_add(start.align_offset(IO_ALIGN) + shift);
-        Memory { start, block_bytes, blocks, device, region: None }
+        Memory { start, block_bytes, blocks, device, region: None, given_back: false }
     }
 }
 
@@ -54,7 +59,12 @@ impl Memory {
         self.region.is_some()
     }
 
+    pub fn region(&self) -> Option<&Region> {
+        self.region.as_ref()
+    }
+
     pub fn register(&mut self, cache: &Cache) -> Result<(), Error> {
+        self.given_back = false;
         let len = self.block_bytes * self.blocks;
         // SAFETY: the pool keeps the memory mapped for longer than the cache lives, and nobody touches a block of it
         // while a call on it is under way: each caller makes one call at a time, and waits for `unregister` after
@@ -74,6 +84,29 @@ impl Memory {
         if let Some(region) = self.region.take() {
             cache.unregister(&region).await.expect("its own region");
         }
+    }
+
+    /// As [`unregister`](Self::unregister), by two callers at once; the memory is its owner's after either.
+    pub async fn unregister_twice(&mut self, cache: &Cache) {
+        if let Some(region) = self.region.take() {
+            let (first, second) = tokio::join!(cache.unregister(&region), cache.unregister(&region));
+            first.and(second).expect("its own region");
+        }
+    }
+
+    /// Its owner writes to all of it.
+    pub fn use_otherwise(&mut self) {
+        assert!(self.region.is_none(), "its owner has it back");
+        self.given_back = true;
+        // SAFETY: as in `fill`; `unregister` has been waited for.
+        unsafe { self.start.write_bytes(GIVEN_BACK, self.block_bytes * self.blocks) }
+    }
+
+    /// False where somebody wrote to memory that was given back.
+    pub fn is_left_alone(&self) -> bool {
+        // SAFETY: as in `holds`.
+        let bytes = unsafe { std::slice::from_raw_parts(self.start, self.block_bytes * self.blocks) };
+        !self.given_back || bytes.iter().all(|byte| *byte == GIVEN_BACK)
     }
 
     /// The place of block `at`, in one to three segments.

@@ -15,10 +15,11 @@ mod model;
 mod plan;
 mod report;
 mod run;
+mod stranger;
 mod trial;
 mod universe;
 
 pub use plan::{LAYERED_SEEDS, STRAIGHT_SEEDS};
 pub use report::Report;
 pub use run::{Failure, run};
-pub use trial::{PROMPT_SEEDS, TRIAL_SEEDS};
+pub use trial::{MEMORY_SEEDS, PROMPT_SEEDS, TRIAL_SEEDS};

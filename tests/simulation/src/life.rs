@@ -13,13 +13,18 @@ use crate::{
     caller::Caller,
     calls::check_found,
     context::Context,
-    foreign::Pool,
+    foreign::{Memory, Pool},
     model::{Began, Claims, Ending},
-    plan::Level,
+    plan::{Call, Level},
+    stranger::Stranger,
 };
 
 /// Virtual time in which everything must have come to its end.
 const PATIENCE: Duration = Duration::from_secs(3_600);
+
+/// Regions that a caller has besides the one that most calls use, and their blocks.
+const SPARE_REGIONS: usize = 2;
+const REGION_BLOCKS: usize = 2;
 
 /// How a life ends, once its callers have done what they came for or a part of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,6 +54,8 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
         latency: Duration::ZERO..=plan.disk_latency_max,
         rates: plan.rates,
         memory_align_bytes: plan.memory_align_bytes,
+        pin_refusals: plan.pin_refusals,
+        pinned_bytes_max: plan.pinned_bytes_max,
         log_entries_max: if context.verbose { 1 << 16 } else { 0 },
         ..SimOptions::default()
     };
@@ -102,8 +109,13 @@ impl Life {
         if let Some(refusal) = self.context.plan.refusal {
             tokio::task::spawn_local(refusal.work(self.world.storage.clone(), self.rng.fork()));
         }
+        let stranger = self.stranger(pool).await;
         let callers: Vec<_> = (0..self.context.plan.callers)
-            .map(|number| tokio::task::spawn_local(self.caller(number, &cache, pool).run()))
+            .map(|number| {
+                let caller = self.caller(number, &cache, pool);
+                let spares = self.spares(pool);
+                tokio::task::spawn_local(Caller { spares, stranger: stranger.clone(), ..caller }.run())
+            })
             .collect();
         let all_calls = self.context.plan.callers * self.context.plan.calls_each;
         if self.context.plan.strikes && matches!(exit, Exit::Kill | Exit::PowerCut) {
@@ -267,8 +279,26 @@ impl Life {
             number,
             rng: self.rng.fork(),
             memory: pool.take(config.block_bytes, blocks, device, self.context.plan.memory_shift),
+            spares: Vec::new(),
+            stranger: None,
             kept: Vec::new(),
         }
+    }
+
+    /// Another cache, where the run has one.
+    async fn stranger(&mut self, pool: &mut Pool) -> Option<Rc<Stranger>> {
+        if !self.context.plan.stranger {
+            return None;
+        }
+        let opened = Stranger::open(&self.context, &mut self.rng, pool).await;
+        opened.inspect_err(|error| self.context.fail(format!("another cache does not open: {error}"))).ok()
+    }
+
+    /// More memory of a caller, where the run has use for it.
+    fn spares(&mut self, pool: &mut Pool) -> Vec<Memory> {
+        let plan = &self.context.plan;
+        let regions = if plan.habits.weights[Call::Regions as usize] > 0 { SPARE_REGIONS } else { 0 };
+        (0..regions).map(|_| pool.take(plan.config.block_bytes, REGION_BLOCKS, false, plan.memory_shift)).collect()
     }
 
     /// Waits until so many calls have ended, or all callers have, and then a little longer.
@@ -372,6 +402,7 @@ impl Life {
         report.retired += u64::from(stats.disk_retired.is_some());
         report.quarantined += stats.quarantined;
         report.checksum_failures += stats.checksum_failures;
+        report.pins_refused += self.world.storage.pins_refused();
         report.evictions += stats.tiers.iter().map(|tier| tier.evictions).sum::<u64>();
         self.context.claims(cache, &self.world)
     }

@@ -56,10 +56,14 @@ pub enum Call {
     Walk,
     /// Prefetches blocks, and fetches them at once.
     Hurry,
+    /// Registers a region, has it pinned, loads into it and takes it back, in any order.
+    Regions,
+    /// Hands the cache leases and regions of another one.
+    Strangers,
 }
 
 impl Call {
-    pub const COUNT: usize = 13;
+    pub const COUNT: usize = 15;
     /// Those that every run draws from; the others belong to a [`Trial`].
     const COMMON: usize = 11;
     pub const ALL: [Call; Call::COUNT] = [
@@ -76,6 +80,8 @@ impl Call {
         Call::Stats,
         Call::Walk,
         Call::Hurry,
+        Call::Regions,
+        Call::Strangers,
     ];
 
     pub fn name(self) -> &'static str {
@@ -93,6 +99,8 @@ impl Call {
             "stats",
             "walk",
             "hurry",
+            "regions",
+            "strangers",
         ];
         NAMES[self as usize]
     }
@@ -126,6 +134,11 @@ pub struct Plan {
     pub second_close: bool,
     /// A life that is cut off ends when a removal has been answered.
     pub strikes: bool,
+    /// The chance that the kernel refuses to pin a table of buffers, and what it pins at most.
+    pub pin_refusals: f64,
+    pub pinned_bytes_max: u64,
+    /// Another cache lives in the same process.
+    pub stranger: bool,
     /// For what is decided on the way.
     pub rng: Rng,
 }
@@ -173,6 +186,9 @@ impl Plan {
             second_opener: false,
             second_close: false,
             strikes: false,
+            pin_refusals: 0.0,
+            pinned_bytes_max: u64::MAX,
+            stranger: false,
             rng,
         };
         if let Some(trial) = trial {

@@ -54,6 +54,8 @@ pub struct Report {
     pub retired: u64,
     /// Slots quarantined.
     pub quarantined: u64,
+    /// Tables of buffers that the kernel refused to pin, in lives that came to their end.
+    pub pins_refused: u64,
     /// Blocks evicted, in all tiers.
     pub evictions: u64,
     /// Blocks read from disk that were not what they should be.
@@ -92,7 +94,7 @@ impl Report {
         self.digest = self.digest.rotate_left(1) ^ other.digest;
     }
 
-    fn numbers_mut(&mut self) -> [&mut u64; 25] {
+    fn numbers_mut(&mut self) -> [&mut u64; 26] {
         [
             &mut self.runs,
             &mut self.lives,
@@ -114,6 +116,7 @@ impl Report {
             &mut self.read_only,
             &mut self.retired,
             &mut self.quarantined,
+            &mut self.pins_refused,
             &mut self.evictions,
             &mut self.checksum_failures,
             &mut self.disk_operations,
@@ -149,8 +152,8 @@ impl fmt::Display for Report {
         writeln!(
             f,
             "disk tiers: {} took no more blocks, {} out of service; {} slots quarantined, {} checksum failures, \
-             {} evictions in all tiers",
-            self.read_only, self.retired, self.quarantined, self.checksum_failures, self.evictions
+             {} evictions in all tiers, {} tables of buffers not pinned",
+            self.read_only, self.retired, self.quarantined, self.checksum_failures, self.evictions, self.pins_refused
         )?;
         write!(f, "{} disk operations, faults:", self.disk_operations)?;
         const KINDS: [&str; FaultKind::COUNT] = ["error", "no space", "short", "bit flip", "lost", "astray", "stall"];

@@ -1,5 +1,6 @@
 //! Situations that calls drawn one by one reach too seldom. Seeds from [`TRIAL_SEEDS`] on are runs of one of them: a
-//! run as any other seed makes it, bent by draws of its own. Those from [`PROMPT_SEEDS`] on are [`Trial::PromptReads`].
+//! run as any other seed makes it, bent by draws of its own. Those from [`PROMPT_SEEDS`] on are [`Trial::PromptReads`],
+//! those from [`MEMORY_SEEDS`] on [`Trial::Memory`].
 
 use std::time::Duration;
 
@@ -19,6 +20,9 @@ pub const TRIAL_SEEDS: u64 = 3_000_000;
 
 /// Seeds from here on are runs of [`Trial::PromptReads`].
 pub const PROMPT_SEEDS: u64 = 4_000_000;
+
+/// Seeds from here on are runs of [`Trial::Memory`].
+pub const MEMORY_SEEDS: u64 = 5_000_000;
 
 const EIO: i32 = 5;
 const ENOSPC: i32 = 28;
@@ -42,6 +46,9 @@ pub enum Trial {
     DroppedStores,
     /// The disk has few slots, and a life ends at the instant in which a removal is answered.
     Removals,
+    /// Callers have several regions, which they register, have pinned, load into and take back; the kernel refuses to
+    /// pin some of them, or the arena. There is another cache, whose leases and regions are refused.
+    Memory,
 }
 
 /// What the disk refuses in a life of [`Trial::Refusals`].
@@ -84,6 +91,7 @@ impl Trial {
     pub fn of(seed: u64) -> Option<Self> {
         const ALL: [Trial; 4] = [Trial::Walks, Trial::Refusals, Trial::DroppedStores, Trial::Removals];
         match seed {
+            MEMORY_SEEDS.. => Some(Trial::Memory),
             PROMPT_SEEDS.. => Some(Trial::PromptReads),
             TRIAL_SEEDS.. => Some(ALL[(seed % ALL.len() as u64) as usize]),
             _ => None,
@@ -99,6 +107,7 @@ impl Trial {
             Trial::Refusals => refusals(plan, rng),
             Trial::DroppedStores => dropped_stores(plan, rng),
             Trial::Removals => removals(plan, rng),
+            Trial::Memory => memory(plan, rng),
         }
         plan.config.validate().expect("every choice is within its limits");
         plan.second_opener = rng.chance(0.4);
@@ -187,4 +196,15 @@ fn removals(plan: &mut Plan, rng: &mut Rng) {
     let blocks = rng.between(4, 12) as usize;
     plan.universe = Universe::new(rng, blocks, plan.config.block_bytes);
     weigh(plan, &[(Call::Store, 20), (Call::StoreFrom, 5), (Call::Remove, 20)]);
+}
+
+fn memory(plan: &mut Plan, rng: &mut Rng) {
+    plan.callers = rng.between(2, 6);
+    plan.stranger = true;
+    let arena_bytes = u64::from(plan.config.host_blocks) * plan.config.slot_bytes() as u64;
+    // Always, sometimes, or not for the arena, though a region would be pinned.
+    (plan.pin_refusals, plan.pinned_bytes_max) =
+        pick(rng, &[(0.0, u64::MAX), (0.3, u64::MAX), (0.7, u64::MAX), (0.0, arena_bytes - 1), (0.3, arena_bytes - 1)]);
+    plan.disk_latency_max = Duration::from_millis(pick(rng, &[1, 3, 20]));
+    weigh(plan, &[(Call::Regions, 20), (Call::Strangers, 3), (Call::Store, 10), (Call::StoreFrom, 5)]);
 }

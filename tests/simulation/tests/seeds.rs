@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvhoist_simulation::{LAYERED_SEEDS, Report, STRAIGHT_SEEDS, TRIAL_SEEDS, run};
+use kvhoist_simulation::{LAYERED_SEEDS, MEMORY_SEEDS, PROMPT_SEEDS, Report, STRAIGHT_SEEDS, TRIAL_SEEDS, run};
 
 /// Seeds in which something was wrong once, and what.
 const NAMED: [(u64, &str); 13] = [
@@ -24,7 +24,14 @@ const NAMED: [(u64, &str); 13] = [
 /// `KVHOIST_SEEDS=FROM..TO` runs others.
 fn seeds() -> Vec<Range<u64>> {
     let Ok(text) = std::env::var("KVHOIST_SEEDS") else {
-        let families = [(0, 300), (STRAIGHT_SEEDS, 100), (LAYERED_SEEDS, 100), (TRIAL_SEEDS, 300)];
+        let families = [
+            (0, 300),
+            (STRAIGHT_SEEDS, 100),
+            (LAYERED_SEEDS, 100),
+            (TRIAL_SEEDS, 300),
+            (PROMPT_SEEDS, 100),
+            (MEMORY_SEEDS, 100),
+        ];
         return families.map(|(first, seeds)| first..first + seeds).into();
     };
     let range = text.split_once("..").and_then(|(from, to)| Some(from.parse().ok()?..to.parse().ok()?));
@@ -56,6 +63,7 @@ fn every_answer_is_what_the_model_allows() {
         sum.read_only,
         sum.retired,
         sum.quarantined,
+        sum.pins_refused,
     ];
     assert!(ends.into_iter().all(|count| count > 0), "{sum}");
 }

@@ -1,4 +1,6 @@
-//! The ring's registered buffers: the arena's chunks first, then regions that come and go.
+//! Registered buffers: the arena's chunks first, then regions that come and go.
+//!
+//! Generic over who pins them, so that a simulation refuses what a kernel may refuse.
 //!
 //! tokio-uring registers whole tables and has no way to change an entry, so a change takes the table out and puts
 //! another in: the kernel pins all of it anew, some 30 ms a GiB, on the caller's thread. Operations under way keep the
@@ -6,10 +8,23 @@
 
 use std::{any::Any, io, ptr, sync::Arc};
 
-use tokio_uring::buf::{IoBuf, IoBufMut, fixed::FixedBufRegistry};
+use super::memlock;
+use crate::{block::FIXED_BYTES_MAX, memory::Lent};
 
-use super::REGIONS_MAX;
-use crate::{block::FIXED_BYTES_MAX, io::memlock};
+/// Buffers that one ring can register through tokio-uring (`UIO_MAXIOV`).
+pub(super) const PLACES_MAX: usize = 1024;
+
+/// Pins one table of buffers at a time.
+pub(super) trait Pinner {
+    /// Pins all of the entries, or none. Called while nothing is pinned.
+    fn pin(&mut self, entries: &[Entry]) -> io::Result<()>;
+
+    /// Lets go of what is pinned, if anything is.
+    fn unpin(&mut self) -> io::Result<()>;
+
+    /// True while a table is pinned.
+    fn is_pinned(&self) -> bool;
+}
 
 /// A range of memory for the kernel to pin, or a place that is free.
 #[derive(Clone)]
@@ -30,56 +45,37 @@ impl Entry {
         Entry::new(ptr::null_mut(), 0, None)
     }
 
+    pub(super) fn start(&self) -> *mut u8 {
+        self.start
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
     fn is_free(&self) -> bool {
         self.start.is_null()
     }
 
-    fn contains(&self, start: usize, len: usize) -> bool {
+    pub(super) fn contains(&self, start: usize, len: usize) -> bool {
         let begin = self.start.addr();
         start >= begin && len <= self.len && start - begin <= self.len - len
     }
 }
 
-// SAFETY: the address does not change, and by the contracts of `Uring::new` and `Storage::register` the range is mapped
-// for as long as it is in the table. A free place has no bytes.
-unsafe impl IoBuf for Entry {
-    fn stable_ptr(&self) -> *const u8 {
-        self.start
-    }
-
-    fn bytes_init(&self) -> usize {
-        self.len
-    }
-
-    fn bytes_total(&self) -> usize {
-        self.len
-    }
-}
-
-// SAFETY: as above. The registry hands out no buffer (`check_out` is never called): the range is
-// only ever accessed through a `Lent`, whose contract is exclusive access.
-unsafe impl IoBufMut for Entry {
-    fn stable_mut_ptr(&mut self) -> *mut u8 {
-        self.start
-    }
-
-    unsafe fn set_init(&mut self, _: usize) {}
-}
-
 /// What the kernel has registered for one engine.
 #[derive(Default)]
-pub(super) struct Table {
+pub(super) struct Table<P> {
     /// Which memory has which place, whether or not the kernel has registered it.
     entries: Vec<Entry>,
-    /// The driver's copy of `entries`, while the kernel has them.
-    registry: Option<FixedBufRegistry<Entry>>,
+    pinner: P,
 }
 
-impl Table {
-    /// Registers all entries or none, and then says why in the log.
-    pub(super) fn new(entries: Vec<Entry>) -> Self {
+impl<P: Pinner> Table<P> {
+    /// Registers all entries or none, and then says why in the log. Nothing is pinned yet.
+    pub(super) fn new(entries: Vec<Entry>, pinner: P) -> Self {
         let wanted_bytes = bytes(&entries);
-        let mut table = Table { entries, registry: None };
+        let mut table = Table { entries, pinner };
         if let Err(error) = table.renew() {
             let refusal = memlock::Refusal { wanted_bytes, error: &error };
             tracing::warn!(wanted_bytes, "{refusal}; reads and writes go on unregistered, slower");
@@ -91,14 +87,25 @@ impl Table {
 
     /// True while the kernel has memory registered.
     pub(super) fn is_registered(&self) -> bool {
-        self.registry.is_some()
+        self.pinner.is_pinned()
+    }
+
+    /// Who pins.
+    #[cfg(any(test, feature = "sim"))]
+    pub(super) fn pinner(&self) -> &P {
+        &self.pinner
+    }
+
+    /// The registered buffer that `buf` lies in, if it does.
+    pub(super) fn fixed(&self, buf: &Lent) -> Option<u16> {
+        buf.fixed().filter(|&place| self.holds(place, buf.as_ptr(), buf.len()))
     }
 
     /// Whether the kernel has registered memory at this place that all of the range lies in.
     ///
     /// Callers name places that were refused, or that belong to other memory since: only what is found here may be
     /// named to the kernel.
-    pub(super) fn holds(&self, place: u16, start: *const u8, len: usize) -> bool {
+    fn holds(&self, place: u16, start: *const u8, len: usize) -> bool {
         let entry = self.entries.get(usize::from(place));
         self.is_registered() && entry.is_some_and(|entry| entry.contains(start.addr(), len))
     }
@@ -107,8 +114,8 @@ impl Table {
     pub(super) fn add(&mut self, start: *mut u8, len: usize) -> io::Result<u16> {
         let pieces = len.div_ceil(FIXED_BYTES_MAX);
         let first = self.room_for(pieces);
-        if first + pieces > REGIONS_MAX {
-            let text = format!("{pieces} more buffers in a table of {REGIONS_MAX} with {} in use", self.entries.len());
+        if first + pieces > PLACES_MAX {
+            let text = format!("{pieces} more buffers in a table of {PLACES_MAX} with {} in use", self.entries.len());
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
         }
         let before = self.entries.clone();
@@ -122,7 +129,7 @@ impl Table {
             self.renew_or_warn();
             return Err(refused);
         }
-        Ok(u16::try_from(first).expect("REGIONS_MAX fits in 16 bits"))
+        Ok(u16::try_from(first).expect("PLACES_MAX fits in 16 bits"))
     }
 
     /// Takes out what [`add`](Self::add) put at `first`.
@@ -151,16 +158,8 @@ impl Table {
 
     /// Replaces what the kernel has registered by `entries`.
     fn renew(&mut self) -> io::Result<()> {
-        if let Some(registry) = &self.registry {
-            registry.unregister()?;
-            self.registry = None;
-        }
-        if !self.entries.is_empty() {
-            let registry = FixedBufRegistry::new(self.entries.iter().cloned());
-            registry.register()?;
-            self.registry = Some(registry);
-        }
-        Ok(())
+        self.pinner.unpin()?;
+        if self.entries.is_empty() { Ok(()) } else { self.pinner.pin(&self.entries) }
     }
 }
 

@@ -1,0 +1,61 @@
+//! Pins a table of buffers by tokio-uring's registry.
+
+use std::io;
+
+use tokio_uring::buf::{IoBuf, IoBufMut, fixed::FixedBufRegistry};
+
+use crate::io::table::{Entry, Pinner};
+
+/// The buffers of the ring of this thread.
+#[derive(Default)]
+pub(super) struct RingBuffers {
+    /// The driver's copy of the entries, while the kernel has them.
+    registry: Option<FixedBufRegistry<Entry>>,
+}
+
+impl Pinner for RingBuffers {
+    fn pin(&mut self, entries: &[Entry]) -> io::Result<()> {
+        let registry = FixedBufRegistry::new(entries.iter().cloned());
+        registry.register()?;
+        self.registry = Some(registry);
+        Ok(())
+    }
+
+    fn unpin(&mut self) -> io::Result<()> {
+        if let Some(registry) = &self.registry {
+            registry.unregister()?;
+            self.registry = None;
+        }
+        Ok(())
+    }
+
+    fn is_pinned(&self) -> bool {
+        self.registry.is_some()
+    }
+}
+
+// SAFETY: the address does not change, and by the contracts of `Uring::new` and `Storage::register` the range is mapped
+// for as long as it is in the table. A free place has no bytes.
+unsafe impl IoBuf for Entry {
+    fn stable_ptr(&self) -> *const u8 {
+        self.start()
+    }
+
+    fn bytes_init(&self) -> usize {
+        self.len()
+    }
+
+    fn bytes_total(&self) -> usize {
+        self.len()
+    }
+}
+
+// SAFETY: as above. The registry hands out no buffer (`check_out` is never called): the range is
+// only ever accessed through a `Lent`, whose contract is exclusive access.
+unsafe impl IoBufMut for Entry {
+    fn stable_mut_ptr(&mut self) -> *mut u8 {
+        self.start()
+    }
+
+    unsafe fn set_init(&mut self, _: usize) {}
+}
