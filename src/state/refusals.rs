@@ -6,10 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{
-    block::BlockKey,
-    error::Error,
-};
+use crate::{block::BlockKey, error::Error};
 
 /// Keys that are kept; refusals beyond them are only counted, and reported even where the block is written later.
 const KEYS_MAX: usize = 1 << 14;

@@ -77,6 +77,7 @@ pub struct Life<'a> {
 impl Life<'_> {
     /// Lives once on `files`; what it leaves, or `None` where the store is refused because a disk lied.
     pub fn live(run: &mut Run, files: Vec<Vec<u8>>, input: &mut Unstructured<'_>) -> Option<Vec<Vec<u8>>> {
+        run.torn_off = false;
         let options = SimOptions { log_entries_max: 0, ..SimOptions::default() };
         let world = World {
             storage: sim::Sim::new(run.rng.next_u64(), files, options),
@@ -99,7 +100,7 @@ impl Life<'_> {
                 Opened::Refused => None,
                 Opened::CutOff { power_cut } => {
                     let honest = !has_lied(run, &world);
-                    run.cut_off = true;
+                    (run.cut_off, run.torn_off) = (true, true);
                     run.model.restart(power_cut, Claims { keeps: honest, honest });
                     Some(world.storage.end(power_cut))
                 }
@@ -129,9 +130,13 @@ impl Life<'_> {
         }
         if let Ok(Some(ms)) = input.arbitrary::<Option<u8>>()
             && !input.is_empty()
-            && timeout(Duration::from_millis(ms.into()), sim::open(run.config.clone(), world)).await.is_err()
         {
-            return Opened::CutOff { power_cut: ms % 2 == 0 };
+            match timeout(Duration::from_millis(ms.into()), sim::open(run.config.clone(), world)).await {
+                Err(_) => return Opened::CutOff { power_cut: ms % 2 == 0 },
+                Ok(Ok(simulated)) => return Opened::Open(simulated, trouble),
+                // It is tried again.
+                Ok(Err(_)) => {}
+            }
         }
         for _ in 0..20 {
             match timeout(PATIENCE, sim::open(run.config.clone(), world)).await.expect("it opens some time") {
@@ -160,7 +165,7 @@ impl Life<'_> {
         match exit {
             Exit::Kill | Exit::PowerCut => {
                 let (claims, power_cut) = (self.claims(), exit == Exit::PowerCut);
-                self.run.cut_off = true;
+                (self.run.cut_off, self.run.torn_off) = (true, true);
                 self.run.model.restart(power_cut, claims);
                 self.world.storage.end(power_cut)
             }
@@ -218,6 +223,12 @@ impl Life<'_> {
             && stats.tier(Tier::Disk).evictions == 0
             && (self.run.model.writes_through() || stats.writes_refused == 0);
         Claims { keeps, honest }
+    }
+
+    /// A block was asked for. Of one that was found nothing is claimed, and so nothing has to be found out.
+    fn answered(&mut self, block: u8, found: bool) {
+        let claims = if found { Claims::NONE } else { self.claims() };
+        self.run.model.answered(block, found, claims);
     }
 
     async fn step(&mut self, op: Op) {
@@ -324,8 +335,7 @@ impl Life<'_> {
     async fn fetch(&mut self, block: u8, keep: bool, cancel: Cancel) {
         let result = self.call(cancel, self.cache.fetch(&block_key(block))).await;
         let Some(found) = result.and_then(|result| self.checked("fetch", result)) else { return };
-        let claims = self.claims();
-        self.run.model.answered(block, found.is_some(), claims);
+        self.answered(block, found.is_some());
         let Some(lease) = found else { return };
         assert_eq!(*lease, *self.run.payload(block), "wrong bytes of block {block}");
         if keep {
@@ -345,8 +355,7 @@ impl Life<'_> {
                 continue;
             }
             let Some(found) = self.checked("one of three fetches", result) else { continue };
-            let claims = self.claims();
-            self.run.model.answered(block, found.is_some(), claims);
+            self.answered(block, found.is_some());
             if let Some(lease) = found {
                 assert_eq!(*lease, *self.run.payload(block), "wrong bytes of block {block}");
             }
@@ -356,8 +365,7 @@ impl Life<'_> {
     async fn fetch_to_device(&mut self, block: u8, keep: bool, cancel: Cancel) {
         let result = self.call(cancel, self.cache.fetch_to_device(&block_key(block))).await;
         let Some(found) = result.and_then(|result| self.checked("fetch_to_device", result)) else { return };
-        let claims = self.claims();
-        self.run.model.answered(block, found.is_some(), claims);
+        self.answered(block, found.is_some());
         let Some(lease) = found else { return };
         self.kept.push((block, Kept::Device(lease)));
         if !keep {
@@ -422,8 +430,7 @@ impl Life<'_> {
         assert_eq!(results.len(), blocks.len());
         for ((at, block), result) in blocks.into_iter().enumerate().zip(results) {
             let Some(found) = self.checked("a load", result) else { continue };
-            let claims = self.claims();
-            self.run.model.answered(block, found, claims);
+            self.answered(block, found);
             // A block that is found out to be damaged may be there by then.
             if !found && device {
                 continue;

@@ -11,6 +11,10 @@ pub struct Claims {
     pub honest: bool,
 }
 
+impl Claims {
+    pub const NONE: Self = Claims { keeps: false, honest: false };
+}
+
 /// What is known of a block.
 #[derive(Debug, Clone, Copy, Default)]
 struct Known {
@@ -44,6 +48,11 @@ pub struct Model {
 impl Model {
     pub fn new(keeps: bool, writes_through: bool) -> Self {
         Model { blocks: BTreeMap::new(), keeps, writes_through }
+    }
+
+    /// True where nobody ever stored a block.
+    pub fn is_empty(&self) -> bool {
+        self.blocks.is_empty()
     }
 
     pub fn writes_through(&self) -> bool {
