@@ -17,7 +17,6 @@ mod full;
 mod memlock;
 #[cfg(any(test, feature = "sim"))]
 pub mod sim;
-mod table;
 pub mod uring;
 
 pub use crate::{

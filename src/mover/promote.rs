@@ -5,11 +5,10 @@ use std::{any::Any, rc::Rc, sync::Arc};
 use tokio::{sync::oneshot, time::Instant};
 
 use super::{
-    Mover,
+    Landing, Mover,
     ahead::{Ahead, Offer, Target},
     budget::{Kind, Share},
     direct::Tried,
-    landing::Landing,
 };
 use crate::{
     block::{BlockKey, Direction, FileId, OpKind, Route, Segment, Tier},

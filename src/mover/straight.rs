@@ -9,9 +9,8 @@ use std::{any::Any, io, ptr::NonNull, rc::Rc, sync::Arc};
 use tokio::time::Instant;
 
 use super::{
-    Mover,
+    Landing, Mover,
     budget::Kind,
-    landing::Landing,
     region::{Job, RegionMemory},
 };
 use crate::{

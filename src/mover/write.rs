@@ -5,9 +5,8 @@ use std::{any::Any, path::PathBuf, rc::Rc, sync::Arc};
 use tokio::time::Instant;
 
 use super::{
-    Mover,
+    Landing, Mover,
     budget::{Kind, Share},
-    landing::Landing,
     promote::{Asked, Next},
 };
 use crate::{

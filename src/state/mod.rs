@@ -14,7 +14,6 @@ mod lock;
 mod lookup;
 mod publish;
 mod refusals;
-mod report;
 mod requests;
 mod service;
 mod slots;

@@ -12,7 +12,7 @@ use crate::{block::BlockKey, error::Error};
 const KEYS_MAX: usize = 1 << 14;
 
 /// When something happened: the number of the sync that began, or reported, then.
-pub(super) type Moment = u64;
+type Moment = u64;
 
 /// Refused writes that some sync has still to report.
 ///

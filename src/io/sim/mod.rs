@@ -30,7 +30,7 @@ use tokio::sync::oneshot;
 
 use super::{
     Storage, memlock,
-    table::{Entry, Table},
+    uring::table::{Entry, Table},
 };
 use crate::{
     block::{FileId, OpKind},

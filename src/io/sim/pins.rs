@@ -4,7 +4,7 @@ use std::io;
 
 use super::{SimOptions, rng::Rng};
 use crate::{
-    io::table::{Entry, Pinner},
+    io::uring::table::{Entry, Pinner},
     memory::Lent,
 };
 

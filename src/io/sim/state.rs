@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     block::{FileId, IO_ALIGN, OpKind},
-    io::{check_offset, no_such_file, table::Table},
+    io::{check_offset, no_such_file, uring::table::Table},
     memory::Lent,
 };
 

@@ -24,6 +24,7 @@ mod op;
 mod pins;
 mod probe;
 mod runtime;
+pub(super) mod table;
 
 pub(crate) use lane::{Bell, Ended, Lane, TRANSFERS_MAX, Transfer};
 pub use probe::probe;
@@ -35,10 +36,7 @@ use io_uring::{opcode, squeue, types};
 use tokio::sync::Semaphore;
 use tokio_uring::UnsubmittedOneshot;
 
-use super::{
-    Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock,
-    table::{Entry, PLACES_MAX, Table},
-};
+use super::{Storage, TRANSFER_BYTES_MAX, check_offset, file_at, memlock};
 use crate::{
     block::{FileId, OpKind},
     memory::Lent,
@@ -46,10 +44,11 @@ use crate::{
 use op::{Finish, Held, Nothing};
 use pins::RingBuffers;
 use runtime::Ring;
+use table::{Entry, Table};
 
 /// Buffers that one ring can register through tokio-uring (`UIO_MAXIOV`); ranges in regions past it
 /// are read and written unregistered.
-pub const REGIONS_MAX: usize = PLACES_MAX;
+pub const REGIONS_MAX: usize = 1024;
 
 /// The ring, its files and its registered memory.
 ///

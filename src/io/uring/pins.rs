@@ -4,7 +4,7 @@ use std::io;
 
 use tokio_uring::buf::{IoBuf, IoBufMut, fixed::FixedBufRegistry};
 
-use crate::io::table::{Entry, Pinner};
+use super::table::{Entry, Pinner};
 
 /// The buffers of the ring of this thread.
 #[derive(Default)]

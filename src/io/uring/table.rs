@@ -8,14 +8,11 @@
 
 use std::{any::Any, io, ptr, sync::Arc};
 
-use super::memlock;
-use crate::{block::FIXED_BYTES_MAX, memory::Lent};
-
-/// Buffers that one ring can register through tokio-uring (`UIO_MAXIOV`).
-pub(super) const PLACES_MAX: usize = 1024;
+use super::REGIONS_MAX;
+use crate::{block::FIXED_BYTES_MAX, io::memlock, memory::Lent};
 
 /// Pins one table of buffers at a time.
-pub(super) trait Pinner {
+pub(in crate::io) trait Pinner {
     /// Pins all of the entries, or none. Called while nothing is pinned.
     fn pin(&mut self, entries: &[Entry]) -> io::Result<()>;
 
@@ -28,7 +25,7 @@ pub(super) trait Pinner {
 
 /// A range of memory for the kernel to pin, or a place that is free.
 #[derive(Clone)]
-pub(super) struct Entry {
+pub(in crate::io) struct Entry {
     /// Null and 0 where the place is free.
     start: *mut u8,
     len: usize,
@@ -37,7 +34,7 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    pub(super) fn new(start: *mut u8, len: usize, keep_alive: Option<Arc<dyn Any + Send + Sync>>) -> Self {
+    pub(in crate::io) fn new(start: *mut u8, len: usize, keep_alive: Option<Arc<dyn Any + Send + Sync>>) -> Self {
         Entry { start, len, _keep_alive: keep_alive }
     }
 
@@ -45,11 +42,11 @@ impl Entry {
         Entry::new(ptr::null_mut(), 0, None)
     }
 
-    pub(super) fn start(&self) -> *mut u8 {
+    pub(in crate::io) fn start(&self) -> *mut u8 {
         self.start
     }
 
-    pub(super) fn len(&self) -> usize {
+    pub(in crate::io) fn len(&self) -> usize {
         self.len
     }
 
@@ -57,7 +54,7 @@ impl Entry {
         self.start.is_null()
     }
 
-    pub(super) fn contains(&self, start: usize, len: usize) -> bool {
+    pub(in crate::io) fn contains(&self, start: usize, len: usize) -> bool {
         let begin = self.start.addr();
         start >= begin && len <= self.len && start - begin <= self.len - len
     }
@@ -65,7 +62,7 @@ impl Entry {
 
 /// What the kernel has registered for one engine.
 #[derive(Default)]
-pub(super) struct Table<P> {
+pub(in crate::io) struct Table<P> {
     /// Which memory has which place, whether or not the kernel has registered it.
     entries: Vec<Entry>,
     pinner: P,
@@ -73,7 +70,7 @@ pub(super) struct Table<P> {
 
 impl<P: Pinner> Table<P> {
     /// Registers all entries or none, and then says why in the log. Nothing is pinned yet.
-    pub(super) fn new(entries: Vec<Entry>, pinner: P) -> Self {
+    pub(in crate::io) fn new(entries: Vec<Entry>, pinner: P) -> Self {
         let wanted_bytes = bytes(&entries);
         let mut table = Table { entries, pinner };
         if let Err(error) = table.renew() {
@@ -86,18 +83,18 @@ impl<P: Pinner> Table<P> {
     }
 
     /// True while the kernel has memory registered.
-    pub(super) fn is_registered(&self) -> bool {
+    pub(in crate::io) fn is_registered(&self) -> bool {
         self.pinner.is_pinned()
     }
 
     /// Who pins.
     #[cfg(any(test, feature = "sim"))]
-    pub(super) fn pinner(&self) -> &P {
+    pub(in crate::io) fn pinner(&self) -> &P {
         &self.pinner
     }
 
     /// The registered buffer that `buf` lies in, if it does.
-    pub(super) fn fixed(&self, buf: &Lent) -> Option<u16> {
+    pub(in crate::io) fn fixed(&self, buf: &Lent) -> Option<u16> {
         buf.fixed().filter(|&place| self.holds(place, buf.as_ptr(), buf.len()))
     }
 
@@ -111,11 +108,11 @@ impl<P: Pinner> Table<P> {
     }
 
     /// Registers a range too, in pieces of [`FIXED_BYTES_MAX`]; the place of the first.
-    pub(super) fn add(&mut self, start: *mut u8, len: usize) -> io::Result<u16> {
+    pub(in crate::io) fn add(&mut self, start: *mut u8, len: usize) -> io::Result<u16> {
         let pieces = len.div_ceil(FIXED_BYTES_MAX);
         let first = self.room_for(pieces);
-        if first + pieces > PLACES_MAX {
-            let text = format!("{pieces} more buffers in a table of {PLACES_MAX} with {} in use", self.entries.len());
+        if first + pieces > REGIONS_MAX {
+            let text = format!("{pieces} more buffers in a table of {REGIONS_MAX} with {} in use", self.entries.len());
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
         }
         let before = self.entries.clone();
@@ -129,11 +126,11 @@ impl<P: Pinner> Table<P> {
             self.renew_or_warn();
             return Err(refused);
         }
-        Ok(u16::try_from(first).expect("PLACES_MAX fits in 16 bits"))
+        Ok(u16::try_from(first).expect("REGIONS_MAX fits in 16 bits"))
     }
 
     /// Takes out what [`add`](Self::add) put at `first`.
-    pub(super) fn remove(&mut self, first: u16, len: usize) {
+    pub(in crate::io) fn remove(&mut self, first: u16, len: usize) {
         self.entries[usize::from(first)..][..len.div_ceil(FIXED_BYTES_MAX)].fill(Entry::free());
         while self.entries.last().is_some_and(Entry::is_free) {
             self.entries.pop();
