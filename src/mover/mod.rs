@@ -345,7 +345,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let error = Error::io("move", "a block", source);
         if tier == Tier::Disk {
             self.shared.metrics.writes_refused.add(1);
-            self.shared.end_write(key, id, Some(&error));
+            self.shared.note_refused(key, id, &error);
         }
         self.land(key, tier, Err(error));
     }

@@ -268,6 +268,11 @@ impl Shared {
         self.end_flight_locked(&mut state, key, Tier::Disk, outcome)
     }
 
+    /// Notes that the disk did not take a block whose write was lost.
+    pub(crate) fn note_refused(&self, key: &BlockKey, id: EntryId, error: &Error) {
+        self.note_written(&mut self.lock(), key, id, Some(error));
+    }
+
     /// One that was removed meanwhile waits for nothing, and a block that was stored under its key since is another.
     fn note_written(&self, state: &mut State, key: &BlockKey, id: EntryId, error: Option<&Error>) {
         if state.index.find(key) != Some(id) {
