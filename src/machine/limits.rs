@@ -1,6 +1,6 @@
 //! Memory, and what may be done with it; the kernel, and what it lets this process do.
 
-use super::{Finding, Kernel, Plan, shown};
+use super::plan::{Finding, Kernel, Plan, shown};
 
 /// CAP_IPC_LOCK: its owner may lock any amount of memory.
 const CAP_IPC_LOCK: u32 = 14;
@@ -91,8 +91,8 @@ fn locked_memory(kernel: &Kernel<'_>, wanted: u64) -> Finding {
     if exempt {
         return Finding::note(WHAT, format!("{found}, which does not bind this process (CAP_IPC_LOCK)"));
     }
-    let fix = "ulimit -l unlimited; LimitMEMLOCK=infinity in systemd; docker --ulimit memlock=-1; or grant CAP_IPC_LOCK. \
-               Without it transfers cost more processor time";
+    let fix = "ulimit -l unlimited; LimitMEMLOCK=infinity in systemd; docker --ulimit memlock=-1; or grant \
+               CAP_IPC_LOCK. Without it transfers cost more processor time";
     match wanted {
         0 => Finding::note(WHAT, found).fix(fix),
         _ if wanted <= bytes => Finding::note(WHAT, format!("{found}, of {} that all ranks register", shown(wanted))),

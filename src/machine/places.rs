@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{Finding, Kernel, Plan, shown};
+use super::plan::{Finding, Kernel, Plan, shown};
 
 /// What the adapters leave free on a file system.
 const FREE_SHARE_MIN: f64 = 0.01;

@@ -1,5 +1,7 @@
 //! Machines that are made up.
 
+use std::{fs, path::PathBuf};
+
 use super::*;
 
 /// A folder with the kernel's files of a machine with 64 GiB and nothing wrong.
