@@ -1,7 +1,8 @@
 """LMCache's distributed storage manager, from an unpacked wheel, with its native library.
 
 Installed must be what `python/test` installs for it: torch, numpy, msgspec, psutil, pyzmq, cachetools, cryptography,
-httpx, opentelemetry-sdk, opentelemetry-exporter-prometheus, prometheus_client, pydantic, pyyaml, sortedcontainers.
+httpx, opentelemetry-sdk, opentelemetry-exporter-prometheus, prometheus_client, pydantic, pyyaml, requests,
+sortedcontainers.
 """
 
 from __future__ import annotations
