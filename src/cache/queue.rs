@@ -64,7 +64,9 @@ impl Inner {
 
     fn complete(&self, ticket: u64, results: Vec<Result<bool>>, stored: Vec<BlockKey>) {
         let done = Done { completion: Completion { ticket, results }, stored };
-        self.done.lock().expect("nothing panics under it").push_back(done);
+        // One lock for both, as in `drain`: the descriptor is readable just while there is something to drain.
+        let mut all = self.done.lock().expect("nothing panics under it");
+        all.push_back(done);
         // Refused only where the counter is full, since whoever has the descriptor may write to it, too: then it is
         // readable already.
         let _ = (&self.event).write(&1u64.to_ne_bytes());
@@ -147,10 +149,11 @@ impl CompletionQueue {
 
     /// Takes all completions, oldest first, and makes the eventfd unreadable.
     pub fn drain(&self) -> Vec<Completion> {
-        // Cleared first: a completion that comes after this makes it readable again. Nothing to
-        // read is no error.
+        let mut all = self.inner.done.lock().expect("nothing panics under it");
+        // Nothing to read is no error.
         let _ = (&self.inner.event).read(&mut [0; 8]);
-        let done: Vec<_> = self.inner.done.lock().expect("nothing panics under it").drain(..).collect();
+        let done: Vec<_> = all.drain(..).collect();
+        drop(all);
         self.inner.outstanding.fetch_sub(done.len(), Ordering::AcqRel);
         let take = |Done { completion, stored }| {
             self.cache.shared().told_all(&stored, &completion.results);

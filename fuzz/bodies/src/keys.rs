@@ -39,16 +39,27 @@ fn size(text: &str) {
 
 /// The same grammar, digit by digit, in numbers that do not overflow.
 fn naive_size(text: &str) -> Option<u128> {
-    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (digits, unit) = text.split_at(end);
-    let digits = digits.trim_start_matches('0');
-    if end == 0 || digits.len() > 25 {
-        return None;
-    }
-    let number = digits.bytes().fold(0u128, |sum, digit| sum * 10 + u128::from(digit - b'0'));
-    let units = ["", "B", "K", "KiB", "M", "MiB", "G", "GiB", "T", "TiB"];
-    let at = units.iter().position(|name| *name == unit.trim())?;
-    Some(number << (10 * (at / 2)))
+    const UNITS: [(&[&str], u128); 9] = [
+        (&["", "b"], 1),
+        (&["k", "ki", "kib"], 1 << 10),
+        (&["kb"], 1_000),
+        (&["m", "mi", "mib"], 1 << 20),
+        (&["mb"], 1_000_000),
+        (&["g", "gi", "gib"], 1 << 30),
+        (&["gb"], 1_000_000_000),
+        (&["t", "ti", "tib"], 1 << 40),
+        (&["tb"], 1_000_000_000_000),
+    ];
+    let text = text.trim();
+    let number = text.trim_start_matches(|c: char| c.is_ascii_digit() || c == '.');
+    let (digits, unit) = (&text[..text.len() - number.len()], number.trim_start().to_ascii_lowercase());
+    let (_, unit) = UNITS.iter().find(|(names, _)| names.contains(&unit.as_str()))?;
+    let mut parts = digits.split('.');
+    let (whole, fraction) = (parts.next()?, parts.next().unwrap_or("0"));
+    let count = |part: &str| part.bytes().fold(0u128, |sum, digit| sum * 10 + u128::from(digit - b'0'));
+    let fits = (1..=20).contains(&whole.len()) && (1..=18).contains(&fraction.len()) && parts.next().is_none();
+    let fits = fits.then(|| count(whole) * unit + count(fraction) * unit / 10u128.pow(fraction.len() as u32));
+    fits.filter(|bytes| (1..1 << 63).contains(bytes))
 }
 
 /// What is shown is within a twentieth of its unit of what was meant.

@@ -19,7 +19,9 @@ pub fn run(data: &[u8]) {
             }
         }
         Err(what) => {
-            let number = what.strip_prefix("line ").and_then(|rest| rest.split(':').next()?.parse::<usize>().ok());
+            let number = what
+                .strip_prefix("line ")
+                .and_then(|rest| rest.split(|c: char| !c.is_ascii_digit()).next()?.parse::<usize>().ok());
             match number {
                 None => assert!(lines.iter().all(|line| is_blank(line)), "no line is blamed: {what}"),
                 Some(number) => {
