@@ -1,8 +1,8 @@
 //! Transfers between the store's files and device memory by libcufile, by a thread of their own.
 //!
 //! Every call of the library may take milliseconds, and some never come back, so none is made on the reactor. The
-//! reactor hands [requests](Cufile::transfer) over and awaits their ends; the [worker](worker) keeps its own count of
-//! what the library has, which forgets completions when it is given more than it can hold.
+//! reactor hands requests over and awaits their ends; the worker keeps its own count of what the library has, which
+//! forgets completions when it is given more than it can hold.
 //!
 //! A request owns what its bytes come from and go to: slots, pins, regions. When the library does not give a request
 //! back within the limit, the one who waits is told so and goes another way; what the request owns stays with it,
