@@ -32,7 +32,8 @@ pub struct CopyBatch {
     /// Sum of their lengths: asked for on the way of every copy, where another pass over thousands would be felt.
     bytes: u64,
     direction: Direction,
-    owners: Vec<Arc<dyn Any + Send + Sync>>,
+    /// Dropped with the batch, when the hardware is done with the memory.
+    _owners: Vec<Arc<dyn Any + Send + Sync>>,
     prompt: bool,
     regions: Vec<CopyRegion>,
 }
@@ -45,7 +46,7 @@ impl CopyBatch {
     /// range must stay writable and untouched by others, and `owners` must keep both mapped.
     pub unsafe fn new(ops: Vec<CopyOp>, direction: Direction, owners: Vec<Arc<dyn Any + Send + Sync>>) -> Self {
         let bytes = ops.iter().map(|op| op.len as u64).sum();
-        CopyBatch { ops, bytes, direction, owners, prompt: false, regions: Vec::new() }
+        CopyBatch { ops, bytes, direction, _owners: owners, prompt: false, regions: Vec::new() }
     }
 
     /// The same, for somebody who waits for this batch while others come after it: an engine that lets batches go
@@ -89,10 +90,48 @@ impl CopyBatch {
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
+}
 
-    /// Gives back what kept the memory alive.
-    pub fn into_owners(self) -> Vec<Arc<dyn Any + Send + Sync>> {
-        self.owners
+/// A batch with one owner, which comes back as what it is: engines know owners without a type.
+pub(crate) struct OwnedBatch<O> {
+    batch: CopyBatch,
+    owner: Arc<O>,
+}
+
+impl<O: Send + Sync + 'static> OwnedBatch<O> {
+    /// # Safety
+    /// As of [`CopyBatch::new`].
+    pub(crate) unsafe fn new(ops: Vec<CopyOp>, direction: Direction, owner: O) -> Self {
+        let owner = Arc::new(owner);
+        // SAFETY: the caller's promise.
+        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&owner) as _]) };
+        OwnedBatch { batch, owner }
+    }
+
+    /// As [`CopyBatch::prompt`].
+    pub(crate) fn prompt(self) -> Self {
+        OwnedBatch { batch: self.batch.prompt(), ..self }
+    }
+
+    /// As [`CopyBatch::within`].
+    ///
+    /// # Safety
+    /// As of [`CopyBatch::within`].
+    pub(crate) unsafe fn within(self, regions: Vec<CopyRegion>) -> Self {
+        // SAFETY: the caller's promise.
+        OwnedBatch { batch: unsafe { self.batch.within(regions) }, ..self }
+    }
+
+    /// Sum of the lengths of the copies.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.batch.bytes()
+    }
+
+    /// Copies all of it, or says why not; the destination is then undefined.
+    pub(crate) async fn copy<C: CopyEngine>(self, engine: &C) -> (Result<()>, O) {
+        let (result, batch) = engine.copy(self.batch).await;
+        drop(batch);
+        (result, Arc::into_inner(self.owner).expect("every engine gives the whole batch back"))
     }
 }
 

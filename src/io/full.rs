@@ -5,11 +5,35 @@ use std::io;
 use super::{Storage, check_offset};
 use crate::{
     block::{FileId, IO_ALIGN, OpKind},
-    memory::Lent,
+    memory::{IoBuf, Lent},
 };
 
 /// How many operations in a row may be interrupted or bring the transfer no further.
 const FRUITLESS_MAX: u32 = 8;
+
+/// As [`read_full`], of memory whose owner comes back.
+pub(crate) async fn read_into<S: Storage, O: Send + Sync + 'static>(
+    storage: &S,
+    file: FileId,
+    offset: u64,
+    buf: IoBuf<O>,
+) -> (io::Result<()>, O) {
+    // SAFETY: its only `Lent`, which is dropped with the result of the read.
+    let result = read_full(storage, file, offset, unsafe { buf.lend() }).await.0;
+    (result, buf.into_owner())
+}
+
+/// As [`write_full`], of memory whose owner comes back.
+pub(crate) async fn write_from<S: Storage, O: Send + Sync + 'static>(
+    storage: &S,
+    file: FileId,
+    offset: u64,
+    buf: IoBuf<O>,
+) -> (io::Result<()>, O) {
+    // SAFETY: its only `Lent`, which is dropped with the result of the write.
+    let result = write_full(storage, file, offset, unsafe { buf.lend() }).await.0;
+    (result, buf.into_owner())
+}
 
 /// Reads until `buf` is full, and gives all of it back.
 ///

@@ -21,10 +21,11 @@ pub mod uring;
 
 pub use crate::{
     block::{FIXED_BYTES_MAX, FileId, IO_ALIGN, OpKind},
-    memory::{AlignedBuf, Lent},
+    memory::{AlignedBuf, IoBuf, Lent},
 };
 pub use any::AnyStorage;
 pub use full::{read_full, write_full};
+pub(crate) use full::{read_into, write_from};
 pub use uring::yield_now;
 
 use std::{fs::File, future::Future, io, ptr::NonNull, sync::Arc};

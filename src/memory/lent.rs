@@ -92,6 +92,52 @@ impl Lent {
     }
 }
 
+/// Memory for an operation, with the owner that keeps it mapped. Both come back when the operation has ended, the owner
+/// as what it is: only storage engines see the memory as a [`Lent`], whose owner has no type.
+pub struct IoBuf<O> {
+    ptr: NonNull<u8>,
+    len: usize,
+    fixed: Option<u16>,
+    owner: Arc<O>,
+}
+
+// SAFETY: the constructor's contract says that nobody else touches the range in a conflicting way while the buffer
+// lives, on any thread; the owner may go to any thread itself.
+unsafe impl<O: Send + Sync> Send for IoBuf<O> {}
+
+impl<O: Send + Sync + 'static> IoBuf<O> {
+    /// `len` bytes at `ptr`, which `owner` keeps. `fixed` names the registered buffer around them.
+    ///
+    /// # Safety
+    /// While `owner` lives the range must stay mapped. Until the buffer is taken apart, and every [`Lent`] of it is
+    /// dropped, nobody may write to the range, and if it is used for a read from storage nobody may read it either.
+    pub unsafe fn new(ptr: NonNull<u8>, len: usize, fixed: Option<u16>, owner: O) -> Self {
+        IoBuf { ptr, len, fixed, owner: Arc::new(owner) }
+    }
+
+    /// Length in bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The memory, for a storage engine.
+    ///
+    /// # Safety
+    /// Every earlier [`Lent`] of this buffer must be gone.
+    pub(crate) unsafe fn lend(&self) -> Lent {
+        // SAFETY: the contract of `new`; the caller lends the range once at a time.
+        unsafe { Lent::new(self.ptr, self.len, self.fixed, Arc::clone(&self.owner) as _) }
+    }
+
+    /// The owner.
+    ///
+    /// # Panics
+    /// If the memory is still lent: the result of an operation comes after its memory.
+    pub fn into_owner(self) -> O {
+        Arc::into_inner(self.owner).expect("every engine drops the memory before it answers")
+    }
+}
+
 impl fmt::Debug for Lent {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Lent").field("len", &self.len).field("fixed", &self.fixed).finish_non_exhaustive()
@@ -127,8 +173,16 @@ impl AlignedBuf {
         Layout::from_size_align(len, IO_ALIGN).expect("a power-of-two alignment and a length far below isize::MAX")
     }
 
+    /// The buffer, to be read into or written from.
+    pub fn into_io(self) -> IoBuf<Self> {
+        let (ptr, len) = (self.ptr, self.len);
+        // SAFETY: the buffer is moved into the `IoBuf`, so nobody else can reach it until it is taken apart.
+        unsafe { IoBuf::new(ptr, len, None, self) }
+    }
+
     /// Lends the whole buffer.
-    pub fn lend(self) -> Lent {
+    #[cfg(test)]
+    pub(crate) fn lend(self) -> Lent {
         let (ptr, len) = (self.ptr, self.len);
         // SAFETY: the buffer is moved into the `Lent`, so nobody else can reach it until
         // `from_lent` takes it back out.
@@ -139,7 +193,8 @@ impl AlignedBuf {
     ///
     /// # Panics
     /// If `lent` was not made by [`AlignedBuf::lend`].
-    pub fn from_lent(lent: Lent) -> Self {
+    #[cfg(test)]
+    pub(crate) fn from_lent(lent: Lent) -> Self {
         let owner = lent.into_owner().downcast::<AlignedBuf>().expect("lent by an AlignedBuf");
         Arc::into_inner(owner).expect("a lent AlignedBuf has one owner")
     }

@@ -9,6 +9,6 @@ mod readable;
 
 pub use arena::Arena;
 pub use device::{BUFFER_ALIGN, DeviceMemory};
-pub use lent::{AlignedBuf, Lent};
+pub use lent::{AlignedBuf, IoBuf, Lent};
 pub(crate) use mapping::Mapping;
 pub(crate) use readable::Readable;

@@ -7,14 +7,14 @@
 //! The copies are prompt ones, in small groups. Blocks that come from the disk together would else leave together, ask
 //! for their successors together, and the disk would rest meanwhile (0.69 of what it gives, with 32 blocks in flight).
 
-use std::{any::Any, cell::RefCell, rc::Rc, sync::Arc};
+use std::{cell::RefCell, rc::Rc, sync::Arc};
 
 use tokio::sync::oneshot;
 
 use super::{Mover, region::Job};
 use crate::{
     block::{Segment, Tier},
-    device::{CopyBatch, CopyEngine, CopyRegion, pair_segments},
+    device::{CopyEngine, CopyRegion, OwnedBatch, pair_segments},
     error::{Error, Result},
     io::Storage,
     state::{Filling, Outcome, Unverified},
@@ -29,8 +29,6 @@ pub(super) enum Target {
     /// A caller's memory.
     Memory(Job),
 }
-
-type Owner = Arc<dyn Any + Send + Sync>;
 
 /// What became of a target: the checksum of what was copied there and is right, if anything was. By its checksum, not
 /// by its entry: the block may have been removed and stored anew meanwhile.
@@ -99,31 +97,26 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Copies a block where it was offered to be. `None` where that is withdrawn, or no slot is free.
     async fn copy_ahead(&self, unverified: Unverified, ahead: &Ahead) -> (Unverified, Option<Copied>) {
         let Some((target, tell)) = ahead.0.take() else { return (unverified, None) };
-        let (segments, regions, target): (Vec<Segment>, _, Owner) = match target {
-            Target::Memory(job) => (job.segments.clone(), job.copy_regions(), Arc::new(job)),
-            Target::Slot(filling) => (self.device_segments(filling.slot()), Vec::new(), Arc::new(filling)),
-            Target::AnySlot => match self.shared.acquire_now(Tier::Device) {
-                Some(filling) => (self.device_segments(filling.slot()), Vec::new(), Arc::new(filling)),
-                None => {
-                    drop(tell.send((Target::AnySlot, None)));
-                    return (unverified, None);
-                }
-            },
+        let target = match target {
+            Target::AnySlot => self.shared.acquire_now(Tier::Device).map_or(Target::AnySlot, Target::Slot),
+            target => target,
         };
-        let (unverified, target, result) = self.copy_onto(unverified, target, &segments, regions).await;
+        let (segments, regions) = match &target {
+            Target::Memory(job) => (job.segments.clone(), job.copy_regions()),
+            Target::Slot(filling) => (self.device_segments(filling.slot()), Vec::new()),
+            Target::AnySlot => {
+                drop(tell.send((target, None)));
+                return (unverified, None);
+            }
+        };
+        let (unverified, target, result) = self.copy_onto(unverified, Arc::new(target), &segments, regions).await;
         let sum = match result {
             // SAFETY: the segments are of a slot that `target` is filling, or in regions that it holds; nobody writes
             // there before it is dropped, but for the copy, which has ended.
-            Ok(()) => unsafe { self.copy.checksum(&segments, Arc::clone(&target)) }.await,
+            Ok(()) => unsafe { self.copy.checksum(&segments, Arc::clone(&target) as _) }.await,
             Err(_) => None,
         };
-        let target = match target.downcast::<Filling>() {
-            Ok(filling) => Target::Slot(Arc::into_inner(filling).expect("the engine keeps no owner")),
-            Err(target) => {
-                let job = target.downcast::<Job>().expect("one of the two");
-                Target::Memory(Arc::into_inner(job).expect("the engine keeps no owner"))
-            }
-        };
+        let target = Arc::into_inner(target).expect("the engine keeps no owner");
         (unverified, Some(Copied { target, result, sum, tell }))
     }
 
@@ -131,25 +124,21 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn copy_onto(
         &self,
         unverified: Unverified,
-        target: Owner,
+        target: Arc<Target>,
         segments: &[Segment],
         regions: Vec<CopyRegion>,
-    ) -> (Unverified, Owner, Result<()>) {
+    ) -> (Unverified, Arc<Target>, Result<()>) {
         let ops = match pair_segments(&[self.host_segment(unverified.filling.slot())], segments) {
             Ok(ops) => ops,
             Err(error) => return (unverified, target, Err(error)),
         };
-        let owners = vec![target, Arc::new(unverified)];
         // SAFETY: the source is an unpublished slot, which nobody writes to any more; the target is one too, or lies in
         // regions that the job holds, whose owner promised at registration not to touch a segment while it is loaded.
         // All guards travel.
-        let batch = unsafe { CopyBatch::new(ops, self.promote_direction(), owners) };
+        let batch = unsafe { OwnedBatch::new(ops, self.promote_direction(), (target, unverified)) };
         // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
         let batch = unsafe { batch.within(regions) };
-        let (result, batch) = self.copied(batch.prompt()).await;
-        let mut owners = batch.into_owners();
-        let unverified = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Unverified>().ok()?));
-        let target = owners.pop().expect("first of two owners");
-        (unverified.expect("second of two owners"), target, result)
+        let (result, (target, unverified)) = self.copied(batch.prompt()).await;
+        (unverified, target, result)
     }
 }

@@ -4,7 +4,7 @@
 //! notice nothing but the time; what fails again and again, gives wrong bytes or does not come back ends the route for
 //! as long as the cache is open, with a reason that [`Stats`](crate::Stats) shows.
 
-use std::{any::Any, cell::Cell, fs::File, rc::Rc, sync::Arc};
+use std::{cell::Cell, fs::File, rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
@@ -14,14 +14,14 @@ use crate::{
     checksum::checksum,
     config::CufileMode,
     device::{
-        CopyBatch, CopyEngine,
+        CopyEngine, OwnedBatch,
         cuda::Gpu,
         cufile::{Buffer, Cufile, Ended, Opened, Part, Setup},
         pair_segments,
     },
     error::{Error, Result},
     index::EntryId,
-    io::{Storage, read_full},
+    io::{Storage, read_into},
     memory::AlignedBuf,
     state::{CufileService, DiskPlace, Filling, Outcome, Pin, Purpose, Shared, State},
 };
@@ -134,8 +134,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let opened = unsafe { Cufile::open(setup).await }?;
         // Every file was read into the same place: what is there now is the start of the last one.
         let wanted = AlignedBuf::zeroed(PROBE_BYTES);
-        let (read, wanted) = read_full(&self.storage, last, 0, wanted.lend()).await;
-        let wanted = AlignedBuf::from_lent(wanted);
+        let (read, wanted) = read_into(&self.storage, last, 0, wanted.into_io()).await;
         read.map_err(|error| format!("the store cannot be read: {error}"))?;
         let found = self.copy_to_host(&[Segment { ptr: segment.ptr, len }], filling).await;
         match found {
@@ -169,13 +168,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let reading: Reading = (pin, filling);
         // SAFETY: the device slot is unpublished and travels as owner, as does the pin on the disk slot; both keep the
         // pool.
-        let ended = unsafe { direct.cufile.transfer(OpKind::Read, file, parts, Box::new(reading)).await };
+        let ended = unsafe { direct.cufile.transfer(OpKind::Read, file, parts, reading).await };
         drop(share);
         let (pin, filling) = match ended {
-            Ended::Done(owner) => *owner.downcast::<Reading>().expect("it went with this owner"),
-            Ended::Failed(owner, reason) => {
-                let (pin, filling) = *owner.downcast::<Reading>().expect("it went with this owner");
-                self.shared.abort_direct_read(id, Some((pin, filling)));
+            Ended::Done(reading) => reading,
+            Ended::Failed(reading, reason) => {
+                self.shared.abort_direct_read(id, Some(reading));
                 self.direct_failed(direct, &reason);
                 return Tried::Elsewhere;
             }
@@ -228,20 +226,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let checksum = self.shared.lock().device_checksums[pin.slot() as usize];
         let Some(place) = self.begin_disk_write(id, &filling, checksum) else { return Some(Ok(false)) };
         let DiskPlace { file, offset, page } = place;
-        let owner = Box::new((Arc::clone(pin), filling));
+        let owner = (Arc::clone(pin), filling);
         let parts = self.parts(pin.slot(), offset);
         // SAFETY: the device slot is pinned and full, the disk slot unpublished; both travel as owner.
         let transfer = unsafe { direct.cufile.transfer(OpKind::Write, file, parts, owner) };
         let (ended, recorded) = tokio::join!(transfer, self.write_page(page));
         drop(share);
         let fault = match ended {
-            Ended::Done(owner) => {
-                let (_pin, filling) = *owner.downcast::<(Arc<Pin>, Filling)>().expect("it went with this owner");
+            Ended::Done((_pin, filling)) => {
                 direct.failures.set(0);
                 return Some(self.end_disk_write(id, filling, recorded).await);
             }
-            Ended::Failed(owner, reason) => {
-                let (_pin, filling) = *owner.downcast::<(Arc<Pin>, Filling)>().expect("it went with this owner");
+            Ended::Failed((_pin, filling), reason) => {
                 self.direct_failed(direct, &reason);
                 Some(filling)
             }
@@ -302,13 +298,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn copy_to_host(&self, segments: &[Segment], owner: Arc<Filling>) -> Result<Vec<u8>> {
         let mut buf = vec![0; segments.iter().map(|segment| segment.len).sum()];
         let ops = pair_segments(segments, &[Segment { ptr: buf.as_mut_ptr(), len: buf.len() }])?;
-        let owners: Vec<Arc<dyn Any + Send + Sync>> = vec![owner, Arc::new(buf)];
         // SAFETY: the slot is nobody else's, and `buf` is owned: both travel with the batch, and a moved Vec keeps its
         // heap memory where it is.
-        let batch = unsafe { CopyBatch::new(ops, self.demote_direction(), owners) };
-        let (result, batch) = self.copied(batch).await;
-        let buf = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast::<Vec<u8>>().ok()?));
-        result.map(|()| buf.expect("the second of two owners"))
+        let batch = unsafe { OwnedBatch::new(ops, self.demote_direction(), (owner, buf)) };
+        let (result, (_owner, buf)) = self.copied(batch).await;
+        result.map(|()| buf)
     }
 
     /// Counts a request that failed, and draws the conclusion.

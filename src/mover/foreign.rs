@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Direction, Route, Tier},
-    device::{CopyBatch, CopyEngine, pair_segments},
+    device::{CopyEngine, OwnedBatch, pair_segments},
     error::{Error, Result},
     io::Storage,
     state::{Class, Committed, Found, Pin, Purpose},
@@ -119,12 +119,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let regions = job.copy_regions();
         // SAFETY: the source is pinned; the target lies in regions that the job holds, whose owner
         // promised at registration not to touch a segment while it is loaded. All guards travel.
-        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(pin), Arc::new(job)]) };
+        let batch = unsafe { OwnedBatch::new(ops, direction, (pin, job)) };
         // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
         let batch = unsafe { batch.within(regions) };
-        let (result, batch) = self.copied(batch).await;
-        drop(batch);
-        result?;
+        self.copied(batch).await.0?;
         self.loaded(&key, started);
         Ok(true)
     }
@@ -183,7 +181,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (regions, job) = (job.copy_regions(), Arc::new(job));
         // SAFETY: the source lies in regions that the job holds, whose owner promised at
         // registration not to write to a segment while it is stored; the target is unpublished.
-        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&job) as _, Arc::new(filling)]) };
+        let batch = unsafe { OwnedBatch::new(ops, direction, (Arc::clone(&job), filling)) };
         // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
         let batch = unsafe { batch.within(regions) };
         // Prompt: those that go together would come to the disk together. The device can sum up its own memory while
@@ -196,9 +194,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 RegionMemory::Device => unsafe { self.copy.checksum(&job.segments, Arc::clone(&job) as _) }.await,
             }
         };
-        let ((result, batch), sum) = tokio::join!(self.copied(batch.prompt()), sum);
-        let filling = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast().ok()?));
-        let filling: crate::state::Filling = filling.expect("the second of two owners");
+        let ((result, (_, filling)), sum) = tokio::join!(self.copied(batch.prompt()), sum);
         result?;
         let (checksum, filling) = match sum {
             Some(Ok(sum)) => (sum, filling),

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     block::{CopyOp, Direction, Route, Tier},
-    device::{CopyBatch, CopyEngine, CopyRegion},
+    device::{CopyEngine, CopyRegion, OwnedBatch},
     io::Storage,
     state::Pin,
 };
@@ -112,7 +112,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let ops = self.ops_of(&resident, segments);
             // SAFETY: the sources are pinned; the targets lie in regions that the jobs hold, whose owner promised at
             // registration not to touch a segment while it is loaded. All guards travel.
-            let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&resident) as _]) };
+            let batch = unsafe { OwnedBatch::new(ops, direction, Arc::clone(&resident)) };
             // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
             let batch = unsafe { batch.within(regions.clone()) }.prompt();
             let bytes = batch.bytes();
@@ -123,10 +123,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(task.await);
                 bytes_under_way -= ended;
             }
-            let (this, board, resident) = (Rc::clone(self), Rc::clone(board), Arc::clone(&resident));
+            let (this, board) = (Rc::clone(self), Rc::clone(board));
             let task = tokio::task::spawn_local(async move {
-                let (result, batch) = this.copied(batch).await;
-                drop(batch);
+                let (result, resident) = this.copied(batch).await;
                 board.borrow_mut().layer_ended(layer, resident.numbers(), &result);
             });
             bytes_under_way += bytes;

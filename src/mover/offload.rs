@@ -3,12 +3,14 @@
 use std::{io, sync::Arc};
 
 use super::{Mover, budget::Kind};
+#[cfg(feature = "sim")]
+use crate::io::read_full;
 use crate::{
     block::{FileId, Segment},
     checksum::Digest,
     device::CopyEngine,
-    io::{Storage, read_full},
-    memory::{Lent, Readable},
+    io::{Storage, read_into},
+    memory::{IoBuf, Readable},
     workers::Summed,
 };
 
@@ -23,40 +25,52 @@ unsafe fn read<'a>(segment: &Segment) -> &'a [u8] {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Reads a range of a file into the memory that `lend` lends, and gives that back. The checksum of its first block,
-    /// if a worker read it and has it.
+    /// Reads a range of a file; the owner of the memory comes back. With the checksum of the first block, if a worker
+    /// read it and has it.
     ///
     /// A block that is alone is read here: handing over would only take time. So is one that was lost with its worker.
-    pub(super) async fn read(&self, file: FileId, offset: u64, lend: impl Fn() -> Lent) -> io::Result<Option<u64>> {
-        let lent = lend();
-        let bytes = lent.len() as u64;
+    pub(super) async fn read<O: Send + Sync + 'static>(
+        &self,
+        file: FileId,
+        offset: u64,
+        buf: IoBuf<O>,
+    ) -> (io::Result<Option<u64>>, O) {
+        let bytes = buf.len() as u64;
         let is_alone = !self.workers.is_busy()
             && self.budget.in_flight(Kind::Read) <= bytes
             && self.budget.in_flight(Kind::Write) == 0;
         if is_alone || !self.workers.take(bytes) {
-            return self.read_here(file, offset, lent).await;
+            return self.read_here(file, offset, buf).await;
         }
         #[cfg(feature = "sim")]
         if self.workers.loses_read() {
-            drop(self.read_here(file, offset, lent).await);
-            return self.read_here(file, offset, lend()).await;
+            // SAFETY: its only `Lent`, which is dropped with the result of the read.
+            drop(read_full(&self.storage, file, offset, unsafe { buf.lend() }).await);
+            return self.read_here(file, offset, buf).await;
         }
         let Some(handle) = self.storage.file(file).filter(|_| self.workers.read()) else {
-            return self.read_here(file, offset, lent).await;
+            return self.read_here(file, offset, buf).await;
         };
         let _busy = self.workers.enter();
-        let block_bytes = self.shared.config.block_bytes;
-        match self.workers.read_and_sum(handle, file, offset, lent, block_bytes).await {
-            Some(Summed { buf, result }) => {
-                drop(buf);
-                result.map(Some)
+        // SAFETY: its only `Lent`: where the worker loses it, it has been dropped when that is known.
+        let lent = unsafe { buf.lend() };
+        match self.workers.read_and_sum(handle, file, offset, lent, self.shared.config.block_bytes).await {
+            Some(Summed { buf: lent, result }) => {
+                drop(lent);
+                (result.map(Some), buf.into_owner())
             }
-            None => self.read_here(file, offset, lend()).await,
+            None => self.read_here(file, offset, buf).await,
         }
     }
 
-    async fn read_here(&self, file: FileId, offset: u64, lent: Lent) -> io::Result<Option<u64>> {
-        read_full(&self.storage, file, offset, lent).await.0.map(|()| None)
+    async fn read_here<O: Send + Sync + 'static>(
+        &self,
+        file: FileId,
+        offset: u64,
+        buf: IoBuf<O>,
+    ) -> (io::Result<Option<u64>>, O) {
+        let (result, owner) = read_into(&self.storage, file, offset, buf).await;
+        (result.map(|()| None), owner)
     }
 
     /// The checksum of a block in memory that `guard` keeps, which comes back.

@@ -1,6 +1,6 @@
 //! Copying up: disk -> host, host -> device, and device -> host where only the device has a block.
 
-use std::{any::Any, rc::Rc, sync::Arc};
+use std::{rc::Rc, sync::Arc};
 
 use tokio::{sync::oneshot, time::Instant};
 
@@ -12,10 +12,10 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Direction, FileId, OpKind, Route, Segment, Tier},
-    device::{CopyBatch, CopyEngine, DevicePool, pair_segments},
+    device::{CopyEngine, DevicePool, OwnedBatch, pair_segments},
     error::{Error, Result},
     io::Storage,
-    memory::Lent,
+    memory::IoBuf,
     state::{
         Class, Filling, FlightEnd, Message, Outcome, Pin, Promotion, Purpose, Settled, State, Unverified, Use,
         blames_disk, verify,
@@ -256,15 +256,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Reads a disk slot into a host slot. With the checksum of its block, if a worker has it.
     async fn read_slot(&self, file: FileId, offset: u64, filling: Filling) -> (std::io::Result<Option<u64>>, Filling) {
         let slot = filling.slot();
-        let filling = Arc::new(filling);
-        let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&filling) as _;
         let (start, len) = (self.shared.host_ptr(slot), self.shared.config.slot_bytes());
-        let fixed = self.shared.fixed_buffer(slot);
-        // SAFETY: the range is an unpublished slot, owned by `filling`, which lives in each `Lent`, of which there is
-        // one at a time; `filling` keeps the arena alive.
-        let lend = move || unsafe { Lent::new(start, len, fixed, Arc::clone(&owner)) };
-        let result = self.read(file, offset, lend).await;
-        (result, Arc::into_inner(filling).expect("the memory was given back"))
+        // SAFETY: the range is an unpublished slot, owned by `filling`, which keeps the arena alive.
+        let buf = unsafe { IoBuf::new(start, len, self.shared.fixed_buffer(slot), filling) };
+        self.read(file, offset, buf).await
     }
 
     async fn copy_from_device(&self, pin: Pin, filling: Filling) -> Outcome {
@@ -375,16 +370,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Copies a batch, and draws the conclusion where the device has stopped.
-    pub(super) async fn copied(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
-        let (result, batch) = self.copy.copy(batch).await;
+    /// Copies, and draws the conclusion where the device has stopped. The owner of the memory comes back.
+    pub(super) async fn copied<O: Send + Sync + 'static>(&self, batch: OwnedBatch<O>) -> (Result<()>, O) {
+        let (result, owner) = batch.copy(&self.copy).await;
         if result.is_err() {
             self.shared.metrics.copy_errors.add(1);
             if let Some(reason) = self.copy.fault() {
                 self.shared.retire_device(reason);
             }
         }
-        (result, batch)
+        (result, owner)
     }
 
     /// Copies between a full slot and one that is being filled; both come back with the result.
@@ -402,12 +397,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         // SAFETY: the source is pinned and the target unpublished, and both guards travel with the
         // batch; slots of different tiers do not overlap.
-        let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::new(source), Arc::new(filling)]) };
-        let (result, batch) = self.copied(batch).await;
-        let mut owners = batch.into_owners();
-        let filling = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Filling>().ok()?));
-        let source = owners.pop().and_then(|owner| Arc::into_inner(owner.downcast::<Pin>().ok()?));
-        let (source, filling) = (source.expect("second of two owners"), filling.expect("first of two owners"));
+        let batch = unsafe { OwnedBatch::new(ops, direction, (source, filling)) };
+        let (result, (source, filling)) = self.copied(batch).await;
         (source, filling, result)
     }
 
@@ -419,13 +410,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let ops = pair_segments(&self.device_segments(pin.slot()), &to)?;
         // SAFETY: the device slot is pinned and `buf` is owned: both travel with the batch, and a
         // moved Vec keeps its heap memory where it is.
-        let batch = unsafe { CopyBatch::new(ops, self.demote_direction(), vec![pin, Arc::new(buf)]) };
+        let batch = unsafe { OwnedBatch::new(ops, self.demote_direction(), (pin, buf)) };
         let started = Instant::now();
-        let (result, batch) = self.copied(batch).await;
-        let buf = batch.into_owners().pop().and_then(|owner| Arc::into_inner(owner.downcast::<Vec<u8>>().ok()?));
+        let (result, (_pin, buf)) = self.copied(batch).await;
         result?;
         self.shared.metrics.moved(Route::DeviceToCaller, self.shared.config.block_bytes, started.elapsed());
-        Ok(buf.expect("the second of two owners"))
+        Ok(buf)
     }
 
     pub(super) fn host_segment(&self, slot: u32) -> Segment {

@@ -15,7 +15,7 @@ use crate::{
     disk::PageId,
     error::{Error, Result},
     index::{EntryId, Used},
-    io::{Storage, write_full},
+    io::{Storage, write_from},
     memory::AlignedBuf,
 };
 
@@ -100,8 +100,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             });
             slots.page_location(page)
         };
-        let (result, lent) = write_full(&self.storage, file, offset, buf.lend()).await;
-        let buf = AlignedBuf::from_lent(lent);
+        let (result, buf) = write_from(&self.storage, file, offset, buf.into_io()).await;
         self.shared.metrics.record_writes.add(1);
         self.shared.account(&self.record_failures, file, OpKind::Write, &result);
         let mut state = self.shared.lock();

@@ -4,7 +4,7 @@
 //! over every byte, and be of no use. Wanted by [`Config::bypass_host`](crate::Config::bypass_host); what does not lie
 //! as direct I/O needs it goes through host slots.
 
-use std::{any::Any, io, ptr::NonNull, rc::Rc, sync::Arc};
+use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
@@ -19,8 +19,8 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     index::EntryId,
-    io::{Storage, read_full, write_full},
-    memory::{Lent, Readable},
+    io::{Storage, read_into, write_from},
+    memory::{IoBuf, Readable},
     state::{Class, DiskPlace, Filling, Pin, Purpose, Shared},
 };
 
@@ -233,21 +233,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let guards = Arc::new(guards);
         let mut at = offset;
         let operation = |(segment, fixed): &(Segment, Option<u16>)| {
-            let fixed = *fixed;
-            let owner: Arc<dyn Any + Send + Sync> = Arc::clone(&guards) as _;
             let start = NonNull::new(segment.ptr).expect("no region begins at 0");
-            let (len, is_whole) = (segment.len, segments.len() == 1);
+            let is_whole = segments.len() == 1;
             // SAFETY: the segment lies in a region that the job among the guards holds, whose owner promised at
             // registration to keep it mapped, not to write to what is stored from and not to touch what is loaded.
-            // It is lent once at a time.
-            let lend = move || unsafe { Lent::new(start, len, fixed, Arc::clone(&owner)) };
+            let buf = unsafe { IoBuf::new(start, segment.len, *fixed, Arc::clone(&guards)) };
             let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
             async move {
                 match kind {
-                    OpKind::Read if is_whole => this.read(file, from, lend).await,
-                    OpKind::Read => read_full(&this.storage, file, from, lend()).await.0.map(|()| None),
-                    OpKind::Write => write_full(&this.storage, file, from, lend()).await.0.map(|()| None),
+                    OpKind::Read if is_whole => this.read(file, from, buf).await.0,
+                    OpKind::Read => read_into(&this.storage, file, from, buf).await.0.map(|()| None),
+                    OpKind::Write => write_from(&this.storage, file, from, buf).await.0.map(|()| None),
                     OpKind::Sync => unreachable!("a flush has no segments"),
                 }
             }

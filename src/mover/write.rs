@@ -1,6 +1,6 @@
 //! Copying down: host -> disk, because a store waits for it or because the block must go.
 
-use std::{any::Any, path::PathBuf, rc::Rc, sync::Arc};
+use std::{path::PathBuf, rc::Rc, sync::Arc};
 
 use tokio::time::Instant;
 
@@ -14,8 +14,8 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     index::EntryId,
-    io::{Storage, write_full},
-    memory::Lent,
+    io::{Storage, write_from},
+    memory::IoBuf,
     state::{Class, Committed, DiskPlace, Filling, Pin, Purpose, State},
 };
 
@@ -156,13 +156,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         filling: Filling,
     ) -> (std::io::Result<()>, Filling) {
         let (ptr, fixed) = (self.shared.host_ptr(pin.slot()), self.shared.fixed_buffer(pin.slot()));
-        let owner: Arc<dyn Any + Send + Sync> = Arc::new((Arc::clone(pin), filling));
+        let owner = (Arc::clone(pin), filling);
         // SAFETY: the range is a full host slot, pinned by the owner: nobody writes to it while the
-        // `Lent` lives, and the pin keeps the arena alive. The disk slot is the owner's as well.
-        let lent = unsafe { Lent::new(ptr, self.shared.config.slot_bytes(), fixed, owner) };
-        let (result, lent) = write_full(&self.storage, file, offset, lent).await;
-        let owner = lent.into_owner().downcast::<(Arc<Pin>, Filling)>().expect("lent with this owner");
-        let (_pin, filling) = Arc::into_inner(owner).expect("the engine keeps no owner");
+        // buffer lives, and the pin keeps the arena alive. The disk slot is the owner's as well.
+        let buf = unsafe { IoBuf::new(ptr, self.shared.config.slot_bytes(), fixed, owner) };
+        let (result, (_pin, filling)) = write_from(&self.storage, file, offset, buf).await;
         (result, filling)
     }
 

@@ -22,7 +22,7 @@ use crate::{
     checksum::Digest,
     disk::{ReadOnlyFile, read_tables},
     error::Result,
-    io::{Storage, read_full},
+    io::{Storage, read_into},
     memory::AlignedBuf,
 };
 
@@ -270,11 +270,10 @@ impl<S: Storage, F: FnMut(Progress) -> ControlFlow<()>> Scrub<'_, S, F> {
             let len = (slot_bytes - start).min(PIECE_BYTES);
             // Only the last piece of a slot has another length.
             let piece = buffer.take().filter(|buffer| buffer.len() == len).unwrap_or_else(|| AlignedBuf::zeroed(len));
-            let (result, lent) = read_full(self.storage, file, offset + start as u64, piece.lend()).await;
+            let (result, piece) = read_into(self.storage, file, offset + start as u64, piece.into_io()).await;
             if let Err(error) = result {
                 return Some(Err(error));
             }
-            let piece = AlignedBuf::from_lent(lent);
             digest.update(&piece[..len.min(block_bytes - start)]);
             *buffer = Some(piece);
             self.tally.borrow_mut().bytes_read += len as u64;

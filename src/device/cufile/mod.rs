@@ -47,11 +47,11 @@ pub(crate) struct Part {
 unsafe impl Send for Part {}
 
 /// How a request ended.
-pub(crate) enum Ended {
+pub(crate) enum Ended<O> {
     /// All bytes were moved.
-    Done(Owner),
+    Done(O),
     /// They were not, for the reason given; the destination is undefined.
-    Failed(Owner, String),
+    Failed(O, String),
     /// The library has not come back, for the reason given: what the request owns is still in its hands.
     Stuck(String),
 }
@@ -75,21 +75,28 @@ impl Cufile {
     ///
     /// # Cancel safety
     /// Dropping the future drops `owner` when the library is done with it.
-    pub(crate) async unsafe fn transfer(&self, kind: OpKind, file: FileId, parts: Vec<Part>, owner: Owner) -> Ended {
+    pub(crate) async unsafe fn transfer<O: Send + 'static>(
+        &self,
+        kind: OpKind,
+        file: FileId,
+        parts: Vec<Part>,
+        owner: O,
+    ) -> Ended<O> {
+        let owner_of = |owner: Owner| *owner.downcast::<O>().expect("a request comes back with its owner");
         let (answer, mut answered) = oneshot::channel();
         let given_up = Arc::new(AtomicBool::new(false));
         let request = Request {
             kind,
             file: usize::from(file.0),
             parts,
-            owner: Some(owner),
+            owner: Some(Box::new(owner)),
             answer: Some(answer),
             given_up: Arc::clone(&given_up),
             stuck: Arc::clone(&self.stuck),
         };
         if let Err(mut request) = self.queue.push(request) {
             let owner = request.owner.take().expect("nobody has answered it");
-            return Ended::Failed(owner, "the route is closed".into());
+            return Ended::Failed(owner_of(owner), "the route is closed".into());
         }
         let answer = match timeout(self.limit, &mut answered).await {
             Ok(Ok(answer)) => answer,
@@ -108,8 +115,8 @@ impl Cufile {
             }
         };
         match answer {
-            Answer::Done(owner) => Ended::Done(owner),
-            Answer::Failed(owner, reason) => Ended::Failed(owner, reason),
+            Answer::Done(owner) => Ended::Done(owner_of(owner)),
+            Answer::Failed(owner, reason) => Ended::Failed(owner_of(owner), reason),
             Answer::Lost(reason) => Ended::Stuck(reason),
         }
     }

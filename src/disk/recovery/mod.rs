@@ -30,7 +30,7 @@ use crate::{
     block::FileId,
     config::Config,
     error::{Error, Result},
-    io::{Storage, read_full, write_full},
+    io::{Storage, read_into, write_from},
     memory::AlignedBuf,
 };
 
@@ -124,9 +124,9 @@ async fn judge<S: Storage>(storage: &S, members: &[Member], config: &Config) -> 
         // A file shorter than the superblocks is judged by its size.
         let mut buf = AlignedBuf::zeroed(HEAD_BYTES);
         if member.bytes >= HEAD_BYTES as u64 {
-            let (result, lent) = read_full(storage, file, 0, buf.lend()).await;
+            let result;
+            (result, buf) = read_into(storage, file, 0, buf.into_io()).await;
             result.map_err(|error| Error::io("read the superblocks of", &member.path, error))?;
-            buf = AlignedBuf::from_lent(lent);
         }
         heads.push(buf);
     }
@@ -209,7 +209,7 @@ async fn write_superblock<S: Storage>(
 async fn write_page<S: Storage>(storage: &S, file: FileId, offset: u64, bytes: &[u8; PAGE_BYTES]) -> io::Result<()> {
     let mut buf = AlignedBuf::zeroed(PAGE_BYTES);
     buf.copy_from_slice(bytes);
-    write_full(storage, file, offset, buf.lend()).await.0
+    write_from(storage, file, offset, buf.into_io()).await.0
 }
 
 async fn zero_table<S: Storage>(storage: &S, file: FileId, bytes: u64) -> io::Result<()> {
@@ -217,7 +217,7 @@ async fn zero_table<S: Storage>(storage: &S, file: FileId, bytes: u64) -> io::Re
     while written < bytes {
         let len = (bytes - written).min(table::CHUNK_BYTES as u64);
         let buf = AlignedBuf::zeroed(len as usize);
-        write_full(storage, file, TABLE_OFFSET + written, buf.lend()).await.0?;
+        write_from(storage, file, TABLE_OFFSET + written, buf.into_io()).await.0?;
         written += len;
     }
     Ok(())

@@ -1,6 +1,6 @@
 //! The sequential pass over the record tables.
 
-use std::{io, mem, ops::ControlFlow};
+use std::{io, ops::ControlFlow};
 
 use super::{Member, window::Window};
 use crate::{
@@ -10,7 +10,7 @@ use crate::{
         stripe::{PageId, Stripe},
     },
     error::{Error, Result},
-    io::{Storage, read_full},
+    io::{Storage, read_into},
     memory::AlignedBuf,
 };
 
@@ -102,8 +102,8 @@ fn chunks(stripe: &Stripe) -> Vec<Chunk> {
 async fn read_chunk<S: Storage>(storage: &S, chunk: Chunk, buffer: AlignedBuf) -> (Chunk, io::Result<()>, AlignedBuf) {
     // Only the last chunk of a member is short; its reader gets a buffer of its own length.
     let buffer = if buffer.len() == chunk.bytes { buffer } else { AlignedBuf::zeroed(chunk.bytes) };
-    let (result, lent) = read_full(storage, chunk.file, chunk.offset, buffer.lend()).await;
-    (chunk, result, AlignedBuf::from_lent(lent))
+    let (result, buffer) = read_into(storage, chunk.file, chunk.offset, buffer.into_io()).await;
+    (chunk, result, buffer)
 }
 
 /// After a failed read of the chunk: its pages one by one. Those that cannot be read become zeros, are
@@ -117,10 +117,9 @@ async fn read_pages<S: Storage, P: Pages>(
     let mut unreadable = 0;
     let mut page_buffer = AlignedBuf::zeroed(PAGE_BYTES);
     for (at, page) in buffer.chunks_exact_mut(PAGE_BYTES).enumerate() {
-        let lent = mem::replace(&mut page_buffer, AlignedBuf::zeroed(PAGE_BYTES)).lend();
         let offset = chunk.offset + (at * PAGE_BYTES) as u64;
-        let (result, lent) = read_full(storage, chunk.file, offset, lent).await;
-        page_buffer = AlignedBuf::from_lent(lent);
+        let result;
+        (result, page_buffer) = read_into(storage, chunk.file, offset, page_buffer.into_io()).await;
         match result {
             Ok(()) => page.copy_from_slice(&page_buffer),
             Err(error) if unreadable == P::UNREADABLE_MAX => return Err(error),
