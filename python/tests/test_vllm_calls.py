@@ -32,7 +32,8 @@ class SchedulerCalls(RuleBasedStateMachine):
 
     The model: which keys were stored, and which of those were damaged since. A key that never was stored is never a
     hit; one that was stored and not damaged is always one, for there is room for all on disk; one that was damaged is a
-    miss or has the right bytes, and is a hit again once it was stored again.
+    miss or has the right bytes, and is a hit again once it was stored anew. A store of a key that the tier still holds
+    writes nothing, so that damage which no load has met yet stays.
     """
 
     @initialize()
@@ -55,10 +56,11 @@ class SchedulerCalls(RuleBasedStateMachine):
     @rule(prompt=prompts, first=st.integers(0, CHUNKS - 1), count=st.integers(1, CHUNKS), settle=st.booleans())
     def store(self, prompt, first, count, settle):
         keys = keys_of(prompt, CHUNKS)
+        held = {key for key in keys if self.engine.tier.store.contains(key)}
         new = self.engine.put(self.context(prompt), keys[first : first + count], touch=keys)
         if new:
             self.stored.update(new)
-            self.damaged.difference_update(new)
+            self.damaged.difference_update(set(new) - held)
         if settle:
             self.engine.settle()
         else:
@@ -125,7 +127,7 @@ class SchedulerCalls(RuleBasedStateMachine):
         assert loading <= retried <= loading | told
         for key in self.stored - self.damaged - storing:
             assert tier.store.contains(key), "a chunk was lost"
-        assert lost <= self.damaged, "a chunk that is sound was given up"
+        assert lost <= self.damaged | storing | told, "a chunk that is sound was given up"
 
     def teardown(self):
         if self.engine is not None:
@@ -136,6 +138,8 @@ class SchedulerCalls(RuleBasedStateMachine):
 TestSchedulerCalls = SchedulerCalls.TestCase
 TestSchedulerCalls.settings = settings(
     max_examples=int(os.environ.get("KVHOIST_EXAMPLES", 6)),
+    # The few of a test run are the same ones each time; a run by hand looks elsewhere.
+    derandomize="KVHOIST_EXAMPLES" not in os.environ,
     stateful_step_count=25,
     deadline=None,
     suppress_health_check=list(HealthCheck),
