@@ -69,7 +69,7 @@ def settings() -> str:
         enums.append(f"### `{setting}`\n\n" + "\n".join(lines))
     return (
         HEAD.format(source="src/config.rs")
-        + "# Settings of the engine\n\n*For those who open a cache, in Rust or in Python.*\n\n"
+        + "# Settings of the engine\n\n*For developers who open a cache, in Rust or in Python.*\n\n"
         "Fields of `kvhoist::Config`, and keywords of `kvhoist.Cache`. In Python, and in the settings of the engines' adapters,\n"
         "`path` with `capacity` stands for `disks`, and `host_bytes` for `host_blocks`; the adapters' own are on the pages of\n"
         "[SGLang](../sglang.md), [vLLM](../vllm.md) and [LMCache](../lmcache.md).\n\n"
@@ -110,7 +110,7 @@ def metrics() -> str:
     return (
         HEAD.format(source="src/metrics.rs and python/kvhoist/metrics.py")
         + "# Metrics\n\n*For operators.*\n\n"
-        "Rust programs export them through the recorder of the `metrics` crate that they installed before they opened a cache;\n"
+        "Rust programs export them through the recorder of the `metrics` crate installed before the cache is opened;\n"
         "Python by [`kvhoist.metrics`](../monitoring/README.md), with the labels `cache` and `number`. Labels beside: `tier`,\n"
         "`route`, `engine`, `reason`.\n\n" + "\n".join(rows) + "\n"
     )

@@ -1,20 +1,20 @@
-//! A set of small numbers with a fast "next member at or after".
+//! A set of small integers with a fast search for the next member.
 
 const BITS: u32 = u64::BITS;
 
-/// A set of numbers below a limit: one bit each, and above them levels in which a bit says
-/// that a word of the level below is not empty. Finding the next member reads two words a level, so
-/// even two thousand million slots take six levels. Costs 1/8 byte a number and 1/63 of that again.
+/// A set of integers below a limit: one bit each, and above them levels in which a bit means that a word of the level
+/// below is not empty. Finding the next member reads two words per level; six levels cover two billion slots. Takes 1/8
+/// byte per integer, and 1/63 of that for the levels.
 #[derive(Debug, Clone)]
 pub(crate) struct BitSet {
     limit: u32,
     len: u32,
-    /// Lowest level first; the last has one word.
+    /// Lowest level first; the top level has one word.
     levels: Vec<Vec<u64>>,
 }
 
 impl BitSet {
-    /// An empty set of numbers below `limit`.
+    /// An empty set for integers below `limit`.
     pub fn new(limit: u32) -> Self {
         let mut levels = Vec::new();
         let mut words = limit.div_ceil(BITS).max(1);
@@ -27,7 +27,7 @@ impl BitSet {
         }
     }
 
-    /// Raises the limit. Does nothing where it is that high already.
+    /// Raises the limit; a lower limit has no effect.
     pub fn grow(&mut self, limit: u32) {
         if limit <= self.limit {
             return;
@@ -36,7 +36,7 @@ impl BitSet {
         let mut words = limit.div_ceil(BITS).max(1);
         for level in 0.. {
             if level == self.levels.len() {
-                // The word that was the top has one above it now.
+                // The former top word gets a level above it.
                 let below = &self.levels[level - 1];
                 let marked = u64::from(below[0] != 0);
                 self.levels.push(vec![marked]);
@@ -49,7 +49,7 @@ impl BitSet {
         }
     }
 
-    /// How many numbers are in the set.
+    /// Number of members.
     pub fn len(&self) -> u32 {
         self.len
     }
@@ -59,7 +59,7 @@ impl BitSet {
         self.levels[0][(number / BITS) as usize] & bit(number) != 0
     }
 
-    /// Adds a number; false if it was there.
+    /// Adds a number; false if it was a member.
     pub fn insert(&mut self, number: u32) -> bool {
         if self.contains(number) {
             return false;
@@ -73,7 +73,7 @@ impl BitSet {
         true
     }
 
-    /// Takes a number out; false if it was not there.
+    /// Removes a number; false if it was not a member.
     pub fn remove(&mut self, number: u32) -> bool {
         if !self.contains(number) {
             return false;
@@ -93,7 +93,7 @@ impl BitSet {
 
     /// The smallest member that is at least `from`.
     pub fn next(&self, from: u32) -> Option<u32> {
-        // Upwards until a word has a bit at or after the place, then down along the lowest bits.
+        // Go up until a word has a bit at or after the position, then down along the lowest bits.
         let mut at = from;
         for (height, level) in self.levels.iter().enumerate() {
             let word = level.get((at / BITS) as usize)? & (u64::MAX << (at % BITS));
@@ -129,7 +129,7 @@ impl BitSet {
         self.levels.iter().map(|level| level.len() * 8).sum()
     }
 
-    /// Checks the levels against each other; the error says where they disagree.
+    /// Checks that the levels agree.
     pub fn validate(&self) -> Result<(), String> {
         let count: u32 = self.levels[0].iter().map(|word| word.count_ones()).sum();
         if count != self.len {

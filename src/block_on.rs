@@ -1,4 +1,4 @@
-//! Waiting for a future on a plain thread.
+//! Runs a future on a plain thread.
 
 use std::{
     future::Future,
@@ -16,10 +16,9 @@ impl Wake for Unpark {
     }
 }
 
-/// Runs a future of this crate to its end on the current thread, which sleeps while it waits.
+/// Runs a future of this crate to completion on the current thread, which sleeps while it waits.
 ///
-/// For callers without an async runtime. The cache's futures need none: a reactor of its own moves
-/// the blocks.
+/// For callers without an async runtime. The cache's futures need none: its own reactor moves the blocks.
 ///
 /// ```
 /// assert_eq!(kvhoist::block_on(async { 2 + 2 }), 4);
@@ -31,7 +30,7 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     loop {
         match future.as_mut().poll(&mut context) {
             Poll::Ready(output) => return output,
-            // Woken between the poll and here, `park` returns at once.
+            // A wake-up between the poll and here makes `park` return immediately.
             Poll::Pending => thread::park(),
         }
     }

@@ -1,9 +1,8 @@
 //! The checksum of everything on disk: CRC-64/NVME.
 //!
-//! Carry-less multiplication makes it run at memory speed on current CPUs, and it is linear, so
-//! that parts can be computed apart (on a GPU, say) and combined. Parameters as in the NVM Express
-//! NVM Command Set Specification, "64b CRC": polynomial 0xAD93D23594C93659, reflected, initial value
-//! and final XOR all ones.
+//! Carry-less multiplication runs it at memory speed on current CPUs, and it is linear, so that parts can be computed
+//! separately (on a GPU, for example) and combined. Parameters by the NVM Express NVM Command Set Specification, "64b
+//! CRC": polynomial 0xAD93D23594C93659, reflected, initial value and final XOR all ones.
 
 use crc_fast::CrcAlgorithm;
 
@@ -16,17 +15,17 @@ pub fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::crc64_nvme(bytes)
 }
 
-/// The same checksum of bytes that come in chunks.
+/// The checksum of bytes that arrive in chunks.
 #[derive(Debug)]
 pub struct Digest(crc_fast::Digest);
 
 impl Digest {
-    /// A digest that has seen no bytes.
+    /// A digest of no bytes.
     pub fn new() -> Self {
         Digest(crc_fast::Digest::new(CrcAlgorithm::Crc64Nvme))
     }
 
-    /// Takes in the next chunk.
+    /// Adds the next chunk.
     pub fn update(&mut self, bytes: &[u8]) {
         self.0.update(bytes);
     }
@@ -47,7 +46,7 @@ impl Default for Digest {
 mod tests {
     use super::*;
 
-    /// Bit by bit, straight from the specification's parameters.
+    /// The checksum bit by bit, from the parameters of the specification.
     fn reference(bytes: &[u8]) -> u64 {
         let mut crc = u64::MAX;
         for &byte in bytes {

@@ -1,4 +1,4 @@
-//! What a cache is opened with. Validated once; errors name the field.
+//! Settings of a cache. Validated once; errors name the field.
 
 use std::{fmt, path::PathBuf};
 
@@ -9,39 +9,40 @@ use crate::{
     error::{Error, Result},
 };
 
-/// When a stored block goes to disk.
+/// When a stored block is written to disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum WritePolicy {
-    /// At once; `store` resolves when the disk has taken the block (written, not flushed).
+    /// Immediately; `store` resolves when the block is written to disk (but not flushed).
     #[default]
     WriteThrough,
     /// After [`Config::selective_hits`] hits; `store` resolves when the block is visible.
     WriteThroughSelective,
-    /// When the block must leave host memory, or at `sync`; `store` resolves when it is visible.
+    /// When the block is evicted from host memory, or at `sync`; `store` resolves when the block is visible.
     WriteBack,
 }
 
-/// What host memory and disk give up first. Leaves go before the blocks that they stand on, whatever the policy.
+/// Which blocks host memory and disk evict first. Under every policy, the last blocks of a prefix chain go before those
+/// that precede them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum Eviction {
-    /// What was used longest ago.
+    /// The least recently used block.
     #[default]
     Lru,
-    /// The colder of what was used in one request and what was used in more, weighed by which of the two is asked for
-    /// again after its eviction (see [`Rb`](crate::index::Rb)). Better than `Lru` where many blocks are used once and
-    /// the tier is small. Takes up to 48 bytes more a slot.
+    /// Keeps blocks used in one request apart from blocks used in several, and evicts from the group whose evicted
+    /// blocks are requested again less often (see [`Rb`](crate::index::Rb)). Better than `Lru` if many blocks are used
+    /// once and the tier is small. Takes up to 48 bytes more per slot.
     Rb,
-    /// As `Rb`; and the last tier (disk, or host memory without one) refuses a part of the blocks that are new to it,
-    /// with all that follow them in their chains, while it gives up blocks before they are asked for again. A store
-    /// that is refused is no error: where there is a disk tier its block stays in host memory only, else it is a miss
-    /// when it is asked for. Refusals are counted ([`TierStats::refused`](crate::TierStats::refused)).
+    /// Like `Rb`, with admission control in the last tier (disk, or host memory without a disk tier): while evicted
+    /// blocks are requested again more often than new ones, the tier refuses a part of the new blocks, each with the
+    /// rest of its chain. A refusal is not an error: the block stays in host memory only, or without a disk tier
+    /// becomes a miss. Refusals are counted ([`TierStats::refused`](crate::TierStats::refused)).
     RbRefuse,
 }
 
 impl Eviction {
-    /// The policy of this name.
+    /// The policy with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         [("lru", Eviction::Lru), ("rb", Eviction::Rb), ("rb_refuse", Eviction::RbRefuse)]
             .into_iter()
@@ -49,14 +50,14 @@ impl Eviction {
     }
 }
 
-/// What serves reads and writes of the disk tier.
+/// The I/O engine of the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum StorageKind {
-    /// The ring, or the thread pool (with a warning) where the ring is refused.
+    /// io_uring, or the thread pool (with a warning) if io_uring is unavailable.
     #[default]
     Auto,
-    /// The ring, or an error.
+    /// io_uring, or an error.
     Uring,
     /// A pool of threads that call `pread` and `pwrite`.
     Blocking,
@@ -66,24 +67,24 @@ pub enum StorageKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CopyMethod {
-    /// One call of the driver for each copy: its copy engines are fastest for megabytes.
+    /// One driver call per copy: uses the copy engines, which are fastest for megabytes.
     Loop,
-    /// One call of the driver for all copies of a batch (CUDA 12.8).
+    /// One driver call per batch of copies (CUDA 12.8).
     Batch,
-    /// One launch of our own kernel: fastest for kilobytes, and takes multiprocessors from others meanwhile.
+    /// One launch of kvhoist's own kernel per batch: fastest for kilobytes, but occupies multiprocessors.
     Kernel,
 }
 
 impl CopyMethod {
-    /// All of them.
+    /// All methods.
     pub const ALL: [CopyMethod; 3] = [CopyMethod::Loop, CopyMethod::Batch, CopyMethod::Kernel];
 
-    /// The name in settings and reports.
+    /// Name in settings and reports.
     pub fn name(self) -> &'static str {
         ["loop", "batch", "kernel"][self as usize]
     }
 
-    /// The method of this name.
+    /// The method with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|method| method.name() == name)
     }
@@ -95,11 +96,11 @@ impl fmt::Display for CopyMethod {
     }
 }
 
-/// What the device tier is made of.
+/// The memory of the device tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum DeviceKind {
-    /// A CUDA device, or host memory that plays one (with a warning) where there is none.
+    /// A CUDA device, or host memory that plays one (with a warning) if there is none.
     #[default]
     Auto,
     /// Host memory that plays a device.
@@ -108,36 +109,37 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// Whether blocks go between disk and a CUDA device by libcufile.
+/// Whether libcufile transfers blocks between disk and a CUDA device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum CufileMode {
-    /// Where libcufile proves, when the cache is opened, that it leaves host memory out; through host memory otherwise.
-    /// A process that has asked libcufile 1.15 for the proof may crash in the library when it ends.
+    /// If a self-test at open shows that libcufile bypasses host memory; through host memory otherwise. A process that
+    /// has run the self-test with libcufile 1.15 may crash in libcufile when it exits.
     Auto,
-    /// By libcufile or not at all, also in its compat mode, which is slower than host memory: for tests.
+    /// Always libcufile, or an error when the cache is opened. Includes its compat mode, which is slower than host
+    /// memory: for tests.
     On,
-    /// Through host memory. The library is not even looked for.
+    /// Always through host memory. libcufile is not loaded.
     #[default]
     Off,
 }
 
-/// Whether copies between host and device go through an RDMA device (GPUDirect RDMA).
+/// Whether an RDMA device makes copies between host and device (GPUDirect RDMA).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum GdrMode {
-    /// Where there is one that proves that it copies right, and where it is measured to be better; never to and from
-    /// host memory that plays a device.
+    /// If a device passes its self-test at open, and for copies that it was measured to make faster; never for host
+    /// memory that plays a device.
     #[default]
     Auto,
-    /// Every copy that it can carry, or an error when the cache is opened.
+    /// Every copy that it can make, or an error when the cache is opened.
     On,
-    /// None. RDMA devices are not even looked for.
+    /// Never. RDMA devices are not looked for.
     Off,
 }
 
 impl GdrMode {
-    /// The mode of this name.
+    /// The mode with this name.
     pub fn from_name(name: &str) -> Option<Self> {
         [("auto", GdrMode::Auto), ("on", GdrMode::On), ("off", GdrMode::Off)]
             .into_iter()
@@ -145,21 +147,21 @@ impl GdrMode {
     }
 }
 
-/// Which way to copy, where two are about as quick.
+/// Which copy engine to prefer if two are about equally fast.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum CopyPrefer {
-    /// The one that should be done first.
+    /// The engine expected to finish first.
     Latency,
-    /// The one that has less to do.
+    /// The engine with fewer bytes in flight.
     #[default]
     Throughput,
-    /// The one that takes no multiprocessor and no copy engine from the device: an RDMA device, also where it takes up
-    /// to twice as long.
+    /// The engine that occupies no multiprocessor and no copy engine of the GPU: an RDMA device, even if it takes up to
+    /// twice as long.
     SpareGpu,
 }
 
-/// What to do where a path has no direct I/O.
+/// What to do if a path has no direct I/O.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
 pub enum DirectIo {
@@ -174,102 +176,103 @@ pub enum DirectIo {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskPath {
-    /// A directory (the store is the file `kvhoist.store` in it), a file, or a block device.
+    /// A directory (the store is its file `kvhoist.store`), a file, or a block device.
     pub path: PathBuf,
-    /// Slots kept there.
+    /// Number of slots on this path.
     pub blocks: u32,
 }
 
-/// Settings of a cache. `Config::default()` is a small cache in memory only.
+/// Settings of a cache. `Config::default()` is a small cache without a disk tier.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Config {
-    /// Size of every block, bytes. 1 B to 1 GiB; slots are padded to 4 KiB.
+    /// Size of every block in bytes, 1 B to 1 GiB; slots are padded to 4 KiB.
     pub block_bytes: usize,
-    /// Slots in host memory. At least 1.
+    /// Slots in host memory, at least 1.
     pub host_blocks: u32,
     /// Slots in device memory. 0: no device tier.
     pub device_blocks: u32,
-    /// What the device tier is made of.
+    /// The memory of the device tier.
     pub device: DeviceKind,
-    /// Which CUDA device, as CUDA counts.
+    /// CUDA ordinal of the device.
     pub device_ordinal: u32,
-    /// How copies to and from a CUDA device are made. `None`: whatever is quickest there, as measured when the cache is
-    /// opened. The environment's `KVHOIST_COPY` (`auto`, `loop`, `batch`, `kernel`) goes before this.
+    /// How copies to and from a CUDA device are made. `None`: the fastest method, measured when the cache is opened.
+    /// The environment variable `KVHOIST_COPY` (`auto`, `loop`, `batch`, `kernel`) takes precedence.
     pub copy: Option<CopyMethod>,
-    /// Thread blocks of 512 threads that the copy kernel may use at a time. 1 to 1024.
+    /// Largest number of thread blocks, of 512 threads each, that the copy kernel may use at a time. 1 to 1024.
     pub copy_blocks_max: u32,
-    /// Whether copies go through an RDMA device. The environment's `KVHOIST_GDR` (`auto`, `on`, `off`) goes before
-    /// this.
+    /// Whether an RDMA device makes copies. The environment variable `KVHOIST_GDR` (`auto`, `on`, `off`) takes
+    /// precedence.
     pub gdr: GdrMode,
-    /// The RDMA device, by its name (`mlx5_0`). `None`: the one nearest to the device.
+    /// Name of the RDMA device (`mlx5_0`). `None`: the one nearest to the GPU.
     pub gdr_device: Option<String>,
-    /// Milliseconds after which an RDMA device that completes nothing has failed: its copies then go another way. It
-    /// retries for half a second before it says so itself. Well under `deadline_ms`. 1 to 86,400,000.
+    /// Milliseconds without a completion after which the RDMA device has failed and another engine makes its copies.
+    /// The device itself reports an error after half a second of retries. Set it well below `deadline_ms`. 1 to
+    /// 86,400,000.
     pub gdr_stuck_ms: u64,
-    /// Which way to copy, where two are about as quick.
+    /// Which copy engine to prefer if two are about equally fast.
     pub copy_prefer: CopyPrefer,
-    /// Whether blocks go between disk and a CUDA device by libcufile.
+    /// Whether libcufile transfers blocks between disk and a CUDA device.
     pub cufile: CufileMode,
-    /// Milliseconds after which a call or a batch of libcufile is given up on; the block then goes through host memory,
-    /// and so do all others. Well under `deadline_ms`. 1 to 86,400,000.
+    /// Milliseconds after which a call or a batch of libcufile counts as stuck; this block and all later ones then go
+    /// through host memory. Set it well below `deadline_ms`. 1 to 86,400,000.
     pub cufile_stuck_ms: u64,
-    /// How a block lies in device memory; its segments sum to `block_bytes`. `None`: one segment.
+    /// Lengths of a block's segments in device memory; they sum to `block_bytes`. `None`: one segment.
     pub device_layout: Option<Layout>,
-    /// The disk tier's files or devices; slots are striped over them. Empty: no disk tier.
+    /// Files or devices of the disk tier; slots are striped over them. Empty: no disk tier.
     pub disks: Vec<DiskPath>,
-    /// The name that keys belong to. A store of another namespace is refused.
+    /// Namespace of the keys. A store with another namespace is refused.
     pub namespace: String,
-    /// When blocks go to disk.
+    /// When blocks are written to disk.
     pub write_policy: WritePolicy,
-    /// Hits after which `write_through_selective` writes a block. 1 to 255.
+    /// Number of hits after which `write_through_selective` writes a block. 1 to 255.
     pub selective_hits: u8,
-    /// What host memory and disk give up first.
+    /// Which blocks host memory and disk evict first.
     pub eviction_policy: Eviction,
-    /// What serves reads and writes of the disk tier.
+    /// The I/O engine of the disk tier.
     pub storage: StorageKind,
-    /// What to do where a path has no direct I/O.
+    /// What to do if a path has no direct I/O.
     pub direct_io: DirectIo,
-    /// Threads of the blocking storage engine. 1 to 256.
+    /// Threads of the blocking I/O engine. 1 to 256.
     pub blocking_threads: usize,
-    /// `load_into` and `store_from` of registered host memory go straight between it and disk, and leave no copy in the
-    /// host tier: for callers that have a pool of their own. Where every segment begins where the drives can reach
-    /// memory ([`Stats::memory_align_bytes`](crate::Stats::memory_align_bytes): 4 on most NVMe drives, 512 on many
-    /// others), is a multiple of 4096 bytes long, and at least 64 KiB or the whole block; stores with `write_through`
-    /// only. The rest goes through host slots. Such a call ends when the kernel has given the memory back: a disk that
-    /// stalls holds it up past `deadline_ms`.
+    /// Transfers blocks of `load_into` and `store_from` directly between registered host memory and disk, without a
+    /// copy in the host tier: for callers that have a pool of their own. Applies if every segment is aligned as the
+    /// drives require ([`Stats::memory_align_bytes`](crate::Stats::memory_align_bytes): 4 on most NVMe drives, 512 on
+    /// many others), has a length that is a multiple of 4096 bytes, and is at least 64 KiB long or the whole block;
+    /// stores also need `write_through`. Other blocks go through host slots. Such a call ends when the kernel has
+    /// released the memory: a stalled disk can delay it past `deadline_ms`.
     pub bypass_host: bool,
-    /// Bytes that reads of the disk tier may have in flight. At least one block. The default keeps one to three drives
-    /// busy; for an array 32 MiB a drive is a good value.
+    /// Largest number of bytes that reads of the disk tier may have in flight, at least one block. The default keeps
+    /// one to three drives busy; for an array, 32 MiB per drive is a good value.
     pub read_bytes_in_flight_max: u64,
-    /// Bytes that writes to the disk tier may have in flight. At least one block.
+    /// Largest number of bytes that writes to the disk tier may have in flight, at least one block.
     pub write_bytes_in_flight_max: u64,
-    /// Movements that may be asked for and not yet finished; past it callers get `Error::Busy`.
+    /// Largest number of movements requested but not finished; further calls get `Error::Busy`.
     pub movements_max: u32,
-    /// Callers that may wait for one block or one slot; past it callers get `Error::Busy`.
+    /// Largest number of callers that may wait for one block or one slot; further calls get `Error::Busy`.
     pub waiters_max: u32,
-    /// Prefetches and background writes that may be queued; past it they are refused and counted.
+    /// Largest number of queued prefetches and background writes; further ones are refused and counted.
     pub background_max: u32,
-    /// Write-back starts when less than this share of the host slots could be given up at once.
+    /// Write-back starts when less than this share of the host slots could be evicted immediately.
     pub low_watermark: f64,
-    /// ... and stops when this share could.
+    /// Write-back stops when this share of the host slots could be evicted immediately.
     pub high_watermark: f64,
-    /// Slots of the disk tier that may be quarantined before it is taken out of service. It is when no other is left,
-    /// too.
+    /// Largest number of quarantined slots in the disk tier before it is taken out of service. It is also taken out of
+    /// service when no other slot is left.
     pub quarantine_max: u32,
-    /// Failures in a row of one file, without a success between them, before the disk tier is taken out of service
-    /// (reads) or takes no more blocks (writes). At least 1.
+    /// Number of consecutive failures of one file after which the disk tier is taken out of service (reads) or accepts
+    /// no more blocks (writes). At least 1.
     pub disk_failures_max: u32,
-    /// Threads that take reads, checksums and copies of host memory off the reactor, so that none of them is bound by
-    /// one core. 0: all of it is done on the reactor. `None`: half the processors that the process may use, 8 at most;
-    /// none where it may use two or fewer. 0 to 256.
+    /// Threads that take reads, checksums and copies of host memory off the reactor, so that one core does not bound
+    /// them. 0: all of this work is done on the reactor. `None`: half of the processors available to the process, at
+    /// most 8; none if there are two or fewer. 0 to 256.
     pub workers: Option<u32>,
-    /// Microseconds for which the reactor looks for work before it sleeps; while a movement is under way it then does
-    /// not sleep at all, and takes a processor. Worth it for single blocks from fast disks, most of all in a virtual
-    /// machine. 0 (sleep at once) to 10,000.
+    /// Microseconds for which the reactor polls for work before it sleeps. While a movement is in flight the reactor
+    /// then never sleeps, and occupies a core. Useful for single blocks from fast disks, most of all in a virtual
+    /// machine. 0 (sleep immediately) to 10,000.
     pub spin_us: u32,
-    /// Milliseconds after which those who wait for a movement or a slot get `Error::Timeout`; it may be a quarter more.
-    /// The movement itself goes on for as long as the disk takes. 1 to 86,400,000 (a day).
+    /// Milliseconds after which callers that wait for a movement or a slot get `Error::Timeout`; it may take a quarter
+    /// longer. The movement itself continues for as long as the disk takes. 1 to 86,400,000 (a day).
     pub deadline_ms: u64,
 }
 
@@ -316,29 +319,29 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Bytes between two slots of a tier: `block_bytes` padded for direct I/O. `usize::MAX` where that is more than
-    /// memory can have, which no [valid](Self::validate) setting is.
+    /// Distance between two slots of a tier in bytes: `block_bytes` padded for direct I/O. `usize::MAX` if that exceeds
+    /// the address space, which [`validate`](Self::validate) refuses.
     pub fn slot_bytes(&self) -> usize {
         self.block_bytes.checked_next_multiple_of(IO_ALIGN).unwrap_or(usize::MAX)
     }
 
-    /// The tier below which there is none: what it does not have is nowhere.
+    /// The lowest tier: a block missing there is missing in the whole cache.
     pub(crate) fn last_tier(&self) -> Tier {
         if self.disks.is_empty() { Tier::Host } else { Tier::Disk }
     }
 
-    /// Blocks that are asked for again may be in host memory and not yet on disk, where they are to be.
+    /// Whether blocks that are used again may be in host memory only, before they are written to disk.
     pub(crate) fn selects_for_disk(&self) -> bool {
         !self.disks.is_empty()
             && (self.write_policy == WritePolicy::WriteThroughSelective || self.eviction_policy == Eviction::RbRefuse)
     }
 
-    /// Slots of the whole disk tier.
+    /// Number of slots of the disk tier.
     pub fn disk_blocks(&self) -> u64 {
         self.disks.iter().map(|disk| u64::from(disk.blocks)).sum()
     }
 
-    /// Threads that [`workers`](Self::workers) comes to on this machine.
+    /// The number of threads that [`workers`](Self::workers) means on this machine.
     pub fn worker_threads(&self) -> u32 {
         self.workers.unwrap_or_else(|| {
             let processors = std::thread::available_parallelism().map_or(1, usize::from);
@@ -346,7 +349,7 @@ impl Config {
         })
     }
 
-    /// Checks every field; the error names the first that is wrong.
+    /// Validates every field; the error names the first invalid one.
     pub fn validate(&self) -> Result<()> {
         self.validate_block_bytes()?;
         check("host_blocks", self.host_blocks, 1, u32::MAX >> 1, "slots")?;
@@ -384,7 +387,7 @@ impl Config {
         self.validate_layout()
     }
 
-    /// All other sizes follow from this one.
+    /// Checked first: the other sizes follow from this one.
     pub(crate) fn validate_block_bytes(&self) -> Result<()> {
         check("block_bytes", self.block_bytes, 1, 1 << 30, "bytes")
     }

@@ -1,8 +1,8 @@
-//! Errors, split by what the caller can do about them.
+//! Errors, grouped by what the caller can do about them.
 
 use std::{io, path::PathBuf, sync::Arc};
 
-/// What every fallible function of this crate returns.
+/// The result type of this crate's fallible functions.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a call failed, grouped by what the caller can do about it.
@@ -11,78 +11,78 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A setting is wrong. Mend the named field and open again.
+    /// A setting is invalid. Correct the field and open again.
     #[error("{field}: found {found}, expected {expected}")]
     Config {
         /// The field of [`Config`](crate::Config), as written in code and files.
         field: &'static str,
-        /// What was found, with its value.
+        /// The value found.
         found: String,
-        /// What would have been accepted, and what to do.
+        /// The accepted values, and what to do.
         expected: String,
     },
 
-    /// An argument of the call is wrong. Mend the call; the cache is unharmed.
+    /// An argument is invalid. Correct the call; the cache is unaffected.
     #[error("{what}: found {found}, expected {expected}")]
     Argument {
-        /// Which argument.
+        /// The argument.
         what: &'static str,
-        /// What was found.
+        /// The value found.
         found: String,
-        /// What would have been accepted.
+        /// The accepted values.
         expected: String,
     },
 
-    /// A store on disk was refused, and left untouched.
+    /// A store on disk was refused and left unchanged.
     #[error("{}: found {found}, expected {expected}; {action}", path.display())]
     Store {
         /// The store's file or device.
         path: PathBuf,
         /// What was found there.
         found: String,
-        /// What was expected instead.
+        /// What was expected.
         expected: String,
-        /// What to do about it.
+        /// What to do.
         action: String,
     },
 
-    /// A limit was reached; nothing was done. Try again later, or raise the named setting.
+    /// A limit was reached, and nothing was done. Retry later, or raise the setting.
     #[error("busy: {what} reached its limit of {limit} (setting `{setting}`); retry later or raise it")]
     Busy {
         /// What is full.
         what: &'static str,
-        /// The limit that was reached.
+        /// The limit.
         limit: u64,
-        /// The [`Config`](crate::Config) field that sets it.
+        /// The [`Config`](crate::Config) field of the limit.
         setting: &'static str,
     },
 
-    /// It took longer than `deadline_ms`; what was waited for goes on. Try again later: the disk is slow or stuck.
+    /// The call took longer than `deadline_ms`. The awaited work continues. Retry later: the disk is slow or stuck.
     #[error("timeout: waited for {what} longer than {limit:?} (setting `deadline_ms`); {}", timeout_advice(held))]
     Timeout {
-        /// What was waited for.
+        /// What was awaited.
         what: &'static str,
-        /// How long.
+        /// The time limit.
         limit: std::time::Duration,
-        /// What callers held, where a slot was waited for and they held any.
+        /// Slots that callers held, if the call waited for a slot and callers held any.
         held: Option<HeldSlots>,
     },
 
-    /// The disk tier did not take a block. The block may still be resident in a faster tier.
+    /// The disk tier refused a block. The block may still be resident in a faster tier.
     #[error("write refused: {reason}")]
     Refused {
-        /// Why.
+        /// The reason.
         reason: String,
     },
 
-    /// The operating system failed an operation.
+    /// A system call failed.
     #[error("{op} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation.
         op: &'static str,
-        /// On which file.
+        /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: Arc<io::Error>,
     },
 
@@ -91,7 +91,7 @@ pub enum Error {
     Copy {
         /// The copy engine.
         engine: &'static str,
-        /// What it said.
+        /// The engine's error.
         reason: String,
     },
 
@@ -100,11 +100,11 @@ pub enum Error {
     Unavailable {
         /// The tier.
         tier: &'static str,
-        /// Why.
+        /// The reason.
         reason: String,
     },
 
-    /// The node's service is away, or refused or failed the call ([`Client`](crate::service::Client)).
+    /// The node's service is unreachable, or refused or failed the call ([`Client`](crate::service::Client)).
     #[error("service: {text}")]
     Service {
         /// What the caller can do about it.
@@ -113,63 +113,63 @@ pub enum Error {
         text: String,
     },
 
-    /// The cache is closed, or closing. Open another.
+    /// The cache is closed or closing. Open a new one.
     #[error("the cache is closed")]
     Closed,
 }
 
-/// Why the node's service did not do what a client asked, by what the client can do about it.
+/// Why the node's service did not carry out a client's call, grouped by what the client can do about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ServiceFault {
-    /// No service answers at the socket, or the connection was lost. The client connects again by itself: try later.
+    /// No service answers at the socket, or the connection was lost. The client reconnects by itself: retry later.
     Away,
-    /// The service is ending and takes no more work. Try later.
+    /// The service is shutting down and accepts no more work. Retry later.
     Draining,
-    /// A limit of the service was reached; nothing was done. Try later, or raise the limit.
+    /// A limit of the service was reached, and nothing was done. Retry later, or raise the limit.
     Busy,
-    /// It took too long; what was begun goes on. Try later.
+    /// The call took too long; work that has started continues. Retry later.
     Timeout,
-    /// The call was canceled before this part of it began.
+    /// The call was canceled before this part of it started.
     Canceled,
-    /// An argument is wrong: a region, a range, a size, a space. Mend the call.
+    /// An argument is invalid: a region, a range, a size, a space. Correct the call.
     Argument,
-    /// The memory cannot be shared safely: it is no memfd, cannot be sealed, or is shorter than the range.
+    /// The memory cannot be shared safely: it is not a memfd, cannot be sealed, or is shorter than the range.
     Memory,
-    /// Nothing is left for a new space.
+    /// There is no capacity left for a new space.
     Capacity,
-    /// The disk tier did not take a block.
+    /// The disk tier refused a block.
     Refused,
-    /// The operating system failed an operation of the service.
+    /// A system call of the service failed.
     Io,
     /// A tier that the call needs is absent or out of service.
     Unavailable,
     /// This user may not use the service.
     Permission,
-    /// The two ends speak no common version of the protocol. Update the older one.
+    /// Client and service have no protocol version in common. Update the older one.
     Version,
-    /// The peer sent what the protocol does not know; the connection is over.
+    /// The peer violated the protocol; the connection is closed.
     Protocol,
 }
 
 impl ServiceFault {
-    /// True where the same call may succeed later without any change.
+    /// True if the same call may succeed later without any change.
     pub fn is_transient(self) -> bool {
         matches!(self, ServiceFault::Away | ServiceFault::Draining | ServiceFault::Busy | ServiceFault::Timeout)
     }
 }
 
-/// Slots of a tier that callers held while another waited for one.
+/// Slots of a tier that callers held while another caller waited for one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeldSlots {
-    /// Leases alive. Several may be of one block.
+    /// Leases alive. Several may be for one block.
     pub leases: u64,
-    /// Reservations that are not committed yet.
+    /// Reservations not yet committed.
     pub reservations: u64,
     /// Slots of the tier.
     pub slots: u64,
-    /// The [`Config`](crate::Config) field that sets how many slots there are.
+    /// The [`Config`](crate::Config) field for the number of slots.
     pub setting: &'static str,
 }
 
@@ -189,8 +189,8 @@ impl Error {
         Error::Io { op, path: path.into(), source: Arc::new(source) }
     }
 
-    /// The same error in the words of a layer in which settings have other names: `("disks.blocks", "capacity")` has it
-    /// speak of `capacity`. A setting is renamed where it is the error's field, and in backticks in its text.
+    /// Renames settings for a layer that gives them other names: `("disks.blocks", "capacity")` makes the error mention
+    /// `capacity`. Replaces the error's field, and names in backticks in its text.
     #[must_use]
     pub fn with_settings_named(mut self, names: &[(&'static str, &'static str)]) -> Self {
         let known = |old: &'static str| names.iter().find(|(name, _)| *name == old).map_or(old, |(_, new)| new);
@@ -214,7 +214,7 @@ impl Error {
         self
     }
 
-    /// True where the same call may succeed later without any change.
+    /// True if the same call may succeed later without any change.
     pub fn is_transient(&self) -> bool {
         match self {
             Error::Busy { .. } | Error::Timeout { .. } => true,

@@ -1,9 +1,8 @@
-//! Whether this is the process that a value was made in.
+//! Detects whether this process is a forked child of the one that made a value.
 //!
-//! A forked child has copies of this process's values, and not what stands behind them: the reactor's thread, memory
-//! that is not inherited, what a device knows of this process. Where the parent's memory lies a child may have memory
-//! of its own, and a lock that another thread held at the fork is held for ever. So a value that is dropped in a child
-//! is left as it is.
+//! A forked child has copies of this process's values, but not what they refer to: the reactor's thread, memory that is
+//! not inherited, device state. At the address of the parent's memory the child may have memory of its own, and a lock
+//! that another thread held during the fork stays locked. So a value dropped in a child is left as it is.
 
 use std::{
     mem::ManuallyDrop,
@@ -14,24 +13,25 @@ use std::{
     },
 };
 
-/// How often the line of processes that led to this one has forked, since the first value was made.
+/// Number of forks between the process that made the first value and this one.
 static FORKS: AtomicU32 = AtomicU32::new(0);
 
-/// The process that a value was made in.
+/// The process that made a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Home(u32);
 
 impl Home {
-    /// This process. Costs a load, after the first time.
+    /// This process. Costs one load after the first call.
     pub(crate) fn here() -> Self {
         static WATCH: Once = Once::new();
         WATCH.call_once(|| {
-            // SAFETY: the handler does what a forked child of many threads may do: it counts.
+            // SAFETY: the handler only increments a counter, which is allowed in the forked child of a multithreaded
+            // process.
             let refused = unsafe { libc::pthread_atfork(None, None, Some(forked)) };
             if refused != 0 {
                 let error = std::io::Error::from_raw_os_error(refused);
                 let advice = "a forked child must end without dropping caches";
-                tracing::warn!(%error, "forks of this process are not noticed: {advice}");
+                tracing::warn!(%error, "forks of this process cannot be detected: {advice}");
             }
         });
         Home(FORKS.load(Ordering::Relaxed))
@@ -44,12 +44,13 @@ impl Home {
 }
 
 /// # Safety
-/// None is needed: it adds to an atomic, which a forked child of many threads may do. Unsafe by its type only.
+/// None: it adds to an atomic, which is allowed in the forked child of a multithreaded process. Unsafe only by the type
+/// that `pthread_atfork` needs.
 unsafe extern "C" fn forked() {
     FORKS.fetch_add(1, Ordering::Relaxed);
 }
 
-/// A value that is dropped in the process that made it, and left as it is in a forked child.
+/// A value that is dropped only in the process that made it, and leaked in a forked child.
 pub(crate) struct HomeBound<T> {
     value: ManuallyDrop<T>,
     home: Home,

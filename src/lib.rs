@@ -1,10 +1,10 @@
 //! A tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
 //!
-//! See [`Cache`] for what callers hold, [`Config`] for what it is opened with, [`PrefixChain`] for keys, [`store`] for
-//! looking at a store on disk without opening a cache on it.
+//! [`Cache`] is the main type, [`Config`] its settings, [`PrefixChain`] makes keys, and [`store`] inspects a store on
+//! disk without a cache.
 //!
-//! Nothing here spawns onto the caller's runtime: a reactor thread of the cache's own moves the blocks, so its futures
-//! can be awaited anywhere, and on a plain thread with [`block_on`].
+//! Nothing here spawns onto the caller's runtime: the cache's own reactor thread moves the blocks, so its futures can
+//! be awaited anywhere, and on a plain thread with [`block_on`].
 
 mod bits;
 pub mod block;
@@ -48,7 +48,7 @@ pub use error::{Error, HeldSlots, Result, ServiceFault};
 pub use index::PrefixMatch;
 pub use mover::LayerDone;
 
-/// The README's program compiles.
+/// Checks that the README's program compiles.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct ReadmeDoctests;

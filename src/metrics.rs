@@ -1,7 +1,7 @@
-//! Every counter and histogram, named and described in one place.
+//! All metrics, with their names and descriptions.
 //!
-//! Each counter is kept twice: in an atomic that [`Cache::stats`](crate::Cache::stats) reads, and
-//! in a handle of the `metrics` crate, fetched once at open. Install the recorder before opening.
+//! Each counter is kept twice: in an atomic that [`Cache::stats`](crate::Cache::stats) reads, and in a handle of the
+//! `metrics` crate, acquired once at open. Install the recorder before opening a cache.
 
 use std::{
     sync::{
@@ -16,7 +16,7 @@ use metrics::{Counter, Histogram, Unit};
 
 use crate::block::{Route, Tier};
 
-/// A counter with a cached handle.
+/// A counter, with its handle in the `metrics` crate.
 pub(crate) struct Count {
     own: AtomicU64,
     exported: Counter,
@@ -27,7 +27,7 @@ impl Count {
         Count { own: AtomicU64::new(0), exported }
     }
 
-    /// A counter that no exporter sees.
+    /// A counter that is not exported.
     #[cfg(any(test, feature = "sim"))]
     pub(crate) fn unexported() -> Self {
         Count::new(Counter::noop())
@@ -59,14 +59,14 @@ pub(crate) struct RouteMetrics {
     pub(crate) seconds: Histogram,
 }
 
-/// Engines that copy between memories.
+/// The copy engines, as metric labels.
 pub(crate) const COPY_ENGINES: [&str; 3] = ["memcpy", "cuda", "gdr"];
 
-/// Counters of copies between memories, by the engine that made them.
+/// Counters of copies between memories, by engine.
 pub(crate) struct CopyMetrics {
     batches: [Count; COPY_ENGINES.len()],
     bytes: [Count; COPY_ENGINES.len()],
-    /// Batches that the RDMA device failed, and another engine copied.
+    /// Batches that the RDMA device failed and another engine copied.
     pub(crate) failovers: Count,
 }
 
@@ -87,7 +87,7 @@ impl CopyMetrics {
         }
     }
 
-    /// Batches, and their bytes, of an engine, by its place in [`COPY_ENGINES`].
+    /// Batches and bytes of an engine, given by its index in [`COPY_ENGINES`].
     pub(crate) fn of(&self, engine: usize) -> (u64, u64) {
         (self.batches[engine].get(), self.bytes[engine].get())
     }
@@ -120,18 +120,18 @@ pub(crate) struct Metrics {
 }
 
 const COUNTERS: [(&str, Unit, &str); 26] = [
-    ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded that were found, by the tier that had them"),
-    ("kvhoist_misses_total", Unit::Count, "Blocks fetched or loaded that no tier had"),
-    ("kvhoist_evictions_total", Unit::Count, "Slots given up to make room, by tier"),
-    ("kvhoist_refused_total", Unit::Count, "New blocks that a full tier did not take in, by tier"),
+    ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded from a tier, by tier"),
+    ("kvhoist_misses_total", Unit::Count, "Blocks fetched or loaded that were in no tier"),
+    ("kvhoist_evictions_total", Unit::Count, "Blocks evicted, by tier"),
+    ("kvhoist_refused_total", Unit::Count, "New blocks that a full tier refused, by tier"),
     ("kvhoist_bytes_in_total", Unit::Bytes, "Bytes moved into a tier, by tier"),
     ("kvhoist_bytes_out_total", Unit::Bytes, "Bytes moved out of a tier, by tier"),
     ("kvhoist_moved_blocks_total", Unit::Count, "Blocks served or moved, by route"),
     ("kvhoist_moved_bytes_total", Unit::Bytes, "Bytes served or moved, by route"),
     ("kvhoist_stores_total", Unit::Count, "Blocks stored"),
-    ("kvhoist_stores_known_total", Unit::Count, "Stores of blocks that were resident already"),
-    ("kvhoist_stores_failed_total", Unit::Count, "Stores that ended in an error"),
-    ("kvhoist_writes_refused_total", Unit::Count, "Writes that the disk tier did not take"),
+    ("kvhoist_stores_known_total", Unit::Count, "Stores of blocks that were already resident"),
+    ("kvhoist_stores_failed_total", Unit::Count, "Stores that failed"),
+    ("kvhoist_writes_refused_total", Unit::Count, "Writes that the disk tier refused"),
     ("kvhoist_checksum_failures_total", Unit::Count, "Blocks read from disk whose checksum did not match"),
     ("kvhoist_read_errors_total", Unit::Count, "Reads of the disk tier that failed"),
     ("kvhoist_write_errors_total", Unit::Count, "Writes to the disk tier that failed"),
@@ -148,11 +148,15 @@ const COUNTERS: [(&str, Unit, &str); 26] = [
         Unit::Count,
         "Requests that libcufile failed; their blocks went through host memory",
     ),
-    ("kvhoist_quarantined_total", Unit::Count, "Disk slots taken out of use until the store is opened anew"),
-    ("kvhoist_background_refused_total", Unit::Count, "Prefetches and background writes refused for want of room"),
+    ("kvhoist_quarantined_total", Unit::Count, "Disk slots taken out of service until the store is opened again"),
+    (
+        "kvhoist_background_refused_total",
+        Unit::Count,
+        "Prefetches and background writes refused because their queue was full",
+    ),
     ("kvhoist_busy_total", Unit::Count, "Calls answered with Error::Busy"),
     ("kvhoist_timeouts_total", Unit::Count, "Calls answered with Error::Timeout"),
-    ("kvhoist_work_done_total", Unit::Count, "Checksums and copies that worker threads have done"),
+    ("kvhoist_work_done_total", Unit::Count, "Checksums and copies done by worker threads"),
     ("kvhoist_record_writes_total", Unit::Count, "Pages of the record table written"),
 ];
 
@@ -199,7 +203,7 @@ impl Metrics {
         &self.tiers[tier as usize]
     }
 
-    /// Counts a look-up, by the tier that answers it, or none.
+    /// Counts a look-up, by the tier that has the block.
     pub(crate) fn looked_up(&self, found: Option<Tier>) {
         match found {
             Some(tier) => self.tier(tier).hits.add(1),
@@ -207,20 +211,20 @@ impl Metrics {
         }
     }
 
-    /// Counts a block that was found where it was wanted.
+    /// Counts a block that was already where the caller needs it.
     pub(crate) fn hit(&self, route: Route, bytes: usize) {
         let metrics = &self.routes[route as usize];
         metrics.blocks.add(1);
         metrics.bytes.add(bytes as u64);
     }
 
-    /// Counts a block that was moved, and how long that took.
+    /// Counts a moved block and its duration.
     pub(crate) fn moved(&self, route: Route, bytes: usize, took: Duration) {
         self.routes[route as usize].seconds.record(took.as_secs_f64());
         self.moved_untimed(route, bytes);
     }
 
-    /// Counts a block that was moved by a caller, who has no clock.
+    /// Counts a block moved on a caller's thread, which takes no time stamps.
     pub(crate) fn moved_untimed(&self, route: Route, bytes: usize) {
         self.hit(route, bytes);
         let (from, to) = ends(route);
@@ -270,18 +274,14 @@ fn describe() {
         metrics::describe_counter!(name, unit, text);
     }
     metrics::describe_counter!("kvhoist_records_bad_total", "Records refused at recovery: torn or damaged");
-    metrics::describe_histogram!(
-        "kvhoist_movement_seconds",
-        Unit::Seconds,
-        "From start to end of a movement, by route"
-    );
-    metrics::describe_gauge!("kvhoist_movements", "Movements under way");
+    metrics::describe_histogram!("kvhoist_movement_seconds", Unit::Seconds, "Duration of movements, by route");
+    metrics::describe_gauge!("kvhoist_movements", "Movements in flight");
     metrics::describe_gauge!(
         "kvhoist_gdr_in_use",
-        "1 while copies go through an RDMA device, 0.5 while it is proven anew after a failure, 0 while they do not"
+        "1 while copies go through an RDMA device, 0.5 while its self-test is repeated after a failure, 0 otherwise"
     );
     metrics::describe_gauge!(
         "kvhoist_cufile_in_use",
-        "1 while libcufile moves blocks directly, 0.5 in its compat mode, 0 while it does not"
+        "1 while libcufile moves blocks directly, 0.5 in its compat mode, 0 otherwise"
     );
 }

@@ -1,4 +1,4 @@
-//! The reactor's runtime: a ring where the kernel gives one, a plain current-thread runtime else.
+//! The reactor's runtime: io_uring if the kernel allows it, a plain current-thread runtime otherwise.
 
 use std::{fs::File, future::Future, io, sync::Arc};
 
@@ -15,17 +15,17 @@ use crate::{
     memory::Arena,
 };
 
-/// Operations that the ring takes at once. The byte budgets are what bounds the disk's load.
+/// Entries of the ring, and so its operations in flight. The byte budgets bound the disk's load.
 const RING_ENTRIES: u32 = 1024;
 
-/// File descriptors that a runtime with a ring takes: the ring, epoll, the wake-up, and tokio's pair for signals.
+/// File descriptors of a runtime with a ring: the ring, epoll, the wake-up, and tokio's socket pair for signals.
 const DESCRIPTORS: usize = 12;
 
-/// Has writes past `RLIMIT_FSIZE` fail with `EFBIG` on this thread and those that it starts, instead of ending the
-/// process: the limit may be lowered when the store is open. The rest of the process keeps its disposition.
+/// Makes writes past `RLIMIT_FSIZE` fail with `EFBIG` on this thread and its children, instead of killing the process
+/// with SIGXFSZ: the limit may be lowered while the store is open. Other threads keep their signal disposition.
 pub(crate) fn refuse_size_signal() {
     let mut signals = std::mem::MaybeUninit::uninit();
-    // SAFETY: the set is initialized by the first call, and read by the others; the mask is this thread's own.
+    // SAFETY: the first call initializes the set, the others read it; only this thread's mask changes.
     let refused = unsafe {
         libc::sigemptyset(signals.as_mut_ptr());
         libc::sigaddset(signals.as_mut_ptr(), libc::SIGXFSZ);
@@ -34,14 +34,14 @@ pub(crate) fn refuse_size_signal() {
     assert_eq!(refused, 0, "a signal of every system");
 }
 
-/// What runs the reactor's tasks.
+/// Runs the reactor's tasks.
 pub(crate) enum Reactor {
     Uring(uring::Runtime),
     Plain(tokio::runtime::Runtime),
 }
 
 impl Reactor {
-    /// Picks the runtime that `config` wants, on the thread that will run it.
+    /// Picks the runtime for `config`, on the thread that will run it.
     pub(crate) fn new(config: &Config) -> Result<Self> {
         let wants_ring = match config.storage {
             StorageKind::Blocking => false,
@@ -62,13 +62,13 @@ impl Reactor {
                 Err(error) => tracing::warn!(
                     %error,
                     threads = config.blocking_threads,
-                    "io_uring is refused; the disk tier is served by threads that call pread and pwrite"
+                    "io_uring is unavailable; the disk tier uses threads that call pread and pwrite"
                 ),
             }
         }
         let mut builder = tokio::runtime::Builder::new_current_thread();
         if config.device_blocks > 0 {
-            // An RDMA device tells of its completions by a descriptor.
+            // An RDMA device signals completions through a descriptor.
             check_descriptors()?;
             builder.enable_io();
         }
@@ -76,19 +76,19 @@ impl Reactor {
         runtime.map(Reactor::Plain).map_err(|source| Error::io("start a runtime", "", source))
     }
 
-    /// The storage engine that goes with the runtime. Call inside [`block_on`](Reactor::block_on).
+    /// The storage engine for this runtime. Call inside [`block_on`](Reactor::block_on).
     pub(crate) fn storage(&self, files: Vec<Arc<File>>, arena: &Arc<Arena>, threads: usize) -> io::Result<AnyStorage> {
         match self {
             Reactor::Uring(_) => {
                 let regions = arena.chunks().to_vec();
-                // SAFETY: the chunks are the arena's for all its life, and the arena is what is kept.
+                // SAFETY: the chunks belong to the arena for its whole life, and the engine keeps the arena.
                 unsafe { Uring::new(files, regions, Arc::clone(arena) as _) }.map(AnyStorage::Uring)
             }
             Reactor::Plain(_) => Self::pool(files, threads),
         }
     }
 
-    /// The same without an arena: for buffers that come and go.
+    /// A storage engine without registered memory, for temporary buffers.
     pub(crate) fn storage_unregistered(&self, files: Vec<Arc<File>>, threads: usize) -> io::Result<AnyStorage> {
         match self {
             Reactor::Uring(_) => {
@@ -100,12 +100,12 @@ impl Reactor {
     }
 
     fn pool(files: Vec<Arc<File>>, threads: usize) -> io::Result<AnyStorage> {
-        // Without files nothing will ever be asked of the threads.
+        // Without files the threads never get work.
         let threads = if files.is_empty() { 1 } else { threads };
         Blocking::new(files, threads).map(AnyStorage::Blocking)
     }
 
-    /// Runs `future` to its end, and what it spawns locally meanwhile.
+    /// Runs `future` to completion, together with the local tasks that it spawns.
     pub(crate) fn block_on<F: Future>(&self, future: F) -> F::Output {
         match self {
             Reactor::Uring(runtime) => runtime.block_on(future),
@@ -114,7 +114,7 @@ impl Reactor {
     }
 }
 
-/// Takes as many descriptors as a runtime needs, and gives them back: tokio panics where it gets none for its signals.
+/// Checks that enough descriptors are free: without one for its signals, tokio panics.
 fn check_descriptors() -> Result<()> {
     let pipes: io::Result<Vec<_>> = (0..DESCRIPTORS / 2).map(|_| io::pipe()).collect();
     pipes.map(drop).map_err(|source| Error::io("find descriptors (raise `ulimit -n`) for", "the reactor", source))

@@ -1,5 +1,6 @@
-//! Callers' wakers are callers' code, and they run on the reactor's thread and on other callers' threads: whoever
-//! answers a future, frees a slot or makes room in a channel runs them. A panic there must reach nobody else.
+//! Isolates panics of callers' wakers. A waker is the caller's code, and runs on the reactor or on another caller's
+//! thread, whichever answers a future, frees a slot or makes room in a channel. A panic there must not affect those
+//! threads.
 
 use std::{
     future::{Future, poll_fn},
@@ -9,8 +10,8 @@ use std::{
     task::{Context, Wake, Waker},
 };
 
-/// Polls `future` with a waker that catches the panics of the caller's. One allocation a poll: for futures that have
-/// something to wait for.
+/// Polls `future` with a waker that catches panics of the caller's waker. Costs one allocation per poll: for futures
+/// that usually wait.
 pub(crate) async fn shield<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     poll_fn(|context| {
@@ -20,7 +21,7 @@ pub(crate) async fn shield<F: Future>(future: F) -> F::Output {
     .await
 }
 
-/// A caller's waker.
+/// Wraps a caller's waker.
 struct Shield {
     /// `None` once dropped.
     waker: Option<Waker>,
@@ -45,10 +46,10 @@ impl Drop for Shield {
     }
 }
 
-/// Runs a caller's code. After a panic its task is not woken: that is between the caller and its executor.
+/// Runs the caller's code. If its waker panics, the task is not woken; that is the fault of the caller's executor.
 fn caught(run: impl FnOnce()) {
     if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
-        // What was thrown is the caller's as well, and dropping it may panic.
+        // The panic payload is the caller's too, and dropping it may panic.
         std::mem::forget(panic);
     }
 }
@@ -59,7 +60,7 @@ mod tests {
 
     use super::*;
 
-    /// A waker that panics when it is woken, and when it is dropped.
+    /// A waker that panics when it is woken and when it is dropped.
     fn panicking() -> Waker {
         const VTABLE: RawWakerVTable = RawWakerVTable::new(
             |data| RawWaker::new(data, &VTABLE),
@@ -67,7 +68,7 @@ mod tests {
             |_| panic!("woken, on purpose"),
             |_| panic!("dropped, on purpose"),
         );
-        // SAFETY: no function of the table uses the data.
+        // SAFETY: no function of the table uses the data pointer.
         unsafe { Waker::from_raw(RawWaker::new(std::ptr::null(), &VTABLE)) }
     }
 

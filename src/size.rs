@@ -1,14 +1,15 @@
-//! Sizes as people write them: one grammar for the command, the Python package and the environment.
+//! Parses sizes: one grammar for the command, the Python package and the environment.
 
-/// What [`parse_bytes`] reads, for messages: "expected ...".
+/// What [`parse_bytes`] accepts, for error messages: "expected ...".
 pub const EXPECTED: &str = "a positive number of bytes, such as 65536, 64KiB, 1.5MiB, 200Gi or 10GB";
 
-/// Bytes of a number with an optional unit, in any case and with any space between: `65536`, `64KiB`, `1.5 MiB`,
+/// Parses a number with an optional unit, in any case and with optional space between: `65536`, `64KiB`, `1.5 MiB`,
 /// `200Gi`, `10GB`.
 ///
-/// `K`, `Ki` and `KiB` are 1024 bytes and `KB` is 1000; `M`, `G` and `T` likewise. A fraction of a byte is dropped.
+/// `K`, `Ki` and `KiB` are 1024 bytes and `KB` is 1000 bytes; `M`, `G` and `T` follow the same pattern. A fraction of a
+/// byte is dropped.
 ///
-/// `None` for all else, and for what is not from 1 to 2^63 - 1.
+/// `None` for any other text, and for values outside 1 to 2^63 - 1.
 ///
 /// ```
 /// assert_eq!(kvhoist::size::parse_bytes("1.5 MiB"), Some(1_572_864));
@@ -20,7 +21,7 @@ pub fn parse_bytes(text: &str) -> Option<u64> {
     let split = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(split);
     let (whole, fraction) = number.split_once('.').unwrap_or((number, "0"));
-    // Of so few digits that nothing overflows.
+    // The number of digits is limited so that nothing overflows.
     if whole.is_empty() || whole.len() > 20 || fraction.is_empty() || fraction.len() > 18 || fraction.contains('.') {
         return None;
     }

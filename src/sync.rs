@@ -1,4 +1,4 @@
-//! The one lock, so that a model checker can be put in its place.
+//! The mutex of the shared state, which a model checker can replace.
 
 #[cfg(test)]
 mod modelled;
@@ -10,7 +10,7 @@ use std::sync as primitives;
 
 pub(crate) use primitives::MutexGuard;
 
-/// A mutex whose holders never panic, and so is never poisoned.
+/// A mutex whose holders never panic, so that it is never poisoned.
 pub(crate) struct Mutex<T>(primitives::Mutex<T>);
 
 impl<T> Mutex<T> {
@@ -18,8 +18,8 @@ impl<T> Mutex<T> {
         Mutex(primitives::Mutex::new(value))
     }
 
-    /// Locks. A poisoned lock means that an invariant broke under it: going on could serve wrong
-    /// bytes, so the panic spreads.
+    /// Locks. A poisoned lock means that an invariant is broken: continuing could serve wrong bytes, so the panic
+    /// propagates.
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         self.0.lock().expect("an invariant broke under the index lock")
     }

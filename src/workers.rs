@@ -1,10 +1,10 @@
 //! Worker threads: reads of the disk tier, checksums, and copies of host memory.
 //!
-//! Checksums and copies run at a few GB/s a core, and an operation of the reactor's ring costs it some microseconds. On
-//! the reactor they would bound the whole cache by one core, however many drives there are, so a movement hands them
-//! to a worker. A worker that reads has a ring of its own ([`Lane`]), takes the checksum right after, while the block
-//! is in its processor's cache, and hands over both. Handing over costs two wake-ups, 20 to 400 us on virtual machines:
-//! a block that is alone stays on the reactor, and so does every block where there are no workers.
+//! Checksums and copies run at a few GB/s per core, and an operation on the reactor's ring costs some microseconds. On
+//! the reactor they would limit the whole cache to one core, however many drives there are, so movements hand them to
+//! workers. A worker that reads has a ring of its own ([`Lane`]), computes the checksum while the block is still in its
+//! processor's cache, and returns both. Handing work over costs two wake-ups, 20 to 400 us on virtual machines, so a
+//! lone block stays on the reactor, as do all blocks if there are no workers.
 
 use std::{
     cell::Cell,
@@ -25,47 +25,47 @@ use tokio::{
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
-    io::uring::{Bell, Ended, Lane, TRANSFERS_MAX, Transfer},
+    io::uring::{Bell, Completed, Lane, TRANSFERS_MAX, Transfer},
     memory::Lent,
     metrics::Count,
 };
 
-/// Handing over less costs more than it saves: this is about 8 us of work.
+/// Least work worth handing over: about 8 us.
 const WORK_BYTES_MIN: u64 = 64 << 10;
 
-/// Queued bytes for each awake worker past which another one is woken: about 30 us of work. Waking a thread costs the
-/// reactor some microseconds, so blocks that are small wait for a worker that is awake already.
+/// Queued bytes per awake worker above which another worker is woken: about 30 us of work. Waking a thread costs the
+/// reactor some microseconds, so small blocks wait for a worker that is already awake.
 const WAKE_BYTES: u64 = 256 << 10;
 
-/// Bytes that a worker has the drives read at once, two blocks at least: what a few drives need to be busy, and little
-/// enough to be in the processor's cache when it is summed up.
+/// Bytes that a worker reads at once, but at least two blocks: enough to keep a few drives busy, and little enough to
+/// stay in the processor's cache until the checksum is computed.
 const READING_BYTES_MAX: usize = 16 << 20;
 
-/// A piece of work. It returns what the reactor is to do when it has ended.
+/// A unit of work. Returns what the reactor runs afterwards.
 type Work = Box<dyn FnOnce() -> Answer + Send>;
 
-/// Sends a result on the reactor.
+/// Sends a result, on the reactor.
 type Answer = Box<dyn FnOnce() + Send>;
 
 /// A block that a worker has read.
 pub(crate) struct Summed {
     pub(crate) buf: Lent,
-    /// The checksum of as many bytes as were asked for.
+    /// The checksum of the requested number of bytes.
     pub(crate) result: io::Result<u64>,
 }
 
-/// Who wants a block that is being read, and how many of its bytes the checksum is of.
+/// Receiver of a block that is being read, and the number of bytes to checksum.
 struct Reader {
     sum_bytes: usize,
     answer: oneshot::Sender<Summed>,
 }
 
-/// The reactor's side of the workers. Idle workers sleep; the threads end with it, after what is queued.
+/// The reactor's handle to the workers. Idle workers sleep. Dropping the handle ends the threads after the queued work.
 pub(crate) struct Workers {
     kind: Kind,
-    /// Pieces of work under way, on workers and on the reactor.
+    /// Units of work in flight, on workers and on the reactor.
     busy: Cell<u32>,
-    /// Pieces of work that workers have done.
+    /// Units of work done by workers.
     done: Arc<Count>,
 }
 
@@ -75,44 +75,44 @@ enum Kind {
     Threads {
         pool: Arc<Pool>,
         threads: Vec<JoinHandle<()>>,
-        /// The reactor's task that takes the answers.
+        /// The reactor's task that runs answers.
         answers: AbortHandle,
-        /// Some of them have a ring.
+        /// Whether some of the threads have a ring.
         read: bool,
     },
-    /// Work takes the virtual time that this draws, so that its order is the seed's; without a time it is lost, as by
-    /// a panic.
+    /// Work takes the virtual time that this draws, so that its order depends on the seed; without a time it is lost,
+    /// as after a panic.
     #[cfg(feature = "sim")]
     Simulated(Box<dyn Fn() -> Option<std::time::Duration>>),
 }
 
-/// What the reactor and the threads share.
+/// State shared by the reactor and the threads.
 struct Pool {
     queue: Mutex<Queue>,
     /// Answers that the reactor has not taken yet.
     answers: Mutex<Vec<Answer>>,
-    /// Wakes the reactor for the first of them: it takes all that there are by then.
+    /// Wakes the reactor for the first answer; it then takes all of them.
     answered: Notify,
 }
 
 struct Queue {
     work: VecDeque<(u64, Work)>,
     reads: VecDeque<(Transfer, Reader)>,
-    /// Bytes of all that is queued.
+    /// Bytes of all queued work.
     bytes: u64,
     threads: u32,
-    /// Workers that sleep, the last to fall asleep last, and have not been woken.
+    /// Sleeping workers that have not been woken, the latest last.
     asleep: Vec<Sleeper>,
-    /// No more work will come.
+    /// Set when no more work will come.
     closed: bool,
 }
 
-/// A worker that sleeps.
+/// A sleeping worker.
 struct Sleeper {
     thread: Thread,
-    /// It sleeps in its ring.
+    /// Set if the worker sleeps in its ring.
     bell: Option<Bell>,
-    /// It could start another read.
+    /// Whether it could start another read.
     has_room: bool,
 }
 
@@ -125,7 +125,7 @@ impl Sleeper {
     }
 }
 
-/// What a worker has taken from the queue.
+/// Work that a worker takes from the queue.
 #[derive(Default)]
 struct Taken {
     reads: Vec<(Transfer, Reader)>,
@@ -133,7 +133,7 @@ struct Taken {
 }
 
 impl Queue {
-    /// Takes reads, up to the worker's room and to its part of what is queued, and a piece of work if that is wanted.
+    /// Takes reads, limited by the worker's room and its share of the queue, and one unit of work if wanted.
     fn take(&mut self, room: usize, wants_work: bool) -> Taken {
         let part = self.reads.len().div_ceil(self.threads as usize);
         let reads: Vec<_> = self.reads.drain(..part.min(room)).collect();
@@ -146,7 +146,7 @@ impl Queue {
         Taken { reads, work }
     }
 
-    /// The worker to be woken, if those awake have enough to do.
+    /// Returns a worker to wake, unless the awake ones suffice for the queue.
     fn sleeper(&mut self, for_read: bool) -> Option<Sleeper> {
         let awake = u64::from(self.threads) - self.asleep.len() as u64;
         if awake > 0 && self.bytes <= WAKE_BYTES * awake {
@@ -186,19 +186,19 @@ impl Pool {
         sleeper.iter().for_each(Sleeper::wake);
     }
 
-    /// The life of a worker. Without a lane it leaves the reads to the others.
+    /// Main loop of a worker. A worker without a lane leaves reads to the others.
     fn run(&self, mut lane: Option<Lane<Reader>>) {
         loop {
-            let (has_ended, room) = lane.as_ref().map_or((false, 0), |lane| (lane.has_ended(), room(lane)));
-            let Taken { reads, work } = self.lock().take(room, !has_ended);
-            // What was read is summed up when the drives have something to do again.
+            let (has_completed, room) = lane.as_ref().map_or((false, 0), |lane| (lane.has_completed(), room(lane)));
+            let Taken { reads, work } = self.lock().take(room, !has_completed);
+            // New reads start first, so that the drives stay busy during the checksum.
             if let Some(lane) = &mut lane
                 && !reads.is_empty()
             {
                 reads.into_iter().for_each(|(read, reader)| lane.start(read, reader));
                 lane.poll();
             }
-            if let Some(ended) = lane.as_mut().and_then(Lane::take_ended) {
+            if let Some(ended) = lane.as_mut().and_then(Lane::take_completed) {
                 self.answer(sum_up(ended));
             } else if let Some(work) = work {
                 self.answer(work());
@@ -208,9 +208,9 @@ impl Pool {
         }
     }
 
-    /// Sleeps until there is something to do; false where there will be nothing any more.
+    /// Sleeps until there is work; false once no more work will come.
     fn sleep(&self, lane: &mut Option<Lane<Reader>>) -> bool {
-        let (reading, room) = lane.as_ref().map_or((0, 0), |lane| (lane.under_way().0, room(lane)));
+        let (reading, room) = lane.as_ref().map_or((0, 0), |lane| (lane.in_flight().0, room(lane)));
         let thread = thread::current();
         {
             let mut queue = self.lock();
@@ -227,7 +227,7 @@ impl Pool {
             Some(lane) => lane.wait(),
             None => thread::park(),
         }
-        // Whoever woke it has taken it off the list; the end of a read has not.
+        // A waking thread removes it from the list, but the completion of a read does not.
         self.lock().asleep.retain(|sleeper| sleeper.thread.id() != thread.id());
         true
     }
@@ -242,7 +242,7 @@ impl Pool {
         }
     }
 
-    /// Takes the answers, on the reactor.
+    /// Runs the answers, on the reactor.
     async fn take_answers(self: Arc<Self>) {
         loop {
             self.answered.notified().await;
@@ -251,7 +251,7 @@ impl Pool {
         }
     }
 
-    /// No more work will come: workers end when they have done what is queued.
+    /// Closes the queue: workers end after the queued work.
     fn close(&self) {
         let asleep = {
             let mut queue = self.lock();
@@ -262,28 +262,28 @@ impl Pool {
     }
 }
 
-/// A ring for this thread, if the kernel gives one.
+/// A ring for this thread, if the kernel allows one.
 fn lane() -> Option<Lane<Reader>> {
-    let refused = |error: &io::Error| tracing::warn!(%error, "a worker has no ring, and does not read");
+    let refused = |error: &io::Error| tracing::warn!(%error, "a worker has no ring and does not read");
     Lane::new().inspect_err(refused).ok()
 }
 
-/// How many more reads a lane takes.
+/// Number of further reads that a lane takes.
 fn room(lane: &Lane<Reader>) -> usize {
-    let (reads, bytes) = lane.under_way();
+    let (reads, bytes) = lane.in_flight();
     let more = if reads < 2 { 2 - reads } else { READING_BYTES_MAX.saturating_sub(bytes) * reads / bytes.max(1) };
     more.min(TRANSFERS_MAX - reads)
 }
 
-/// Takes the checksum of what was read; the answer sends both.
-fn sum_up(ended: Ended<Reader>) -> Answer {
-    let Ended { buf, result, tag: Reader { sum_bytes, answer } } = ended;
+/// Checksums a block that was read, and returns an answer that sends both.
+fn sum_up(ended: Completed<Reader>) -> Answer {
+    let Completed { buf, result, tag: Reader { sum_bytes, answer } } = ended;
     let result = result.map(|()| {
         // SAFETY: the kernel has filled the range, which is ours until the buffer is dropped.
         checksum(unsafe { std::slice::from_raw_parts(buf.as_ptr().cast_const(), sum_bytes.min(buf.len())) })
     });
     let summed = Summed { buf, result };
-    // A movement that is gone does not want it.
+    // The movement may be gone.
     Box::new(move || drop(answer.send(summed)))
 }
 
@@ -294,11 +294,11 @@ impl Workers {
         Rc::new(Workers { kind: Kind::None, busy: Cell::new(0), done: Arc::new(Count::unexported()) })
     }
 
-    /// Starts `count` threads, each with a ring of its own where `rings` says so and the kernel gives it. `done` counts
-    /// what they do. Call on the reactor.
+    /// Starts `count` threads, each with a ring of its own if `rings` is set and the kernel allows it. `done` counts
+    /// their work. Call on the reactor.
     ///
     /// # Errors
-    /// What the system said, where it gives no more threads.
+    /// The system's error, if it cannot start a thread.
     pub(crate) fn start(count: u32, rings: bool, done: Arc<Count>) -> io::Result<Rc<Self>> {
         let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), done };
         if count == 0 {
@@ -306,19 +306,20 @@ impl Workers {
         }
         let pool = Arc::new(Pool::new(count));
         let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
-        // Before the threads: those that were started end with it where the system gives no more.
+        // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.
         workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), answers, read: false };
         let (tell, told) = mpsc::channel();
         for n in 0..count {
             let (pool, tell) = (Arc::clone(&pool), tell.clone());
             let run = move || {
                 let mut lane = if rings { lane() } else { None };
-                // Whoever started it waits until all have said so.
+                // The starting thread waits for all of these messages.
                 let _ = tell.send(lane.is_some());
                 drop(tell);
-                // What it had in hand is lost when the kernel is done with it, and its waiters get to know.
+                // After a panic, reads in flight are dropped once the kernel is done with them, and their waiters are
+                // notified.
                 while catch_unwind(AssertUnwindSafe(|| pool.run(lane.take()))).is_err() {
-                    tracing::error!("a worker thread panicked, and starts anew");
+                    tracing::error!("a worker thread panicked and restarts");
                     lane = if rings { self::lane() } else { None };
                 }
             };
@@ -334,24 +335,24 @@ impl Workers {
         Ok(Rc::new(workers))
     }
 
-    /// Work takes the virtual time that `draw` gives, and is lost where that gives none.
+    /// Work takes the virtual time that `draw` returns, and is lost if it returns none.
     #[cfg(feature = "sim")]
     pub(crate) fn simulated(done: Arc<Count>, draw: impl Fn() -> Option<std::time::Duration> + 'static) -> Rc<Self> {
         Rc::new(Workers { kind: Kind::Simulated(Box::new(draw)), busy: Cell::new(0), done })
     }
 
-    /// Counts a piece of work as under way until the guard is dropped.
+    /// Counts a unit of work as in flight until the guard is dropped.
     pub(crate) fn enter(self: &Rc<Self>) -> Busy {
         self.busy.set(self.busy.get() + 1);
         Busy(Rc::clone(self))
     }
 
-    /// True where work is under way.
+    /// True while work is in flight.
     pub(crate) fn is_busy(&self) -> bool {
         self.busy.get() > 0
     }
 
-    /// True where there are workers, and work on so many bytes is worth handing over to them.
+    /// True if there are workers and this many bytes are worth handing over.
     pub(crate) fn take(&self, bytes: u64) -> bool {
         match &self.kind {
             Kind::None => false,
@@ -361,10 +362,10 @@ impl Workers {
         }
     }
 
-    /// Runs `work` on so many bytes on a worker. `None` where there is none, and where it panicked: `work` is gone
-    /// then, with what it owned, and nothing of it runs any longer.
+    /// Runs `work` on a worker; `bytes` is its size. `None` if there is no worker, or if `work` panicked: it then has
+    /// been dropped with all it owned, and no part of it still runs.
     ///
-    /// Dropping the future does not stop the work: `work` owns what it touches.
+    /// Dropping the future does not stop the work: `work` owns the memory it touches.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         bytes: u64,
@@ -378,7 +379,7 @@ impl Workers {
                 let work = move || -> Answer {
                     let result = catch_unwind(AssertUnwindSafe(work)).ok();
                     done.add(u64::from(result.is_some()));
-                    // A movement that is gone does not want it.
+                    // The movement may be gone.
                     Box::new(move || drop(answer.send(result)))
                 };
                 pool.push_work(bytes, Box::new(work));
@@ -395,19 +396,19 @@ impl Workers {
 }
 
 impl Workers {
-    /// True where workers read.
+    /// True if workers read.
     pub(crate) fn read(&self) -> bool {
         matches!(self.kind, Kind::Threads { read: true, .. })
     }
 
-    /// True where a simulated worker dies while it reads.
+    /// True if a simulated worker dies during a read.
     #[cfg(feature = "sim")]
     pub(crate) fn loses_read(&self) -> bool {
         matches!(&self.kind, Kind::Simulated(draw) if draw().is_none())
     }
 
-    /// Reads all of `buf` on a worker, which then takes the checksum of its first `sum_bytes` bytes. `None` where no
-    /// worker reads, and where it was lost with its worker: the kernel is done with the memory, which is given back.
+    /// Reads all of `buf` on a worker, which then checksums its first `sum_bytes` bytes. `None` if no worker reads, or
+    /// if the worker died: the kernel is then done with the memory, which is freed.
     ///
     /// Dropping the future does not stop the read, which keeps its memory.
     pub(crate) async fn read_and_sum(
@@ -428,20 +429,20 @@ impl Workers {
 }
 
 impl Drop for Workers {
-    /// Waits for the work that is queued: it may touch memory that is unmapped after this.
+    /// Waits for the queued work: it may touch memory that is unmapped afterwards.
     fn drop(&mut self) {
         if let Kind::Threads { pool, threads, answers, .. } = &mut self.kind {
             answers.abort();
             pool.close();
             for thread in threads.drain(..) {
-                // No thread panics: `run` catches what the work does.
+                // The threads do not panic: `run` catches panics of the work.
                 drop(thread.join());
             }
         }
     }
 }
 
-/// A piece of work under way.
+/// A guard for a unit of work in flight.
 pub(crate) struct Busy(Rc<Workers>);
 
 impl Drop for Busy {
@@ -461,7 +462,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs a test as the reactor would.
+    /// Runs a test inside a reactor.
     fn on_reactor(test: impl Future<Output = ()>) {
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         LocalSet::new().block_on(&runtime, test);
@@ -513,7 +514,7 @@ mod tests {
     #[test]
     fn without_workers_nothing_is_run() {
         on_reactor(async {
-            let run = workers(0).run(1, || unreachable!("there is nobody to run it")).await;
+            let run = workers(0).run(1, || unreachable!("there is no worker")).await;
             assert_eq!(run, None::<()>);
         });
     }
@@ -555,7 +556,7 @@ mod tests {
             assert!(lost.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
             let Kind::Threads { pool, .. } = &workers.kind else { unreachable!("there is a thread") };
             pool.push_work(0, Box::new(|| std::panic::resume_unwind(Box::new("on purpose"))));
-            // The kernel has the memory until then.
+            // The kernel owns the memory until then.
             drop(to);
             assert!(lost.await.is_none_or(|summed| summed.result.is_err()));
             let mut file = tempfile::tempfile().expect("a file");
@@ -574,7 +575,7 @@ mod tests {
             let keep = Arc::clone(&memory);
             {
                 let mut running = std::pin::pin!(workers.run(1, move || {
-                    // Until the test lets go of it.
+                    // Blocks until the test releases it.
                     let _ = wait.recv();
                     keep.iter().map(|&byte| u32::from(byte)).sum::<u32>()
                 }));

@@ -178,7 +178,7 @@ fn the_way_between_disk_and_device_is_told_with_the_evidence_and_the_fix() {
         ("direct", &both, 0, "direct by nvidia-fs; libcufile.so.0 1.15: of 1 reads", "libcufile, straight into", ""),
         ("compat", &both, 1, "not used: compat mode", "through pinned host memory", "n_posix_reads 1"),
         ("record", &both, 1, "cuFileHandleRegister: 5027", "through pinned host memory", "/run/udev/data"),
-        ("open", &both, 1, "cuFileDriverOpen has not come back", "through pinned host memory", "cufile.log"),
+        ("open", &both, 1, "cuFileDriverOpen has not returned", "through pinned host memory", "cufile.log"),
         ("direct", &cuda_only, 1, "libcufile.so was not found", "through pinned host memory", "CUDA toolkit"),
     ];
     for (mode, doubles, status, found, way, why) in cases {
@@ -227,7 +227,7 @@ fn with_double(words: &str, args: &[&str]) -> Output {
 }
 
 #[test]
-fn rdma_devices_are_shown_with_their_ports_and_the_proof() {
+fn rdma_devices_are_shown_with_their_ports_and_the_self_test() {
     let directory = directory();
     let args = ["doctor", "--path", shown(directory.path()), "--want", "direct-io"];
     let report = text(&with_double("now", &args).stdout);
@@ -236,13 +236,13 @@ fn rdma_devices_are_shown_with_their_ports_and_the_proof() {
     {
         assert!(report.contains(line), "{line:?} in {report}");
     }
-    assert!(report.contains("bytes were proven to arrive both ways (between ranges of host memory"), "{report}");
+    assert!(report.contains("the self-test copied bytes both ways (between ranges of host memory"), "{report}");
     let report = text(&with_double("down", &args).stdout);
     for line in ["1: state 1 (4 is active)", "! GDR                not used: ", "port 1 is not active"] {
         assert!(report.contains(line), "{line:?} in {report}");
     }
     let report = text(&with_double("now,lose", &args).stdout);
-    assert!(report.contains("did not pass its proof") && report.contains("lost bytes"), "{report}");
+    assert!(report.contains("failed its self-test") && report.contains("lost bytes"), "{report}");
 }
 
 #[test]

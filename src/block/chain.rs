@@ -10,18 +10,17 @@ use crate::error::{Error, Result};
 const NAMESPACE_DOMAIN: &[u8] = b"kvhoist namespace v1\0";
 const FOREIGN_DOMAIN: &[u8] = b"kvhoist foreign key v1\0";
 
-/// What separates the keys of one model, dtype, parallel rank or tenant from those of another.
+/// Separates the keys of one model, dtype, parallel rank or tenant from those of another.
 ///
-/// Two caches agree on keys exactly if they agree on the namespace's name, so put into the name
-/// all that changes the bytes of a block but not its tokens: model and revision, dtype, tensor
-/// parallel rank and size, adapter, tenant.
+/// Two caches agree on keys exactly if they agree on the namespace's name, so put everything into the name that changes
+/// the bytes of a block but not its tokens: model and revision, dtype, tensor parallel rank and size, adapter, tenant.
 ///
 /// Its digest is `SHA-256("kvhoist namespace v1\0" || name)`, the name in UTF-8.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Namespace([u8; 32]);
 
 impl Namespace {
-    /// The namespace of this name.
+    /// The namespace with this name.
     pub fn new(name: &str) -> Self {
         Namespace(Sha256::new().chain_update(NAMESPACE_DOMAIN).chain_update(name).finalize().into())
     }
@@ -31,8 +30,8 @@ impl Namespace {
         &self.0
     }
 
-    /// The key, in this namespace, of a block that somebody else names `foreign`: an engine's own
-    /// page hash, a path, any byte string that already names content and prefix.
+    /// The key, in this namespace, of a block with the external name `foreign`: an engine's own page hash, a path, any
+    /// byte string that already identifies content and prefix.
     ///
     /// It is `SHA-256("kvhoist foreign key v1\0" || namespace digest || foreign)`.
     pub fn key(&self, foreign: &[u8]) -> BlockKey {
@@ -78,18 +77,17 @@ enum Parent {
     Nothing,
     /// The namespace's digest: the first block of a chain.
     Root(Namespace),
-    /// The key of the block before.
+    /// The key of the preceding block.
     Block(BlockKey),
 }
 
-/// Makes the keys of consecutive blocks: each names its own tokens and all tokens before them.
+/// Makes the keys of consecutive blocks; a key covers its own tokens and all tokens before them.
 ///
 /// A key is `SHA-256(parent || tokens)`: the parent's 32 bytes are the previous block's key, or
 /// the namespace's digest for the first block; every token is a `u32` in little endian.
 ///
-/// Only full blocks have keys. The tokens that do not fill a last block are neither hashed nor
-/// kept: the caller keeps them, `tokens[keys.len() * block_tokens..]`, and passes them again in
-/// front of the tokens that follow.
+/// Only full blocks have keys. Tokens that do not fill a last block are neither hashed nor kept: the caller keeps them,
+/// `tokens[keys.len() * block_tokens..]`, and passes them again in front of the tokens that follow.
 ///
 /// ```
 /// use kvhoist::block::PrefixChain;
@@ -108,13 +106,13 @@ pub struct PrefixChain {
 }
 
 impl PrefixChain {
-    /// An empty chain in `namespace` (or in the namespace of this name).
+    /// An empty chain in `namespace`, or in the namespace with this name.
     pub fn new(namespace: impl Into<Namespace>) -> Self {
         PrefixChain { parent: Parent::Root(namespace.into()) }
     }
 
-    /// An empty chain whose keys are the page hashes of SGLang (`get_hash_str`): as
-    /// [`PrefixChain`], but the first block has no parent digest.
+    /// An empty chain whose keys are SGLang's page hashes (`get_hash_str`): like [`PrefixChain`], but the first block
+    /// has no parent digest.
     ///
     /// These keys have no namespace: use a store for one model only, or map them with
     /// [`Namespace::key`]. SGLang hashes both tokens of each pair where EAGLE makes pairs of
@@ -123,7 +121,8 @@ impl PrefixChain {
         PrefixChain { parent: Parent::Nothing }
     }
 
-    /// The chain that ends with the block `parent`, of either kind: what follows is hashed alike.
+    /// The chain that ends with the block `parent`. Works for both kinds of chains, which differ only in their first
+    /// block.
     pub fn resume(parent: BlockKey) -> Self {
         PrefixChain { parent: Parent::Block(parent) }
     }
@@ -156,7 +155,7 @@ impl PrefixChain {
             Parent::Root(namespace) => hasher.update(namespace.digest()),
             Parent::Block(key) => hasher.update(key.as_bytes()),
         }
-        // A call per token would cost more than the hash itself.
+        // One call per token would cost more than the hash itself.
         let mut bytes = [0; 1024];
         for tokens in block.chunks(bytes.len() / 4) {
             for (four, token) in bytes.chunks_exact_mut(4).zip(tokens) {

@@ -1,22 +1,22 @@
-//! A copy from memory to memory, and its direction.
+//! A copy between memories, and its direction.
 
 /// One contiguous copy.
 #[derive(Debug, Clone, Copy)]
 pub struct CopyOp {
-    /// Where the bytes are: a host or a device address.
+    /// Source: a host or device address.
     pub src: *const u8,
-    /// Where they go.
+    /// Destination: a host or device address.
     pub dst: *mut u8,
-    /// How many.
+    /// Length in bytes.
     pub len: usize,
 }
 
-// SAFETY: addresses only; what may be done with them is the batch's contract.
+// SAFETY: only addresses; the contract of the batch governs their use.
 unsafe impl Send for CopyOp {}
-// SAFETY: addresses only, as above.
+// SAFETY: only addresses, as above.
 unsafe impl Sync for CopyOp {}
 
-/// Which way a batch goes.
+/// Direction of a batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Direction {
     /// Host memory to host memory.

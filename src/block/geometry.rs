@@ -1,25 +1,25 @@
-//! From a model's shape to the size and the layouts of its blocks.
+//! Sizes and layouts of a model's blocks.
 
 use serde::{Deserialize, Serialize};
 
 use super::layout::{Layout, wrong};
 use crate::error::Result;
 
-/// What an attention layer keeps of a token.
+/// What an attention layer stores per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Attention {
     /// Multi-head or grouped-query attention: a key and a value vector for every KV head.
     Mha {
-        /// KV heads of one layer *on this device*: the model's, divided by the tensor-parallel size.
+        /// KV heads of one layer *on this device*: the model's KV heads divided by the tensor-parallel size.
         kv_heads: usize,
         /// Elements of one head's vector.
         head_dim: usize,
     },
     /// Multi-head latent attention: one compressed vector for all heads.
     Mla {
-        /// Elements of it: `kv_lora_rank` plus `qk_rope_head_dim`, 512 + 64 in DeepSeek-V3.
+        /// Elements of the vector: `kv_lora_rank` plus `qk_rope_head_dim`, 512 + 64 in DeepSeek-V3.
         latent_dim: usize,
     },
 }
@@ -47,13 +47,13 @@ pub enum Attention {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BlockGeometry {
-    /// What a layer keeps of a token.
+    /// What a layer stores per token.
     pub attention: Attention,
-    /// Layers that keep it.
+    /// Number of layers with KV cache.
     pub layers: usize,
-    /// Tokens of a block (the engine's page size).
+    /// Tokens per block (the engine's page size).
     pub tokens: usize,
-    /// Bytes of an element: 2 for bf16 and fp16, 1 for fp8.
+    /// Bytes per element: 2 for bf16 and fp16, 1 for fp8.
     pub dtype_bytes: usize,
 }
 
@@ -61,14 +61,13 @@ impl BlockGeometry {
     /// Bytes of a block.
     ///
     /// # Errors
-    /// [`Error::Argument`](crate::Error::Argument) naming a field that is 0, or if a block of this
-    /// shape is longer than memory can be.
+    /// [`Error::Argument`](crate::Error::Argument) naming a field that is 0, or if a block of this shape exceeds the
+    /// address space.
     pub fn block_bytes(&self) -> Result<usize> {
         self.product(&[self.segments_of_a_layer(), self.layers]).map(|(bytes, _)| bytes)
     }
 
-    /// A segment for every layer's keys and every layer's values (MLA: for every layer): the pools
-    /// of engines that keep one tensor a layer.
+    /// One segment per layer and half (keys, values), or one per layer for MLA: for engines with one tensor per layer.
     ///
     /// # Errors
     /// As [`block_bytes`](Self::block_bytes), and if there are more than
@@ -83,8 +82,8 @@ impl BlockGeometry {
         Layout::new(vec![layer_bytes; segments])
     }
 
-    /// The layer of every segment of [`layer_first`](Self::layer_first), as
-    /// [`Cache::load_layers`](crate::Cache::load_layers) wants them.
+    /// The layer of every segment of [`layer_first`](Self::layer_first), in the form that
+    /// [`Cache::load_layers`](crate::Cache::load_layers) takes.
     ///
     /// ```
     /// use kvhoist::block::{Attention, BlockGeometry};
@@ -101,8 +100,8 @@ impl BlockGeometry {
         Ok((0..segments).map(|segment| segment % self.layers).collect())
     }
 
-    /// One segment for all keys and one for all values (MLA: one segment): the pools of engines
-    /// that keep all layers of a page together.
+    /// One segment for all keys and one for all values (MLA: one segment): for engines that keep all layers of a page
+    /// together.
     ///
     /// # Errors
     /// As [`block_bytes`](Self::block_bytes).
@@ -119,7 +118,7 @@ impl BlockGeometry {
         }
     }
 
-    /// Bytes of one layer's keys, and those times `factors`.
+    /// Bytes of one layer's keys, and that product times `factors`.
     fn product(&self, factors: &[usize]) -> Result<(usize, usize)> {
         let heads = match self.attention {
             Attention::Mha { kv_heads, head_dim } => [("kv_heads", kv_heads), ("head_dim", head_dim)],

@@ -1,17 +1,17 @@
-//! Names that the storage engines share with the layers above: files, kinds of operation, alignment.
+//! Names shared by the storage engines and the layers above: files, kinds of operation, alignment.
 
-/// Every offset and length of direct I/O is a multiple of this, and every address of our own memory. A caller's memory
-/// may lie as the drive allows ([`Stats::memory_align_bytes`](crate::Stats::memory_align_bytes)).
+/// Alignment of every offset and length of direct I/O, and of this crate's own memory. A caller's memory needs only the
+/// drive's alignment ([`Stats::memory_align_bytes`](crate::Stats::memory_align_bytes)).
 pub const IO_ALIGN: usize = 4096;
 
-/// The most bytes that the kernel registers as one buffer of a ring.
+/// Largest registered buffer of a ring, in bytes.
 pub const FIXED_BYTES_MAX: usize = 1 << 30;
 
-/// Which of the store's files an operation is for: its place in the list the engine was built with.
+/// Index of a file in the list that the storage engine was opened with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct FileId(pub u16);
 
-/// What an operation does.
+/// The kind of an I/O operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum OpKind {
     /// From storage to memory.

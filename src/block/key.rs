@@ -10,9 +10,8 @@ const KEY_BYTES: usize = 32;
 
 /// A 32-byte digest naming a block's content and its whole prefix.
 ///
-/// Displayed and parsed as 64 hex characters; serialized as that string where the format is for
-/// humans, and as bytes elsewhere. `Debug` shows the first four bytes only: a key tells what was
-/// asked, and does not belong in logs.
+/// Displayed and parsed as 64 hex characters; serialized as that string in human-readable formats and as bytes in
+/// others. `Debug` shows only the first four bytes: a key reveals the prompt, and does not belong in logs.
 ///
 /// ```
 /// use kvhoist::block::BlockKey;
@@ -25,12 +24,12 @@ const KEY_BYTES: usize = 32;
 pub struct BlockKey([u8; KEY_BYTES]);
 
 impl BlockKey {
-    /// The key of these 32 bytes.
+    /// The key with these 32 bytes.
     pub const fn new(bytes: [u8; KEY_BYTES]) -> Self {
         BlockKey(bytes)
     }
 
-    /// Its 32 bytes.
+    /// The 32 bytes.
     pub const fn as_bytes(&self) -> &[u8; KEY_BYTES] {
         &self.0
     }
@@ -42,7 +41,7 @@ impl fmt::Debug for BlockKey {
     }
 }
 
-/// The first four bytes of a digest: enough to follow it through a log, too little to use it.
+/// The first four bytes of a digest: enough to follow it through a log, too few to use it.
 pub(super) fn fmt_short(f: &mut fmt::Formatter<'_>, name: &str, bytes: &[u8; KEY_BYTES]) -> fmt::Result {
     write!(f, "{name}({:02x}{:02x}{:02x}{:02x}..)", bytes[0], bytes[1], bytes[2], bytes[3])
 }
@@ -95,7 +94,7 @@ impl FromStr for BlockKey {
     }
 }
 
-/// Why a text or a byte string is no [`BlockKey`].
+/// Why a text or a byte string is not a [`BlockKey`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyParseError {
@@ -105,12 +104,12 @@ pub enum KeyParseError {
         /// Characters found.
         found: usize,
     },
-    /// A text with a character that is no hex digit.
+    /// A text with a character that is not a hex digit.
     #[error("found {found:?} at character {position} (counted from 0), expected {HEX_EXPECTED}")]
     HexCharacter {
         /// The first such character.
         found: char,
-        /// Characters before it.
+        /// Its position, in characters from 0.
         position: usize,
     },
     /// A byte string of the wrong length.

@@ -1,4 +1,4 @@
-//! How a block lies in memory: its segments.
+//! The layout of a block in memory: its segments.
 
 use serde::{Deserialize, Serialize};
 
@@ -13,14 +13,14 @@ pub struct Segment {
     pub len: usize,
 }
 
-// SAFETY: an address and a length; what may be done with them is the contract of whoever takes it.
+// SAFETY: an address and a length; the contract of the function that takes it governs its use.
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
 
-/// The lengths of a block's segments, in the order in which they make up the block.
+/// The lengths of a block's segments, in block order.
 ///
-/// Serialized as the list of lengths; a list that [`Layout::new`] refuses is refused there too.
+/// Serialized as the list of lengths; deserializing refuses what [`Layout::new`] refuses.
 ///
 /// ```
 /// use kvhoist::block::Layout;
@@ -37,14 +37,14 @@ pub struct Layout {
 }
 
 impl Layout {
-    /// Most segments that a block may have.
+    /// Largest number of segments in a block.
     pub const SEGMENTS_MAX: usize = 65_536;
 
-    /// The layout of segments of these lengths, bytes, in order.
+    /// The layout with these segment lengths, in bytes.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is no segment, more than [`Layout::SEGMENTS_MAX`], an empty
-    /// one, or if together they are longer than memory can be (`isize::MAX`).
+    /// [`Error::Argument`] if there is no segment, an empty one, or more than [`Layout::SEGMENTS_MAX`], or if their sum
+    /// exceeds `isize::MAX`.
     pub fn new(segments: Vec<usize>) -> Result<Self> {
         if segments.is_empty() || segments.len() > Self::SEGMENTS_MAX {
             let expected = format!("1 to {} segments", Self::SEGMENTS_MAX);
@@ -61,7 +61,7 @@ impl Layout {
         Ok(Layout { segments: segments.into(), block_bytes })
     }
 
-    /// One segment of `bytes`.
+    /// A single segment of `bytes` bytes.
     ///
     /// # Errors
     /// [`Error::Argument`] if `bytes` is 0 or over `isize::MAX`.
@@ -69,7 +69,7 @@ impl Layout {
         Layout::new(vec![bytes])
     }
 
-    /// The length of every segment, bytes.
+    /// The length of every segment in bytes.
     pub fn segments(&self) -> &[usize] {
         &self.segments
     }

@@ -1,4 +1,4 @@
-//! What a block is: its key, its place in a prefix chain, its segments in memory.
+//! Blocks: key, prefix chain, segments in memory, and the route of their bytes.
 
 mod chain;
 mod copy;
@@ -21,7 +21,7 @@ use std::fmt;
 /// A level of the hierarchy, fastest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Tier {
-    /// GPU HBM, or host memory that plays it.
+    /// GPU HBM, or host memory that plays the device.
     Device,
     /// Pinned host DRAM.
     Host,

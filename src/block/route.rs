@@ -1,37 +1,37 @@
-//! The path a block's bytes took.
+//! The route of a block's bytes.
 
 use std::fmt;
 
-/// The path a block's bytes took.
+/// The path that a block's bytes took.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Route {
-    /// Found in device memory: nothing moved.
+    /// Found in device memory; nothing was copied.
     DeviceHit,
-    /// Found in host memory: nothing moved.
+    /// Found in host memory; nothing was copied.
     HostHit,
     /// Read from disk into a host slot.
     DiskToHost,
-    /// Read from disk into a host slot, which served as bounce buffer, and copied to the device.
+    /// Read from disk into a host slot as bounce buffer, and copied to the device.
     DiskToHostToDevice,
-    /// Read from disk straight into device memory, by libcufile.
+    /// Read from disk directly into device memory, by libcufile.
     DiskToDevice,
     /// Copied from a host slot to the device.
     HostToDevice,
     /// Copied from the device to a host slot.
     DeviceToHost,
-    /// Copied into a host slot: by the caller, or from a region of the caller's.
+    /// Copied into a host slot, by the caller or from a registered region.
     CallerToHost,
-    /// Copied from a host slot into a region of the caller's, in host or in device memory.
+    /// Copied from a host slot into a registered region, in host or device memory.
     HostToCaller,
-    /// Copied from a device slot into host memory of the caller's.
+    /// Copied from a device slot into the caller's host memory.
     DeviceToCaller,
     /// Written from a host slot to disk.
     HostToDisk,
-    /// Read from disk straight into registered host memory.
+    /// Read from disk directly into registered host memory.
     DiskToRegion,
-    /// Written straight from registered host memory to disk.
+    /// Written directly from registered host memory to disk.
     RegionToDisk,
-    /// Written straight from device memory to disk, by libcufile.
+    /// Written directly from device memory to disk, by libcufile.
     DeviceToDisk,
 }
 

@@ -1,4 +1,4 @@
-//! The engine picked at run time, and beside it the RDMA device, where there is one.
+//! The copy engine chosen at run time, with an optional RDMA device beside it.
 
 use std::{any::Any, cell::Cell, sync::Arc, time::Duration};
 
@@ -14,15 +14,15 @@ use crate::{
     metrics::CopyMetrics,
 };
 
-/// The engines that production uses, chosen when a cache is opened.
+/// The engines used in production, chosen when a cache is opened.
 pub struct AnyCopy {
     base: Base,
-    base_under_way: Cell<u64>,
+    base_in_flight: Cell<u64>,
     gdr: Option<Gdr>,
     metrics: Arc<CopyMetrics>,
 }
 
-/// What copies where nothing else does.
+/// The engine that takes every batch the RDMA device does not take.
 enum Base {
     /// The processor: without a device, or with a simulated one.
     Memcpy(Memcpy),
@@ -34,22 +34,22 @@ struct Gdr {
     engine: GdrCopy,
     mode: GdrMode,
     prefer: CopyPrefer,
-    under_way: Cell<u64>,
+    in_flight: Cell<u64>,
 }
 
 impl AnyCopy {
     pub(crate) fn memcpy(engine: Memcpy, metrics: Arc<CopyMetrics>) -> Self {
-        AnyCopy { base: Base::Memcpy(engine), base_under_way: Cell::new(0), gdr: None, metrics }
+        AnyCopy { base: Base::Memcpy(engine), base_in_flight: Cell::new(0), gdr: None, metrics }
     }
 
     pub(crate) fn cuda(engine: CudaCopy, metrics: Arc<CopyMetrics>) -> Self {
-        AnyCopy { base: Base::Cuda(engine), base_under_way: Cell::new(0), gdr: None, metrics }
+        AnyCopy { base: Base::Cuda(engine), base_in_flight: Cell::new(0), gdr: None, metrics }
     }
 
-    /// The same, with an RDMA device that takes the copies which `mode` and `prefer` give it.
+    /// Adds an RDMA device, which takes the copies that `mode` and `prefer` select.
     #[must_use]
     pub(crate) fn with_gdr(self, engine: GdrCopy, mode: GdrMode, prefer: CopyPrefer) -> Self {
-        AnyCopy { gdr: Some(Gdr { engine, mode, prefer, under_way: Cell::new(0) }), ..self }
+        AnyCopy { gdr: Some(Gdr { engine, mode, prefer, in_flight: Cell::new(0) }), ..self }
     }
 
     fn base_cost(&self, batch: &CopyBatch) -> Duration {
@@ -59,33 +59,34 @@ impl AnyCopy {
         }
     }
 
-    /// The RDMA device, if it is to take this batch.
+    /// The RDMA device, if it should take this batch.
     fn chosen(&self, batch: &CopyBatch) -> Option<&Gdr> {
         let gdr = self.gdr.as_ref()?;
-        // Between ranges of host memory the processor copies at home, unless one of them plays the device.
+        // Host-to-host copies run on the processor, unless host memory plays the device.
         let at_home = matches!(self.base, Base::Cuda(_)) && batch.direction() == Direction::HostToHost;
         if at_home || !gdr.engine.is_up() {
             return None;
         }
         let choice = || Choice {
             times: [gdr.engine.cost(batch), self.base_cost(batch)],
-            under_way: [gdr.under_way.get(), self.base_under_way.get()],
+            in_flight: [gdr.in_flight.get(), self.base_in_flight.get()],
         };
         (gdr.mode == GdrMode::On || choice().takes_gdr(gdr.prefer)).then_some(gdr)
     }
 }
 
-/// What is known when one of two ways is to be chosen: through the RDMA device, and the other.
+/// Input to the choice between the RDMA device (index 0) and the base engine (index 1).
 #[derive(Debug, Clone, Copy)]
 struct Choice {
-    /// What the batch should take.
+    /// Expected duration of the batch.
     times: [Duration; 2],
-    /// Bytes under way.
-    under_way: [u64; 2],
+    /// Bytes in flight.
+    in_flight: [u64; 2],
 }
 
 impl Choice {
-    /// Within a quarter both are as quick; with [`CopyPrefer::SpareGpu`] the RDMA device may take twice the time.
+    /// Durations within 25 % of each other count as equal; with [`CopyPrefer::SpareGpu`] the RDMA device may take twice
+    /// as long.
     fn takes_gdr(&self, prefer: CopyPrefer) -> bool {
         let [gdr, base] = self.times;
         let much_quicker = |a: Duration, b: Duration| a.saturating_mul(5) < b.saturating_mul(4);
@@ -94,22 +95,22 @@ impl Choice {
             _ if much_quicker(gdr, base) => true,
             _ if much_quicker(base, gdr) => false,
             CopyPrefer::Latency => gdr < base,
-            CopyPrefer::Throughput => self.under_way[0] < self.under_way[1],
+            CopyPrefer::Throughput => self.in_flight[0] < self.in_flight[1],
         }
     }
 }
 
-/// Counts bytes that are under way, also where the copy is given up on.
-struct UnderWay<'a>(&'a Cell<u64>, u64);
+/// Counts bytes in flight until dropped, including when the copy is cancelled.
+struct InFlight<'a>(&'a Cell<u64>, u64);
 
-impl<'a> UnderWay<'a> {
+impl<'a> InFlight<'a> {
     fn new(count: &'a Cell<u64>, bytes: u64) -> Self {
         count.set(count.get() + bytes);
-        UnderWay(count, bytes)
+        InFlight(count, bytes)
     }
 }
 
-impl Drop for UnderWay<'_> {
+impl Drop for InFlight<'_> {
     fn drop(&mut self) {
         self.0.set(self.0.get() - self.1);
     }
@@ -127,29 +128,29 @@ impl CopyEngine for AnyCopy {
         let bytes = batch.bytes();
         let mut batch = batch;
         if let Some(gdr) = self.chosen(&batch) {
-            let under_way = UnderWay::new(&gdr.under_way, bytes);
+            let in_flight = InFlight::new(&gdr.in_flight, bytes);
             let offered = gdr.engine.offer(CopyOrder::default(), batch).await;
-            drop(under_way);
+            drop(in_flight);
             batch = match offered {
                 Offered::Copied(Ok(()), batch) => {
                     self.metrics.copied(gdr.engine.name(), bytes);
                     return (Ok(()), batch);
                 }
-                // What it has written is the same bytes at the same place, and it writes no more.
+                // The failed copy has ended; if it wrote anything, it wrote the same bytes to the same places.
                 Offered::Copied(Err(error), batch) => {
-                    tracing::debug!(%error, "a batch of copies goes another way");
+                    tracing::debug!(%error, "a batch falls back to the base copy engine");
                     self.metrics.failovers.add(1);
                     batch
                 }
                 Offered::Refused(batch) => batch,
             };
         }
-        let under_way = UnderWay::new(&self.base_under_way, bytes);
+        let in_flight = InFlight::new(&self.base_in_flight, bytes);
         let (result, batch) = match &self.base {
             Base::Memcpy(engine) => engine.copy(batch).await,
             Base::Cuda(engine) => engine.copy(batch).await,
         };
-        drop(under_way);
+        drop(in_flight);
         if result.is_ok() {
             self.metrics.copied(self.name(), bytes);
         }
@@ -164,7 +165,7 @@ impl CopyEngine for AnyCopy {
 
     async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
         match &self.base {
-            // SAFETY: the caller keeps to the same contract.
+            // SAFETY: the caller upholds the same contract.
             Base::Memcpy(engine) => unsafe { engine.checksum(segments, owner) }.await,
             // SAFETY: as above.
             Base::Cuda(engine) => unsafe { engine.checksum(segments, owner) }.await,
@@ -193,16 +194,16 @@ mod tests {
     #[test]
     fn ties_are_decided_by_the_preference() {
         use CopyPrefer::{Latency, SpareGpu, Throughput};
-        let choice = |gdr_us, base_us, under_way| Choice {
+        let choice = |gdr_us, base_us, in_flight| Choice {
             times: [Duration::from_micros(gdr_us), Duration::from_micros(base_us)],
-            under_way,
+            in_flight,
         };
         for prefer in [Latency, Throughput, SpareGpu] {
             assert!(choice(10, 100, [1 << 30, 0]).takes_gdr(prefer), "{prefer:?}: ten times as quick");
             assert!(!choice(300, 100, [0, 1 << 30]).takes_gdr(prefer), "{prefer:?}: three times as slow");
         }
         let tie =
-            |gdr_us, under_way| [Latency, Throughput, SpareGpu].map(|p| choice(gdr_us, 100, under_way).takes_gdr(p));
+            |gdr_us, in_flight| [Latency, Throughput, SpareGpu].map(|p| choice(gdr_us, 100, in_flight).takes_gdr(p));
         assert_eq!(tie(110, [0, 1]), [false, true, true]);
         assert_eq!(tie(110, [1, 1]), [false, false, true]);
         assert_eq!(tie(90, [1, 0]), [true, false, true]);
@@ -210,10 +211,10 @@ mod tests {
     }
 
     #[test]
-    fn what_is_under_way_is_counted_to_its_end() {
+    fn bytes_in_flight_are_counted_until_dropped() {
         let count = Cell::new(5);
-        let first = UnderWay::new(&count, 10);
-        drop(UnderWay::new(&count, 100));
+        let first = InFlight::new(&count, 10);
+        drop(InFlight::new(&count, 100));
         assert_eq!(count.get(), 15);
         drop(first);
         assert_eq!(count.get(), 5);

@@ -1,4 +1,4 @@
-//! The copy engine of the processor: host memory to host memory, on the reactor's thread.
+//! The processor as a copy engine: host memory to host memory, on the reactor's thread or its workers.
 
 use std::{rc::Rc, sync::Arc, time::Duration};
 
@@ -9,25 +9,25 @@ use crate::{
     workers::Workers,
 };
 
-/// Bytes copied between two yields: about 25 us at [`BYTES_PER_SECOND`], so that pages the
-/// processor has to fetch or the system has to map leave it under 50 us.
+/// Bytes copied between two yields: about 25 us at [`BYTES_PER_SECOND`], so that cache misses and page faults still
+/// leave it under 50 us.
 const QUANTUM_BYTES: usize = 256 << 10;
 
-/// What a copy counts for at least: small ones cost a cache miss, not their bytes.
+/// Bytes that a copy counts for at least: a small copy costs a cache miss rather than its length.
 const OP_BYTES_MIN: usize = 512;
 
-/// An estimate for [`CopyEngine::cost`]: what one core of a server copies when neither side is in
-/// its caches. Not measured on this machine.
+/// Assumed copy rate of one server core with neither side in its caches, for [`CopyEngine::cost`]. Not measured on this
+/// machine.
 const BYTES_PER_SECOND: u64 = 10_000_000_000;
 
 /// Copies between ranges of host memory, for machines and tests without a device.
 ///
-/// On the reactor it yields after every 256 KiB, and a dropped future stops between two yields. With workers it hands
-/// them what comes while it is at work already: such a copy goes on when its future is dropped, and the batch lives
-/// until it has ended.
+/// On the reactor it yields after every 256 KiB, and dropping the future stops the copy at the next yield. With
+/// workers, copies that arrive while the reactor is busy run on a worker: such a copy continues when its future is
+/// dropped, and the batch lives until the copy has ended.
 ///
-/// It takes batches of [`Direction::HostToHost`] only and refuses others with
-/// [`Error::Copy`], because their addresses may be ones that a processor cannot use.
+/// Takes only batches of [`Direction::HostToHost`] and refuses others with [`Error::Copy`], because their addresses may
+/// not be host addresses.
 #[derive(Clone, Default)]
 pub struct Memcpy {
     workers: Option<Rc<Workers>>,
@@ -39,13 +39,13 @@ impl Memcpy {
         Memcpy { workers: None }
     }
 
-    /// An engine that hands what it can to `workers`.
+    /// An engine that hands copies to `workers` where that is faster.
     pub(crate) fn with_workers(workers: Rc<Workers>) -> Self {
         Memcpy { workers: Some(workers) }
     }
 
-    /// Copies on a worker, where there is one and the reactor has a copy or a checksum of its own to do: handing over
-    /// a single copy would only take time. False where nothing was copied.
+    /// Copies on a worker if there is one and the reactor is busy with another copy or checksum; handing over a lone
+    /// copy only adds latency. Returns false if nothing was copied.
     async fn copy_on_worker(&self, batch: &Arc<CopyBatch>) -> bool {
         let Some(workers) = &self.workers else { return false };
         if !workers.take(batch.bytes()) || !workers.is_busy() {
@@ -85,7 +85,7 @@ impl Memcpy {
 fn copy_part(op: &CopyOp, start: usize, len: usize) {
     assert!(start + len <= op.len, "{len} bytes from {start} of {}", op.len);
     if len == 0 {
-        return; // an empty range may have any address
+        return; // an empty range may have an invalid address
     }
     // SAFETY: `start + len` is within the range. By the contract of `CopyBatch::new` the source is
     // readable, the destination writable and both untouched by others while the batch lives, and
@@ -108,7 +108,7 @@ impl CopyEngine for Memcpy {
         if !self.copy_on_worker(&batch).await {
             self.copy_ops(batch.ops()).await;
         }
-        (Ok(()), Arc::into_inner(batch).expect("a worker drops its share before it answers"))
+        (Ok(()), Arc::into_inner(batch).expect("the worker drops its clone before it replies"))
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {

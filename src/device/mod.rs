@@ -1,7 +1,8 @@
-//! Devices, and the copy engines that move bytes between host and device memory, behind one trait.
+//! Device memory, and the copy engines between host and device memory, behind one trait.
 //!
-//! [`DevicePool`] is where the slots of the device tier lie. [`AnyCopy`] is whichever engine serves: [`cuda`] or
-//! [`gdr`], or [`Memcpy`] where host memory plays the device. [`cufile`] moves blocks between disk and device.
+//! [`DevicePool`] holds the slots of the device tier. [`AnyCopy`] is the engine chosen at run time: [`cuda`] or
+//! [`gdr`], or [`Memcpy`] where host memory plays the device. [`cufile`] reads and writes blocks between disk and
+//! device.
 
 mod any;
 pub mod cuda;
@@ -26,10 +27,10 @@ use std::{any::Any, cell::Cell, future::Future, sync::Arc, time::Duration};
 
 use crate::{block::Segment, error::Result};
 
-/// Copies that start together and complete together, with what keeps their memory alive.
+/// Copies that start together and complete together, with owners that keep their memory alive.
 pub struct CopyBatch {
     ops: Vec<CopyOp>,
-    /// Sum of their lengths: asked for on the way of every copy, where another pass over thousands would be felt.
+    /// Sum of the lengths. Kept because every copy asks for it, and a batch can hold thousands of copies.
     bytes: u64,
     direction: Direction,
     /// Dropped with the batch, when the hardware is done with the memory.
@@ -49,29 +50,29 @@ impl CopyBatch {
         CopyBatch { ops, bytes, direction, _owners: owners, prompt: false, regions: Vec::new() }
     }
 
-    /// The same, for somebody who waits for this batch while others come after it: an engine that lets batches go
-    /// together joins few to it.
+    /// Marks the batch as latency-critical: a caller waits for it alone while further batches follow. An engine that
+    /// groups batches puts few others in its group.
     #[must_use]
     pub fn prompt(self) -> Self {
         CopyBatch { prompt: true, ..self }
     }
 
-    /// The same, whose ranges lie in these regions where they are not the cache's own.
+    /// Names the registered regions that the ranges lie in, apart from the cache's own memory.
     ///
     /// # Safety
-    /// Each region must stay mapped, and to the same memory, until every engine that the batch was given to has been
-    /// told to [`forget`](CopyEngine::forget) it, or is gone.
+    /// Each region must stay mapped to the same memory until every engine that received the batch has been asked to
+    /// [`forget`](CopyEngine::forget) the region, or has been dropped.
     #[must_use]
     pub unsafe fn within(self, regions: Vec<CopyRegion>) -> Self {
         CopyBatch { regions, ..self }
     }
 
-    /// The regions that it touches and that are not the cache's own.
+    /// Registered regions that the ranges lie in, apart from the cache's own memory.
     pub fn regions(&self) -> &[CopyRegion] {
         &self.regions
     }
 
-    /// Whether somebody waits for this one.
+    /// Whether the batch is [latency-critical](Self::prompt).
     pub fn is_prompt(&self) -> bool {
         self.prompt
     }
@@ -81,18 +82,18 @@ impl CopyBatch {
         &self.ops
     }
 
-    /// Which way they go.
+    /// Direction of all copies.
     pub fn direction(&self) -> Direction {
         self.direction
     }
 
-    /// Sum of their lengths.
+    /// Sum of the lengths in bytes.
     pub fn bytes(&self) -> u64 {
         self.bytes
     }
 }
 
-/// A batch with one owner, which comes back as what it is: engines know owners without a type.
+/// A batch with one owner, which is returned with its type; engines see untyped owners.
 pub(crate) struct OwnedBatch<O> {
     batch: CopyBatch,
     owner: Arc<O>,
@@ -100,10 +101,10 @@ pub(crate) struct OwnedBatch<O> {
 
 impl<O: Send + Sync + 'static> OwnedBatch<O> {
     /// # Safety
-    /// As of [`CopyBatch::new`].
+    /// As for [`CopyBatch::new`].
     pub(crate) unsafe fn new(ops: Vec<CopyOp>, direction: Direction, owner: O) -> Self {
         let owner = Arc::new(owner);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the same contract.
         let batch = unsafe { CopyBatch::new(ops, direction, vec![Arc::clone(&owner) as _]) };
         OwnedBatch { batch, owner }
     }
@@ -116,9 +117,9 @@ impl<O: Send + Sync + 'static> OwnedBatch<O> {
     /// As [`CopyBatch::within`].
     ///
     /// # Safety
-    /// As of [`CopyBatch::within`].
+    /// As for [`CopyBatch::within`].
     pub(crate) unsafe fn within(self, regions: Vec<CopyRegion>) -> Self {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller upholds the same contract.
         OwnedBatch { batch: unsafe { self.batch.within(regions) }, ..self }
     }
 
@@ -127,15 +128,15 @@ impl<O: Send + Sync + 'static> OwnedBatch<O> {
         self.batch.bytes()
     }
 
-    /// Copies all of it, or says why not; the destination is then undefined.
+    /// Copies all of it and returns the owner. After an error the destination is undefined.
     pub(crate) async fn copy<C: CopyEngine>(self, engine: &C) -> (Result<()>, O) {
         let (result, batch) = engine.copy(self.batch).await;
         drop(batch);
-        (result, Arc::into_inner(self.owner).expect("every engine gives the whole batch back"))
+        (result, Arc::into_inner(self.owner).expect("every engine returns the whole batch"))
     }
 }
 
-/// Says that no task of an engine polls any longer, also where it is dropped with its runtime.
+/// Clears an engine's polling flag when its polling task ends, including when the runtime drops the task.
 struct Polling<'a>(&'a Cell<bool>);
 
 impl Drop for Polling<'_> {
@@ -152,26 +153,26 @@ pub trait CopyEngine: 'static {
     /// The name shown in metrics and by `kvhoist doctor`.
     fn name(&self) -> &'static str;
 
-    /// Copies all of `batch`, or says why not; the destination is then undefined.
+    /// Copies all of `batch`. After an error the destination is undefined.
     fn copy(&self, batch: CopyBatch) -> impl Future<Output = (Result<()>, CopyBatch)>;
 
-    /// Why it cannot copy to and from the device any more, once it cannot.
+    /// Why the engine can no longer copy to and from the device, once it cannot.
     fn fault(&self) -> Option<String> {
         None
     }
 
-    /// Forgets a region that batches lay in: it may be unmapped when this has resolved. No batch in it may be under
-    /// way, nor come later.
+    /// Drops the engine's registration of a region. The region may be unmapped once this resolves. No batch in the
+    /// region may be in flight or be submitted later.
     fn forget(&self, region: &CopyRegion) -> impl Future<Output = ()> {
         let _ = region;
         std::future::ready(())
     }
 
-    /// The checksum of device memory, in this order, by the device itself. `None` where it cannot; then nothing was
-    /// done. `owner` is dropped when the device is done with the memory.
+    /// Checksums `segments`, in order, on the device. `None` if the engine cannot; it has then done nothing. `owner` is
+    /// dropped when the device is done with the memory.
     ///
     /// # Safety
-    /// While `owner` lives the segments must stay mapped device memory that nobody writes to.
+    /// While `owner` lives the segments must stay mapped device memory that nothing writes to.
     unsafe fn checksum(
         &self,
         segments: &[Segment],
@@ -181,6 +182,6 @@ pub trait CopyEngine: 'static {
         std::future::ready(None)
     }
 
-    /// What the batch is expected to take.
+    /// Expected duration of the batch.
     fn cost(&self, batch: &CopyBatch) -> Duration;
 }

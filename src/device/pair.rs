@@ -1,4 +1,4 @@
-//! Pairs the segments of two places of a block into copies.
+//! Pairs the segments of two layouts of a block into copies.
 
 use std::borrow::Borrow;
 
@@ -7,9 +7,9 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The copies that bring the bytes of the `src` segments, in order, to the `dst` segments, in
-/// order: the same block, perhaps cut elsewhere. Scatters one segment into many, gathers many into
-/// one, and anything between. At most one copy fewer than both have segments; none is empty.
+/// The copies that bring the bytes of the `src` segments, in order, to the `dst` segments, in order. Scatters one
+/// segment into many, gathers many into one, and anything between. Yields fewer copies than both sides have segments
+/// together; none is empty.
 ///
 /// Takes slices, or iterators such as
 /// [`DevicePool::segments`](crate::device::DevicePool::segments).
@@ -57,7 +57,7 @@ where
 
 /// What is left of a segment after its first `len` bytes.
 fn rest(segment: Segment, len: usize) -> Option<Segment> {
-    // Within the segment, but perhaps in device memory, which the host does not know: no `add`.
+    // `wrapping_add`, not `add`: the segment may be in device memory, which is no allocation of this program.
     (len < segment.len).then(|| Segment { ptr: segment.ptr.wrapping_add(len), len: segment.len - len })
 }
 

@@ -1,4 +1,4 @@
-//! Device slots: where the segments of a block lie in a pool, and the memory of that pool.
+//! The slots of the device tier: the pool's memory, and where the segments of each block lie in it.
 
 use std::{fmt, ptr::NonNull, sync::Arc};
 
@@ -27,11 +27,10 @@ pub struct PoolLayout {
 }
 
 impl PoolLayout {
-    /// The pool of `slots` slots, 1 at least, whose blocks lie as `layout` says.
+    /// A pool of `slots` slots (at least 1) for blocks of this `layout`.
     ///
     /// # Errors
-    /// [`Error::Config`] on `device_blocks` if there is no slot, or if the pool would be longer
-    /// than memory can be.
+    /// [`Error::Config`] on `device_blocks` if `slots` is 0 or the pool would exceed the address space.
     pub fn new(slots: u32, layout: Layout) -> Result<Self> {
         let most = isize::MAX.unsigned_abs();
         let mut buffers = Vec::with_capacity(layout.segments().len());
@@ -54,20 +53,20 @@ impl PoolLayout {
         self.slots
     }
 
-    /// How a block lies in a slot.
+    /// Segment lengths of a block.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// Bytes of the pool, with what alignment leaves unused between buffers.
+    /// Bytes of the pool, including alignment padding between buffers.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Offset and length of every segment of `slot`, in the order in which they make up the block.
+    /// Offset and length of every segment of `slot`, in block order.
     ///
     /// # Panics
-    /// If there is no such slot: slots are numbered by this crate, never by users or files.
+    /// If there is no such slot: slot numbers come from this crate, never from users or files.
     pub fn segments(&self, slot: u32) -> impl ExactSizeIterator<Item = (usize, usize)> {
         assert!(slot < self.slots, "slot {slot} of {}", self.slots);
         let lengths = self.layout.segments().iter();
@@ -86,15 +85,15 @@ fn wrong_pool(slots: u32, layout: &Layout, reason: &dyn fmt::Display) -> Error {
 
 /// The slots of the device tier.
 ///
-/// A pool hands out addresses and nothing else: who may read or write a slot is decided by the
-/// owner of the slot. Keep the pool alive (in an `Arc`) for as long as an address is in use.
+/// A pool only hands out addresses: the owner of a slot decides who may read or write it. Keep the pool alive (in an
+/// `Arc`) for as long as an address is in use.
 pub struct DevicePool {
     layout: PoolLayout,
     memory: Arc<dyn DeviceMemory>,
 }
 
 impl DevicePool {
-    /// The pool of this layout, from the start of `memory` on.
+    /// A pool of this layout at the start of `memory`.
     ///
     /// # Errors
     /// [`Error::Argument`] if `memory` is too short or not aligned to [`BUFFER_ALIGN`].
@@ -109,29 +108,27 @@ impl DevicePool {
         Ok(DevicePool { layout, memory: Arc::from(memory) })
     }
 
-    /// A pool in host memory that plays the device: for machines without one, and for tests.
+    /// A pool in host memory that plays the device, for machines without a device and for tests.
     ///
     /// # Errors
-    /// [`Error::Config`] on `device_blocks` if there is no slot, or if the system cannot map that
-    /// much.
+    /// [`Error::Config`] on `device_blocks` if there is no slot, or if the system cannot map the memory.
     pub fn simulated(slots: u32, layout: Layout) -> Result<Self> {
         let layout = PoolLayout::new(slots, layout)?;
         let memory = Mapping::anonymous(layout.bytes()).map_err(|error| wrong_pool(slots, layout.layout(), &error))?;
         DevicePool::new(Box::new(Simulated(memory)), layout)
     }
 
-    /// The segments of `slot`, in the order in which they make up the block. Allocates nothing.
-    /// Valid while the pool lives.
+    /// The segments of `slot`, in block order, valid while the pool lives. Allocates nothing.
     ///
     /// # Panics
-    /// If there is no such slot: slots are numbered by this crate, never by users or files.
+    /// If there is no such slot: slot numbers come from this crate, never from users or files.
     pub fn segments(&self, slot: u32) -> impl ExactSizeIterator<Item = Segment> {
         let base = self.memory.base().as_ptr();
-        // Within the allocation, but perhaps not in memory that the host knows: no `add`.
+        // `wrapping_add`, not `add`: device memory is no allocation of this program.
         self.layout.segments(slot).map(move |(offset, len)| Segment { ptr: base.wrapping_add(offset), len })
     }
 
-    /// The first segment of every buffer, and how many of that length lie there one after another.
+    /// The first segment of every buffer, and the number of segments of that length in the buffer.
     pub(crate) fn buffers(&self) -> impl Iterator<Item = (Segment, u32)> {
         self.segments(0).map(|segment| (segment, self.slots()))
     }
@@ -146,17 +143,17 @@ impl DevicePool {
         self.layout.bytes()
     }
 
-    /// Where segments lie.
+    /// Where the segments of each slot lie.
     pub fn layout(&self) -> &PoolLayout {
         &self.layout
     }
 
-    /// What the pool lies in: the directions of copies, and its name.
+    /// The memory of the pool, with its copy directions and name.
     pub fn memory(&self) -> &dyn DeviceMemory {
         &*self.memory
     }
 
-    /// The same, kept alive by whoever holds it.
+    /// The memory of the pool, kept alive by the returned handle.
     pub fn shared_memory(&self) -> Arc<dyn DeviceMemory> {
         Arc::clone(&self.memory)
     }
@@ -188,7 +185,7 @@ unsafe impl DeviceMemory for Simulated {
         self.0.len()
     }
 
-    // It plays the device, but an engine must not take its addresses for those of one.
+    // Host memory plays the device; an engine must not take these addresses for device addresses.
     fn promote_direction(&self) -> Direction {
         Direction::HostToHost
     }
@@ -269,7 +266,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_is_an_error_that_names_the_bytes() {
+    fn an_impossible_pool_is_an_error_that_names_the_bytes() {
         let block = |bytes| Layout::contiguous(bytes).expect("over 0");
         for (slots, bytes, wanted) in [
             (0, 4096, "= 0 bytes (no slot)"),
@@ -281,7 +278,7 @@ mod tests {
                 other => panic!("{slots} slots of {bytes} bytes: {other:?}"),
             }
         }
-        // The sum passes the end of memory only through the padding between buffers.
+        // Only the padding between buffers pushes the sum past the end of memory.
         let most = isize::MAX.unsigned_abs();
         let padded = Layout::new(vec![1, most - 100]).expect("fits without padding");
         assert!(PoolLayout::new(1, padded).is_err());

@@ -1,9 +1,9 @@
-//! Memory that is not the cache's own, and how an engine knows it again.
+//! Caller-owned memory, identified so that a copy engine can keep it registered.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A range of memory that stays what it is from one batch to the next, until [`CopyEngine::forget`] is told that it
-/// does not: engines that must register memory do it once for such a range.
+/// A range of memory that stays mapped to the same pages across batches, until [`CopyEngine::forget`]. Engines that
+/// must register memory register such a range once.
 ///
 /// [`CopyEngine::forget`]: super::CopyEngine::forget
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -15,13 +15,13 @@ pub struct CopyRegion {
 }
 
 impl CopyRegion {
-    /// A range of host memory, or of a device's. Never equal to another, also where the addresses are.
+    /// A range of host or device memory. Never equal to another region, even at the same address.
     pub fn new(start: *mut u8, len: usize, on_device: bool) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         CopyRegion { id: NEXT.fetch_add(1, Ordering::Relaxed), start: start.expose_provenance(), len, on_device }
     }
 
-    /// Its first address.
+    /// First address.
     pub fn start(&self) -> usize {
         self.start
     }
@@ -37,7 +37,7 @@ impl CopyRegion {
         self.on_device
     }
 
-    /// Tells it from all others of this process.
+    /// Identifier, unique within the process.
     pub fn id(&self) -> u64 {
         self.id
     }

@@ -1,8 +1,8 @@
 //! A simulated copy engine: virtual time, failures by chance from one seed.
 //!
 //! The counterpart of [`io::sim`](crate::io::sim) for copies. It runs in a current-thread tokio runtime with a paused
-//! clock, inside a `LocalSet`: every batch is a local task there, so that it goes on when its future is dropped, as
-//! hardware does. It holds callers to the seam's rules: destinations are filled with garbage until the copy is done,
+//! clock, inside a `LocalSet`. Every batch is a local task, so that it continues when its future is dropped, as
+//! hardware does. It checks the contract of [`CopyBatch`]: destinations are filled with garbage until the copy is done,
 //! and a copy panics if its source changed while it was in flight.
 
 use std::{cell::RefCell, ops::RangeInclusive, rc::Rc, time::Duration};
@@ -16,10 +16,10 @@ use crate::{
     io::sim::Rng,
 };
 
-/// What a destination holds until the copy is done, and after one that failed.
+/// Content of a destination until the copy is done, and after a failed copy.
 const GARBAGE: u8 = 0xdc;
 
-/// How the simulated copy engine behaves. The default is quick and free of faults.
+/// How the simulated copy engine behaves. The default is fast and free of faults.
 #[derive(Debug, Clone)]
 pub struct CopyOptions {
     /// Virtual time that a batch takes.
@@ -34,14 +34,14 @@ impl Default for CopyOptions {
     }
 }
 
-/// Batches so far, by what became of them.
+/// Batches so far, by result.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct CopyCounts {
-    /// Started.
+    /// Batches started.
     pub started: u64,
-    /// Ended without an error.
+    /// Batches completed without an error.
     pub done: u64,
-    /// Failed.
+    /// Batches failed.
     pub failed: u64,
 }
 
@@ -51,22 +51,22 @@ struct State {
     counts: CopyCounts,
 }
 
-/// A simulated copy engine and the handle to it; clones share everything.
+/// A simulated copy engine and its handle; clones share all state.
 #[derive(Clone)]
 pub struct SimCopy(Rc<RefCell<State>>);
 
 impl SimCopy {
-    /// An engine whose latencies and failures follow from `seed`.
+    /// An engine that draws latencies and failures from `seed`.
     pub fn new(seed: u64, options: CopyOptions) -> Self {
         SimCopy(Rc::new(RefCell::new(State { options, rng: Rng::new(seed), counts: CopyCounts::default() })))
     }
 
-    /// Changes the probability that a batch fails, from now on.
+    /// Changes the failure probability of later batches.
     pub fn set_failure(&self, failure: f64) {
         self.0.borrow_mut().options.failure = failure;
     }
 
-    /// Batches so far, by what became of them.
+    /// Batches so far, by result.
     pub fn counts(&self) -> CopyCounts {
         self.0.borrow().counts
     }
@@ -110,7 +110,7 @@ impl CopyEngine for SimCopy {
         let (answer, answered) = oneshot::channel();
         let this = self.clone();
         tokio::task::spawn_local(async move {
-            // Nobody may be waiting any more; the memory is free in either case.
+            // The receiver may be gone; sending fails then, and dropping the batch frees the memory.
             drop(answer.send(this.finish(batch, latency, fails).await));
         });
         answered.await.expect("the task that answers lives as long as the runtime that polls this")
@@ -124,8 +124,8 @@ impl CopyEngine for SimCopy {
 fn digest(batch: &CopyBatch) -> u64 {
     let mut digest = Digest::new();
     for op in batch.ops().iter().filter(|op| op.len > 0) {
-        // SAFETY: by the contract of `CopyBatch::new` the source is readable and nobody writes to it while the batch
-        // lives; in simulation every address is one of host memory.
+        // SAFETY: by the contract of `CopyBatch::new` the source is readable and unwritten while the batch lives; in
+        // simulation every address is host memory.
         digest.update(unsafe { std::slice::from_raw_parts(op.src, op.len) });
     }
     digest.finish()
@@ -133,8 +133,8 @@ fn digest(batch: &CopyBatch) -> u64 {
 
 fn spoil(batch: &CopyBatch) {
     for op in batch.ops().iter().filter(|op| op.len > 0) {
-        // SAFETY: by the contract of `CopyBatch::new` the destination is writable and nobody else touches it while the
-        // batch lives; in simulation every address is one of host memory.
+        // SAFETY: by the contract of `CopyBatch::new` the destination is writable and untouched by others while the
+        // batch lives; in simulation every address is host memory.
         unsafe { op.dst.write_bytes(GARBAGE, op.len) };
     }
 }

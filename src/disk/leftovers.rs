@@ -1,6 +1,6 @@
-//! Records that the medium may still show although their blocks are gone: whoever removes a block clears them.
+//! Records that the medium may still contain after their blocks were removed: a removal waits until they are cleared.
 //!
-//! A record is left over from the moment its slot is cleared until a write of its page that began after that has ended:
+//! A record is left over from when its slot is cleared until a page write that was encoded after that has succeeded:
 //!
 //! ```text
 //!             add            encoded           written
@@ -9,20 +9,21 @@
 //!                      +------------------+  failed
 //! ```
 //!
-//! Keys are told apart by their first eight bytes. Two that share them cost a page write that was not needed.
+//! Keys are compared by their first eight bytes. Two keys that share them cost an unneeded page write.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::format::{RECORDS_PER_PAGE, stripe::PageId};
 use crate::block::BlockKey;
 
-/// Keys that are kept of a page whose writes fail again and again; with more of them it may name any block.
+/// Keys kept per page, for pages whose writes fail repeatedly. Beyond this limit a page counts as possibly naming any
+/// block.
 const KEYS_MAX: usize = 4 * RECORDS_PER_PAGE;
 
-/// A key, or `None` for any.
+/// A key's tag, or `None` for any key.
 type Tag = Option<u64>;
 
-/// Which pages may name which blocks that are gone.
+/// Which pages may name which removed blocks.
 #[derive(Debug, Default)]
 pub(super) struct Leftovers {
     by_key: BTreeSet<(Tag, PageId)>,
@@ -31,14 +32,14 @@ pub(super) struct Leftovers {
 
 #[derive(Debug, Default)]
 struct Page {
-    /// Named by the medium, and by no image of the page from now on.
+    /// On the medium, but absent from every page image encoded from now on.
     pending: Vec<Tag>,
-    /// Named by the medium until the image that is being written is there.
+    /// On the medium until the image being written has replaced it.
     writing: Vec<Tag>,
 }
 
 impl Leftovers {
-    /// The page may name a block that is gone: this one, or any where that is not known.
+    /// Notes that the page may name a removed block: `key`, or any block if it is unknown.
     pub(super) fn add(&mut self, page: PageId, key: Option<&BlockKey>) {
         let pending = &mut self.by_page.entry(page).or_default().pending;
         let tag = key.map(tag).filter(|_| pending.len() < KEYS_MAX);
@@ -48,14 +49,14 @@ impl Leftovers {
         }
     }
 
-    /// An image of the page was made, to be written.
+    /// Notes that an image of the page was encoded and is about to be written.
     pub(super) fn encoded(&mut self, page: PageId) {
         if let Some(Page { pending, writing }) = self.by_page.get_mut(&page) {
             writing.append(pending);
         }
     }
 
-    /// The image is on the medium.
+    /// Notes that the image is on the medium.
     pub(super) fn written(&mut self, page: PageId) {
         let Some(Page { pending, writing }) = self.by_page.get_mut(&page) else { return };
         for tag in writing.drain(..).filter(|tag| !pending.contains(tag)) {
@@ -66,7 +67,7 @@ impl Leftovers {
         }
     }
 
-    /// The image may be on the medium in part, or not at all.
+    /// Notes that the write failed: the medium may have parts of the image, or none.
     pub(super) fn failed(&mut self, page: PageId) {
         let Some(Page { pending, writing }) = self.by_page.get_mut(&page) else { return };
         for tag in writing.drain(..) {
@@ -76,8 +77,8 @@ impl Leftovers {
         }
     }
 
-    /// The pages that may name `key` although its block is gone; true for those that are to be written anew, false
-    /// for those whose write is under way.
+    /// The pages that may name the removed block `key`. True for pages that need another write, false for pages whose
+    /// write is in flight.
     pub(super) fn pages(&self, key: &BlockKey) -> impl Iterator<Item = (PageId, bool)> + '_ {
         [Some(tag(key)), None].into_iter().flat_map(move |tag| {
             let pages = self.by_key.range((tag, PageId(0))..=(tag, PageId(u32::MAX)));
@@ -85,12 +86,12 @@ impl Leftovers {
         })
     }
 
-    /// Pages that are to be written anew.
+    /// Pages that need another write.
     pub(super) fn pending(&self) -> impl Iterator<Item = PageId> + '_ {
         self.by_page.iter().filter(|(_, page)| !page.pending.is_empty()).map(|(page, _)| *page)
     }
 
-    /// Fails where the two views disagree.
+    /// Checks that the two indices agree.
     pub(super) fn validate(&self) -> Result<(), String> {
         let of_pages: BTreeSet<_> = self
             .by_page

@@ -1,4 +1,4 @@
-//! The disk tier: format, files, recovery, slots. No movement.
+//! The disk tier's data structures: format, files, recovery, slot table. No movement.
 
 mod files;
 pub mod format;
@@ -9,6 +9,6 @@ pub mod slots;
 pub(crate) use files::random_uuid;
 pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub use format::stripe::PageId;
-pub use recovery::{Counts, Member, Recovered, RecoveredRecord, Take, recover};
-pub(crate) use recovery::{Pages, read_tables};
+pub use recovery::{Counts, Member, RecordSink, Recovered, RecoveredRecord, recover};
+pub(crate) use recovery::{PageVisitor, read_tables};
 pub use slots::DiskSlots;

@@ -1,4 +1,4 @@
-//! Which disk slot holds what: pure bookkeeping under the mover's lock.
+//! The slot table: which disk slot holds which block. Pure bookkeeping, protected by the mover's lock.
 //!
 //! ```text
 //!            alloc              commit
@@ -7,15 +7,14 @@
 //!       |    release            clear         quarantine: from filling or full, for good
 //! ```
 //!
-//! The records on the medium are rebuilt from here, a page of 32 at a time. A page is *stale* while the
-//! medium says something else than the slots do: after `commit`, `clear` and `quarantine`. Encoding it makes
-//! it fresh; whoever then writes it says what came of that with [`DiskSlots::page_written`] or
-//! [`DiskSlots::page_failed`]. A change that comes between encoding and the end of the write makes the page stale
-//! again, so no change is lost.
+//! The records on the medium are derived from this table, a page of 32 at a time. A page is *stale* while the medium
+//! differs from the table: after `commit`, `clear` and `quarantine`. Encoding a page makes it fresh; the writer then
+//! reports the result with [`DiskSlots::page_written`] or [`DiskSlots::page_failed`]. A change between the encoding and
+//! the end of the write makes the page stale again, so no change is lost.
 //!
-//! Nothing must be written before a slot is used again: a stale record that describes a block which
-//! is no longer there is found out by its payload checksum. Writing stale pages only saves those misses. Where the
-//! payload is there still, the record must go before its block counts as removed: [`DiskSlots::pages_naming`].
+//! A slot may be reused before its stale record is overwritten: the payload checksum exposes a stale record, and
+//! writing stale pages only avoids those misses. But while the payload is still there, a removed block's record must be
+//! cleared before the removal completes: [`DiskSlots::pages_naming`].
 
 use super::{
     format::{
@@ -30,7 +29,7 @@ use crate::{
     block::{BlockKey, FileId},
 };
 
-/// Record pages (of each member) that successive stores go to in turn.
+/// Record pages (of each member) among which successive stores rotate.
 const PAGES_AT_ONCE: u32 = 4;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,16 +40,16 @@ enum State {
     Quarantined,
 }
 
-/// What a full slot holds.
+/// The content of a full slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotMeta {
     /// CRC-64/NVME of the payload.
     pub checksum: u64,
     /// The block's generation.
     pub generation: u64,
-    /// The index's entry of the block.
+    /// The index entry of the block.
     pub entry: u32,
-    // In the padding, so that a slot costs 24 bytes.
+    // In the padding, so that a slot takes 24 bytes.
     state: State,
 }
 
@@ -58,28 +57,28 @@ impl SlotMeta {
     const FREE: Self = SlotMeta { checksum: 0, generation: 0, entry: 0, state: State::Free };
 }
 
-/// The books of a store's slots. 24.2 bytes a slot.
+/// The slot table of a store. 24.2 bytes per slot.
 #[derive(Debug)]
 pub struct DiskSlots {
     stripe: Stripe,
     uuid: [u8; 16],
-    /// Records say how often a block was used.
+    /// Whether records contain use counts.
     records_uses: bool,
     slots: Vec<SlotMeta>,
     free: BitSet,
     stale: BitSet,
     leftovers: Leftovers,
-    /// Where the search for a free slot goes on.
+    /// Where the search for a free slot continues.
     cursor: u32,
     full: u32,
     quarantined: u32,
-    /// Of each member's slots.
+    /// Quarantined slots of each member.
     quarantined_of: Vec<u32>,
 }
 
 impl DiskSlots {
-    /// The books of the store `uuid`, all slots free. `records_uses` is true where its records say how often a block
-    /// was used ([`Superblock::records_uses`](super::format::superblock::Superblock::records_uses)).
+    /// The slot table of store `uuid`, with all slots free. `records_uses`: whether its records contain use counts
+    /// ([`Superblock::records_uses`](super::format::superblock::Superblock::records_uses)).
     pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool) -> Self {
         let mut free = BitSet::new(stripe.slots());
         (0..stripe.slots()).for_each(|slot| assert!(free.insert(slot)));
@@ -98,7 +97,7 @@ impl DiskSlots {
         }
     }
 
-    /// Enters a block found by recovery: a free slot becomes full, and its page stays fresh.
+    /// Enters a recovered block: a free slot becomes full, and its page stays fresh.
     ///
     /// # Panics
     /// If the slot is not free or out of range.
@@ -108,10 +107,10 @@ impl DiskSlots {
         self.fill(slot, entry, checksum, generation);
     }
 
-    /// A free slot, which becomes filling, or `None` if there is none.
+    /// Takes a free slot, which becomes filling; `None` if there is none.
     ///
-    /// Goes round over a few record pages, then on to the next few: blocks stored together share page writes, and a
-    /// store seldom waits for the write of its page that is under way, because there are others.
+    /// Rotates over a few record pages before moving on to the next few: blocks stored together share page writes, and
+    /// a store seldom has to wait for a write of its page that is in flight.
     pub fn alloc(&mut self) -> Option<u32> {
         let slot = self.free.next(self.cursor).or_else(|| self.free.next(0))?;
         assert!(self.free.remove(slot) && self.state(slot) == State::Free, "the set of free slots is right");
@@ -120,7 +119,7 @@ impl DiskSlots {
         Some(slot)
     }
 
-    /// Where the search for a slot goes on after `slot`.
+    /// Where the search continues after `slot`.
     fn after(&self, slot: u32) -> u32 {
         let page = RECORDS_PER_PAGE as u32 * self.stripe.members().len() as u32;
         let group = page * PAGES_AT_ONCE;
@@ -132,7 +131,7 @@ impl DiskSlots {
         }
     }
 
-    /// Gives back a slot that is not going to be filled.
+    /// Frees a slot that will not be filled.
     ///
     /// # Panics
     /// If the slot is not filling.
@@ -142,7 +141,7 @@ impl DiskSlots {
         assert!(self.free.insert(slot), "a filling slot is not in the set of free slots");
     }
 
-    /// A filling slot becomes full; its record page becomes stale.
+    /// Makes a filling slot full and its record page stale.
     ///
     /// # Panics
     /// If the slot is not filling, or `generation` is not below 2^63.
@@ -151,8 +150,8 @@ impl DiskSlots {
         self.stale.insert(self.stripe.page_of(slot).0);
     }
 
-    /// A full slot, of the block `key`, becomes filling again, and its record page stale: evicted or removed. To be
-    /// followed by `release`, or by filling the slot with another block.
+    /// Makes the full slot of block `key` filling again, and its record page stale, after an eviction or removal. Must
+    /// be followed by `release`, or by filling the slot with another block.
     ///
     /// # Panics
     /// If the slot is not full.
@@ -163,8 +162,8 @@ impl DiskSlots {
         self.mark_leftover(self.stripe.page_of(slot), Some(key));
     }
 
-    /// Takes a filling slot, or the full one of the block `key`, out of service until the store is opened again. Its
-    /// member, and how many slots of that member are out of service now.
+    /// Takes a filling slot, or the full slot of block `key`, out of service until the store is opened again. Returns
+    /// its member, and the number of quarantined slots of that member.
     ///
     /// # Panics
     /// If the slot is free or quarantined.
@@ -181,7 +180,7 @@ impl DiskSlots {
         (file, *of_member)
     }
 
-    /// What a full slot holds; `None` for every other.
+    /// The content of a full slot; `None` for any other slot.
     ///
     /// # Panics
     /// If the store has no such slot.
@@ -190,7 +189,7 @@ impl DiskSlots {
         (meta.state == State::Full).then_some(meta)
     }
 
-    /// Where the block in `slot` starts.
+    /// Offset of the block in `slot`.
     ///
     /// # Panics
     /// If the store has no such slot.
@@ -206,7 +205,7 @@ impl DiskSlots {
         self.stripe.page_of(slot)
     }
 
-    /// Where a record page starts.
+    /// Offset of a record page.
     ///
     /// # Panics
     /// If the store has no such page.
@@ -214,8 +213,8 @@ impl DiskSlots {
         self.stripe.page_location(page)
     }
 
-    /// Rebuilds a record page, to be written at [`page_location`](Self::page_location); the page is
-    /// fresh from here on. `describe` tells key, parent, last use and uses of an index entry.
+    /// Encodes a record page, to be written at [`page_location`](Self::page_location), and marks it fresh. `describe`
+    /// returns key, parent, last use and uses of an index entry.
     ///
     /// # Panics
     /// If the store has no such page, or a last use is not below 2^63.
@@ -230,7 +229,7 @@ impl DiskSlots {
         let (records, _) = out.as_chunks_mut::<RECORD_BYTES>();
         for (local, bytes) in (first..).zip(records) {
             *bytes = [0; RECORD_BYTES];
-            // The last page of a member may have more records than the member has slots.
+            // The last page of a member may have room for more records than the member has slots.
             if local - first >= count {
                 continue;
             }
@@ -245,12 +244,12 @@ impl DiskSlots {
         self.leftovers.encoded(page);
     }
 
-    /// The encoded page is on the medium.
+    /// Notes that the encoded page is on the medium.
     pub fn page_written(&mut self, page: PageId) {
         self.leftovers.written(page);
     }
 
-    /// The encoded page is not on the medium, or in part.
+    /// Notes that the write failed: the page is not on the medium, or only in part.
     ///
     /// # Panics
     /// If the store has no such page.
@@ -259,7 +258,7 @@ impl DiskSlots {
         self.leftovers.failed(page);
     }
 
-    /// Marks a page that is to be written although nothing has changed.
+    /// Marks a page for rewriting although nothing has changed.
     ///
     /// # Panics
     /// If the store has no such page.
@@ -267,7 +266,8 @@ impl DiskSlots {
         self.stale.insert(page.0);
     }
 
-    /// Marks a page whose records on the medium name a block that is not there: `key`, or any where that is not known.
+    /// Notes that the page's records on the medium name a block that is not there: `key`, or any block if it is
+    /// unknown.
     ///
     /// # Panics
     /// If the store has no such page.
@@ -276,44 +276,43 @@ impl DiskSlots {
         self.leftovers.add(page, key);
     }
 
-    /// Pages whose records on the medium may name `key` in a slot that does not hold it; true for those that are to be
-    /// written, false for those that have been encoded and will not name it when their write has ended.
+    /// Pages whose records on the medium may name `key` in a slot that does not hold it. True for pages that must be
+    /// written; false for pages whose write, already encoded, will clear it.
     pub fn pages_naming(&self, key: &BlockKey) -> impl Iterator<Item = (PageId, bool)> + '_ {
         self.leftovers.pages(key)
     }
 
-    /// Pages whose records on the medium differ from the slots, ascending.
+    /// Pages whose records on the medium differ from the table, ascending.
     pub fn stale_pages(&self) -> impl Iterator<Item = PageId> + '_ {
         self.stale.iter().map(PageId)
     }
 
-    /// How many pages are stale.
+    /// Number of stale pages.
     pub fn stale_count(&self) -> u32 {
         self.stale.len()
     }
 
-    /// How many slots may be allocated.
+    /// Number of free slots.
     pub fn free_count(&self) -> u32 {
         self.free.len()
     }
 
-    /// How many slots hold a block.
+    /// Number of full slots.
     pub fn full_count(&self) -> u32 {
         self.full
     }
 
-    /// How many slots are out of service.
+    /// Number of quarantined slots.
     pub fn quarantined_count(&self) -> u32 {
         self.quarantined
     }
 
-    /// The places of the slots.
+    /// The mapping of slots to members.
     pub fn stripe(&self) -> &Stripe {
         &self.stripe
     }
 
-    /// Checks the books against each other; the error says where they disagree. Costs time in proportion to the
-    /// slots; for tests and fuzzing.
+    /// Checks the table's invariants. Takes time in proportion to the slots; for tests and fuzzing.
     pub fn validate(&self) -> Result<(), String> {
         self.free.validate().map_err(|what| format!("free slots: {what}"))?;
         self.stale.validate().map_err(|what| format!("stale pages: {what}"))?;

@@ -1,20 +1,20 @@
-//! The engine picked at run time.
+//! The storage engine chosen at run time.
 
 use std::{fs::File, io, ptr::NonNull, sync::Arc};
 
 use super::{Storage, blocking::Blocking, uring::Uring};
 use crate::{block::FileId, memory::Lent};
 
-/// One of the engines that production uses, chosen when a cache is opened.
+/// The engines used in production, chosen when a cache is opened.
 pub enum AnyStorage {
-    /// The ring.
+    /// io_uring.
     Uring(Uring),
     /// The thread pool.
     Blocking(Blocking),
 }
 
 impl AnyStorage {
-    /// True if the memory that it was given is registered with a ring.
+    /// True if the engine's memory is registered with a ring.
     pub fn registered(&self) -> bool {
         match self {
             AnyStorage::Uring(engine) => engine.registered(),
@@ -61,7 +61,7 @@ impl Storage for AnyStorage {
 
     unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
         match self {
-            // SAFETY: the caller keeps to the same contract.
+            // SAFETY: the caller upholds the same contract.
             AnyStorage::Uring(engine) => unsafe { engine.register(start, len) },
             AnyStorage::Blocking(_) => None,
         }

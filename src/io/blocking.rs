@@ -1,7 +1,7 @@
-//! Storage by a pool of threads that call `pread`, `pwrite` and `fdatasync`.
+//! The storage engine over a pool of threads that call `pread`, `pwrite` and `fdatasync`.
 //!
-//! Works on every kernel and in every runtime; used where the ring is refused. A job owns its
-//! memory and its file: the worker that ran it sends both back, or drops them where nobody waits.
+//! Works on every kernel and in every runtime; the fallback where io_uring is unavailable. A job owns its memory and
+//! its file: the worker sends both back, or drops them if the caller is gone.
 
 use std::{
     collections::VecDeque,
@@ -21,12 +21,12 @@ use crate::{
     memory::Lent,
 };
 
-/// Operations that may be queued or running, for each thread; past it callers wait.
+/// Operations queued or running per thread; further callers wait.
 pub const IN_FLIGHT_PER_THREAD_MAX: usize = 64;
 
 /// A bounded pool of threads doing blocking I/O.
 ///
-/// Dropping it runs what is queued to its end and joins the threads, and so blocks for that long.
+/// Dropping it completes all queued operations and joins the threads, and blocks for that long.
 pub struct Blocking {
     files: Vec<Arc<File>>,
     queue: Arc<Queue>,
@@ -38,7 +38,7 @@ impl Blocking {
     /// Starts `threads` threads (1 at least) that serve `files`.
     ///
     /// # Errors
-    /// What the system said when it refused a thread; those already started are joined.
+    /// The error of a thread that could not be started; threads already started are joined.
     pub fn new(files: Vec<Arc<File>>, threads: usize) -> io::Result<Self> {
         let count = threads.max(1);
         let permits = Arc::new(Semaphore::new(count.saturating_mul(IN_FLIGHT_PER_THREAD_MAX).min(1 << 20)));
@@ -88,10 +88,10 @@ impl Drop for Blocking {
     fn drop(&mut self) {
         self.queue.close();
         for thread in self.threads.drain(..) {
-            // The last owner of the pool may be memory that a worker just dropped: a thread that
-            // joins itself would wait forever.
+            // The last owner of the pool may be memory that a worker just dropped: a thread that joins itself would
+            // wait for ever.
             if thread.thread().id() != thread::current().id() && thread.join().is_err() {
-                tracing::error!("a storage thread panicked; its operations were answered all the same");
+                tracing::error!("a storage thread panicked; its operations were answered nevertheless");
             }
         }
     }
@@ -103,7 +103,7 @@ struct Job {
     kind: OpKind,
     file: Arc<File>,
     offset: u64,
-    /// Where to or from; nothing for a sync.
+    /// The memory; `None` for a sync.
     buf: Option<Lent>,
     answer: oneshot::Sender<Done>,
     permit: OwnedSemaphorePermit,
@@ -126,10 +126,10 @@ fn call(kind: OpKind, file: &File, offset: u64, buf: Option<&Lent>) -> io::Resul
     let (ptr, len) = buf.map_or((std::ptr::null_mut(), 0), |buf| (buf.as_ptr(), buf.len().min(TRANSFER_BYTES_MAX)));
     let offset = libc::off_t::try_from(offset).expect("checked by `check_offset` before the job was queued");
     let result = match kind {
-        // SAFETY: the descriptor is open while `file` lives; the `Lent` says that `len` bytes at
-        // `ptr` are mapped and ours alone to write.
+        // SAFETY: the descriptor is open while `file` lives; by the contract of `Lent`, `len` bytes at `ptr` are mapped
+        // and ours alone to write.
         OpKind::Read => unsafe { libc::pread(fd, ptr.cast(), len, offset) },
-        // SAFETY: as above, and nobody writes to the range meanwhile.
+        // SAFETY: as for the read; by the same contract nothing else writes to the range.
         OpKind::Write => unsafe { libc::pwrite(fd, ptr.cast(), len, offset) },
         // SAFETY: the descriptor is open while `file` lives.
         OpKind::Sync => unsafe { libc::fdatasync(fd) as isize },
@@ -150,7 +150,7 @@ struct QueueState {
 }
 
 impl Queue {
-    /// No code that can panic runs under the lock, so a poisoned one holds a good state.
+    /// No code that can panic runs under the lock, so a poisoned lock guards consistent state.
     fn lock(&self) -> MutexGuard<'_, QueueState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -163,7 +163,7 @@ impl Queue {
         self.changed.notify_one();
     }
 
-    /// The next job; `None` once closed and empty. Blocks without using the CPU.
+    /// The next job; `None` once the queue is closed and empty. Blocks without using the CPU.
     fn pop(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -185,8 +185,7 @@ impl Queue {
 
 fn work(queue: &Queue) {
     while let Some(job) = queue.pop() {
-        // The job is answered before anything of the caller's can run; what may panic is the drop
-        // of memory that nobody waits for any more.
+        // The job is answered before any code of the caller runs; only the drop of abandoned memory can panic.
         if catch_unwind(AssertUnwindSafe(|| job.run())).is_err() {
             tracing::error!("the owner of abandoned memory panicked while it was dropped");
         }
@@ -234,7 +233,7 @@ mod tests {
         ));
     }
 
-    /// Queues an operation whose future is gone already: its memory is surely dropped by a worker.
+    /// Queues an operation whose future is already dropped: a worker must drop its memory.
     fn abandon(pool: &Blocking, buf: Lent) {
         let (answer, _) = oneshot::channel();
         let permit = Arc::clone(&pool.permits).try_acquire_owned().expect("below the limit");

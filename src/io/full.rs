@@ -1,4 +1,4 @@
-//! Whole transfers: short operations resumed, interruptions retried, both a bounded number of times.
+//! Complete transfers: resumes short operations and retries interrupted ones, a bounded number of times.
 
 use std::io;
 
@@ -8,53 +8,53 @@ use crate::{
     memory::{IoBuf, Lent},
 };
 
-/// How many operations in a row may be interrupted or bring the transfer no further.
-const FRUITLESS_MAX: u32 = 8;
+/// Largest number of operations in a row that are interrupted or make no progress.
+const NO_PROGRESS_MAX: u32 = 8;
 
-/// As [`read_full`], of memory whose owner comes back.
+/// Like [`read_full`], and returns the memory's owner.
 pub(crate) async fn read_into<S: Storage, O: Send + Sync + 'static>(
     storage: &S,
     file: FileId,
     offset: u64,
     buf: IoBuf<O>,
 ) -> (io::Result<()>, O) {
-    // SAFETY: its only `Lent`, which is dropped with the result of the read.
+    // SAFETY: the only `Lent` of the memory; it is dropped with the result of the read.
     let result = read_full(storage, file, offset, unsafe { buf.lend() }).await.0;
     (result, buf.into_owner())
 }
 
-/// As [`write_full`], of memory whose owner comes back.
+/// Like [`write_full`], and returns the memory's owner.
 pub(crate) async fn write_from<S: Storage, O: Send + Sync + 'static>(
     storage: &S,
     file: FileId,
     offset: u64,
     buf: IoBuf<O>,
 ) -> (io::Result<()>, O) {
-    // SAFETY: its only `Lent`, which is dropped with the result of the write.
+    // SAFETY: the only `Lent` of the memory; it is dropped with the result of the write.
     let result = write_full(storage, file, offset, unsafe { buf.lend() }).await.0;
     (result, buf.into_owner())
 }
 
-/// Reads until `buf` is full, and gives all of it back.
+/// Reads until `buf` is full, and returns it.
 ///
 /// # Errors
-/// What the storage said, after 8 fruitless attempts in a row where it said `EINTR` or `EAGAIN`;
-/// `UnexpectedEof` where the file ends first. The content of `buf` is then undefined.
+/// The storage's error, after 8 attempts in a row without progress if it was `EINTR` or `EAGAIN`; `UnexpectedEof` if
+/// the file ends first. The content of `buf` is then undefined.
 ///
 /// # Cancel safety
-/// Dropping the future abandons the read; `buf` lives until the operation under way is done.
+/// Dropping the future abandons the read; `buf` lives until the operation in flight is done.
 pub async fn read_full<S: Storage>(storage: &S, file: FileId, offset: u64, buf: Lent) -> (io::Result<()>, Lent) {
     transfer(storage, OpKind::Read, file, offset, buf).await
 }
 
-/// Writes all of `buf`, and gives all of it back.
+/// Writes all of `buf`, and returns it.
 ///
 /// # Errors
-/// What the storage said, after 8 fruitless attempts in a row where it said `EINTR` or `EAGAIN`;
-/// `WriteZero` where it takes nothing. The range of the file is then undefined.
+/// The storage's error, after 8 attempts in a row without progress if it was `EINTR` or `EAGAIN`; `WriteZero` if it
+/// accepts no bytes. The range of the file is then undefined.
 ///
 /// # Cancel safety
-/// Dropping the future leaves the range undefined; `buf` lives until the operation under way is done.
+/// Dropping the future leaves the range undefined; `buf` lives until the operation in flight is done.
 pub async fn write_full<S: Storage>(storage: &S, file: FileId, offset: u64, buf: Lent) -> (io::Result<()>, Lent) {
     transfer(storage, OpKind::Write, file, offset, buf).await
 }
@@ -66,7 +66,7 @@ async fn transfer<S: Storage>(
     offset: u64,
     buf: Lent,
 ) -> (io::Result<()>, Lent) {
-    // The caller may itself have skipped a part: only what is lent now is moved.
+    // The caller may have skipped a part: only the rest is transferred.
     let already_skipped = buf.skipped();
     let mut progress = Progress::new(kind, file, offset, &buf);
     if let Err(error) = check_offset(offset, buf.len()) {
@@ -91,23 +91,23 @@ async fn transfer<S: Storage>(
     (Ok(()), buf)
 }
 
-/// How far a transfer is: pure bookkeeping, no I/O.
+/// Progress of a transfer: pure bookkeeping, no I/O.
 pub(super) struct Progress {
     kind: OpKind,
     file: FileId,
     offset: u64,
     pub(super) len: usize,
-    /// Bytes from the start that are moved for good.
+    /// Bytes from the start that are done; a short operation may have moved more.
     pub(super) done: usize,
-    /// Direct I/O may be in use: go on from a multiple of [`IO_ALIGN`] only.
+    /// Direct I/O may be in use: resume only at multiples of [`IO_ALIGN`].
     aligned: bool,
-    fruitless: u32,
+    no_progress: u32,
 }
 
 impl Progress {
     pub(super) fn new(kind: OpKind, file: FileId, offset: u64, buf: &Lent) -> Self {
         let aligned = offset.is_multiple_of(IO_ALIGN as u64);
-        Progress { kind, file, offset, len: buf.len(), done: 0, aligned, fruitless: 0 }
+        Progress { kind, file, offset, len: buf.len(), done: 0, aligned, no_progress: 0 }
     }
 
     pub(super) fn account(&mut self, result: io::Result<usize>) -> io::Result<()> {
@@ -119,8 +119,8 @@ impl Progress {
             )),
             Ok(moved) => self.advance(moved),
             Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {
-                self.fruitless += 1;
-                if self.fruitless < FRUITLESS_MAX { Ok(()) } else { Err(error) }
+                self.no_progress += 1;
+                if self.no_progress < NO_PROGRESS_MAX { Ok(()) } else { Err(error) }
             }
             Err(error) => Err(error),
         }
@@ -130,9 +130,9 @@ impl Progress {
         let reached = self.done + moved;
         let resume_at = if self.aligned && reached < self.len { reached - reached % IO_ALIGN } else { reached };
         assert!(resume_at >= self.done, "`done` of an aligned transfer is a multiple of {IO_ALIGN}");
-        self.fruitless = if resume_at > self.done { 0 } else { self.fruitless + 1 };
+        self.no_progress = if resume_at > self.done { 0 } else { self.no_progress + 1 };
         self.done = resume_at;
-        if self.fruitless < FRUITLESS_MAX { Ok(()) } else { Err(self.ended()) }
+        if self.no_progress < NO_PROGRESS_MAX { Ok(()) } else { Err(self.ended()) }
     }
 
     fn ended(&self) -> io::Error {
@@ -157,7 +157,7 @@ mod tests {
     use super::*;
     use crate::memory::AlignedBuf;
 
-    /// Answers operations from a list, and notes where they were.
+    /// Answers operations from a list, and records their offsets.
     struct Scripted {
         answers: RefCell<VecDeque<io::Result<usize>>>,
         asked: RefCell<Vec<(u64, usize)>>,
@@ -252,18 +252,18 @@ mod tests {
 
     #[test]
     fn an_unaligned_end_of_file_is_an_error_not_a_loop() {
-        let (result, ..) = run(false, 0, 0, (0..FRUITLESS_MAX).map(|_| Ok(100)).collect());
+        let (result, ..) = run(false, 0, 0, (0..NO_PROGRESS_MAX).map(|_| Ok(100)).collect());
         assert_eq!(result.expect_err("no progress").kind(), io::ErrorKind::UnexpectedEof);
     }
 
     #[test]
     fn interruptions_are_retried_a_bounded_number_of_times() {
-        let mut answers: Vec<_> = (1..FRUITLESS_MAX).map(|_| interrupted()).collect();
+        let mut answers: Vec<_> = (1..NO_PROGRESS_MAX).map(|_| interrupted()).collect();
         answers.push(Ok(4096));
-        answers.extend((1..FRUITLESS_MAX).map(|_| Err(io::ErrorKind::WouldBlock.into())));
+        answers.extend((1..NO_PROGRESS_MAX).map(|_| Err(io::ErrorKind::WouldBlock.into())));
         answers.push(Ok(12288));
         run(false, 0, 0, answers).0.expect("progress starts the count anew");
-        let (result, ..) = run(true, 0, 0, (0..FRUITLESS_MAX).map(|_| interrupted()).collect());
+        let (result, ..) = run(true, 0, 0, (0..NO_PROGRESS_MAX).map(|_| interrupted()).collect());
         assert_eq!(result.expect_err("too many").kind(), io::ErrorKind::Interrupted);
     }
 

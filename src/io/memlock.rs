@@ -1,11 +1,11 @@
-//! How much memory this process may lock, and how to raise it.
+//! The limit of locked memory, and how to raise it.
 
 use std::{fmt, io};
 
-/// The soft limit of `RLIMIT_MEMLOCK`, bytes. `None`: unlimited.
+/// The soft limit of `RLIMIT_MEMLOCK` in bytes. `None`: unlimited.
 pub(super) fn limit_bytes() -> io::Result<Option<u64>> {
     let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is a valid place for the answer, and lives across the call.
+    // SAFETY: `limit` is writable and lives across the call.
     let result = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
     if result != 0 {
         return Err(io::Error::last_os_error());
@@ -13,7 +13,7 @@ pub(super) fn limit_bytes() -> io::Result<Option<u64>> {
     Ok((limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur))
 }
 
-/// Why `wanted_bytes` could not be registered, in words a user can act on.
+/// The error text for `wanted_bytes` that could not be registered, with the fix.
 pub(super) struct Refusal<'a> {
     pub wanted_bytes: u64,
     pub error: &'a io::Error,

@@ -1,14 +1,14 @@
 //! Storage engines behind one trait.
 //!
-//! The movement code is generic over [`Storage`] and runs unchanged over the ring ([`uring`]), over
-//! a pool of `pread`/`pwrite` threads ([`blocking`]), and over a simulated disk (`sim`, behind the
-//! feature of that name). [`AnyStorage`] is whichever of the first two was picked at run time.
+//! The movement code is generic over [`Storage`] and runs unchanged over io_uring ([`uring`]), over a pool of
+//! `pread`/`pwrite` threads ([`blocking`]), and over a simulated disk (`sim`, behind the feature of that name).
+//! [`AnyStorage`] is one of the first two, chosen at run time.
 //!
-//! What every engine keeps to:
-//! - memory and file descriptors belong to the operation until the kernel is done with them,
-//!   whatever happens to the future, the engine or the runtime meanwhile;
-//! - an operation reports the bytes it moved and never more than it was asked for; resuming short
-//!   ones is the work of [`read_full`] and [`write_full`];
+//! Every engine guarantees:
+//! - memory and file descriptors belong to the operation until the kernel is done with them, whatever happens to the
+//!   future, the engine or the runtime meanwhile;
+//! - an operation reports the bytes it moved, never more than requested; [`read_full`] and [`write_full`] resume short
+//!   operations;
 //! - an engine with nothing to do uses no CPU.
 
 mod any;
@@ -30,8 +30,8 @@ pub use uring::yield_now;
 
 use std::{fs::File, future::Future, io, ptr::NonNull, sync::Arc};
 
-/// The most bytes that one operation moves; longer ones come back short. Linux's own limit
-/// (`MAX_RW_COUNT`), which is a multiple of [`IO_ALIGN`].
+/// Largest operation in bytes; longer ones come back short. Linux's own limit (`MAX_RW_COUNT`), a multiple of
+/// [`IO_ALIGN`].
 const TRANSFER_BYTES_MAX: usize = 0x7fff_f000;
 
 /// Reads and writes that own their memory until the storage is done with it.
@@ -44,25 +44,25 @@ pub trait Storage: 'static {
     /// The name shown in metrics and by `kvhoist doctor`.
     fn name(&self) -> &'static str;
 
-    /// Reads at `offset` into `buf`; resolves to the bytes read, which may be fewer than asked, and
-    /// are 0 at or past the end of the file.
+    /// Reads at `offset` into `buf`. Resolves to the bytes read, which may be fewer than requested, and are 0 at or
+    /// past the end of the file.
     fn read(&self, file: FileId, offset: u64, buf: Lent) -> impl Future<Output = (io::Result<usize>, Lent)>;
 
-    /// Writes `buf` at `offset`; resolves to the bytes written, which may be fewer than asked.
+    /// Writes `buf` at `offset`. Resolves to the bytes written, which may be fewer than requested.
     fn write(&self, file: FileId, offset: u64, buf: Lent) -> impl Future<Output = (io::Result<usize>, Lent)>;
 
-    /// Flushes to the medium (`fdatasync`) every write that had completed when this one started.
+    /// Flushes to the medium (`fdatasync`) every write that completed before this call started.
     fn sync(&self, file: FileId) -> impl Future<Output = io::Result<()>>;
 
-    /// The file, where rings of other threads may read and write it too.
+    /// The file, if rings of other threads may read and write it too.
     fn file(&self, file: FileId) -> Option<Arc<File>> {
         let _ = file;
         None
     }
 
-    /// Has the kernel keep memory at hand, so that operations on it cost less. What [`Lent::fixed`] is to name for its
-    /// first [`FIXED_BYTES_MAX`] bytes; for the next ones it is the number after. `None`: not with this engine, or
-    /// refused, which is in the log. Blocks while the memory is pinned, some 30 ms a GiB.
+    /// Registers memory with the kernel, which makes operations on it cheaper. Returns the value of [`Lent::fixed`] for
+    /// its first [`FIXED_BYTES_MAX`] bytes; each further part has the next number. `None` if this engine has no
+    /// registration, or if it failed, which is logged. Blocks while the memory is pinned, some 30 ms per GiB.
     ///
     /// # Safety
     /// The range must stay mapped, and to the same memory, until [`unregister`](Self::unregister) or the end of the
@@ -72,19 +72,20 @@ pub trait Storage: 'static {
         None
     }
 
-    /// Takes back what [`register`](Self::register) answered with `first`. Operations under way go on unharmed.
+    /// Ends the registration for which [`register`](Self::register) returned `first`. Operations in flight are
+    /// unaffected.
     fn unregister(&self, first: u16, len: usize) {
         let _ = (first, len);
     }
 }
 
-/// True where the machine lacked something for a moment: the same operation may succeed later.
+/// True for a temporary shortage of a resource: the same operation may succeed later.
 pub(crate) fn is_shortage(error: &io::Error) -> bool {
     const SHORTAGES: [i32; 4] = [libc::ENOMEM, libc::ENOBUFS, libc::EAGAIN, libc::EINTR];
     error.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
 }
 
-/// The file of that id, or an error that says how many there are.
+/// The file with this id, or an error with the number of files.
 fn file_at(files: &[Arc<File>], file: FileId) -> io::Result<&Arc<File>> {
     files.get(usize::from(file.0)).ok_or_else(|| no_such_file(file, files.len()))
 }
@@ -94,8 +95,7 @@ fn no_such_file(file: FileId, files: usize) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 
-/// Refuses offsets that the kernel would take for something else: `u64::MAX` means "where the last
-/// operation ended" to a ring.
+/// Refuses offsets with a special meaning: `u64::MAX` is the current file position to a ring.
 fn check_offset(offset: u64, len: usize) -> io::Result<()> {
     match offset.checked_add(len as u64) {
         Some(end) if i64::try_from(end).is_ok() => Ok(()),

@@ -1,8 +1,8 @@
-//! Memory, and what may be done with it; the kernel, and what it lets this process do.
+//! Memory and its limits; the kernel's features and restrictions.
 
 use super::plan::{Finding, Kernel, Plan, shown};
 
-/// CAP_IPC_LOCK: its owner may lock any amount of memory.
+/// Processes with CAP_IPC_LOCK may lock any amount of memory.
 const CAP_IPC_LOCK: u32 = 14;
 
 pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
@@ -13,7 +13,7 @@ pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
     findings
 }
 
-/// Memory that is free, and what of it the process's cgroup may still take.
+/// Available memory, and what the process's cgroup may still use.
 fn memory(kernel: &Kernel<'_>, wanted: u64) -> Vec<Finding> {
     let meminfo = |name| {
         let rest = kernel.field("proc/meminfo", name)?;
@@ -42,12 +42,12 @@ fn compared(what: &'static str, found: String, wanted: u64, free: u64, fix: &str
     if wanted > free { Finding::trouble(what, found, fix) } else { Finding::note(what, found) }
 }
 
-/// The cgroup, of this process or above it, that has the least memory left: its name, that and its limit.
+/// The cgroup, of this process or above it, with the least memory left: name, bytes left, limit.
 fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
     let memberships = kernel.read("proc/self/cgroup")?;
     let mut tightest: Option<(String, u64, u64)> = None;
     for line in memberships.lines() {
-        // "0::/a/b" of version 2, "7:memory:/a/b" of version 1.
+        // `0::/a/b` in version 2, `7:memory:/a/b` in version 1.
         let mut parts = line.splitn(3, ':').skip(1);
         let (controllers, path) = (parts.next()?, parts.next()?);
         let (folder, limit_file, used_file) = match controllers {
@@ -61,7 +61,7 @@ fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
         loop {
             let limit = kernel.number(&format!("{folder}{at}/{limit_file}"));
             let used = kernel.number(&format!("{folder}{at}/{used_file}")).unwrap_or(0);
-            // Version 1 says "no limit" by the largest number of pages.
+            // Version 1 represents "no limit" by the largest number of pages.
             if let Some(limit) = limit.filter(|&limit| limit < 1 << 60) {
                 let left = limit.saturating_sub(used);
                 if tightest.as_ref().is_none_or(|(_, least, _)| left < *least) {
@@ -75,7 +75,7 @@ fn cgroup(kernel: &Kernel<'_>) -> Option<(String, u64, u64)> {
     tightest
 }
 
-/// Whether the host tiers of all ranks can be registered with the ring: the kernel counts them by user.
+/// Whether the host tiers of all ranks can be registered with a ring: the kernel counts locked memory per user.
 fn locked_memory(kernel: &Kernel<'_>, wanted: u64) -> Finding {
     const WHAT: &str = "locked memory";
     let limit = kernel.field("proc/self/limits", "Max locked memory");
@@ -100,7 +100,7 @@ fn locked_memory(kernel: &Kernel<'_>, wanted: u64) -> Finding {
     }
 }
 
-/// What of io_uring the kernel and the container take away.
+/// Restrictions of io_uring by the kernel and the container.
 fn ring(kernel: &Kernel<'_>) -> Finding {
     const WHAT: &str = "kernel";
     let release = kernel.read("proc/sys/kernel/osrelease").unwrap_or_else(|| "unknown".into());

@@ -1,5 +1,4 @@
-//! What a machine has for caches that are planned on it, before one is opened: what `kvhoist doctor` and
-//! `python -m kvhoist doctor` say.
+//! Compares planned caches with the machine before one is opened, for `kvhoist doctor` and `python -m kvhoist doctor`.
 
 mod limits;
 mod places;
@@ -10,12 +9,12 @@ use std::path::Path;
 use plan::Kernel;
 pub use plan::{Finding, Plan};
 
-/// Compares a plan with the machine. Reads what the kernel says; creates and measures nothing.
+/// Compares a plan with the machine. Reads kernel files only; creates and measures nothing.
 pub fn examine(plan: &Plan) -> Vec<Finding> {
     examine_at(plan, Path::new("/"))
 }
 
-/// As [`examine`], with the kernel's files below another root: what a test made up.
+/// Like [`examine`], with the kernel's files below another root.
 fn examine_at(plan: &Plan, root: &Path) -> Vec<Finding> {
     let kernel = Kernel { root };
     let mut findings = limits::findings(plan, &kernel);

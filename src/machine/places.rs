@@ -1,4 +1,4 @@
-//! Paths: what they lie on, and whether there is room for what is planned.
+//! Paths of the disk tier: file system, drive, free space.
 
 use std::{
     collections::BTreeMap,
@@ -14,10 +14,10 @@ use std::{
 
 use super::plan::{Finding, Kernel, Plan, shown};
 
-/// What the adapters leave free on a file system.
+/// Share of a file system that the adapters leave free.
 const FREE_SHARE_MIN: f64 = 0.01;
 
-/// How deep below a path the adapters put their stores, and how many folders are looked at for them.
+/// Depth below a path at which adapters put their stores, and how many directories are searched.
 const DEPTH: usize = 4;
 const FOLDERS_MAX: usize = 4096;
 
@@ -48,7 +48,7 @@ pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
     findings
 }
 
-/// The paths on one file system, which share its space.
+/// Paths on one file system, which share its space.
 #[derive(Default)]
 struct Shared<'a> {
     paths: Vec<&'a Path>,
@@ -76,20 +76,20 @@ impl Shared<'_> {
     }
 }
 
-/// Bytes that are free for this process, and all of them, on a path's file system.
+/// Bytes available to this process on a path's file system, and its size.
 pub(super) fn free_bytes(path: &Path) -> Option<(u64, u64)> {
     let path = CString::new(path.as_os_str().as_bytes()).ok()?;
     let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
-    // SAFETY: the path ends in NUL, and `stat` is a valid place for the result.
+    // SAFETY: the path ends in NUL, and `stat` is writable.
     if unsafe { libc::statvfs64(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
         return None;
     }
-    // SAFETY: the call succeeded, and so filled all of `stat`.
+    // SAFETY: the call succeeded, so `stat` is initialized.
     let stat = unsafe { stat.assume_init() };
     Some((stat.f_bavail.saturating_mul(stat.f_frsize), stat.f_blocks.saturating_mul(stat.f_frsize)))
 }
 
-/// Bytes of the stores at a path and some folders below it, which are taken from the file system already.
+/// Bytes of the existing stores at a path and some directories below it: the file system counts them as used.
 fn store_bytes(path: &Path) -> u64 {
     let (mut bytes, mut looked_at) = (0, 0);
     let mut folders = vec![(path.to_owned(), 0)];
@@ -111,7 +111,7 @@ fn store_bytes(path: &Path) -> u64 {
     bytes
 }
 
-/// A mounted file system: where, its type, its source, and whether it is read-only.
+/// A mounted file system: mount point, type, source, and whether it is read-only.
 struct Mount {
     point: PathBuf,
     kind: String,
@@ -122,8 +122,8 @@ struct Mount {
 fn mount_of(path: &Path, kernel: &Kernel<'_>) -> Option<Mount> {
     let path = path.canonicalize().ok()?;
     let mounts = kernel.read("proc/self/mountinfo")?;
-    // "36 35 98:0 / /mount options - type source super": the longest mount point that the path is under counts, and of
-    // several on one point the last.
+    // "36 35 98:0 / /mount options - type source super": the longest mount point above the path is its mount, the last
+    // one if several have the same mount point.
     let mount = |line: &str| {
         let (left, right) = line.split_once(" - ")?;
         let mut fields = left.split(' ').skip(4);
@@ -136,7 +136,7 @@ fn mount_of(path: &Path, kernel: &Kernel<'_>) -> Option<Mount> {
     mounts.lines().filter_map(mount).max_by_key(|mount| mount.point.as_os_str().len())
 }
 
-/// The file system that a path lies on.
+/// The file system of a path.
 fn lies_on(path: &Path, kernel: &Kernel<'_>) -> Finding {
     const WHAT: &str = "path";
     let Some(Mount { point, kind, source, read_only }) = mount_of(path, kernel) else {
@@ -171,7 +171,7 @@ fn lies_on(path: &Path, kernel: &Kernel<'_>) -> Finding {
     }
 }
 
-/// A drive that /etc/fstab wants mounted at a path, or above it, and that is not.
+/// A drive that /etc/fstab mounts at the path or above it, and that is not mounted.
 fn unmounted(path: &Path, kernel: &Kernel<'_>) -> Option<Finding> {
     let (table, mounts) = (kernel.read("etc/fstab")?, kernel.read("proc/self/mountinfo").unwrap_or_default());
     let is_mounted = |point: &str| mounts.lines().any(|line| line.split(' ').nth(4) == Some(point));
@@ -190,7 +190,7 @@ fn drive(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<Finding> {
     let number = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
     let (major, minor) = (libc::major(number), libc::minor(number));
     let link = fs::canonicalize(kernel.root.join(format!("sys/dev/block/{major}:{minor}"))).ok()?;
-    // A partition lies in the folder of its drive.
+    // A partition is in the directory of its drive.
     let folder = if link.join("queue").exists() { link } else { link.parent()?.to_owned() };
     let file = |name: &str| fs::read_to_string(folder.join(name)).ok().map(|text| text.trim().to_owned());
     let name = folder.file_name()?.to_string_lossy().into_owned();

@@ -1,34 +1,34 @@
-//! What is planned, what was found, and where the kernel says it.
+//! The plan, the findings, and the kernel's files.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// What is going to be opened.
+/// The caches to be opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
-    /// Processes on this machine that open it, each with stores and memory of its own.
+    /// Processes on this machine, each with its own stores and memory.
     pub ranks: u32,
     /// The paths of the disk tier.
     pub paths: Vec<PathBuf>,
-    /// Bytes on disk of each rank, of all its paths together. 0: not known.
+    /// Disk bytes per rank, over all its paths. 0: unknown.
     pub disk_bytes: u64,
-    /// Bytes of host memory of each rank. 0: not known.
+    /// Host memory bytes per rank. 0: unknown.
     pub host_bytes: u64,
 }
 
-/// One thing that was looked at.
+/// A finding about the machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Finding {
-    /// What it is about: `memory`, `space`, ...
+    /// Topic: `memory`, `space`, ...
     pub what: &'static str,
     /// What was found.
     pub found: String,
-    /// What mends it, or gets more out of it: a command where there is one.
+    /// The fix, or an improvement: a command where possible.
     pub fix: Option<String>,
-    /// What is planned will not work so, or much worse than it could.
+    /// The plan will not work, or much worse than it could.
     pub is_trouble: bool,
 }
 
@@ -47,30 +47,30 @@ impl Finding {
     }
 }
 
-/// The kernel's files.
+/// The kernel's files, below a root.
 pub(super) struct Kernel<'a> {
     pub(super) root: &'a Path,
 }
 
 impl Kernel<'_> {
-    /// A file, trimmed; nothing where there is none.
+    /// A file's text, trimmed; `None` if it does not exist.
     pub(super) fn read(&self, path: &str) -> Option<String> {
         fs::read_to_string(self.root.join(path)).ok().map(|text| text.trim().to_owned())
     }
 
-    /// A number that is a file's only content.
+    /// The number that is a file's only content.
     pub(super) fn number(&self, path: &str) -> Option<u64> {
         self.read(path)?.parse().ok()
     }
 
-    /// The rest of a file's line that begins so.
+    /// The rest of the first line that starts with `name`.
     pub(super) fn field(&self, path: &str, name: &str) -> Option<String> {
         let text = self.read(path)?;
         text.lines().find_map(|line| line.strip_prefix(name)).map(|rest| rest.trim().to_owned())
     }
 }
 
-/// Bytes for people.
+/// Formats bytes for people.
 pub(super) fn shown(bytes: u64) -> String {
     match [(40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")].iter().find(|(shift, _)| bytes >> shift > 0) {
         Some((shift, unit)) => format!("{:.1} {unit}", bytes as f64 / (1u64 << shift) as f64),

@@ -1,10 +1,10 @@
-//! Machines that are made up.
+//! Tests over made-up machines.
 
 use std::{fs, path::PathBuf};
 
 use super::*;
 
-/// A folder with the kernel's files of a machine with 64 GiB and nothing wrong.
+/// A directory with the kernel's files of a machine with 64 GiB and no troubles.
 fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
     let root = tempfile::tempdir().expect("a directory");
     let sound = [
@@ -27,7 +27,7 @@ fn plan(ranks: u32, host_bytes: u64) -> Plan {
     Plan { ranks, paths: Vec::new(), disk_bytes: 0, host_bytes }
 }
 
-/// What stands in the way there, with its fix.
+/// The troubles of a plan on such a machine, with their fixes.
 fn troubles(plan: &Plan, files: &[(&str, &str)]) -> Vec<(&'static str, String)> {
     let root = machine(files);
     let all = examine_at(plan, root.path());
@@ -63,7 +63,7 @@ fn a_sound_machine_has_no_troubles_and_each_limit_is_one() {
             more => panic!("{file}: {more:?}"),
         }
     }
-    // Who may lock anything is not bound.
+    // CAP_IPC_LOCK lifts the limit.
     let exempt = [("proc/self/limits", limits), ("proc/self/status", "CapEff:\t0000000000004000")];
     assert_eq!(troubles(&enough, &exempt), []);
 }

@@ -1,4 +1,4 @@
-//! Host slots: one block-sized place after another, ready for direct I/O.
+//! The host tier's memory: consecutive slots, aligned for direct I/O.
 
 use std::{fmt, ptr::NonNull};
 
@@ -8,7 +8,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Longest chunk: one buffer of a ring.
+/// Longest chunk: one registered buffer of a ring.
 const CHUNK_BYTES_MAX: usize = FIXED_BYTES_MAX;
 
 /// The memory of the host tier: slots of equal size, one after another.
@@ -87,11 +87,11 @@ impl Arena {
         Ok(Arena { chunks, slots, slot_bytes, slots_per_chunk, memory })
     }
 
-    /// Commits all the memory now (seconds for tens of GiB), so that no later first use waits for
-    /// the system. Where there is too little the system fails this call, or ends the process.
+    /// Commits all of the memory now (seconds for tens of GiB), so that no later first use has to wait. With too little
+    /// memory the system fails this call, or kills the process.
     ///
     /// # Errors
-    /// [`Error::Config`] on `host_blocks`, with what the system said.
+    /// [`Error::Config`] on `host_blocks`, with the system's error.
     pub fn populate(&mut self) -> Result<()> {
         self.memory.populate().map_err(|error| Error::Config {
             field: "host_blocks",
@@ -118,15 +118,15 @@ impl Arena {
     /// Where `slot` begins. Valid while the arena lives.
     ///
     /// # Panics
-    /// If there is no such slot: slots are numbered by this crate, never by users or files.
+    /// If there is no such slot: slot numbers come from this crate, never from users or files.
     pub fn slot_ptr(&self, slot: u32) -> NonNull<u8> {
         assert!(slot < self.slots, "slot {slot} of {}", self.slots);
         // SAFETY: a slot of the arena lies inside its mapping: `slot` is less than `slots`.
         unsafe { self.memory.ptr().add(slot as usize * self.slot_bytes) }
     }
 
-    /// The chunk that `slot` lies in: its place in [`chunks`](Self::chunks), and the index of the
-    /// registered buffer where all chunks are registered in order.
+    /// The chunk that contains `slot`: its index in [`chunks`](Self::chunks), and its number as a registered buffer if
+    /// all chunks are registered in order.
     ///
     /// # Panics
     /// As [`slot_ptr`](Self::slot_ptr).
@@ -151,8 +151,8 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// As many slots as fit a chunk; where possible so many that the next chunk begins on a huge page
-/// as well, because a huge page that two buffers share is pinned and counted for each.
+/// Slots per chunk: as many as fit, or a few less if the next chunk then starts on a huge page, because a huge page
+/// shared by two buffers is pinned and counted twice.
 fn slots_per_chunk(slot_bytes: usize, chunk_bytes_max: usize) -> u32 {
     let most = chunk_bytes_max / slot_bytes;
     let huge_bits = HUGE_PAGE_BYTES.trailing_zeros();
@@ -175,8 +175,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every slot lies whole in the chunk it is said to lie in, aligned for direct I/O, and
-        /// chunks cover the slots without gap, none too long.
+        /// Every slot lies within its chunk, aligned for direct I/O, and chunks cover the slots without gaps, none too
+        /// long.
         #[test]
         fn slots_lie_whole_in_their_chunks(slots in 1..2000_u32, pages in 1..20_usize, chunk_pages in 20..3000_usize) {
             let (slot_bytes, chunk_bytes_max) = (pages * IO_ALIGN, chunk_pages * IO_ALIGN);

@@ -1,8 +1,8 @@
 //! Huge pages for memory that a caller has mapped.
 //!
-//! Direct I/O gives a drive one piece for each range of physical memory that lies together, and a request has room for
-//! a few hundred: in pages of 4 KiB that happen to lie apart, a megabyte. Moved into huge pages, the same memory is
-//! read and written in larger requests, takes less of the kernel's time for each, and is summed up faster, too.
+//! A direct I/O request has one segment for each physically contiguous range and room for a few hundred: with scattered
+//! 4 KiB pages, about a megabyte. In huge pages the same memory is read and written in larger requests, at less kernel
+//! time each, and is also checksummed faster.
 
 use std::{io, thread};
 
@@ -10,19 +10,19 @@ use tokio::sync::oneshot;
 
 use super::mapping::HUGE_PAGE_BYTES;
 
-/// What is asked for in one call of the system: it cannot be interrupted, and takes a second for some gigabytes.
+/// Bytes per system call: a call cannot be interrupted, and takes a second for some gigabytes.
 const CALL_BYTES: usize = 1 << 30;
 
-/// Has the system back `len` bytes from `start` on by huge pages, and move into such what is there already. What they
-/// hold stays. On a thread of its own: copying takes some 0.2 s a GiB.
+/// Moves `len` bytes from `start` into huge pages, and advises huge pages for later first uses. Contents are kept. Runs
+/// on a thread of its own: copying takes some 0.2 s per GiB.
 ///
 /// # Errors
-/// Why part of it could not be moved: pages that a device has pinned stay where they are, kernels before Linux 6.1
-/// move nothing (and use huge pages for what is touched later), and too little memory may be free.
+/// Why a part could not be moved: a device has pinned its pages, the kernel is older than Linux 6.1 (which only uses
+/// huge pages for later first uses), or too little memory is free.
 ///
 /// # Cancel safety
-/// The thread goes on. Memory that is unmapped meanwhile is left out; what is mapped in its place may be moved as well,
-/// which nobody notices.
+/// The thread continues. Memory unmapped meanwhile is skipped; new memory mapped in its place may be moved too, which
+/// is harmless.
 pub(crate) async fn gather(start: usize, len: usize) -> io::Result<()> {
     if whole_pages(start, len).next().is_none() {
         return Ok(());
@@ -30,17 +30,17 @@ pub(crate) async fn gather(start: usize, len: usize) -> io::Result<()> {
     let (reply, receiver) = oneshot::channel();
     let all = move || drop(reply.send(each(whole_pages(start, len), gather_now)));
     thread::Builder::new().name("kvhoist-huge".into()).spawn(all)?;
-    receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that asks for huge pages ended")))
+    receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that collapses huge pages ended")))
 }
 
-/// The huge pages that lie wholly within a range, in pieces for a call each.
+/// The huge pages that lie entirely within a range, in pieces of one call each.
 fn whole_pages(start: usize, len: usize) -> impl Iterator<Item = (usize, usize)> {
     let end = (start + len) / HUGE_PAGE_BYTES * HUGE_PAGE_BYTES;
     let first = start.checked_next_multiple_of(HUGE_PAGE_BYTES).unwrap_or(end);
     (first..end).step_by(CALL_BYTES).map(move |at| (at, CALL_BYTES.min(end - at)))
 }
 
-/// Does it for every piece, also after one that failed; the first error.
+/// Calls `gather` for every piece, continuing after errors; returns the first error.
 fn each(
     pieces: impl Iterator<Item = (usize, usize)>,
     mut gather: impl FnMut(usize, usize) -> io::Result<()>,
@@ -53,15 +53,14 @@ fn each(
 }
 
 fn gather_now(start: usize, len: usize) -> io::Result<()> {
-    // What is touched from now on. Refused by kernels without huge pages, and for memory that has its own.
+    // For pages touched later. Refused by kernels without huge pages, and for memory that already has its own.
     advise(start, len, libc::MADV_HUGEPAGE)?;
-    // A page that is busy for a moment is left out: once more gets most of those.
+    // A page that is briefly busy is skipped; a second call moves most of those.
     advise(start, len, libc::MADV_COLLAPSE).or_else(|_| advise(start, len, libc::MADV_COLLAPSE))
 }
 
 fn advise(start: usize, len: usize, advice: libc::c_int) -> io::Result<()> {
-    // SAFETY: neither advice changes what any memory of this process holds, or whether it is mapped; a range that is
-    // not mapped is refused.
+    // SAFETY: neither advice changes the contents or the mapping of any memory; a range that is not mapped is refused.
     let refused = unsafe { libc::madvise(std::ptr::with_exposed_provenance_mut(start), len, advice) };
     if refused == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -86,7 +85,7 @@ mod tests {
     fn a_range_without_a_whole_huge_page_takes_no_thread() {
         let gathered = std::pin::pin!(gather(HUGE_PAGE_BYTES + 4096, 2 * HUGE_PAGE_BYTES - 4097));
         let polled = gathered.poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
-        assert!(polled.is_ready(), "somebody else is at it");
+        assert!(polled.is_ready(), "it started a thread");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Memory lent to an operation.
+//! I/O buffers that an operation owns.
 
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
@@ -11,31 +11,31 @@ use std::{
 
 use crate::block::IO_ALIGN;
 
-/// A range of memory in the hands of an operation.
+/// A range of memory owned by an operation.
 ///
-/// It travels by value into a storage engine, stays there until the kernel is done with it, and
-/// comes back with the result. The `owner` keeps the memory alive for as long as the `Lent` lives,
-/// wherever that is: a future may be dropped while the kernel still writes.
+/// It travels by value into a storage engine, stays there until the kernel is done with it, and comes back with the
+/// result. The `owner` keeps the memory alive as long as the `Lent` lives, even if the awaiting future is dropped while
+/// the kernel still writes.
 pub struct Lent {
     ptr: NonNull<u8>,
     len: usize,
-    /// Bytes before `ptr` that were lent too and skipped since.
+    /// Bytes before `ptr` that belong to the range and were skipped.
     skipped: usize,
-    /// Index of the registered buffer that contains this range, if one does.
+    /// Index of the registered buffer that contains the range, if there is one.
     fixed: Option<u16>,
     owner: Arc<dyn Any + Send + Sync>,
 }
 
-// SAFETY: the constructor's contract says that nobody else touches the range in a conflicting way
-// while the `Lent` lives, on any thread.
+// SAFETY: by the constructor's contract nothing else accesses the range in conflict while the `Lent` lives, on any
+// thread.
 unsafe impl Send for Lent {}
 
 impl Lent {
-    /// Lends `len` bytes at `ptr`. `fixed` names the registered buffer around them.
+    /// Lends `len` bytes at `ptr`. `fixed` is the index of the registered buffer around them.
     ///
     /// # Safety
-    /// While `owner` lives the range must stay mapped. Until the `Lent` is dropped nobody may write
-    /// to it, and if it is used for a read from storage nobody may read it either.
+    /// While `owner` lives the range must stay mapped. Until the `Lent` is dropped nothing else may write to it, and
+    /// during a read from storage nothing else may read it either.
     pub unsafe fn new(ptr: NonNull<u8>, len: usize, fixed: Option<u16>, owner: Arc<dyn Any + Send + Sync>) -> Self {
         Lent { ptr, len, skipped: 0, fixed, owner }
     }
@@ -60,7 +60,7 @@ impl Lent {
         self.fixed
     }
 
-    /// The same memory from `start` on: what is left after a short operation.
+    /// Skips the first `start` bytes: the rest of a short operation.
     ///
     /// # Panics
     /// If `start` is past the end.
@@ -72,7 +72,7 @@ impl Lent {
         Lent { ptr, len: self.len - start, skipped: self.skipped + start, ..self }
     }
 
-    /// All of the memory again, however far it was [skipped](Self::skip).
+    /// Undoes all [skips](Self::skip).
     #[must_use]
     pub fn rewind(self) -> Self {
         // SAFETY: `skipped` bytes before `ptr` belong to the range that `new` was given: only
@@ -81,19 +81,19 @@ impl Lent {
         Lent { ptr, len: self.len + self.skipped, skipped: 0, ..self }
     }
 
-    /// Bytes before this range that were lent too and [skipped](Self::skip) since.
+    /// Bytes [skipped](Self::skip) at the start of the range.
     pub fn skipped(&self) -> usize {
         self.skipped
     }
 
-    /// What keeps the memory alive.
+    /// The owner, which keeps the memory alive.
     pub fn into_owner(self) -> Arc<dyn Any + Send + Sync> {
         self.owner
     }
 }
 
-/// Memory for an operation, with the owner that keeps it mapped. Both come back when the operation has ended, the owner
-/// as what it is: only storage engines see the memory as a [`Lent`], whose owner has no type.
+/// Memory for an operation, with the owner that keeps it mapped. The owner is returned with its type after the
+/// operation; storage engines see the memory as a [`Lent`], whose owner is untyped.
 pub struct IoBuf<O> {
     ptr: NonNull<u8>,
     len: usize,
@@ -101,16 +101,17 @@ pub struct IoBuf<O> {
     owner: Arc<O>,
 }
 
-// SAFETY: the constructor's contract says that nobody else touches the range in a conflicting way while the buffer
-// lives, on any thread; the owner may go to any thread itself.
+// SAFETY: by the constructor's contract nothing else accesses the range in conflict while the buffer lives, on any
+// thread; the owner is `Send` and `Sync` itself.
 unsafe impl<O: Send + Sync> Send for IoBuf<O> {}
 
 impl<O: Send + Sync + 'static> IoBuf<O> {
-    /// `len` bytes at `ptr`, which `owner` keeps. `fixed` names the registered buffer around them.
+    /// A buffer of `len` bytes at `ptr`, which `owner` keeps mapped. `fixed` is the index of the registered buffer
+    /// around them.
     ///
     /// # Safety
-    /// While `owner` lives the range must stay mapped. Until the buffer is taken apart, and every [`Lent`] of it is
-    /// dropped, nobody may write to the range, and if it is used for a read from storage nobody may read it either.
+    /// While `owner` lives the range must stay mapped. Until the buffer and every [`Lent`] of it are dropped, nothing
+    /// else may write to the range, and during a read from storage nothing else may read it either.
     pub unsafe fn new(ptr: NonNull<u8>, len: usize, fixed: Option<u16>, owner: O) -> Self {
         IoBuf { ptr, len, fixed, owner: Arc::new(owner) }
     }
@@ -120,21 +121,21 @@ impl<O: Send + Sync + 'static> IoBuf<O> {
         self.len
     }
 
-    /// The memory, for a storage engine.
+    /// Lends the memory to a storage engine.
     ///
     /// # Safety
-    /// Every earlier [`Lent`] of this buffer must be gone.
+    /// Every earlier [`Lent`] of this buffer must have been dropped.
     pub(crate) unsafe fn lend(&self) -> Lent {
-        // SAFETY: the contract of `new`; the caller lends the range once at a time.
+        // SAFETY: the contract of `new`; the caller has no other `Lent` of the range.
         unsafe { Lent::new(self.ptr, self.len, self.fixed, Arc::clone(&self.owner) as _) }
     }
 
-    /// The owner.
+    /// Returns the owner.
     ///
     /// # Panics
-    /// If the memory is still lent: the result of an operation comes after its memory.
+    /// If the memory is still lent; an engine drops it before it reports the result.
     pub fn into_owner(self) -> O {
-        Arc::into_inner(self.owner).expect("every engine drops the memory before it answers")
+        Arc::into_inner(self.owner).expect("every engine drops the memory before it reports the result")
     }
 }
 
@@ -159,7 +160,7 @@ impl AlignedBuf {
     /// `len` zeroed bytes; `len` must be a positive multiple of [`IO_ALIGN`].
     ///
     /// # Panics
-    /// If it is not: lengths come from this crate's own constants, never from users or files.
+    /// If it is not: lengths are constants of this crate, never from users or files.
     pub fn zeroed(len: usize) -> Self {
         let layout = Self::layout(len);
         // SAFETY: the layout has a non-zero size, asserted in `layout`.
@@ -184,12 +185,11 @@ impl AlignedBuf {
     #[cfg(test)]
     pub(crate) fn lend(self) -> Lent {
         let (ptr, len) = (self.ptr, self.len);
-        // SAFETY: the buffer is moved into the `Lent`, so nobody else can reach it until
-        // `from_lent` takes it back out.
+        // SAFETY: the buffer is moved into the `Lent`, so it is unreachable until `from_lent` takes it out.
         unsafe { Lent::new(ptr, len, None, Arc::new(self)) }
     }
 
-    /// Takes back a buffer that was [lent](Self::lend), however far it was skipped.
+    /// Takes back a [lent](Self::lend) buffer, however far it was skipped.
     ///
     /// # Panics
     /// If `lent` was not made by [`AlignedBuf::lend`].
@@ -210,7 +210,7 @@ impl Deref for AlignedBuf {
 
 impl DerefMut for AlignedBuf {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and `&mut self` is the only access.
+        // SAFETY: `ptr` is valid for `len` initialized bytes, and `&mut self` is the only access.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 }

@@ -1,38 +1,35 @@
-//! Anonymous memory from the system: what host slots and a simulated device lie in.
+//! Anonymous mappings, for host slots and simulated device memory.
 
 use std::{io, ptr::NonNull};
 
 use crate::fork::Home;
 
-/// The huge page that mappings are aligned to, so that their first and last slots get one too.
+/// The huge page size. Mappings are aligned to it, so that their first and last slots are in huge pages too.
 pub(super) const HUGE_PAGE_BYTES: usize = 2 << 20;
 
-/// Zeroed, page-aligned memory, given back when dropped.
+/// Zeroed, page-aligned memory, unmapped when dropped.
 ///
-/// - Huge pages are advised (`MADV_HUGEPAGE`): fewer TLB misses, and fewer pages to pin for the
-///   ring and for the device.
-/// - Not inherited by `fork` (`MADV_DONTFORK`), nor given back by a forked child, which may have memory of its own at
-///   the same addresses. After a fork the pages would be shared
-///   copy-on-write. The next write to one of them, by either process, moves that process to a fresh
-///   copy, while a device that reads or writes under `O_DIRECT` or DMA keeps the old page: bytes
-///   from disk would land where nobody looks. A forked child that touches this memory faults.
-/// - Not in core dumps (`MADV_DONTDUMP`): they would be as large as the cache, and hold what users
-///   asked.
+/// - Huge pages are advised (`MADV_HUGEPAGE`): fewer TLB misses, and fewer pages to pin for the ring and the device.
+/// - Not inherited by `fork` (`MADV_DONTFORK`), and not unmapped by a forked child, which may have its own memory at
+///   the same addresses. Inherited pages would be shared copy-on-write: the next write, by either process, moves that
+///   process to a new copy, while a device that transfers under `O_DIRECT` or DMA keeps the old page, so that bytes
+///   from disk would be lost. A forked child that touches this memory faults.
+/// - Not in core dumps (`MADV_DONTDUMP`): they would be as large as the cache, and contain users' prompts.
 pub(crate) struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
     home: Home,
 }
 
-// SAFETY: the mapping is owned, and hands out addresses only. Who may touch what lies there is
-// decided by the owners of slots, under the contracts of `Lent::new` and `CopyBatch::new`.
+// SAFETY: the mapping is owned, and only hands out addresses. The owners of slots decide who may access them, under the
+// contracts of `Lent::new` and `CopyBatch::new`.
 unsafe impl Send for Mapping {}
 // SAFETY: as above; no method reads or writes the memory through `&self`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// `len` bytes at least, `len` > 0. Memory is committed when it is first written; only address
-    /// space and the system's overcommit rule can refuse here.
+    /// Maps at least `len` bytes (`len` > 0). Memory is committed at its first write; only a lack of address space and
+    /// the overcommit rule can fail here.
     pub(crate) fn anonymous(len: usize) -> io::Result<Self> {
         let page_bytes = page_bytes();
         let too_large = || io::Error::from_raw_os_error(libc::ENOMEM);
@@ -40,7 +37,7 @@ impl Mapping {
         if len < HUGE_PAGE_BYTES {
             return Self::map(len)?.advise();
         }
-        // The system aligns to small pages: take more, give back what lies before and after.
+        // The system aligns to small pages: map more, and unmap what precedes and follows the aligned range.
         let slack = HUGE_PAGE_BYTES - page_bytes;
         let mut mapping = Self::map(len.checked_add(slack).ok_or_else(too_large)?)?;
         let head = mapping.ptr.as_ptr().align_offset(HUGE_PAGE_BYTES);
@@ -51,7 +48,7 @@ impl Mapping {
 
     fn map(len: usize) -> io::Result<Self> {
         let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
-        // SAFETY: a new mapping at an address of the system's choice disturbs no existing memory.
+        // SAFETY: a new mapping at an address that the system chooses affects no existing memory.
         let ptr = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
         if ptr == libc::MAP_FAILED {
             return Err(io::Error::last_os_error());
@@ -60,18 +57,18 @@ impl Mapping {
         Ok(Mapping { ptr, len, home: Home::here() })
     }
 
-    /// Keeps `len` bytes from `head` on; both are multiples of a page, within the mapping.
+    /// Keeps only the `len` bytes from `head` on; both are multiples of a page, within the mapping.
     fn trim(&mut self, head: usize, len: usize) -> io::Result<()> {
         let tail = self.len - head - len;
         if tail > 0 {
-            // SAFETY: the last `tail` bytes of our own mapping, which nobody has seen yet.
+            // SAFETY: the last `tail` bytes of our own mapping, which has no users yet.
             unsafe { unmap(self.ptr.add(head + len), tail)? };
             self.len -= tail;
         }
         if head > 0 {
-            // SAFETY: the first `head` bytes of our own mapping, which nobody has seen yet.
+            // SAFETY: the first `head` bytes of our own mapping, which has no users yet.
             unsafe { unmap(self.ptr, head)? };
-            // SAFETY: `head` bytes on lies in the mapping, which has `len` more.
+            // SAFETY: the mapping has `len` more bytes from there on.
             self.ptr = unsafe { self.ptr.add(head) };
             self.len -= head;
         }
@@ -79,7 +76,7 @@ impl Mapping {
     }
 
     fn advise(self) -> io::Result<Self> {
-        // Without huge pages all is slower, and right: kernels may lack them. Likewise dumps.
+        // Optional: without huge pages the memory is only slower, and an old kernel may lack either advice.
         let _ = self.madvise(libc::MADV_HUGEPAGE);
         let _ = self.madvise(libc::MADV_DONTDUMP);
         self.madvise(libc::MADV_DONTFORK)?;
@@ -87,16 +84,16 @@ impl Mapping {
     }
 
     fn madvise(&self, advice: libc::c_int) -> io::Result<()> {
-        // SAFETY: the range is our own mapping, and no advice given here changes its contents.
+        // SAFETY: the range is our own mapping, and the advice used here does not change its contents.
         let rc = unsafe { libc::madvise(self.ptr.as_ptr().cast(), self.len, advice) };
         if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Commits all pages now, so that no later first write has to wait for the system to find and
-    /// clear one. Contents are unchanged.
+    /// Commits all pages now, so that no later first write waits for the system to allocate and clear a page. Contents
+    /// are unchanged.
     pub(crate) fn populate(&mut self) -> io::Result<()> {
         match self.madvise(libc::MADV_POPULATE_WRITE) {
-            // Before Linux 5.14.
+            // Kernels before 5.14 have no such advice.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => self.touch(),
             other => return other,
         }
@@ -105,10 +102,10 @@ impl Mapping {
 
     fn touch(&mut self) {
         for offset in (0..self.len).step_by(page_bytes()) {
-            // SAFETY: `offset` is in the mapping; its bytes are initialized (zero at first).
+            // SAFETY: `offset` is within the mapping, whose bytes are initialized (zero at first).
             let byte = unsafe { self.ptr.add(offset) };
-            // SAFETY: as above; `&mut self` is held before any slot is given out, so nobody else
-            // writes here. Writing back what is there changes nothing.
+            // SAFETY: within the mapping; `&mut self` is held before any slot is handed out, so nothing else writes
+            // here. The byte keeps its value.
             unsafe { byte.write_volatile(byte.read_volatile()) };
         }
     }
@@ -127,17 +124,17 @@ impl Drop for Mapping {
         if !self.home.is_here() {
             return;
         }
-        // SAFETY: our own mapping. Whoever was given an address in it keeps its owner alive for as
-        // long as the address is in use (contracts of `Lent::new` and `CopyBatch::new`).
+        // SAFETY: our own mapping. A user of an address in it keeps its owner alive (contracts of `Lent::new` and
+        // `CopyBatch::new`).
         let unmapped = unsafe { unmap(self.ptr, self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of {} bytes: {unmapped:?}", self.len);
     }
 }
 
 /// # Safety
-/// The range must be whole pages of a mapping that nobody uses from here on.
+/// The range must be whole pages of a mapping that is no longer used.
 unsafe fn unmap(ptr: NonNull<u8>, len: usize) -> io::Result<()> {
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller vouches for the range.
     let rc = unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
     if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
 }
@@ -179,7 +176,7 @@ mod tests {
         assert!(flags.contains(&"dc"), "not copied by fork: {flags:?}");
         assert!(flags.contains(&"dd"), "not in core dumps: {flags:?}");
         drop(mapping);
-        // Another thread's test may map the same address at once, but never a range of this size.
+        // Tests in other threads may map the same address next, but never a range of this size.
         assert!(smaps_of(ptr).is_none_or(|(other, _)| other != end));
     }
 
@@ -191,7 +188,7 @@ mod tests {
             if mapping.len() >= HUGE_PAGE_BYTES {
                 assert!(mapping.ptr().as_ptr().addr().is_multiple_of(HUGE_PAGE_BYTES));
             }
-            // SAFETY: mapped, zeroed by the system, and known to this test only.
+            // SAFETY: mapped, zeroed by the system, and used only by this test.
             let bytes = unsafe { std::slice::from_raw_parts_mut(mapping.ptr().as_ptr(), mapping.len()) };
             assert!(bytes.iter().all(|&byte| byte == 0));
             bytes.fill(1);
@@ -201,7 +198,7 @@ mod tests {
     #[test]
     fn populating_changes_no_byte() {
         let mut mapping = Mapping::anonymous(3 * 4096).expect("12 KiB");
-        // SAFETY: mapped, and known to this test only.
+        // SAFETY: mapped, and used only by this test.
         unsafe { mapping.ptr().write(7) };
         mapping.populate().expect("12 KiB");
         mapping.touch();

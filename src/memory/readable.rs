@@ -2,10 +2,10 @@
 
 use crate::block::Segment;
 
-/// Memory to be read that a guard keeps mapped, initialized and unwritten.
+/// A guard that keeps memory mapped, initialized and unwritten.
 ///
 /// # Safety
-/// [`segments`](Readable::segments) are all of that for as long as the guard lives.
+/// [`segments`](Readable::segments) must stay mapped, initialized and unwritten while the guard lives.
 pub(crate) unsafe trait Readable: Send + Sync + 'static {
     fn segments(&self) -> Vec<Segment>;
 }

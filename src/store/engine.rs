@@ -1,4 +1,4 @@
-//! A runtime and a storage engine for as long as a store is looked at.
+//! A runtime and a storage engine for the inspection of a store.
 
 use std::{sync::Arc, thread};
 
@@ -10,11 +10,11 @@ use crate::{
     runtime::Reactor,
 };
 
-/// Threads of the blocking engine; past it, more in flight brings nothing.
+/// Largest number of threads of the blocking engine; more requests in flight are not faster.
 const THREADS_MAX: usize = 64;
 
-/// Runs `work` on a thread of its own, inside a runtime and with a storage engine for the store's files: the caller may
-/// be inside a runtime itself, and a ring belongs to its thread.
+/// Runs `work` on a new thread, inside a runtime and with a storage engine for the store's files: the caller may itself
+/// be inside a runtime, and a ring belongs to its thread.
 pub(super) fn on_a_runtime<T: Send>(
     store: &Store,
     options: &Options,

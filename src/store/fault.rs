@@ -1,56 +1,56 @@
-//! What can be wrong with a store, and where.
+//! Faults of a store, and where they are.
 
 use std::{collections::BTreeMap, fmt, path::PathBuf};
 
 use crate::block::BlockKey;
 
-/// One place of a store that is not as it was written.
+/// A fault of a store: a place that does not hold what was written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     /// The file or device.
     pub path: PathBuf,
-    /// Where in it the damaged part begins.
+    /// Offset of the damaged part.
     pub offset: u64,
-    /// The slot, counted over all paths, where it is about one.
+    /// The slot, counted over all paths, if the fault concerns one.
     pub slot: Option<u32>,
-    /// The first four bytes of the block's key, in hex, where that is known. The whole key tells what was asked.
+    /// The first four bytes of the block's key in hex, if known. The whole key would reveal the prompt.
     pub key_prefix: Option<String>,
     /// What is wrong.
     pub kind: FaultKind,
 }
 
-/// What is wrong in one place.
+/// The kind of a fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FaultKind {
-    /// One copy of the superblock does not count, the other does: mended when a cache next opens the store.
+    /// One copy of the superblock is invalid, the other is valid: repaired when a cache next opens the store.
     SuperblockCopy,
-    /// Neither copy of the superblock counts: the store cannot be opened.
+    /// Both copies of the superblock are invalid: the store cannot be opened.
     Superblocks,
-    /// The file ends before the store does: the store cannot be opened.
+    /// The file is shorter than the store: the store cannot be opened.
     CutShort {
-        /// The bytes that it should have.
+        /// Bytes that the file should have.
         expected: u64,
     },
-    /// A record that is torn or rotten. Its block is a miss.
+    /// A torn or corrupted record. Its block is a miss.
     RecordCrc,
-    /// A sound record of this store in the wrong place. Its block is a miss.
+    /// A valid record of this store in the wrong place. Its block is a miss.
     RecordMisplaced {
         /// The slot that it was written for.
         written_for: u32,
     },
-    /// A record whose crc holds, but with a field that is impossible. Its block is a miss.
+    /// A record with a correct crc but an impossible field. Its block is a miss.
     RecordField(&'static str),
-    /// A page of the record table that cannot be read. Its blocks are misses.
+    /// An unreadable page of the record table. Its blocks are misses.
     RecordsUnreadable,
-    /// Something after the last slot's record, where zeros belong. Costs nothing.
+    /// Data after the last slot's record, where zeros belong. Harmless.
     RecordsPastEnd,
-    /// A block with other bytes than were stored: a miss. Where its process was killed while it was written, this is
-    /// what that leaves, and no sign of a bad disk.
+    /// A block whose payload differs from what was stored: a miss. A process killed during the write leaves this too,
+    /// so it need not be a sign of a bad disk.
     Payload,
-    /// A block that cannot be read: a miss.
+    /// An unreadable block: a miss.
     PayloadUnreadable {
-        /// What the system said.
+        /// The system's error.
         error: String,
     },
 }
@@ -90,7 +90,7 @@ impl fmt::Display for FaultKind {
     }
 }
 
-/// The faults of a store: all counted, the first ones listed.
+/// The faults of a store: all are counted, the first ones listed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Faults {
     listed: Vec<Fault>,
@@ -114,23 +114,23 @@ impl Faults {
         faults.into_iter().for_each(|fault| self.add(fault));
     }
 
-    /// How many there are.
+    /// Number of faults.
     pub fn count(&self) -> u64 {
         self.counts.values().sum()
     }
 
-    /// How many there are of each kind, by [`FaultKind::name`].
+    /// Number of faults of each kind, by [`FaultKind::name`].
     pub fn counts(&self) -> &BTreeMap<&'static str, u64> {
         &self.counts
     }
 
-    /// The first ones found, [`listed_max`](super::Options::listed_max) at most.
+    /// The first faults found, at most [`listed_max`](super::Options::listed_max).
     pub fn listed(&self) -> &[Fault] {
         &self.listed
     }
 }
 
-/// As much of a key as may be shown.
+/// The part of a key that may be shown.
 pub(super) fn key_prefix(key: &BlockKey) -> String {
     key.as_bytes()[..4].iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -1,4 +1,4 @@
-//! What a store is and how full.
+//! Inspects a store: identity, geometry, and use.
 
 use std::{
     ops::ControlFlow,
@@ -23,55 +23,55 @@ use crate::{
 pub struct Member {
     /// The file or device.
     pub path: PathBuf,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// A block device.
+    /// Whether it is a block device.
     pub device: bool,
-    /// Its slots.
+    /// Number of slots.
     pub slots: u32,
     /// Slots that hold a block.
     pub full: u64,
-    /// Where slot 0 starts.
+    /// Offset of slot 0.
     pub data_offset: u64,
-    /// Rises with every write of the superblock.
+    /// Sequence number of the superblock; rises with every write of it.
     pub sequence: u64,
 }
 
-/// What a store is and what its record tables say. No payload was read.
+/// Contents of a store's superblocks and record tables. No payload was read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Inspection {
-    /// What the superblocks say.
+    /// Contents of the superblocks.
     pub shape: Shape,
-    /// The files and devices, in the order in which a cache must be given them.
+    /// The files and devices, in the order in which `disks` must list them.
     pub members: Vec<Member>,
-    /// Slots whose record names a block; [`superseded`](Self::superseded) ones too.
+    /// Slots whose record names a block, including [`superseded`](Self::superseded) ones.
     pub full: u64,
     /// Slots without a record.
     pub empty: u64,
-    /// Slots whose record does not count.
+    /// Slots whose record is invalid.
     pub bad: u64,
-    /// Full slots whose block has a newer copy in another: free when a cache next opens the store.
+    /// Full slots whose block has a newer copy in another slot; they become free when a cache next opens the store.
     pub superseded: u64,
-    /// Blocks without a parent: the first ones of prefix chains.
+    /// Blocks without a parent: the first blocks of prefix chains.
     pub roots: u64,
     /// Bytes of the blocks in full slots.
     pub bytes: u64,
     /// Lowest and highest generation.
     pub generations: Option<(u64, u64)>,
-    /// The least and the most recent use, by the index's logical clock.
+    /// The oldest and the latest use, by the index's logical clock.
     pub last_uses: Option<(u64, u64)>,
-    /// A cache has the store open.
+    /// Whether a cache has the store open.
     pub in_use: bool,
-    /// What is wrong with the superblocks and record tables.
+    /// Faults of the superblocks and record tables.
     pub faults: Faults,
 }
 
-/// Looks at the store at `paths`: all of its files, directories or devices, in any order. Reads the superblocks and
-/// the record tables, 128 bytes a slot.
+/// Inspects the store at `paths`: all of its files, directories or devices, in any order. Reads the superblocks and the
+/// record tables, 128 bytes per slot.
 ///
 /// # Errors
-/// [`Error::Store`] where the paths are not all of one store, the store is too damaged to be opened, or a cache has it
-/// open; [`Error::Argument`]; [`Error::Io`] where the system fails.
+/// [`Error::Store`] if the paths are not exactly those of one store, if the store is too damaged to be opened, or if a
+/// cache has it open; [`Error::Argument`]; [`Error::Io`] if a system call fails.
 pub fn inspect<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<Inspection> {
     options.validate()?;
     let paths: Vec<&Path> = paths.iter().map(AsRef::as_ref).collect();

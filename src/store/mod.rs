@@ -1,9 +1,9 @@
-//! A store at rest: what it is ([`inspect`]) and whether it is sound ([`verify`]), without a cache on it and
-//! without a byte of it created or changed; and how to remove it ([`wipe`]).
+//! A store at rest: what it contains ([`inspect`]) and whether it is intact ([`verify`]), without opening a cache and
+//! without creating or changing anything; and how to remove it ([`wipe`]).
 //!
-//! [`inspect`] and [`verify`] open the files read-only, `O_DIRECT` where that works, and take the store's lock shared:
-//! they run beside each other, but not beside a cache, unless [`Options::allow_in_use`] says so. All of them block; in
-//! async code, call them on a thread where that is allowed (`tokio::task::spawn_blocking`).
+//! [`inspect`] and [`verify`] open the files read-only, with `O_DIRECT` if possible, and take a shared lock on the
+//! store: they can run concurrently, but not while a cache has the store open, unless [`Options::allow_in_use`] is set.
+//! All of these functions block; in async code, call them on a blocking thread (`tokio::task::spawn_blocking`).
 //!
 //! ```
 //! # fn main() -> kvhoist::Result<()> {
@@ -44,19 +44,19 @@ use crate::{
     error::{Error, Result},
 };
 
-/// How to look at a store.
+/// Options of [`inspect`] and [`verify`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Options {
-    /// What serves the reads.
+    /// The storage engine for reads.
     pub storage: StorageKind,
-    /// What to do where a path has no direct I/O.
+    /// What to do if a path has no direct I/O.
     pub direct_io: DirectIo,
-    /// Slots that are read at the same time, 1 to 1024. Each costs a buffer of 1 MiB at most.
+    /// Concurrent slot reads, 1 to 1024. Each needs a buffer of at most 1 MiB.
     pub depth: u32,
-    /// Look at a store that a cache has open, too. Blocks on the move then look damaged: what such a look finds is
-    /// proven only by a second one with the cache closed.
+    /// Read a store even if a cache has it open. Blocks that are being written then look damaged: confirm faults with a
+    /// second run while the cache is closed.
     pub allow_in_use: bool,
-    /// Faults, and duplicates, that are listed; all are counted.
+    /// Largest number of faults, and of duplicates, to list; all are counted.
     pub listed_max: usize,
 }
 

@@ -1,4 +1,4 @@
-//! From paths to a store that may be looked at: opened, put in the store's order, judged.
+//! Opens the paths of a store for reading: validates them and puts them in the store's order.
 
 use std::path::{Path, PathBuf};
 
@@ -22,64 +22,64 @@ use crate::{
     error::{Error, Result},
 };
 
-/// What to do about a refusal: there are no settings here that could be wrong.
+/// The fix in refusals: without settings, only the paths can be wrong.
 const ACTION: &str = "name every path of one store, each once; symbolic links are not followed";
 
-/// What a store is, as its superblocks say.
+/// A store's identity and geometry, from its superblocks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shape {
-    /// Version of the format.
+    /// Format version.
     pub version: u32,
-    /// The store's id, random when it was created.
+    /// Random id of the store.
     pub uuid: [u8; 16],
-    /// The namespace that all of its keys belong to: a store has one, and no cache of another opens it.
+    /// The namespace of its keys. A store has one, and only caches with the same namespace can open it.
     pub namespace: String,
-    /// Bytes of a block.
+    /// Bytes per block.
     pub block_bytes: u64,
-    /// Bytes of a slot: a block, padded.
+    /// Bytes per slot: a block, padded.
     pub slot_bytes: u64,
-    /// Slots of all paths.
+    /// Slots over all paths.
     pub slots: u32,
 }
 
-/// A store, open for reading, its members in the order of the store.
+/// A store open for reading, its members in the store's order.
 pub(super) struct Store {
     pub files: Vec<ReadOnlyFile>,
     pub superblocks: Vec<Superblock>,
-    /// The settings that the store was created with.
+    /// The settings of the store, as created.
     pub config: Config,
     pub stripe: Stripe,
     pub shape: Shape,
-    /// What is wrong with the superblocks, and still lets the store be opened.
+    /// Faults of the superblocks that do not prevent opening.
     pub faults: Vec<Fault>,
 }
 
 impl Store {
-    /// The files as the pass over the record tables wants to know them.
+    /// The files, as the pass over the record tables needs them.
     pub fn members(&self) -> Vec<Member> {
         self.files.iter().map(ReadOnlyFile::member).collect()
     }
 
-    /// A cache has the store open.
+    /// Whether a cache has the store open.
     pub fn in_use(&self) -> bool {
         self.files.iter().any(|file| file.in_use)
     }
 }
 
-/// What the paths turned out to be.
+/// Result of opening the paths.
 pub(super) enum Opened {
     Store(Box<Store>),
-    /// A store of this program, so damaged that no cache can open it.
+    /// A store of kvhoist, too damaged to be opened by a cache.
     Lost {
         files: Vec<ReadOnlyFile>,
         faults: Vec<Fault>,
     },
 }
 
-/// Opens the store at `paths`, named in any order.
+/// Opens the store at `paths`, in any order.
 ///
 /// # Errors
-/// [`Error::Store`] where they are not all members of one store, or a cache has it open; [`Error::Io`].
+/// [`Error::Store`] if they are not the members of one store, or a cache has it open; [`Error::Io`].
 pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
     if paths.is_empty() {
         let expected = "the files, directories or devices of one store".into();
@@ -96,7 +96,7 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
                 faults.extend(damaged_copies(&file, &superblock));
                 members.push((superblock, file));
             }
-            // The torn one is a creation that was cut off, or a store whose superblocks are damaged.
+            // A torn head is an interrupted creation, or a store whose superblocks are damaged.
             Head::Torn | Head::Bad(SuperblockFlaw::Damaged | SuperblockFlaw::Field(_)) => {
                 faults.push(fault(&file, 0, FaultKind::Superblocks));
                 lost.push(file);
@@ -147,7 +147,7 @@ fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>) ->
     Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: ACTION.into() }
 }
 
-/// Refusals made for a cache speak of its settings.
+/// Rewords refusals that mention settings of a cache.
 fn reword(error: Error) -> Error {
     match error {
         Error::Store { path, found, expected, action } if action.contains("disks") || action.contains("remove") => {
@@ -161,14 +161,14 @@ fn fault(file: &ReadOnlyFile, offset: u64, kind: FaultKind) -> Fault {
     Fault { path: file.path.clone(), offset, slot: None, key_prefix: None, kind }
 }
 
-/// Copies that do not say what the superblock that counts says. One that is older, or of a creation that was not
-/// finished, is as it was written.
+/// Copies of the superblock that are neither equal to the valid one nor an older version or the state of an unfinished
+/// creation.
 fn damaged_copies(file: &ReadOnlyFile, counts: &Superblock) -> Vec<Fault> {
     let sound = |copy: usize| {
         let bytes = file.head()[copy * PAGE_BYTES..].first_chunk().expect("a head has two pages");
         match Superblock::decode(bytes) {
-            Ok(twin) => Superblock { state: counts.state, sequence: counts.sequence, ..twin } == *counts,
-            // Not written yet when the creation was cut off.
+            Ok(other) => Superblock { state: counts.state, sequence: counts.sequence, ..other } == *counts,
+            // Not yet written when the creation was interrupted.
             Err(SuperblockFlaw::Blank) => copy == 1 && counts.state == State::Forming,
             Err(_) => false,
         }
@@ -177,7 +177,7 @@ fn damaged_copies(file: &ReadOnlyFile, counts: &Superblock) -> Vec<Fault> {
     damaged.map(|copy| fault(file, SUPERBLOCK_OFFSETS[copy], FaultKind::SuperblockCopy)).collect()
 }
 
-/// All members of one store, each once. They come sorted.
+/// Checks that the members, which are sorted, are those of one store, each once.
 fn check_complete(members: &[(Superblock, ReadOnlyFile)]) -> Result<()> {
     let (first, first_file) = &members[0];
     for (at, (superblock, file)) in members.iter().enumerate() {
@@ -204,7 +204,7 @@ fn check_complete(members: &[(Superblock, ReadOnlyFile)]) -> Result<()> {
 fn settings(members: &[(Superblock, ReadOnlyFile)]) -> Result<Config> {
     let first = &members[0].0;
     let slots: u64 = members.iter().map(|(superblock, _)| superblock.slots).sum();
-    // One superblock's fields were checked against each other, those of several were not.
+    // The fields within each superblock were checked against each other, but not across superblocks.
     if slots > SLOTS_MAX {
         let found = format!("{slots} slots in all members");
         return Err(refuse(&members[0].1.path, found, format!("{SLOTS_MAX} at most")));

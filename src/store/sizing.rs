@@ -1,18 +1,18 @@
-//! How many bytes a store takes, and how many slots have room in so many.
+//! Bytes that a store takes for a number of slots, and slots that fit in a number of bytes.
 
 use crate::{
     disk::format::stripe::{MemberGeometry, SLOTS_MAX},
     io::IO_ALIGN,
 };
 
-/// Bytes of the file or device of one path with so many slots: superblocks, records and blocks.
+/// Bytes of the file or device of one path with this many slots: superblocks, records and blocks.
 ///
-/// At most [`SLOTS_MAX`] slots of 1 GiB count: no store has more.
+/// Counts at most [`SLOTS_MAX`] slots of 1 GiB: no store has more.
 pub fn path_bytes(slots: u64, block_bytes: u64) -> u64 {
     MemberGeometry::of(slots.min(SLOTS_MAX) as u32, slot_bytes(block_bytes)).bytes
 }
 
-/// The most slots whose file takes no more than `bytes`; 0 where there is no room for one.
+/// Largest number of slots whose file fits in `bytes`; 0 if none fits.
 pub fn slots_within(bytes: u64, block_bytes: u64) -> u32 {
     let (mut fits, mut too_many) = (0, SLOTS_MAX + 1);
     while too_many - fits > 1 {

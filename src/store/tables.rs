@@ -1,4 +1,4 @@
-//! What the record tables say.
+//! Reads the record tables.
 
 use std::{cmp::Reverse, ops::ControlFlow};
 
@@ -9,7 +9,7 @@ use super::{
 use crate::{
     block::BlockKey,
     disk::{
-        PageId, Pages,
+        PageId, PageVisitor,
         format::{
             PAGE_BYTES, RECORD_BYTES, is_zero,
             record::{RecordFlaw, RecordSeal, written_for},
@@ -26,7 +26,7 @@ pub(super) struct Committed {
     pub checksum: u64,
 }
 
-/// Smallest and largest of what was seen.
+/// Smallest and largest value seen.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Range(pub Option<(u64, u64)>);
 
@@ -37,16 +37,16 @@ impl Range {
     }
 }
 
-/// Takes in all record tables of a store.
+/// Visits all record tables of a store.
 pub(super) struct Tables<'a, F> {
     store: &'a Store,
     seals: Vec<RecordSeal>,
     unreadable: Vec<PageId>,
-    /// Asked after every page whether to go on.
+    /// Called after every page; decides whether to continue.
     go_on: F,
     pub committed: Vec<Committed>,
     pub committed_by_member: Vec<u64>,
-    /// Records that begin a prefix chain.
+    /// Records without a parent.
     pub roots: u64,
     pub empty: u64,
     pub bad: u64,
@@ -82,7 +82,7 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
         let stripe = &self.store.stripe;
         let (file, first, count) = stripe.page_slots(page);
         let (_, page_offset) = stripe.page_location(page);
-        // Taken out again, so that the list is never longer than one read has pages.
+        // Removed from the list, which therefore never grows beyond the pages of one read.
         if let Some(at) = self.unreadable.iter().position(|&unreadable| unreadable == page) {
             self.unreadable.swap_remove(at);
             self.bad += u64::from(count);
@@ -119,7 +119,7 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
         }
     }
 
-    /// A record of another place in the store, or no record at all.
+    /// Distinguishes a misplaced record from a corrupted one.
     fn why_crc(&self, bytes: &[u8; RECORD_BYTES]) -> FaultKind {
         let (member, local) = written_for(&self.store.shape.uuid, bytes);
         let members = self.store.stripe.members();
@@ -138,8 +138,8 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
     }
 }
 
-impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> Pages for Tables<'_, F> {
-    // To look at bad disks is what it is for.
+impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> PageVisitor for Tables<'_, F> {
+    // Unlimited: reading bad disks is the purpose of this pass.
     const UNREADABLE_MAX: u64 = u64::MAX;
 
     fn unreadable(&mut self, page: PageId) {
@@ -154,8 +154,8 @@ impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> Pages for Tables<'_, F> {
     }
 }
 
-/// Puts records of one key next to each other, the one that counts first: as when a cache opens the store, the newest,
-/// and of equally new ones (which no cache writes) the one that stands first in the tables. They come in that order.
+/// Groups records by key, the valid one first: like an opening cache, prefers the newest, and among equally new ones
+/// (which no cache writes) the first in the tables. The records arrive in table order.
 pub(super) fn group_by_key(committed: &mut [Committed]) {
     committed.sort_by_key(|it| (it.key, Reverse(it.generation)));
 }

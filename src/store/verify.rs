@@ -1,4 +1,4 @@
-//! Reads back everything that a store holds, and holds it against its checksums.
+//! Reads all blocks of a store and checks their checksums.
 
 use std::{
     cell::{Cell, RefCell},
@@ -26,15 +26,15 @@ use crate::{
     memory::AlignedBuf,
 };
 
-/// Bytes of one read: a slot is read in pieces, so that memory has a limit whatever the size of a block.
+/// Bytes per read: a slot is read in pieces, which bounds memory for any block size.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// How far a verification is.
+/// Progress of a verification.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
     /// Blocks read.
     pub blocks_done: u64,
-    /// Blocks to be read; 0 while the record tables are.
+    /// Blocks to read in all; 0 while the record tables are being read.
     pub blocks: u64,
     /// Bytes read so far.
     pub bytes_read: u64,
@@ -47,55 +47,56 @@ pub struct Progress {
 pub struct Duplicate {
     /// The first four bytes of the key, in hex.
     pub key_prefix: String,
-    /// The slot that counts.
+    /// The slot with the valid record.
     pub slot: u32,
-    /// Its generation.
+    /// Generation of the valid record.
     pub generation: u64,
-    /// The slot that is free when a cache next opens the store.
+    /// The slot with the superseded record; it becomes free when a cache next opens the store.
     pub superseded_slot: u32,
-    /// Its generation, which is lower.
+    /// Generation of the superseded record, which is lower.
     pub superseded_generation: u64,
 }
 
-/// What a verification came to.
+/// Result of a verification.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Verification {
-    /// What the superblocks say; `None` where the store is too damaged to be opened. Then nothing else was read.
+    /// Contents of the superblocks; `None` if the store is too damaged to be opened, in which case nothing else was
+    /// read.
     pub shape: Option<Shape>,
-    /// The files and devices, in the order in which a cache must be given them.
+    /// The files and devices, in the order in which `disks` must list them.
     pub paths: Vec<PathBuf>,
     /// Slots whose record names a block.
     pub committed: u64,
     /// Slots without a record.
     pub empty: u64,
-    /// Slots whose record does not count.
+    /// Slots whose record is invalid.
     pub records_bad: u64,
-    /// Committed slots whose block has a newer copy in another. Nobody is ever served from them; they are not read.
+    /// Slots whose block has a newer copy in another slot. A cache never serves them; they are not read.
     pub superseded: u64,
-    /// The first of those, [`Options::listed_max`] at most.
+    /// The first superseded records, at most [`Options::listed_max`].
     pub duplicates: Vec<Duplicate>,
-    /// Blocks with the bytes that were stored.
+    /// Blocks whose payload matches its checksum.
     pub payloads_good: u64,
-    /// Blocks with other bytes, or that cannot be read.
+    /// Blocks whose payload does not match, or is unreadable.
     pub payloads_bad: u64,
-    /// All that is wrong.
+    /// All faults found.
     pub faults: Faults,
     /// Bytes read: record tables and slots.
     pub bytes_read: u64,
     /// How long it took.
     pub elapsed: Duration,
-    /// What served the reads.
+    /// The storage engine used.
     pub storage: &'static str,
-    /// All paths were read by direct I/O.
+    /// Whether all paths were read with direct I/O.
     pub direct_io: bool,
-    /// A cache had the store open: faults may be blocks on the move.
+    /// Whether a cache had the store open: faults may be blocks that were being written.
     pub in_use: bool,
-    /// Everything was read; false where the caller broke it off.
+    /// Whether everything was read; false if the caller stopped early.
     pub complete: bool,
 }
 
 impl Verification {
-    /// Everything was read, and nothing is wrong.
+    /// True if everything was read and nothing is wrong.
     pub fn is_clean(&self) -> bool {
         self.complete && self.faults.count() == 0
     }
@@ -122,18 +123,18 @@ impl Verification {
     }
 }
 
-/// Reads the store at `paths` (all of its files, directories or devices, in any order): superblocks, record tables
-/// and the slot of every block that a cache would serve, and checks all their checksums. Padding and free slots are
+/// Verifies the store at `paths` (all of its files, directories or devices, in any order): reads superblocks, record
+/// tables and the slot of every block that a cache would serve, and checks all checksums. Padding and free slots are
 /// not read; nothing depends on them.
 ///
-/// `progress` is told how far it is after every read, and may end it early.
+/// `progress` is called after every read, and may stop the verification.
 ///
-/// Memory: about 80 bytes a block, and a buffer of 1 MiB at most for each of [`Options::depth`] reads in flight.
+/// Memory: about 80 bytes per block, and a buffer of at most 1 MiB for each of [`Options::depth`] reads in flight.
 ///
 /// # Errors
-/// [`Error::Store`](crate::Error::Store) where the paths are not all of one store, or a cache has it open;
-/// [`Error::Argument`](crate::Error::Argument); [`Error::Io`](crate::Error::Io) where files cannot be opened. Damage is
-/// no error, but what the result tells.
+/// [`Error::Store`](crate::Error::Store) if the paths are not exactly those of one store, or a cache has it open;
+/// [`Error::Argument`](crate::Error::Argument); [`Error::Io`](crate::Error::Io) if files cannot be opened. Damage is
+/// not an error but part of the result.
 pub fn verify<P: AsRef<Path>>(
     paths: &[P],
     options: &Options,
@@ -169,7 +170,7 @@ async fn scrub<S: Storage>(
     let Tables { mut committed, empty, bad, faults, bytes, stopped, .. } = tables;
     let committed_count = committed.len() as u64;
     let (superseded, duplicates) = drop_superseded(&mut committed, options.listed_max);
-    // In the order of the slots the reads of every member go up.
+    // In slot order, offsets ascend on every member.
     committed.sort_unstable_by_key(|block| block.slot);
     let tally = Tally { good: 0, bad: 0, bytes_read: bytes, faults };
     let scrub = Scrub {
@@ -205,7 +206,7 @@ async fn scrub<S: Storage>(
     })
 }
 
-/// Leaves of each key the record that counts. How many are gone, and the first of them.
+/// Keeps the valid record of each key. Returns the number of superseded records, and the first of them.
 fn drop_superseded(committed: &mut Vec<Committed>, listed_max: usize) -> (u64, Vec<Duplicate>) {
     group_by_key(committed);
     let (mut count, mut listed) = (0, Vec::new());
@@ -235,7 +236,7 @@ struct Tally {
     faults: Faults,
 }
 
-/// What the workers share. All of them are polled by one task.
+/// State shared by the workers, all of which one task polls.
 struct Scrub<'a, S, F> {
     store: &'a Store,
     storage: &'a S,
@@ -247,7 +248,7 @@ struct Scrub<'a, S, F> {
 }
 
 impl<S: Storage, F: FnMut(Progress) -> ControlFlow<()>> Scrub<'_, S, F> {
-    /// Checks one block after the other until there is none left.
+    /// Checks blocks until none is left.
     async fn work(&self) {
         let mut buffer = None;
         while let Some(block) = self.blocks.get(self.next.replace(self.next.get() + 1)) {
@@ -257,7 +258,7 @@ impl<S: Storage, F: FnMut(Progress) -> ControlFlow<()>> Scrub<'_, S, F> {
         }
     }
 
-    /// Whether the block has the bytes that were stored; `None` once the caller wants no more.
+    /// Whether the block has the stored payload; `None` once the caller has stopped the verification.
     async fn check(&self, block: &Committed, buffer: &mut Option<AlignedBuf>) -> Option<io::Result<bool>> {
         let stripe = &self.store.stripe;
         let (file, offset) = stripe.locate(block.slot);
@@ -268,7 +269,7 @@ impl<S: Storage, F: FnMut(Progress) -> ControlFlow<()>> Scrub<'_, S, F> {
                 return None;
             }
             let len = (slot_bytes - start).min(PIECE_BYTES);
-            // Only the last piece of a slot has another length.
+            // Only the last piece of a slot is shorter.
             let piece = buffer.take().filter(|buffer| buffer.len() == len).unwrap_or_else(|| AlignedBuf::zeroed(len));
             let (result, piece) = read_into(self.storage, file, offset + start as u64, piece.into_io()).await;
             if let Err(error) = result {
@@ -320,7 +321,7 @@ impl<S: Storage, F: FnMut(Progress) -> ControlFlow<()>> Scrub<'_, S, F> {
     }
 }
 
-/// Drives all futures to their ends, in one task: they share what is not to be shared with others.
+/// Drives all futures to completion within one task: they share data that is not `Sync`.
 async fn all(mut futures: Vec<Pin<Box<dyn Future<Output = ()> + '_>>>) {
     poll_fn(|context| {
         futures.retain_mut(|future| future.as_mut().poll(context).is_pending());

@@ -15,25 +15,25 @@ use crate::{
     error::{Error, Result},
 };
 
-/// What [`wipe`] is about to remove.
+/// The store that [`wipe`] would remove.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Doomed {
-    /// What the store is; `None` where it is so damaged that no cache can open it.
+    /// Identity and geometry of the store; `None` if it is too damaged to be opened.
     pub shape: Option<Shape>,
     /// Its files and devices.
     pub paths: Vec<PathBuf>,
 }
 
-/// Removes a store for good, if `confirm` says so: its files, or the superblocks of its devices. True where it did.
+/// Removes a store if `confirm` returns true: deletes its files, or clears the superblocks of its devices. Returns
+/// whether it did.
 ///
-/// `paths` are all paths of one store, in any order. What is around the files stays. Nobody can open the store
-/// meanwhile. The blocks of a device stay readable to those who may read the device: discard it (`blkdiscard`) where
-/// that matters.
+/// `paths` are all paths of one store, in any order. Other content of a directory stays. No process can open the store
+/// meanwhile. A device's blocks remain readable to users of the device: discard it (`blkdiscard`) if that matters.
 ///
 /// # Errors
-/// [`Error::Store`] where the paths are not all of one store of this program, or a process has it open;
-/// [`Error::Io`], after which a part of the store may be gone.
+/// [`Error::Store`] if the paths are not exactly those of one store, or a process has it open; [`Error::Io`], after
+/// which a part of the store may already be gone.
 pub fn wipe<P: AsRef<Path>>(paths: &[P], confirm: impl FnOnce(&Doomed) -> bool) -> Result<bool> {
     let paths: Vec<&Path> = paths.iter().map(AsRef::as_ref).collect();
     let (shape, files) = match open(&paths, &Options::default()).map_err(close_it)? {
@@ -49,14 +49,14 @@ pub fn wipe<P: AsRef<Path>>(paths: &[P], confirm: impl FnOnce(&Doomed) -> bool) 
     Ok(true)
 }
 
-/// Nobody else may even look.
+/// Takes the exclusive lock, which also excludes readers.
 fn lock(file: &ReadOnlyFile) -> Result<()> {
     match file.file.try_lock() {
         Ok(()) => Ok(()),
         Err(TryLockError::WouldBlock) => Err(close_it(Error::Store {
             path: file.path.clone(),
-            found: "a lock on it: another process looks at the store".into(),
-            expected: "a store that nobody has open".into(),
+            found: "a lock on it: another process is reading the store".into(),
+            expected: "a store that is not open".into(),
             action: String::new(),
         })),
         Err(TryLockError::Error(error)) => Err(Error::io("lock", &file.path, error)),
@@ -83,7 +83,7 @@ fn remove(file: &ReadOnlyFile) -> Result<()> {
     File::open(parent).and_then(|parent| parent.sync_all()).map_err(failed("fsync the directory of"))
 }
 
-/// The refusal of a store in use, in words for who cannot have both.
+/// Rewords the refusal of a store in use.
 fn close_it(error: Error) -> Error {
     match error {
         Error::Store { path, found, expected, .. } if found.contains("lock") => {

@@ -1,5 +1,4 @@
-//! For unit tests: a mutex that is the model checker's where it is made in an execution of a model, and the standard
-//! library's everywhere else.
+//! For unit tests: inside an execution of a model, the model checker's mutex; anywhere else the standard library's.
 
 use std::{
     ops::{Deref, DerefMut},

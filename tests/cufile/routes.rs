@@ -204,7 +204,7 @@ fn what_only_the_device_holds_is_written_from_there() {
             }
             if mode == "hangwrite" {
                 assert!(
-                    stats.cufile_stuck > 0 && stats.cufile_reason.contains("a write has not come back"),
+                    stats.cufile_stuck > 0 && stats.cufile_reason.contains("a write has not completed"),
                     "{stats:?}"
                 );
                 ask("release");

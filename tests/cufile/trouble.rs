@@ -122,7 +122,10 @@ fn what_does_not_come_back_is_left_to_the_library() {
         let stats = cache.stats();
         assert!(!stats.cufile, "{stats:?}");
         assert_eq!(stats.cufile_stuck, 1);
-        assert!(stats.cufile_reason.starts_with("libcufile is stuck: a read has not come back in 300ms"), "{stats:?}");
+        assert!(
+            stats.cufile_reason.starts_with("libcufile is stuck: a read has not completed within 300ms"),
+            "{stats:?}"
+        );
         // From now on nobody waits for it.
         let leases: Vec<_> = (0..u64::from(DEVICE_BLOCKS) - 1)
             .map(|n| block_on(cache.fetch_to_device(&common::key(n))).expect("fetch").expect("stored"))
@@ -166,9 +169,9 @@ fn many_that_do_not_come_back_are_all_served() {
             std::thread::yield_now();
         }
         let why = match mode {
-            "hang" => "has not come back",
+            "hang" => "has not completed within",
             "status" => "cuFileBatchIOGetStatus: 5030",
-            _ => "the end of a transfer that is not under way",
+            _ => "the completion of a transfer that is not in flight",
         };
         assert!(stats.cufile_reason.contains(why), "{stats:?}");
         // The end does not wait for it either, and the store's file stays locked while the library has it.
@@ -197,7 +200,7 @@ fn a_library_that_does_not_come_back_from_its_first_calls_is_left_alone() {
             let directory = common::directory();
             let cache = cold(config(&directory));
             let stats = cache.stats();
-            let why = if mode == "open" { "cuFileDriverOpen has not come back" } else { "from its first calls" };
+            let why = if mode == "open" { "cuFileDriverOpen has not returned" } else { "from its first calls" };
             assert!(!stats.cufile && stats.cufile_reason.contains(why), "{stats:?}");
             assert_eq!(stats.cufile_stuck, u64::from(mode == "register"));
             fetch_all(&cache);

@@ -217,7 +217,7 @@ fn device_memory_is_known_by_dma_buf_or_by_its_addresses() {
             let expected = if by_address { DeviceAccess::Peermem } else { DeviceAccess::DmaBuf };
             assert_eq!((rig.engine.device_access(), get("dmabuf") > 0), (expected, !by_address));
             let (told, name) = (rig.state(), if by_address { "nvidia-peermem" } else { "dma-buf" });
-            assert!(told.is_on() && told.told().contains(name), "{told}");
+            assert!(told.is_on() && told.detail().contains(name), "{told}");
             rig.copy(Way::ToDevice, &side_by_side(30), 1).await.expect("copied");
             rig.copy(Way::ToHost, &side_by_side(30), 2).await.expect("copied");
         });

@@ -53,7 +53,7 @@ fn no_region_is_given_back_under_a_copy_however_few_are_kept() {
     let cases = ["late,delay=20000", "now"];
     with_double("foreign::no_region_is_given_back_under_a_copy_however_few_are_kept", &cases, |_| {
         on_reactor(async {
-            let options = GdrOptions { foreign_max: REGIONS_MAX, ..GdrOptions::default() };
+            let options = GdrOptions { registered_max: REGIONS_MAX, ..GdrOptions::default() };
             let rig = Rc::new(Rig::with(false, options).await.expect("the double is a device"));
             let own = get("regions");
             let pools: Vec<Rc<Pool>> = (0..8).map(|n| Rc::new(pool(n))).collect();

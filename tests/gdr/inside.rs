@@ -123,10 +123,10 @@ async fn queue_pair_fails(seed: u64) {
     let (_, failed) = under_load(&rig, seed, fail, |state| !state.is_on()).await;
     assert!(failed > 0, "somebody was told");
     rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;
-    assert!(rig.state().is_on(), "proven anew: {}", rig.state());
+    assert!(rig.state().is_on(), "tested again: {}", rig.state());
     scenes::scattered_pieces(&rig, seed, Scale { rounds: 1, ..Scale::EMULATED }).await;
     let (_, failed) = under_load(&rig, seed + 1, fail, |state| matches!(state, GdrState::Retired(_))).await;
-    assert!(failed > 0 && rig.state().told().contains("twice"), "{}", rig.state());
+    assert!(failed > 0 && rig.state().detail().contains("twice"), "{}", rig.state());
 }
 
 async fn regions_are_revoked(seed: u64) {
@@ -141,7 +141,7 @@ async fn regions_are_revoked(seed: u64) {
         hit |= uverbs::revoke(handle);
         if hit {
             revoked += 1;
-            // Its own memory of the proof may have been what went: then nothing fails before the next proof.
+            // Its own memory of the self-test may have been what went: then nothing fails before the next self-test.
             let failing = rig.until(|state| !state.is_on());
             drop(tokio::time::timeout(Duration::from_millis(1500), failing).await);
         }
@@ -152,7 +152,7 @@ async fn regions_are_revoked(seed: u64) {
             return;
         }
     }
-    panic!("{revoked} regions, expected two of the proof, host memory, and the device's");
+    panic!("{revoked} regions, expected two of the self-test, host memory, and the device's");
 }
 
 async fn channel_is_flooded(seed: u64) {

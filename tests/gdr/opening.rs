@@ -50,10 +50,10 @@ fn what_is_missing_is_told() {
         "regions=1 DOUBLE_ORDERING=0 TOLD=device+memory",
         "regions=2 DOUBLE_ORDERING=0 TOLD=host+memory",
         "regions=3 DOUBLE_ORDERING=0 TOLD=device+memory",
-        "fail=1:12 DOUBLE_ORDERING=0 TOLD=did+not+pass+its+proof",
-        "fail=6:4 DOUBLE_ORDERING=0 TOLD=did+not+pass+its+proof",
-        "partial=1 DOUBLE_ORDERING=0 TOLD=did+not+pass+its+proof",
-        "fatal=1 DOUBLE_ORDERING=0 TOLD=did+not+pass+its+proof",
+        "fail=1:12 DOUBLE_ORDERING=0 TOLD=failed+its+self-test",
+        "fail=6:4 DOUBLE_ORDERING=0 TOLD=failed+its+self-test",
+        "partial=1 DOUBLE_ORDERING=0 TOLD=failed+its+self-test",
+        "fatal=1 DOUBLE_ORDERING=0 TOLD=failed+its+self-test",
     ];
     with_double("opening::what_is_missing_is_told", &cases, |_| {
         let told = std::env::var("TOLD").expect("the case tells").replace('+', " ");
@@ -79,10 +79,10 @@ fn without_the_library_it_is_told_where_to_get_it() {
 }
 
 #[test]
-fn a_proof_that_does_not_end_is_given_up() {
-    with_double("opening::a_proof_that_does_not_end_is_given_up", &["never=1 DOUBLE_ORDERING=0"], |_| {
+fn a_self_test_that_does_not_end_is_given_up() {
+    with_double("opening::a_self_test_that_does_not_end_is_given_up", &["never=1 DOUBLE_ORDERING=0"], |_| {
         let (error, _) = refused(Config { gdr_stuck_ms: 1_500, ..config(true) });
-        assert!(error.contains("did not pass its proof") && error.contains("1.5s"), "{error}");
+        assert!(error.contains("failed its self-test") && error.contains("1.5s"), "{error}");
     });
 }
 

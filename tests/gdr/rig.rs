@@ -6,7 +6,7 @@ use kvhoist::{
     Error,
     device::{
         CopyBatch, CopyOp, Direction,
-        gdr::{CopyOrder, GdrCopy, GdrMemory, GdrOptions, GdrState, Hold},
+        gdr::{CopyOrder, Fence, GdrCopy, GdrMemory, GdrOptions, GdrState},
     },
     gpu::{DeviceBuffer, Gpu},
     memory::{Arena, DeviceMemory},
@@ -240,15 +240,15 @@ pub fn scattered(rng: &mut Rng, count: usize, len_max: usize, within: std::ops::
 #[derive(Default)]
 pub struct Gate(pub Cell<bool>);
 
-impl Hold for Gate {
-    fn is_over(&self) -> Result<bool, Error> {
+impl Fence for Gate {
+    fn is_passed(&self) -> Result<bool, Error> {
         Ok(self.0.get())
     }
 }
 
 /// The order of a stream, which waits for a gate.
 pub fn after(stream: u64, gate: &Rc<Gate>) -> CopyOrder {
-    CopyOrder { stream, after: Some(Rc::clone(gate) as Rc<dyn Hold>) }
+    CopyOrder { stream, after: Some(Rc::clone(gate) as Rc<dyn Fence>) }
 }
 
 pub fn in_stream(stream: u64) -> CopyOrder {

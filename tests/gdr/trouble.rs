@@ -1,5 +1,5 @@
 //! What goes wrong while copies are under way: each copy is right or an error, no memory is lost, and the engine is
-//! proven anew, once.
+//! tested again, once.
 
 use std::{rc::Rc, time::Duration};
 
@@ -22,7 +22,7 @@ fn is_retired(state: &GdrState) -> bool {
     matches!(state, GdrState::Retired(_))
 }
 
-/// A failure, the proof after it, copies as before; and a second failure, after which nothing is copied any more.
+/// A failure, the self-test after it, copies as before; and a second failure, after which nothing is copied any more.
 async fn fails_and_recovers_once(rig: &Rc<Rig>, fault: &str, told: &str, seed: u64) {
     assert_eq!(volley(rig, 20, seed).await, 0);
     let (resets, regions) = (get("resets"), get("regions"));
@@ -40,7 +40,7 @@ async fn fails_and_recovers_once(rig: &Rc<Rig>, fault: &str, told: &str, seed: u
     set("go");
     let state = rig.state();
     assert!(is_retired(&state), "{state}");
-    assert!(state.told().contains("twice") && state.told().contains(told), "{state}");
+    assert!(state.detail().contains("twice") && state.detail().contains(told), "{state}");
     let writes = get("writes");
     assert_eq!(volley(rig, 20, seed + 4).await, 20, "nothing goes through it any more");
     assert_eq!((get("writes"), get("posted")), (writes, 0));
@@ -85,7 +85,7 @@ fn a_region_that_was_revoked_retires_the_engine() {
             set("revoke=50");
             assert!(volley(&rig, 100, 1).await > 0);
             rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;
-            // The proof has memory of its own, which nobody revoked.
+            // The self-test has memory of its own, which nobody revoked.
             assert!(rig.state().is_on(), "{}", rig.state());
             assert!(volley(&rig, 100, 2).await > 0);
             rig.until(is_retired).await;
@@ -95,19 +95,19 @@ fn a_region_that_was_revoked_retires_the_engine() {
 }
 
 #[test]
-fn what_does_not_pass_its_second_proof_is_retired() {
+fn what_fails_its_second_self_test_is_retired() {
     let cases =
         ["late FAULT=lose", "late FAULT=modify=1", "late FAULT=modify=2", "now FAULT=modify=3", "late FAULT=wrong"];
-    with_double("trouble::what_does_not_pass_its_second_proof_is_retired", &cases, |_| {
+    with_double("trouble::what_fails_its_second_self_test_is_retired", &cases, |_| {
         let fault = fault();
         on_reactor(async {
             let rig = Rc::new(Rig::open(false).await.expect("the double is a device"));
-            // With the very first request, so that no other is spoiled before the proof.
+            // With the very first request, so that no other is spoiled before the self-test.
             set(&format!("fail=1:12,{fault}"));
             assert!(volley(&rig, 50, 1).await > 0);
             rig.until(is_retired).await;
             let state = rig.state();
-            assert!(state.told().contains("did not pass its proof"), "{state}");
+            assert!(state.detail().contains("failed its self-test"), "{state}");
         });
         assert!(is_forgotten(), "all is given back");
     });

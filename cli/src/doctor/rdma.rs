@@ -36,7 +36,7 @@ pub fn findings(ordinal: u32, has_device: bool) -> Vec<Finding> {
         findings.push(peer_access(gpu));
     }
     let usable = found.devices.iter().any(|device| device.usable().is_ok());
-    findings.push(proof(ordinal, gpu.is_some(), usable));
+    findings.push(self_test(ordinal, gpu.is_some(), usable));
     findings
 }
 
@@ -103,7 +103,7 @@ fn peer_access(gpu: &Arc<Gpu>) -> Finding {
 }
 
 /// What the engine itself makes of it: a small cache whose copies are to go through the NIC.
-fn proof(ordinal: u32, has_device: bool, has_nic: bool) -> Finding {
+fn self_test(ordinal: u32, has_device: bool, has_nic: bool) -> Finding {
     let config = Config {
         block_bytes: 64 << 10,
         host_blocks: 4,
@@ -118,20 +118,20 @@ fn proof(ordinal: u32, has_device: bool, has_nic: bool) -> Finding {
         block_on(cache.close())?;
         Ok(stats)
     });
-    let told = match &opened {
+    let result = match &opened {
         // KVHOIST_GDR goes before what is asked for here.
         Ok(stats) if !stats.gdr => return Finding::note("GDR", stats.gdr_reason.clone()).decides(Want::Gdr, false),
         Ok(stats) => stats.gdr_reason.clone(),
         Err(error) => error.to_string(),
     };
     match (opened.is_ok(), has_device) {
-        (true, true) => Finding::note("GDR", told).decides(Want::Gdr, true),
+        (true, true) => Finding::note("GDR", result).decides(Want::Gdr, true),
         (true, false) => {
-            Finding::note("GDR", format!("{told} (between ranges of host memory: there is no CUDA device)"))
+            Finding::note("GDR", format!("{result} (between ranges of host memory: there is no CUDA device)"))
                 .decides(Want::Gdr, false)
         }
         (false, _) => {
-            let finding = Finding::note("GDR", format!("not used: {told}")).decides(Want::Gdr, false);
+            let finding = Finding::note("GDR", format!("not used: {result}")).decides(Want::Gdr, false);
             let fix = if has_nic { "what the reason names" } else { "none needed: copies go another way" };
             finding.fix(fix)
         }

@@ -120,16 +120,16 @@ fn check_head(head: &[u8; HEAD_BYTES]) {
     }
     let newer = sound.iter().any(|copy| matches!(copy, Err(SuperblockFlaw::Newer(_))));
     match Head::decode(head) {
-        Head::Valid { superblock, copy, twin_is_whole } => {
+        Head::Valid { superblock, copy, other_is_whole } => {
             assert!(!newer);
             assert_eq!(sound[copy].as_ref(), Ok(&superblock));
             match &sound[1 - copy] {
-                Ok(twin) => {
-                    assert!(twin.sequence <= superblock.sequence);
-                    let whole = twin.state == State::Whole && twin.uuid == superblock.uuid;
-                    assert_eq!(twin_is_whole, whole);
+                Ok(other) => {
+                    assert!(other.sequence <= superblock.sequence);
+                    let whole = other.state == State::Whole && other.uuid == superblock.uuid;
+                    assert_eq!(other_is_whole, whole);
                 }
-                Err(_) => assert!(!twin_is_whole),
+                Err(_) => assert!(!other_is_whole),
             }
         }
         Head::Bad(flaw) => assert_eq!(newer, matches!(flaw, SuperblockFlaw::Newer(_))),
@@ -189,7 +189,7 @@ fn open_twice(verdict: Option<Verdict>, members: Vec<Member>, files: Vec<Vec<u8>
     assert_eq!(recovered.counts.free, config.disk_blocks());
     for (index, file) in after.iter().enumerate() {
         match Head::decode(file.first_chunk().expect("a head")) {
-            Head::Valid { superblock, twin_is_whole: true, .. } => {
+            Head::Valid { superblock, other_is_whole: true, .. } => {
                 assert_eq!((superblock.state, superblock.uuid), (State::Whole, uuid));
                 assert_eq!(usize::from(superblock.member), index);
             }

@@ -6,12 +6,12 @@ use cudarc::driver::sys::{self, CUcontext, CUdevice};
 
 use super::{
     discover::{Device, discover, handle},
-    driver::{BatchForm, Driver, Fault, check},
+    driver::{BatchForm, CudaError, Driver, check},
 };
 use crate::error::{Error, Result};
 
-/// A device that is in use, by its primary context: the one that CUDA's runtime, and so every framework in this
-/// process, uses too. Addresses and streams are shared with them.
+/// A GPU with its primary context, which the CUDA runtime, and with it every framework in this process, uses too.
+/// Addresses and streams are shared with them.
 pub struct Gpu {
     handle: CUdevice,
     context: CUcontext,
@@ -25,10 +25,10 @@ unsafe impl Send for Gpu {}
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
-    /// Takes the device of this number into use.
+    /// Opens the device with this ordinal and retains its primary context.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with what is there instead.
+    /// [`Error::Unavailable`] with the devices that are there instead.
     pub fn open(ordinal: u32) -> Result<Arc<Self>> {
         let unavailable = |reason| Error::Unavailable { tier: "device", reason };
         let discovery = discover();
@@ -37,7 +37,7 @@ impl Gpu {
         Self::retain(driver, device).map(Arc::new).map_err(|fault| unavailable(fault.to_string()))
     }
 
-    fn retain(driver: Driver, device: Device) -> std::result::Result<Self, Fault> {
+    fn retain(driver: Driver, device: Device) -> std::result::Result<Self, CudaError> {
         let handle = handle(device.ordinal as i32)?;
         let mut context = std::ptr::null_mut();
         // SAFETY: the function exists, and writes one handle; it is released when `Gpu` is dropped.
@@ -45,7 +45,7 @@ impl Gpu {
         Ok(Gpu { handle, context, driver, device })
     }
 
-    /// What it is.
+    /// Properties of the device.
     pub fn device(&self) -> &Device {
         &self.device
     }
@@ -54,21 +54,21 @@ impl Gpu {
         self.handle
     }
 
-    /// Makes the context the current one of this thread. Cheap; whoever calls the driver calls this first.
-    pub(crate) fn bind(&self) -> std::result::Result<(), Fault> {
+    /// Makes the context current on this thread. Cheap; every call of the driver needs it first.
+    pub(crate) fn bind(&self) -> std::result::Result<(), CudaError> {
         // SAFETY: the context is retained for the life of `self`.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
-    /// Makes the device's primary context the current one of this thread, for calls of the driver of one's own.
+    /// Makes the device's primary context current on this thread, for the caller's own calls of the driver.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with what the driver said.
+    /// [`Error::Unavailable`] with the driver's error.
     pub fn make_current(&self) -> Result<()> {
         self.bind().map_err(|fault| Error::Unavailable { tier: "device", reason: fault.to_string() })
     }
 
-    /// The form in which the driver copies batches, if it does.
+    /// The form of the driver's batch copy, if it has one.
     pub(super) fn batch_form(&self) -> Option<BatchForm> {
         self.driver.batch
     }
@@ -78,7 +78,7 @@ impl Gpu {
         self.driver.stream_waits
     }
 
-    /// Whether the driver copies batches.
+    /// Whether the driver has a batch copy.
     pub(crate) fn has_batches(&self) -> bool {
         self.batch_form().is_some()
     }
@@ -86,14 +86,14 @@ impl Gpu {
     /// Free and total bytes of device memory.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with what the driver said.
+    /// [`Error::Unavailable`] with the driver's error.
     pub fn memory_bytes(&self) -> Result<(u64, u64)> {
         let (mut free, mut total) = (0, 0);
-        let asked = self.bind().and_then(|()| {
-            // SAFETY: the function exists, the context is current, and two integers are written.
+        let queried = self.bind().and_then(|()| {
+            // SAFETY: the function exists, the context is current, and the call writes two integers.
             check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })
         });
-        asked.map_err(|fault| Error::Unavailable { tier: "device", reason: fault.to_string() })?;
+        queried.map_err(|fault| Error::Unavailable { tier: "device", reason: fault.to_string() })?;
         Ok((free as u64, total as u64))
     }
 }
@@ -106,7 +106,8 @@ impl fmt::Debug for Gpu {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // SAFETY: retained in `retain`, released once. Streams, modules and memory hold the `Gpu` and are gone.
+        // SAFETY: retained in `retain`, released once. Streams, modules and memory hold the `Gpu`, so all of them are
+        // gone.
         let released = check("cuDevicePrimaryCtxRelease", unsafe { sys::cuDevicePrimaryCtxRelease_v2(self.handle) });
         if let Err(fault) = released {
             tracing::debug!(%fault, "the device was not released");

@@ -1,12 +1,12 @@
-//! What GPUs this machine has, and why not more.
+//! Finds the GPUs of this machine and says why there is none.
 
 use std::{ffi::CStr, fmt};
 
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute};
 
-use super::driver::{Driver, Fault, check};
+use super::driver::{CudaError, Driver, check};
 
-/// What was found on this machine.
+/// The GPUs of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Discovery {
     /// The newest CUDA version that the driver supports (13000 is 13.0), or why there is no driver.
@@ -18,30 +18,30 @@ pub struct Discovery {
 /// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
-    /// Its number, as CUDA counts (`CUDA_VISIBLE_DEVICES` applies).
+    /// CUDA's device ordinal (`CUDA_VISIBLE_DEVICES` applies).
     pub ordinal: u32,
-    /// Its product name.
+    /// Product name.
     pub name: String,
-    /// Its address on the PCI bus: domain, bus, device and function, `0000:9b:00.0`.
+    /// PCI address: domain, bus, device and function, such as `0000:9b:00.0`.
     pub pci_address: String,
-    /// Bytes of its memory.
+    /// Memory in bytes.
     pub memory_bytes: u64,
-    /// Major and minor number of its compute capability.
+    /// Compute capability, major and minor.
     pub compute: (i32, i32),
-    /// Its multiprocessors.
+    /// Number of multiprocessors.
     pub multiprocessors: i32,
-    /// Engines that copy while kernels run.
+    /// Number of copy engines, which copy while kernels run.
     pub copy_engines: i32,
     /// Whether device memory can be exported as a dma-buf, which GPUDirect RDMA needs.
     pub dma_buf: bool,
-    /// Whether GPUDirect RDMA is supported at all.
+    /// Whether the device supports GPUDirect RDMA.
     pub gpu_direct_rdma: bool,
-    /// Whether kernels can use the host's addresses of registered memory.
+    /// Whether kernels can use host addresses of registered memory.
     pub host_addresses: bool,
 }
 
 impl Discovery {
-    /// The device of this number, or what is there instead, in words.
+    /// The device with this ordinal. The error says what is there instead.
     pub fn device(&self, ordinal: u32) -> Result<&Device, String> {
         let found = self.devices.iter().find(|device| device.ordinal == ordinal);
         found.ok_or_else(|| match &self.driver {
@@ -59,7 +59,7 @@ impl fmt::Display for Device {
     }
 }
 
-/// Looks for the driver and its devices. Takes tens of milliseconds the first time, and no device memory.
+/// Loads the driver and queries its devices. Takes tens of milliseconds the first time, and no device memory.
 pub fn discover() -> Discovery {
     let driver = match Driver::get() {
         Ok(driver) => driver,
@@ -75,26 +75,26 @@ pub fn discover() -> Discovery {
     }
 }
 
-/// The handle of a device.
-pub(super) fn handle(ordinal: i32) -> Result<CUdevice, Fault> {
+/// The driver's handle of a device.
+pub(super) fn handle(ordinal: i32) -> Result<CUdevice, CudaError> {
     let mut device = 0;
-    // SAFETY: the function exists (whoever has an ordinal has a driver), and writes one integer.
+    // SAFETY: the function exists, because an ordinal comes from a loaded driver; it writes one integer.
     check("cuDeviceGet", unsafe { sys::cuDeviceGet(&mut device, ordinal) })?;
     Ok(device)
 }
 
-pub(super) fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32, Fault> {
+pub(super) fn attribute(device: CUdevice, attribute: CUdevice_attribute) -> Result<i32, CudaError> {
     let mut value = 0;
     // SAFETY: the function exists, and writes one integer.
     check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut value, attribute, device) })?;
     Ok(value)
 }
 
-fn describe(ordinal: i32) -> Result<Device, Fault> {
+fn describe(ordinal: i32) -> Result<Device, CudaError> {
     use CUdevice_attribute as A;
 
     let device = handle(ordinal)?;
-    // An attribute that an older driver does not know is one that the device does not have.
+    // An attribute unknown to an older driver counts as absent.
     let flag = |which| attribute(device, which).is_ok_and(|value| value != 0);
     let mut memory_bytes = 0;
     // SAFETY: the function exists, and writes one integer.
@@ -103,7 +103,7 @@ fn describe(ordinal: i32) -> Result<Device, Fault> {
     // SAFETY: the function exists, and writes a string of 128 bytes at most.
     check("cuDeviceGetName", unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device) })?;
     let mut pci = [0_u8; 32];
-    // SAFETY: as above, of 32 bytes.
+    // SAFETY: the function exists, and writes a string of 32 bytes at most.
     check("cuDeviceGetPCIBusId", unsafe {
         sys::cuDeviceGetPCIBusId(pci.as_mut_ptr().cast(), pci.len() as i32, device)
     })?;

@@ -1,4 +1,4 @@
-//! What RDMA devices need of the driver: dma-bufs of device memory, and writes of theirs made visible.
+//! Driver functions for RDMA devices: dma-buf export of device memory, and flushing of RDMA writes.
 
 use std::os::fd::{FromRawFd, OwnedFd};
 
@@ -13,10 +13,10 @@ use super::{
     driver::{check, has},
 };
 
-/// Granularity of what is exported: the largest page of a host that runs CUDA.
+/// Granularity of exported ranges: the largest page size of a host that runs CUDA.
 const PAGE: usize = 64 << 10;
 
-/// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`: kernels and copies of the device see what was written before they began.
+/// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`: kernels and copies of the device see writes made before they began.
 const ORDERED: i32 = 100;
 
 /// `CU_FLUSH_GPU_DIRECT_RDMA_WRITES_OPTION_HOST`.
@@ -27,17 +27,18 @@ const BY_HOST: i32 = 1;
 pub enum WriteFlush {
     /// The device sees them in order.
     NotNeeded,
-    /// By a call of the driver.
+    /// The driver can flush them.
     ByDriver,
-    /// They must be, and the driver cannot.
+    /// A flush is needed, and the driver has none.
     Unavailable,
 }
 
 impl Gpu {
-    /// A dma-buf of device memory, and where in it the range begins. It stays valid when the memory is freed.
+    /// Exports device memory as a dma-buf; returns it with the offset of the range in it. The dma-buf stays valid after
+    /// the memory is freed.
     ///
     /// # Errors
-    /// What the driver said.
+    /// The driver's error.
     pub fn export_dma_buf(&self, start: usize, bytes: usize) -> Result<(OwnedFd, u64), String> {
         if !self.device().dma_buf {
             return Err("the device exports no dma-buf; install the open kernel modules of a newer driver".into());
@@ -49,7 +50,7 @@ impl Gpu {
         let from = start / PAGE * PAGE;
         let whole = (start + bytes).next_multiple_of(PAGE) - from;
         let mut fd: i32 = -1;
-        // SAFETY: the function exists, the context is current; one descriptor is written, which is ours then.
+        // SAFETY: the function exists, the context is current; the call writes one descriptor, which becomes ours.
         check("cuMemGetHandleForAddressRange", unsafe {
             sys::cuMemGetHandleForAddressRange(
                 (&raw mut fd).cast(),
@@ -63,12 +64,12 @@ impl Gpu {
         if fd < 0 {
             return Err("cuMemGetHandleForAddressRange gave no descriptor".into());
         }
-        // SAFETY: the driver has made it for us.
+        // SAFETY: the driver made the descriptor for this call.
         let fd = unsafe { OwnedFd::from_raw_fd(fd) };
         Ok((fd, (start - from) as u64))
     }
 
-    /// Whether what an RDMA device writes must be flushed.
+    /// Whether writes of an RDMA device must be flushed.
     pub fn write_flush(&self) -> WriteFlush {
         let value = |which| attribute(self.handle(), which).unwrap_or(0);
         let ordering = value(Attribute::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING);
@@ -80,14 +81,14 @@ impl Gpu {
         }
     }
 
-    /// Makes what RDMA devices have written visible to the device. Only where [`write_flush`](Self::write_flush) says
+    /// Makes writes of RDMA devices visible to the device. Call only if [`write_flush`](Self::write_flush) is
     /// [`WriteFlush::ByDriver`].
     ///
     /// # Errors
-    /// What the driver said.
+    /// The driver's error.
     pub(crate) fn flush_writes(&self) -> Result<(), String> {
         let flushed = self.bind().and_then(|()| {
-            // SAFETY: the function exists, or the caller would not ask; the context is current.
+            // SAFETY: the caller has checked `write_flush`, so the function exists; the context is current.
             check("cuFlushGPUDirectRDMAWrites", unsafe {
                 sys::cuFlushGPUDirectRDMAWrites(
                     CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX,

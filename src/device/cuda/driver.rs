@@ -1,4 +1,4 @@
-//! The driver's library: found, complete, initialised.
+//! Loads and initializes the CUDA driver library.
 
 use std::{
     ffi::{CStr, c_char},
@@ -8,7 +8,7 @@ use std::{
 
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemcpyAttributes, CUresult, CUstream};
 
-/// Functions that everything here relies on. The binding panics where one is missing, so they are looked for first.
+/// Required functions. The binding panics on a missing function, so all are looked up at load.
 const REQUIRED: [&str; 32] = [
     "cuInit",
     "cuDriverGetVersion",
@@ -44,27 +44,27 @@ const REQUIRED: [&str; 32] = [
     "cuLaunchKernel",
 ];
 
-/// The driver, ready for use.
+/// The driver, initialized.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Driver {
     /// The newest CUDA version that it supports: 13000 is 13.0.
     pub version: i32,
     pub batch: Option<BatchForm>,
-    /// Streams can wait for a word in memory.
+    /// Whether streams can wait for a word in memory.
     pub stream_waits: bool,
 }
 
-/// The form in which this driver copies batches.
+/// The form of the driver's batch copy.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum BatchForm {
-    /// CUDA 12.8: reports which copy failed. Not in the binding, which is for CUDA 13.
+    /// CUDA 12.8: reports which copy failed. Missing in the binding, which is for CUDA 13.
     V1(BatchV1),
     /// CUDA 13.
     V2,
 }
 
-/// `cuMemcpyBatchAsync` of CUDA 12.8: destinations, sources, lengths, their number, attributes, the first copy that
-/// each is for, the number of attributes, which copy failed, the stream.
+/// `cuMemcpyBatchAsync` of CUDA 12.8. Arguments: destinations, sources, lengths, their count, attributes, the first
+/// copy of each attribute, the number of attributes, the failed copy, the stream.
 pub(super) type BatchV1 = unsafe extern "C" fn(
     *mut CUdeviceptr,
     *mut CUdeviceptr,
@@ -77,20 +77,20 @@ pub(super) type BatchV1 = unsafe extern "C" fn(
     CUstream,
 ) -> CUresult;
 
-/// What a call of the driver came to, other than success.
+/// A failed call of the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Fault {
+pub(crate) struct CudaError {
     call: &'static str,
     code: CUresult,
 }
 
-impl Fault {
-    /// Success, if all that is wrong is that the memory is pinned already.
-    pub(super) fn unless_pinned(self) -> Result<(), Fault> {
+impl CudaError {
+    /// Success, if the error says that the memory is already pinned.
+    pub(super) fn unless_pinned(self) -> Result<(), CudaError> {
         if self.code == CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED { Ok(()) } else { Err(self) }
     }
 
-    /// True where every later call on the context will fail too: the device took the context down.
+    /// True if the error took the context down: every later call on the context fails too.
     pub(crate) fn is_sticky(&self) -> bool {
         matches!(
             self.code,
@@ -111,11 +111,11 @@ impl Fault {
     }
 }
 
-impl fmt::Display for Fault {
+impl fmt::Display for CudaError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let text = |lookup: unsafe fn(CUresult, *mut *const c_char) -> CUresult| {
             let mut text = std::ptr::null();
-            // SAFETY: a `Fault` exists only after `Driver::get` found these functions; they write one pointer to a
+            // SAFETY: a `CudaError` exists only after `Driver::get` found these functions; they write one pointer to a
             // constant string, or leave it.
             let found = unsafe { lookup(self.code, &mut text) } == CUresult::CUDA_SUCCESS && !text.is_null();
             if !found {
@@ -128,25 +128,26 @@ impl fmt::Display for Fault {
     }
 }
 
-/// The result of a call, with its name.
-pub(crate) fn check(call: &'static str, code: CUresult) -> Result<(), Fault> {
-    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(Fault { call, code }) }
+/// Converts a result code to an error that names the call.
+pub(crate) fn check(call: &'static str, code: CUresult) -> Result<(), CudaError> {
+    if code == CUresult::CUDA_SUCCESS { Ok(()) } else { Err(CudaError { call, code }) }
 }
 
-/// A Result's error as text, for those who only tell.
-fn told<T>(result: Result<T, Fault>) -> Result<T, String> {
+/// Converts the error to text.
+fn text<T>(result: Result<T, CudaError>) -> Result<T, String> {
     result.map_err(|fault| fault.to_string())
 }
 
 impl Driver {
-    /// Looks for the library once a process; the error says what is missing.
+    /// Loads the library on the first call. The error names what is missing.
     pub(super) fn get() -> Result<Driver, String> {
         static DRIVER: OnceLock<Result<Driver, String>> = OnceLock::new();
         DRIVER.get_or_init(Self::load).clone()
     }
 
     fn load() -> Result<Driver, String> {
-        // SAFETY: loads the driver's library, whose constructors are trusted like those of any library of the system.
+        // SAFETY: loads the driver library and runs its constructors, which are trusted like those of any linked
+        // library.
         if !unsafe { sys::is_culib_present() } {
             return Err("libcuda.so was not found; it comes with the NVIDIA driver".into());
         }
@@ -154,22 +155,22 @@ impl Driver {
             return Err(format!("libcuda.so has no {missing}; install a newer NVIDIA driver"));
         }
         // SAFETY: the function exists, and takes no pointers.
-        told(check("cuInit", unsafe { sys::cuInit(0) }))?;
+        text(check("cuInit", unsafe { sys::cuInit(0) }))?;
         let mut version = 0;
         // SAFETY: the function exists, and writes one integer.
-        told(check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }))?;
+        text(check("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&mut version) }))?;
         let batch = if has("cuMemcpyBatchAsync_v2") { Some(BatchForm::V2) } else { batch_v1().map(BatchForm::V1) };
         Ok(Driver { version, batch, stream_waits: has("cuStreamWaitValue32_v2") })
     }
 }
 
 fn batch_v1() -> Option<BatchV1> {
-    // SAFETY: the library was found before, is never unloaded, and the type is that of the function of this name.
+    // SAFETY: the library was found before and is never unloaded; the type is that of the function of this name.
     unsafe { sys::culib().get::<BatchV1>(b"cuMemcpyBatchAsync") }.ok().map(|function| *function)
 }
 
-/// True if the library, which is there, has this function.
+/// True if the loaded library has this function.
 pub(super) fn has(name: &str) -> bool {
-    // SAFETY: the library was found before; a symbol is looked up and not called.
+    // SAFETY: the library was found before; the symbol is looked up but not called.
     unsafe { sys::culib().get::<unsafe extern "C" fn()>(name.as_bytes()) }.is_ok()
 }

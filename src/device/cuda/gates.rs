@@ -1,8 +1,8 @@
-//! Gates: words in pinned memory that a stream of the caller waits for.
+//! Gates are stream semaphores: words in pinned memory that a stream of the caller waits for.
 //!
-//! A stream may come to a wait long after the load that it is for has ended, its handle was dropped, and the cache was
-//! closed. So the words are the process's, never given back, and only ever grow: who waits for a value that was
-//! reached once never waits again, whoever uses the gate by then.
+//! A stream may reach its wait long after the load has ended, its handle was dropped, and the cache was closed. So the
+//! words belong to the process, are never freed, and only ever grow: a wait for a value that was once reached never
+//! blocks again, even if the gate is reused.
 
 use std::{
     ptr::NonNull,
@@ -16,7 +16,7 @@ use cudarc::driver::sys;
 
 use super::{
     context::Gpu,
-    driver::{Fault, check},
+    driver::{CudaError, check},
     memory::HostPin,
 };
 use crate::{
@@ -24,31 +24,31 @@ use crate::{
     memory::AlignedBuf,
 };
 
-/// Gates that are pinned at once, 128 KiB of them: the first time nothing waits for a gate yet, and there should be no
-/// second time. Pinning may wait for the device, which may be at a wait of ours.
+/// Gates pinned at once (128 KiB). The first slab is pinned before any stream waits, and a second should never be
+/// needed: pinning may wait for the device, which may be blocked in one of our waits.
 const GATES_PER_SLAB: usize = 16_384;
 
-/// Gates of one device at most.
+/// Largest number of gates per device.
 const GATES_MAX: usize = 4 * GATES_PER_SLAB;
 
-/// As the device reads it.
+/// Layout shared with the device.
 #[repr(C)]
 struct Gate {
-    /// Goes up by one whenever the gate is opened.
+    /// Incremented each time the gate opens.
     opened: AtomicU32,
-    /// Written before that: 0, or what is wrong.
+    /// Written before that: 0, or the error status that waiting kernels read.
     poison: AtomicU32,
 }
 
-/// Pinned memory, for the rest of the process's life.
+/// Pinned memory that is never freed.
 struct Slab {
     gates: NonNull<Gate>,
-    /// Where the device finds it.
+    /// Address on the device.
     address: u64,
     _pin: HostPin,
 }
 
-// SAFETY: gates are atomics, in memory that is never given back.
+// SAFETY: the gates are atomics, in memory that is never freed.
 unsafe impl Send for Slab {}
 // SAFETY: as above.
 unsafe impl Sync for Slab {}
@@ -65,7 +65,7 @@ struct Inner {
     free: Vec<u32>,
 }
 
-/// Closed gates, to be opened once each. Given back when dropped; until then nobody else opens or poisons them.
+/// Closed gates, each opened once. Released when dropped; until then no other load opens them.
 pub(crate) struct Gates {
     gpu: Arc<Gpu>,
     pool: &'static Pool,
@@ -75,12 +75,12 @@ pub(crate) struct Gates {
 struct Taken {
     number: u32,
     slab: &'static Slab,
-    /// What `opened` will be.
+    /// Value of `opened` that releases the wait.
     value: u32,
 }
 
 impl Gates {
-    /// Takes `count` gates. Pins memory where there are too few, which no stream has to end for.
+    /// Takes `count` gates. Pins more memory if too few are free; that waits for no stream.
     pub(crate) fn take(gpu: &Arc<Gpu>, count: usize) -> Result<Gates> {
         if !gpu.has_stream_waits() {
             let reason = "the driver has no cuStreamWaitValue32_v2; install CUDA 11.7's or a newer one".into();
@@ -96,7 +96,7 @@ impl Gates {
                     setting: "none",
                 });
             }
-            let unavailable = |fault: Fault| Error::Unavailable { tier: "device", reason: fault.to_string() };
+            let unavailable = |fault: CudaError| Error::Unavailable { tier: "device", reason: fault.to_string() };
             inner.grow(gpu).map_err(unavailable)?;
         }
         let at = inner.free.len() - count;
@@ -111,7 +111,8 @@ impl Gates {
         Ok(Gates { gpu: Arc::clone(gpu), pool, gates })
     }
 
-    /// Opens a gate: whatever waits for it goes on, and finds `poison`, which is 0 where all is well. Once is enough.
+    /// Opens a gate: streams that wait for it continue and read `poison`, which is 0 for success. Opening it
+    /// again has no effect.
     pub(crate) fn open(&self, at: usize, poison: u32) {
         let Taken { number, slab, value } = &self.gates[at];
         let gate = slab.gate(*number);
@@ -119,22 +120,22 @@ impl Gates {
         gate.opened.store(*value, Ordering::Release);
     }
 
-    /// Makes a stream wait until a gate is open.
+    /// Makes a stream wait for a gate.
     ///
     /// # Safety
-    /// A stream of the device's primary context, which exists during the call.
-    pub(crate) unsafe fn wait(&self, at: usize, stream: sys::CUstream) -> std::result::Result<(), Fault> {
+    /// `stream` must be a stream of the device's primary context that exists during the call.
+    pub(crate) unsafe fn wait(&self, at: usize, stream: sys::CUstream) -> std::result::Result<(), CudaError> {
         let Taken { number, slab, value } = &self.gates[at];
         let geq = sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
         self.gpu.bind()?;
-        // SAFETY: the function exists (`take`); a word of pinned memory that is never given back; for the stream the
-        // caller's promise.
+        // SAFETY: the function exists (checked in `take`); the word is pinned and never freed; the caller vouches for
+        // the stream.
         check("cuStreamWaitValue32", unsafe {
             sys::cuStreamWaitValue32_v2(stream, slab.address_of(*number), *value, geq)
         })
     }
 
-    /// Where the device finds the poison of a gate.
+    /// Device address of a gate's poison word.
     pub(crate) fn poison_address(&self, at: usize) -> u64 {
         let Taken { number, slab, .. } = &self.gates[at];
         slab.address_of(*number) + std::mem::offset_of!(Gate, poison) as u64
@@ -150,7 +151,7 @@ impl Drop for Gates {
 
 impl Slab {
     fn gate(&self, number: u32) -> &'static Gate {
-        // SAFETY: inside the slab, which is zeroed, aligned to pages, and never given back.
+        // SAFETY: inside the slab, which is zeroed, page-aligned, and never freed.
         unsafe { self.gates.add(number as usize % GATES_PER_SLAB).as_ref() }
     }
 
@@ -173,14 +174,14 @@ impl Pool {
 }
 
 impl Inner {
-    fn grow(&mut self, gpu: &Arc<Gpu>) -> std::result::Result<(), Fault> {
+    fn grow(&mut self, gpu: &Arc<Gpu>) -> std::result::Result<(), CudaError> {
         let bytes = GATES_PER_SLAB * size_of::<Gate>();
         let mut memory = AlignedBuf::zeroed(bytes);
         let start = NonNull::from(&mut *memory).cast::<u8>();
-        // SAFETY: the memory of a buffer stays where it is when the buffer is moved, and lives as long as its owner.
+        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
         let pin = unsafe { HostPin::register(Arc::clone(gpu), start, bytes, Arc::new(memory))? };
         let mut address = 0;
-        // SAFETY: memory that was just registered; one address is written.
+        // SAFETY: memory registered above; the call writes one address.
         check("cuMemHostGetDevicePointer", unsafe {
             sys::cuMemHostGetDevicePointer_v2(&mut address, start.as_ptr().cast(), 0)
         })?;

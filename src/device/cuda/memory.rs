@@ -1,4 +1,4 @@
-//! Device memory, and host memory that the device knows.
+//! Device memory, and pinned host memory.
 
 use std::{any::Any, fmt, ptr::NonNull, sync::Arc};
 
@@ -6,7 +6,7 @@ use cudarc::driver::sys;
 
 use super::{
     context::Gpu,
-    driver::{Fault, check},
+    driver::{CudaError, check},
 };
 use crate::{
     block::Direction,
@@ -14,7 +14,7 @@ use crate::{
     memory::DeviceMemory,
 };
 
-/// One plain allocation of device memory (`cuMemAlloc`), given back when dropped.
+/// One allocation of device memory (`cuMemAlloc`), freed when dropped.
 pub struct DeviceBuffer {
     gpu: Arc<Gpu>,
     base: NonNull<u8>,
@@ -27,14 +27,14 @@ unsafe impl Send for DeviceBuffer {}
 unsafe impl Sync for DeviceBuffer {}
 
 impl DeviceBuffer {
-    /// `bytes` bytes, more than 0. What is in them is undefined.
+    /// Allocates `bytes` bytes (more than 0) of undefined content.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with what the driver said, and what was free.
+    /// [`Error::Unavailable`] with the driver's error and the free memory.
     pub fn new(gpu: Arc<Gpu>, bytes: usize) -> Result<Self> {
         let mut address = 0;
         let allocated = gpu.bind().and_then(|()| {
-            // SAFETY: the context is current; one address is written.
+            // SAFETY: the context is current; the call writes one address.
             check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut address, bytes) })
         });
         allocated.map_err(|fault| {
@@ -52,11 +52,11 @@ impl DeviceBuffer {
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
         let freed = self.gpu.bind().and_then(|()| {
-            // SAFETY: allocated in `new`, freed once. The driver waits for what still uses it.
+            // SAFETY: allocated in `new`, freed once. The driver waits for work that still uses it.
             check("cuMemFree", unsafe { sys::cuMemFree_v2(self.base.as_ptr().expose_provenance() as u64) })
         });
         if let Err(fault) = freed {
-            tracing::warn!(%fault, bytes = self.bytes, "device memory was not given back");
+            tracing::warn!(%fault, bytes = self.bytes, "device memory was not freed");
         }
     }
 }
@@ -90,17 +90,17 @@ impl fmt::Debug for DeviceBuffer {
     }
 }
 
-/// A range of host memory that is pinned and known to the device, until dropped: copies take it without a detour
-/// through the driver's own buffers, and kernels can read and write it.
+/// A range of host memory that is pinned for the device until dropped: copies bypass the driver's own buffers, and
+/// kernels can read and write it.
 ///
-/// The same memory may be registered with a ring: both pin its pages, each for itself.
+/// The same memory may be registered with a ring: each registration pins the pages independently.
 pub struct HostPin {
     gpu: Arc<Gpu>,
     start: NonNull<u8>,
     bytes: usize,
-    /// Pinned by us, and so to be unpinned by us.
+    /// Pinned by this crate, which then unpins it.
     ours: bool,
-    /// Keeps it mapped.
+    /// Keeps the memory mapped.
     _owner: Arc<dyn Any + Send + Sync>,
 }
 
@@ -110,24 +110,24 @@ unsafe impl Send for HostPin {}
 unsafe impl Sync for HostPin {}
 
 impl HostPin {
-    /// Pins a range. One that somebody else in the process has pinned is as good; whoever did must not take that back
-    /// while it is in use.
+    /// Pins a range. Memory that other code in the process has pinned is accepted; that code must not unpin it while it
+    /// is in use.
     ///
     /// # Safety
     /// The range must be mapped, readable and writable for as long as `owner` lives.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with what the driver said: not enough memory that may be pinned, say.
+    /// [`Error::Unavailable`] with the driver's error, such as the limit of pinned memory.
     pub unsafe fn new(
         gpu: Arc<Gpu>,
         start: NonNull<u8>,
         bytes: usize,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Self> {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for the range.
         unsafe { Self::register(gpu, start, bytes, owner) }.map_err(|fault| Error::Unavailable {
             tier: "device",
-            reason: format!("{bytes} bytes of host memory could not be pinned for it: {fault}"),
+            reason: format!("{bytes} bytes of host memory could not be pinned for the device: {fault}"),
         })
     }
 
@@ -138,23 +138,23 @@ impl HostPin {
         start: NonNull<u8>,
         bytes: usize,
         owner: Arc<dyn Any + Send + Sync>,
-    ) -> std::result::Result<Self, Fault> {
+    ) -> std::result::Result<Self, CudaError> {
         let flags = sys::CU_MEMHOSTREGISTER_PORTABLE | sys::CU_MEMHOSTREGISTER_DEVICEMAP;
         let registered = gpu.bind().and_then(|()| {
-            // SAFETY: the caller's promise; unregistered when dropped, before the owner goes.
+            // SAFETY: the caller vouches for the range; it is unregistered on drop, before the owner is dropped.
             check("cuMemHostRegister", unsafe { sys::cuMemHostRegister_v2(start.as_ptr().cast(), bytes, flags) })
         });
         let ours = registered.is_ok();
-        registered.or_else(Fault::unless_pinned)?;
+        registered.or_else(CudaError::unless_pinned)?;
         Ok(HostPin { gpu, start, bytes, ours, _owner: owner })
     }
 
-    /// Its first address.
+    /// First address.
     pub(crate) fn start(&self) -> NonNull<u8> {
         self.start
     }
 
-    /// Its length.
+    /// Length in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
@@ -166,7 +166,7 @@ impl Drop for HostPin {
             return;
         }
         let unpinned = self.gpu.bind().and_then(|()| {
-            // SAFETY: registered in `new`, unregistered once. The driver waits for copies that use it.
+            // SAFETY: registered in `register`, unregistered once. The driver waits for copies that use it.
             check("cuMemHostUnregister", unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) })
         });
         if let Err(fault) = unpinned {

@@ -1,11 +1,11 @@
-//! NVIDIA GPUs, through the driver's own library.
+//! NVIDIA GPUs, through the CUDA driver library.
 //!
-//! The library is looked for at run time: the same binary runs where there is none. Nothing here needs the CUDA
-//! toolkit, neither to build nor to run; [`discover`] says what a machine has, and why not more.
+//! The library is loaded at run time, so the same binary runs on machines without it. Neither building nor running
+//! needs the CUDA toolkit. [`discover`] lists the GPUs and says why there is none.
 //!
-//! - [`Gpu`]: a device and its primary context, shared with whatever else in the process uses the device.
+//! - [`Gpu`]: a device and its primary context, shared with all other users of the device in the process.
 //! - [`DeviceBuffer`]: plain device memory, the [`DeviceMemory`](crate::memory::DeviceMemory) of a pool.
-//! - [`HostPin`]: host memory made known to the device, so that it can be copied without a detour.
+//! - [`HostPin`]: host memory pinned for the device, for copies without the driver's bounce buffers.
 
 mod checksum;
 mod context;
@@ -28,4 +28,4 @@ pub(crate) use module::{CopyKernel, Tile};
 pub use stream::StreamMark;
 pub(crate) use stream::{BatchArrays, Event, Stream};
 
-pub(crate) use driver::Fault;
+pub(crate) use driver::CudaError;

@@ -1,4 +1,4 @@
-//! Kernels, loaded; the copy kernel, and the descriptions that it works from.
+//! Loaded kernels; the copy kernel and its descriptors.
 
 use std::{
     ffi::{CStr, c_void},
@@ -9,18 +9,18 @@ use cudarc::driver::sys::{self, CUfunction, CUmodule};
 
 use super::{
     context::Gpu,
-    driver::{Fault, check},
+    driver::{CudaError, check},
     stream::Stream,
 };
 use crate::block::CopyOp;
 
-/// `kernels/copy.cu` for every device since compute capability 8.0; the driver compiles it for the one at hand.
+/// `kernels/copy.cu` for compute capability 8.0 and later; the driver compiles it for the device.
 const PTX: &str = concat!(include_str!("kernels/copy.ptx"), "\0");
 
 /// Threads of a thread block: 16 warps, one tile each at a time.
 pub(crate) const BLOCK_THREADS: u32 = 512;
 
-/// What one warp copies without a look at anything else. As `Tile` in `kernels/copy.cu`.
+/// A range that one warp copies in one piece. `Tile` in `kernels/copy.cu` has the same layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Tile {
@@ -30,14 +30,14 @@ pub(crate) struct Tile {
 }
 
 impl Tile {
-    /// The copy of `len` bytes from the byte `at` of a copy on.
+    /// The tile of `len` bytes at offset `at` of a copy.
     pub(crate) fn part(op: &CopyOp, at: usize, len: usize) -> Tile {
         let (src, dst) = (op.src.expose_provenance() as u64, op.dst.expose_provenance() as u64);
         Tile { src: src + at as u64, dst: dst + at as u64, len: len as u64 }
     }
 }
 
-/// A kernel, loaded.
+/// A loaded kernel.
 pub(super) struct Loaded {
     gpu: Arc<Gpu>,
     module: CUmodule,
@@ -45,12 +45,13 @@ pub(super) struct Loaded {
 }
 
 impl Loaded {
-    /// Loads the kernel `name` of `image`, a PTX that ends in 0.
-    pub(super) fn new(gpu: &Arc<Gpu>, image: &'static str, name: &CStr) -> Result<Self, Fault> {
-        assert!(image.ends_with('\0'), "the driver looks for the end");
+    /// Loads the kernel `name` of `image`, a PTX text that ends in a zero byte.
+    pub(super) fn new(gpu: &Arc<Gpu>, image: &'static str, name: &CStr) -> Result<Self, CudaError> {
+        assert!(image.ends_with('\0'), "the driver needs a terminating zero byte");
         gpu.bind()?;
         let mut module = std::ptr::null_mut();
-        // SAFETY: the context is current; the image is a string that ends in 0; unloaded when this is dropped.
+        // SAFETY: the context is current; the image is a string that ends in a zero byte; unloaded when this is
+        // dropped.
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
         let mut loaded = Loaded { gpu: Arc::clone(gpu), module, function: std::ptr::null_mut() };
         // SAFETY: our own module, and the name of a kernel in it.
@@ -62,19 +63,20 @@ impl Loaded {
         &self.gpu
     }
 
-    /// Queues a launch. The context is current.
+    /// Queues a launch. The context must be current.
     ///
     /// # Safety
-    /// The arguments must be of the kernel's types, and what they lead to valid until the stream has passed it.
+    /// The arguments must have the kernel's types. Memory that they lead to must be valid until the stream has passed
+    /// the launch.
     pub(super) unsafe fn launch(
         &self,
         stream: &Stream,
         blocks: u32,
         threads: u32,
         arguments: &mut [*mut c_void],
-    ) -> Result<(), Fault> {
-        // SAFETY: our own function and stream; the driver copies the arguments during the call; the rest is the
-        // caller's promise.
+    ) -> Result<(), CudaError> {
+        // SAFETY: our own function and stream; the driver copies the arguments during the call; the caller vouches for
+        // the rest.
         check("cuLaunchKernel", unsafe {
             sys::cuLaunchKernel(
                 self.function,
@@ -95,7 +97,7 @@ impl Loaded {
 
 impl Drop for Loaded {
     fn drop(&mut self) {
-        // SAFETY: our own module, unloaded once, when no launch is under way.
+        // SAFETY: our own module, unloaded once, with no launch in flight.
         let unloaded =
             self.gpu.bind().and_then(|()| check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.module) }));
         if let Err(fault) = unloaded {
@@ -104,29 +106,29 @@ impl Drop for Loaded {
     }
 }
 
-/// The gather/scatter kernel, loaded.
+/// The gather/scatter kernel.
 pub(crate) struct CopyKernel(Loaded);
 
 impl CopyKernel {
-    pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, Fault> {
+    pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         Loaded::new(gpu, PTX, c"kvhoist_copy").map(CopyKernel)
     }
 
-    /// Queues the copy of `count` tiles from `tiles` on, an address that the device knows, by `blocks` thread blocks.
-    /// The context is current.
+    /// Queues the copy of `count` tiles at the device address `tiles`, on `blocks` thread blocks. The context must be
+    /// current.
     ///
     /// # Safety
-    /// The tiles and all that they name must stay valid, and untouched by others, until the stream has passed them.
+    /// The tiles and their ranges must stay valid, and untouched by others, until the stream has passed the launch.
     pub(crate) unsafe fn launch(
         &self,
         stream: &Stream,
         tiles: *const Tile,
         count: u32,
         blocks: u32,
-    ) -> Result<(), Fault> {
+    ) -> Result<(), CudaError> {
         let (mut tiles, mut count) = (tiles.expose_provenance() as u64, count);
         let mut arguments: [*mut c_void; 2] = [(&raw mut tiles).cast(), (&raw mut count).cast()];
-        // SAFETY: arguments of the kernel's types; what they lead to is as the caller promises.
+        // SAFETY: the arguments have the kernel's types; the caller vouches for the memory they lead to.
         unsafe { self.0.launch(stream, blocks, BLOCK_THREADS, &mut arguments) }
     }
 }

@@ -9,26 +9,26 @@ use cudarc::driver::sys::{
 
 use super::{
     context::Gpu,
-    driver::{BatchForm, Fault, check},
+    driver::{BatchForm, CudaError, check},
 };
 use crate::{
     block::{CopyOp, Direction},
     error::{Error, Result},
 };
 
-/// A queue of device work that runs in order.
+/// A CUDA stream: a queue of device work that runs in order.
 pub(crate) struct Stream {
     gpu: Arc<Gpu>,
     raw: CUstream,
 }
 
-/// A point in a stream, to be asked whether it was reached.
+/// A CUDA event: a position in a stream that can be polled.
 pub(crate) struct Event {
     gpu: Arc<Gpu>,
     raw: CUevent,
 }
 
-/// Addresses and lengths in the form in which the driver wants a batch. Kept from batch to batch.
+/// Arguments of a batch copy, reused from batch to batch.
 #[derive(Default)]
 pub(crate) struct BatchArrays {
     dsts: Vec<u64>,
@@ -37,16 +37,16 @@ pub(crate) struct BatchArrays {
 }
 
 impl Stream {
-    /// A stream of the highest priority, which does not wait for the legacy default stream: copies are short, and a
-    /// kernel of the engine beside them may be long.
-    pub(crate) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, Fault> {
+    /// A stream of the highest priority, independent of the legacy default stream: copies are short, while the
+    /// inference engine's kernels may run long.
+    pub(crate) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, CudaError> {
         gpu.bind()?;
         let (mut least, mut greatest) = (0, 0);
-        // SAFETY: the context is current; two integers are written.
+        // SAFETY: the context is current; the call writes two integers.
         check("cuCtxGetStreamPriorityRange", unsafe { sys::cuCtxGetStreamPriorityRange(&mut least, &mut greatest) })?;
         let mut raw = std::ptr::null_mut();
         let flags = CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: as above; one handle is written, and destroyed when this is dropped.
+        // SAFETY: the context is current; the call writes one handle, destroyed when this is dropped.
         check("cuStreamCreateWithPriority", unsafe { sys::cuStreamCreateWithPriority(&mut raw, flags, greatest) })?;
         Ok(Stream { gpu: Arc::clone(gpu), raw })
     }
@@ -55,40 +55,40 @@ impl Stream {
         self.raw
     }
 
-    /// Waits until everything in it is done. Blocks the thread.
-    pub(crate) fn synchronize(&self) -> std::result::Result<(), Fault> {
+    /// Waits until all work in the stream is done. Blocks the thread.
+    pub(crate) fn synchronize(&self) -> std::result::Result<(), CudaError> {
         self.gpu.bind()?;
         // SAFETY: our own stream.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.raw) })
     }
 
-    /// Queues one copy. Its context is current.
+    /// Queues one copy. The context must be current.
     ///
     /// # Safety
     /// Both ranges must stay valid and untouched by others until the stream has passed the copy.
-    pub(crate) unsafe fn copy(&self, op: &CopyOp) -> std::result::Result<(), Fault> {
+    pub(crate) unsafe fn copy(&self, op: &CopyOp) -> std::result::Result<(), CudaError> {
         let (src, dst) = (op.src.expose_provenance() as u64, op.dst.expose_provenance() as u64);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for both ranges.
         check("cuMemcpyAsync", unsafe { sys::cuMemcpyAsync(dst, src, op.len, self.raw) })
     }
 
-    /// Queues copies that may run in any order among themselves.
+    /// Queues copies that may run in any order.
     ///
     /// # Safety
-    /// As [`copy`](Self::copy), for each.
+    /// As [`copy`](Self::copy), for each copy.
     pub(crate) unsafe fn copy_batch(
         &self,
         ops: impl Iterator<Item = CopyOp>,
         direction: Direction,
         arrays: &mut BatchArrays,
-    ) -> std::result::Result<(), Fault> {
+    ) -> std::result::Result<(), CudaError> {
         let Some(form) = self.gpu.batch_form() else {
             return check("cuMemcpyBatchAsync", CUresult::CUDA_ERROR_NOT_SUPPORTED);
         };
         arrays.fill(ops);
         let count = arrays.lens.len();
-        // A source on the device is final when the stream comes to it, not before: reading it early would copy what a
-        // kernel has yet to write. One in host memory is final already.
+        // A device source may be written by earlier work of the stream, so it must be read in stream order. A host
+        // source is final already.
         let order = match direction {
             Direction::HostToDevice => CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_ANY,
             _ => CUmemcpySrcAccessOrder::CU_MEMCPY_SRC_ACCESS_ORDER_STREAM,
@@ -98,8 +98,8 @@ impl Stream {
             CUmemcpyAttributes { srcAccessOrder: order, srcLocHint: nowhere, dstLocHint: nowhere, flags: 0 };
         let (mut first, mut failed) = (0_usize, usize::MAX);
         let (dsts, srcs, lens) = (arrays.dsts.as_mut_ptr(), arrays.srcs.as_mut_ptr(), arrays.lens.as_mut_ptr());
-        // SAFETY: three arrays of `count` numbers, which the driver reads during the call, and one attribute for
-        // all of them; the ranges are as the caller promises.
+        // SAFETY: the driver reads three arrays of `count` numbers during the call, and one attribute for all of them;
+        // the caller vouches for the ranges.
         let code = unsafe {
             match form {
                 BatchForm::V2 => {
@@ -129,7 +129,7 @@ impl BatchArrays {
 
 impl Drop for Stream {
     fn drop(&mut self) {
-        // SAFETY: our own stream, destroyed once; what is in it still runs.
+        // SAFETY: our own stream, destroyed once; queued work still runs.
         let destroyed =
             self.gpu.bind().and_then(|()| check("cuStreamDestroy", unsafe { sys::cuStreamDestroy_v2(self.raw) }));
         if let Err(fault) = destroyed {
@@ -139,24 +139,24 @@ impl Drop for Stream {
 }
 
 impl Event {
-    /// An event that keeps no time.
-    pub(crate) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, Fault> {
+    /// Makes an event without timing.
+    pub(crate) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, CudaError> {
         gpu.bind()?;
         let mut raw = std::ptr::null_mut();
         let flags = CUevent_flags::CU_EVENT_DISABLE_TIMING as u32;
-        // SAFETY: the context is current; one handle is written, and destroyed when this is dropped.
+        // SAFETY: the context is current; the call writes one handle, destroyed when this is dropped.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&mut raw, flags) })?;
         Ok(Event { gpu: Arc::clone(gpu), raw })
     }
 
-    /// Marks what the stream holds now. Its context is current.
-    pub(crate) fn record(&self, stream: &Stream) -> std::result::Result<(), Fault> {
+    /// Records the stream's current position. The context must be current.
+    pub(crate) fn record(&self, stream: &Stream) -> std::result::Result<(), CudaError> {
         // SAFETY: our own event and stream.
         check("cuEventRecord", unsafe { sys::cuEventRecord(self.raw, stream.raw) })
     }
 
-    /// Whether the stream has passed the mark. Its context is current.
-    pub(crate) fn is_reached(&self) -> std::result::Result<bool, Fault> {
+    /// Whether the stream has passed the recorded position. The context must be current.
+    pub(crate) fn is_reached(&self) -> std::result::Result<bool, CudaError> {
         // SAFETY: our own event.
         match unsafe { sys::cuEventQuery(self.raw) } {
             CUresult::CUDA_ERROR_NOT_READY => Ok(false),
@@ -165,36 +165,37 @@ impl Event {
     }
 }
 
-/// A mark in a stream of the caller's: copies through an RDMA device can wait for it
+/// A position in a caller's stream that copies through an RDMA device can wait for
 /// ([`CopyOrder::after`](crate::device::gdr::CopyOrder)).
 pub struct StreamMark(Event);
 
 impl StreamMark {
-    /// Marks what the stream holds now: a `CUstream` (or `cudaStream_t`) of the device's primary context, as a number.
+    /// Records the current position of a stream: a `CUstream` (or `cudaStream_t`) of the device's primary context, as a
+    /// number.
     ///
     /// # Safety
     /// The stream must not be destroyed during the call.
     ///
     /// # Errors
-    /// [`Error::Copy`] with what the driver said.
+    /// [`Error::Copy`] with the driver's error.
     pub unsafe fn record(gpu: &Arc<Gpu>, stream: usize) -> Result<Self> {
         let event = Event::new(gpu).map_err(refused)?;
         let raw: CUstream = std::ptr::with_exposed_provenance_mut(stream);
-        // SAFETY: our own event; the stream is as the caller promises. `new` has made the context current.
+        // SAFETY: our own event; the caller vouches for the stream. `new` has made the context current.
         check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, raw) }).map_err(refused)?;
         Ok(StreamMark(event))
     }
 
-    /// Whether the device has come past it.
+    /// Whether the device has passed the position.
     ///
     /// # Errors
-    /// [`Error::Copy`] with what the driver said.
+    /// [`Error::Copy`] with the driver's error.
     pub fn is_passed(&self) -> Result<bool> {
         self.0.gpu.bind().and_then(|()| self.0.is_reached()).map_err(refused)
     }
 }
 
-fn refused(fault: Fault) -> Error {
+fn refused(fault: CudaError) -> Error {
     Error::Copy { engine: "cuda", reason: fault.to_string() }
 }
 

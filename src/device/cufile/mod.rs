@@ -1,19 +1,18 @@
-//! Transfers between the store's files and device memory by libcufile, by a thread of their own.
+//! Transfers between the store's files and device memory through libcufile, on a thread of their own.
 //!
-//! Every call of the library may take milliseconds, and some never come back, so none is made on the reactor. The
-//! reactor hands requests over and awaits their ends; the worker keeps its own count of what the library has, which
-//! forgets completions when it is given more than it can hold.
+//! Calls of libcufile can take milliseconds, and some never return, so the reactor makes none. It hands requests to a
+//! worker thread and awaits their completion. The worker never gives libcufile more transfers than a batch holds,
+//! because libcufile drops completions beyond that.
 //!
-//! A request owns what its bytes come from and go to: slots, pins, regions. When the library does not give a request
-//! back within the limit, the one who waits is told so and goes another way; what the request owns stays with it,
-//! reserved and mapped, until the library comes back, be that never.
+//! A request owns its slots, pins and regions. If libcufile does not complete it within the limit, the caller falls
+//! back to another route; the request keeps its slots and memory until libcufile returns it, possibly for ever.
 
 mod open;
 mod queue;
 mod sys;
 mod worker;
 
-pub use sys::{Counters, CufileFault, Driver, Library};
+pub use sys::{Counters, CufileError, Driver, Library};
 
 pub(crate) use open::{Buffer, Opened, Setup};
 
@@ -32,10 +31,10 @@ use tokio::{sync::oneshot, time::timeout};
 use self::queue::{Answer, Queue, Request};
 use crate::block::{FileId, OpKind};
 
-/// What keeps memory and slots in place while the library may touch them.
+/// Keeps memory and slots in place while libcufile may touch them.
 pub(crate) type Owner = Box<dyn Any + Send>;
 
-/// One contiguous piece of a request: device memory, and where in the file its bytes are.
+/// A contiguous part of a request: device memory and an offset in the file.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Part {
     pub(crate) ptr: *mut u8,
@@ -43,38 +42,39 @@ pub(crate) struct Part {
     pub(crate) offset: u64,
 }
 
-// SAFETY: an address and two numbers; what may be done with them is the contract of `Cufile::transfer`.
+// SAFETY: an address and two numbers; the contract of `Cufile::transfer` governs their use.
 unsafe impl Send for Part {}
 
-/// How a request ended.
+/// Result of a request.
 pub(crate) enum Ended<O> {
-    /// All bytes were moved.
+    /// All bytes were transferred.
     Done(O),
-    /// They were not, for the reason given; the destination is undefined.
+    /// The transfer failed for this reason; the destination is undefined.
     Failed(O, String),
-    /// The library has not come back, for the reason given: what the request owns is still in its hands.
+    /// libcufile did not complete the request in time, or its worker is gone. The request keeps what it owns.
     Stuck(String),
 }
 
-/// The reactor's side. Dropping it ends the worker when the library has given back what it has; it does not wait.
+/// The reactor's handle to the worker. Dropping it ends the worker once libcufile has returned every transfer; the drop
+/// does not wait.
 pub(crate) struct Cufile {
     queue: Arc<Queue>,
-    /// Requests that the library has not given back in time, and not since.
+    /// Number of requests that libcufile has not completed in time and still holds.
     stuck: Arc<AtomicI64>,
     limit: Duration,
-    /// Fails when the worker has ended.
+    /// Fails when the worker thread has ended.
     worker: RefCell<Option<oneshot::Receiver<()>>>,
 }
 
 impl Cufile {
-    /// Moves bytes between a file and device memory.
+    /// Transfers bytes between a file and device memory.
     ///
     /// # Safety
-    /// Until `owner` is dropped every part must be device memory that the library may write to (for a read) or read
-    /// (for a write), and nobody else writes to; for a write, that range of the file must be nobody else's either.
+    /// Until `owner` is dropped every part must be device memory that libcufile may write to (for a read) or read (for
+    /// a write), and nothing else may write to it. For a write, nothing else may use that range of the file.
     ///
     /// # Cancel safety
-    /// Dropping the future drops `owner` when the library is done with it.
+    /// Dropping the future drops `owner` when libcufile is done with it.
     pub(crate) async unsafe fn transfer<O: Send + 'static>(
         &self,
         kind: OpKind,
@@ -95,13 +95,13 @@ impl Cufile {
             stuck: Arc::clone(&self.stuck),
         };
         if let Err(mut request) = self.queue.push(request) {
-            let owner = request.owner.take().expect("nobody has answered it");
+            let owner = request.owner.take().expect("not answered yet");
             return Ended::Failed(owner_of(owner), "the route is closed".into());
         }
         let answer = match timeout(self.limit, &mut answered).await {
             Ok(Ok(answer)) => answer,
-            // The worker is gone, with all that it had.
-            Ok(Err(_)) => Answer::Lost("its thread has ended".into()),
+            // The worker ended and dropped the request.
+            Ok(Err(_)) => Answer::Lost("its worker thread has ended".into()),
             Err(_) => {
                 given_up.store(true, Ordering::SeqCst);
                 answered.close();
@@ -109,7 +109,7 @@ impl Cufile {
                     Ok(answer) => answer,
                     Err(_) => {
                         self.stuck.fetch_add(1, Ordering::SeqCst);
-                        return Ended::Stuck(format!("a {} has not come back in {:?}", kind.name(), self.limit));
+                        return Ended::Stuck(format!("a {} has not completed within {:?}", kind.name(), self.limit));
                     }
                 }
             }
@@ -121,15 +121,15 @@ impl Cufile {
         }
     }
 
-    /// Takes back, as failed, what the library does not have yet; nothing more is taken on.
+    /// Closes the queue and fails the requests that the worker has not taken.
     pub(crate) fn retire(&self) {
         for mut request in self.queue.close() {
-            request.fail("the route was given up".into());
+            request.fail("the cuFile route was retired".into());
         }
     }
 
-    /// Ends the worker: false if it does not come back within the limit. Its files and all that it has then stay as
-    /// they are until it does.
+    /// Ends the worker. Returns false if it does not end within the limit; its files and transfers then stay in place
+    /// until it does.
     pub(crate) async fn close(&self) -> bool {
         self.retire();
         let Some(ended) = self.worker.take() else { return true };

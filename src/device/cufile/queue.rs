@@ -1,4 +1,4 @@
-//! What the reactor asks of the worker.
+//! The queue of requests from the reactor to the worker.
 
 use std::{
     collections::VecDeque,
@@ -14,30 +14,30 @@ use tokio::sync::oneshot;
 use super::{Owner, Part};
 use crate::block::OpKind;
 
-/// What becomes of a request.
+/// Result of a request, as the worker reports it.
 pub(super) enum Answer {
     Done(Owner),
     Failed(Owner, String),
-    /// The library will never say; what the request owns stays with the worker for good.
+    /// libcufile will never complete the request; what it owns stays reserved for good.
     Lost(String),
 }
 
-/// Bytes to be moved.
+/// A transfer request.
 pub(super) struct Request {
     pub(super) kind: OpKind,
-    /// The place of the file in the list that the worker was given.
+    /// Index of the file in the worker's list.
     pub(super) file: usize,
     pub(super) parts: Vec<Part>,
     /// `None` once answered.
     pub(super) owner: Option<Owner>,
     pub(super) answer: Option<oneshot::Sender<Answer>>,
-    /// Whoever waited for it waits no more, and counted it as stuck.
+    /// Set when the caller has timed out and counted the request as stuck.
     pub(super) given_up: Arc<AtomicBool>,
     pub(super) stuck: Arc<AtomicI64>,
 }
 
 impl Request {
-    /// Ends it: nobody touches its memory any more.
+    /// Completes the request: libcufile no longer touches its memory.
     pub(super) fn end(&mut self, fault: Option<String>) {
         let (Some(owner), Some(answer)) = (self.owner.take(), self.answer.take()) else { return };
         let result = match fault {
@@ -48,7 +48,7 @@ impl Request {
             if self.given_up.load(Ordering::SeqCst) {
                 self.stuck.fetch_sub(1, Ordering::SeqCst);
             }
-            // Slots and pins go back here, on this thread.
+            // The caller is gone: slots and pins are released on this thread.
             drop(abandoned);
         }
     }
@@ -57,7 +57,7 @@ impl Request {
         self.end(Some(reason));
     }
 
-    /// The library will not say what became of it: what it owns is never given back.
+    /// Marks the request as never to complete, and leaks what it owns.
     pub(super) fn lose(&mut self, reason: &str) {
         let Some(owner) = self.owner.take() else { return };
         std::mem::forget(owner);
@@ -65,13 +65,13 @@ impl Request {
             self.stuck.fetch_add(1, Ordering::SeqCst);
         }
         if let Some(answer) = self.answer.take() {
-            // Nobody may wait any more.
+            // The receiver may be gone.
             drop(answer.send(Answer::Lost(reason.to_owned())));
         }
     }
 }
 
-/// Requests on their way. Its length is bounded by the slots and regions that requests own.
+/// Requests that the worker has not taken. Its length is bounded by the slots and regions that requests own.
 #[derive(Default)]
 pub(super) struct Queue {
     state: Mutex<State>,
@@ -89,17 +89,17 @@ struct State {
 pub(super) enum Wait {
     No,
     For(Duration),
-    /// Until there is one, or the end.
+    /// Until a request arrives or the queue closes.
     ForEver,
 }
 
 impl Queue {
-    /// No code that can panic runs under the lock, so a poisoned one holds a good state.
+    /// No code that can panic runs under the lock, so a poisoned lock guards consistent state.
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Gives the request back where no more are taken.
+    /// Enqueues a request; hands it back if the queue is closed.
     pub(super) fn push(&self, request: Request) -> Result<(), Box<Request>> {
         let mut state = self.lock();
         if state.closed {
@@ -111,7 +111,7 @@ impl Queue {
         Ok(())
     }
 
-    /// No more are taken from now on; what nobody has taken comes back.
+    /// Closes the queue, and returns the requests that the worker has not taken.
     pub(super) fn close(&self) -> VecDeque<Request> {
         let mut state = self.lock();
         state.closed = true;
@@ -121,7 +121,7 @@ impl Queue {
         waiting
     }
 
-    /// Takes up to `count` requests; also says whether there will never be more.
+    /// Takes up to `count` requests. The flag is true once the queue is closed and empty.
     pub(super) fn take(&self, count: usize, wait: Wait) -> (Vec<Request>, bool) {
         let nothing = |state: &mut State| state.waiting.is_empty() && !state.closed;
         let state = self.lock();

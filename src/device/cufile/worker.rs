@@ -1,4 +1,4 @@
-//! The thread that calls the library.
+//! The worker thread, which makes all calls of libcufile.
 
 use std::{collections::VecDeque, sync::Arc, thread, time::Duration};
 
@@ -16,84 +16,84 @@ use crate::{
     },
 };
 
-/// How long it looks for new requests before it asks again for completions: asking takes 1 to 20 us.
+/// How long the worker waits for new requests before it polls for completions again: a poll takes 1 to 20 us.
 const POLL: Duration = Duration::from_micros(30);
 
-/// So often it asks at that pace; then more and more slowly, for what may never end must not take a processor.
+/// Empty polls at that pace; then the interval grows, so that a stuck transfer does not occupy a core.
 const POLLS_EAGER: u32 = 256;
 const POLL_MAX: Duration = Duration::from_millis(10);
 
-/// How often in a row a transfer may bring a piece no further.
-const FRUITLESS_MAX: u32 = 8;
+/// Largest number of transfers in a row without progress on a piece.
+const NO_PROGRESS_MAX: u32 = 8;
 
-/// How often in a row the library may refuse to say what has ended.
+/// Largest number of failed polls in a row.
 const UNANSWERED_MAX: u32 = 3;
 
-/// How bytes are moved.
-pub(super) enum Way {
-    /// Many at once, where the path is direct.
+/// How pieces are submitted.
+pub(super) enum Submission {
+    /// Many at once, if the path is direct.
     Batch(Batch),
-    /// One after the other: in compat mode batches are slow, and larger ones hang.
+    /// One at a time: in compat mode batches are slow, and large ones hang.
     OneByOne,
 }
 
-/// Ranges of device memory, registered when the first request touches them.
+/// Ranges of device memory, registered with libcufile on first use.
 pub(super) struct Ranges {
-    /// Start and length, by start.
+    /// Start and length, sorted by start.
     pub(super) all: Vec<(usize, usize)>,
     pub(super) registered: Vec<Option<Registration>>,
-    /// The library refused one: the others go unregistered too, through buffers of its own.
+    /// libcufile refused a range; the others are not registered either, and go through its own buffers.
     pub(super) refused: bool,
 }
 
-/// A request that the library has, in whole or in part.
+/// A request of which libcufile holds pieces.
 struct Active {
     request: Request,
-    /// Pieces that have not ended.
+    /// Unfinished pieces.
     left: usize,
     fault: Option<String>,
 }
 
-/// A contiguous range that is being moved, or is to be.
+/// A contiguous range to be transferred.
 #[derive(Clone, Copy)]
 struct Piece {
     active: usize,
     part: Part,
-    fruitless: u32,
+    no_progress: u32,
 }
 
-/// Dropped in this order: batches before files and memory.
+/// Fields drop in this order: batches before files and memory.
 pub(super) struct Worker {
-    pub(super) way: Option<Way>,
+    pub(super) submission: Option<Submission>,
     pub(super) ranges: Ranges,
     pub(super) handles: Vec<Handle>,
     pub(super) driver: &'static Driver,
     pub(super) gpu: Arc<Gpu>,
     pub(super) capacity: usize,
     pub(super) queue: Arc<Queue>,
-    pub(super) state: Moving,
+    pub(super) state: Transfers,
 }
 
-/// What is being moved.
+/// Pieces and requests of the worker.
 #[derive(Default)]
-pub(super) struct Moving {
+pub(super) struct Transfers {
     actives: Slab<Active>,
-    /// Pieces that the library does not have.
+    /// Pieces not submitted yet.
     backlog: VecDeque<Piece>,
-    /// Pieces that it has; their places are the cookies.
+    /// Submitted pieces; slab indices are the cookies.
     in_flight: Slab<Piece>,
     unanswered: u32,
-    /// Why nothing can be moved any more.
+    /// Why the worker is out of service.
     lost: Option<String>,
-    /// How often in a row nothing had ended.
+    /// Number of empty polls in a row.
     quiet: u32,
 }
 
 impl Worker {
-    /// Serves requests until there will be no more and all have ended.
+    /// Serves requests until the queue is closed and all of them have completed.
     pub(super) fn serve(&mut self) {
         loop {
-            // What the library cannot take yet stays where it can be taken back from.
+            // Requests that exceed the capacity stay in the queue, from where they can still be taken back.
             let room = self.capacity.saturating_sub(self.state.in_flight.len() + self.state.backlog.len());
             let wait = match (self.state.in_flight.is_empty(), self.state.backlog.is_empty()) {
                 (true, true) => Wait::ForEver,
@@ -110,14 +110,14 @@ impl Worker {
             }
             requests.into_iter().for_each(|request| self.admit(request));
             if closed {
-                self.state.give_back_backlog();
+                self.state.fail_backlog();
             }
-            match &self.way {
-                Some(Way::Batch(_)) => {
+            match &self.submission {
+                Some(Submission::Batch(_)) => {
                     self.submit();
                     self.reap();
                 }
-                Some(Way::OneByOne) => self.move_one(),
+                Some(Submission::OneByOne) => self.move_one(),
                 None => self.refuse_all(),
             }
         }
@@ -138,10 +138,10 @@ impl Worker {
             return request.end(None);
         }
         let active = self.state.actives.insert(Active { request, left: parts.len(), fault: None });
-        self.state.backlog.extend(parts.into_iter().map(|part| Piece { active, part, fruitless: 0 }));
+        self.state.backlog.extend(parts.into_iter().map(|part| Piece { active, part, no_progress: 0 }));
     }
 
-    /// Hands the library as much as it may have.
+    /// Submits as many pieces as the capacity allows.
     fn submit(&mut self) {
         let room = self.capacity.saturating_sub(self.state.in_flight.len()).min(self.state.backlog.len());
         if room == 0 {
@@ -150,18 +150,18 @@ impl Worker {
         let pieces: Vec<Piece> = self.state.backlog.drain(..room).collect();
         let Err(fault) = self.submit_pieces(&pieces) else { return };
         if let [piece] = pieces[..] {
-            return self.state.settle(piece, Err(fault.to_string()));
+            return self.state.finish(piece, Err(fault.to_string()));
         }
-        // It takes all of them or none: one that it does not like must not fail the others.
+        // A submission is all or nothing: one refused piece must not fail the others.
         for piece in pieces {
             if let Err(fault) = self.submit_pieces(&[piece]) {
-                self.state.settle(piece, Err(fault.to_string()));
+                self.state.finish(piece, Err(fault.to_string()));
             }
         }
     }
 
-    fn submit_pieces(&mut self, pieces: &[Piece]) -> Result<(), crate::device::cufile::sys::CufileFault> {
-        let Some(Way::Batch(batch)) = &mut self.way else { return Ok(()) };
+    fn submit_pieces(&mut self, pieces: &[Piece]) -> Result<(), crate::device::cufile::sys::CufileError> {
+        let Some(Submission::Batch(batch)) = &mut self.submission else { return Ok(()) };
         let cookies: Vec<usize> = pieces.iter().map(|piece| self.state.in_flight.insert(*piece)).collect();
         let (handles, actives) = (&self.handles, &self.state.actives);
         let entries = pieces.iter().zip(&cookies).map(|(piece, &cookie)| {
@@ -170,8 +170,8 @@ impl Worker {
             (BatchEntry { kind, ptr, len, offset, cookie }, &raw const handles[file])
         });
         // SAFETY: by the contract of `Cufile::transfer` the memory stays ours until the request's owner is dropped,
-        // which happens when its last piece has ended; handles live as long as the worker, which outlives all pieces;
-        // pieces in flight are never more than the capacity.
+        // which happens when its last piece is finished. The worker outlives all pieces and keeps the handles. Pieces
+        // in flight never exceed the capacity.
         let submitted = unsafe { batch.submit(entries) };
         if submitted.is_err() {
             for cookie in cookies {
@@ -181,9 +181,9 @@ impl Worker {
         submitted
     }
 
-    /// Takes up what has ended.
+    /// Polls for completions and finishes their pieces.
     fn reap(&mut self) {
-        let Some(Way::Batch(batch)) = &mut self.way else { return };
+        let Some(Submission::Batch(batch)) = &mut self.submission else { return };
         if self.state.in_flight.is_empty() {
             return;
         }
@@ -202,43 +202,44 @@ impl Worker {
         self.state.quiet = if events.is_empty() { self.state.quiet.saturating_add(1) } else { 0 };
         for BatchEvent { cookie, result } in events {
             let Some(piece) = self.state.in_flight.try_remove(cookie) else {
-                return self.lose_all("libcufile reported the end of a transfer that is not under way");
+                return self.lose_all("libcufile reported the completion of a transfer that is not in flight");
             };
-            self.state.settle(piece, result.map_err(|fault| fault.to_string()));
+            self.state.finish(piece, result.map_err(|fault| fault.to_string()));
         }
     }
 
-    /// Moves one piece, and waits for it.
+    /// Transfers one piece synchronously.
     fn move_one(&mut self) {
         let Some(piece) = self.state.backlog.pop_front() else { return };
         let Request { kind, file, .. } = self.state.actives[piece.active].request;
         let Part { ptr, len, offset } = piece.part;
-        // So that nobody takes it for ended, should this thread not come back.
+        // Counts as in flight, so that its memory stays reserved if this call never returns.
         let cookie = self.state.in_flight.insert(piece);
-        // SAFETY: by the contract of `Cufile::transfer`, for as long as the request's owner lives.
+        // SAFETY: by the contract of `Cufile::transfer`, while the request's owner lives.
         let moved = unsafe { self.handles[file].transfer(kind, ptr, len, offset) };
         self.state.in_flight.remove(cookie);
-        self.state.settle(piece, moved.map_err(|fault| fault.to_string()));
+        self.state.finish(piece, moved.map_err(|fault| fault.to_string()));
     }
 
-    /// The library does not say any more what has ended: what it has stays with it for good.
+    /// Takes the worker out of service because libcufile no longer reports completions; its transfers keep their memory
+    /// for good.
     fn lose_all(&mut self, reason: &str) {
-        tracing::error!(reason, pieces = self.state.in_flight.len(), "libcufile keeps what it was given");
-        // Destroying it would wait for what never ends.
-        std::mem::forget(self.way.take());
+        tracing::error!(reason, pieces = self.state.in_flight.len(), "libcufile keeps the memory of its transfers");
+        // Destroying the batch would wait for transfers that never end.
+        std::mem::forget(self.submission.take());
         for piece in std::mem::take(&mut self.state.in_flight) {
             if let Some(active) = self.state.actives.get_mut(piece.1.active) {
                 active.request.lose(reason);
             }
         }
         self.state.lost = Some(format!("libcufile is out of service: {reason}"));
-        // Handles and registrations are in use by what was lost.
+        // Lost transfers still use the handles and registrations.
         std::mem::take(&mut self.handles).into_iter().for_each(std::mem::forget);
         std::mem::take(&mut self.ranges.registered).into_iter().for_each(std::mem::forget);
         self.refuse_all();
     }
 
-    /// Nothing can be moved any more.
+    /// Fails all requests that libcufile does not hold.
     fn refuse_all(&mut self) {
         self.state.backlog.clear();
         let reason = self.state.lost.as_deref().unwrap_or("libcufile is out of service");
@@ -247,44 +248,44 @@ impl Worker {
         }
     }
 
-    /// The context that every call of the library needs.
+    /// Makes the CUDA context current, which every call of libcufile needs.
     pub(super) fn bind(&self) -> Result<(), String> {
         self.gpu.bind().map_err(|fault| fault.to_string())
     }
 }
 
-impl Moving {
-    /// How long to wait before asking again.
+impl Transfers {
+    /// How long to wait before the next poll.
     fn patience(&self) -> Duration {
         let doublings = (self.quiet.saturating_sub(POLLS_EAGER) / 16).min(16);
         (POLL * (1 << doublings)).min(POLL_MAX)
     }
 
-    /// Ends, as failed, all pieces that the library does not have.
-    fn give_back_backlog(&mut self) {
+    /// Fails all pieces not submitted yet.
+    fn fail_backlog(&mut self) {
         for piece in std::mem::take(&mut self.backlog) {
-            self.settle(piece, Err("the route was given up".into()));
+            self.finish(piece, Err("the cuFile route was retired".into()));
         }
     }
 
-    /// Ends a transfer of a piece: a short one goes on where it stopped.
-    fn settle(&mut self, mut piece: Piece, result: Result<usize, String>) {
+    /// Finishes a transfer of a piece; a short transfer is resumed.
+    fn finish(&mut self, mut piece: Piece, result: Result<usize, String>) {
         let part = &mut piece.part;
         let fault = match result {
             Err(fault) => Some(fault),
             Ok(moved) if moved > part.len => Some(format!("{moved} bytes were reported for {} asked", part.len)),
             Ok(moved) if moved == part.len => None,
             Ok(moved) => {
-                // On from a multiple of what direct I/O works in.
+                // Resumes at a multiple of the alignment of direct I/O.
                 let moved_for_good = moved - moved % IO_ALIGN;
-                piece.fruitless = if moved_for_good > 0 { 0 } else { piece.fruitless + 1 };
-                if moved > 0 && piece.fruitless < FRUITLESS_MAX {
+                piece.no_progress = if moved_for_good > 0 { 0 } else { piece.no_progress + 1 };
+                if moved > 0 && piece.no_progress < NO_PROGRESS_MAX {
                     part.ptr = part.ptr.wrapping_add(moved_for_good);
                     part.offset += moved_for_good as u64;
                     part.len -= moved_for_good;
                     return self.backlog.push_front(piece);
                 }
-                Some(format!("{moved} bytes of {} at {} were moved, and then no more", part.len, part.offset))
+                Some(format!("{moved} bytes of {} at {} were moved, then no more", part.len, part.offset))
             }
         };
         let active = &mut self.actives[piece.active];
@@ -298,17 +299,17 @@ impl Moving {
 }
 
 impl Ranges {
-    /// None.
+    /// An empty set.
     pub(super) fn none() -> Self {
         Ranges { all: Vec::new(), registered: Vec::new(), refused: false }
     }
 
-    /// Ranges of `buffers`, each as long as the library can use in one piece and made of whole segments.
+    /// Cuts `buffers` into ranges of whole segments, each short enough for one direct transfer.
     pub(super) fn of(buffers: &[Buffer], bytes_max: usize) -> Self {
         let mut all: Vec<(usize, usize)> = Vec::new();
         for Buffer { segment, count } in buffers {
             let (start, at_once) = (segment.ptr.expose_provenance(), bytes_max / segment.len);
-            // Longer ones go through buffers of the library's own in any case.
+            // Segments longer than that go through libcufile's own buffers in any case.
             let firsts = (0..*count).step_by(at_once.max(1)).filter(|_| at_once > 0);
             all.extend(firsts.map(|first| (start + first * segment.len, at_once.min(count - first) * segment.len)));
         }
@@ -317,7 +318,7 @@ impl Ranges {
         Ranges { all, registered, refused: false }
     }
 
-    /// Registers what `part` lies in, if that is known and was not yet.
+    /// Registers the range around `part`, if there is one and it is not registered yet.
     fn register(&mut self, driver: &'static Driver, part: &Part) {
         if self.refused || self.registered.is_empty() {
             return;
@@ -328,7 +329,7 @@ impl Ranges {
         if part.ptr.addr() + part.len > start + bytes || self.registered[at].is_some() {
             return;
         }
-        // SAFETY: a range of the pool, which the worker keeps for longer than its registrations.
+        // SAFETY: a range of the pool, which the worker keeps longer than its registrations.
         match unsafe { Registration::new(driver, std::ptr::with_exposed_provenance_mut(start), bytes) } {
             Ok(registration) => self.registered[at] = Some(registration),
             Err(fault) => {
@@ -345,8 +346,8 @@ impl Drop for Worker {
         if self.state.in_flight.is_empty() {
             return;
         }
-        // Only a panic comes here: what the library has is never given back.
-        self.lose_all("its thread has panicked");
+        // Only a panic leads here: memory that libcufile holds is never freed.
+        self.lose_all("its worker thread panicked");
     }
 }
 

@@ -1,4 +1,4 @@
-//! What copies through the NIC take, measured when the engine is opened, and kept for the process.
+//! Measures the duration of copies through the NIC when the engine is opened; results are kept for the process.
 
 use std::{
     sync::{Arc, Mutex, OnceLock},
@@ -13,25 +13,25 @@ use crate::{
     memory::{Arena, DeviceMemory},
 };
 
-/// Sizes of copies, bytes.
+/// Copy lengths measured, in bytes.
 const SIZES: [usize; 5] = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
 
-/// How many copies are started together.
+/// Batch sizes measured, in copies.
 const COUNTS: [usize; 4] = [1, 8, 64, 512];
 
-/// Bytes of one measurement at most.
+/// Largest batch measured, in bytes.
 const BYTES_MAX: usize = 16 << 20;
 
-/// Each is measured this often, and the best counts: what disturbs only adds.
+/// Runs per measurement. The fastest counts: interference only adds time.
 const ROUNDS: usize = 3;
 
-/// What batches took: to the device, and from it.
+/// Measured batches: to the device, and from it.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Times {
     points: [Vec<Point>; 2],
 }
 
-/// A batch that was measured.
+/// A measured batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Point {
     count: usize,
@@ -40,8 +40,8 @@ struct Point {
 }
 
 impl Times {
-    /// What a batch of so many copies and bytes should take: of those that were measured the nearest by both, and in
-    /// proportion beyond.
+    /// Expected duration of a batch: that of the nearest measured batch by count and bytes, scaled up in proportion for
+    /// a larger batch.
     pub(super) fn estimate(&self, to_device: bool, count: usize, bytes: u64) -> Duration {
         let (count, bytes) = (count.max(1) as f64, bytes.max(1) as f64);
         let distance = |point: &&Point| {
@@ -52,7 +52,7 @@ impl Times {
         let Some(near) = points.iter().min_by(|a, b| distance(a).total_cmp(&distance(b))) else {
             return Duration::MAX;
         };
-        // A batch that is larger takes longer by its bytes, or by its copies where they are small.
+        // A larger batch takes longer in proportion to its bytes or its copies, whichever grew more.
         let more = (bytes / near.bytes as f64).max(count / near.count as f64).max(1.0);
         near.time.mul_f64(more)
     }
@@ -71,11 +71,11 @@ fn all() -> &'static Mutex<Vec<Kept>> {
 }
 
 impl GdrCopy {
-    /// Measures copies between the arena and the pool, in which there is nothing yet. Takes tens of milliseconds the
-    /// first time in a process.
+    /// Measures copies between the arena and the pool, both still empty. Takes tens of milliseconds on the first call
+    /// in a process.
     ///
     /// # Errors
-    /// A copy's own.
+    /// The error of a failed copy.
     pub(crate) async fn calibrate(&self, arena: &Arc<Arena>, pool: &Arc<dyn DeviceMemory>) -> Result<()> {
         let gpu = self.inner.gpu.as_ref().map_or("simulated", |gpu| gpu.device().pci_address.as_str());
         let key = format!("{} {gpu} {} {}", self.device(), arena.bytes(), pool.bytes());
@@ -87,7 +87,7 @@ impl GdrCopy {
                 times
             }
         };
-        // It is set once: the engine is opened once.
+        // The value is unset: the engine is opened once.
         drop(self.inner.times.set(times));
         Ok(())
     }
@@ -125,7 +125,7 @@ fn batch(
 ) -> CopyBatch {
     let places = room / bytes;
     let op = |at: usize| {
-        // No two lie beside one another on both sides.
+        // Host and device offsets run in opposite directions, so that no two copies are adjacent on both sides.
         let (host, device) = (at * bytes, (places - 1 - at) * bytes);
         let host = arena.slot_ptr(0).as_ptr().wrapping_add(host);
         let device = pool.base().as_ptr().wrapping_add(device);
@@ -134,8 +134,7 @@ fn batch(
             false => CopyOp { src: device, dst: host, len: bytes },
         }
     };
-    // SAFETY: ranges of the arena and of the pool, which the owners keep, and in which nothing is yet: the cache is
-    // being opened.
+    // SAFETY: ranges of the arena and the pool, which the owners keep. Both are unused while the cache is being opened.
     unsafe {
         CopyBatch::new(
             (0..count).map(op).collect(),
@@ -160,6 +159,6 @@ mod tests {
         assert_eq!(times.estimate(true, 60, 60 << 12), us(25));
         assert_eq!(times.estimate(true, 32, 32 << 20), us(800));
         assert_eq!(times.estimate(false, 1, 4096), us(7));
-        assert_eq!(Times::default().estimate(true, 1, 1), Duration::MAX, "nothing was measured");
+        assert_eq!(Times::default().estimate(true, 1, 1), Duration::MAX, "no measurement");
     }
 }

@@ -1,4 +1,4 @@
-//! The task that takes completions: it looks for a while, then asks the channel and sleeps.
+//! The polling task: it polls for completions for a while, then arms the channel and sleeps.
 
 use std::{
     io,
@@ -11,38 +11,38 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 use super::{super::Polling, Inner};
 
-/// How long it looks before it sleeps: about what waking the reactor takes.
+/// How long the task polls before it sleeps: about the time that waking the reactor takes.
 const SPIN: Duration = Duration::from_micros(30);
 
-/// How often it looks where nothing wakes it: an event that got lost must not stop it.
+/// Longest sleep without an event, so that a lost event cannot stop the engine.
 const TICK: Duration = Duration::from_millis(500);
 
-/// The same while a stream is held: what it waits for tells nobody when it is over.
-const HELD_TICK: Duration = Duration::from_millis(1);
+/// Longest sleep while a fence blocks a stream: fences raise no event when they open.
+const FENCED_TICK: Duration = Duration::from_millis(1);
 
-/// How long it looks at what a stream waits for before it sleeps in between.
-const HELD_SPIN: Duration = Duration::from_micros(200);
+/// How long the task polls while a fence blocks a stream, before it sleeps between looks.
+const FENCED_SPIN: Duration = Duration::from_micros(200);
 
-/// The channel, watched by the runtime.
+/// The completion channel, registered with the runtime.
 pub(super) struct Channel(AsyncFd<OwnedFd>);
 
 impl Channel {
-    /// Inside a runtime with I/O. The descriptor must be open; a copy of it is kept.
+    /// Must be called inside a runtime with I/O. The descriptor must be open; a duplicate of it is kept.
     pub(super) fn new(fd: RawFd) -> io::Result<Self> {
-        // SAFETY: the completion queue, which the caller holds, keeps it open during the call.
+        // SAFETY: the caller holds the completion queue, which keeps the descriptor open during the call.
         let own = unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned()?;
-        // SAFETY: the descriptor is owned, never exchanged, and closed when the watch is over.
+        // SAFETY: the descriptor is owned, never replaced, and closed only after it is deregistered.
         unsafe { AsyncFd::register_with_interest(own, Interest::READABLE) }.map(Channel).map_err(io::Error::from)
     }
 }
 
 impl Inner {
-    /// Takes completions until nothing is left to do.
+    /// Polls until the queue is idle.
     pub(super) async fn poll(self: Rc<Self>) {
         let _polling = Polling(&self.polling);
         let (mut looked, mut completed) = (Instant::now(), Instant::now());
         loop {
-            // Others of this turn may have copies to add.
+            // Lets other tasks of this turn add copies first.
             crate::io::yield_now().await;
             if self.turn() {
                 (looked, completed) = (Instant::now(), Instant::now());
@@ -53,7 +53,7 @@ impl Inner {
                         tokio::task::spawn_local(Rc::clone(&self).recover(reason));
                         return;
                     }
-                    // It has been asked to give everything back, and does so in no time, or not soon.
+                    // The queue pair is in the error state; the device flushes its work at once, or takes long.
                     None if looked.elapsed() > SPIN => tokio::time::sleep(Duration::from_millis(1)).await,
                     None => {}
                 }
@@ -65,32 +65,32 @@ impl Inner {
                 }
                 continue;
             }
-            let held = self.queue.borrow().is_held();
-            if looked.elapsed() < if held { HELD_SPIN } else { SPIN } {
+            let fenced = self.queue.borrow().is_fenced();
+            if looked.elapsed() < if fenced { FENCED_SPIN } else { SPIN } {
                 continue;
             }
-            // Time in which there was nothing to complete does not count, nor where this thread was kept elsewhere
-            // then.
+            // Only time in which work was in flight counts, and not the time in which this thread was kept from
+            // polling.
             let stuck = {
                 let queue = self.queue.borrow();
-                queue.is_flying() && completed.elapsed().min(queue.busy_for()) > self.stuck_after
+                queue.has_posted() && completed.elapsed().min(queue.busy_for()) > self.stuck_after
             };
             if stuck {
                 self.stuck();
                 continue;
             }
-            if self.sleep(if held { HELD_TICK } else { TICK }).await {
+            if self.sleep(if fenced { FENCED_TICK } else { TICK }).await {
                 looked = Instant::now();
             }
         }
     }
 
-    /// Sleeps until a completion comes, or something else is to be done. True if it did not have to.
+    /// Sleeps until a completion or another event arrives, for at most `tick`. True if there was work before it slept.
     async fn sleep(self: &Rc<Self>, tick: Duration) -> bool {
         if let Err(fault) = self.queue.borrow().qp().completions().arm() {
             tracing::debug!(%fault, "the completion queue was not armed");
         }
-        // One that came before it was armed tells nobody.
+        // A completion from before arming raises no event.
         if self.turn() || self.queue.borrow().has_failed() {
             return true;
         }
@@ -110,13 +110,13 @@ impl Inner {
         false
     }
 
-    /// Nothing completes any more: that is a failure too.
+    /// Fails the queue because nothing completed within `stuck_after`.
     fn stuck(&self) {
         let reason = format!("nothing has completed for {:?}", self.stuck_after);
-        let mut landed = self.landed.take();
-        self.queue.borrow_mut().fail(&reason, &mut landed);
+        let mut finished = self.finished.take();
+        self.queue.borrow_mut().fail(&reason, &mut finished);
         self.failed(reason);
-        self.answer(&mut landed);
-        self.landed.set(landed);
+        self.answer(&mut finished);
+        self.finished.set(finished);
     }
 }

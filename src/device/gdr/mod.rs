@@ -1,28 +1,28 @@
-//! Copies between host and device memory by an RDMA device beside it (GPUDirect RDMA): no multiprocessor and no copy
-//! engine of the device takes part.
+//! Copies between host and device memory through an RDMA device (GPUDirect RDMA), without multiprocessors or copy
+//! engines of the GPU.
 //!
-//! One reliable connection of a port with itself; every copy, either way, is an RDMA WRITE on it. A READ would do for
-//! one direction, but devices take few of them at a time.
+//! The engine uses one reliable connection of a port with itself. Every copy, in either direction, is an RDMA WRITE:
+//! devices allow only few outstanding READs.
 //!
-//! Whether it is used is decided by a proof when it is opened: random bytes, both ways, looked at from the other side.
-//! A copy that fails is answered with an error, as are all that were under way; whoever asked copies them another way
-//! ([`AnyCopy`](super::AnyCopy) does). The connection is then reset and proven anew; a second failure within a
-//! minute retires it.
+//! A self-test at open decides whether the engine is used: random bytes go both ways and are compared on the other
+//! side. After a failed copy, all copies in flight fail, and the caller ([`AnyCopy`](super::AnyCopy)) copies those
+//! batches with another engine. The connection is then reset and tested again; a second failure within a minute retires
+//! the engine.
 //!
-//! Memory is given back by nobody while the NIC may touch it: a batch under way belongs to the engine, with the regions
-//! that it names, until its work has completed, or the connection was reset or destroyed.
+//! Memory is never freed while the NIC may touch it: the engine owns a batch in flight and the regions it names until
+//! its work has completed, or the connection was reset or destroyed.
 
 mod calibrate;
 mod completion;
 mod open;
-mod proof;
 mod queue;
 mod regions;
+mod self_test;
 mod status;
 
 pub use crate::config::GdrMode;
 pub use open::{GdrMemory, GdrOptions};
-pub use queue::Hold;
+pub use queue::Fence;
 pub use regions::DeviceAccess;
 pub use status::{GdrState, GdrStatus};
 
@@ -39,9 +39,9 @@ use tokio::sync::{Mutex, Notify, oneshot};
 use self::{
     calibrate::Times,
     completion::Channel,
-    proof::{Place, Scratch},
-    queue::{Accepted, Answer, Landed, Queue, failure},
+    queue::{Accepted, Answer, Finished, Queue, failure},
     regions::Regions,
+    self_test::{Place, Scratch},
 };
 use super::{CopyBatch, CopyEngine, CopyRegion};
 use crate::{
@@ -50,109 +50,109 @@ use crate::{
     error::Result,
 };
 
-/// Two failures within this time, and it is out of service.
+/// Two failures within this time retire the engine.
 const SECOND_FAILURE: Duration = Duration::from_secs(60);
 
-/// How long the device may take to give back what was posted, once its connection has failed.
+/// How long posted work may take to be flushed after a failure.
 const DRAIN: Duration = Duration::from_secs(2);
 
-/// The order in which a batch goes.
+/// Ordering of a batch relative to others.
 #[derive(Clone, Default)]
 pub struct CopyOrder {
-    /// Batches of one stream are done in the order in which they were asked for. Those of stream 0 are in no stream.
+    /// Batches of one stream complete in submission order. Stream 0 has no order.
     pub stream: u64,
-    /// What the batch waits for; others of its stream wait with it, those of other streams do not.
-    pub after: Option<Rc<dyn Hold>>,
+    /// A fence that the batch waits for; later batches of its stream wait behind it, other streams do not.
+    pub after: Option<Rc<dyn Fence>>,
 }
 
-/// The engine. Lives on the reactor's thread, inside a runtime with I/O.
+/// The GDR copy engine. Lives on the reactor's thread, inside a runtime with I/O.
 pub struct GdrCopy {
     inner: Rc<Inner>,
 }
 
-/// Where the connection is.
+/// State of the connection.
 enum Phase {
     Up,
-    /// It failed; what was posted is coming back.
+    /// The connection failed; posted work is being flushed.
     Draining {
         since: Instant,
         reason: String,
     },
-    /// It was reset and is being proven.
-    Proving,
+    /// The connection was reset and its self-test runs.
+    Testing,
     Retired,
 }
 
 struct Inner {
-    // Dropped in this order: `Drop` has ended all work by then.
+    // Fields drop in this order; `Drop` has ended all work before.
     channel: Channel,
     queue: RefCell<Queue>,
     regions: Regions,
     scratch: Scratch,
     phase: RefCell<Phase>,
     status: GdrStatus,
-    /// What is told while it works.
-    evidence: String,
+    /// Status text while the engine is up.
+    detail: String,
     access: DeviceAccess,
     device: String,
-    /// It is not to be proven anew.
+    /// Set when the engine must not recover.
     retired: Cell<bool>,
-    /// The failure before this one.
+    /// Time of the previous failure.
     failed_at: Cell<Option<Instant>>,
-    /// A task polls.
+    /// The polling task runs.
     polling: Cell<bool>,
-    /// That task sleeps.
+    /// The polling task sleeps.
     sleeping: Cell<bool>,
-    /// Wakes it for something other than a completion.
+    /// Wakes the polling task for an event other than a completion.
     wake: Notify,
-    /// Held by whoever registers foreign memory: one after the other, so that none is registered twice.
+    /// Serializes the registration of callers' memory, so that no region is registered twice.
     registering: Mutex<()>,
-    /// How long nothing may complete.
+    /// Copies have failed if nothing completes for this long.
     stuck_after: Duration,
-    /// What copies take, where it was measured.
+    /// Measured copy durations, once calibrated.
     times: OnceCell<Arc<Times>>,
-    /// A flush is needed before the device may read what was written.
+    /// The device must be flushed before it may read what was written.
     flush: bool,
-    /// Batches that are done and not yet answered. Kept for its room.
-    landed: Cell<Landed>,
+    /// Completed batches not yet answered. Kept for its capacity.
+    finished: Cell<Finished>,
     gpu: Option<Arc<Gpu>>,
-    /// Keep what is registered for good.
+    /// Owners of permanently registered memory.
     _memory: Vec<Arc<dyn Any + Send + Sync>>,
 }
 
 impl GdrCopy {
-    /// True while it takes copies.
+    /// True while the engine takes copies.
     pub fn is_up(&self) -> bool {
         matches!(*self.inner.phase.borrow(), Phase::Up)
     }
 
-    /// What can be told of it, from any thread.
+    /// Status, readable from any thread.
     pub fn status(&self) -> &GdrStatus {
         &self.inner.status
     }
 
-    /// The RDMA device's name.
+    /// Name of the RDMA device.
     pub fn device(&self) -> &str {
         &self.inner.device
     }
 
-    /// How device memory was made known to it.
+    /// How device memory is registered with the NIC.
     pub fn device_access(&self) -> DeviceAccess {
         self.inner.access
     }
 
-    /// Whether all of the batch lies in memory that the NIC knows, or could be told of.
+    /// Whether every range of the batch lies in registered memory, or in a region that can be registered.
     pub fn covers(&self, batch: &CopyBatch) -> bool {
         let lies_in = |at: usize, len: usize, region: &CopyRegion| {
             at >= region.start() && at - region.start() <= region.len() && len <= region.len() - (at - region.start())
         };
         let known = |at: usize, len: usize| {
-            self.inner.regions.holds(at, len) || batch.regions().iter().any(|region| lies_in(at, len, region))
+            self.inner.regions.contains(at, len) || batch.regions().iter().any(|region| lies_in(at, len, region))
         };
         batch.ops().iter().all(|op| known(op.src.addr(), op.len) && known(op.dst.addr(), op.len))
     }
 
-    /// Copies all of `batch`, in this order; as [`CopyEngine::copy`] else.
+    /// Copies all of `batch` in the given order; otherwise as [`CopyEngine::copy`].
     pub async fn copy_in(&self, order: CopyOrder, batch: CopyBatch) -> (Result<()>, CopyBatch) {
         match self.offer(order, batch).await {
             Offered::Copied(result, batch) => (result, batch),
@@ -164,7 +164,7 @@ impl GdrCopy {
         }
     }
 
-    /// The same, unless it cannot take the batch at all.
+    /// Like [`copy_in`](Self::copy_in), but hands the batch back if the engine cannot take it.
     pub(super) async fn offer(&self, order: CopyOrder, batch: CopyBatch) -> Offered {
         if !self.is_up() {
             return Offered::Refused(batch);
@@ -177,11 +177,11 @@ impl GdrCopy {
     }
 }
 
-/// What became of a batch that was offered to the engine.
+/// Result of offering a batch to the engine.
 pub(super) enum Offered {
-    /// It was copied, or failed.
+    /// The batch was copied, or failed.
     Copied(Result<()>, CopyBatch),
-    /// It was not taken: some of its memory is not registered, or nothing is copied now.
+    /// The batch was not taken: part of its memory is not registered, or the engine is not up.
     Refused(CopyBatch),
 }
 
@@ -190,8 +190,8 @@ impl Phase {
         matches!(self, Phase::Up)
     }
 
-    fn is_proving(&self) -> bool {
-        matches!(self, Phase::Proving)
+    fn is_testing(&self) -> bool {
+        matches!(self, Phase::Testing)
     }
 }
 
@@ -217,13 +217,13 @@ impl CopyEngine for GdrCopy {
         let (count, bytes) = (batch.ops().len(), batch.bytes());
         match self.inner.times.get() {
             Some(times) => times.estimate(to_device, count, bytes),
-            // What the fixed cost of a chain and 40 GB/s give.
+            // Before calibration: a fixed cost per batch and 40 GB/s.
             None => Duration::from_nanos(5_000 + bytes / 40),
         }
     }
 }
 
-/// Deregisters elsewhere: it takes time by the page.
+/// Deregisters on a blocking thread: deregistration takes time per page.
 async fn give_back(regions: Vec<MemoryRegion>) {
     if !regions.is_empty() {
         drop(tokio::task::spawn_blocking(move || drop(regions)).await);
@@ -231,8 +231,8 @@ async fn give_back(regions: Vec<MemoryRegion>) {
 }
 
 impl Inner {
-    /// Registers the regions that a batch names and that the NIC does not know, elsewhere: pinning takes time by the
-    /// page. One that is refused stays unknown.
+    /// Registers the batch's regions that the NIC does not know, on a blocking thread: pinning takes time per page. A
+    /// region that cannot be registered stays unknown.
     async fn register(&self, batch: CopyBatch) -> CopyBatch {
         if self.regions.missing(&batch).is_empty() {
             return batch;
@@ -243,12 +243,12 @@ impl Inner {
             return batch;
         }
         let (domain, gpu) = (Arc::clone(self.regions.domain()), self.gpu.clone());
-        // The batch goes along: it keeps the memory.
+        // The closure owns the batch, which keeps the memory.
         let registered = tokio::task::spawn_blocking(move || {
             let register = |region: &CopyRegion| {
                 let gpu = gpu.as_deref().filter(|_| region.is_on_device());
                 // SAFETY: by the contract of `CopyBatch::within` the region stays mapped until the engine forgets it;
-                // the batch, which is here, keeps it until then.
+                // the closure owns the batch, which keeps it until then.
                 let made = unsafe { regions::register(&domain, region.start(), region.len(), gpu) };
                 (*region, made.map(|(made, _)| made))
             };
@@ -260,7 +260,10 @@ impl Inner {
             match made {
                 (region, Ok(made)) => give_back(self.regions.enter(&region, made)).await,
                 (region, Err(reason)) => {
-                    tracing::warn!(reason, "copies in a region go another way than through the RDMA device");
+                    tracing::warn!(
+                        reason,
+                        "a region could not be registered with the RDMA device; its copies use another engine"
+                    );
                     self.regions.refuse(&region);
                 }
             }
@@ -272,70 +275,70 @@ impl Inner {
         if !may(&self.phase.borrow()) {
             return Offered::Refused(batch);
         }
-        let Some(holds) = self.regions.cover(&batch) else { return Offered::Refused(batch) };
+        let Some(regions) = self.regions.cover(&batch) else { return Offered::Refused(batch) };
         let (answer, answered): (Answer, _) = oneshot::channel();
-        let accepted = Accepted { batch, holds, answer, after: order.after };
-        let was_idle = !self.queue.borrow().is_flying();
+        let accepted = Accepted { batch, regions, answer, after: order.after };
+        let was_idle = !self.queue.borrow().has_posted();
         self.queue.borrow_mut().accept(order.stream, accepted);
-        // While others are under way the task gathers what comes in one turn.
+        // While work is in flight, the polling task gathers the batches of one turn.
         if was_idle || self.sleeping.get() {
             self.turn();
         }
         if !self.polling.replace(true) {
             tokio::task::spawn_local(Rc::clone(&self).poll());
         } else if self.sleeping.get() && self.queue.borrow().has_more() {
-            // What it waits for may have changed; completions wake it anyway.
+            // The fence may have opened; completions wake the task anyway.
             self.wake.notify_one();
         }
         drop(self);
-        let (result, batch) = answered.await.expect("the engine answers every batch it took before it goes");
+        let (result, batch) = answered.await.expect("the engine answers every accepted batch before it is dropped");
         Offered::Copied(result, batch)
     }
 
-    /// Takes completions, answers what is done, posts what waits; true if there was a completion, or there is more to
-    /// post.
+    /// Polls completions, answers finished batches, and posts waiting ones. True if a completion arrived or more can be
+    /// posted.
     fn turn(self: &Rc<Self>) -> bool {
-        let mut landed = self.landed.take();
+        let mut finished = self.finished.take();
         let mut queue = self.queue.borrow_mut();
         let mut any = false;
-        let mut result = queue.harvest(&mut landed).map(|completed| any = completed);
+        let mut result = queue.poll_cq(&mut finished).map(|completed| any = completed);
         if !queue.has_failed() {
-            result = result.and_then(|()| queue.pump(&self.regions, &mut landed).map(|more| any |= more));
+            result = result.and_then(|()| queue.post_pending(&self.regions, &mut finished).map(|more| any |= more));
             if let Err(reason) = &result {
-                queue.fail(reason, &mut landed);
+                queue.fail(reason, &mut finished);
             }
         }
         drop(queue);
         if let Err(reason) = result {
             self.failed(reason);
         }
-        self.answer(&mut landed);
-        self.landed.set(landed);
+        self.answer(&mut finished);
+        self.finished.set(finished);
         any
     }
 
-    /// Answers batches; what was written to the device is made visible to it before.
-    fn answer(&self, landed: &mut Landed) {
+    /// Answers batches, after flushing writes so that the device can see them.
+    fn answer(&self, finished: &mut Finished) {
         let is_write = |(accepted, result): &(Accepted, Result<()>)| {
             result.is_ok() && accepted.batch.direction() == Direction::HostToDevice
         };
         let mut flushed = Ok(());
-        if self.flush && landed.iter().any(is_write) {
+        if self.flush && finished.iter().any(is_write) {
             flushed = self.gpu.as_ref().map_or(Ok(()), |gpu| gpu.flush_writes());
         }
-        for (accepted, result) in landed.drain(..) {
+        for (accepted, result) in finished.drain(..) {
             let result = match &flushed {
                 Err(reason) if accepted.batch.direction() == Direction::HostToDevice => Err(failure(reason.clone())),
                 _ => result,
             };
-            let Accepted { batch, holds, answer, .. } = accepted;
-            drop(holds);
-            // Nobody may be waiting any more; the batch goes in either case.
+            let Accepted { batch, regions, answer, .. } = accepted;
+            drop(regions);
+            // The receiver may be gone; the batch is dropped then.
             drop(answer.send((result, batch)));
         }
     }
 
-    /// Draws the first conclusion from a failure.
+    /// Enters the draining state after a failure.
     fn failed(&self, reason: String) {
         let mut phase = self.phase.borrow_mut();
         if matches!(*phase, Phase::Draining { .. }) {
@@ -346,39 +349,40 @@ impl Inner {
         *phase = Phase::Draining { since: Instant::now(), reason };
     }
 
-    /// After a failure: when everything has come back, or has been taken from the device. False: not yet.
+    /// While draining: resets the connection once all work is flushed or the time is over. Returns the failure's reason
+    /// when the NIC no longer holds memory, `None` before.
     fn ended(&self) -> Option<String> {
         let (since, reason) = match &*self.phase.borrow() {
             Phase::Draining { since, reason } => (*since, reason.clone()),
             _ => return None,
         };
-        let mut landed = self.landed.take();
+        let mut finished = self.finished.take();
         let mut queue = self.queue.borrow_mut();
         let mut ended = None;
         if queue.drained() || since.elapsed() > DRAIN {
-            // What came back is gone from the device; only then the connection's memory of it is.
-            let gone = match queue.reset(&mut landed) {
+            // Only a reset or a destroyed queue pair guarantees that the device no longer touches the memory.
+            let gone = match queue.reset(&mut finished) {
                 Ok(()) => Ok(()),
-                Err(fault) => queue.destroy(&mut landed).map_err(|other| format!("{fault}; {other}")),
+                Err(fault) => queue.destroy(&mut finished).map_err(|other| format!("{fault}; {other}")),
             };
             match gone {
                 Ok(()) => ended = Some(reason),
                 Err(fault) => {
-                    tracing::error!(fault, "the RDMA device does not give memory back; it stays reserved");
+                    tracing::error!(fault, "the RDMA device does not release memory; it stays reserved");
                     *self.phase.borrow_mut() = Phase::Draining { since: Instant::now(), reason };
                 }
             }
         }
         drop(queue);
         if ended.is_some() {
-            *self.phase.borrow_mut() = Phase::Proving;
+            *self.phase.borrow_mut() = Phase::Testing;
         }
-        self.answer(&mut landed);
-        self.landed.set(landed);
+        self.answer(&mut finished);
+        self.finished.set(finished);
         ended
     }
 
-    /// Proves the connection anew, or retires it.
+    /// Reconnects and repeats the self-test, or retires the engine.
     async fn recover(self: Rc<Self>, reason: String) {
         if self.retired.get() {
             *self.phase.borrow_mut() = Phase::Retired;
@@ -390,22 +394,22 @@ impl Inner {
             return self.retire(format!("it failed twice within {SECOND_FAILURE:?}, the second time with: {reason}"));
         }
         let connected = self.queue.borrow_mut().connect();
-        let proven = match connected {
-            Ok(()) => self.prove(&self.scratch.own_place()).await,
+        let tested = match connected {
+            Ok(()) => self.self_test(&self.scratch.own_place()).await,
             Err(fault) => Err(fault),
         };
-        match proven {
+        match tested {
             Ok(()) => {
-                tracing::info!(device = self.device, "copies go through the RDMA device again");
+                tracing::info!(device = self.device, "the RDMA device copies again");
                 *self.phase.borrow_mut() = Phase::Up;
-                self.status.set(GdrState::On(self.evidence.clone()));
+                self.status.set(GdrState::On(self.detail.clone()));
             }
-            Err(fault) => self.retire(format!("it failed ({reason}), and then did not pass its proof: {fault}")),
+            Err(fault) => self.retire(format!("it failed ({reason}), and then failed its self-test: {fault}")),
         }
     }
 
     fn retire(&self, reason: String) {
-        tracing::warn!(reason, device = self.device, "no copies go through the RDMA device any more");
+        tracing::warn!(reason, device = self.device, "the RDMA device is retired");
         self.retired.set(true);
         if !matches!(*self.phase.borrow(), Phase::Draining { .. }) {
             *self.phase.borrow_mut() = Phase::Retired;
@@ -413,32 +417,32 @@ impl Inner {
         self.status.set(GdrState::Retired(reason));
     }
 
-    async fn prove(self: &Rc<Self>, place: &Place) -> std::result::Result<(), String> {
+    async fn self_test(self: &Rc<Self>, place: &Place) -> std::result::Result<(), String> {
         let this = self;
-        let copy = async move |batch| match Rc::clone(this).submit(CopyOrder::default(), batch, Phase::is_proving).await
+        let copy = async move |batch| match Rc::clone(this).submit(CopyOrder::default(), batch, Phase::is_testing).await
         {
             Offered::Copied(result, _) => result.map_err(|error| error.to_string()),
             Offered::Refused(_) => Err("the connection has failed".to_owned()),
         };
-        self.scratch.prove(place, copy).await
+        self.scratch.self_test(place, copy).await
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let mut landed = self.landed.take();
+        let mut finished = self.finished.take();
         let queue = self.queue.get_mut();
-        if queue.is_flying() && !queue.has_failed() {
-            queue.fail("the engine is gone", &mut landed);
+        if queue.has_posted() && !queue.has_failed() {
+            queue.fail("the engine was dropped", &mut finished);
         }
         let started = Instant::now();
-        while queue.is_flying() && !queue.drained() && started.elapsed() < DRAIN {
-            // What it says of completions is of no use any more.
-            drop(queue.harvest(&mut landed));
+        while queue.has_posted() && !queue.drained() && started.elapsed() < DRAIN {
+            // Errors of these completions no longer matter.
+            drop(queue.poll_cq(&mut finished));
             std::thread::yield_now();
         }
-        if let Err(fault) = queue.destroy(&mut landed) {
-            tracing::error!(fault, "the RDMA device does not give memory back; it is left to it for good");
+        if let Err(fault) = queue.destroy(&mut finished) {
+            tracing::error!(fault, "the RDMA device does not release memory; the memory is leaked");
             queue.leak();
         }
     }

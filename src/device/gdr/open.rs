@@ -1,4 +1,4 @@
-//! Opening: the device, its objects, the memory, the proof.
+//! Opening the engine: the device, its verbs objects, the memory regions, the self-test.
 
 use std::{
     any::Any,
@@ -13,9 +13,9 @@ use tokio::sync::{Mutex, Notify};
 use super::{
     DeviceAccess, GdrCopy, GdrState, GdrStatus, Inner, Phase,
     completion::Channel,
-    proof::{Place, SCRATCH_BYTES, Scratch},
     queue::Queue,
     regions::Regions,
+    self_test::{Place, SCRATCH_BYTES, Scratch},
 };
 use crate::{
     device::{
@@ -26,66 +26,67 @@ use crate::{
     memory::{Arena, DeviceMemory},
 };
 
-/// Pieces that one work request gathers: more make every work request larger in the device's queue.
-const PIECES_MAX: u32 = 4;
+/// Scatter/gather entries per work request: more would make every work request larger in the device's queue.
+const SGES_MAX: u32 = 4;
 
-/// How a [`GdrCopy`] is to work.
+/// Options of a [`GdrCopy`].
 #[derive(Debug, Clone)]
 pub struct GdrOptions {
-    /// The RDMA device, by its name. `None`: the one nearest to the GPU.
+    /// Name of the RDMA device. `None`: the device nearest to the GPU.
     pub device: Option<String>,
-    /// Work requests under way at most; fewer where the device takes fewer.
+    /// Largest number of work requests in flight; fewer if the device allows fewer.
     pub depth_max: u32,
-    /// Foreign regions that are registered at a time; the one that was unused for longest makes room.
-    pub foreign_max: usize,
-    /// Nothing may complete for so long while copies are under way: then they have failed. A device retries for half a
-    /// second before it says so itself.
+    /// Largest number of callers' regions registered at a time; the least recently used one makes room.
+    pub registered_max: usize,
+    /// Copies have failed if nothing completes for this long. The device itself reports an error after half a second of
+    /// retries.
     pub stuck_after: Duration,
 }
 
 impl Default for GdrOptions {
     fn default() -> Self {
-        GdrOptions { device: None, depth_max: 4096, foreign_max: 1024, stuck_after: Duration::from_secs(10) }
+        GdrOptions { device: None, depth_max: 4096, registered_max: 1024, stuck_after: Duration::from_secs(10) }
     }
 }
 
-/// What is registered with the RDMA device for as long as the engine is there.
+/// Memory that stays registered with the RDMA device as long as the engine exists.
 #[derive(Default)]
 pub struct GdrMemory {
     /// Host memory.
     pub arena: Option<Arc<Arena>>,
-    /// Device memory, or host memory that plays it.
+    /// Device memory, or host memory that plays the device.
     pub pool: Option<Arc<dyn DeviceMemory>>,
-    /// The device that it is on, where it is a CUDA one.
+    /// The GPU of `pool`, if it is a CUDA device.
     pub gpu: Option<Arc<Gpu>>,
 }
 
 impl GdrCopy {
-    /// Opens the RDMA device, registers the memory, and proves that bytes arrive both ways, at both ends of the pool:
-    /// what is in the pool is lost. Registering commits and pins
-    /// all of the memory; it takes about 25 ms a GiB where that is in huge pages. Inside a runtime with I/O and time.
+    /// Opens the RDMA device, registers the memory, and runs the self-test at both ends of the pool, which overwrites
+    /// what is there. Registration commits and pins all of the memory; it takes about 25 ms per GiB of huge pages. Must
+    /// be called inside a runtime with I/O and time.
     ///
     /// # Errors
-    /// [`Error::Unavailable`]: no device, or one that does not do; what is missing, and what to do.
+    /// [`Error::Unavailable`] if there is no usable device or the self-test fails; the reason says what is missing and
+    /// what to do.
     pub async fn open(options: &GdrOptions, memory: GdrMemory) -> Result<Self> {
         let unavailable = |reason| Error::Unavailable { tier: "gdr", reason };
         let pool = memory.pool.clone();
         let inner = prepare(options, memory).map_err(unavailable)?;
-        let mut proven = inner.queue.borrow_mut().connect();
-        // Its own memory first, then the pool, in which there is nothing yet.
+        let mut tested = inner.queue.borrow_mut().connect();
+        // Tests the scratch memory first, then the pool, which is still unused.
         let places = pool.iter().flat_map(Place::ends);
         for place in std::iter::once(inner.scratch.own_place()).chain(places) {
-            if proven.is_ok() {
-                proven = inner.prove(&place).await;
+            if tested.is_ok() {
+                tested = inner.self_test(&place).await;
             }
         }
-        if let Err(reason) = proven {
+        if let Err(reason) = tested {
             inner.retired.set(true);
-            return Err(unavailable(format!("{} did not pass its proof: {reason}", inner.device)));
+            return Err(unavailable(format!("{} failed its self-test: {reason}", inner.device)));
         }
         *inner.phase.borrow_mut() = Phase::Up;
-        inner.status.set(GdrState::On(inner.evidence.clone()));
-        tracing::info!(evidence = inner.evidence, "copies can go through the RDMA device");
+        inner.status.set(GdrState::On(inner.detail.clone()));
+        tracing::info!(detail = inner.detail, "the RDMA device can copy");
         Ok(GdrCopy { inner })
     }
 }
@@ -103,23 +104,22 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
     let device = discovery.choose(options.device.as_deref(), gpu_address.as_deref())?;
     let path = device.path()?;
     let (context, limits) = rdma::open(&device.name)?;
-    let told = |fault: rdma::VerbsFault| format!("{}: {fault}", device.name);
-    let domain = ProtectionDomain::new(&context).map_err(told)?;
+    let named = |fault: rdma::VerbsError| format!("{}: {fault}", device.name);
+    let domain = ProtectionDomain::new(&context).map_err(named)?;
     let depth = options.depth_max.min(limits.work_requests).min(limits.completions.saturating_sub(1)).max(1);
-    // A failure makes a completion of every work request: all of them must fit.
-    let completions = CompletionQueue::new(&context, depth + 1).map_err(told)?;
+    // A failure completes every work request: the queue must have room for all of them.
+    let completions = CompletionQueue::new(&context, depth + 1).map_err(named)?;
     let fd = completions.fd();
-    let qp = QueuePair::new(&domain, completions, depth, limits.pieces.min(PIECES_MAX)).map_err(told)?;
+    let qp = QueuePair::new(&domain, completions, depth, limits.sges.min(SGES_MAX)).map_err(named)?;
 
-    // Where this ends early, what was made last goes first: regions before their memory.
+    // On an early return, locals drop in reverse order: regions before their memory.
     let mut keep: Vec<Arc<dyn Any + Send + Sync>> = Vec::new();
     let scratch = Scratch::new(gpu.as_ref())?;
-    let regions = Regions::new(&domain, limits.region_bytes, options.foreign_max);
+    let regions = Regions::new(&domain, limits.region_bytes, options.registered_max);
     let mut access = DeviceAccess::Simulated;
     let [host, scratch_device] = scratch.places();
     let mut add = |start: usize, len: usize, gpu: Option<&Gpu>| {
-        // SAFETY: the scratch memory, the arena and the pool live as long as the engine, which drops the table before
-        // them.
+        // SAFETY: the scratch memory, the arena and the pool live as long as the engine, which drops the table first.
         let how = unsafe { regions.add(start, len, gpu) }?;
         access = how.unwrap_or(access);
         Ok::<_, String>(())
@@ -138,21 +138,21 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
     }
     let distance =
         gpu_address.map_or_else(String::new, |gpu| format!(", {} away from the GPU", device.distance_to(&gpu)));
-    let evidence = format!(
-        "{device}: {path}, {} work requests deep, device memory by {}{distance}; bytes were proven to arrive both ways",
+    let detail = format!(
+        "{device}: {path}, {} work requests deep, device memory by {}{distance}; the self-test copied bytes both ways",
         qp.depth(),
         access.name(),
     );
-    let channel =
-        Channel::new(fd).map_err(|error| format!("{}: its channel cannot be waited for: {error}", device.name))?;
+    let channel = Channel::new(fd)
+        .map_err(|error| format!("{}: its completion channel cannot be polled: {error}", device.name))?;
     Ok(Rc::new(Inner {
         channel,
         queue: RefCell::new(Queue::new(qp, path)),
         scratch,
         regions,
-        phase: RefCell::new(Phase::Proving),
-        status: GdrStatus::new(GdrState::Off("not proven yet".into())),
-        evidence,
+        phase: RefCell::new(Phase::Testing),
+        status: GdrStatus::new(GdrState::Off("not tested yet".into())),
+        detail,
         access,
         device: device.name.clone(),
         retired: Cell::new(false),
@@ -164,7 +164,7 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
         stuck_after: options.stuck_after,
         times: OnceCell::new(),
         flush: flush == WriteFlush::ByDriver,
-        landed: Cell::default(),
+        finished: Cell::default(),
         gpu,
         _memory: keep,
     }))

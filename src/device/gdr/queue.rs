@@ -1,8 +1,8 @@
-//! The queue of work requests: batches are cut into RDMA WRITEs, posted in chains, and known to be done by counting.
+//! The queue of work requests. Batches are cut into RDMA WRITEs, posted in chains, and completed by counting.
 //!
-//! Work requests are numbered from 0 on, and the connection completes them in that order. A completion of number n, of
-//! which only every [`SIGNAL_EVERY`]th makes one, means that all up to n are done; a batch is done when its last one
-//! is.
+//! Work requests are numbered from 0, and the connection completes them in order. Only some of them are signalled (see
+//! [`SIGNAL_EVERY`]). A completion of number n means that all work requests up to n are done; a batch is done when its
+//! last work request is.
 
 use std::{
     collections::VecDeque,
@@ -12,132 +12,133 @@ use std::{
 
 use tokio::sync::oneshot;
 
-use super::regions::{Holds, Regions, Side};
+use super::regions::{RegionRefs, Regions, Side};
 use crate::{
     device::{
         CopyBatch,
         cuda::StreamMark,
-        rdma::{Completion, Path, Piece, QueuePair, SIGNALLED, WorkRequest, status_text},
+        rdma::{Completion, LoopbackPath, QueuePair, SIGNALLED, Sge, WorkRequest, status_text},
     },
     error::{Error, Result},
 };
 
-/// Work requests of one post.
+/// Work requests per post.
 const CHAIN: usize = 64;
 
-/// Chains posted in one turn of the reactor: about 20 us.
+/// Chains posted per turn of the reactor: about 20 us.
 const CHAINS_PER_TURN: usize = 4;
 
-/// Every one of so many makes a completion, and the last of each chain.
+/// Every 16th work request is signalled, and the last of each chain.
 const SIGNAL_EVERY: u64 = 16;
 
-/// ... and whichever ends so many bytes without one: a slow device is to be told from one that does nothing.
+/// A work request is also signalled after this many unsignalled bytes, so that a slow device can be distinguished from
+/// a stuck one.
 const SIGNAL_BYTES: usize = 1 << 20;
 
-/// Bytes of one work request at most: more gain nothing, and a completion would come late.
+/// Largest work request in bytes: larger ones are not faster, and complete late.
 const REQUEST_BYTES_MAX: usize = 1 << 20;
 
 pub(super) type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
 
-/// What a stream of batches waits for, before its next one may begin.
-pub trait Hold {
-    /// True once it is over.
+/// A condition that a stream waits for before its next batch may start.
+pub trait Fence {
+    /// True once the condition holds.
     ///
     /// # Errors
-    /// Why it never will be; the batch is answered with it.
-    fn is_over(&self) -> Result<bool>;
+    /// Why the condition can never hold; the batch fails with this error.
+    fn is_passed(&self) -> Result<bool>;
 }
 
-impl Hold for StreamMark {
-    fn is_over(&self) -> Result<bool> {
+impl Fence for StreamMark {
+    fn is_passed(&self) -> Result<bool> {
         self.is_passed()
     }
 }
 
-/// A batch that was accepted: every range of it is registered.
+/// An accepted batch: all its ranges are registered.
 pub(super) struct Accepted {
     pub(super) batch: CopyBatch,
-    pub(super) holds: Holds,
+    pub(super) regions: RegionRefs,
     pub(super) answer: Answer,
-    /// What it waits for.
-    pub(super) after: Option<Rc<dyn Hold>>,
+    /// The fence that it waits for.
+    pub(super) after: Option<Rc<dyn Fence>>,
 }
 
-/// A batch of which some work requests are posted.
+/// A batch whose work requests are posted in part.
 struct Entering {
     accepted: Accepted,
     op: usize,
     offset: usize,
 }
 
-/// A batch all of whose work requests are numbered.
-struct Flight {
+/// A batch whose work requests are all numbered.
+struct PostedBatch {
     accepted: Accepted,
-    /// One more than the number of the last.
+    /// One past the number of its last work request.
     end: u64,
-    /// Why it failed, where it is known already.
+    /// Why it failed, if it has.
     fault: Option<String>,
 }
 
-/// Batches of one stream, in order.
-struct Line {
-    stream: u64,
+/// The waiting batches of one stream, in order.
+struct StreamQueue {
+    id: u64,
     waiting: VecDeque<Accepted>,
 }
 
-/// Batches that are done, and with what.
-pub(super) type Landed = Vec<(Accepted, Result<()>)>;
+/// Completed batches, with their results.
+pub(super) type Finished = Vec<(Accepted, Result<()>)>;
 
 pub(super) struct Queue {
     qp: QueuePair,
-    path: Path,
+    path: LoopbackPath,
     request_bytes_max: usize,
     chain: Box<[WorkRequest]>,
-    pieces: Box<[Piece]>,
-    pieces_max: usize,
-    /// Part of `chain` that is built and not posted.
+    sges: Box<[Sge]>,
+    sges_max: usize,
+    /// Range of `chain` that is built and not yet posted.
     unposted: std::ops::Range<usize>,
-    /// Work requests that were posted, ever.
+    /// Number of work requests posted so far.
     posted: u64,
-    /// Those of them that are done.
+    /// Number of work requests done.
     done: u64,
-    /// One more than the number of the last that makes a completion.
+    /// One past the number of the last signalled work request.
     signalled: u64,
-    /// Completions of smaller numbers are of before the last reset.
+    /// Completions with smaller numbers are stale: they are from before the last reset.
     generation: u64,
-    /// After a failure: one more than the largest number that has come back.
+    /// After a failure: one past the largest number that was flushed.
     flushed: u64,
-    flying: VecDeque<Flight>,
+    posted_batches: VecDeque<PostedBatch>,
     entering: Option<Entering>,
-    lines: Vec<Line>,
-    /// The line to be asked first.
+    streams: Vec<StreamQueue>,
+    /// Index of the stream whose turn is next.
     turn: usize,
     completions: Box<[Completion]>,
-    /// A failure was seen.
+    /// Set by `fail`, until the next `connect`.
     failed: bool,
-    /// When the first work request was posted behind which none was under way.
+    /// When the queue last went from idle to busy.
     busy_since: Instant,
-    /// A bad completion was seen: those after it say nothing of what was done.
+    /// A completion had an error: later ones do not say what was done.
     bad: bool,
 }
 
 impl Queue {
-    pub(super) fn new(qp: QueuePair, path: Path) -> Self {
-        let pieces_max = qp.pieces() as usize;
+    pub(super) fn new(qp: QueuePair, path: LoopbackPath) -> Self {
+        let sges_max = qp.sges() as usize;
         Queue {
             request_bytes_max: REQUEST_BYTES_MAX.min(path.message_bytes_max as usize),
             chain: vec![WorkRequest::WRITE; CHAIN].into(),
-            pieces: vec![Piece::default(); CHAIN * pieces_max].into(),
-            pieces_max,
+            sges: vec![Sge::default(); CHAIN * sges_max].into(),
+            sges_max,
             unposted: 0..0,
             posted: 0,
             done: 0,
             signalled: 0,
             generation: 0,
             flushed: 0,
-            flying: VecDeque::with_capacity(CHAIN),
+            posted_batches: VecDeque::with_capacity(CHAIN),
             entering: None,
-            lines: vec![Line { stream: 0, waiting: VecDeque::with_capacity(CHAIN) }],
+            streams: vec![StreamQueue { id: 0, waiting: VecDeque::with_capacity(CHAIN) }],
             turn: 0,
             completions: vec![Completion::NONE; CHAIN].into(),
             failed: false,
@@ -152,47 +153,49 @@ impl Queue {
         &self.qp
     }
 
-    /// Takes a batch in; [`pump`](Self::pump) starts it.
+    /// Enqueues a batch; [`post_pending`](Self::post_pending) starts it.
     pub(super) fn accept(&mut self, stream: u64, accepted: Accepted) {
-        match self.lines.iter_mut().find(|line| line.stream == stream) {
-            Some(line) => line.waiting.push_back(accepted),
-            None => self.lines.push(Line { stream, waiting: VecDeque::from([accepted]) }),
+        match self.streams.iter_mut().find(|queue| queue.id == stream) {
+            Some(stream) => stream.waiting.push_back(accepted),
+            None => self.streams.push(StreamQueue { id: stream, waiting: VecDeque::from([accepted]) }),
         }
     }
 
-    /// No batch is anywhere in it.
+    /// True if the queue holds no batch.
     pub(super) fn is_idle(&self) -> bool {
-        self.flying.is_empty() && !self.has_more()
+        self.posted_batches.is_empty() && !self.has_more()
     }
 
-    /// Work requests are under way, or batches that wait for their last one to be known as done.
-    pub(super) fn is_flying(&self) -> bool {
-        self.posted > self.done || !self.flying.is_empty()
+    /// True while work requests are in flight or posted batches are unfinished.
+    pub(super) fn has_posted(&self) -> bool {
+        self.posted > self.done || !self.posted_batches.is_empty()
     }
 
-    /// How long work has been under way without a pause.
+    /// Time since the queue last became busy.
     pub(super) fn busy_for(&self) -> Duration {
         self.busy_since.elapsed()
     }
 
-    /// Batches wait for room, or for what holds their stream.
+    /// True if batches wait for room or for a fence.
     pub(super) fn has_more(&self) -> bool {
-        self.entering.is_some() || !self.unposted.is_empty() || self.lines.iter().any(|line| !line.waiting.is_empty())
+        self.entering.is_some()
+            || !self.unposted.is_empty()
+            || self.streams.iter().any(|stream| !stream.waiting.is_empty())
     }
 
-    /// A stream waits for something that tells nobody when it is over.
-    pub(super) fn is_held(&self) -> bool {
-        self.lines.iter().any(|line| line.waiting.front().is_some_and(|front| front.after.is_some()))
+    /// True if a stream waits for a fence; fences raise no event when they open.
+    pub(super) fn is_fenced(&self) -> bool {
+        self.streams.iter().any(|stream| stream.waiting.front().is_some_and(|front| front.after.is_some()))
     }
 
-    /// Posts as much as there is room for, up to what one turn of the reactor may take; true if there is more.
+    /// Posts as much as there is room for, up to the limit of one turn of the reactor. True if there is more.
     ///
     /// # Errors
-    /// Why the queue is of no use any more.
-    pub(super) fn pump(&mut self, regions: &Regions, landed: &mut Landed) -> Result<bool, String> {
+    /// Why the connection is broken.
+    pub(super) fn post_pending(&mut self, regions: &Regions, finished: &mut Finished) -> Result<bool, String> {
         for _ in 0..CHAINS_PER_TURN {
             if self.unposted.is_empty() {
-                let count = self.build(regions, landed);
+                let count = self.build(regions, finished);
                 self.unposted = 0..count;
             }
             if self.unposted.is_empty() || !self.post()? {
@@ -202,11 +205,11 @@ impl Queue {
         Ok(true)
     }
 
-    /// Posts what is built; false where the device has no room now.
+    /// Posts the built requests; false if the device has no room now.
     fn post(&mut self) -> Result<bool, String> {
         let first = &raw mut self.chain[self.unposted.start];
-        // SAFETY: `build` linked these work requests to one another and to pieces within arrays of `self`, which stay.
-        // The memory belongs to batches in `entering` or `flying`, which hold it and its regions until the work is
+        // SAFETY: `build` linked these work requests to one another and to entries within arrays of `self`, which stay
+        // in place. The batches in `entering` and `posted_batches` hold the memory and its regions until the work is
         // done, or the queue pair is reset or destroyed.
         let (taken, fault) = match unsafe { self.qp.post(first) } {
             Ok(()) => (self.unposted.len(), None),
@@ -227,19 +230,19 @@ impl Queue {
         self.unposted.start = taken_to;
         match fault {
             None => Ok(true),
-            // A completion will come, and make room.
+            // An outstanding signalled request will complete and make room.
             Some(fault) if fault.errno() == libc::ENOMEM && self.signalled > self.done => Ok(false),
             Some(fault) => Err(fault.to_string()),
         }
     }
 
-    /// Builds a chain from what waits; its length.
-    fn build(&mut self, regions: &Regions, landed: &mut Landed) -> usize {
-        let under_way = usize::try_from(self.posted - self.done).unwrap_or(usize::MAX);
-        let room = (self.qp.depth() as usize).saturating_sub(under_way).min(CHAIN);
+    /// Builds a chain from the waiting batches and returns its length.
+    fn build(&mut self, regions: &Regions, finished: &mut Finished) -> usize {
+        let in_flight = usize::try_from(self.posted - self.done).unwrap_or(usize::MAX);
+        let room = (self.qp.depth() as usize).saturating_sub(in_flight).min(CHAIN);
         let mut count = 0;
         while count < room {
-            let Some(mut entering) = self.entering.take().or_else(|| self.next(landed)) else { break };
+            let Some(mut entering) = self.entering.take().or_else(|| self.next(finished)) else { break };
             let first = count;
             let fault = self.cut(&mut entering, regions, first, &mut count, room).err();
             if fault.is_none() && entering.op < entering.accepted.batch.ops().len() {
@@ -247,19 +250,19 @@ impl Queue {
                 break;
             }
             let end = self.posted + count as u64;
-            self.flying.push_back(Flight { accepted: entering.accepted, end, fault });
+            self.posted_batches.push_back(PostedBatch { accepted: entering.accepted, end, fault });
         }
         let mut silent_bytes = 0;
         for at in 0..count {
             let id = self.posted + at as u64;
-            let (last, pieces) = (at + 1 == count, &raw mut self.pieces[at * self.pieces_max]);
+            let (last, sges) = (at + 1 == count, &raw mut self.sges[at * self.sges_max]);
             let next = if last { std::ptr::null_mut() } else { &raw mut self.chain[at + 1] };
             let request = &mut self.chain[at];
             request.id = id;
             request.next = next;
-            request.pieces = pieces;
-            let pieces = &self.pieces[at * self.pieces_max..][..request.piece_count as usize];
-            silent_bytes += pieces.iter().map(|piece| piece.bytes as usize).sum::<usize>();
+            request.sges = sges;
+            let sges = &self.sges[at * self.sges_max..][..request.sge_count as usize];
+            silent_bytes += sges.iter().map(|sge| sge.bytes as usize).sum::<usize>();
             let signals = last || (id + 1).is_multiple_of(SIGNAL_EVERY) || silent_bytes >= SIGNAL_BYTES;
             request.flags = if signals { SIGNALLED } else { 0 };
             silent_bytes = if signals { 0 } else { silent_bytes };
@@ -267,8 +270,8 @@ impl Queue {
         count
     }
 
-    /// Cuts a batch into work requests from number `count` of the chain on, until it ends or there is no room. Those
-    /// before `first` are another batch's.
+    /// Cuts a batch into work requests from index `count` of the chain on, until the batch ends or there is no room.
+    /// Requests before index `first` belong to other batches.
     fn cut(
         &mut self,
         entering: &mut Entering,
@@ -277,7 +280,7 @@ impl Queue {
         count: &mut usize,
         room: usize,
     ) -> Result<(), String> {
-        // Bytes of the request that was built last, which may gather more.
+        // Bytes of the latest request, which may still gather more ranges.
         let mut gathered = 0;
         while let Some(op) = entering.accepted.batch.ops().get(entering.op) {
             if entering.offset == op.len {
@@ -285,22 +288,22 @@ impl Queue {
                 continue;
             }
             let (src, dst) = (op.src.addr() + entering.offset, op.dst.addr() + entering.offset);
-            let gone = || "a region was given back before the copy in it had begun".to_owned();
+            let gone = || "a region was unregistered before the copy in it began".to_owned();
             let (from, to) =
                 (regions.find(Side::Source, src).ok_or_else(gone)?, regions.find(Side::Target, dst).ok_or_else(gone)?);
             let left = op.len - entering.offset;
             let len = left.min(from.end - src).min(to.end - dst).min(self.request_bytes_max);
-            let piece = Piece { address: src as u64, bytes: len as u32, lkey: from.lkey };
+            let sge = Sge { address: src as u64, bytes: len as u32, lkey: from.lkey };
             let joined = *count > first && {
                 let request = &mut self.chain[*count - 1];
-                let pieces = request.piece_count as usize;
+                let sges = request.sge_count as usize;
                 let joins = request.rkey == to.rkey
                     && request.remote_address + gathered as u64 == dst as u64
-                    && pieces < self.pieces_max
+                    && sges < self.sges_max
                     && gathered + len <= self.request_bytes_max;
                 if joins {
-                    self.pieces[(*count - 1) * self.pieces_max + pieces] = piece;
-                    request.piece_count += 1;
+                    self.sges[(*count - 1) * self.sges_max + sges] = sge;
+                    request.sge_count += 1;
                     gathered += len;
                 }
                 joins
@@ -310,10 +313,10 @@ impl Queue {
                     return Ok(());
                 }
                 let request = &mut self.chain[*count];
-                request.piece_count = 1;
+                request.sge_count = 1;
                 request.remote_address = dst as u64;
                 request.rkey = to.rkey;
-                self.pieces[*count * self.pieces_max] = piece;
+                self.sges[*count * self.sges_max] = sge;
                 gathered = len;
                 *count += 1;
             }
@@ -322,34 +325,34 @@ impl Queue {
         Ok(())
     }
 
-    /// The next batch whose stream is not held; streams take turns.
-    fn next(&mut self, landed: &mut Landed) -> Option<Entering> {
-        for _ in 0..self.lines.len() {
-            let at = self.turn % self.lines.len();
+    /// The next batch whose stream is not fenced; streams take turns.
+    fn next(&mut self, finished: &mut Finished) -> Option<Entering> {
+        for _ in 0..self.streams.len() {
+            let at = self.turn % self.streams.len();
             self.turn = at + 1;
-            let line = &mut self.lines[at];
-            let Some(front) = line.waiting.front() else { continue };
-            let over = front.after.as_ref().map_or(Ok(true), |hold| hold.is_over());
-            if matches!(over, Ok(false)) {
+            let stream = &mut self.streams[at];
+            let Some(front) = stream.waiting.front() else { continue };
+            let passed = front.after.as_ref().map_or(Ok(true), |fence| fence.is_passed());
+            if matches!(passed, Ok(false)) {
                 continue;
             }
-            let accepted = line.waiting.pop_front().expect("it has a front");
-            if line.waiting.is_empty() && line.stream != 0 {
-                self.lines.remove(at);
+            let accepted = stream.waiting.pop_front().expect("it has a front");
+            if stream.waiting.is_empty() && stream.id != 0 {
+                self.streams.remove(at);
             }
-            match over {
+            match passed {
                 Ok(_) => return Some(Entering { accepted, op: 0, offset: 0 }),
-                Err(error) => landed.push((accepted, Err(error))),
+                Err(error) => finished.push((accepted, Err(error))),
             }
         }
         None
     }
 
-    /// Takes completions and the batches that they end; true if there was one.
+    /// Polls for completions and collects the finished batches. True if a completion arrived.
     ///
     /// # Errors
-    /// What the first bad completion says.
-    pub(super) fn harvest(&mut self, landed: &mut Landed) -> Result<bool, String> {
+    /// The status of the first completion with an error.
+    pub(super) fn poll_cq(&mut self, finished: &mut Finished) -> Result<bool, String> {
         let mut any = false;
         let mut result = Ok(());
         loop {
@@ -370,15 +373,20 @@ impl Queue {
                 break;
             }
         }
-        self.land(landed);
+        self.finish(finished);
         result.map(|()| any)
     }
 
     fn completed(&mut self, completion: &Completion) -> Result<(), String> {
         let Completion { id, status, vendor_error, .. } = *completion;
         if id < self.generation || id >= self.posted {
-            // Of before a reset. A number that was never given means nothing that could be trusted.
-            return if id < self.generation { Ok(()) } else { Err(format!("a completion of nothing ({id})")) };
+            // A smaller number is a stale completion from before a reset. A number that was never posted is a device
+            // error.
+            return if id < self.generation {
+                Ok(())
+            } else {
+                Err(format!("a completion of a work request that was never posted ({id})"))
+            };
         }
         self.flushed = self.flushed.max(id + 1);
         if self.failed || self.bad {
@@ -388,84 +396,84 @@ impl Queue {
             self.done = self.done.max(id + 1);
             return Ok(());
         }
-        // All before it are done; itself and what came after is not.
+        // Requests before it are done; it and the later ones are not.
         self.done = self.done.max(id);
         self.bad = true;
         Err(format!("{} (status {status}, vendor error {vendor_error:#x})", status_text(status)))
     }
 
-    fn land(&mut self, landed: &mut Landed) {
-        while self.flying.front().is_some_and(|flight| flight.end <= self.done) {
-            let Flight { accepted, fault, .. } = self.flying.pop_front().expect("it is in front");
+    fn finish(&mut self, finished: &mut Finished) {
+        while self.posted_batches.front().is_some_and(|posted| posted.end <= self.done) {
+            let PostedBatch { accepted, fault, .. } = self.posted_batches.pop_front().expect("it is in front");
             let result = fault.map_or(Ok(()), |reason| Err(failure(reason)));
-            landed.push((accepted, result));
+            finished.push((accepted, result));
         }
     }
 
-    /// After a failure: ends all work. What waits is answered; what was posted stays until [`drained`](Self::drained).
-    pub(super) fn fail(&mut self, reason: &str, landed: &mut Landed) {
+    /// Moves to the failed state. Waiting batches are answered; posted ones stay until [`drained`](Self::drained).
+    pub(super) fn fail(&mut self, reason: &str, finished: &mut Finished) {
         self.failed = true;
         if let Err(fault) = self.qp.fail() {
             tracing::debug!(%fault, "the queue pair did not go to its error state");
         }
         self.unposted = 0..0;
         if let Some(entering) = self.entering.take() {
-            self.flying.push_back(Flight { accepted: entering.accepted, end: self.posted, fault: None });
+            self.posted_batches.push_back(PostedBatch { accepted: entering.accepted, end: self.posted, fault: None });
         }
-        for flight in &mut self.flying {
-            flight.end = flight.end.min(self.posted);
-            flight.fault = Some(reason.to_owned());
+        for posted in &mut self.posted_batches {
+            posted.end = posted.end.min(self.posted);
+            posted.fault = Some(reason.to_owned());
         }
-        for line in &mut self.lines {
+        for stream in &mut self.streams {
             let refused = |accepted| (accepted, Err(failure(reason.to_owned())));
-            landed.extend(line.waiting.drain(..).map(refused));
+            finished.extend(stream.waiting.drain(..).map(refused));
         }
-        self.lines.truncate(1);
+        self.streams.truncate(1);
     }
 
-    /// All that was posted has come back.
+    /// True once all posted work requests have completed or were flushed.
     pub(super) fn drained(&self) -> bool {
         self.flushed == self.posted || self.done == self.posted
     }
 
-    /// Whether [`fail`](Self::fail) was called since the last [`reset`](Self::reset).
+    /// True after [`fail`](Self::fail), until the next [`connect`](Self::connect).
     pub(super) fn has_failed(&self) -> bool {
         self.failed
     }
 
-    /// Takes the queue pair out of use: nothing that was posted touches memory any more. All batches are given back.
+    /// Resets the queue pair, after which posted work no longer touches memory, and returns all batches.
     ///
     /// # Errors
-    /// The device did not do so; the batches stay.
-    pub(super) fn reset(&mut self, landed: &mut Landed) -> Result<(), String> {
+    /// The reset's error; the batches stay.
+    pub(super) fn reset(&mut self, finished: &mut Finished) -> Result<(), String> {
         self.qp.reset().map_err(|fault| fault.to_string())?;
-        self.emptied(landed);
+        self.finish_all(finished);
         Ok(())
     }
 
-    /// The same by destroying the queue pair: it is gone then.
-    pub(super) fn destroy(&mut self, landed: &mut Landed) -> Result<(), String> {
+    /// Destroys the queue pair, with the same effect as [`reset`](Self::reset); it cannot be connected again.
+    pub(super) fn destroy(&mut self, finished: &mut Finished) -> Result<(), String> {
         self.qp.destroy().map_err(|fault| fault.to_string())?;
-        self.emptied(landed);
+        self.finish_all(finished);
         Ok(())
     }
 
-    fn emptied(&mut self, landed: &mut Landed) {
+    fn finish_all(&mut self, finished: &mut Finished) {
         self.generation = self.posted;
         (self.done, self.flushed, self.signalled) = (self.posted, self.posted, self.posted);
-        self.land(landed);
+        self.finish(finished);
     }
 
-    /// Takes a queue pair that was reset into use again.
+    /// Connects a queue pair after a reset.
     pub(super) fn connect(&mut self) -> Result<(), String> {
         self.qp.connect(&self.path).map_err(|fault| fault.to_string())?;
         (self.failed, self.bad) = (false, false);
         Ok(())
     }
 
-    /// Leaves what is in flight to nobody: for a device that does not give it back.
+    /// Leaks the batches in flight, because the device does not release their memory.
     pub(super) fn leak(&mut self) {
-        std::mem::forget(std::mem::take(&mut self.flying));
+        std::mem::forget(std::mem::take(&mut self.posted_batches));
     }
 }
 

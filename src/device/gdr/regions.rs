@@ -1,4 +1,4 @@
-//! What memory the NIC knows: a table of ranges, looked up by address.
+//! The table of memory regions registered with the NIC, looked up by address.
 
 use std::{
     cell::{Cell, RefCell},
@@ -13,19 +13,19 @@ use crate::device::{
     rdma::{MemoryRegion, ProtectionDomain},
 };
 
-/// How device memory was made known to the NIC.
+/// How device memory is registered with the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DeviceAccess {
-    /// It is host memory that plays a device.
+    /// Host memory plays the device.
     Simulated,
-    /// By a dma-buf.
+    /// Through a dma-buf.
     DmaBuf,
-    /// By nvidia-peermem.
+    /// Through nvidia-peermem.
     Peermem,
 }
 
 impl DeviceAccess {
-    /// The name in reports.
+    /// Name in reports.
     pub fn name(self) -> &'static str {
         ["simulated", "dma-buf", "nvidia-peermem"][self as usize]
     }
@@ -33,15 +33,15 @@ impl DeviceAccess {
 
 /// Ranges of memory that are registered, without overlap.
 pub(super) struct Regions {
-    /// By start.
+    /// Sorted by start.
     entries: RefCell<Vec<Entry>>,
-    /// Where the last look-ups of either side ended: the next one mostly ends there too.
+    /// Where the last look-up of each side ended: the next one usually hits the same entry.
     last: [Cell<usize>; 2],
-    /// Foreign regions that could not be registered.
+    /// Ids of callers' regions that could not be registered.
     refused: RefCell<Vec<u64>>,
-    /// Foreign regions that are registered at a time; the one that was unused for longest makes room.
-    foreign_max: usize,
-    /// Counts batches, to tell which region was unused for longest.
+    /// Largest number of callers' regions registered at a time; the least recently used one makes room.
+    registered_max: usize,
+    /// Counts batches, for the least-recently-used order.
     clock: Cell<u64>,
     region_bytes_max: usize,
     domain: Arc<ProtectionDomain>,
@@ -53,11 +53,11 @@ struct Entry {
     lkey: u32,
     rkey: u32,
     region: Rc<MemoryRegion>,
-    /// Of a foreign region, and when it was used last.
+    /// Id of the caller's region, and the time of its last use.
     foreign: Option<(u64, u64)>,
 }
 
-/// What a look-up gives.
+/// Result of a look-up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Keys {
     pub(super) end: usize,
@@ -65,35 +65,35 @@ pub(super) struct Keys {
     pub(super) rkey: u32,
 }
 
-/// Which end of a copy an address is.
+/// Source or destination of a copy.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Side {
     Source,
     Target,
 }
 
-/// Regions that a batch needs until its last work request is done.
-pub(super) type Holds = Vec<Rc<MemoryRegion>>;
+/// Keeps the regions of a batch registered until its last work request is done.
+pub(super) type RegionRefs = Vec<Rc<MemoryRegion>>;
 
 impl Regions {
-    pub(super) fn new(domain: &Arc<ProtectionDomain>, region_bytes_max: u64, foreign_max: usize) -> Self {
+    pub(super) fn new(domain: &Arc<ProtectionDomain>, region_bytes_max: u64, registered_max: usize) -> Self {
         const PAGE: usize = 1 << 21;
         let most = usize::try_from(region_bytes_max).unwrap_or(usize::MAX);
         Regions {
             entries: RefCell::default(),
             last: Default::default(),
             refused: RefCell::default(),
-            foreign_max: foreign_max.max(1),
+            registered_max: registered_max.max(1),
             clock: Cell::new(0),
             region_bytes_max: (most / PAGE * PAGE).max(PAGE),
             domain: Arc::clone(domain),
         }
     }
 
-    /// Registers a range for as long as the table is there.
+    /// Registers a range for the lifetime of the table.
     ///
     /// # Safety
-    /// The range must stay mapped while batches in it are accepted, and until they are done.
+    /// The range must stay mapped while batches in it are accepted, and until they complete.
     pub(super) unsafe fn add(
         &self,
         start: usize,
@@ -103,7 +103,7 @@ impl Regions {
         let mut how = None;
         for at in (0..len).step_by(self.region_bytes_max) {
             let (start, len) = (start + at, self.region_bytes_max.min(len - at));
-            // SAFETY: a part of the range that the caller speaks of.
+            // SAFETY: part of the range that the caller vouches for.
             let (region, access) = unsafe { register(&self.domain, start, len, device) }?;
             how = access;
             self.insert(start, len, region, None);
@@ -118,7 +118,7 @@ impl Regions {
         entries.insert(at, Entry { start, end: start + len, lkey, rkey, region: Rc::new(region), foreign });
     }
 
-    /// The region that an address of this side lies in.
+    /// The region that contains this address.
     pub(super) fn find(&self, side: Side, address: usize) -> Option<Keys> {
         let entries = self.entries.borrow();
         let at = self.place(&entries, side, address)?;
@@ -140,7 +140,7 @@ impl Regions {
     }
 
     /// Whether a range is registered.
-    pub(super) fn holds(&self, start: usize, len: usize) -> bool {
+    pub(super) fn contains(&self, start: usize, len: usize) -> bool {
         let Some(end) = start.checked_add(len) else { return false };
         let mut at = start;
         while at < end {
@@ -150,9 +150,9 @@ impl Regions {
         true
     }
 
-    /// The foreign regions that the batch's ranges lie in, if all of them are registered.
-    pub(super) fn cover(&self, batch: &CopyBatch) -> Option<Holds> {
-        let mut holds = Holds::new();
+    /// Handles of the callers' regions that the batch's ranges lie in; `None` if a range is not registered.
+    pub(super) fn cover(&self, batch: &CopyBatch) -> Option<RegionRefs> {
+        let mut refs = RegionRefs::new();
         let now = self.clock.replace(self.clock.get() + 1);
         let mut entries = self.entries.borrow_mut();
         for op in batch.ops() {
@@ -163,25 +163,25 @@ impl Regions {
                     let entry = &mut entries[place];
                     at = entry.end;
                     if let Some((_, used)) = &mut entry.foreign
-                        && !holds.iter().any(|held| Rc::ptr_eq(held, &entry.region))
+                        && !refs.iter().any(|used| Rc::ptr_eq(used, &entry.region))
                     {
                         *used = now;
-                        holds.push(Rc::clone(&entry.region));
+                        refs.push(Rc::clone(&entry.region));
                     }
                 }
             }
         }
-        Some(holds)
+        Some(refs)
     }
 
-    /// The regions of a batch that are not registered yet and could be.
+    /// The batch's regions that are neither registered nor known to be unregistrable.
     pub(super) fn missing(&self, batch: &CopyBatch) -> Vec<CopyRegion> {
         let refused = self.refused.borrow();
         let known = |region: &CopyRegion| refused.contains(&region.id()) || self.overlaps(region);
         batch.regions().iter().filter(|region| !known(region)).copied().collect()
     }
 
-    /// Notes that a region cannot be registered: it is not tried again.
+    /// Records that a region cannot be registered, so that it is not tried again.
     pub(super) fn refuse(&self, region: &CopyRegion) {
         self.refused.borrow_mut().push(region.id());
     }
@@ -191,12 +191,13 @@ impl Regions {
         self.entries.borrow().iter().any(|entry| entry.start < end && region.start() < entry.end)
     }
 
-    /// What is needed to register a foreign region on another thread.
+    /// The protection domain, for registering a region on another thread.
     pub(super) fn domain(&self) -> &Arc<ProtectionDomain> {
         &self.domain
     }
 
-    /// Enters a foreign region that was registered meanwhile; what had to go to make room, to be given back elsewhere.
+    /// Enters a caller's region that was just registered. Returns the regions to deregister on a blocking thread:
+    /// evicted ones, or `registered` itself if an overlapping region was entered meanwhile.
     pub(super) fn enter(&self, region: &CopyRegion, registered: MemoryRegion) -> Vec<MemoryRegion> {
         if self.overlaps(region) {
             return vec![registered];
@@ -206,13 +207,13 @@ impl Regions {
         evicted
     }
 
-    /// Takes out what was unused for longest, until there is room for one more. What is in use stays, also past the
+    /// Removes the least recently used regions until there is room for one more. Regions in use stay, even past the
     /// limit.
     fn make_room(&self) -> Vec<MemoryRegion> {
         let mut entries = self.entries.borrow_mut();
         let foreign = entries.iter().filter(|entry| entry.foreign.is_some()).count();
         let mut evicted = Vec::new();
-        for _ in self.foreign_max..=foreign {
+        for _ in self.registered_max..=foreign {
             let unused = entries.iter().enumerate().filter(|(_, entry)| Rc::strong_count(&entry.region) == 1);
             let oldest = unused.filter_map(|(at, entry)| Some((entry.foreign?.1, at))).min();
             let Some((_, at)) = oldest else { break };
@@ -221,17 +222,17 @@ impl Regions {
         evicted
     }
 
-    /// Takes a foreign region out of the table: to be given back elsewhere.
+    /// Removes a caller's region from the table, to be deregistered on a blocking thread.
     pub(super) fn forget(&self, region: &CopyRegion) -> Option<MemoryRegion> {
         self.refused.borrow_mut().retain(|&id| id != region.id());
         let mut entries = self.entries.borrow_mut();
         let at = entries.iter().position(|entry| entry.foreign.is_some_and(|(id, _)| id == region.id()))?;
-        // Where a batch of an overlapping region still uses it, that batch gives it back.
+        // If a batch of an overlapping region still uses it, that batch drops the last reference.
         Rc::into_inner(entries.remove(at).region)
     }
 }
 
-/// Makes a range known to the NIC: device memory by dma-buf, or by nvidia-peermem where that fails.
+/// Registers a range with the NIC: device memory through a dma-buf, or through nvidia-peermem if that fails.
 ///
 /// # Safety
 /// As [`MemoryRegion::new`].
@@ -242,7 +243,7 @@ pub(super) unsafe fn register(
     device: Option<&Gpu>,
 ) -> Result<(MemoryRegion, Option<DeviceAccess>), String> {
     let Some(gpu) = device else {
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for the range.
         let region = unsafe { MemoryRegion::new(domain, start, len) };
         return region.map(|region| (region, None)).map_err(|fault| format!("{len} bytes of host memory: {fault}"));
     };
@@ -253,7 +254,7 @@ pub(super) unsafe fn register(
         Ok(region) => return Ok((region, Some(DeviceAccess::DmaBuf))),
         Err(refused) => refused,
     };
-    // SAFETY: the caller's promise.
+    // SAFETY: the caller vouches for the range.
     let by_peermem = unsafe { MemoryRegion::new(domain, start, len) };
     by_peermem
         .map(|region| (region, Some(DeviceAccess::Peermem)))

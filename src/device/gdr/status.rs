@@ -1,4 +1,4 @@
-//! What can be told of the engine from any thread.
+//! The engine's status, readable from any thread.
 
 use std::{
     fmt,
@@ -7,29 +7,31 @@ use std::{
 
 use crate::metrics::{self, Gauge};
 
-/// Whether copies go through an RDMA device, and the evidence or the reason.
+/// Whether copies go through an RDMA device, with details or the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GdrState {
-    /// They do not, and never did.
+    /// Never in service.
     Off(String),
-    /// They do.
+    /// In service.
     On(String),
-    /// They did until a failure; the connection is being proven anew.
+    /// Failed; the connection is being reset and tested again.
     Recovering(String),
-    /// They did, and do no more.
+    /// Failed for good.
     Retired(String),
 }
 
 impl GdrState {
-    /// True while copies go through it.
+    /// True while copies go through the engine.
     pub fn is_on(&self) -> bool {
         matches!(self, GdrState::On(_))
     }
 
-    /// The evidence, or the reason.
-    pub fn told(&self) -> &str {
+    /// Details while in service, the reason otherwise.
+    pub fn detail(&self) -> &str {
         match self {
-            GdrState::Off(told) | GdrState::On(told) | GdrState::Recovering(told) | GdrState::Retired(told) => told,
+            GdrState::Off(detail) | GdrState::On(detail) | GdrState::Recovering(detail) | GdrState::Retired(detail) => {
+                detail
+            }
         }
     }
 }
@@ -42,11 +44,11 @@ impl fmt::Display for GdrState {
             GdrState::Recovering(_) => "recovering",
             GdrState::Retired(_) => "retired",
         };
-        write!(f, "{name}: {}", self.told())
+        write!(f, "{name}: {}", self.detail())
     }
 }
 
-/// The state of an engine, for whoever reports it.
+/// Shared handle to the state of an engine.
 #[derive(Clone)]
 pub struct GdrStatus(Arc<Mutex<GdrState>>, Gauge);
 
@@ -57,7 +59,7 @@ impl GdrStatus {
         status
     }
 
-    /// What it is now.
+    /// The current state.
     pub fn get(&self) -> GdrState {
         self.0.lock().expect("nothing panics under it").clone()
     }

@@ -1,58 +1,59 @@
-//! What RDMA devices this machine has, and why not more.
+//! Finds the RDMA devices of this machine and says why a device cannot be used.
 
 use std::{ffi::CStr, fmt, sync::Arc};
 
 use super::{
     library::Library,
-    objects::{Context, DeviceLimits},
-    ports::{self, Path, Port},
+    ports::{self, LoopbackPath, Port},
     sysfs::{self, Distance},
+    verbs::{Context, DeviceLimits},
 };
 
-/// What was found on this machine.
+/// The RDMA devices of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Discovery {
-    /// Whether libibverbs can register memory by dma-buf, or why there is no libibverbs.
+    /// Whether libibverbs can register memory by dma-buf, or why libibverbs could not be loaded.
     pub library: Result<bool, String>,
-    /// The devices that it shows to this process.
+    /// The devices that libibverbs shows to this process.
     pub devices: Vec<Device>,
 }
 
 /// An RDMA device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Device {
-    /// Its name: `mlx5_0`, `rxe0`.
+    /// Name, such as `mlx5_0` or `rxe0`.
     pub name: String,
-    /// Its address on the PCI bus, `0000:9b:00.0`; `None` for one of software.
+    /// PCI address, such as `0000:9b:00.0`; `None` for a software device.
     pub pci_address: Option<String>,
-    /// The NUMA node that it is on, where the kernel says.
+    /// NUMA node of the device, if the kernel reports one.
     pub numa_node: Option<u32>,
-    /// Work requests that a queue may hold.
+    /// Largest number of work requests in a queue.
     pub work_requests_max: u32,
-    /// Its ports.
+    /// Ports of the device.
     pub ports: Vec<Port>,
-    /// Why it could not be asked, or one of its ports.
+    /// The error of the query, if the device or one of its ports could not be queried.
     pub fault: Option<String>,
 }
 
 impl Device {
-    /// How far it is from the PCI device at this address.
+    /// Distance from the PCI device at this address.
     pub fn distance_to(&self, pci_address: &str) -> Distance {
         self.pci_address.as_deref().map_or(Distance::Unknown, |own| sysfs::distance(own, pci_address))
     }
 
-    /// Whether copies can loop through it: one of its ports leads back to itself. If not, why.
+    /// Whether the device can copy through its own loopback, or why it cannot: one of its ports needs a path back to
+    /// itself.
     pub fn usable(&self) -> Result<(), String> {
         self.path().map(|_| ())
     }
 
-    /// The way through the first port that has one.
-    pub(crate) fn path(&self) -> Result<Path, String> {
+    /// The loopback path of the first port that has one.
+    pub(crate) fn path(&self) -> Result<LoopbackPath, String> {
         let mut reason = self.fault.clone();
         for port in &self.ports {
             match port.path() {
                 Ok(path) => return Ok(path),
-                Err(told) => reason = reason.or(Some(told)),
+                Err(refused) => reason = reason.or(Some(refused)),
             }
         }
         Err(reason.unwrap_or_else(|| "it has no ports".into()))
@@ -70,8 +71,8 @@ impl fmt::Display for Device {
 }
 
 impl Discovery {
-    /// The device to copy through: the one of this name, or of those that can be used the nearest to the GPU at
-    /// `gpu`, a PCI address. If there is none, what is there instead and what to do, in words.
+    /// Picks the device to copy through: the device called `name`, or else the usable device nearest to the GPU at PCI
+    /// address `gpu`. The error lists what is there instead and says what to do.
     pub fn choose(&self, name: Option<&str>, gpu: Option<&str>) -> Result<&Device, String> {
         if let Err(reason) = &self.library {
             return Err(reason.clone());
@@ -99,7 +100,7 @@ impl Discovery {
     }
 }
 
-/// Looks for libibverbs and its devices, and opens each for as long as it takes to ask. Takes milliseconds.
+/// Loads libibverbs and queries its devices; each is open only during its query. Takes milliseconds.
 pub fn discover() -> Discovery {
     let library = match Library::get() {
         Ok(library) => library,
@@ -113,7 +114,7 @@ pub fn discover() -> Discovery {
     Discovery { library: Ok(library.has_dma_buf()), devices }
 }
 
-/// Opens the device of this name.
+/// Opens the device with this name.
 pub(crate) fn open(name: &str) -> Result<(Arc<Context>, DeviceLimits), String> {
     let library = Library::get()?;
     let mut opened = Err(format!("no RDMA device {name}: it went away"));
@@ -131,25 +132,25 @@ pub(crate) fn open(name: &str) -> Result<(Arc<Context>, DeviceLimits), String> {
 
 type Open<'a> = &'a dyn Fn() -> Result<Arc<Context>, String>;
 
-/// Shows the devices one after the other, until the visitor has seen enough.
+/// Calls `visit` for each device until it returns true.
 fn each(library: &'static Library, mut visit: impl FnMut(&str, Open<'_>) -> bool) {
     let mut count = 0;
-    // SAFETY: the library's list of devices, ended by null; one number is written. It is given back below.
+    // SAFETY: returns the library's null-terminated device list and writes its length; freed below.
     let list = unsafe { (library.functions.get_device_list)(&mut count) };
     if list.is_null() {
         return;
     }
     for at in 0..usize::try_from(count).unwrap_or(0) {
-        // SAFETY: within the list, which has so many entries.
+        // SAFETY: `at` is below the length of the list.
         let device = unsafe { *list.add(at) };
-        // SAFETY: a device of the list; its name is a string that lives as long.
+        // SAFETY: a device of the list; its name is a C string that lives as long as the list.
         let name = unsafe { CStr::from_ptr((library.functions.get_device_name)(device)) };
         let open = || Context::open(library, device).map_err(|fault| fault.to_string());
         if visit(&name.to_string_lossy(), &open) {
             break;
         }
     }
-    // SAFETY: the list from above; devices that were opened stay open.
+    // SAFETY: the list from above; freeing it leaves opened devices open.
     unsafe { (library.functions.free_device_list)(list) };
 }
 

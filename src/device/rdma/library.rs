@@ -1,4 +1,4 @@
-//! The library's functions, looked for once a process.
+//! Loads libibverbs and finds its functions, once per process.
 
 use std::{
     ffi::{c_char, c_int, c_void},
@@ -8,12 +8,12 @@ use std::{
 
 use libloading::os::unix::{Library as Loaded, RTLD_LAZY, RTLD_LOCAL};
 
-use super::raw::{
+use super::sys::{
     RawChannel, RawContext, RawCq, RawDevice, RawDeviceAttr, RawGidEntry, RawMr, RawPd, RawPortAttr, RawQp, RawQpAttr,
     RawQpInitAttr,
 };
 
-/// The name under which every distribution installs it; the unversioned one is for building only.
+/// The runtime name that every distribution installs; the unversioned name is for linking only.
 const NAME: &str = "libibverbs.so.1";
 
 type RegisterDmaBuf = unsafe extern "C" fn(*mut RawPd, u64, usize, u64, c_int, c_int) -> *mut RawMr;
@@ -21,7 +21,7 @@ type QueryGidEx = unsafe extern "C" fn(*mut RawContext, u32, u32, *mut RawGidEnt
 
 macro_rules! functions {
     ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// Every function that is used, found.
+        /// The libibverbs functions that this crate calls.
         pub(super) struct Functions {
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
             /// Since rdma-core 34 (IBVERBS_1.12).
@@ -66,31 +66,32 @@ functions! {
     destroy_qp = "ibv_destroy_qp": fn(*mut RawQp) -> c_int;
 }
 
-/// A function by its name. `F` must be its type.
+/// Finds a function by name. `F` must be its type.
 fn find<F: Copy>(loaded: &Loaded, name: &str) -> Result<F, String> {
-    // SAFETY: the symbol is a function of the type that rdma-core's infiniband/verbs.h gives it; `F` is that type,
-    // above. The library is never unloaded.
+    // SAFETY: rdma-core's infiniband/verbs.h declares the symbol as a function of type `F`, above. The library is never
+    // unloaded.
     unsafe { loaded.get::<F>(name.as_bytes()) }
         .map(|function| *function)
         .map_err(|_| format!("{NAME} has no {name}; install a newer rdma-core"))
 }
 
-/// libibverbs, loaded for the rest of the process, with every function that is used.
+/// libibverbs, loaded until the process ends.
 pub(crate) struct Library {
     pub(super) functions: Functions,
-    // Never unloaded: its providers have state of their own.
+    // Never unloaded: its providers keep state of their own.
     _loaded: std::mem::ManuallyDrop<Loaded>,
 }
 
 impl Library {
-    /// Looks for it, once a process; the error says what is missing and where it comes from.
+    /// Loads the library on the first call. The error names the missing package.
     pub(crate) fn get() -> Result<&'static Library, String> {
         static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
         LIBRARY.get_or_init(Self::load).as_ref().map_err(Clone::clone)
     }
 
     fn load() -> Result<Library, String> {
-        // SAFETY: loads a library of the system by its name, whose constructors are trusted like those of any.
+        // SAFETY: loads a system library by name and runs its constructors, which are trusted like those of any linked
+        // library.
         let loaded = unsafe { Loaded::open(Some(NAME), RTLD_LAZY | RTLD_LOCAL) }.map_err(|_| {
             format!("{NAME} was not found; it comes with rdma-core (package libibverbs1, with ibverbs-providers)")
         })?;
@@ -98,7 +99,7 @@ impl Library {
         Ok(Library { functions, _loaded: std::mem::ManuallyDrop::new(loaded) })
     }
 
-    /// Whether it can register memory that a dma-buf names.
+    /// Whether it can register memory by dma-buf (rdma-core 34).
     pub(crate) fn has_dma_buf(&self) -> bool {
         self.functions.register_dma_buf.is_some()
     }

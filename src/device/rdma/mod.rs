@@ -1,20 +1,20 @@
-//! RDMA devices, through the verbs library of rdma-core.
+//! RDMA devices, through libibverbs (rdma-core).
 //!
-//! The library is looked for at run time: the same binary runs where there is none. [`discover`] says what a machine
-//! has, and why not more. What is used for is copies between host and device memory
+//! The library is loaded at run time, so the same binary runs on machines without it. [`discover`] lists the devices
+//! and says why one cannot be used. Used for copies between host and device memory
 //! ([`device::gdr`](crate::device::gdr)).
 
 mod discover;
 mod library;
-mod objects;
 mod ports;
-mod raw;
+mod sys;
 mod sysfs;
+mod verbs;
 
 pub(crate) use discover::open;
 pub use discover::{Device, Discovery, discover};
-pub(crate) use objects::{CompletionQueue, MemoryRegion, ProtectionDomain, QueuePair, VerbsFault, status_text};
-pub(crate) use ports::Path;
+pub(crate) use ports::LoopbackPath;
 pub use ports::{Gid, GidKind, LinkLayer, Port};
-pub(crate) use raw::{Completion, Piece, SIGNALLED, WorkRequest};
+pub(crate) use sys::{Completion, SIGNALLED, Sge, WorkRequest};
 pub use sysfs::Distance;
+pub(crate) use verbs::{CompletionQueue, MemoryRegion, ProtectionDomain, QueuePair, VerbsError, status_text};

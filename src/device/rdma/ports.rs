@@ -1,14 +1,14 @@
-//! Ports: what state they are in, what they are called, and the path from one back to itself.
+//! Ports of an RDMA device: state, GIDs, and the loopback path from a port to itself.
 
 use std::{fmt, net::Ipv6Addr, sync::Arc};
 
 use super::{
-    objects::Context,
-    raw::{self, RawAddress, RawGidEntry, RawPortAttr},
+    sys::{self, RawAddress, RawGidEntry, RawPortAttr},
     sysfs,
+    verbs::Context,
 };
 
-/// The network that a port is on.
+/// The link layer of a port.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LinkLayer {
     /// InfiniBand: addressed by LID.
@@ -17,48 +17,48 @@ pub enum LinkLayer {
     Ethernet,
 }
 
-/// How a GID is to be used.
+/// The protocol of a GID.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GidKind {
-    /// On InfiniBand.
+    /// InfiniBand.
     InfiniBand,
-    /// RoCE v1: Ethernet frames of its own kind.
+    /// RoCE v1: its own Ethernet frames.
     RoceV1,
     /// RoCE v2: UDP.
     RoceV2,
-    /// Nobody says.
+    /// Neither libibverbs nor the kernel reports the protocol.
     Unknown,
 }
 
-/// A name of a port in its table of names.
+/// An entry of a port's GID table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Gid {
-    /// Its place in the table.
+    /// Index in the table.
     pub index: u8,
-    /// The name: an IPv6 address, or an IPv4 one mapped into one.
+    /// The GID: an IPv6 address, or an IPv4 address mapped to IPv6.
     pub address: Ipv6Addr,
-    /// How it is to be used.
+    /// Its protocol.
     pub kind: GidKind,
 }
 
 /// A port of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Port {
-    /// Its number, from 1 on.
+    /// Number, from 1.
     pub number: u8,
-    /// True if it carries data: its state is ACTIVE.
+    /// True if the port's state is ACTIVE.
     pub active: bool,
-    /// Its state, as verbs number it: 1 down, 2 init, 3 armed, 4 active.
+    /// The state as verbs number it: 1 down, 2 init, 3 armed, 4 active.
     pub state: u32,
-    /// The network that it is on.
+    /// Link layer.
     pub link_layer: LinkLayer,
-    /// Its address on InfiniBand; 0 on Ethernet.
+    /// LID, the address on InfiniBand; 0 on Ethernet.
     pub lid: u16,
-    /// Bytes of a packet.
+    /// MTU in bytes.
     pub mtu_bytes: u32,
-    /// Bytes of a message at most.
+    /// Longest message in bytes.
     pub message_bytes_max: u32,
-    /// Its names that are in use.
+    /// GID table entries in use.
     pub gids: Vec<Gid>,
 }
 
@@ -80,23 +80,23 @@ impl fmt::Display for Gid {
     }
 }
 
-/// The numbers of `enum ibv_mtu`: 1 is 256 bytes, 5 is 4096.
+/// Converts `enum ibv_mtu` (1 is 256 bytes, 5 is 4096) to bytes.
 fn mtu_bytes(mtu: u32) -> u32 {
     if (1..=5).contains(&mtu) { 128 << mtu } else { 0 }
 }
 
-/// The way from a port to itself.
+/// A path from a port back to itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Path {
+pub(crate) struct LoopbackPath {
     pub(crate) port: u8,
-    /// As verbs number it.
+    /// `enum ibv_mtu`.
     pub(crate) mtu: u32,
     pub(crate) lid: u16,
     pub(crate) gid: Option<Gid>,
     pub(crate) message_bytes_max: u32,
 }
 
-impl Path {
+impl LoopbackPath {
     pub(super) fn address(&self) -> RawAddress {
         let mut address = RawAddress { port: self.port, lid: self.lid, ..RawAddress::default() };
         if let Some(gid) = self.gid {
@@ -111,7 +111,7 @@ impl Path {
     }
 }
 
-impl fmt::Display for Path {
+impl fmt::Display for LoopbackPath {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "port {}, MTU {}", self.port, mtu_bytes(self.mtu))?;
         match self.gid {
@@ -122,25 +122,25 @@ impl fmt::Display for Path {
 }
 
 impl Port {
-    /// The way from this port to itself, or why there is none.
-    pub(crate) fn path(&self) -> Result<Path, String> {
+    /// The loopback path of this port, or why it has none.
+    pub(crate) fn path(&self) -> Result<LoopbackPath, String> {
         let Port { number, state, .. } = *self;
         if !self.active {
             return Err(format!("port {number} is not active (state {state}, expected 4); connect and enable it"));
         }
         let gid = match self.link_layer {
-            // A LID leads to the port as it is.
+            // On InfiniBand the LID alone addresses the port.
             LinkLayer::InfiniBand if self.lid != 0 => None,
             _ => Some(*self.best_gid().ok_or_else(|| {
                 format!("port {number} has no GID; give its network interface an address, or take its link up")
             })?),
         };
         let mtu = (1..=5).find(|&mtu| mtu_bytes(mtu) == self.mtu_bytes);
-        let mtu = mtu.ok_or_else(|| format!("port {number} says no MTU"))?;
-        Ok(Path { port: number, mtu, lid: self.lid, gid, message_bytes_max: self.message_bytes_max.max(1) })
+        let mtu = mtu.ok_or_else(|| format!("port {number} reports no MTU"))?;
+        Ok(LoopbackPath { port: number, mtu, lid: self.lid, gid, message_bytes_max: self.message_bytes_max.max(1) })
     }
 
-    /// RoCE v2 before the rest, addresses that are routed before those of the link.
+    /// The preferred GID: RoCE v2 first, then routable addresses before link-local ones, IPv4 before IPv6.
     fn best_gid(&self) -> Option<&Gid> {
         self.gids.iter().min_by_key(|gid| {
             let kind = match gid.kind {
@@ -154,24 +154,24 @@ impl Port {
     }
 }
 
-/// Asks the device for a port.
+/// Queries a port of the device.
 pub(super) fn query(context: &Arc<Context>, device: &str, number: u8) -> Result<Port, String> {
     let mut attributes = std::mem::MaybeUninit::<RawPortAttr>::zeroed();
-    // SAFETY: an open context; one structure of this type, or an older and shorter form of it, is written.
+    // SAFETY: an open context; the call writes one structure of this type, or an older and shorter form of it.
     let given = unsafe { (context.library.functions.query_port)(context.raw(), number, attributes.as_mut_ptr()) };
     if given != 0 {
         return Err(format!("ibv_query_port({number}): {}", std::io::Error::from_raw_os_error(given)));
     }
-    // SAFETY: numbers, zeroed before and written by the call.
+    // SAFETY: plain integers, zeroed above and written by the call.
     let attributes = unsafe { attributes.assume_init() };
-    let ethernet = attributes.link_layer == raw::LINK_ETHERNET;
+    let ethernet = attributes.link_layer == sys::LINK_ETHERNET;
     let link_layer = if ethernet { LinkLayer::Ethernet } else { LinkLayer::InfiniBand };
     let places = u8::try_from(attributes.gids.clamp(0, 256).saturating_sub(1)).map_or(0..=0, |last| 0..=last);
     let gids =
         if attributes.gids > 0 { places.filter_map(|at| gid(context, device, number, at)).collect() } else { vec![] };
     Ok(Port {
         number,
-        active: attributes.state == raw::PORT_ACTIVE,
+        active: attributes.state == sys::PORT_ACTIVE,
         state: attributes.state,
         link_layer,
         lid: attributes.lid,
@@ -181,24 +181,24 @@ pub(super) fn query(context: &Arc<Context>, device: &str, number: u8) -> Result<
     })
 }
 
-/// The name at this place, if there is one.
+/// The GID at this index, if there is one.
 fn gid(context: &Arc<Context>, device: &str, port: u8, index: u8) -> Option<Gid> {
     let functions = &context.library.functions;
     let mut entry = RawGidEntry { gid: [0; 16], index: 0, port: 0, kind: u32::MAX, interface: 0 };
     let asked = functions.query_gid_ex.is_some_and(|query| {
         let (port, index) = (u32::from(port), u32::from(index));
-        // SAFETY: an open context; one structure of the length that is passed is written.
+        // SAFETY: an open context; the call writes one structure of the size passed to it.
         unsafe { query(context.raw(), port, index, &mut entry, 0, size_of::<RawGidEntry>()) == 0 }
     });
     let mut octets = entry.gid;
     if !asked {
-        // SAFETY: an open context; sixteen bytes are written.
+        // SAFETY: an open context; the call writes sixteen bytes.
         let given = unsafe { (functions.query_gid)(context.raw(), port, i32::from(index), &mut octets) };
         if given != 0 {
             return None;
         }
     }
-    // A name that is all zero but for its prefix is none.
+    // An unused entry is zero after its prefix.
     if octets[8..] == [0; 8] {
         return None;
     }
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn without_a_path_the_reason_is_told() {
+    fn a_port_without_a_path_gives_the_reason() {
         let error = port(vec![]).path().expect_err("no GID");
         assert!(error.contains("port 1 has no GID; "), "{error}");
         let mut down = port(vec![gid(0, "fe80::1", GidKind::RoceV2)]);

@@ -1,4 +1,4 @@
-//! What the kernel says of devices: where on the PCI bus they are, and how far from one another.
+//! What sysfs says about devices: PCI address, NUMA node, distance between two devices.
 
 use std::{
     fmt,
@@ -7,18 +7,18 @@ use std::{
 
 use super::ports::GidKind;
 
-/// How far two PCI devices are from one another; less is nearer.
+/// How far apart two PCI devices are; a smaller value is nearer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Distance {
     /// Behind one switch.
     Switch,
-    /// Behind several bridges of one host bridge's tree, without a way through the processor.
+    /// Behind several bridges below one host bridge, without passing through the processor.
     Bridges,
     /// Through the host bridge.
     HostBridge,
     /// Through the processor, on one NUMA node.
     Node,
-    /// From one NUMA node to another.
+    /// Between NUMA nodes.
     System,
     /// The kernel does not say.
     Unknown,
@@ -34,7 +34,7 @@ impl fmt::Display for Distance {
 const INFINIBAND: &str = "/sys/class/infiniband";
 const PCI: &str = "/sys/bus/pci/devices";
 
-/// The kind of a name, as the kernel says.
+/// The protocol of a GID table entry, as the kernel reports it.
 pub(super) fn gid_kind(device: &str, port: u8, index: u8) -> GidKind {
     let path = format!("{INFINIBAND}/{device}/ports/{port}/gid_attrs/types/{index}");
     match std::fs::read_to_string(path).unwrap_or_default().trim() {
@@ -44,14 +44,14 @@ pub(super) fn gid_kind(device: &str, port: u8, index: u8) -> GidKind {
     }
 }
 
-/// The address of a verbs device on the PCI bus. `None` for one of software.
+/// PCI address of a verbs device; `None` for a software device.
 pub(super) fn pci_address(device: &str) -> Option<String> {
     let path = std::fs::canonicalize(format!("{INFINIBAND}/{device}/device")).ok()?;
     let name = path.file_name()?.to_str()?;
     is_pci_address(name).then(|| name.to_lowercase())
 }
 
-/// `0000:9b:00.0`
+/// Whether `name` has the form `0000:9b:00.0`.
 fn is_pci_address(name: &str) -> bool {
     name.len() >= 12 && name.matches(':').count() == 2 && name.contains('.')
 }
@@ -62,7 +62,7 @@ pub(super) fn numa_node(pci_address: &str) -> Option<u32> {
     text.trim().parse().ok()
 }
 
-/// How far two devices on the PCI bus are from one another.
+/// Distance between two PCI devices.
 pub(super) fn distance(a: &str, b: &str) -> Distance {
     let place = |address: &str| std::fs::canonicalize(format!("{PCI}/{address}")).ok();
     match (place(a), place(b)) {
@@ -71,7 +71,7 @@ pub(super) fn distance(a: &str, b: &str) -> Distance {
     }
 }
 
-/// From the paths in the tree of devices: a root `pciDDDD:BB`, then bridges, then the device.
+/// Compares two sysfs device paths: a root `pciDDDD:BB`, then bridges, then the device.
 fn between(a: &Path, b: &Path, nodes: (Option<u32>, Option<u32>)) -> Distance {
     let steps = |path: &Path| -> Vec<PathBuf> {
         let names = path.components().map(|part| PathBuf::from(part.as_os_str()));
@@ -86,7 +86,8 @@ fn between(a: &Path, b: &Path, nodes: (Option<u32>, Option<u32>)) -> Distance {
         (0, (Some(a), Some(b))) if a != b => Distance::System,
         (0, _) => Distance::Node,
         (1, _) => Distance::HostBridge,
-        // A switch is a bridge upward and bridges downward: each device is two steps below the common one.
+        // A switch is one upstream bridge above several downstream bridges: each device is two steps below the shared
+        // one.
         _ if a.len() - common <= 2 && b.len() - common <= 2 => Distance::Switch,
         _ => Distance::Bridges,
     }
@@ -115,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_are_told_from_other_names() {
+    fn pci_addresses_are_recognized() {
         assert!(is_pci_address("0000:9b:00.0"));
         assert!(!is_pci_address("virtual"));
         assert!(!is_pci_address("dummy0"));

@@ -1,4 +1,4 @@
-//! The lock of a store: one process writes, or several look.
+//! The lock of a store: one writer, or several readers.
 
 use std::{
     fs::{File, TryLockError},
@@ -13,14 +13,14 @@ use std::{
 use super::path::{self, Opened};
 use crate::error::{Error, Result};
 
-/// How long the lock of a store is waited for, and how often it is tried.
+/// How long an open waits for the lock, and how often it retries.
 const WAIT: Duration = Duration::from_secs(1);
 const POLL: Duration = Duration::from_millis(5);
 
 /// A lock on an open file, held until this is dropped.
 ///
-/// `flock` locks the open file, which a forked child shares: closing the parent's descriptor alone would leave the
-/// store locked for as long as the child lives.
+/// `flock` locks the open file description, which a forked child shares: closing only the parent's descriptor would
+/// leave the store locked while the child lives.
 #[derive(Debug)]
 pub(super) struct Lock {
     file: Arc<File>,
@@ -29,32 +29,33 @@ pub(super) struct Lock {
 
 impl Drop for Lock {
     fn drop(&mut self) {
-        // A child must not release its parent's lock. Where somebody still has the file, the lock goes with it.
+        // A child must not release its parent's lock. If another clone of the file is open, the lock stays until that
+        // is closed.
         if self.process == process::id() && Arc::strong_count(&self.file) == 1 {
-            // What cannot be unlocked is unlocked by the last close.
+            // If unlocking fails, the last close releases the lock.
             drop(self.file.unlock());
         }
     }
 }
 
-/// Who else may have the store open.
+/// Sharing of the lock.
 #[derive(Debug, Clone, Copy)]
-enum Hold {
-    /// Nobody.
+enum Sharing {
+    /// One writer.
     Exclusive,
-    /// Those who only read.
+    /// Any number of readers.
     Shared,
 }
 
-/// Opens what is configured, creates a file that is missing, and waits for the exclusive lock.
+/// Opens the configured path, creates a missing file, and waits for the exclusive lock.
 ///
-/// Opens again where the path came to name another file meanwhile: another process may have been refused and removed
-/// the file that it had created.
+/// Retries if the path came to name another file meanwhile: another process may have been refused, and have removed the
+/// file that it had created.
 pub(super) fn open_exclusive(configured: &Path) -> Result<Opened> {
     let give_up = Instant::now() + WAIT;
     loop {
         if let Some(mut opened) = path::open(configured)?
-            && take(&mut opened, Hold::Exclusive, give_up)?
+            && take(&mut opened, Sharing::Exclusive, give_up)?
         {
             return Ok(opened);
         }
@@ -64,20 +65,20 @@ pub(super) fn open_exclusive(configured: &Path) -> Result<Opened> {
     }
 }
 
-/// Waits for the lock that those who only read share.
+/// Waits for the shared lock of readers.
 pub(super) fn shared(opened: &mut Opened) -> Result<()> {
-    if take(opened, Hold::Shared, Instant::now() + WAIT)? { Ok(()) } else { Err(replaced(&opened.path)) }
+    if take(opened, Sharing::Shared, Instant::now() + WAIT)? { Ok(()) } else { Err(replaced(&opened.path)) }
 }
 
-/// Takes the lock. False where the path no longer names the file that was locked.
+/// Takes the lock. False if the path no longer names the locked file.
 ///
-/// The kernel ends the I/O of a killed process, and with it its lock, a little after the process
-/// is gone: a restart right after a crash waits for that instead of failing.
-fn take(opened: &mut Opened, hold: Hold, give_up: Instant) -> Result<bool> {
+/// After a crash the kernel ends a killed process's I/O, and releases its lock, shortly after the process is gone: an
+/// immediate restart waits for that instead of failing.
+fn take(opened: &mut Opened, sharing: Sharing, give_up: Instant) -> Result<bool> {
     loop {
-        let taken = match hold {
-            Hold::Exclusive => opened.file.try_lock(),
-            Hold::Shared => opened.file.try_lock_shared(),
+        let taken = match sharing {
+            Sharing::Exclusive => opened.file.try_lock(),
+            Sharing::Shared => opened.file.try_lock_shared(),
         };
         match taken {
             Ok(()) => break,
@@ -86,7 +87,7 @@ fn take(opened: &mut Opened, hold: Hold, give_up: Instant) -> Result<bool> {
                 return Err(Error::Store {
                     path: opened.path.clone(),
                     found: "a lock on it: the store is open in another process, or a second time in this one".into(),
-                    expected: "a store that nobody has open".into(),
+                    expected: "a store that is not open".into(),
                     action: "close the other cache first, or choose another path in `disks`".into(),
                 });
             }

@@ -1,7 +1,7 @@
-//! Opens the files and devices of a store: found out, locked, judged, preallocated, in that order.
+//! Opens the files and devices of a store: each is inspected, locked, validated and preallocated, in that order.
 //!
-//! Nothing that was there before is changed unless the whole store was accepted, and a file
-//! that this call created is removed again when it fails.
+//! Existing content changes only once the whole store has been accepted. A file that a failed open created is removed
+//! again.
 
 mod lock;
 mod path;
@@ -40,32 +40,31 @@ use path::Opened;
 /// Drop it last: I/O on a clone of its `file` that outlives it is not protected by the lock.
 #[derive(Debug, Clone)]
 pub struct StoreFile {
-    /// The file itself, where a directory was configured.
+    /// The store's file, if a directory was configured.
     pub path: PathBuf,
     /// Open for reading and writing.
     pub file: Arc<File>,
-    /// Opened with `O_DIRECT`, and seen to work.
+    /// Whether `O_DIRECT` is set and was seen to work.
     pub direct: bool,
-    /// Memory that is read into or written from must begin at a multiple of this: [`IO_ALIGN`] or a smaller power of 2.
+    /// Required alignment of I/O memory: [`IO_ALIGN`] or a smaller power of 2.
     pub memory_align_bytes: usize,
-    /// Holds no store yet.
+    /// Whether the file holds no store yet.
     pub fresh: bool,
-    /// Known to read as zeros.
+    /// Whether the file is known to read as zeros.
     pub zeroed: bool,
-    /// A block device.
+    /// Whether it is a block device.
     pub device: bool,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    // Last: it releases the lock if no other clone of the file is left.
+    // Dropped last: releases the lock if this is the last clone.
     _lock: Option<Arc<Lock>>,
 }
 
 /// Opens the files of the configured disk tier, in the order of `config.disks`. Files that do not
 /// exist are created (mode 0600) and preallocated. Blocks, for up to a second on a lock.
 ///
-/// # Errors
-/// [`Error::Config`] for invalid settings. [`Error::Store`] where a path is not, and must not become,
-/// a member of this store; [`Error::Io`] where the system fails. Nothing has changed then.
+/// [`Error::Config`] for invalid settings; [`Error::Store`] if a path is not a member of this store and must not become
+/// one; [`Error::Io`] if a system call fails. After an error nothing has changed.
 pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     config.validate()?;
     let stripe = Stripe::new(config);
@@ -92,7 +91,7 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
 }
 
 impl StoreFile {
-    /// The file as recovery wants to know it.
+    /// The file, as recovery needs it.
     pub(crate) fn member(&self) -> Member {
         Member { path: self.path.clone(), bytes: self.bytes, device: self.device, zeroed: self.zeroed }
     }
@@ -103,7 +102,7 @@ pub(crate) fn random_uuid() -> Result<[u8; 16]> {
     sys::random_uuid().map_err(|error| Error::io("getrandom for", "a new store's id", error))
 }
 
-/// A file on the way to becoming a [`StoreFile`].
+/// A file on its way to becoming a [`StoreFile`].
 struct Opening {
     opened: Opened,
     direct: bool,
@@ -119,7 +118,7 @@ impl Opening {
         Ok(opening)
     }
 
-    /// Finds out all that is needed to judge the file; locked already, where that matters.
+    /// Reads what is needed to validate the file; the caller holds the lock if it matters.
     fn look(opened: Opened, wanted: DirectIo) -> Result<Self> {
         let bytes = size(&opened)?;
         let mut opening = Opening { opened, direct: false, bytes, head: AlignedBuf::zeroed(HEAD_BYTES) };
@@ -155,7 +154,7 @@ impl Opening {
         self.without_direct(wanted, &refused)
     }
 
-    /// There is no direct I/O: an error, or the page cache and a warning.
+    /// Without direct I/O: an error, or the page cache and a warning.
     fn without_direct(&mut self, wanted: DirectIo, reason: &str) -> Result<()> {
         let path = &self.opened.path;
         let system = if self.opened.device { "a block device".into() } else { sys::file_system(&self.opened.file) };
@@ -169,7 +168,7 @@ impl Opening {
                         .into(),
             });
         }
-        tracing::warn!(path = %path.display(), system, reason, "no direct I/O: going through the page cache");
+        tracing::warn!(path = %path.display(), system, reason, "no direct I/O: using the page cache");
         self.direct = false;
         sys::set_direct(&self.opened.file, false).map_err(self.io("set the flags of"))
     }
@@ -177,7 +176,7 @@ impl Opening {
     fn read_head(&mut self, wanted: DirectIo) -> Result<()> {
         let read = read_up_to(&self.opened.file, &mut self.head, 0);
         let read = match read {
-            // Taking the flag proves nothing: a device may have larger blocks.
+            // Accepting the flag is no proof: a device may have larger sectors.
             Err(error) if self.direct && error.raw_os_error() == Some(libc::EINVAL) => {
                 self.without_direct(wanted, &error.to_string())?;
                 read_up_to(&self.opened.file, &mut self.head, 0)
@@ -192,8 +191,8 @@ impl Opening {
         Ok(())
     }
 
-    /// Zeros at the start alone prove nothing: some file systems and volume managers leave the first sectors
-    /// alone, others keep what matters at the end.
+    /// Zeros at the start alone are no proof of an empty device: some file systems and volume managers leave the first
+    /// sectors unused, others keep metadata at the end.
     fn check_blank(&self) -> Result<()> {
         if self.bytes == 0 || !is_zero(&self.head) {
             return Ok(());
@@ -207,16 +206,16 @@ impl Opening {
                     path: self.opened.path.clone(),
                     found: format!("zeros at its start, but data at byte {}", start + at as u64),
                     expected: "a store, or nothing but zeros".into(),
-                    action: "choose another path in `disks`, or wipe it (wipefs, blkdiscard) if nobody needs it".into(),
+                    action: "choose another path in `disks`, or wipe it (wipefs, blkdiscard) if its data is not needed"
+                        .into(),
                 });
             }
         }
         Ok(())
     }
 
-    /// A creation clears the record table before it writes the first superblock. Records behind superblocks that look
-    /// as a creation leaves them when it is cut off, or that are zeros, are those of a store whose superblocks are
-    /// damaged.
+    /// A creation clears the record table before it writes the first superblock. So records behind blank superblocks,
+    /// or behind those of an interrupted creation, belong to a store with damaged superblocks.
     fn check_no_records(&self, table_bytes: u64) -> Result<()> {
         let mut buf = AlignedBuf::zeroed(DATA_ALIGN as usize);
         for start in (0..table_bytes.min(self.bytes)).step_by(buf.len()) {
@@ -227,7 +226,7 @@ impl Opening {
                 return Err(Error::Store {
                     path: self.opened.path.clone(),
                     found: format!(
-                        "records of blocks (data at byte {at}), and no superblock that says whose (damaged, or zeroed)"
+                        "records of blocks (data at byte {at}), but no valid superblock (damaged or zeroed)"
                     ),
                     expected: "a sound superblock, or no record at all".into(),
                     action: "check the disk, or remove the store's files (wipe its devices) to start empty".into(),
@@ -253,7 +252,7 @@ impl Opening {
         })
     }
 
-    /// Makes an accepted member ready for use.
+    /// Prepares an accepted member: size, preallocation, direct I/O.
     fn prepare(&mut self, wanted_bytes: u64, fresh: bool, wanted: DirectIo) -> Result<StoreFile> {
         let preallocate = self.bytes == 0 && !self.opened.device;
         if preallocate {
@@ -275,8 +274,8 @@ impl Opening {
         })
     }
 
-    /// As the kernel says, and seen to work. Call when the first page has been written: what was not is read without
-    /// the device, wherever it is read to.
+    /// The memory alignment that the kernel reports, verified with a read. Call after the first page is written: an
+    /// unwritten page is read without the device, and so at any alignment.
     fn memory_align_bytes(&self) -> usize {
         if !self.direct {
             return 1;
@@ -290,7 +289,7 @@ impl Opening {
             Ok(()) => said,
             Err(error) => {
                 let path = self.opened.path.display();
-                tracing::warn!(%path, said, %error, "direct I/O does not reach memory that the kernel says it reaches");
+                tracing::warn!(%path, said, %error, "direct I/O fails at the memory alignment that the kernel reports");
                 IO_ALIGN
             }
         }
@@ -334,7 +333,7 @@ impl Opening {
         }
     }
 
-    /// Writes zeros over zeros, and reads them back.
+    /// Overwrites zeros with zeros and reads them back.
     fn probe_write(&mut self, wanted: DirectIo) -> Result<()> {
         let probe = |file: &File| {
             let mut buf = AlignedBuf::zeroed(PAGE_BYTES);
@@ -352,7 +351,7 @@ impl Opening {
 }
 
 fn size(opened: &Opened) -> Result<u64> {
-    // Of a device, the metadata do not tell.
+    // The metadata of a device do not contain its size.
     (&*opened.file).seek(SeekFrom::End(0)).map_err(|error| Error::io("find the size of", &opened.path, error))
 }
 
@@ -366,7 +365,7 @@ fn read_up_to(file: &File, buf: &mut [u8], offset: u64) -> io::Result<usize> {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(error) => return Err(error),
         }
-        // A direct read that stops between two blocks has come to the end.
+        // A direct read that ends between two sectors has reached the end of the file.
         if !read.is_multiple_of(PAGE_BYTES) {
             break;
         }

@@ -1,4 +1,4 @@
-//! From a configured path to an open file, and back to nothing if the store is not to be.
+//! Opens a configured path, and undoes what opening it created if the store is refused.
 
 use std::{
     fs::{self, File, FileType, Metadata, OpenOptions, Permissions},
@@ -14,33 +14,33 @@ use std::{
 use super::{lock::Lock, sync_directory, sys};
 use crate::error::{Error, Result};
 
-/// The store in a configured directory.
+/// File name of the store in a configured directory.
 const FILE_NAME: &str = "kvhoist.store";
 
 /// The mode of a store's file.
 const MODE: u32 = 0o600;
 
-/// What a failure has to take back.
+/// What a failed open has to undo.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Undo {
     Nothing,
-    /// The file was empty, and has been given a size.
+    /// The file was empty and has been given a size.
     Truncate,
     /// The file was created.
     Remove,
 }
 
-/// An open file. Dropped without [`keep`](Self::keep) it takes back what opening it did.
+/// An open file. Dropped without [`keep`](Self::keep), it undoes what opening it did.
 ///
-/// Until the lock is held another process may make a store of the file, so nothing is decided before.
+/// Nothing is undone before the lock is held: until then another process may turn the file into its store.
 pub(super) struct Opened {
     pub path: PathBuf,
     pub file: Arc<File>,
     pub device: bool,
-    /// By this call.
+    /// Created by this call.
     created: bool,
     undo: Undo,
-    // Last: the lock is released after everything has been taken back.
+    // Dropped last: the lock is released after everything has been undone.
     lock: Option<Arc<Lock>>,
 }
 
@@ -49,13 +49,13 @@ impl Opened {
         Opened { path, file: file.into(), device, created, undo: Undo::Nothing, lock: None }
     }
 
-    /// The path names this file.
+    /// Whether the path still names this file.
     pub fn is_in_place(&self) -> Result<bool> {
         let ours = self.file.metadata().map_err(|error| Error::io("stat", &self.path, error))?;
         Ok(fs::symlink_metadata(&self.path).is_ok_and(|now| (now.dev(), now.ino()) == (ours.dev(), ours.ino())))
     }
 
-    /// Keeps the lock until the last owner of it is gone.
+    /// Attaches the lock, which is kept until its last owner is dropped.
     pub fn locked(&mut self, lock: Lock) {
         self.lock = Some(Arc::new(lock));
     }
@@ -64,8 +64,8 @@ impl Opened {
         self.lock.clone()
     }
 
-    /// Makes the file ours under the exclusive lock: only its owner may read or write it, by one name; a file that
-    /// this call created and that nobody has written to goes away with a failure.
+    /// Secures the file under the exclusive lock: only its owner may use it, and by one name only. A file that this
+    /// call created, and that is still empty, is removed after a failure.
     pub fn claim(&mut self) -> Result<()> {
         assert!(self.lock.is_some(), "another process may be writing");
         if self.device {
@@ -75,21 +75,21 @@ impl Opened {
         let metadata = self.file.metadata().map_err(stat)?;
         if self.created && metadata.len() == 0 {
             self.undo = Undo::Remove;
-            // A umask that takes rights from the owner would keep the next open out.
+            // A umask that takes permissions from the owner would make the next open fail.
             self.file.set_permissions(Permissions::from_mode(MODE)).map_err(|e| Error::io("chmod", &self.path, e))?;
         }
         let metadata = self.file.metadata().map_err(stat)?;
         check_private(&self.path, &metadata)
     }
 
-    /// The file is about to be given a size; it was empty under the lock.
+    /// Notes that the file, which was empty under the lock, is about to grow.
     pub fn grows(&mut self) {
         if self.undo == Undo::Nothing {
             self.undo = Undo::Truncate;
         }
     }
 
-    /// The store is accepted.
+    /// Keeps the file: the store was accepted.
     pub fn keep(mut self) -> Result<()> {
         if self.undo == Undo::Remove {
             sync_directory(&self.path)?;
@@ -104,12 +104,12 @@ impl Drop for Opened {
         let undone = match self.undo {
             Undo::Nothing => return,
             Undo::Truncate => self.file.set_len(0),
-            // By now the path may name another process's file.
+            // The path may name another process's file by now.
             Undo::Remove if !self.is_in_place().unwrap_or(false) => return,
             Undo::Remove => fs::remove_file(&self.path),
         };
         if let Err(error) = undone {
-            tracing::warn!(path = %self.path.display(), %error, "left behind after the store was refused");
+            tracing::warn!(path = %self.path.display(), %error, "a file was left behind after the store was refused");
         }
     }
 }
@@ -118,8 +118,8 @@ fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>, ac
     Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: action.into() }
 }
 
-/// Opens the file, device, or file in the directory `configured`; creates a file that is missing. `None` where the
-/// file went away meanwhile.
+/// Opens `configured`: a file, a device, or the store's file in a directory. Creates a missing file. `None` if the file
+/// was removed meanwhile.
 pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
     let path = store_path(configured)?;
     let (mut options, flags) = (OpenOptions::new(), libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK);
@@ -135,7 +135,8 @@ pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
         Err(error) => return Err(cannot_open(&path, error)),
     };
     check_type(&path, before)?;
-    // On a block device, and there only, O_EXCL without O_CREAT has a meaning: not mounted, not part of anything.
+    // On a block device, and only there, O_EXCL without O_CREAT has a meaning: it is not mounted and not part of a
+    // volume.
     let exclusive = if before.is_block_device() { libc::O_EXCL } else { 0 };
     let file = match options.custom_flags(flags | exclusive).open(&path) {
         Ok(file) => file,
@@ -145,15 +146,15 @@ pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
     let now = file.metadata().map_err(|error| Error::io("stat", &path, error))?.file_type();
     check_type(&path, now)?;
     if now != before {
-        return Err(refuse(&path, "a path that changes while it is opened", "one that stays", "open again"));
+        return Err(refuse(&path, "a path that changed while it was opened", "a stable path", "open again"));
     }
     Ok(Some(Opened::new(path, file, now.is_block_device(), false)))
 }
 
-/// Opens what is at `configured` for reading; creates and changes nothing.
+/// Opens `configured` for reading; creates and changes nothing.
 pub(super) fn open_read_only(configured: &Path) -> Result<Opened> {
     let path = store_path(configured)?;
-    // The type first, so that no pipe or character device notices the opening.
+    // Checks the type first, so that opening a pipe or character device has no side effects.
     let before = fs::symlink_metadata(&path).map_err(|error| cannot_open(&path, error))?.file_type();
     check_type(&path, before)?;
     let flags = libc::O_NOFOLLOW | libc::O_CLOEXEC | libc::O_NONBLOCK;
@@ -164,14 +165,15 @@ pub(super) fn open_read_only(configured: &Path) -> Result<Opened> {
     Ok(Opened::new(path, file, now.is_block_device(), false))
 }
 
-/// Whoever may write to the directory could have put a file of their own there, or another name of a file elsewhere.
+/// Refuses files that another user could have planted or can change: wrong owner, permissions for group or others, or
+/// several names.
 fn check_private(path: &Path, metadata: &Metadata) -> Result<()> {
     let (owner, user, mode) = (metadata.uid(), sys::effective_user(), metadata.mode() & 0o7777);
     if owner != user {
         return Err(refuse(
             path,
             format!("a file of user {owner}"),
-            format!("a file of user {user}, as whom this process runs"),
+            format!("a file of user {user}, the user of this process"),
             "run as that user, or chown the file if you know who wrote it, or choose another path in `disks`",
         ));
     }
@@ -195,31 +197,31 @@ fn check_private(path: &Path, metadata: &Metadata) -> Result<()> {
     Ok(())
 }
 
-/// The file or device that a configured path means.
+/// Resolves a configured path to a file or device.
 fn store_path(configured: &Path) -> Result<PathBuf> {
     let path = follow_device_name(configured);
     match fs::metadata(&path) {
         Ok(metadata) if metadata.is_dir() => return Ok(path.join(FILE_NAME)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            // With a slash at its end it means a directory, whether there is one or not.
+            // A trailing slash means a directory, whether it exists or not.
             let directory = if path.as_os_str().as_bytes().ends_with(b"/") { &path } else { parent(&path) };
             if !directory.is_dir() {
                 return Err(refuse(
                     &path,
                     format!("no directory {}", directory.display()),
                     "a directory that exists, or a file in one",
-                    "create it (mkdir -p), mount what belongs there, or mend `disks.path`",
+                    "create it (mkdir -p), mount the missing file system, or correct `disks.path`",
                 ));
             }
         }
-        // Whatever it is, opening it says.
+        // Other errors are reported when the path is opened.
         _ => {}
     }
     Ok(path)
 }
 
-/// Symbolic links are not followed, for whoever may write to the directory could aim one at any file. The names
-/// by which devices are best configured are such links, but made by root alone.
+/// Symbolic links are not followed: a user who may write to the directory could aim one at any file. The stable names
+/// of devices are links too, but only root can create them.
 fn follow_device_name(configured: &Path) -> PathBuf {
     let named_by_root = configured.starts_with("/dev/disk") || configured.starts_with("/dev/mapper");
     match fs::canonicalize(configured) {
@@ -257,7 +259,7 @@ fn check_type(path: &Path, kind: FileType) -> Result<()> {
 
 fn cannot_open(path: &Path, error: io::Error) -> Error {
     match error.raw_os_error() {
-        // A link that came between the look and the opening.
+        // A link that appeared between the check and the open.
         Some(libc::ELOOP) => refuse(path, "a symbolic link", "a regular file or a block device", "open again"),
         Some(libc::EROFS) => refuse(
             path,
@@ -274,7 +276,7 @@ fn cannot_open(path: &Path, error: io::Error) -> Error {
         Some(libc::EBUSY) => refuse(
             path,
             "a device in use (mounted, swap, or part of a volume)",
-            "a device that nobody uses",
+            "an unused device",
             "unmount it or take it out of its volume, if it is the right one",
         ),
         Some(libc::ENOSPC | libc::EDQUOT) => refuse(

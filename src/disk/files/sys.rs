@@ -1,61 +1,60 @@
-//! The system calls that the standard library does not have.
+//! System calls that the standard library lacks.
 
 use std::{ffi::c_int, fs::File, io, mem::MaybeUninit, os::fd::AsRawFd};
 
 /// Status flags of an open file (`F_GETFL`).
 fn flags(file: &File) -> io::Result<c_int> {
-    // SAFETY: F_GETFL takes no pointer; the file is open while it is borrowed.
+    // SAFETY: F_GETFL takes no pointer; the borrowed file is open.
     check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) })
 }
 
-/// Turns direct I/O on or off, and clears `O_NONBLOCK`, with which a ring would fail requests that
-/// have to wait.
+/// Turns direct I/O on or off. Also clears `O_NONBLOCK`, with which a ring fails requests that would have to wait.
 ///
 /// # Errors
-/// `EINVAL` where the file system has no direct I/O; `Unsupported` where it took the flag and dropped it.
+/// `EINVAL` if the file system has no direct I/O; `Unsupported` if it accepted the flag and dropped it.
 pub(super) fn set_direct(file: &File, direct: bool) -> io::Result<()> {
     let wanted = if direct { libc::O_DIRECT } else { 0 };
     let kept = flags(file)? & !(libc::O_DIRECT | libc::O_NONBLOCK);
-    // SAFETY: F_SETFL takes an integer; the file is open while it is borrowed.
+    // SAFETY: F_SETFL takes an integer; the borrowed file is open.
     check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, kept | wanted) })?;
     if flags(file)? & libc::O_DIRECT == wanted {
         return Ok(());
     }
-    Err(io::Error::new(io::ErrorKind::Unsupported, "the O_DIRECT flag did not stick"))
+    Err(io::Error::new(io::ErrorKind::Unsupported, "the file system accepted O_DIRECT but did not set it"))
 }
 
-/// What addresses must be multiples of for direct I/O on the file, bytes, as the kernel says (`STATX_DIOALIGN`, Linux
-/// 6.1); `None` where it does not.
+/// Memory alignment of direct I/O on the file, in bytes (`STATX_DIOALIGN`, Linux 6.1); `None` if the kernel does not
+/// report it.
 pub(super) fn direct_memory_align_bytes(file: &File) -> Option<usize> {
     let mut stat = MaybeUninit::<libc::statx>::zeroed();
     let (fd, flags) = (file.as_raw_fd(), libc::AT_EMPTY_PATH);
-    // SAFETY: the path is a C string, `stat` a valid place for the result, and the file open while it is borrowed.
+    // SAFETY: the path is a C string, `stat` is writable, and the borrowed file is open.
     check(unsafe { libc::statx(fd, c"".as_ptr(), flags, libc::STATX_DIOALIGN, stat.as_mut_ptr()) }).ok()?;
     // SAFETY: zeros are a valid value of every field, and the call succeeded.
     let stat = unsafe { stat.assume_init() };
-    // Zero where the file has no direct I/O.
+    // Zero means that the file has no direct I/O.
     let said = stat.stx_mask & libc::STATX_DIOALIGN != 0 && stat.stx_dio_mem_align > 0;
     said.then_some(stat.stx_dio_mem_align as usize)
 }
 
-/// Gives an empty file its size and its blocks.
+/// Gives an empty file its size and reserves its blocks.
 ///
-/// The blocks come first and the size at one stroke: a crash leaves an empty file or a whole one.
+/// Reserves the blocks first and sets the size in one step: a crash leaves an empty file or a complete one.
 pub(super) fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
     match fallocate(file, libc::FALLOC_FL_KEEP_SIZE, bytes) {
-        // NFS, for one, has no such mode; the plain call below then does it all.
+        // Without this mode (on NFS, for example) the plain call below does everything.
         Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
         other => other?,
     }
     file.set_len(bytes)?;
-    // For file systems that gave up the blocks past the end with the change of size.
+    // Some file systems release the blocks past the old end when the size changes.
     fallocate(file, 0, bytes)
 }
 
 fn fallocate(file: &File, mode: c_int, bytes: u64) -> io::Result<()> {
     let len = libc::off64_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
     loop {
-        // SAFETY: no pointers; the file is open while it is borrowed.
+        // SAFETY: takes no pointers; the borrowed file is open.
         match check(unsafe { libc::fallocate64(file.as_raw_fd(), mode, 0, len) }) {
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             other => return other.map(drop),
@@ -63,41 +62,41 @@ fn fallocate(file: &File, mode: c_int, bytes: u64) -> io::Result<()> {
     }
 }
 
-/// The user as whom this process creates files.
+/// The user who owns files that this process creates.
 pub(super) fn effective_user() -> u32 {
-    // SAFETY: takes nothing, cannot fail.
+    // SAFETY: takes no arguments and cannot fail.
     unsafe { libc::geteuid() }
 }
 
-/// Bytes that a file may have where this process writes it: `u64::MAX` where there is no limit.
+/// Largest file that this process may write (RLIMIT_FSIZE), in bytes; `u64::MAX` without a limit.
 pub(super) fn file_bytes_max() -> io::Result<u64> {
     let mut limit = MaybeUninit::<libc::rlimit64>::uninit();
-    // SAFETY: `limit` is a valid place for the result.
+    // SAFETY: `limit` is writable.
     check(unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, limit.as_mut_ptr()) })?;
-    // SAFETY: the call succeeded, and so filled all of `limit`.
+    // SAFETY: the call succeeded, so `limit` is initialized.
     Ok(unsafe { limit.assume_init() }.rlim_cur)
 }
 
 /// Bytes that an unprivileged process may still allocate on the file's file system.
 pub(super) fn available_bytes(file: &File) -> io::Result<u64> {
     let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
-    // SAFETY: `stat` is a valid place for the result; the file is open while it is borrowed.
+    // SAFETY: `stat` is writable; the borrowed file is open.
     check(unsafe { libc::fstatvfs64(file.as_raw_fd(), stat.as_mut_ptr()) })?;
-    // SAFETY: the call succeeded, and so filled all of `stat`.
+    // SAFETY: the call succeeded, so `stat` is initialized.
     let stat = unsafe { stat.assume_init() };
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
-/// The name of the file's file system, for messages.
+/// Name of the file's file system, for messages.
 pub(super) fn file_system(file: &File) -> String {
     let mut stat = MaybeUninit::<libc::statfs64>::uninit();
-    // SAFETY: `stat` is a valid place for the result; the file is open while it is borrowed.
+    // SAFETY: `stat` is writable; the borrowed file is open.
     if check(unsafe { libc::fstatfs64(file.as_raw_fd(), stat.as_mut_ptr()) }).is_err() {
         return "an unknown file system".into();
     }
-    // SAFETY: the call succeeded, and so filled all of `stat`.
+    // SAFETY: the call succeeded, so `stat` is initialized.
     let magic = unsafe { stat.assume_init() }.f_type as u32;
-    // linux/magic.h, and the sources of the file systems that it does not list.
+    // linux/magic.h, and the sources of file systems that it does not list.
     let name = match magic {
         0xEF53 => "ext4",
         0x5846_5342 => "xfs",
@@ -124,7 +123,7 @@ pub(super) fn file_system(file: &File) -> String {
     name.into()
 }
 
-/// The name of the network file system that takes `O_DIRECT` and still is none of a local disk.
+/// A network file system that accepts `O_DIRECT` although its disk is remote.
 pub(super) const NFS: &str = "nfs";
 
 /// Random bytes for a new store's id.
@@ -132,7 +131,7 @@ pub(super) fn random_uuid() -> io::Result<[u8; 16]> {
     let mut uuid = [0; 16];
     // SAFETY: the buffer is writable for its length.
     let got = unsafe { libc::getrandom(uuid.as_mut_ptr().cast(), uuid.len(), 0) };
-    // Requests of up to 256 bytes are answered whole.
+    // Requests of up to 256 bytes are never short.
     if got == uuid.len() as isize { Ok(uuid) } else { Err(io::Error::last_os_error()) }
 }
 

@@ -1,4 +1,4 @@
-//! What every byte of a store means. Little endian throughout; unused bytes are zero and checked.
+//! The on-disk format of a store. All numbers are little endian; unused bytes are zero and checked.
 //!
 //! ```text
 //! member (a file or a raw device)
@@ -30,18 +30,18 @@
 //! bytes followed by 8 bytes that stand for the store, the member and the slot
 //! ([`RecordSeal`](record::RecordSeal)): a record that was copied elsewhere is refused.
 //!
-//! **Versions.** Magic, version and the crc at 504 stay where they are in every version, so that an
-//! older program can tell a newer store from a damaged one. A store keeps the version that it was created with: a
-//! program that could open it still can, whatever newer ones opened it since.
+//! **Versions.** Magic, version and the crc at 504 keep their places in every version, so that an older program can
+//! distinguish a newer store from a damaged one. A store keeps the version it was created with: a program that could
+//! open it still can after newer programs have used it.
 //!
-//! - 1: records do not say in how many requests a block was used. Their flags 4 and 8 are zero.
-//! - 2: they do.
+//! - 1: records have no use count. Flags 4 and 8 are zero.
+//! - 2: records have a use count.
 //!
-//! **States.** *Forming* (1) means that the store is being created and holds no block; *whole* (2) that every
-//! member was at least forming on the medium. Creation goes: zero the record tables and superblocks B, sync;
-//! write A forming, sync; write B whole, sync; write A whole, sync; each step over all members before the
-//! next. So one whole superblock anywhere proves that creation only needs to be finished. None, with record tables of
-//! zeros, proves that nothing was ever stored; none, with records, is a store whose superblocks are damaged.
+//! **States.** *Forming* (1): the store is being created and holds no block. *Whole* (2): every member was at least
+//! forming on the medium. Creation runs in steps, each over all members before the next: zero the record tables and
+//! superblocks B, sync; write A forming, sync; write B whole, sync; write A whole, sync. So one whole superblock on any
+//! member proves that creation only needs to be finished. No whole superblock, with record tables of zeros, proves that
+//! nothing was ever stored; with records, it means that the superblocks are damaged.
 
 pub mod record;
 pub mod stripe;
@@ -68,7 +68,7 @@ pub const RECORD_BYTES: usize = 128;
 /// Records in a page of the record table.
 pub const RECORDS_PER_PAGE: usize = PAGE_BYTES / RECORD_BYTES;
 
-/// Data starts at a multiple of this.
+/// Alignment of the data area.
 pub const DATA_ALIGN: u64 = 1 << 20;
 
 const _: () = assert!(PAGE_BYTES == 4096 && RECORDS_PER_PAGE == 32 && TABLE_OFFSET == 8192);

@@ -1,4 +1,4 @@
-//! A slot's record: 128 bytes that say which block the slot holds.
+//! The record of a slot: 128 bytes that identify the block in the slot.
 //!
 //! The byte diagram is in [`format`](super).
 
@@ -20,54 +20,53 @@ const FLAG_PARENT: u32 = 2;
 const FLAG_USES_SHIFT: u32 = 2;
 const FLAG_USES: u32 = (USES_MAX as u32) << FLAG_USES_SHIFT;
 
-/// Uses that a record tells apart: more are written as so many.
+/// Largest use count in a record; higher counts are stored as this.
 pub const USES_MAX: u8 = 3;
 
-/// Generations and last uses are at most this, so that "the next one" never overflows. No store gets there by counting,
-/// but a record may have been forged: from then on all new ones say the same.
+/// Largest generation and last use, so that the next value never overflows. No store counts that far, but a record may
+/// be forged; after one, all new records carry this value.
 pub const COUNTER_MAX: u64 = (1 << 63) - 1;
 
-/// What a full slot's record says.
+/// The content of a full slot's record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
     /// The block's key.
     pub key: BlockKey,
-    /// The key of the block before it in its prefix chain.
+    /// The key of the preceding block in its prefix chain.
     pub parent: Option<BlockKey>,
     /// Bytes of the payload.
     pub length: u32,
-    /// Rises with every block stored; of two records of one key the higher is the newer.
+    /// Rises with every block stored; of two records with the same key, the higher generation is newer.
     pub generation: u64,
     /// CRC-64/NVME of the payload.
     pub checksum: u64,
     /// The index's logical clock when the block was last used.
     pub last_use: u64,
-    /// In how many requests it was used, [`USES_MAX`] at most; 0 where that is not known, as in every store of format
-    /// version 1.
+    /// Number of requests that used the block, at most [`USES_MAX`]; 0 if unknown, as in stores of format version 1.
     pub uses: u8,
 }
 
-/// Why a record does not count.
+/// Why a record is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RecordFlaw {
-    /// Torn, rotten, or written for another slot, member or store.
+    /// Torn, corrupted, or written for another slot, member or store.
     Crc,
-    /// The crc holds, but a field is impossible.
+    /// The crc is correct, but a field has an impossible value.
     Field(&'static str),
 }
 
-/// Ties records to one member of one store.
+/// Binds records to one member of one store.
 ///
-/// Its 8 bytes for a slot stand at the end of what the record's crc covers. A CRC maps equal
-/// prefixes with different last 8 bytes to different values, so two slots never share a seal within a store,
-/// and two stores do so with a chance of 2^-64.
+/// The record's crc covers 8 further bytes, which the seal derives for each slot. A CRC maps equal prefixes with
+/// different last 8 bytes to different values, so two slots of a store never share a seal, and two stores share one
+/// with probability 2^-64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordSeal(u64);
 
 impl RecordSeal {
     /// The seal of member `member` of the store `uuid`.
     pub fn new(uuid: &[u8; 16], member: u16) -> Self {
-        // Slot numbers are below 2^31 and take the low half, so members differ in bits of their own.
+        // Slot numbers are below 2^31 and use the low half, so members differ in other bits.
         RecordSeal(checksum(uuid) ^ (u64::from(member) << 48))
     }
 
@@ -75,7 +74,7 @@ impl RecordSeal {
         (self.0 ^ u64::from(local)).to_le_bytes()
     }
 
-    /// The record's bytes for slot `local` of the member. Counters past [`COUNTER_MAX`] become that.
+    /// Encodes the record for slot `local` of the member. Larger counters become [`COUNTER_MAX`].
     pub fn encode(self, local: u32, record: &Record) -> [u8; RECORD_BYTES] {
         let mut bytes = [0; RECORD_BYTES];
         let parent = if record.parent.is_some() { FLAG_PARENT } else { 0 };
@@ -95,7 +94,7 @@ impl RecordSeal {
         bytes
     }
 
-    /// Reads the record of slot `local`; `None` is a free slot. `block_bytes` is the only length accepted.
+    /// Decodes the record of slot `local`; `None` for a free slot. Only the length `block_bytes` is accepted.
     pub fn decode(
         self,
         local: u32,
@@ -139,10 +138,10 @@ impl RecordSeal {
     }
 }
 
-/// Where in the store `uuid` a record that does not count in its place was written for: member and slot there, which
-/// the caller holds against the store's own sizes. A write that went astray, or a swap, is told apart from rot by it.
+/// For a record that is invalid in its place: the member and slot of store `uuid` that it was written for. The caller
+/// checks both against the store's sizes, and so distinguishes a misdirected write or a swap from corruption.
 pub fn written_for(uuid: &[u8; 16], bytes: &[u8; RECORD_BYTES]) -> (u16, u64) {
-    // The crc is a bijection of the seal that ends its input: run the last 8 bytes backwards.
+    // The crc is a bijection of the seal at the end of its input: run the last 8 bytes backwards.
     let mut state = !get_u64(bytes, CRC);
     for _ in 0..64 {
         let carried = state >> 63;
@@ -152,7 +151,7 @@ pub fn written_for(uuid: &[u8; 16], bytes: &[u8; RECORD_BYTES]) -> (u16, u64) {
     ((seal >> 48) as u16, seal & ((1 << 48) - 1))
 }
 
-/// CRC-64/NVME's polynomial, reflected.
+/// The reflected polynomial of CRC-64/NVME.
 const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
 
 #[cfg(test)]

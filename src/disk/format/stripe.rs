@@ -1,6 +1,6 @@
-//! Where a slot is: global slots striped over the members.
+//! The mapping of slots to members: slots are striped over the members.
 //!
-//! Slots are dealt out in rows, one to every member that still has room, in the order of the members:
+//! Slots are assigned in rows: one slot to each member that still has room, in the order of the members:
 //!
 //! ```text
 //! members of 4, 2 and 3 slots          member 0   member 1   member 2
@@ -10,23 +10,23 @@
 //!                              row 3       8                             band of member 0
 //! ```
 //!
-//! Rows with the same members form a *band*; there are at most as many bands as members, so a slot is found in
-//! O(members). A slot's place within its member is its row.
+//! Rows with the same members form a *band*. There are at most as many bands as members, so a look-up takes O(members).
+//! A slot's index within its member is its row.
 
 use super::{DATA_ALIGN, PAGE_BYTES, RECORDS_PER_PAGE, TABLE_OFFSET};
 use crate::{block::FileId, config::Config};
 
-/// Most members that a store may have.
+/// Largest number of members of a store.
 pub const MEMBERS_MAX: usize = 64;
 
-/// Most slots that a store may have; keeps every offset far below 2^63.
+/// Largest number of slots of a store; keeps every offset far below 2^63.
 pub const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
 
-/// A page of the record table of any member: pages of member 0 first, then those of member 1, ...
+/// A page of the record tables: the pages of member 0 first, then those of member 1, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct PageId(pub u32);
 
-/// Rows that the same members share.
+/// Consecutive rows with the same members.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Band {
     slot_first: u32,
@@ -35,21 +35,21 @@ struct Band {
     members: Vec<u16>,
 }
 
-/// One member's sizes.
+/// Sizes of one member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemberGeometry {
-    /// Its slots.
+    /// Number of slots.
     pub slots: u32,
-    /// Its pages of the record table.
+    /// Number of record pages.
     pub pages: u32,
-    /// Where slot 0 starts.
+    /// Offset of slot 0.
     pub data_offset: u64,
-    /// Bytes that the file or device must have.
+    /// Required bytes of the file or device.
     pub bytes: u64,
     page_first: u32,
 }
 
-/// Where every slot and record page of a store is.
+/// The location of every slot and record page of a store.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stripe {
     block_bytes: u32,
@@ -61,7 +61,7 @@ pub struct Stripe {
 }
 
 impl Stripe {
-    /// The places of a store with these settings, which must be [valid](Config::validate).
+    /// The mapping of a store with these settings, which must be [valid](Config::validate).
     ///
     /// # Panics
     /// If the settings are not valid.
@@ -97,27 +97,27 @@ impl Stripe {
         self.block_bytes
     }
 
-    /// Bytes from one slot to the next.
+    /// Distance between slots, in bytes.
     pub fn slot_bytes(&self) -> u32 {
         self.slot_bytes
     }
 
-    /// Slots of all members; slot numbers are below it.
+    /// Number of slots of all members; slot numbers are smaller.
     pub fn slots(&self) -> u32 {
         self.slots
     }
 
-    /// Record pages of all members; page numbers are below it.
+    /// Number of record pages of all members; page numbers are smaller.
     pub fn pages(&self) -> u32 {
         self.pages
     }
 
-    /// The members' sizes, in the order of the configured paths.
+    /// Sizes of the members, in the order of the configured paths.
     pub fn members(&self) -> &[MemberGeometry] {
         &self.members
     }
 
-    /// The member that holds `slot`, and the slot's number there.
+    /// The member that holds `slot`, and the slot's index there.
     ///
     /// # Panics
     /// If the store has no such slot.
@@ -129,7 +129,7 @@ impl Stripe {
         (FileId(band.members[(within % width) as usize]), band.row_first + within / width)
     }
 
-    /// The slot that is number `local` of member `file`: the reverse of [`place`](Self::place).
+    /// The slot with index `local` on member `file`: the inverse of [`place`](Self::place).
     ///
     /// # Panics
     /// If the member has no such slot.
@@ -142,7 +142,7 @@ impl Stripe {
         band.slot_first + (local - band.row_first) * band.members.len() as u32 + column as u32
     }
 
-    /// Where the block in `slot` starts.
+    /// Offset of the block in `slot`.
     ///
     /// # Panics
     /// If the store has no such slot.
@@ -160,7 +160,7 @@ impl Stripe {
         PageId(self.members[usize::from(file.0)].page_first + local / RECORDS_PER_PAGE as u32)
     }
 
-    /// Where a record page starts.
+    /// Offset of a record page.
     ///
     /// # Panics
     /// If the store has no such page.
@@ -169,7 +169,7 @@ impl Stripe {
         (file, TABLE_OFFSET + u64::from(within) * PAGE_BYTES as u64)
     }
 
-    /// The slots of a record page, as their member, the number of the first there, and how many.
+    /// The slots of a record page: their member, the index of the first slot there, and their number.
     ///
     /// # Panics
     /// If the store has no such page.
@@ -188,7 +188,7 @@ impl Stripe {
 }
 
 impl MemberGeometry {
-    /// Of a store with one member.
+    /// The geometry of a store's only member.
     pub(crate) fn of(slots: u32, slot_bytes: u64) -> Self {
         Self::new(slots, slot_bytes, 0)
     }

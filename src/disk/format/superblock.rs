@@ -1,6 +1,6 @@
-//! The superblock: what a member is a part of, and of which shape.
+//! The superblock: identity and geometry of a member.
 //!
-//! The byte diagram and the meaning of the states are in [`format`](super).
+//! [`format`](super) has the byte diagram and the meaning of the states.
 
 use super::{
     HEAD_BYTES, PAGE_BYTES, array, get_u16, get_u32, get_u64, is_zero, put,
@@ -11,14 +11,14 @@ use crate::{
     config::Config,
 };
 
-/// The first 8 bytes of a store, in every version.
+/// The first 8 bytes of a store, in every format version.
 pub const MAGIC: [u8; 8] = *b"KVHOIST\0";
 
-/// The version of the stores that this program creates, and the latest that it reads. A store keeps the version that
-/// it was created with, so that whatever program could open it still can.
+/// The format version of new stores, and the latest that this program reads. A store keeps the version it was created
+/// with, so that older programs can still open it.
 pub const VERSION: u32 = 2;
 
-/// Sequence numbers are at most this, so that the next one never overflows.
+/// Largest sequence number, so that the next one never overflows.
 pub const SEQUENCE_MAX: u64 = (1 << 63) - 1;
 
 const VERSION_AT: usize = 8;
@@ -40,7 +40,7 @@ const ZERO_2: usize = NAMESPACE + NAMESPACE_MAX;
 const CRC: usize = 504;
 const ZERO_3: usize = 512;
 
-/// How far a store's creation has come.
+/// Progress of a store's creation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
     /// Being created; holds no block.
@@ -49,16 +49,16 @@ pub enum State {
     Whole = 2,
 }
 
-/// A decoded superblock. Every field has been checked to be possible.
+/// A decoded superblock. Every field was checked for plausibility.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Superblock {
-    /// The version that the store was created with.
+    /// Format version of the store.
     pub version: u32,
-    /// How far creation has come.
+    /// Progress of creation.
     pub state: State,
-    /// Random, and the same in all members of a store.
+    /// Random id, the same in all members of a store.
     pub uuid: [u8; 16],
-    /// Rises with every write; the higher of the two copies counts.
+    /// Rises with every write; the copy with the higher number is valid.
     pub sequence: u64,
     /// Bytes of a block.
     pub block_bytes: u64,
@@ -68,39 +68,38 @@ pub struct Superblock {
     pub slots: u64,
     /// Slots of all members.
     pub slots_all: u64,
-    /// [`fingerprint`] of the settings that decide where a slot is and what it means.
+    /// [`fingerprint`] of the settings that determine where a slot is and what its bytes mean.
     pub fingerprint: u64,
-    /// This member's place among the members.
+    /// Index of this member.
     pub member: u16,
-    /// How many members there are.
+    /// Number of members.
     pub members: u16,
-    /// The namespace that the keys belong to.
+    /// Namespace of the keys.
     pub namespace: String,
 }
 
-/// Why a superblock does not count.
+/// Why a superblock is invalid.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SuperblockFlaw {
     /// All zero.
     Blank,
-    /// Not written by this program.
+    /// Not written by kvhoist.
     Foreign,
-    /// Written by this program, but torn or rotten.
+    /// Written by kvhoist, but torn or corrupted.
     Damaged,
-    /// Sound, and of a later version.
+    /// Valid, but of a later version.
     Newer(u32),
-    /// The crc holds, but a field is impossible.
+    /// The crc is correct, but a field has an impossible value.
     Field(&'static str),
 }
 
 impl Superblock {
-    /// True where the records of the store may say how often a block was used: programs of format version 1 take such
-    /// a record for a damaged one.
+    /// True if records may contain use counts: programs of format version 1 reject such records as damaged.
     pub fn records_uses(&self) -> bool {
         self.version >= 2
     }
 
-    /// The superblock of member `member` of a new store with valid settings.
+    /// The superblock of member `member` of a new store. The settings must be valid.
     pub fn new(config: &Config, uuid: [u8; 16], member: u16) -> Self {
         Superblock {
             version: VERSION,
@@ -118,7 +117,7 @@ impl Superblock {
         }
     }
 
-    /// Its bytes.
+    /// Encodes the superblock.
     ///
     /// # Panics
     /// If the namespace is longer than 255 bytes, which [`Config::validate`] refuses.
@@ -144,7 +143,7 @@ impl Superblock {
         bytes
     }
 
-    /// Reads one copy.
+    /// Decodes one copy.
     pub fn decode(bytes: &[u8; PAGE_BYTES]) -> Result<Self, SuperblockFlaw> {
         use SuperblockFlaw::{Blank, Damaged, Field, Foreign, Newer};
         if is_zero(bytes) {
@@ -162,7 +161,7 @@ impl Superblock {
             0 => return Err(Field("format version")),
             _ => return Err(Newer(version)),
         }
-        // Past the crc nothing protects the bytes but that they are zero: rot, then, not a field.
+        // These zeros are not covered by the crc: any other value is corruption, not a field.
         if !is_zero(&bytes[ZERO_3..]) {
             return Err(Damaged);
         }
@@ -223,9 +222,9 @@ fn decode_namespace(bytes: &[u8; PAGE_BYTES]) -> Result<String, SuperblockFlaw> 
     }
 }
 
-/// Stands for the settings that decide where a slot is and what its bytes mean: the slot mapping, the block
-/// size, the sizes of all members in their order, the namespace. Blocks lie on disk in one canonical
-/// order, so the layout in device memory is not among them.
+/// Hash of the settings that determine where a slot is and what its bytes mean: the slot mapping, the block size, the
+/// sizes of all members in order, and the namespace. The device layout is not included: blocks have one canonical order
+/// on disk.
 pub fn fingerprint(config: &Config) -> u64 {
     let mut digest = Digest::new();
     digest.update(b"stripe 1");
@@ -238,34 +237,34 @@ pub fn fingerprint(config: &Config) -> u64 {
     digest.finish()
 }
 
-/// What the first 8 KiB of a member say.
+/// The meaning of a member's first 8 KiB.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Head {
     /// All zero.
     Blank,
-    /// As the first write of a creation leaves it when it is cut off. A store with a damaged A and a zeroed B looks the
-    /// same, but for its records.
+    /// An interrupted first write of a creation. A store with a damaged copy A and a zeroed copy B looks the same, but
+    /// has records.
     Torn,
-    /// A superblock counts.
+    /// One of the copies is valid.
     Valid {
         /// The copy with the higher sequence number.
         superblock: Superblock,
         /// Which copy that is: 0 for A, 1 for B.
         copy: usize,
-        /// The other copy is sound and whole as well.
-        twin_is_whole: bool,
+        /// The other copy is valid and whole too.
+        other_is_whole: bool,
     },
-    /// Neither copy counts; the flaw that says most.
+    /// Both copies are invalid; the more informative flaw.
     Bad(SuperblockFlaw),
 }
 
 impl Head {
-    /// Judges both copies. Never panics, whatever the bytes.
+    /// Decodes both copies. Never panics, whatever the bytes.
     pub fn decode(bytes: &[u8; HEAD_BYTES]) -> Self {
         let a_bytes: &[u8; PAGE_BYTES] = bytes.first_chunk().expect("a head has two pages");
         let b_bytes: &[u8; PAGE_BYTES] = bytes.last_chunk().expect("a head has two pages");
         match (Superblock::decode(a_bytes), Superblock::decode(b_bytes)) {
-            // A newer program has been here, even if it wrote one copy only.
+            // A newer program was here, even if it wrote only one copy.
             (Err(flaw @ SuperblockFlaw::Newer(_)), _) | (_, Err(flaw @ SuperblockFlaw::Newer(_))) => Head::Bad(flaw),
             (Ok(a), Ok(b)) if b.sequence > a.sequence => Self::valid(b, 1, Some(&a)),
             (Ok(a), b) => Self::valid(a, 0, b.as_ref().ok()),
@@ -282,14 +281,14 @@ impl Head {
         }
     }
 
-    fn valid(superblock: Superblock, copy: usize, twin: Option<&Superblock>) -> Self {
-        let twin_is_whole = twin.is_some_and(|twin| twin.state == State::Whole && twin.uuid == superblock.uuid);
-        Head::Valid { superblock, copy, twin_is_whole }
+    fn valid(superblock: Superblock, copy: usize, other: Option<&Superblock>) -> Self {
+        let other_is_whole = other.is_some_and(|other| other.state == State::Whole && other.uuid == superblock.uuid);
+        Head::Valid { superblock, copy, other_is_whole }
     }
 }
 
-/// What a torn first write of superblock A leaves: the damaged whole of it, or a part of the magic and zeros.
-/// In a store whose creation went further, copy B is not blank unless it was damaged.
+/// Whether copy A looks like a torn first write: damaged as a whole, or part of the magic followed by zeros. If the
+/// creation went further, copy B is blank only if it was damaged.
 fn begins_like_a_store(bytes: &[u8; PAGE_BYTES]) -> bool {
     let matching = bytes.iter().zip(MAGIC).take_while(|(byte, magic)| **byte == *magic).count();
     match Superblock::decode(bytes) {
@@ -403,7 +402,7 @@ mod tests {
             if torn == old.encode() || torn == new_bytes {
                 continue;
             }
-            let expected = |copy| Head::Valid { superblock: new.clone(), copy, twin_is_whole: false };
+            let expected = |copy| Head::Valid { superblock: new.clone(), copy, other_is_whole: false };
             assert_eq!(head(&torn, &new.encode()), expected(1), "A torn after {torn_bytes}");
             assert_eq!(head(&new.encode(), &torn), expected(0), "B torn after {torn_bytes}");
         }
@@ -412,7 +411,7 @@ mod tests {
     #[test]
     fn the_higher_sequence_number_counts() {
         let (old, new) = (sample(), Superblock { sequence: 2, ..sample() });
-        let expected = |copy| Head::Valid { superblock: new.clone(), copy, twin_is_whole: true };
+        let expected = |copy| Head::Valid { superblock: new.clone(), copy, other_is_whole: true };
         assert_eq!(head(&old.encode(), &new.encode()), expected(1));
         assert_eq!(head(&new.encode(), &old.encode()), expected(0));
     }
@@ -441,7 +440,7 @@ mod tests {
         ) {
             let mut page: [u8; PAGE_BYTES] = bytes.try_into().expect("a page");
             prop_assert!(Superblock::decode(&page).is_err());
-            // Past the first checks: a sound beginning, a good crc, and random bytes between.
+            // Passes the first checks: a valid beginning, a correct crc, and random bytes in between.
             let sound = sample().encode();
             put(&mut page, 0, &sound[..at]);
             page[ZERO_3..].fill(0);

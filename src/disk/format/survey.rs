@@ -1,4 +1,4 @@
-//! Decides from the members' first bytes whether to open a store, to create one, or to refuse.
+//! Decides from the members' superblocks whether to open a store, create one, or refuse.
 
 use std::path::Path;
 
@@ -12,43 +12,43 @@ use crate::{
     error::{Error, Result},
 };
 
-/// One member as it was found.
+/// A member, as found.
 #[derive(Debug, Clone, Copy)]
 pub struct Found<'a> {
-    /// Its name in errors.
+    /// Name in errors.
     pub path: &'a Path,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// A device has the size that it has; a file is as large as its store wants it.
+    /// Whether it is a device, whose size is fixed; a file has exactly the size of its store.
     pub device: bool,
-    /// Its first bytes; zeros where it is shorter.
+    /// Its first bytes, padded with zeros.
     pub head: &'a [u8; HEAD_BYTES],
 }
 
-/// What to do with the members.
+/// How to proceed with the members.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Verdict {
-    /// As far as the superblocks tell no block was ever stored: create a store.
+    /// Create a store: by the superblocks, no block was ever stored.
     Create,
-    /// A store: open it. For every member its superblock and which copies want writing.
+    /// Open the store. One superblock per member, with the copy to repair.
     Open(Vec<Standing>),
 }
 
 /// A member's superblock in a store to be opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Standing {
-    /// What counts.
+    /// The valid copy.
     pub superblock: Superblock,
-    /// Where it was: 0 for copy A, 1 for B.
+    /// Its position: 0 for copy A, 1 for B.
     pub copy: usize,
-    /// The other copy must be written, for it is torn, rotten, blank or forming.
-    pub mend_twin: bool,
+    /// Whether the other copy must be rewritten, because it is torn, corrupted, blank or forming.
+    pub repair_other: bool,
 }
 
-/// Judges all members against each other and against valid settings.
+/// Validates all members against each other and against the settings, which must be valid.
 ///
 /// # Errors
-/// [`Error::Store`], one of a kind for every reason; the text says what to do.
+/// [`Error::Store`] with the reason and the fix.
 pub fn survey(found: &[Found<'_>], config: &Config) -> Result<Verdict> {
     assert_eq!(found.len(), config.disks.len(), "one member a configured path");
     let stripe = Stripe::new(config);
@@ -68,13 +68,13 @@ pub fn survey(found: &[Found<'_>], config: &Config) -> Result<Verdict> {
     };
     let mut standings = Vec::with_capacity(found.len());
     for (index, (member, head)) in found.iter().zip(heads.iter()).enumerate() {
-        let Head::Valid { superblock, copy, twin_is_whole } = head else {
+        let Head::Valid { superblock, copy, other_is_whole } = head else {
             return Err(missing_member(member, head, whole));
         };
         check_family(member, superblock, whole, index, config)?;
         check_settings(member, superblock, index, config)?;
         check_size(member, stripe.members()[index].bytes)?;
-        standings.push(Standing { superblock: superblock.clone(), copy: *copy, mend_twin: !twin_is_whole });
+        standings.push(Standing { superblock: superblock.clone(), copy: *copy, repair_other: !other_is_whole });
     }
     Ok(Verdict::Open(standings))
 }
@@ -93,7 +93,7 @@ fn check_readable(member: &Found<'_>, head: &Head) -> Result<()> {
             path,
             format!("data that kvhoist did not write (it begins with {})", Hex(&member.head[..8])),
             "a store, or nothing but zeros",
-            "choose another path in `disks`, or remove what is there if nobody needs it",
+            "choose another path in `disks`, or remove what is there if its data is not needed",
         ),
         SuperblockFlaw::Newer(version) => refuse(
             path,
@@ -120,7 +120,7 @@ fn check_room_for_new(member: &Found<'_>, wanted: u64) -> Result<()> {
     if member.device {
         return check_size(member, wanted);
     }
-    // An empty file is about to be preallocated; one of the right size was, before a creation that was cut off.
+    // An empty file will be preallocated; a file of the right size was preallocated by an interrupted creation.
     if member.bytes == 0 || member.bytes == wanted {
         return Ok(());
     }
@@ -128,7 +128,7 @@ fn check_room_for_new(member: &Found<'_>, wanted: u64) -> Result<()> {
         member.path,
         format!("a file of {} bytes that holds no store", member.bytes),
         format!("no file, an empty file, or one of exactly {wanted} bytes left by a creation that was cut off"),
-        "choose another path in `disks`, or remove the file if nobody needs it",
+        "choose another path in `disks`, or remove the file if its data is not needed",
     ))
 }
 
@@ -164,7 +164,7 @@ fn check_family(
     let put_back = format!("list the store's own paths in `disks` in their first order, {START_EMPTY}");
     if superblock.uuid != whole.uuid {
         let found = format!("a member of store {}", Hex(&superblock.uuid));
-        let expected = format!("a member of store {}, as at another path", Hex(&whole.uuid));
+        let expected = format!("a member of store {}, like the other paths", Hex(&whole.uuid));
         return Err(refuse(member.path, found, expected, put_back));
     }
     if usize::from(superblock.members) != config.disks.len() {
@@ -219,7 +219,7 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
     Ok(())
 }
 
-/// Shows bytes, a store's id or the beginning of a file, as hexadecimal digits.
+/// Formats bytes, such as a store's id or the start of a file, as hexadecimal digits.
 pub(crate) struct Hex<'a>(pub(crate) &'a [u8]);
 
 impl std::fmt::Display for Hex<'_> {
@@ -244,7 +244,7 @@ mod tests {
         Box::new([0; HEAD_BYTES])
     }
 
-    /// A head with the copies in these states; `None` is blank.
+    /// A head with its copies in these states; `None` is blank.
     fn head(config: &Config, uuid: u8, member: u16, states: [Option<State>; 2]) -> Bytes {
         let mut bytes = blank();
         for (copy, state) in states.into_iter().enumerate() {
@@ -282,7 +282,7 @@ mod tests {
         create(head(&c, 1, 0, FORMING), blank());
         create(head(&c, 1, 0, FORMING), head(&c, 2, 1, FORMING));
         let open = |a: Bytes, b: Bytes| match judge(&c, &[a, b]).expect("accepted") {
-            Verdict::Open(members) => members.iter().map(|m| (m.superblock.state, m.mend_twin)).collect::<Vec<_>>(),
+            Verdict::Open(members) => members.iter().map(|m| (m.superblock.state, m.repair_other)).collect::<Vec<_>>(),
             Verdict::Create => panic!("one member is whole"),
         };
         let (done, half, forming) = ((State::Whole, false), (State::Whole, true), (State::Forming, true));

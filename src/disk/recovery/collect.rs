@@ -1,8 +1,8 @@
-//! Turns record pages into records, and counts what is wrong with them. No I/O.
+//! Decodes record pages and counts invalid records. No I/O.
 
 use std::ops::ControlFlow;
 
-use super::{Pages, Recovered, Take};
+use super::{PageVisitor, RecordSink, Recovered};
 use crate::{
     block::BlockKey,
     disk::{
@@ -15,12 +15,12 @@ use crate::{
     },
 };
 
-/// A full slot, as its record says.
+/// The record of a full slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecoveredRecord {
     /// The block's key.
     pub key: BlockKey,
-    /// The key of the block before it in its prefix chain.
+    /// The key of the preceding block in its prefix chain.
     pub parent: Option<BlockKey>,
     /// The slot that holds it.
     pub slot: u32,
@@ -30,18 +30,18 @@ pub struct RecoveredRecord {
     pub checksum: u64,
     /// The index's logical clock when the block was last used.
     pub last_use: u64,
-    /// In how many requests it was used, 3 at most; 0 where that is not known.
+    /// Number of requests that used it, at most 3; 0 if unknown.
     pub uses: u8,
 }
 
-/// How many slots were found in which state; they sum to the store's slots.
+/// Number of slots by state of their record; the counts sum to the store's slots.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
     /// With a record that names a block.
     pub valid: u64,
     /// Without a record.
     pub free: u64,
-    /// With a record that is torn, rotten, of another slot or store, or could not be read. Free now.
+    /// With a record that is torn, corrupted, from another slot or store, or unreadable. The slot is free now.
     pub bad: u64,
 }
 
@@ -49,18 +49,18 @@ pub(super) struct Collector<'a> {
     stripe: Stripe,
     slots: DiskSlots,
     seals: Vec<RecordSeal>,
-    take: &'a mut Take<'a>,
-    /// The records of the page at hand.
+    take: &'a mut RecordSink<'a>,
+    /// The records of the current page.
     page: Vec<RecoveredRecord>,
     counts: Counts,
-    /// A page that is all zero for now because it could not be read.
+    /// Pages replaced by zeros because they could not be read.
     unreadable: Vec<PageId>,
     generation_next: u64,
 }
 
 impl<'a> Collector<'a> {
-    /// Accepts records of the store `uuid` only.
-    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool, take: &'a mut Take<'a>) -> Self {
+    /// Accepts only records of store `uuid`.
+    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool, take: &'a mut RecordSink<'a>) -> Self {
         Collector {
             seals: (0..stripe.members().len() as u16).map(|member| RecordSeal::new(&uuid, member)).collect(),
             slots: DiskSlots::new(stripe.clone(), uuid, records_uses),
@@ -113,7 +113,7 @@ impl<'a> Collector<'a> {
         }
     }
 
-    /// The result.
+    /// Returns the recovered store.
     pub fn finish(self) -> Recovered {
         let sum = self.counts.valid + self.counts.free + self.counts.bad;
         assert_eq!(sum, u64::from(self.stripe.slots()), "every slot was counted once: {:?}", self.counts);
@@ -121,7 +121,7 @@ impl<'a> Collector<'a> {
     }
 }
 
-impl Pages for Collector<'_> {
+impl PageVisitor for Collector<'_> {
     const UNREADABLE_MAX: u64 = 64;
 
     fn unreadable(&mut self, page: PageId) {

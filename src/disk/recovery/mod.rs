@@ -1,7 +1,7 @@
-//! Creates a store or reads one back, over any [`Storage`].
+//! Creates a store or recovers an existing one, over any [`Storage`].
 //!
-//! The steps of a creation and what a crash between them leaves are in [`format`](super::format). Reading
-//! back costs the superblocks and one sequential pass over the record tables; no payload is read.
+//! [`format`](super::format) describes the steps of a creation and what a crash between them leaves. Recovery reads the
+//! superblocks and makes one sequential pass over the record tables; it reads no payload.
 
 mod collect;
 mod table;
@@ -10,7 +10,7 @@ mod tests;
 mod window;
 
 pub use collect::{Counts, RecoveredRecord};
-pub(crate) use table::{Pages, read_tables};
+pub(crate) use table::{PageVisitor, read_tables};
 
 use std::{io, path::PathBuf};
 
@@ -34,58 +34,58 @@ use crate::{
     memory::AlignedBuf,
 };
 
-/// One file or device, as the storage engine has it open; its place in the list is its [`FileId`].
+/// A file or device that the storage engine has open; its index in the list is its [`FileId`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Member {
-    /// Its name in errors.
+    /// Name in errors.
     pub path: PathBuf,
-    /// Its size.
+    /// Size in bytes.
     pub bytes: u64,
-    /// A device may be larger than the store.
+    /// Whether it is a device, which may be larger than the store.
     pub device: bool,
-    /// It is known to read as zeros, so that a new store's record table need not be written.
+    /// Whether it is known to read as zeros, so that a new store's record table need not be written.
     pub zeroed: bool,
 }
 
-/// Takes the records of a store as they are read, a page at a time, and enters them in the books of its slots.
+/// Receives the records of a store, a page at a time, and enters them in its slot table.
 ///
-/// They come in the order of the record tables. A block that was evicted and stored again may have two records: the
-/// one with the higher generation counts. Those that are not entered leave their slots free.
-pub type Take<'a> = dyn FnMut(&mut DiskSlots, &[RecoveredRecord]) + 'a;
+/// Records arrive in the order of the record tables. A block that was evicted and stored again may have two records;
+/// the one with the higher generation is valid. A record that is not entered leaves its slot free.
+pub type RecordSink<'a> = dyn FnMut(&mut DiskSlots, &[RecoveredRecord]) + 'a;
 
 /// An open store.
 #[derive(Debug)]
 pub struct Recovered {
-    /// The books of its slots, with what was entered. Pages with records that do not count are stale.
+    /// The slot table, with the entered blocks. Pages with invalid records are stale.
     pub slots: DiskSlots,
-    /// What the record tables came to.
+    /// Results of reading the record tables.
     pub counts: Counts,
-    /// The first generation that no record has.
+    /// The lowest generation above those of all records.
     pub next_generation: u64,
 }
 
-/// Opens the store in `files`, or creates one where none ever held a block. As [`open`].
+/// Opens the store in `files`, or creates one if none of them ever held a block. Like [`open`].
 ///
 /// # Errors
-/// [`Error::Store`] for what is not this store, before anything was written; [`Error::Io`].
+/// [`Error::Store`] if the files are not this store; nothing was written then. [`Error::Io`] if the storage failed.
 pub async fn recover<S: Storage>(
     storage: &S,
     files: &[StoreFile],
     config: &Config,
-    take: &mut Take<'_>,
+    take: &mut RecordSink<'_>,
 ) -> Result<Recovered> {
     let members: Vec<Member> = files.iter().map(StoreFile::member).collect();
     open(storage, &members, config, random_uuid()?, take).await
 }
 
-/// Opens the store on these members, or creates it (with this id) where none ever held a block.
+/// Opens the store on these members, or creates it (with this id) if none of them ever held a block.
 ///
 /// # Errors
-/// [`Error::Store`] where the members are not one store of these settings; nothing was written then.
-/// [`Error::Io`] where the storage failed.
+/// [`Error::Store`] if the members are not one store with these settings; nothing was written then. [`Error::Io`] if
+/// the storage failed.
 ///
 /// # Cancel safety
-/// May be dropped at any point: like a crash, that leaves no store or a whole one.
+/// May be dropped at any point: like a crash, that leaves no store or a complete one.
 ///
 /// # Panics
 /// If there is not one member for each of `config.disks`, or `config` is not valid.
@@ -94,7 +94,7 @@ pub async fn open<S: Storage>(
     members: &[Member],
     config: &Config,
     uuid: [u8; 16],
-    take: &mut Take<'_>,
+    take: &mut RecordSink<'_>,
 ) -> Result<Recovered> {
     let stripe = Stripe::new(config);
     match judge(storage, members, config).await? {
@@ -102,7 +102,7 @@ pub async fn open<S: Storage>(
             let uuid = standings[0].superblock.uuid;
             let records_uses = standings.iter().all(|standing| standing.superblock.records_uses());
             for ((file, member), standing) in files(members).zip(standings) {
-                mend(storage, file, member, standing).await?;
+                repair(storage, file, member, standing).await?;
             }
             let mut collector = Collector::new(stripe.clone(), uuid, records_uses, take);
             read_tables(storage, members, &stripe, &mut collector).await?;
@@ -121,7 +121,7 @@ async fn judge<S: Storage>(storage: &S, members: &[Member], config: &Config) -> 
     assert_eq!(members.len(), config.disks.len(), "one member a configured path");
     let mut heads = Vec::with_capacity(members.len());
     for (file, member) in files(members) {
-        // A file shorter than the superblocks is judged by its size.
+        // A file shorter than the superblocks is validated by its size.
         let mut buf = AlignedBuf::zeroed(HEAD_BYTES);
         if member.bytes >= HEAD_BYTES as u64 {
             let result;
@@ -143,7 +143,7 @@ async fn judge<S: Storage>(storage: &S, members: &[Member], config: &Config) -> 
     survey(&found, config)
 }
 
-/// The steps of a creation, in the order that [`format`](super::format) gives reasons for.
+/// Creates a store; [`format`](super::format) gives the reasons for the order of steps.
 async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<()> {
     let stripe = Stripe::new(config);
     for ((file, member), geometry) in files(members).zip(stripe.members()) {
@@ -151,7 +151,7 @@ async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uu
         if !member.zeroed {
             zero_table(storage, file, geometry.table_bytes()).await.map_err(|e| write_failed(member, e))?;
         }
-        // Of a creation that was cut off: while B is blank, a torn A is known for what it is.
+        // Clears what an interrupted creation left: a torn copy A is recognizable only while B is blank.
         write_page(storage, file, SUPERBLOCK_OFFSETS[1], &[0; PAGE_BYTES])
             .await
             .map_err(|e| write_failed(member, e))?;
@@ -167,16 +167,17 @@ async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uu
     Ok(())
 }
 
-/// Brings both copies to a sound and whole state: finishes a creation, replaces a damaged copy.
-async fn mend<S: Storage>(storage: &S, file: FileId, member: &Member, standing: Standing) -> Result<()> {
-    let Standing { mut superblock, copy, mend_twin } = standing;
-    // The twin first, so that what counts is not touched before there is something to replace it.
-    let rewrite = [(1 - copy, mend_twin), (copy, superblock.state != State::Whole)];
+/// Makes both copies valid and whole: finishes a creation, replaces a damaged copy.
+async fn repair<S: Storage>(storage: &S, file: FileId, member: &Member, standing: Standing) -> Result<()> {
+    let Standing { mut superblock, copy, repair_other } = standing;
+    // The other copy first, so that the valid one stays untouched until it can be replaced.
+    let rewrite = [(1 - copy, repair_other), (copy, superblock.state != State::Whole)];
     superblock.state = State::Whole;
     for (copy, needed) in rewrite {
         if needed {
             tracing::warn!(path = %member.path.display(), copy, "rewriting a torn, damaged or unfinished superblock");
-            // A forged one may be at the end. Of equal ones A counts, and by now both say the same.
+            // A forged superblock may have the largest number. Of two equal ones A is valid, and by now both have the
+            // same content.
             superblock.sequence = SEQUENCE_MAX.min(superblock.sequence + 1);
             write_superblock(storage, file, member, copy, &superblock).await?;
             sync(storage, file, member).await?;
@@ -201,7 +202,7 @@ async fn write_superblock<S: Storage>(
     superblock: &Superblock,
 ) -> Result<()> {
     let bytes = superblock.encode();
-    // Read back before written: what is refused at the next start must never get onto the medium.
+    // Decode before writing: a superblock that the next start would refuse must never reach the medium.
     assert_eq!(Superblock::decode(&bytes).as_ref(), Ok(superblock), "a superblock that can be read back");
     write_page(storage, file, SUPERBLOCK_OFFSETS[copy], &bytes).await.map_err(|error| write_failed(member, error))
 }

@@ -14,24 +14,25 @@ use crate::{
     memory::AlignedBuf,
 };
 
-/// Bytes of one read: 8192 records.
+/// Bytes per read: 8192 records.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
 
-/// Reads in flight, so that parsing one overlaps the others.
+/// Reads in flight, so that parsing overlaps with reading.
 const CHUNKS_IN_FLIGHT: usize = 4;
 
-/// Pages parsed between two yields: 2048 records, less than a millisecond. Nobody is served before the store is open.
+/// Pages parsed between two yields: 2048 records, less than a millisecond. No caller is served before the store is
+/// open.
 const PAGES_PER_YIELD: usize = 64;
 
-/// What takes the record pages in, in the order of the tables but for the turns of the members.
-pub(crate) trait Pages {
-    /// Pages that may be unreadable before the device is given up. Each costs a failing read.
+/// Visits the record pages, in the order of the tables within each member.
+pub(crate) trait PageVisitor {
+    /// Largest number of unreadable pages before the device is given up. Each costs a failed read.
     const UNREADABLE_MAX: u64;
 
-    /// The page is going to come as zeros, because it could not be read.
+    /// Announces that the page follows as zeros because it could not be read.
     fn unreadable(&mut self, page: PageId);
 
-    /// Takes in a page of records; `Break` ends the pass.
+    /// Visits a page of records; `Break` ends the pass.
     fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()>;
 }
 
@@ -43,15 +44,15 @@ struct Chunk {
     bytes: usize,
 }
 
-/// Reads all record tables, until `pages` has enough.
-pub(crate) async fn read_tables<S: Storage, P: Pages>(
+/// Reads all record tables until the visitor breaks.
+pub(crate) async fn read_tables<S: Storage, P: PageVisitor>(
     storage: &S,
     members: &[Member],
     stripe: &Stripe,
     pages: &mut P,
 ) -> Result<()> {
     let chunks = chunks(stripe);
-    // In the order in which they are popped. A small store takes no more memory than its table.
+    // In pop order. A small store takes no more memory than its table.
     let first = chunks.iter().take(CHUNKS_IN_FLIGHT).rev();
     let mut buffers: Vec<AlignedBuf> = first.map(|chunk| AlignedBuf::zeroed(chunk.bytes)).collect();
     let mut chunks = chunks.into_iter();
@@ -83,7 +84,7 @@ pub(crate) async fn read_tables<S: Storage, P: Pages>(
     Ok(())
 }
 
-/// All chunks, in turns over the members so that all devices are busy.
+/// All chunks, interleaved over the members so that all devices are busy.
 fn chunks(stripe: &Stripe) -> Vec<Chunk> {
     let mut chunks = Vec::new();
     let mut page_first = 0;
@@ -100,15 +101,15 @@ fn chunks(stripe: &Stripe) -> Vec<Chunk> {
 }
 
 async fn read_chunk<S: Storage>(storage: &S, chunk: Chunk, buffer: AlignedBuf) -> (Chunk, io::Result<()>, AlignedBuf) {
-    // Only the last chunk of a member is short; its reader gets a buffer of its own length.
+    // Only the last chunk of a member is shorter; its read gets a buffer of its own length.
     let buffer = if buffer.len() == chunk.bytes { buffer } else { AlignedBuf::zeroed(chunk.bytes) };
     let (result, buffer) = read_into(storage, chunk.file, chunk.offset, buffer.into_io()).await;
     (chunk, result, buffer)
 }
 
-/// After a failed read of the chunk: its pages one by one. Those that cannot be read become zeros, are
-/// counted and marked stale: writing them again often heals them. Returns how many there were.
-async fn read_pages<S: Storage, P: Pages>(
+/// After a failed read of the chunk, reads its pages one by one. Unreadable pages become zeros, are counted and marked
+/// stale: rewriting them often heals them. Returns their number.
+async fn read_pages<S: Storage, P: PageVisitor>(
     storage: &S,
     chunk: &Chunk,
     buffer: &mut AlignedBuf,
@@ -133,7 +134,7 @@ async fn read_pages<S: Storage, P: Pages>(
     Ok(unreadable)
 }
 
-async fn parse<P: Pages>(chunk: &Chunk, buffer: &AlignedBuf, pages: &mut P) -> ControlFlow<()> {
+async fn parse<P: PageVisitor>(chunk: &Chunk, buffer: &AlignedBuf, pages: &mut P) -> ControlFlow<()> {
     for (at, bytes) in buffer[..chunk.bytes].chunks_exact(PAGE_BYTES).enumerate() {
         let bytes = bytes.first_chunk().expect("chunks of a page");
         pages.page(PageId(chunk.page.0 + at as u32), bytes)?;

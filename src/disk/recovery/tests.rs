@@ -30,7 +30,7 @@ fn members(config: &Config, zeroed: bool) -> Vec<Member> {
     places.map(|(d, m)| Member { path: d.path.clone(), bytes: m.bytes, device: false, zeroed }).collect()
 }
 
-/// Files without a store; of the data only the first slots, which recovery does not read anyway.
+/// Files without a store; only the first part of the data, which recovery does not read.
 fn blank_files(config: &Config) -> Vec<Vec<u8>> {
     let stripe = Stripe::new(config);
     stripe.members().iter().map(|member| vec![0; (TABLE_OFFSET + member.table_bytes()) as usize]).collect()
@@ -59,7 +59,7 @@ fn record(n: u32) -> Record {
     }
 }
 
-/// Writes a record straight into the table.
+/// Writes a record directly into the table.
 fn put_record(files: &mut [Vec<u8>], stripe: &Stripe, slot: u32, record: &Record) {
     let (file, local) = stripe.place(slot);
     let bytes = RecordSeal::new(&UUID, file.0).encode(local, record);
@@ -73,7 +73,7 @@ fn created(config: &Config) -> Vec<Vec<u8>> {
     storage.into_files()
 }
 
-/// Enters every record, as if no key came twice.
+/// Enters every record, assuming no duplicate keys.
 fn enter(records: &mut Vec<RecoveredRecord>) -> impl FnMut(&mut DiskSlots, &[RecoveredRecord]) {
     |slots, page| {
         page.iter().for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
@@ -81,7 +81,7 @@ fn enter(records: &mut Vec<RecoveredRecord>) -> impl FnMut(&mut DiskSlots, &[Rec
     }
 }
 
-/// Opens a store whose records nobody wants.
+/// Opens a store and ignores its records.
 async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<Recovered> {
     super::open(storage, members, config, uuid, &mut |_, _| ()).await
 }
@@ -97,7 +97,7 @@ fn recovered(config: &Config, files: Vec<Vec<u8>>) -> (Recovered, Vec<RecoveredR
     (store, records)
 }
 
-/// The superblock that counts.
+/// The valid superblock.
 fn superblock(file: &[u8]) -> Option<Superblock> {
     match Head::decode(file.first_chunk().expect("a head")) {
         Head::Valid { superblock, .. } => Some(superblock),
@@ -138,7 +138,7 @@ fn a_crash_at_any_instant_of_creation_leaves_none_or_a_whole_store() {
     let mut outcomes = [0; 2];
     for seed in 0..300 {
         let mut rng = Rng::new(seed);
-        // Up to three creations in a row are cut off, each on what the one before left.
+        // Up to three creations in a row are interrupted, each on what the previous one left.
         let mut files = blank_files(&config);
         for attempt in 0..3 {
             let sim = Sim::new(seed, files, SimOptions::default());
@@ -163,14 +163,14 @@ fn a_crash_at_any_instant_of_creation_leaves_none_or_a_whole_store() {
         assert_eq!(is_new, !whole, "seed {seed}");
         for file in &files {
             let head = Head::decode(file.first_chunk().expect("a head"));
-            assert!(matches!(head, Head::Valid { twin_is_whole: true, .. }), "seed {seed}: {head:?}");
+            assert!(matches!(head, Head::Valid { other_is_whole: true, .. }), "seed {seed}: {head:?}");
         }
     }
     assert!(outcomes.iter().all(|&count| count > 20), "both outcomes occur: {outcomes:?}");
 }
 
 #[test]
-fn a_damaged_superblock_is_mended_from_the_other() {
+fn a_damaged_superblock_is_repaired_from_the_other() {
     let config = config(&[4]);
     for at in [20, PAGE_BYTES + 20] {
         let mut files = created(&config);
@@ -179,12 +179,12 @@ fn a_damaged_superblock_is_mended_from_the_other() {
         block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
         let files = storage.into_files();
         let head = Head::decode(files[0].first_chunk().expect("a head"));
-        assert!(matches!(head, Head::Valid { twin_is_whole: true, .. }), "{head:?}");
+        assert!(matches!(head, Head::Valid { other_is_whole: true, .. }), "{head:?}");
     }
 }
 
 #[test]
-fn a_superblock_at_the_end_of_its_numbers_is_mended_too() {
+fn a_superblock_at_the_end_of_its_numbers_is_repaired_too() {
     let config = config(&[4]);
     let mut files = created(&config);
     let last = Superblock { sequence: SEQUENCE_MAX, ..superblock(&files[0]).expect("sound") };
@@ -194,7 +194,7 @@ fn a_superblock_at_the_end_of_its_numbers_is_mended_too() {
     for _ in 0..2 {
         block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
         let head = Head::decode(storage.files()[0].first_chunk().expect("a head"));
-        assert_eq!(head, Head::Valid { superblock: last.clone(), copy: 0, twin_is_whole: true });
+        assert_eq!(head, Head::Valid { superblock: last.clone(), copy: 0, other_is_whole: true });
     }
 }
 
@@ -202,7 +202,7 @@ fn a_superblock_at_the_end_of_its_numbers_is_mended_too() {
 fn a_refused_store_is_not_written_to() {
     let config = config(&[4, 4]);
     let mut files = created(&config);
-    files[0][20] ^= 1; // would be mended
+    files[0][20] ^= 1; // would be repaired
     files.swap(0, 1);
     let storage = Memory::new(files.clone());
     block_on(open(&storage, &members(&config, true), &config, UUID)).expect_err("members in the wrong order");
@@ -215,7 +215,7 @@ fn bad_records_are_counted_and_cost_nothing_else() {
     let stripe = Stripe::new(&config);
     let mut files = created(&config);
     (0..60).for_each(|slot| put_record(&mut files, &stripe, slot, &record(slot)));
-    files[0][TABLE_OFFSET as usize + 40 * RECORD_BYTES + 33] ^= 4; // rot
+    files[0][TABLE_OFFSET as usize + 40 * RECORD_BYTES + 33] ^= 4; // corruption
     let (head, tail) = files[0].split_at_mut(TABLE_OFFSET as usize + 11 * RECORD_BYTES);
     head[TABLE_OFFSET as usize + 10 * RECORD_BYTES..].swap_with_slice(&mut tail[..RECORD_BYTES]);
     files[0].last_mut().expect("a table").clone_from(&1); // past the last slot
@@ -313,10 +313,10 @@ proptest! {
     }
 }
 
-/// CPU time of this thread, which other programs on the machine do not disturb.
+/// CPU time of this thread, which is independent of other programs on the machine.
 fn cpu_ms() -> f64 {
     let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-    // SAFETY: `time` is a valid place for the result.
+    // SAFETY: `time` is writable.
     assert_eq!(unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &raw mut time) }, 0);
     time.tv_sec as f64 * 1e3 + time.tv_nsec as f64 / 1e6
 }
@@ -343,7 +343,7 @@ fn a_million_records() {
         let store = collector.finish();
         let parsed = cpu_ms() - start;
         assert_eq!((store.counts.valid, store.slots.full_count()), (1_000_000, 1_000_000));
-        eprintln!("1 M records, CPU: {parsed:.1} ms to parse and enter in the books of the slots");
+        eprintln!("1 M records, CPU: {parsed:.1} ms to parse and enter in the slot table");
     }
     let (storage, members) = (Memory::new(files), members(&config, true));
     for _ in 0..3 {

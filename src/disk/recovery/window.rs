@@ -1,4 +1,4 @@
-//! A few futures in flight, answered in the order in which they were started.
+//! Runs a few futures concurrently and returns their outputs in starting order.
 
 use std::{
     collections::VecDeque,
@@ -12,7 +12,7 @@ enum Entry<F: Future> {
     Done(F::Output),
 }
 
-/// Futures of one task that make progress together, without spawning: recovery runs under any runtime.
+/// Futures that make progress together within one task, without spawning: recovery runs under any runtime.
 pub(super) struct Window<F: Future>(VecDeque<Entry<F>>);
 
 impl<F: Future> Window<F> {
@@ -25,7 +25,7 @@ impl<F: Future> Window<F> {
         self.0.push_back(Entry::Running(Box::pin(future)));
     }
 
-    /// The output of the oldest future, or `None` if there is none. All of them are driven meanwhile.
+    /// The output of the oldest future, or `None` if there is none. Drives all futures meanwhile.
     pub async fn next(&mut self) -> Option<F::Output> {
         poll_fn(|context| {
             for entry in &mut self.0 {

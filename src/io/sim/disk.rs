@@ -32,7 +32,7 @@ pub(super) struct Disk {
     version: u64,
 }
 
-/// What a sync that is under way will have made durable.
+/// The state that a sync in flight makes durable.
 pub(super) struct SyncPoint(Vec<(usize, u64, Sector)>);
 
 impl Disk {

@@ -44,7 +44,7 @@ impl Storage for Memory {
     async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
         let mut files = self.0.borrow_mut();
         let to = &mut files[usize::from(file.0)][offset as usize..][..buf.len()];
-        // SAFETY: nobody writes to memory that was lent for a write, and it is as long as `to`.
+        // SAFETY: nothing writes to memory lent for a write, and it is as long as `to`.
         unsafe { std::ptr::copy_nonoverlapping(buf.as_ptr(), to.as_mut_ptr(), buf.len()) };
         (Ok(buf.len()), buf)
     }

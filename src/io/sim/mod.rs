@@ -215,7 +215,7 @@ impl Sim {
         tokio::task::spawn_local(async move {
             wait(&state, &plan).await;
             let result = state.borrow_mut().finish(plan, buf.as_ref());
-            // Nobody may be waiting any more; the memory is free in either case.
+            // The receiver may be gone; dropping the result frees the memory.
             drop(answer.send((result, buf)));
         });
         answered.await.expect("the task that answers lives as long as the runtime that polls this")

@@ -328,7 +328,7 @@ fn fill(buf: &Lent, byte: u8) {
 
 /// What a write writes.
 fn bytes_of(buf: &Lent) -> &[u8] {
-    // SAFETY: the `Lent` says that the range is mapped and that nobody writes to it; `Lent`s are
+    // SAFETY: the `Lent` says that the range is mapped and that nothing else writes to it; `Lent`s are
     // made from initialized memory.
     unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) }
 }

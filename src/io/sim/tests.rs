@@ -253,7 +253,7 @@ fn memory_of_a_dropped_future_lives_until_the_operation_ends() {
         sim.script_next(OpKind::Write, Fault::Stall);
         let owner = std::sync::Arc::new(AlignedBuf::zeroed(IO_ALIGN));
         let ptr = std::ptr::NonNull::from(&owner[0]);
-        // SAFETY: the owner keeps the memory, and nobody writes to it.
+        // SAFETY: the owner keeps the memory, and nothing writes to it.
         let buf = unsafe { Lent::new(ptr, IO_ALIGN, None, owner.clone()) };
         {
             let mut dropped = pin!(sim.write(FILE, 0, buf));

@@ -1,10 +1,10 @@
-//! A ring of one worker thread: whole transfers, several under way, without a runtime.
+//! A ring for one worker thread: complete transfers, several in flight, without a runtime.
 //!
-//! What the reactor's ring costs an operation, the tokio-uring slot, a task to wake, a future to poll, bounds how many
-//! blocks one thread can serve. A [`Lane`] costs an entry of the ring: its thread starts transfers, sleeps in the
-//! kernel until one has ended, and takes it from a list.
+//! On the reactor's ring an operation costs a tokio-uring slot, a task wake-up and a poll, which bounds how many blocks
+//! one thread can serve. On a [`Lane`] it costs one ring entry: the thread starts transfers, sleeps in the kernel until
+//! one has completed, and takes it from a list.
 //!
-//! A transfer's memory and file stay in the lane until the kernel is done with them, also where the lane is dropped.
+//! A transfer's memory and file stay in the lane until the kernel is done with them, even if the lane is dropped.
 
 use std::{
     collections::VecDeque,
@@ -25,47 +25,47 @@ use crate::{
     memory::Lent,
 };
 
-/// Entries of a lane's ring: more than are ever asked for between two submissions.
+/// Entries of a lane's ring: more than are ever queued between two submissions.
 const ENTRIES: u32 = 64;
 
-/// Transfers that a lane has under way at most.
+/// Largest number of transfers in flight in a lane.
 pub(crate) const TRANSFERS_MAX: usize = 32;
 
-/// The completion of the watch on the bell. No place in the slab has this number.
+/// User data of the poll on the bell; no slab index has this value.
 const BELL: u64 = u64::MAX;
 
-/// A whole read or write.
+/// A complete read or write.
 pub(crate) struct Transfer {
     pub(crate) kind: OpKind,
     pub(crate) file: Arc<File>,
-    /// What errors call the file.
+    /// The file's id in errors.
     pub(crate) id: FileId,
     pub(crate) offset: u64,
     pub(crate) buf: Lent,
 }
 
-/// A transfer that the kernel is done with.
-pub(crate) struct Ended<T> {
+/// A completed transfer.
+pub(crate) struct Completed<T> {
     pub(crate) buf: Lent,
-    /// As [`read_full`](crate::io::read_full) and [`write_full`](crate::io::write_full) say it.
+    /// Result, as of [`read_full`](crate::io::read_full) and [`write_full`](crate::io::write_full).
     pub(crate) result: io::Result<()>,
     pub(crate) tag: T,
 }
 
-/// A transfer under way. The memory is dropped before the tag, which tells somebody that it was.
-struct Flying<T> {
-    /// `None` while it is looked at.
+/// A transfer in flight. Fields drop in order: the memory before the tag, whose drop reports that the memory is free.
+struct InFlight<T> {
+    /// `None` while it is being inspected.
     buf: Option<Lent>,
     file: Arc<File>,
     kind: OpKind,
     offset: u64,
-    /// Bytes of `buf` that the caller had skipped.
+    /// Bytes that the caller had skipped.
     skipped: usize,
     progress: Progress,
     tag: T,
 }
 
-/// Wakes a lane's thread out of [`Lane::wait`], from any thread.
+/// Wakes the lane's thread from [`Lane::wait`]; usable from any thread.
 #[derive(Clone)]
 pub(crate) struct Bell(Arc<OwnedFd>);
 
@@ -76,97 +76,97 @@ impl Bell {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: a new descriptor, which is nobody else's.
+        // SAFETY: a new descriptor that nothing else owns.
         Ok(Bell(Arc::new(unsafe { OwnedFd::from_raw_fd(fd) })))
     }
 
-    /// The next [`Lane::wait`], or the one under way, returns.
+    /// Makes the current or next [`Lane::wait`] return.
     pub(crate) fn ring(&self) {
         let one = 1_u64;
-        // SAFETY: `one` is 8 bytes. Where the counter is full the bell has been rung already.
+        // SAFETY: `one` is 8 bytes. If the counter is full, the bell is already signalled.
         unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), size_of::<u64>()) };
     }
 
     fn silence(&self) {
         let mut count = 0_u64;
-        // SAFETY: `count` is 8 bytes; where nobody has rung nothing is written.
+        // SAFETY: `count` is 8 bytes; if the bell is not signalled, nothing is written.
         unsafe { libc::read(self.0.as_raw_fd(), (&raw mut count).cast(), size_of::<u64>()) };
     }
 }
 
-/// A ring, its transfers under way, and those that have ended. `T` says whose a transfer is.
+/// A ring with its transfers in flight and those completed. `T` identifies the owner of a transfer.
 pub(crate) struct Lane<T> {
     ring: IoUring,
     bell: Bell,
-    /// The ring watches the bell.
+    /// The ring polls the bell.
     listens: bool,
-    flying: Slab<Flying<T>>,
-    /// Bytes of what is under way.
+    in_flight: Slab<InFlight<T>>,
+    /// Bytes in flight.
     bytes: usize,
-    ended: VecDeque<Ended<T>>,
+    completed: VecDeque<Completed<T>>,
 }
 
 impl<T> Lane<T> {
-    /// A lane of the thread that this is called on.
+    /// A lane for the calling thread.
     ///
     /// # Errors
-    /// What the kernel said, explained, where it refuses rings.
+    /// The kernel's error, with its cause and the fix, if it refuses rings.
     pub(crate) fn new() -> io::Result<Self> {
         probe()?;
         let mut modern = IoUring::builder();
         modern.setup_single_issuer().setup_defer_taskrun();
         let ring = match modern.build(ENTRIES) {
-            // Kernels before 6.1 know no deferred task work.
+            // Kernels before 6.1 have no deferred task work.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::new(ENTRIES)?,
             other => other?,
         };
-        let (flying, ended) = (Slab::with_capacity(TRANSFERS_MAX), VecDeque::with_capacity(TRANSFERS_MAX));
-        Ok(Lane { ring, bell: Bell::new()?, listens: false, flying, bytes: 0, ended })
+        let (in_flight, completed) = (Slab::with_capacity(TRANSFERS_MAX), VecDeque::with_capacity(TRANSFERS_MAX));
+        Ok(Lane { ring, bell: Bell::new()?, listens: false, in_flight, bytes: 0, completed })
     }
 
     pub(crate) fn bell(&self) -> Bell {
         self.bell.clone()
     }
 
-    /// Transfers under way, and their bytes.
-    pub(crate) fn under_way(&self) -> (usize, usize) {
-        (self.flying.len(), self.bytes)
+    /// Transfers in flight, and their bytes.
+    pub(crate) fn in_flight(&self) -> (usize, usize) {
+        (self.in_flight.len(), self.bytes)
     }
 
-    /// Transfers that have ended and were not taken.
-    pub(crate) fn has_ended(&self) -> bool {
-        !self.ended.is_empty()
+    /// Whether completed transfers wait to be taken.
+    pub(crate) fn has_completed(&self) -> bool {
+        !self.completed.is_empty()
     }
 
-    /// Takes a transfer that has ended, in the order of their ends.
-    pub(crate) fn take_ended(&mut self) -> Option<Ended<T>> {
-        self.ended.pop_front()
+    /// Takes the next completed transfer, in order of completion.
+    pub(crate) fn take_completed(&mut self) -> Option<Completed<T>> {
+        self.completed.pop_front()
     }
 
-    /// Starts a transfer, with the next [`poll`](Self::poll) or [`wait`](Self::wait). At most [`TRANSFERS_MAX`] may be
-    /// under way.
+    /// Starts a transfer at the next [`poll`](Self::poll) or [`wait`](Self::wait). At most [`TRANSFERS_MAX`] may be in
+    /// flight.
     pub(crate) fn start(&mut self, transfer: Transfer, tag: T) {
         let Transfer { kind, file, id, offset, buf } = transfer;
         if let Err(error) = check_offset(offset, buf.len()) {
-            return self.ended.push_back(Ended { buf, result: Err(error), tag });
+            return self.completed.push_back(Completed { buf, result: Err(error), tag });
         }
         let (skipped, progress) = (buf.skipped(), Progress::new(kind, id, offset, &buf));
         self.bytes += buf.len();
-        let at = self.flying.insert(Flying { buf: Some(buf), file, kind, offset, skipped, progress, tag });
+        let at = self.in_flight.insert(InFlight { buf: Some(buf), file, kind, offset, skipped, progress, tag });
         self.submit(at);
     }
 
-    /// Hands the kernel what was started, and takes what it has done. Does not sleep.
+    /// Submits the started transfers and collects completions, without sleeping.
     pub(crate) fn poll(&mut self) {
         let queued = self.ring.submission().len() as u32;
         // The kernel's `IORING_ENTER_GETEVENTS`: with deferred task work nothing completes without it.
         const GETEVENTS: u32 = 1;
-        // SAFETY: every queued entry names memory and a descriptor that `flying` keeps until its completion.
+        // SAFETY: every queued entry names memory and a descriptor that `in_flight` keeps until its completion.
         let entered = unsafe { self.ring.submitter().enter::<libc::sigset_t>(queued, 0, GETEVENTS, None) };
         self.reap(entered);
     }
 
-    /// Likewise, and sleeps until something has ended or the bell rings.
+    /// Submits and collects as [`poll`](Self::poll) does, and sleeps until a transfer completes or the bell rings.
     pub(crate) fn wait(&mut self) {
         if !self.listens {
             let fd = types::Fd(self.bell.0.as_raw_fd());
@@ -178,34 +178,34 @@ impl<T> Lane<T> {
     }
 
     fn push(&mut self, entry: &io_uring::squeue::Entry) -> bool {
-        // SAFETY: what the entry names is kept by `flying` until its completion; the watch on the bell names no memory.
+        // SAFETY: `in_flight` keeps what the entry names until its completion; the poll on the bell names no memory.
         unsafe { self.ring.submission().push(entry) }.is_ok()
     }
 
-    /// Queues the next operation of a transfer, or ends it where it cannot be queued.
+    /// Queues the next operation of a transfer, or fails the transfer.
     fn submit(&mut self, at: usize) {
-        let flying = &self.flying[at];
-        let buf = flying.buf.as_ref().expect("put back before it is submitted");
-        let offset = flying.offset + flying.progress.done as u64;
-        let entry = entry(flying.kind, &flying.file, offset, buf, None).user_data(at as u64);
+        let in_flight = &self.in_flight[at];
+        let buf = in_flight.buf.as_ref().expect("put back before it is submitted");
+        let offset = in_flight.offset + in_flight.progress.done as u64;
+        let entry = entry(in_flight.kind, &in_flight.file, offset, buf, None).user_data(at as u64);
         if !self.push(&entry) {
             self.end(at, Err(io::Error::other("the ring of a worker is full")));
         }
     }
 
     fn end(&mut self, at: usize, result: io::Result<()>) {
-        let Flying { buf, skipped, progress, tag, .. } = self.flying.remove(at);
+        let InFlight { buf, skipped, progress, tag, .. } = self.in_flight.remove(at);
         self.bytes -= progress.len;
         let buf = buf.expect("put back before it ends").rewind().skip(skipped);
-        self.ended.push_back(Ended { buf, result, tag });
+        self.completed.push_back(Completed { buf, result, tag });
     }
 
     fn reap(&mut self, entered: io::Result<usize>) {
         if let Err(error) = entered
             && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY))
         {
-            // What was submitted goes on; what was not is submitted by the next call.
-            tracing::warn!(%error, "the ring of a worker refused a call; it is tried again");
+            // Submitted operations go on; the next call submits the others.
+            tracing::warn!(%error, "the ring of a worker refused a call; retrying");
             std::thread::sleep(Duration::from_millis(10));
         }
         let mut completions = [const { None::<cqueue::Entry> }; 2 * ENTRIES as usize];
@@ -227,23 +227,23 @@ impl<T> Lane<T> {
         let at = completion.user_data() as usize;
         let code = completion.result();
         let result = usize::try_from(code).map_err(|_| io::Error::from_raw_os_error(code.saturating_neg()));
-        let flying = &mut self.flying[at];
-        if let Err(error) = flying.progress.account(result) {
+        let in_flight = &mut self.in_flight[at];
+        if let Err(error) = in_flight.progress.account(result) {
             return self.end(at, Err(error));
         }
-        if flying.progress.done == flying.progress.len {
+        if in_flight.progress.done == in_flight.progress.len {
             return self.end(at, Ok(()));
         }
-        let buf = flying.buf.take().expect("put back when it was submitted");
-        flying.buf = Some(buf.rewind().skip(flying.skipped + flying.progress.done));
+        let buf = in_flight.buf.take().expect("put back when it was submitted");
+        in_flight.buf = Some(buf.rewind().skip(in_flight.skipped + in_flight.progress.done));
         self.submit(at);
     }
 }
 
 impl<T> Drop for Lane<T> {
-    /// Waits for the kernel: it may be writing to the memory of what is under way.
+    /// Waits for the kernel, which may still write to the memory of transfers in flight.
     fn drop(&mut self) {
-        while !self.flying.is_empty() {
+        while !self.in_flight.is_empty() {
             let entered = self.ring.submit_and_wait(1);
             self.reap(entered);
         }
@@ -257,7 +257,7 @@ mod tests {
     use super::*;
     use crate::memory::AlignedBuf;
 
-    /// A file of so many pages, each filled with its number.
+    /// A file of `count` pages, each filled with its number.
     fn pages(count: u8) -> Arc<File> {
         let mut file = tempfile::tempfile().expect("a file");
         (0..count).for_each(|page| file.write_all(&[page; 4096]).expect("written"));
@@ -268,11 +268,11 @@ mod tests {
         Transfer { kind: OpKind::Read, file: Arc::clone(file), id: FileId(0), offset, buf }
     }
 
-    /// Waits for so many transfers, and gives them by their tags.
-    fn ended<T: Ord + Copy>(lane: &mut Lane<T>, count: usize) -> Vec<Ended<T>> {
+    /// Waits for `count` transfers, and returns them by tag.
+    fn ended<T: Ord + Copy>(lane: &mut Lane<T>, count: usize) -> Vec<Completed<T>> {
         let mut all = Vec::new();
         while all.len() < count {
-            all.extend(std::iter::from_fn(|| lane.take_ended()));
+            all.extend(std::iter::from_fn(|| lane.take_completed()));
             if all.len() < count {
                 lane.wait();
             }
@@ -290,11 +290,11 @@ mod tests {
                 lane.start(read(&file, (round * 32 + page) << 12, AlignedBuf::zeroed(4096).lend()), page);
             }
             lane.poll();
-            for Ended { buf, result, tag } in ended(&mut lane, TRANSFERS_MAX) {
+            for Completed { buf, result, tag } in ended(&mut lane, TRANSFERS_MAX) {
                 result.expect("read");
                 assert_eq!(*AlignedBuf::from_lent(buf), [(round * 32 + tag) as u8; 4096]);
             }
-            assert_eq!(lane.under_way(), (0, 0));
+            assert_eq!(lane.in_flight(), (0, 0));
         }
     }
 
@@ -315,14 +315,14 @@ mod tests {
         let (from, mut to) = io::pipe().expect("a pipe");
         let file = Arc::new(File::from(OwnedFd::from(from)));
         let mut lane = Lane::new().expect("a ring");
-        // No multiple of a page: then it is resumed where it ended.
+        // Not a multiple of a page: the transfer is resumed where it ended.
         lane.start(read(&file, 1, AlignedBuf::zeroed(8192).lend()), ());
         lane.poll();
         for part in 0..4_u8 {
             to.write_all(&[part; 2048]).expect("written");
             lane.wait();
         }
-        let Ended { buf, result, .. } = lane.take_ended().expect("four parts are all of it");
+        let Completed { buf, result, .. } = lane.take_completed().expect("four parts are all of it");
         result.expect("read");
         let bytes = AlignedBuf::from_lent(buf);
         assert!((0..8192).all(|at| usize::from(bytes[at]) == at / 2048));
@@ -345,7 +345,7 @@ mod tests {
         let file = Arc::new(File::from(OwnedFd::from(from)));
         let memory = Arc::new([0_u8; 4096]);
         let start = NonNull::new(memory.as_ptr().cast_mut()).expect("not null");
-        // SAFETY: the array lives as long as its owner, and is looked at when the lane is gone.
+        // SAFETY: the array lives as long as its owner, and is read after the lane is gone.
         let lent = unsafe { Lent::new(start, 4096, None, Arc::clone(&memory) as _) };
         let mut lane = Lane::new().expect("a ring");
         lane.start(read(&file, 1, lent), ());

@@ -1,23 +1,22 @@
-//! Storage by io_uring, on the tokio-uring runtime.
+//! The io_uring storage engine, on the tokio-uring runtime.
 //!
-//! # Who keeps memory alive, and until when
-//! Read from the source of tokio-uring 0.5.0:
-//! - *Future dropped, runtime lives.* `InFlightOneshot::drop` moves the operation's data into the
-//!   driver, which drops it when the completion has arrived. That is what this engine needs.
-//! - *Runtime dropped.* Tasks are dropped first, which moves their data into the driver as above.
-//!   `Driver::drop` then cancels every operation and waits for all completions, but **before** it
-//!   does so it replaces the data of abandoned operations, that is drops it, while the kernel may
-//!   still write there. So what is dropped while [`Runtime`] shuts down is set aside, and freed
-//!   when the driver is gone ([`Runtime`] has the details).
+//! # Lifetime of memory
+//! By the source of tokio-uring 0.5.0:
+//! - *Future dropped, runtime lives.* `InFlightOneshot::drop` moves the operation's data into the driver, which drops
+//!   it at the completion. This is what the engine needs.
+//! - *Runtime dropped.* Tasks are dropped first, which moves their data into the driver as above. `Driver::drop` then
+//!   cancels every operation and waits for all completions, but **before** that it drops the data of abandoned
+//!   operations, to which the kernel may still write. So data dropped while [`Runtime`] shuts down is deferred, and
+//!   freed when the driver is gone (see [`Runtime`]).
 //!
-//! The data of an operation is its [`Lent`], the file and the place in the budget of operations in
-//! flight: a descriptor closed early could name another file when the kernel gets to see it.
+//! The data of an operation is its [`Lent`], its file, and its permit to be in flight. A descriptor closed too early
+//! could name another file by the time the kernel reads it.
 //!
-//! # When operations reach the kernel
-//! When the runtime parks, many at a time; tokio-uring has no other flush than a full ring. So
-//! tasks that always have work, and let others run with tokio's `yield_now`, keep all I/O from being
-//! submitted, for ever if they wait for it so. [`yield_now`] of this module goes through the ring
-//! and lets the runtime park.
+//! # Submission
+//! Operations are submitted when the runtime parks, many at a time; otherwise tokio-uring submits only when the ring is
+//! full. So a task that never lets the runtime park, because it loops over tokio's `yield_now`, keeps all I/O from
+//! being submitted, for ever if it waits for that I/O. [`yield_now`] of this module goes through the ring and lets the
+//! runtime park.
 
 mod lane;
 mod op;
@@ -26,7 +25,7 @@ mod probe;
 mod runtime;
 pub(super) mod table;
 
-pub(crate) use lane::{Bell, Ended, Lane, TRANSFERS_MAX, Transfer};
+pub(crate) use lane::{Bell, Completed, Lane, TRANSFERS_MAX, Transfer};
 pub use probe::probe;
 pub use runtime::{Runtime, runtime};
 
@@ -41,36 +40,35 @@ use crate::{
     block::{FileId, OpKind},
     memory::Lent,
 };
-use op::{Finish, Held, Nothing};
+use op::{Nothing, OpOutput, OpState};
 use pins::RingBuffers;
 use runtime::Ring;
 use table::{Entry, Table};
 
-/// Buffers that one ring can register through tokio-uring (`UIO_MAXIOV`); ranges in regions past it
-/// are read and written unregistered.
+/// Largest number of buffers that a ring can register through tokio-uring (`UIO_MAXIOV`); further regions are used
+/// unregistered.
 pub const REGIONS_MAX: usize = 1024;
 
 /// The ring, its files and its registered memory.
 ///
-/// Used on the thread and inside the [`Runtime`] that it was made in. At most as many operations as
-/// the ring has entries are in flight, later ones wait in order: so neither the submission nor the
-/// completion queue overflows.
+/// Used on the thread and inside the [`Runtime`] that it was made in. At most as many operations are in flight as the
+/// ring has entries; further ones wait in order. So neither the submission queue nor the completion queue overflows.
 pub struct Uring {
     files: Vec<Arc<File>>,
     ring: Rc<Ring>,
     permits: Arc<Semaphore>,
-    /// What the kernel has registered. An operation on memory in it, named by `Lent::fixed`, is a fixed one.
+    /// Registered memory. Operations on it, identified by `Lent::fixed`, use fixed buffers.
     table: RefCell<Table<RingBuffers>>,
-    /// The owner of the memory, for as long as operations can be asked for.
+    /// The owner of the memory, kept as long as operations can be submitted.
     _keep_alive: Arc<dyn Any + Send + Sync>,
 }
 
 impl Uring {
-    /// An engine for `files` on the ring of the [`Runtime`] that this is called in.
+    /// An engine for `files` on the ring of the current [`Runtime`].
     ///
-    /// Region `i` becomes what [`Lent::fixed`] calls `Some(i)`; the kernel takes at most 1 GiB each
-    /// and [`REGIONS_MAX`] of them. Where it refuses them all operations are plain ones and a
-    /// warning says why. A ring registers once in its life: a second engine on it is unregistered.
+    /// Region `i` has the [`Lent::fixed`] number `Some(i)`; the kernel takes at most 1 GiB per region and
+    /// [`REGIONS_MAX`] regions. If the kernel refuses them, a warning gives the reason and all operations are plain
+    /// ones. A ring registers once: a second engine on it is unregistered.
     ///
     /// # Errors
     /// Called outside [`Runtime::block_on`].
@@ -91,12 +89,12 @@ impl Uring {
         Ok(Uring { files, ring, permits, table, _keep_alive: keep_alive })
     }
 
-    /// True where memory regions were given and the kernel has registered them.
+    /// True if memory regions were given and the kernel has registered them.
     pub fn registered(&self) -> bool {
         self.table.borrow().is_registered()
     }
 
-    /// Reads or writes; by the kernel's own record of the memory where it has one.
+    /// Reads or writes, with a fixed buffer if the memory is registered.
     async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
         let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
             Ok(file) => file,
@@ -107,7 +105,7 @@ impl Uring {
             let entry = entry(kind, file, offset, &buf, Some(region));
             let (result, back) = self.run(file, entry, Some(buf)).await;
             let back = back.expect(GIVES_BACK);
-            // The region may have lost its registration before the operation was submitted.
+            // The region may have been unregistered before the operation was submitted.
             if !matches!(&result, Err(error) if error.raw_os_error() == Some(libc::EFAULT)) {
                 return (result, back);
             }
@@ -121,7 +119,7 @@ impl Uring {
         (result, buf.expect(GIVES_BACK))
     }
 
-    /// Waits for its turn, submits, and waits for the completion.
+    /// Waits for a permit, submits, and waits for the completion.
     async fn run(
         &self,
         file: &Arc<File>,
@@ -132,8 +130,8 @@ impl Uring {
         if let Err(error) = self.ring.check_current() {
             return (Err(error), buf);
         }
-        let held = Held::new(buf, Arc::clone(file), permit, Rc::clone(&self.ring));
-        UnsubmittedOneshot::new(held, Finish, entry).submit().await
+        let state = OpState::new(buf, Arc::clone(file), permit, Rc::clone(&self.ring));
+        UnsubmittedOneshot::new(state, OpOutput, entry).submit().await
     }
 }
 
@@ -165,7 +163,7 @@ impl Storage for Uring {
             Ok(first) => Some(first),
             Err(error) => {
                 let refusal = memlock::Refusal { wanted_bytes: len as u64, error: &error };
-                tracing::warn!("{refusal}; a region is read into and written from unregistered, slower");
+                tracing::warn!("{refusal}; the region is used unregistered, which is slower");
                 None
             }
         }
@@ -176,10 +174,10 @@ impl Storage for Uring {
     }
 }
 
-/// Lets other tasks run, and operations reach the kernel.
+/// Lets other tasks run and queued operations reach the kernel.
 ///
-/// What long work on the reactor calls between its parts, in place of `tokio::task::yield_now`
-/// (which it is where there is no ring). Costs an empty operation on the ring.
+/// Long work on the reactor calls this instead of `tokio::task::yield_now` (to which it falls back without a ring).
+/// Costs an empty operation on the ring.
 pub async fn yield_now() {
     if Ring::is_there() {
         UnsubmittedOneshot::new((), Nothing, opcode::Nop::new().build()).submit().await;
@@ -188,9 +186,9 @@ pub async fn yield_now() {
     }
 }
 
-const GIVES_BACK: &str = "an operation gives back the memory it took";
+const GIVES_BACK: &str = "an operation returns its memory";
 
-/// What the ring is told of a transfer. `region`: the registered region that the memory lies in.
+/// The ring entry of a transfer. `region`: the number of the registered buffer that contains the memory.
 fn entry(kind: OpKind, file: &Arc<File>, offset: u64, buf: &Lent, region: Option<u16>) -> squeue::Entry {
     let (fd, ptr, len) = (types::Fd(file.as_raw_fd()), buf.as_ptr(), transfer_bytes(buf));
     match (kind, region) {

@@ -1,4 +1,4 @@
-//! What an operation in flight holds, and what becomes of it.
+//! State and output of an operation in flight.
 
 use std::{fs::File, io, rc::Rc, sync::Arc};
 
@@ -9,44 +9,44 @@ use tokio_uring::OneshotOutputTransform;
 use super::{Lent, runtime::Ring};
 
 /// Everything that must outlive an operation in the kernel.
-pub(super) struct Held {
+pub(super) struct OpState {
     buf: Option<Lent>,
-    /// Until the kernel has looked the descriptor up its number must not be reused.
+    /// The descriptor must stay open until the kernel has resolved it.
     file: Option<Arc<File>>,
     permit: Option<OwnedSemaphorePermit>,
     ring: Rc<Ring>,
 }
 
-impl Held {
+impl OpState {
     pub(super) fn new(buf: Option<Lent>, file: Arc<File>, permit: OwnedSemaphorePermit, ring: Rc<Ring>) -> Self {
-        Held { buf, file: Some(file), permit: Some(permit), ring }
+        OpState { buf, file: Some(file), permit: Some(permit), ring }
     }
 }
 
-impl Drop for Held {
-    /// Three ways lead here: the operation completed (then `buf` was taken), its future was dropped
-    /// and now it completed, or the runtime shuts down and the kernel may still be at work.
+impl Drop for OpState {
+    /// Called when the operation completed (`buf` is taken then), when it completed after its future was dropped, or
+    /// when the runtime shuts down while the kernel may still be at work.
     fn drop(&mut self) {
         self.ring.release(self.buf.take(), self.file.take());
         drop(self.permit.take());
     }
 }
 
-/// Turns a completion into what the storage seam promises.
-pub(super) struct Finish;
+/// Converts a completion to the result that [`Storage`](crate::io::Storage) specifies.
+pub(super) struct OpOutput;
 
-impl OneshotOutputTransform for Finish {
+impl OneshotOutputTransform for OpOutput {
     type Output = (io::Result<usize>, Option<Lent>);
-    type StoredData = Held;
+    type StoredData = OpState;
 
-    fn transform_oneshot_output(self, mut held: Held, completion: cqueue::Entry) -> Self::Output {
+    fn transform_oneshot_output(self, mut state: OpState, completion: cqueue::Entry) -> Self::Output {
         let code = completion.result();
         let result = usize::try_from(code).map_err(|_| io::Error::from_raw_os_error(code.saturating_neg()));
-        (result, held.buf.take())
+        (result, state.buf.take())
     }
 }
 
-/// An operation that does nothing, and holds nothing.
+/// The state of an empty operation.
 pub(super) struct Nothing;
 
 impl OneshotOutputTransform for Nothing {

@@ -1,4 +1,4 @@
-//! Pins a table of buffers by tokio-uring's registry.
+//! Registers buffers through tokio-uring.
 
 use std::io;
 
@@ -6,10 +6,10 @@ use tokio_uring::buf::{IoBuf, IoBufMut, fixed::FixedBufRegistry};
 
 use super::table::{Entry, Pinner};
 
-/// The buffers of the ring of this thread.
+/// The registered buffers of this thread's ring.
 #[derive(Default)]
 pub(super) struct RingBuffers {
-    /// The driver's copy of the entries, while the kernel has them.
+    /// tokio-uring's copy of the table, while it is registered.
     registry: Option<FixedBufRegistry<Entry>>,
 }
 
@@ -35,7 +35,7 @@ impl Pinner for RingBuffers {
 }
 
 // SAFETY: the address does not change, and by the contracts of `Uring::new` and `Storage::register` the range is mapped
-// for as long as it is in the table. A free place has no bytes.
+// while it is in the table. A free entry has no bytes.
 unsafe impl IoBuf for Entry {
     fn stable_ptr(&self) -> *const u8 {
         self.start()
@@ -50,8 +50,8 @@ unsafe impl IoBuf for Entry {
     }
 }
 
-// SAFETY: as above. The registry hands out no buffer (`check_out` is never called): the range is
-// only ever accessed through a `Lent`, whose contract is exclusive access.
+// SAFETY: as for `IoBuf`. The registry hands out no buffer (`check_out` is never called): the range is only accessed
+// through a `Lent`, whose contract is exclusive access.
 unsafe impl IoBufMut for Entry {
     fn stable_mut_ptr(&mut self) -> *mut u8 {
         self.start()

@@ -1,14 +1,13 @@
-//! Whether this kernel, and whoever configured it, lets us have a ring.
+//! Checks whether the kernel and its configuration allow io_uring.
 
 use std::io;
 
 use io_uring::{IoUring, Probe, opcode};
 
-/// Tries to make a small ring and checks that it knows the operations in use.
+/// Makes a small ring and checks that it supports the operations in use.
 ///
 /// # Errors
-/// What the kernel said, with its likely cause and what to do about it. The kind is that of the
-/// system's error, `Unsupported` where an operation is missing.
+/// The system's error, with its likely cause and the fix; `Unsupported` if an operation is missing.
 pub fn probe() -> io::Result<()> {
     let mut ring = IoUring::new(2).map_err(|error| explain(&error, setting()))?;
     let mut known = Probe::new();
@@ -30,7 +29,7 @@ pub fn probe() -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
 
-/// Has the kernel do nothing, once. A filter may let a ring be made and not used: whoever used it would wait for ever.
+/// Submits one empty operation. A seccomp filter may allow a ring but block its use, and its user would wait for ever.
 fn enter(ring: &mut IoUring) -> io::Result<()> {
     // SAFETY: the operation touches no memory.
     unsafe { ring.submission().push(&opcode::Nop::new().build()) }.expect("a new ring has room for two");
@@ -42,7 +41,7 @@ fn enter(ring: &mut IoUring) -> io::Result<()> {
     }
 }
 
-/// The sysctl `kernel.io_uring_disabled`, where there is one (Linux 6.6 and later).
+/// The sysctl `kernel.io_uring_disabled`, if it exists (Linux 6.6 and later).
 fn setting() -> Option<u8> {
     std::fs::read_to_string("/proc/sys/kernel/io_uring_disabled").ok()?.trim().parse().ok()
 }
@@ -65,7 +64,7 @@ fn explain(error: &io::Error, io_uring_disabled: Option<u8>) -> io::Error {
             "the ring could not be locked in memory: raise RLIMIT_MEMLOCK (`ulimit -l`) or free memory".into()
         }
         (Some(libc::EMFILE | libc::ENFILE), _) => "no file descriptor is left: raise `ulimit -n`".into(),
-        _ => String::from("an unexpected answer of the kernel"),
+        _ => String::from("an unexpected error of the kernel"),
     };
     io::Error::new(
         error.kind(),

@@ -1,4 +1,4 @@
-//! The runtime of the ring, and its shutdown.
+//! The ring's runtime and its shutdown.
 
 use std::{
     cell::{Cell, RefCell},
@@ -13,37 +13,37 @@ use tokio::sync::Semaphore;
 
 use super::{Lent, probe::probe};
 
-/// A tokio-uring runtime that frees no memory which the kernel may still use.
+/// A tokio-uring runtime that never frees memory the kernel may still use.
 ///
-/// tokio-uring drops the data of abandoned operations when its driver is dropped, before it cancels
-/// them and waits. Therefore this type marks its ring as closing first; what operations held is
-/// then set aside, and freed when the inner runtime is gone: it returns from its drop when every
-/// operation has completed. Should that drop panic instead, what was set aside is leaked.
+/// When its driver is dropped, tokio-uring drops the data of abandoned operations before it cancels them and waits.
+/// Therefore this type first marks its ring as closing: data of operations is then deferred, and freed when the inner
+/// runtime is gone, whose drop returns once every operation has completed. If that drop panics, the deferred data is
+/// leaked.
 pub struct Runtime {
     /// Present until drop.
     inner: Option<tokio_uring::Runtime>,
     ring: Rc<Ring>,
 }
 
-/// A runtime whose ring has `entries` entries (rounded up to a power of two by the kernel; 1 to
-/// 4096), and lets as many operations be in flight.
+/// A runtime whose ring has `entries` entries (1 to 4096, rounded up to a power of two by the kernel), and as many
+/// operations in flight.
 ///
-/// It must be made on the thread that uses it: the kernel ties the ring to the thread.
+/// Must be made on the thread that uses it: the kernel ties the ring to the thread.
 ///
 /// # Errors
-/// What the kernel said, explained, where it refuses rings ([`probe`]) or this many entries.
+/// The kernel's error, with its cause and the fix, if it refuses rings ([`probe`]) or this many entries.
 pub fn runtime(entries: u32) -> io::Result<Runtime> {
     probe()?;
     let entries = entries.clamp(1, 4096);
     let mut modern = tokio_uring::uring_builder();
     modern.setup_single_issuer().setup_coop_taskrun();
     let inner = match build(entries, &modern) {
-        // Kernels before 6.0 (one issuer) or 5.19 (cooperative task work) know no such flags.
+        // Kernels before 6.0 (single issuer) or 5.19 (cooperative task work) do not know these flags.
         Err(error) if error.raw_os_error() == Some(libc::EINVAL) => build(entries, &tokio_uring::uring_builder())?,
         other => other?,
     };
     let permits = Arc::new(Semaphore::new(entries as usize));
-    let ring = Ring { permits, closing: Cell::new(false), aside: RefCell::default() };
+    let ring = Ring { permits, closing: Cell::new(false), deferred: RefCell::default() };
     Ok(Runtime { inner: Some(inner), ring: Rc::new(ring) })
 }
 
@@ -54,8 +54,7 @@ fn build(entries: u32, ring: &io_uring::Builder) -> io::Result<tokio_uring::Runt
 }
 
 impl Runtime {
-    /// Runs `future` to its end on this thread, and meanwhile every task spawned with
-    /// `tokio::task::spawn_local`.
+    /// Runs `future` to completion on this thread, together with all tasks spawned with `tokio::task::spawn_local`.
     ///
     /// # Panics
     /// If called inside a runtime, or if `future` panics.
@@ -69,11 +68,11 @@ impl Drop for Runtime {
     fn drop(&mut self) {
         self.ring.closing.set(true);
         drop(self.inner.take());
-        // Every operation has completed and the ring is closed: the memory is ours again, and so is
-        // what futures hold that outlive the runtime.
+        // Every operation has completed and the ring is closed: the deferred memory is ours again, and so is that of
+        // futures which outlive the runtime.
         self.ring.closing.set(false);
-        for aside in self.ring.aside.take() {
-            drop(ManuallyDrop::into_inner(aside));
+        for deferred in self.ring.deferred.take() {
+            drop(ManuallyDrop::into_inner(deferred));
         }
     }
 }
@@ -83,7 +82,7 @@ thread_local! {
     static CURRENT: RefCell<Option<Rc<Ring>>> = const { RefCell::new(None) };
 }
 
-/// Puts back what was current before.
+/// Restores the previous ring.
 struct CurrentGuard(Option<Rc<Ring>>);
 
 impl Drop for CurrentGuard {
@@ -92,19 +91,19 @@ impl Drop for CurrentGuard {
     }
 }
 
-/// What engines and operations know of their runtime.
+/// What engines and operations share with their runtime.
 pub(super) struct Ring {
-    /// One for each entry of the ring; shared by all engines on it.
+    /// One permit per ring entry; shared by all engines on the ring.
     permits: Arc<Semaphore>,
     closing: Cell<bool>,
-    /// Freed when the ring is closed, and never if that fails.
-    aside: RefCell<Vec<ManuallyDrop<Aside>>>,
+    /// Data freed after the ring is closed, and leaked if closing fails.
+    deferred: RefCell<Vec<ManuallyDrop<Deferred>>>,
 }
 
-type Aside = (Option<Lent>, Option<Arc<File>>);
+type Deferred = (Option<Lent>, Option<Arc<File>>);
 
 impl Ring {
-    /// Whether the caller is in a runtime with a ring.
+    /// Whether the caller is inside a runtime with a ring.
     pub(super) fn is_there() -> bool {
         CURRENT.with_borrow(Option::is_some)
     }
@@ -124,10 +123,10 @@ impl Ring {
         Arc::clone(&self.permits)
     }
 
-    /// Frees what an operation held, now or when the ring is closed.
+    /// Frees an operation's data, now or after the ring is closed.
     pub(super) fn release(&self, buf: Option<Lent>, file: Option<Arc<File>>) {
         if self.closing.get() {
-            self.aside.borrow_mut().push(ManuallyDrop::new((buf, file)));
+            self.deferred.borrow_mut().push(ManuallyDrop::new((buf, file)));
         }
     }
 }

@@ -1,10 +1,10 @@
-//! Registered buffers: the arena's chunks first, then regions that come and go.
+//! The table of registered buffers: first the arena's chunks, then regions that are added and removed.
 //!
-//! Generic over who pins them, so that a simulation refuses what a kernel may refuse.
+//! Generic over the [`Pinner`], so that a simulation can refuse like a kernel.
 //!
-//! tokio-uring registers whole tables and has no way to change an entry, so a change takes the table out and puts
-//! another in: the kernel pins all of it anew, some 30 ms a GiB, on the caller's thread. Operations under way keep the
-//! pages that they began with. Entries keep their places, since an operation that waits to be submitted names one.
+//! tokio-uring registers whole tables and cannot change an entry, so every change unregisters the table and registers a
+//! new one: the kernel pins everything again, some 30 ms per GiB, on the caller's thread. Operations in flight keep the
+//! pages that they started with. Entries keep their indices, because an operation that waits for submission names one.
 
 use std::{any::Any, io, ptr, sync::Arc};
 
@@ -13,23 +13,23 @@ use crate::{block::FIXED_BYTES_MAX, io::memlock, memory::Lent};
 
 /// Pins one table of buffers at a time.
 pub(in crate::io) trait Pinner {
-    /// Pins all of the entries, or none. Called while nothing is pinned.
+    /// Pins all of the entries, or none. Nothing is pinned when this is called.
     fn pin(&mut self, entries: &[Entry]) -> io::Result<()>;
 
-    /// Lets go of what is pinned, if anything is.
+    /// Unpins the table, if one is pinned.
     fn unpin(&mut self) -> io::Result<()>;
 
     /// True while a table is pinned.
     fn is_pinned(&self) -> bool;
 }
 
-/// A range of memory for the kernel to pin, or a place that is free.
+/// A range of memory to pin, or a free entry.
 #[derive(Clone)]
 pub(in crate::io) struct Entry {
-    /// Null and 0 where the place is free.
+    /// Null and 0 in a free entry.
     start: *mut u8,
     len: usize,
-    /// What keeps the range mapped, if not a caller's promise.
+    /// Keeps the range mapped, unless a caller's contract does.
     _keep_alive: Option<Arc<dyn Any + Send + Sync>>,
 }
 
@@ -60,54 +60,54 @@ impl Entry {
     }
 }
 
-/// What the kernel has registered for one engine.
+/// The registered buffers of one engine.
 #[derive(Default)]
 pub(in crate::io) struct Table<P> {
-    /// Which memory has which place, whether or not the kernel has registered it.
+    /// The memory of each index, registered or not.
     entries: Vec<Entry>,
     pinner: P,
 }
 
 impl<P: Pinner> Table<P> {
-    /// Registers all entries or none, and then says why in the log. Nothing is pinned yet.
+    /// Registers all entries, or none and logs the reason.
     pub(in crate::io) fn new(entries: Vec<Entry>, pinner: P) -> Self {
         let wanted_bytes = bytes(&entries);
         let mut table = Table { entries, pinner };
         if let Err(error) = table.renew() {
             let refusal = memlock::Refusal { wanted_bytes, error: &error };
-            tracing::warn!(wanted_bytes, "{refusal}; reads and writes go on unregistered, slower");
-            // A region that is small enough may be registered yet; with these beside it, it would be refused too.
+            tracing::warn!(wanted_bytes, "{refusal}; reads and writes continue unregistered, which is slower");
+            // A later, smaller region may still be registered; together with these entries it would be refused too.
             table.entries.clear();
         }
         table
     }
 
-    /// True while the kernel has memory registered.
+    /// True while memory is registered with the kernel.
     pub(in crate::io) fn is_registered(&self) -> bool {
         self.pinner.is_pinned()
     }
 
-    /// Who pins.
+    /// The pinner.
     #[cfg(any(test, feature = "sim"))]
     pub(in crate::io) fn pinner(&self) -> &P {
         &self.pinner
     }
 
-    /// The registered buffer that `buf` lies in, if it does.
+    /// The registered buffer that contains `buf`, if there is one.
     pub(in crate::io) fn fixed(&self, buf: &Lent) -> Option<u16> {
-        buf.fixed().filter(|&place| self.holds(place, buf.as_ptr(), buf.len()))
+        buf.fixed().filter(|&place| self.entry_contains(place, buf.as_ptr(), buf.len()))
     }
 
-    /// Whether the kernel has registered memory at this place that all of the range lies in.
+    /// Whether the entry at this index is registered and contains the range.
     ///
-    /// Callers name places that were refused, or that belong to other memory since: only what is found here may be
-    /// named to the kernel.
-    fn holds(&self, place: u16, start: *const u8, len: usize) -> bool {
+    /// Callers may name indices that were refused, or that belong to other memory by now: only an index checked here
+    /// may be passed to the kernel.
+    fn entry_contains(&self, place: u16, start: *const u8, len: usize) -> bool {
         let entry = self.entries.get(usize::from(place));
         self.is_registered() && entry.is_some_and(|entry| entry.contains(start.addr(), len))
     }
 
-    /// Registers a range too, in pieces of [`FIXED_BYTES_MAX`]; the place of the first.
+    /// Registers a range in pieces of [`FIXED_BYTES_MAX`]; returns the index of the first.
     pub(in crate::io) fn add(&mut self, start: *mut u8, len: usize) -> io::Result<u16> {
         let pieces = len.div_ceil(FIXED_BYTES_MAX);
         let first = self.room_for(pieces);
@@ -129,7 +129,7 @@ impl<P: Pinner> Table<P> {
         Ok(u16::try_from(first).expect("REGIONS_MAX fits in 16 bits"))
     }
 
-    /// Takes out what [`add`](Self::add) put at `first`.
+    /// Removes the range that [`add`](Self::add) registered at `first`.
     pub(in crate::io) fn remove(&mut self, first: u16, len: usize) {
         self.entries[usize::from(first)..][..len.div_ceil(FIXED_BYTES_MAX)].fill(Entry::free());
         while self.entries.last().is_some_and(Entry::is_free) {
@@ -138,22 +138,21 @@ impl<P: Pinner> Table<P> {
         self.renew_or_warn();
     }
 
-    /// Where so many neighboring places are free.
+    /// Index of the first run of `pieces` free entries.
     fn room_for(&self, pieces: usize) -> usize {
         let is_room = |first: &usize| self.entries[*first..].iter().take(pieces).all(Entry::is_free);
         (0..self.entries.len()).find(is_room).unwrap_or(self.entries.len())
     }
 
-    /// Registers what is entered now. Where that is refused the entries keep their places, unregistered, until the
-    /// next change.
+    /// Registers the current entries. If that fails, they keep their indices unregistered until the next change.
     fn renew_or_warn(&mut self) {
         if let Err(error) = self.renew() {
             let refusal = memlock::Refusal { wanted_bytes: bytes(&self.entries), error: &error };
-            tracing::warn!("{refusal}; reads and writes go on unregistered, slower");
+            tracing::warn!("{refusal}; reads and writes continue unregistered, which is slower");
         }
     }
 
-    /// Replaces what the kernel has registered by `entries`.
+    /// Replaces the registered table with `entries`.
     fn renew(&mut self) -> io::Result<()> {
         self.pinner.unpin()?;
         if self.entries.is_empty() { Ok(()) } else { self.pinner.pin(&self.entries) }

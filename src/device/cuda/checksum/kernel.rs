@@ -1,30 +1,30 @@
-//! The kernel, loaded, and what a launch needs.
+//! Loads and launches the checksum kernel.
 
 use std::{ffi::c_void, ptr::NonNull, sync::Arc};
 
 use super::model::{CONSTANTS, Piece};
 use crate::{
     block::IO_ALIGN,
-    device::cuda::{Fault, Gpu, HostPin, Stream, module::Loaded},
+    device::cuda::{CudaError, Gpu, HostPin, Stream, module::Loaded},
     memory::AlignedBuf,
 };
 
-/// `kernels/checksum.cu` for every device since compute capability 8.0.
+/// `kernels/checksum.cu` for compute capability 8.0 and later.
 const PTX: &str = concat!(include_str!("../kernels/checksum.ptx"), "\0");
 
-/// Threads of a thread block; the kernel's tables are made by as many.
+/// Threads of a thread block, which fill the kernel's tables together.
 const BLOCK_THREADS: u32 = 256;
 
-/// Pieces that a thread block takes at a time: a warp, one.
+/// Pieces that a thread block sums at a time: one per warp.
 const PIECES_PER_BLOCK: usize = 8;
 
-/// The checksum kernel, loaded.
+/// The loaded checksum kernel.
 pub(crate) struct ChecksumKernel {
     loaded: Loaded,
     blocks_max: u32,
 }
 
-/// Pinned memory for the pieces of a launch, and for their sums.
+/// Pinned memory for the pieces of a launch and their sums.
 pub(crate) struct PieceBuffer {
     pieces: NonNull<Piece>,
     sums: NonNull<u64>,
@@ -32,58 +32,58 @@ pub(crate) struct PieceBuffer {
 }
 
 impl PieceBuffer {
-    /// Pieces that fit.
+    /// Capacity in pieces.
     pub(crate) const PIECES: usize = 4096;
 
-    /// Writes the piece of this number.
+    /// Writes piece number `at`.
     pub(crate) fn write(&mut self, at: usize, piece: Piece) {
         assert!(at < Self::PIECES, "piece {at} of {}", Self::PIECES);
-        // SAFETY: within the buffer and aligned; nobody else knows it while it is not in a stream.
+        // SAFETY: within the buffer and aligned; nothing else uses it outside a launch.
         unsafe { self.pieces.add(at).write(piece) };
     }
 
-    /// The sum of the piece of this number, where the stream has passed the launch.
+    /// The sum of piece number `at`, once the stream has passed the launch.
     pub(crate) fn sum(&self, at: usize) -> u64 {
         assert!(at < Self::PIECES, "piece {at} of {}", Self::PIECES);
-        // SAFETY: within the buffer and aligned; volatile, for the device wrote it.
+        // SAFETY: within the buffer and aligned; volatile, because the device wrote it.
         unsafe { self.sums.add(at).read_volatile() }
     }
 }
 
 impl ChecksumKernel {
-    pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, Fault> {
+    pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         let loaded = Loaded::new(gpu, PTX, c"kvhoist_checksum")?;
-        // As many as the device has multiprocessors: a launch lasts microseconds, and fewer would last longer.
+        // One thread block per multiprocessor: a launch lasts microseconds, and fewer blocks would last longer.
         let blocks_max = u32::try_from(gpu.device().multiprocessors).unwrap_or(1).max(1);
         Ok(ChecksumKernel { loaded, blocks_max })
     }
 
-    /// Memory for a launch.
-    pub(crate) fn buffer(&self) -> Result<PieceBuffer, Fault> {
+    /// Allocates memory for a launch.
+    pub(crate) fn buffer(&self) -> Result<PieceBuffer, CudaError> {
         let sums_at = (PieceBuffer::PIECES * size_of::<Piece>()).next_multiple_of(IO_ALIGN);
         let bytes = (sums_at + PieceBuffer::PIECES * size_of::<u64>()).next_multiple_of(IO_ALIGN);
         let mut memory = AlignedBuf::zeroed(bytes);
         let start = NonNull::from(&mut *memory).cast::<u8>();
-        // SAFETY: the memory of a buffer stays where it is when the buffer is moved, and lives as long as its owner.
+        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
         let pin = unsafe { HostPin::register(Arc::clone(self.loaded.gpu()), start, bytes, Arc::new(memory))? };
         // SAFETY: within the buffer.
         let sums = unsafe { start.add(sums_at) };
         Ok(PieceBuffer { pieces: start.cast(), sums: sums.cast(), _pin: pin })
     }
 
-    /// Queues the sums of the first `count` pieces of `buffer`. The context is current.
+    /// Queues the sums of the first `count` pieces of `buffer`. The context must be current.
     ///
     /// # Safety
-    /// The pieces must be device memory, at multiples of 16 bytes and of multiples of 512 bytes, which stays mapped, as
-    /// does the buffer, until the stream has passed the launch.
-    pub(crate) unsafe fn launch(&self, stream: &Stream, buffer: &PieceBuffer, count: usize) -> Result<(), Fault> {
+    /// The pieces must be device memory, with addresses that are multiples of 16 and lengths that are multiples of 512.
+    /// They and the buffer must stay mapped until the stream has passed the launch.
+    pub(crate) unsafe fn launch(&self, stream: &Stream, buffer: &PieceBuffer, count: usize) -> Result<(), CudaError> {
         let mut pieces = buffer.pieces.as_ptr().expose_provenance() as u64;
         let mut sums = buffer.sums.as_ptr().expose_provenance() as u64;
         let (mut count_32, mut constants) = (count as u32, CONSTANTS);
         let mut arguments: [*mut c_void; 4] =
             [(&raw mut pieces).cast(), (&raw mut count_32).cast(), (&raw mut sums).cast(), (&raw mut constants).cast()];
         let blocks = (count.div_ceil(PIECES_PER_BLOCK) as u32).clamp(1, self.blocks_max);
-        // SAFETY: arguments of the kernel's types; what they lead to is as the caller promises.
+        // SAFETY: the arguments have the kernel's types; the caller vouches for the memory they lead to.
         unsafe { self.loaded.launch(stream, blocks, BLOCK_THREADS, &mut arguments) }
     }
 }

@@ -1,4 +1,4 @@
-//! The checksum kernel: CRC-64/NVME of device memory, by the device.
+//! CRC-64/NVME of device memory, computed by the device.
 
 mod kernel;
 mod model;

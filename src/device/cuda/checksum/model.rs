@@ -1,30 +1,30 @@
-//! The algebra of `kernels/checksum.cu`, its constants, and in the tests the same algorithm step by step.
+//! The algebra and constants of `kernels/checksum.cu`; the tests contain the same algorithm step by step.
 //!
-//! A CRC is linear: that of a whole is the sum (XOR) of what its parts give when each is carried over the bytes that
-//! follow it, and carrying over n bytes is a multiplication by x^(8n) modulo the polynomial. Everything is reflected,
-//! as CRC-64/NVME is: the highest bit of a word is x^0, the lowest x^63.
+//! A CRC is linear: the CRC of a whole is the sum (XOR) of the CRCs of its parts, each carried over the bytes that
+//! follow it. Carrying over n bytes is a multiplication by x^(8n) modulo the polynomial. All values are reflected, as
+//! in CRC-64/NVME: the highest bit of a word is x^0, the lowest x^63.
 
-/// The polynomial without its x^64.
+/// The polynomial without its x^64 term.
 const POLYNOMIAL: u64 = 0x9A6C_9329_AC4B_C9B5;
 
 /// x^0.
 const ONE: u64 = 1 << 63;
 
-/// Bytes that a warp takes in at once; ranges are multiples of it.
+/// Bytes that a warp reads at once; lengths of pieces are multiples of it.
 pub(crate) const PIECE_MULTIPLE: usize = 512;
 
-/// Bytes of a piece: enough that its end, some 900 instructions, counts little; few enough for many warps.
+/// Bytes of a piece: long enough that the final step, some 900 instructions, costs little; short enough for many warps.
 const PIECE_BYTES: usize = 16 << 10;
 
 /// Lanes of a warp.
 const LANES: usize = 32;
 
-/// Times x.
+/// Multiplies by x.
 const fn times_x(a: u64) -> u64 {
     (a >> 1) ^ (POLYNOMIAL & 0_u64.wrapping_sub(a & 1))
 }
 
-/// The product modulo the polynomial.
+/// Multiplies modulo the polynomial.
 const fn times(a: u64, mut b: u64) -> u64 {
     let mut product = 0;
     let mut bit = 64;
@@ -49,13 +49,13 @@ const fn shift(mut bytes: u64) -> u64 {
     power
 }
 
-/// What the kernel is given by value. As `Constants` in `kernels/checksum.cu`.
+/// Kernel arguments passed by value. `Constants` in `kernels/checksum.cu` has the same layout.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(super) struct Constants {
     /// Bit `i`, carried over a row of zeros.
     carried: [u64; 64],
-    /// From the second word of each lane to the end of the row.
+    /// Factor from the second word of each lane to the end of the row.
     lane: [u64; LANES],
 }
 
@@ -75,7 +75,7 @@ pub(super) const CONSTANTS: Constants = {
     constants
 };
 
-/// What one warp sums up. As `Piece` in `kernels/checksum.cu`.
+/// A range that one warp sums. `Piece` in `kernels/checksum.cu` has the same layout.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[repr(C)]
 pub(crate) struct Piece {
@@ -84,13 +84,13 @@ pub(crate) struct Piece {
     after: u64,
 }
 
-/// How a block of segments of certain lengths is cut into pieces. Made once for each layout.
+/// How a block with these segment lengths is cut into pieces. Made once per layout.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Plan {
     lengths: Box<[usize]>,
     /// Segment, offset in it, bytes, and x^(8 * bytes that follow).
     pieces: Box<[(usize, usize, usize, u64)]>,
-    /// What the initial value and the final inversion add.
+    /// Contribution of the initial value and the final inversion.
     around: u64,
 }
 
@@ -102,7 +102,7 @@ impl Plan {
         if lengths.iter().any(|len| len % PIECE_MULTIPLE != 0) {
             return None;
         }
-        // Longer pieces for blocks that are too long for pieces of the usual length.
+        // Blocks too long for pieces of the usual length get longer pieces.
         let spare = pieces_max.checked_sub(lengths.len()).filter(|&spare| spare > 0)?;
         let piece_bytes = bytes.div_ceil(spare).next_multiple_of(PIECE_MULTIPLE).max(PIECE_BYTES);
         let mut pieces = Vec::new();
@@ -115,21 +115,21 @@ impl Plan {
             *follows = after;
             after = times(after, shift(*bytes as u64));
         }
-        // `after` is now of the whole: the initial value, all ones, is carried over it.
+        // `after` now spans the whole block: the initial value, all ones, is carried over it.
         Some(Plan { lengths, pieces: pieces.into(), around: !times(u64::MAX, after) })
     }
 
-    /// True if it is for segments of these lengths.
+    /// True if the plan is for segments of these lengths.
     pub(crate) fn is_for(&self, lengths: impl Iterator<Item = usize>) -> bool {
         self.lengths.iter().copied().eq(lengths)
     }
 
-    /// Pieces of a block.
+    /// Number of pieces in a block.
     pub(crate) fn len(&self) -> usize {
         self.pieces.len()
     }
 
-    /// The pieces of the block whose segments begin at these addresses.
+    /// The pieces of a block whose segments start at these addresses.
     pub(crate) fn pieces(&self, addresses: &[u64]) -> impl Iterator<Item = Piece> {
         assert_eq!(addresses.len(), self.lengths.len(), "one address for each segment");
         self.pieces.iter().map(|&(segment, at, bytes, after)| {
@@ -138,7 +138,7 @@ impl Plan {
         })
     }
 
-    /// The checksum of the block whose pieces gave these sums.
+    /// The checksum of a block, from the sums of its pieces.
     pub(crate) fn checksum(&self, sums: impl Iterator<Item = u64>) -> u64 {
         sums.fold(self.around, |sum, piece| sum ^ piece)
     }
@@ -151,7 +151,7 @@ mod tests {
     use super::*;
     use crate::checksum::checksum;
 
-    /// The tables of a thread block, as the kernel makes them, and one of their 16 copies.
+    /// The tables of a thread block as the kernel makes them, and one of their 16 copies.
     fn tables() -> Vec<u64> {
         let value = |thread: usize| {
             let bits = (0..4).filter(|bit| thread >> bit & 1 == 1);
@@ -165,7 +165,7 @@ mod tests {
         (0..16).fold(0, |sum, p| sum ^ tables[p * 16 + (a >> (4 * p) & 15) as usize])
     }
 
-    /// What the kernel writes for a piece of these bytes.
+    /// The kernel's result for a piece with these bytes.
     fn sum_of(tables: &[u64], bytes: &[u8], after: u64) -> u64 {
         let word = |at: usize| u64::from_le_bytes(*bytes[at..].first_chunk().expect("8 bytes"));
         let mut sum = 0;

@@ -1,4 +1,4 @@
-//! Measures the methods on the device at hand.
+//! Measures the copy methods on the device.
 
 use std::{
     ptr::NonNull,
@@ -13,34 +13,34 @@ use super::{
 use crate::{
     block::{CopyOp, Direction},
     config::CopyMethod,
-    device::cuda::{DeviceBuffer, Fault, Gpu, HostPin, Stream},
+    device::cuda::{CudaError, DeviceBuffer, Gpu, HostPin, Stream},
     error::{Error, Result},
     memory::{AlignedBuf, DeviceMemory},
 };
 
-/// Memory on either side: what is measured fits, and is many times a launch's fixed cost.
+/// Scratch memory on each side: holds every measured batch, and is much larger than the fixed cost of a launch.
 const SCRATCH_BYTES: usize = 16 << 20;
 
-/// Sizes of copies, bytes.
+/// Copy lengths measured, in bytes.
 const SIZES: [usize; 6] = [512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20];
 
-/// How many copies are started together.
+/// Batch sizes measured, in copies.
 const COUNTS: [usize; 5] = [1, 8, 64, 512, 4096];
 
-/// Each is measured this often, and the best counts: what disturbs only adds.
+/// Runs per measurement. The fastest counts: interference only adds time.
 const ROUNDS: usize = 3;
 
-/// Measures every method on this device: some hundred milliseconds.
+/// Measures every method on this device. Takes some hundred milliseconds.
 pub(super) fn calibrate(gpu: &Arc<Gpu>, launcher: &Launcher) -> Result<Calibration> {
     let scratch = Scratch::new(gpu)?;
-    let stream = Stream::new(gpu).map_err(told)?;
+    let stream = Stream::new(gpu).map_err(unavailable)?;
     let mut calibration = Calibration::default();
     for direction in [Direction::HostToDevice, Direction::DeviceToHost] {
         for method in CopyMethod::ALL.into_iter().filter(|&method| launcher.has(method)) {
             for bytes in SIZES {
                 for count in COUNTS.into_iter().filter(|count| count * bytes <= SCRATCH_BYTES) {
                     let ops = scratch.ops(direction, bytes, count);
-                    let time = scratch.time(launcher, &stream, &ops, direction, method).map_err(told)?;
+                    let time = scratch.time(launcher, &stream, &ops, direction, method).map_err(unavailable)?;
                     calibration.note(direction == Direction::HostToDevice, method, bytes, count, time);
                 }
             }
@@ -49,12 +49,12 @@ pub(super) fn calibrate(gpu: &Arc<Gpu>, launcher: &Launcher) -> Result<Calibrati
     Ok(calibration)
 }
 
-fn told(fault: Fault) -> Error {
+fn unavailable(fault: CudaError) -> Error {
     Error::Unavailable { tier: "device", reason: format!("calibration failed: {fault}") }
 }
 
 struct Scratch {
-    // Dropped in this order: the pin before its memory.
+    // Fields drop in this order: the pin before its memory.
     host: NonNull<u8>,
     _pin: HostPin,
     device: DeviceBuffer,
@@ -64,15 +64,15 @@ impl Scratch {
     fn new(gpu: &Arc<Gpu>) -> Result<Self> {
         let mut memory = AlignedBuf::zeroed(SCRATCH_BYTES);
         let host = NonNull::from(&mut *memory).cast::<u8>();
-        // SAFETY: the memory of a buffer stays where it is when the buffer is moved, and lives as long as its owner.
+        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
         let pin = unsafe { HostPin::new(Arc::clone(gpu), host, SCRATCH_BYTES, Arc::new(memory))? };
         Ok(Scratch { host, _pin: pin, device: DeviceBuffer::new(Arc::clone(gpu), SCRATCH_BYTES)? })
     }
 
-    /// Copies between places that are scattered on either side.
+    /// Copies between scattered places on both sides.
     fn ops(&self, direction: Direction, bytes: usize, count: usize) -> Vec<CopyOp> {
         let places = SCRATCH_BYTES / bytes;
-        // Odd, and so prime to the number of places, which is a power of two: every place once.
+        // An odd step is coprime to the number of places, a power of two, so that each place is used once.
         let place = |at: usize, step: usize| (at * step) % places * bytes;
         let op = |at| {
             let host = self.host.as_ptr().wrapping_add(place(at, 7919));
@@ -92,12 +92,12 @@ impl Scratch {
         ops: &[CopyOp],
         direction: Direction,
         method: CopyMethod,
-    ) -> std::result::Result<Duration, Fault> {
+    ) -> std::result::Result<Duration, CudaError> {
         let mut best = Duration::MAX;
         for _ in 0..=ROUNDS {
             let started = Instant::now();
-            // SAFETY: ranges of the scratch memory, which lives until the stream has been waited for; copies of one
-            // launch go to different places.
+            // SAFETY: ranges of the scratch memory, which lives until the stream is synchronized; the copies of a
+            // launch have different destinations.
             let (result, launched) =
                 unsafe { launcher.launch(stream, &Ops::new(std::iter::once(ops)), direction, method) };
             let waited = stream.synchronize();

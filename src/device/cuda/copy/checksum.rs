@@ -1,5 +1,5 @@
-//! Checksums of device memory, by the device. Blocks that are asked for while a launch is under way go together in the
-//! next: one launch costs as much as summing up some MiB.
+//! Checksums of device memory, computed by the device. Blocks submitted while a launch is in flight share the next
+//! launch: a launch has a fixed cost of summing some MiB.
 
 use std::{any::Any, cell::RefCell, collections::VecDeque, sync::Arc};
 
@@ -7,39 +7,39 @@ use tokio::sync::oneshot;
 
 use crate::{
     block::Segment,
-    device::cuda::{ChecksumKernel, Event, Fault, Gpu, PIECE_MULTIPLE, PieceBuffer, Plan, Stream},
+    device::cuda::{ChecksumKernel, CudaError, Event, Gpu, PIECE_MULTIPLE, PieceBuffer, Plan, Stream},
     error::{Error, Result},
 };
 
-/// Launches under way: while one ends, the next is queued.
+/// Launches in flight: while one ends, the next is queued.
 const LAUNCHES: usize = 2;
 
-/// Bytes of one launch, unless one block alone is larger. All at once would take the device the least time, and let
-/// blocks that came from disk together leave together: nobody would ask the disk for others meanwhile.
+/// Bytes per launch, unless one block is larger. One launch for everything would take the device the least time, but
+/// blocks that arrived from disk together would then also finish together, and the disk would idle meanwhile.
 const LAUNCH_BYTES: u64 = 1 << 20;
 
 type Owner = Arc<dyn Any + Send + Sync>;
 
-/// One block, asked for.
+/// A block to sum.
 struct Job {
     addresses: Vec<u64>,
     bytes: u64,
     plan: Arc<Plan>,
-    /// Keeps its memory until the device is done with it.
+    /// Keeps the memory until the device is done with it.
     owner: Owner,
     answer: oneshot::Sender<Result<u64>>,
 }
 
-/// A launch under way.
-struct Flight {
-    result: std::result::Result<(), Fault>,
-    /// `None` where nothing was queued that could be waited for.
+/// A launch in flight.
+struct Launch {
+    result: std::result::Result<(), CudaError>,
+    /// `None` if nothing was queued that could be waited for.
     event: Option<Event>,
     buffer: PieceBuffer,
     jobs: Vec<Job>,
 }
 
-/// The blocks to be summed up, and those that are. One thread's.
+/// Blocks that wait for a launch, and launches in flight. Used by one thread.
 pub(super) struct Checksums {
     gpu: Arc<Gpu>,
     kernel: ChecksumKernel,
@@ -50,27 +50,26 @@ pub(super) struct Checksums {
 #[derive(Default)]
 struct State {
     waiting: VecDeque<Job>,
-    flights: VecDeque<Flight>,
-    /// What launches have used and the stream has passed.
+    launches: VecDeque<Launch>,
+    /// Buffers and events of finished launches.
     spare: Vec<(PieceBuffer, Event)>,
-    /// How the last block was cut: all of a cache are alike.
+    /// The plan of the last block: all blocks of a cache are alike.
     plan: Option<Arc<Plan>>,
 }
 
 impl Checksums {
-    pub(super) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, Fault> {
+    pub(super) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, CudaError> {
         let (kernel, stream) = (ChecksumKernel::load(gpu)?, Stream::new(gpu)?);
-        // Pinned now: later, pinning could have to wait for the device, and the device for us, at a layer that a stream
-        // waits for. Where it is refused, it is tried again when there is something to sum up.
+        // Pinned now: later, pinning might wait for the device while the device waits for us, at a layer gate. If
+        // pinning fails now, the first launch tries again.
         let spare = || Some((kernel.buffer().ok()?, Event::new(gpu).ok()?));
         let spare = (0..LAUNCHES).map_while(|_| spare()).collect();
         let state = RefCell::new(State { spare, ..State::default() });
         Ok(Checksums { gpu: Arc::clone(gpu), kernel, stream, state })
     }
 
-    /// Asks for the checksum of a block. `None` where the kernel cannot do it: the segments are not aligned, or there
-    /// are too many.
-    pub(super) fn ask(&self, segments: &[Segment], owner: Owner) -> Option<oneshot::Receiver<Result<u64>>> {
+    /// Submits a block. `None` if the kernel cannot sum it: the segments are unaligned or too many.
+    pub(super) fn submit(&self, segments: &[Segment], owner: Owner) -> Option<oneshot::Receiver<Result<u64>>> {
         let mut state = self.state.borrow_mut();
         let lengths = || segments.iter().map(|segment| segment.len);
         let plan = match state.plan.take().filter(|plan| plan.is_for(lengths())) {
@@ -85,34 +84,34 @@ impl Checksums {
         let bytes = lengths().map(|len| len as u64).sum();
         let (answer, answered) = oneshot::channel();
         state.waiting.push_back(Job { addresses, bytes, plan, owner, answer });
-        // What comes while it is under way goes together.
-        if state.flights.is_empty() && state.waiting.len() == 1 {
+        // Blocks that arrive while this one is in flight share a launch.
+        if state.launches.is_empty() && state.waiting.len() == 1 {
             self.launch(&mut state);
         }
         Some(answered)
     }
 
-    /// Answers what is done, launches what waits; true if anything is left. What stops the device goes to `note`.
-    pub(super) fn turn(&self, note: impl Fn(&Fault)) -> bool {
+    /// Answers finished blocks and launches waiting ones. True if any are left. `note` receives errors of the device.
+    pub(super) fn turn(&self, note: impl Fn(&CudaError)) -> bool {
         let state = &mut *self.state.borrow_mut();
-        if !state.flights.is_empty() && self.gpu.bind().is_ok() {
-            self.land(state, note);
+        if !state.launches.is_empty() && self.gpu.bind().is_ok() {
+            self.finish(state, note);
         }
-        while !state.waiting.is_empty() && state.flights.len() < LAUNCHES {
+        while !state.waiting.is_empty() && state.launches.len() < LAUNCHES {
             self.launch(state);
         }
-        !state.waiting.is_empty() || !state.flights.is_empty()
+        !state.waiting.is_empty() || !state.launches.is_empty()
     }
 
-    fn land(&self, state: &mut State, note: impl Fn(&Fault)) {
-        while let Some(flight) = state.flights.front() {
+    fn finish(&self, state: &mut State, note: impl Fn(&CudaError)) {
+        while let Some(flight) = state.launches.front() {
             let ended = match flight.event.as_ref().map_or(Ok(true), Event::is_reached) {
                 Ok(false) => return,
                 Ok(true) => Ok(()),
-                // The device is done with all of it: it stopped.
+                // A device error: the device has stopped, and no longer reads the memory.
                 Err(fault) => Err(fault),
             };
-            let Flight { result, event, buffer, jobs } = state.flights.pop_front().expect("it is in front");
+            let Launch { result, event, buffer, jobs } = state.launches.pop_front().expect("it is in front");
             let result = result.and(ended);
             if let Err(fault) = &result {
                 note(fault);
@@ -121,13 +120,13 @@ impl Checksums {
             for Job { plan, owner, answer, .. } in jobs {
                 let sums = at..at + plan.len();
                 at = sums.end;
-                // Before the answer: whoever gets it may take the owner apart.
+                // Dropped before the answer: its receiver may take the owner apart.
                 drop(owner);
                 let answered = match &result {
                     Ok(()) => Ok(plan.checksum(sums.map(|at| buffer.sum(at)))),
                     Err(fault) => Err(Error::Copy { engine: "cuda", reason: fault.to_string() }),
                 };
-                // Nobody may be waiting any more.
+                // The receiver may be gone.
                 drop(answer.send(answered));
             }
             if let (Ok(()), Some(event)) = (result, event) {
@@ -144,7 +143,7 @@ impl Checksums {
         let (mut buffer, event) = match spare {
             Ok(spare) => spare,
             Err(fault) => {
-                // Only the first is answered so: the next may find memory again.
+                // Fails only the first block: for the next one there may be memory again.
                 if let Some(Job { owner, answer, .. }) = state.waiting.pop_front() {
                     drop(owner);
                     drop(answer.send(Err(Error::Copy { engine: "cuda", reason: fault.to_string() })));
@@ -165,26 +164,26 @@ impl Checksums {
             jobs.push(job);
         }
         let queued = self.gpu.bind().and_then(|()| {
-            // SAFETY: pieces of segments that the jobs' owners keep, aligned as `ask` and `Plan::new` made sure; the
-            // flight keeps them and the buffer until the stream has passed the event.
+            // SAFETY: pieces of segments that the jobs' owners keep, aligned as `submit` and `Plan::new` checked. The
+            // launch keeps the owners and the buffer until the stream has passed the event.
             unsafe { self.kernel.launch(&self.stream, &buffer, count) }
         });
         let (result, event) = match event.record(&self.stream) {
             Ok(()) => (queued, Some(event)),
             Err(fault) => {
-                // Nothing would tell when the stream has passed it: wait here.
+                // Without an event the launch cannot be polled: wait here.
                 drop(self.stream.synchronize());
                 (queued.and(Err(fault)), None)
             }
         };
-        state.flights.push_back(Flight { result, event, buffer, jobs });
+        state.launches.push_back(Launch { result, event, buffer, jobs });
     }
 }
 
 impl Drop for Checksums {
     fn drop(&mut self) {
-        if !self.state.get_mut().flights.is_empty() {
-            // It fails only where the device stopped, and then it reads no more.
+        if !self.state.get_mut().launches.is_empty() {
+            // An error means that the device has stopped, and no longer reads the memory.
             drop(self.stream.synchronize());
         }
     }

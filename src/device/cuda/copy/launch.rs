@@ -1,57 +1,57 @@
-//! Puts copies into a stream, by each of the methods.
+//! Queues copies on a stream, by each of the methods.
 
 use std::{cell::RefCell, ptr::NonNull, sync::Arc};
 
 use crate::{
     block::{CopyOp, Direction},
     config::CopyMethod,
-    device::cuda::{BatchArrays, CopyKernel, Event, Fault, Gpu, HostPin, Stream, Tile},
+    device::cuda::{BatchArrays, CopyKernel, CudaError, Event, Gpu, HostPin, Stream, Tile},
     memory::AlignedBuf,
 };
 
-/// Descriptions that one buffer holds.
+/// Tiles per buffer.
 const TILES_PER_BUFFER: usize = 16 << 10;
 
-/// The least that a warp copies without a look at the next description.
+/// Smallest tile: what a warp copies before it reads the next descriptor.
 const TILE_BYTES_MIN: usize = 4 << 10;
 
-/// The most; a copy is cut so that all warps end at about the same time.
+/// Largest tile. Copies are cut so that all warps end at about the same time.
 const TILE_BYTES_MAX: usize = 64 << 10;
 
 /// Warps of a thread block, as the kernel is launched.
 const WARPS_PER_BLOCK: usize = 16;
 
-/// Tiles that a warp should get, so that those that begin late make up for it.
+/// Tiles per warp, so that warps that start late still end with the others.
 const TILES_PER_WARP: usize = 4;
 
-/// Pinned memory for descriptions of tiles.
+/// Pinned memory for tile descriptors.
 pub(super) struct TileBuffer {
     tiles: NonNull<Tile>,
     _pin: HostPin,
 }
 
 impl TileBuffer {
-    fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, Fault> {
+    fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, CudaError> {
         let bytes = TILES_PER_BUFFER * size_of::<Tile>();
         let mut memory = AlignedBuf::zeroed(bytes);
         let start = NonNull::from(&mut *memory).cast::<u8>();
-        // SAFETY: the memory of a buffer stays where it is when the buffer is moved, and lives as long as its owner.
+        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
         let pin = unsafe { HostPin::register(Arc::clone(gpu), start, bytes, Arc::new(memory))? };
         Ok(TileBuffer { tiles: start.cast(), _pin: pin })
     }
 
-    /// Writes a description at the place of this number.
+    /// Writes descriptor number `at`.
     fn write(&mut self, at: usize, tile: Tile) {
         assert!(at < TILES_PER_BUFFER, "tile {at} of {TILES_PER_BUFFER}");
-        // SAFETY: within the buffer, aligned to pages, which nobody else knows while it is not in a stream.
+        // SAFETY: within the page-aligned buffer; nothing else uses it outside a launch.
         unsafe { self.tiles.add(at).write(tile) };
     }
 }
 
-/// Copies to be launched together, where they are: the lists of several batches. Empty ones are passed over.
+/// The copies of several batches, to be launched together. Empty copies are skipped.
 pub(super) struct Ops<'a> {
     pub(super) lists: Vec<&'a [CopyOp]>,
-    /// How many there are, and their bytes in all.
+    /// Number of copies, and their bytes.
     pub(super) count: usize,
     pub(super) bytes: usize,
 }
@@ -70,13 +70,13 @@ impl<'a> Ops<'a> {
         self.lists.iter().copied().flatten().copied().filter(|op| op.len > 0)
     }
 
-    /// Bytes of one, on average.
+    /// Average length of a copy.
     pub(super) fn mean_bytes(&self) -> usize {
         self.bytes / self.count.max(1)
     }
 }
 
-/// What launching needs besides a stream. One thread's.
+/// State of launches apart from the stream. Used by one thread.
 pub(super) struct Launcher {
     gpu: Arc<Gpu>,
     kernel: Option<CopyKernel>,
@@ -86,16 +86,16 @@ pub(super) struct Launcher {
     events: RefCell<Vec<Event>>,
 }
 
-/// What a launch uses until the stream has passed it.
+/// Resources of a launch, in use until the stream has passed it.
 pub(super) struct Launched {
     event: Option<Event>,
     tiles: Vec<TileBuffer>,
 }
 
 impl Launcher {
-    /// `blocks_max`: thread blocks that the kernel may use.
-    pub(super) fn new(gpu: &Arc<Gpu>, blocks_max: u32) -> std::result::Result<Self, Fault> {
-        // Kernels read descriptions and blocks by the host's own addresses.
+    /// `blocks_max`: largest number of thread blocks per kernel launch.
+    pub(super) fn new(gpu: &Arc<Gpu>, blocks_max: u32) -> std::result::Result<Self, CudaError> {
+        // The kernel reads descriptors and blocks by their host addresses.
         let kernel = if gpu.device().host_addresses { Some(CopyKernel::load(gpu)?) } else { None };
         Ok(Launcher {
             gpu: Arc::clone(gpu),
@@ -107,7 +107,7 @@ impl Launcher {
         })
     }
 
-    /// True if this device and driver have the method.
+    /// True if this device and driver support the method.
     pub(super) fn has(&self, method: CopyMethod) -> bool {
         match method {
             CopyMethod::Loop => true,
@@ -116,24 +116,24 @@ impl Launcher {
         }
     }
 
-    /// Puts the copies into the stream, and a mark behind them. On an error some may be in it: the mark, where there
-    /// is one, is behind those.
+    /// Queues the copies, and an event behind them. After an error some of the copies may be queued; the event, if
+    /// there is one, is behind those.
     ///
     /// # Safety
-    /// All ranges must stay valid, and untouched by others, until the stream has passed the mark; with a `method`
-    /// other than `Loop` the host's ranges must be pinned.
+    /// All ranges must stay valid, and untouched by others, until the stream has passed the event. With a `method`
+    /// other than `Loop`, host ranges must be pinned.
     pub(super) unsafe fn launch(
         &self,
         stream: &Stream,
         ops: &Ops<'_>,
         direction: Direction,
         method: CopyMethod,
-    ) -> (std::result::Result<(), Fault>, Launched) {
+    ) -> (std::result::Result<(), CudaError>, Launched) {
         let mut launched = Launched { event: None, tiles: Vec::new() };
         let result = self.gpu.bind().and_then(|()| {
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller vouches for the ranges.
             let queued = unsafe { self.queue(stream, ops, direction, method, &mut launched) };
-            // Behind what was queued, be it all or not.
+            // Behind everything that was queued, complete or not.
             let event = self.event()?;
             event.record(stream)?;
             launched.event = Some(event);
@@ -151,17 +151,17 @@ impl Launcher {
         direction: Direction,
         method: CopyMethod,
         launched: &mut Launched,
-    ) -> std::result::Result<(), Fault> {
+    ) -> std::result::Result<(), CudaError> {
         match (method, &self.kernel) {
             (CopyMethod::Kernel, Some(kernel)) => {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller vouches for the ranges.
                 unsafe { self.queue_kernel(kernel, stream, ops, &mut launched.tiles) }
             }
             (CopyMethod::Batch, _) if self.gpu.has_batches() && ops.count > 0 => {
-                // SAFETY: the caller's promise.
+                // SAFETY: the caller vouches for the ranges.
                 unsafe { stream.copy_batch(ops.iter(), direction, &mut self.arrays.borrow_mut()) }
             }
-            // SAFETY: the caller's promise.
+            // SAFETY: the caller vouches for the ranges.
             _ => ops.iter().try_for_each(|op| unsafe { stream.copy(&op) }),
         }
     }
@@ -174,7 +174,7 @@ impl Launcher {
         stream: &Stream,
         ops: &Ops<'_>,
         used: &mut Vec<TileBuffer>,
-    ) -> std::result::Result<(), Fault> {
+    ) -> std::result::Result<(), CudaError> {
         let tile_bytes = self.tile_bytes(ops.bytes);
         let mut buffer = None;
         let mut count = 0;
@@ -182,7 +182,7 @@ impl Launcher {
             let mut at = 0;
             while at < op.len {
                 if count == TILES_PER_BUFFER {
-                    // SAFETY: the caller's promise.
+                    // SAFETY: the caller vouches for the ranges.
                     unsafe { self.queue_tiles(kernel, stream, buffer.take(), count, used)? };
                     count = 0;
                 }
@@ -196,12 +196,12 @@ impl Launcher {
                 at += len;
             }
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller vouches for the ranges.
         unsafe { self.queue_tiles(kernel, stream, buffer, count, used) }
     }
 
     /// # Safety
-    /// As [`launch`](Self::launch), for what the first `count` tiles say.
+    /// As [`launch`](Self::launch), for the ranges of the first `count` tiles.
     unsafe fn queue_tiles(
         &self,
         kernel: &CopyKernel,
@@ -209,12 +209,12 @@ impl Launcher {
         buffer: Option<TileBuffer>,
         count: usize,
         used: &mut Vec<TileBuffer>,
-    ) -> std::result::Result<(), Fault> {
+    ) -> std::result::Result<(), CudaError> {
         let Some(buffer) = buffer else { return Ok(()) };
         let blocks = count.div_ceil(WARPS_PER_BLOCK).min(self.blocks_max as usize) as u32;
         let start = buffer.tiles.as_ptr();
         used.push(buffer);
-        // SAFETY: the descriptions are in `used`, which the caller keeps; for the rest the caller's promise.
+        // SAFETY: the descriptors are in `used`, which the caller keeps; the caller vouches for the ranges.
         unsafe { kernel.launch(stream, start, count as u32, blocks) }
     }
 
@@ -224,15 +224,15 @@ impl Launcher {
         even.clamp(TILE_BYTES_MIN, TILE_BYTES_MAX)
     }
 
-    fn tile_buffer(&self) -> std::result::Result<TileBuffer, Fault> {
+    fn tile_buffer(&self) -> std::result::Result<TileBuffer, CudaError> {
         match self.tiles.borrow_mut().pop() {
             Some(buffer) => Ok(buffer),
             None => TileBuffer::new(&self.gpu),
         }
     }
 
-    /// Pins buffers for as many launches as are ever under way at once: later, pinning could have to wait for the
-    /// device, and the device for us, at a layer that a stream waits for.
+    /// Pins the buffers of as many launches as can be in flight: later, pinning might wait for the device while the
+    /// device waits for us, at a layer gate.
     pub(super) fn reserve(&self, launches: usize) {
         if self.kernel.is_none() {
             return;
@@ -241,26 +241,26 @@ impl Launcher {
         while tiles.len() < launches {
             match TileBuffer::new(&self.gpu) {
                 Ok(buffer) => tiles.push(buffer),
-                // The kernel is not used then: its blocks could not be pinned either.
+                // The kernel stays unused then: the blocks could not be pinned either.
                 Err(fault) => return tracing::debug!(%fault, "no memory for descriptions of copies was pinned"),
             }
         }
     }
 
-    fn event(&self) -> std::result::Result<Event, Fault> {
+    fn event(&self) -> std::result::Result<Event, CudaError> {
         match self.events.borrow_mut().pop() {
             Some(event) => Ok(event),
             None => Event::new(&self.gpu),
         }
     }
 
-    /// Whether the stream has passed the launch. True too where there is no mark: then nothing was ever behind it but
-    /// what [`Stream::synchronize`] has waited for.
-    pub(super) fn is_done(&self, launched: &Launched) -> std::result::Result<bool, Fault> {
+    /// Whether the stream has passed the launch. True without an event: then everything queued was waited for with
+    /// [`Stream::synchronize`].
+    pub(super) fn is_done(&self, launched: &Launched) -> std::result::Result<bool, CudaError> {
         launched.event.as_ref().map_or(Ok(true), Event::is_reached)
     }
 
-    /// Keeps for later what a launch has used; the stream has passed it.
+    /// Keeps the resources of a finished launch for reuse.
     pub(super) fn recycle(&self, launched: Launched) {
         self.tiles.borrow_mut().extend(launched.tiles);
         self.events.borrow_mut().extend(launched.event);
@@ -268,8 +268,8 @@ impl Launcher {
 }
 
 impl Launched {
-    /// True if there is a mark behind what was queued.
-    pub(super) fn is_marked(&self) -> bool {
+    /// True if there is an event behind the copies.
+    pub(super) fn has_event(&self) -> bool {
         self.event.is_some()
     }
 }

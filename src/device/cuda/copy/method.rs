@@ -1,4 +1,4 @@
-//! Which way to copy: measured, not guessed.
+//! Chooses the copy method by measurement.
 
 use std::{
     sync::{Arc, Mutex, OnceLock},
@@ -7,23 +7,23 @@ use std::{
 
 use crate::config::CopyMethod;
 
-/// What the methods take on a device, by size and number of copies: measured when a cache is opened.
+/// Measured duration of each method on a device, by size and number of copies.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Calibration {
     /// By direction (to the device, from it), then by method.
     times: [[Vec<Row>; 3]; 2],
 }
 
-/// Copies of one size.
+/// Measurements of one copy length.
 #[derive(Debug, Clone, PartialEq)]
 struct Row {
     bytes: usize,
-    /// How many copies there were, ascending, and what they took in all.
+    /// Number of copies, ascending, and their total duration.
     points: Vec<(usize, Duration)>,
 }
 
 impl Calibration {
-    /// Notes that `count` copies of `bytes` each took `time`. Called with ascending counts of ascending sizes.
+    /// Records that `count` copies of `bytes` each took `time`. Called with ascending counts of ascending lengths.
     pub(super) fn note(&mut self, to_device: bool, method: CopyMethod, bytes: usize, count: usize, time: Duration) {
         let rows = &mut self.times[usize::from(!to_device)][method as usize];
         match rows.last_mut().filter(|row| row.bytes == bytes) {
@@ -32,24 +32,24 @@ impl Calibration {
         }
     }
 
-    /// What `count` copies of `bytes` each should take. `None` for a method that this device does not have.
+    /// Expected duration of `count` copies of `bytes` each. `None` for a method that this device does not support.
     pub fn estimate(&self, to_device: bool, method: CopyMethod, bytes: usize, count: usize) -> Option<Duration> {
         let rows = &self.times[usize::from(!to_device)][method as usize];
         let row = nearest(rows, bytes)?;
         let time = row.at(count);
-        // Beyond the largest size that was measured time grows with the bytes.
+        // Beyond the largest measured length the duration grows with the bytes.
         let largest = rows.last().expect("there is a nearest row").bytes;
         Some(if bytes > largest { time.mul_f64(bytes as f64 / largest as f64) } else { time })
     }
 
-    /// The method that should be quickest for `count` copies of `bytes` each.
+    /// The method expected to be fastest for `count` copies of `bytes` each.
     pub fn quickest(&self, to_device: bool, bytes: usize, count: usize) -> CopyMethod {
         let timed = |method| Some((self.estimate(to_device, method, bytes, count)?, method));
         CopyMethod::ALL.into_iter().filter_map(timed).min().map_or(CopyMethod::Loop, |(_, method)| method)
     }
 }
 
-/// The row whose size is the nearest by ratio.
+/// The row with the nearest length, by ratio.
 fn nearest(rows: &[Row], bytes: usize) -> Option<&Row> {
     let distance = |row: &&Row| {
         let (a, b) = (row.bytes.max(1) as f64, bytes.max(1) as f64);
@@ -59,7 +59,7 @@ fn nearest(rows: &[Row], bytes: usize) -> Option<&Row> {
 }
 
 impl Row {
-    /// Between two counts that were measured on the line through them; past the last in proportion to the count.
+    /// Interpolates between measured counts; past the last one, scales with the count.
     fn at(&self, count: usize) -> Duration {
         let next = self.points.iter().position(|point| point.0 >= count);
         match next {
@@ -77,10 +77,10 @@ impl Row {
     }
 }
 
-/// A calibration, under the device and the settings that it is good for.
+/// A calibration, keyed by device and settings.
 type Kept = (String, Arc<Calibration>);
 
-/// The calibration of this device and these settings, made at most once a process.
+/// The calibration of this device and these settings, made at most once per process.
 pub(super) fn kept<E>(key: &str, make: impl FnOnce() -> Result<Calibration, E>) -> Result<Arc<Calibration>, E> {
     static KEPT: OnceLock<Mutex<Vec<Kept>>> = OnceLock::new();
     let mut kept = KEPT.get_or_init(Mutex::default).lock().expect("nothing panics under it");

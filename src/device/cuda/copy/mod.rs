@@ -1,12 +1,11 @@
 //! Copies between pinned host memory and a CUDA device.
 //!
-//! Copies that are asked for in one turn of the reactor, and those that arrive while the streams are full, go together:
-//! one launch has a fixed cost of microseconds, as much as copying 128 KiB. Which of three methods carries them, by
-//! number and size, is measured when a cache is opened ([`CopyMethod`], [`Calibration`]).
+//! Batches submitted in one turn of the reactor, and batches that arrive while the streams are full, share a launch: a
+//! launch has a fixed cost of microseconds, as much as copying 128 KiB. The method for each number and size of copies
+//! is measured when a cache is opened ([`CopyMethod`], [`Calibration`]).
 //!
-//! Completion is polled, by a task that lives only while something is in flight: an event costs about a microsecond
-//! to ask, and waking by a host function of the driver takes twice the time of a small copy. An idle engine has no
-//! task.
+//! A task polls for completion as long as something is in flight: querying an event takes about a microsecond, and a
+//! wake-up by a host function of the driver takes twice the time of a small copy. An idle engine has no task.
 
 mod calibrate;
 mod checksum;
@@ -36,94 +35,94 @@ use crate::{
     config::CopyMethod,
     device::{
         CopyBatch, CopyEngine, Memcpy, Polling,
-        cuda::{Fault, Gpu, HostPin, Stream},
+        cuda::{CudaError, Gpu, HostPin, Stream},
     },
     error::{Error, Result},
     memory::Arena,
 };
 
-/// Streams in each direction: while one ends, the next is on its way.
+/// Streams per direction: while one ends, the other already copies.
 const STREAMS: usize = 2;
 
-/// Launches in a stream; what comes later waits and goes together.
+/// Launches per stream; later batches wait and share the next launch.
 const LAUNCHES_PER_STREAM: usize = 2;
 
-/// Bytes of one launch, unless one batch alone is larger: what was asked first is not kept waiting for all that came
-/// after.
+/// Bytes per launch, unless one batch is larger, so that early batches do not wait for all later ones.
 const LAUNCH_BYTES: u64 = 32 << 20;
 
-/// The same where one of the batches is prompt: 40 us on the bus.
+/// Bytes per launch that contains a prompt batch: 40 us on the bus.
 const PROMPT_BYTES: u64 = 2 << 20;
 
-/// How long the engine looks for more after the last copy has ended, before its task ends: about what waking the
-/// reactor takes. Who copies one block after the other is spared that.
+/// How long the task keeps polling after the last copy: about the time that waking the reactor takes, which a sequence
+/// of single copies then saves.
 const LINGER: Duration = Duration::from_micros(30);
 
 type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
 
-/// How a [`CudaCopy`] is to work.
+/// Options of a [`CudaCopy`].
 #[derive(Debug, Clone, Copy)]
 pub struct CudaCopyOptions {
-    /// Always this method; `None`: the quickest.
+    /// Always use this method; `None`: the fastest by calibration.
     pub method: Option<CopyMethod>,
-    /// Thread blocks that the kernel may use at once: they are taken from the engine's own kernels.
+    /// Largest number of thread blocks of the copy kernel: it takes them from the inference engine's kernels.
     pub blocks_max: u32,
 }
 
-/// Copies between host memory and a device, both ways; between ranges of host memory by the processor.
+/// Copies between host memory and a device, both ways. Host-to-host copies run on the processor.
 pub struct CudaCopy {
     inner: Rc<Inner>,
     host: Memcpy,
 }
 
 struct Inner {
-    // Dropped in this order: `Drop` has waited for the streams by then.
-    /// `None` where the kernel could not be loaded.
+    // Fields drop in this order; `Drop` has synchronized the streams before.
+    /// `None` if the kernel could not be loaded.
     checksums: Option<Checksums>,
-    lanes: [RefCell<Lane>; 2],
+    queues: [RefCell<CopyQueue>; 2],
     launcher: Launcher,
-    /// Host memory that the device knows.
+    /// Pinned host memory.
     pinned: Range<usize>,
     pins: Vec<HostPin>,
     calibration: Arc<Calibration>,
     options: CudaCopyOptions,
-    /// A task polls.
+    /// The polling task runs.
     polling: Cell<bool>,
     /// Why nothing can be copied any more.
     fault: RefCell<Option<String>>,
     gpu: Arc<Gpu>,
 }
 
-/// One direction.
-struct Lane {
+/// The queue of one direction.
+struct CopyQueue {
     direction: Direction,
     waiting: VecDeque<(CopyBatch, Answer)>,
-    streams: Vec<(Stream, VecDeque<Flight>)>,
+    streams: Vec<(Stream, VecDeque<Launch>)>,
 }
 
-impl Lane {
+impl CopyQueue {
     fn is_idle(&self) -> bool {
-        self.waiting.is_empty() && self.streams.iter().all(|(_, flights)| flights.is_empty())
+        self.waiting.is_empty() && self.streams.iter().all(|(_, launches)| launches.is_empty())
     }
 }
 
 /// Batches that were launched together.
-struct Flight {
+struct Launch {
     launched: Launched,
-    result: std::result::Result<(), Fault>,
+    result: std::result::Result<(), CudaError>,
     batches: Vec<(CopyBatch, Answer)>,
 }
 
 impl CudaCopy {
-    /// An engine for this device, which pins the arena for it. Takes some hundred milliseconds the first time in a
-    /// process, to measure.
+    /// Makes an engine for this device and pins the arena. The first call in a process takes some hundred milliseconds
+    /// of measurements.
     ///
-    /// Where the arena cannot be pinned it says so in the log, and copies go through the driver's own buffers: slower.
+    /// If the arena cannot be pinned, the engine logs a warning, and copies go through the driver's own buffers, which
+    /// is slower.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with what the driver said.
+    /// [`Error::Unavailable`] with the driver's error.
     pub fn new(gpu: &Arc<Gpu>, arena: &Arc<Arena>, options: CudaCopyOptions) -> Result<Self> {
-        let unavailable = |fault: Fault| Error::Unavailable { tier: "device", reason: fault.to_string() };
+        let unavailable = |fault: CudaError| Error::Unavailable { tier: "device", reason: fault.to_string() };
         let launcher = Launcher::new(gpu, options.blocks_max).map_err(unavailable)?;
         if let Some(method) = options.method.filter(|&method| !launcher.has(method)) {
             let reason = format!("found copy = {method}, which this device or driver does not have; expected auto");
@@ -131,27 +130,27 @@ impl CudaCopy {
         }
         let key = format!("{} {}", gpu.device().pci_address, options.blocks_max);
         let calibration = method::kept(&key, || calibrate::calibrate(gpu, &launcher)).unwrap_or_else(|error| {
-            // Without pinned memory there is nothing to choose from.
-            tracing::warn!(%error, "the ways to copy could not be measured; each copy is a call of the driver's own");
+            // Without pinned memory only one method works.
+            tracing::warn!(%error, "the copy methods could not be measured; each copy is a separate driver call");
             Arc::default()
         });
         launcher.reserve(2 * STREAMS * LAUNCHES_PER_STREAM);
         let (pins, pinned) = pin(gpu, arena);
-        let lane = |direction| -> Result<_> {
+        let queue = |direction| -> Result<_> {
             let streams = (0..STREAMS).map(|_| Ok((Stream::new(gpu)?, VecDeque::new())));
-            let streams = streams.collect::<std::result::Result<_, Fault>>().map_err(unavailable)?;
-            Ok(RefCell::new(Lane { direction, waiting: VecDeque::new(), streams }))
+            let streams = streams.collect::<std::result::Result<_, CudaError>>().map_err(unavailable)?;
+            Ok(RefCell::new(CopyQueue { direction, waiting: VecDeque::new(), streams }))
         };
         let checksums = match gpu.device().host_addresses {
-            // The kernel reads descriptions by the host's own addresses.
+            // The kernel reads descriptors by their host addresses.
             true => Checksums::new(gpu).map_err(|error| {
-                tracing::warn!(%error, "the device verifies no blocks; what libcufile brings is copied to the host");
+                tracing::warn!(%error, "the device cannot verify blocks; they are copied to the host for it");
             }),
             false => Err(()),
         };
         let inner = Inner {
             checksums: checksums.ok(),
-            lanes: [lane(Direction::HostToDevice)?, lane(Direction::DeviceToHost)?],
+            queues: [queue(Direction::HostToDevice)?, queue(Direction::DeviceToHost)?],
             launcher,
             pinned,
             pins,
@@ -164,7 +163,7 @@ impl CudaCopy {
         Ok(CudaCopy { inner: Rc::new(inner), host: Memcpy::new() })
     }
 
-    /// The same, with this engine for copies between ranges of host memory.
+    /// Uses this engine for host-to-host copies.
     #[must_use]
     pub(crate) fn with_host(self, host: Memcpy) -> Self {
         CudaCopy { host, ..self }
@@ -176,21 +175,21 @@ impl CudaCopy {
         }
     }
 
-    /// What was measured.
+    /// The measurements.
     pub fn calibration(&self) -> &Calibration {
         &self.inner.calibration
     }
 
-    /// True if all of the arena is pinned for the device.
+    /// True if the whole arena is pinned for the device.
     pub fn is_pinned(&self) -> bool {
         !self.inner.pins.is_empty()
     }
 }
 
-/// Pins all chunks, or none. Chunks lie one after another, and no copy straddles two, so one range says it all.
+/// Pins all chunks, or none. Chunks are adjacent, and no copy straddles two, so one range describes them.
 fn pin(gpu: &Arc<Gpu>, arena: &Arc<Arena>) -> (Vec<HostPin>, Range<usize>) {
     let pin = |&(start, bytes): &(_, usize)| {
-        // SAFETY: chunks of the arena, mapped for as long as it lives.
+        // SAFETY: chunks of the arena, mapped as long as it lives.
         unsafe { HostPin::new(Arc::clone(gpu), start, bytes, Arc::clone(arena) as _) }
     };
     match arena.chunks().iter().map(pin).collect::<Result<Vec<_>>>() {
@@ -200,7 +199,7 @@ fn pin(gpu: &Arc<Gpu>, arena: &Arc<Arena>) -> (Vec<HostPin>, Range<usize>) {
             (pins, start..start + bytes)
         }
         Err(error) => {
-            tracing::warn!(%error, "host memory is not pinned; copies to and from the device take a detour");
+            tracing::warn!(%error, "host memory is not pinned; device copies go through the driver's buffers");
             (Vec::new(), 0..0)
         }
     }
@@ -212,29 +211,29 @@ impl CopyEngine for CudaCopy {
     }
 
     async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
-        let lane = match batch.direction() {
+        let queue = match batch.direction() {
             Direction::HostToHost => return self.host.copy(batch).await,
-            Direction::HostToDevice => &self.inner.lanes[0],
-            Direction::DeviceToHost => &self.inner.lanes[1],
+            Direction::HostToDevice => &self.inner.queues[0],
+            Direction::DeviceToHost => &self.inner.queues[1],
         };
         if let Some(reason) = self.inner.fault.borrow().clone() {
             return (Err(Error::Copy { engine: "cuda", reason }), batch);
         }
         let (answer, answered) = oneshot::channel();
-        let idle = lane.borrow().is_idle();
-        lane.borrow_mut().waiting.push_back((batch, answer));
+        let idle = queue.borrow().is_idle();
+        queue.borrow_mut().waiting.push_back((batch, answer));
         if idle {
-            // Nothing to wait for. What comes while this one is under way goes together.
-            self.inner.turn(&mut lane.borrow_mut());
+            // Launches at once. Batches that arrive while this one is in flight share the next launch.
+            self.inner.turn(&mut queue.borrow_mut());
         }
         self.start_polling();
-        answered.await.expect("the engine answers every batch it took before it goes")
+        answered.await.expect("the engine answers every accepted batch before it is dropped")
     }
 
     async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
-        let answered = self.inner.checksums.as_ref()?.ask(segments, owner)?;
+        let answered = self.inner.checksums.as_ref()?.submit(segments, owner)?;
         self.start_polling();
-        Some(answered.await.expect("the engine answers everything it took before it goes"))
+        Some(answered.await.expect("the engine answers every block before it is dropped"))
     }
 
     fn fault(&self) -> Option<String> {
@@ -254,16 +253,16 @@ impl CopyEngine for CudaCopy {
 }
 
 impl Inner {
-    /// Launches and answers until there was nothing left to do for a while.
+    /// Launches and answers until the engine has been idle for a while.
     async fn poll(self: Rc<Self>) {
         let _polling = Polling(&self.polling);
         let mut last = Instant::now();
         loop {
-            // Others of this turn may have copies to add.
+            // Lets other tasks of this turn add copies first.
             crate::io::yield_now().await;
             let mut busy = false;
-            for lane in &self.lanes {
-                busy |= self.turn(&mut lane.borrow_mut());
+            for queue in &self.queues {
+                busy |= self.turn(&mut queue.borrow_mut());
             }
             if let Some(checksums) = &self.checksums {
                 busy |= checksums.turn(|fault| self.note(fault));
@@ -276,34 +275,35 @@ impl Inner {
         }
     }
 
-    /// Answers what is done, launches what waits; true if anything is left.
-    fn turn(&self, lane: &mut Lane) -> bool {
-        for at in 0..lane.streams.len() {
-            self.land(&mut lane.streams[at].1);
+    /// Answers finished batches and launches waiting ones. True if any are left.
+    fn turn(&self, queue: &mut CopyQueue) -> bool {
+        for at in 0..queue.streams.len() {
+            self.finish(&mut queue.streams[at].1);
         }
-        while let Some((first, _)) = lane.waiting.front() {
-            // Prompt batches follow one another in one stream: side by side they would share the bus, and all end late.
-            let streams = if first.is_prompt() { 1 } else { lane.streams.len() };
-            let at = (0..streams).min_by_key(|&at| lane.streams[at].1.len());
-            let Some(at) = at.filter(|&at| lane.streams[at].1.len() < LAUNCHES_PER_STREAM) else { break };
-            self.launch(lane, at);
+        while let Some((first, _)) = queue.waiting.front() {
+            // Prompt batches follow one another in one stream: in parallel they would share the bus, and all would end
+            // late.
+            let streams = if first.is_prompt() { 1 } else { queue.streams.len() };
+            let at = (0..streams).min_by_key(|&at| queue.streams[at].1.len());
+            let Some(at) = at.filter(|&at| queue.streams[at].1.len() < LAUNCHES_PER_STREAM) else { break };
+            self.launch(queue, at);
         }
-        !lane.waiting.is_empty() || lane.streams.iter().any(|(_, flights)| !flights.is_empty())
+        !queue.waiting.is_empty() || queue.streams.iter().any(|(_, launches)| !launches.is_empty())
     }
 
-    /// Answers the flights of a stream that are done: the first ones, for they are in order.
-    fn land(&self, flights: &mut VecDeque<Flight>) {
-        if flights.is_empty() || self.gpu.bind().is_err() {
+    /// Answers the finished launches of a stream, in order.
+    fn finish(&self, launches: &mut VecDeque<Launch>) {
+        if launches.is_empty() || self.gpu.bind().is_err() {
             return;
         }
-        while let Some(flight) = flights.front() {
+        while let Some(flight) = launches.front() {
             let ended = match self.launcher.is_done(&flight.launched) {
                 Ok(false) => return,
                 Ok(true) => Ok(()),
-                // The device is done with all of it: it stopped.
+                // A device error: the device has stopped, and no longer copies.
                 Err(fault) => Err(fault),
             };
-            let Flight { launched, result, batches } = flights.pop_front().expect("it is in front");
+            let Launch { launched, result, batches } = launches.pop_front().expect("it is in front");
             let result = result.and(ended);
             match &result {
                 Ok(()) => self.launcher.recycle(launched),
@@ -313,11 +313,11 @@ impl Inner {
         }
     }
 
-    fn launch(&self, lane: &mut Lane, at: usize) {
+    fn launch(&self, queue: &mut CopyQueue, at: usize) {
         let (mut batches, mut bytes, mut limit) = (Vec::new(), 0, LAUNCH_BYTES);
-        while let Some((batch, _)) = lane.waiting.front() {
-            // Few batches are asked for their bytes, and only those that could go with others.
-            let more = if lane.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
+        while let Some((batch, _)) = queue.waiting.front() {
+            // Sums the bytes only if this batch may share a launch.
+            let more = if queue.waiting.len() > 1 || !batches.is_empty() { batch.bytes() } else { 0 };
             if batch.is_prompt() {
                 limit = PROMPT_BYTES;
             }
@@ -325,24 +325,24 @@ impl Inner {
                 break;
             }
             bytes += more;
-            batches.extend(lane.waiting.pop_front());
+            batches.extend(queue.waiting.pop_front());
         }
         let ops = Ops::new(batches.iter().map(|(batch, _)| batch.ops()));
-        let (stream, flights) = &mut lane.streams[at];
-        let method = self.method(&ops, lane.direction == Direction::HostToDevice);
-        // SAFETY: by the contract of `CopyBatch::new` all ranges stay valid and untouched while their batches live,
-        // which the flight holds until the stream has passed the mark; methods that need pinned memory are chosen for
-        // it only.
-        let (result, launched) = unsafe { self.launcher.launch(stream, &ops, lane.direction, method) };
-        if !launched.is_marked() {
-            // Nothing would tell when the stream has passed what did get into it: wait here. It fails only where the
-            // device stopped, and then it copies no more.
+        let (stream, launches) = &mut queue.streams[at];
+        let method = self.method(&ops, queue.direction == Direction::HostToDevice);
+        // SAFETY: by the contract of `CopyBatch::new` all ranges stay valid and untouched while their batches live, and
+        // the launch holds the batches until the stream has passed the event. Methods that need pinned memory are
+        // chosen only for pinned memory.
+        let (result, launched) = unsafe { self.launcher.launch(stream, &ops, queue.direction, method) };
+        if !launched.has_event() {
+            // Without an event the launch cannot be polled: wait here. An error means that the device has stopped, and
+            // no longer copies.
             drop(stream.synchronize());
         }
-        flights.push_back(Flight { launched, result, batches });
+        launches.push_back(Launch { launched, result, batches });
     }
 
-    /// The method for these copies.
+    /// Chooses the method for these copies.
     fn method(&self, ops: &Ops<'_>, to_device: bool) -> CopyMethod {
         let Range { start, end } = self.pinned;
         let is_pinned = |op: &CopyOp| {
@@ -356,34 +356,34 @@ impl Inner {
         self.options.method.unwrap_or_else(quickest)
     }
 
-    fn note(&self, fault: &Fault) {
+    fn note(&self, fault: &CudaError) {
         if fault.is_sticky() && self.fault.borrow().is_none() {
             *self.fault.borrow_mut() = Some(format!("the device stopped: {fault}"));
         }
     }
 }
 
-/// Gives the batches back with the result.
-fn answer(batches: Vec<(CopyBatch, Answer)>, fault: Option<&Fault>) {
+/// Answers the batches with the result.
+fn answer(batches: Vec<(CopyBatch, Answer)>, fault: Option<&CudaError>) {
     for (batch, answer) in batches {
         let result = match fault {
             None => Ok(()),
             Some(fault) => Err(Error::Copy { engine: "cuda", reason: fault.to_string() }),
         };
-        // Nobody may be waiting any more; the batch goes in either case.
+        // The receiver may be gone; the batch is dropped then.
         drop(answer.send((result, batch)));
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        for lane in &mut self.lanes {
-            for (stream, flights) in &mut lane.get_mut().streams {
-                if !flights.is_empty() {
-                    // It fails only where the device stopped, and then it copies no more.
+        for queue in &mut self.queues {
+            for (stream, launches) in &mut queue.get_mut().streams {
+                if !launches.is_empty() {
+                    // An error means that the device has stopped, and no longer copies.
                     drop(stream.synchronize());
                 }
-                flights.clear();
+                launches.clear();
             }
         }
     }

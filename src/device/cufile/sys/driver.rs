@@ -1,5 +1,5 @@
-//! The library, initialised. That may take seconds, and some versions never come back from it, so a thread of its own
-//! does it, which may be given up on.
+//! Initializes libcufile. That can take seconds, and in some versions never returns, so it runs on a thread of its own
+//! that can be abandoned.
 
 use std::{
     fmt,
@@ -11,19 +11,19 @@ use std::{
 
 use super::library::{Library, RawProperties, check};
 
-/// Ranges of longer registrations were seen to go through buffers of the library's own.
+/// Longer registrations were seen to go through libcufile's own buffers.
 const DIRECT_BYTES_MAX: usize = 16 << 20;
 
-/// libcufile, initialised for the rest of the process. Nobody closes it: others in the process may use it too.
+/// libcufile, initialized until the process ends. It is never closed: other code in the process may use it.
 pub struct Driver {
     library: &'static Library,
     properties: RawProperties,
 }
 
-/// How far opening has come.
+/// State of the initialization.
 enum Opening {
     NotTried,
-    /// A thread is at it, and whoever asked first has given up on it, or not yet.
+    /// The thread runs; `given_up` once the first caller has timed out.
     UnderWay {
         given_up: bool,
     },
@@ -35,16 +35,16 @@ static OPENING: Mutex<Opening> = Mutex::new(Opening::NotTried);
 static OPENED: Condvar = Condvar::new();
 
 impl Driver {
-    /// Opens it, once a process, and waits for that for no longer than `limit`. Blocks the thread.
+    /// Initializes libcufile once per process, and waits at most `limit`. Blocks the thread.
     ///
     /// # Errors
-    /// In words: no library, a function it lacks, what it said, or that it did not come back. In that last case a later
-    /// call finds out whether it has meanwhile.
+    /// The missing library or function, libcufile's own error, or that it did not return in time. After a timeout, a
+    /// later call returns the driver if libcufile has returned since.
     pub fn open(limit: Duration) -> Result<&'static Driver, String> {
         let library = Library::get()?;
-        // 1.16 to 1.20 read it in a loop without end where it does not exist.
+        // 1.16 to 1.20 read /proc/modules in an endless loop if it does not exist.
         if library.version().is_some_and(|version| version >= 1160) && !Path::new("/proc/modules").exists() {
-            return Err("this libcufile never comes back from cuFileDriverOpen where /proc/modules does not exist; \
+            return Err("this libcufile never returns from cuFileDriverOpen if /proc/modules does not exist; \
                         mount it, or use libcufile 1.15"
                 .into());
         }
@@ -54,7 +54,7 @@ impl Driver {
             thread.spawn(move || finish(library)).map_err(|error| format!("no thread to open libcufile: {error}"))?;
             *opening = Opening::UnderWay { given_up: false };
         }
-        // One wait is enough: who asks later only looks whether it has come back.
+        // Only the first caller waits; after a timeout, later calls only check.
         let awaited = |opening: &mut Opening| matches!(opening, Opening::UnderWay { given_up: false });
         let waited = OPENED.wait_timeout_while(opening, limit, awaited);
         let (mut opening, _) = waited.unwrap_or_else(PoisonError::into_inner);
@@ -64,33 +64,33 @@ impl Driver {
             Opening::UnderWay { given_up } => *given_up |= !limit.is_zero(),
             Opening::NotTried => {}
         }
-        Err("cuFileDriverOpen has not come back; look at cufile.log, and try another version of libcufile".into())
+        Err("cuFileDriverOpen has not returned; look at cufile.log, and try another version of libcufile".into())
     }
 
     pub(super) fn library(&self) -> &'static Library {
         self.library
     }
 
-    /// The library's name, and its version where it says.
+    /// Name of the library, with its version if it reports one.
     pub fn name(&self) -> String {
         let name = self.library.name();
         self.library.version().map_or_else(|| name.to_owned(), |v| format!("{name} {}.{}", v / 1000, v % 1000 / 10))
     }
 
-    /// Transfers that one batch may hold.
+    /// Capacity of a batch.
     pub fn batch_max(&self) -> u32 {
         self.properties.batch_max
     }
 
-    /// The version of nvidia-fs; `None` where it is not there.
+    /// Version of nvidia-fs; `None` if it is not loaded.
     pub fn nvfs_version(&self) -> Option<(u32, u32)> {
         let RawProperties { nvfs_major, nvfs_minor, .. } = self.properties;
         (nvfs_major > 0).then_some((nvfs_major, nvfs_minor))
     }
 
-    /// Bytes that go to the device in one piece; registrations that are longer are of no use.
+    /// Largest direct transfer in bytes; longer registrations are of no use.
     pub fn direct_bytes_max(&self) -> usize {
-        // It counts in KiB.
+        // libcufile counts in KiB.
         self.properties.max_direct_io.saturating_mul(1024).min(DIRECT_BYTES_MAX)
     }
 }
@@ -101,7 +101,7 @@ impl fmt::Debug for Driver {
     }
 }
 
-/// Opens the library on this thread, and tells those who wait.
+/// Initializes libcufile on this thread, and wakes the waiting callers.
 fn finish(library: &'static Library) {
     let opened = open(library);
     let mut opening = OPENING.lock().unwrap_or_else(PoisonError::into_inner);

@@ -1,4 +1,4 @@
-//! The library's functions, looked for once a process, and what their failures mean.
+//! Loads libcufile and finds its functions, once per process; explains its errors.
 
 use std::{
     ffi::{c_int, c_uint, c_void},
@@ -8,10 +8,10 @@ use std::{
 
 use libloading::os::unix::{Library as Loaded, RTLD_LAZY, RTLD_LOCAL};
 
-/// Names under which it is installed: the toolkit's link may be missing where only the run-time package is.
+/// Names of the library: the unversioned link is missing where only the run-time package is installed.
 const NAMES: [&str; 2] = ["libcufile.so.0", "libcufile.so"];
 
-/// What a function of the library came to: its own status, and the driver's.
+/// Return value of most functions: libcufile's status, and CUDA's.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RawResult {
@@ -19,7 +19,7 @@ pub(super) struct RawResult {
     pub(super) cuda: c_int,
 }
 
-/// A file, as the library wants it described (`CUfileDescr_t`).
+/// Description of a file (`CUfileDescr_t`).
 #[repr(C)]
 pub(super) struct RawDescription {
     pub(super) kind: c_uint,
@@ -48,7 +48,7 @@ pub(super) struct RawEntry {
     pub(super) cookie: *mut c_void,
 }
 
-/// What became of an entry (`CUfileIOEvents_t`).
+/// Result of a batch entry (`CUfileIOEvents_t`).
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct RawEvent {
@@ -73,7 +73,7 @@ pub(super) struct RawProperties {
     pub(super) pinned_max: c_uint,
     pub(super) batch_max: c_uint,
     pub(super) batch_timeout_ms: c_uint,
-    /// Room for what a later library may add.
+    /// Room for fields of later versions.
     pub(super) _more: [u64; 8],
 }
 
@@ -81,10 +81,10 @@ type Timespec = libc::timespec;
 
 macro_rules! functions {
     ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// Every function that is used, found.
+        /// The libcufile functions that this crate calls.
         pub(super) struct Functions {
             $(pub(super) $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-            /// Since libcufile 1.15: what proves a direct path.
+            /// Since libcufile 1.15: shows which path transfers took.
             pub(super) statistics: Option<Statistics>,
         }
 
@@ -114,7 +114,7 @@ functions! {
     batch_destroy = "cuFileBatchIODestroy": fn(*mut c_void);
 }
 
-/// The functions around statistics. Without them nothing is ever proven.
+/// The statistics functions. Without them no direct path can be shown.
 pub(super) struct Statistics {
     pub(super) set_level: unsafe extern "C" fn(c_int) -> RawResult,
     pub(super) start: unsafe extern "C" fn() -> RawResult,
@@ -133,16 +133,15 @@ impl Statistics {
     }
 }
 
-/// A function by its name. `F` must be its type.
+/// Finds a function by name. `F` must be its type.
 fn find<F: Copy>(loaded: &Loaded, name: &str) -> Result<F, String> {
-    // SAFETY: the symbol is a function of the type that NVIDIA's cufile.h gives it; `F` is that type, above. The
-    // library is never unloaded.
+    // SAFETY: NVIDIA's cufile.h declares the symbol as a function of type `F`, above. The library is never unloaded.
     unsafe { loaded.get::<F>(name.as_bytes()) }
         .map(|function| *function)
         .map_err(|_| format!("libcufile.so has no {name}; install a newer libcufile (CUDA 12 or later has it)"))
 }
 
-/// libcufile, loaded for the rest of the process, with every function that is used.
+/// libcufile, loaded until the process ends.
 pub struct Library {
     pub(super) functions: Functions,
     name: &'static str,
@@ -152,7 +151,7 @@ pub struct Library {
 }
 
 impl Library {
-    /// Looks for it, once a process; the error says what is missing and where it comes from.
+    /// Loads the library on the first call. The error names the missing package.
     pub fn get() -> Result<&'static Library, String> {
         static LIBRARY: OnceLock<Result<Library, String>> = OnceLock::new();
         LIBRARY.get_or_init(Self::load).as_ref().map_err(Clone::clone)
@@ -160,7 +159,8 @@ impl Library {
 
     fn load() -> Result<Library, String> {
         let open = |name: &&'static str| {
-            // SAFETY: loads a library of the system by its name, whose constructors are trusted like those of any.
+            // SAFETY: loads a system library by name and runs its constructors, which are trusted like those of any
+            // linked library.
             Some((*name, unsafe { Loaded::open(Some(*name), RTLD_LAZY | RTLD_LOCAL) }.ok()?))
         };
         let (name, loaded) = NAMES.iter().find_map(open).ok_or_else(|| {
@@ -171,17 +171,17 @@ impl Library {
         Ok(Library { functions, name, version, _loaded: std::mem::ManuallyDrop::new(loaded) })
     }
 
-    /// The name under which it was found.
+    /// File name of the library.
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// 1000 for each major and 10 for each minor number, as it says itself: 1.15 is 1150. `None` where it does not say.
+    /// Version, as 1000 * major + 10 * minor: 1.15 is 1150. `None` if the library does not report it.
     pub fn version(&self) -> Option<u32> {
         self.version
     }
 
-    /// True if it can say which way its transfers went.
+    /// True if libcufile can report which path its transfers took.
     pub fn has_statistics(&self) -> bool {
         self.functions.statistics.is_some()
     }
@@ -196,53 +196,53 @@ impl fmt::Debug for Library {
 fn version(loaded: &Loaded) -> Option<u32> {
     let get: unsafe extern "C" fn(*mut c_int) -> RawResult = find(loaded, "cuFileGetVersion").ok()?;
     let mut version = 0;
-    // SAFETY: the function of this name, which writes one integer and needs nothing initialised.
+    // SAFETY: writes one integer, and needs no initialized driver.
     let result = unsafe { get(&mut version) };
     u32::try_from(version).ok().filter(|&version| result.status == 0 && version > 0)
 }
 
-/// What a call of the library came to, other than success.
+/// A failed call of libcufile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CufileFault {
+pub struct CufileError {
     call: &'static str,
     status: i32,
     cuda: i32,
 }
 
-impl CufileFault {
+impl CufileError {
     pub(super) fn new(call: &'static str, status: i32) -> Self {
-        CufileFault { call, status, cuda: 0 }
+        CufileError { call, status, cuda: 0 }
     }
 
-    /// From what `cuFileRead` and `cuFileWrite` give: -1 with errno, or a negated status.
+    /// From the result of `cuFileRead` or `cuFileWrite`: -1 with errno, or a negated status.
     pub(super) fn of_transfer(call: &'static str, given: isize) -> Self {
         let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(0);
         let status = if given == -1 { errno } else { i32::try_from(-given).unwrap_or(i32::MAX) };
-        CufileFault::new(call, status)
+        CufileError::new(call, status)
     }
 
-    /// From the bytes of an event that is no success: a negated status or errno, or nothing of use.
+    /// From the bytes of a failed event: a negated status or errno, or an undefined value.
     pub(super) fn of_event(call: &'static str, bytes: isize) -> Self {
         const INTERNAL_ERROR: i32 = 5030;
         let status = if bytes < -1 { i32::try_from(-bytes).unwrap_or(INTERNAL_ERROR) } else { INTERNAL_ERROR };
-        CufileFault::new(call, status)
+        CufileError::new(call, status)
     }
 
-    /// The library's status (5001 and up), or an errno below that.
+    /// libcufile's status (5001 and up), or an errno.
     pub fn status(&self) -> i32 {
         self.status
     }
 }
 
-/// The result of a call, with its name.
-pub(super) fn check(call: &'static str, result: RawResult) -> Result<(), CufileFault> {
+/// Converts a result to an error that names the call.
+pub(super) fn check(call: &'static str, result: RawResult) -> Result<(), CufileError> {
     match result.status {
         0 => Ok(()),
-        status => Err(CufileFault { call, status, cuda: result.cuda }),
+        status => Err(CufileError { call, status, cuda: result.cuda }),
     }
 }
 
-/// The name of a status in cufile.h, and what helps, where something is known to.
+/// Name of a status in cufile.h, with a hint where one is known.
 fn explained(status: i32) -> (&'static str, &'static str) {
     match status {
         5001 => ("DRIVER_NOT_INITIALIZED", "open again; if it stays, look at cufile.log"),
@@ -277,9 +277,9 @@ fn explained(status: i32) -> (&'static str, &'static str) {
     }
 }
 
-impl fmt::Display for CufileFault {
+impl fmt::Display for CufileError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let CufileFault { call, status, cuda } = *self;
+        let CufileError { call, status, cuda } = *self;
         if (1..5000).contains(&status) {
             return write!(f, "{call}: {}", std::io::Error::from_raw_os_error(status));
         }
@@ -310,12 +310,12 @@ mod tests {
 
     #[test]
     fn a_fault_names_its_status_and_what_helps() {
-        let text = CufileFault::new("cuFileHandleRegister", 5027).to_string();
+        let text = CufileError::new("cuFileHandleRegister", 5027).to_string();
         assert!(text.starts_with("cuFileHandleRegister: 5027 (CU_FILE_HANDLE_NOT_REGISTERED); "), "{text}");
         assert!(text.contains("/run/udev/data/b<major>:<minor>"), "{text}");
-        let text = CufileFault { cuda: 700, ..CufileFault::new("cuFileRead", 5011) }.to_string();
+        let text = CufileError { cuda: 700, ..CufileError::new("cuFileRead", 5011) }.to_string();
         assert!(text.contains("5011 (CU_FILE_CUDA_DRIVER_ERROR), CUDA error 700; "), "{text}");
-        assert_eq!(CufileFault::of_transfer("cuFileRead", -5030).status(), 5030);
-        assert!(CufileFault::new("cuFileRead", libc::EIO).to_string().contains("Input/output error"));
+        assert_eq!(CufileError::of_transfer("cuFileRead", -5030).status(), 5030);
+        assert!(CufileError::new("cuFileRead", libc::EIO).to_string().contains("Input/output error"));
     }
 }

@@ -1,20 +1,21 @@
-//! NVIDIA's libcufile: transfers between files and device memory, in the best case without host memory between them.
+//! Bindings of NVIDIA's libcufile: transfers between files and device memory, at best without host memory in between.
 //!
-//! The library is looked for at run time and never linked. It always *works*: where neither nvidia-fs nor PCI
-//! peer-to-peer is there it reads into memory of its own and copies, which it calls its compat mode and tells nobody.
-//! Only its statistics say which of the two a transfer was; [`Driver::counters`] reads them.
+//! The library is loaded at run time and never linked. Transfers always work: without nvidia-fs and PCI peer-to-peer,
+//! libcufile reads into host memory of its own and copies (compat mode), without reporting it. Only its statistics show
+//! which path a transfer took; [`Driver::counters`] reads them.
 //!
-//! - [`Library`]: the functions, all there, and what their failures mean.
-//! - [`Driver`]: the library initialised, once a process, by a thread that may be given up on.
-//! - `Handle`, `Registration`, `Batch`: a file, a range of device memory, and up to 128 transfers, known to it.
+//! - [`Library`]: the functions, and the meaning of their errors.
+//! - [`Driver`]: the initialized library, once per process, on a thread that can be abandoned.
+//! - `Handle`, `Registration`, `Batch`: a registered file, a registered range of device memory, and a batch of
+//!   transfers.
 
 mod driver;
+mod handles;
 mod library;
-mod objects;
 mod stats;
 
 pub use driver::Driver;
-pub use library::{CufileFault, Library};
+pub use library::{CufileError, Library};
 pub use stats::Counters;
 
-pub(crate) use objects::{Batch, BatchEntry, BatchEvent, Handle, Registration};
+pub(crate) use handles::{Batch, BatchEntry, BatchEvent, Handle, Registration};

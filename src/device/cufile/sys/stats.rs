@@ -1,4 +1,4 @@
-//! The library's own count of which way its transfers went.
+//! libcufile's statistics: which path its transfers took.
 
 use std::{
     ffi::c_void,
@@ -7,22 +7,22 @@ use std::{
 
 use super::{
     driver::Driver,
-    library::{CufileFault, Functions, Library, check},
+    library::{CufileError, Functions, Library, check},
 };
 
-/// Level 3: everything, by GPU. The lower levels do not tell the ways apart.
+/// Level 3: everything, per GPU. Lower levels do not distinguish the paths.
 const LEVEL: i32 = 3;
 
-/// Bytes that are kept for the answer: several times what any version has filled so far.
+/// Room for the answer: several times what any version has filled so far.
 const ANSWER_WORDS: usize = 4096;
 
-/// Where the number of GPUs stands in the answer, in words of 8 bytes, by version of the library: level 1 has grown.
+/// Index of the GPU count in the answer, in words of 8 bytes, by version: level 1 has grown.
 const GPU_COUNT_AT: [(u32, usize); 2] = [(0, 128), (1190, 142)];
 
-/// GPUs that the answer has places for.
+/// Number of GPU entries in the answer.
 const GPUS_MAX: usize = 16;
 
-/// Words of one GPU's part, and where in it the counts stand: its id takes the first two.
+/// Words per GPU entry, and the indices of its counters; the first two words are its id.
 const GPU_WORDS: usize = 31;
 const READ_BYTES: usize = 2;
 const READS_P2P: usize = 7;
@@ -39,20 +39,20 @@ pub struct Counters {
     pub read_bytes: u64,
     /// Reads from the drive into device memory, by PCI peer-to-peer.
     pub reads_p2p: u64,
-    /// The same by nvidia-fs.
+    /// Reads from the drive into device memory, by nvidia-fs.
     pub reads_nvfs: u64,
-    /// Reads into host memory, and a copy: compat mode.
+    /// Reads into host memory with a copy to the device (compat mode).
     pub reads_posix: u64,
     /// Writes from device memory to the drive, by PCI peer-to-peer.
     pub writes_p2p: u64,
-    /// The same by nvidia-fs.
+    /// Writes from device memory to the drive, by nvidia-fs.
     pub writes_nvfs: u64,
-    /// Copies into host memory, and writes: compat mode.
+    /// Copies to host memory with a write to the drive (compat mode).
     pub writes_posix: u64,
 }
 
 impl Counters {
-    /// What has happened since `earlier`.
+    /// The difference from `earlier`.
     #[must_use]
     pub fn since(self, earlier: Counters) -> Counters {
         Counters {
@@ -66,12 +66,12 @@ impl Counters {
         }
     }
 
-    /// True if all reads went from the drive into device memory, and there were some.
+    /// True if there were reads and all of them went from the drive into device memory.
     pub fn proves_reads(&self) -> bool {
         self.reads_p2p + self.reads_nvfs > 0 && self.reads_posix == 0
     }
 
-    /// True if all writes went from device memory to the drive, and there were some.
+    /// True if there were writes and all of them went from device memory to the drive.
     pub fn proves_writes(&self) -> bool {
         self.writes_p2p + self.writes_nvfs > 0 && self.writes_posix == 0
     }
@@ -95,29 +95,29 @@ impl Counters {
     }
 }
 
-/// The turn of whoever looks at the counts: there is one set of them a process.
+/// Exclusive use of the counters: there is one set per process.
 pub(crate) struct Counting {
     _turn: MutexGuard<'static, bool>,
 }
 
-/// At the end of a process, before the library's own end: that crashes where it still counts (1.15).
+/// Runs at process exit, before libcufile's own exit handler: 1.15 crashes there if it still counts.
 extern "C" fn stop_counting() {
     if let Ok(Library { functions: Functions { statistics: Some(statistics), .. }, .. }) = Library::get() {
-        // SAFETY: the function of this name takes nothing; the driver is open, or counting would not have begun.
+        // SAFETY: takes no arguments; the driver is open, or counting would not have started.
         unsafe { (statistics.stop)() };
     }
 }
 
 impl Driver {
-    /// Lets the library count, for the rest of the process: to stop and to begin again crashes, too. One caller at a
-    /// time. `None` where it cannot: before 1.15.
-    pub(crate) fn start_counting(&self) -> Result<Option<Counting>, CufileFault> {
+    /// Enables the statistics until the process ends: stopping and restarting them crashes libcufile. One caller at a
+    /// time. `None` before libcufile 1.15, which has no statistics.
+    pub(crate) fn start_counting(&self) -> Result<Option<Counting>, CufileError> {
         static COUNTS: Mutex<bool> = Mutex::new(false);
         let Some(statistics) = &self.library().functions.statistics else { return Ok(None) };
         let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
         if !*counts {
-            // SAFETY: the functions of these names take an integer and nothing; the driver is open. What is registered
-            // takes nothing and does not unwind; it runs before the end of the library, which was loaded earlier.
+            // SAFETY: the functions take an integer and nothing; the driver is open. The exit handler takes nothing and
+            // does not unwind; it runs before the library's own exit handler, because the library was loaded earlier.
             unsafe {
                 check("cuFileSetStatsLevel", (statistics.set_level)(LEVEL))?;
                 check("cuFileStatsStart", (statistics.start)())?;
@@ -128,11 +128,11 @@ impl Driver {
         Ok(Some(Counting { _turn: counts }))
     }
 
-    /// What it has counted so far; `None` where it does not count.
+    /// The counters so far; `None` without statistics.
     ///
     /// # Errors
-    /// What the library said.
-    pub fn counters(&self) -> Result<Option<Counters>, CufileFault> {
+    /// libcufile's error.
+    pub fn counters(&self) -> Result<Option<Counters>, CufileError> {
         let Some(statistics) = &self.library().functions.statistics else { return Ok(None) };
         let mut answer = Box::new([0_u64; ANSWER_WORDS]);
         let place: *mut c_void = answer.as_mut_ptr().cast();

@@ -1,4 +1,4 @@
-//! What the library keeps for its callers: files, ranges of device memory, batches.
+//! RAII wrappers of libcufile's objects: registered files, registered device memory, batches.
 
 use std::{
     ffi::{c_int, c_void},
@@ -10,7 +10,7 @@ use std::{
 
 use super::{
     driver::Driver,
-    library::{CufileFault, RawDescription, RawEntry, RawEvent, RawFile, check},
+    library::{CufileError, RawDescription, RawEntry, RawEvent, RawFile, check},
 };
 use crate::block::OpKind;
 
@@ -28,20 +28,20 @@ const CANCELED: u32 = 8;
 const COMPLETE: u32 = 16;
 const TIMEOUT: u32 = 32;
 
-/// A file that the library knows, kept open; forgotten when dropped.
+/// A file registered with libcufile; deregistered when dropped.
 pub(crate) struct Handle {
     driver: &'static Driver,
     raw: *mut c_void,
-    /// What the library uses.
+    /// The descriptor registered with libcufile.
     _opened: File,
-    /// Holds the store's lock for as long.
+    /// Keeps the store's lock.
     _file: Arc<File>,
 }
 
 impl Handle {
-    pub(crate) fn new(driver: &'static Driver, file: Arc<File>) -> Result<Self, CufileFault> {
+    pub(crate) fn new(driver: &'static Driver, file: Arc<File>) -> Result<Self, CufileError> {
         let opened = open_again(&file).map_err(|error| {
-            CufileFault::new("open for cuFileHandleRegister", error.raw_os_error().unwrap_or(libc::EIO))
+            CufileError::new("open for cuFileHandleRegister", error.raw_os_error().unwrap_or(libc::EIO))
         })?;
         let mut raw = null_mut();
         let mut description = RawDescription {
@@ -56,47 +56,47 @@ impl Handle {
         Ok(Handle { driver, raw, _opened: opened, _file: file })
     }
 
-    /// Moves `len` bytes between the file at `offset` and device memory, and waits for that; the bytes moved, which may
-    /// be fewer.
+    /// Transfers `len` bytes between the file at `offset` and device memory, synchronously. Returns the bytes
+    /// transferred, which may be fewer.
     ///
     /// # Safety
-    /// The range must be device memory of the current context, ours to read (for a write) or to write to (for a read),
-    /// until this returns.
+    /// The range must be device memory of the current context, and ours to write to (for a read) or to read (for a
+    /// write) until this returns.
     pub(crate) unsafe fn transfer(
         &self,
         kind: OpKind,
         ptr: *mut u8,
         len: usize,
         offset: u64,
-    ) -> Result<usize, CufileFault> {
+    ) -> Result<usize, CufileError> {
         let functions = &self.driver.library().functions;
         let at = offset as i64;
         let (call, moved) = match kind {
-            // SAFETY: the caller's promise; a file's offset fits.
+            // SAFETY: the caller vouches for the range; a file's offset fits.
             OpKind::Read => ("cuFileRead", unsafe { (functions.read)(self.raw, ptr.cast(), len, at, 0) }),
             // SAFETY: as above.
             OpKind::Write => ("cuFileWrite", unsafe { (functions.write)(self.raw, ptr.cast(), len, at, 0) }),
             OpKind::Sync => unreachable!("only reads and writes move bytes"),
         };
-        usize::try_from(moved).map_err(|_| CufileFault::of_transfer(call, moved))
+        usize::try_from(moved).map_err(|_| CufileError::of_transfer(call, moved))
     }
 }
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: registered in `new`, forgotten once; whoever transfers borrows the handle.
+        // SAFETY: registered in `new`, deregistered once; a transfer borrows the handle.
         unsafe { (self.driver.library().functions.handle_deregister)(self.raw) };
     }
 }
 
-/// The very same file by a descriptor of its own. The store's was opened with `O_NOFOLLOW`, which the library refuses
-/// (5019); what `/proc` leads to is no name that anybody could have changed.
+/// Opens the same file again through `/proc`, for a descriptor without `O_NOFOLLOW`: libcufile refuses that flag
+/// (5019). The `/proc` link leads to the open file itself, whatever its name means by now.
 fn open_again(file: &File) -> std::io::Result<File> {
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());
     OpenOptions::new().read(true).write(true).custom_flags(libc::O_DIRECT).open(path)
 }
 
-/// A range of device memory that the library has mapped for the drive; forgotten when dropped.
+/// A range of device memory registered with libcufile; deregistered when dropped.
 pub(crate) struct Registration {
     driver: &'static Driver,
     start: *mut u8,
@@ -104,9 +104,9 @@ pub(crate) struct Registration {
 
 impl Registration {
     /// # Safety
-    /// The range must be device memory of the current context that lives longer than this.
-    pub(crate) unsafe fn new(driver: &'static Driver, start: *mut u8, bytes: usize) -> Result<Self, CufileFault> {
-        // SAFETY: the caller's promise.
+    /// The range must be device memory of the current context that outlives the registration.
+    pub(crate) unsafe fn new(driver: &'static Driver, start: *mut u8, bytes: usize) -> Result<Self, CufileError> {
+        // SAFETY: the caller vouches for the range.
         let result = unsafe { (driver.library().functions.buffer_register)(start.cast(), bytes, 0) };
         check("cuFileBufRegister", result)?;
         Ok(Registration { driver, start })
@@ -115,7 +115,7 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        // SAFETY: registered in `new`, forgotten once, when no transfer uses it.
+        // SAFETY: registered in `new`, deregistered once, while no transfer uses it.
         let result = unsafe { (self.driver.library().functions.buffer_deregister)(self.start.cast()) };
         if let Err(fault) = check("cuFileBufDeregister", result) {
             tracing::debug!(%fault, "device memory stays registered");
@@ -123,7 +123,7 @@ impl Drop for Registration {
     }
 }
 
-/// Up to so many transfers at once.
+/// A cuFile batch of fixed capacity.
 pub(crate) struct Batch {
     driver: &'static Driver,
     raw: *mut c_void,
@@ -131,69 +131,69 @@ pub(crate) struct Batch {
     events: Vec<RawEvent>,
 }
 
-/// One transfer of a batch.
+/// A transfer to submit.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct BatchEntry {
     pub(crate) kind: OpKind,
     pub(crate) ptr: *mut u8,
     pub(crate) len: usize,
     pub(crate) offset: u64,
-    /// Comes back with the event.
+    /// Returned with the event.
     pub(crate) cookie: usize,
 }
 
-/// The end of a transfer of a batch.
+/// A completed transfer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BatchEvent {
     pub(crate) cookie: usize,
-    /// The bytes moved, which may be fewer than asked.
-    pub(crate) result: Result<usize, CufileFault>,
+    /// Bytes transferred, which may be fewer than requested.
+    pub(crate) result: Result<usize, CufileError>,
 }
 
 impl Batch {
-    pub(crate) fn new(driver: &'static Driver, capacity: u32) -> Result<Self, CufileFault> {
+    pub(crate) fn new(driver: &'static Driver, capacity: u32) -> Result<Self, CufileError> {
         let mut raw = null_mut();
-        // SAFETY: writes one handle, given back when this is dropped.
+        // SAFETY: writes one handle, destroyed when this is dropped.
         let result = unsafe { (driver.library().functions.batch_set_up)(&mut raw, capacity) };
         check("cuFileBatchIOSetUp", result)?;
         let nothing = RawEvent { cookie: null_mut(), status: 0, bytes: 0 };
         Ok(Batch { driver, raw, entries: Vec::new(), events: vec![nothing; capacity as usize] })
     }
 
-    /// Hands transfers over: all of them, or none.
+    /// Submits all transfers, or none.
     ///
     /// # Safety
-    /// Each range must be device memory of the current context, ours to read or to write to until its event has come,
-    /// and the files must stay registered as long. There must never be more under way than the capacity.
+    /// Each range must be device memory of the current context, ours to read or write until its event arrives, and the
+    /// files must stay registered until then. Transfers in flight must never exceed the capacity.
     pub(crate) unsafe fn submit(
         &mut self,
         entries: impl Iterator<Item = (BatchEntry, *const Handle)>,
-    ) -> Result<(), CufileFault> {
+    ) -> Result<(), CufileError> {
         self.entries.clear();
         self.entries.extend(entries.map(|(entry, file)| RawEntry {
             mode: MODE_BATCH,
-            // The library ignores the offset to the base in batches: the exact address it is.
+            // libcufile ignores `base_offset` in batches, so `base` is the exact address.
             base: entry.ptr.cast(),
             base_offset: 0,
             file_offset: entry.offset as i64,
             size: entry.len,
-            // SAFETY: the caller's promise: a handle that is still registered.
+            // SAFETY: the caller vouches for a handle that is still registered.
             file: unsafe { (*file).raw },
             operation: OPERATIONS[usize::from(entry.kind == OpKind::Write)],
             cookie: std::ptr::without_provenance_mut(entry.cookie),
         }));
         let count = self.entries.len() as u32;
-        // SAFETY: `count` entries that live across the call; for the rest the caller's promise.
+        // SAFETY: `count` entries that live across the call; the caller vouches for the rest.
         let result =
             unsafe { (self.driver.library().functions.batch_submit)(self.raw, count, self.entries.as_mut_ptr(), 0) };
         check("cuFileBatchIOSubmit", result)
     }
 
-    /// Transfers that have ended since the last call; does not wait.
-    pub(crate) fn poll(&mut self) -> Result<impl Iterator<Item = BatchEvent>, CufileFault> {
+    /// Returns the transfers completed since the last call, without waiting.
+    pub(crate) fn poll(&mut self) -> Result<impl Iterator<Item = BatchEvent>, CufileError> {
         let mut count = self.events.len() as u32;
         let mut no_time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        // SAFETY: writes `count` events at most, for which there is room, and how many.
+        // SAFETY: writes at most `count` events, for which there is room, and their number.
         let result = unsafe {
             let events = self.events.as_mut_ptr();
             (self.driver.library().functions.batch_status)(self.raw, 0, &mut count, events, &mut no_time)
@@ -205,11 +205,11 @@ impl Batch {
             let bytes = event.bytes.cast_signed();
             let result = match (event.status, usize::try_from(bytes)) {
                 (COMPLETE, Ok(bytes)) => Ok(bytes),
-                (COMPLETE, Err(_)) => Err(CufileFault::of_event("a transfer of a batch", bytes)),
-                (INVALID, _) => Err(CufileFault::of_event("a transfer of a batch, found invalid", bytes)),
-                (CANCELED, _) => Err(CufileFault::of_event("a transfer of a batch, canceled", bytes)),
-                (TIMEOUT, _) => Err(CufileFault::of_event("a transfer of a batch, timed out", bytes)),
-                _ => Err(CufileFault::of_event("a transfer of a batch, failed", bytes)),
+                (COMPLETE, Err(_)) => Err(CufileError::of_event("a transfer of a batch", bytes)),
+                (INVALID, _) => Err(CufileError::of_event("a transfer of a batch, found invalid", bytes)),
+                (CANCELED, _) => Err(CufileError::of_event("a transfer of a batch, canceled", bytes)),
+                (TIMEOUT, _) => Err(CufileError::of_event("a transfer of a batch, timed out", bytes)),
+                _ => Err(CufileError::of_event("a transfer of a batch, failed", bytes)),
             };
             BatchEvent { cookie: event.cookie.addr(), result }
         }))
@@ -218,7 +218,7 @@ impl Batch {
 
 impl Drop for Batch {
     fn drop(&mut self) {
-        // SAFETY: set up in `new`, given back once, when nothing is under way: it would wait for that.
+        // SAFETY: set up in `new`, destroyed once, with nothing in flight: it would wait for that.
         unsafe { (self.driver.library().functions.batch_destroy)(self.raw) };
     }
 }

@@ -1,5 +1,5 @@
-//! The proof: random bytes go through the NIC both ways, and are looked at from the other side. Some machines route no
-//! reads, or no writes, between two devices; some lose them in silence.
+//! The self-test: random bytes go through the NIC in both directions and are compared on the other side. Some machines
+//! route no reads, or no writes, between two PCI devices; some lose them silently.
 
 use std::{
     hash::{BuildHasher, RandomState},
@@ -16,11 +16,11 @@ use crate::{
     memory::{AlignedBuf, DeviceMemory},
 };
 
-/// Bytes on each side: twice what goes one way.
+/// Bytes on each side: one half per direction.
 pub(super) const SCRATCH_BYTES: usize = 2 * HALF_BYTES;
 const HALF_BYTES: usize = 32 << 10;
 
-/// Memory of the proof's own, on both sides.
+/// Scratch memory of the self-test, on both sides.
 pub(super) struct Scratch {
     host: Arc<HostSide>,
     device: Arc<dyn DeviceMemory>,
@@ -29,7 +29,7 @@ pub(super) struct Scratch {
 
 struct HostSide(NonNull<u8>, #[expect(dead_code, reason = "keeps the memory")] AlignedBuf);
 
-// SAFETY: an address into memory that it owns; who may touch it is decided by the proof.
+// SAFETY: an address into memory that it owns; the self-test decides who may touch it.
 unsafe impl Send for HostSide {}
 // SAFETY: as above.
 unsafe impl Sync for HostSide {}
@@ -63,7 +63,7 @@ fn host_side() -> HostSide {
 }
 
 impl Scratch {
-    /// `gpu`: whose memory is proven; without one, host memory plays it.
+    /// Scratch memory for a test of `gpu`; without a GPU, host memory plays the device.
     pub(super) fn new(gpu: Option<&Arc<Gpu>>) -> Result<Self, String> {
         let host = Arc::new(host_side());
         let Some(gpu) = gpu else { return Ok(Scratch { host, device: Arc::new(host_side()), gpu: None }) };
@@ -72,21 +72,21 @@ impl Scratch {
         Ok(Scratch { host, device: Arc::new(device), gpu: Some((Arc::clone(gpu), stream)) })
     }
 
-    /// Its two places: on the host, on the device.
+    /// Addresses of the two sides: host, device.
     pub(super) fn places(&self) -> [usize; 2] {
         [self.host.base(), self.device.base()].map(|base| base.as_ptr().expose_provenance())
     }
 
-    /// Copies beside the NIC, at once. Nothing else uses these ranges now.
+    /// Copies without the NIC, synchronously. Nothing else may use these ranges during the call.
     fn copy_directly(&self, op: &CopyOp) -> Result<(), String> {
         match &self.gpu {
             None => {
-                // SAFETY: ranges of the two scratch memories, which nobody else uses during the call.
+                // SAFETY: ranges of the two scratch memories, which nothing else uses during the call.
                 unsafe { std::ptr::copy_nonoverlapping(op.src, op.dst, op.len) };
                 Ok(())
             }
             Some((gpu, stream)) => {
-                // SAFETY: as above, and the stream is waited for.
+                // SAFETY: as above; the stream is synchronized before the ranges are used again.
                 let copied = gpu.bind().and_then(|()| unsafe { stream.copy(op) });
                 copied.and_then(|()| stream.synchronize()).map_err(|fault| fault.to_string())
             }
@@ -97,16 +97,16 @@ impl Scratch {
         self.host.base().as_ptr().wrapping_add(at * HALF_BYTES)
     }
 
-    /// The proof's own place on the device.
+    /// The scratch memory's place on the device.
     pub(super) fn own_place(&self) -> Place {
         Place { start: self.device.base(), bytes: SCRATCH_BYTES, owner: Arc::clone(&self.device) }
     }
 
-    /// Fills a half of the host's side with bytes that were there before in no run.
+    /// Fills a half of the host side with fresh random bytes.
     fn fill(&self, at: usize) -> Vec<u8> {
         let random = RandomState::new();
         let bytes: Vec<u8> = (0..HALF_BYTES as u64 / 8).flat_map(|word| random.hash_one(word).to_ne_bytes()).collect();
-        // SAFETY: a half of our own memory, which nothing uses now.
+        // SAFETY: a half of our own memory, which nothing else uses now.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.host_half(at), HALF_BYTES) };
         bytes
     }
@@ -118,7 +118,7 @@ impl Scratch {
     }
 
     fn batch(&self, src: *const u8, dst: *mut u8, len: usize, direction: Direction, place: &Place) -> CopyBatch {
-        // In pieces that begin anywhere, as blocks that are scattered do.
+        // Pieces with unaligned offsets, as scattered blocks have.
         let cuts = [0, 1, 4096 + 1, 5000, 20_001, HALF_BYTES].map(|cut: usize| cut.min(len));
         let op = |cut: &[usize]| CopyOp {
             src: src.wrapping_add(cut[0]),
@@ -127,13 +127,12 @@ impl Scratch {
         };
         let owners: Vec<Arc<dyn std::any::Any + Send + Sync>> =
             vec![Arc::clone(&self.host) as _, Arc::new(Arc::clone(&place.owner))];
-        // SAFETY: halves of the scratch memory and of the place, which the owners keep, and which nobody but the proof
-        // uses.
+        // SAFETY: halves of the scratch memory and of the place, which the owners keep and only the self-test uses.
         unsafe { CopyBatch::new(cuts.windows(2).map(op).collect(), direction, owners) }
     }
 
-    /// Writes to a place on the device and from it, by `copy`, and compares.
-    pub(super) async fn prove(
+    /// Copies to and from a place on the device with `copy`, and compares.
+    pub(super) async fn self_test(
         &self,
         place: &Place,
         copy: impl AsyncFn(CopyBatch) -> Result<(), String>,
@@ -144,31 +143,29 @@ impl Scratch {
         };
         let len = HALF_BYTES.min(place.bytes / 2);
         let device_half = |at: usize| place.start.as_ptr().wrapping_add(at * len);
-        // To the device by the NIC, back beside it.
+        // To the device through the NIC, back without it.
         let sent = self.fill(0);
         copy(self.batch(self.host_half(0), device_half(0), len, to_device, place))
             .await
             .map_err(|reason| format!("a write to the device failed: {reason}"))?;
         self.copy_directly(&CopyOp { src: device_half(0), dst: self.host_half(1), len })?;
         if let Some(at) = self.first_wrong(1, &sent[..len]) {
-            return Err(format!("a write to the device lost bytes (from byte {at} of {len} on), and said nothing"));
+            return Err(format!("a write to the device lost bytes (from byte {at} of {len} on), silently"));
         }
-        // To the device beside the NIC, back by it.
+        // To the device without the NIC, back through it.
         let sent = self.fill(0);
         self.copy_directly(&CopyOp { src: self.host_half(0), dst: device_half(1), len })?;
         copy(self.batch(device_half(1), self.host_half(1), len, to_host, place))
             .await
             .map_err(|reason| format!("a write from the device failed: {reason}"))?;
         match self.first_wrong(1, &sent[..len]) {
-            Some(at) => {
-                Err(format!("a write from the device lost bytes (from byte {at} of {len} on), and said nothing"))
-            }
+            Some(at) => Err(format!("a write from the device lost bytes (from byte {at} of {len} on), silently")),
             None => Ok(()),
         }
     }
 }
 
-/// Device memory that the proof may write to.
+/// Device memory that the self-test may overwrite.
 pub(super) struct Place {
     start: NonNull<u8>,
     bytes: usize,
@@ -176,7 +173,7 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Both ends of a pool: each must be where the NIC thinks that it is.
+    /// Both ends of a pool: each must be where the NIC expects it.
     pub(super) fn ends(pool: &Arc<dyn DeviceMemory>) -> [Place; 2] {
         let bytes = SCRATCH_BYTES.min(pool.bytes());
         let end = pool.base().as_ptr().wrapping_add(pool.bytes() - bytes);

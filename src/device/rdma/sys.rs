@@ -1,12 +1,12 @@
-//! The structures of infiniband/verbs.h (rdma-core), as far as they are used. Their layout is the library's stable
-//! interface: what it adds goes to the end, or is behind functions.
+//! The structures of infiniband/verbs.h (rdma-core) that this crate uses. Their layout is a stable ABI: new fields go
+//! to the end, or behind functions.
 
 use std::{
     ffi::{c_int, c_uint, c_void},
     marker::{PhantomData, PhantomPinned},
 };
 
-/// A thing that only the library looks into.
+/// Declares types that only the library looks into.
 macro_rules! opaque {
     ($($(#[$doc:meta])* $name:ident;)*) => {
         $(
@@ -27,14 +27,14 @@ opaque! {
     RawPd;
 }
 
-/// `struct ibv_context`, up to what is used.
+/// `struct ibv_context`, up to the last field used.
 #[repr(C)]
 pub(super) struct RawContext {
     pub(super) device: *mut RawDevice,
     pub(super) ops: RawOps,
 }
 
-/// `struct ibv_context_ops`: the calls that C has inline in the header. What only old programs call has no name here.
+/// `struct ibv_context_ops`: the calls that the C header has inline. Entries kept for old programs have no name here.
 #[repr(C)]
 pub(super) struct RawOps {
     _before_poll: [*const c_void; 11],
@@ -89,7 +89,7 @@ pub(super) struct RawPortAttr {
     pub(super) link_layer: u8,
     _flags: u8,
     _capabilities_2: u16,
-    // The library of another version may know more.
+    // Room for fields of newer library versions.
     _more: [u32; 8],
 }
 
@@ -124,7 +124,7 @@ pub(super) struct RawChannel {
     _references: c_int,
 }
 
-/// `struct ibv_cq`, up to what is used.
+/// `struct ibv_cq`, up to the last field used.
 #[repr(C)]
 pub(super) struct RawCq {
     pub(super) context: *mut RawContext,
@@ -134,7 +134,7 @@ pub(super) struct RawCq {
     pub(super) entries: c_int,
 }
 
-/// `struct ibv_qp`, up to what is used.
+/// `struct ibv_qp`, up to the last field used.
 #[repr(C)]
 pub(super) struct RawQp {
     pub(super) context: *mut RawContext,
@@ -217,10 +217,10 @@ pub(super) struct RawQpAttr {
     pub(super) rate_limit: u32,
 }
 
-/// `struct ibv_sge`: a piece of registered memory.
+/// `struct ibv_sge`: a range of registered memory.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Piece {
+pub(crate) struct Sge {
     pub(crate) address: u64,
     pub(crate) bytes: u32,
     pub(crate) lkey: u32,
@@ -232,8 +232,8 @@ pub(crate) struct Piece {
 pub(crate) struct WorkRequest {
     pub(crate) id: u64,
     pub(crate) next: *mut WorkRequest,
-    pub(crate) pieces: *mut Piece,
-    pub(crate) piece_count: c_int,
+    pub(crate) sges: *mut Sge,
+    pub(crate) sge_count: c_int,
     pub(super) opcode: c_uint,
     pub(crate) flags: c_uint,
     pub(super) _immediate: u32,
@@ -243,12 +243,12 @@ pub(crate) struct WorkRequest {
 }
 
 impl WorkRequest {
-    /// An RDMA WRITE of nothing.
+    /// An empty RDMA WRITE.
     pub(crate) const WRITE: WorkRequest = WorkRequest {
         id: 0,
         next: std::ptr::null_mut(),
-        pieces: std::ptr::null_mut(),
-        piece_count: 0,
+        sges: std::ptr::null_mut(),
+        sge_count: 0,
         opcode: WR_RDMA_WRITE,
         flags: 0,
         _immediate: 0,
@@ -258,7 +258,7 @@ impl WorkRequest {
     };
 }
 
-/// `struct ibv_wc`: what became of a work request.
+/// `struct ibv_wc`: the result of a work request.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Completion {
@@ -275,7 +275,7 @@ pub(crate) struct Completion {
 }
 
 impl Completion {
-    /// None.
+    /// An unused entry.
     pub(crate) const NONE: Completion = Completion {
         id: 0,
         status: 0,
@@ -332,7 +332,7 @@ mod tests {
 
     use super::*;
 
-    /// Numbers that a C compiler gave for rdma-core 44's infiniband/verbs.h on x86-64.
+    /// Offsets and sizes printed by a C compiler for rdma-core 44's infiniband/verbs.h on x86-64.
     #[test]
     fn structures_are_those_of_the_header() {
         assert_eq!(offset_of!(RawContext, ops), 8);
@@ -388,11 +388,11 @@ mod tests {
         assert_eq!(offset_of!(RawAddress, lid), 24);
         assert_eq!(offset_of!(RawAddress, is_global), 29);
         assert_eq!(offset_of!(RawAddress, port), 30);
-        assert_eq!(size_of::<Piece>(), 16);
-        assert_eq!(offset_of!(Piece, lkey), 12);
+        assert_eq!(size_of::<Sge>(), 16);
+        assert_eq!(offset_of!(Sge, lkey), 12);
         assert_eq!(size_of::<WorkRequest>(), 128);
-        assert_eq!(offset_of!(WorkRequest, pieces), 16);
-        assert_eq!(offset_of!(WorkRequest, piece_count), 24);
+        assert_eq!(offset_of!(WorkRequest, sges), 16);
+        assert_eq!(offset_of!(WorkRequest, sge_count), 24);
         assert_eq!(offset_of!(WorkRequest, opcode), 28);
         assert_eq!(offset_of!(WorkRequest, flags), 32);
         assert_eq!(offset_of!(WorkRequest, remote_address), 40);
