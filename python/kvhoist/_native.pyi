@@ -71,6 +71,16 @@ class Queue:
         """Begins a load; returns its ticket. Buffer objects are kept until it was drained. BusyError past the depth."""
     def submit_store(self, keys: Sequence[_Key], blocks: Sequence[_Block], parent: _Key | None = None) -> int:
         """Begins a store; returns its ticket. As `submit_load`."""
+    def submit_load_pages(self, keys: Sequence[_Key], addresses: Any, sizes: Sequence[int]) -> int:
+        """Begins a load into segments of registered memory; returns its ticket.
+
+        All blocks are cut in the same way: ``sizes`` are the bytes of the segments of one, ``addresses`` a buffer
+        object with the 64-bit addresses of all, block after block.
+        """
+    def submit_store_pages(
+        self, keys: Sequence[_Key], addresses: Any, sizes: Sequence[int], parent: _Key | None = None
+    ) -> int:
+        """Begins a store from segments of registered memory. As `submit_load_pages`."""
     def drain(self) -> list[tuple[int, list[bool | BaseException]]]:
         """What has completed, oldest first: (ticket, results), a failed block's exception in its place."""
 
@@ -108,6 +118,14 @@ class Cache:
     def contains_each(self, keys: Sequence[_Key]) -> list[bool]:
         """Which keys are resident."""
     def register_address(self, address: int, nbytes: int, pin: bool) -> Region: ...
+    def register_device(self, address: int, nbytes: int) -> Region:
+        """Registers memory of the cache's CUDA device, or host memory where that plays the device.
+
+        It must stay allocated until `Region.unregister` has returned or the cache is closed. What other streams have
+        begun to write there must have ended before it is stored from or loaded into.
+
+        Raises ArgumentError as `register_host`, UnavailableError without a device tier (``device_blocks``).
+        """
     def register_buffer(self, memory: Any, pin: bool) -> Region: ...
     def load(self, keys: Sequence[_Key], blocks: Sequence[_Block], errors: str) -> list: ...
     def store(self, keys: Sequence[_Key], blocks: Sequence[_Block], parent: _Key | None, errors: str) -> list: ...

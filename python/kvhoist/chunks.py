@@ -12,7 +12,7 @@ import os
 import select
 import time
 from dataclasses import dataclass, field
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Collection, Iterable, Mapping, Sequence
 
 from ._native import chunk_keys
 from .cache import Cache, slot_bytes, slots_within, store_bytes
@@ -89,8 +89,9 @@ class Place:
         return [os.path.join(path, name, _slug(self.replica)) for path in paths]
 
 
-def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str) -> Cache:
-    """Opens the cache of an engine that has a host tier of its own. `unit` is what the engine calls a block."""
+def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str, **more: Any) -> Cache:
+    """Opens the cache of an engine that keeps its blocks in memory of its own. `unit` is what the engine calls a block;
+    `more` are further settings of the cache."""
     directories, slot = place.directories(config.path), slot_bytes(block_bytes)
     slots = slots_within(config.capacity // len(directories), block_bytes)
     if slots < 1:
@@ -111,30 +112,22 @@ def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str)
         deadline_ms=config.deadline_ms,
         read_bytes_in_flight_max=max(slot, config.read_bytes_in_flight_max),
         write_bytes_in_flight_max=max(slot, config.write_bytes_in_flight_max),
+        **more,
     )
 
 
-class ChunkStore:
-    """One engine's chunks: its memory registered once, its store on disk, and the jobs between the two.
+class Jobs:
+    """The chunks of a cache, and the jobs that move them.
 
-    Methods raise; the adapter answers for that. Nothing but `drain` and `close` waits. For one thread at a time.
+    Methods raise; the adapter answers for that. Nothing but `drain` waits. For one thread at a time.
     """
 
-    def __init__(self, config: HiCacheConfig, place: Place, chunk_bytes: int, memory: Any) -> None:
-        """Opens the store. `memory` is a writable buffer object, kept until `close`."""
-        self.chunk_bytes = chunk_bytes
-        self.directories = place.directories(config.path)
-        self.cache = open_store(config, place, chunk_bytes, "chunk")
-        try:
-            self.region = self.cache.register_host(memory, pin=True)
-            self._queue = self.cache.queue(JOBS_MAX)
-        except BaseException:
-            self.cache.close()
-            raise
+    def __init__(self, cache: Cache) -> None:
+        self.cache = cache
+        self._queue = cache.queue(JOBS_MAX)
         self._jobs: dict[int, _Job] = {}
         self._owner: dict[int, int] = {}
         self._ended: list[Ended] = []
-        self._closed = False
 
     def contains(self, name: bytes) -> bool:
         """Whether one chunk is there. No I/O."""
@@ -151,37 +144,21 @@ class ChunkStore:
         """Counts a use of chunks, given in the order of their prefix. No I/O."""
         self.cache.touch(chunk_keys(list(names)))
 
-    def goes_straight(self) -> bool:
-        """Whether chunks go straight between drive and memory: what the engine will do with them."""
-        return self.region.address % 4096 == 0 and self.chunk_bytes % 4096 == 0
-
     # Jobs
 
-    def submit_load(self, job_id: int, keys: Sequence[bytes], offsets: Iterable[int]) -> None:
-        """Begins to read chunks to their offsets in the memory."""
-        self._begin(job_id, True, [(None, keys, offsets)])
+    def begin(self, job_id: int, is_load: bool, parts: Iterable[tuple[Sequence[bytes], Callable[[Any], int]]]) -> None:
+        """Begins a job of some submissions: (keys, what submits them to a queue and returns the ticket).
 
-    def submit_store(self, job_id: int, chains: Iterable[tuple[bytes | None, Sequence[bytes], Iterable[int]]]) -> None:
-        """Begins to store chunks from their offsets: (parent of the first, keys in prefix order, offsets) a chain."""
-        self._begin(job_id, False, chains)
-
-    def _begin(self, job_id: int, is_load: bool, chains: Iterable) -> None:
-        """A submission for each chain. The job ends when all have, also those that could not begin."""
+        The job ends when all have, also those that could not begin.
+        """
         job = self._jobs[job_id] = _Job(is_load, time.monotonic())
-        for parent, keys, offsets in chains:
-            keys = list(keys)
+        for keys, submit in parts:
             try:
-                base, size = self.region.address, self.chunk_bytes
-                blocks = [(base + offset, size) for offset in offsets]
-                if is_load:
-                    ticket = self._queue.submit_load(chunk_keys(keys), blocks)
-                else:
-                    before = None if parent is None else chunk_keys([parent])[0]
-                    ticket = self._queue.submit_store(chunk_keys(keys), blocks, before)
+                ticket = submit(self._queue)
             except Exception as error:
                 job.failed.update(dict.fromkeys(keys, error))
                 continue
-            job.tickets[ticket] = keys
+            job.tickets[ticket] = list(keys)
             self._owner[ticket] = job_id
         self._end_if_done(job_id, job)
 
@@ -211,18 +188,71 @@ class ChunkStore:
             del self._jobs[job_id]
             self._ended.append(Ended(job_id, job.is_load, job.good, job.failed, time.monotonic() - job.started))
 
-    def drain(self) -> None:
-        """Returns when no job is under way; `finished` has their ends. What the drive was given is waited for."""
+    def drain(self, job_ids: Collection[int] | None = None) -> None:
+        """Returns when none of these jobs is under way, or no job at all; `finished` has their ends.
+
+        What the drive was given is waited for.
+        """
         poll = select.poll()
         poll.register(self._queue.event_fd, select.POLLIN)
         waited = 0
         while True:
             self._collect()
-            if not self._jobs:
+            if not (self._jobs if job_ids is None else self._jobs.keys() & set(job_ids)):
                 return
             if not poll.poll(_LONG_WAIT_S * 1000):
                 waited += _LONG_WAIT_S
                 logger.warning("kvhoist: %d jobs still under way after %d s", len(self._jobs), waited)
+
+
+class ChunkStore(Jobs):
+    """One engine's chunks: its memory registered once, its store on disk, and the jobs between the two.
+
+    As `Jobs`; `close` waits, too.
+    """
+
+    def __init__(self, config: HiCacheConfig, place: Place, chunk_bytes: int, memory: Any) -> None:
+        """Opens the store. `memory` is a writable buffer object, kept until `close`."""
+        self.chunk_bytes = chunk_bytes
+        self.directories = place.directories(config.path)
+        cache = open_store(config, place, chunk_bytes, "chunk")
+        try:
+            self.region = cache.register_host(memory, pin=True)
+            super().__init__(cache)
+        except BaseException:
+            cache.close()
+            raise
+        self._closed = False
+
+    def goes_straight(self) -> bool:
+        """Whether chunks go straight between drive and memory: what the engine will do with them."""
+        return self.region.address % 4096 == 0 and self.chunk_bytes % 4096 == 0
+
+    # Jobs
+
+    def submit_load(self, job_id: int, keys: Sequence[bytes], offsets: Iterable[int]) -> None:
+        """Begins to read chunks to their offsets in the memory."""
+        self._begin(job_id, True, [(None, keys, offsets)])
+
+    def submit_store(self, job_id: int, chains: Iterable[tuple[bytes | None, Sequence[bytes], Iterable[int]]]) -> None:
+        """Begins to store chunks from their offsets: (parent of the first, keys in prefix order, offsets) a chain."""
+        self._begin(job_id, False, chains)
+
+    def _begin(self, job_id: int, is_load: bool, chains: Iterable) -> None:
+        """A submission for each chain."""
+        self.begin(job_id, is_load, [self._part(is_load, *chain) for chain in chains])
+
+    def _part(self, is_load: bool, parent: bytes | None, keys: Sequence[bytes], offsets: Iterable[int]) -> tuple:
+        keys = list(keys)
+
+        def submit(queue: Any) -> int:
+            base, size = self.region.address, self.chunk_bytes
+            blocks = [(base + offset, size) for offset in offsets]
+            if is_load:
+                return queue.submit_load(chunk_keys(keys), blocks)
+            return queue.submit_store(chunk_keys(keys), blocks, None if parent is None else chunk_keys([parent])[0])
+
+        return keys, submit
 
     def close(self) -> None:
         """Waits for the jobs, lets go of the memory, and closes the store. Again: does nothing."""

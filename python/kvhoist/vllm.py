@@ -4,6 +4,7 @@
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368, "secondary_tiers": [
           {"type": "KvhoistTier", "module_path": "kvhoist.vllm", "path": "/mnt/nvme/kvhoist", "capacity": "200GiB"}]}}'
 
+`KvhoistOffloadingSpec` and `KvhoistConnector` take the GPU's own memory to NVMe, for engines of one GPU.
 `docs/vllm.md` has the settings.
 """
 
@@ -13,8 +14,6 @@ import dataclasses
 import itertools
 import logging
 import re
-import time
-from collections import Counter
 from typing import Any, Callable, Collection, Iterable, Mapping
 
 import vllm
@@ -31,9 +30,15 @@ def _version() -> tuple[int, ...]:
 def _wrong_version() -> str:
     found, (first, last) = getattr(vllm, "__version__", "unknown"), VERSIONS
     return (
-        f"vllm: found version {found}, expected {first[0]}.{first[1]} to {last[0]}.{last[1]}, whose secondary tiers "
-        "kvhoist.vllm.KvhoistTier knows; install one of these, or a kvhoist that knows yours"
+        f"vllm: found version {found}, expected {first[0]}.{first[1]} to {last[0]}.{last[1]}, whose KV offloading "
+        "kvhoist.vllm knows; install one of these, or a kvhoist that knows yours"
     )
+
+
+def warn_of_version() -> None:
+    """Says that nobody has tried this version."""
+    if _version() > VERSIONS[1]:
+        logger.warning("kvhoist: %s; trying", _wrong_version())
 
 
 if (0, 0) < _version() < VERSIONS[0]:
@@ -44,9 +49,7 @@ try:
         Locality,
         LookupResult,
         Medium,
-        OffloadingCounterMetadata,
         OffloadingEvent,
-        OffloadingGaugeMetadata,
         RequestOffloadingContext,
     )
     from vllm.v1.kv_offload.file_mapper import FileMapper
@@ -58,6 +61,8 @@ from . import __version__  # noqa: E402
 from .chunks import ChunkStore, Ended, Place, tier_settings  # noqa: E402
 from .config import config_error  # noqa: E402
 from .failures import Failures  # noqa: E402
+from .vllm_figures import Figures, metric_definitions  # noqa: E402
+from .vllm_prefix import Prefix, positions  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -67,36 +72,7 @@ FORMAT = "vllm-tier-v2"
 #: Keys that failed and are a miss until they are stored again, at most.
 _LOST_MAX = 65_536
 
-#: Seconds between looks at the store's figures: vLLM asks in every step.
-_STATS_EVERY_S = 1.0
-
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
-
-#: vLLM's own label of its tiers.
-_LABELS = ("tier",)
-
-_PREFIX = "vllm:kv_offload_kvhoist_"
-
-#: Counters, by their names in the store's figures.
-_COUNTERS = {
-    "checksum_failures": "Chunks whose bytes on the drive were not what was stored; each was a miss.",
-    "read_errors": "Reads that the drive failed; each was a miss.",
-    "write_errors": "Writes that the drive failed; the chunk was not kept.",
-    "writes_refused": "Writes that were refused because of a limit; the chunk was not kept.",
-}
-_EVICTIONS = _PREFIX + "evictions"
-_USAGE = _PREFIX + "usage_perc"
-_OUT_OF_SERVICE = _PREFIX + "out_of_service"
-
-
-class _Prefix:
-    """What is known of the order of one request's keys."""
-
-    def __init__(self) -> None:
-        #: Positions of keys, where vLLM gives none (before 0.33): the order in which it touched them.
-        self.touched: dict[bytes, int] = {}
-        #: The last chunk of each group that was stored or loaded: (position, key).
-        self.ends: dict[bytes, tuple[int, bytes]] = {}
 
 
 class KvhoistTier(SecondaryTierManager):
@@ -121,14 +97,13 @@ class KvhoistTier(SecondaryTierManager):
         # Before 0.33 there was no detector, and nobody passes one.
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
-        if _version() > VERSIONS[1]:
-            logger.warning("kvhoist: %s; trying", _wrong_version())
+        warn_of_version()
         self.locality = None if locality is None else Locality(locality)
         self.config = tier_settings(settings)
         rows, row_bytes = primary_kv_view.shape
         if primary_kv_view.strides != (row_bytes, 1):
             raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
-        self.place = _place(offloading_spec, row_bytes, self.config.revision)
+        self.place = place_of(offloading_spec, {"format": FORMAT, "row_bytes": row_bytes}, self.config.revision)
         self.store = ChunkStore(self.config, self.place, row_bytes, primary_kv_view)
         #: Keys that are answered for otherwise than the index has it: RETRY for those whose load is under way, MISS for
         #: those whose last load failed, until they are stored again.
@@ -141,8 +116,7 @@ class KvhoistTier(SecondaryTierManager):
         self._guarded, self._failed = failures.guarded, failures.failed
         #: Failed calls by the method's name, and `chunks`, all that failed.
         self.counters = failures.counters
-        self._reported: Counter = Counter()
-        self._stats_at = 0.0
+        self._figures = Figures(tier_type)
         self._announce(rows, row_bytes)
 
     def _announce(self, rows: int, row_bytes: int) -> None:
@@ -170,10 +144,7 @@ class KvhoistTier(SecondaryTierManager):
 
     def _touch(self, keys: list[bytes], context: Any) -> None:
         self.store.touch(keys)
-        if not hasattr(context, "get_offload_key_position"):
-            touched = _prefix(context).touched
-            for key in keys:
-                touched.setdefault(key, len(touched))
+        Prefix.of(context).touch(keys, context)
 
     # Jobs
 
@@ -183,10 +154,8 @@ class KvhoistTier(SecondaryTierManager):
         self._begun("submit_load", job, keys, lambda: self._load(job, keys))
 
     def _load(self, job: Any, keys: list[bytes]) -> None:
-        prefix, offsets = _prefix(job.req_context), self._offsets(job)
-        for group, chunks in self._by_group(keys, offsets, job.req_context).items():
-            if chunks[-1][0] is not None:
-                prefix.ends[group] = chunks[-1][:2]
+        prefix, offsets = Prefix.of(job.req_context), self._offsets(job)
+        prefix.loaded(prefix.by_group(keys, offsets, job.req_context))
         self._known.update(dict.fromkeys(keys, _RETRY))
         self.store.submit_load(job.job_id, keys, offsets)
 
@@ -196,17 +165,8 @@ class KvhoistTier(SecondaryTierManager):
         self._begun("submit_store", job, keys, lambda: self._store(job, keys))
 
     def _store(self, job: Any, keys: list[bytes]) -> None:
-        prefix, chains = _prefix(job.req_context), []
-        for group, chunks in self._by_group(keys, self._offsets(job), job.req_context).items():
-            parent = None
-            if chunks[0][0] is not None:
-                parent = self._before(job.req_context, prefix, group, chunks[0][0])
-                prefix.ends[group] = chunks[-1][:2]
-            if chunks[0][0] is None and len(chunks) > 1:
-                # Nobody knows their order: no chain is better than a wrong one.
-                chains += [(None, [key], [offset]) for _, key, offset in chunks]
-            else:
-                chains.append((parent, [key for _, key, _ in chunks], [offset for _, _, offset in chunks]))
+        prefix = Prefix.of(job.req_context)
+        chains = prefix.chains(prefix.by_group(keys, self._offsets(job), job.req_context), job.req_context)
         self.store.submit_store(job.job_id, chains)
 
     def _begun(self, method: str, job: Any, keys: list[bytes], begin: Callable[[], None]) -> None:
@@ -220,28 +180,6 @@ class KvhoistTier(SecondaryTierManager):
         if chunks is None:
             chunks = job.block_ids
         return [int(chunk) * self.store.chunk_bytes for chunk in chunks]
-
-    def _by_group(self, keys: list[bytes], offsets: list, context: Any) -> dict[bytes, list[tuple]]:
-        """(position, key, offset) of each KV cache group in prefix order; positions are None where nobody knows one."""
-        position = getattr(context, "get_offload_key_position", None) or _prefix(context).touched.get
-        groups: dict[bytes, list[tuple]] = {}
-        for key, offset in zip(keys, offsets):
-            groups.setdefault(key[-4:], []).append((position(key), key, offset))
-        for group, chunks in groups.items():
-            if any(place is None for place, _, _ in chunks):
-                groups[group] = [(None, key, offset) for _, key, offset in chunks]
-            else:
-                chunks.sort(key=lambda chunk: chunk[0])
-        return groups
-
-    def _before(self, context: Any, prefix: _Prefix, group: bytes, position: int) -> bytes | None:
-        """The chunk that the one at `position` follows."""
-        end = prefix.ends.get(group)
-        if end is not None and end[0] < position:
-            return end[1]
-        places = _positions(context)
-        before = ((place, key) for key, place in places.items() if key[-4:] == group and place < position)
-        return max(before, default=(0, None))[1]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that have ended since the last call. Does not wait."""
@@ -292,7 +230,7 @@ class KvhoistTier(SecondaryTierManager):
     def on_request_finished(self, req_context: Any) -> None:
         """Counts a use of the request's chunks, where vLLM does not (0.33 never calls `touch`)."""
         if not self._touched_by_vllm:
-            self._guarded("touch", None, lambda: self._touch_finished(_positions(req_context)))
+            self._guarded("touch", None, lambda: self._touch_finished(positions(req_context)))
 
     def _touch_finished(self, places: Mapping[bytes, int]) -> None:
         if places:
@@ -310,34 +248,13 @@ class KvhoistTier(SecondaryTierManager):
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """This tier's metrics beside those that vLLM has for each tier."""
-        texts = {**_COUNTERS, "evictions": "Chunks that made room for others on the drive."}
-        counters = {_PREFIX + name: OffloadingCounterMetadata(text, _LABELS) for name, text in texts.items()}
-        return {
-            **counters,
-            _USAGE: OffloadingGaugeMetadata("Share of the slots on the drive that have a chunk, 0.0 to 1.0.", _LABELS),
-            _OUT_OF_SERVICE: OffloadingGaugeMetadata(
-                "1 where the drive has failed for good: nothing is read, or nothing written. The log says why.", _LABELS
-            ),
-        }
+        return metric_definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
         """What has changed since the last call, once a second at most."""
-        now = time.monotonic()
-        if now - self._stats_at < _STATS_EVERY_S:
+        if not self._figures.are_due():
             return None
-        self._stats_at = now
-        return self._guarded("get_stats", None, self._stats)
-
-    def _stats(self) -> OffloadingConnectorStats:
-        figures, stats, label = self.store.cache.stats(), OffloadingConnectorStats(), (self.tier_type,)
-        disk = figures["tiers"]["disk"]
-        counts = {_PREFIX + name: figures[name] for name in _COUNTERS} | {_EVICTIONS: disk["evictions"]}
-        for name, count in counts.items():
-            stats.increase_counter(name, count - self._reported[name], label)
-            self._reported[name] = count
-        stats.set_gauge(_USAGE, disk["resident"] / max(disk["slots"], 1), label)
-        stats.set_gauge(_OUT_OF_SERVICE, int(bool(figures["disk_retired"] or figures["disk_read_only"])), label)
-        return stats
+        return self._guarded("get_stats", None, lambda: self._figures.since(self.store.cache))
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
@@ -364,30 +281,17 @@ class KvhoistTier(SecondaryTierManager):
 _HAS_BYTES = "transfer_bytes" in {field.name for field in dataclasses.fields(JobResult)}
 
 
-def _prefix(context: Any) -> _Prefix:
-    """What is known of a request, kept in the room that vLLM gives to tiers for it."""
-    known = context.get_state(_Prefix)
-    if known is None:
-        known = _Prefix()
-        context.set_state(known)
-    return known
+def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
+    """Where this engine's chunks are kept: apart from those of any other whose bytes would differ.
 
-
-def _positions(context: Any) -> Mapping[bytes, int]:
-    """Positions of all keys of a request."""
-    known = getattr(context, "_offload_key_positions", None)
-    return _prefix(context).touched if known is None else known
-
-
-def _place(spec: Any, row_bytes: int, revision: str) -> Place:
-    """Where this engine's chunks are kept: apart from those of any other whose bytes would differ."""
+    `chunk` is what an adapter knows of the bytes of a chunk: its format, and their number.
+    """
     mapper = FileMapper.from_offloading_spec(
         root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=True
     )
     config = spec.config
     identity = {
-        "format": FORMAT,
-        "row_bytes": row_bytes,
+        **chunk,
         # The bytes of a block are laid out as this version does it.
         "vllm": ".".join(map(str, _version())),
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),
@@ -403,3 +307,16 @@ def _events_wanted(spec: Any) -> bool:
     if not wanted:
         logger.warning("kvhoist: enable_kv_events is set, but vLLM's KV cache events are off: none will be sent")
     return wanted
+
+
+def __getattr__(name: str) -> Any:
+    """The classes that vLLM looks for here, out of modules that the tier does not need."""
+    if name == "KvhoistOffloadingSpec":
+        from .vllm_gpu import KvhoistOffloadingSpec
+
+        return KvhoistOffloadingSpec
+    if name == "KvhoistConnector":
+        from .vllm_connector import KvhoistConnector
+
+        return KvhoistConnector
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

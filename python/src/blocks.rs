@@ -73,6 +73,49 @@ impl Blocks {
         Ok(Blocks { segments, loan, buffers: Vec::new() })
     }
 
+    /// Blocks in registered memory that are all cut in the same way: the addresses of every block's segments, 64-bit
+    /// integers of this machine in a buffer object, and the bytes of each segment of one block.
+    pub fn from_addresses(
+        cache: &Cache,
+        count: usize,
+        addresses: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let py = addresses.py();
+        let sizes: Vec<usize> = sizes.extract().map_err(|_| {
+            errors::argument(
+                py,
+                "sizes",
+                errors::shown(sizes),
+                "a sequence with the bytes of each segment of one block",
+            )
+        })?;
+        let buffer = Buffer::new(addresses, false)?;
+        let wanted = count.checked_mul(sizes.len()).and_then(|segments| segments.checked_mul(size_of::<usize>()));
+        if wanted != Some(buffer.len()) {
+            let found = format!("{} bytes", buffer.len());
+            let expected = format!("{} addresses of 8 bytes for each of {count} keys", sizes.len());
+            return Err(errors::argument(py, "addresses", found, expected));
+        }
+        let bytes = match buffer.len() {
+            0 => &[][..],
+            // SAFETY: the export keeps so many bytes mapped until it is dropped, below, and the interpreter's lock keeps
+            // whoever could write to them away.
+            len => unsafe { std::slice::from_raw_parts(buffer.ptr().cast_const(), len) },
+        };
+        let mut addresses = bytes
+            .chunks_exact(size_of::<usize>())
+            .map(|one| usize::from_ne_bytes(one.try_into().expect("chunks are of this size")));
+        let mut segment = |len: &usize| {
+            let start = addresses.next().expect("there are as many addresses as segments");
+            Segment { ptr: std::ptr::with_exposed_provenance_mut(start), len: *len }
+        };
+        let segments = (0..count).map(|_| sizes.iter().map(&mut segment).collect()).collect();
+        // SAFETY: no memory is lent.
+        let loan = unsafe { cache.lend_host(&[]) }.map_err(|error| errors::to_python(py, &error))?;
+        Ok(Blocks { segments, loan, buffers: Vec::new() })
+    }
+
     /// Shows the objects that are kept to the collector of cycles.
     pub fn visit(&self, visit: &PyVisit<'_>) -> Result<(), PyTraverseError> {
         self.buffers.iter().try_for_each(|buffer| buffer.visit(visit))

@@ -20,7 +20,7 @@ use crate::{
     errors, keys, options,
     process::ProcessLocal,
     queue::PyQueue,
-    region::{PyRegion, Registrations},
+    region::{Memory, PyRegion, Registrations},
     wait,
 };
 
@@ -199,14 +199,26 @@ impl PyCache {
     ) -> PyResult<PyRegion> {
         let opened = self.opened.get(py)?;
         let at = (whole(address, "address")?, whole(nbytes, "nbytes")?);
-        PyRegion::new(py, &opened.cache, &opened.registrations, None, at, pin)
+        PyRegion::new(py, &opened.cache, &opened.registrations, Memory::Host { buffer: None, pin }, at)
+    }
+
+    fn register_device(
+        &self,
+        py: Python<'_>,
+        address: &Bound<'_, PyAny>,
+        nbytes: &Bound<'_, PyAny>,
+    ) -> PyResult<PyRegion> {
+        let opened = self.opened.get(py)?;
+        let at = (whole(address, "address")?, whole(nbytes, "nbytes")?);
+        PyRegion::new(py, &opened.cache, &opened.registrations, Memory::Device, at)
     }
 
     fn register_buffer(&self, py: Python<'_>, memory: &Bound<'_, PyAny>, pin: bool) -> PyResult<PyRegion> {
         let opened = self.opened.get(py)?;
         let buffer = Buffer::new(memory, true)?;
         let at = (buffer.ptr().expose_provenance(), buffer.len());
-        PyRegion::new(py, &opened.cache, &opened.registrations, Some(buffer), at, pin)
+        let memory = Memory::Host { buffer: Some(buffer), pin };
+        PyRegion::new(py, &opened.cache, &opened.registrations, memory, at)
     }
 
     fn load<'py>(

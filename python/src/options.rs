@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::{Config, DeviceKind, DirectIo, DiskPath, Eviction, StorageKind, WritePolicy};
+use kvhoist::{Config, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, StorageKind, WritePolicy};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyList, PyTuple},
@@ -47,6 +47,18 @@ pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> 
             "bypass_host" => {
                 config.bypass_host =
                     value.extract().map_err(|_| errors::config(py, "bypass_host", shown(&value), "a bool"))?;
+            }
+            "device" => {
+                let kinds =
+                    [("auto", DeviceKind::Auto), ("cuda", DeviceKind::Cuda), ("simulated", DeviceKind::Simulated)];
+                config.device = word(&value, "device", &kinds)?;
+            }
+            "device_ordinal" => config.device_ordinal = number(&value, "device_ordinal")?,
+            "device_blocks" => config.device_blocks = number(&value, "device_blocks")?,
+            "copy_blocks_max" => config.copy_blocks_max = number(&value, "copy_blocks_max")?,
+            "cufile" => {
+                let modes = [("off", CufileMode::Off), ("auto", CufileMode::Auto), ("on", CufileMode::On)];
+                config.cufile = word(&value, "cufile", &modes)?;
             }
             "selective_hits" => config.selective_hits = number(&value, "selective_hits")?,
             "blocking_threads" => config.blocking_threads = number(&value, "blocking_threads")?,

@@ -36,6 +36,14 @@ struct Submissions {
     under_way: Mutex<HashMap<u64, Blocks>>,
 }
 
+/// Where the blocks of a submission lie, as Python says it.
+enum Places<'a, 'py> {
+    /// One entry for each block.
+    Blocks(&'a Bound<'py, PyAny>),
+    /// The addresses of all segments, and the bytes of those of one block.
+    Addresses(&'a Bound<'py, PyAny>, &'a Bound<'py, PyAny>),
+}
+
 impl Submissions {
     fn under_way(&self) -> MutexGuard<'_, HashMap<u64, Blocks>> {
         self.under_way.lock().expect("nothing panics under it")
@@ -45,11 +53,14 @@ impl Submissions {
         &self,
         py: Python<'_>,
         keys: &Bound<'_, PyAny>,
-        blocks: &Bound<'_, PyAny>,
+        places: &Places<'_, '_>,
         movement: &Movement,
     ) -> PyResult<u64> {
         let keys = keys::from_python(keys)?;
-        let blocks = Blocks::from_python(&self.cache, blocks, matches!(movement, Movement::Load))?;
+        let blocks = match places {
+            Places::Blocks(blocks) => Blocks::from_python(&self.cache, blocks, matches!(movement, Movement::Load))?,
+            Places::Addresses(addresses, sizes) => Blocks::from_addresses(&self.cache, keys.len(), addresses, sizes)?,
+        };
         let ticket = match movement {
             Movement::Load => blocks.loan.submit_load(&self.queue, &keys, &blocks.segments),
             Movement::Store(parent) => blocks.loan.submit_store(&self.queue, &keys, parent.as_ref(), &blocks.segments),
@@ -82,7 +93,7 @@ impl PyQueue {
 
     /// Begins a load; returns its ticket. Buffer objects are kept until it was drained. BusyError past the depth.
     fn submit_load(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, blocks: &Bound<'_, PyAny>) -> PyResult<u64> {
-        self.submissions.get(py)?.submit(py, keys, blocks, &Movement::Load)
+        self.submissions.get(py)?.submit(py, keys, &Places::Blocks(blocks), &Movement::Load)
     }
 
     /// Begins a store; returns its ticket. As `submit_load`.
@@ -95,7 +106,32 @@ impl PyQueue {
         parent: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<u64> {
         let movement = Movement::Store(keys::optional(parent)?);
-        self.submissions.get(py)?.submit(py, keys, blocks, &movement)
+        self.submissions.get(py)?.submit(py, keys, &Places::Blocks(blocks), &movement)
+    }
+
+    /// Begins a load of blocks in segments of registered memory, all of them cut in the same way.
+    fn submit_load_pages(
+        &self,
+        py: Python<'_>,
+        keys: &Bound<'_, PyAny>,
+        addresses: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+    ) -> PyResult<u64> {
+        self.submissions.get(py)?.submit(py, keys, &Places::Addresses(addresses, sizes), &Movement::Load)
+    }
+
+    /// Begins a store of blocks from segments of registered memory, all of them cut in the same way.
+    #[pyo3(signature = (keys, addresses, sizes, parent=None))]
+    fn submit_store_pages(
+        &self,
+        py: Python<'_>,
+        keys: &Bound<'_, PyAny>,
+        addresses: &Bound<'_, PyAny>,
+        sizes: &Bound<'_, PyAny>,
+        parent: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<u64> {
+        let movement = Movement::Store(keys::optional(parent)?);
+        self.submissions.get(py)?.submit(py, keys, &Places::Addresses(addresses, sizes), &movement)
     }
 
     /// What has completed, oldest first: (ticket, results), a failed block's exception in its place.

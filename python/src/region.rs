@@ -81,6 +81,14 @@ impl Registrations {
     }
 }
 
+/// What memory a region is of.
+pub enum Memory {
+    /// Host memory, of a buffer object or else of the caller's. `pin`: the kernel is asked to pin it.
+    Host { buffer: Option<Buffer>, pin: bool },
+    /// Device memory of the caller's, or host memory that plays it.
+    Device,
+}
+
 struct Registered {
     registration: Arc<Registration>,
     registrations: Arc<Registrations>,
@@ -104,19 +112,23 @@ pub struct PyRegion {
 }
 
 impl PyRegion {
-    /// Registers memory, and has the kernel pin it if `pin`, where it will. `buffer` keeps it mapped, or the caller
-    /// does, as documented, until the region is unregistered.
+    /// Registers memory, and has the kernel pin host memory if it is to and will. The buffer object keeps it mapped, or
+    /// the caller does, as documented, until the region is unregistered.
     pub fn new(
         py: Python<'_>,
         cache: &Cache,
         registrations: &Arc<Registrations>,
-        buffer: Option<Buffer>,
+        memory: Memory,
         at: (usize, usize),
-        pin: bool,
     ) -> PyResult<Self> {
         let (address, nbytes) = at;
-        // SAFETY: as promised above.
-        let region = unsafe { cache.register_host(std::ptr::with_exposed_provenance_mut(address), nbytes) };
+        let start = std::ptr::with_exposed_provenance_mut(address);
+        let (region, buffer, pin) = match memory {
+            // SAFETY: as promised above.
+            Memory::Host { buffer, pin } => (unsafe { cache.register_host(start, nbytes) }, buffer, pin),
+            // SAFETY: as promised above.
+            Memory::Device => (unsafe { cache.register_device(start, nbytes) }, None, false),
+        };
         let region = region.map_err(|error| crate::errors::to_python(py, &error))?;
         // Not interruptible: an interrupted call would have registered memory that nobody can unregister.
         let pinned = if pin { py.detach(|| block_on(cache.pin_region(&region))) } else { Ok(false) };

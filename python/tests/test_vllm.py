@@ -420,7 +420,7 @@ def test_figures_come_in_the_way_that_vllm_declares_them(store_dir):
     with Engine([tier_config(store_dir)]) as engine:
         declared = type(engine.spec).build_metric_definitions(engine.extra)
         stored(engine, "a", 4)
-        engine.tier._stats_at = 0.0
+        engine.tier._figures._asked_at = 0.0
         stats = engine.manager.get_stats()
         ours = {name: values for name, values in stats.data["data"].items() if "kvhoist" in name}
         assert set(ours) == {name for name in declared if "kvhoist" in name}

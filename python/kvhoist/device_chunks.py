@@ -1,0 +1,315 @@
+"""Chunks of an engine's KV cache in device memory, straight to and from a store on disk. Needs no engine.
+
+A block of the KV cache has a page in each of its group's tensors, and a chunk is some blocks: blocks x pages segments,
+block after block, each cut as its group is. Groups may differ in bytes; what is short of the longest chunk is filled up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Callable, Collection, Mapping, Sequence
+
+import numpy
+
+from ._native import chunk_keys
+from .chunks import Jobs, Place, open_store
+from .config import HiCacheConfig, _whole, config_error, parse_bytes
+
+logger = logging.getLogger(__name__)
+
+#: What `route` may be.
+ROUTES = ("auto", "bounce", "cufile")
+
+#: What llm-d's `gds_mode` comes to. Its plain modes wanted the drive and the GPU to meet without host memory.
+GDS_MODES = {
+    "disabled": "bounce",
+    "bb_read_only": "bounce",
+    "bb_write_only": "bounce",
+    "bb_read_write": "bounce",
+    "read_only": "auto",
+    "write_only": "auto",
+    "read_write": "auto",
+}
+
+#: Places for pages that nobody wants: loads under way share them in turn.
+_SPARES = 4
+
+
+@dataclass(frozen=True)
+class DeviceSettings:
+    """Settings of a store of device memory, checked: those of every store, and these."""
+
+    store: HiCacheConfig
+    #: How bytes get from drive to device, and where that word comes from.
+    route: str = "auto"
+    route_from: str = "route"
+    #: `auto`: the CUDA device of the KV cache; `simulated`: host memory plays it.
+    device: str = "auto"
+    #: Bytes of chunks that are being stored; what is offered past it is not stored.
+    store_bytes_queued_max: int = 2 << 30
+    #: Thread blocks of the copy kernel, at most.
+    copy_blocks_max: int = 16
+
+    @classmethod
+    def load(cls, given: Mapping[str, Any]) -> "DeviceSettings":
+        """Raises ConfigError with the name of what is wrong."""
+        given = dict(given)
+        if "pool_shares" in given:
+            raise config_error("pool_shares", given["pool_shares"], "nothing: the KV cache is one pool")
+        own: dict[str, Any] = {}
+        if "gds_mode" in given:
+            mode = given.pop("gds_mode")
+            if mode not in GDS_MODES or "route" in given:
+                raise config_error("gds_mode", mode, f"one of {', '.join(GDS_MODES)}, and no route beside it")
+            own.update(route=GDS_MODES[mode], route_from=f"gds_mode {mode}")
+        for name, choices in (("route", ROUTES), ("device", ("auto", "simulated"))):
+            if name in given:
+                own[name] = given.pop(name)
+                if own[name] not in choices:
+                    raise config_error(name, own[name], "one of " + ", ".join(map(repr, choices)))
+        if own.get("route") == "cufile":
+            raise config_error(
+                "route", "cufile", "'auto' or 'bounce': libcufile moves the cache's own device slots, not an engine's "
+                "registered memory, which goes through pinned host memory"
+            )  # fmt: skip
+        if "store_bytes_queued_max" in given:
+            own["store_bytes_queued_max"] = parse_bytes(given.pop("store_bytes_queued_max"), "store_bytes_queued_max")
+        if "copy_blocks_max" in given:
+            own["copy_blocks_max"] = _whole("copy_blocks_max", given.pop("copy_blocks_max"), 1, 1024)
+        given.update(_in_flight(given))
+        return cls(store=HiCacheConfig.load(given), **own)
+
+
+def _in_flight(given: dict[str, Any]) -> dict[str, int]:
+    """Bytes in flight each way: `read_ratio` shares `bytes_in_flight_max` out."""
+    ratio, total = given.pop("read_ratio", None), given.pop("bytes_in_flight_max", None)
+    each = [name for name in ("read_bytes_in_flight_max", "write_bytes_in_flight_max") if name in given]
+    if each and (ratio is not None or total is not None):
+        raise config_error(each[0], given[each[0]], "either it or read_ratio and bytes_in_flight_max")
+    if each:
+        return {}
+    ratio = 0.75 if ratio is None else ratio
+    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
+        raise config_error("read_ratio", ratio, "the reads' share of the bytes in flight, above 0.0 and below 1.0")
+    total = parse_bytes("128MiB" if total is None else total, "bytes_in_flight_max")
+    reads = max(int(total * ratio), 1)
+    return {"read_bytes_in_flight_max": reads, "write_bytes_in_flight_max": max(total - reads, 1)}
+
+
+@dataclass(frozen=True)
+class Page:
+    """One block's bytes in one tensor: block `n` has `nbytes` at `address + n * stride`."""
+
+    address: int
+    stride: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """How the chunks of one KV cache group are cut."""
+
+    pages: tuple[Page, ...]
+    blocks_per_chunk: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk."""
+        return self.blocks_per_chunk * sum(page.nbytes for page in self.pages)
+
+
+@dataclass(frozen=True)
+class Part:
+    """The chunks of a job that are of one group, and the blocks of the KV cache that they are in.
+
+    `blocks` has the blocks of all chunks in line, from the `skip`-th block of the first chunk on; the last chunk may
+    end early. A load passes over the blocks that are not named; a store has zeros for them.
+    """
+
+    group: int
+    keys: Sequence[bytes]
+    blocks: Sequence[int]
+    skip: int = 0
+    #: The chunk before the first one.
+    parent: bytes | None = None
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """A job that begins when an event has happened, at once without one."""
+
+    after: Any
+    job_id: int
+    is_load: bool
+    submissions: list
+
+
+class DeviceChunks(Jobs):
+    """One KV cache in device memory: registered once, its store on disk, and the jobs between the two.
+
+    As `Jobs`. `wait` and `close` wait, too. A job may have to come after what a stream of the device does: it then
+    begins when the event that is given with it has happened, in a call of `finished` or `wait`.
+    """
+
+    def __init__(
+        self,
+        settings: DeviceSettings,
+        place: Place,
+        groups: Sequence[Group],
+        regions: Collection[tuple[int, int]],
+        device: int | None,
+        spare: Callable[[int], Any],
+    ) -> None:
+        """Opens the store.
+
+        ``regions`` are (address, bytes) of all memory that pages lie in, which must stay allocated until `close`;
+        ``device`` is the CUDA device's number, or None where host memory plays it. ``spare`` allocates so many bytes on
+        the device, zeros, as an object with `data_ptr()`.
+        """
+        self.settings, self.groups, self.device = settings, tuple(groups), device
+        self.chunk_bytes = max(group.chunk_bytes for group in self.groups)
+        self.directories = place.directories(settings.store.path)
+        cache = open_store(
+            settings.store, place, self.chunk_bytes, "chunk", device="simulated" if device is None else "cuda",
+            device_ordinal=device or 0, device_blocks=1, copy_blocks_max=settings.copy_blocks_max, cufile="off",
+        )  # fmt: skip
+        try:
+            self._spare = None
+            self._zeros, self._unwanted = 0, [0]
+            if any(group.blocks_per_chunk > 1 or group.chunk_bytes < self.chunk_bytes for group in self.groups):
+                self._spare = spare((1 + _SPARES) * self.chunk_bytes)
+                self._zeros = self._spare.data_ptr()
+                self._unwanted = [self._zeros + n * self.chunk_bytes for n in range(1, 1 + _SPARES)]
+                regions = [*regions, (self._zeros, (1 + _SPARES) * self.chunk_bytes)]
+            self.regions = [cache.register_device(address, nbytes) for address, nbytes in regions]
+            super().__init__(cache)
+        except BaseException:
+            cache.close()
+            raise
+        self._cuts = [self._cut(group) for group in self.groups]
+        self._turn = 0
+        #: Jobs that come after something.
+        self._waiting: deque[_Waiting] = deque()
+        self._closed = False
+
+    def _cut(self, group: Group) -> tuple:
+        """What the segments of a group's chunks are made of: addresses, strides, offsets in the chunk, bytes."""
+        sizes = [page.nbytes for page in group.pages] * group.blocks_per_chunk
+        filler = self.chunk_bytes - sum(sizes)
+        offsets = numpy.concatenate(([0], numpy.cumsum(sizes)[:-1])).astype(numpy.int64)
+        return (
+            numpy.array([page.address for page in group.pages], dtype=numpy.int64),
+            numpy.array([page.stride for page in group.pages], dtype=numpy.int64),
+            offsets,
+            sizes + [filler] * (filler > 0),
+        )
+
+    def _addresses(self, part: Part, is_load: bool) -> tuple[Any, list[int]]:
+        """The addresses of all segments of a part's chunks, and the bytes of one chunk's."""
+        group, (bases, strides, offsets, sizes) = self.groups[part.group], self._cuts[part.group]
+        count = len(part.keys)
+        end = part.skip + len(part.blocks)
+        if not (count - 1) * group.blocks_per_chunk < end <= count * group.blocks_per_chunk:
+            raise ValueError(
+                f"found {len(part.blocks)} blocks from block {part.skip} on, expected those of {count} chunks of "
+                f"{group.blocks_per_chunk}"
+            )
+        blocks = numpy.full(count * group.blocks_per_chunk, -1, dtype=numpy.int64)
+        blocks[part.skip : end] = part.blocks
+        addresses = (bases + blocks[:, None] * strides).reshape(count, -1)
+        spare = self._zeros
+        if is_load:
+            self._turn = (self._turn + 1) % len(self._unwanted)
+            spare = self._unwanted[self._turn]
+        if len(part.blocks) < len(blocks):
+            absent = numpy.repeat(blocks < 0, len(group.pages)).reshape(count, -1)
+            addresses = numpy.where(absent, spare + offsets, addresses)
+        if len(sizes) > len(offsets):
+            filler = numpy.full((count, 1), spare + group.chunk_bytes, dtype=numpy.int64)
+            addresses = numpy.concatenate((addresses, filler), axis=1)
+        return numpy.ascontiguousarray(addresses, dtype=numpy.int64), sizes
+
+    # Jobs
+
+    def submit_load(self, job_id: int, parts: Sequence[Part], after: Any = None) -> None:
+        """Begins to load chunks, after an event of the device's."""
+        self._submit(job_id, True, parts, after)
+
+    def submit_store(self, job_id: int, parts: Sequence[Part], after: Any = None) -> None:
+        """Begins to store chunks, after an event of the device's."""
+        self._submit(job_id, False, parts, after)
+
+    def _submit(self, job_id: int, is_load: bool, parts: Sequence[Part], after: Any) -> None:
+        job = _Waiting(after, job_id, is_load, [(part.keys, self._submission(part, is_load)) for part in parts])
+        if not self._begin_if_due(job):
+            self._waiting.append(job)
+
+    def _begin_if_due(self, job: _Waiting, wait: bool = False) -> bool:
+        """Begins a job if its event has happened, or waits for that. A job whose event nobody can tell of has failed."""
+        try:
+            if job.after is not None and wait:
+                job.after.synchronize()
+            elif job.after is not None and not job.after.query():
+                return False
+        except Exception as error:
+            logger.warning("kvhoist: the device does not say what it has done: %s", error)
+            self.fail(job.job_id, [key for keys, _ in job.submissions for key in keys], job.is_load)
+        else:
+            self.begin(job.job_id, job.is_load, job.submissions)
+        return True
+
+    def _submission(self, part: Part, is_load: bool) -> Callable[[Any], int]:
+        def submit(queue: Any) -> int:
+            addresses, sizes = self._addresses(part, is_load)
+            keys = chunk_keys(list(part.keys))
+            if is_load:
+                return queue.submit_load_pages(keys, addresses, sizes)
+            parent = None if part.parent is None else chunk_keys([part.parent])[0]
+            return queue.submit_store_pages(keys, addresses, sizes, parent)
+
+        return submit
+
+    @property
+    def under_way(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._jobs) + len(self._waiting)
+
+    def finished(self) -> list:
+        """The jobs that have ended since the last call, and begins those whose time has come. Does not wait."""
+        self._waiting = deque(job for job in self._waiting if not self._begin_if_due(job))
+        return super().finished()
+
+    def wait(self, job_ids: Collection[int]) -> None:
+        """Returns when these jobs use neither the device's memory nor the drive any longer."""
+        self._waiting = deque(
+            job for job in self._waiting if job.job_id not in job_ids or not self._begin_if_due(job, wait=True)
+        )
+        self.drain(job_ids)
+
+    def close(self) -> None:
+        """Waits for the jobs, lets go of the memory, and closes the store. Again: does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait({job.job_id for job in self._waiting} | self._jobs.keys())
+        finally:
+            for region in self.regions:
+                region.unregister()
+            self.cache.close()
+            self._spare = None
+
+    def described(self) -> str:
+        """Which way the bytes go, and how much there is, for the line that says that it works."""
+        stats, store = self.cache.stats(), self.settings.store
+        disk = stats["tiers"]["disk"]
+        segments = ", ".join(str(len(cut[3])) for cut in self._cuts)
+        return (
+            f"chunks of {self.chunk_bytes} bytes in {segments} segments, {len(self.regions)} regions registered; "
+            f"route bounce (through pinned host memory, {store.host_bytes >> 20} MiB of it; {self.settings.route_from} "
+            f"is {self.settings.route}); {disk['slots']} slots in {self.directories}, {disk['resident']} resident; "
+            f"storage {stats['storage']}, direct I/O {stats['direct_io']}; in flight at most "
+            f"{store.read_bytes_in_flight_max >> 20} MiB of reads, {store.write_bytes_in_flight_max >> 20} MiB of writes"
+        )

@@ -1,0 +1,76 @@
+"""A store's figures in vLLM's own metrics."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
+
+from .cache import Cache
+
+#: Seconds between looks at a store's figures.
+_EVERY_S = 1.0
+
+#: vLLM's own label of its tiers.
+_LABELS = ("tier",)
+
+_PREFIX = "vllm:kv_offload_kvhoist_"
+
+#: Counters, by their names in the store's figures.
+_COUNTERS = {
+    "checksum_failures": "Chunks whose bytes on the drive were not what was stored; each was a miss.",
+    "read_errors": "Reads that the drive failed; each was a miss.",
+    "write_errors": "Writes that the drive failed; the chunk was not kept.",
+    "writes_refused": "Writes that were refused because of a limit; the chunk was not kept.",
+}
+_EVICTIONS = _PREFIX + "evictions"
+_USAGE = _PREFIX + "usage_perc"
+_OUT_OF_SERVICE = _PREFIX + "out_of_service"
+
+
+def metric_definitions(**more: str) -> dict[str, Any]:
+    """An adapter's metrics beside those that vLLM has for each; `more` are further counters, by their names."""
+    texts = {**_COUNTERS, "evictions": "Chunks that made room for others on the drive.", **more}
+    counters = {_PREFIX + name: OffloadingCounterMetadata(text, _LABELS) for name, text in texts.items()}
+    return {
+        **counters,
+        _USAGE: OffloadingGaugeMetadata("Share of the slots on the drive that have a chunk, 0.0 to 1.0.", _LABELS),
+        _OUT_OF_SERVICE: OffloadingGaugeMetadata(
+            "1 where the drive has failed for good: nothing is read, or nothing written. The log says why.", _LABELS
+        ),
+    }
+
+
+class Figures:
+    """What has changed in a store since vLLM asked last."""
+
+    def __init__(self, label: str) -> None:
+        self._label = (label,)
+        self._reported: Counter = Counter()
+        self._asked_at = 0.0
+
+    def are_due(self) -> bool:
+        """True once a second: vLLM asks in every step."""
+        now = time.monotonic()
+        if now - self._asked_at < _EVERY_S:
+            return False
+        self._asked_at = now
+        return True
+
+    def since(self, cache: Cache, **more: int) -> OffloadingConnectorStats:
+        """The changes; `more` are further counters of the adapter's."""
+        figures, stats = cache.stats(), OffloadingConnectorStats()
+        disk = figures["tiers"]["disk"]
+        counts = {_PREFIX + name: figures[name] for name in _COUNTERS} | {_EVICTIONS: disk["evictions"]}
+        counts |= {_PREFIX + name: count for name, count in more.items()}
+        for name, count in counts.items():
+            stats.increase_counter(name, count - self._reported[name], self._label)
+            self._reported[name] = count
+        stats.set_gauge(_USAGE, disk["resident"] / max(disk["slots"], 1), self._label)
+        stats.set_gauge(
+            _OUT_OF_SERVICE, int(bool(figures["disk_retired"] or figures["disk_read_only"])), self._label
+        )
+        return stats
