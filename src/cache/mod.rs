@@ -38,6 +38,9 @@ use crate::{
     state::{BegunStore, Class, Committed, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared, Use},
 };
 
+/// Room for a command in the reactor's channel.
+type Room<'a> = mpsc::Permit<'a, Command>;
+
 /// Blocks that [`Cache::touch`] counts before it lets others at the index.
 const TOUCHED_UNDER_ONE_LOCK: usize = 256;
 
@@ -156,15 +159,7 @@ impl Cache {
     /// Dropping the future leaves no trace; a read that began may still finish and make the block
     /// resident.
     pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
-        let pin = match self.inner.shared.look_up(key, Tier::Host)? {
-            Found::Hit(pin) => Some(pin),
-            Found::Miss => None,
-            Found::Elsewhere => shield(self.promote(key, Tier::Host)).await?,
-        };
-        if pin.is_some() && self.config().selects_for_disk() {
-            self.write_selected(key);
-        }
-        Ok(pin.map(Lease::new))
+        Ok(self.pin(key, Tier::Host).await?.map(Lease::new))
     }
 
     /// A block in device memory, promoted where it must be; `None` if it is nowhere.
@@ -176,15 +171,7 @@ impl Cache {
     /// As [`fetch`](Cache::fetch).
     pub async fn fetch_to_device(&self, key: &BlockKey) -> Result<Option<DeviceLease>> {
         self.need_device()?;
-        let pin = match self.inner.shared.look_up(key, Tier::Device)? {
-            Found::Hit(pin) => Some(pin),
-            Found::Miss => None,
-            Found::Elsewhere => shield(self.promote(key, Tier::Device)).await?,
-        };
-        if pin.is_some() && self.config().selects_for_disk() {
-            self.write_selected(key);
-        }
-        Ok(pin.map(DeviceLease::new))
+        Ok(self.pin(key, Tier::Device).await?.map(DeviceLease::new))
     }
 
     /// Starts to bring blocks into host memory; returns how many movements it started.
@@ -379,15 +366,35 @@ impl Cache {
         shield(receiver).await.unwrap_or(Err(Error::Closed))
     }
 
-    async fn promote(&self, key: &BlockKey, tier: Tier) -> Outcome {
+    /// Pins a block in `tier` for its caller, promoting it first where it must be.
+    async fn pin(&self, key: &BlockKey, tier: Tier) -> Outcome {
+        let pin = match self.inner.shared.look_up(key, tier, || self.inner.commands.try_reserve().ok())? {
+            Found::Hit(pin) => Some(pin),
+            Found::Miss => None,
+            Found::Elsewhere(asked) => shield(self.promote(key, tier, asked)).await?,
+        };
+        if pin.is_some() && self.config().selects_for_disk() {
+            self.write_selected(key);
+        }
+        Ok(pin)
+    }
+
+    /// Promotes a block, or waits for its promotion: what was `asked` for, and room for the command, come first.
+    async fn promote(&self, key: &BlockKey, tier: Tier, mut asked: Option<(Promotion, Room<'_>)>) -> Outcome {
         let shared = &self.inner.shared;
-        let mut usage = Use::Now;
+        let mut usage = if asked.is_some() { Use::Counted } else { Use::Now };
         loop {
-            let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-            let (promotion, source) = shared.promote(key, tier, Class::Awaited, usage)?;
-            if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
-                shared.metrics.looked_up(source);
-            }
+            let (promotion, permit) = match asked.take() {
+                Some(asked) => asked,
+                None => {
+                    let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+                    let (promotion, source) = shared.promote(key, tier, Class::Awaited, usage)?;
+                    if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
+                        shared.metrics.looked_up(source);
+                    }
+                    (promotion, permit)
+                }
+            };
             let (receiver, joined) = match promotion {
                 Promotion::Hit(pin) => return Ok(Some(pin)),
                 Promotion::Miss => return Ok(None),
@@ -414,8 +421,8 @@ impl Cache {
         let receiver = match committed {
             Committed::Done => return Ok(()),
             Committed::Wait(receiver) => receiver,
-            Committed::Write(pin, receiver) => {
-                self.send_urgent(Urgent::Write { key: *key, pin })?;
+            Committed::Write(write, receiver) => {
+                self.send_urgent(Urgent::Write(write))?;
                 receiver
             }
         };
@@ -426,9 +433,9 @@ impl Cache {
     }
 
     fn write_selected(&self, key: &BlockKey) {
-        if let Some(pin) = self.inner.shared.selected_for_disk(key) {
+        if let Some(write) = self.inner.shared.selected_for_disk(key) {
             // Closing: the flight ends with the reactor.
-            drop(self.send_urgent(Urgent::Write { key: *key, pin }));
+            drop(self.send_urgent(Urgent::Write(write)));
         }
     }
 

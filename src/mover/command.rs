@@ -11,7 +11,7 @@ use super::{
 use crate::{
     block::{BlockKey, Tier},
     error::Result,
-    state::Pin,
+    state::{PendingWrite, Pin},
 };
 
 /// What callers ask of the reactor, through a bounded channel.
@@ -39,8 +39,8 @@ pub(crate) enum Command {
 /// What those ask who hold a slot already. They never wait behind those who want one, or both could
 /// wait for ever: the channel has no bound of its own. It never holds more than there are pins.
 pub(crate) enum Urgent {
-    /// Write a host block to disk. Its flight has begun.
-    Write { key: BlockKey, pin: Pin },
+    /// Write a block to disk.
+    Write(PendingWrite),
     /// Take foreign memory, which no movement uses, from the hands of the copy engine. Done when the hold is dropped.
     GiveBack { region: RegionUse },
     /// Copy a device block into `buf`, which is resized to fit.

@@ -23,7 +23,7 @@ use crate::{
     index::EntryId,
     io::{Storage, read_into},
     memory::AlignedBuf,
-    state::{CufileService, DiskPlace, Filling, Outcome, Pin, Purpose, Shared, State},
+    state::{CufileService, DiskPlace, DiskWrite, Filling, Outcome, Pin, Purpose, Shared, State},
 };
 
 /// Requests that may fail in a row before the route is given up.
@@ -211,8 +211,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Writes a block that only the device holds; true if it was written. `None`: it is to go through host memory.
-    pub(super) async fn write_directly(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Option<Result<bool>> {
+    /// Writes a block that only the device holds. `None`: it is to go through host memory.
+    pub(super) async fn write_directly(
+        self: &Rc<Self>,
+        key: &BlockKey,
+        pin: &Arc<Pin>,
+    ) -> Option<Result<Option<DiskWrite>>> {
         let direct = self.direct.get()?;
         if !self.shared.lock().cufile.writes {
             return None;
@@ -224,7 +228,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         let (id, slot) = (pin.id(), filling.slot());
         let checksum = self.shared.lock().device_checksums[pin.slot() as usize];
-        let Some(place) = self.begin_disk_write(id, &filling, checksum) else { return Some(Ok(false)) };
+        let Some(place) = self.begin_disk_write(id, &filling, checksum) else { return Some(Ok(None)) };
         let DiskPlace { file, offset, page } = place;
         let owner = (Arc::clone(pin), filling);
         let parts = self.parts(pin.slot(), offset);
@@ -235,7 +239,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let fault = match ended {
             Ended::Done((_pin, filling)) => {
                 direct.failures.set(0);
-                return Some(self.end_disk_write(id, filling, recorded).await);
+                return Some(self.written(DiskWrite { id, filling }, recorded));
             }
             Ended::Failed((_pin, filling), reason) => {
                 self.direct_failed(direct, &reason);

@@ -56,8 +56,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let committed = self.shared.begin_write(&mut state, id, key, Class::Awaited, u32::MAX);
         drop(state);
         Ok(match committed? {
-            Committed::Write(pin, receiver) => {
-                self.spawn(Rc::clone(self).write(*key, pin));
+            Committed::Write(write, receiver) => {
+                self.spawn(Rc::clone(self).write(write));
                 Some(receiver)
             }
             Committed::Wait(receiver) => Some(receiver),

@@ -102,7 +102,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (job, pin) = match self.shared.look_up_to_copy(&key, Tier::Host)? {
             Found::Hit(pin) => (job, Some(pin)),
             Found::Miss => return Ok(false),
-            Found::Elsewhere => match self.bring(job).await? {
+            Found::Elsewhere(_) => match self.bring(job).await? {
                 Brought::Copied => {
                     self.loaded(&key, started);
                     return Ok(true);
@@ -149,9 +149,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn loaded(self: &Rc<Self>, key: &BlockKey, started: Instant) {
         self.shared.metrics.moved(Route::HostToCaller, self.shared.config.block_bytes, started.elapsed());
         if self.shared.config.selects_for_disk()
-            && let Some(pin) = self.shared.selected_for_disk(key)
+            && let Some(write) = self.shared.selected_for_disk(key)
         {
-            self.spawn(Rc::clone(self).write(*key, pin));
+            self.spawn(Rc::clone(self).write(write));
         }
     }
 
@@ -167,7 +167,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Straight::Elsewhere(job) => self.gather(job).await?,
             },
         };
-        self.finish_store(&key, committed).await
+        self.finish_store(committed).await
     }
 
     async fn gather(&self, job: Job) -> Result<Committed> {
@@ -205,12 +205,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Does what the write policy wants for a committed block.
-    async fn finish_store(self: &Rc<Self>, key: &BlockKey, committed: Committed) -> Result<()> {
+    async fn finish_store(self: &Rc<Self>, committed: Committed) -> Result<()> {
         let receiver = match committed {
             Committed::Done => return Ok(()),
             Committed::Wait(receiver) => receiver,
-            Committed::Write(pin, receiver) => {
-                self.spawn(Rc::clone(self).write(*key, pin));
+            Committed::Write(write, receiver) => {
+                self.spawn(Rc::clone(self).write(write));
                 receiver
             }
         };

@@ -46,9 +46,8 @@ use crate::{
     device::{CopyEngine, cufile::Cufile},
     disk::PageId,
     error::{Error, Result},
-    index::EntryId,
     io::Storage,
-    state::{Failures, Message, Shared},
+    state::{Failures, Message, Shared, Started, State},
     workers::Workers,
 };
 
@@ -64,6 +63,8 @@ pub(crate) struct Mover<S, C> {
     memory_align_bytes: usize,
     budget: Budget,
     records: RefCell<RecordPages>,
+    /// Pages whose write has ended and that the slots do not know of: told under the next lock that is taken anyway.
+    written: RefCell<Vec<PageId>>,
     workers: Rc<Workers>,
     /// One permit: whose block is checksummed on this thread.
     checksums: Semaphore,
@@ -125,6 +126,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Rc::new(Mover {
             budget: Budget::new(config.read_bytes_in_flight_max, config.write_bytes_in_flight_max),
             records: RefCell::default(),
+            written: RefCell::default(),
             workers,
             checksums: Semaphore::new(1),
             answers: RefCell::default(),
@@ -222,7 +224,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn start_urgent(self: &Rc<Self>, request: Urgent) {
         let this = Rc::clone(self);
         match request {
-            Urgent::Write { key, pin } => self.spawn(this.write(key, pin)),
+            Urgent::Write(write) => self.spawn(this.write(write)),
             Urgent::GiveBack { region } => self.spawn(async move {
                 if let Some(known) = region.lasting() {
                     this.copy.forget(&known).await;
@@ -293,35 +295,36 @@ struct Landing<S: Storage, C: CopyEngine> {
     mover: Rc<Mover<S, C>>,
     key: BlockKey,
     tier: Tier,
-    /// Of the flight, and the entry that it moves; `None` where there is no flight.
-    flight: Option<(u64, EntryId)>,
+    /// `None` until the movement is taken on.
+    started: Cell<Option<Started>>,
 }
 
 impl<S: Storage, C: CopyEngine> Landing<S, C> {
-    /// Of the movement that is under way.
-    fn new(mover: &Rc<Mover<S, C>>, key: &BlockKey, tier: Tier) -> Self {
-        let mut state = mover.shared.lock();
-        let flight = state.flights.get_mut(key, tier).map(|flight| flight.number);
-        let flight = flight.zip(state.flights.entry(key, tier));
-        drop(state);
-        Landing { mover: Rc::clone(mover), key: *key, tier, flight }
+    fn new(mover: &Rc<Mover<S, C>>, key: &BlockKey, tier: Tier, started: Option<Started>) -> Self {
+        Landing { mover: Rc::clone(mover), key: *key, tier, started: Cell::new(started) }
+    }
+
+    /// Takes on the movement that has begun; false where there is none, or somebody else is at it.
+    fn start(&self, state: &mut State) -> bool {
+        self.started.set(state.flights.start(&self.key, self.tier));
+        self.started.get().is_some()
     }
 }
 
 impl<S: Storage, C: CopyEngine> Drop for Landing<S, C> {
     fn drop(&mut self) {
-        let Some((number, id)) = self.flight.filter(|_| std::thread::panicking()) else { return };
+        let Some(started) = self.started.get().filter(|_| std::thread::panicking()) else { return };
         let (mover, key, tier) = (Rc::clone(&self.mover), self.key, self.tier);
         // Not while it unwinds: a second panic would end the process.
         self.mover.spawn(async move {
             crate::io::yield_now().await;
-            mover.land_panicked(&key, tier, number, id);
+            mover.land_panicked(&key, tier, started);
         });
     }
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    fn land_panicked(self: &Rc<Self>, key: &BlockKey, tier: Tier, number: u64, id: EntryId) {
+    fn land_panicked(self: &Rc<Self>, key: &BlockKey, tier: Tier, Started { number, entry: id }: Started) {
         let mut state = self.shared.lock();
         let flight = state.flights.get_mut(key, tier);
         // It has landed, or waits for who verifies it.

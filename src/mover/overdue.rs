@@ -19,7 +19,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.shared.watch.notified().await;
             let mut begun = VecDeque::new();
             while self.active.get() > 0 || self.shared.has_slot_waiters() {
-                begun.push_back(self.shared.lock().flights.begun());
+                begun.push_back(self.shared.begun.load(Ordering::Relaxed));
                 sleep(self.shared.deadline() / LOOKS_PER_DEADLINE).await;
                 self.shared.looks.fetch_add(1, Ordering::Relaxed);
                 if begun.len() >= LOOKS_PER_DEADLINE as usize {
@@ -40,7 +40,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let error = self.shared.timeout("a free movement");
         match command {
             Command::Promote { key, to, .. } => {
-                if self.shared.lock().flights.start(&key, to) {
+                if self.shared.lock().flights.start(&key, to).is_some() {
                     self.land(&key, to, Err(error));
                 }
             }

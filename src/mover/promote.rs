@@ -68,12 +68,12 @@ enum Read {
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Makes `key` resident in `to` and answers those who wait for it.
     pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier) {
-        let _landing = Landing::new(&self, &key, to);
+        let landing = Landing::new(&self, &key, to, None);
         match to {
-            Tier::Host => self.fill_host_for_waiters(&key).await,
+            Tier::Host => self.fill_host_for_waiters(&key, &landing).await,
             Tier::Device => {
                 // Else a movement that could not wait for this command has started it.
-                if self.shared.lock().flights.start(&key, to) {
+                if landing.start(&mut self.shared.lock()) {
                     let outcome = self.fill_device(&key).await;
                     self.land(&key, to, outcome);
                 }
@@ -86,14 +86,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
         let ended = self.shared.end_flight(key, tier, &outcome);
         drop(outcome);
-        self.answer_all(key, ended);
+        self.answer_all(ended);
     }
 
     /// Answers the waiters of a flight that has ended, and starts the write that follows it.
-    pub(super) fn answer_all(self: &Rc<Self>, key: &BlockKey, (answers, next): FlightEnd) {
+    pub(super) fn answer_all(self: &Rc<Self>, (answers, next): FlightEnd) {
         self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
-        if let Some(pin) = next {
-            self.spawn(Rc::clone(self).write(*key, pin));
+        if let Some(write) = next {
+            self.spawn(Rc::clone(self).write(write));
         }
     }
 
@@ -141,11 +141,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Fills a host slot, and leaves it to those who wait for it to verify it.
-    async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey) {
+    async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey, landing: &Landing<S, C>) {
         let begun = {
             let mut state = self.shared.lock();
             // Else a movement that could not wait for this command has started it.
-            if !state.flights.start(key, Tier::Host) {
+            if !landing.start(&mut state) {
                 return;
             }
             self.begin_read_now(&mut state, key)
@@ -352,11 +352,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Promotion::Started(receiver) => (receiver, false),
             };
             // Also one that a caller began: its command may wait in the channel for movements like this one to end.
-            if self.shared.lock().flights.start(key, Tier::Host) {
+            let started = self.shared.lock().flights.start(key, Tier::Host);
+            if started.is_some() {
                 // A movement of its own: it may be overdue, and then we go on without it.
                 let (this, key, next) = (Rc::clone(self), *key, next.clone());
                 self.spawn(async move {
-                    let _landing = Landing::new(&this, &key, Tier::Host);
+                    let _landing = Landing::new(&this, &key, Tier::Host, started);
                     let outcome = this.fill_host(&key, next).await;
                     this.land(&key, Tier::Host, outcome);
                 });

@@ -17,6 +17,7 @@ use crate::{
     index::{EntryId, Used},
     io::{Storage, write_from},
     memory::AlignedBuf,
+    state::Locked,
 };
 
 /// Pages written at once by `sync`.
@@ -82,13 +83,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Nobody writes the page any longer: it is to be written again, and the drop of the waiters answers them.
     pub(super) fn give_up_page(&self, page: PageId) {
         let waiters = self.records.borrow_mut().0.remove(&page);
-        self.shared.lock().disk_slots().page_failed(page);
+        self.lock().disk_slots().page_failed(page);
         drop(waiters);
     }
 
     async fn write_page_once(&self, page: PageId, mut buf: AlignedBuf) -> (Result<()>, AlignedBuf) {
         let (file, offset) = {
-            let mut state = self.shared.lock();
+            let mut state = self.lock();
             let state = &mut *state;
             let index = &state.index;
             let slots = state.disk.as_mut().expect("only a disk tier has records");
@@ -103,21 +104,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (result, buf) = write_from(&self.storage, file, offset, buf.into_io()).await;
         self.shared.metrics.record_writes.add(1);
         self.shared.account(&self.record_failures, file, OpKind::Write, &result);
-        let mut state = self.shared.lock();
         if let Err(source) = result {
             // What is on the medium is older than the index: the page is to be written again.
-            state.disk_slots().page_failed(page);
-            drop(state);
+            self.lock().disk_slots().page_failed(page);
             return (Err(Error::io("write", self.path_of(file), source)), buf);
         }
-        state.disk_slots().page_written(page);
-        drop(state);
+        // Whoever waits for the page takes the lock next.
+        self.written.borrow_mut().push(page);
         (Ok(()), buf)
+    }
+
+    /// The state, locked, which knows of every page that was written.
+    pub(super) fn lock(&self) -> Locked<'_> {
+        let mut state = self.shared.lock();
+        for page in self.written.borrow_mut().drain(..) {
+            state.disk_slots().page_written(page);
+        }
+        state
     }
 
     /// Writes the pages whose records name a block that was removed, or waits for their writes.
     pub(super) async fn forget_records(self: &Rc<Self>, key: &BlockKey) -> Result<()> {
-        let pages: Vec<_> = match &self.shared.lock().disk {
+        let pages: Vec<_> = match &self.lock().disk {
             Some(slots) => slots.pages_naming(key).collect(),
             None => return Ok(()),
         };
@@ -127,7 +135,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes the pages that say of a slot what is no longer so, and waits for those that are being written.
     pub(super) async fn write_stale_records(self: &Rc<Self>) -> Result<()> {
         let mut pages: BTreeMap<PageId, bool> = self.records.borrow().0.keys().map(|page| (*page, false)).collect();
-        match &self.shared.lock().disk {
+        match &self.lock().disk {
             Some(slots) => pages.extend(slots.stale_pages().map(|page| (page, true))),
             None => return Ok(()),
         }

@@ -21,7 +21,7 @@ use crate::{
     index::EntryId,
     io::{Storage, read_into, write_from},
     memory::{IoBuf, Readable},
-    state::{Class, DiskPlace, Filling, Pin, Purpose, Shared},
+    state::{Class, DiskPlace, DiskWrite, Filling, Pin, Purpose, Started},
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.
@@ -45,6 +45,7 @@ struct Source {
 /// A disk slot in the books as that of a block, whose write has begun.
 struct Target {
     id: EntryId,
+    flight: Started,
     filling: Filling,
     place: DiskPlace,
 }
@@ -165,38 +166,27 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Ok(filling) => filling,
             Err(error) => return Straight::Ended(Err(error)),
         };
-        let Target { id, filling, place } = match self.begin_straight_write(&job, filling, checksum) {
+        let Target { id, flight, filling, place } = match self.begin_straight_write(&job, filling, checksum) {
             Ok(Some(target)) => target,
             Ok(None) => return Straight::Elsewhere(job),
             Err(error) => return Straight::Ended(Err(error)),
         };
         let DiskPlace { file, offset, page } = place;
         let (key, started) = (job.key, Instant::now());
-        let _landing = Landing::new(self, &key, Tier::Disk);
+        let _landing = Landing::new(self, &key, Tier::Disk, Some(flight));
         let segments = job.places();
         let payload = self.transfer(OpKind::Write, file, offset, &segments, (job, filling));
         let ((result, (_job, filling)), recorded) = tokio::join!(payload, self.write_page(page));
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
-        if let Err(error) = &result {
-            self.shared.refused_straight(id, &key, error);
+        let written = self.written(DiskWrite { id, filling }, result);
+        let result = self.end_write(&key, id, None, written).await;
+        if let Ok(true) = result {
+            self.shared.metrics.stores.add(1);
+            self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, started.elapsed());
         }
-        let result = self.end_disk_write(id, filling, result).await.map(|written| {
-            if written {
-                self.shared.metrics.stores.add(1);
-                self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, started.elapsed());
-            }
-        });
-        match &result {
-            Ok(()) => self.shared.lock().refusals.forget(&key),
-            Err(error) => {
-                self.shared.metrics.writes_refused.add(1);
-                tracing::warn!(%error, "the disk tier did not take a block");
-            }
-        }
-        self.land(&key, Tier::Disk, result.clone().map(|()| None));
-        Straight::Ended(result)
+        Straight::Ended(result.map(drop))
     }
 
     /// Enters a block in the books of its disk slot, and begins the flight of its write. `None` where it is resident
@@ -216,8 +206,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let place = state.begin_disk_write(id, &filling, checksum);
         let place = place.expect("it is resident nowhere, and on no way");
         // For those who want the same block on disk meanwhile; the one who stores it is answered by the end itself.
-        drop(state.flights.begin(&job.key, Tier::Disk, id, Class::Awaited));
-        Ok(Some(Target { id, filling, place }))
+        let flight = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Vec::new());
+        Ok(Some(Target { id, flight, filling, place }))
     }
 
     /// Reads a slot into segments, or writes it from them, all at once; `guards` keep both, and come back. With the
@@ -264,17 +254,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
         (result, Arc::into_inner(guards).expect("every operation has given its share back"))
-    }
-}
-
-impl Shared {
-    /// Notes that the disk did not take a block. Before its write ends: whoever removes the block later finds the note,
-    /// and of one that was removed there is nothing to tell.
-    fn refused_straight(&self, id: EntryId, key: &BlockKey, error: &Error) {
-        let mut state = self.lock();
-        if state.index.find(key) == Some(id) {
-            state.refusals.add(*key, error.clone());
-        }
     }
 }
 

@@ -16,7 +16,7 @@ use crate::{
     index::EntryId,
     io::{Storage, write_from},
     memory::IoBuf,
-    state::{Class, Committed, DiskPlace, Filling, Pin, Purpose, State},
+    state::{Class, Committed, DiskPlace, DiskWrite, Filling, PendingWrite, Pin, Purpose, State},
 };
 
 /// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.
@@ -27,48 +27,79 @@ pub(super) const DEMOTING_MAX: u32 = 64;
 type BegunWrite = (Share, Filling, Option<DiskPlace>);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Writes a host block to disk and answers those who wait for it.
-    pub(super) async fn write(self: Rc<Self>, key: BlockKey, pin: Pin) {
-        let _landing = Landing::new(&self, &key, Tier::Disk);
-        let started = Instant::now();
-        let pin = Arc::new(pin);
-        let (result, route) = match pin.tier() {
+    /// Writes a block to disk and answers those who wait for it.
+    pub(super) async fn write(self: Rc<Self>, write: PendingWrite) {
+        let PendingWrite { key, pin, started } = write;
+        let _landing = Landing::new(&self, &key, Tier::Disk, Some(started));
+        let began = Instant::now();
+        let (id, pin) = (pin.id(), Arc::new(pin));
+        let (written, route) = match pin.tier() {
             Tier::Device => self.write_from_device(&key, &pin).await,
             _ => (self.write_block(&key, &pin).await, Route::HostToDisk),
         };
-        let outcome = match result {
-            Ok(moved) => {
-                if moved {
-                    self.shared.metrics.moved(route, self.shared.config.block_bytes, started.elapsed());
+        if let Ok(true) = self.end_write(&key, id, Some(pin), written).await {
+            self.shared.metrics.moved(route, self.shared.config.block_bytes, began.elapsed());
+        }
+    }
+
+    /// Ends a write and its flight; true if the block is visible on disk by it.
+    pub(super) async fn end_write(
+        self: &Rc<Self>,
+        key: &BlockKey,
+        id: EntryId,
+        source: Option<Arc<Pin>>,
+        written: Result<Option<DiskWrite>>,
+    ) -> Result<bool> {
+        let result = match written {
+            Ok(Some(write)) => {
+                let slot = write.filling.slot();
+                let mut state = self.lock();
+                if state.end_disk_write(write, None) {
+                    self.answer_all(self.shared.end_write(state, key, id, source, &Ok(None)));
+                    return Ok(true);
                 }
-                Ok(None)
+                drop(state);
+                // Who removed it waits for the end of this: then no record names it any more.
+                self.write_record(slot).await
             }
-            Err(error) => {
-                self.shared.metrics.writes_refused.add(1);
-                tracing::warn!(%error, "the disk tier did not take a block");
-                Err(error)
-            }
+            Ok(None) => Ok(()),
+            Err(error) => Err(error),
         };
-        let ended = self.shared.end_write(&key, pin, &outcome);
-        self.answer_all(&key, ended);
+        if let Err(error) = &result {
+            self.shared.metrics.writes_refused.add(1);
+            tracing::warn!(%error, "the disk tier did not take a block");
+        }
+        let outcome = result.clone().map(|()| None);
+        self.answer_all(self.shared.end_write(self.lock(), key, id, source, &outcome));
+        result.map(|()| false)
+    }
+
+    /// What a write to a disk slot came to: the slot is given back where it failed.
+    pub(super) fn written(&self, write: DiskWrite, result: Result<()>) -> Result<Option<DiskWrite>> {
+        let Err(error) = result else { return Ok(Some(write)) };
+        self.lock().end_disk_write(write, Some(&error));
+        if let Error::Io { op: "write", .. } = &error {
+            self.shared.metrics.write_errors.add(1);
+        }
+        Err(error)
     }
 
     /// Writes a block that only the device holds: by libcufile, or by way of host memory where that fails.
-    async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> (Result<bool>, Route) {
+    async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> (Result<Option<DiskWrite>>, Route) {
         if let Some(result) = self.write_directly(key, pin).await {
             return (result, Route::DeviceToDisk);
         }
         let class = self.shared.lock().flights.class(key, Tier::Disk);
         let result = match self.obtain_host(key, class, Next::Elsewhere, Asked::InPassing).await {
             Ok(Some(host)) => self.write_block(key, &Arc::new(host)).await,
-            Ok(None) => Ok(false),
+            Ok(None) => Ok(None),
             Err(error) => Err(error),
         };
         (result, Route::HostToDisk)
     }
 
-    /// True if the block was written, false if it was on disk already or was removed meanwhile.
-    async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Result<bool> {
+    /// Writes a block that is in host memory. `None` if it was on disk already or was removed meanwhile.
+    async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Result<Option<DiskWrite>> {
         let begun = self.begin_write_now(&mut self.shared.lock(), key, pin);
         let (share, filling, place) = match begun {
             Some(begun) => begun,
@@ -80,7 +111,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         };
         let id = pin.id();
-        let Some(DiskPlace { file, offset, page }) = place else { return Ok(false) };
+        let Some(DiskPlace { file, offset, page }) = place else { return Ok(None) };
         // Both at once: whichever comes first on the medium, a record without its payload is found out
         // by the checksum that it carries. Nobody here sees the block before both have ended.
         let (written, recorded) = tokio::join!(self.write_slot(file, offset, pin, filling), self.write_page(page));
@@ -88,7 +119,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (result, filling) = written;
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
-        self.end_disk_write(id, filling, result).await
+        self.written(DiskWrite { id, filling }, result)
     }
 
     /// All that a write of a host block takes, where none of it has to be waited for: under one lock.
@@ -101,51 +132,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Some((share, filling, place))
     }
 
-    /// Makes a written disk slot visible, or gives it back. False if the block was removed meanwhile.
-    pub(super) async fn end_disk_write(
-        self: &Rc<Self>,
-        id: EntryId,
-        filling: Filling,
-        result: Result<()>,
-    ) -> Result<bool> {
-        let slot = filling.slot();
-        let published = self.publish_disk(id, filling, result)?;
-        if !published {
-            // Who removed it waits for the end of this: then no record names it any more.
-            self.write_record(slot).await?;
-        }
-        Ok(published)
-    }
-
     /// Enters a block in the books of the disk slot that it is about to be written to; says where that is. `None` if it
     /// was removed or is there already.
     pub(super) fn begin_disk_write(&self, id: EntryId, filling: &Filling, checksum: u64) -> Option<DiskPlace> {
         self.shared.lock().begin_disk_write(id, filling, checksum)
-    }
-
-    fn publish_disk(&self, id: EntryId, filling: Filling, result: Result<()>) -> Result<bool> {
-        let slot = filling.slot();
-        let mut state = self.shared.lock();
-        let key = state.index.key(id);
-        let published = match &result {
-            Ok(()) => state.index.complete_fill(id, Tier::Disk, slot),
-            Err(_) => {
-                state.index.abort_fill(id, Tier::Disk);
-                false
-            }
-        };
-        if published {
-            filling.published();
-        } else {
-            // The record page is stale now, and written when it next comes due, or at `sync`.
-            state.disk_slots().clear(slot, &key);
-            filling.release(&mut state);
-        }
-        drop(state);
-        if let Err(Error::Io { op: "write", .. }) = &result {
-            self.shared.metrics.write_errors.add(1);
-        }
-        result.map(|()| published)
     }
 
     async fn write_slot(
@@ -173,18 +163,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             self.shared.write_back.notified().await;
             while self.demoting.get() < DEMOTING_MAX {
-                let Some((key, pin)) = self.coldest_dirty() else { break };
+                let Some(write) = self.coldest_dirty() else { break };
                 let demoting = Demoting::new(&self);
                 let this = Rc::clone(&self);
                 self.spawn(async move {
-                    this.write(key, pin).await;
+                    this.write(write).await;
                     drop(demoting);
                 });
             }
         }
     }
 
-    fn coldest_dirty(&self) -> Option<(BlockKey, Pin)> {
+    fn coldest_dirty(&self) -> Option<PendingWrite> {
         let shared = &self.shared;
         let mut state = shared.lock();
         if !shared.write_back_is_due(&state, self.demoting.get(), shared.config.high_watermark) {
@@ -199,7 +189,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let committed = shared.begin_write(&mut state, id, &key, Class::Background, shared.config.waiters_max);
         drop(state);
         match committed {
-            Ok(Committed::Write(pin, _nobody)) => Some((key, pin)),
+            Ok(Committed::Write(write, _nobody)) => Some(write),
             _ => None,
         }
     }

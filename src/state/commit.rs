@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Filling, Finished, Joined, Message, Outcome, Pin, Settled, Shared, State};
+use super::{Class, Filling, Finished, Joined, Locked, Message, Outcome, PendingWrite, Pin, Settled, Shared, State};
 use crate::{
     block::{BlockKey, FileId, Route, Tier},
     config::{Eviction, WritePolicy},
@@ -19,8 +19,8 @@ pub(crate) enum Committed {
     Done,
     /// The write of its block is under way, or follows the movement that is; the outcome comes here.
     Wait(oneshot::Receiver<Message>),
-    /// The block must be written; the flight has begun, the reactor must be asked.
-    Write(Pin, oneshot::Receiver<Message>),
+    /// The block must be written, by the reactor; the outcome comes here.
+    Write(PendingWrite, oneshot::Receiver<Message>),
 }
 
 /// What a store begins with.
@@ -33,9 +33,9 @@ pub(crate) enum BegunStore {
     NoSlot,
 }
 
-/// How a flight ended: the answers to its waiters, to be sent when the lock is released, and the source of the write
-/// that follows it.
-pub(crate) type FlightEnd = (Vec<(oneshot::Sender<Message>, Outcome)>, Option<Pin>);
+/// How a flight ended: the answers to its waiters, to be sent when the lock is released, and the write that
+/// follows it.
+pub(crate) type FlightEnd = (Vec<(oneshot::Sender<Message>, Outcome)>, Option<PendingWrite>);
 
 impl Shared {
     /// What is to be done for a block that is resident already; `None` where its bytes are needed.
@@ -183,7 +183,11 @@ impl Shared {
                 state.join_next(key, Tier::Disk, class, waiters_max)
             }
             None => match self.pin_source(state, id, key) {
-                Some(pin) => return Ok(Committed::Write(pin, state.flights.begin(key, Tier::Disk, id, class))),
+                Some(pin) => {
+                    let (sender, receiver) = oneshot::channel();
+                    let started = state.flights.begin_started(key, Tier::Disk, id, class, vec![sender]);
+                    return Ok(Committed::Write(PendingWrite { key: *key, pin, started }, receiver));
+                }
                 // It is on its way to host memory, from the device.
                 None => state.join_next(key, Tier::Host, class, waiters_max),
             },
@@ -235,8 +239,8 @@ impl Shared {
             }
             if let Some(pin) = self.pin_source(state, id, key) {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
-                state.flights.begin_for(key, Tier::Disk, id, class, next);
-                return (answers, Some(pin));
+                let started = state.flights.begin_started(key, Tier::Disk, id, class, next);
+                return (answers, Some(PendingWrite { key: *key, pin, started }));
             }
             // It did not arrive where it could be written from.
             if let (Tier::Host, Err(error)) = (tier, outcome) {
@@ -249,17 +253,24 @@ impl Shared {
         (answers, None)
     }
 
-    /// Ends the flight of a write as [`end_flight`](Self::end_flight) does, and gives its source back.
+    /// Ends the flight of the write of `id` as [`end_flight`](Self::end_flight) does, and gives its source back.
     ///
     /// A block that was written, or that the disk refused, no longer waits to be written. A refusal is noted, and was
     /// counted: a host tier that could never let go of its blocks would end all service.
-    pub(crate) fn end_write(self: &Arc<Self>, key: &BlockKey, source: Arc<Pin>, outcome: &Outcome) -> FlightEnd {
-        let mut state = self.lock();
-        self.note_written(&mut state, key, source.id(), outcome.as_ref().err());
-        match Arc::try_unwrap(source) {
-            Ok(pin) => pin.release(&mut state),
+    pub(crate) fn end_write<'a>(
+        self: &'a Arc<Self>,
+        mut state: Locked<'a>,
+        key: &BlockKey,
+        id: EntryId,
+        source: Option<Arc<Pin>>,
+        outcome: &Outcome,
+    ) -> FlightEnd {
+        state.note_written(key, id, outcome.as_ref().err());
+        match source.map(Arc::try_unwrap) {
+            None => {}
+            Some(Ok(pin)) => pin.release(&mut state),
             // What a library has not given back keeps it. Not dropped under the lock.
-            Err(shared) => {
+            Some(Err(shared)) => {
                 drop(state);
                 drop(shared);
                 state = self.lock();
@@ -270,21 +281,7 @@ impl Shared {
 
     /// Notes that the disk did not take a block whose write was lost.
     pub(crate) fn note_refused(&self, key: &BlockKey, id: EntryId, error: &Error) {
-        self.note_written(&mut self.lock(), key, id, Some(error));
-    }
-
-    /// One that was removed meanwhile waits for nothing, and a block that was stored under its key since is another.
-    fn note_written(&self, state: &mut State, key: &BlockKey, id: EntryId, error: Option<&Error>) {
-        if state.index.find(key) != Some(id) {
-            return;
-        }
-        if state.dirty.remove(key) {
-            state.index.set_dirty(id, Tier::Host, false);
-        }
-        match error {
-            None => state.refusals.forget(key),
-            Some(error) => state.refusals.add(*key, error.clone()),
-        }
+        self.lock().note_written(key, id, Some(error));
     }
 
     /// Waits for a write to disk.
@@ -297,7 +294,7 @@ impl Shared {
 
     /// Begins the write of a block that is not on disk and has been hit often enough, or was refused there and is used
     /// again. Its outcome is nobody's.
-    pub(crate) fn selected_for_disk(self: &Arc<Self>, key: &BlockKey) -> Option<Pin> {
+    pub(crate) fn selected_for_disk(self: &Arc<Self>, key: &BlockKey) -> Option<PendingWrite> {
         let mut state = self.lock();
         let id = state.index.find(key)?;
         let often = match self.config.write_policy {
@@ -320,7 +317,7 @@ impl Shared {
         let committed = self.begin_write(&mut state, id, key, Class::Background, self.config.waiters_max);
         drop(state);
         match committed {
-            Ok(Committed::Write(pin, _nobody)) => Some(pin),
+            Ok(Committed::Write(write, _nobody)) => Some(write),
             _ => None,
         }
     }
@@ -365,7 +362,54 @@ pub(crate) struct DiskPlace {
     pub(crate) page: PageId,
 }
 
+/// A disk slot that has the bytes of a block and is not visible yet.
+pub(crate) struct DiskWrite {
+    pub(crate) id: EntryId,
+    pub(crate) filling: Filling,
+}
+
 impl State {
+    /// Notes how the write of `id` ended. A block that was removed meanwhile waits for nothing, and a block that was
+    /// stored under its key since is another.
+    fn note_written(&mut self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
+        if self.index.find(key) != Some(id) {
+            return;
+        }
+        if self.dirty.remove(key) {
+            self.index.set_dirty(id, Tier::Host, false);
+        }
+        match error {
+            None => self.refusals.forget(key),
+            Some(error) => self.refusals.add(*key, error.clone()),
+        }
+    }
+
+    /// Ends the write of a block to its disk slot; true if the block is visible there. Where the write failed, or the
+    /// block was removed meanwhile, the slot is given back. Its record page is stale then, and written when it next
+    /// comes due, or at `sync`.
+    pub(crate) fn end_disk_write(&mut self, DiskWrite { id, filling }: DiskWrite, error: Option<&Error>) -> bool {
+        let (key, slot) = (self.index.key(id), filling.slot());
+        let is_visible = match error {
+            None => self.index.complete_fill(id, Tier::Disk, slot),
+            Some(error) => {
+                // While the entry is there: of a block that was removed there is nothing to tell, and a removal that
+                // comes later takes the note back.
+                if self.index.find(&key) == Some(id) {
+                    self.refusals.add(key, error.clone());
+                }
+                self.index.abort_fill(id, Tier::Disk);
+                false
+            }
+        };
+        if is_visible {
+            filling.published();
+        } else {
+            self.disk_slots().clear(slot, &key);
+            filling.release(self);
+        }
+        is_visible
+    }
+
     /// Enters a block in the table of the disk slot that it is about to be written to; says where that is. `None` if
     /// it was removed or is there already.
     pub(crate) fn begin_disk_write(&mut self, id: EntryId, filling: &Filling, checksum: u64) -> Option<DiskPlace> {

@@ -5,6 +5,10 @@
 use std::{
     collections::{BTreeMap, HashMap},
     hash::{BuildHasherDefault, DefaultHasher},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use tokio::sync::oneshot;
@@ -12,6 +16,7 @@ use tokio::sync::oneshot;
 use crate::{
     block::{BlockKey, Tier},
     index::EntryId,
+    sync::Mutex,
 };
 
 /// Whether anybody waits for a movement.
@@ -63,10 +68,35 @@ pub(crate) struct Flight<M, U> {
     /// `Some` where the block that the key names when this ends is to be written to disk then, and the waiters for
     /// that write.
     next: Option<Vec<oneshot::Sender<M>>>,
-    /// Read, and to be verified by whoever redeems a ticket first.
-    pub(crate) unverified: Option<U>,
-    /// Tickets given out and neither redeemed nor dropped.
+    /// Read, to be verified by the first ticket that claims it. Claimed or not, its movement has ended.
+    pub(crate) unverified: Option<Arc<Unclaimed<U>>>,
+    /// Tickets given out and neither dropped nor redeemed in vain.
     pub(crate) tickets: u32,
+}
+
+/// A block that waits to be verified. Who claims it does so without the state's lock, and owns it alone.
+pub(crate) struct Unclaimed<U>(Mutex<Option<U>>);
+
+impl<U> Unclaimed<U> {
+    pub(crate) fn new(block: U) -> Arc<Self> {
+        Arc::new(Unclaimed(Mutex::new(Some(block))))
+    }
+
+    /// The block, for the first that asks.
+    pub(crate) fn claim(&self) -> Option<U> {
+        self.0.lock().take()
+    }
+
+    fn is_claimed(&self) -> bool {
+        self.0.lock().is_none()
+    }
+}
+
+/// A movement that was taken on: its number, and the entry that it moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Started {
+    pub(crate) number: u64,
+    pub(crate) entry: EntryId,
 }
 
 /// Movements under way, by what they will make resident where.
@@ -77,8 +107,8 @@ pub(crate) struct Flights<M, U> {
     by_target: HashMap<(BlockKey, Tier), Flight<M, U>, BuildHasherDefault<DefaultHasher>>,
     /// By number, the oldest first: those that may become overdue.
     by_age: BTreeMap<u64, (BlockKey, Tier)>,
-    /// The last number that was given.
-    begun: u64,
+    /// The last number that was given. Read without the lock, by the task that watches the clock.
+    begun: Arc<AtomicU64>,
     /// Movements under way that are overdue.
     overdue: usize,
 }
@@ -110,15 +140,19 @@ impl<M, U> Flight<M, U> {
     pub(crate) fn is_followed(&self) -> bool {
         self.next.is_some()
     }
-}
 
-impl<M, U> Default for Flights<M, U> {
-    fn default() -> Self {
-        Flights { by_target: HashMap::default(), by_age: BTreeMap::new(), begun: 0, overdue: 0 }
+    /// True where its block has been read and nobody has begun to verify it.
+    pub(crate) fn is_unclaimed(&self) -> bool {
+        self.unverified.as_ref().is_some_and(|block| !block.is_claimed())
     }
 }
 
 impl<M, U> Flights<M, U> {
+    /// None. `begun` is the number of the latest movement from now on.
+    pub(crate) fn new(begun: Arc<AtomicU64>) -> Self {
+        Flights { by_target: HashMap::default(), by_age: BTreeMap::new(), begun, overdue: 0 }
+    }
+
     /// True while a movement of `key` to `tier` is under way.
     pub(crate) fn contains(&self, key: &BlockKey, tier: Tier) -> bool {
         self.by_target.contains_key(&(*key, tier))
@@ -149,7 +183,7 @@ impl<M, U> Flights<M, U> {
     /// Waits for the movement under way, if there is one.
     pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
-        if flight.unverified.is_some() {
+        if flight.is_unclaimed() {
             return Joined::Unverified;
         }
         if flight.overdue {
@@ -162,7 +196,7 @@ impl<M, U> Flights<M, U> {
     /// It follows whatever this answers, unless there is no movement or it comes from disk.
     pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
-        if flight.unverified.is_some() {
+        if flight.is_unclaimed() {
             return Joined::Unverified;
         }
         let next = flight.next.get_or_insert_default();
@@ -176,8 +210,21 @@ impl<M, U> Flights<M, U> {
         receiver
     }
 
+    /// As [`begin`](Self::begin), taken on at once.
+    pub(crate) fn begin_started(
+        &mut self,
+        key: &BlockKey,
+        tier: Tier,
+        entry: EntryId,
+        class: Class,
+        waiters: Vec<oneshot::Sender<M>>,
+    ) -> Started {
+        self.begin_for(key, tier, entry, class, waiters);
+        self.start(key, tier).expect("it has just begun")
+    }
+
     /// Starts a movement of `entry`, with its first waiters.
-    pub(crate) fn begin_for(
+    fn begin_for(
         &mut self,
         key: &BlockKey,
         tier: Tier,
@@ -205,8 +252,8 @@ impl<M, U> Flights<M, U> {
 
     /// A number that no other movement has, for one that begins, or for a request that waits in the same line.
     pub(crate) fn next_number(&mut self) -> u64 {
-        self.begun += 1;
-        self.begun
+        // Under the state's lock: nobody else counts.
+        self.begun.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// How urgent the movement of `key` to `tier` is.
@@ -228,10 +275,12 @@ impl<M, U> Flights<M, U> {
         (std::mem::replace(&mut flight.class, Class::Awaited) == Class::Background).then_some(flight.number)
     }
 
-    /// Takes it on to carry out the movement that has begun: false where there is none, or somebody else is at it.
+    /// Takes it on to carry out the movement that has begun: `None` where there is none, or somebody else is at it.
     #[must_use = "whoever takes a movement on must end it"]
-    pub(crate) fn start(&mut self, key: &BlockKey, tier: Tier) -> bool {
-        self.by_target.get_mut(&(*key, tier)).is_some_and(|flight| !std::mem::replace(&mut flight.started, true))
+    pub(crate) fn start(&mut self, key: &BlockKey, tier: Tier) -> Option<Started> {
+        let flight = self.by_target.get_mut(&(*key, tier)).filter(|flight| !flight.started)?;
+        flight.started = true;
+        Some(Started { number: flight.number, entry: flight.entry })
     }
 
     /// Ends a movement.
@@ -246,11 +295,6 @@ impl<M, U> Flights<M, U> {
         Finished { waiters: flight.waiters, next: flight.next }
     }
 
-    /// The number of the latest movement, or a greater one.
-    pub(crate) fn begun(&self) -> u64 {
-        self.begun
-    }
-
     /// The waiters of movements up to the number `begun` that are still under way, and the tier of which the block
     /// waits for a slot; they are overdue from now on.
     pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<(oneshot::Sender<M>, Option<Tier>)> {
@@ -263,7 +307,7 @@ impl<M, U> Flights<M, U> {
             let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&(target.0, tier))?.slot_wanted);
             let flight = self.by_target.get_mut(&target).expect("every movement by age is under way");
             // It has been read, in time: whoever has a ticket ends it as soon as he is polled.
-            if flight.unverified.is_some() {
+            if flight.is_unclaimed() {
                 continue;
             }
             flight.overdue = true;
@@ -282,7 +326,7 @@ impl<M, U> Flights<M, U> {
 
     /// Keys of the blocks that wait to be verified.
     pub(crate) fn unverified(&self) -> Vec<BlockKey> {
-        let waiting = self.by_target.iter().filter(|(_, flight)| flight.unverified.is_some());
+        let waiting = self.by_target.iter().filter(|(_, flight)| flight.is_unclaimed());
         waiting.map(|((key, _), _)| *key).collect()
     }
 

@@ -11,11 +11,11 @@ use crate::{
 };
 
 /// What a look-up came to.
-pub(crate) enum Found {
+pub(crate) enum Found<P> {
     /// Resident in the wanted tier, and now pinned there.
     Hit(Pin),
-    /// Resident in another tier only.
-    Elsewhere,
+    /// Resident in another tier only. What asking for its promotion came to, where there was room for the command.
+    Elsewhere(Option<(Promotion, P)>),
     /// Resident nowhere.
     Miss,
 }
@@ -53,18 +53,31 @@ pub(crate) enum Promotion {
 }
 
 impl Shared {
-    /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and counts the use, and the hit or the
-    /// miss unless it is elsewhere.
-    pub(crate) fn look_up(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
-        self.look_up_and_pin(key, tier, true)
+    /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and asks for its promotion if it is
+    /// elsewhere and `reserve` has room for the command. Counts the use, and the hit or the miss, unless it is
+    /// elsewhere and there is no room.
+    pub(crate) fn look_up<P>(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        tier: Tier,
+        reserve: impl FnOnce() -> Option<P>,
+    ) -> Result<Found<P>> {
+        self.look_up_and_pin(key, tier, true, reserve)
     }
 
-    /// Likewise for a load, which copies the block to its caller: it has the route of that copy.
-    pub(crate) fn look_up_to_copy(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found> {
-        self.look_up_and_pin(key, tier, false)
+    /// As [`look_up`](Self::look_up) without room, for a load, which copies the block to its caller: it has the route
+    /// of that copy.
+    pub(crate) fn look_up_to_copy(self: &Arc<Self>, key: &BlockKey, tier: Tier) -> Result<Found<()>> {
+        self.look_up_and_pin(key, tier, false, || None)
     }
 
-    fn look_up_and_pin(self: &Arc<Self>, key: &BlockKey, tier: Tier, is_leased: bool) -> Result<Found> {
+    fn look_up_and_pin<P>(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        tier: Tier,
+        is_leased: bool,
+        reserve: impl FnOnce() -> Option<P>,
+    ) -> Result<Found<P>> {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
@@ -84,7 +97,13 @@ impl Shared {
             return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased }));
         }
         if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
-            return Ok(Found::Elsewhere);
+            let Some(room) = reserve() else { return Ok(Found::Elsewhere(None)) };
+            let promotion = self.promote_locked(&mut state, key, tier, Class::Awaited, Use::Now);
+            // Before the room is given back, which may wake a caller.
+            drop(state);
+            let (promotion, source) = promotion?;
+            self.metrics.looked_up(source);
+            return Ok(Found::Elsewhere(Some((promotion, room))));
         }
         drop(state);
         self.metrics.looked_up(None);
@@ -100,7 +119,17 @@ impl Shared {
         class: Class,
         usage: Use,
     ) -> Result<(Promotion, Option<Tier>)> {
-        let mut state = self.lock();
+        self.promote_locked(&mut self.lock(), key, tier, class, usage)
+    }
+
+    fn promote_locked(
+        self: &Arc<Self>,
+        state: &mut State,
+        key: &BlockKey,
+        tier: Tier,
+        class: Class,
+        usage: Use,
+    ) -> Result<(Promotion, Option<Tier>)> {
         state.check_open()?;
         state.check_device(tier)?;
         let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
@@ -115,14 +144,14 @@ impl Shared {
             }
         }
         let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
-        if let Some(pin) = Pin::take(self, &mut state, id, tier, route) {
+        if let Some(pin) = Pin::take(self, state, id, tier, route) {
             return Ok((Promotion::Hit(pin), Some(tier)));
         }
         let source = state.index.best_tier(id);
         let waiters_max = self.config.waiters_max;
         match state.join(key, tier, class, waiters_max) {
             Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
-            Joined::Unverified => return Ok((Promotion::Joined(self.ticket(&mut state, key)), source)),
+            Joined::Unverified => return Ok((Promotion::Joined(self.ticket(state, key)), source)),
             Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
             Joined::Overdue => return Err(self.timeout("a movement of the block that is overdue")),
             Joined::None => {}

@@ -19,10 +19,11 @@ mod service;
 mod slots;
 pub(crate) mod verify;
 
-pub(crate) use commit::{BegunStore, Committed, DiskPlace, FlightEnd};
+pub(crate) use commit::{BegunStore, Committed, DiskPlace, DiskWrite, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
-pub(crate) use flights::{Class, Raised, Urgency};
+pub(crate) use flights::{Class, Raised, Started, Unclaimed, Urgency};
 pub(crate) use health::{CufileService, DiskService, Failures, blames_disk};
+pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
 pub(crate) use lock::{holds_lock, locks_taken};
 pub(crate) use lookup::{Found, Promotion, Removed, Use};
@@ -107,6 +108,8 @@ pub(crate) struct Shared {
     pub(crate) write_back: Notify,
     /// Told when a caller has verified a block, and so ended its flight: the end of the cache waits for that.
     pub(crate) verified: Notify,
+    /// The number of the latest movement.
+    pub(crate) begun: Arc<AtomicU64>,
     /// Wakes the task that watches the clock.
     pub(crate) watch: Notify,
     /// How often it has looked at it.
@@ -127,12 +130,13 @@ impl Shared {
         generation: u64,
         metrics: Metrics,
     ) -> Self {
+        let begun = Arc::default();
         let ascending_from_the_end = |slots: u32| (0..slots).rev().collect::<Vec<_>>();
         let state = State {
             index,
             free: [ascending_from_the_end(config.device_blocks), ascending_from_the_end(config.host_blocks)],
             disk,
-            flights: Flights::default(),
+            flights: Flights::new(Arc::clone(&begun)),
             host_checksums: vec![0; config.host_blocks as usize],
             device_checksums: vec![0; config.device_blocks as usize],
             cufile: CufileService::default(),
@@ -156,6 +160,7 @@ impl Shared {
             raised: Notify::new(),
             write_back: Notify::new(),
             verified: Notify::new(),
+            begun,
             watch: Notify::new(),
             looks: AtomicU64::new(0),
             cufile_stuck: Arc::default(),
@@ -323,6 +328,14 @@ pub(crate) struct Pin {
     is_leased: bool,
 }
 
+/// A write to disk whose flight has begun, and which the reactor must be asked for.
+pub(crate) struct PendingWrite {
+    pub(crate) key: BlockKey,
+    /// What is written.
+    pub(crate) pin: Pin,
+    pub(crate) started: Started,
+}
+
 /// A block that has been read from disk into its host slot, and not yet verified.
 pub(crate) struct Unverified {
     /// Holds the disk slot that it came from.
@@ -340,6 +353,7 @@ pub(crate) struct Ticket {
     /// `None` once redeemed.
     shared: Option<Arc<Shared>>,
     key: BlockKey,
+    block: Arc<Unclaimed<Unverified>>,
     /// The flight's number: by the time a ticket is used another may be under way.
     flight: u64,
 }

@@ -13,7 +13,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Finished, Flight, Joined, Message, Outcome, Pin, Shared, State, Ticket, Unverified};
+use super::{Finished, Flight, Joined, Message, Outcome, Pin, Shared, State, Ticket, Unclaimed, Unverified};
 use crate::{
     block::{BlockKey, Route, Segment, Tier},
     checksum::checksum,
@@ -49,13 +49,17 @@ enum Redeemed {
 impl Ticket {
     /// A ticket for the block of `flight`, for a holder of the lock.
     pub(crate) fn new(shared: &Arc<Shared>, key: BlockKey, flight: &mut Flight) -> Self {
+        let block = Arc::clone(flight.unverified.as_ref().expect("tickets are for blocks that wait to be verified"));
         flight.tickets += 1;
-        Ticket { shared: Some(Arc::clone(shared)), key, flight: flight.number }
+        Ticket { shared: Some(Arc::clone(shared)), key, block, flight: flight.number }
     }
 
     fn redeem(mut self) -> Redeemed {
         let shared = self.shared.take().expect("a ticket is redeemed once");
         let key = self.key;
+        if let Some(unverified) = self.block.claim() {
+            return Redeemed::Ended(shared.verify(&key, unverified));
+        }
         let mut state = shared.lock();
         let waiters_max = shared.config.waiters_max;
         let mine = state.flights.get_mut(&key, Tier::Host).filter(|flight| flight.number == self.flight);
@@ -65,16 +69,10 @@ impl Ticket {
             return pin.map_or(Redeemed::AskAgain, |pin| Redeemed::Ended(Ok(Some(pin))));
         };
         flight.tickets -= 1;
-        match flight.unverified.take() {
-            Some(unverified) => {
-                drop(state);
-                Redeemed::Ended(shared.verify(&key, unverified))
-            }
-            None => match state.flights.join(&key, Tier::Host, waiters_max) {
-                Joined::Waiting(receiver) => Redeemed::Wait(receiver),
-                Joined::Overdue => Redeemed::Ended(Err(shared.timeout("the verification of the block"))),
-                _ => Redeemed::AskAgain,
-            },
+        match state.flights.join(&key, Tier::Host, waiters_max) {
+            Joined::Waiting(receiver) => Redeemed::Wait(receiver),
+            Joined::Overdue => Redeemed::Ended(Err(shared.timeout("the verification of the block"))),
+            _ => Redeemed::AskAgain,
         }
     }
 }
@@ -86,7 +84,7 @@ impl Drop for Ticket {
         let mine = state.flights.get_mut(&self.key, Tier::Host).filter(|flight| flight.number == self.flight);
         let Some(flight) = mine else { return };
         flight.tickets -= 1;
-        if flight.tickets == 0 && flight.unverified.is_some() {
+        if flight.tickets == 0 {
             shared.give_up_unverified(&mut state, &self.key);
         }
     }
@@ -194,15 +192,16 @@ impl Shared {
         if flight.waiters.is_empty() || flight.is_followed() {
             return Err(unverified);
         }
-        flight.unverified = Some(unverified);
+        flight.unverified = Some(Unclaimed::new(unverified));
         let waiters = std::mem::take(&mut flight.waiters);
         Ok(waiters.into_iter().map(|waiter| (waiter, Ticket::new(self, *key, flight))).collect())
     }
 
     /// Gives up a block that nobody wants any longer: its slot is free, the disk keeps it.
     fn give_up_unverified(&self, state: &mut State, key: &BlockKey) {
-        let unverified = state.flights.get_mut(key, Tier::Host).and_then(|flight| flight.unverified.take());
-        let Some(Unverified { source, filling, .. }) = unverified else { return };
+        let block = state.flights.get_mut(key, Tier::Host).and_then(|flight| flight.unverified.as_ref());
+        // Or a caller verifies it, and ends its flight.
+        let Some(Unverified { source, filling, .. }) = block.and_then(|block| block.claim()) else { return };
         // Whoever came while it waited has a ticket of its own: nobody is in the list.
         let Finished { waiters, next } = state.flights.finish(key, Tier::Host);
         assert!(waiters.is_empty() && next.is_none(), "a flight that waits to be verified is joined by tickets only");

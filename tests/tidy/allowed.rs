@@ -47,7 +47,7 @@ pub const TOP: Group = Group {
 pub const STATE: Group = Group {
     parent: &["state"],
     allowed: &[
-        ("commit", "verify mod flights"),
+        ("commit", "lock verify mod flights"),
         ("slots", "mod flights requests"),
         ("lookup", "mod flights"),
         ("service", "mod health"),
@@ -55,7 +55,7 @@ pub const STATE: Group = Group {
         ("guards", "mod"),
         ("lock", "mod"),
         ("publish", "mod"),
-        ("verify", "mod"),
+        ("verify", "mod flights"),
         ("mod", "flights health refusals requests"),
         ("flights", ""),
         ("health", ""),

@@ -187,7 +187,7 @@ impl World {
     /// The reactor's watch looks at its clock, which says that all movements of now take too long.
     pub(super) fn time_out(&self) -> JoinHandle<()> {
         self.caller(async |cache: Cache| {
-            let begun = cache.shared().lock().flights.begun();
+            let begun = cache.shared().begun.load(std::sync::atomic::Ordering::Relaxed);
             shuttle::future::yield_now().await;
             cache.shared().give_up_overdue(begun);
         })

@@ -32,7 +32,7 @@ fn a_call_takes_the_lock_this_often() {
         assert_eq!(read.expect("no error").expect("it is on disk").route(), Route::DiskToHost);
         let locks = [store_locks, hit_locks, lease_locks, fetch_locks];
         println!("locks of a store, a hit, the end of a lease, a fetch from disk: {locks:?}");
-        assert_eq!(locks, [9, 1, 1, 8], "of a store, a hit, the end of a lease, a fetch from disk");
+        assert_eq!(locks, [5, 1, 1, 4], "of a store, a hit, the end of a lease, a fetch from disk");
         finish(cache, reactor).await;
     });
 }
