@@ -168,7 +168,7 @@ impl Opening {
                         .into(),
             });
         }
-        tracing::warn!(path = %path.display(), system, reason, "no direct I/O: using the page cache");
+        tracing::warn!(path = %path.display(), system, reason, "no direct I/O: going through the page cache");
         self.direct = false;
         sys::set_direct(&self.opened.file, false).map_err(self.io("set the flags of"))
     }
