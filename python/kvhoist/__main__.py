@@ -9,11 +9,13 @@ import platform
 import sys
 import tempfile
 import time
+from typing import Any
 
 from . import Cache, Error, __version__, _native, parse_bytes
 from .cache import slot_bytes
 from .chunks import tier_settings
 from .config import HiCacheConfig, config_error, printable
+from .device_settings import DeviceSettings, vllm_settings
 
 PROBE_BLOCK = 1 << 20
 PROBE_BLOCKS = 64
@@ -64,11 +66,16 @@ class Doctor:
                 with open(config[1:], encoding="utf-8") as file:
                     config = file.read()
             given = json.loads(config)
-            if engine == "vllm":
+            if engine == "vllm" and is_gpu_spec(given):
+                self.config = vllm_gpu_settings(given).store
+            elif engine == "vllm":
                 self.shared_bytes, given = vllm_tier(given)
             if engine == "lmcache":
                 given = lmcache_adapter(given)
-            self.config = tier_settings(given) if engine != "sglang" else HiCacheConfig.load(given).for_ranks(ranks)
+            if self.config is None and engine != "sglang":
+                self.config = tier_settings(given)
+            elif self.config is None:
+                self.config = HiCacheConfig.load(given).for_ranks(ranks)
         self.paths = paths or (self.config.path if self.config else [tempfile.gettempdir()])
 
     def run(self) -> int:
@@ -171,6 +178,31 @@ def vllm_tier(given: dict) -> tuple[int, dict]:
     of_vllm = ("type", "module_path", "backpressure", "enable_kv_events", "locality")
     settings = {name: value for name, value in tier.items() if name not in of_vllm}
     return parse_bytes(shared_bytes, "cpu_bytes_to_use"), settings
+
+
+def is_gpu_spec(given: Any) -> bool:
+    """Whether a configuration of vLLM's is that of KvhoistConnector, and not that of a tier."""
+    if not isinstance(given, dict):
+        return False
+    extra = given.get("kv_connector_extra_config", given)
+    named = isinstance(extra, dict) and extra.get("spec_name") == "KvhoistOffloadingSpec"
+    return named or given.get("kv_connector") == "KvhoistConnector"
+
+
+def vllm_gpu_settings(given: dict) -> DeviceSettings:
+    """The settings of KvhoistOffloadingSpec, of kv-transfer-config or its extra config, as vLLM would read them."""
+    extra = given.get("kv_connector_extra_config", given)
+    if not isinstance(extra, dict):
+        raise config_error("kv_connector_extra_config", extra, "an object with the settings' names")
+    if extra is not given:
+        for name, expected in (
+            ("kv_connector", "KvhoistConnector"),
+            ("kv_connector_module_path", "kvhoist.vllm"),
+            ("kv_load_failure_policy", "recompute"),
+        ):
+            if given.get(name) != expected:
+                raise config_error(name, given.get(name), repr(expected))
+    return vllm_settings(extra)
 
 
 def lmcache_adapter(given: dict) -> dict:

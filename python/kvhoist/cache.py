@@ -175,6 +175,19 @@ class Cache(_native.Cache):
             return self.register_address(memory, nbytes, pin)
         return self.register_buffer(memory, pin)
 
+    def register_device(self, address: int, nbytes: int) -> _native.Region:
+        """Registers device memory, such as an engine's KV cache, to be loaded into and stored from in place.
+
+        ``address`` is one of the CUDA device that the cache was opened with (``device``, ``device_ordinal``, and
+        ``device_blocks`` of 1 at least), or of host memory where that plays the device. It must stay allocated until
+        ``Region.unregister`` has returned or the cache is closed. The cache has streams of its own: what others have
+        begun to write there must have ended before a block is stored from it or loaded into it.
+
+        Raises ArgumentError for a range that is empty or registered already, BusyError past 4,096 regions,
+        UnavailableError without a device tier.
+        """
+        return super().register_device(address, nbytes)
+
     # Blocks
 
     def load(self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, errors: str = "raise") -> list:

@@ -1,7 +1,8 @@
 """Chunks of an engine's KV cache in device memory, straight to and from a store on disk. Needs no engine.
 
 A block of the KV cache has a page in each of its group's tensors, and a chunk is some blocks: blocks x pages segments,
-block after block, each cut as its group is. Groups may differ in bytes; what is short of the longest chunk is filled up.
+block after block, each cut as its group is. Groups may differ in bytes: a chunk that is shorter than others is filled
+up.
 """
 
 from __future__ import annotations
@@ -9,93 +10,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Callable, Collection, Mapping, Sequence
+from typing import Any, Callable, Collection, Sequence
 
 import numpy
 
 from ._native import chunk_keys
 from .chunks import Jobs, Place, open_store
-from .config import HiCacheConfig, _whole, config_error, parse_bytes
+from .device_settings import DeviceSettings
 
 logger = logging.getLogger(__name__)
 
-#: What `route` may be.
-ROUTES = ("auto", "bounce", "cufile")
-
-#: What llm-d's `gds_mode` comes to. Its plain modes wanted the drive and the GPU to meet without host memory.
-GDS_MODES = {
-    "disabled": "bounce",
-    "bb_read_only": "bounce",
-    "bb_write_only": "bounce",
-    "bb_read_write": "bounce",
-    "read_only": "auto",
-    "write_only": "auto",
-    "read_write": "auto",
-}
-
 #: Places for pages that nobody wants: loads under way share them in turn.
 _SPARES = 4
-
-
-@dataclass(frozen=True)
-class DeviceSettings:
-    """Settings of a store of device memory, checked: those of every store, and these."""
-
-    store: HiCacheConfig
-    #: How bytes get from drive to device, and where that word comes from.
-    route: str = "auto"
-    route_from: str = "route"
-    #: `auto`: the CUDA device of the KV cache; `simulated`: host memory plays it.
-    device: str = "auto"
-    #: Bytes of chunks that are being stored; what is offered past it is not stored.
-    store_bytes_queued_max: int = 2 << 30
-    #: Thread blocks of the copy kernel, at most.
-    copy_blocks_max: int = 16
-
-    @classmethod
-    def load(cls, given: Mapping[str, Any]) -> "DeviceSettings":
-        """Raises ConfigError with the name of what is wrong."""
-        given = dict(given)
-        if "pool_shares" in given:
-            raise config_error("pool_shares", given["pool_shares"], "nothing: the KV cache is one pool")
-        own: dict[str, Any] = {}
-        if "gds_mode" in given:
-            mode = given.pop("gds_mode")
-            if mode not in GDS_MODES or "route" in given:
-                raise config_error("gds_mode", mode, f"one of {', '.join(GDS_MODES)}, and no route beside it")
-            own.update(route=GDS_MODES[mode], route_from=f"gds_mode {mode}")
-        for name, choices in (("route", ROUTES), ("device", ("auto", "simulated"))):
-            if name in given:
-                own[name] = given.pop(name)
-                if own[name] not in choices:
-                    raise config_error(name, own[name], "one of " + ", ".join(map(repr, choices)))
-        if own.get("route") == "cufile":
-            raise config_error(
-                "route", "cufile", "'auto' or 'bounce': libcufile moves the cache's own device slots, not an engine's "
-                "registered memory, which goes through pinned host memory"
-            )  # fmt: skip
-        if "store_bytes_queued_max" in given:
-            own["store_bytes_queued_max"] = parse_bytes(given.pop("store_bytes_queued_max"), "store_bytes_queued_max")
-        if "copy_blocks_max" in given:
-            own["copy_blocks_max"] = _whole("copy_blocks_max", given.pop("copy_blocks_max"), 1, 1024)
-        given.update(_in_flight(given))
-        return cls(store=HiCacheConfig.load(given), **own)
-
-
-def _in_flight(given: dict[str, Any]) -> dict[str, int]:
-    """Bytes in flight each way: `read_ratio` shares `bytes_in_flight_max` out."""
-    ratio, total = given.pop("read_ratio", None), given.pop("bytes_in_flight_max", None)
-    each = [name for name in ("read_bytes_in_flight_max", "write_bytes_in_flight_max") if name in given]
-    if each and (ratio is not None or total is not None):
-        raise config_error(each[0], given[each[0]], "either it or read_ratio and bytes_in_flight_max")
-    if each:
-        return {}
-    ratio = 0.75 if ratio is None else ratio
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 < ratio < 1:
-        raise config_error("read_ratio", ratio, "the reads' share of the bytes in flight, above 0.0 and below 1.0")
-    total = parse_bytes("128MiB" if total is None else total, "bytes_in_flight_max")
-    reads = max(int(total * ratio), 1)
-    return {"read_bytes_in_flight_max": reads, "write_bytes_in_flight_max": max(total - reads, 1)}
 
 
 @dataclass(frozen=True)
@@ -247,7 +173,7 @@ class DeviceChunks(Jobs):
             self._waiting.append(job)
 
     def _begin_if_due(self, job: _Waiting, wait: bool = False) -> bool:
-        """Begins a job if its event has happened, or waits for that. A job whose event nobody can tell of has failed."""
+        """Begins a job if its event has happened, or waits for that. Without word of its event a job has failed."""
         try:
             if job.after is not None and wait:
                 job.after.synchronize()
@@ -311,5 +237,6 @@ class DeviceChunks(Jobs):
             f"route bounce (through pinned host memory, {store.host_bytes >> 20} MiB of it; {self.settings.route_from} "
             f"is {self.settings.route}); {disk['slots']} slots in {self.directories}, {disk['resident']} resident; "
             f"storage {stats['storage']}, direct I/O {stats['direct_io']}; in flight at most "
-            f"{store.read_bytes_in_flight_max >> 20} MiB of reads, {store.write_bytes_in_flight_max >> 20} MiB of writes"
+            f"{store.read_bytes_in_flight_max >> 20} MiB of reads, {store.write_bytes_in_flight_max >> 20} MiB of "
+            "writes"
         )

@@ -5,7 +5,6 @@ Use it as `kvhoist.vllm.KvhoistOffloadingSpec`, under `kvhoist.vllm.KvhoistConne
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import secrets
@@ -27,8 +26,9 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from .config import HiCacheConfig, config_error
-from .device_chunks import DeviceChunks, DeviceSettings, Group, Page, Part
+from .config import config_error
+from .device_chunks import DeviceChunks, Group, Page, Part
+from .device_settings import DeviceSettings, vllm_settings
 from .failures import Failures
 from .vllm import place_of, warn_of_version
 from .vllm_figures import Figures, metric_definitions
@@ -43,18 +43,6 @@ logger = logging.getLogger(__name__)
 
 #: Changes whenever stored chunks would be read differently.
 FORMAT = "vllm-gpu-v1"
-
-#: Keys of kv_connector_extra_config that are vLLM's own.
-VLLM_KEYS = frozenset(
-    "spec_name spec_module_path block_size blocks_per_chunk offload_prompt_only self_describing_kv_events "
-    "sync_load_budget_bytes canonical_layout cpu_bytes_to_use eviction_policy store_threshold max_tracker_size "
-    "enable_telemetry tier_poll_interval_s".split()
-)
-
-#: Ours.
-OWN_KEYS = frozenset(HiCacheConfig.__dataclass_fields__) - {"pool_shares", "capacity_total"} | frozenset(
-    "route gds_mode device read_ratio bytes_in_flight_max store_bytes_queued_max copy_blocks_max".split()
-)
 
 #: Keys that failed and are a miss until they are stored again, at most.
 _LOST_MAX = 65_536
@@ -89,8 +77,8 @@ class Opened:
 
     def __init__(self, store: DeviceChunks) -> None:
         self.store = store
-        #: Names that are answered for otherwise than the index has it: HIT_PENDING for those that are being stored, MISS
-        #: for those whose last load failed, until they are stored again.
+        #: Names that are answered for otherwise than the index has it: HIT_PENDING for those that are being stored,
+        #: MISS for those whose last load failed, until they are stored again.
         self.known: dict[bytes, LookupResult] = {}
         self.failures = Failures(logger, "chunks")
 
@@ -122,8 +110,9 @@ class KvhoistOffloadingSpec(OffloadingSpec):
         if parallel.world_size != 1:
             raise config_error(
                 "world_size", f"{parallel.world_size} (tensor parallel {parallel.tp_size}, pipeline parallel "
-                f"{parallel.pp_size})", "1, and data parallel replicas: KvhoistOffloadingSpec is for engines of one GPU. "
-                "For more use OffloadingConnector with TieringOffloadingSpec and the tier KvhoistTier, which keeps the "
+                f"{parallel.pp_size})",
+                "1, and data parallel replicas: KvhoistOffloadingSpec is for engines of one GPU. For more use "
+                "OffloadingConnector with TieringOffloadingSpec and the tier KvhoistTier, which keeps the "
                 "chunks of all ranks together",
             )  # fmt: skip
         if not failures_are_told.get():
@@ -137,7 +126,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
                 "1: this version of vLLM cannot compute a request of a model with several KV cache groups again after "
                 "a failed load; use vLLM 0.33, or TieringOffloadingSpec with KvhoistTier",
             )  # fmt: skip
-        self.settings = device_settings(self.extra_config)
+        self.settings = vllm_settings(self.extra_config)
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """Opens the store over the tensors of the KV cache."""
@@ -177,21 +166,6 @@ class KvhoistOffloadingSpec(OffloadingSpec):
                 "'uni', whose worker is in the scheduler's process; else TieringOffloadingSpec with KvhoistTier",
             )  # fmt: skip
         return KvhoistManager(opened, self.settings)
-
-
-def device_settings(extra_config: Mapping[str, Any]) -> DeviceSettings:
-    """The settings of kv_connector_extra_config, without vLLM's own."""
-    for name in sorted(map(str, set(extra_config) - VLLM_KEYS - OWN_KEYS)):
-        like = difflib.get_close_matches(name, OWN_KEYS, 1)
-        expected = f"{like[0]!r}, perhaps" if like else "one of " + ", ".join(sorted(OWN_KEYS))
-        raise config_error(name, extra_config.get(name), f"no such key; {expected}")
-    for name, why in (
-        ("sync_load_budget_bytes", "0: a load that the step waits for cannot be computed again when it fails"),
-        ("canonical_layout", "false: chunks are stored as the GPU has them"),
-    ):
-        if extra_config.get(name):
-            raise config_error(name, extra_config[name], why)
-    return DeviceSettings.load({name: value for name, value in extra_config.items() if name in OWN_KEYS})
 
 
 def _device(tensors: list, settings: DeviceSettings) -> int | None:

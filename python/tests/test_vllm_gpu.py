@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +13,11 @@ why = vtier.missing()
 if why:
     pytest.skip(why, allow_module_level=True)
 
-from vgpu import TOKENS, Gpu, Served, connectors, names_of, settings, vllm_config  # noqa: E402
+from vgpu import TOKENS, Gpu, Served, connectors, names_of, on_gpu, settings, vllm_config  # noqa: E402
 
 import kvhoist.vllm  # noqa: E402
-from kvhoist import ConfigError, device_chunks, vllm_gpu  # noqa: E402
+from kvhoist import ConfigError, device_chunks, device_settings, vllm_gpu  # noqa: E402
+from kvhoist.__main__ import main  # noqa: E402
 from kvhoist.chunks import Place  # noqa: E402
 from kvhoist.config import HiCacheConfig  # noqa: E402
 
@@ -95,7 +97,7 @@ def test_groups_of_different_bytes_share_a_store(store_dir):
         device_chunks.Group((device_chunks.Page(base, 512, 512), device_chunks.Page(base + 65_536, 512, 512)), 2),
         device_chunks.Group((device_chunks.Page(base + 131_072, 512, 300),), 2),
     ]
-    given = device_chunks.DeviceSettings.load(settings(store_dir))
+    given = device_settings.DeviceSettings.load({**settings(store_dir), "device": "simulated"})
     place = Place("m", "dp0", {"test": 1})
     regions = [(base, len(memory))]
     store = device_chunks.DeviceChunks(given, place, groups, regions, None, allocate)
@@ -259,6 +261,38 @@ def test_reuse_of_a_block_waits_for_its_store(store_dir, monkeypatch):
         assert served.serve(names) == 4
 
 
+@pytest.mark.skipif(not on_gpu(), reason="no CUDA device")
+def test_a_store_and_a_load_come_after_what_the_gpu_was_given(store_dir):
+    import torch
+
+    with Served(settings(store_dir)) as served:
+        names, late = names_of("a", 4), torch.cuda.Stream()
+        request, ids = served.request(names), served.take(5)
+        served.matched(request)
+        for name in (*(name + b"\0" for name in names), b"the last of others"):
+            served.gpu.data(name)
+        with torch.cuda.stream(late):
+            # The GPU is busy for a while before it computes the blocks, and the store is asked for meanwhile.
+            torch.cuda._sleep(1_000_000_000)
+            served.compute(request, ids, names, settle=False)
+            served.step()
+            assert served.store.under_way, "the GPU was not busy for long enough"
+            served.settle()
+        for block in ids[0]:
+            served.gpu.fill(block, b"others")
+        torch.cuda.synchronize()
+        again = served.request(names)
+        tokens = served.matched(again)
+        with torch.cuda.stream(late):
+            # Whoever had the blocks before still writes to them.
+            torch.cuda._sleep(1_000_000_000)
+            for block in ids[0]:
+                served.gpu.fill(block, b"the last of others")
+            assert served.load(again, ids, tokens) == (set(), set())
+        torch.cuda.synchronize()
+        served.check(ids, names)
+
+
 def test_a_device_that_says_nothing_fails_the_job(store_dir, monkeypatch):
     class Dead:
         def query(self):
@@ -366,7 +400,7 @@ def test_vllm_shows_the_figures(store_dir):
         ({"sync_load_budget_bytes": 1}, "sync_load_budget_bytes"),
         ({"spec_name": "CPUOffloadingSpec"}, "spec_name"),
         ({"copy_blocks_max": 0}, "copy_blocks_max"),
-        ({"device": "auto"}, "device"),
+        ({"device": "simulated" if on_gpu() else "auto"}, "device"),
         ({"pool_shares": {}}, "pool_shares"),
     ],
 )
@@ -377,9 +411,9 @@ def test_a_wrong_setting_ends_the_start_with_its_name(store_dir, more, field):
 
 
 def test_reads_get_their_share_of_the_bytes_in_flight(store_dir):
-    given = device_chunks.DeviceSettings.load(settings(store_dir, read_ratio=0.25, bytes_in_flight_max="64MiB"))
+    given = device_settings.DeviceSettings.load(settings(store_dir, read_ratio=0.25, bytes_in_flight_max="64MiB"))
     assert (given.store.read_bytes_in_flight_max, given.store.write_bytes_in_flight_max) == (16 << 20, 48 << 20)
-    given = device_chunks.DeviceSettings.load(settings(store_dir))
+    given = device_settings.DeviceSettings.load(settings(store_dir))
     assert (given.store.read_bytes_in_flight_max, given.store.write_bytes_in_flight_max) == (96 << 20, 32 << 20)
 
 
@@ -424,5 +458,26 @@ def test_the_end_waits_for_jobs_under_way(store_dir):
 
 
 def test_all_of_the_tiers_settings_are_settings_of_the_spec():
-    assert vllm_gpu.OWN_KEYS >= set(HiCacheConfig.__dataclass_fields__) - {"pool_shares", "capacity_total"}
-    assert not vllm_gpu.OWN_KEYS & vllm_gpu.VLLM_KEYS
+    own = device_settings.OWN_KEYS
+    assert own >= set(HiCacheConfig.__dataclass_fields__) - {"pool_shares", "capacity_total"}
+    assert not own & device_settings.VLLM_KEYS
+
+
+def test_doctor_reads_the_configuration_as_vllm_would(store_dir, capsys):
+    def doctor(given) -> int:
+        return main(["doctor", "--engine", "vllm", "--config", json.dumps(given)])
+
+    extra = {"path": str(store_dir), "capacity": "64MiB", "host_bytes": "32MiB", "blocks_per_chunk": 4}
+    whole = {
+        "kv_connector": "KvhoistConnector", "kv_connector_module_path": "kvhoist.vllm", "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
+    }  # fmt: skip
+    doctor(whole)
+    assert "capacity 67108864" in capsys.readouterr().out
+    doctor({**extra, "spec_name": "KvhoistOffloadingSpec"})
+    assert "capacity 67108864" in capsys.readouterr().out
+    for name, value in [("kv_load_failure_policy", "fail"), ("kv_connector_module_path", "kvhoist")]:
+        assert doctor({**whole, name: value}) == 2
+        assert name in capsys.readouterr().err
+    assert doctor({**whole, "kv_connector_extra_config": {**extra, "route": "cufile"}}) == 2
+    assert "route" in capsys.readouterr().err

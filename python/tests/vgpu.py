@@ -5,6 +5,7 @@ The KV cache is in torch's memory: on a CUDA device where there is one, else in 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import itertools
@@ -114,16 +115,19 @@ class Gpu:
         )  # fmt: skip
         self.block_bytes = layers * self.page
 
-    def fill(self, block: int, name: bytes) -> None:
-        """What a model computes for the block of that name."""
+    @functools.cache
+    def data(self, name: bytes):
+        """The bytes of the block of that name."""
         data = hashlib.shake_128(name).digest(self.block_bytes)
-        data = torch.frombuffer(bytearray(data), dtype=torch.int8).to(self.memory.device)
-        for tensor, part in zip(self.tensors, data.split(self.page)):
+        return torch.frombuffer(bytearray(data), dtype=torch.int8).to(self.memory.device)
+
+    def fill(self, block: int, name: bytes) -> None:
+        """Computes the block of that name, in the current stream."""
+        for tensor, part in zip(self.tensors, self.data(name).split(self.page)):
             tensor[block] = part
 
     def holds(self, block: int, name: bytes) -> bool:
-        data = torch.frombuffer(bytearray(hashlib.shake_128(name).digest(self.block_bytes)), dtype=torch.int8)
-        return torch.equal(torch.cat([tensor[block] for tensor in self.tensors]).cpu(), data)
+        return torch.equal(torch.cat([tensor[block] for tensor in self.tensors]), self.data(name))
 
 
 class Served:
