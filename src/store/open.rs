@@ -13,8 +13,8 @@ use crate::{
         format::{
             PAGE_BYTES, SUPERBLOCK_OFFSETS,
             stripe::{SLOTS_MAX, Stripe},
-            superblock::{Head, State, Superblock, SuperblockFlaw, VERSION},
-            survey::{Found, Hex, Verdict, survey},
+            superblock::{State, Superblock, SuperblockError, SuperblockPair, VERSION},
+            survey::{Found, Hex, OpenPlan, survey},
         },
         open_read_only,
         recovery::Member,
@@ -91,22 +91,22 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
     let mut faults = Vec::new();
     let mut lost = Vec::new();
     for file in files {
-        match Head::decode(file.head()) {
-            Head::Valid { superblock, .. } => {
+        match SuperblockPair::decode(file.head()) {
+            SuperblockPair::Valid { superblock, .. } => {
                 faults.extend(damaged_copies(&file, &superblock));
                 members.push((superblock, file));
             }
             // A torn head is an interrupted creation, or a store whose superblocks are damaged.
-            Head::Torn | Head::Bad(SuperblockFlaw::Damaged | SuperblockFlaw::Field(_)) => {
+            SuperblockPair::Torn | SuperblockPair::Bad(SuperblockError::Damaged | SuperblockError::Field(_)) => {
                 faults.push(fault(&file, 0, FaultKind::Superblocks));
                 lost.push(file);
             }
-            Head::Blank => return Err(refuse(&file.path, "no store (zeros)", "a store")),
-            Head::Bad(SuperblockFlaw::Foreign | SuperblockFlaw::Blank) => {
+            SuperblockPair::Blank => return Err(refuse(&file.path, "no store (zeros)", "a store")),
+            SuperblockPair::Bad(SuperblockError::Foreign | SuperblockError::Blank) => {
                 let found = format!("data that kvhoist did not write (it begins with {})", Hex(&file.head()[..8]));
                 return Err(refuse(&file.path, found, "a store"));
             }
-            Head::Bad(SuperblockFlaw::Newer(version)) => {
+            SuperblockPair::Bad(SuperblockError::Newer(version)) => {
                 let found = format!("a store of format version {version}");
                 return Err(refuse(&file.path, found, format!("format version {VERSION}")));
             }
@@ -127,7 +127,7 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
         return Ok(Opened::Lost { files, faults });
     }
     let found: Vec<Found<'_>> = files.iter().map(ReadOnlyFile::found).collect();
-    if survey(&found, &config).map_err(reword)? == Verdict::Create {
+    if survey(&found, &config).map_err(reword)? == OpenPlan::Create {
         let found = "a store whose creation was cut off; it never held a block";
         return Err(refuse(&files[0].path, found, "a whole store"));
     }
@@ -169,7 +169,7 @@ fn damaged_copies(file: &ReadOnlyFile, counts: &Superblock) -> Vec<Fault> {
         match Superblock::decode(bytes) {
             Ok(other) => Superblock { state: counts.state, sequence: counts.sequence, ..other } == *counts,
             // Not yet written when the creation was interrupted.
-            Err(SuperblockFlaw::Blank) => copy == 1 && counts.state == State::Forming,
+            Err(SuperblockError::Blank) => copy == 1 && counts.state == State::Forming,
             Err(_) => false,
         }
     };

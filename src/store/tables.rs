@@ -12,7 +12,7 @@ use crate::{
         PageId, PageVisitor,
         format::{
             PAGE_BYTES, RECORD_BYTES, is_zero,
-            record::{RecordFlaw, RecordSeal, written_for},
+            record::{RecordError, RecordSeal, written_for},
         },
     },
 };
@@ -102,12 +102,12 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
                     let (key, generation, checksum) = (record.key, record.generation, record.checksum);
                     self.committed.push(Committed { key, slot, generation, checksum });
                 }
-                Err(flaw) => {
+                Err(error) => {
                     self.bad += 1;
                     let offset = page_offset + (at * RECORD_BYTES) as u64;
-                    let kind = match flaw {
-                        RecordFlaw::Crc => self.why_crc(bytes),
-                        RecordFlaw::Field(field) => FaultKind::RecordField(field),
+                    let kind = match error {
+                        RecordError::Crc => self.why_crc(bytes),
+                        RecordError::Field(field) => FaultKind::RecordField(field),
                     };
                     self.fault(usize::from(file.0), offset, Some(slot), kind);
                 }

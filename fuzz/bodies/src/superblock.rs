@@ -7,8 +7,8 @@ use kvhoist::{
     disk::{
         format::{
             HEAD_BYTES, PAGE_BYTES,
-            superblock::{Head, State, Superblock, SuperblockFlaw, fingerprint},
-            survey::{Found, Verdict, survey},
+            superblock::{State, Superblock, SuperblockError, SuperblockPair, fingerprint},
+            survey::{Found, OpenPlan, survey},
         },
         recovery::{Member, Recovered, open},
     },
@@ -105,8 +105,8 @@ pub fn run(data: &[u8]) {
     }
     let heads: Vec<&[u8; HEAD_BYTES]> = files.iter().map(|file| file.first_chunk().expect("a head")).collect();
     heads.iter().for_each(|head| check_head(head));
-    let verdict = check_verdict(&found, &heads, &config);
-    open_twice(verdict, found, files, &config);
+    let plan = check_plan(&found, &heads, &config);
+    open_twice(plan, found, files, &config);
 }
 
 /// What counts is one of the two copies, whole as it was written; what does not count is counted out for a reason.
@@ -118,9 +118,9 @@ fn check_head(head: &[u8; HEAD_BYTES]) {
             assert_eq!(superblock.encode(), **bytes, "one superblock, one form");
         }
     }
-    let newer = sound.iter().any(|copy| matches!(copy, Err(SuperblockFlaw::Newer(_))));
-    match Head::decode(head) {
-        Head::Valid { superblock, copy, other_is_whole } => {
+    let newer = sound.iter().any(|copy| matches!(copy, Err(SuperblockError::Newer(_))));
+    match SuperblockPair::decode(head) {
+        SuperblockPair::Valid { superblock, copy, other_is_whole } => {
             assert!(!newer);
             assert_eq!(sound[copy].as_ref(), Ok(&superblock));
             match &sound[1 - copy] {
@@ -132,36 +132,38 @@ fn check_head(head: &[u8; HEAD_BYTES]) {
                 Err(_) => assert!(!other_is_whole),
             }
         }
-        Head::Bad(flaw) => assert_eq!(newer, matches!(flaw, SuperblockFlaw::Newer(_))),
-        Head::Blank => assert!(head.iter().all(|byte| *byte == 0)),
-        Head::Torn => assert!(sound.iter().all(Result::is_err) && head[PAGE_BYTES..].iter().all(|byte| *byte == 0)),
+        SuperblockPair::Bad(error) => assert_eq!(newer, matches!(error, SuperblockError::Newer(_))),
+        SuperblockPair::Blank => assert!(head.iter().all(|byte| *byte == 0)),
+        SuperblockPair::Torn => {
+            assert!(sound.iter().all(Result::is_err) && head[PAGE_BYTES..].iter().all(|byte| *byte == 0));
+        }
     }
 }
 
 /// Opened is only what agrees in every setting; created only where no whole superblock is.
-fn check_verdict(found: &[Member], heads: &[&[u8; HEAD_BYTES]], config: &Config) -> Option<Verdict> {
+fn check_plan(found: &[Member], heads: &[&[u8; HEAD_BYTES]], config: &Config) -> Option<OpenPlan> {
     let found: Vec<Found<'_>> = (found.iter().zip(heads))
         .map(|(member, head)| Found { path: &member.path, bytes: member.bytes, device: member.device, head })
         .collect();
     match bounded(1 << 20, || survey(&found, config)) {
-        Ok(Verdict::Create) => {
+        Ok(OpenPlan::Create) => {
             for head in heads {
-                if let Head::Valid { superblock, .. } = Head::decode(head) {
+                if let SuperblockPair::Valid { superblock, .. } = SuperblockPair::decode(head) {
                     assert_eq!(superblock.state, State::Forming, "a whole store is not overwritten");
                 }
             }
-            Some(Verdict::Create)
+            Some(OpenPlan::Create)
         }
-        Ok(Verdict::Open(standings)) => {
-            assert!(standings.iter().any(|standing| standing.superblock.state == State::Whole));
-            for (index, standing) in standings.iter().enumerate() {
-                let Superblock { version, uuid, state, sequence, .. } = standing.superblock;
-                assert_eq!(uuid, standings[0].superblock.uuid);
+        Ok(OpenPlan::Open(states)) => {
+            assert!(states.iter().any(|member| member.superblock.state == State::Whole));
+            for (index, member) in states.iter().enumerate() {
+                let Superblock { version, uuid, state, sequence, .. } = member.superblock;
+                assert_eq!(uuid, states[0].superblock.uuid);
                 let expected = Superblock { version, state, sequence, ..Superblock::new(config, uuid, index as u16) };
-                assert_eq!(standing.superblock, expected);
-                assert_eq!(standing.superblock.fingerprint, fingerprint(config));
+                assert_eq!(member.superblock, expected);
+                assert_eq!(member.superblock.fingerprint, fingerprint(config));
             }
-            Some(Verdict::Open(standings))
+            Some(OpenPlan::Open(states))
         }
         Err(Error::Store { found, expected, action, .. }) => {
             assert!(!found.is_empty() && !expected.is_empty() && !action.is_empty());
@@ -172,24 +174,24 @@ fn check_verdict(found: &[Member], heads: &[&[u8; HEAD_BYTES]], config: &Config)
 }
 
 /// A refused store is not written to; an accepted one is whole in both copies afterwards, and opens again as it is.
-fn open_twice(verdict: Option<Verdict>, members: Vec<Member>, files: Vec<Vec<u8>>, config: &Config) {
-    let uuid = match &verdict {
-        Some(Verdict::Open(standings)) => standings[0].superblock.uuid,
+fn open_twice(plan: Option<OpenPlan>, members: Vec<Member>, files: Vec<Vec<u8>>, config: &Config) {
+    let uuid = match &plan {
+        Some(OpenPlan::Open(states)) => states[0].superblock.uuid,
         _ => [0xC5; 16],
     };
     // An empty file is preallocated before it gets here.
-    if verdict.is_some() && members.iter().zip(kept(config)).any(|(member, wanted)| member.bytes < wanted) {
+    if plan.is_some() && members.iter().zip(kept(config)).any(|(member, wanted)| member.bytes < wanted) {
         return;
     }
     let (result, after) = opened(files.clone(), &members, config, [0xC5; 16]);
-    assert_eq!(result.is_ok(), verdict.is_some());
+    assert_eq!(result.is_ok(), plan.is_some());
     let Ok(recovered) = result else {
         return assert!(after == files, "a refused store was written to");
     };
     assert_eq!(recovered.counts.free, config.disk_blocks());
     for (index, file) in after.iter().enumerate() {
-        match Head::decode(file.first_chunk().expect("a head")) {
-            Head::Valid { superblock, other_is_whole: true, .. } => {
+        match SuperblockPair::decode(file.first_chunk().expect("a head")) {
+            SuperblockPair::Valid { superblock, other_is_whole: true, .. } => {
                 assert_eq!((superblock.state, superblock.uuid), (State::Whole, uuid));
                 assert_eq!(usize::from(superblock.member), index);
             }

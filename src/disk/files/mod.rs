@@ -22,7 +22,7 @@ use super::{
     format::{
         DATA_ALIGN, HEAD_BYTES, PAGE_BYTES, TABLE_OFFSET, is_zero,
         stripe::Stripe,
-        survey::{Found, Verdict, survey},
+        survey::{Found, OpenPlan, survey},
     },
     recovery::Member,
 };
@@ -73,7 +73,7 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
         opened.push(Opening::new(lock::open_exclusive(&disk.path)?, config.direct_io)?);
     }
     let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
-    let fresh = survey(&found, config)? == Verdict::Create;
+    let fresh = survey(&found, config)? == OpenPlan::Create;
     for (opening, geometry) in opened.iter().zip(stripe.members()) {
         opening.check_size_limit(geometry.bytes)?;
         if fresh {

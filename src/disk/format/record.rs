@@ -48,7 +48,7 @@ pub struct Record {
 
 /// Why a record is invalid.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RecordFlaw {
+pub enum RecordError {
     /// Torn, corrupted, or written for another slot, member or store.
     Crc,
     /// The crc is correct, but a field has an impossible value.
@@ -100,21 +100,21 @@ impl RecordSeal {
         local: u32,
         block_bytes: u32,
         bytes: &[u8; RECORD_BYTES],
-    ) -> Result<Option<Record>, RecordFlaw> {
+    ) -> Result<Option<Record>, RecordError> {
         if get_u32(bytes, FLAGS) == 0 && is_zero(bytes) {
             return Ok(None);
         }
         let mut sealed = *bytes;
         put(&mut sealed, CRC, &self.of_slot(local));
         if checksum(&sealed) != get_u64(bytes, CRC) {
-            return Err(RecordFlaw::Crc);
+            return Err(RecordError::Crc);
         }
         let flags = get_u32(bytes, FLAGS);
         let parent = match flags & !FLAG_USES {
             FLAG_FULL if is_zero(&bytes[PARENT..ZERO]) => None,
-            FLAG_FULL => return Err(RecordFlaw::Field("parent without its flag")),
+            FLAG_FULL => return Err(RecordError::Field("parent without its flag")),
             flags if flags == FLAG_FULL | FLAG_PARENT => Some(BlockKey::new(array(bytes, PARENT))),
-            _ => return Err(RecordFlaw::Field("unknown flags")),
+            _ => return Err(RecordError::Field("unknown flags")),
         };
         let record = Record {
             key: BlockKey::new(array(bytes, KEY)),
@@ -126,13 +126,13 @@ impl RecordSeal {
             uses: ((flags & FLAG_USES) >> FLAG_USES_SHIFT) as u8,
         };
         if record.length != block_bytes {
-            return Err(RecordFlaw::Field("length"));
+            return Err(RecordError::Field("length"));
         }
         if record.generation > COUNTER_MAX || record.last_use > COUNTER_MAX {
-            return Err(RecordFlaw::Field("counter"));
+            return Err(RecordError::Field("counter"));
         }
         if !is_zero(&bytes[ZERO..CRC]) {
-            return Err(RecordFlaw::Field("unused bytes"));
+            return Err(RecordError::Field("unused bytes"));
         }
         Ok(Some(record))
     }
@@ -208,7 +208,7 @@ mod tests {
         for bit in 0..RECORD_BYTES * 8 {
             let mut bytes = [0; RECORD_BYTES];
             bytes[bit / 8] ^= 1 << (bit % 8);
-            assert_eq!(SEAL.decode(1, 4096, &bytes), Err(RecordFlaw::Crc), "bit {bit}");
+            assert_eq!(SEAL.decode(1, 4096, &bytes), Err(RecordError::Crc), "bit {bit}");
         }
     }
 
@@ -230,7 +230,7 @@ mod tests {
             put(&mut bytes, CRC, &SEAL.of_slot(1));
             let crc = checksum(&bytes);
             put(&mut bytes, CRC, &crc.to_le_bytes());
-            assert_eq!(SEAL.decode(1, 4096, &bytes), Err(RecordFlaw::Field(what)));
+            assert_eq!(SEAL.decode(1, 4096, &bytes), Err(RecordError::Field(what)));
         }
     }
 
@@ -259,7 +259,7 @@ mod tests {
             {
                 if there != here {
                     let seal = RecordSeal::new(&there.0, there.1);
-                    prop_assert_eq!(seal.decode(there.2, 4096, &bytes), Err(RecordFlaw::Crc));
+                    prop_assert_eq!(seal.decode(there.2, 4096, &bytes), Err(RecordError::Crc));
                 }
             }
         }

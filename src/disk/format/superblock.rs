@@ -80,7 +80,7 @@ pub struct Superblock {
 
 /// Why a superblock is invalid.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum SuperblockFlaw {
+pub enum SuperblockError {
     /// All zero.
     Blank,
     /// Not written by kvhoist.
@@ -144,8 +144,8 @@ impl Superblock {
     }
 
     /// Decodes one copy.
-    pub fn decode(bytes: &[u8; PAGE_BYTES]) -> Result<Self, SuperblockFlaw> {
-        use SuperblockFlaw::{Blank, Damaged, Field, Foreign, Newer};
+    pub fn decode(bytes: &[u8; PAGE_BYTES]) -> Result<Self, SuperblockError> {
+        use SuperblockError::{Blank, Damaged, Field, Foreign, Newer};
         if is_zero(bytes) {
             return Err(Blank);
         }
@@ -210,15 +210,15 @@ impl Superblock {
     }
 }
 
-fn decode_namespace(bytes: &[u8; PAGE_BYTES]) -> Result<String, SuperblockFlaw> {
+fn decode_namespace(bytes: &[u8; PAGE_BYTES]) -> Result<String, SuperblockError> {
     let len = usize::from(get_u16(bytes, NAMESPACE_BYTES));
     if len == 0 || len > NAMESPACE_MAX {
-        return Err(SuperblockFlaw::Field("namespace length"));
+        return Err(SuperblockError::Field("namespace length"));
     }
     let (name, padding) = bytes[NAMESPACE..ZERO_2].split_at(len);
     match std::str::from_utf8(name) {
         Ok(name) if is_zero(padding) => Ok(name.to_owned()),
-        _ => Err(SuperblockFlaw::Field("namespace")),
+        _ => Err(SuperblockError::Field("namespace")),
     }
 }
 
@@ -239,7 +239,7 @@ pub fn fingerprint(config: &Config) -> u64 {
 
 /// The meaning of a member's first 8 KiB.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Head {
+pub enum SuperblockPair {
     /// All zero.
     Blank,
     /// An interrupted first write of a creation. A store with a damaged copy A and a zeroed copy B looks the same, but
@@ -254,36 +254,38 @@ pub enum Head {
         /// The other copy is valid and whole too.
         other_is_whole: bool,
     },
-    /// Both copies are invalid; the more informative flaw.
-    Bad(SuperblockFlaw),
+    /// Both copies are invalid; the more informative error.
+    Bad(SuperblockError),
 }
 
-impl Head {
+impl SuperblockPair {
     /// Decodes both copies. Never panics, whatever the bytes.
     pub fn decode(bytes: &[u8; HEAD_BYTES]) -> Self {
         let a_bytes: &[u8; PAGE_BYTES] = bytes.first_chunk().expect("a head has two pages");
         let b_bytes: &[u8; PAGE_BYTES] = bytes.last_chunk().expect("a head has two pages");
         match (Superblock::decode(a_bytes), Superblock::decode(b_bytes)) {
             // A newer program was here, even if it wrote only one copy.
-            (Err(flaw @ SuperblockFlaw::Newer(_)), _) | (_, Err(flaw @ SuperblockFlaw::Newer(_))) => Head::Bad(flaw),
+            (Err(error @ SuperblockError::Newer(_)), _) | (_, Err(error @ SuperblockError::Newer(_))) => {
+                SuperblockPair::Bad(error)
+            }
             (Ok(a), Ok(b)) if b.sequence > a.sequence => Self::valid(b, 1, Some(&a)),
             (Ok(a), b) => Self::valid(a, 0, b.as_ref().ok()),
             (Err(_), Ok(b)) => Self::valid(b, 1, None),
-            (Err(SuperblockFlaw::Blank), Err(SuperblockFlaw::Blank)) => Head::Blank,
-            (Err(_), Err(SuperblockFlaw::Blank)) if begins_like_a_store(a_bytes) => Head::Torn,
-            (Err(flaw @ SuperblockFlaw::Field(_)), Err(_)) | (Err(_), Err(flaw @ SuperblockFlaw::Field(_))) => {
-                Head::Bad(flaw)
+            (Err(SuperblockError::Blank), Err(SuperblockError::Blank)) => SuperblockPair::Blank,
+            (Err(_), Err(SuperblockError::Blank)) if begins_like_a_store(a_bytes) => SuperblockPair::Torn,
+            (Err(error @ SuperblockError::Field(_)), Err(_)) | (Err(_), Err(error @ SuperblockError::Field(_))) => {
+                SuperblockPair::Bad(error)
             }
-            (Err(SuperblockFlaw::Damaged), Err(_)) | (Err(_), Err(SuperblockFlaw::Damaged)) => {
-                Head::Bad(SuperblockFlaw::Damaged)
+            (Err(SuperblockError::Damaged), Err(_)) | (Err(_), Err(SuperblockError::Damaged)) => {
+                SuperblockPair::Bad(SuperblockError::Damaged)
             }
-            (Err(_), Err(_)) => Head::Bad(SuperblockFlaw::Foreign),
+            (Err(_), Err(_)) => SuperblockPair::Bad(SuperblockError::Foreign),
         }
     }
 
     fn valid(superblock: Superblock, copy: usize, other: Option<&Superblock>) -> Self {
         let other_is_whole = other.is_some_and(|other| other.state == State::Whole && other.uuid == superblock.uuid);
-        Head::Valid { superblock, copy, other_is_whole }
+        SuperblockPair::Valid { superblock, copy, other_is_whole }
     }
 }
 
@@ -292,7 +294,7 @@ impl Head {
 fn begins_like_a_store(bytes: &[u8; PAGE_BYTES]) -> bool {
     let matching = bytes.iter().zip(MAGIC).take_while(|(byte, magic)| **byte == *magic).count();
     match Superblock::decode(bytes) {
-        Err(SuperblockFlaw::Damaged) => true,
+        Err(SuperblockError::Damaged) => true,
         _ => matching > 0 && is_zero(&bytes[matching..]),
     }
 }
@@ -310,11 +312,11 @@ mod tests {
         Superblock { state: State::Whole, ..Superblock::new(&config, [0xAB; 16], 1) }
     }
 
-    fn head(a: &[u8; PAGE_BYTES], b: &[u8; PAGE_BYTES]) -> Head {
+    fn head(a: &[u8; PAGE_BYTES], b: &[u8; PAGE_BYTES]) -> SuperblockPair {
         let mut bytes = [0; HEAD_BYTES];
         put(&mut bytes, 0, a);
         put(&mut bytes, PAGE_BYTES, b);
-        Head::decode(&bytes)
+        SuperblockPair::decode(&bytes)
     }
 
     fn seal(bytes: &mut [u8; PAGE_BYTES]) {
@@ -348,9 +350,9 @@ mod tests {
         for bit in 0..PAGE_BYTES * 8 {
             let mut bad = good;
             bad[bit / 8] ^= 1 << (bit % 8);
-            let flaw = Superblock::decode(&bad).expect_err("a flipped bit");
-            let expected = if bit < 64 { SuperblockFlaw::Foreign } else { SuperblockFlaw::Damaged };
-            assert_eq!(flaw, expected, "bit {bit}");
+            let error = Superblock::decode(&bad).expect_err("a flipped bit");
+            let expected = if bit < 64 { SuperblockError::Foreign } else { SuperblockError::Damaged };
+            assert_eq!(error, expected, "bit {bit}");
         }
     }
 
@@ -376,7 +378,7 @@ mod tests {
             let mut bytes = sample().encode();
             bytes[at] = value;
             seal(&mut bytes);
-            assert_eq!(Superblock::decode(&bytes), Err(SuperblockFlaw::Field(what)), "byte {at}");
+            assert_eq!(Superblock::decode(&bytes), Err(SuperblockError::Field(what)), "byte {at}");
         }
     }
 
@@ -384,11 +386,11 @@ mod tests {
     fn a_newer_version_is_told_from_damage() {
         let mut newer = sample().encode();
         newer[VERSION_AT] = 3;
-        assert_eq!(Superblock::decode(&newer), Err(SuperblockFlaw::Damaged));
+        assert_eq!(Superblock::decode(&newer), Err(SuperblockError::Damaged));
         seal(&mut newer);
         newer[3000] = 1;
-        assert_eq!(Superblock::decode(&newer), Err(SuperblockFlaw::Newer(3)));
-        assert_eq!(head(&sample().encode(), &newer), Head::Bad(SuperblockFlaw::Newer(3)));
+        assert_eq!(Superblock::decode(&newer), Err(SuperblockError::Newer(3)));
+        assert_eq!(head(&sample().encode(), &newer), SuperblockPair::Bad(SuperblockError::Newer(3)));
     }
 
     #[test]
@@ -402,7 +404,7 @@ mod tests {
             if torn == old.encode() || torn == new_bytes {
                 continue;
             }
-            let expected = |copy| Head::Valid { superblock: new.clone(), copy, other_is_whole: false };
+            let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: false };
             assert_eq!(head(&torn, &new.encode()), expected(1), "A torn after {torn_bytes}");
             assert_eq!(head(&new.encode(), &torn), expected(0), "B torn after {torn_bytes}");
         }
@@ -411,7 +413,7 @@ mod tests {
     #[test]
     fn the_higher_sequence_number_counts() {
         let (old, new) = (sample(), Superblock { sequence: 2, ..sample() });
-        let expected = |copy| Head::Valid { superblock: new.clone(), copy, other_is_whole: true };
+        let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: true };
         assert_eq!(head(&old.encode(), &new.encode()), expected(1));
         assert_eq!(head(&new.encode(), &old.encode()), expected(0));
     }
@@ -424,9 +426,11 @@ mod tests {
             let mut a = blank;
             a[..torn_bytes].copy_from_slice(&forming.encode()[..torn_bytes]);
             match head(&a, &blank) {
-                Head::Blank => assert_eq!(torn_bytes, 0),
-                Head::Torn => assert!(torn_bytes < ZERO_3),
-                Head::Valid { superblock, .. } => assert_eq!((superblock, a), (forming.clone(), forming.encode())),
+                SuperblockPair::Blank => assert_eq!(torn_bytes, 0),
+                SuperblockPair::Torn => assert!(torn_bytes < ZERO_3),
+                SuperblockPair::Valid { superblock, .. } => {
+                    assert_eq!((superblock, a), (forming.clone(), forming.encode()))
+                }
                 other => panic!("{torn_bytes} bytes: {other:?}"),
             }
         }

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::{
     HEAD_BYTES,
     stripe::{MemberGeometry, SLOTS_MAX, Stripe},
-    superblock::{Head, State, Superblock, SuperblockFlaw, VERSION, fingerprint},
+    superblock::{State, Superblock, SuperblockError, SuperblockPair, VERSION, fingerprint},
 };
 use crate::{
     config::Config,
@@ -27,16 +27,16 @@ pub struct Found<'a> {
 
 /// How to proceed with the members.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Verdict {
+pub enum OpenPlan {
     /// Create a store: by the superblocks, no block was ever stored.
     Create,
     /// Open the store. One superblock per member, with the copy to repair.
-    Open(Vec<Standing>),
+    Open(Vec<MemberState>),
 }
 
 /// A member's superblock in a store to be opened.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Standing {
+pub struct MemberState {
     /// The valid copy.
     pub superblock: Superblock,
     /// Its position: 0 for copy A, 1 for B.
@@ -49,34 +49,34 @@ pub struct Standing {
 ///
 /// # Errors
 /// [`Error::Store`] with the reason and the fix.
-pub fn survey(found: &[Found<'_>], config: &Config) -> Result<Verdict> {
+pub fn survey(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
     assert_eq!(found.len(), config.disks.len(), "one member a configured path");
     let stripe = Stripe::new(config);
-    let heads: Vec<Head> = found.iter().map(|member| Head::decode(member.head)).collect();
+    let heads: Vec<SuperblockPair> = found.iter().map(|member| SuperblockPair::decode(member.head)).collect();
     for (member, head) in found.iter().zip(&heads) {
         check_readable(member, head)?;
     }
     let whole = heads.iter().find_map(|head| match head {
-        Head::Valid { superblock, .. } if superblock.state == State::Whole => Some(superblock),
+        SuperblockPair::Valid { superblock, .. } if superblock.state == State::Whole => Some(superblock),
         _ => None,
     });
     let Some(whole) = whole else {
         for (member, geometry) in found.iter().zip(stripe.members()) {
             check_room_for_new(member, geometry.bytes)?;
         }
-        return Ok(Verdict::Create);
+        return Ok(OpenPlan::Create);
     };
-    let mut standings = Vec::with_capacity(found.len());
+    let mut states = Vec::with_capacity(found.len());
     for (index, (member, head)) in found.iter().zip(heads.iter()).enumerate() {
-        let Head::Valid { superblock, copy, other_is_whole } = head else {
+        let SuperblockPair::Valid { superblock, copy, other_is_whole } = head else {
             return Err(missing_member(member, head, whole));
         };
         check_family(member, superblock, whole, index, config)?;
         check_settings(member, superblock, index, config)?;
         check_size(member, stripe.members()[index].bytes)?;
-        standings.push(Standing { superblock: superblock.clone(), copy: *copy, repair_other: !other_is_whole });
+        states.push(MemberState { superblock: superblock.clone(), copy: *copy, repair_other: !other_is_whole });
     }
-    Ok(Verdict::Open(standings))
+    Ok(OpenPlan::Open(states))
 }
 
 fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>, action: impl Into<String>) -> Error {
@@ -85,29 +85,29 @@ fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>, ac
 
 const START_EMPTY: &str = "or remove the store's files (wipe its devices) to start empty";
 
-fn check_readable(member: &Found<'_>, head: &Head) -> Result<()> {
-    let Head::Bad(flaw) = head else { return Ok(()) };
+fn check_readable(member: &Found<'_>, head: &SuperblockPair) -> Result<()> {
+    let SuperblockPair::Bad(error) = head else { return Ok(()) };
     let path = member.path;
-    Err(match flaw {
-        SuperblockFlaw::Foreign | SuperblockFlaw::Blank => refuse(
+    Err(match error {
+        SuperblockError::Foreign | SuperblockError::Blank => refuse(
             path,
             format!("data that kvhoist did not write (it begins with {})", Hex(&member.head[..8])),
             "a store, or nothing but zeros",
             "choose another path in `disks`, or remove what is there if its data is not needed",
         ),
-        SuperblockFlaw::Newer(version) => refuse(
+        SuperblockError::Newer(version) => refuse(
             path,
             format!("a store of format version {version}"),
             format!("format version {VERSION}"),
             format!("open it with the newer kvhoist that wrote it, {START_EMPTY}"),
         ),
-        SuperblockFlaw::Damaged => refuse(
+        SuperblockError::Damaged => refuse(
             path,
             "a store whose two superblocks are both damaged (bad crc)",
             "at least one sound superblock",
             format!("check the disk, {START_EMPTY}"),
         ),
-        SuperblockFlaw::Field(field) => refuse(
+        SuperblockError::Field(field) => refuse(
             path,
             format!("a superblock with an impossible {field}"),
             format!("a superblock as format version {VERSION} writes it"),
@@ -144,8 +144,8 @@ fn check_size(member: &Found<'_>, wanted: u64) -> Result<()> {
     Err(refuse(member.path, found, format!("at least {wanted} bytes"), action))
 }
 
-fn missing_member(member: &Found<'_>, head: &Head, whole: &Superblock) -> Error {
-    let found = if *head == Head::Blank { "no superblock (all zeros)" } else { "a damaged superblock" };
+fn missing_member(member: &Found<'_>, head: &SuperblockPair, whole: &Superblock) -> Error {
+    let found = if *head == SuperblockPair::Blank { "no superblock (all zeros)" } else { "a damaged superblock" };
     refuse(
         member.path,
         found,
@@ -260,7 +260,7 @@ mod tests {
     const FORMING: [Option<State>; 2] = [Some(State::Forming), None];
     const HALF: [Option<State>; 2] = [Some(State::Forming), Some(State::Whole)];
 
-    fn judge(config: &Config, heads: &[Bytes]) -> Result<Verdict> {
+    fn survey_members(config: &Config, heads: &[Bytes]) -> Result<OpenPlan> {
         let stripe = Stripe::new(config);
         let found: Vec<Found<'_>> = (heads.iter().zip(&config.disks).zip(stripe.members()))
             .map(|((head, disk), geometry)| Found { path: &disk.path, bytes: geometry.bytes, device: false, head })
@@ -268,8 +268,8 @@ mod tests {
         survey(&found, config)
     }
 
-    fn refusal(verdict: Result<Verdict>) -> String {
-        let error = verdict.expect_err("a refusal");
+    fn refusal(plan: Result<OpenPlan>) -> String {
+        let error = plan.expect_err("a refusal");
         assert!(matches!(error, Error::Store { .. }), "{error:?}");
         error.to_string()
     }
@@ -277,13 +277,13 @@ mod tests {
     #[test]
     fn a_store_is_created_until_a_member_is_whole_and_opened_from_then_on() {
         let c = config(&[5, 6]);
-        let create = |a: Bytes, b: Bytes| assert_eq!(judge(&c, &[a, b]).expect("accepted"), Verdict::Create);
+        let create = |a: Bytes, b: Bytes| assert_eq!(survey_members(&c, &[a, b]).expect("accepted"), OpenPlan::Create);
         create(blank(), blank());
         create(head(&c, 1, 0, FORMING), blank());
         create(head(&c, 1, 0, FORMING), head(&c, 2, 1, FORMING));
-        let open = |a: Bytes, b: Bytes| match judge(&c, &[a, b]).expect("accepted") {
-            Verdict::Open(members) => members.iter().map(|m| (m.superblock.state, m.repair_other)).collect::<Vec<_>>(),
-            Verdict::Create => panic!("one member is whole"),
+        let open = |a: Bytes, b: Bytes| match survey_members(&c, &[a, b]).expect("accepted") {
+            OpenPlan::Open(members) => members.iter().map(|m| (m.superblock.state, m.repair_other)).collect::<Vec<_>>(),
+            OpenPlan::Create => panic!("one member is whole"),
         };
         let (done, half, forming) = ((State::Whole, false), (State::Whole, true), (State::Forming, true));
         assert_eq!(open(head(&c, 1, 0, FORMING), head(&c, 1, 1, HALF)), [forming, half]);
@@ -320,7 +320,7 @@ mod tests {
             ("6 slots on this path (1441792 bytes), 15 in all", other(|c| c.disks[0].blocks = 9)),
         ];
         for (words, second) in cases {
-            let text = refusal(judge(&c, &[whole(&c, 1, 0), second]));
+            let text = refusal(survey_members(&c, &[whole(&c, 1, 0), second]));
             assert!(text.contains(words) && text.starts_with("disk1: found "), "{words:?} is not in: {text}");
         }
     }
@@ -332,22 +332,23 @@ mod tests {
         (superblock.state, superblock.fingerprint) = (State::Whole, 0);
         let mut bytes = blank();
         bytes[..PAGE_BYTES].copy_from_slice(&superblock.encode());
-        assert!(refusal(judge(&c, &[bytes])).contains("layout fingerprint 0000000000000000"));
+        assert!(refusal(survey_members(&c, &[bytes])).contains("layout fingerprint 0000000000000000"));
     }
 
     #[test]
     fn sizes_are_checked() {
         let c = config(&[5]);
         let wanted = Stripe::new(&c).members()[0].bytes;
-        let judge = |head: &Bytes, bytes, device| survey(&[Found { path: Path::new("d"), bytes, device, head }], &c);
+        let survey_members =
+            |head: &Bytes, bytes, device| survey(&[Found { path: Path::new("d"), bytes, device, head }], &c);
         let whole = head(&c, 1, 0, WHOLE);
-        assert!(refusal(judge(&whole, wanted - 1, false)).contains("cut short"));
-        assert!(refusal(judge(&blank(), wanted - 1, false)).contains("holds no store"));
-        assert!(refusal(judge(&blank(), wanted + 1, false)).contains("holds no store"));
-        assert!(refusal(judge(&blank(), wanted - 1, true)).contains("lower `disks.blocks`"));
+        assert!(refusal(survey_members(&whole, wanted - 1, false)).contains("cut short"));
+        assert!(refusal(survey_members(&blank(), wanted - 1, false)).contains("holds no store"));
+        assert!(refusal(survey_members(&blank(), wanted + 1, false)).contains("holds no store"));
+        assert!(refusal(survey_members(&blank(), wanted - 1, true)).contains("lower `disks.blocks`"));
         for (head, bytes, device) in [(&blank(), 0, false), (&blank(), wanted, false), (&blank(), wanted + 9, true)] {
-            assert_eq!(judge(head, bytes, device).expect("accepted"), Verdict::Create);
+            assert_eq!(survey_members(head, bytes, device).expect("accepted"), OpenPlan::Create);
         }
-        assert!(matches!(judge(&whole, wanted + 1, false), Ok(Verdict::Open(_))));
+        assert!(matches!(survey_members(&whole, wanted + 1, false), Ok(OpenPlan::Open(_))));
     }
 }

@@ -4,10 +4,10 @@
 //! superblocks and makes one sequential pass over the record tables; it reads no payload.
 
 mod collect;
+mod ordered;
 mod table;
 #[cfg(test)]
 mod tests;
-mod window;
 
 pub use collect::{Counts, RecoveredRecord};
 pub(crate) use table::{PageVisitor, read_tables};
@@ -22,7 +22,7 @@ use super::{
         HEAD_BYTES, PAGE_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET,
         stripe::Stripe,
         superblock::{SEQUENCE_MAX, State, Superblock},
-        survey::{Found, Standing, Verdict, survey},
+        survey::{Found, MemberState, OpenPlan, survey},
     },
     slots::DiskSlots,
 };
@@ -97,18 +97,18 @@ pub async fn open<S: Storage>(
     take: &mut RecordSink<'_>,
 ) -> Result<Recovered> {
     let stripe = Stripe::new(config);
-    match judge(storage, members, config).await? {
-        Verdict::Open(standings) => {
-            let uuid = standings[0].superblock.uuid;
-            let records_uses = standings.iter().all(|standing| standing.superblock.records_uses());
-            for ((file, member), standing) in files(members).zip(standings) {
-                repair(storage, file, member, standing).await?;
+    match survey_members(storage, members, config).await? {
+        OpenPlan::Open(states) => {
+            let uuid = states[0].superblock.uuid;
+            let records_uses = states.iter().all(|state| state.superblock.records_uses());
+            for ((file, member), state) in files(members).zip(states) {
+                repair(storage, file, member, state).await?;
             }
             let mut collector = Collector::new(stripe.clone(), uuid, records_uses, take);
             read_tables(storage, members, &stripe, &mut collector).await?;
             Ok(collector.finish())
         }
-        Verdict::Create => {
+        OpenPlan::Create => {
             create(storage, members, config, uuid).await?;
             let counts = Counts { free: stripe.slots().into(), ..Counts::default() };
             let slots = DiskSlots::new(stripe, uuid, true);
@@ -117,7 +117,7 @@ pub async fn open<S: Storage>(
     }
 }
 
-async fn judge<S: Storage>(storage: &S, members: &[Member], config: &Config) -> Result<Verdict> {
+async fn survey_members<S: Storage>(storage: &S, members: &[Member], config: &Config) -> Result<OpenPlan> {
     assert_eq!(members.len(), config.disks.len(), "one member a configured path");
     let mut heads = Vec::with_capacity(members.len());
     for (file, member) in files(members) {
@@ -168,8 +168,8 @@ async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uu
 }
 
 /// Makes both copies valid and whole: finishes a creation, replaces a damaged copy.
-async fn repair<S: Storage>(storage: &S, file: FileId, member: &Member, standing: Standing) -> Result<()> {
-    let Standing { mut superblock, copy, repair_other } = standing;
+async fn repair<S: Storage>(storage: &S, file: FileId, member: &Member, state: MemberState) -> Result<()> {
+    let MemberState { mut superblock, copy, repair_other } = state;
     // The other copy first, so that the valid one stays untouched until it can be replaced.
     let rewrite = [(1 - copy, repair_other), (copy, superblock.state != State::Whole)];
     superblock.state = State::Whole;

@@ -2,7 +2,7 @@
 
 use std::{io, ops::ControlFlow};
 
-use super::{Member, window::Window};
+use super::{Member, ordered::OrderedFutures};
 use crate::{
     block::FileId,
     disk::format::{
@@ -56,16 +56,16 @@ pub(crate) async fn read_tables<S: Storage, P: PageVisitor>(
     let first = chunks.iter().take(CHUNKS_IN_FLIGHT).rev();
     let mut buffers: Vec<AlignedBuf> = first.map(|chunk| AlignedBuf::zeroed(chunk.bytes)).collect();
     let mut chunks = chunks.into_iter();
-    let mut window = Window::new();
+    let mut reads = OrderedFutures::new();
     let mut unreadable = 0;
     loop {
         while !buffers.is_empty()
             && let Some(chunk) = chunks.next()
         {
             let buffer = buffers.pop().expect("there is one");
-            window.push(read_chunk(storage, chunk, buffer));
+            reads.push(read_chunk(storage, chunk, buffer));
         }
-        let Some((chunk, result, mut buffer)) = window.next().await else { break };
+        let Some((chunk, result, mut buffer)) = reads.next().await else { break };
         if result.is_err() {
             let path = &members[usize::from(chunk.file.0)].path;
             unreadable += read_pages(storage, &chunk, &mut buffer, pages)

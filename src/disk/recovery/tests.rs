@@ -12,7 +12,7 @@ use crate::{
         RECORD_BYTES,
         record::{Record, RecordSeal},
         stripe::PageId,
-        superblock::Head,
+        superblock::SuperblockPair,
     },
     io::sim::{Fault, Memory, Rng, Sim, SimOptions},
 };
@@ -99,8 +99,8 @@ fn recovered(config: &Config, files: Vec<Vec<u8>>) -> (Recovered, Vec<RecoveredR
 
 /// The valid superblock.
 fn superblock(file: &[u8]) -> Option<Superblock> {
-    match Head::decode(file.first_chunk().expect("a head")) {
-        Head::Valid { superblock, .. } => Some(superblock),
+    match SuperblockPair::decode(file.first_chunk().expect("a head")) {
+        SuperblockPair::Valid { superblock, .. } => Some(superblock),
         _ => None,
     }
 }
@@ -162,8 +162,8 @@ fn a_crash_at_any_instant_of_creation_leaves_none_or_a_whole_store() {
         let is_new = files.iter().all(|file| superblock(file).is_some_and(|s| s.uuid == [0xFF; 16]));
         assert_eq!(is_new, !whole, "seed {seed}");
         for file in &files {
-            let head = Head::decode(file.first_chunk().expect("a head"));
-            assert!(matches!(head, Head::Valid { other_is_whole: true, .. }), "seed {seed}: {head:?}");
+            let head = SuperblockPair::decode(file.first_chunk().expect("a head"));
+            assert!(matches!(head, SuperblockPair::Valid { other_is_whole: true, .. }), "seed {seed}: {head:?}");
         }
     }
     assert!(outcomes.iter().all(|&count| count > 20), "both outcomes occur: {outcomes:?}");
@@ -178,8 +178,8 @@ fn a_damaged_superblock_is_repaired_from_the_other() {
         let storage = Memory::new(files);
         block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
         let files = storage.into_files();
-        let head = Head::decode(files[0].first_chunk().expect("a head"));
-        assert!(matches!(head, Head::Valid { other_is_whole: true, .. }), "{head:?}");
+        let head = SuperblockPair::decode(files[0].first_chunk().expect("a head"));
+        assert!(matches!(head, SuperblockPair::Valid { other_is_whole: true, .. }), "{head:?}");
     }
 }
 
@@ -193,8 +193,8 @@ fn a_superblock_at_the_end_of_its_numbers_is_repaired_too() {
     let storage = Memory::new(files);
     for _ in 0..2 {
         block_on(open(&storage, &members(&config, true), &config, UUID)).expect("one copy is sound");
-        let head = Head::decode(storage.files()[0].first_chunk().expect("a head"));
-        assert_eq!(head, Head::Valid { superblock: last.clone(), copy: 0, other_is_whole: true });
+        let head = SuperblockPair::decode(storage.files()[0].first_chunk().expect("a head"));
+        assert_eq!(head, SuperblockPair::Valid { superblock: last.clone(), copy: 0, other_is_whole: true });
     }
 }
 

@@ -13,11 +13,11 @@ enum Entry<F: Future> {
 }
 
 /// Futures that make progress together within one task, without spawning: recovery runs under any runtime.
-pub(super) struct Window<F: Future>(VecDeque<Entry<F>>);
+pub(super) struct OrderedFutures<F: Future>(VecDeque<Entry<F>>);
 
-impl<F: Future> Window<F> {
+impl<F: Future> OrderedFutures<F> {
     pub fn new() -> Self {
-        Window(VecDeque::new())
+        OrderedFutures(VecDeque::new())
     }
 
     /// Adds a future. It starts with the next call of [`next`](Self::next).
