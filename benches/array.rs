@@ -310,7 +310,7 @@ impl Array {
                 let mut slab = slab.as_ref().map_err(other)?.lock().map_err(other)?;
                 while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let block = match peer.into_pool {
-                        // SAFETY: the pool lives as long as `self`, and a round comes to each of its places once.
+                        // SAFETY: the pool lives as long as `self`, and a round uses each of its places once.
                         true => unsafe { std::slice::from_raw_parts_mut(self.place(n).ptr, self.block_bytes) },
                         false => slab.block(0),
                     };

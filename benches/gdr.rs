@@ -111,7 +111,7 @@ impl Rig {
             len: REQUEST_BYTES,
         };
         let owners: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(&self.arena) as _, Arc::clone(&self.pool) as _];
-        // SAFETY: ranges of memory that the owners keep; nobody else uses it.
+        // SAFETY: ranges of memory that the owners keep; nothing else uses it.
         unsafe { CopyBatch::new((0..count).map(op).collect(), Direction::HostToHost, owners) }
     }
 

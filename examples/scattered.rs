@@ -27,7 +27,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut pool: Vec<Vec<u8>> = layout.segments().iter().map(|len| vec![0xff; len * keys.len()]).collect();
     let mut regions = Vec::new();
     for buffer in &mut pool {
-        // SAFETY: the pool outlives the cache's use of it, which ends with `unregister` below; nobody
+        // SAFETY: the pool outlives the cache's use of it, which ends with `unregister` below; nothing
         // touches it while it is loaded.
         regions.push(unsafe { cache.register_device(buffer.as_mut_ptr(), buffer.len()) }?);
     }

@@ -28,7 +28,7 @@ impl Pool {
     }
 
     fn register(&mut self, cache: &Cache) -> Region {
-        // SAFETY: the pool outlives the cache in every test, and is looked at where no call is under way.
+        // SAFETY: the pool outlives the cache in every test, and is looked at where no call is in flight.
         unsafe { cache.register_host(self.0.as_mut_ptr(), self.0.len()) }.expect("register")
     }
 

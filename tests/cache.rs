@@ -310,7 +310,7 @@ async fn prefetched_blocks_become_host_hits(storage: StorageKind) {
     }
     let keys: Vec<BlockKey> = (0..4).map(key).collect();
     assert_eq!(cache.prefetch(&keys).expect("prefetch"), 4);
-    // A fetch joins the movement under way: when it has resolved the block is in host memory.
+    // A fetch joins the movement in flight: when it has resolved the block is in host memory.
     for n in 0..4 {
         assert!(fetch_verified(&cache, n).await);
     }

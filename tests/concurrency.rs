@@ -37,7 +37,7 @@ async fn hundreds_of_tasks_get_the_right_bytes() {
     }
 }
 
-/// With nothing under way every slot either holds a block or is free.
+/// With nothing in flight every slot either holds a block or is free.
 fn slots_balance(cache: &Cache) {
     let stats = cache.stats();
     for tier in Tier::ALL {

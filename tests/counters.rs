@@ -78,7 +78,7 @@ fn every_way_to_load_counts_each_block_once_where_it_was_found() {
                 let settings = Config { bypass_host, ..config(&directory, StorageKind::Auto, 2, 16) };
                 let cache = Cache::open(settings).await.expect("open");
                 let (memory, places) = pool(8);
-                // SAFETY: the memory is leaked, and nobody looks at it.
+                // SAFETY: the memory is leaked, and nothing reads it.
                 let region = unsafe { cache.register_host(memory, 8 * BLOCK_BYTES) }.expect("registered");
                 for n in 0..8 {
                     store(&cache, n).await;
@@ -108,7 +108,7 @@ fn what_is_stored_from_a_region_and_read_from_the_device_has_a_route() {
         let settings = Config { block_bytes: BLOCK_BYTES, host_blocks: 4, device_blocks: 2, ..Config::default() };
         let cache = Cache::open(Config { device: DeviceKind::Simulated, ..settings }).await.expect("open");
         let (memory, places) = pool(1);
-        // SAFETY: the memory is leaked, and nobody else uses it.
+        // SAFETY: the memory is leaked, and nothing else uses it.
         unsafe { memory.copy_from_nonoverlapping(payload(1, BLOCK_BYTES).as_ptr(), BLOCK_BYTES) };
         // SAFETY: as above.
         let region = unsafe { cache.register_host(memory, BLOCK_BYTES) }.expect("registered");
@@ -134,14 +134,14 @@ fn loads_are_uses_that_select_a_block_for_the_disk() {
             let settings = Config { write_policy, selective_hits: 2, ..config(&directory, StorageKind::Auto, 4, 4) };
             let cache = Cache::open(settings).await.expect("open");
             let (memory, places) = pool(1);
-            // SAFETY: the memory is leaked, and nobody looks at it.
+            // SAFETY: the memory is leaked, and nothing reads it.
             let region = unsafe { cache.register_host(memory, BLOCK_BYTES) }.expect("registered");
             store(&cache, 1).await;
             load(&cache, way, &[1], &places).await;
             cache.sync().await.expect("flushed");
             assert_eq!(cache.stats().tier(Tier::Disk).resident, 0, "{way:?}: one use is too few");
             load(&cache, way, &[1], &places).await;
-            cache.close().await.expect("what is under way is finished");
+            cache.close().await.expect("movements in flight finish");
             assert_eq!(went(&cache.stats(), Route::HostToDisk), [1, 1], "{way:?}: it was used twice");
             drop(region);
         });

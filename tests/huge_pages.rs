@@ -40,7 +40,7 @@ impl Pool {
         assert_eq!(unsafe { libc::madvise(mapping, MAPPED, libc::MADV_NOHUGEPAGE) }, 0);
         let mapping: *mut u8 = mapping.cast();
         let start = mapping.wrapping_add(mapping.align_offset(HUGE) + BLOCK / 2);
-        // SAFETY: within the mapping, which nobody else knows.
+        // SAFETY: within the mapping, which nothing else knows.
         unsafe { start.write_bytes(0x11, POOL) };
         Pool { mapping, start }
     }
@@ -73,12 +73,12 @@ impl Pool {
     }
 
     fn bytes(&self, blocks: Range<usize>) -> &[u8] {
-        // SAFETY: within the mapping, initialized, and not written to by whoever asks.
+        // SAFETY: within the mapping, initialized, and not written by the caller.
         unsafe { std::slice::from_raw_parts(self.start.add(blocks.start * BLOCK), blocks.len() * BLOCK) }
     }
 
     fn fill(&self, block: usize, bytes: &[u8]) {
-        // SAFETY: within the mapping, and nobody else looks at this block now.
+        // SAFETY: within the mapping, and nothing else looks at this block now.
         unsafe { self.start.add(block * BLOCK).copy_from_nonoverlapping(bytes.as_ptr(), bytes.len()) };
     }
 }

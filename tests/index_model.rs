@@ -303,7 +303,7 @@ fn a_free_leaf_goes_before_any_block_above_a_held_one() {
     assert_eq!(index.victim(Tier::Host), Some(leaf), "although it is the most recent");
     index.evict(leaf, Tier::Host);
     assert_eq!(index.victim(Tier::Host), Some(cold[1]));
-    // The end of a chain is the end of it, whoever comes to be its end.
+    // With the copy below held, the next one up becomes the victim.
     assert!(index.begin_fill(cold[1], Tier::Device));
     assert_eq!(index.victim(Tier::Host), Some(cold[0]), "a fill holds the copy that it may read from");
 }

@@ -218,7 +218,7 @@ mod simulated {
                 let wanted: Vec<u64> = (0..8).map(|_| rng.below(STORED + 1)).collect();
                 let load = load(&cache, &pool, &wanted).await;
                 if rng.chance(0.2) {
-                    // Nobody waits for it; it must not be in the way of the next one.
+                    // Nothing waits for it; it must not be in the way of the next one.
                     drop(load);
                     cache.unregister(&region).await.expect("its own region");
                     region = pool.register(&cache, device);

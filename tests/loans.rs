@@ -25,7 +25,7 @@ fn a_call_may_lend_more_ranges_than_may_be_registered() {
     let mut into: Vec<Vec<u8>> = vec![vec![0; 2]; BLOCK_BYTES / 2];
     let (sources, targets) = (pieces(&mut from), pieces(&mut into));
     let all: Vec<Segment> = sources.iter().chain(&targets).copied().collect();
-    // SAFETY: the vectors outlive the loan's use, which is waited for below; nobody touches them meanwhile.
+    // SAFETY: the vectors outlive the loan's use, which is waited for below; nothing touches them meanwhile.
     let loan = unsafe { cache.lend_host(&all) }.expect("it is lent");
     let stored = block_on(loan.store_from(&[key(1)], None, &[sources])).expect("the call is taken");
     assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
@@ -43,7 +43,7 @@ fn only_a_loans_own_calls_use_its_memory() {
     let start = memory.as_mut_ptr();
     let whole = Segment { ptr: start, len: BLOCK_BYTES };
     let outside = Segment { ptr: start.wrapping_add(1), len: BLOCK_BYTES };
-    // SAFETY: the vector outlives the cache's use, which is waited for below; nobody touches it meanwhile.
+    // SAFETY: the vector outlives the cache's use, which is waited for below; nothing touches it meanwhile.
     let [loan, again] = [(); 2].map(|()| unsafe { cache.lend_host(&[whole]) }.expect("lent twice"));
     let refused = |result: kvhoist::Result<_>| matches!(result, Err(Error::Argument { .. }));
     assert!(refused(block_on(cache.store_from(&[key(1)], None, &[vec![whole]]))), "it is not registered");

@@ -46,7 +46,7 @@ fn descriptors_of(file: &File) -> usize {
 /// where that took longer than the open waits.
 fn open_while_locked(config: Config, path: &Path, while_waiting: impl FnOnce(&File)) -> Option<kvhoist::Result<Cache>> {
     let winner = create_empty(path);
-    winner.lock().expect("nobody has it");
+    winner.lock().expect("not locked elsewhere");
     let opened = thread::scope(|scope| {
         let loser = scope.spawn(move || block_on(Cache::open(config)));
         let give_up = Instant::now() + Duration::from_secs(60);

@@ -34,7 +34,7 @@ impl Pool {
     }
 
     fn register(&mut self, cache: &Cache) -> Region {
-        // SAFETY: the pool outlives the cache, and is looked at where no call on it is under way.
+        // SAFETY: the pool outlives the cache, and is looked at where no call on it is in flight.
         unsafe { cache.register_host(self.memory.as_mut_ptr(), POOL) }.expect("registered")
     }
 
@@ -81,7 +81,7 @@ fn pinned() -> usize {
     kib << 10
 }
 
-/// Waits until so much is pinned: a transfer under way keeps what it began with until it ends.
+/// Waits until so much is pinned: a transfer in flight keeps what it began with until it ends.
 #[track_caller]
 fn assert_pinned(bytes: usize) {
     let began = Instant::now();

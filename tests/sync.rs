@@ -19,7 +19,7 @@ fn config(waiters_max: u32) -> Config {
     }
 }
 
-/// Stores blocks, syncs while write-backs are under way, and cuts the power: what sync said, and how many are left.
+/// Stores blocks, syncs while write-backs are in flight, and cuts the power: what sync said, and how many are left.
 fn stored_synced_and_cut(blocks: u8, waiters_max: u32) -> (Result<(), Error>, usize) {
     let world = sim::World::new(3, sim::blank_files(&config(waiters_max)));
     let synced = sim::block_on(async {

@@ -20,7 +20,7 @@ impl Pool {
     }
 
     fn register(&mut self, cache: &Cache) -> Region {
-        // SAFETY: the pool outlives the cache in every test, and is looked at where no call is under way.
+        // SAFETY: the pool outlives the cache in every test, and is looked at where no call is in flight.
         unsafe { cache.register_host(self.0.as_mut_ptr(), self.0.len()) }.expect("register")
     }
 
@@ -176,10 +176,10 @@ fn loads_that_are_given_up_leave_their_memory_to_the_workers_until_the_kernel_is
             std::thread::yield_now();
         }
     }
-    // Waits for what is under way: the pool is ours after that.
+    // Waits for what is in flight: the pool is ours after that.
     block_on(cache.unregister(&region)).expect("unregistered");
     pool.0.fill(0xee);
-    assert!(pool.0.iter().all(|&byte| byte == 0xee), "nobody writes there any more");
+    assert!(pool.0.iter().all(|&byte| byte == 0xee), "nothing writes there any more");
     let region = pool.register(&cache);
     assert_eq!(all(block_on(cache.load_into(&keys(), &places)).expect("loaded")), [true; BLOCKS]);
     assert!((0..BLOCKS).all(|n| pool.holds(n)), "the right bytes");

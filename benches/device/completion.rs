@@ -180,7 +180,7 @@ impl Bench {
 impl Drop for Bench {
     fn drop(&mut self) {
         if self.gpu.make_current().is_ok() {
-            // SAFETY: our own handles, destroyed once; nothing is under way.
+            // SAFETY: our own handles, destroyed once; nothing is in flight.
             unsafe {
                 sys::cuEventDestroy_v2(self.event);
                 sys::cuStreamDestroy_v2(self.stream);

@@ -28,7 +28,7 @@ pub fn run(options: &Options, gpu: &Arc<Gpu>) -> io::Result<()> {
     fill(&cache, BLOCKS)?;
     rounds(options, &pool, &cache, "host memory", |_| 0)?;
     block_on(cache.close()).map_err(other)?;
-    // Each round its own prefix, which nobody has read since the cache was opened.
+    // Each round its own prefix, which was not read since the cache was opened.
     let scratch = tempfile::tempdir_in(&options.dir)?;
     let all = BLOCKS * (options.rounds + 1);
     let settings = cold(options, scratch.path(), all as u32);
@@ -58,7 +58,7 @@ fn rounds(
     from: &str,
     first_block: impl Fn(u64) -> u64,
 ) -> io::Result<()> {
-    // SAFETY: the pool outlives the cache's use of it (`unregister` below), and nobody else knows it.
+    // SAFETY: the pool outlives the cache's use of it (`unregister` below), and nothing else knows it.
     let region = unsafe { cache.register_device(pool.buffer.base().as_ptr(), pool.buffer.bytes()) }.map_err(other)?;
     let mut times: [Vec<[f64; 2]>; 2] = Default::default();
     for round in 0..=options.rounds {

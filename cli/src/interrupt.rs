@@ -6,7 +6,7 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::failure::Failure;
 
-/// A flag that is set when somebody wants the command to end. The second signal ends it at once.
+/// A flag that is set by a signal to end the command. The second signal ends it at once.
 pub fn catch() -> Result<Arc<AtomicBool>, Failure> {
     let interrupted = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM, SIGHUP] {

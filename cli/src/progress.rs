@@ -51,7 +51,7 @@ impl Progress {
                 if last.elapsed() >= LINE_EVERY || done == *total {
                     *last = Instant::now();
                     let per_second = done as f64 / started.elapsed().as_secs_f64().max(1e-9);
-                    // Nobody listening is no reason to stop.
+                    // A closed output is no reason to stop.
                     drop(writeln!(io::stderr(), "{done}/{total} {unit}, {per_second:.0}/s, {}", say()));
                 }
             }

@@ -87,7 +87,7 @@ impl Args {
     }
 }
 
-/// Serves until it is told to end.
+/// Serves until a signal ends it.
 pub fn run(args: &Args) -> Result<(), Failure> {
     // Caught before there is something to end.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])

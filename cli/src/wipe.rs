@@ -26,7 +26,7 @@ pub struct Args {
     yes: bool,
 }
 
-/// Removes a store, if it is one, nobody uses it, and the user means it.
+/// Removes a store if it is one, is not in use, and the user confirms.
 pub fn run(args: &Args) -> Result<(), Failure> {
     if !args.yes && !io::stdin().is_terminal() {
         return Err(Failure::usage(

@@ -103,7 +103,7 @@ fn terminal() -> (OwnedFd, OwnedFd) {
         libc::openpty(&raw mut ours, &raw mut theirs, std::ptr::null_mut(), std::ptr::null(), &raw const size)
     };
     assert_eq!(opened, 0, "a terminal: {}", std::io::Error::last_os_error());
-    // SAFETY: both are open, and owned by nobody else.
+    // SAFETY: both are open, and owned by nothing else.
     unsafe { (OwnedFd::from_raw_fd(ours), OwnedFd::from_raw_fd(theirs)) }
 }
 

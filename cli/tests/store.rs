@@ -174,7 +174,7 @@ fn a_sound_store_is_clean_and_stays_as_it_is() {
     let table = kvhoist(&["inspect", sample.path(0), sample.path(1)]).stdout;
     assert!(text(&table).contains("20 (66.7%)") && !table.contains(&0x1b), "{}", text(&table));
     assert!(sample.state() == before, "looking changes nothing");
-    // An older copy with a record that nobody cleared: no damage, but said.
+    // An older copy with a record that was never cleared: reported, but not damage.
     let (_, local) = (0, sample.free_slot());
     let (.., record) = sample.find(7);
     let older = sample.seal(0).encode(local, &Record { generation: 0, ..record });
@@ -311,7 +311,7 @@ fn a_store_in_use_is_refused_unless_allowed() {
     held.lock_shared().expect("as another look holds it");
     let (report, status) = json("verify", &paths);
     assert_eq!((status, &report["in_use"]), (0, &false.into()));
-    let refused = block_on(Cache::open(sample.config.clone())).expect_err("a look is under way");
+    let refused = block_on(Cache::open(sample.config.clone())).expect_err("the store is being inspected");
     assert!(refused.to_string().contains("a lock on it"), "{refused}");
 }
 

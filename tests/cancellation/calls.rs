@@ -1,5 +1,5 @@
 //! Every async call of the cache, dropped at every point: others who want the same are served, the same call made anew
-//! comes to its end, and nothing is left over.
+//! completes, and nothing is left over.
 
 use kvhoist::{StorageKind, WritePolicy};
 
@@ -268,7 +268,7 @@ fn load_into_and_unregister() {
 }
 
 /// Layer by layer: the call that begins the load, and each of its futures, dropped at every point. The load goes on,
-/// tells of itself whoever asks, and writes not a byte after `unregister` has resolved.
+/// describes itself, and writes not a byte after `unregister` has resolved.
 #[test]
 fn load_layers_and_what_it_gives() {
     on_every_engine(unchanged, async |scene| {
@@ -359,7 +359,7 @@ fn unregister() {
     });
 }
 
-/// Nobody takes what a queue was to deliver.
+/// The completions of a queue are never taken.
 #[test]
 fn a_queue_that_is_dropped_under_way() {
     on_every_engine(unchanged, async |scene| {

@@ -1,5 +1,5 @@
-//! A future may be dropped after any poll, and a cache closed at any time: nothing leaks, nothing hangs, nobody else is
-//! hurt.
+//! A future may be dropped after any poll, and a cache closed at any time: nothing leaks, nothing hangs, no other call
+//! is affected.
 
 #[path = "../common/mod.rs"]
 mod common;

@@ -16,7 +16,7 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 /// Polls after which a call must have come to its end.
 const POLLS_MAX: u32 = 64;
 
-/// Rounds after which a call must have been caught under way.
+/// Rounds after which a call must have been caught in flight.
 const ROUNDS_MAX: u32 = 50;
 
 /// Where a future is dropped.
@@ -24,7 +24,7 @@ const ROUNDS_MAX: u32 = 50;
 pub struct Point {
     /// After so many polls, each after a wake-up.
     pub polls: u32,
-    /// Not at once, but when it has been woken again: its answer is there, and nobody takes it.
+    /// Not at once, but when it has been woken again: its result is there, but not taken.
     pub woken: bool,
 }
 
@@ -68,7 +68,7 @@ pub async fn drop_at<F: Future>(point: Point, future: F) -> Option<F::Output> {
 /// whether it did.
 ///
 /// A call that is over sooner than it can be dropped is tried again: with `there_and_back` it is one that goes to the
-/// reactor, and must have been dropped under way at least once.
+/// reactor, and must have been dropped in flight at least once.
 pub async fn at_every_point(what: &str, there_and_back: bool, mut attempt: impl AsyncFnMut(Point) -> bool) {
     let mut under_way = 0;
     for _ in 0..ROUNDS_MAX {
@@ -87,5 +87,5 @@ pub async fn at_every_point(what: &str, there_and_back: bool, mut attempt: impl 
             return;
         }
     }
-    panic!("{what}: it was never dropped under way");
+    panic!("{what}: it was never dropped in flight");
 }

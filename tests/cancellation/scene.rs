@@ -71,7 +71,7 @@ impl Scene {
         1000 + self.next.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Waits until nothing is under way, and checks that nothing is left over.
+    /// Waits until nothing is in flight, and checks that nothing is left over.
     pub async fn rest(&self) {
         rest(&self.cache).await;
     }
@@ -105,7 +105,7 @@ pub async fn reopen(settings: &Config) -> Cache {
     }
 }
 
-/// Waits until nothing is under way, and checks that nothing is left over.
+/// Waits until nothing is in flight, and checks that nothing is left over.
 pub async fn rest(cache: &Cache) {
     let started = Instant::now();
     while let Err(what) = balance(cache) {
@@ -153,7 +153,7 @@ impl Pool {
 
     /// The bytes of one block. No movement may use them.
     pub fn bytes(&mut self, block: usize) -> &mut [u8] {
-        // SAFETY: inside the leaked memory, which nobody else touches now, as the caller promises.
+        // SAFETY: inside the leaked memory, which nothing else touches now, as the caller promises.
         unsafe { std::slice::from_raw_parts_mut(self.memory.add(block * BLOCK_BYTES), BLOCK_BYTES) }
     }
 }

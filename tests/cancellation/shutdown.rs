@@ -11,7 +11,7 @@ use crate::{
     scene::{Pool, STORED, Scene, engines, reopen},
 };
 
-/// A call under way, on a handle of its own.
+/// A call in flight, on a handle of its own.
 type Call = Pin<Box<dyn Future<Output = Result<()>>>>;
 
 /// Polls of a call before the cache is closed around it.
@@ -177,7 +177,7 @@ async fn a_close_that_is_given_up_goes_on() {
     }
 }
 
-/// A caller that waits for a slot when the cache is closed is told so, though no slot ever comes free.
+/// A caller that waits for a slot when the cache is closed gets an error, though no slot ever becomes free.
 #[tokio::test]
 async fn who_waits_for_a_slot_is_told_of_the_close() {
     for engine in engines() {

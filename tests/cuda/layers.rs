@@ -36,7 +36,7 @@ impl Engine {
         // SAFETY: the context is current; a handle is written.
         let created = unsafe { sys::cuStreamCreateWithPriority(&mut stream, 0, 0) };
         assert_eq!(created, sys::CUresult::CUDA_SUCCESS);
-        // SAFETY: the pool lives until the cache is closed, and nobody else uses it.
+        // SAFETY: the pool lives until the cache is closed, and nothing else uses it.
         let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
         Engine { gpu, pool, seen, stream, region }
     }
@@ -180,7 +180,7 @@ fn layers_are_complete_one_by_one() {
 #[test]
 fn long_layers_do_not_wait_for_each_other() {
     with_double("layers::long_layers_do_not_wait_for_each_other", "", || {
-        // 1.25 MiB a layer: six of them are under way at once, of which two wait for a place in a stream, and would be
+        // 1.25 MiB a layer: six of them are in flight at once, of which two wait for a place in a stream, and would be
         // more than go together.
         const LAYERS: usize = 8;
         let block_bytes = LAYERS * (80 << 10);
@@ -188,7 +188,7 @@ fn long_layers_do_not_wait_for_each_other() {
         let cache = block_on(Cache::open(settings)).expect("the double is a device");
         let gpu = Gpu::open(0).expect("the double is a device");
         let pool = DeviceBuffer::new(gpu, 16 * block_bytes).expect("memory");
-        // SAFETY: the pool lives until the cache is closed, and nobody else uses it.
+        // SAFETY: the pool lives until the cache is closed, and nothing else uses it.
         let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
         (0..16).for_each(|n| block_on(common::store(&cache, n)));
         let keys: Vec<_> = (0..16).map(key).collect();
@@ -232,7 +232,7 @@ fn a_block_that_is_missing_poisons_its_layers_and_lets_streams_go() {
         }
         let blocks: Vec<bool> = block_on(load.blocks()).into_iter().map(|result| result.expect("no error")).collect();
         assert_eq!(blocks, ALL.map(|n| n != 5));
-        // Also where nobody asked for the word before the layer was complete.
+        // Also if the word was not requested before the layer was complete.
         let load = engine.load(&cache, &wanted);
         block_on(load.blocks());
         (0..LAYERS).for_each(|layer| assert_eq!(poison(&load, layer), 6));
@@ -298,7 +298,7 @@ fn a_load_that_nobody_holds_lets_its_streams_go() {
                 assert_eq!(engine.synchronize(), sys::CUresult::CUDA_SUCCESS);
                 (0..LAYERS).for_each(|layer| engine.assert_seen(BLOCKS - 1, ALL[BLOCKS - 1], layer));
             } else {
-                // Closed under way: what was lost is said to be, and no stream hangs.
+                // Closed with loads in flight: what was lost is said to be, and no stream hangs.
                 block_on(cache.close()).expect("close");
                 assert_eq!(engine.synchronize(), sys::CUresult::CUDA_SUCCESS);
                 for layer in 0..LAYERS {
@@ -312,7 +312,7 @@ fn a_load_that_nobody_holds_lets_its_streams_go() {
     });
 }
 
-/// Gates are used again by later loads, and by then nobody waits for what the earlier ones waited for.
+/// Gates are used again by later loads, and by then nothing waits for the earlier values.
 #[test]
 fn a_stream_that_comes_late_to_a_wait_goes_on() {
     with_double("layers::a_stream_that_comes_late_to_a_wait_goes_on", "", || {
@@ -320,7 +320,7 @@ fn a_stream_that_comes_late_to_a_wait_goes_on() {
         let engine = Engine::new(&cache);
         let first = engine.load(&cache, &ALL);
         for layer in 0..LAYERS {
-            // SAFETY: our own stream, which nobody asks about before all is over.
+            // SAFETY: our own stream, which is not queried before the end.
             unsafe { first.stream_wait(layer, engine.stream.expose_provenance()) }.expect("waits");
         }
         block_on(first.blocks());

@@ -1,8 +1,8 @@
 /* A double of NVIDIA's driver library, for machines without a GPU.
  *
- * "Device memory" is host memory. Work that is put into a stream is done later, by whoever asks about it: an event is
+ * "Device memory" is host memory. Work that is put into a stream is done later, by the thread that queries it: an event is
  * reached once it has been asked for as often as DOUBLE_POLLS says (default 3), and only then are the bytes of all that
- * was put into its stream before it moved. So whoever reads a destination too early, or gives a source away too early,
+ * was put into its stream before it moved. So code that reads a destination too early, or releases a source too early,
  * finds wrong bytes. The copy kernel is carried out from its descriptions, as the one on the device does.
  *
  * DOUBLE_FAULT makes one thing fail: "init" (no device can be used), "none" (no device), "register" (no memory can be
@@ -250,7 +250,7 @@ int cuMemcpyBatchAsync_v2(uint64_t *dsts, uint64_t *srcs, size_t *lens, size_t n
     return SUCCESS;
 }
 int cuStreamCreate(stream **s, unsigned flags) { return cuStreamCreateWithPriority(s, flags, 0); }
-/* These are done at once: nobody who waits for what they leave asks the driver for it. */
+/* These are done at once: their results are awaited without the driver. */
 int cuMemcpyHtoD_v2(uint64_t dst, const void *src, size_t n) { memcpy((void *)dst, src, n); return SUCCESS; }
 int cuMemcpyDtoH_v2(void *dst, uint64_t src, size_t n) { memcpy(dst, (const void *)src, n); return SUCCESS; }
 int cuMemsetD8_v2(uint64_t dst, unsigned char byte, size_t n) { memset((void *)dst, byte, n); return SUCCESS; }

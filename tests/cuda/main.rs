@@ -177,7 +177,7 @@ fn a_pool_of_the_caller_is_filled_and_stored_from() {
         let cache = block_on(Cache::open(config(4))).expect("the double is a device");
         let gpu = Gpu::open(0).expect("the double is a device");
         let pool = DeviceBuffer::new(gpu, 16 * BLOCK_BYTES).expect("memory");
-        // SAFETY: the pool lives until the region is given back below, and nobody else uses it.
+        // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
         let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
         common::load_and_store(&cache, pool.base().as_ptr());
         block_on(cache.unregister(&region)).expect("its own region");
@@ -270,7 +270,7 @@ fn a_device_that_stops_takes_nothing_else_with_it() {
         stop_device();
         let error = block_on(cache.fetch_to_device(&key(2))).expect_err("the device stopped").to_string();
         assert!(error.starts_with("copy by cuda: ") && error.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{error}");
-        // From now on nobody is given what is on the device, be it there or not.
+        // From now on no block on the device is served, resident or not.
         for n in 0..16 {
             let error = block_on(cache.fetch_to_device(&key(n))).expect_err("the device stopped").to_string();
             assert!(error.starts_with("device tier is not available: the device stopped: "), "{error}");

@@ -1,7 +1,7 @@
 /* A double of NVIDIA's libcufile, over the double of the driver whose device memory is host memory.
  *
  * A transfer of a batch takes effect late: when GetStatus has been asked DOUBLE_POLLS times (default 3), and only then
- * are its bytes moved. Whoever reads the destination too early, gives the memory away too early, or takes a short event
+ * are its bytes moved. Code that reads the destination too early, gives the memory away too early, or takes a short event
  * for a whole one, finds wrong bytes. What the real library punishes with a lost completion or a hang ends the process
  * here: more transfers than the batch was set up for, a batch of more than 64 in compat mode, a handle or a buffer that
  * is forgotten while it is in use.

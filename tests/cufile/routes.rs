@@ -213,7 +213,7 @@ fn what_only_the_device_holds_is_written_from_there() {
             let cache = open(Config { cufile: CufileMode::Off, ..config });
             let on_disk = (0..on_device).filter(|&n| block_on(common::fetch_verified(&cache, n))).count() as u64;
             assert!(on_disk >= expected, "{on_disk} blocks are on disk, whole");
-            assert!(block_on(cache.fetch(&key(100))).expect("fetch").is_none(), "nobody asked for that one");
+            assert!(block_on(cache.fetch(&key(100))).expect("fetch").is_none(), "that one was never stored");
         },
     );
 }

@@ -110,7 +110,7 @@ fn a_block_that_is_wrong_on_disk_is_the_disks_fault() {
     });
 }
 
-/// Blocks that the library does not give back go through host memory, and their slots to nobody.
+/// Blocks of stuck requests go through host memory, and their slots stay reserved.
 #[test]
 fn what_does_not_come_back_is_left_to_the_library() {
     with_double("trouble::what_does_not_come_back_is_left_to_the_library", &["hang"], |_| {
@@ -126,7 +126,7 @@ fn what_does_not_come_back_is_left_to_the_library() {
             stats.cufile_reason.starts_with("libcufile is stuck: a read has not completed within 300ms"),
             "{stats:?}"
         );
-        // From now on nobody waits for it.
+        // From now on no caller waits for it.
         let leases: Vec<_> = (0..u64::from(DEVICE_BLOCKS) - 1)
             .map(|n| block_on(cache.fetch_to_device(&common::key(n))).expect("fetch").expect("stored"))
             .collect();
@@ -134,7 +134,7 @@ fn what_does_not_come_back_is_left_to_the_library() {
         // The library has one slot: with all others leased there is none.
         let tier = cache.stats().tiers[Tier::Device as usize];
         assert_eq!((tier.free, tier.resident), (0, u64::from(DEVICE_BLOCKS) - 1));
-        // Now it comes back, and writes to the slot: nobody else's bytes change, and the slot is free.
+        // Now it comes back, and writes to the slot: no other block's bytes change, and the slot is free.
         ask("release");
         while cache.stats().cufile_stuck > 0 {
             std::thread::yield_now();

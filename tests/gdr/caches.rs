@@ -1,5 +1,5 @@
-//! Whole caches: every movement between host and device memory goes through the RDMA device, and its failures are
-//! nobody else's.
+//! Whole caches: every movement between host and device memory goes through the RDMA device, and callers
+//! do not see its failures.
 
 use std::time::Duration;
 
@@ -144,7 +144,7 @@ fn a_failure_is_nobodys_but_the_engines() {
         let cache = open(config(is_cuda(case)));
         round_trips(&cache, 40);
         set(&fault);
-        // Nobody is told of it.
+        // No caller sees an error.
         many_threads(&cache, 40, 40);
         let stats = cache.stats();
         assert!(stats.gdr_failovers > 0, "{stats:?}");
@@ -217,7 +217,7 @@ fn a_close_in_mid_copy_waits_or_fails_over_and_leaves_nothing() {
                 }
             }
             drop(cache);
-            // The reactor ends by itself, where nobody waited for it.
+            // The reactor ends by itself without a waiter.
             until_forgotten();
             set("go");
         }
@@ -233,7 +233,7 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
         if is_cuda(case) {
             let pool =
                 DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), 16 * BLOCK_BYTES).expect("memory");
-            // SAFETY: the pool lives until the region is given back below, and nobody else uses it.
+            // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
             let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
             common::load_and_store(&cache, pool.base().as_ptr());
             let copied = copies(&cache, "gdr");
@@ -264,7 +264,7 @@ fn a_pool_that_cannot_be_registered_is_copied_another_way() {
         let cache = open(config(true));
         set(&std::env::var("FAULT").expect("a fault"));
         let pool = DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), 16 * BLOCK_BYTES).expect("memory");
-        // SAFETY: the pool lives until the region is given back below, and nobody else uses it.
+        // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
         let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
         common::load_and_store(&cache, pool.base().as_ptr());
         let stats = cache.stats();
@@ -287,7 +287,7 @@ fn many_pools_come_and_go() {
         (0..16).for_each(|n| block_on(common::store(&cache, n)));
         for round in 0..8 {
             let pools: Vec<_> = (0..20).map(|_| DeviceBuffer::new(gpu.clone(), BLOCK_BYTES).expect("memory")).collect();
-            // SAFETY: the pools live until their regions are given back below, and nobody else uses them.
+            // SAFETY: the pools live until their regions are given back below, and nothing else uses them.
             let register = |pool: &DeviceBuffer| unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) };
             let regions: Vec<_> = pools.iter().map(|pool| register(pool).expect("registered")).collect();
             for (n, pool) in pools.iter().enumerate() {

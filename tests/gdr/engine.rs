@@ -1,4 +1,4 @@
-//! The engine itself over the double: that copies are right, how many are under way, in which order they end, and what
+//! The engine itself over the double: that copies are right, how many are in flight, in which order they end, and what
 //! was asked of the device rather than assumed.
 
 use std::{cell::RefCell, rc::Rc, time::Duration};
@@ -89,7 +89,7 @@ fn many_writes_are_under_way_at_a_time_both_ways_and_never_too_many() {
                 for _ in 0..100 {
                     tokio::time::sleep(Duration::from_millis(1)).await;
                 }
-                assert!((100..=200).contains(&get("posted")), "{way:?}: {} of 1000 under way", get("posted"));
+                assert!((100..=200).contains(&get("posted")), "{way:?}: {} of 1000 in flight", get("posted"));
                 set("go");
                 task.await.expect("no panic").expect("copied");
             }
@@ -284,7 +284,7 @@ fn time_without_work_is_no_time_in_which_nothing_completes() {
             let rig = Rc::new(Rig::with(false, options).await.expect("the double is a device"));
             for _ in 0..2 {
                 rig.copy(Way::ToDevice, &side_by_side(3), 1).await.expect("copied");
-                // The reactor is kept by somebody, while the engine still looks for more.
+                // Another task keeps the reactor busy while the engine still polls.
                 std::thread::sleep(STUCK + STUCK / 5);
             }
             let gate = Rc::new(Gate::default());

@@ -36,14 +36,14 @@ fn batch(rig: &Rig, pool: &Pool, place: usize) -> CopyBatch {
     };
     let owners: Vec<Arc<dyn Any + Send + Sync>> = vec![Arc::clone(&pool.bytes) as _, Arc::new(Arc::clone(&rig.pool))];
     let ops = (0..REGION_BYTES).step_by(PIECE_BYTES).map(op).collect();
-    // SAFETY: the owners keep both sides; nobody writes to the pools, and each batch has a place of its own.
+    // SAFETY: the owners keep both sides; nothing writes to the pools, and each batch has a place of its own.
     let batch = unsafe { CopyBatch::new(ops, Direction::HostToHost, owners) };
     // SAFETY: every test keeps its pools for longer than its engine.
     unsafe { batch.within(vec![pool.region]) }
 }
 
 fn arrived(rig: &Rig, pool: &Pool, place: usize) -> bool {
-    // SAFETY: a place on the device's side, which is host memory here, and which nobody writes to any more.
+    // SAFETY: a place on the device's side, which is host memory here, and which nothing writes to any more.
     let found = unsafe { std::slice::from_raw_parts(rig.device(place * REGION_BYTES), REGION_BYTES) };
     found == pool.bytes.as_slice()
 }

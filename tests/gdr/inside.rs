@@ -121,7 +121,7 @@ async fn queue_pair_fails(seed: u64) {
     let rig = Rc::new(rig().await);
     let fail = || assert!(uverbs::HANDLES.filter(|handle| uverbs::fail_queue_pair(*handle)).count() == 1, "one of it");
     let (_, failed) = under_load(&rig, seed, fail, |state| !state.is_on()).await;
-    assert!(failed > 0, "somebody was told");
+    assert!(failed > 0, "a caller got the error");
     rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;
     assert!(rig.state().is_on(), "tested again: {}", rig.state());
     scenes::scattered_pieces(&rig, seed, Scale { rounds: 1, ..Scale::EMULATED }).await;
@@ -159,7 +159,7 @@ async fn channel_is_flooded(seed: u64) {
     let rig = Rc::new(rig().await);
     let cq = uverbs::HANDLES.filter(|handle| uverbs::arm(*handle)).collect::<Vec<_>>();
     assert_eq!(cq.len(), 1, "one of it");
-    // Every completion makes an event, and nobody looks for them while the engine spins.
+    // Every completion makes an event, and none is read while the engine polls.
     let ended = Rc::new(Cell::new(false));
     let load = tokio::task::spawn_local(load(Rc::clone(&rig), seed, Rc::clone(&ended)));
     let started = Instant::now();

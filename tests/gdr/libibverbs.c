@@ -1,12 +1,12 @@
 /* A double of libibverbs, for machines without an RDMA device: its binary interface, and a device that carries RDMA
  * WRITE for real, between registered ranges, after looking at keys, bounds, access, queue states and depths.
  *
- * Work is done late, by a thread, a few work requests at a time and in order, so that whoever reads a destination too
+ * Work is done late, by a thread, a few work requests at a time and in order, so that code that reads a destination too
  * early, gives memory away too early, or sleeps without having looked once more, is found out. What was written to device
  * memory (the double of libcuda says what that is) is seen only once it has been flushed, as on a GPU that orders nothing.
  * A work request counts as in the device's hands until its completion, or one after it, has been taken. What a real
  * device answers with corrupted memory, or not at all, ends the process here: more requests than the queue takes, a region,
- * memory or a queue given back while work needs it, a completion queue that overflows, events that nobody acknowledged.
+ * memory or a queue given back while work needs it, a completion queue that overflows, unacknowledged events.
  *
  * IBV_DOUBLE, and later ibv_double_set(), say how it behaves, in words separated by commas. N-th: counted from then on.
  *   now            work is done in the call that posts it     late           by the thread (default)
@@ -387,7 +387,7 @@ int ibv_destroy_cq(cq_face *f) {
     cq *q = (cq *)f;
     if (q->users) return EBUSY;
     /* The real one waits for these, for ever. */
-    if (q->handed_out != q->acked) die("a completion queue given back with events that nobody acknowledged");
+    if (q->handed_out != q->acked) die("a completion queue given back with unacknowledged events");
     if (f->chan) f->chan->refcnt--;
     free(q->ring);
     gone(q);
@@ -448,7 +448,7 @@ static int poll_cq(cq *q, int n, wc *out) {
     return got;
 }
 
-/* Writes to a device wait here, where nobody reads them, until they are flushed or read by the bus. */
+/* Writes to a device wait here, where nothing reads them, until they are flushed or read by the bus. */
 void ibv_double_flush(void) {
     pthread_mutex_lock(&lock);
     for (size_t i = 0; i < unflushed_count; i++) {
@@ -461,7 +461,7 @@ void ibv_double_flush(void) {
 }
 static void write_later(uint8_t *at, const uint8_t *from, size_t n) {
     if (!unflushed) unflushed = calloc(PENDING, sizeof *unflushed);
-    if (unflushed_count == PENDING) die("too many writes that nobody flushed");
+    if (unflushed_count == PENDING) die("too many unflushed writes");
     pending *p = &unflushed[unflushed_count++];
     *p = (pending){ at, malloc(n), n };
     memcpy(p->bytes, from, n);

@@ -28,7 +28,7 @@ fn futures_that_are_dropped_leave_their_batches_to_the_engine() {
                     let _ = copy.as_mut().poll(&mut context);
                 }
             }
-            // What was begun is carried to its end, and so are those who come later.
+            // Copies in flight complete, and so do later ones.
             let places = scattered(&mut rng, 100, 1000, 0..SIDE_BYTES);
             while get("posted") > 0 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
@@ -74,7 +74,7 @@ fn an_engine_that_goes_takes_its_work_out_of_the_device_first() {
             });
             // The tasks went with their runtime, and with them the engine.
             assert!(is_forgotten(), "all is given back");
-            assert!(watched.upgrade().is_none(), "nobody holds the memory any more");
+            assert!(watched.upgrade().is_none(), "nothing holds the memory any more");
             set("go");
         }
     });

@@ -1,5 +1,5 @@
-//! What is there decides, and is told: `on` without a NIC that works is an error that says what is missing, `auto` goes
-//! another way and says why, `off` does not look.
+//! Opening: `on` without a working NIC is an error that says what is missing, `auto` uses another engine and says why,
+//! `off` looks for nothing.
 
 use kvhoist::{Cache, Config, CopyPrefer, DeviceKind, Error, GdrMode, block_on};
 

@@ -130,7 +130,7 @@ impl Rig {
 
     #[expect(clippy::mut_from_ref, reason = "the memory is shared with the engine; what is looked at is held once")]
     fn bytes(&self, at: *mut u8, len: usize) -> &mut [u8] {
-        // SAFETY: within one of the two sides; tests look at and write to places that no copy is under way in.
+        // SAFETY: within one of the two sides; tests look at and write to places that no copy is in flight in.
         unsafe { std::slice::from_raw_parts_mut(at, len) }
     }
 

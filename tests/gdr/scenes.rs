@@ -14,7 +14,7 @@ use crate::{
 pub struct Scale {
     /// Bytes of the longest copy.
     pub longest: usize,
-    /// Batches that are under way at a time.
+    /// Batches that are in flight at a time.
     pub batches: usize,
     /// Rounds of random batches.
     pub rounds: usize,
@@ -65,7 +65,7 @@ pub async fn scattered_pieces(rig: &Rig, seed: u64, scale: Scale) {
     }
 }
 
-/// Thousands of batches under way at once, both ways at a time.
+/// Thousands of batches in flight at once, both ways at a time.
 pub async fn many_in_flight(rig: Rc<Rig>, seed: u64, scale: Scale) {
     let mut rng = Rng(seed);
     let places = scattered(&mut rng, scale.batches * 2, 600, 0..SIDE_BYTES);

@@ -1,4 +1,4 @@
-//! What goes wrong while copies are under way: each copy is right or an error, no memory is lost, and the engine is
+//! What goes wrong while copies are in flight: each copy is right or an error, no memory is lost, and the engine is
 //! tested again, once.
 
 use std::{rc::Rc, time::Duration};
@@ -85,7 +85,7 @@ fn a_region_that_was_revoked_retires_the_engine() {
             set("revoke=50");
             assert!(volley(&rig, 100, 1).await > 0);
             rig.until(|state| !matches!(state, GdrState::Recovering(_))).await;
-            // The self-test has memory of its own, which nobody revoked.
+            // The self-test has memory of its own, which was not revoked.
             assert!(rig.state().is_on(), "{}", rig.state());
             assert!(volley(&rig, 100, 2).await > 0);
             rig.until(is_retired).await;
@@ -115,7 +115,7 @@ fn what_fails_its_second_self_test_is_retired() {
 
 #[test]
 fn a_chain_that_is_refused_in_the_middle_is_posted_on() {
-    // With work under way there will be room; a device that takes nothing although it has nothing is broken.
+    // With work in flight there will be room; a device that takes nothing although it has nothing is broken.
     let cases =
         ["late,delay=2000 FAULT=partial=40", "late,delay=2000 FAULT=partial=64", "late,delay=2000 FAULT=partial=65"];
     with_double("trouble::a_chain_that_is_refused_in_the_middle_is_posted_on", &cases, |_| {

@@ -25,7 +25,7 @@ fn contexts() -> Vec<File> {
     entries
         .filter_map(own)
         .map(|number| {
-            // SAFETY: takes a number; gives a new descriptor, which nobody else owns.
+            // SAFETY: takes a number; gives a new descriptor, which nothing else owns.
             let copy = unsafe { libc::fcntl(number, libc::F_DUPFD_CLOEXEC, 0) };
             assert!(copy >= 0, "{}", std::io::Error::last_os_error());
             // SAFETY: as above.

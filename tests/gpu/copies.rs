@@ -31,9 +31,9 @@ impl Host {
         self.0.slot_ptr(0).as_ptr().wrapping_add(half * HOST_BYTES / 2 + offset)
     }
 
-    #[allow(clippy::mut_from_ref, reason = "the test's own memory, nothing under way")]
+    #[allow(clippy::mut_from_ref, reason = "the test's own memory, nothing in flight")]
     fn half(&self, half: usize) -> &mut [u8] {
-        // SAFETY: one half of the arena, on which nothing is under way when a test looks at it.
+        // SAFETY: one half of the arena, on which nothing is in flight when a test looks at it.
         unsafe { std::slice::from_raw_parts_mut(self.at(half, 0), HOST_BYTES / 2) }
     }
 }

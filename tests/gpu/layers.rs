@@ -155,7 +155,7 @@ fn what_is_not_there_is_told_to_kernels() {
     block_on(cache.close()).expect("close");
 }
 
-/// Handles that are dropped and caches that are closed under way: no stream hangs.
+/// Handles that are dropped and caches that are closed with loads in flight: no stream hangs.
 #[test]
 fn no_stream_is_left_waiting() {
     let Some(gpu) = device() else { return };

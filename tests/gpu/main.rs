@@ -120,7 +120,7 @@ impl Pool {
     /// Registers all of it. The pool must outlive the cache's use of it.
     fn register(&self, cache: &Cache) -> kvhoist::Region {
         let base = NonNull::new(self.base()).expect("an allocation");
-        // SAFETY: the tests unregister before they drop the pool, and touch no segment under way.
+        // SAFETY: the tests unregister before they drop the pool, and touch no segment in flight.
         unsafe { cache.register_device(base.as_ptr(), self.bytes()) }.expect("registered")
     }
 }

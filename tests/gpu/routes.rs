@@ -105,7 +105,7 @@ fn scattered(gpu: &Arc<Gpu>, layout: &Layout) -> (Pool, Vec<Vec<Segment>>, Vec<u
     (pool, places, expected)
 }
 
-/// Movements of many blocks under way at once, in both directions.
+/// Movements of many blocks in flight at once, in both directions.
 #[test]
 fn many_threads_get_the_right_bytes() {
     let Some(_gpu) = device() else { return };

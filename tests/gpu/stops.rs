@@ -1,4 +1,4 @@
-//! A kernel of somebody else in the process that touches what it may not, and so takes the device's context down.
+//! Another kernel in the process accesses invalid memory, and so takes the device's context down.
 
 use kvhoist::Error;
 
@@ -8,7 +8,7 @@ use crate::{
     common::{key, payload},
 };
 
-/// Writes to an address that nobody has.
+/// Writes to an unmapped address.
 const CRASH: &str = "\
 .version 7.0
 .target sm_80

@@ -57,7 +57,7 @@ impl Mapped {
         self.resume();
     }
 
-    /// From now on requests wait. File systems are not told, and what is under way is not waited for.
+    /// From now on requests wait. File systems are not notified, and I/O in flight is not awaited.
     pub fn suspend(&self) {
         self.ask(DEV_SUSPEND, SUSPEND_FLAG | SKIP_LOCKFS_FLAG | NOFLUSH_FLAG, &[]);
     }

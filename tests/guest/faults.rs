@@ -201,7 +201,7 @@ fn corrupts_writes(storage: StorageKind, _: &mut Rng) {
     let cache = filled(&disk, storage);
     disk.spoil("5 corrupt_bio_byte 100 w 0 0");
     (40..80).for_each(|n| block_on(store(&cache, n)));
-    block_on(cache.sync()).expect("nobody knows yet");
+    block_on(cache.sync()).expect("the fault is not known yet");
     disk.mend();
     let served = (0..80).filter(|n| block_on(fetch_verified(&cache, *n))).count();
     assert!(served >= 40 && cache.stats().checksum_failures >= 30, "{served} served");

@@ -128,7 +128,7 @@ fn read(path: &Path) -> io::Result<Vec<Entry>> {
             file.read_exact_at(&mut data, at)?;
             at += data.len() as u64;
         }
-        assert!(flags & DISCARD == 0, "nobody discards here");
+        assert!(flags & DISCARD == 0, "no discards here");
         entries.push(Entry { flags, at: (to * sector_bytes) as usize, data });
     }
     Ok(entries)

@@ -12,7 +12,7 @@ const APART: &str = "KVHOIST_APART";
 /// Runs the body of the test `name` in a process of its own. Only there may it change limits, rights or mounts.
 pub fn apart(name: &str, body: impl FnOnce()) {
     if std::env::var(APART).is_ok_and(|running| running == name) {
-        // SAFETY: takes a number. Whoever hangs is ended with a signal, and so found out.
+        // SAFETY: takes a number. A hanging process is ended by a signal, and so detected.
         unsafe { libc::alarm(120) };
         return body();
     }
@@ -66,7 +66,8 @@ pub fn drop_capabilities() {
     assert_eq!(result, 0, "capset: {}", io::Error::last_os_error());
 }
 
-/// Mounts that this process makes from now on are seen by nobody else, and end with it. False if that is refused.
+/// Makes later mounts of this process private: invisible to other processes, and unmounted at its end. False if that
+/// is refused.
 pub fn private_mounts() -> bool {
     let nowhere = CString::default();
     let root = CString::new("/").expect("no zeros");

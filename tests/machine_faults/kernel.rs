@@ -43,7 +43,7 @@ fn a_forbidden_ring_that_was_asked_for_is_refused() {
     });
 }
 
-/// What an open without this system call comes to.
+/// The result of an open without this system call.
 enum Then {
     /// An error with these words, and nothing left behind.
     Refused(&'static str),

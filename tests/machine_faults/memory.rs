@@ -43,7 +43,7 @@ fn memory_that_may_not_be_locked_is_used_unregistered_with_a_warning() {
 /// A block's worth of a caller's memory, as direct I/O wants it.
 fn register(cache: &Cache, memory: &mut AlignedBuf) -> (Region, Vec<Vec<Segment>>) {
     let place = Segment { ptr: memory.as_mut_ptr(), len: memory.len() };
-    // SAFETY: each test keeps the memory for longer than its cache, and looks at it where no call is under way.
+    // SAFETY: each test keeps the memory for longer than its cache, and looks at it where no call is in flight.
     let region = unsafe { cache.register_host(place.ptr, place.len) }.expect("registered");
     (region, vec![vec![place]])
 }
@@ -80,7 +80,7 @@ fn a_region_that_may_be_locked_beside_an_arena_that_may_not_harms_no_block() {
         assert!(!cache.stats().registered, "the arena is larger than the limit");
         let (region, place) = register(&cache, &mut memory);
         if !block_on(cache.pin_region(&region)).expect("answered") {
-            skip!("somebody else has locked what this user may lock");
+            skip!("other processes use up the locked memory of this user");
         }
         reads_back(&cache, &mut memory, &place, 100);
         block_on(cache.unregister(&region)).expect("its own");

@@ -1,4 +1,4 @@
-//! What the library tells those who listen.
+//! The library's warnings.
 
 use std::{
     fmt::{Debug, Write},
@@ -19,7 +19,7 @@ impl Warnings {
     /// Listens from now on; once in a process.
     pub fn listen() -> Self {
         let warnings = Warnings::default();
-        tracing::subscriber::set_global_default(warnings.clone()).expect("nobody else listens");
+        tracing::subscriber::set_global_default(warnings.clone()).expect("no other subscriber");
         warnings
     }
 

@@ -79,7 +79,7 @@ fn a_store_is_for_its_owner_alone_whatever_the_umask() {
     }
 }
 
-/// Whoever may write to the directory puts a link where the store's file goes.
+/// A user who may write to the directory puts a link where the store's file goes.
 #[test]
 fn a_planted_link_is_not_followed() {
     let (dir, elsewhere) = (directory(), directory());
@@ -107,7 +107,7 @@ fn a_planted_link_is_not_followed() {
     }
 }
 
-/// Whoever may write to the directory puts a file of their own there, or a second name of a file elsewhere.
+/// A user who may write to the directory puts an own file there, or a second name of a file elsewhere.
 #[test]
 fn a_planted_file_does_not_become_the_store() {
     let dir = directory();
@@ -144,7 +144,7 @@ fn a_planted_file_does_not_become_the_store() {
     block_on(cache.close()).expect("close");
 }
 
-/// A store that others may read was not kept private by whoever copied it there.
+/// A store that others may read was copied there without keeping it private.
 #[test]
 fn a_store_that_others_may_use_is_refused_until_its_mode_is_mended() {
     let dir = directory();

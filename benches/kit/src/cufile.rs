@@ -67,7 +67,7 @@ impl Handle {
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        // SAFETY: registered once, deregistered once, when no read is under way.
+        // SAFETY: registered once, deregistered once, when no read is in flight.
         unsafe { (self.deregister)(self.raw) };
     }
 }

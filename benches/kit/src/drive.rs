@@ -89,7 +89,7 @@ fn missing(n: u64) -> io::Error {
     other(format!("block {n} is missing"))
 }
 
-/// What the benches of the library are told to do.
+/// Options of the library's benches.
 pub struct Options {
     /// Which of them, in order; all where none was named.
     pub names: Vec<String>,

@@ -24,7 +24,7 @@ use crate::{
     scratch::Slab,
 };
 
-/// Threads of a peer: each has one block under way.
+/// Threads of a peer: each has one block in flight.
 pub const THREADS: usize = 16;
 
 /// Where the blocks of a store lie in its file.
@@ -40,7 +40,7 @@ pub struct Places<'a> {
     pub blocks: u64,
 }
 
-/// Fails where a page of a block was never written: for those who know the file, and not which block is where in it.
+/// Fails if a page of a block was never written: for readers of the file that do not know which block is where.
 ///
 /// # Errors
 /// What was found.

@@ -433,7 +433,7 @@ impl Pool {
         };
         let (cache, bytes) = (&world.cache, blocks as usize * block_bytes);
         // SAFETY: the pool outlives the cache's use of it (`unregister` in `writes`, or the end of the cache, which
-        // every way out of `measure` but an error has awaited), and nobody else knows it.
+        // every way out of `measure` but an error has awaited), and nothing else knows it.
         let region = unsafe {
             match home {
                 Home::Host => cache.register_host(base, bytes),
@@ -481,7 +481,7 @@ impl Pool {
     /// Block `n` of a pool in host memory that nothing moves to or from.
     fn block(&self, n: u64) -> &[u8] {
         let Segment { ptr, len } = self.place()(n)[0];
-        // SAFETY: within the pool, which is mapped and initialized, and no call on the cache is under way.
+        // SAFETY: within the pool, which is mapped and initialized, and no call on the cache is in flight.
         unsafe { std::slice::from_raw_parts(ptr, len) }
     }
 

@@ -50,7 +50,7 @@ impl Slab {
         let mapping: NonNull<u8> = NonNull::new(mapping.cast()).expect("mmap never returns null without MAP_FIXED");
         // SAFETY: less than a huge page on, and the mapping has one more than it needs.
         let base = unsafe { mapping.add(mapping.align_offset(HUGE_PAGE_BYTES)) };
-        // SAFETY: within the mapping, which nobody else knows; a system without huge pages refuses, and may.
+        // SAFETY: within the mapping, which nothing else knows; a system without huge pages refuses, and may.
         unsafe { libc::madvise(base.as_ptr().cast(), bytes, libc::MADV_HUGEPAGE) };
         for page in (0..bytes).step_by(ALIGN) {
             // SAFETY: as above.

@@ -1,6 +1,6 @@
 //! One process per contender, and the few words that parent and child exchange.
 //!
-//! The child says `ready LOST`; then for every `ROUND` it is told it answers
+//! The child says `ready LOST`; then it answers every `ROUND` with
 //! `BYTES SECONDS CPU_SECONDS DISK MEMORY LOST`. It ends when its input does.
 
 use std::{

@@ -5,7 +5,7 @@
 //!
 //! Same file system, block size, number of blocks, keys and order for everyone. Every contender runs in a process of
 //! its own, stopped (SIGSTOP) while it is not its turn: foyer's uring engine polls without a pause even when idle, and
-//! would otherwise be charged to whoever is being measured.
+//! would otherwise be charged to the contender being measured.
 //!
 //! Where a file happens to lie on a disk can matter more than who reads it (the same loop on two files of one virtual
 //! disk differed by a factor of 1.6 for minutes), and interleaved rounds do not average that out. So every contender

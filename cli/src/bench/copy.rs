@@ -284,7 +284,7 @@ async fn verify(
 ) -> Result<bool, Failure> {
     let (to, from) = if direction == Direction::HostToDevice { (engine, other) } else { (other, engine) };
     let copied = count * bytes;
-    // SAFETY: the second half of the arena, which nobody else uses now.
+    // SAFETY: the second half of the arena, which nothing else uses now.
     let back = unsafe { std::slice::from_raw_parts_mut(memory.host(1), memory.bytes()) };
     back.fill(0);
     timed(to, memory.batch(Direction::HostToDevice, 0, bytes, count)).await?;

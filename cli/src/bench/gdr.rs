@@ -109,7 +109,7 @@ impl Rig {
 
     #[expect(clippy::mut_from_ref, reason = "the arena is shared with the engine; no two halves are held at a time")]
     fn half(&self, half: usize) -> &mut [u8] {
-        // SAFETY: a half of our own arena; looked at and filled while no copy is under way.
+        // SAFETY: a half of our own arena; looked at and filled while no copy is in flight.
         unsafe { std::slice::from_raw_parts_mut(self.host(half), self.bytes) }
     }
 
@@ -134,7 +134,7 @@ impl Rig {
         let direction = if to_device { self.pool.promote_direction() } else { self.pool.demote_direction() };
         let owners: Vec<Arc<dyn Any + Send + Sync>> =
             vec![Arc::clone(&self.arena) as _, Arc::new(Arc::clone(&self.pool))];
-        // SAFETY: the owners keep both sides; places are not used twice by the batches that are under way together.
+        // SAFETY: the owners keep both sides; places are not used twice by the batches that are in flight together.
         unsafe { CopyBatch::new(range.map(op).collect(), direction, owners) }
     }
 

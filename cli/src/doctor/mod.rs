@@ -130,7 +130,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-/// Everything but the system, as far as nobody interrupts.
+/// Everything but the system, until interrupted.
 fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, sections: &mut Vec<Section>) -> Result<(), Failure> {
     let is_over = || interrupted.load(Ordering::Relaxed);
     let mut disk = Vec::new();

@@ -23,7 +23,7 @@ use crate::{
     trace::Request,
 };
 
-/// How often a request that waits for its time looks whether somebody wants no more.
+/// How often a request that waits for its time checks for an interrupt.
 const INTERRUPTED_EVERY: Duration = Duration::from_millis(50);
 
 /// Blocks of one request that are fetched or stored at the same time.
@@ -87,7 +87,7 @@ impl Clock {
         Clock { started: Instant::now(), timed: speed.map(|speed| (first, 1.0 / (1e3 * speed))) }
     }
 
-    /// Waits until a request starts, or somebody wants no more.
+    /// Waits until a request starts, or the command is interrupted.
     async fn wait_for(&self, request: &Request, interrupted: &AtomicBool) {
         let Some((first, scale)) = self.timed else { return };
         let due = Duration::try_from_secs_f64((request.timestamp - first) * scale).unwrap_or(Duration::ZERO);

@@ -18,7 +18,7 @@ use crate::{
     shown::shown,
 };
 
-/// Slots of a replay that nobody sized.
+/// Slots of a replay without a given size.
 const DEVICE_BLOCKS: u32 = 256;
 const HOST_BLOCKS: u32 = 2048;
 const DISK_BLOCKS: u32 = 18_279;

@@ -115,7 +115,7 @@ fn builder(numbers: &Numbers) {
     judge(&config);
 }
 
-/// A model's shape comes to a size in wide numbers, or to an error where a field is 0 or the size is none.
+/// A model's shape gives a size as in wide numbers, or an error if a field is 0 or the size is out of range.
 fn geometry([one, two, layers, tokens, dtype_bytes]: [usize; 5]) {
     let shapes =
         [(Attention::Mha { kv_heads: one, head_dim: two }, 2, two), (Attention::Mla { latent_dim: one }, 1, 1)];

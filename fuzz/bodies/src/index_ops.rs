@@ -14,7 +14,7 @@ use model::{Copy, Model};
 /// Operations of one input at most: every one of them is followed by a look at everything.
 const OPS_MAX: usize = 256;
 const KEYS: u8 = 20;
-/// Slots that RB is told of: so few that its ghosts are forgotten.
+/// Slots given to RB: so few that its ghosts are forgotten.
 const SLOTS: u32 = 4;
 
 #[derive(Debug, Arbitrary)]
@@ -25,7 +25,7 @@ enum Op {
         parent: Option<u8>,
         tier: u8,
     },
-    /// An insert that comes to nothing.
+    /// An insert that is given up.
     Insert {
         key: u8,
         parent: Option<u8>,

@@ -15,7 +15,7 @@ thread_local! {
 }
 
 fn count(bytes: i64) {
-    // A thread that is ending has no cells any more, and nobody asks what it takes.
+    // A thread that is ending has no cells any more, and its memory is not counted.
     let _ = LIVE.try_with(|live| {
         live.set(live.get() + bytes);
         PEAK.try_with(|peak| peak.set(peak.get().max(live.get())))

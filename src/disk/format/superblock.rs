@@ -429,7 +429,7 @@ mod tests {
                 SuperblockPair::Blank => assert_eq!(torn_bytes, 0),
                 SuperblockPair::Torn => assert!(torn_bytes < ZERO_3),
                 SuperblockPair::Valid { superblock, .. } => {
-                    assert_eq!((superblock, a), (forming.clone(), forming.encode()))
+                    assert_eq!((superblock, a), (forming.clone(), forming.encode()));
                 }
                 other => panic!("{torn_bytes} bytes: {other:?}"),
             }

@@ -100,7 +100,7 @@ impl Model {
         nth(&self.entities.keys().copied().collect::<Vec<_>>(), pick)
     }
 
-    /// Any fill under way.
+    /// Any fill in flight.
     pub fn filling(&self, pick: u8) -> Option<(usize, Tier)> {
         nth(&self.copies(|copy| copy == Copy::Filling), pick)
     }

@@ -54,7 +54,7 @@ impl Memory {
 
     fn write(&self, at: usize, data: &[u8]) {
         assert_eq!(data.len(), self.block_bytes, "one block");
-        // SAFETY: the range is in the memory (`place` checks), which outlives the life, and no call is under way on it.
+        // SAFETY: the range is in the memory (`place` checks), which outlives the life, and no call is in flight on it.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), self.place(at), data.len()) }
     }
 
@@ -200,7 +200,7 @@ impl Life<'_> {
         if closed {
             claims = self.claims();
         } else {
-            // Nobody can ask what the end evicts.
+            // Evictions at the end cannot be queried.
             claims.keeps &= self.run.model.writes_through() || self.run.config.disk_blocks() >= 2 * u64::from(KEYS);
         }
         let Life { run, world, cache, .. } = self;
@@ -464,7 +464,7 @@ impl Life<'_> {
 
     fn register(&self, device: bool) -> Option<kvhoist::Region> {
         let len = self.memory.block_bytes * MANY_MAX;
-        // SAFETY: the memory outlives the runtime and with it the cache; nobody touches it while a call on it is under
+        // SAFETY: the memory outlives the runtime and with it the cache; nothing touches it while a call on it is under
         // way: calls are made one at a time, and `unregister` is waited for after each.
         let region = unsafe {
             match device {
@@ -514,7 +514,7 @@ fn flipped(world: &World) -> bool {
     world.storage.counts().faults_by_kind[OpKind::Read as usize][FaultKind::BitFlip as usize] > 0
 }
 
-/// With nobody at work, every slot and every byte is accounted for.
+/// With nothing in flight, every slot and every byte is accounted for.
 async fn balance(reactor: &Reactor) {
     reactor.settle(PATIENCE).await.unwrap_or_else(|what| panic!("the balance does not hold: {what}"));
 }

@@ -50,7 +50,7 @@ impl Model {
         Model { blocks: BTreeMap::new(), keeps, writes_through }
     }
 
-    /// True where nobody ever stored a block.
+    /// True if the block was never stored.
     pub fn is_empty(&self) -> bool {
         self.blocks.is_empty()
     }
@@ -106,7 +106,7 @@ impl Model {
     pub fn listed(&self, block: u8, found: bool, claims: Claims) {
         let known = self.blocks.get(&block);
         match known {
-            None => assert!(!found, "block {block} was found, and nobody ever stored it"),
+            None => assert!(!found, "block {block} was found but never stored"),
             Some(known) if found => assert!(!known.absent, "block {block} was found, and it was removed: {known:?}"),
             Some(known) => {
                 assert!(!(known.present && claims.keeps), "block {block} is gone, and it must be there: {known:?}");

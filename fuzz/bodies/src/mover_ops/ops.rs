@@ -45,7 +45,7 @@ pub enum Op {
         clear: bool,
         cancel: Cancel,
     },
-    /// A reservation that comes to nothing.
+    /// A reservation that is dropped.
     Abandon,
     StoreWrong {
         block: u8,
@@ -93,7 +93,7 @@ pub enum Op {
     Sync {
         cancel: Cancel,
     },
-    /// Lets what is under way go on for a while.
+    /// Lets what is in flight go on for a while.
     Wait {
         ms: u8,
     },
