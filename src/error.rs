@@ -194,7 +194,7 @@ impl Error {
     #[must_use]
     pub fn with_settings_named(mut self, names: &[(&'static str, &'static str)]) -> Self {
         let known = |old: &'static str| names.iter().find(|(name, _)| *name == old).map_or(old, |(_, new)| new);
-        let mend = |text: &mut String| {
+        let rename = |text: &mut String| {
             for (old, new) in names {
                 *text = text.replace(&format!("`{old}`"), &format!("`{new}`"));
             }
@@ -202,13 +202,15 @@ impl Error {
         match &mut self {
             Error::Config { field, found, expected } | Error::Argument { what: field, found, expected } => {
                 *field = known(field);
-                [found, expected].into_iter().for_each(mend);
+                [found, expected].into_iter().for_each(rename);
             }
-            Error::Store { found, expected, action, .. } => [found, expected, action].into_iter().for_each(mend),
+            Error::Store { found, expected, action, .. } => [found, expected, action].into_iter().for_each(rename),
             Error::Busy { setting, .. } | Error::Timeout { held: Some(HeldSlots { setting, .. }), .. } => {
                 *setting = known(setting);
             }
-            Error::Refused { reason } | Error::Unavailable { reason, .. } | Error::Copy { reason, .. } => mend(reason),
+            Error::Refused { reason } | Error::Unavailable { reason, .. } | Error::Copy { reason, .. } => {
+                rename(reason);
+            }
             Error::Timeout { .. } | Error::Io { .. } | Error::Service { .. } | Error::Closed => {}
         }
         self

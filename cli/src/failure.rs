@@ -9,7 +9,7 @@ pub const EXIT_STATUS: &str = "\
 Exit status:
   0    it is done, and all is well
   1    it failed, found damage, or something that is wanted is missing
-  2    wrong or missing flags, inputs or stores: mend them and try again
+  2    wrong or missing flags, inputs or stores: correct them and try again
   130  interrupted (Ctrl-C, SIGTERM, SIGHUP): it prints what it has";
 
 /// What the command's flags are called for settings of the engine.
@@ -38,7 +38,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// Exit status of wrong flags, inputs and stores: mend them and try again.
+    /// Exit status of wrong flags, inputs and stores: correct them and try again.
     pub const USAGE: u8 = 2;
     const RUN: u8 = 1;
     // 128 and SIGINT's number, as shells have it.

@@ -112,7 +112,7 @@ fn wrong_input_is_one_line_and_status_2() {
         (&["--trace", dir.path().to_str().expect("UTF-8")], "directory"),
         (&["--trace", &path("cut.jsonl")], "line 3"),
         (&["--trace", &path("empty.jsonl")], "no request"),
-        (&["--path", &path("no/such/place")], "mend `--path`"),
+        (&["--path", &path("no/such/place")], "correct `--path`"),
         (&["--disk-blocks", "1", "--path", &path("a"), "--path", &path("b")], "--disk-blocks: found 1 for 2 paths"),
         (&["--host-bytes", "1KiB"], "--host-bytes: found 1024 bytes"),
         (&["--capacity", "1KiB"], "--capacity: found 1024 bytes"),

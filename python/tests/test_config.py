@@ -266,7 +266,7 @@ def test_tiers_are_sized_in_blocks_too(store_dir):
         (dict(path=paths, disk_blocks=5, capacity="4MiB"), "^capacity: found '4MiB', expected either"),
         (dict(path=None, host_blocks=5, host_bytes="4MiB"), "^host_bytes: found '4MiB', expected either"),
         (dict(path=None, host_blocks=0), "^host_bytes: found 0"),
-        (dict(path="/nonexistent/a/b", capacity="4MiB"), "mend `path`"),
+        (dict(path="/nonexistent/a/b", capacity="4MiB"), "correct `path`"),
     ]
     for settings, said in wrong:
         with pytest.raises(kvhoist.Error, match=said):

@@ -132,7 +132,7 @@ fn self_test(ordinal: u32, has_device: bool, has_nic: bool) -> Finding {
         }
         (false, _) => {
             let finding = Finding::note("GDR", format!("not used: {result}")).decides(Want::Gdr, false);
-            let fix = if has_nic { "what the reason names" } else { "none needed: copies go another way" };
+            let fix = if has_nic { "what the reason names" } else { "none needed: other engines make the copies" };
             finding.fix(fix)
         }
     }
