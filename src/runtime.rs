@@ -62,7 +62,7 @@ impl Reactor {
                 Err(error) => tracing::warn!(
                     %error,
                     threads = config.blocking_threads,
-                    "io_uring is unavailable; the disk tier uses threads that call pread and pwrite"
+                    "io_uring is refused; the disk tier uses threads that call pread and pwrite"
                 ),
             }
         }
