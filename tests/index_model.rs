@@ -17,6 +17,11 @@ struct Known {
     /// Slot, pins, dirty.
     copies: [Option<(u32, u32, bool)>; Tier::COUNT],
     last_use: u64,
+    released: bool,
+    /// Until when it is kept.
+    kept: Option<u64>,
+    /// More than one child has been here at a time.
+    forked: bool,
 }
 
 #[derive(Default)]
@@ -24,6 +29,22 @@ struct Model {
     known: BTreeMap<u64, Known>,
     next_slot: u32,
     clock: u64,
+    now: u64,
+}
+
+/// Copies that a tier may keep.
+const KEPT_MAX: usize = 2;
+
+/// Trees of four: 0 <- 1, 0 <- 2 <- 3, 4 <- 5 ...
+fn parent_of(n: u64) -> Option<u64> {
+    [None, Some(n.wrapping_sub(1)), Some(n.wrapping_sub(2)), Some(n.wrapping_sub(1))][(n % 4) as usize]
+}
+
+/// The chain that ends with `n`, its beginning first.
+fn chain_to(n: u64) -> Vec<u64> {
+    let mut chain: Vec<u64> = std::iter::successors(Some(n), |n| parent_of(*n)).collect();
+    chain.reverse();
+    chain
 }
 
 impl Model {
@@ -34,13 +55,26 @@ impl Model {
     }
 
     fn is_held(&self, n: u64, tier: Tier) -> bool {
-        !matches!(self.known[&n].copies[tier as usize], Some((_, 0, false)))
+        let known = &self.known[&n];
+        !matches!(known.copies[tier as usize], Some((_, 0, dirty)) if !dirty || known.released)
     }
 
-    /// Those that may be evicted: the coldest leaf, or where no leaf may, any that has only held ones right below it.
+    /// Those that may be evicted: the coldest leaf of those that go first, or where no leaf may, any that has only held
+    /// ones right below it.
     fn victims(&self, tier: Tier) -> Vec<u64> {
         let free = || self.known.keys().copied().filter(|n| !self.is_held(*n, tier));
-        let leaf = free().filter(|n| self.children(*n, tier).is_empty()).min_by_key(|n| self.known[n].last_use);
+        let coldest = |wanted: &dyn Fn(&Known) -> bool| {
+            let leaves = free().filter(|n| wanted(&self.known[n]) && self.children(*n, tier).is_empty());
+            leaves.min_by_key(|n| self.known[n].last_use)
+        };
+        let kept = self.known.values().filter(|known| known.kept.is_some() && known.copies[tier as usize].is_some());
+        let is_over = kept.count() > KEPT_MAX;
+        let [first, last] = [coldest(&|known| known.released), coldest(&|known| known.kept.is_some())];
+        let usual = match is_over {
+            false => coldest(&|known| !known.released && known.kept.is_none()),
+            true => coldest(&|known| !known.released),
+        };
+        let leaf = first.or(usual).or(last);
         let last_resort = || free().filter(|n| self.children(*n, tier).iter().all(|child| self.is_held(*child, tier)));
         leaf.map_or_else(|| last_resort().collect(), |leaf| vec![leaf])
     }
@@ -48,6 +82,69 @@ impl Model {
     fn touch(&mut self, n: u64) {
         self.clock += 1;
         self.known.get_mut(&n).expect("known").last_use = self.clock;
+    }
+
+    fn is_resident(&self, n: u64) -> bool {
+        self.best(n).is_some()
+    }
+
+    fn children_anywhere(&self, n: u64) -> Vec<u64> {
+        self.known.keys().copied().filter(|child| parent_of(*child) == Some(n) && self.is_resident(*child)).collect()
+    }
+
+    /// A use takes the release back, for all that is before the block as well.
+    fn end_release(&mut self, n: u64) {
+        for n in chain_to(n).into_iter().rev() {
+            match self.known.get_mut(&n) {
+                Some(known) if known.released => known.released = false,
+                _ => break,
+            }
+        }
+    }
+
+    fn release(&mut self, keys: &[u64]) -> usize {
+        let mut released = 0;
+        for (at, &n) in keys.iter().enumerate().rev() {
+            let next = keys.get(at + 1).filter(|next| self.known.get(next).is_some_and(|next| next.released));
+            let others = self.children_anywhere(n).into_iter().any(|child| Some(&child) != next);
+            let Some(known) = self.known.get(&n) else { continue };
+            if known.forked || known.kept.is_some() || others {
+                break;
+            }
+            if self.is_resident(n) {
+                self.known.get_mut(&n).expect("resident").released = true;
+                released += 1;
+            }
+        }
+        released
+    }
+
+    fn keep(&mut self, n: u64, until: u64) {
+        for n in chain_to(n).into_iter().rev() {
+            let known = self.known.entry(n).or_default();
+            if known.kept.is_some_and(|known| known >= until) {
+                break;
+            }
+            known.kept = Some(until);
+            self.end_release(n);
+            if !self.is_resident(n) {
+                break;
+            }
+        }
+    }
+
+    /// What is resident nowhere is released no longer, and where no other block names it nothing is known of it.
+    fn forget(&mut self, n: u64) {
+        if self.is_resident(n) {
+            return;
+        }
+        self.known.get_mut(&n).expect("known").released = false;
+        if self.children_anywhere(n).is_empty() {
+            self.known.insert(n, Known::default());
+        }
+        if let Some(parent) = parent_of(n).filter(|parent| self.known.contains_key(parent)) {
+            self.forget(parent);
+        }
     }
 
     fn best(&self, n: u64) -> Option<Tier> {
@@ -63,7 +160,7 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
     let at = tier as usize;
     let id = index.find(&key(n)).filter(|id| index.best_tier(*id).is_some());
     assert_eq!(id.is_some(), model.best(n).is_some(), "key {n}");
-    match (rng.below(9), id) {
+    match (rng.below(12), id) {
         (0 | 1, _) => fill(n, tier, index, model),
         (2, Some(id)) => {
             let pinned = index.pin(id, tier);
@@ -83,7 +180,24 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
         }
         (4, Some(id)) => {
             index.touch(id);
+            model.end_release(n);
             model.touch(n);
+        }
+        (9, _) => {
+            let chain = chain_to(n);
+            let keys: Vec<_> = chain.iter().copied().map(key).collect();
+            assert_eq!(index.release(&keys), model.release(&chain), "the chain to {n}");
+        }
+        (10, Some(id)) => {
+            let until = model.now + rng.below(20);
+            assert!(index.keep(id, until));
+            model.keep(n, until);
+        }
+        (11, _) => {
+            model.now += rng.below(8);
+            index.expire(model.now);
+            let times = model.known.values_mut().map(|known| &mut known.kept);
+            times.filter(|until| until.is_some_and(|until| until <= model.now)).for_each(|until| *until = None);
         }
         (5, Some(id)) => {
             let dirty = rng.below(2) == 0;
@@ -98,15 +212,24 @@ fn step(rng: &mut Rng, index: &mut Index, model: &mut Model) {
             let known = model.known.get_mut(&n).expect("resident");
             assert_eq!(freed, known.copies.map(|copy| copy.map(|(slot, ..)| slot)));
             known.copies = Default::default();
+            model.forget(n);
         }
         _ => {}
     }
 }
 
 fn fill(n: u64, tier: Tier, index: &mut Index, model: &mut Model) {
-    // Chains of four: 0 <- 1 <- 2 <- 3, 4 <- 5 ...
-    let parent = (!n.is_multiple_of(4)).then(|| n - 1);
+    let parent = parent_of(n);
     let id = index.insert(key(n), parent.map(key));
+    if let Some(parent) = parent.filter(|_| !model.is_resident(n)) {
+        // It is linked now.
+        let is_named = !model.children_anywhere(parent).is_empty();
+        model.known.entry(parent).or_default().forked |= is_named;
+        model.end_release(parent);
+        if let Some(until) = model.known.get(&n).and_then(|known| known.kept) {
+            model.keep(parent, until);
+        }
+    }
     let known = model.known.entry(n).or_default();
     known.parent = parent;
     let free = known.copies[tier as usize].is_none();
@@ -134,7 +257,14 @@ fn evict(tier: Tier, index: &mut Index, model: &mut Model) {
         let slot = index.evict(id, tier);
         let copy = model.known.get_mut(&n).expect("resident").copies[tier as usize].take();
         assert_eq!(Some(slot), copy.map(|(slot, ..)| slot));
+        model.forget(n);
     }
+}
+
+fn index(seed: u64) -> Index {
+    let mut index = Index::new(seed);
+    Tier::ALL.into_iter().for_each(|tier| index.limit_kept(tier, KEPT_MAX));
+    index
 }
 
 #[test]
@@ -142,13 +272,18 @@ fn every_answer_is_the_models() {
     let seed = common::seed();
     for run in 0..60 {
         let mut rng = Rng(seed.wrapping_add(run));
-        let (mut index, mut model) = (Index::new(seed), Model::default());
+        let (mut index, mut model) = (index(seed), Model::default());
         for _ in 0..400 {
             step(&mut rng, &mut index, &mut model);
             index.validate().unwrap_or_else(|what| panic!("run {run}: {what}"));
             for tier in Tier::ALL {
                 let resident = model.known.values().filter(|known| known.copies[tier as usize].is_some()).count();
                 assert_eq!(index.resident(tier), resident);
+            }
+            for (&n, known) in model.known.iter().filter(|(n, _)| model.is_resident(**n)) {
+                let id = index.find(&key(n)).expect("resident");
+                let (released, kept) = (index.is_released(id), index.is_kept(id));
+                assert_eq!((released, kept), (known.released, known.kept.is_some()), "run {run}: {n}");
             }
         }
         let chain: Vec<BlockKey> = (0..4).map(key).collect();
@@ -164,18 +299,22 @@ fn what_was_restored_in_any_order_is_evicted_like_the_model() {
     let seed = common::seed();
     for run in 0..40 {
         let mut rng = Rng(seed.wrapping_add(run));
-        let (mut index, mut model) = (Index::new(seed), Model::default());
+        let (mut index, mut model) = (index(seed), Model::default());
         let mut order: Vec<u64> = (0..24).collect();
         (0..order.len()).for_each(|i| order.swap(i, rng.below(24) as usize));
         for (slot, n) in (0..20).zip(order) {
-            let parent = (!n.is_multiple_of(4)).then(|| n - 1);
+            let parent = parent_of(n);
+            if let Some(parent) = parent {
+                let is_named = !model.children_anywhere(parent).is_empty();
+                model.known.entry(parent).or_default().forked |= is_named;
+            }
             // Distinct but for a few, as a crash leaves them.
             let last_use = 1 + rng.below(1 << 40) * 32 + n;
             let used = Used { last: last_use, uses: 1 };
             let id = index.restore(key(n), parent.map(key), Tier::Disk, slot, used).expect("not there yet");
             assert_eq!(index.restore(key(n), parent.map(key), Tier::Disk, 99, used), Err(id));
             let known = model.known.entry(n).or_default();
-            *known = Known { parent, last_use, ..Known::default() };
+            *known = Known { parent, last_use, ..known.clone() };
             known.copies[Tier::Disk as usize] = Some((slot, 0, false));
             model.clock = model.clock.max(last_use);
         }

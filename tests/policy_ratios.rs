@@ -2,7 +2,7 @@
 
 mod common;
 
-use std::collections::HashSet;
+use std::collections::{BTreeSet, HashMap, HashSet};
 
 use common::{Rng, key};
 use kvhoist::{
@@ -85,6 +85,51 @@ fn ratios(trace: &[Vec<BlockKey>], slots: usize) -> [[f64; 2]; 3] {
     })
 }
 
+/// For each request, how many of its blocks come before those at its end that no later request asks for.
+fn lasting(trace: &[Vec<BlockKey>]) -> Vec<usize> {
+    let mut last = HashMap::new();
+    for (at, chain) in trace.iter().enumerate() {
+        last.extend(chain.iter().map(|key| (*key, at)));
+    }
+    let lasting =
+        |(at, chain): (usize, &Vec<BlockKey>)| chain.iter().rposition(|key| last[key] > at).map_or(0, |at| at + 1);
+    trace.iter().enumerate().map(lasting).collect()
+}
+
+/// Hits of a tier of `slots` blocks whose callers say of each chain where it is over, of all references.
+fn released(trace: &[Vec<BlockKey>], slots: usize, policy: Policy) -> f64 {
+    let mut tier = Tiered::new(policy, slots);
+    for (chain, lasting) in trace.iter().zip(lasting(trace)) {
+        tier.request(chain);
+        // The whole chain is named where all of it is over, its end where a beginning is asked for again.
+        tier.index.release(&chain[lasting..]);
+    }
+    tier.index.validate().unwrap_or_else(|what| panic!("{what}"));
+    tier.ratio()[0]
+}
+
+/// Belady's MIN with bypass.
+fn belady(trace: &[Vec<BlockKey>], slots: usize) -> f64 {
+    let references: Vec<BlockKey> = trace.iter().flatten().copied().collect();
+    let (mut next, mut seen) = (vec![0; references.len()], HashMap::new());
+    for (at, key) in references.iter().enumerate().rev() {
+        next[at] = seen.insert(*key, at).unwrap_or(references.len() + at);
+    }
+    let (mut by_next, mut held, mut hits) = (BTreeSet::new(), HashMap::new(), 0u32);
+    for (key, next) in references.iter().zip(next) {
+        if let Some(known) = held.insert(*key, next) {
+            hits += 1;
+            by_next.remove(&(known, *key));
+        }
+        by_next.insert((next, *key));
+        if by_next.len() > slots {
+            let (_, last) = by_next.pop_last().expect("it holds one more than it may");
+            held.remove(&last);
+        }
+    }
+    f64::from(hits) / references.len() as f64
+}
+
 /// Conversations that go on and come back, among prompts that never do.
 fn workload() -> Vec<Vec<BlockKey>> {
     let mut rng = Rng(7);
@@ -137,5 +182,14 @@ fn on_a_recorded_trace() {
     for slots in slots.split(',').map(|slots| slots.parse().expect("a number")) {
         let [[lru, _], [rb, _], [refusing, stores]] = ratios(&trace, slots);
         println!("{slots} slots: LRU {lru:.4}, RB {rb:.4}, where it may refuse {refusing:.4} with {stores:.4} stores");
+        let bound = belady(&trace, slots);
+        let policies = [Policy::Lru(Lru::new()), Policy::Rb(Box::new(Rb::new(slots as u32)))];
+        let [released_lru, released_rb] = policies.map(|policy| released(&trace, slots, policy));
+        let closed = |hits: f64| 100.0 * (hits - lru) / (bound - lru);
+        println!(
+            "  told what is over: LRU {released_lru:.4} ({:.1} % of the gap to {bound:.4}), RB {released_rb:.4} ({:.1} %)",
+            closed(released_lru),
+            closed(released_rb)
+        );
     }
 }

@@ -15,7 +15,7 @@ pub(super) const FILLING: u16 = 1;
 pub(super) const FULL: u16 = 2;
 /// The copy must be demoted before it may be evicted.
 pub(super) const DIRTY: u16 = 4;
-/// The entry is in this tier's eviction list, or where it is dirty in its dirty list.
+/// The entry is in one of this tier's lists: [`Entry::list`] says in which.
 pub(super) const LISTED: u16 = 8;
 /// The copy is counted in its parent's [`Place::held`].
 pub(super) const HELD: u16 = 16;
@@ -25,6 +25,24 @@ const EVERY_TIER: u16 = 1 | 1 << MARKS | 1 << (2 * MARKS);
 
 /// Uses that are told apart: more count as so many.
 pub(super) const USES_MAX: u8 = 3;
+
+/// The lists of a tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum List {
+    /// What must be demoted before it may go.
+    Dirty,
+    /// What goes first.
+    Released,
+    /// What goes last.
+    Kept,
+    /// What goes in the order of the policy.
+    Policy,
+}
+
+impl List {
+    /// Those that are in order of last use, whatever the policy.
+    pub(super) const BY_LAST_USE: [List; 3] = [List::Dirty, List::Released, List::Kept];
+}
 
 /// One block: its key, its place in the chain, its copies. 96 bytes, the slab's tag included.
 ///
@@ -57,6 +75,12 @@ impl Flags {
     /// Uses, at most [`USES_MAX`]: two bits from here on.
     const USES_SHIFT: u32 = 2;
     const USES: u8 = USES_MAX << Self::USES_SHIFT;
+    /// Its chain is over, as far as its callers say: it goes first.
+    const RELEASED: u8 = 1 << 4;
+    /// Two entries have named it as their parent at a time: more than one chain has gone on from here.
+    const FORKED: u8 = 1 << 5;
+    /// It is kept for a while: it goes last.
+    const KEPT: u8 = 1 << 6;
 
     fn has(self, mask: u8) -> bool {
         self.0.get() & mask != 0
@@ -65,6 +89,10 @@ impl Flags {
     /// With these bits in place of those of the mask.
     fn with(self, mask: u8, bits: u8) -> Self {
         Flags(Self::NONE | (self.0.get() & !mask | bits & mask))
+    }
+
+    fn with_one(self, mask: u8, set: bool) -> Self {
+        self.with(mask, if set { mask } else { 0 })
     }
 }
 
@@ -119,7 +147,50 @@ impl Entry {
     }
 
     pub(super) fn set_announced(&mut self, announced: bool) {
-        self.flags = self.flags.with(Flags::ANNOUNCED, if announced { Flags::ANNOUNCED } else { 0 });
+        self.flags = self.flags.with_one(Flags::ANNOUNCED, announced);
+    }
+
+    /// Its chain is over, as far as its callers say.
+    #[inline]
+    pub(super) fn is_released(&self) -> bool {
+        self.flags.has(Flags::RELEASED)
+    }
+
+    pub(super) fn set_released(&mut self, released: bool) {
+        self.flags = self.flags.with_one(Flags::RELEASED, released);
+    }
+
+    /// More than one chain has gone on from here at a time.
+    pub(super) fn is_forked(&self) -> bool {
+        self.flags.has(Flags::FORKED)
+    }
+
+    pub(super) fn set_forked(&mut self) {
+        self.flags = self.flags.with_one(Flags::FORKED, true);
+    }
+
+    /// It is kept for a while.
+    #[inline]
+    pub(super) fn is_kept(&self) -> bool {
+        self.flags.has(Flags::KEPT)
+    }
+
+    pub(super) fn set_kept(&mut self, kept: bool) {
+        self.flags = self.flags.with_one(Flags::KEPT, kept);
+    }
+
+    /// The list of `tier` that its copy there belongs in, if it belongs in one.
+    #[inline]
+    pub(super) fn list(&self, tier: Tier) -> List {
+        if self.is_released() {
+            List::Released
+        } else if self.has(tier, DIRTY) {
+            List::Dirty
+        } else if self.is_kept() {
+            List::Kept
+        } else {
+            List::Policy
+        }
     }
 
     /// The low half of the clock when the copy in `tier` was evicted, once, where it is not there again.
@@ -208,17 +279,24 @@ impl Entry {
         self.has(tier, FULL) && self.place(tier).pins == 0 && !self.is_removed()
     }
 
-    /// True where the copy in `tier` could go, children or not: full, unpinned, clean, and no fill reads from it.
+    /// True where the copy in `tier` must be demoted before it may go.
     #[inline]
-    pub(super) fn may_go(&self, tier: Tier) -> bool {
-        self.is_settled(tier) && !self.has(tier, DIRTY) && !self.is_filling_anywhere()
+    fn must_be_demoted(&self, tier: Tier) -> bool {
+        self.has(tier, DIRTY) && !self.is_released()
     }
 
-    /// Whether the entry belongs in a list of `tier`: the dirty list if it is dirty there, else the
-    /// eviction list.
+    /// True where the copy in `tier` could go, children or not: full, unpinned, clean or released, and no fill reads
+    /// from it.
+    #[inline]
+    pub(super) fn may_go(&self, tier: Tier) -> bool {
+        self.is_settled(tier) && !self.must_be_demoted(tier) && !self.is_filling_anywhere()
+    }
+
+    /// Whether the entry belongs in a list of `tier`: the dirty list if it must be demoted, else one of those of what
+    /// may be evicted.
     #[inline]
     pub(super) fn belongs_in_list(&self, tier: Tier) -> bool {
-        match self.has(tier, DIRTY) {
+        match self.must_be_demoted(tier) {
             true => self.is_settled(tier),
             false => self.place(tier).children == 0 && self.may_go(tier),
         }

@@ -35,6 +35,9 @@
 //! another tier, or is stored again, the chain is whole as before. So one reader never keeps more of a tier than the
 //! blocks that it has pinned.
 //!
+//! What callers say of chains goes before that order: a leaf that is [released](Index::release) goes first, one that is
+//! [kept](Index::keep) last.
+//!
 //! # What counts as a use
 //!
 //! The last unpin and every other, [`touch`](Index::touch), [`touch_chain`](Index::touch_chain), and a
@@ -68,6 +71,7 @@
 mod entry;
 mod ghosts;
 mod hash;
+mod hints;
 mod lru;
 mod policy;
 mod prefix;
@@ -89,7 +93,7 @@ use hashbrown::{HashTable, hash_table};
 use slab::Slab;
 
 use self::{
-    entry::{Entry, HELD, NONE},
+    entry::{Entry, HELD, List, NONE},
     hash::KeyHasher,
 };
 use crate::{
@@ -131,8 +135,9 @@ pub struct Index {
     counts_requests: bool,
     /// The clock when the request began whose uses are being counted, and when it is over at the latest.
     request: std::ops::Range<u64>,
-    /// Dirty and unpinned, by last use.
-    dirty: [Lru; Tier::COUNT],
+    /// What is not in the order of the policy, but of last use: the lists before [`List::Policy`].
+    lists: [[Lru; Tier::COUNT]; List::BY_LAST_USE.len()],
+    kept: hints::Kept,
     /// By id, the copies right above held ones: where no leaf may go, the search for what may begins at them.
     frontier: [BitSet; Tier::COUNT],
     /// Full copies of entries in the map.
@@ -160,7 +165,8 @@ impl Index {
             hasher: KeyHasher::new(seed),
             clock: 0,
             policies,
-            dirty: std::array::from_fn(|_| Lru::new()),
+            lists: std::array::from_fn(|_| std::array::from_fn(|_| Lru::new())),
+            kept: hints::Kept::default(),
             frontier: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
             tops: restore::Tops::default(),
@@ -283,6 +289,9 @@ impl Index {
         }
         self.unlink(id);
         self.entry_mut(id).parent = parent.0;
+        if self.entry(id).occupies_any() {
+            self.note_fork(parent);
+        }
         for tier in Tier::ALL {
             let entry = self.entry(id);
             if entry.occupies(tier) {
@@ -291,6 +300,7 @@ impl Index {
                 self.child_arrived(parent, tier);
             }
         }
+        self.hint_parent(id, parent);
     }
 
     /// Undoes the link of `id` to its parent, which may then leave.
@@ -337,7 +347,10 @@ impl Index {
             }
             self.tops.forget();
             if !is_named {
-                self.entries.remove(id.0 as usize);
+                let entry = self.entries.remove(id.0 as usize);
+                if entry.is_kept() {
+                    self.kept.forget(id);
+                }
                 if !removed {
                     self.unmap(id, &key);
                 }

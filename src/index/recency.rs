@@ -2,7 +2,7 @@
 
 use super::{
     EntryId, EvictionPolicy, Index, Policy, Used,
-    entry::{DIRTY, FULL, HELD, LISTED, NONE, USES_MAX},
+    entry::{DIRTY, FULL, HELD, LISTED, List, NONE, USES_MAX},
 };
 use crate::block::{BlockKey, Tier};
 
@@ -17,9 +17,16 @@ impl Index {
         self.request = self.clock..self.clock.saturating_add(2 * blocks as u64);
     }
 
-    /// A use: the entry becomes the most recent of every list that it is in.
+    /// A use: the entry becomes the most recent of every list that it is in, and is released no longer.
     #[inline]
     pub fn touch(&mut self, id: EntryId) {
+        self.end_release(id);
+        self.touch_as_released(id);
+    }
+
+    /// A use that leaves it released, where it is.
+    #[inline]
+    fn touch_as_released(&mut self, id: EntryId) {
         if self.counts_requests {
             return self.touch_once_a_request(id);
         }
@@ -42,6 +49,7 @@ impl Index {
         if !self.counts_requests {
             return self.touch(id);
         }
+        self.end_release(id);
         let announced = self.entry(id).is_announced();
         self.touch_unless(id, announced);
         if self.entry(id).occupies_any() {
@@ -77,11 +85,12 @@ impl Index {
         }
     }
 
-    /// A use that is none of a caller's: it does not count where requests do, unless it is the first.
+    /// A use that is none of a caller's: it does not count where requests do, unless it is the first. It ends what
+    /// began before, so what was released meanwhile stays so.
     #[inline]
     pub(super) fn touch_in_passing(&mut self, id: EntryId) {
         if !self.counts_requests || self.entry(id).used().uses == 0 {
-            self.touch(id);
+            self.touch_as_released(id);
         }
     }
 
@@ -257,10 +266,18 @@ impl Index {
         self.entry(id).has(tier, DIRTY)
     }
 
-    /// What `tier` should give up next: the leaf that the policy chooses; where no leaf may go, a copy right above held
-    /// ones ([why](super)). `None` where every copy is pinned, dirty or being filled.
+    /// What `tier` should give up next: a released leaf, the leaf that the policy chooses, or else a kept one; where no
+    /// leaf may go, a copy right above held ones ([why](super)). `None` where every copy is pinned, dirty or being
+    /// filled.
     pub fn victim(&mut self, tier: Tier) -> Option<EntryId> {
-        let leaf = self.policies[tier as usize].victim(&|id| self.entry(id).last_use);
+        let last_use = |id: EntryId| self.entry(id).last_use;
+        let coldest = |list: List| self.lists[list as usize][tier as usize].victim(&last_use);
+        let by_policy = || self.policies[tier as usize].victim(&last_use);
+        let leaf = coldest(List::Released).or_else(|| match (by_policy(), coldest(List::Kept)) {
+            // No more is kept than was promised to be.
+            (Some(choice), Some(kept)) if self.kept.is_over(tier) && last_use(kept) < last_use(choice) => Some(kept),
+            (choice, kept) => choice.or(kept),
+        });
         leaf.or_else(|| self.last_resort(tier))
     }
 
@@ -281,24 +298,25 @@ impl Index {
     /// True where [`evict`](Self::evict) may be called.
     pub(super) fn may_evict(&self, id: EntryId, tier: Tier) -> bool {
         let entry = self.entry(id);
-        entry.has(tier, LISTED) && !entry.has(tier, DIRTY) || entry.is_last_resort(tier)
+        entry.has(tier, LISTED) && entry.list(tier) != List::Dirty || entry.is_last_resort(tier)
     }
 
     /// What to demote next out of `tier`: the coldest dirty copy that nobody has pinned. Children do not matter.
     ///
     /// A demotion pins its source, which takes it off this list.
     pub fn demotable(&self, tier: Tier) -> Option<EntryId> {
-        self.dirty[tier as usize].victim(&|id| self.entry(id).last_use)
+        self.lists[List::Dirty as usize][tier as usize].victim(&|id| self.entry(id).last_use)
     }
 
     /// Number of leaves in `tier` that may be evicted now.
     pub fn evictable(&self, tier: Tier) -> usize {
-        self.policies[tier as usize].len()
+        let of_hints = [List::Released, List::Kept].map(|list| self.lists[list as usize][tier as usize].len());
+        self.policies[tier as usize].len() + of_hints.iter().sum::<usize>()
     }
 
     /// Number of copies in `tier` that may be demoted now.
     pub fn demotable_len(&self, tier: Tier) -> usize {
-        self.dirty[tier as usize].len()
+        self.lists[List::Dirty as usize][tier as usize].len()
     }
 
     /// The clock at the entry's last use; 0 if it was never used.
@@ -380,9 +398,9 @@ impl Index {
         let entry = self.entry_mut(id);
         entry.set(tier, LISTED);
         let used = entry.used();
-        match entry.has(tier, DIRTY) {
-            true => self.dirty[tier as usize].insert(id, used),
-            false => self.policies[tier as usize].insert(id, used),
+        match entry.list(tier) {
+            List::Policy => self.policies[tier as usize].insert(id, used),
+            list => self.lists[list as usize][tier as usize].insert(id, used),
         }
     }
 
@@ -395,9 +413,9 @@ impl Index {
         }
         entry.clear(tier, LISTED);
         let used = entry.used();
-        match entry.has(tier, DIRTY) {
-            true => self.dirty[tier as usize].remove(id, used),
-            false => self.policies[tier as usize].remove(id, used),
+        match entry.list(tier) {
+            List::Policy => self.policies[tier as usize].remove(id, used),
+            list => self.lists[list as usize][tier as usize].remove(id, used),
         }
     }
 
@@ -407,9 +425,9 @@ impl Index {
         for tier in Tier::ALL {
             let entry = self.entry(id);
             if entry.has(tier, LISTED) {
-                match entry.has(tier, DIRTY) {
-                    true => self.dirty[tier as usize].touch(id, from, to),
-                    false => self.policies[tier as usize].touch(id, from, to),
+                match entry.list(tier) {
+                    List::Policy => self.policies[tier as usize].touch(id, from, to),
+                    list => self.lists[list as usize][tier as usize].touch(id, from, to),
                 }
             }
         }

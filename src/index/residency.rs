@@ -2,7 +2,7 @@
 
 use super::{
     EntryId, EvictionPolicy, Index,
-    entry::{DIRTY, FILLING, FULL, NONE},
+    entry::{DIRTY, FILLING, FULL, List, NONE},
 };
 use crate::block::Tier;
 
@@ -39,9 +39,13 @@ impl Index {
         if entry.is_removed() || entry.occupies(tier) {
             return false;
         }
+        let is_first = !entry.occupies_any();
         entry.set(tier, FILLING);
         self.weigh(id, tier);
         if let Some(parent) = self.parent(id) {
+            if is_first {
+                self.note_fork(parent);
+            }
             self.child_arrived(parent, tier);
         }
         self.relist_all(id);
@@ -68,6 +72,7 @@ impl Index {
         entry.set(tier, FULL);
         entry.place_mut(tier).slot = slot;
         self.resident[tier as usize] += 1;
+        self.kept.count(self.entries[id.0 as usize].is_kept(), tier, true);
         if !demoted {
             self.touch_in_passing(id);
         }
@@ -139,7 +144,8 @@ impl Index {
     /// If it may not be evicted now. What [`victim`](Self::victim) names may, until the index next changes.
     pub fn evict(&mut self, id: EntryId, tier: Tier) -> u32 {
         assert!(self.may_evict(id, tier), "{:?} may not be evicted from {tier} now", self.entry(id).key);
-        if !self.counts_requests {
+        // What a caller said of the block is no choice of the policy, which has nothing to learn of it.
+        if !self.counts_requests || self.entry(id).list(tier) != List::Policy {
             return self.free(id, tier);
         }
         let used = self.entry(id).used();
@@ -170,6 +176,9 @@ impl Index {
         if self.entry(id).is_removed() {
             return freed;
         }
+        if self.entry(id).is_released() {
+            self.set_released(id, false);
+        }
         let mut lives_on = false;
         for tier in Tier::ALL {
             let entry = self.entry_mut(id);
@@ -178,8 +187,9 @@ impl Index {
                 self.forget(id, tier);
             } else if entry.occupies(tier) {
                 entry.clear(tier, DIRTY);
-                let full = entry.has(tier, FULL);
+                let (full, kept) = (entry.has(tier, FULL), entry.is_kept());
                 self.resident[tier as usize] -= usize::from(full);
+                self.kept.count(full && kept, tier, false);
                 lives_on = true;
             }
         }
@@ -188,6 +198,11 @@ impl Index {
         entry.forget_evictions();
         if lives_on {
             entry.set_removed();
+            if entry.is_kept() {
+                entry.set_kept(false);
+                self.kept.forget(id);
+            }
+            let entry = self.entry(id);
             let key = entry.key;
             self.unmap(id, &key);
         } else {
@@ -208,6 +223,7 @@ impl Index {
     fn forget(&mut self, id: EntryId, tier: Tier) {
         self.delist(id, tier);
         self.resident[tier as usize] -= 1;
+        self.kept.count(self.entries[id.0 as usize].is_kept(), tier, false);
         self.clear_place(id, tier);
     }
 
@@ -224,6 +240,9 @@ impl Index {
             entry.place_mut(tier).slot = NONE;
         }
         entry.clear(tier, FILLING | FULL | DIRTY);
+        if !entry.occupies_any() {
+            entry.set_released(false);
+        }
         // Not held there any more, before the parent counts a child less.
         self.weigh(id, tier);
         self.relist(id, tier);

@@ -2,7 +2,7 @@
 
 use super::{
     EntryId, EvictionPolicy, Index, Used,
-    entry::{FULL, LISTED, NONE, USES_MAX},
+    entry::{FULL, LISTED, List, NONE, USES_MAX},
     radix,
 };
 use crate::block::{BlockKey, Tier};
@@ -38,13 +38,18 @@ impl Index {
             return Err(id);
         }
         let entry = self.entry_mut(id);
+        let (is_first, kept) = (!entry.occupies_any(), entry.is_kept());
         entry.set(tier, FULL);
         entry.place_mut(tier).slot = slot;
         self.resident[tier as usize] += 1;
+        self.kept.count(kept, tier, true);
         self.used_as(id, used);
         self.weigh(id, tier);
         self.tell_held(id, tier);
         if let Some(parent) = self.parent(id) {
+            if is_first {
+                self.note_fork(parent);
+            }
             self.child_arrived(parent, tier);
         }
         Ok(id)
@@ -82,6 +87,11 @@ impl Index {
         for (id, entry) in &mut self.entries {
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
                 entry.set(tier, LISTED);
+                let list = entry.list(tier);
+                if list != List::Policy {
+                    self.lists[list as usize][tier as usize].insert(EntryId(id as u32), entry.used());
+                    continue;
+                }
                 ids.push(id as u32);
                 last_uses.push(entry.last_use);
                 uses.push(entry.used().uses);

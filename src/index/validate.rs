@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use super::{
     EntryId, EvictionPolicy, Index, Policy,
-    entry::{DIRTY, Entry, FILLING, FULL, HELD, LISTED, NONE},
+    entry::{DIRTY, Entry, FILLING, FULL, HELD, LISTED, List, NONE},
 };
 use crate::block::Tier;
 
@@ -24,6 +24,9 @@ struct Counts {
     resident: [usize; Tier::COUNT],
     evictable: [usize; Tier::COUNT],
     dirty: [usize; Tier::COUNT],
+    released: [usize; Tier::COUNT],
+    kept: [usize; Tier::COUNT],
+    kept_listed: [usize; Tier::COUNT],
     frontier: [u32; Tier::COUNT],
     slots: [BTreeSet<u32>; Tier::COUNT],
 }
@@ -39,6 +42,7 @@ impl Index {
         }
         ensure!(counts.found == self.map.len(), "{} entries in the map, found {}", self.map.len(), counts.found);
         self.validate_lists(&counts)?;
+        self.validate_kept(counts.kept)?;
         self.validate_children()?;
         self.validate_chains()
     }
@@ -75,6 +79,7 @@ impl Index {
             ensure!(entry.is_named(), "resident nowhere and named by nobody, but here");
             ensure!(entry.parent == NONE, "resident nowhere, but names a parent");
         }
+        self.validate_hints(id, entry)?;
         ensure!(entry.last_use <= self.clock, "last use {} is after the clock {}", entry.last_use, self.clock);
         for tier in Tier::ALL {
             self.validate_place(id, entry, tier, counts).map_err(|what| format!("{tier}: {what}"))?;
@@ -104,25 +109,35 @@ impl Index {
             ensure!(counts.slots[at].insert(place.slot), "slot {} is another's too", place.slot);
             counts.resident[at] += usize::from(!entry.is_removed());
         }
-        if listed && dirty {
-            ensure!(self.dirty[at].contains(id, entry.last_use), "not in the dirty list");
-            counts.dirty[at] += 1;
-        } else if listed {
-            let in_list = match &self.policies[at] {
-                Policy::Lru(lru) => lru.contains(id, entry.last_use),
-                Policy::Rb(rb) => rb.contains(id, entry.used()),
-                Policy::Other(_) => true,
-            };
-            ensure!(in_list, "not in the eviction list");
-            counts.evictable[at] += 1;
+        counts.kept[at] += usize::from(full && entry.is_kept());
+        if !listed {
+            return Ok(());
         }
+        let list = entry.list(tier);
+        let in_list = match &self.policies[at] {
+            _ if list != List::Policy => self.lists[list as usize][at].contains(id, entry.last_use),
+            Policy::Lru(lru) => lru.contains(id, entry.last_use),
+            Policy::Rb(rb) => rb.contains(id, entry.used()),
+            Policy::Other(_) => true,
+        };
+        ensure!(in_list, "not in its list, {list:?}");
+        let count = match list {
+            List::Dirty => &mut counts.dirty,
+            List::Released => &mut counts.released,
+            List::Kept => &mut counts.kept_listed,
+            List::Policy => &mut counts.evictable,
+        };
+        count[at] += 1;
         Ok(())
     }
 
     fn validate_lists(&self, counts: &Counts) -> Result<(), String> {
         for tier in Tier::ALL {
             let at = tier as usize;
-            let (evictable, dirty) = (self.policies[at].len(), self.dirty[at].len());
+            let evictable = self.policies[at].len();
+            let [dirty, released, kept] = List::BY_LAST_USE.map(|list| self.lists[list as usize][at].len());
+            ensure!(counts.released[at] == released, "{tier}: {released} in the list of what is released");
+            ensure!(counts.kept_listed[at] == kept, "{tier}: {kept} in the list of what is kept");
             ensure!(counts.resident[at] == self.resident[at], "{tier}: resident {}", self.resident[at]);
             ensure!(counts.evictable[at] == evictable, "{tier}: {evictable} in the eviction list");
             ensure!(counts.dirty[at] == dirty, "{tier}: {dirty} in the dirty list");

@@ -1,0 +1,257 @@
+//! What callers say of chains: that one is over, or that it is to be kept for a while.
+//!
+//! A *released* block goes before all others, and need not be written first. Its chain is released from its end up to
+//! the first block that another chain goes on from, or has gone on from while both were here: a prompt that many
+//! conversations begin with is not over with one of them. A use takes the release back, for the block and for those
+//! before it; so of a released block all children are released.
+//!
+//! A *kept* block goes after all others, as long as no more copies are kept in its tier than
+//! [`limit_kept`](Index::limit_kept) says; past that the coldest of them go when they would have gone anyway. What is
+//! before a kept block is kept as well, since it cannot go before it. To keep is a preference: where nothing else may
+//! go, what is kept does.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::{
+    ANCESTORS_MAX, EntryId, Index,
+    entry::{Entry, FULL},
+};
+use crate::block::{BlockKey, Tier};
+
+/// Blocks whose time is up that one look for a victim takes note of.
+const EXPIRED_AT_ONCE: usize = 64;
+
+/// What is kept, until when, and how much of it there is.
+#[derive(Default)]
+pub(super) struct Kept {
+    until: BTreeMap<u32, u64>,
+    by_time: BTreeSet<(u64, u32)>,
+    /// Full copies of what is kept and can be found.
+    copies: [usize; Tier::COUNT],
+    copies_max: [usize; Tier::COUNT],
+    /// What was kept until then may be kept no longer.
+    expired: u64,
+}
+
+impl Kept {
+    /// A copy of a block comes or goes, which is kept or not.
+    pub(super) fn count(&mut self, is_kept: bool, tier: Tier, comes: bool) {
+        let copies = &mut self.copies[tier as usize];
+        match comes {
+            true => *copies += usize::from(is_kept),
+            false => *copies -= usize::from(is_kept),
+        }
+    }
+
+    /// True where more copies are kept in `tier` than may be.
+    pub(super) fn is_over(&self, tier: Tier) -> bool {
+        self.copies[tier as usize] > self.copies_max[tier as usize]
+    }
+
+    /// An entry is kept no longer, or is none any more.
+    pub(super) fn forget(&mut self, id: EntryId) {
+        if let Some(until) = self.until.remove(&id.0) {
+            self.by_time.remove(&(until, id.0));
+        }
+    }
+
+    fn set(&mut self, id: EntryId, until: u64) {
+        self.forget(id);
+        self.until.insert(id.0, until);
+        self.by_time.insert((until, id.0));
+    }
+
+    fn until(&self, id: EntryId) -> Option<u64> {
+        self.until.get(&id.0).copied()
+    }
+}
+
+impl Index {
+    /// The chain of `keys`, in prefix order, is over: gives how many blocks of it are released now.
+    pub fn release(&mut self, keys: &[BlockKey]) -> usize {
+        let steps = (0..keys.len()).rev().map_while(|at| self.release_at(keys, at));
+        steps.filter(|released| *released).count()
+    }
+
+    /// One step of [`release`](Self::release), to be made for the last key first: whether the block of the key `at` is
+    /// released now. `None` at the first block that is not its own chain's alone, or is kept: the rest is not over.
+    pub fn release_at(&mut self, keys: &[BlockKey], at: usize) -> Option<bool> {
+        let Some(id) = self.find(&keys[at]) else { return Some(false) };
+        let entry = self.entry(id);
+        let next = keys.get(at + 1).and_then(|key| self.find(key)).map(|next| self.entry(next));
+        let next = next.filter(|next| next.parent == id.0 && next.is_released());
+        let is_only = |tier: Tier| {
+            let by_next = next.is_some_and(|next| next.occupies(tier));
+            entry.place(tier).children == u32::from(by_next)
+        };
+        if entry.is_forked() || entry.is_kept() || !Tier::ALL.into_iter().all(is_only) {
+            return None;
+        }
+        if !entry.occupies_any() {
+            return Some(false);
+        }
+        self.set_released(id, true);
+        Some(true)
+    }
+
+    /// True where the block goes first.
+    pub fn is_released(&self, id: EntryId) -> bool {
+        self.entry(id).is_released()
+    }
+
+    /// True where the block goes last, within the limit of its tier.
+    pub fn is_kept(&self, id: EntryId) -> bool {
+        self.entry(id).is_kept()
+    }
+
+    /// Keeps a block, and those before it, until the time is up that is given to [`expire`](Self::expire); where it is
+    /// kept for longer, that stays. False where it is resident nowhere, or its chain is too long to keep.
+    pub fn keep(&mut self, id: EntryId, until: u64) -> bool {
+        if !self.entry(id).occupies_any() || self.entry(id).is_removed() || !self.reaches_kept(id, until) {
+            return false;
+        }
+        self.end_release(id);
+        self.keep_up_from(id, until);
+        true
+    }
+
+    /// How many copies of `tier` may be kept.
+    pub fn limit_kept(&mut self, tier: Tier, copies: usize) {
+        self.kept.copies_max[tier as usize] = copies;
+    }
+
+    /// Copies in `tier` of what is kept.
+    pub fn kept(&self, tier: Tier) -> usize {
+        self.kept.copies[tier as usize]
+    }
+
+    /// True where nothing is kept, so that no time is up.
+    pub fn keeps_nothing(&self) -> bool {
+        self.kept.by_time.is_empty()
+    }
+
+    /// It is `now`: what was kept until then, or before, is kept no longer. Takes a part of many at a time.
+    pub fn expire(&mut self, now: u64) {
+        for _ in 0..EXPIRED_AT_ONCE {
+            let Some(&(_, id)) = self.kept.by_time.first().filter(|(until, _)| *until <= now) else { return };
+            self.kept.expired = self.kept.expired.max(now);
+            let id = EntryId(id);
+            self.kept.forget(id);
+            self.set_kept(id, false);
+        }
+    }
+
+    /// The block is in use again, and so is what is before it.
+    #[inline]
+    pub(super) fn end_release(&mut self, id: EntryId) {
+        if self.entry(id).is_released() {
+            self.end_releases_from(id);
+        }
+    }
+
+    #[cold]
+    fn end_releases_from(&mut self, id: EntryId) {
+        let mut at = Some(id);
+        while let Some(id) = at.filter(|id| self.entry(*id).is_released()) {
+            self.set_released(id, false);
+            at = self.parent(id);
+        }
+    }
+
+    /// A child of `parent` is about to get its first copy: where another one names it already, two chains go on from
+    /// there.
+    pub(super) fn note_fork(&mut self, parent: EntryId) {
+        if self.entry(parent).is_named() {
+            self.entry_mut(parent).set_forked();
+        }
+    }
+
+    /// `id` was linked to `parent`.
+    pub(super) fn hint_parent(&mut self, id: EntryId, parent: EntryId) {
+        if !self.entry(id).is_released() {
+            self.end_release(parent);
+        }
+        if let Some(until) = self.kept.until(id) {
+            self.keep_up_from(parent, until);
+        }
+    }
+
+    /// True where the walk up to what is kept for as long, or to the chain's beginning, is not too long to be made
+    /// under the lock.
+    fn reaches_kept(&self, id: EntryId, until: u64) -> bool {
+        let mut at = Some(id);
+        for _ in 0..ANCESTORS_MAX {
+            let Some(id) = at.filter(|id| self.kept.until(*id).is_none_or(|known| known < until)) else { return true };
+            at = self.parent(id);
+        }
+        false
+    }
+
+    fn keep_up_from(&mut self, id: EntryId, until: u64) {
+        let mut at = Some(id);
+        while let Some(id) =
+            at.filter(|id| self.kept.until(*id).is_none_or(|known| known < until) && !self.entry(*id).is_removed())
+        {
+            self.kept.set(id, until);
+            self.end_release(id);
+            if !self.entry(id).is_kept() {
+                self.set_kept(id, true);
+            }
+            at = self.parent(id);
+        }
+    }
+
+    pub(super) fn set_released(&mut self, id: EntryId, released: bool) {
+        self.mark(id, |entry| entry.set_released(released));
+    }
+
+    fn set_kept(&mut self, id: EntryId, kept: bool) {
+        for tier in Tier::ALL {
+            let full = self.entry(id).has(tier, FULL);
+            self.kept.count(full, tier, kept);
+        }
+        self.mark(id, |entry| entry.set_kept(kept));
+    }
+
+    /// Changes what decides the lists of an entry, which leaves them before and enters them after.
+    fn mark(&mut self, id: EntryId, change: impl FnOnce(&mut Entry)) {
+        Tier::ALL.into_iter().for_each(|tier| self.delist(id, tier));
+        change(self.entry_mut(id));
+        Tier::ALL.into_iter().for_each(|tier| self.relist(id, tier));
+    }
+
+    /// What must hold of an entry, whatever lists it is in.
+    pub(super) fn validate_hints(&self, id: EntryId, entry: &Entry) -> Result<(), String> {
+        let (released, kept) = (entry.is_released(), entry.is_kept());
+        if released && (kept || entry.is_removed() || !entry.occupies_any()) {
+            return Err("released, and kept, removed or resident nowhere".into());
+        }
+        let until = self.kept.until(id);
+        if kept != until.is_some() || until.is_some_and(|until| !self.kept.by_time.contains(&(until, id.0))) {
+            return Err(format!("kept is {kept}, until {until:?}"));
+        }
+        let Some(parent) = self.parent(id).map(|parent| self.entry(parent)).filter(|_| !entry.is_removed()) else {
+            return Ok(());
+        };
+        if parent.is_released() && !released {
+            return Err("not released, and its parent is".into());
+        }
+        if until.is_some_and(|until| until > self.kept.expired) && !parent.is_kept() && !parent.is_removed() {
+            return Err("kept, and its parent is not".into());
+        }
+        Ok(())
+    }
+
+    /// What must hold of all that is kept: `copies` are those of entries that are marked so.
+    pub(super) fn validate_kept(&self, copies: [usize; Tier::COUNT]) -> Result<(), String> {
+        let (known, by_time) = (self.kept.until.len(), self.kept.by_time.len());
+        let marked = self.entries.iter().filter(|(_, entry)| entry.is_kept()).count();
+        if copies != self.kept.copies || known != by_time || known != marked {
+            let counted = self.kept.copies;
+            return Err(format!(
+                "{counted:?} copies kept, {copies:?} found; {known} and {by_time} times, {marked} kept"
+            ));
+        }
+        Ok(())
+    }
+}
