@@ -108,6 +108,8 @@ pub(crate) struct Metrics {
     pub(crate) copy_errors: Count,
     pub(crate) quarantined: Count,
     pub(crate) background_refused: Count,
+    pub(crate) released: Count,
+    pub(crate) released_unwritten: Count,
     pub(crate) busy: Count,
     pub(crate) timeouts: Count,
     pub(crate) record_writes: Count,
@@ -119,7 +121,7 @@ pub(crate) struct Metrics {
     pub(crate) cufile_in_use: Gauge,
 }
 
-const COUNTERS: [(&str, Unit, &str); 26] = [
+const COUNTERS: [(&str, Unit, &str); 28] = [
     ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded from a tier, by tier"),
     ("kvhoist_misses_total", Unit::Count, "Blocks fetched or loaded that were in no tier"),
     ("kvhoist_evictions_total", Unit::Count, "Blocks evicted, by tier"),
@@ -154,6 +156,12 @@ const COUNTERS: [(&str, Unit, &str); 26] = [
         Unit::Count,
         "Prefetches and background writes refused because their queue was full",
     ),
+    ("kvhoist_released_total", Unit::Count, "Blocks of chains that callers released"),
+    (
+        "kvhoist_released_unwritten_total",
+        Unit::Count,
+        "Released blocks that were evicted from host memory without a write to disk",
+    ),
     ("kvhoist_busy_total", Unit::Count, "Calls answered with Error::Busy"),
     ("kvhoist_timeouts_total", Unit::Count, "Calls answered with Error::Timeout"),
     ("kvhoist_work_done_total", Unit::Count, "Checksums and copies done by worker threads"),
@@ -187,6 +195,8 @@ impl Metrics {
             copy_errors: plain("kvhoist_copy_errors_total"),
             quarantined: plain("kvhoist_quarantined_total"),
             background_refused: plain("kvhoist_background_refused_total"),
+            released: plain("kvhoist_released_total"),
+            released_unwritten: plain("kvhoist_released_unwritten_total"),
             busy: plain("kvhoist_busy_total"),
             timeouts: plain("kvhoist_timeouts_total"),
             record_writes: plain("kvhoist_record_writes_total"),

@@ -115,6 +115,17 @@ class Cache:
         """Answers with these objects; `known` has the names of which the program knows better than the index."""
     def touch(self, keys: Sequence[_Key]) -> None:
         """Counts a use of every resident block of a chain, as a load of it would. No I/O."""
+    def release(self, keys: Sequence[_Key]) -> int:
+        """Says that the chain of `keys`, in prefix order, is over: its blocks are the first to go. How many are released.
+
+        From its end up to the first block that another chain goes on from, or that is kept. A later use takes it back.
+        Say it only where it is known: a chain that goes on after all has to be computed anew. No I/O.
+        """
+    def keep(self, keys: Sequence[_Key], seconds: float) -> int:
+        """Keeps the resident blocks of a chain for so many seconds from now: they go last. How many are kept.
+
+        A quarter of a tier's slots at most; a preference, and no pin. It ends with the time or the process. No I/O.
+        """
     def contains_each(self, keys: Sequence[_Key]) -> list[bool]:
         """Which keys are resident."""
     def register_address(self, address: int, nbytes: int, pin: bool) -> Region: ...

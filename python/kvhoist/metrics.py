@@ -98,6 +98,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvhoist_write_errors_total", "counter", "Writes to the disk that failed", _one("write_errors")),
     Metric("kvhoist_quarantined_total", "counter", "Disk slots taken out of use", _one("quarantined")),
     Metric("kvhoist_background_refused_total", "counter", "Prefetches refused for want of room", _one("background_refused")),
+    Metric("kvhoist_released_total", "counter", "Blocks of chains that are over", _one("released")),
+    Metric("kvhoist_released_unwritten_total", "counter", "Released blocks that were not written", _one("released_unwritten")),
     Metric("kvhoist_busy_total", "counter", "Calls that reached a limit", _one("busy")),
     Metric("kvhoist_timeouts_total", "counter", "Calls that took longer than deadline_ms", _one("timeouts")),
     Metric("kvhoist_records_bad_total", "counter", "Records refused at the opening: torn or damaged", _one("records_bad")),

@@ -1,8 +1,11 @@
 //! `kvhoist.Cache`: the engine's cache, as Python holds it.
 
-use std::sync::{
-    Arc, Mutex, MutexGuard,
-    atomic::{AtomicBool, Ordering},
+use std::{
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
 use kvhoist::{BlockKey, Cache, Error};
@@ -180,6 +183,21 @@ impl PyCache {
         let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         py.detach(|| cache.touch(&keys));
         Ok(())
+    }
+
+    /// Says that a chain is over: its blocks go first. Gives how many are released.
+    fn release(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        Ok(py.detach(|| cache.release(&keys)))
+    }
+
+    /// Keeps the resident blocks of a chain for so many seconds: they go last. Gives how many are kept.
+    fn keep(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, seconds: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        let time = seconds.extract().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+        let expected = "a number of seconds, 0 or more";
+        let time = time.ok_or_else(|| errors::argument(py, "seconds", errors::shown(seconds), expected))?;
+        Ok(py.detach(|| cache.keep(&keys, time)))
     }
 
     /// Which keys are resident.

@@ -70,6 +70,7 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
             ("resident", figures.resident),
             ("slots", figures.slots),
             ("free", figures.free),
+            ("kept", figures.kept),
         ];
         named.into_iter().try_for_each(|(name, value)| one.set_item(name, value))?;
         tiers.set_item(tier.name(), one)?;
@@ -94,6 +95,8 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
         ("write_errors", stats.write_errors),
         ("quarantined", stats.quarantined),
         ("background_refused", stats.background_refused),
+        ("released", stats.released),
+        ("released_unwritten", stats.released_unwritten),
         ("busy", stats.busy),
         ("timeouts", stats.timeouts),
         ("records_bad", stats.records_bad),

@@ -2,6 +2,7 @@
 
 mod builder;
 mod device;
+mod hints;
 mod layers;
 mod lease;
 mod loan;

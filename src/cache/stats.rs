@@ -26,6 +26,8 @@ pub struct TierStats {
     pub slots: u64,
     /// Slots that hold nothing now.
     pub free: u64,
+    /// Blocks in it that are [kept](Cache::keep).
+    pub kept: u64,
 }
 
 /// One route's figures.
@@ -74,6 +76,10 @@ pub struct Stats {
     pub quarantined: u64,
     /// Prefetches and background writes refused for want of room.
     pub background_refused: u64,
+    /// Blocks that were [released](Cache::release).
+    pub released: u64,
+    /// Blocks that left host memory and were not on disk, because they were released.
+    pub released_unwritten: u64,
     /// Calls answered with `Error::Busy`.
     pub busy: u64,
     /// Pages of the record table written.
@@ -157,6 +163,7 @@ impl Cache {
                 resident: state.index.resident(tier) as u64,
                 slots: slots[tier as usize],
                 free: state.free_slots(tier) as u64,
+                kept: state.index.kept(tier) as u64,
             }),
             routes: Route::ALL.map(|route| RouteStats {
                 blocks: metrics.routes[route as usize].blocks.get(),
@@ -171,6 +178,8 @@ impl Cache {
             write_errors: metrics.write_errors.get(),
             quarantined: metrics.quarantined.get(),
             background_refused: metrics.background_refused.get(),
+            released: metrics.released.get(),
+            released_unwritten: metrics.released_unwritten.get(),
             busy: metrics.busy.get(),
             timeouts: metrics.timeouts.get(),
             record_writes: metrics.record_writes.get(),

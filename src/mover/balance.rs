@@ -75,7 +75,8 @@ impl Shared {
 
     /// What is to be written is what the index says is dirty.
     fn check_dirty(&self, state: &State) -> Result<(), String> {
-        let dirty = state.index.demotable_len(Tier::Host);
+        let copies = state.index.copies(Tier::Host);
+        let dirty = copies.filter(|(id, _)| state.index.is_dirty(*id, Tier::Host)).count();
         ensure!(dirty == state.dirty.len(), "{dirty} dirty blocks, {} of them to be written", state.dirty.len());
         for key in &state.dirty {
             let here = state.index.find(key).and_then(|id| state.index.slot(id, Tier::Host));

@@ -10,6 +10,7 @@ mod deadline;
 mod flights;
 mod guards;
 mod health;
+mod hints;
 mod lock;
 mod lookup;
 mod publish;
@@ -91,6 +92,9 @@ pub(crate) struct State {
     closed: bool,
 }
 
+/// Of a tier's slots the share that may be kept, as a divisor.
+const KEPT_PART: u64 = 4;
+
 /// What callers and the reactor share.
 pub(crate) struct Shared {
     pub(crate) config: Config,
@@ -116,6 +120,8 @@ pub(crate) struct Shared {
     pub(crate) looks: AtomicU64,
     /// Requests that libcufile has not given back.
     pub(crate) cufile_stuck: Arc<AtomicI64>,
+    /// What the times of kept blocks count from.
+    opened: Instant,
     pub(crate) home: Home,
 }
 
@@ -131,6 +137,11 @@ impl Shared {
         metrics: Metrics,
     ) -> Self {
         let begun = Arc::default();
+        let mut index = index;
+        let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
+        for (tier, slots) in Tier::ALL.into_iter().zip(slots) {
+            index.limit_kept(tier, usize::try_from(slots / KEPT_PART).unwrap_or(usize::MAX));
+        }
         let ascending_from_the_end = |slots: u32| (0..slots).rev().collect::<Vec<_>>();
         let state = State {
             index,
@@ -164,6 +175,7 @@ impl Shared {
             watch: Notify::new(),
             looks: AtomicU64::new(0),
             cufile_stuck: Arc::default(),
+            opened: Instant::now(),
             home: Home::here(),
         }
     }

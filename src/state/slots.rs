@@ -154,9 +154,16 @@ impl Shared {
 
     fn free_or_evicted(&self, state: &mut State, tier: Tier) -> Option<u32> {
         state.pop_free(tier).or_else(|| {
+            if !state.index.keeps_nothing() {
+                state.index.expire(self.now_ms());
+            }
             let victim = state.index.victim(tier)?;
             let key = state.index.key(victim);
             let slot = state.index.evict(victim, tier);
+            // Of what must be written only what was released may go.
+            if tier == Tier::Host && state.dirty.remove(&key) {
+                self.metrics.released_unwritten.add(1);
+            }
             self.metrics.tier(tier).evictions.add(1);
             if tier == Tier::Disk {
                 state.disk_slots().clear(slot, &key);

@@ -53,6 +53,7 @@ pub const STATE: Group = Group {
         ("service", "mod health"),
         ("deadline", "mod"),
         ("guards", "mod"),
+        ("hints", "mod"),
         ("lock", "mod"),
         ("publish", "mod"),
         ("verify", "mod flights"),
