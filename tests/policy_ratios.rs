@@ -187,7 +187,7 @@ fn on_a_recorded_trace() {
         let [released_lru, released_rb] = policies.map(|policy| released(&trace, slots, policy));
         let closed = |hits: f64| 100.0 * (hits - lru) / (bound - lru);
         println!(
-            "  told what is over: LRU {released_lru:.4} ({:.1} % of the gap to {bound:.4}), RB {released_rb:.4} ({:.1} %)",
+            "  released: LRU {released_lru:.4} ({:.1} % of the gap to {bound:.4}), RB {released_rb:.4} ({:.1} %)",
             closed(released_lru),
             closed(released_rb)
         );

@@ -10,8 +10,6 @@
 //! before a kept block is kept as well, since it cannot go before it. To keep is a preference: where nothing else may
 //! go, what is kept does.
 
-use std::collections::{BTreeMap, BTreeSet};
-
 use super::{
     ANCESTORS_MAX, EntryId, Index,
     entry::{Entry, FULL},
@@ -20,51 +18,6 @@ use crate::block::{BlockKey, Tier};
 
 /// Blocks whose time is up that one look for a victim takes note of.
 const EXPIRED_AT_ONCE: usize = 64;
-
-/// What is kept, until when, and how much of it there is.
-#[derive(Default)]
-pub(super) struct Kept {
-    until: BTreeMap<u32, u64>,
-    by_time: BTreeSet<(u64, u32)>,
-    /// Full copies of what is kept and can be found.
-    copies: [usize; Tier::COUNT],
-    copies_max: [usize; Tier::COUNT],
-    /// What was kept until then may be kept no longer.
-    expired: u64,
-}
-
-impl Kept {
-    /// A copy of a block comes or goes, which is kept or not.
-    pub(super) fn count(&mut self, is_kept: bool, tier: Tier, comes: bool) {
-        let copies = &mut self.copies[tier as usize];
-        match comes {
-            true => *copies += usize::from(is_kept),
-            false => *copies -= usize::from(is_kept),
-        }
-    }
-
-    /// True where more copies are kept in `tier` than may be.
-    pub(super) fn is_over(&self, tier: Tier) -> bool {
-        self.copies[tier as usize] > self.copies_max[tier as usize]
-    }
-
-    /// An entry is kept no longer, or is none any more.
-    pub(super) fn forget(&mut self, id: EntryId) {
-        if let Some(until) = self.until.remove(&id.0) {
-            self.by_time.remove(&(until, id.0));
-        }
-    }
-
-    fn set(&mut self, id: EntryId, until: u64) {
-        self.forget(id);
-        self.until.insert(id.0, until);
-        self.by_time.insert((until, id.0));
-    }
-
-    fn until(&self, id: EntryId) -> Option<u64> {
-        self.until.get(&id.0).copied()
-    }
-}
 
 impl Index {
     /// The chain of `keys`, in prefix order, is over: gives how many blocks of it are released now.
@@ -136,7 +89,7 @@ impl Index {
             let Some(&(_, id)) = self.kept.by_time.first().filter(|(until, _)| *until <= now) else { return };
             self.kept.expired = self.kept.expired.max(now);
             let id = EntryId(id);
-            self.kept.forget(id);
+            self.kept.forget(id.0);
             self.set_kept(id, false);
         }
     }
@@ -171,7 +124,7 @@ impl Index {
         if !self.entry(id).is_released() {
             self.end_release(parent);
         }
-        if let Some(until) = self.kept.until(id) {
+        if let Some(until) = self.kept.until(id.0) {
             self.keep_up_from(parent, until);
         }
     }
@@ -181,7 +134,7 @@ impl Index {
     fn reaches_kept(&self, id: EntryId, until: u64) -> bool {
         let mut at = Some(id);
         for _ in 0..ANCESTORS_MAX {
-            let Some(id) = at.filter(|id| self.kept.until(*id).is_none_or(|known| known < until)) else { return true };
+            let Some(id) = at.filter(|id| self.kept.until(id.0).is_none_or(|known| known < until)) else { return true };
             at = self.parent(id);
         }
         false
@@ -190,9 +143,9 @@ impl Index {
     fn keep_up_from(&mut self, id: EntryId, until: u64) {
         let mut at = Some(id);
         while let Some(id) =
-            at.filter(|id| self.kept.until(*id).is_none_or(|known| known < until) && !self.entry(*id).is_removed())
+            at.filter(|id| self.kept.until(id.0).is_none_or(|known| known < until) && !self.entry(*id).is_removed())
         {
-            self.kept.set(id, until);
+            self.kept.set(id.0, until);
             self.end_release(id);
             if !self.entry(id).is_kept() {
                 self.set_kept(id, true);
@@ -226,7 +179,7 @@ impl Index {
         if released && (kept || entry.is_removed() || !entry.occupies_any()) {
             return Err("released, and kept, removed or resident nowhere".into());
         }
-        let until = self.kept.until(id);
+        let until = self.kept.until(id.0);
         if kept != until.is_some() || until.is_some_and(|until| !self.kept.by_time.contains(&(until, id.0))) {
             return Err(format!("kept is {kept}, until {until:?}"));
         }

@@ -72,6 +72,7 @@ mod entry;
 mod ghosts;
 mod hash;
 mod hints;
+mod kept;
 mod lru;
 mod policy;
 mod prefix;
@@ -95,6 +96,7 @@ use slab::Slab;
 use self::{
     entry::{Entry, HELD, List, NONE},
     hash::KeyHasher,
+    kept::Kept,
 };
 use crate::{
     bits::BitSet,
@@ -137,7 +139,7 @@ pub struct Index {
     request: std::ops::Range<u64>,
     /// What is not in the order of the policy, but of last use: the lists before [`List::Policy`].
     lists: [[Lru; Tier::COUNT]; List::BY_LAST_USE.len()],
-    kept: hints::Kept,
+    kept: Kept,
     /// By id, the copies right above held ones: where no leaf may go, the search for what may begins at them.
     frontier: [BitSet; Tier::COUNT],
     /// Full copies of entries in the map.
@@ -166,7 +168,7 @@ impl Index {
             clock: 0,
             policies,
             lists: std::array::from_fn(|_| std::array::from_fn(|_| Lru::new())),
-            kept: hints::Kept::default(),
+            kept: Kept::default(),
             frontier: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
             tops: restore::Tops::default(),
@@ -349,7 +351,7 @@ impl Index {
             if !is_named {
                 let entry = self.entries.remove(id.0 as usize);
                 if entry.is_kept() {
-                    self.kept.forget(id);
+                    self.kept.forget(id.0);
                 }
                 if !removed {
                     self.unmap(id, &key);

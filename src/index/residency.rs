@@ -200,7 +200,7 @@ impl Index {
             entry.set_removed();
             if entry.is_kept() {
                 entry.set_kept(false);
-                self.kept.forget(id);
+                self.kept.forget(id.0);
             }
             let entry = self.entry(id);
             let key = entry.key;
