@@ -74,7 +74,7 @@ def settings() -> str:
         "`path` with `capacity` stands for `disks`, and `host_bytes` for `host_blocks`; the adapters' own are on the pages of\n"
         "[SGLang](../sglang.md), [vLLM](../vllm.md) and [LMCache](../lmcache.md).\n\n"
         + "\n".join(rows)
-        + "\n\n## Words\n\n"
+        + "\n\n## Values\n\n"
         + "\n\n".join(enums)
         + "\n"
     )
