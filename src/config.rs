@@ -9,6 +9,9 @@ use crate::{
     error::{Error, Result},
 };
 
+/// The least budget of writes, blocks a day.
+const BUDGET_BLOCKS_MIN: u64 = 240;
+
 /// When a stored block is written to disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
@@ -20,6 +23,28 @@ pub enum WritePolicy {
     WriteThroughSelective,
     /// When the block is evicted from host memory, or at `sync`; `store` resolves when the block is visible.
     WriteBack,
+    /// As `WriteBack`, but only blocks that are worth it: those whose like (as often used, as deep in their chains) are
+    /// asked for again with a probability of a quarter while the disk tier would keep them, each after the blocks above
+    /// it; and no more than [`Config::write_budget`] allows. Other blocks are dropped when host memory needs
+    /// their slots, which is counted ([`Stats::writes_declined`](crate::Stats::writes_declined)) and no error. `sync`
+    /// and `close` decide on all blocks that are not on disk yet, and write and flush those that are worth it; so after
+    /// them what was decided against is in host memory only, and with `close` it is gone. A block that is used again
+    /// before it is dropped is decided on anew. Takes about 32 bytes of memory a slot of the disk tier.
+    ByValue,
+}
+
+impl WritePolicy {
+    /// The policy of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [
+            ("write_through", WritePolicy::WriteThrough),
+            ("write_through_selective", WritePolicy::WriteThroughSelective),
+            ("write_back", WritePolicy::WriteBack),
+            ("by_value", WritePolicy::ByValue),
+        ]
+        .into_iter()
+        .find_map(|(known, policy)| (known == name).then_some(policy))
+    }
 }
 
 /// Which blocks host memory and disk evict first. Under every policy, the last blocks of a prefix chain go before those
@@ -227,6 +252,18 @@ pub struct Config {
     pub write_policy: WritePolicy,
     /// Number of hits after which `write_through_selective` writes a block. 1 to 255.
     pub selective_hits: u8,
+    /// Bytes a day that `by_value` may write to the disk tier, all paths together. Held over any hour within a tenth:
+    /// blocks in their second use go first, of the others whole chains are taken by a coin. Counted are blocks and the
+    /// record page of each, not the record table that a `close` writes. What an earlier run wrote is not known: a run
+    /// begins with nothing saved up. At least 240 blocks with their records. `None`: no limit but
+    /// [`drive_writes_per_day`](Self::drive_writes_per_day).
+    pub write_budget: Option<u64>,
+    /// The budget as a drive's data sheet has it: how often a day its whole size may be written. With
+    /// [`drive_bytes`](Self::drive_bytes), and instead of [`write_budget`](Self::write_budget). More than 0.
+    pub drive_writes_per_day: Option<f64>,
+    /// Size of the drive, or of all drives of the disk tier together, bytes; what [`disks`](Self::disks) takes of it
+    /// does not matter.
+    pub drive_bytes: Option<u64>,
     /// Which blocks host memory and disk evict first.
     pub eviction_policy: Eviction,
     /// The I/O engine of the disk tier.
@@ -297,6 +334,9 @@ impl Default for Config {
             namespace: "default".into(),
             write_policy: WritePolicy::default(),
             selective_hits: 2,
+            write_budget: None,
+            drive_writes_per_day: None,
+            drive_bytes: None,
             eviction_policy: Eviction::default(),
             storage: StorageKind::default(),
             direct_io: DirectIo::default(),
@@ -330,9 +370,32 @@ impl Config {
         if self.disks.is_empty() { Tier::Host } else { Tier::Disk }
     }
 
+    /// Blocks are written to disk when host memory lets them go.
+    pub(crate) fn writes_back(&self) -> bool {
+        matches!(self.write_policy, WritePolicy::WriteBack | WritePolicy::ByValue)
+    }
+
+    /// Blocks are written to disk if they are worth it.
+    pub(crate) fn values_writes(&self) -> bool {
+        !self.disks.is_empty() && self.write_policy == WritePolicy::ByValue
+    }
+
+    /// Bytes that a write of a block costs: with the page of its record.
+    pub(crate) fn written_bytes(&self) -> u64 {
+        self.slot_bytes() as u64 + IO_ALIGN as u64
+    }
+
+    /// Bytes that may be written to the disk tier a day.
+    pub fn write_budget_bytes(&self) -> Option<u64> {
+        // Past 2^64 bytes a day it is no limit, and stays at that.
+        let of_drive = self.drive_writes_per_day.zip(self.drive_bytes).map(|(writes, bytes)| writes * bytes as f64);
+        self.write_budget.or(of_drive.map(|bytes| bytes as u64))
+    }
+
     /// Whether blocks that are used again may be in host memory only, before they are written to disk.
     pub(crate) fn selects_for_disk(&self) -> bool {
         !self.disks.is_empty()
+            && self.write_policy != WritePolicy::ByValue
             && (self.write_policy == WritePolicy::WriteThroughSelective || self.eviction_policy == Eviction::RbRefuse)
     }
 
@@ -383,6 +446,7 @@ impl Config {
         check("deadline_ms", self.deadline_ms, 1, 86_400_000, "milliseconds")?;
         self.validate_names()?;
         self.validate_watermarks()?;
+        self.validate_write_budget()?;
         self.validate_disks()?;
         self.validate_layout()
     }
@@ -409,6 +473,35 @@ impl Config {
         }
         if !(low..=1.0).contains(&high) {
             return Err(wrong("high_watermark", high, format!("a share from low_watermark ({low}) to 1.0")));
+        }
+        Ok(())
+    }
+
+    fn validate_write_budget(&self) -> Result<()> {
+        let (of_drive, of_bytes) = (self.drive_writes_per_day, self.write_budget);
+        let (field, found) = match (of_bytes, of_drive, self.drive_bytes) {
+            (None, None, None) => return Ok(()),
+            (Some(_), None, None) => ("write_budget", of_bytes.map(|bytes| bytes.to_string())),
+            (None, Some(_), Some(_)) => ("drive_writes_per_day", of_drive.map(|writes| writes.to_string())),
+            (None, Some(_), None) => return Err(wrong("drive_bytes", "none", "the drive's size in bytes")),
+            (None, None, Some(bytes)) => {
+                return Err(wrong("drive_bytes", bytes, "drive_writes_per_day with it, or none"));
+            }
+            (Some(_), ..) => {
+                return Err(wrong("write_budget", "and a drive's size or writes", "one budget: either of the two"));
+            }
+        };
+        let found = found.unwrap_or_default();
+        if self.write_policy != WritePolicy::ByValue {
+            return Err(wrong(field, found, "write_policy = \"by_value\" with it: the others write whatever comes"));
+        }
+        if of_drive.is_some_and(|writes| !(writes > 0.0 && writes.is_finite())) {
+            return Err(wrong(field, found, "a number of writes above 0"));
+        }
+        // A tenth of an hour's budget is what may be saved up: it must be enough for a block.
+        let least = self.written_bytes().saturating_mul(BUDGET_BLOCKS_MIN);
+        if self.write_budget_bytes().is_some_and(|bytes| bytes < least) {
+            return Err(wrong(field, found, format!("{least} bytes a day at least, for {BUDGET_BLOCKS_MIN} blocks")));
         }
         Ok(())
     }
@@ -463,7 +556,7 @@ mod tests {
     #[test]
     fn every_wrong_field_is_named() {
         type Spoil = fn(&mut Config);
-        let cases: [(&str, Spoil); 26] = [
+        let cases: [(&str, Spoil); 33] = [
             ("block_bytes", |c| c.block_bytes = 0),
             ("block_bytes", |c| c.block_bytes = (1 << 30) + 1),
             ("block_bytes", |c| c.block_bytes = usize::MAX),
@@ -487,6 +580,16 @@ mod tests {
             ("deadline_ms", |c| c.deadline_ms = u64::MAX),
             ("low_watermark", |c| c.low_watermark = f64::NAN),
             ("high_watermark", |c| c.high_watermark = 0.05),
+            ("write_budget", |c| c.write_budget = Some(u64::MAX)),
+            ("write_budget", |c| (c.write_policy, c.write_budget) = (WritePolicy::ByValue, Some(240 << 16))),
+            ("drive_writes_per_day", |c| (c.drive_writes_per_day, c.drive_bytes) = (Some(1.0), Some(u64::MAX))),
+            ("drive_writes_per_day", |c| {
+                c.write_policy = WritePolicy::ByValue;
+                (c.drive_writes_per_day, c.drive_bytes) = (Some(f64::NAN), Some(u64::MAX));
+            }),
+            ("drive_bytes", |c| c.drive_writes_per_day = Some(1.0)),
+            ("drive_bytes", |c| c.drive_bytes = Some(1 << 40)),
+            ("write_budget", |c| (c.write_budget, c.drive_bytes) = (Some(1 << 40), Some(1 << 40))),
             ("disks.blocks", |c| c.disks = vec![DiskPath { path: "a".into(), blocks: 0 }]),
             ("disks.path", |c| c.disks = vec![DiskPath { path: "a".into(), blocks: 1 }; 2]),
             ("disks.path", |c| c.disks = vec![DiskPath { path: "".into(), blocks: 1 }]),

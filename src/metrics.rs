@@ -4,6 +4,7 @@
 //! `metrics` crate, acquired once at open. Install the recorder before opening a cache.
 
 use std::{
+    path::Path,
     sync::{
         Arc,
         atomic::{AtomicU64, Ordering::Relaxed},
@@ -93,6 +94,9 @@ impl CopyMetrics {
     }
 }
 
+/// Why a block is dropped that could be written to disk.
+pub(crate) const DECLINED: [&str; 2] = ["value", "budget"];
+
 /// All metrics of one cache.
 pub(crate) struct Metrics {
     pub(crate) tiers: [TierMetrics; Tier::COUNT],
@@ -102,6 +106,9 @@ pub(crate) struct Metrics {
     pub(crate) stores_known: Count,
     pub(crate) stores_failed: Count,
     pub(crate) writes_refused: Count,
+    /// By why.
+    pub(crate) writes_declined: [Count; DECLINED.len()],
+    pub(crate) write_share: Gauge,
     pub(crate) checksum_failures: Count,
     pub(crate) read_errors: Count,
     pub(crate) write_errors: Count,
@@ -121,7 +128,7 @@ pub(crate) struct Metrics {
     pub(crate) cufile_in_use: Gauge,
 }
 
-const COUNTERS: [(&str, Unit, &str); 28] = [
+const COUNTERS: [(&str, Unit, &str); 29] = [
     ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded from a tier, by tier"),
     ("kvhoist_misses_total", Unit::Count, "Blocks fetched or loaded that were in no tier"),
     ("kvhoist_evictions_total", Unit::Count, "Blocks evicted, by tier"),
@@ -134,6 +141,11 @@ const COUNTERS: [(&str, Unit, &str); 28] = [
     ("kvhoist_stores_known_total", Unit::Count, "Stores of blocks that were already resident"),
     ("kvhoist_stores_failed_total", Unit::Count, "Stores that failed"),
     ("kvhoist_writes_refused_total", Unit::Count, "Writes that the disk tier refused"),
+    (
+        "kvhoist_writes_declined_total",
+        Unit::Count,
+        "Blocks that were not worth a write to the disk tier, or for which its budget had no room, by reason",
+    ),
     ("kvhoist_checksum_failures_total", Unit::Count, "Blocks read from disk whose checksum did not match"),
     ("kvhoist_read_errors_total", Unit::Count, "Reads of the disk tier that failed"),
     ("kvhoist_write_errors_total", Unit::Count, "Writes to the disk tier that failed"),
@@ -189,6 +201,8 @@ impl Metrics {
             stores_known: plain("kvhoist_stores_known_total"),
             stores_failed: plain("kvhoist_stores_failed_total"),
             writes_refused: plain("kvhoist_writes_refused_total"),
+            writes_declined: DECLINED.map(|reason| labelled("kvhoist_writes_declined_total", "reason", reason)),
+            write_share: metrics::gauge!("kvhoist_write_share"),
             checksum_failures: plain("kvhoist_checksum_failures_total"),
             read_errors: plain("kvhoist_read_errors_total"),
             write_errors: plain("kvhoist_write_errors_total"),
@@ -271,6 +285,11 @@ pub(crate) fn gdr_in_use() -> Gauge {
     metrics::gauge!("kvhoist_gdr_in_use")
 }
 
+/// How much of a drive's life is used, by a path on it.
+pub(crate) fn drive_used(path: &Path) -> Gauge {
+    metrics::gauge!("kvhoist_drive_used", "path" => path.display().to_string())
+}
+
 fn plain(name: &'static str) -> Count {
     Count::new(metrics::counter!(name))
 }
@@ -286,6 +305,14 @@ fn describe() {
     metrics::describe_counter!("kvhoist_records_bad_total", "Records refused at recovery: torn or damaged");
     metrics::describe_histogram!("kvhoist_movement_seconds", Unit::Seconds, "Duration of movements, by route");
     metrics::describe_gauge!("kvhoist_movements", "Movements in flight");
+    metrics::describe_gauge!(
+        "kvhoist_drive_used",
+        "Share of the life of an NVMe drive that was used at the open, by path; none where it may not be asked"
+    );
+    metrics::describe_gauge!(
+        "kvhoist_write_share",
+        "Share of the chains in their first use that the budget of writes takes now, 0 to 1"
+    );
     metrics::describe_gauge!(
         "kvhoist_gdr_in_use",
         "1 while copies go through an RDMA device, 0.5 while its self-test is repeated after a failure, 0 otherwise"

@@ -58,6 +58,8 @@ fn object(summary: &Summary) -> Value {
         "memory_align_bytes": stats.memory_align_bytes,
         "checksum_failures": stats.checksum_failures,
         "writes_refused": stats.writes_refused,
+        "writes_declined": stats.writes_declined,
+        "writes_over_budget": stats.writes_over_budget,
         "config": summary.config,
     })
 }
@@ -80,6 +82,8 @@ fn table(summary: &Summary) -> String {
     line(format!("store failures         {:>12}", tally.store_failures));
     line(format!("checksum failures      {:>12}", stats.checksum_failures));
     line(format!("writes refused         {:>12}", stats.writes_refused));
+    line(format!("writes declined        {:>12}", stats.writes_declined));
+    line(format!("writes over budget     {:>12}", stats.writes_over_budget));
     line(format!("seconds                {:>12.2}", summary.seconds));
     let device = match summary.config.device {
         _ if summary.config.device_blocks == 0 => "none",

@@ -11,7 +11,8 @@ use serde_json::{Map, Value};
 use crate::{failure::Failure, shown::shown};
 
 /// Settings that hold bytes, as a number or as text with a unit.
-const SIZES: [&str; 3] = ["block_bytes", "read_bytes_in_flight_max", "write_bytes_in_flight_max"];
+const SIZES: [&str; 5] =
+    ["block_bytes", "read_bytes_in_flight_max", "write_bytes_in_flight_max", "write_budget", "drive_bytes"];
 
 /// Settings of the engines, and of their adapters, that say nothing about a cache.
 const OF_ENGINES: [&str; 12] = [

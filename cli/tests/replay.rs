@@ -380,3 +380,24 @@ fn policies_are_compared_between_their_bounds_and_every_byte_is_verified() {
     let svg = fs::read_to_string(plot).expect("the plot");
     assert_eq!(svg.matches("<polyline").count(), 8, "three policies and the bound, of two traces");
 }
+
+#[test]
+fn write_policies_are_compared_by_hits_and_bytes_written() {
+    let dir = directory();
+    let trace = small_trace(dir.path());
+    let (trace, place) = (trace.to_str().expect("UTF-8"), dir.path().to_str().expect("UTF-8"));
+    let args = ["--compare-writes", "by_value,write_back", "--trace", trace, "--shares", "10,50", "--path", place];
+    let found = report(&args);
+    assert_eq!(found["traces"][0]["verification_failures"], 0);
+    let rows = found["traces"][0]["rows"].as_array().expect("rows");
+    assert_eq!(rows.iter().map(|row| &row["disk_blocks"]).collect::<Vec<_>>(), [24, 120]);
+    for row in rows {
+        let of = |policy: &str, figure: &str| row["policies"][policy][figure].as_f64().expect("a number");
+        assert!(of("write_through", "bytes_written") > 0.0 && of("by_value", "bytes_written") > 0.0, "{row}");
+        assert!(of("by_value", "bytes_written") <= of("write_through", "bytes_written"), "{row}");
+        assert_eq!(of("write_through", "writes_declined"), 0.0);
+    }
+    let left = fs::read_dir(dir.path()).expect("the directory").flatten();
+    let left: Vec<_> = left.filter(|entry| entry.path().is_dir()).collect();
+    assert!(left.is_empty(), "the stores are gone: {left:?}");
+}

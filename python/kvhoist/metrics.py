@@ -77,6 +77,11 @@ def _retired(stats: dict[str, Any]) -> Iterator[Sample]:
     yield from _reason("disk_retired", "disk")(stats)
 
 
+def _declined(stats: dict[str, Any]) -> Iterator[Sample]:
+    yield Sample({"reason": "value"}, float(stats["writes_declined"]))
+    yield Sample({"reason": "budget"}, float(stats["writes_over_budget"]))
+
+
 def _info(stats: dict[str, Any]) -> Iterator[Sample]:
     yield Sample({"version": __version__, "storage": stats["storage"]}, 1.0)
 
@@ -93,6 +98,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvhoist_stores_total", "counter", "Blocks stored", _one("stores")),
     Metric("kvhoist_stores_known_total", "counter", "Stores of blocks that were resident", _one("stores_known")),
     Metric("kvhoist_writes_refused_total", "counter", "Writes that the disk did not take", _one("writes_refused")),
+    Metric("kvhoist_writes_declined_total", "counter", "Blocks not worth a write, or over its budget", _declined),
     Metric("kvhoist_checksum_failures_total", "counter", "Blocks that came back wrong", _one("checksum_failures")),
     Metric("kvhoist_read_errors_total", "counter", "Reads of the disk that failed", _one("read_errors")),
     Metric("kvhoist_write_errors_total", "counter", "Writes to the disk that failed", _one("write_errors")),

@@ -90,6 +90,8 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
         ("stores", stats.stores),
         ("stores_known", stats.stores_known),
         ("writes_refused", stats.writes_refused),
+        ("writes_declined", stats.writes_declined),
+        ("writes_over_budget", stats.writes_over_budget),
         ("checksum_failures", stats.checksum_failures),
         ("read_errors", stats.read_errors),
         ("write_errors", stats.write_errors),

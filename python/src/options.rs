@@ -28,6 +28,7 @@ pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> 
                         ("write_through", WritePolicy::WriteThrough),
                         ("write_through_selective", WritePolicy::WriteThroughSelective),
                         ("write_back", WritePolicy::WriteBack),
+                        ("by_value", WritePolicy::ByValue),
                     ],
                 )?;
             }
@@ -61,6 +62,9 @@ pub fn config(py: Python<'_>, settings: &Bound<'_, PyDict>) -> PyResult<Config> 
                 config.cufile = word(&value, "cufile", &modes)?;
             }
             "selective_hits" => config.selective_hits = number(&value, "selective_hits")?,
+            "write_budget" => config.write_budget = Some(number(&value, "write_budget")?),
+            "drive_writes_per_day" => config.drive_writes_per_day = Some(real(&value, "drive_writes_per_day")?),
+            "drive_bytes" => config.drive_bytes = Some(number(&value, "drive_bytes")?),
             "blocking_threads" => config.blocking_threads = number(&value, "blocking_threads")?,
             "read_bytes_in_flight_max" => {
                 config.read_bytes_in_flight_max = number(&value, "read_bytes_in_flight_max")?;
@@ -86,6 +90,11 @@ fn number<T: TryFrom<u64>>(value: &Bound<'_, PyAny>, field: &'static str) -> PyR
     let flag = value.is_instance_of::<PyBool>();
     let number = value.extract::<u64>().ok().filter(|_| !flag).and_then(|number| T::try_from(number).ok());
     number.ok_or_else(|| errors::config(value.py(), field, shown(value), "a whole number in its range"))
+}
+
+fn real(value: &Bound<'_, PyAny>, field: &'static str) -> PyResult<f64> {
+    let number = value.extract::<f64>().ok().filter(|_| !value.is_instance_of::<PyBool>());
+    number.ok_or_else(|| errors::config(value.py(), field, shown(value), "a number"))
 }
 
 fn text(value: &Bound<'_, PyAny>, field: &'static str) -> PyResult<String> {

@@ -289,6 +289,18 @@ def test_it_is_not_pickled_or_copied(cache):
         pickle.dumps(cache.queue())
 
 
+def test_by_value_counts_what_a_budget_has_no_room_for(store_dir):
+    with pytest.raises(kvhoist.ConfigError, match="write_budget"):
+        opened(store_dir, write_budget=1 << 40)
+    cache = opened(store_dir, write_policy="by_value", write_budget=240 * (BLOCK + 8192), host_bytes=64 * BLOCK)
+    cache.store([key(n) for n in range(10)], [block(n) for n in range(10)])
+    # A budget begins with nothing saved up.
+    cache.sync()
+    stats = cache.stats()
+    assert (stats["dirty"], stats["writes_over_budget"], stats["writes_declined"]) == (0, 10, 0)
+    cache.close()
+
+
 def test_write_back_is_on_disk_after_the_last_reference_is_gone(store_dir):
     cache = opened(store_dir, write_policy="write_back", host_bytes=64 * BLOCK)
     cache.store([key(n) for n in range(10)], [block(n) for n in range(10)])

@@ -142,6 +142,7 @@ impl Cache {
             let mut state = self.inner.shared.lock();
             let ids: Vec<_> = part.iter().filter_map(|key| state.index.find(key)).collect();
             state.index.touch_chain(&ids);
+            ids.into_iter().for_each(|id| self.inner.shared.reconsider(&mut state, id));
         }
     }
 
@@ -316,7 +317,10 @@ impl Cache {
     /// Resolves when all that was stored before it is written and flushed: it survives a power cut.
     ///
     /// That is every block whose store has returned, or was dropped after the block became visible. With
-    /// `write_through_selective` it is only the blocks that were selected.
+    /// `write_through_selective` it is only the blocks that were selected. With `by_value` every block that is not on
+    /// disk is decided on now, as if host memory let it go, and those that are worth a write, within the budget, are
+    /// written and flushed. The rest stays in host memory until its slots are needed, and does not survive the cache:
+    /// [`Stats::writes_declined`] and [`Stats::writes_over_budget`] count it, and it is no error.
     ///
     /// # Errors
     /// [`Error::Refused`] if the disk did not take blocks and no store has returned that error: write-backs, and writes
@@ -337,7 +341,8 @@ impl Cache {
         refusals.report()
     }
 
-    /// Finishes what is under way, writes what is dirty, flushes, and releases the files.
+    /// Finishes what is under way, writes what is dirty, flushes, and releases the files. With `by_value` it writes
+    /// what a [`sync`](Cache::sync) would, and the rest is gone.
     ///
     /// Calls on other handles fail with [`Error::Closed`] from now on. Leases stay valid. However many callers close
     /// the cache, and whenever they do, each waits until it has ended and gets the same result: registered memory may

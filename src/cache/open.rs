@@ -23,8 +23,9 @@ use crate::{
     fork::HomeBound,
     index::{Index, Lru, Policy, Rb, Used},
     io::{AnyStorage, Storage},
+    machine,
     memory::Arena,
-    metrics::Metrics,
+    metrics::{self, Metrics},
     mover::{Command, Mover, Urgent},
     runtime::{Reactor, refuse_size_signal},
     shield::shield,
@@ -140,6 +141,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies, host_copies).await?;
     if !config.disks.is_empty() {
         *files = disk::open_files(&config)?;
+        tell_wear(&config);
     }
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
@@ -211,6 +213,9 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         metrics.records_bad.add(recovered.counts.bad);
         generation = recovered.next_generation;
         slots = Some(recovered.slots);
+        if config.values_writes() {
+            index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX));
+        }
     }
     let storage_name = if config.disks.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
@@ -237,6 +242,15 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     };
     let cache = Cache { inner: Arc::new(HomeBound::new(inner)) };
     Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
+}
+
+/// Shows how worn the drives of the disk tier are, where they say so.
+fn tell_wear(config: &Config) {
+    for disk in &config.disks {
+        if let Ok(wear) = machine::drive_wear(&disk.path) {
+            metrics::drive_used(&disk.path).set(f64::from(wear.used_percent) / 100.0);
+        }
+    }
 }
 
 /// What a tier gives up first.

@@ -66,6 +66,12 @@ pub struct Stats {
     pub stores_known: u64,
     /// Writes that the disk tier did not take.
     pub writes_refused: u64,
+    /// Blocks that were dropped because they were not worth a write to the disk tier
+    /// ([`WritePolicy::ByValue`](crate::WritePolicy::ByValue)).
+    pub writes_declined: u64,
+    /// Blocks that were worth a write, and dropped because the budget had no room for it
+    /// ([`Config::write_budget`](crate::Config::write_budget)).
+    pub writes_over_budget: u64,
     /// Blocks read from disk whose checksum did not match.
     pub checksum_failures: u64,
     /// Reads of the disk tier that failed.
@@ -173,6 +179,8 @@ impl Cache {
             stores: metrics.stores.get(),
             stores_known: metrics.stores_known.get(),
             writes_refused: metrics.writes_refused.get(),
+            writes_declined: metrics.writes_declined[0].get(),
+            writes_over_budget: metrics.writes_declined[1].get(),
             checksum_failures: metrics.checksum_failures.get(),
             read_errors: metrics.read_errors.get(),
             write_errors: metrics.write_errors.get(),

@@ -128,12 +128,27 @@ impl Ghosts {
 
     /// Forgets the eviction of `hash`, and gives it.
     pub fn take(&mut self, hash: u64) -> Option<Ghost> {
+        self.take_placed(hash).map(|(_, ghost)| ghost)
+    }
+
+    /// As [`take`](Self::take), with its place in the ring.
+    pub fn take_placed(&mut self, hash: u64) -> Option<(usize, Ghost)> {
         let place = self.find(hash)?;
         self.unlink(place);
         let ghost = &mut self.ring[place as usize];
         let found = *ghost;
         ghost.word |= TAKEN;
-        Some(found)
+        Some((place as usize, found))
+    }
+
+    /// What is remembered at a place in the ring, unless it was taken.
+    pub fn at(&self, place: usize) -> Option<Ghost> {
+        self.ring.get(place).copied().filter(|ghost| !ghost.is_taken())
+    }
+
+    /// How many there may be.
+    pub fn room(&self) -> usize {
+        self.room
     }
 
     /// Takes a ghost out of its chain, whose number stands at its end.

@@ -82,11 +82,14 @@ mod recency;
 mod residency;
 mod restore;
 mod validate;
+mod values;
+mod worth;
 
 pub use lru::Lru;
 pub use policy::{EvictionPolicy, Policy, Used};
 pub use prefix::PrefixMatch;
 pub use rb::Rb;
+pub use worth::Worth;
 
 use std::fmt;
 
@@ -97,6 +100,7 @@ use self::{
     entry::{Entry, HELD, List, NONE},
     hash::KeyHasher,
     kept::Kept,
+    values::WriteValues,
 };
 use crate::{
     bits::BitSet,
@@ -146,6 +150,8 @@ pub struct Index {
     resident: [usize; Tier::COUNT],
     /// During recovery only: shortcuts up the chains.
     tops: restore::Tops,
+    /// Which blocks are worth a write to disk, where that is asked.
+    values: Option<Box<WriteValues>>,
 }
 
 impl Index {
@@ -172,6 +178,7 @@ impl Index {
             frontier: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
             tops: restore::Tops::default(),
+            values: None,
         }
     }
 
@@ -220,6 +227,9 @@ impl Index {
             && parent != key
         {
             self.link(id, parent, Self::is_ancestor);
+        }
+        if self.values.is_some() {
+            self.toss_coin(id);
         }
         id
     }
@@ -272,6 +282,9 @@ impl Index {
                 place.insert(id);
                 if entries.capacity() != capacity {
                     self.reach_capacity();
+                }
+                if let Some(values) = &mut self.values {
+                    values.forget_chain(id);
                 }
                 EntryId(id)
             }

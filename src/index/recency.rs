@@ -104,12 +104,13 @@ impl Index {
     fn recall(&mut self, id: EntryId, from: Used) -> u8 {
         let clock = self.clock.saturating_add(1);
         let now = as_date(clock);
-        let Index { entries, policies, hasher, .. } = self;
+        let Index { entries, policies, hasher, values, .. } = self;
         let entry = &entries[id.0 as usize];
+        let known = values.as_mut().map_or(0, |values| values.asked(hasher.hash(&entry.key)));
         match from.uses {
             0 => {
                 let hash = hasher.hash(&entry.key);
-                return policies.iter_mut().fold(0, |uses, policy| policy.returned(hash, now).max(uses));
+                return policies.iter_mut().fold(known, |uses, policy| policy.returned(hash, now).max(uses));
             }
             1 => {
                 for tier in Tier::ALL.into_iter().filter(|tier| entry.has(*tier, FULL)) {

@@ -44,6 +44,7 @@ impl Index {
         self.validate_lists(&counts)?;
         self.validate_kept(counts.kept)?;
         self.validate_children()?;
+        self.values.as_ref().map_or(Ok(()), |values| values.validate())?;
         self.validate_chains()
     }
 

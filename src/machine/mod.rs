@@ -3,15 +3,22 @@
 mod limits;
 mod places;
 mod plan;
+mod wear;
 
 use std::path::Path;
 
 use plan::Kernel;
 pub use plan::{Finding, Plan};
+pub use wear::{DriveWear, drive_wear};
 
 /// Compares a plan with the machine. Reads kernel files only; creates and measures nothing.
 pub fn examine(plan: &Plan) -> Vec<Finding> {
-    examine_at(plan, Path::new("/"))
+    let mut findings = examine_at(plan, Path::new("/"));
+    let paths = plan.paths.iter().filter(|path| path.exists());
+    findings.extend(
+        paths.map(|path| Finding::note("wear", drive_wear(path).map_or_else(|why| why, |wear| wear.to_string()))),
+    );
+    findings
 }
 
 /// Like [`examine`], with the kernel's files below another root.

@@ -185,13 +185,18 @@ fn unmounted(path: &Path, kernel: &Kernel<'_>) -> Option<Finding> {
     Some(Finding::trouble("mount", found, format!("mount {point}")))
 }
 
-/// The drive under a path.
-fn drive(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<Finding> {
+/// The directory in /sys of the drive under a path.
+pub(super) fn drive_folder(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<PathBuf> {
     let number = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
     let (major, minor) = (libc::major(number), libc::minor(number));
     let link = fs::canonicalize(kernel.root.join(format!("sys/dev/block/{major}:{minor}"))).ok()?;
     // A partition is in the directory of its drive.
-    let folder = if link.join("queue").exists() { link } else { link.parent()?.to_owned() };
+    if link.join("queue").exists() { Some(link) } else { link.parent().map(Path::to_owned) }
+}
+
+/// The drive under a path.
+fn drive(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<Finding> {
+    let folder = drive_folder(metadata, kernel)?;
     let file = |name: &str| fs::read_to_string(folder.join(name)).ok().map(|text| text.trim().to_owned());
     let name = folder.file_name()?.to_string_lossy().into_owned();
     let model = file("device/model").unwrap_or_else(|| "no model".into());

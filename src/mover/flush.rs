@@ -19,11 +19,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ///
     /// What the disk refuses is not among the errors, but with the [refusals](crate::state::refusals).
     pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
-        let keys: Vec<BlockKey> = {
-            let state = self.shared.lock();
-            let keys: BTreeSet<_> = state.flights.writes().chain(state.dirty.iter().copied()).collect();
-            keys.into_iter().collect()
+        let wanted = match self.shared.config.values_writes() {
+            true => self.decide_all().await,
+            false => self.shared.lock().dirty.clone(),
         };
+        let mut keys: BTreeSet<BlockKey> = self.shared.lock().flights.writes().collect();
+        keys.extend(wanted);
+        let keys: Vec<BlockKey> = keys.into_iter().collect();
         let mut transient = None;
         for batch in keys.chunks(DEMOTING_MAX as usize) {
             let begun: Vec<_> = batch.iter().map(|key| self.begin_sync_write(key)).collect();

@@ -6,9 +6,11 @@
 //! no wall clock, no random hasher and no thread of its own.
 
 mod ahead;
+mod allowance;
 #[cfg(feature = "sim")]
 mod balance;
 mod budget;
+mod by_value;
 mod command;
 mod direct;
 mod flush;
@@ -38,9 +40,12 @@ use std::{
     sync::Arc,
 };
 
-use tokio::sync::{Notify, Semaphore, mpsc, oneshot};
+use tokio::{
+    sync::{Notify, Semaphore, mpsc, oneshot},
+    time::Instant,
+};
 
-use self::{budget::Budget, pages::RecordPages};
+use self::{allowance::Allowance, budget::Budget, pages::RecordPages};
 use crate::{
     block::{BlockKey, FileId, Tier},
     device::{CopyEngine, cufile::Cufile},
@@ -62,6 +67,10 @@ pub(crate) struct Mover<S, C> {
     /// What addresses of reads and writes must be multiples of.
     memory_align_bytes: usize,
     budget: Budget,
+    /// What may be written to the disk tier, where that is limited.
+    allowance: Option<RefCell<Allowance>>,
+    /// When the cache was opened.
+    opened: Instant,
     records: RefCell<RecordPages>,
     /// Pages whose write has ended and that the slots do not know of: told under the next lock that is taken anyway.
     written: RefCell<Vec<PageId>>,
@@ -125,6 +134,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
         Rc::new(Mover {
             budget: Budget::new(config.read_bytes_in_flight_max, config.write_bytes_in_flight_max),
+            allowance: config
+                .write_budget_bytes()
+                .map(|bytes| RefCell::new(Allowance::new(bytes, config.written_bytes()))),
+            opened: Instant::now(),
             records: RefCell::default(),
             written: RefCell::default(),
             workers,

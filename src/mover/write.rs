@@ -163,7 +163,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             self.shared.write_back.notified().await;
             while self.demoting.get() < DEMOTING_MAX {
-                let Some(write) = self.coldest_dirty() else { break };
+                if self.shared.config.values_writes() {
+                    self.decide_coldest().await;
+                }
+                let Some(write) = self.next_write_back() else { break };
                 let demoting = Demoting::new(&self);
                 let this = Rc::clone(&self);
                 self.spawn(async move {
@@ -174,24 +177,37 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    fn coldest_dirty(&self) -> Option<PendingWrite> {
+    fn next_write_back(&self) -> Option<PendingWrite> {
         let shared = &self.shared;
         let mut state = shared.lock();
-        if !shared.write_back_is_due(&state, self.demoting.get(), shared.config.high_watermark) {
+        if !shared.config.values_writes() {
+            let (id, key) = self.coldest_dirty(&state)?;
+            return self.begin_write_back(&mut state, id, &key);
+        }
+        loop {
+            let (id, key) = state.next_leaving()?;
+            if let Some(write) = self.begin_write_back(&mut state, id, &key) {
+                return Some(write);
+            }
+        }
+    }
+
+    fn begin_write_back(&self, state: &mut State, id: EntryId, key: &BlockKey) -> Option<PendingWrite> {
+        match self.shared.begin_write(state, id, key, Class::Background, self.shared.config.waiters_max) {
+            Ok(Committed::Write(write, _nobody)) => Some(write),
+            _ => None,
+        }
+    }
+
+    /// What must be written or dropped next, if it is time for that.
+    pub(super) fn coldest_dirty(&self, state: &State) -> Option<(EntryId, BlockKey)> {
+        if !self.shared.write_back_is_due(state, self.demoting.get(), self.shared.config.high_watermark) {
             return None;
         }
         let id = state.index.demotable(Tier::Host)?;
         let key = state.index.key(id);
         // A block under this key that was removed is still being written: its end sets a slot free.
-        if state.flights.contains(&key, Tier::Disk) {
-            return None;
-        }
-        let committed = shared.begin_write(&mut state, id, &key, Class::Background, shared.config.waiters_max);
-        drop(state);
-        match committed {
-            Ok(Committed::Write(write, _nobody)) => Some(write),
-            _ => None,
-        }
+        (!state.flights.contains(&key, Tier::Disk)).then_some((id, key))
     }
 }
 

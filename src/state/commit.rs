@@ -115,7 +115,7 @@ impl Shared {
         if self.config.disks.is_empty() || state.index.slot(id, Tier::Disk).is_some() {
             return Ok(Committed::Done);
         }
-        if self.config.write_policy != WritePolicy::WriteThroughSelective {
+        if matches!(self.config.write_policy, WritePolicy::WriteThrough | WritePolicy::WriteBack) {
             let parent = state.index.parent_key(id);
             if self.refuses(state, key, parent.as_ref(), Tier::Disk) {
                 return Ok(Committed::Done);
@@ -124,7 +124,7 @@ impl Shared {
         match self.config.write_policy {
             WritePolicy::WriteThrough => self.begin_write(state, id, key, Class::Awaited, self.config.waiters_max),
             WritePolicy::WriteThroughSelective => Ok(Committed::Done),
-            WritePolicy::WriteBack => {
+            WritePolicy::WriteBack | WritePolicy::ByValue => {
                 self.must_be_written(state, id, key);
                 Ok(Committed::Done)
             }
@@ -164,6 +164,29 @@ impl Shared {
         if state.has_waiters(Tier::Host) {
             self.write_back.notify_one();
         }
+    }
+
+    /// A use of a block that was not worth a write: it is decided on anew when host memory lets it go.
+    pub(crate) fn reconsider(&self, state: &mut State, id: EntryId) {
+        if self.config.values_writes()
+            && state.index.best_tier(id) != Some(Tier::Disk)
+            && state.index.slot(id, Tier::Disk).is_none()
+            && !state.index.is_filling(id, Tier::Disk)
+            && !state.index.is_dirty(id, Tier::Host)
+            && state.disk_service.writes()
+        {
+            let key = state.index.key(id);
+            state.set_dirty(id, &key);
+            if state.has_waiters(Tier::Host) {
+                self.write_back.notify_one();
+            }
+        }
+    }
+
+    /// It was decided not to write a block: it may go.
+    pub(crate) fn decline_write(&self, state: &mut State, id: EntryId, key: &BlockKey) {
+        state.dirty.remove(key);
+        state.index.set_dirty(id, Tier::Host, false);
     }
 
     /// Starts or joins the write of a block to disk. The pin in the answer is not to be dropped under the lock.
@@ -232,7 +255,7 @@ impl Shared {
         if let Some(id) = state.index.find(key)
             && state.index.slot(id, Tier::Disk).is_none()
         {
-            let awaited = self.config.write_policy != WritePolicy::WriteBack || !next.is_empty();
+            let awaited = !self.config.writes_back() || !next.is_empty();
             if !awaited && state.index.slot(id, Tier::Host).is_some() {
                 self.must_be_written(state, id, key);
                 return (answers, None);
@@ -325,7 +348,7 @@ impl Shared {
 
 impl State {
     /// A block of the host tier is to be written to disk before it may go.
-    fn set_dirty(&mut self, id: EntryId, key: &BlockKey) {
+    pub(crate) fn set_dirty(&mut self, id: EntryId, key: &BlockKey) {
         if self.index.slot(id, Tier::Host).is_some() {
             self.index.set_dirty(id, Tier::Host, true);
             self.dirty.insert(*key);

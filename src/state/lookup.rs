@@ -87,6 +87,7 @@ impl Shared {
             return Ok(Found::Miss);
         };
         if let Some(slot) = state.pin_used(id, tier) {
+            self.reconsider(&mut state, id);
             self.leases[tier as usize].fetch_add(u64::from(is_leased), Ordering::Relaxed);
             drop(state);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
@@ -138,6 +139,7 @@ impl Shared {
                 Use::Now => {
                     state.index.touch(id);
                     state.index.hit(id);
+                    self.reconsider(state, id);
                 }
                 Use::Announced => state.index.announce(id),
                 Use::Counted => {}

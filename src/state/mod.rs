@@ -32,7 +32,7 @@ pub(crate) use slots::Purpose;
 pub(crate) use verify::Settled;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeSet, VecDeque},
     ptr::NonNull,
     sync::{
         Arc,
@@ -45,7 +45,7 @@ use tokio::{sync::Notify, time::Instant};
 use self::{refusals::Refusals, requests::SlotRequests};
 use crate::{
     block::{BlockKey, Route, Tier},
-    config::{Config, WritePolicy},
+    config::Config,
     device::DevicePool,
     disk::DiskSlots,
     error::{Error, Result},
@@ -87,6 +87,8 @@ pub(crate) struct State {
     pub(crate) device_retired: Option<String>,
     /// Blocks of the host tier that the disk tier must take before they may go.
     pub(crate) dirty: BTreeSet<BlockKey>,
+    /// Those of them that were found to be worth a write, in the order in which they are written.
+    pub(crate) leaving: VecDeque<BlockKey>,
     /// Blocks that the disk tier did not take, and nobody was told.
     pub(crate) refusals: Refusals,
     closed: bool,
@@ -157,6 +159,7 @@ impl Shared {
             disk_service: DiskService::Full,
             device_retired: None,
             dirty: BTreeSet::new(),
+            leaving: VecDeque::new(),
             refusals: Refusals::default(),
             closed: false,
         };
@@ -193,10 +196,17 @@ impl Shared {
     /// True where too few host slots could be given up at once, and write-back could help.
     /// `demoting` are on their way already.
     pub(crate) fn write_back_is_due(&self, state: &State, demoting: u32, watermark: f64) -> bool {
-        if self.config.write_policy != WritePolicy::WriteBack || state.index.demotable_len(Tier::Host) == 0 {
+        if !self.config.writes_back() || state.index.demotable_len(Tier::Host) == 0 {
             return false;
         }
-        let available = state.free[Tier::Host as usize].len() + state.index.evictable(Tier::Host) + demoting as usize;
+        let free = state.free[Tier::Host as usize].len();
+        let evictable = state.index.evictable(Tier::Host);
+        let available = match self.config.values_writes() && free + evictable > 0 {
+            // Later is better: more is known then. Of a chain one block after the other can go.
+            true => free + state.index.resident(Tier::Host).saturating_sub(state.dirty.len()) + state.leaving.len(),
+            false => free + evictable,
+        };
+        let available = available + demoting as usize;
         // At least one, so that a tiny tier is never stuck with dirty blocks only.
         let wanted = (f64::from(self.config.host_blocks) * watermark).ceil().max(1.0);
         (available as f64) < wanted

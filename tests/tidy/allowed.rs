@@ -17,7 +17,8 @@ pub const TOP: Group = Group {
         ("service", "cache store config block error fork shield"),
         (
             "cache",
-            "mover state device disk runtime config index io memory workers metrics block checksum error fork shield",
+            "mover state device disk runtime config index io machine memory workers metrics block checksum error fork \
+             shield",
         ),
         ("mover", "state device disk config index io memory workers block checksum error"),
         ("state", "device disk config index io memory metrics block checksum error fork shield sync"),
@@ -69,6 +70,7 @@ pub const STATE: Group = Group {
 pub const MOVER: Group = Group {
     parent: &["mover"],
     allowed: &[
+        ("by_value", "mod"),
         ("layers", "foreign mod progress region"),
         ("foreign", "straight promote ahead mod region"),
         ("straight", "mod budget region"),
@@ -83,9 +85,10 @@ pub const MOVER: Group = Group {
         ("records", "mod pages"),
         ("shutdown", "mod command"),
         ("spin", "mod"),
-        ("mod", "command budget pages"),
+        ("mod", "allowance command budget pages"),
         ("command", "progress region"),
         ("progress", "region"),
+        ("allowance", ""),
         ("budget", ""),
         ("pages", ""),
         ("region", ""),

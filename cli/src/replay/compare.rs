@@ -34,7 +34,7 @@ use crate::{
 /// Shares of a trace's distinct blocks that are tried without `--shares`, percent.
 const SHARES: [f64; 6] = [1.0, 2.0, 5.0, 10.0, 20.0, 40.0];
 /// Bytes of a block without `--block-bytes`: policies do not care, and 40 % of a long trace are to fit in memory.
-const BLOCK_BYTES: usize = 4096;
+pub const BLOCK_BYTES: usize = 4096;
 
 /// One capacity of one trace.
 struct Row {
@@ -94,7 +94,8 @@ pub fn run(args: &Args, policies: &[Eviction]) -> Result<(), Failure> {
     if interrupted.load(Ordering::Relaxed) { Err(Failure::interrupted()) } else { Ok(()) }
 }
 
-fn traces(args: &Args) -> Result<Vec<(String, Vec<Request>)>, Failure> {
+/// What is to be replayed, by name.
+pub fn traces(args: &Args) -> Result<Vec<(String, Vec<Request>)>, Failure> {
     if args.trace.is_empty() {
         return Ok(vec![("built-in workload".into(), generator::generate(args.seed))]);
     }

@@ -3,6 +3,7 @@
 mod args;
 mod belady;
 mod compare;
+mod compare_writes;
 mod engine;
 mod place;
 mod tally;
@@ -49,6 +50,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     args.check()?;
     if !args.compare.is_empty() {
         return compare::run(args, &args.compare);
+    }
+    if !args.compare_writes.is_empty() {
+        return compare_writes::run(args);
     }
     let requests = match args.trace.first() {
         Some(path) => trace::read(path)?,

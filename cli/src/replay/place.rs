@@ -82,6 +82,7 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
     config.device = args.device.into();
     config.eviction_policy = args.policy.into();
     config.write_policy = args.write_policy.map_or(config.write_policy, Into::into);
+    config.write_budget = args.write_budget.map(|bytes| bytes as u64).or(config.write_budget);
     config.storage = args.storage.map_or(config.storage, Into::into);
     config.direct_io = args.direct_io.map_or(config.direct_io, Into::into);
     config.validate()?;

@@ -38,7 +38,15 @@ struct Settings {
 
 impl Settings {
     fn config(&self) -> Config {
-        let policies = [WritePolicy::WriteThrough, WritePolicy::WriteBack, WritePolicy::WriteThroughSelective];
+        let policies = [
+            WritePolicy::WriteThrough,
+            WritePolicy::WriteBack,
+            WritePolicy::WriteThroughSelective,
+            WritePolicy::ByValue,
+        ];
+        let write_policy = policies[usize::from(self.policy) % policies.len()];
+        // None, or up to what lets a few blocks through in a life, which takes seconds.
+        let writes_a_day = [0, 0, 1 << 10, 1 << 16, 1 << 20][usize::from(self.policy / 4 % 5)];
         let block_bytes = BLOCK_BYTES[usize::from(self.block % 4)];
         let slot_bytes = (block_bytes as u64).next_multiple_of(4096);
         let disk =
@@ -54,7 +62,9 @@ impl Settings {
             device_blocks,
             device_layout: (device_blocks > 1).then(layout),
             disks: self.disks.iter().enumerate().map(disk).filter(|disk| disk.blocks > 0).collect(),
-            write_policy: policies[usize::from(self.policy) % policies.len()],
+            write_policy,
+            write_budget: (write_policy == WritePolicy::ByValue && writes_a_day > 0)
+                .then(|| writes_a_day * (slot_bytes + 4096)),
             selective_hits: 1 + self.policy % 3,
             movements_max: limit(0),
             waiters_max: limit(1),

@@ -161,6 +161,7 @@ impl Context {
             && read_well
             && stats.read_errors == 0
             && stats.disk_retired.is_none()
+            && stats.writes_declined + stats.writes_over_budget == 0
             && stats.tier(Tier::Disk).evictions == 0;
         let keeps = keeps_synced
             && (self.plan.config.write_policy == WritePolicy::WriteThrough

@@ -3,7 +3,7 @@
 use std::{rc::Rc, time::Duration};
 
 use kvhoist::{
-    Cache, Error,
+    Cache, Error, WritePolicy,
     io::OpKind,
     sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World},
 };
@@ -158,6 +158,8 @@ impl Life {
             drop(cache);
             // What the last write-backs evict nobody sees.
             let fits = self.context.plan.universe.len() as u64 <= self.context.plan.config.disk_blocks();
+            // Nor what they decide against.
+            let fits = fits && self.context.plan.config.write_policy != WritePolicy::ByValue;
             claims = Claims { keeps: claims.keeps && fits, keeps_synced: claims.keeps_synced && fits, ..claims };
             self.end(&reactor).await;
             claims

@@ -159,6 +159,7 @@ impl Plan {
         let eviction_policy =
             pick(&mut Rng::new(seed ^ 0xe71c_0000_0000_0000), &[Eviction::Lru, Eviction::Rb, Eviction::RbRefuse]);
         let config = Config { bypass_host: straight, eviction_policy, ..config(&mut rng, level) };
+        let config = if Trial::of(seed).is_none() { by_value(seed, config) } else { config };
         let (memory_align_bytes, memory_shift) = if straight { alignment(seed) } else { (IO_ALIGN, 0) };
         let slots = config.disk_blocks().max(u64::from(config.host_blocks));
         // Half of the runs have room for all.
@@ -198,6 +199,9 @@ impl Plan {
                 (plan.memory_align_bytes, plan.memory_shift) = alignment(seed);
             }
             trial.bend(&mut plan, &mut rng);
+            if plan.config.write_policy == WritePolicy::WriteBack {
+                plan.config = Config { write_budget: None, ..by_value(seed, plan.config) };
+            }
         }
         plan
     }
@@ -221,6 +225,20 @@ impl Plan {
 
 pub fn pick<T: Copy>(rng: &mut Rng, of: &[T]) -> T {
     of[rng.below(of.len() as u64) as usize]
+}
+
+/// A third of the runs write by value, half of them within a budget. By draws of their own: all else of a seed stays as
+/// it is.
+fn by_value(seed: u64, mut config: Config) -> Config {
+    let mut rng = Rng::new(seed ^ 0xb1d6_0000_0000_0000);
+    if rng.chance(0.33) {
+        let least = (config.slot_bytes() + IO_ALIGN) as u64 * 240;
+        config.write_policy = WritePolicy::ByValue;
+        // A run takes milliseconds to seconds: nothing, one block a second, as much as a slow disk, or a quick one.
+        config.write_budget = pick(&mut rng, &[None, None, None, Some(1), Some(360), Some(1 << 16), Some(1 << 24)])
+            .map(|times: u64| times * least);
+    }
+    config
 }
 
 /// What the disks ask of memory, and where the callers' begins. By draws of their own: all else of a seed stays as it

@@ -4,7 +4,7 @@ use std::{cell::Cell, future::Future, rc::Rc, time::Duration};
 
 use arbitrary::Unstructured;
 use kvhoist::{
-    Cache, DeviceLease, Error, Lease, Segment, Tier,
+    Cache, DeviceLease, Error, Lease, Segment, Tier, WritePolicy,
     io::{FileId, OpKind},
     sim::{self, CopyOptions, FaultKind, Reactor, SimOptions, Simulated, World},
 };
@@ -202,6 +202,8 @@ impl Life<'_> {
         } else {
             // Evictions at the end cannot be queried.
             claims.keeps &= self.run.model.writes_through() || self.run.config.disk_blocks() >= 2 * u64::from(KEYS);
+            // Nor what it decides against.
+            claims.keeps &= self.run.config.write_policy != WritePolicy::ByValue;
         }
         let Life { run, world, cache, .. } = self;
         drop(cache);
@@ -220,6 +222,7 @@ impl Life<'_> {
             && of_reads[FaultKind::Error as usize] + of_reads[FaultKind::BitFlip as usize] == 0
             && stats.read_errors == 0
             && stats.disk_retired.is_none()
+            && stats.writes_declined + stats.writes_over_budget == 0
             && stats.tier(Tier::Disk).evictions == 0
             && (self.run.model.writes_through() || stats.writes_refused == 0);
         Claims { keeps, honest }

@@ -1,0 +1,204 @@
+//! `kvhoist replay --compare-writes`: hit ratios and bytes written to disk over the disk's capacity, by write policy.
+//!
+//! Each cell is a cache in host memory and on disk that replays the whole trace, one request at a time. Every byte of
+//! every hit is verified.
+
+use std::{
+    collections::HashSet,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use kvhoist::{Cache, Config, DirectIo, DiskPath, Tier, WritePolicy};
+use serde_json::{Value, json};
+
+use super::{
+    Args,
+    args::{Policy, policy_name},
+    compare, engine,
+};
+use crate::{failure::Failure, interrupt, output::emit, size::show_bytes, trace::Request};
+
+/// Host memory, percent of a trace's distinct blocks.
+const HOST_SHARE: f64 = 2.0;
+/// Shares of the distinct blocks that the disk holds, percent.
+const SHARES: [f64; 3] = [5.0, 10.0, 20.0];
+
+/// One capacity of one trace.
+struct Row {
+    share: f64,
+    host_blocks: u32,
+    disk_blocks: u32,
+    /// By policy.
+    cells: Vec<Cell>,
+}
+
+struct Cell {
+    hit_ratio: f64,
+    bytes_written: u64,
+    declined: u64,
+}
+
+struct Compared {
+    name: String,
+    distinct: usize,
+    rows: Vec<Row>,
+    failures: u64,
+}
+
+/// Compares, and prints a table or an object.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    // What all are compared with is always there.
+    let mut policies = args.compare_writes.clone();
+    policies.retain(|policy| !matches!(policy, Policy::WriteThrough));
+    policies.insert(0, Policy::WriteThrough);
+    let shares = if args.shares.is_empty() { SHARES.to_vec() } else { args.shares.clone() };
+    let traces = compare::traces(args)?;
+    let interrupted = interrupt::catch()?;
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
+    let runtime = runtime.map_err(|error| Failure::run(format!("cannot start a runtime: {error}")))?;
+    let mut compared = Vec::new();
+    for (name, requests) in traces {
+        compared.push(runtime.block_on(compare_one(args, &policies, &shares, name, &requests, &interrupted))?);
+        if interrupted.load(Ordering::Relaxed) {
+            break;
+        }
+    }
+    emit(&match args.json {
+        true => format!("{:#}\n", json(&compared, &policies)),
+        false => compared.iter().map(|trace| table(trace, &policies)).collect::<Vec<_>>().join("\n"),
+    })?;
+    let failures: u64 = compared.iter().map(|trace| trace.failures).sum();
+    if failures > 0 {
+        return Err(Failure::run(format!("{failures} blocks came back with wrong bytes")));
+    }
+    if interrupted.load(Ordering::Relaxed) { Err(Failure::interrupted()) } else { Ok(()) }
+}
+
+async fn compare_one(
+    args: &Args,
+    policies: &[Policy],
+    shares: &[f64],
+    name: String,
+    requests: &[Request],
+    interrupted: &Arc<AtomicBool>,
+) -> Result<Compared, Failure> {
+    let distinct = requests.iter().flat_map(|request| &request.hash_ids).collect::<HashSet<_>>().len();
+    let mut compared = Compared { name, distinct, rows: Vec::new(), failures: 0 };
+    let slots = |share: f64| ((distinct as f64 * share / 100.0) as u32).max(1);
+    for &share in shares {
+        let (host_blocks, disk_blocks) = (slots(HOST_SHARE), slots(share));
+        let mut cells = Vec::new();
+        for &policy in policies {
+            if !args.quiet {
+                eprintln!("{}: {} with {disk_blocks} slots on disk", compared.name, policy_name(policy));
+            }
+            let config = Config {
+                block_bytes: args.block_bytes.unwrap_or(compare::BLOCK_BYTES),
+                host_blocks,
+                eviction_policy: args.policy.into(),
+                write_policy: policy.into(),
+                namespace: "replay".into(),
+                direct_io: args.direct_io.map_or(DirectIo::Prefer, Into::into),
+                storage: args.storage.map_or_else(Default::default, Into::into),
+                ..Config::default()
+            };
+            let (cell, failures) = cell(args, config, disk_blocks, requests.to_vec(), interrupted).await?;
+            compared.failures += failures;
+            if interrupted.load(Ordering::Relaxed) {
+                return Ok(compared);
+            }
+            cells.push(cell);
+        }
+        compared.rows.push(Row { share, host_blocks, disk_blocks, cells });
+    }
+    Ok(compared)
+}
+
+/// One policy at one capacity, and how many blocks were wrong.
+async fn cell(
+    args: &Args,
+    mut config: Config,
+    disk_blocks: u32,
+    requests: Vec<Request>,
+    interrupted: &Arc<AtomicBool>,
+) -> Result<(Cell, u64), Failure> {
+    let mut folder = tempfile::Builder::new();
+    folder.prefix("kvhoist-replay-");
+    let folder = match args.path.first() {
+        Some(path) => folder.tempdir_in(path),
+        None => folder.tempdir(),
+    };
+    let folder = folder.map_err(|error| {
+        Failure::usage(format!("no temporary directory: {error}; name a place for it with --path or TMPDIR"))
+    })?;
+    if config.write_policy == WritePolicy::ByValue {
+        config.write_budget = args.write_budget.map(|bytes| bytes as u64);
+    }
+    config.disks = vec![DiskPath { path: folder.path().to_owned(), blocks: disk_blocks }];
+    config.validate()?;
+    let cache = Cache::open(config).await?;
+    // One after the other: what is in flight at once would change what is evicted.
+    let one_at_a_time = Args { in_flight: 1, ..args.clone() };
+    let replayed = engine::replay(&cache, requests, &one_at_a_time, interrupted).await;
+    let stats = cache.stats();
+    cache.close().await?;
+    let (_, tally) = replayed?;
+    let cell = Cell {
+        hit_ratio: tally.hit_ratio(),
+        bytes_written: stats.tier(Tier::Disk).bytes_in,
+        declined: stats.writes_declined + stats.writes_over_budget,
+    };
+    Ok((cell, tally.verification_failures))
+}
+
+fn table(trace: &Compared, policies: &[Policy]) -> String {
+    let Compared { name, distinct, rows, failures } = trace;
+    let mut lines = vec![format!("{name}: {distinct} blocks; verification failures {failures}")];
+    lines.push(format!(
+        "{:>7}{:>8}{:>8}  {:22}{:>10}{:>9}{:>14}{:>9}{:>11}",
+        "share", "host", "disk", "write policy", "hit ratio", "of first", "bytes written", "of first", "declined"
+    ));
+    for row in rows {
+        let first = &row.cells[0];
+        for (policy, cell) in policies.iter().zip(&row.cells) {
+            lines.push(format!(
+                "{:>6}%{:>8}{:>8}  {:22}{:>10.4}{:>9.3}{:>14}{:>9.3}{:>11}",
+                row.share,
+                row.host_blocks,
+                row.disk_blocks,
+                policy_name(*policy),
+                cell.hit_ratio,
+                cell.hit_ratio / first.hit_ratio.max(1e-9),
+                show_bytes(cell.bytes_written),
+                cell.bytes_written as f64 / (first.bytes_written as f64).max(1.0),
+                cell.declined,
+            ));
+        }
+    }
+    lines.join("\n") + "\n"
+}
+
+fn json(compared: &[Compared], policies: &[Policy]) -> Value {
+    let row = |row: &Row| {
+        let cells = policies.iter().zip(&row.cells).map(|(policy, cell)| {
+            let Cell { hit_ratio, bytes_written, declined } = cell;
+            let cell = json!({ "hit_ratio": hit_ratio, "bytes_written": bytes_written, "writes_declined": declined });
+            (policy_name(*policy).to_owned(), cell)
+        });
+        let cells: serde_json::Map<String, Value> = cells.collect();
+        let Row { share, host_blocks, disk_blocks, .. } = row;
+        json!({ "share": share / 100.0, "host_blocks": host_blocks, "disk_blocks": disk_blocks, "policies": cells })
+    };
+    let trace = |trace: &Compared| {
+        json!({
+            "trace": trace.name,
+            "distinct_blocks": trace.distinct,
+            "verification_failures": trace.failures,
+            "rows": trace.rows.iter().map(row).collect::<Vec<_>>(),
+        })
+    };
+    json!({ "traces": compared.iter().map(trace).collect::<Vec<_>>() })
+}

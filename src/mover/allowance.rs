@@ -1,0 +1,137 @@
+//! The budget of writes to the disk tier: a bucket that fills evenly and holds a tenth of an hour's writes.
+//!
+//! Over any time `t` no more goes out than `t` brings in and the bucket holds. So that it does not run dry, which would
+//! cut chains where it happens to, chains in their first use are taken by a coin: the share that is taken follows what
+//! was offered and what the budget allowed of late, and the level of the bucket.
+
+use std::time::Duration;
+
+const HOUR: f64 = 3600.0;
+/// The share of an hour's writes that the bucket holds.
+const SAVED: f64 = 0.1;
+/// For how long what was offered counts, seconds.
+const MEMORY: f64 = 600.0;
+
+/// How many blocks may be written. All counts are of blocks.
+pub(super) struct Allowance {
+    a_second: f64,
+    room: f64,
+    level: f64,
+    /// When the level was right.
+    at: Duration,
+    /// The share of chains in their first use that is taken.
+    share: f64,
+    /// Decayed sums: blocks offered in their first use, and in a later one, in so many seconds.
+    first: f64,
+    again: f64,
+    seconds: f64,
+}
+
+impl Allowance {
+    /// Of so many bytes a day, where a write of a block comes to `written_bytes`.
+    pub(super) fn new(bytes_a_day: u64, written_bytes: u64) -> Self {
+        let a_second = bytes_a_day as f64 / (24.0 * HOUR) / written_bytes.max(1) as f64;
+        let room = a_second * HOUR * SAVED;
+        // Empty: who starts often must not write more for it.
+        Allowance { a_second, room, level: 0.0, at: Duration::ZERO, share: 1.0, first: 0.0, again: 0.0, seconds: 0.0 }
+    }
+
+    /// How many of the `blocks` unwritten ones of a chain are taken, from its top. `now`: a time since any fixed one.
+    /// `again`: its last block is not in its first use. `coin`: the chain's.
+    pub(super) fn admit(&mut self, now: Duration, again: bool, coin: f64, blocks: usize) -> usize {
+        self.pass(now);
+        let taken = again || coin < self.share;
+        // A chain that is not taken is offered block by block.
+        let offered = if taken { blocks as f64 } else { 1.0 };
+        if again {
+            self.again += offered;
+        } else {
+            self.first += offered;
+        }
+        if !taken {
+            return 0;
+        }
+        let blocks = blocks.min(self.level as usize);
+        self.level -= blocks as f64;
+        blocks
+    }
+
+    /// The share of chains in their first use that is taken now.
+    pub(super) fn share(&self) -> f64 {
+        self.share
+    }
+
+    fn pass(&mut self, now: Duration) {
+        let passed = now.saturating_sub(self.at).as_secs_f64();
+        self.at = self.at.max(now);
+        self.level = (self.level + self.a_second * passed).min(self.room);
+        let kept = (-passed / MEMORY).exp();
+        self.first *= kept;
+        self.again *= kept;
+        self.seconds = self.seconds * kept + passed;
+        if self.first > 0.0 {
+            let wanted = self.a_second * self.seconds - self.again + 2.0 * (self.level - self.room / 2.0);
+            self.share = (wanted / self.first).clamp(0.0, 1.0);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is written a second, where so many chains of `blocks` are offered a second.
+    fn written(allowance: &mut Allowance, seconds: u64, chains: u64, blocks: usize, again: bool) -> Vec<f64> {
+        let mut n = 0u64;
+        (1..=seconds)
+            .map(|second| {
+                let offered = (0..chains).map(|_| {
+                    n += 1;
+                    let coin = (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 40) as f64 / f64::from(1 << 24);
+                    allowance.admit(Duration::from_secs(second), again, coin, blocks) as f64
+                });
+                offered.sum()
+            })
+            .collect()
+    }
+
+    fn most_in_an_hour(written: &[f64]) -> f64 {
+        written.windows(3600).map(|hour| hour.iter().sum()).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn an_hour_takes_no_more_than_a_tenth_above_its_budget_and_wastes_none_of_it() {
+        for (chains, blocks, again) in [(1, 200, false), (20, 20, false), (40, 1, true), (3, 24, true)] {
+            // 10 blocks a second.
+            let mut allowance = Allowance::new(10 * 86_400 * 1000, 1000);
+            let written = written(&mut allowance, 4 * 3600, chains, blocks, again);
+            let most = most_in_an_hour(&written);
+            assert!(most <= 1.1 * 36_000.0 + 1.0, "{chains} chains of {blocks}: {most} blocks in an hour");
+            let last: f64 = written[3 * 3600..].iter().sum();
+            assert!(last >= 0.9 * 36_000.0, "{chains} chains of {blocks}: {last} blocks in the last hour");
+        }
+    }
+
+    #[test]
+    fn nothing_is_saved_up_beyond_a_tenth_of_an_hour() {
+        let mut allowance = Allowance::new(86_400 * 1000, 1000);
+        assert_eq!(allowance.admit(Duration::ZERO, true, 0.0, 1), 0, "it begins empty");
+        assert_eq!(allowance.admit(Duration::from_hours(48), true, 0.0, 10_000), 360);
+        assert_eq!(allowance.admit(Duration::from_hours(48), true, 0.0, 1), 0);
+        assert_eq!(allowance.admit(Duration::from_hours(47), true, 0.0, 1), 0, "time never goes back");
+    }
+
+    #[test]
+    fn whole_chains_are_taken_by_their_coins() {
+        let mut allowance = Allowance::new(86_400 * 1000, 1000);
+        let (mut whole, mut stubs) = (0, 0);
+        for second in 0..20_000u32 {
+            let coin = f64::from(second * 7919 % 1000) / 1000.0;
+            let taken = allowance.admit(Duration::from_secs(second.into()), false, coin, 4);
+            whole += u32::from(taken == 4);
+            stubs += u32::from(![0, 4].contains(&taken));
+        }
+        assert!(stubs * 50 < whole, "{stubs} chains were cut, and {whole} taken whole");
+        assert!((0.1..0.5).contains(&allowance.share()), "a quarter of what is offered, not {}", allowance.share());
+    }
+}

@@ -1,0 +1,127 @@
+//! Deciding which blocks of host memory are worth a write to disk.
+//!
+//! A block is decided on when host memory lets it go: the coldest one that is not on disk, or all of them at a `sync`
+//! or the close. What is worth a write goes to the disk after the blocks above it in its chain that are not there: a
+//! suffix without its prefix is useless. What is not may be evicted; where it is used before that, it is decided on
+//! anew.
+
+use std::{collections::BTreeSet, rc::Rc};
+
+use super::Mover;
+use crate::{
+    block::{BlockKey, Tier},
+    device::CopyEngine,
+    index::EntryId,
+    io::Storage,
+    state::State,
+};
+
+/// Blocks that are decided on between two turns of the I/O.
+const AT_ONCE: usize = 16;
+
+/// Blocks of a chain that are decided on at once; those above them are when their turn comes.
+const CHAIN_MAX: usize = 1024;
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// Decides on the coldest blocks of host memory, while it is time for that and none of them is to be written.
+    pub(super) async fn decide_coldest(&self) {
+        loop {
+            for _ in 0..AT_ONCE {
+                let mut state = self.shared.lock();
+                if !state.leaving.is_empty() {
+                    return;
+                }
+                let Some((id, key)) = self.coldest_dirty(&state) else { return };
+                self.decide(&mut state, id, key);
+            }
+            crate::io::yield_now().await;
+        }
+    }
+
+    /// Decides on every block of host memory that is not on disk and was not decided on, the coldest first. Gives all
+    /// that are to be written.
+    pub(super) async fn decide_all(self: &Rc<Self>) -> BTreeSet<BlockKey> {
+        let (mut wanted, mut undecided) = {
+            let state = self.shared.lock();
+            let used = |key: &BlockKey| state.index.find(key).map_or(0, |id| state.index.last_use(id));
+            let wanted: BTreeSet<BlockKey> = state.leaving.iter().copied().collect();
+            let undecided = state.dirty.iter().filter(|key| !wanted.contains(*key));
+            let undecided: Vec<(u64, BlockKey)> = undecided.map(|key| (used(key), *key)).collect();
+            (wanted, undecided)
+        };
+        undecided.sort_unstable();
+        for keys in undecided.chunks(AT_ONCE) {
+            let mut state = self.shared.lock();
+            for (_, key) in keys {
+                // Or it is being written, was removed, or was decided on meanwhile.
+                if state.dirty.contains(key)
+                    && !wanted.contains(key)
+                    && !state.flights.contains(key, Tier::Disk)
+                    && let Some(id) = state.index.find(key)
+                {
+                    wanted.extend(self.decide(&mut state, id, *key));
+                }
+            }
+            drop(state);
+            crate::io::yield_now().await;
+        }
+        wanted
+    }
+
+    /// Decides on a block that is not on disk. Gives what of its chain is to be written: it is dirty and
+    /// [leaving](State).
+    fn decide(&self, state: &mut State, id: EntryId, key: BlockKey) -> Vec<BlockKey> {
+        let shared = &self.shared;
+        let full = state.free_slots(Tier::Disk) == 0;
+        let worth = state.index.worth(id, full);
+        let mut chain = state.index.unwritten_chain(id, CHAIN_MAX);
+        chain.retain(|&above| !state.flights.contains(&state.index.key(above), Tier::Disk));
+        let [by_value, by_budget] = &shared.metrics.writes_declined;
+        let taken = match &self.allowance {
+            // Whatever its like do, what was used again was asked for again.
+            Some(allowance) if worth.is_enough || worth.again => {
+                let mut allowance = allowance.borrow_mut();
+                let taken = allowance.admit(self.opened.elapsed(), worth.again, worth.coin, chain.len());
+                shared.metrics.write_share.set(allowance.share());
+                by_budget.add(u64::from(taken < chain.len()));
+                taken
+            }
+            None if worth.is_enough => chain.len(),
+            _ => {
+                by_value.add(1);
+                0
+            }
+        };
+        state.index.decided(id);
+        let mut wanted = Vec::with_capacity(taken);
+        for &above in &chain[..taken] {
+            let above_key = state.index.key(above);
+            if above != id {
+                state.index.decided(above);
+            }
+            state.set_dirty(above, &above_key);
+            state.leaving.push_back(above_key);
+            wanted.push(above_key);
+        }
+        if taken < chain.len() {
+            shared.decline_write(state, id, &key);
+        }
+        wanted
+    }
+}
+
+impl State {
+    /// The next block that was found to be worth a write, and waits for it.
+    pub(super) fn next_leaving(&mut self) -> Option<(EntryId, BlockKey)> {
+        while let Some(key) = self.leaving.pop_front() {
+            // Or it was removed, or is being written.
+            if self.dirty.contains(&key)
+                && !self.flights.contains(&key, Tier::Disk)
+                && let Some(id) = self.index.find(&key)
+            {
+                return Some((id, key));
+            }
+        }
+        None
+    }
+}
