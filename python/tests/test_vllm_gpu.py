@@ -445,12 +445,14 @@ def test_several_groups_are_refused_where_their_failures_cannot_be_told(store_di
         Served(settings(store_dir), Gpu(groups=2))
 
 
-def test_the_end_waits_for_jobs_under_way(store_dir):
-    given, names = settings(store_dir), names_of("a", 6)
+def test_the_end_waits_for_jobs_under_way(store_dir, monkeypatch):
+    given, names, gate = settings(store_dir), names_of("a", 6), Gate()
     served = Served(given)
+    monkeypatch.setattr(served.worker.connector_worker.worker, "_now", lambda: gate)
     served.compute(served.request(names), served.take(7), names, settle=False)
     served.step()
     served.close()
+    assert gate.waited == 1
     served.close()
     assert not vllm_gpu.Opened.all
     with Served(given) as served:
