@@ -36,7 +36,7 @@ use crate::{
     index::PrefixMatch,
     mover::{Command, DeviceRead, Urgent},
     shield::shield,
-    state::{BegunStore, Class, Committed, Found, Outcome, Pin, Promotion, Purpose, Removed, Settled, Shared, Use},
+    state::{BegunStore, Class, Committed, Found, Outcome, Pin, Promotion, Purpose, Removed, Shared, Use},
 };
 
 /// Room for a command in the reactor's channel.
@@ -415,9 +415,9 @@ impl Cache {
             };
             match shared.settle(receiver).await {
                 // The movement may have begun before the block was removed and stored anew: its miss is not ours.
-                Settled::Ended(Ok(None)) if joined => {}
-                Settled::Ended(outcome) => return outcome,
-                Settled::AskAgain => {}
+                Some(Ok(None)) if joined => {}
+                Some(outcome) => return outcome,
+                None => {}
             }
         }
     }

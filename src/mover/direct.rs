@@ -6,11 +6,9 @@
 
 use std::{cell::Cell, fs::File, rc::Rc, sync::Arc};
 
-use tokio::time::Instant;
-
-use super::{Direct, Mover, budget::Kind};
+use super::{Direct, Mover, read::OnDisk};
 use crate::{
-    block::{BlockKey, FileId, IO_ALIGN, OpKind, Route, Segment, Tier},
+    block::{BlockKey, FileId, IO_ALIGN, OpKind, Segment, Tier},
     checksum::checksum,
     config::CufileMode,
     device::{
@@ -23,7 +21,7 @@ use crate::{
     index::EntryId,
     io::{Storage, read_into},
     memory::AlignedBuf,
-    state::{CufileService, DiskPlace, DiskWrite, Filling, Outcome, Pin, Purpose, Shared, State},
+    state::{CufileService, DiskPlace, DiskWrite, Filling, Pin, Purpose, Shared, State},
 };
 
 /// Requests that may fail in a row before the route is given up.
@@ -32,17 +30,8 @@ const FAILURES_MAX: u32 = 3;
 /// Bytes of a file that are read to see which way they go: what every store begins with.
 const PROBE_BYTES: usize = 2 * IO_ALIGN;
 
-/// What came of trying the route.
-pub(super) enum Tried {
-    Ended(Outcome),
-    /// The block is to go through host memory.
-    Elsewhere,
-    /// So it is, and if it is right there, libcufile gave wrong bytes.
-    Suspect,
-}
-
-/// A block that the library is to read, or has read: its disk slot, pinned, and the device slot it goes to.
-type Reading = (Pin, Filling);
+/// A block that the library reads, or has read: its disk slot, pinned, and the device slot it goes to.
+pub(super) type Reading = (Pin, Filling);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Takes the route into service if it is wanted and proves itself; says in [`CufileService`] what came of it.
@@ -150,54 +139,28 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Reads a block from disk into a device slot, verifies it there, and makes it visible.
-    pub(super) async fn fill_device_directly(self: &Rc<Self>, key: &BlockKey) -> Tried {
-        let Some(direct) = self.direct.get() else { return Tried::Elsewhere };
-        if !self.shared.lock().is_for_cufile(key) {
-            return Tried::Elsewhere;
-        }
-        let started = Instant::now();
-        let filling = match self.shared.acquire(Tier::Device, Purpose::Movement(key, Tier::Device)).await {
-            Ok(filling) => filling,
-            Err(error) => return Tried::Ended(Err(error)),
-        };
-        let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Device)).await;
-        let Some((pin, file, offset, wanted)) = self.begin_direct_read(key) else { return Tried::Elsewhere };
+    /// Has the library read a block into a device slot. `None` where it did not: the block goes through host memory.
+    pub(super) async fn read_directly(&self, direct: &Direct, block: OnDisk, filling: Filling) -> Option<Reading> {
+        let OnDisk { pin, file, offset, .. } = block;
         let id = pin.id();
         let parts = self.parts(filling.slot(), offset);
         let reading: Reading = (pin, filling);
         // SAFETY: the device slot is unpublished and travels as owner, as does the pin on the disk slot; both keep the
         // pool.
-        let ended = unsafe { direct.cufile.transfer(OpKind::Read, file, parts, reading).await };
-        drop(share);
-        let (pin, filling) = match ended {
-            Ended::Done(reading) => reading,
+        match unsafe { direct.cufile.transfer(OpKind::Read, file, parts, reading).await } {
+            Ended::Done(reading) => {
+                direct.failures.set(0);
+                Some(reading)
+            }
             Ended::Failed(reading, reason) => {
                 self.shared.abort_direct_read(id, Some(reading));
                 self.direct_failed(direct, &reason);
-                return Tried::Elsewhere;
+                None
             }
             Ended::Stuck(reason) => {
                 self.shared.abort_direct_read(id, None);
                 self.retire_direct(direct, format!("libcufile is stuck: {reason}"));
-                return Tried::Elsewhere;
-            }
-        };
-        direct.failures.set(0);
-        let (found, filling) = self.checksum_on_device(filling).await;
-        match found {
-            Ok(found) if found == wanted => {
-                let outcome = self.shared.publish(id, filling, wanted, Route::DiskToDevice, pin);
-                self.shared.metrics.moved(Route::DiskToDevice, self.shared.config.block_bytes, started.elapsed());
-                Tried::Ended(Ok(outcome))
-            }
-            Ok(_) => {
-                self.shared.abort_direct_read(id, Some((pin, filling)));
-                Tried::Suspect
-            }
-            Err(error) => {
-                self.shared.abort_direct_read(id, Some((pin, filling)));
-                Tried::Ended(Err(error))
+                None
             }
         }
     }
@@ -221,15 +184,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if !self.shared.lock().cufile.writes {
             return None;
         }
-        let share = self.share(Kind::Write, Purpose::Movement(key, Tier::Disk)).await;
-        let filling = match self.shared.acquire(Tier::Disk, Purpose::Movement(key, Tier::Disk)).await {
-            Ok(filling) => filling,
+        let (share, DiskWrite { id, filling }, place) = match self.begin_write(key, pin).await {
+            Ok(Some(begun)) => begun,
+            Ok(None) => return Some(Ok(None)),
             Err(error) => return Some(Err(error)),
         };
-        let (id, slot) = (pin.id(), filling.slot());
-        let checksum = self.shared.lock().device_checksums[pin.slot() as usize];
-        let Some(place) = self.begin_disk_write(id, &filling, checksum) else { return Some(Ok(None)) };
-        let DiskPlace { file, offset, page } = place;
+        let (slot, DiskPlace { file, offset, page }) = (filling.slot(), place);
         let owner = (Arc::clone(pin), filling);
         let parts = self.parts(pin.slot(), offset);
         // SAFETY: the device slot is pinned and full, the disk slot unpublished; both travel as owner.
@@ -270,23 +230,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             .collect()
     }
 
-    /// Pins the disk slot of a block, and begins the fill of its device slot.
-    fn begin_direct_read(&self, key: &BlockKey) -> Option<(Pin, FileId, u64, u64)> {
-        let mut state = self.shared.lock();
-        let id = state.index.find(key).filter(|_| state.is_for_cufile(key))?;
-        let pin = Pin::take(&self.shared, &mut state, id, Tier::Disk, Route::DiskToDevice)?;
-        if !state.index.begin_fill(id, Tier::Device) {
-            pin.release(&mut state);
-            return None;
-        }
-        let slots = state.disk_slots();
-        let (file, offset) = slots.locate(pin.slot());
-        let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
-        Some((pin, file, offset, checksum))
-    }
-
     /// The checksum of what is in a device slot: by the device where it can, else of a copy in host memory.
-    async fn checksum_on_device(&self, filling: Filling) -> (Result<u64>, Filling) {
+    pub(super) async fn checksum_on_device(&self, filling: Filling) -> (Result<u64>, Filling) {
         let segments = self.device_segments(filling.slot());
         let filling = Arc::new(filling);
         // SAFETY: an unpublished slot of the pool, which its `Filling` keeps; what was read into it has ended.
@@ -346,7 +291,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
 impl State {
     /// True where a block is on disk and in no faster tier, nor on its way to host memory.
-    fn is_for_cufile(&self, key: &BlockKey) -> bool {
+    pub(super) fn is_for_cufile(&self, key: &BlockKey) -> bool {
         let Some(id) = self.index.find(key) else { return false };
         self.cufile.reads
             && self.disk_service.reads()
@@ -357,7 +302,7 @@ impl State {
 
 impl Shared {
     /// Ends a read that came to nothing. Without what it owned where that is still in the library's hands.
-    fn abort_direct_read(&self, id: EntryId, reading: Option<Reading>) {
+    pub(super) fn abort_direct_read(&self, id: EntryId, reading: Option<Reading>) {
         let mut state = self.lock();
         state.index.abort_fill(id, Tier::Device);
         if let Some((pin, filling)) = reading {

@@ -14,7 +14,6 @@ use super::{
     ahead::{Offer, Target},
     promote::{Asked, Next},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
-    straight::Straight,
 };
 use crate::{
     block::{BlockKey, Direction, Route, Tier},
@@ -94,10 +93,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     pub(super) async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
-        let job = match self.load_straight(job).await {
-            Straight::Ended(result) => return result,
-            Straight::Elsewhere(job) => job,
-        };
+        let Some(job) = self.read_to_region(job).await? else { return Ok(true) };
         let (key, started) = (job.key, Instant::now());
         let (job, pin) = match self.shared.look_up_to_copy(&key, Tier::Host)? {
             Found::Hit(pin) => (job, Some(pin)),
@@ -162,9 +158,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(job);
                 committed
             }
-            None => match self.store_straight(job).await {
-                Straight::Ended(result) => return result,
-                Straight::Elsewhere(job) => self.gather(job).await?,
+            None => match self.write_from_region(job).await? {
+                Some(job) => self.gather(job).await?,
+                None => return Ok(()),
             },
         };
         self.finish_store(committed).await

@@ -21,11 +21,11 @@ mod overdue;
 mod pages;
 mod progress;
 mod promote;
+mod read;
 mod records;
 mod region;
 mod shutdown;
 mod spin;
-mod straight;
 mod write;
 
 pub(crate) use command::{Command, DeviceRead, Reply, Urgent};

@@ -1,21 +1,24 @@
-//! Reads and checksums, on a worker or here.
+//! Transfers between disk slots and host memory, and checksums, on a worker or here.
 
-use std::{io, sync::Arc};
+use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use super::{Mover, budget::Kind};
 #[cfg(feature = "sim")]
 use crate::io::read_full;
 use crate::{
-    block::{FileId, Segment},
+    block::{FileId, OpKind, Segment},
     checksum::Digest,
     device::CopyEngine,
-    io::{Storage, read_into},
+    io::{Storage, read_into, write_from},
     memory::{IoBuf, Readable},
     workers::Summed,
 };
 
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
 const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
+
+/// A range of host memory, and the number of the registered buffer around it.
+pub(super) type Place = (Segment, Option<u16>);
 
 /// # Safety
 /// As [`Readable`] promises, for as long as the borrow lasts.
@@ -25,11 +28,74 @@ unsafe fn read<'a>(segment: &Segment) -> &'a [u8] {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// A host slot, which has the length of a disk slot.
+    pub(super) fn place_of(&self, slot: u32) -> Place {
+        let segment = Segment { ptr: self.shared.host_ptr(slot).as_ptr(), len: self.shared.config.slot_bytes() };
+        (segment, self.shared.fixed_buffer(slot))
+    }
+
+    /// Reads a disk slot into host memory, or writes it from there, all places at once; the `guard` that keeps them
+    /// comes back. With the checksum of what was read, if a worker has it.
+    ///
+    /// # Safety
+    /// While `guard` lives the places must stay mapped, nobody else may write to them, and if they are read into nobody
+    /// may read them either.
+    pub(super) async unsafe fn transfer<G: Send + Sync + 'static>(
+        self: &Rc<Self>,
+        kind: OpKind,
+        file: FileId,
+        offset: u64,
+        places: &[Place],
+        guard: G,
+    ) -> (io::Result<Option<u64>>, G) {
+        let start = |segment: &Segment| NonNull::new(segment.ptr).expect("no memory begins at 0");
+        // Most blocks are one segment, which needs no task of its own.
+        if let [(segment, fixed)] = places {
+            // SAFETY: the caller's promise.
+            let buf = unsafe { IoBuf::new(start(segment), segment.len, *fixed, guard) };
+            return match kind {
+                OpKind::Read => self.read(file, offset, buf).await,
+                _ => self.write_here(file, offset, buf).await,
+            };
+        }
+        let guard = Arc::new(guard);
+        let mut at = offset;
+        let operation = |(segment, fixed): &Place| {
+            // SAFETY: the caller's promise.
+            let buf = unsafe { IoBuf::new(start(segment), segment.len, *fixed, Arc::clone(&guard)) };
+            let (this, from) = (Rc::clone(self), at);
+            at += segment.len as u64;
+            tokio::task::spawn_local(async move {
+                match kind {
+                    OpKind::Read => this.read_here(file, from, buf).await.0,
+                    _ => this.write_here(file, from, buf).await.0,
+                }
+            })
+        };
+        let operations: Vec<_> = places.iter().map(operation).collect();
+        let mut result = Ok(None);
+        for operation in operations {
+            let ended = operation.await.unwrap_or_else(|_| Err(io::Error::other("the operation was lost")));
+            result = result.and(ended);
+        }
+        (result, Arc::into_inner(guard).expect("every operation has given its share back"))
+    }
+
+    async fn write_here<O: Send + Sync + 'static>(
+        &self,
+        file: FileId,
+        offset: u64,
+        buf: IoBuf<O>,
+    ) -> (io::Result<Option<u64>>, O) {
+        let (result, owner) = write_from(&self.storage, file, offset, buf).await;
+        (result.map(|()| None), owner)
+    }
+
     /// Reads a range of a file; the owner of the memory comes back. With the checksum of the first block, if a worker
     /// read it and has it.
     ///
     /// A block that is alone is read here: handing over would only take time. So is one that was lost with its worker.
-    pub(super) async fn read<O: Send + Sync + 'static>(
+    async fn read<O: Send + Sync + 'static>(
         &self,
         file: FileId,
         offset: u64,

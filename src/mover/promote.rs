@@ -7,35 +7,15 @@ use tokio::{sync::oneshot, time::Instant};
 use super::{
     Landing, Mover,
     ahead::{Ahead, Offer, Target},
-    budget::{Kind, Share},
-    direct::Tried,
+    read::{Filled, Tried},
 };
 use crate::{
-    block::{BlockKey, Direction, FileId, OpKind, Route, Segment, Tier},
+    block::{BlockKey, Direction, Route, Segment, Tier},
     device::{CopyEngine, DevicePool, OwnedBatch, pair_segments},
-    error::{Error, Result},
+    error::Result,
     io::Storage,
-    memory::IoBuf,
-    state::{
-        Class, Filling, FlightEnd, Message, Outcome, Pin, Promotion, Purpose, Settled, State, Unverified, Use,
-        blames_disk, verify,
-    },
+    state::{Class, Filling, FlightEnd, Message, Outcome, Pin, Promotion, Purpose, Unverified, Use, verify},
 };
-
-/// Where a block will be read from.
-enum Source {
-    /// It is in the host tier after all.
-    Host(Pin),
-    Disk {
-        pin: Pin,
-        file: FileId,
-        offset: u64,
-        checksum: u64,
-    },
-    Device(Pin),
-    /// It is nowhere any more.
-    Gone,
-}
 
 /// Where a block goes from host memory.
 #[derive(Clone)]
@@ -52,17 +32,6 @@ pub(super) enum Asked {
     ByCaller,
     /// As one step of a movement.
     InPassing,
-}
-
-/// What a read of a block has taken: its slot, its share of the bytes in flight, and where the block is.
-type BegunRead = (Filling, Share, Source);
-
-/// What reading a block came to.
-enum Read {
-    /// A pin on it, or nothing: no checksum is wanted.
-    Ended(Option<Pin>),
-    /// It came from disk.
-    Unverified(Unverified),
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -120,11 +89,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Fills a host slot, and verifies it here: for those on the reactor, and where nobody waits.
-    async fn fill_host(&self, key: &BlockKey, next: Next) -> Outcome {
-        let begun = self.begin_read_now(&mut self.shared.lock(), key);
-        match self.read_host(key, begun).await? {
-            Read::Ended(pin) => Ok(pin),
-            Read::Unverified(unverified) => match next {
+    async fn fill_host(self: &Rc<Self>, key: &BlockKey, next: Next) -> Outcome {
+        let begun = self.begin_fill_now(&mut self.shared.lock(), key);
+        match self.fill_slot(key, begun).await? {
+            Filled::Ended(pin) => Ok(pin),
+            Filled::Unverified(unverified) => match next {
                 Next::Device(ahead) => self.copy_and_verify(unverified, &ahead).await,
                 Next::Elsewhere => self.verify_here(unverified).await,
             },
@@ -132,12 +101,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     pub(super) async fn verify_here(&self, unverified: Unverified) -> Outcome {
-        let (sum, unverified) = match unverified.sum {
-            Some(sum) => (sum, unverified),
-            None => self.checksum_of(unverified).await,
-        };
-        let matches = sum == unverified.checksum;
-        self.shared.finish_read(unverified, matches)
+        let (sum, wanted) = (unverified.sum, unverified.checksum);
+        let (is_right, unverified) = self.is_right(unverified, sum, wanted).await;
+        self.shared.finish_read(unverified, is_right)
     }
 
     /// Fills a host slot, and leaves it to those who wait for it to verify it.
@@ -148,10 +114,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if !landing.start(&mut state) {
                 return;
             }
-            self.begin_read_now(&mut state, key)
+            self.begin_fill_now(&mut state, key)
         };
-        let outcome = match self.read_host(key, begun).await {
-            Ok(Read::Unverified(unverified)) => {
+        let outcome = match self.fill_slot(key, begun).await {
+            Ok(Filled::Unverified(unverified)) => {
                 let mine = unverified.sum.is_some() || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
                 let left = if mine { Err(unverified) } else { self.shared.leave_unverified(key, unverified) };
                 match left {
@@ -162,107 +128,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     Err(unverified) => self.verify_here(unverified).await,
                 }
             }
-            Ok(Read::Ended(pin)) => Ok(pin),
+            Ok(Filled::Ended(pin)) => Ok(pin),
             Err(error) => Err(error),
         };
         self.land(key, Tier::Host, outcome);
     }
 
-    /// A block's share of the bytes in flight.
-    pub(super) async fn share(&self, kind: Kind, purpose: Purpose<'_>) -> Share {
-        // Asked here: a movement that is raised later is in the budget's queue by then.
-        let urgency = self.shared.lock().holder_urgency(purpose);
-        self.budget.take(kind, urgency, self.shared.config.slot_bytes() as u64).await
-    }
-
-    /// All that a read of a block takes, where none of it has to be waited for: under one lock.
-    fn begin_read_now(&self, state: &mut State, key: &BlockKey) -> Option<BegunRead> {
-        let urgency = state.holder_urgency(Purpose::Movement(key, Tier::Host));
-        let slot = || self.shared.acquire_locked(state, Tier::Host);
-        let (share, filling) =
-            self.budget.take_now(Kind::Read, urgency, self.shared.config.slot_bytes() as u64, slot)?;
-        Some((filling, share, self.choose_source(state, key)))
-    }
-
-    /// Reads a block into a host slot, with what was had at once, or as it can be had.
-    async fn read_host(&self, key: &BlockKey, begun: Option<BegunRead>) -> Result<Read> {
-        let started = Instant::now();
-        let (filling, share, source) = match begun {
-            Some(begun) => begun,
-            None => {
-                // The slot first: while it is waited for nothing is pinned that others could wait for.
-                let filling = self.shared.acquire(Tier::Host, Purpose::Movement(key, Tier::Host)).await?;
-                let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Host)).await;
-                let source = self.choose_source(&mut self.shared.lock(), key);
-                (filling, share, source)
-            }
-        };
-        match source {
-            Source::Host(pin) => Ok(Read::Ended(Some(pin))),
-            Source::Gone => Ok(Read::Ended(None)),
-            Source::Disk { pin, file, offset, checksum } => {
-                let (result, filling) = self.read_slot(file, offset, filling).await;
-                drop(share);
-                self.shared.account(&self.failures, file, OpKind::Read, &result);
-                match result {
-                    Ok(sum) => Ok(Read::Unverified(Unverified { source: pin, filling, checksum, sum, started })),
-                    Err(source) => {
-                        self.shared.metrics.read_errors.add(1);
-                        match blames_disk(&source) {
-                            true => self.shared.unlink(pin, Some(filling), "it cannot be read"),
-                            false => self.shared.abort_read(pin, filling),
-                        }
-                        Err(Error::io("read", self.path_of(file), source))
-                    }
-                }
-            }
-            Source::Device(pin) => {
-                drop(share);
-                let outcome = self.copy_from_device(pin, filling).await?;
-                if outcome.is_some() {
-                    self.shared.metrics.moved(Route::DeviceToHost, self.shared.config.block_bytes, started.elapsed());
-                }
-                Ok(Read::Ended(outcome))
-            }
-        }
-    }
-
-    /// Pins where `key` is, and begins the fill of its host slot.
-    fn choose_source(&self, state: &mut State, key: &BlockKey) -> Source {
-        let Some(id) = state.index.find(key) else { return Source::Gone };
-        if let Some(pin) = Pin::take(&self.shared, state, id, Tier::Host, Route::HostHit) {
-            return Source::Host(pin);
-        }
-        if state.disk_service.reads()
-            && let Some(pin) = Pin::take(&self.shared, state, id, Tier::Disk, Route::DiskToHost)
-        {
-            let slots = state.disk_slots();
-            let (file, offset) = slots.locate(pin.slot());
-            let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
-            let began = state.index.begin_fill(id, Tier::Host);
-            assert!(began, "flights are single, and stores publish in one step");
-            return Source::Disk { pin, file, offset, checksum };
-        }
-        if state.device_retired.is_none()
-            && let Some(pin) = Pin::take(&self.shared, state, id, Tier::Device, Route::DeviceToHost)
-        {
-            let began = state.index.begin_fill(id, Tier::Host);
-            assert!(began, "flights are single, and stores publish in one step");
-            return Source::Device(pin);
-        }
-        Source::Gone
-    }
-
-    /// Reads a disk slot into a host slot. With the checksum of its block, if a worker has it.
-    async fn read_slot(&self, file: FileId, offset: u64, filling: Filling) -> (std::io::Result<Option<u64>>, Filling) {
-        let slot = filling.slot();
-        let (start, len) = (self.shared.host_ptr(slot), self.shared.config.slot_bytes());
-        // SAFETY: the range is an unpublished slot, owned by `filling`, which keeps the arena alive.
-        let buf = unsafe { IoBuf::new(start, len, self.shared.fixed_buffer(slot), filling) };
-        self.read(file, offset, buf).await
-    }
-
-    async fn copy_from_device(&self, pin: Pin, filling: Filling) -> Outcome {
+    pub(super) async fn copy_from_device(&self, pin: Pin, filling: Filling) -> Outcome {
         let id = pin.id();
         let source = self.device_segments(pin.slot());
         let target = [self.host_segment(filling.slot())];
@@ -279,7 +151,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     async fn fill_device(self: &Rc<Self>, key: &BlockKey) -> Outcome {
         let started = Instant::now();
-        let suspect = match self.fill_device_directly(key).await {
+        let suspect = match self.read_to_device(key).await {
             Tried::Ended(outcome) => return outcome,
             Tried::Elsewhere => false,
             Tried::Suspect => true,
@@ -341,7 +213,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             let by_caller = std::mem::replace(&mut asked, Asked::InPassing) == Asked::ByCaller;
             let usage = if by_caller { Use::Now } else { Use::Counted };
-            let (promotion, source) = self.shared.promote(key, Tier::Host, class, usage)?;
+            let (promotion, source, started) = {
+                let mut state = self.shared.lock();
+                let (promotion, source) = self.shared.promote_locked(&mut state, key, Tier::Host, class, usage)?;
+                let started = match promotion {
+                    // Also one that a caller began: its command may wait in the channel for movements like this one to
+                    // end.
+                    Promotion::Joined(_) | Promotion::Started(_) => state.flights.start(key, Tier::Host),
+                    // A movement under way, to a block that was stored since, is its command's to carry out.
+                    Promotion::Hit(_) | Promotion::Miss => None,
+                };
+                (promotion, source, started)
+            };
             if by_caller {
                 self.shared.metrics.looked_up(source);
             }
@@ -351,8 +234,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Promotion::Joined(receiver) => (receiver, true),
                 Promotion::Started(receiver) => (receiver, false),
             };
-            // Also one that a caller began: its command may wait in the channel for movements like this one to end.
-            let started = self.shared.lock().flights.start(key, Tier::Host);
             if started.is_some() {
                 // A movement of its own: it may be overdue, and then we go on without it.
                 let (this, key, next) = (Rc::clone(self), *key, next.clone());
@@ -364,9 +245,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             match self.shared.settle(receiver).await {
                 // As in `Cache::promote`: it may have begun before the block was removed and stored anew.
-                Settled::Ended(Ok(None)) if joined => {}
-                Settled::Ended(outcome) => return outcome,
-                Settled::AskAgain => {}
+                Some(Ok(None)) if joined => {}
+                Some(outcome) => return outcome,
+                None => {}
             }
         }
     }

@@ -8,9 +8,13 @@ use std::sync::{
 use tokio::sync::Notify;
 
 use crate::{
-    block::{BlockKey, FIXED_BYTES_MAX, Segment},
+    block::{BlockKey, FIXED_BYTES_MAX, IO_ALIGN, Segment},
     device::CopyRegion,
+    memory::Readable,
 };
+
+/// A block in shorter segments takes one operation through a host slot, and many without.
+const SEGMENT_BYTES_MIN: usize = 64 << 10;
 
 /// What kind of memory a region is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -154,8 +158,33 @@ impl Job {
         self.regions.iter().filter_map(RegionUse::lasting).collect()
     }
 
+    /// True where direct I/O can read and write all segments, and is not slower for it. Their lengths add up to offsets
+    /// in the file, which are stricter than addresses.
+    pub(super) fn may_bypass_host(&self, memory_align_bytes: usize) -> bool {
+        let aligned = |segment: &Segment| {
+            segment.ptr.addr().is_multiple_of(memory_align_bytes)
+                && segment.len.is_multiple_of(IO_ALIGN)
+                && segment.len > 0
+        };
+        let long = |segment: &Segment| segment.len >= SEGMENT_BYTES_MIN || self.segments.len() == 1;
+        self.memory() == RegionMemory::Host && self.segments.iter().all(|segment| aligned(segment) && long(segment))
+    }
+
+    /// Its segments, and the storage's numbers for their memory.
+    pub(super) fn places(&self) -> Vec<(Segment, Option<u16>)> {
+        self.segments.iter().map(|segment| (*segment, self.fixed(segment))).collect()
+    }
+
     /// The storage's number for the memory of one of its segments.
-    pub(super) fn fixed(&self, segment: &Segment) -> Option<u16> {
+    fn fixed(&self, segment: &Segment) -> Option<u16> {
         self.regions.iter().find(|region| region.0.contains(segment))?.0.fixed(segment)
+    }
+}
+
+// SAFETY: the segments lie in regions that the job holds, mapped and initialized, and nobody writes to them: their
+// owner promised that at registration, and what was read into them has ended.
+unsafe impl Readable for Job {
+    fn segments(&self) -> Vec<Segment> {
+        self.segments.clone()
     }
 }

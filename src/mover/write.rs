@@ -1,4 +1,5 @@
-//! Copying down: host -> disk, because a store waits for it or because the block must go.
+//! Copying down to disk, because a store waits for it or because the block must go: from a host slot, from a device
+//! slot, or from a caller's memory.
 
 use std::{path::PathBuf, rc::Rc, sync::Arc};
 
@@ -7,24 +8,26 @@ use tokio::time::Instant;
 use super::{
     Landing, Mover,
     budget::{Kind, Share},
+    offload::Place,
     promote::{Asked, Next},
+    region::Job,
 };
 use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
+    config::WritePolicy,
     device::CopyEngine,
     error::{Error, Result},
     index::EntryId,
-    io::{Storage, write_from},
-    memory::IoBuf,
-    state::{Class, Committed, DiskPlace, DiskWrite, Filling, PendingWrite, Pin, Purpose, State},
+    io::Storage,
+    state::{Class, Committed, DiskPlace, DiskWrite, Filling, PendingWrite, Pin, Purpose, Started, State},
 };
 
 /// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.
 pub(super) const DEMOTING_MAX: u32 = 64;
 
-/// What a write of a block has taken: its share of the bytes in flight and its slot; and where that is, if the block is
-/// still to be written.
-type BegunWrite = (Share, Filling, Option<DiskPlace>);
+/// What a write of a block has taken: its share of the bytes in flight, and its disk slot, which the table has as the
+/// block's.
+pub(super) type BegunWrite = (Share, DiskWrite, DiskPlace);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes a block to disk and answers those who wait for it.
@@ -43,7 +46,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends a write and its flight; true if the block is visible on disk by it.
-    pub(super) async fn end_write(
+    async fn end_write(
         self: &Rc<Self>,
         key: &BlockKey,
         id: EntryId,
@@ -98,60 +101,132 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (result, Route::HostToDisk)
     }
 
-    /// Writes a block that is in host memory. `None` if it was on disk already or was removed meanwhile.
+    /// Writes a block that is pinned in host memory. `None` if it was on disk already or was removed meanwhile.
     async fn write_block(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> Result<Option<DiskWrite>> {
-        let begun = self.begin_write_now(&mut self.shared.lock(), key, pin);
+        let Some(begun) = self.begin_write(key, pin).await? else { return Ok(None) };
+        let place = [self.place_of(pin.slot())];
+        // SAFETY: the range is a full host slot, which the pin keeps, and the arena with it: nobody writes to it.
+        unsafe { self.write_out(begun, &place, Arc::clone(pin)) }.await
+    }
+
+    /// Takes what the write of a pinned block needs: under one lock, where none of it has to be waited for. `None` if
+    /// the block was on disk already or was removed meanwhile.
+    pub(super) async fn begin_write(&self, key: &BlockKey, pin: &Pin) -> Result<Option<BegunWrite>> {
+        let purpose = Purpose::Movement(key, Tier::Disk);
+        let begun = self.begin_write_now(&mut self.shared.lock(), purpose, pin);
         let (share, filling, place) = match begun {
             Some(begun) => begun,
             None => {
-                let share = self.share(Kind::Write, Purpose::Movement(key, Tier::Disk)).await;
-                let filling = self.shared.acquire(Tier::Disk, Purpose::Movement(key, Tier::Disk)).await?;
-                let place = self.shared.lock().begin_host_write(pin, &filling);
+                let share = self.share(Kind::Write, purpose).await;
+                let filling = self.shared.acquire(Tier::Disk, purpose).await?;
+                let place = self.shared.lock().begin_pinned_write(pin, &filling);
                 (share, filling, place)
             }
         };
-        let id = pin.id();
-        let Some(DiskPlace { file, offset, page }) = place else { return Ok(None) };
+        Ok(place.map(|place| (share, DiskWrite { id: pin.id(), filling }, place)))
+    }
+
+    fn begin_write_now(
+        &self,
+        state: &mut State,
+        purpose: Purpose<'_>,
+        pin: &Pin,
+    ) -> Option<(Share, Filling, Option<DiskPlace>)> {
+        let urgency = state.holder_urgency(purpose);
+        let slot = || self.shared.acquire_locked(state, Tier::Disk);
+        let (share, filling) =
+            self.budget.take_now(Kind::Write, urgency, self.shared.config.slot_bytes() as u64, slot)?;
+        let place = state.begin_pinned_write(pin, &filling);
+        Some((share, filling, place))
+    }
+
+    /// Writes a block from host memory, which `guard` keeps, to its disk slot, and its record.
+    ///
+    /// # Safety
+    /// While `guard` lives the places must stay mapped, and nobody may write to them.
+    async unsafe fn write_out<G: Send + Sync + 'static>(
+        self: &Rc<Self>,
+        (share, DiskWrite { id, filling }, place): BegunWrite,
+        places: &[Place],
+        guard: G,
+    ) -> Result<Option<DiskWrite>> {
+        let DiskPlace { file, offset, page } = place;
         // Both at once: whichever comes first on the medium, a record without its payload is found out
         // by the checksum that it carries. Nobody here sees the block before both have ended.
-        let (written, recorded) = tokio::join!(self.write_slot(file, offset, pin, filling), self.write_page(page));
+        // SAFETY: the caller's promise.
+        let payload = unsafe { self.transfer(OpKind::Write, file, offset, places, (guard, filling)) };
+        let ((result, (_guard, filling)), recorded) = tokio::join!(payload, self.write_page(page));
         drop(share);
-        let (result, filling) = written;
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
         self.written(DiskWrite { id, filling }, result)
     }
 
-    /// All that a write of a host block takes, where none of it has to be waited for: under one lock.
-    fn begin_write_now(&self, state: &mut State, key: &BlockKey, pin: &Pin) -> Option<BegunWrite> {
-        let urgency = state.holder_urgency(Purpose::Movement(key, Tier::Disk));
-        let slot = || self.shared.acquire_locked(state, Tier::Disk);
-        let (share, filling) =
-            self.budget.take_now(Kind::Write, urgency, self.shared.config.slot_bytes() as u64, slot)?;
-        let place = state.begin_host_write(pin, &filling);
-        Some((share, filling, place))
+    /// Writes a block that is resident nowhere from its caller's memory, with no copy in the host tier. The job comes
+    /// back where the block is to go through a host slot.
+    ///
+    /// Ends when the kernel has given the memory back, however long that takes: whoever gets the answer uses it.
+    pub(super) async fn write_from_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
+        let config = &self.shared.config;
+        if !config.bypass_host
+            || config.write_policy != WritePolicy::WriteThrough
+            || config.disks.is_empty()
+            || !job.may_bypass_host(self.memory_align_bytes)
+        {
+            return Ok(Some(job));
+        }
+        {
+            let mut state = self.shared.lock();
+            if !state.disk_service.writes() {
+                return Ok(Some(job));
+            }
+            if self.shared.refuses(&mut state, &job.key, job.parent.as_ref(), Tier::Disk) {
+                return Ok(None);
+            }
+        }
+        let (checksum, job) = self.checksum_of(job).await;
+        let share = self.share(Kind::Write, Purpose::Call).await;
+        let filling = self.shared.acquire(Tier::Disk, Purpose::Call).await?;
+        let Some((write, place, started)) = self.begin_region_write(&job, filling, checksum)? else {
+            return Ok(Some(job));
+        };
+        let (key, id, began) = (job.key, write.id, Instant::now());
+        let _landing = Landing::new(self, &key, Tier::Disk, Some(started));
+        let places = job.places();
+        // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
+        // mapped and not to write to what is stored.
+        let written = unsafe { self.write_out((share, write, place), &places, job) }.await;
+        if self.end_write(&key, id, None, written).await? {
+            self.shared.metrics.stores.add(1);
+            self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, began.elapsed());
+        }
+        Ok(None)
     }
 
-    /// Enters a block in the books of the disk slot that it is about to be written to; says where that is. `None` if it
-    /// was removed or is there already.
-    pub(super) fn begin_disk_write(&self, id: EntryId, filling: &Filling, checksum: u64) -> Option<DiskPlace> {
-        self.shared.lock().begin_disk_write(id, filling, checksum)
-    }
-
-    async fn write_slot(
+    /// Enters a block in the table of its disk slot, and begins the flight of its write. `None` where it is resident
+    /// by now, or on its way.
+    fn begin_region_write(
         &self,
-        file: FileId,
-        offset: u64,
-        pin: &Arc<Pin>,
+        job: &Job,
         filling: Filling,
-    ) -> (std::io::Result<()>, Filling) {
-        let (ptr, fixed) = (self.shared.host_ptr(pin.slot()), self.shared.fixed_buffer(pin.slot()));
-        let owner = (Arc::clone(pin), filling);
-        // SAFETY: the range is a full host slot, pinned by the owner: nobody writes to it while the
-        // buffer lives, and the pin keeps the arena alive. The disk slot is the owner's as well.
-        let buf = unsafe { IoBuf::new(ptr, self.shared.config.slot_bytes(), fixed, owner) };
-        let (result, (_pin, filling)) = write_from(&self.storage, file, offset, buf).await;
-        (result, filling)
+        checksum: u64,
+    ) -> Result<Option<(DiskWrite, DiskPlace, Started)>> {
+        let mut state = self.shared.lock();
+        if let Err(error) = state.check_open() {
+            filling.release(&mut state);
+            return Err(error);
+        }
+        let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
+        if is_known || Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier)) {
+            filling.release(&mut state);
+            return Ok(None);
+        }
+        let id = state.index.insert(job.key, job.parent);
+        let place = state.begin_disk_write(id, &filling, checksum);
+        let place = place.expect("it is resident nowhere, and on no way");
+        // For those who want the same block on disk meanwhile; the one who stores it is answered by the end itself.
+        let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Vec::new());
+        Ok(Some((DiskWrite { id, filling }, place, started)))
     }
 
     pub(super) fn path_of(&self, file: FileId) -> PathBuf {

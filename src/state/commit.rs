@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Filling, Finished, Joined, Locked, Message, Outcome, PendingWrite, Pin, Settled, Shared, State};
+use super::{Class, Filling, Finished, Joined, Locked, Message, Outcome, PendingWrite, Pin, Shared, State};
 use crate::{
     block::{BlockKey, FileId, Route, Tier},
     config::{Eviction, WritePolicy},
@@ -309,10 +309,7 @@ impl Shared {
 
     /// Waits for a write to disk.
     pub(crate) async fn written(self: &Arc<Self>, receiver: oneshot::Receiver<Message>) -> Result<()> {
-        match self.settle(receiver).await {
-            Settled::Ended(outcome) => outcome.map(drop),
-            Settled::AskAgain => Ok(()),
-        }
+        self.settle(receiver).await.unwrap_or(Ok(None)).map(drop)
     }
 
     /// Begins the write of a block that is not on disk and has been hit often enough, or was refused there and is used
@@ -447,9 +444,10 @@ impl State {
         Some(DiskPlace { file, offset, page: slots.page_of(filling.slot()) })
     }
 
-    /// As [`begin_disk_write`](Self::begin_disk_write), of a pinned host block.
-    pub(crate) fn begin_host_write(&mut self, pin: &Pin, filling: &Filling) -> Option<DiskPlace> {
-        let checksum = self.host_checksums[pin.slot() as usize];
+    /// As [`begin_disk_write`](Self::begin_disk_write), of a block that is pinned in host or device memory.
+    pub(crate) fn begin_pinned_write(&mut self, pin: &Pin, filling: &Filling) -> Option<DiskPlace> {
+        let checksums = if pin.tier() == Tier::Device { &self.device_checksums } else { &self.host_checksums };
+        let checksum = checksums[pin.slot() as usize];
         self.begin_disk_write(pin.id(), filling, checksum)
     }
 }

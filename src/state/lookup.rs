@@ -123,7 +123,8 @@ impl Shared {
         self.promote_locked(&mut self.lock(), key, tier, class, usage)
     }
 
-    fn promote_locked(
+    /// As [`promote`](Self::promote), for a holder of the lock.
+    pub(crate) fn promote_locked(
         self: &Arc<Self>,
         state: &mut State,
         key: &BlockKey,

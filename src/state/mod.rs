@@ -29,7 +29,6 @@ pub(crate) use lock::Locked;
 pub(crate) use lock::{holds_lock, locks_taken};
 pub(crate) use lookup::{Found, Promotion, Removed, Use};
 pub(crate) use slots::Purpose;
-pub(crate) use verify::Settled;
 
 use std::{
     collections::{BTreeSet, VecDeque},

@@ -9,7 +9,7 @@
 //!
 //! The reactor verifies what nobody waits for, and blocks so large that one poll would take long.
 
-use std::sync::Arc;
+use std::{ops::ControlFlow, sync::Arc};
 
 use tokio::sync::oneshot;
 
@@ -31,20 +31,9 @@ unsafe impl Readable for Unverified {
     }
 }
 
-/// What a waiter is left with.
-pub(crate) enum Settled {
-    /// The movement has ended.
-    Ended(Outcome),
-    /// It ended without this waiter, and the block may have moved on: ask anew.
-    AskAgain,
-}
-
-enum Redeemed {
-    Ended(Outcome),
-    /// Another thread is at it.
-    Wait(oneshot::Receiver<Message>),
-    AskAgain,
-}
+/// What redeeming a ticket came to: how the movement ended, `None` where the block may have moved on and is to be asked
+/// for anew; or where to wait, because another thread verifies the block.
+type Redeemed = ControlFlow<Option<Outcome>, oneshot::Receiver<Message>>;
 
 impl Ticket {
     /// A ticket for the block of `flight`, for a holder of the lock.
@@ -58,7 +47,7 @@ impl Ticket {
         let shared = self.shared.take().expect("a ticket is redeemed once");
         let key = self.key;
         if let Some(unverified) = self.block.claim() {
-            return Redeemed::Ended(shared.verify(&key, unverified));
+            return ControlFlow::Break(Some(shared.verify(&key, unverified)));
         }
         let mut state = shared.lock();
         let waiters_max = shared.config.waiters_max;
@@ -66,13 +55,13 @@ impl Ticket {
         let Some(flight) = mine else {
             let found = state.index.find(&key);
             let pin = found.and_then(|id| Pin::take(&shared, &mut state, id, Tier::Host, Route::DiskToHost));
-            return pin.map_or(Redeemed::AskAgain, |pin| Redeemed::Ended(Ok(Some(pin))));
+            return ControlFlow::Break(pin.map(|pin| Ok(Some(pin))));
         };
         flight.tickets -= 1;
         match state.flights.join(&key, Tier::Host, waiters_max) {
-            Joined::Waiting(receiver) => Redeemed::Wait(receiver),
-            Joined::Overdue => Redeemed::Ended(Err(shared.timeout("the verification of the block"))),
-            _ => Redeemed::AskAgain,
+            Joined::Waiting(receiver) => ControlFlow::Continue(receiver),
+            Joined::Overdue => ControlFlow::Break(Some(Err(shared.timeout("the verification of the block")))),
+            _ => ControlFlow::Break(None),
         }
     }
 }
@@ -91,16 +80,16 @@ impl Drop for Ticket {
 }
 
 impl Shared {
-    /// Waits for a movement, and verifies the block if that falls to this waiter.
-    pub(crate) async fn settle(self: &Arc<Self>, mut receiver: oneshot::Receiver<Message>) -> Settled {
+    /// Waits for a movement, and verifies the block if that falls to this waiter. `None` where the movement ended
+    /// without this waiter, and the block may have moved on: it is to be asked for anew.
+    pub(crate) async fn settle(self: &Arc<Self>, mut receiver: oneshot::Receiver<Message>) -> Option<Outcome> {
         loop {
             match receiver.await {
-                Err(_) => return Settled::Ended(Err(Error::Closed)),
-                Ok(Message::Ended(outcome)) => return Settled::Ended(outcome),
+                Err(_) => return Some(Err(Error::Closed)),
+                Ok(Message::Ended(outcome)) => return Some(outcome),
                 Ok(Message::Verify(ticket)) => match ticket.redeem() {
-                    Redeemed::Ended(outcome) => return Settled::Ended(outcome),
-                    Redeemed::AskAgain => return Settled::AskAgain,
-                    Redeemed::Wait(again) => receiver = again,
+                    ControlFlow::Break(settled) => return settled,
+                    ControlFlow::Continue(again) => receiver = again,
                 },
             }
         }

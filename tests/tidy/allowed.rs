@@ -48,7 +48,7 @@ pub const TOP: Group = Group {
 pub const STATE: Group = Group {
     parent: &["state"],
     allowed: &[
-        ("commit", "lock verify mod flights"),
+        ("commit", "lock mod flights"),
         ("slots", "mod flights requests"),
         ("lookup", "mod flights"),
         ("service", "mod health"),
@@ -72,14 +72,14 @@ pub const MOVER: Group = Group {
     allowed: &[
         ("by_value", "mod"),
         ("layers", "foreign mod progress region"),
-        ("foreign", "straight promote ahead mod region"),
-        ("straight", "mod budget region"),
+        ("foreign", "promote ahead mod region"),
         ("balance", "mod budget"),
         ("flush", "write mod"),
-        ("write", "promote mod budget"),
-        ("promote", "ahead direct mod budget"),
+        ("write", "promote mod budget offload region"),
+        ("promote", "ahead read mod"),
         ("ahead", "mod region"),
-        ("direct", "mod budget"),
+        ("direct", "mod read"),
+        ("read", "mod budget region"),
         ("offload", "mod budget"),
         ("overdue", "mod command"),
         ("records", "mod pages"),

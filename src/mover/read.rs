@@ -1,0 +1,287 @@
+//! Reading a block from disk, wherever it goes: to a host slot, to a device slot, or to a caller's memory.
+//!
+//! The steps are the same: the disk slot is pinned, the bytes are moved, and their checksum is compared. Only a host
+//! slot is memory that nobody else writes to and that the kernel always reaches, so only a read to a host slot says
+//! anything of the disk. From the other two a block that did not come right is sent there.
+
+use std::rc::Rc;
+
+use tokio::time::Instant;
+
+use super::{
+    Mover,
+    budget::{Kind, Share},
+    region::Job,
+};
+use crate::{
+    block::{BlockKey, FileId, OpKind, Route, Tier},
+    device::CopyEngine,
+    error::{Error, Result},
+    io::Storage,
+    memory::Readable,
+    state::{Filling, Outcome, Pin, Purpose, State, Unverified, blames_disk},
+};
+
+/// Where a block is to be read to.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Destination {
+    HostSlot,
+    /// By libcufile.
+    DeviceSlot,
+    /// A caller's memory, with no copy in the host tier.
+    Region,
+}
+
+/// A block on disk, pinned to be read.
+pub(super) struct OnDisk {
+    pub(super) pin: Pin,
+    pub(super) file: FileId,
+    pub(super) offset: u64,
+    /// What its checksum must be.
+    pub(super) checksum: u64,
+}
+
+/// Where a host slot is filled from.
+pub(super) enum Source {
+    /// The block is in the host tier after all.
+    Host(Pin),
+    Disk(OnDisk),
+    Device(Pin),
+    /// The block is nowhere any more.
+    Gone,
+}
+
+/// What a read to a host slot has taken: its slot, its share of the bytes in flight, and where the block is.
+pub(super) type BegunRead = (Filling, Share, Source);
+
+/// What filling a host slot came to.
+pub(super) enum Filled {
+    /// A pin on the block, or nothing: no checksum is wanted.
+    Ended(Option<Pin>),
+    /// It came from disk.
+    Unverified(Unverified),
+}
+
+/// What a read to a device slot came to.
+pub(super) enum Tried {
+    Ended(Outcome),
+    /// The block is to go through host memory.
+    Elsewhere,
+    /// The bytes that came were wrong: if the block is right in host memory, libcufile is to blame.
+    Suspect,
+}
+
+impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// A block's share of the bytes in flight.
+    pub(super) async fn share(&self, kind: Kind, purpose: Purpose<'_>) -> Share {
+        // Asked here: a movement that is raised later is in the budget's queue by then.
+        let urgency = self.shared.lock().holder_urgency(purpose);
+        self.budget.take(kind, urgency, self.shared.config.slot_bytes() as u64).await
+    }
+
+    /// Pins a block that is to be read from disk to such a destination, and begins the fill of its slot.
+    fn begin_read(&self, state: &mut State, key: &BlockKey, to: Destination) -> Option<OnDisk> {
+        let id = state.index.find(key).filter(|_| state.disk_service.reads())?;
+        let (is_wanted, route, filled) = match to {
+            Destination::HostSlot => (true, Route::DiskToHost, Some(Tier::Host)),
+            Destination::DeviceSlot => (state.is_for_cufile(key), Route::DiskToDevice, Some(Tier::Device)),
+            Destination::Region => {
+                let is_near = state.index.slot(id, Tier::Host).is_some() || state.flights.contains(key, Tier::Host);
+                (!is_near, Route::DiskToRegion, None)
+            }
+        };
+        let pin = if is_wanted { Pin::take(&self.shared, state, id, Tier::Disk, route)? } else { return None };
+        if filled.is_some_and(|tier| !state.index.begin_fill(id, tier)) {
+            assert!(to != Destination::HostSlot, "flights are single, and stores publish in one step");
+            pin.release(state);
+            return None;
+        }
+        let slots = state.disk_slots();
+        let (file, offset) = slots.locate(pin.slot());
+        let checksum = slots.meta(pin.slot()).expect("a resident block's slot is committed").checksum;
+        Some(OnDisk { pin, file, offset, checksum })
+    }
+
+    /// All that the fill of a host slot takes, where none of it has to be waited for: under one lock.
+    pub(super) fn begin_fill_now(&self, state: &mut State, key: &BlockKey) -> Option<BegunRead> {
+        let urgency = state.holder_urgency(Purpose::Movement(key, Tier::Host));
+        let slot = || self.shared.acquire_locked(state, Tier::Host);
+        let (share, filling) =
+            self.budget.take_now(Kind::Read, urgency, self.shared.config.slot_bytes() as u64, slot)?;
+        Some((filling, share, self.choose_source(state, key)))
+    }
+
+    /// Pins where `key` is, and begins the fill of its host slot.
+    fn choose_source(&self, state: &mut State, key: &BlockKey) -> Source {
+        let Some(id) = state.index.find(key) else { return Source::Gone };
+        if let Some(pin) = Pin::take(&self.shared, state, id, Tier::Host, Route::HostHit) {
+            return Source::Host(pin);
+        }
+        if let Some(block) = self.begin_read(state, key, Destination::HostSlot) {
+            return Source::Disk(block);
+        }
+        if state.device_retired.is_none()
+            && let Some(pin) = Pin::take(&self.shared, state, id, Tier::Device, Route::DeviceToHost)
+        {
+            let began = state.index.begin_fill(id, Tier::Host);
+            assert!(began, "flights are single, and stores publish in one step");
+            return Source::Device(pin);
+        }
+        Source::Gone
+    }
+
+    /// Brings a block into a host slot, with what was had at once, or as it can be had.
+    pub(super) async fn fill_slot(self: &Rc<Self>, key: &BlockKey, begun: Option<BegunRead>) -> Result<Filled> {
+        let started = Instant::now();
+        let (filling, share, source) = match begun {
+            Some(begun) => begun,
+            None => {
+                // The slot first: while it is waited for nothing is pinned that others could wait for.
+                let filling = self.shared.acquire(Tier::Host, Purpose::Movement(key, Tier::Host)).await?;
+                let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Host)).await;
+                let source = self.choose_source(&mut self.shared.lock(), key);
+                (filling, share, source)
+            }
+        };
+        match source {
+            Source::Host(pin) => Ok(Filled::Ended(Some(pin))),
+            Source::Gone => Ok(Filled::Ended(None)),
+            Source::Disk(block) => self.read_to_host(block, filling, share, started).await.map(Filled::Unverified),
+            Source::Device(pin) => {
+                drop(share);
+                let outcome = self.copy_from_device(pin, filling).await?;
+                if outcome.is_some() {
+                    self.shared.metrics.moved(Route::DeviceToHost, self.shared.config.block_bytes, started.elapsed());
+                }
+                Ok(Filled::Ended(outcome))
+            }
+        }
+    }
+
+    /// Reads a block to a host slot. One that cannot be read is given up, if that is the disk's fault.
+    async fn read_to_host(
+        self: &Rc<Self>,
+        block: OnDisk,
+        filling: Filling,
+        share: Share,
+        started: Instant,
+    ) -> Result<Unverified> {
+        let OnDisk { pin, file, offset, checksum } = block;
+        let place = [self.place_of(filling.slot())];
+        // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
+        let read = unsafe { self.transfer(OpKind::Read, file, offset, &place, (pin, filling)) };
+        let (result, (pin, filling)) = read.await;
+        drop(share);
+        self.shared.account(&self.failures, file, OpKind::Read, &result);
+        match result {
+            Ok(sum) => Ok(Unverified { source: pin, filling, checksum, sum, started }),
+            Err(source) => {
+                self.shared.metrics.read_errors.add(1);
+                match blames_disk(&source) {
+                    true => self.shared.unlink(pin, Some(filling), "it cannot be read"),
+                    false => self.shared.abort_read(pin, filling),
+                }
+                Err(Error::io("read", self.path_of(file), source))
+            }
+        }
+    }
+
+    /// Reads a block to its caller's memory. The job comes back where the block is to go through a host slot.
+    ///
+    /// Ends when the kernel has given the memory back, however long that takes: whoever gets the answer uses it.
+    ///
+    /// What goes wrong here may be the memory's fault: others may write to it meanwhile, as where many blocks are
+    /// loaded into one place that nobody reads, and the kernel may not be able to reach it. So nothing is concluded
+    /// about the disk: the block is read again through a host slot, and given up if it is wrong there.
+    pub(super) async fn read_to_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
+        if !self.shared.config.bypass_host || !job.may_bypass_host(self.memory_align_bytes) {
+            return Ok(Some(job));
+        }
+        let started = Instant::now();
+        let share = self.share(Kind::Read, Purpose::Call).await;
+        let begun = self.begin_read(&mut self.shared.lock(), &job.key, Destination::Region);
+        let Some(OnDisk { pin, file, offset, checksum }) = begun else { return Ok(Some(job)) };
+        let places = job.places();
+        // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
+        // mapped and not to touch what is loaded.
+        let read = unsafe { self.transfer(OpKind::Read, file, offset, &places, (pin, job)) };
+        let (result, (pin, job)) = read.await;
+        drop(share);
+        let sum = match result {
+            Ok(sum) => {
+                self.shared.account(&self.failures, file, OpKind::Read, &Ok(()));
+                sum
+            }
+            // The processor could not write there either.
+            Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
+                self.shared.metrics.looked_up(Some(Tier::Disk));
+                return Err(Error::io("read into the caller's memory from", self.path_of(file), source));
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a read into a caller's memory failed; it is tried through a host slot");
+                return Ok(Some(job));
+            }
+        };
+        let (is_right, job) = self.is_right(job, sum, checksum).await;
+        if !is_right {
+            tracing::debug!("a block read into a caller's memory is not what it should be; it is read again");
+            return Ok(Some(job));
+        }
+        // Not before: whatever goes through a host slot is looked up, and counted, there.
+        {
+            let mut state = self.shared.lock();
+            state.index.touch(pin.id());
+            state.index.hit(pin.id());
+            pin.release(&mut state);
+        }
+        self.shared.metrics.looked_up(Some(Tier::Disk));
+        self.shared.metrics.moved(Route::DiskToRegion, self.shared.config.block_bytes, started.elapsed());
+        Ok(None)
+    }
+
+    /// Reads a block to a device slot by libcufile, where that is in service, verifies it there, and makes it visible.
+    pub(super) async fn read_to_device(self: &Rc<Self>, key: &BlockKey) -> Tried {
+        let Some(direct) = self.direct.get() else { return Tried::Elsewhere };
+        if !self.shared.lock().is_for_cufile(key) {
+            return Tried::Elsewhere;
+        }
+        let started = Instant::now();
+        let filling = match self.shared.acquire(Tier::Device, Purpose::Movement(key, Tier::Device)).await {
+            Ok(filling) => filling,
+            Err(error) => return Tried::Ended(Err(error)),
+        };
+        let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Device)).await;
+        let begun = self.begin_read(&mut self.shared.lock(), key, Destination::DeviceSlot);
+        let Some(block) = begun else { return Tried::Elsewhere };
+        let (id, wanted) = (block.pin.id(), block.checksum);
+        let read = self.read_directly(direct, block, filling).await;
+        drop(share);
+        let Some((pin, filling)) = read else { return Tried::Elsewhere };
+        let (found, filling) = self.checksum_on_device(filling).await;
+        match found {
+            Ok(found) if found == wanted => {
+                let outcome = self.shared.publish(id, filling, wanted, Route::DiskToDevice, pin);
+                self.shared.metrics.moved(Route::DiskToDevice, self.shared.config.block_bytes, started.elapsed());
+                Tried::Ended(Ok(outcome))
+            }
+            Ok(_) => {
+                self.shared.abort_direct_read(id, Some((pin, filling)));
+                Tried::Suspect
+            }
+            Err(error) => {
+                self.shared.abort_direct_read(id, Some((pin, filling)));
+                Tried::Ended(Err(error))
+            }
+        }
+    }
+
+    /// Whether a block in memory that `guard` keeps has the checksum that is `wanted`. `sum` is its checksum, where
+    /// a worker has taken it.
+    pub(super) async fn is_right<G: Readable>(&self, guard: G, sum: Option<u64>, wanted: u64) -> (bool, G) {
+        let (sum, guard) = match sum {
+            Some(sum) => (sum, guard),
+            None => self.checksum_of(guard).await,
+        };
+        (sum == wanted, guard)
+    }
+}
