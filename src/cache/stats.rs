@@ -158,7 +158,6 @@ impl Cache {
         let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
         let gdr: GdrState = self.inner.gdr.get();
         let state = shared.lock();
-        let reason = || state.disk_service.reason().map(str::to_owned);
         Stats {
             tiers: Tier::ALL.map(|tier| TierStats {
                 hits: metrics.tier(tier).hits.get(),
@@ -198,8 +197,8 @@ impl Cache {
             registered: self.inner.registered,
             direct_io: self.inner.direct_io,
             memory_align_bytes: self.inner.memory_align_bytes,
-            cufile: state.cufile.reads,
-            cufile_reason: state.cufile.told.clone(),
+            cufile: state.cufile.reads(),
+            cufile_reason: state.cufile.detail().to_owned(),
             cufile_errors: metrics.cufile_errors.get(),
             cufile_stuck: shared.cufile_stuck(),
             copies: std::array::from_fn(|at| {
@@ -209,9 +208,9 @@ impl Cache {
             gdr: gdr.is_on(),
             gdr_reason: gdr.to_string(),
             gdr_failovers: metrics.copies.failovers.get(),
-            device_retired: state.device_retired.clone(),
-            disk_retired: (!state.disk_service.reads()).then(reason).flatten(),
-            disk_read_only: reason(),
+            device_retired: state.device_service.retired().map(str::to_owned),
+            disk_retired: state.disk_service.retired().map(str::to_owned),
+            disk_read_only: state.disk_service.reason().map(str::to_owned),
         }
     }
 

@@ -21,7 +21,7 @@ use crate::{
     index::EntryId,
     io::{Storage, read_into},
     memory::AlignedBuf,
-    state::{CufileService, DiskPlace, DiskWrite, Filling, Pin, Purpose, Shared, State},
+    state::{DiskPlace, DiskWrite, Filling, Health, Pin, Purpose, Shared, State},
 };
 
 /// Requests that may fail in a row before the route is given up.
@@ -34,7 +34,7 @@ const PROBE_BYTES: usize = 2 * IO_ALIGN;
 pub(super) type Reading = (Pin, Filling);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Takes the route into service if it is wanted and proves itself; says in [`CufileService`] what came of it.
+    /// Takes the route into service if it is wanted and proves itself; its [`Health`] says what came of it.
     /// `files` are those of the storage, and `direct_io` says whether all of them are open for direct I/O.
     ///
     /// # Errors
@@ -52,7 +52,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match opened {
             Ok(Opened { cufile, evidence, direct }) => {
                 tracing::info!(evidence, "blocks go between disk and device by libcufile");
-                self.shared.lock().cufile = CufileService { reads: true, writes: true, told: evidence };
+                self.shared.lock().cufile = Health::Up(evidence);
                 self.shared.metrics.cufile_in_use.set(if direct { 1.0 } else { 0.5 });
                 let direct = Direct { cufile, failures: Cell::new(0) };
                 assert!(self.direct.set(direct).is_ok(), "the route is opened once");
@@ -60,7 +60,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             Err(reason) => {
                 tracing::info!(reason, "blocks go between disk and device through host memory");
-                self.shared.lock().cufile = CufileService { told: reason.clone(), ..CufileService::default() };
+                self.shared.lock().cufile = Health::Retired(reason.clone());
                 match self.shared.config.cufile {
                     CufileMode::On => {
                         Err(Error::Unavailable { tier: "device", reason: format!("cufile = on: {reason}") })
@@ -181,7 +181,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         pin: &Arc<Pin>,
     ) -> Option<Result<Option<DiskWrite>>> {
         let direct = self.direct.get()?;
-        if !self.shared.lock().cufile.writes {
+        if !self.shared.lock().cufile.writes() {
             return None;
         }
         let (share, DiskWrite { id, filling }, place) = match self.begin_write(key, pin).await {
@@ -266,12 +266,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Ends the route; what the library does not have yet goes through host memory.
     fn retire_direct(&self, direct: &Direct, reason: String) {
-        {
-            let mut state = self.shared.lock();
-            if !state.cufile.reads {
-                return;
-            }
-            state.cufile = CufileService { reads: false, writes: false, told: reason.clone() };
+        if !self.shared.lock().cufile.lower(Health::Retired(reason.clone())) {
+            return;
         }
         tracing::error!(reason, "libcufile moves no more blocks; they go through host memory");
         self.shared.metrics.cufile_in_use.set(0.0);
@@ -293,7 +289,7 @@ impl State {
     /// True where a block is on disk and in no faster tier, nor on its way to host memory.
     pub(super) fn is_for_cufile(&self, key: &BlockKey) -> bool {
         let Some(id) = self.index.find(key) else { return false };
-        self.cufile.reads
+        self.cufile.reads()
             && self.disk_service.reads()
             && self.index.best_tier(id) == Some(Tier::Disk)
             && !self.flights.contains(key, Tier::Host)

@@ -120,7 +120,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let Some(block) = self.begin_read(state, key, Destination::HostSlot) {
             return Source::Disk(block);
         }
-        if state.device_retired.is_none()
+        if state.device_service.reads()
             && let Some(pin) = Pin::take(&self.shared, state, id, Tier::Device, Route::DeviceToHost)
         {
             let began = state.index.begin_fill(id, Tier::Host);

@@ -154,7 +154,7 @@ impl Shared {
             state.flights.join_next(key, Tier::Host, 0);
             return;
         }
-        if let Err(error) = state.disk_service.check_writes() {
+        if let Err(error) = state.disk_service.check_writes("disk") {
             self.metrics.writes_refused.add(1);
             state.refusals.add(*key, error);
             return;
@@ -228,7 +228,7 @@ impl Shared {
     fn pin_source(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Option<Pin> {
         let pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
         // Only libcufile spares a block the way through host memory, where there may be no room for it.
-        let from_device = state.cufile.writes && state.device_retired.is_none();
+        let from_device = state.cufile.writes() && state.device_service.reads();
         if pin.is_none() && from_device && !state.flights.contains(key, Tier::Host) {
             return Pin::take(self, state, id, Tier::Device, Route::DeviceHit);
         }

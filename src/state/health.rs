@@ -1,4 +1,4 @@
-//! Whether the disk and the device tier may be used, and when they may not be any longer.
+//! Whether a tier or a route may be used, and when it may not be any longer.
 //!
 //! A disk that fails is not asked for ever: after a run of failures without a success between them its tier is taken
 //! out of service, with a reason, until the cache is opened again. Failing writes end the writing only: what is
@@ -8,56 +8,64 @@ use std::{cell::Cell, io};
 
 use crate::{block::OpKind, error::Error, io::is_shortage};
 
-/// What the disk tier is good for.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) enum DiskService {
-    /// Reads and writes.
-    #[default]
-    Full,
+/// Whether a tier or a route is in service. It never rises again while the cache is open.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Health {
+    /// Reads and writes. With the evidence, where it had to prove itself.
+    Up(String),
     /// Reads, for the reason given.
     ReadOnly(String),
     /// Nothing, for the reason given.
     Retired(String),
 }
 
-impl DiskService {
+impl Default for Health {
+    fn default() -> Self {
+        Health::Up(String::new())
+    }
+}
+
+impl Health {
     pub(crate) fn reads(&self) -> bool {
-        !matches!(self, DiskService::Retired(_))
+        !matches!(self, Health::Retired(_))
     }
 
     pub(crate) fn writes(&self) -> bool {
-        *self == DiskService::Full
+        matches!(self, Health::Up(_))
+    }
+
+    /// The evidence while it is up, the reason otherwise.
+    pub(crate) fn detail(&self) -> &str {
+        match self {
+            Health::Up(detail) | Health::ReadOnly(detail) | Health::Retired(detail) => detail,
+        }
     }
 
     /// Why it does not do all that it should.
     pub(crate) fn reason(&self) -> Option<&str> {
-        match self {
-            DiskService::Full => None,
-            DiskService::ReadOnly(reason) | DiskService::Retired(reason) => Some(reason),
-        }
+        (!self.writes()).then(|| self.detail())
     }
 
-    /// An error for those who wanted to write.
-    pub(crate) fn check_writes(&self) -> Result<(), Error> {
+    /// Why it does nothing, where it does nothing.
+    pub(crate) fn retired(&self) -> Option<&str> {
+        (!self.reads()).then(|| self.detail())
+    }
+
+    /// An error for those who wanted to write to `tier`, whose health this is.
+    pub(crate) fn check_writes(&self, tier: &'static str) -> Result<(), Error> {
         match self.reason() {
             None => Ok(()),
-            Some(reason) => Err(Error::Unavailable { tier: "disk", reason: reason.to_owned() }),
+            Some(reason) => Err(Error::Unavailable { tier, reason: reason.to_owned() }),
         }
     }
-}
 
-/// Whether libcufile moves blocks, and why it does or does not.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct CufileService {
-    pub(crate) reads: bool,
-    pub(crate) writes: bool,
-    /// The evidence, or the reason.
-    pub(crate) told: String,
-}
-
-impl Default for CufileService {
-    fn default() -> Self {
-        CufileService { reads: false, writes: false, told: "there is no CUDA device".into() }
+    /// Becomes `to`, unless it is as low already.
+    pub(crate) fn lower(&mut self, to: Health) -> bool {
+        let is_lower = (to.reads(), to.writes()) < (self.reads(), self.writes());
+        if is_lower {
+            *self = to;
+        }
+        is_lower
     }
 }
 
@@ -93,6 +101,17 @@ pub(crate) fn blames_disk(error: &io::Error) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn health_is_lowered_and_never_raised() {
+        let [up, read_only, retired] = [Health::default(), Health::ReadOnly("a".into()), Health::Retired("b".into())];
+        let mut health = up.clone();
+        assert!(health.check_writes("disk").is_ok() && health.reason().is_none() && !health.lower(up.clone()));
+        assert!(health.lower(read_only.clone()) && health.reads() && health.reason() == Some("a"));
+        assert!(!health.lower(up) && !health.lower(Health::ReadOnly("c".into())) && health.retired().is_none());
+        assert!(health.lower(retired) && !health.lower(read_only) && health.retired() == Some("b"));
+        assert!(health.check_writes("disk").is_err_and(|error| error.to_string().contains('b')));
+    }
 
     #[test]
     fn only_failures_in_a_row_count() {

@@ -23,7 +23,7 @@ pub(crate) mod verify;
 pub(crate) use commit::{BegunStore, Committed, DiskPlace, DiskWrite, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use flights::{Class, Raised, Started, Unclaimed, Urgency};
-pub(crate) use health::{CufileService, DiskService, Failures, blames_disk};
+pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
 pub(crate) use lock::{holds_lock, locks_taken};
@@ -75,15 +75,15 @@ pub(crate) struct State {
     pub(crate) host_checksums: Vec<u64>,
     /// Likewise in each device slot.
     pub(crate) device_checksums: Vec<u64>,
-    pub(crate) cufile: CufileService,
+    /// Of the route of libcufile, with the evidence or the reason.
+    pub(crate) cufile: Health,
     /// Generation of the next record.
     pub(crate) generation: u64,
     pub(crate) slot_requests: SlotRequests,
     /// What the budget has not been told yet.
     pub(crate) raised: Raised,
-    pub(crate) disk_service: DiskService,
-    /// Why the device tier is out of service, once it is.
-    pub(crate) device_retired: Option<String>,
+    pub(crate) disk_service: Health,
+    pub(crate) device_service: Health,
     /// Blocks of the host tier that the disk tier must take before they may go.
     pub(crate) dirty: BTreeSet<BlockKey>,
     /// Those of them that were found to be worth a write, in the order in which they are written.
@@ -151,12 +151,12 @@ impl Shared {
             flights: Flights::new(Arc::clone(&begun)),
             host_checksums: vec![0; config.host_blocks as usize],
             device_checksums: vec![0; config.device_blocks as usize],
-            cufile: CufileService::default(),
+            cufile: Health::Retired("there is no CUDA device".into()),
             generation,
             slot_requests: SlotRequests::default(),
             raised: Raised::default(),
-            disk_service: DiskService::Full,
-            device_retired: None,
+            disk_service: Health::default(),
+            device_service: Health::default(),
             dirty: BTreeSet::new(),
             leaving: VecDeque::new(),
             refusals: Refusals::default(),
@@ -306,17 +306,14 @@ impl State {
     /// An error where blocks cannot go to `tier`.
     pub(crate) fn check_service(&self, tier: Tier) -> Result<()> {
         match tier {
-            Tier::Disk => self.disk_service.check_writes(),
+            Tier::Disk => self.disk_service.check_writes("disk"),
             Tier::Device | Tier::Host => self.check_device(tier),
         }
     }
 
     /// An error where blocks of `tier` are on a device that is out of service.
     fn check_device(&self, tier: Tier) -> Result<()> {
-        match &self.device_retired {
-            Some(reason) if tier == Tier::Device => Err(Error::Unavailable { tier: "device", reason: reason.clone() }),
-            _ => Ok(()),
-        }
+        if tier == Tier::Device { self.device_service.check_writes("device") } else { Ok(()) }
     }
 
     pub(crate) fn push_free(&mut self, tier: Tier, slot: u32) {

@@ -2,22 +2,21 @@
 
 use std::io;
 
-use super::{DiskService, Failures, Shared};
+use super::{Failures, Health, Shared};
 use crate::block::{FileId, OpKind, Tier};
 
 impl Shared {
     /// Takes the disk tier out of service. Host and device keep serving.
     pub(crate) fn retire_disk(&self, reason: String) {
-        self.lower_service(DiskService::Retired(reason));
+        self.lower_service(Health::Retired(reason));
     }
 
     /// Takes the device tier out of service: what is on the device is out of reach. Host and disk keep serving.
     pub(crate) fn retire_device(&self, reason: String) {
         let mut state = self.lock();
-        if state.device_retired.is_some() {
+        if !state.device_service.lower(Health::Retired(reason.clone())) {
             return;
         }
-        state.device_retired = Some(reason.clone());
         // What is leased goes when its last lease does.
         while let Some(victim) = state.index.victim(Tier::Device) {
             let slot = state.index.evict(victim, Tier::Device);
@@ -31,18 +30,15 @@ impl Shared {
     }
 
     /// Lowers the service of the disk tier; it never rises again.
-    fn lower_service(&self, to: DiskService) {
+    fn lower_service(&self, to: Health) {
         let mut state = self.lock();
-        let lower = state.disk_service.writes() || (state.disk_service.reads() && !to.reads());
-        if lower {
-            state.disk_service = to.clone();
-        }
+        let lower = state.disk_service.lower(to.clone());
         let refused = state.slot_requests.take_all(Tier::Disk);
         let error = state.check_service(Tier::Disk);
         drop(state);
         refused.refuse(&error.expect_err("the disk tier takes no blocks by now"));
         if lower {
-            let reason = to.reason().expect("lower than full");
+            let reason = to.detail();
             let what =
                 if to.reads() { "the disk tier takes no more blocks" } else { "the disk tier is out of service" };
             tracing::error!(reason, "{what}");
@@ -60,7 +56,7 @@ impl Shared {
         let reason = format!("{count} {}s of {path} failed in a row, the last with: {error}", kind.name());
         match kind {
             OpKind::Read => self.retire_disk(reason),
-            OpKind::Write | OpKind::Sync => self.lower_service(DiskService::ReadOnly(reason)),
+            OpKind::Write | OpKind::Sync => self.lower_service(Health::ReadOnly(reason)),
         }
     }
 }
