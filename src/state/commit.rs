@@ -316,6 +316,8 @@ impl Shared {
     /// again. Its outcome is nobody's.
     pub(crate) fn selected_for_disk(self: &Arc<Self>, key: &BlockKey) -> Option<PendingWrite> {
         let mut state = self.lock();
+        // The end waits for the writes under way, and takes no requests by then.
+        state.check_open().ok()?;
         let id = state.index.find(key)?;
         let often = match self.config.write_policy {
             WritePolicy::WriteThroughSelective => state.index.hits(id) >= self.config.selective_hits,

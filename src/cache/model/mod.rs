@@ -261,6 +261,23 @@ fn a_close_among_any_calls_leaves_a_whole_cache() {
     });
 }
 
+/// A hit selects its block for the disk while the cache closes: the close waits for no write that nobody carries out.
+#[test]
+fn a_hit_during_the_close_begins_no_write() {
+    check(|| {
+        let write_policy = WritePolicy::WriteThroughSelective;
+        let world = World::new(Config { write_policy, selective_hits: 1, ..config(0, 2, 4) }, 0, false);
+        block_on(world.cache.store(&key(0), None, &payload(0))).expect("store");
+        let hits = world.caller(async |cache: Cache| {
+            let lease = cache.fetch(&key(0)).await;
+            assert!(matches!(lease, Ok(Some(_)) | Err(Error::Closed)));
+        });
+        block_on(world.cache.close()).expect("close");
+        hits.join().expect("no panic");
+        world.ended();
+    });
+}
+
 /// The same, with nobody who closes it: the last handle is dropped when the last caller ends.
 #[test]
 fn the_last_handle_may_go_at_any_time() {
