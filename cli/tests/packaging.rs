@@ -1,0 +1,125 @@
+//! The packages: what they start exists, and what they contain works.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::{Command, Output},
+};
+
+use serde_json::Value;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace").to_owned()
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).expect("readable")
+}
+
+fn run(command: &mut Command) -> Output {
+    let output = command.output().expect("the command runs");
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
+    output
+}
+
+/// Whether a tool is here; says that the test is skipped where it is not.
+fn has(tool: &str) -> bool {
+    let found = Command::new(tool).arg("--version").output().is_ok();
+    if !found {
+        println!("SKIPPED: no {tool}");
+    }
+    found
+}
+
+/// Words that begin with `--`, up to what ends a flag in shell, YAML and JSON.
+fn flags(text: &str) -> BTreeSet<&str> {
+    let ends = |c: char| !(c.is_ascii_alphanumeric() || c == '-');
+    text.match_indices("--").filter_map(|(at, _)| text[at..].split(ends).next()).filter(|flag| flag.len() > 2).collect()
+}
+
+/// The part of a file from one text to the next.
+fn part<'a>(text: &'a str, from: &str, to: &str) -> &'a str {
+    let (_, rest) = text.split_once(from).unwrap_or_else(|| panic!("{from} is in the file"));
+    rest.split_once(to).map_or(rest, |(part, _)| part)
+}
+
+#[test]
+fn every_package_starts_the_service_with_flags_that_it_knows() {
+    let help = run(Command::new(env!("CARGO_BIN_EXE_kvhoist")).args(["serve", "--help"])).stdout;
+    let help = String::from_utf8(help).expect("UTF-8");
+    let known = flags(&help);
+    let (unit, default) = (read("packaging/systemd/kvhoist.service"), read("packaging/systemd/kvhoist.default"));
+    let (container, pods) = (read("packaging/container/Containerfile"), read("packaging/kubernetes/kvhoist.yaml"));
+    let install = read("docs/install.md");
+    let starts = [
+        part(&unit, "ExecStart=/usr/bin/kvhoist serve", "\n"),
+        &default,
+        part(&container, "CMD [\"serve\"", "]"),
+        part(&pods, "args:", "securityContext"),
+        part(&install, "KVHOIST_FLAGS=", "\n"),
+        part(&install, "kvhoist serve", "\n"),
+    ];
+    for start in starts {
+        let unknown: Vec<_> = flags(start).into_iter().filter(|flag| !known.contains(flag)).collect();
+        assert!(unknown.is_empty(), "{unknown:?} in {start}");
+    }
+    assert!(flags(starts[3]).len() >= 4, "the flags of the pods are found: {}", starts[3]);
+}
+
+#[test]
+fn the_unit_is_one_that_systemd_reads() {
+    if !has("systemd-analyze") {
+        return;
+    }
+    let place = tempfile::tempdir().expect("a directory");
+    let unit = place.path().join("kvhoist.service");
+    let text = read("packaging/systemd/kvhoist.service");
+    fs::write(&unit, text.replace("/usr/bin/kvhoist", env!("CARGO_BIN_EXE_kvhoist"))).expect("written");
+    let verified = run(Command::new("systemd-analyze").args(["verify", "--man=no"]).arg(&unit));
+    let said = String::from_utf8(verified.stderr).expect("UTF-8");
+    let about_it: Vec<_> = said.lines().filter(|line| line.contains("kvhoist")).collect();
+    assert!(about_it.is_empty(), "{said}");
+}
+
+#[test]
+fn the_containers_profile_allows_the_ring() {
+    let profile: Value = serde_json::from_str(&read("packaging/container/seccomp.json")).expect("JSON");
+    assert_eq!(profile["defaultAction"], "SCMP_ACT_ERRNO");
+    let allowed = profile["syscalls"][0]["names"].as_array().expect("names");
+    let names: BTreeSet<_> = allowed.iter().filter_map(Value::as_str).collect();
+    assert_eq!(names.len(), allowed.len(), "every name once");
+    for name in
+        ["io_uring_setup", "io_uring_enter", "io_uring_register", "memfd_create", "fallocate", "flock", "madvise"]
+    {
+        assert!(names.contains(name), "{name}");
+    }
+    for name in ["mount", "ptrace", "bpf", "unshare", "kexec_load"] {
+        assert!(!names.contains(name), "{name}");
+    }
+}
+
+#[test]
+fn a_debian_package_holds_a_command_that_runs_and_its_unit() {
+    if !has("dpkg-deb") || !has("objdump") {
+        return;
+    }
+    let place = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    let build = root().join("packaging/debian/build");
+    let mut build = Command::new(build);
+    let built = run(build.env("DEB_COMPRESSION", "none").arg(env!("CARGO_BIN_EXE_kvhoist")).arg(place.path())).stdout;
+    let package = String::from_utf8(built).expect("UTF-8");
+    let package = package.trim();
+    let unpacked = place.path().join("root");
+    run(Command::new("dpkg-deb").args(["--extract", package]).arg(&unpacked));
+    let version = run(Command::new(unpacked.join("usr/bin/kvhoist")).arg("--version")).stdout;
+    let control = run(Command::new("dpkg-deb").args(["--field", package, "Version", "Depends"])).stdout;
+    let (version, control) = (String::from_utf8_lossy(&version), String::from_utf8_lossy(&control));
+    assert!(control.contains(env!("CARGO_PKG_VERSION")) && version.contains(env!("CARGO_PKG_VERSION")), "{control}");
+    assert!(control.contains("libc6 (>= 2."), "{control}");
+    let unit = fs::read_to_string(unpacked.join("lib/systemd/system/kvhoist.service")).expect("the unit");
+    let flags = part(&unit, "EnvironmentFile=", "\n");
+    assert!(unpacked.join(flags.trim_start_matches('/')).exists(), "{flags}");
+    let conffiles = run(Command::new("dpkg-deb").args(["--info", package, "conffiles"])).stdout;
+    assert_eq!(String::from_utf8_lossy(&conffiles).trim(), flags, "what an operator changed outlives an upgrade");
+}
