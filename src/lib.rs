@@ -36,8 +36,8 @@ pub use block_on::block_on;
 #[cfg(feature = "sim")]
 pub use cache::sim;
 pub use cache::{
-    Builder, Cache, Completion, CompletionQueue, CopyStats, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation,
-    RouteStats, Stats, TierStats,
+    Builder, Cache, Completion, CompletionQueue, CopyStats, DeviceLease, Keys, LayerLoad, Lease, Loan, Region,
+    Reservation, RouteStats, Stats, TierStats,
 };
 pub use config::{
     Config, CopyMethod, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, GdrMode, StorageKind,

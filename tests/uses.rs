@@ -87,6 +87,21 @@ fn uses_are_counted_once_a_request_and_survive_a_restart() {
     assert_eq!([0, 1].map(|n| record(dir.path(), n).uses), [1, 3], "counted on from the last run");
 }
 
+#[test]
+fn to_ask_whether_a_block_is_there_begins_no_request() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let cache = open(dir.path());
+    (0..2).for_each(|n| store(&cache, n));
+    cache.match_len(&[key(0), key(1)]);
+    fetch(&cache, 0);
+    assert!(cache.contains(&key(1)) && !cache.contains(&key(9)));
+    assert_eq!(cache.keys().count(), 2);
+    fetch(&cache, 0);
+    block_on(cache.close()).expect("closed");
+    let uses = [0, 1].map(|n| record(dir.path(), n).uses);
+    assert_eq!(uses, [2, 1], "stored, and fetched in one request; stored, and asked for");
+}
+
 /// A store as format version 1 left it opens, keeps its version, and so stays readable for programs that know no other.
 #[test]
 fn a_store_of_version_1_opens_and_stays_one() {

@@ -1,6 +1,8 @@
 //! [`Cache`]: what callers hold.
 
+mod blocks;
 mod builder;
+mod compute;
 mod device;
 mod hints;
 mod layers;
@@ -15,6 +17,7 @@ mod region;
 pub mod sim;
 mod stats;
 
+pub use blocks::Keys;
 pub use builder::Builder;
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
@@ -66,6 +69,8 @@ struct Inner {
     /// A permit for each read of a device block that may be under way.
     device_reads: Arc<Semaphore>,
     regions: region::Regions,
+    /// Blocks that callers compute.
+    turns: compute::Turns,
     storage_name: &'static str,
     registered: bool,
     direct_io: bool,
@@ -223,14 +228,7 @@ impl Cache {
     /// Dropped before the copy, it leaves no trace; after it, the block is visible and its write
     /// goes on: [`sync`](Cache::sync) waits for it, and reports it if the disk does not take it.
     pub async fn store(&self, key: &BlockKey, parent: Option<&BlockKey>, data: &[u8]) -> Result<()> {
-        let block_bytes = self.config().block_bytes;
-        if data.len() != block_bytes {
-            return Err(Error::Argument {
-                what: "data",
-                found: format!("{} bytes", data.len()),
-                expected: format!("one block of {block_bytes} bytes"),
-            });
-        }
+        self.check_length(data)?;
         let shared = &self.inner.shared;
         let mut filling = match shared.begin_store(key, parent)? {
             BegunStore::Known(committed) => return self.finish_store(key, committed).await,
@@ -420,6 +418,19 @@ impl Cache {
                 None => {}
             }
         }
+    }
+
+    /// Refuses what is not one block.
+    fn check_length(&self, data: &[u8]) -> Result<()> {
+        let block_bytes = self.config().block_bytes;
+        if data.len() == block_bytes {
+            return Ok(());
+        }
+        Err(Error::Argument {
+            what: "data",
+            found: format!("{} bytes", data.len()),
+            expected: format!("one block of {block_bytes} bytes"),
+        })
     }
 
     /// Does what the write policy wants for a committed block.

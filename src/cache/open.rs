@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::{Cache, Inner, device::Opened, region::Regions};
+use super::{Cache, Inner, compute::Turns, device::Opened, region::Regions};
 use crate::{
     block::Tier,
     config::{Config, Eviction},
@@ -233,6 +233,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         end: told,
         device_reads: Arc::new(Semaphore::new(movements_max)),
         regions,
+        turns: Turns::default(),
         storage_name,
         direct_io,
         memory_align_bytes,

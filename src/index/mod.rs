@@ -74,6 +74,7 @@ mod hash;
 mod hints;
 mod kept;
 mod lru;
+mod pages;
 mod policy;
 mod prefix;
 mod radix;
@@ -148,6 +149,8 @@ pub struct Index {
     frontier: [BitSet; Tier::COUNT],
     /// Full copies of entries in the map.
     resident: [usize; Tier::COUNT],
+    /// Entries in the map that are full in some tier.
+    blocks: usize,
     /// During recovery only: shortcuts up the chains.
     tops: restore::Tops,
     /// Which blocks are worth a write to disk, where that is asked.
@@ -177,6 +180,7 @@ impl Index {
             kept: Kept::default(),
             frontier: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
+            blocks: 0,
             tops: restore::Tops::default(),
             values: None,
         }

@@ -67,12 +67,14 @@ impl Index {
             self.vacate(id, tier);
             return false;
         }
-        let demoted = entry.best_tier().is_some_and(|best| best < tier);
+        let best = entry.best_tier();
+        let demoted = best.is_some_and(|best| best < tier);
         entry.clear(tier, FILLING);
         entry.set(tier, FULL);
         entry.place_mut(tier).slot = slot;
         self.resident[tier as usize] += 1;
         self.kept.count(self.entries[id.0 as usize].is_kept(), tier, true);
+        self.blocks += usize::from(best.is_none());
         if !demoted {
             self.touch_in_passing(id);
         }
@@ -197,6 +199,7 @@ impl Index {
         entry.hits = 0;
         entry.forget_evictions();
         if lives_on {
+            let was_resident = entry.best_tier().is_some();
             entry.set_removed();
             if entry.is_kept() {
                 entry.set_kept(false);
@@ -204,6 +207,7 @@ impl Index {
             }
             let entry = self.entry(id);
             let key = entry.key;
+            self.blocks -= usize::from(was_resident);
             self.unmap(id, &key);
         } else {
             self.collect(id);
@@ -225,6 +229,7 @@ impl Index {
         self.resident[tier as usize] -= 1;
         self.kept.count(self.entries[id.0 as usize].is_kept(), tier, false);
         self.clear_place(id, tier);
+        self.blocks -= usize::from(self.entry(id).best_tier().is_none());
     }
 
     /// A fill, or a full copy of a removed entry, is no more; then perhaps the entry.

@@ -38,10 +38,11 @@ impl Index {
             return Err(id);
         }
         let entry = self.entry_mut(id);
-        let (is_first, kept) = (!entry.occupies_any(), entry.is_kept());
+        let (is_first, is_new, kept) = (!entry.occupies_any(), entry.best_tier().is_none(), entry.is_kept());
         entry.set(tier, FULL);
         entry.place_mut(tier).slot = slot;
         self.resident[tier as usize] += 1;
+        self.blocks += usize::from(is_new);
         self.kept.count(kept, tier, true);
         self.used_as(id, used);
         self.weigh(id, tier);

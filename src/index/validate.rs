@@ -21,6 +21,7 @@ macro_rules! ensure {
 #[derive(Default)]
 struct Counts {
     found: usize,
+    blocks: usize,
     resident: [usize; Tier::COUNT],
     evictable: [usize; Tier::COUNT],
     dirty: [usize; Tier::COUNT],
@@ -75,6 +76,7 @@ impl Index {
         } else {
             ensure!(found == Some(id), "its key finds {found:?}");
             counts.found += 1;
+            counts.blocks += usize::from(entry.best_tier().is_some());
         }
         if !entry.occupies_any() {
             ensure!(entry.is_named(), "resident nowhere and named by nobody, but here");
@@ -133,6 +135,7 @@ impl Index {
     }
 
     fn validate_lists(&self, counts: &Counts) -> Result<(), String> {
+        ensure!(counts.blocks == self.blocks, "{} blocks, found {}", self.blocks, counts.blocks);
         for tier in Tier::ALL {
             let at = tier as usize;
             let evictable = self.policies[at].len();

@@ -28,6 +28,7 @@ use crate::{
     block::FileId,
     cache::{
         Inner,
+        compute::Turns,
         open::{End, tell_end},
         region::Regions,
     },
@@ -266,6 +267,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         end: told,
         device_reads: Arc::new(Semaphore::new(4)),
         regions,
+        turns: Turns::default(),
         storage_name: "memory",
         direct_io: true,
         memory_align_bytes: 1,

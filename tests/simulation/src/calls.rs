@@ -1,6 +1,6 @@
 //! Every call that a caller may make, and what is checked about its answer.
 
-use std::time::Duration;
+use std::{collections::BTreeSet, time::Duration};
 
 use kvhoist::{BlockKey, Cache, Error, Segment, Tier};
 
@@ -189,6 +189,11 @@ pub fn match_prefix(caller: &mut Caller) -> End {
         // A closed cache matches nothing.
         return End::Done(999);
     }
+    for (at, key) in keys.iter().enumerate().take(length + 1) {
+        if caller.cache.contains(key) != (at < length) {
+            caller.context.fail(format!("of {path:?} {length} blocks were matched, and number {at} is not so"));
+        }
+    }
     let model = caller.context.model.borrow();
     let claims = caller.context.claims(&caller.cache, &caller.world);
     for (at, &block) in path.iter().enumerate().take(length + 1) {
@@ -367,6 +372,14 @@ pub fn stats(caller: &Caller) -> End {
         if of.resident + of.free > of.slots {
             caller.context.fail(format!("{tier}: {} resident and {} free of {} slots", of.resident, of.free, of.slots));
         }
+    }
+    let keys: BTreeSet<BlockKey> = caller.cache.keys().collect();
+    if keys.len() != caller.cache.keys().count() || keys.iter().any(|key| !caller.cache.contains(key)) {
+        caller.context.fail("the keys that are resident are not each listed once");
+    }
+    // A disk that is out of service keeps blocks that no call serves.
+    if keys.len() > caller.cache.len() || (stats.disk_retired.is_none() && keys.len() != caller.cache.len()) {
+        caller.context.fail(format!("{} keys of {} blocks are listed", keys.len(), caller.cache.len()));
     }
     End::Done(12)
 }

@@ -1,0 +1,215 @@
+//! Calls about many blocks, or all of them.
+
+use std::{pin::pin, sync::Arc, vec};
+
+use futures_util::{StreamExt, stream};
+
+use super::{Cache, Lease};
+use crate::{
+    block::{BlockKey, Tier},
+    error::{Error, Result},
+    state::Shared,
+};
+
+/// Removals that [`Cache::clear`] keeps in flight: those of neighboring slots share a write of their records.
+const REMOVALS_IN_FLIGHT: usize = 256;
+
+/// The keys of resident blocks, by [`Cache::keys`].
+///
+/// It looks at one page of the index at a time and holds nothing in between: neither the lock, nor a block, nor the
+/// cache.
+#[must_use = "iterators do nothing unless they are consumed"]
+pub struct Keys {
+    shared: Arc<Shared>,
+    found: vec::IntoIter<BlockKey>,
+    /// The page that follows; `None` after the last.
+    page: Option<u32>,
+}
+
+impl Iterator for Keys {
+    type Item = BlockKey;
+
+    fn next(&mut self) -> Option<BlockKey> {
+        loop {
+            if let Some(key) = self.found.next() {
+                return Some(key);
+            }
+            let page = self.page.take()?;
+            let state = self.shared.lock();
+            if state.check_open().is_err() {
+                return None;
+            }
+            let is_disk_read = state.disk_service.reads();
+            let mut found = Vec::new();
+            self.page = state.index.visit_page(page, |key, tier| {
+                if tier != Tier::Disk || is_disk_read {
+                    found.push(key);
+                }
+            });
+            drop(state);
+            self.found = found.into_iter();
+        }
+    }
+}
+
+impl std::iter::FusedIterator for Keys {}
+
+impl std::fmt::Debug for Keys {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Keys").field("page", &self.page).finish_non_exhaustive()
+    }
+}
+
+impl Cache {
+    /// Whether a block is resident in some tier that is in service; false once the cache is closed. One lock, no I/O.
+    ///
+    /// Unlike [`match_prefix`](Cache::match_prefix) it begins no request and counts no use: to ask about a block
+    /// changes nothing about how long it stays. By the time of a fetch it may be gone.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// let key = kvhoist::BlockKey::new([1; 32]);
+    /// assert!(!cache.contains(&key));
+    /// cache.store(&key, None, &[7; 4096]).await?;
+    /// assert!(cache.contains(&key));
+    /// # cache.close().await }).unwrap();
+    /// ```
+    pub fn contains(&self, key: &BlockKey) -> bool {
+        let state = self.shared().lock();
+        if state.check_open().is_err() {
+            return false;
+        }
+        match state.index.find(key).and_then(|id| state.index.best_tier(id)) {
+            None => false,
+            Some(Tier::Disk) => state.disk_service.reads(),
+            Some(Tier::Device | Tier::Host) => true,
+        }
+    }
+
+    /// The number of resident blocks, each counted once, however many tiers hold it; 0 once the cache is closed. One
+    /// lock. Blocks of a disk tier that is out of service count, although no call serves them.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// assert!(cache.is_empty());
+    /// cache.store(&kvhoist::BlockKey::new([1; 32]), None, &[7; 4096]).await?;
+    /// assert_eq!(cache.len(), 1);
+    /// # cache.close().await }).unwrap();
+    /// ```
+    pub fn len(&self) -> usize {
+        let state = self.shared().lock();
+        if state.check_open().is_err() { 0 } else { state.index.blocks() }
+    }
+
+    /// True where no block is resident.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The keys of all resident blocks, in no particular order. No I/O, no use counted.
+    ///
+    /// The lock is taken once for some thousand blocks, for some tens of microseconds, and other callers go on in
+    /// between. A block that is resident from the first call of `next` to the last is yielded exactly once; one that
+    /// comes or goes meanwhile may be yielded or not, and one that goes and comes back may be yielded twice. The
+    /// iterator ends where the cache is closed.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # cache.store(&kvhoist::BlockKey::new([1; 32]), None, &[7; 4096]).await?;
+    /// for key in cache.keys() {
+    ///     if let Some(block) = cache.fetch(&key).await? {
+    ///         println!("{key}: {} bytes", block.len());
+    ///     }
+    /// }
+    /// # cache.close().await }).unwrap();
+    /// ```
+    pub fn keys(&self) -> Keys {
+        Keys { shared: Arc::clone(self.shared()), found: Vec::new().into_iter(), page: Some(0) }
+    }
+
+    /// Forgets every block that is resident when it is called, as [`remove`](Cache::remove) forgets one; how many there
+    /// were. Readers keep their leases.
+    ///
+    /// Blocks that are stored meanwhile may stay or go. It takes about as long as a write of all records: to begin with
+    /// an empty store, close the cache and remove its files, which is quicker.
+    ///
+    /// # Errors
+    /// The first that a removal ended with; the other blocks are removed all the same. [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// What was removed stays so, and no more blocks are removed.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// cache.store(&kvhoist::BlockKey::new([1; 32]), None, &[7; 4096]).await?;
+    /// assert_eq!(cache.clear().await?, 1);
+    /// assert!(cache.is_empty());
+    /// # cache.close().await }).unwrap();
+    /// ```
+    pub async fn clear(&self) -> Result<u64> {
+        self.shared().lock().check_open()?;
+        let removals = stream::iter(self.keys()).map(async |key| self.remove(&key).await);
+        let mut ended = pin!(removals.buffer_unordered(REMOVALS_IN_FLIGHT));
+        let (mut removed, mut failed) = (0, None);
+        while let Some(result) = ended.next().await {
+            match result {
+                Ok(was_resident) => removed += u64::from(was_resident),
+                Err(Error::Closed) => return Err(Error::Closed),
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+        failed.map_or(Ok(removed), Err)
+    }
+
+    /// Fetches many blocks at a time: one result per block, in order, each as of [`fetch`](Cache::fetch).
+    ///
+    /// Reads of blocks that are on disk run beside one another, [`Config::movements_max`](crate::Config::movements_max)
+    /// at most. Each lease keeps a slot of the host tier (see [`Lease`], *Slow readers*): leave room for other callers,
+    /// or move the blocks into memory of your own by [`load_into`](Cache::load_into).
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for more keys than the host tier has slots. [`Error::Closed`]. A block's own error is in its
+    /// result.
+    ///
+    /// # Cancel safety
+    /// As [`fetch`](Cache::fetch): reads that began may still finish and make their blocks resident.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let keys = [kvhoist::BlockKey::new([1; 32]), kvhoist::BlockKey::new([2; 32])];
+    /// # cache.store(&keys[0], None, &[7; 4096]).await?;
+    /// for (key, block) in keys.iter().zip(cache.fetch_many(&keys).await?) {
+    ///     match block? {
+    ///         Some(block) => println!("{key}: {} bytes", block.len()),
+    ///         None => println!("{key}: a miss"),
+    ///     }
+    /// }
+    /// # cache.close().await }).unwrap();
+    /// ```
+    pub async fn fetch_many(&self, keys: &[BlockKey]) -> Result<Vec<Result<Option<Lease>>>> {
+        self.shared().lock().check_open()?;
+        let slots = self.config().host_blocks as usize;
+        if keys.len() > slots {
+            return Err(Error::Argument {
+                what: "keys",
+                found: format!("{} of them", keys.len()),
+                expected: format!("{slots} at most, one for each slot of the host tier"),
+            });
+        }
+        let in_flight = self.config().movements_max.max(1) as usize;
+        let fetches = stream::iter(keys.iter().copied()).map(async |key| self.fetch(&key).await);
+        Ok(fetches.buffered(in_flight).collect().await)
+    }
+}
+
+/// Futures of callers may move to other threads.
+const _: fn(&Cache) = |cache| {
+    fn sendable(_: impl Send) {}
+    sendable(cache.clear());
+    sendable(cache.fetch_many(&[]));
+};

@@ -1,0 +1,198 @@
+//! Of all callers that want a missing block, one computes it.
+
+mod common;
+
+use std::{
+    future::{Future, pending},
+    panic::{AssertUnwindSafe, catch_unwind},
+    pin::{Pin, pin},
+    sync::atomic::{AtomicU32, Ordering},
+    task::{Context, Poll, Waker},
+};
+
+use bytes::Bytes;
+use common::{config, directory, key, payload};
+use kvhoist::{Cache, Config, Error, StorageKind, block_on};
+use tokio::sync::{Notify, oneshot};
+
+const BLOCK_BYTES: usize = 4096;
+
+type Block<'a> = Pin<Box<dyn Future<Output = Result<Bytes, Error>> + Send + 'a>>;
+
+fn memory(waiters_max: u32) -> Cache {
+    let config = Config { block_bytes: BLOCK_BYTES, host_blocks: 8, waiters_max, ..Config::default() };
+    block_on(Cache::open(config)).expect("open")
+}
+
+fn poll<F: Future + Unpin>(future: &mut F) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(Waker::noop()))
+}
+
+/// A call that computes block 1 as `compute` does.
+fn call<'a, C>(cache: &'a Cache, compute: impl FnOnce() -> C + Send + 'a) -> Block<'a>
+where
+    C: Future<Output = Result<Vec<u8>, Error>> + Send + 'a,
+{
+    Box::pin(async move { cache.get_or_fetch_with(&key(1), None, compute).await })
+}
+
+fn ready<'a>(cache: &'a Cache, computed: &'a AtomicU32) -> Block<'a> {
+    call(cache, move || async {
+        computed.fetch_add(1, Ordering::Relaxed);
+        Ok(payload(1, BLOCK_BYTES))
+    })
+}
+
+fn assert_is_block(result: Poll<Result<Bytes, Error>>) {
+    match result {
+        Poll::Ready(Ok(bytes)) => assert_eq!(bytes, payload(1, BLOCK_BYTES)),
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_hundred_callers_compute_a_block_once() {
+    let directory = directory();
+    let cache = Cache::open(config(&directory, StorageKind::Auto, 16, 64)).await.expect("open");
+    let (computed, all_wait) = (&*Box::leak(Box::new(AtomicU32::new(0))), &*Box::leak(Box::new(Notify::new())));
+    let calls: Vec<_> = (0..100)
+        .map(|_| {
+            let cache = cache.clone();
+            tokio::spawn(async move {
+                let compute = || async {
+                    computed.fetch_add(1, Ordering::Relaxed);
+                    all_wait.notified().await;
+                    Ok::<_, Error>(payload(1, common::BLOCK_BYTES))
+                };
+                cache.get_or_fetch_with(&key(1), Some(&key(0)), compute).await.expect("a block")
+            })
+        })
+        .collect();
+    all_wait.notify_one();
+    for call in calls {
+        assert_eq!(call.await.expect("no panic"), payload(1, common::BLOCK_BYTES));
+    }
+    assert_eq!(computed.load(Ordering::Relaxed), 1);
+    assert!(common::fetch_verified(&cache, 1).await, "it is stored");
+    cache.close().await.expect("closed");
+}
+
+#[test]
+fn a_dropped_computation_hands_the_turn_to_the_caller_that_waited_longest() {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    let mut first = call(&cache, pending);
+    assert!(poll(&mut first).is_pending());
+    let (mut second, mut third) = (ready(&cache, &computed), call(&cache, || async { panic!("not its turn") }));
+    assert!(poll(&mut second).is_pending() && poll(&mut third).is_pending());
+    assert_eq!(computed.load(Ordering::Relaxed), 0, "one computation at a time");
+    drop(first);
+    assert!(poll(&mut third).is_pending());
+    assert_is_block(poll(&mut second));
+    assert_is_block(poll(&mut third));
+    assert_eq!(computed.load(Ordering::Relaxed), 1);
+    block_on(cache.close()).expect("closed");
+}
+
+#[test]
+fn a_computation_that_panics_hands_the_turn_over() {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    let (go, gone) = oneshot::channel::<()>();
+    let mut first = call(&cache, || async {
+        drop(gone.await);
+        panic!("it is not to be computed")
+    });
+    assert!(poll(&mut first).is_pending());
+    let mut second = ready(&cache, &computed);
+    assert!(poll(&mut second).is_pending());
+    drop(go);
+    catch_unwind(AssertUnwindSafe(|| poll(&mut first))).expect_err("the caller's own panic");
+    drop(first);
+    assert_is_block(poll(&mut second));
+    assert_eq!(computed.load(Ordering::Relaxed), 1);
+    block_on(cache.close()).expect("closed");
+}
+
+#[test]
+fn an_error_is_its_own_callers_alone() {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    let (go, gone) = oneshot::channel::<()>();
+    let mut fails = call(&cache, || async {
+        drop(gone.await);
+        Err(Error::Busy { what: "the model", limit: 1, setting: "none" })
+    });
+    assert!(poll(&mut fails).is_pending());
+    let (short_one, mut right) = (|| async { Ok(vec![1; 10]) }, ready(&cache, &computed));
+    let mut short = call(&cache, short_one);
+    assert!(poll(&mut short).is_pending() && poll(&mut right).is_pending());
+    drop(go);
+    assert!(matches!(poll(&mut fails), Poll::Ready(Err(Error::Busy { what: "the model", .. }))));
+    assert!(
+        matches!(poll(&mut short), Poll::Ready(Err(Error::Argument { what: "data", .. }))),
+        "10 bytes are no block"
+    );
+    assert_is_block(poll(&mut right));
+    assert_eq!(computed.load(Ordering::Relaxed), 1);
+    block_on(cache.close()).expect("closed");
+}
+
+#[test]
+fn a_caller_that_gives_up_waiting_is_passed_over() {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    let mut first = call(&cache, pending);
+    assert!(poll(&mut first).is_pending());
+    let (mut second, mut third) = (ready(&cache, &computed), ready(&cache, &computed));
+    assert!(poll(&mut second).is_pending() && poll(&mut third).is_pending());
+    drop(second);
+    drop(first);
+    assert_is_block(poll(&mut third));
+    assert_eq!(computed.load(Ordering::Relaxed), 1);
+    block_on(cache.close()).expect("closed");
+}
+
+#[test]
+fn a_computed_block_is_stored_and_one_that_was_removed_is_computed_again() {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    for times in 1..=3 {
+        assert_is_block(Poll::Ready(block_on(ready(&cache, &computed))));
+        assert_is_block(Poll::Ready(block_on(ready(&cache, &computed))));
+        assert_eq!(computed.load(Ordering::Relaxed), times, "the second call finds it");
+        assert!(block_on(cache.remove(&key(1))).expect("removed"));
+    }
+    block_on(cache.close()).expect("closed");
+}
+
+#[test]
+fn a_store_that_fails_takes_no_computed_block_away() {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    let mut first = call(&cache, || async {
+        cache.close().await.expect("closed");
+        Ok(payload(1, BLOCK_BYTES))
+    });
+    let mut second = None;
+    let block = block_on(std::future::poll_fn(|context| {
+        let result = Pin::new(&mut first).poll(context);
+        if second.is_none() {
+            let mut waits = ready(&cache, &computed);
+            assert!(poll(&mut waits).is_pending() || result.is_ready());
+            second = Some(waits);
+        }
+        result
+    }));
+    assert_is_block(Poll::Ready(block));
+    assert!(!cache.contains(&key(1)));
+    assert!(matches!(block_on(ready(&cache, &computed)), Err(Error::Closed)), "a new call is refused");
+}
+
+#[test]
+fn more_callers_than_waiters_max_are_refused() {
+    let cache = memory(2);
+    let (mut first, mut second) = (call(&cache, pending), call(&cache, pending));
+    assert!(poll(&mut first).is_pending() && poll(&mut second).is_pending());
+    let mut third = call(&cache, pending);
+    assert!(matches!(poll(&mut third), Poll::Ready(Err(Error::Busy { limit: 2, setting: "waiters_max", .. }))));
+    drop(first);
+    let mut fourth = pin!(call(&cache, pending));
+    assert!(poll(&mut fourth).is_pending(), "there is room again");
+    drop(second);
+    block_on(cache.close()).expect("closed");
+}
