@@ -111,7 +111,7 @@ def metrics() -> str:
         HEAD.format(source="src/metrics.rs and python/kvhoist/metrics.py")
         + "# Metrics\n\n*For operators.*\n\n"
         "Rust programs export them through the recorder of the `metrics` crate installed before the cache is opened;\n"
-        "Python by [`kvhoist.metrics`](../monitoring/README.md), with the labels `cache` and `number`. Labels beside: `tier`,\n"
+        "Python by [`kvhoist.metrics`](../monitoring.md), with the labels `cache` and `number`. Labels beside: `tier`,\n"
         "`route`, `engine`, `reason`.\n\n" + "\n".join(rows) + "\n"
     )
 

@@ -4,6 +4,7 @@ mod bench;
 mod curves;
 mod doctor;
 mod generator;
+mod http;
 mod inspect;
 mod interrupt;
 mod output;
@@ -16,6 +17,7 @@ mod serve;
 mod settings;
 mod status;
 mod store;
+mod top;
 mod verify;
 mod wipe;
 
@@ -57,6 +59,9 @@ enum Command {
     /// Say what a running service has and does: spaces, clients, hits.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Status(status::Args),
+    /// Show what a running service does, again and again, until it is interrupted.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Top(top::Args),
     /// Read a whole store and check every checksum. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Verify(verify::Args),
@@ -85,6 +90,7 @@ fn main() -> ExitCode {
         Command::Inspect(args) => inspect::run(&args),
         Command::Serve(args) => serve::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Top(args) => top::run(&args),
         Command::Verify(args) => verify::run(&args),
         Command::Wipe(args) => wipe::run(&args),
     })

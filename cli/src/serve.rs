@@ -25,6 +25,7 @@ use signal_hook::{
 
 use crate::{
     failure::Failure,
+    http,
     output::emit,
     replay::{Direct, Engine},
     shown::shown,
@@ -47,6 +48,10 @@ pub struct Args {
     /// Host memory for the blocks of all spaces.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     host_bytes: usize,
+    /// Answer HTTP at this address: /metrics for Prometheus, /healthz, and a page at /. Whoever reaches it can read the
+    /// names of spaces and what they do, and nothing of their blocks.
+    #[arg(long, value_name = "IP:PORT")]
+    http: Option<std::net::SocketAddr>,
     /// A user that may connect beside the service's own; several times for several users.
     #[arg(long = "allow-uid", value_name = "UID")]
     uids: Vec<u32>,
@@ -93,7 +98,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
     let server = Arc::new(Server::start(args.config())?);
-    emit(&format!("kvhoist: listening at {}\n", shown(&args.socket)))?;
+    let mut said = format!("kvhoist: listening at {}\n", shown(&args.socket));
+    if let Some(address) = args.http {
+        said += &format!("kvhoist: http://{}\n", http::start(address, args.socket.clone())?);
+    }
+    emit(&said)?;
     notify("READY=1");
     let draining = Arc::clone(&server);
     let end = move || {

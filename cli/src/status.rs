@@ -30,7 +30,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     emit(&if args.json { format!("{:#}\n", object(&status)) } else { table(&status) })
 }
 
-fn table(status: &ServiceStatus) -> String {
+/// A table for people.
+pub fn table(status: &ServiceStatus) -> String {
     let mut table = Table::default();
     table.row("version", plain(&status.version));
     table.row("process", status.pid);
@@ -88,7 +89,8 @@ fn wear(space: &SpaceStatus) -> String {
     machine::drive_wear(Path::new(&space.folder)).map_or_else(|why| why, |wear| wear.to_string())
 }
 
-fn object(status: &ServiceStatus) -> Value {
+/// An object for programs.
+pub fn object(status: &ServiceStatus) -> Value {
     json!({
         "version": status.version,
         "pid": status.pid,

@@ -1,7 +1,8 @@
 //! `kvhoist serve` and `kvhoist status` as an operator runs them.
 
 use std::{
-    io::{BufRead, BufReader},
+    io::{BufRead, BufReader, Read, Write},
+    net::TcpStream,
     os::unix::{net::UnixDatagram, process::ExitStatusExt},
     path::Path,
     process::{Child, Command, Output, Stdio},
@@ -31,10 +32,16 @@ struct Serving {
     child: Child,
     place: TempDir,
     _store: TempDir,
+    /// Where it answers HTTP.
+    http: Option<String>,
 }
 
 impl Serving {
     fn start() -> Self {
+        Serving::start_with(&[])
+    }
+
+    fn start_with(flags: &[&str]) -> Self {
         let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
         let manager = UnixDatagram::bind(place.path().join("notify")).expect("bound");
         manager.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
@@ -43,17 +50,20 @@ impl Serving {
             .arg(place.path().join("s"))
             .arg("--path")
             .arg(store.path())
+            .args(flags)
             .env("NOTIFY_SOCKET", place.path().join("notify"))
             .stdout(Stdio::piped())
             .spawn()
             .expect("the command runs");
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+        let mut lines = BufReader::new(child.stdout.take().expect("piped")).lines().map(|line| line.expect("a line"));
+        let line = lines.next().expect("where it listens");
         assert!(line.starts_with("kvhoist: listening at "), "{line}");
+        let http = flags.contains(&"--http").then(|| lines.next().expect("where it answers"));
+        let http = http.map(|line| line.strip_prefix("kvhoist: http://").expect("an address").to_owned());
         let mut state = [0; 100];
         let len = manager.recv(&mut state).expect("a word for the manager");
         assert_eq!(&state[..len], b"READY=1");
-        Serving { child, place, _store: store }
+        Serving { child, place, _store: store, http }
     }
 
     fn socket(&self) -> String {
@@ -160,4 +170,121 @@ fn wrong_flags_are_said() {
     assert_eq!(taken.status.code(), Some(2));
     assert!(text(&taken.stderr).contains("no socket"), "{}", text(&taken.stderr));
     assert_eq!(std::fs::read_to_string(place.path().join("file")).expect("there"), "mine");
+}
+
+/// One request by HTTP/1.0: status line and body.
+fn get(address: &str, path: &str) -> (String, String) {
+    let mut stream = TcpStream::connect(address).expect("connected");
+    stream.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
+    write!(stream, "GET {path} HTTP/1.0\r\nHost: {address}\r\n\r\n").expect("sent");
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).expect("an answer");
+    let (head, body) = answer.split_once("\r\n\r\n").expect("a head and a body");
+    (head.lines().next().expect("a status line").to_owned(), body.to_owned())
+}
+
+#[test]
+fn metrics_health_and_a_page_are_served_over_http() {
+    let mut serving = Serving::start_with(&["--http", "127.0.0.1:0"]);
+    let address = serving.http.clone().expect("it says where");
+    let client =
+        block_on(Client::connect(serving.socket(), ClientOptions::new("a\"b", BLOCK_BYTES))).expect("connected");
+    let pool = Arc::new(SharedMemory::new(BLOCK_BYTES).expect("memory"));
+    block_on(client.register(&pool)).expect("registered");
+    let (keys, places) = ([BlockKey::new([1; 32])], [vec![Segment { ptr: pool.as_ptr(), len: BLOCK_BYTES }]]);
+    assert!(matches!(block_on(client.store_from(&keys, None, &places)).expect("a service")[..], [Ok(true)]));
+    assert!(matches!(block_on(client.load_into(&keys, &places)).expect("a service")[..], [Ok(true)]));
+
+    let (line, metrics) = get(&address, "/metrics");
+    assert_eq!(line, "HTTP/1.0 200 OK");
+    let has = |name: &str, labels: &str, figure: &str| {
+        metrics.lines().any(|line| line.starts_with(name) && line.contains(labels) && line.ends_with(figure))
+    };
+    assert!(has("kvhoist_stores_total{", r#"cache="a\"b""#, " 1"), "{metrics}");
+    assert!(has("kvhoist_hits_total{", r#"tier="disk""#, " 1"), "{metrics}");
+    assert!(has("kvhoist_service_clients ", "", " 1"), "{metrics}");
+    names_are_described(&metrics);
+    promtool_reads(&metrics);
+
+    assert_eq!(get(&address, "/healthz"), ("HTTP/1.0 200 OK".into(), "ok\n".into()));
+    let (_, status) = get(&address, "/status.json");
+    assert_eq!(serde_json::from_str::<Value>(&status).expect("JSON")["spaces"][0]["stats"]["stores"], 1);
+    let (_, page) = get(&address, "/");
+    assert!(page.contains("<title>kvhoist</title>"));
+    assert!(!page.contains("src=") && !page.contains("href=") && !page.contains("@import"), "it needs nothing else");
+    assert_eq!(get(&address, "/nothing").0, "HTTP/1.0 404 Not Found");
+
+    let taken = kvhoist(&[
+        "serve",
+        "--socket",
+        &format!("{}2", serving.socket()),
+        "--path",
+        &stores().path().display().to_string(),
+        "--capacity",
+        "1MiB",
+        "--host-bytes",
+        "1MiB",
+        "--direct-io",
+        "prefer",
+        "--http",
+        &address,
+    ]);
+    assert_eq!(taken.status.code(), Some(2));
+    assert!(text(&taken.stderr).contains("name an address of this machine and a port that is free"));
+
+    serving.signal();
+    assert!(serving.child.wait().expect("an end").success());
+}
+
+/// What the board and the alerts are written for: names that the page of metrics has, or the service's own.
+fn names_are_described(metrics: &str) {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
+    let page = std::fs::read_to_string(root.join("docs/reference/metrics.md")).expect("the page of metrics");
+    let service = std::fs::read_to_string(root.join("docs/service.md")).expect("the service's page");
+    for name in metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()) {
+        let quoted = format!("`{name}`");
+        assert!(page.contains(&quoted) || service.contains(&quoted), "{name} is on no page");
+    }
+}
+
+/// Prometheus's own opinion, where its tool is here.
+fn promtool_reads(metrics: &str) {
+    let started =
+        Command::new("promtool").args(["check", "metrics"]).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn();
+    let Ok(mut promtool) = started else { return println!("SKIPPED: no promtool") };
+    promtool.stdin.take().expect("piped").write_all(metrics.as_bytes()).expect("written");
+    let output = promtool.wait_with_output().expect("an answer");
+    // It would have counters of other units than seconds and bytes; what it cannot read is status 1.
+    assert!(output.status.code() != Some(1), "{}", text(&output.stderr));
+}
+
+#[test]
+fn top_shows_rates_until_the_service_is_gone() {
+    let mut serving = Serving::start();
+    let socket = serving.socket();
+    let shown = kvhoist(&["top", "--socket", &socket, "--every", "0.1", "--count", "2"]);
+    assert!(shown.status.success(), "{}", text(&shown.stderr));
+    assert_eq!(text(&shown.stdout).matches("hits/s").count(), 2);
+    assert!(!text(&shown.stdout).contains('\u{1b}'), "not for a terminal");
+    let wrong = kvhoist(&["top", "--socket", &socket, "--every", "0"]);
+    assert_eq!(wrong.status.code(), Some(2));
+    let mut unread = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["top", "--socket", &socket, "--every", "0.1"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the command runs");
+    drop(unread.stdout.take());
+    assert!(unread.wait().expect("an end").success(), "nobody reads it");
+    let mut watching = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["top", "--socket", &socket, "--every", "0.1"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .expect("the command runs");
+    let mut lines = BufReader::new(watching.stdout.take().expect("piped")).lines();
+    lines.next().expect("a line").expect("UTF-8");
+    serving.signal();
+    assert!(serving.child.wait().expect("an end").success());
+    lines.for_each(drop);
+    assert_eq!(watching.wait().expect("an end").code(), Some(1), "nothing answers");
 }

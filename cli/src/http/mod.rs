@@ -1,0 +1,138 @@
+//! `kvhoist serve --http ADDR`: metrics, health and a page about a running service.
+
+mod exposition;
+
+use std::{
+    net::{SocketAddr, TcpListener},
+    path::PathBuf,
+    sync::Arc,
+    thread,
+};
+
+use axum::{
+    Router,
+    extract::State,
+    http::{HeaderName, StatusCode, header},
+    response::{Html, IntoResponse, Response},
+    routing::get,
+};
+use kvhoist::service::{protocol::ServiceStatus, status};
+use tokio::sync::Mutex;
+
+use crate::{failure::Failure, status::object};
+
+/// Scripts and pictures of the page itself, requests to the same address, and nothing else.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'";
+
+/// Asks the service at a socket.
+struct Source {
+    socket: PathBuf,
+    /// Questions wait for one another: however many come by HTTP, the service answers one at a time.
+    turn: Mutex<()>,
+}
+
+impl Source {
+    /// What the service says about itself; the text for the client where it does not answer.
+    async fn ask(&self) -> Result<ServiceStatus, String> {
+        let _turn = self.turn.lock().await;
+        let socket = self.socket.clone();
+        match tokio::task::spawn_blocking(move || status(&socket)).await {
+            Ok(Ok(status)) => Ok(status),
+            Ok(Err(error)) => Err(format!("{error}\n")),
+            Err(error) => Err(format!("{error}\n")),
+        }
+    }
+}
+
+/// Listens at an address and answers on a thread of its own until the process ends. Gives the address, whose port the
+/// system has chosen where 0 was asked for.
+///
+/// # Errors
+/// [`Failure::USAGE`] where the address cannot be listened at.
+pub fn start(address: SocketAddr, socket: PathBuf) -> Result<SocketAddr, Failure> {
+    let refused = |error: std::io::Error| {
+        Failure::usage(format!("--http {address}: {error}; name an address of this machine and a port that is free"))
+    };
+    let listener = TcpListener::bind(address).map_err(refused)?;
+    listener.set_nonblocking(true).map_err(refused)?;
+    let address = listener.local_addr().map_err(refused)?;
+    let source = Arc::new(Source { socket, turn: Mutex::new(()) });
+    let routes = Router::new()
+        .route("/", get(page))
+        .route("/metrics", get(metrics))
+        .route("/healthz", get(health))
+        .route("/status.json", get(figures))
+        .with_state(source);
+    let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(failed)?;
+    let serve = move || {
+        let served = runtime.block_on(async {
+            let listener = tokio::net::TcpListener::from_std(listener)?;
+            axum::serve(listener, routes).await
+        });
+        if let Err(error) = served {
+            tracing::error!(%error, "--http: no more requests are answered");
+        }
+    };
+    thread::Builder::new().name("kvhoist-http".into()).spawn(serve).map_err(failed)?;
+    Ok(address)
+}
+
+async fn metrics(State(source): State<Arc<Source>>) -> Response {
+    match source.ask().await {
+        Ok(status) => ([(header::CONTENT_TYPE, exposition::CONTENT_TYPE)], exposition::text(&status)).into_response(),
+        Err(away) => (StatusCode::SERVICE_UNAVAILABLE, away).into_response(),
+    }
+}
+
+async fn figures(State(source): State<Arc<Source>>) -> Response {
+    match source.ask().await {
+        Ok(status) => ([(header::CONTENT_TYPE, "application/json")], object(&status).to_string()).into_response(),
+        Err(away) => (StatusCode::SERVICE_UNAVAILABLE, away).into_response(),
+    }
+}
+
+/// 200 while all is well; 503 with the reasons, a line each, else.
+async fn health(State(source): State<Arc<Source>>) -> (StatusCode, String) {
+    match source.ask().await {
+        Ok(status) => match troubles(&status).as_slice() {
+            [] => (StatusCode::OK, "ok\n".into()),
+            troubles => (StatusCode::SERVICE_UNAVAILABLE, troubles.join("\n") + "\n"),
+        },
+        Err(away) => (StatusCode::SERVICE_UNAVAILABLE, away),
+    }
+}
+
+/// Why the service is not well.
+fn troubles(status: &ServiceStatus) -> Vec<String> {
+    let draining = status.draining.then(|| "draining: no more requests are taken".to_owned());
+    let disks = status.spaces.iter().filter_map(|space| {
+        let trouble = &space.stats.as_ref()?.disk_trouble;
+        (!trouble.is_empty()).then(|| format!("disk of space {:?}: {}", space.namespace, trouble))
+    });
+    draining.into_iter().chain(disks).collect()
+}
+
+async fn page() -> impl IntoResponse {
+    let headers: [(HeaderName, &str); 2] =
+        [(header::CONTENT_SECURITY_POLICY, POLICY), (header::X_CONTENT_TYPE_OPTIONS, "nosniff")];
+    (headers, Html(include_str!("page.html")))
+}
+
+#[cfg(test)]
+mod tests {
+    use kvhoist::service::protocol::{SpaceStats, SpaceStatus};
+
+    use super::*;
+
+    #[test]
+    fn a_service_is_well_until_it_drains_or_a_disk_fails() {
+        let mut status = ServiceStatus { spaces: vec![SpaceStatus::default()], ..ServiceStatus::default() };
+        assert_eq!(troubles(&status), Vec::<String>::new());
+        let failed = SpaceStats { disk_trouble: "a write failed: EIO".into(), ..SpaceStats::default() };
+        status.spaces.push(SpaceStatus { namespace: "a\nb".into(), stats: Some(failed), ..SpaceStatus::default() });
+        assert_eq!(troubles(&status), [r#"disk of space "a\nb": a write failed: EIO"#]);
+        status.draining = true;
+        assert_eq!(troubles(&status).len(), 2);
+    }
+}

@@ -1,0 +1,174 @@
+//! `kvhoist top`: what a running service does, again and again.
+
+use std::{
+    collections::BTreeMap,
+    io::{ErrorKind, IsTerminal, Write, stdout},
+    path::PathBuf,
+    sync::atomic::Ordering,
+    thread,
+    time::{Duration, Instant},
+};
+
+use kvhoist::service::{
+    protocol::{ServiceStatus, SpaceStats},
+    status,
+};
+
+use crate::{failure::Failure, interrupt, output::emit, shown::plain, size::show_bytes, status::table};
+
+/// To the upper left corner; what follows is cleared line by line, so that nothing flickers.
+const HOME: &str = "\x1b[H";
+const CLEAR_LINE: &str = "\x1b[K\n";
+const CLEAR_BELOW: &str = "\x1b[J";
+/// A second screen, so that the shell's own is back at the end.
+const ENTER: &str = "\x1b[?1049h\x1b[?25l";
+const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
+
+/// How often a wait looks whether it was interrupted.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// Flags of `kvhoist top`.
+#[derive(clap::Args)]
+pub struct Args {
+    /// The service's socket.
+    #[arg(long, value_name = "FILE")]
+    socket: PathBuf,
+    /// Seconds between two looks.
+    #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = seconds)]
+    every: f64,
+    /// End after so many looks.
+    #[arg(long, value_name = "N")]
+    count: Option<u64>,
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    let found = text.parse().ok().filter(|seconds| (0.1..=3600.0).contains(seconds));
+    found.ok_or_else(|| format!("found {text}, expected 0.1 to 3600"))
+}
+
+/// Leaves the terminal as it was, however the command ends.
+struct Screen;
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        // The end of the terminal is no failure here.
+        drop(emit(LEAVE));
+    }
+}
+
+/// Shows the service until it is interrupted, has looked often enough, or the service is gone.
+pub fn run(args: &Args) -> Result<(), Failure> {
+    let interrupted = interrupt::catch()?;
+    let mut before = None;
+    let mut now = (Instant::now(), status(&args.socket)?);
+    let is_terminal = stdout().is_terminal();
+    let screen = is_terminal.then(|| emit(ENTER).map(|()| Screen)).transpose()?;
+    for look in 1.. {
+        let text = frame(before.as_ref(), &now);
+        let shown = match is_terminal {
+            true => format!("{HOME}{}{CLEAR_BELOW}", text.replace('\n', CLEAR_LINE)),
+            false => text + "\n",
+        };
+        if !show(&shown)? {
+            return Ok(());
+        }
+        if args.count.is_some_and(|count| look >= count) {
+            return Ok(());
+        }
+        let until = now.0 + Duration::from_secs_f64(args.every);
+        while Instant::now() < until {
+            if interrupted.load(Ordering::Relaxed) {
+                drop(screen);
+                return Err(Failure::interrupted());
+            }
+            thread::sleep(LOOK.min(until.saturating_duration_since(Instant::now())));
+        }
+        let next = (Instant::now(), status(&args.socket)?);
+        before = Some(std::mem::replace(&mut now, next));
+    }
+    Ok(())
+}
+
+/// False where nobody reads any more.
+fn show(text: &str) -> Result<bool, Failure> {
+    let mut out = stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(false),
+        Err(error) => Err(Failure::run(format!("standard output: {error}"))),
+    }
+}
+
+/// What each open space did between two looks, a second, and then the table of `kvhoist status`.
+fn frame(before: Option<&(Instant, ServiceStatus)>, now: &(Instant, ServiceStatus)) -> String {
+    let mut text = String::from("   hits/s  misses/s  stores/s  evictions/s  straight/s  hit ratio  space\n");
+    let (since, old) = before.map_or((Duration::ZERO, BTreeMap::new()), |(then, status)| {
+        (now.0.saturating_duration_since(*then), figures(status))
+    });
+    for (folder, figure) in figures(&now.1) {
+        let old = old.get(folder).filter(|_| !since.is_zero());
+        let rate = |of: fn(&Figure) -> u64| {
+            old.map_or(0.0, |old| of(&figure).saturating_sub(of(old)) as f64 / since.as_secs_f64())
+        };
+        let ratio = figure.hits as f64 / (figure.hits + figure.misses).max(1) as f64;
+        let straight = show_bytes(rate(|figure| figure.straight) as u64);
+        text += &format!(
+            "{:>9.0}{:>10.0}{:>10.0}{:>13.0}{straight:>12}{ratio:>11.3}  {}\n",
+            rate(|figure| figure.hits),
+            rate(|figure| figure.misses),
+            rate(|figure| figure.stores),
+            rate(|figure| figure.evictions),
+            plain(figure.namespace),
+        );
+    }
+    text + "\n" + &table(&now.1)
+}
+
+/// Sums over the tiers of a space.
+struct Figure<'a> {
+    namespace: &'a str,
+    hits: u64,
+    misses: u64,
+    stores: u64,
+    evictions: u64,
+    straight: u64,
+}
+
+/// The open spaces by their folders, which no two have in common.
+fn figures(status: &ServiceStatus) -> BTreeMap<&str, Figure<'_>> {
+    let open = status.spaces.iter().filter_map(|space| Some((space, space.stats.as_ref()?)));
+    let figure = |namespace, stats: &SpaceStats| Figure {
+        namespace,
+        hits: stats.tiers.iter().map(|tier| tier.hits).sum(),
+        misses: stats.misses,
+        stores: stats.stores,
+        evictions: stats.tiers.iter().map(|tier| tier.evictions).sum(),
+        straight: stats.straight_bytes,
+    };
+    open.map(|(space, stats)| (space.folder.as_str(), figure(space.namespace.as_str(), stats))).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use kvhoist::service::protocol::SpaceStatus;
+
+    use super::*;
+
+    fn at(now: Instant, hits: u64) -> (Instant, ServiceStatus) {
+        let mut stats = SpaceStats { misses: 10, straight_bytes: hits << 20, ..SpaceStats::default() };
+        stats.tiers[2].hits = hits;
+        let space = SpaceStatus { folder: "space-1".into(), stats: Some(stats), ..SpaceStatus::default() };
+        (now, ServiceStatus { spaces: vec![space, SpaceStatus::default()], ..ServiceStatus::default() })
+    }
+
+    #[test]
+    fn rates_are_differences_over_the_time_between() {
+        let began = Instant::now();
+        let (first, second) = (at(began, 10), at(began + Duration::from_secs(4), 30));
+        let rates =
+            |text: String| text.lines().nth(1).expect("a space").split_whitespace().collect::<Vec<_>>().join(" ");
+        assert_eq!(rates(frame(None, &first)), "0 0 0 0 0 B 0.500");
+        assert_eq!(rates(frame(Some(&first), &second)), "5 0 0 0 5.0 MiB 0.750");
+        assert_eq!(rates(frame(Some(&second), &first)), "0 0 0 0 0 B 0.500", "a service that began anew");
+    }
+}
