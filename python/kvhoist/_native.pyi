@@ -10,6 +10,7 @@ __all__ = [
     "Answers",
     "BYTES_EXPECTED",
     "Cache",
+    "Keys",
     "Queue",
     "Region",
     "__version__",
@@ -94,6 +95,13 @@ class Answers:
 def chunk_keys(names: list[bytes]) -> list[bytes]:
     """The keys of an engine's chunks, whose names are hashes already."""
 
+@final
+class Keys:
+    """The keys of resident blocks, one after the other. It keeps neither a block nor the cache."""
+
+    def __iter__(self) -> Keys: ...
+    def __next__(self) -> bytes: ...
+
 class Cache:
     """The engine's cache. One dict of the engine's settings; see `kvhoist.Cache` for the rest."""
 
@@ -111,6 +119,24 @@ class Cache:
         """How many leading keys are resident. One short lock, no I/O, no use counted."""
     def contains(self, key: _Key) -> bool:
         """Whether a key is resident. One short lock, no I/O, no use counted."""
+    def __len__(self) -> int:
+        """How many blocks are resident, each counted once."""
+    def __bool__(self) -> bool:
+        """True, also while the cache is empty."""
+    def __iter__(self) -> Keys:
+        """As `keys`."""
+    def keys(self) -> Keys:
+        """The keys of all resident blocks, as bytes of length 32, in no particular order. No I/O, no use counted.
+
+        A name is listed as the key that it stands for. Blocks that come or go meanwhile may be listed or not; every
+        other one is listed once. Callers go on in between. Empty once the cache is closed.
+        """
+    def clear(self) -> int:
+        """Forgets every block that is resident now, as `remove` does; how many there were.
+
+        Blocks that are stored meanwhile may stay or go. Raises the first error of a removal when all have ended.
+        Interrupted by a signal, it removes no more blocks.
+        """
     def answers(self, resident: Any, absent: Any, known: dict[bytes, Any]) -> Answers:
         """Answers with these objects; `known` has the names of which the program knows better than the index."""
     def touch(self, keys: Sequence[_Key]) -> None:

@@ -45,7 +45,7 @@ impl PyAnswers {
         }
         // What is no name, and in a forked child everything, is absent: this is called where nothing may be raised.
         let is_resident = match (self.cache.here(), key.cast::<PyBytes>()) {
-            (Some(cache), Ok(name)) => cache.match_len(&[keys::of_chunk(name.as_bytes())]) == 1,
+            (Some(cache), Ok(name)) => cache.contains(&keys::of_chunk(name.as_bytes())),
             _ => false,
         };
         Ok(if is_resident { &self.resident } else { &self.absent }.clone_ref(py))

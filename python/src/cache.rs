@@ -20,7 +20,9 @@ use crate::{
     blocks::Blocks,
     buffer::Buffer,
     convert::{self, OnError},
-    errors, keys, options,
+    errors, keys,
+    listing::PyKeys,
+    options,
     process::ProcessLocal,
     queue::PyQueue,
     region::{Memory, PyRegion, Registrations},
@@ -164,7 +166,32 @@ impl PyCache {
     fn contains(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let cache = self.use_it(py)?;
         // With the interpreter's lock held: to let go of it would take longer than the answer.
-        Ok(cache.match_len(&[keys::one(key)?]) == 1)
+        Ok(cache.contains(&keys::one(key)?))
+    }
+
+    /// How many blocks are resident, each counted once.
+    fn __len__(&self, py: Python<'_>) -> PyResult<usize> {
+        Ok(self.use_it(py)?.len())
+    }
+
+    /// A cache is true, also while it is empty: `if cache:` asks whether there is one.
+    fn __bool__(&self) -> bool {
+        true
+    }
+
+    fn __iter__(&self, py: Python<'_>) -> PyResult<PyKeys> {
+        self.keys(py)
+    }
+
+    /// The keys of all resident blocks.
+    fn keys(&self, py: Python<'_>) -> PyResult<PyKeys> {
+        Ok(PyKeys::new(self.use_it(py)?.keys()))
+    }
+
+    /// Forgets every block that is resident now; how many there were.
+    fn clear(&self, py: Python<'_>) -> PyResult<u64> {
+        let cache = self.use_it(py)?;
+        wait::interruptible(py, cache.clear())?.map_err(|error| errors::to_python(py, &error))
     }
 
     /// Answers with these objects; `known` has the names of which the program knows better than the index.
@@ -204,7 +231,7 @@ impl PyCache {
     fn contains_each<'py>(&self, py: Python<'py>, keys: &Bound<'_, PyAny>) -> PyResult<Bound<'py, PyList>> {
         let cache = self.use_it(py)?;
         let keys = keys::from_python(keys)?;
-        let found = py.detach(|| keys.iter().map(|key| cache.match_len(&[*key]) == 1).collect::<Vec<_>>());
+        let found = py.detach(|| keys.iter().map(|key| cache.contains(key)).collect::<Vec<_>>());
         PyList::new(py, found)
     }
 

@@ -10,6 +10,7 @@ mod cache;
 mod convert;
 mod errors;
 mod keys;
+mod listing;
 mod logs;
 mod options;
 mod process;
@@ -32,6 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(slots_within, module)?)?;
     module.add_function(wrap_pyfunction!(examine, module)?)?;
     module.add_class::<cache::PyCache>()?;
+    module.add_class::<listing::PyKeys>()?;
     module.add_class::<queue::PyQueue>()?;
     module.add_class::<region::PyRegion>()?;
     module.add_class::<answers::PyAnswers>()?;

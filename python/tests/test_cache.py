@@ -60,6 +60,26 @@ def test_blocks_come_back_as_they_were(cache):
     cache.validate()
 
 
+def test_a_cache_is_counted_listed_and_cleared(cache):
+    assert (len(cache), list(cache), bool(cache)) == (0, [], True)
+    keys = [bytes([n]) * 32 for n in range(20)]
+    cache.store(keys, [block(n) for n in range(20)])
+    cache.store(["name"], [block(20)])
+    assert len(cache) == 21 and len(set(cache)) == 21
+    assert set(keys) < set(cache.keys())
+    (name,) = set(cache) - set(keys)
+    assert cache.get(name) == block(20), "a name is listed as its key"
+    listed = iter(cache)
+    assert iter(listed) is listed and next(listed) in cache
+    assert cache.clear() == 21
+    assert (len(cache), list(cache), cache.clear()) == (0, [], 0)
+    assert cache.get("name") is None
+    cache.close()
+    assert (len(cache), list(cache)) == (0, [])
+    with pytest.raises(kvhoist.ClosedError):
+        cache.clear()
+
+
 def test_keys_of_every_kind(cache):
     digest = bytes(range(32))
     names = [digest, "name", b"name", "N" * 64, digest.hex().upper()[:-1] + "g", "é" * 32]
