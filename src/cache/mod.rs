@@ -16,6 +16,7 @@ mod region;
 #[cfg(feature = "sim")]
 pub mod sim;
 mod stats;
+mod turns;
 
 pub use blocks::Keys;
 pub use builder::Builder;
@@ -70,7 +71,7 @@ struct Inner {
     device_reads: Arc<Semaphore>,
     regions: region::Regions,
     /// Blocks that callers compute.
-    turns: compute::Turns,
+    turns: turns::Turns,
     storage_name: &'static str,
     registered: bool,
     direct_io: bool,

@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::{Cache, Inner, compute::Turns, device::Opened, region::Regions};
+use super::{Cache, Inner, device::Opened, region::Regions, turns::Turns};
 use crate::{
     block::Tier,
     config::{Config, Eviction},

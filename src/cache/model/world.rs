@@ -28,9 +28,9 @@ use crate::{
     block::FileId,
     cache::{
         Inner,
-        compute::Turns,
         open::{End, tell_end},
         region::Regions,
+        turns::Turns,
     },
     checksum::checksum,
     device::{
