@@ -2,6 +2,8 @@
 
 from typing import Any, Sequence, final
 
+from typing_extensions import Self
+
 _Key = str | bytes
 #: A buffer object, (address, bytes) in registered memory, or a list or tuple of either: the segments of a block.
 _Block = Any
@@ -105,7 +107,7 @@ class Keys:
 class Cache:
     """The engine's cache. One dict of the engine's settings; see `kvhoist.Cache` for the rest."""
 
-    def __new__(cls, settings: dict[str, Any]) -> Cache: ...
+    def __new__(cls, settings: dict[str, Any]) -> Self: ...
     @property
     def block_bytes(self) -> int:
         """Size of every block, bytes."""

@@ -96,6 +96,8 @@ class Cache(_native.Cache):
     A context manager: leaving it closes the cache. The last reference gone closes it too, and waits for that.
     """
 
+    _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopFace]
+
     def __new__(
         cls,
         path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
@@ -314,6 +316,7 @@ class _LoopFace:
 
     def submit(self, begin) -> "asyncio.Future[list]":
         loop = self._loop()
+        assert loop is not None, "the coroutine that submits runs in it"
         future = loop.create_future()
         # Before the submission: whatever fails from here on, what completes is drained.
         if not self._queue.outstanding:
@@ -334,7 +337,9 @@ class _LoopFace:
             future = self._waiting.pop(ticket, None)
             if future is not None and not future.done():
                 future.set_result(results)
-        self._watch_no_longer_than_needed(self._loop())
+        loop = self._loop()
+        assert loop is not None, "it calls this"
+        self._watch_no_longer_than_needed(loop)
 
     def _watch_no_longer_than_needed(self, loop: asyncio.AbstractEventLoop) -> None:
         if not self._queue.outstanding:
