@@ -11,10 +11,13 @@ use kvhoist::{
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// A name, what it says, and where the figure is.
-type Metric<F> = (&'static str, &'static str, F);
+type OfSpace = (&'static str, &'static str, fn(&SpaceStats) -> u64);
+
+/// Likewise, for each tier.
+type OfTier = (&'static str, &'static str, fn(&SpaceStats, Tier) -> u64);
 
 /// Figures of an open space, under the names that the library and the Python package have for those of a cache.
-const OF_SPACES: [Metric<fn(&SpaceStats) -> u64>; 9] = [
+const OF_SPACES: [OfSpace; 9] = [
     ("kvhoist_misses_total", "Blocks fetched or loaded that no tier had", |stats| stats.misses),
     ("kvhoist_stores_total", "Blocks stored", |stats| stats.stores),
     ("kvhoist_stores_known_total", "Stores of blocks that were resident already", |stats| stats.stores_known),
@@ -31,7 +34,7 @@ const OF_SPACES: [Metric<fn(&SpaceStats) -> u64>; 9] = [
 ];
 
 /// Figures of the tiers of an open space.
-const OF_TIERS: [Metric<fn(&SpaceStats, Tier) -> u64>; 4] = [
+const OF_TIERS: [OfTier; 4] = [
     ("kvhoist_hits_total", "Blocks fetched or loaded that were found, by the tier that had them", |stats, tier| {
         stats.tier(tier).hits
     }),
