@@ -137,9 +137,25 @@ impl Movers {
             Way::Load => self.cache.load_into(keys, &segments).await,
             Way::Store(_) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
         };
+        if let Some(region) = self.regions.spoiled(places) {
+            if matches!(way, Way::Store(_)) {
+                self.forget(keys).await;
+            }
+            let text = format!("region {region}: found a file that has shrunk, expected one that keeps its size");
+            return refuse(Failure::new(ServiceFault::Memory, text));
+        }
         match ended {
             Ok(results) => results.into_iter().map(told).collect(),
             Err(error) => refuse(Failure::from(&error)),
+        }
+    }
+
+    /// Removes blocks whose bytes may be zeros that nobody stored.
+    async fn forget(&self, keys: &[BlockKey]) {
+        for key in keys {
+            if let Err(error) = self.cache.remove(key).await {
+                tracing::warn!(%error, "a block of memory that was taken away stays");
+            }
         }
     }
 }

@@ -1,16 +1,17 @@
-//! Clients' memory: memfds that cannot shrink, mapped by the service.
+//! Clients' memory: memfds, mapped by the service.
 //!
-//! A file that shrinks below a mapping kills whoever touches the mapping there (SIGBUS). So the service maps only what
-//! it has sealed against that, and only in plain memory: in a file system of huge pages a hole may be punched, and
-//! touched again when no huge page is left.
+//! A file that shrinks below a mapping kills whoever touches the mapping there (SIGBUS). So the service seals what it
+//! maps against that, and [guards](super::guard) what takes no seal. It maps plain memory only: in a file system of
+//! huge pages a hole may be punched, and touched again when no huge page is left.
 
 use std::{
+    cell::RefCell,
     io,
     mem::zeroed,
     os::fd::{AsRawFd, OwnedFd},
 };
 
-use super::protocol::Failure;
+use super::{guard::Guard, protocol::Failure};
 use crate::error::ServiceFault;
 
 /// Memory of another process. Nothing in it is to be believed, and its owner may write to it at any time.
@@ -19,6 +20,8 @@ use crate::error::ServiceFault;
 pub(super) struct Mapped {
     start: *mut u8,
     len: usize,
+    /// Where the memory could be taken away.
+    guard: RefCell<Option<Guard>>,
 }
 
 impl Mapped {
@@ -30,6 +33,11 @@ impl Mapped {
         self.len
     }
 
+    /// Whether a part of it was taken away while it was used.
+    pub(super) fn is_spoiled(&self) -> bool {
+        self.guard.borrow().as_ref().is_some_and(Guard::is_spoiled)
+    }
+
     /// Unmaps it, on a thread that may take its time: large mappings take long.
     ///
     /// # Safety
@@ -39,6 +47,8 @@ impl Mapped {
     /// It is unmapped all the same.
     pub(super) async unsafe fn unmap(&self) {
         let (start, len) = (self.start as usize, self.len);
+        // The addresses may soon be another's.
+        drop(self.guard.borrow_mut().take());
         let unmap = move || {
             // SAFETY: mapped by `map` with this length; the caller promises that it is in use nowhere.
             let refused = unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(start), len) };
@@ -51,11 +61,11 @@ impl Mapped {
     }
 }
 
-/// Seals a client's memfd against shrinking and maps a range of it.
+/// Seals a client's memfd against shrinking, or guards against it, and maps a range of it.
 ///
 /// # Errors
-/// [`ServiceFault::Memory`] for what cannot be sealed and is not sealed, for a range beyond the file's end, and where
-/// the system refuses to map it.
+/// [`ServiceFault::Memory`] for what is no plain memory, for a range beyond the file's end, and where the system
+/// refuses to map it.
 pub(super) fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
     let refused = |found: String, expected: &str| {
         Failure::new(ServiceFault::Memory, format!("memory: found {found}, expected {expected}"))
@@ -71,8 +81,8 @@ pub(super) fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure
         let expected = format!("1 byte or more, from a multiple of {page} on");
         return Err(refused(format!("{len} bytes from {offset} on"), &expected));
     }
-    check_kind(fd).map_err(|found| refused(found, "a memfd in plain memory, made with MFD_ALLOW_SEALING"))?;
-    seal(fd).map_err(|found| refused(found, "a memfd made with MFD_ALLOW_SEALING, so that it cannot shrink"))?;
+    check_kind(fd).map_err(|found| refused(found, "a memfd in plain memory"))?;
+    let sealed = seal(fd);
     // Sealed, it has at least this size from now on.
     // SAFETY: all zero is a valid value; the call fills it in.
     let mut stat: libc::stat = unsafe { zeroed() };
@@ -84,12 +94,21 @@ pub(super) fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure
         return Err(refused(format!("a file of {} bytes", stat.st_size), &format!("one of {end} bytes or more")));
     }
     let access = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: a new mapping, at an address of the kernel's choice, of a file that cannot shrink.
+    // SAFETY: a new mapping, at an address of the kernel's choice, of a file that cannot shrink or is guarded below.
     let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, libc::MAP_SHARED, fd.as_raw_fd(), start) };
     if start == libc::MAP_FAILED {
         return Err(system("mmap"));
     }
-    Ok(Mapped { start: start.cast(), len: bytes })
+    let start = start.cast();
+    let guard = if sealed { None } else { Some(Guard::new(start, bytes)) };
+    match guard.transpose() {
+        Ok(guard) => Ok(Mapped { start, len: bytes, guard: RefCell::new(guard) }),
+        Err(error) => {
+            // SAFETY: mapped above, and used nowhere.
+            unsafe { libc::munmap(start.cast(), bytes) };
+            Err(refused(format!("sigaction: {error}"), "a memfd made with MFD_ALLOW_SEALING, which needs no handler"))
+        }
+    }
 }
 
 /// Refuses what is not plain shared memory.
@@ -107,21 +126,15 @@ fn check_kind(fd: &OwnedFd) -> Result<(), String> {
     }
 }
 
-/// Seals a file against shrinking, if it is not sealed already.
-fn seal(fd: &OwnedFd) -> Result<(), String> {
+/// Seals a file against shrinking, if it is not sealed already; false where it takes no seal.
+fn seal(fd: &OwnedFd) -> bool {
     // SAFETY: plain system call without memory.
     let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
-    if seals < 0 {
-        return Err(format!("a file that knows no seals ({})", io::Error::last_os_error()));
-    }
-    if seals & libc::F_SEAL_SHRINK != 0 {
-        return Ok(());
+    if seals >= 0 && seals & libc::F_SEAL_SHRINK != 0 {
+        return true;
     }
     // SAFETY: plain system call without memory.
-    if unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) } != 0 {
-        return Err(format!("a file that takes no seal ({})", io::Error::last_os_error()));
-    }
-    Ok(())
+    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) == 0 }
 }
 
 #[cfg(test)]
@@ -160,8 +173,23 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_could_be_taken_away_is_refused() {
-        assert!(refusal(&memfd(0, 4096), 0, 4096).contains("takes no seal"));
+    fn memory_that_is_taken_away_reads_as_zeros() {
+        let fd = memfd(0, 8192);
+        let mapped = map(&fd, 0, 8192).expect("mapped");
+        // SAFETY: mapped above, and written to by nobody else.
+        unsafe { mapped.start().add(5000).write(7) };
+        assert!(!mapped.is_spoiled());
+        File::from(fd).set_len(0).expect("it takes no seal");
+        // SAFETY: mapped, if not by the file any more.
+        assert_eq!(unsafe { mapped.start().add(5000).read_volatile() }, 0);
+        assert!(mapped.is_spoiled(), "whoever lent it is to be told");
+        drop(mapped.guard.take());
+        // SAFETY: mapped above, and used nowhere.
+        unsafe { libc::munmap(mapped.start().cast(), mapped.len()) };
+    }
+
+    #[test]
+    fn what_is_no_plain_memory_is_refused() {
         let file = tempfile::tempfile_in(env!("CARGO_MANIFEST_DIR")).expect("a file");
         file.set_len(4096).expect("a size");
         assert!(refusal(&file.into(), 0, 4096).contains("file system of kind"));

@@ -7,6 +7,7 @@
 mod blocks;
 mod client;
 mod config;
+mod guard;
 mod house;
 mod link;
 mod memory;
@@ -19,7 +20,7 @@ mod shared_memory;
 mod socket;
 mod spaces;
 
-pub use client::{Client, ClientOptions, ClientRegion};
+pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
 pub use config::ServerConfig;
 pub use query::status;
 pub use server::Server;

@@ -82,6 +82,13 @@ impl Regions {
         self.cache.pin_region(&held.region).await.unwrap_or(false)
     }
 
+    /// The first of these regions that was taken away while it was used.
+    pub(super) fn spoiled(&self, places: &[Vec<Place>]) -> Option<u32> {
+        let held = self.held.borrow();
+        let spoiled = |place: &&Place| held.get(&place.region).is_some_and(|held| held.mapped.is_spoiled());
+        places.iter().flatten().find(spoiled).map(|place| place.region)
+    }
+
     /// Where a block's places lie in the service's memory. Good until the next await only: a region may leave then.
     pub(super) fn segments(&self, places: &[Place]) -> Result<Vec<Segment>, Failure> {
         let held = self.held.borrow();

@@ -328,6 +328,10 @@ impl Session {
                 let started = cache.prefetch(&keys).map_err(|error| Failure::from(&error))?;
                 return Ok(Some(Reply::Count(started as u32)));
             }
+            Request::Touch { keys } => {
+                cache.touch(&keys);
+                return Ok(Some(Reply::Done));
+            }
             Request::Stats => return Ok(Some(Reply::Stats(Box::new(stats(&cache))))),
             Request::Register { region, pin, offset, len } => {
                 self.register(&movers, (region, offset, len), fd)?;

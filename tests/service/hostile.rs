@@ -72,9 +72,9 @@ fn memory_that_is_not_as_it_was_said_is_refused() {
     let held = street.node.held();
     let mut raw = street.attached();
     let good = memfd(libc::MFD_ALLOW_SEALING, 1 << 20);
-    // Shorter than it was said to be, and not sealed.
+    // Shorter than it was said to be.
     failed(raw.ask_with(2, &register(1, 0, 2 << 20), good.as_fd()), Memory);
-    failed(raw.ask_with(3, &register(1, 0, 1 << 20), memfd(0, 1 << 20).as_fd()), Memory);
+    failed(raw.ask_with(3, &register(1, 0, 2 << 20), memfd(0, 1 << 20).as_fd()), Memory);
     failed(raw.ask_with(4, &register(1, 1, 4096), good.as_fd()), Memory);
     failed(raw.ask_with(5, &register(1, u64::MAX - 4095, 4096), good.as_fd()), Memory);
     // No memfd at all.
@@ -112,6 +112,31 @@ fn holes_in_a_clients_memory_hurt_nobody() {
         let reply = raw.ask(id, &load(1, 0, BLOCK_BYTES as u32));
         assert_eq!(reply, Reply::Results(vec![Ok(true)]));
     }
+    street.check();
+}
+
+#[test]
+fn memory_that_shrinks_under_the_service_hurts_its_client_alone() {
+    let street = Street::new("10000 64");
+    let held = street.node.held();
+    for life in 0..4 {
+        let mut raw = street.attached();
+        let fd = memfd(0, 1 << 20);
+        assert!(matches!(raw.ask_with(2, &register(1, 0, 1 << 20), fd.as_fd()), Reply::Registered { .. }));
+        assert_eq!(raw.ask(3, &load(1, 0, BLOCK_BYTES as u32)), Reply::Results(vec![Ok(true)]));
+        File::from(fd).set_len(if life % 2 == 0 { 0 } else { 4096 }).expect("it takes no seal");
+        let places = vec![vec![Place { region: 1, offset: 0, len: BLOCK_BYTES as u32 }]];
+        let mine = Blocks { keys: vec![key(1 << 40)], places };
+        let refused = |reply: Reply| {
+            assert!(matches!(&reply, Reply::Results(results) if results[0].is_err()), "{reply:?}");
+        };
+        refused(raw.ask(4, &Request::Store { parent: None, blocks: mine.clone() }));
+        refused(raw.ask(5, &load(1, 0, BLOCK_BYTES as u32)));
+        let there = raw.ask(6, &Request::Contains { keys: mine.keys });
+        assert_eq!(there, Reply::Flags(vec![false]), "nobody is served what was left of it");
+        street.check();
+    }
+    street.node.wait_for_held(&held);
     street.check();
 }
 

@@ -10,11 +10,13 @@ use std::{
     thread,
 };
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OnceCell, mpsc, oneshot};
 
 use super::{
+    bounce::{Bounce, Taken},
+    moves::Way,
     options::ClientOptions,
-    places::{Lent, Places},
+    places::{Lent, Places, Users},
     worker::{self, Away, Call, Counted, Order, What, Worker},
 };
 use crate::{
@@ -68,6 +70,9 @@ struct Inner {
     orders: mpsc::UnboundedSender<Order>,
     away: Away,
     places: Places,
+    /// For blocks whose memory the service has not. Made for the first of them.
+    bounce: OnceCell<Bounce>,
+    bounce_bytes: usize,
     calls: Arc<AtomicUsize>,
     next_id: AtomicU64,
     next_region: AtomicU32,
@@ -86,9 +91,16 @@ impl Drop for Inner {
 pub struct ClientRegion {
     number: u32,
     pinned: bool,
+    /// Of memory that the service has not.
+    users: Option<Users>,
 }
 
 impl ClientRegion {
+    /// Whether the service has it mapped. Blocks of memory that it has not go through a bounce buffer, one copy more.
+    pub fn is_shared(&self) -> bool {
+        self.users.is_none()
+    }
+
     /// Whether the service's kernel keeps it pinned, which saves work for each transfer.
     pub fn is_pinned(&self) -> bool {
         self.pinned
@@ -130,7 +142,7 @@ impl Client {
                 expected: format!("1 to {NAMESPACE_BYTES_MAX} bytes, and 1 byte to 1 GiB"),
             });
         }
-        let block_bytes = options.block_bytes;
+        let (block_bytes, bounce_bytes) = (options.block_bytes, options.bounce_bytes);
         let (orders, receiver) = mpsc::unbounded_channel();
         let away: Away = Arc::new(Mutex::new(None));
         let worker = Worker::new(socket.clone(), options, receiver, Arc::clone(&away));
@@ -143,6 +155,8 @@ impl Client {
             orders,
             away,
             places: Places::default(),
+            bounce: OnceCell::new(),
+            bounce_bytes,
             calls: Arc::default(),
             next_id: AtomicU64::new(2),
             next_region: AtomicU32::new(1),
@@ -206,13 +220,23 @@ impl Client {
         self.register_range((start as usize, len), (memfd, offset), pin, None).await
     }
 
-    async fn register_range(
-        &self,
-        (start, len): (usize, usize),
-        (fd, offset): (BorrowedFd<'_>, u64),
-        pin: bool,
-        memory: Option<Arc<SharedMemory>>,
-    ) -> Result<ClientRegion> {
+    /// Makes memory known that cannot be passed: no memfd, or none at hand. Its blocks go through a bounce buffer of
+    /// [`ClientOptions::bounce_bytes`], one copy more, made in the polls of the calls that name it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no memory, or memory that is registered already.
+    ///
+    /// # Safety
+    /// The range stays mapped, readable and writable, until [`unregister`](Client::unregister) has resolved: it waits for
+    /// calls that name the range.
+    pub unsafe fn register_copied(&self, start: *mut u8, len: usize) -> Result<ClientRegion> {
+        self.check_range(start as usize, len)?;
+        let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
+        let users = self.inner.places.add_copied(number, start as usize, len);
+        Ok(ClientRegion { number, pinned: false, users: Some(users) })
+    }
+
+    fn check_range(&self, start: usize, len: usize) -> Result<()> {
         let wrong =
             |found: String, expected: &str| Error::Argument { what: "region", found, expected: expected.into() };
         if start == 0 || len == 0 || start.checked_add(len).is_none() {
@@ -222,13 +246,39 @@ impl Client {
             let found = format!("{len} bytes at {start:#x}, part of which is registered");
             return Err(wrong(found, "each range registered once"));
         }
+        Ok(())
+    }
+
+    /// The bounce buffer, made and lent to the service where this is the first call that needs it.
+    pub(super) async fn bounce(&self) -> Result<&Bounce> {
+        let make = || async {
+            let bounce = Bounce::new(self.inner.bounce_bytes, self.inner.block_bytes)?;
+            // Never unregistered: it is lent for as long as the client lives.
+            self.register(bounce.memory()).await?;
+            Ok(bounce)
+        };
+        self.inner.bounce.get_or_try_init(make).await
+    }
+
+    pub(super) fn places(&self) -> &Places {
+        &self.inner.places
+    }
+
+    async fn register_range(
+        &self,
+        (start, len): (usize, usize),
+        (fd, offset): (BorrowedFd<'_>, u64),
+        pin: bool,
+        memory: Option<Arc<SharedMemory>>,
+    ) -> Result<ClientRegion> {
+        self.check_range(start, len)?;
         let fd: OwnedFd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
-        let lent = Lent { number, start, len, offset, pin, fd: Arc::new(fd), _memory: memory };
-        match self.call(worker::register(&lent), What::Register(lent.clone())).await? {
+        let lent = Lent { number, start, len, offset, pin, fd: Arc::new(fd) };
+        match self.call(worker::register(&lent), What::Register(lent.clone()), None).await? {
             Reply::Registered { pinned } => {
-                self.inner.places.add(lent);
-                Ok(ClientRegion { number, pinned })
+                self.inner.places.add(&lent, memory);
+                Ok(ClientRegion { number, pinned, users: None })
             }
             other => Err(unexpected(&other)),
         }
@@ -245,22 +295,33 @@ impl Client {
     /// to wait.
     pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
         self.inner.places.remove(region.number);
+        if let Some(users) = &region.users {
+            drop(users.write().await);
+            return Ok(());
+        }
         let request = Request::Unregister { region: region.number };
-        self.call(request, What::Unregister(region.number)).await.map(drop)
+        self.call(request, What::Unregister(region.number), None).await.map(drop)
     }
 
     /// The number of leading `keys` that are resident in some tier.
     ///
     /// # Errors
-    /// [`Error::Service`]; [`Error::Argument`] for more than 4,096 keys.
+    /// [`Error::Service`].
     ///
     /// # Cancel safety
     /// Dropping the future changes nothing.
     pub async fn match_len(&self, keys: &[BlockKey]) -> Result<usize> {
-        match self.ask(Request::MatchLen { keys: checked(keys)? }).await? {
-            Reply::Count(count) => Ok(count as usize),
-            other => Err(unexpected(&other)),
+        let mut leading = 0;
+        for keys in keys.chunks(KEYS_MAX) {
+            let Reply::Count(count) = self.ask(Request::MatchLen { keys: keys.to_vec() }).await? else {
+                return Err(worker::nonsense("a count was asked for"));
+            };
+            leading += count as usize;
+            if (count as usize) < keys.len() {
+                break;
+            }
         }
+        Ok(leading)
     }
 
     /// The fastest tier of each of the leading `keys` that are resident.
@@ -271,10 +332,18 @@ impl Client {
     /// # Cancel safety
     /// Dropping the future changes nothing.
     pub async fn match_prefix(&self, keys: &[BlockKey]) -> Result<Vec<Tier>> {
-        match self.ask(Request::MatchPrefix { keys: checked(keys)? }).await? {
-            Reply::Tiers(tiers) => Ok(tiers),
-            other => Err(unexpected(&other)),
+        let mut leading = Vec::new();
+        for keys in keys.chunks(KEYS_MAX) {
+            let Reply::Tiers(tiers) = self.ask(Request::MatchPrefix { keys: keys.to_vec() }).await? else {
+                return Err(worker::nonsense("tiers were asked for"));
+            };
+            let all = tiers.len() == keys.len();
+            leading.extend(tiers);
+            if !all {
+                break;
+            }
         }
+        Ok(leading)
     }
 
     /// Which of `keys` are resident, whatever comes before them.
@@ -285,10 +354,14 @@ impl Client {
     /// # Cancel safety
     /// Dropping the future changes nothing.
     pub async fn contains(&self, keys: &[BlockKey]) -> Result<Vec<bool>> {
-        match self.ask(Request::Contains { keys: checked(keys)? }).await? {
-            Reply::Flags(flags) if flags.len() == keys.len() => Ok(flags),
-            other => Err(unexpected(&other)),
+        let mut there = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(KEYS_MAX) {
+            match self.ask(Request::Contains { keys: keys.to_vec() }).await? {
+                Reply::Flags(flags) if flags.len() == keys.len() => there.extend(flags),
+                other => return Err(unexpected(&other)),
+            }
         }
+        Ok(there)
     }
 
     /// Copies blocks into registered memory: one result a block, in order, as [`Cache::load_into`](
@@ -303,8 +376,7 @@ impl Client {
     /// [`unregister`](Client::unregister) resolves, or the connection is lost. The same holds after
     /// [`ServiceFault::Timeout`].
     pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
-        let blocks = self.inner.places.blocks(keys, segments, self.inner.block_bytes)?;
-        self.results(Request::Load(blocks), keys.len()).await
+        self.moved(Way::Load, keys, segments, &[]).await
     }
 
     /// Stores blocks from registered memory: one result a block, in order; `true`: the disk has taken it.
@@ -322,8 +394,7 @@ impl Client {
         parent: Option<&BlockKey>,
         segments: &[Vec<Segment>],
     ) -> Result<Vec<Result<bool>>> {
-        let blocks = self.inner.places.blocks(keys, segments, self.inner.block_bytes)?;
-        self.results(Request::Store { parent: parent.copied(), blocks }, keys.len()).await
+        self.moved(Way::Store(parent.copied()), keys, segments, &[]).await
     }
 
     /// Starts to bring blocks into the service's host memory; how many movements it started.
@@ -334,10 +405,28 @@ impl Client {
     /// # Cancel safety
     /// The blocks are brought all the same, if the request was sent.
     pub async fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
-        match self.ask(Request::Prefetch { keys: checked(keys)? }).await? {
-            Reply::Count(count) => Ok(count as usize),
-            other => Err(unexpected(&other)),
+        let mut started = 0;
+        for keys in keys.chunks(KEYS_MAX) {
+            match self.ask(Request::Prefetch { keys: keys.to_vec() }).await? {
+                Reply::Count(count) => started += count as usize,
+                other => return Err(unexpected(&other)),
+            }
         }
+        Ok(started)
+    }
+
+    /// Counts a use of every resident block of a chain, as [`Cache::touch`](crate::Cache::touch).
+    ///
+    /// # Errors
+    /// As [`match_len`](Client::match_len).
+    ///
+    /// # Cancel safety
+    /// The uses are counted all the same, if the request was sent.
+    pub async fn touch(&self, keys: &[BlockKey]) -> Result<()> {
+        for keys in keys.chunks(KEYS_MAX) {
+            self.ask(Request::Touch { keys: keys.to_vec() }).await?;
+        }
+        Ok(())
     }
 
     /// Forgets a block in every tier, for all clients of the space; true if it was resident.
@@ -363,7 +452,7 @@ impl Client {
     }
 
     async fn remove_one(&self, key: &BlockKey, durable: bool) -> Result<bool> {
-        let mut results = self.results(Request::Remove { durable, keys: vec![*key] }, 1).await?;
+        let mut results = self.results(Request::Remove { durable, keys: vec![*key] }, 1, None).await?;
         results.pop().unwrap_or(Err(Error::Closed))
     }
 
@@ -405,20 +494,12 @@ impl Client {
         shield(end).await.map_err(|_| Error::Closed)
     }
 
-    async fn results(&self, request: Request, blocks: usize) -> Result<Vec<Result<bool>>> {
-        match self.ask(request).await? {
-            Reply::Results(results) if results.len() == blocks => {
-                Ok(results.into_iter().map(|result| result.map_err(Error::from)).collect())
-            }
-            other => Err(unexpected(&other)),
-        }
-    }
-
     async fn ask(&self, request: Request) -> Result<Reply> {
-        self.call(request, What::Plain).await
+        self.call(request, What::Plain, None).await
     }
 
-    async fn call(&self, request: Request, what: What) -> Result<Reply> {
+    /// One request. The service has `slots` of the bounce buffer until it has replied, or the connection is lost.
+    pub(super) async fn call(&self, request: Request, what: What, slots: Option<Arc<Taken>>) -> Result<Reply> {
         let inner = &*self.inner;
         if !inner.home.is_here() {
             return Err(Error::Closed);
@@ -433,7 +514,7 @@ impl Client {
         };
         let id = inner.next_id.fetch_add(2, Ordering::Relaxed);
         let (reply, receiver) = oneshot::channel();
-        let call = Call { id, frame: request.encode(id), what, reply, counted };
+        let call = Call { id, frame: request.encode(id), what, reply, keeps: (counted, slots) };
         inner.orders.send(Order::Call(call)).map_err(|_| Error::Closed)?;
         let mut given = Given { inner, id: Some(id) };
         let answer = shield(receiver).await.unwrap_or(Err(Error::Closed));
@@ -456,14 +537,6 @@ fn run(worker: Worker, first: oneshot::Sender<Result<()>>) {
     }
 }
 
-fn checked(keys: &[BlockKey]) -> Result<Vec<BlockKey>> {
-    if keys.len() > KEYS_MAX {
-        let (found, expected) = (keys.len().to_string(), format!("{KEYS_MAX} at most"));
-        return Err(Error::Argument { what: "keys", found, expected });
-    }
-    Ok(keys.to_vec())
-}
-
-fn unexpected(reply: &Reply) -> Error {
+pub(super) fn unexpected(reply: &Reply) -> Error {
     worker::nonsense(&format!("{reply:?} is not what was asked for"))
 }

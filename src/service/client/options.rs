@@ -17,12 +17,16 @@ pub struct ClientOptions {
     pub host_bytes: u64,
     /// After this calls are answered with [`ServiceFault::Timeout`](crate::ServiceFault::Timeout).
     pub deadline: Duration,
+    /// Memory of the client's own for blocks whose memory cannot be passed to the service, taken for the first of them;
+    /// one block at least. So much of it moves at a time.
+    pub bounce_bytes: usize,
     /// The longest time between two attempts to connect.
     pub backoff_max: Duration,
 }
 
 impl ClientOptions {
-    /// A space with all that the service has left, a deadline of 60 s, an attempt to connect every second.
+    /// A space with all that the service has left, a deadline of 60 s, 64 MiB to copy through, an attempt to connect every
+    /// second.
     pub fn new(namespace: impl Into<String>, block_bytes: usize) -> Self {
         ClientOptions {
             namespace: namespace.into(),
@@ -30,6 +34,7 @@ impl ClientOptions {
             capacity_bytes: 0,
             host_bytes: 0,
             deadline: Duration::from_secs(60),
+            bounce_bytes: 64 << 20,
             backoff_max: Duration::from_secs(1),
         }
     }

@@ -6,11 +6,13 @@ use std::{
     sync::{Arc, Mutex, MutexGuard},
 };
 
+use tokio::sync::{OwnedRwLockReadGuard, RwLock};
+
 use crate::{
     block::Segment,
     error::{Error, Result},
     service::{
-        protocol::{Blocks, KEYS_MAX, PLACES_MAX, Place},
+        protocol::{PLACES_MAX, Place},
         shared_memory::SharedMemory,
     },
 };
@@ -25,87 +27,154 @@ pub(super) struct Lent {
     pub(super) offset: u64,
     pub(super) pin: bool,
     pub(super) fd: Arc<OwnedFd>,
+}
+
+/// Memory that calls may name.
+struct Known {
+    number: u32,
+    start: usize,
+    len: usize,
+    /// Of memory that could not be passed, whose blocks are copied: the calls that name it.
+    users: Option<Users>,
     /// Keeps the client's mapping, where the client lets us.
-    pub(super) _memory: Option<Arc<SharedMemory>>,
+    _memory: Option<Arc<SharedMemory>>,
+}
+
+/// Read-locked by the calls that copy from or to a range; whoever takes the range back waits for them.
+pub(super) type Users = Arc<RwLock<()>>;
+
+/// Where a block lies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Found {
+    /// In memory that the service has.
+    Straight(Vec<Place>),
+    /// In part or wholly in memory that it has not.
+    Copied,
 }
 
 /// All registered memory, by its first address. No two ranges overlap.
 #[derive(Default)]
-pub(super) struct Places(Mutex<BTreeMap<usize, Lent>>);
+pub(super) struct Places(Mutex<BTreeMap<usize, Known>>);
 
 impl Places {
-    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Lent>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<usize, Known>> {
         self.0.lock().expect("nothing panics under it")
     }
 
     /// Whether a range has no byte in common with registered memory.
     pub(super) fn is_free(&self, start: usize, len: usize) -> bool {
-        let lent = self.lock();
-        let before = lent.range(..start.saturating_add(len)).next_back();
-        before.is_none_or(|(_, lent)| lent.start + lent.len <= start)
+        let known = self.lock();
+        let before = known.range(..start.saturating_add(len)).next_back();
+        before.is_none_or(|(_, known)| known.start + known.len <= start)
     }
 
-    pub(super) fn add(&self, lent: Lent) {
-        self.lock().insert(lent.start, lent);
+    /// Memory that the service has.
+    pub(super) fn add(&self, lent: &Lent, memory: Option<Arc<SharedMemory>>) {
+        let Lent { number, start, len, .. } = *lent;
+        self.lock().insert(start, Known { number, start, len, users: None, _memory: memory });
+    }
+
+    /// Memory that the service has not.
+    pub(super) fn add_copied(&self, number: u32, start: usize, len: usize) -> Users {
+        let users = Users::default();
+        self.lock().insert(start, Known { number, start, len, users: Some(Arc::clone(&users)), _memory: None });
+        users
     }
 
     pub(super) fn remove(&self, number: u32) {
-        self.lock().retain(|_, lent| lent.number != number);
+        self.lock().retain(|_, known| known.number != number);
     }
 
-    /// What a service is to be told of a call's segments.
-    pub(super) fn blocks(
+    /// Where the blocks of a call lie: in registered memory, or in `loan`; and what keeps the memory that is copied.
+    pub(super) fn find(
         &self,
-        keys: &[crate::block::BlockKey],
+        keys: usize,
         segments: &[Vec<Segment>],
         block_bytes: usize,
-    ) -> Result<Blocks> {
-        let wrong = |what, found: String, expected: String| Error::Argument { what, found, expected };
-        if keys.len() != segments.len() {
-            let found = format!("{} lists", segments.len());
-            return Err(wrong("segments", found, format!("one for each of {} keys", keys.len())));
+        loan: &[Segment],
+    ) -> Result<(Vec<Found>, Vec<OwnedRwLockReadGuard<()>>)> {
+        if keys != segments.len() {
+            return Err(wrong(format!("{} lists", segments.len()), format!("one for each of {keys} keys")));
         }
-        let count: usize = segments.iter().map(Vec::len).sum();
-        if keys.len() > KEYS_MAX || count > PLACES_MAX {
-            let found = format!("{} blocks in {count} segments", keys.len());
-            return Err(wrong("segments", found, format!("{KEYS_MAX} blocks and {PLACES_MAX} segments at most")));
-        }
-        let lent = self.lock();
-        let mut places = Vec::with_capacity(segments.len());
+        let known = self.lock();
+        let (mut found, mut used) = (Vec::with_capacity(keys), BTreeMap::new());
         for of_block in segments {
             let bytes = of_block.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
             if bytes != Some(block_bytes) {
-                let found = format!("{bytes:?} bytes in {} segments", of_block.len());
-                return Err(wrong("segments", found, format!("one block of {block_bytes} bytes")));
+                let what = format!("{bytes:?} bytes in {} segments", of_block.len());
+                return Err(wrong(what, format!("one block of {block_bytes} bytes")));
             }
-            places.push(of_block.iter().map(|segment| place(&lent, segment)).collect::<Result<_>>()?);
+            found.push(block(&known, of_block, loan, &mut used)?);
         }
-        Ok(Blocks { keys: keys.to_vec(), places })
+        // Nobody has write-locked them: they are in the map.
+        let keeps = used.into_values().filter_map(|users: Users| users.try_read_owned().ok()).collect();
+        Ok((found, keeps))
+    }
+
+    /// The place of a segment of memory that the service has.
+    pub(super) fn place(&self, segment: &Segment) -> Result<Place> {
+        let known = self.lock();
+        place(holder(&known, segment)?, segment)
     }
 }
 
-fn place(lent: &BTreeMap<usize, Lent>, segment: &Segment) -> Result<Place> {
-    let start = segment.ptr as usize;
-    let found = lent.range(..=start).next_back().map(|(_, lent)| lent);
-    let within = |lent: &&Lent| start - lent.start <= lent.len && segment.len <= lent.len - (start - lent.start);
-    match (found.filter(within), u32::try_from(segment.len)) {
-        (Some(lent), Ok(len)) => Ok(Place { region: lent.number, len, offset: (start - lent.start) as u64 }),
-        _ => Err(Error::Argument {
-            what: "segments",
-            found: format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
-            expected: "memory registered with this client".into(),
-        }),
+fn wrong(found: String, expected: String) -> Error {
+    Error::Argument { what: "segments", found, expected }
+}
+
+fn unknown(segment: &Segment) -> Error {
+    let found = format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr);
+    wrong(found, "memory registered with this client".into())
+}
+
+fn block(
+    known: &BTreeMap<usize, Known>,
+    segments: &[Segment],
+    loan: &[Segment],
+    used: &mut BTreeMap<u32, Users>,
+) -> Result<Found> {
+    let mut places = Vec::with_capacity(segments.len());
+    for segment in segments {
+        match holder(known, segment) {
+            Ok(Known { number, users: Some(users), .. }) => drop(used.entry(*number).or_insert_with(|| users.clone())),
+            Ok(known) => places.push(place(known, segment)?),
+            Err(error) => loan.iter().any(|lent| is_within(segment, lent)).then_some(()).ok_or(error)?,
+        }
     }
+    if places.len() < segments.len() {
+        return Ok(Found::Copied);
+    }
+    match places.len() <= PLACES_MAX {
+        true => Ok(Found::Straight(places)),
+        false => Err(wrong(format!("a block of {} segments", places.len()), format!("{PLACES_MAX} at most"))),
+    }
+}
+
+fn is_within(segment: &Segment, lent: &Segment) -> bool {
+    let before = (segment.ptr as usize).wrapping_sub(lent.ptr as usize);
+    before <= lent.len && segment.len <= lent.len - before
+}
+
+/// The registered memory that a segment lies in.
+fn holder<'a>(known: &'a BTreeMap<usize, Known>, segment: &Segment) -> Result<&'a Known> {
+    let start = segment.ptr as usize;
+    let found = known.range(..=start).next_back().map(|(_, known)| known);
+    let within = |known: &&Known| start - known.start <= known.len && segment.len <= known.len - (start - known.start);
+    found.filter(within).ok_or_else(|| unknown(segment))
+}
+
+fn place(known: &Known, segment: &Segment) -> Result<Place> {
+    let len = u32::try_from(segment.len).map_err(|_| unknown(segment))?;
+    Ok(Place { region: known.number, len, offset: (segment.ptr as usize - known.start) as u64 })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::BlockKey;
 
     fn lent(number: u32, start: usize, len: usize) -> Lent {
         let fd: OwnedFd = std::fs::File::open("/dev/null").expect("there").into();
-        Lent { number, start, len, offset: 0, pin: false, fd: fd.into(), _memory: None }
+        Lent { number, start, len, offset: 0, pin: false, fd: fd.into() }
     }
 
     fn at(address: usize, len: usize) -> Segment {
@@ -115,12 +184,12 @@ mod tests {
     #[test]
     fn an_address_is_found_in_the_region_that_it_lies_in() {
         let places = Places::default();
-        places.add(lent(1, 4096, 4096));
-        places.add(lent(2, 12288, 4096));
-        let key = [BlockKey::new([0; 32])];
-        let found = |segment| places.blocks(&key, &[vec![segment]], 100);
-        assert_eq!(found(at(4096 + 10, 100)).expect("in it").places[0], [Place { region: 1, len: 100, offset: 10 }]);
-        assert_eq!(found(at(16284, 100)).expect("its end").places[0], [Place { region: 2, len: 100, offset: 3996 }]);
+        places.add(&lent(1, 4096, 4096), None);
+        places.add(&lent(2, 12288, 4096), None);
+        let found = |segment| places.find(1, &[vec![segment]], 100, &[]).map(|(mut found, _)| found.remove(0));
+        let straight = |region, offset| Found::Straight(vec![Place { region, len: 100, offset }]);
+        assert_eq!(found(at(4096 + 10, 100)).expect("in it"), straight(1, 10));
+        assert_eq!(found(at(16284, 100)).expect("its end"), straight(2, 3996));
         for address in [0, 4000, 8100, 8192, 16285, usize::MAX - 10] {
             found(at(address, 100)).expect_err("in no region, or not wholly");
         }
@@ -129,5 +198,25 @@ mod tests {
         assert!(places.is_free(0, 4096) && places.is_free(8192, 4096) && places.is_free(16384, usize::MAX));
         places.remove(1);
         found(at(4096, 100)).expect_err("taken back");
+    }
+
+    #[test]
+    fn a_block_that_the_service_cannot_reach_wholly_is_copied() {
+        let places = Places::default();
+        places.add(&lent(1, 4096, 4096), None);
+        let users = places.add_copied(2, 8192, 4096);
+        let loan = [at(20000, 50)];
+        let found = |parts: Vec<Segment>| places.find(1, &[parts], 100, &loan).map(|(mut found, _)| found.remove(0));
+        assert!(matches!(found(vec![at(4096, 50), at(5000, 50)]), Ok(Found::Straight(_))));
+        for parts in [[at(4096, 50), at(9000, 50)], [at(20000, 50), at(4096, 50)], [at(20010, 40), at(8192, 60)]] {
+            assert_eq!(found(parts.to_vec()).expect("known"), Found::Copied);
+        }
+        let (_, keeps) = places.find(1, &[vec![at(8192, 100)]], 100, &loan).expect("known");
+        assert!(users.try_write().is_err(), "a call copies");
+        drop(keeps);
+        assert!(users.try_write().is_ok());
+        for parts in [[at(4096, 50), at(20001, 50)], [at(19999, 50), at(4096, 50)], [at(8192, 50), at(12270, 50)]] {
+            found(parts.to_vec()).expect_err("in nothing that was lent");
+        }
     }
 }

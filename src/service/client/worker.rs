@@ -19,7 +19,7 @@ use tokio::{
     time::{Instant, sleep_until, timeout},
 };
 
-use super::{options::ClientOptions, places::Lent};
+use super::{bounce::Taken, options::ClientOptions, places::Lent};
 use crate::{
     error::{Error, Result, ServiceFault},
     service::{
@@ -47,8 +47,12 @@ pub(super) struct Call {
     pub(super) frame: Vec<u8>,
     pub(super) what: What,
     pub(super) reply: oneshot::Sender<Result<Reply>>,
-    pub(super) counted: Counted,
+    /// Held until the service has replied, or the connection is lost.
+    pub(super) keeps: Keeps,
 }
+
+/// What a call holds while the service may work on it: its count, and slots of the bounce buffer.
+pub(super) type Keeps = (Counted, Option<Arc<Taken>>);
 
 /// What a call changes beside its answer.
 pub(super) enum What {
@@ -85,7 +89,7 @@ struct Pending {
     /// Where it was not sent yet.
     frame: Option<Vec<u8>>,
     frame_bytes: usize,
-    _counted: Counted,
+    _keeps: Keeps,
 }
 
 /// Why there is no connection, or `None` while there is one.
@@ -369,14 +373,14 @@ impl Worker {
 
     /// After a goodbye the service takes no more calls. Memory that is given back is the caller's at the hang-up.
     fn refuse_after_goodbye(&mut self, call: Call) {
-        let Call { id, what, reply, counted, .. } = call;
+        let Call { id, what, reply, keeps, .. } = call;
         match what {
             What::Unregister(number) => {
                 self.lent.remove(&number);
-                let pending = Pending { what, reply: Some(reply), frame: None, frame_bytes: 0, _counted: counted };
+                let pending = Pending { what, reply: Some(reply), frame: None, frame_bytes: 0, _keeps: keeps };
                 self.pending.insert(id, pending);
             }
-            what => self.refuse(Call { id, frame: Vec::new(), what, reply, counted }),
+            what => self.refuse(Call { id, frame: Vec::new(), what, reply, keeps }),
         }
     }
 
@@ -387,14 +391,14 @@ impl Worker {
     }
 
     fn begin(&mut self, link: &mut Link, call: Call) {
-        let Call { id, frame, what, reply, counted } = call;
+        let Call { id, frame, what, reply, keeps } = call;
         match &what {
             // Not given to a service that comes after this one.
             What::Unregister(number) => drop(self.lent.remove(number)),
             _ => self.deadlines.push_back((Instant::now() + self.options.deadline, id)),
         }
         let frame_bytes = frame.len();
-        let pending = Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, _counted: counted };
+        let pending = Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, _keeps: keeps };
         self.pending.insert(id, pending);
         self.waiting.push_back(id);
         self.send_waiting(link);

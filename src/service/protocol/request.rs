@@ -102,6 +102,11 @@ pub enum Request {
     },
     /// Figures of the whole service; needs no space.
     Status,
+    /// Counts a use of every resident block.
+    Touch {
+        /// A prefix chain.
+        keys: Vec<BlockKey>,
+    },
 }
 
 const ATTACH: u16 = 1;
@@ -118,6 +123,7 @@ const SYNC: u16 = 11;
 const STATS: u16 = 12;
 const CANCEL: u16 = 13;
 const STATUS: u16 = 14;
+const TOUCH: u16 = 15;
 
 impl Request {
     fn kind(&self) -> u16 {
@@ -136,6 +142,7 @@ impl Request {
             Request::Stats => STATS,
             Request::Cancel { .. } => CANCEL,
             Request::Status => STATUS,
+            Request::Touch { .. } => TOUCH,
         }
     }
 
@@ -159,7 +166,8 @@ impl Request {
             Request::MatchLen { keys }
             | Request::MatchPrefix { keys }
             | Request::Contains { keys }
-            | Request::Prefetch { keys } => writer.keys(keys),
+            | Request::Prefetch { keys }
+            | Request::Touch { keys } => writer.keys(keys),
             Request::Load(blocks) => encode_blocks(&mut writer, blocks),
             Request::Store { parent, blocks } => {
                 writer.u8(u8::from(parent.is_some()));
@@ -214,7 +222,8 @@ impl Request {
             STATS => Request::Stats,
             CANCEL => Request::Cancel { request: reader.u64("request id")? },
             STATUS => Request::Status,
-            other => return Err(malformed("kind of request", other, format!("{ATTACH} to {STATUS}"))),
+            TOUCH => Request::Touch { keys: reader.keys()? },
+            other => return Err(malformed("kind of request", other, format!("{ATTACH} to {TOUCH}"))),
         };
         reader.end()?;
         Ok(request)

@@ -48,6 +48,7 @@ fn request() -> impl Strategy<Value = Request> {
         Just(Request::Stats),
         any::<u64>().prop_map(|request| Request::Cancel { request }),
         Just(Request::Status),
+        keys().prop_map(|keys| Request::Touch { keys }),
     ]
 }
 

@@ -1,0 +1,250 @@
+//! Loads and stores: blocks whose memory the service has go straight, the others through a bounce buffer.
+
+use std::{
+    future::{Future, poll_fn},
+    ops::Range,
+    pin::Pin,
+    sync::Arc,
+    task::Poll,
+};
+
+use super::{
+    bounce::{self, Bounce, Taken},
+    calls::{Client, unexpected},
+    places::Found,
+    worker::What,
+};
+use crate::{
+    block::{BlockKey, Segment},
+    error::{Error, Result},
+    service::protocol::{Blocks, KEYS_MAX, PLACES_MAX, Place, Reply, Request},
+};
+
+/// Memory that a client's calls copy into and from, lent with [`Client::lend`].
+///
+/// It has the calls that move blocks; dropping it ends the loan. Only a call's own poll touches the memory: one that
+/// was dropped, or has timed out, leaves it alone.
+pub struct ClientLoan {
+    client: Client,
+    memory: Vec<Segment>,
+}
+
+impl ClientLoan {
+    /// As [`Client::load_into`]; segments may also lie in the loan's memory.
+    ///
+    /// # Errors
+    /// As [`Client::load_into`].
+    ///
+    /// # Cancel safety
+    /// As [`Client::load_into`]; the loan's memory is not touched any more.
+    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
+        self.client.moved(Way::Load, keys, segments, &self.memory).await
+    }
+
+    /// As [`Client::store_from`]; segments may also lie in the loan's memory.
+    ///
+    /// # Errors
+    /// As [`Client::store_from`].
+    ///
+    /// # Cancel safety
+    /// As [`Client::store_from`]; the loan's memory is not touched any more.
+    pub async fn store_from(
+        &self,
+        keys: &[BlockKey],
+        parent: Option<&BlockKey>,
+        segments: &[Vec<Segment>],
+    ) -> Result<Vec<Result<bool>>> {
+        self.client.moved(Way::Store(parent.copied()), keys, segments, &self.memory).await
+    }
+}
+
+impl std::fmt::Debug for ClientLoan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ClientLoan").field("segments", &self.memory.len()).finish_non_exhaustive()
+    }
+}
+
+/// Which way blocks go.
+#[derive(Clone, Copy)]
+pub(super) enum Way {
+    Load,
+    /// With the key before the first one.
+    Store(Option<BlockKey>),
+}
+
+impl Way {
+    /// The same for blocks that follow the block `before`.
+    fn after(self, before: Option<&BlockKey>) -> Self {
+        match (self, before) {
+            (Way::Store(_), Some(before)) => Way::Store(Some(*before)),
+            (way, _) => way,
+        }
+    }
+
+    fn request(self, blocks: Blocks) -> Request {
+        match self {
+            Way::Load => Request::Load(blocks),
+            Way::Store(parent) => Request::Store { parent, blocks },
+        }
+    }
+}
+
+/// What becomes of blocks that are moved in one request.
+type Moved<'a> = Pin<Box<dyn Future<Output = Result<Vec<Result<bool>>>> + Send + 'a>>;
+
+impl Client {
+    /// Lends memory that is not registered for calls of the loan: their blocks go through a bounce buffer of
+    /// [`bounce_bytes`](super::ClientOptions::bounce_bytes), one copy more.
+    ///
+    /// # Safety
+    /// The ranges stay mapped, readable, and writable where blocks are loaded into them, for as long as the loan
+    /// lives.
+    pub unsafe fn lend(&self, memory: &[Segment]) -> ClientLoan {
+        ClientLoan { client: self.clone(), memory: memory.to_vec() }
+    }
+
+    /// Moves blocks, as few requests as the limits let it.
+    pub(super) async fn moved(
+        &self,
+        way: Way,
+        keys: &[BlockKey],
+        segments: &[Vec<Segment>],
+        loan: &[Segment],
+    ) -> Result<Vec<Result<bool>>> {
+        let (found, _keeps) = self.places().find(keys.len(), segments, self.block_bytes(), loan)?;
+        let bounce = if found.contains(&Found::Copied) { Some(self.bounce().await?) } else { None };
+        let mut calls: Vec<Moved<'_>> = Vec::new();
+        for run in runs(&found, bounce.as_ref().map_or(1, |bounce| bounce.blocks_per_call())) {
+            let way = way.after(run.start.checked_sub(1).map(|before| &keys[before]));
+            let keys = &keys[run.clone()];
+            calls.push(match &bounce {
+                Some(bounce) if found[run.start] == Found::Copied => {
+                    Box::pin(self.move_copied(way, keys, &segments[run], bounce))
+                }
+                _ => {
+                    let places = found[run].iter().map(|one| one.places().to_vec()).collect();
+                    Box::pin(self.results(way.request(Blocks { keys: keys.to_vec(), places }), keys.len(), None))
+                }
+            });
+        }
+        let mut results = Vec::with_capacity(keys.len());
+        for ended in all(calls).await {
+            results.extend(ended?);
+        }
+        Ok(results)
+    }
+
+    /// Moves blocks between segments and slots of the bounce buffer, and these and the service.
+    async fn move_copied(
+        &self,
+        way: Way,
+        keys: &[BlockKey],
+        segments: &[Vec<Segment>],
+        bounce: &Bounce,
+    ) -> Result<Vec<Result<bool>>> {
+        let taken = Arc::new(bounce.take(keys.len()).await?);
+        let slots: Vec<_> = (0..keys.len()).map(|at| bounce.slot(&taken, at, self.block_bytes())).collect();
+        if matches!(way, Way::Store(_)) {
+            for (slot, segments) in slots.iter().zip(segments) {
+                // SAFETY: `find` has seen to it that the segments are one block long and lie in memory whose owner
+                // keeps it mapped: registered, or lent for this call.
+                unsafe { bounce::copy(slot, segments, false) };
+            }
+        }
+        let places = slots.iter().map(|slot| self.places().place(slot).map(|place| vec![place]));
+        let blocks = Blocks { keys: keys.to_vec(), places: places.collect::<Result<_>>()? };
+        let results = self.results(way.request(blocks), keys.len(), Some(taken)).await?;
+        if matches!(way, Way::Load) {
+            for ((slot, segments), result) in slots.iter().zip(segments).zip(&results) {
+                if matches!(result, Ok(true)) {
+                    // SAFETY: as above; this is a poll of the call that the memory was lent for.
+                    unsafe { bounce::copy(slot, segments, true) };
+                }
+            }
+        }
+        Ok(results)
+    }
+
+    /// One request that answers for each of its blocks. The service has `slots` until it has replied.
+    pub(super) async fn results(
+        &self,
+        request: Request,
+        blocks: usize,
+        slots: Option<Arc<Taken>>,
+    ) -> Result<Vec<Result<bool>>> {
+        // Kept here too: what was loaded is still to be copied out of them.
+        match self.call(request, What::Plain, slots.clone()).await? {
+            Reply::Results(results) if results.len() == blocks => {
+                Ok(results.into_iter().map(|result| result.map_err(Error::from)).collect())
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+}
+
+/// Cuts a call's blocks into requests: each of one kind, and within the limits.
+fn runs(found: &[Found], copied_max: usize) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    let mut places = 0;
+    for (at, one) in found.iter().enumerate() {
+        let more = one.places().len();
+        let fits = runs.last().is_some_and(|run| {
+            let copied = *one == Found::Copied;
+            copied == (found[run.start] == Found::Copied)
+                && run.len() < if copied { copied_max } else { KEYS_MAX }
+                && places + more <= PLACES_MAX
+        });
+        match runs.last_mut() {
+            Some(run) if fits => (run.end, places) = (at + 1, places + more),
+            _ => {
+                runs.push(at..at + 1);
+                places = more;
+            }
+        }
+    }
+    runs
+}
+
+/// Runs futures at once, and ends with the last.
+async fn all<T>(mut futures: Vec<Pin<Box<dyn Future<Output = T> + Send + '_>>>) -> Vec<T> {
+    let mut outputs: Vec<Option<T>> = futures.iter().map(|_| None).collect();
+    poll_fn(move |context| {
+        let mut ready = true;
+        for (future, output) in futures.iter_mut().zip(&mut outputs) {
+            if output.is_none() {
+                match future.as_mut().poll(context) {
+                    Poll::Ready(found) => *output = Some(found),
+                    Poll::Pending => ready = false,
+                }
+            }
+        }
+        if ready { Poll::Ready(outputs.iter_mut().filter_map(Option::take).collect()) } else { Poll::Pending }
+    })
+    .await
+}
+
+impl Found {
+    fn places(&self) -> &[Place] {
+        match self {
+            Found::Straight(places) => places,
+            Found::Copied => &[],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_has_blocks_of_one_kind_within_the_limits() {
+        let place = Place { region: 1, len: 1, offset: 0 };
+        let straight = |count| vec![Found::Straight(vec![place; 2]); count];
+        let copied = |count| vec![Found::Copied; count];
+        let found = [straight(3), copied(5), straight(KEYS_MAX + 1)].concat();
+        assert_eq!(runs(&found, 2), [0..3, 3..5, 5..7, 7..8, 8..8 + KEYS_MAX, 8 + KEYS_MAX..9 + KEYS_MAX]);
+        let found = vec![Found::Straight(vec![place; PLACES_MAX / 2]); 3];
+        assert_eq!(runs(&found, 2), [0..2, 2..3]);
+        assert!(runs(&[], 2).is_empty());
+    }
+}
