@@ -62,6 +62,9 @@ pub struct Args {
     /// then read once.
     #[arg(long)]
     keep_in_host: bool,
+    /// End by itself after so many seconds without a client.
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    linger: Option<u64>,
     /// Pin no client's memory.
     #[arg(long)]
     no_pin: bool,
@@ -81,6 +84,7 @@ impl Args {
         config.host_bytes = self.host_bytes as u64;
         config.uids.clone_from(&self.uids);
         config.region_bytes_max = self.region_bytes as u64;
+        config.linger_ms = self.linger.map(|seconds| seconds * 1000);
         config.pin = !self.no_pin;
         config.cache = Config {
             bypass_host: !self.keep_in_host,

@@ -20,7 +20,18 @@ from __future__ import annotations
 from . import errors
 from ._native import Queue, Region, __version__
 from .cache import Cache
+from .client import Client, SharedMemory, connect
 from .config import parse_bytes
 from .errors import *  # noqa: F403  Its `__all__`, which this module's repeats.
 
-__all__ = ["Cache", "Queue", "Region", "__version__", "parse_bytes", *errors.__all__]
+__all__ = [
+    "Cache",
+    "Client",
+    "Queue",
+    "Region",
+    "SharedMemory",
+    "__version__",
+    "connect",
+    "parse_bytes",
+    *errors.__all__,
+]

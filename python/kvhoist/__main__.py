@@ -11,7 +11,7 @@ import tempfile
 import time
 from typing import Any
 
-from . import Cache, Error, __version__, _native, parse_bytes
+from . import Cache, Error, __version__, _native, parse_bytes, service
 from .cache import slot_bytes
 from .chunks import tier_settings
 from .config import HiCacheConfig, config_error, printable
@@ -40,7 +40,14 @@ def main(arguments: list[str] | None = None) -> int:
         help="SGLang's extra config, vLLM's kv-transfer-config or LMCache's l2-adapter: JSON, or @FILE with it",
     )
     doctor.add_argument("--ranks", type=int, default=1, help="processes of this machine that open it: one a GPU")
+    service.add_arguments(commands.add_parser("serve", help="own the drives for all processes of this node"))
     given = parser.parse_args(arguments)
+    if given.command == "serve":
+        try:
+            return service.serve(given)
+        except (OSError, Error) as error:
+            print(f"kvhoist: {printable(str(error))}", file=sys.stderr)
+            return 2
     try:
         return Doctor(given.path, given.config, given.engine, given.ranks).run()
     except (OSError, ValueError, RecursionError) as error:

@@ -1,5 +1,7 @@
 """The native half of the package. Use `kvhoist.Cache`, which is thin on top of `Cache` here."""
 
+import os
+from pathlib import Path
 from typing import Any, Sequence, final
 
 from typing_extensions import Self
@@ -12,9 +14,11 @@ __all__ = [
     "Answers",
     "BYTES_EXPECTED",
     "Cache",
+    "Client",
     "Keys",
     "Queue",
     "Region",
+    "Server",
     "__version__",
     "_logs_end",
     "_logs_renew",
@@ -51,6 +55,9 @@ class Region:
     @property
     def pinned(self) -> bool:
         """The kernel keeps it pinned, as a buffer of the ring."""
+    @property
+    def copied(self) -> bool:
+        """A service has not this memory: its blocks are copied through a buffer of the client's."""
     def unregister(self) -> None:
         """Waits until no movement uses the memory, and forgets it: it may be freed afterwards.
 
@@ -178,3 +185,77 @@ class Cache:
         """Checks every invariant of the index, from scratch; slow. AssertionError with the first that is broken."""
     def queue(self, depth: int) -> Queue: ...
     def close(self) -> None: ...
+
+class Client:
+    """A space of a node's service; see `kvhoist.connect` and `kvhoist.Client` for the rest."""
+
+    def __new__(
+        cls,
+        socket: str | os.PathLike[str],
+        namespace: str,
+        block_bytes: int,
+        capacity_bytes: int,
+        host_bytes: int,
+        bounce_bytes: int,
+        deadline_ms: int,
+    ) -> Client: ...
+    @property
+    def block_bytes(self) -> int:
+        """Size of every block, bytes."""
+    @property
+    def namespace(self) -> str:
+        """The space's name."""
+    @property
+    def socket(self) -> Path:
+        """Where the service listens."""
+    @property
+    def closed(self) -> bool:
+        """True once `close` was called."""
+    @property
+    def connected(self) -> bool:
+        """True while the service can be reached."""
+    def match_prefix(self, keys: Sequence[_Key]) -> int:
+        """How many leading keys are resident."""
+    def contains(self, key: _Key) -> bool:
+        """Whether a key is resident."""
+    def contains_each(self, keys: Sequence[_Key]) -> list[bool]:
+        """Which keys are resident."""
+    def touch(self, keys: Sequence[_Key]) -> None:
+        """Counts a use of every resident block of a chain, as a load of it would."""
+    def register_address(self, address: int, nbytes: int, memfd: tuple[int, int] | None, pin: bool) -> Region: ...
+    def register_buffer(self, memory: Any, memfd: tuple[int, int] | None, pin: bool) -> Region: ...
+    def load(self, keys: Sequence[_Key], blocks: Sequence[_Block], errors: str) -> list: ...
+    def store(self, keys: Sequence[_Key], blocks: Sequence[_Block], parent: _Key | None, errors: str) -> list: ...
+    def load_pages(self, keys: Sequence[_Key], addresses: list[int], sizes: list[int], errors: str) -> list: ...
+    def store_pages(
+        self, keys: Sequence[_Key], addresses: list[int], sizes: list[int], parent: _Key | None, errors: str
+    ) -> list: ...
+    def get(self, key: _Key) -> bytes | None:
+        """The bytes of a block, or None."""
+    def prefetch(self, keys: Sequence[_Key]) -> int:
+        """Begins to bring blocks into the service's host memory; returns how many movements it began."""
+    def remove(self, key: _Key, durable: bool) -> bool: ...
+    def sync(self) -> None:
+        """Returns when all that was stored in the space before, by any client, is written and flushed."""
+    def stats(self) -> dict[str, Any]:
+        """What the space has done, for all clients, since the service opened it."""
+    def close(self) -> None: ...
+
+@final
+class Server:
+    """A node's service in this process, on threads of its own; `python -m kvhoist serve` runs it."""
+
+    def __new__(
+        cls,
+        socket: str | os.PathLike[str],
+        paths: Sequence[str | os.PathLike[str]],
+        capacity_bytes: int,
+        host_bytes: int,
+        linger_ms: int | None,
+        pin: bool,
+        settings: dict[str, Any],
+    ) -> Server: ...
+    def drain(self) -> None:
+        """Takes no more work; `wait` returns when what there was is done."""
+    def wait(self) -> None:
+        """Waits for its end, whatever signals come."""

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import itertools
 import os
 import weakref
-from collections import deque
 from typing import Any, Sequence
 
 from . import _logs, _native
 from .config import config_error, parse_bytes
 from .errors import ArgumentError
-
-#: Submissions that one event loop may have outstanding.
-_LOOP_DEPTH = 65_536
+from .loops import AsyncFace
 
 SLOT_ALIGN = 4096
 
@@ -80,7 +75,7 @@ def _disks(paths: list[str], capacity: Any, blocks: Any, block_bytes: int) -> li
     return [(p, count) for p in paths]
 
 
-class Cache(_native.Cache):
+class Cache(AsyncFace, _native.Cache):
     """A tiered cache of fixed-size blocks.
 
     Usable from any number of threads. ``path`` is a directory, a file or a block device, or a list of them (slots are
@@ -254,93 +249,9 @@ class Cache(_native.Cache):
         """A queue of at most ``depth`` submissions that are not drained yet: submit, ``event_fd``, drain."""
         return super().queue(depth)
 
-    # asyncio
-
-    async def fetch(self, key: str | bytes) -> bytes | None:
-        """The bytes of a block, or None. Cancelled, the read may still finish and make the block resident."""
-        block = bytearray(self.block_bytes)
-        (found,) = await self.load_async([key], [block])
-        return bytes(block) if found else None
-
-    async def load_async(self, keys: Sequence[str | bytes], blocks: Sequence[Any]) -> list:
-        """``load`` for coroutines. Cancelled, the loads go on, and their memory is kept until they have ended."""
-        return _raised(await self._loop().submit(lambda queue: queue.submit_load(keys, blocks)))
-
-    async def store_async(
-        self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, parent: str | bytes | None = None
-    ) -> list:
-        """``store`` for coroutines. Cancelled, the stores go on: the memory must not change until ``sync`` or later."""
-        return _raised(await self._loop().submit(lambda queue: queue.submit_store(keys, blocks, parent)))
-
-    async def remove_async(self, key: str | bytes, *, durable: bool = False) -> bool:
-        """``remove`` for coroutines, on a thread of the loop's executor. Cancelled, the removal goes on."""
-        remove = functools.partial(self.remove, key, durable=durable)
-        return await asyncio.get_running_loop().run_in_executor(None, remove)
-
-    def _loop(self) -> "_LoopFace":
-        loop = asyncio.get_running_loop()
-        face = self._loops.get(loop)
-        if face is None:
-            face = self._loops[loop] = _LoopFace(loop, self.queue(_LOOP_DEPTH))
-        return face
-
     def close(self) -> None:
         """Finishes what is under way, writes what is dirty, flushes, and releases the files and all memory.
 
         Again: does nothing. Interrupted by a signal, the close goes on; call again to wait for it.
         """
         super().close()
-
-
-def _raised(results: list) -> list:
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-    return results
-
-
-class _LoopFace:
-    """One event loop's queue: its completions as futures of the loop.
-
-    The loop watches the eventfd only while something is outstanding, so that nothing keeps the cache alive in an idle
-    loop, nor the descriptor in one that goes on without it.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, queue: _native.Queue) -> None:
-        # Not the loop itself: this is a value under its key.
-        self._loop = weakref.ref(loop)
-        self._queue = queue
-        self._waiting: dict[int, asyncio.Future] = {}
-        #: Drained, and not handed on yet.
-        self._done: deque = deque()
-
-    def submit(self, begin) -> "asyncio.Future[list]":
-        loop = self._loop()
-        assert loop is not None, "the coroutine that submits runs in it"
-        future = loop.create_future()
-        # Before the submission: whatever fails from here on, what completes is drained.
-        if not self._queue.outstanding:
-            loop.add_reader(self._queue.event_fd, self._drain)
-        try:
-            # A cancelled future stays: what it waits for goes on, and the memory with it.
-            self._waiting[begin(self._queue)] = future
-        except BaseException:
-            self._watch_no_longer_than_needed(loop)
-            raise
-        return future
-
-    def _drain(self) -> None:
-        self._done.extend(self._queue.drain())
-        while self._done:
-            ticket, results = self._done.popleft()
-            # None: its submitter was interrupted before it could wait.
-            future = self._waiting.pop(ticket, None)
-            if future is not None and not future.done():
-                future.set_result(results)
-        loop = self._loop()
-        assert loop is not None, "it calls this"
-        self._watch_no_longer_than_needed(loop)
-
-    def _watch_no_longer_than_needed(self, loop: asyncio.AbstractEventLoop) -> None:
-        if not self._queue.outstanding:
-            loop.remove_reader(self._queue.event_fd)

@@ -29,19 +29,7 @@ impl Blocks {
     /// whose bytes in order are the block's. `writable`: blocks are loaded into them.
     pub fn from_python(cache: &Cache, blocks: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
         let py = blocks.py();
-        let entries = keys::items(blocks)?.ok_or_else(|| {
-            errors::argument(py, "blocks", type_name(blocks), "a sequence with one entry for each key")
-        })?;
-        let (mut segments, mut buffers) = (Vec::with_capacity(entries.len()), Vec::new());
-        for entry in entries {
-            let mut parts = Vec::new();
-            if let Some(all) = several(&entry)? {
-                all.iter().try_for_each(|one| part(one, writable, &mut parts, &mut buffers))?;
-            } else {
-                part(&entry, writable, &mut parts, &mut buffers)?;
-            }
-            segments.push(parts);
-        }
+        let (segments, buffers) = parse(blocks, writable)?;
         let lent: Vec<_> = buffers.iter().map(|buffer| Segment { ptr: buffer.ptr(), len: buffer.len() }).collect();
         // SAFETY: the exports keep the memory mapped until this is dropped, which waits until it is unused. That nobody
         // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
@@ -57,17 +45,7 @@ impl Blocks {
         sizes: &Bound<'_, PyList>,
     ) -> PyResult<Self> {
         let py = addresses.py();
-        let each = addresses.len().checked_div(count).unwrap_or(0);
-        if addresses.len() != sizes.len() || each * count != addresses.len() || each == 0 && count > 0 {
-            let found = format!("{} addresses and {} sizes for {count} keys", addresses.len(), sizes.len());
-            return Err(errors::argument(py, "segments", found, "the same number of each for every key"));
-        }
-        let mut segments = Vec::with_capacity(count);
-        let mut pairs = addresses.iter().zip(sizes.iter());
-        for _ in 0..count {
-            let one = |(address, len): (Bound<'_, PyAny>, Bound<'_, PyAny>)| segment(&address, &len);
-            segments.push(pairs.by_ref().take(each).map(one).collect::<PyResult<Vec<_>>>()?);
-        }
+        let segments = parse_lists(count, addresses, sizes)?;
         // SAFETY: no memory is lent.
         let loan = unsafe { cache.lend_host(&[]) }.map_err(|error| errors::to_python(py, &error))?;
         Ok(Blocks { segments, loan, buffers: Vec::new() })
@@ -133,6 +111,44 @@ impl Drop for Blocks {
             self.buffers.drain(..).for_each(std::mem::forget);
         }
     }
+}
+
+/// The segments of blocks, and the exports of the buffer objects among them, as `Blocks::from_python` has them.
+pub fn parse(blocks: &Bound<'_, PyAny>, writable: bool) -> PyResult<(Vec<Vec<Segment>>, Vec<Buffer>)> {
+    let entries = keys::items(blocks)?.ok_or_else(|| {
+        errors::argument(blocks.py(), "blocks", type_name(blocks), "a sequence with one entry for each key")
+    })?;
+    let (mut segments, mut buffers) = (Vec::with_capacity(entries.len()), Vec::new());
+    for entry in entries {
+        let mut parts = Vec::new();
+        if let Some(all) = several(&entry)? {
+            all.iter().try_for_each(|one| part(one, writable, &mut parts, &mut buffers))?;
+        } else {
+            part(&entry, writable, &mut parts, &mut buffers)?;
+        }
+        segments.push(parts);
+    }
+    Ok((segments, buffers))
+}
+
+/// The segments of blocks that have equally many of them each.
+pub fn parse_lists(
+    count: usize,
+    addresses: &Bound<'_, PyList>,
+    sizes: &Bound<'_, PyList>,
+) -> PyResult<Vec<Vec<Segment>>> {
+    let each = addresses.len().checked_div(count).unwrap_or(0);
+    if addresses.len() != sizes.len() || each * count != addresses.len() || each == 0 && count > 0 {
+        let found = format!("{} addresses and {} sizes for {count} keys", addresses.len(), sizes.len());
+        return Err(errors::argument(addresses.py(), "segments", found, "the same number of each for every key"));
+    }
+    let mut segments = Vec::with_capacity(count);
+    let mut pairs = addresses.iter().zip(sizes.iter());
+    for _ in 0..count {
+        let one = |(address, len): (Bound<'_, PyAny>, Bound<'_, PyAny>)| segment(&address, &len);
+        segments.push(pairs.by_ref().take(each).map(one).collect::<PyResult<Vec<_>>>()?);
+    }
+    Ok(segments)
 }
 
 /// The parts of an entry that has several: a list, or a tuple that is no pair (address, bytes).

@@ -111,7 +111,7 @@ impl PyCache {
 
 /// Where the blocks of a call lie, as Python says it.
 #[derive(Clone, Copy)]
-enum Places<'a, 'py> {
+pub enum Places<'a, 'py> {
     /// One entry for each block.
     Blocks(&'a Bound<'py, PyAny>),
     /// Addresses and bytes of as many segments for each.
@@ -397,7 +397,8 @@ impl Drop for PyCache {
     }
 }
 
-fn whole(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
+/// A number of bytes, or an address.
+pub fn whole(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
     let expected = "a whole number that an address can be";
     value.extract().map_err(|_| errors::argument(value.py(), what, errors::shown(value), expected))
 }

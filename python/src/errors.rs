@@ -3,7 +3,7 @@
 //! The classes are Python's, so that some of them can be built-in exceptions as well: a bad setting is also a
 //! `ValueError`, a deadline also a `TimeoutError`.
 
-use kvhoist::Error;
+use kvhoist::{Error, ServiceFault};
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
 
 use crate::keys::type_name;
@@ -40,6 +40,7 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         Error::Io { .. } => "IoError",
         Error::Copy { .. } => "CopyError",
         Error::Unavailable { .. } => "UnavailableError",
+        Error::Service { fault, .. } => service(*fault),
         Error::Closed => "ClosedError",
         _ => "Error",
     };
@@ -50,6 +51,20 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         _ => Ok(()),
     };
     detail.err().unwrap_or(exception)
+}
+
+/// The class for what a node's service did not do.
+fn service(fault: ServiceFault) -> &'static str {
+    match fault {
+        ServiceFault::Busy => "BusyError",
+        ServiceFault::Timeout => "DeadlineError",
+        ServiceFault::Argument | ServiceFault::Memory => "ArgumentError",
+        ServiceFault::Capacity => "StoreError",
+        ServiceFault::Refused => "RefusedError",
+        ServiceFault::Io => "IoError",
+        // Away, draining, and whatever keeps this client from its service.
+        _ => "UnavailableError",
+    }
 }
 
 /// An `ArgumentError` in the engine's words.

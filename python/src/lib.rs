@@ -7,6 +7,7 @@ mod answers;
 mod blocks;
 mod buffer;
 mod cache;
+mod client;
 mod convert;
 mod errors;
 mod keys;
@@ -16,6 +17,7 @@ mod options;
 mod process;
 mod queue;
 mod region;
+mod server;
 mod wait;
 
 use std::path::PathBuf;
@@ -33,6 +35,8 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(slots_within, module)?)?;
     module.add_function(wrap_pyfunction!(examine, module)?)?;
     module.add_class::<cache::PyCache>()?;
+    module.add_class::<client::PyClient>()?;
+    module.add_class::<server::PyServer>()?;
     module.add_class::<listing::PyKeys>()?;
     module.add_class::<queue::PyQueue>()?;
     module.add_class::<region::PyRegion>()?;

@@ -13,7 +13,7 @@ use pyo3::{PyTraverseError, PyVisit, prelude::*};
 use crate::{buffer::Buffer, process::ProcessLocal, wait};
 
 /// The engine's `unregister` of one region.
-type Unregister = Pin<Box<dyn Future<Output = ()> + Send>>;
+pub type Unregister = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// One registered range.
 pub struct Registration {
@@ -109,9 +109,28 @@ pub struct PyRegion {
     /// The kernel keeps the memory pinned, as a buffer of the ring.
     #[pyo3(get)]
     pinned: bool,
+    /// A service has not this memory: its blocks are copied through a buffer of the client's.
+    #[pyo3(get)]
+    copied: bool,
 }
 
 impl PyRegion {
+    /// A region that `unregister` gives back.
+    pub fn of(
+        registrations: &Arc<Registrations>,
+        unregister: Unregister,
+        buffer: Option<Buffer>,
+        (address, nbytes): (usize, usize),
+        pinned: bool,
+        copied: bool,
+    ) -> Self {
+        let registration =
+            Arc::new(Registration { unregister: Mutex::new(Some(unregister)), buffer: Mutex::new(buffer) });
+        registrations.all().push(Arc::clone(&registration));
+        let registered = Registered { registration, registrations: Arc::clone(registrations) };
+        PyRegion { registered: ProcessLocal::new(registered), address, nbytes, pinned, copied }
+    }
+
     /// Registers memory, and has the kernel pin host memory if it is to and will. The buffer object keeps it mapped, or
     /// the caller does, as documented, until the region is unregistered.
     pub fn new(
@@ -133,19 +152,13 @@ impl PyRegion {
         // Not interruptible: an interrupted call would have registered memory that nobody can unregister.
         let pinned = if pin { py.detach(|| block_on(cache.pin_region(&region))) } else { Ok(false) };
         let cache = cache.clone();
-        let registration = Arc::new(Registration {
-            unregister: Mutex::new(Some(Box::pin(async move {
-                cache.unregister(&region).await.expect("this cache has registered it");
-            }))),
-            buffer: Mutex::new(buffer),
+        let unregister = Box::pin(async move {
+            cache.unregister(&region).await.expect("this cache has registered it");
         });
-        registrations.all().push(Arc::clone(&registration));
-        let registered = Registered { registration, registrations: Arc::clone(registrations) };
         match pinned {
-            Ok(pinned) => Ok(PyRegion { registered: ProcessLocal::new(registered), address, nbytes, pinned }),
+            Ok(pinned) => Ok(PyRegion::of(registrations, unregister, buffer, at, pinned, false)),
             Err(error) => {
-                wait::to_the_end(py, registered.registration.unregistered());
-                registered.registrations.forget(&registered.registration);
+                wait::to_the_end(py, unregister);
                 Err(crate::errors::to_python(py, &error))
             }
         }

@@ -42,6 +42,9 @@ pub struct ServerConfig {
     /// Milliseconds in which a client takes some of what it was sent, and in which a new connection says hello, before
     /// it is cut off. 1 to 86,400,000.
     pub stall_ms: u64,
+    /// Milliseconds after which the service ends by itself while nobody is connected. `None`: it does not. 1 to
+    /// 86,400,000.
+    pub linger_ms: Option<u64>,
 }
 
 impl ServerConfig {
@@ -62,6 +65,7 @@ impl ServerConfig {
             region_bytes_max: 1 << 40,
             bytes_in_flight_max: 256 << 20,
             stall_ms: 10_000,
+            linger_ms: None,
         }
     }
 
@@ -77,6 +81,7 @@ impl ServerConfig {
             ("region_bytes_max", self.region_bytes_max, u64::MAX >> 1),
             ("bytes_in_flight_max", self.bytes_in_flight_max, u64::MAX >> 1),
             ("stall_ms", self.stall_ms, 86_400_000),
+            ("linger_ms", self.linger_ms.unwrap_or(1), 86_400_000),
             ("host_bytes", self.host_bytes, u64::MAX >> 1),
             ("capacity_bytes", if self.paths.is_empty() { 1 } else { self.capacity_bytes }, u64::MAX >> 1),
         ];
@@ -111,10 +116,11 @@ mod tests {
         let on_disk = ServerConfig { paths: vec!["a".into()], capacity_bytes: 1 << 20, ..good.clone() };
         on_disk.validate().expect("good");
         type Spoil = fn(&mut ServerConfig);
-        let cases: [(&str, Spoil); 6] = [
+        let cases: [(&str, Spoil); 7] = [
             ("connections_max", |config| config.connections_max = 5000),
             ("requests_max", |config| config.requests_max = 0),
             ("stall_ms", |config| config.stall_ms = 0),
+            ("linger_ms", |config| config.linger_ms = Some(0)),
             ("host_bytes", |config| config.host_bytes = 0),
             ("capacity_bytes", |config| config.capacity_bytes = 0),
             ("write_policy", |config| config.cache.write_policy = WritePolicy::WriteBack),

@@ -52,9 +52,8 @@ impl Guard {
     /// Where the system takes no handler.
     pub(super) fn new(start: *mut u8, len: usize) -> io::Result<Self> {
         install()?;
-        let free = nodes().find(|node| {
-            node.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok()
-        });
+        let free =
+            nodes().find(|node| node.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok());
         let node = free.unwrap_or_else(add_node);
         node.spoiled.store(false, Ordering::Relaxed);
         node.start.store(start.expose_provenance(), Ordering::Relaxed);

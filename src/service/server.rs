@@ -2,6 +2,7 @@
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
+    future::pending,
     io,
     os::unix::{
         fs::{FileTypeExt, OpenOptionsExt},
@@ -18,6 +19,7 @@ use tokio::{
     net::{UnixListener, UnixStream},
     sync::watch,
     task::{JoinSet, LocalSet},
+    time::{Instant, sleep_until},
 };
 
 use super::{config::ServerConfig, house::House, session, socket, spaces::Spaces};
@@ -160,15 +162,23 @@ fn run(config: ServerConfig, draining: watch::Receiver<bool>, started: &mpsc::Se
     result
 }
 
-/// Lets clients in until the service drains, then waits for all of them.
+/// Lets clients in until the service drains, or nobody has come for too long; then waits for all of them.
 async fn serve(house: &Rc<House>, listener: UnixListener) {
     let mut draining = house.draining();
     let mut sessions = JoinSet::new();
+    let linger = house.config.linger_ms.map(Duration::from_millis);
+    let mut alone_since = Instant::now();
     loop {
+        let abandoned = async {
+            match linger.filter(|_| house.connections() == 0) {
+                Some(linger) => sleep_until(alone_since + linger).await,
+                None => pending().await,
+            }
+        };
         tokio::select! { biased;
             // The sender is gone: the server was dropped.
             _ = draining.wait_for(|draining| *draining) => break,
-            Some(_) = sessions.join_next(), if !sessions.is_empty() => {}
+            Some(_) = sessions.join_next(), if !sessions.is_empty() => alone_since = Instant::now(),
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => let_in(house, stream, &mut sessions),
                 Err(error) => {
@@ -176,6 +186,10 @@ async fn serve(house: &Rc<House>, listener: UnixListener) {
                     tokio::time::sleep(NO_DESCRIPTOR).await;
                 }
             },
+            () = abandoned => {
+                tracing::info!(?linger, "nobody is connected: the service ends");
+                break;
+            }
         }
     }
     drop(listener);

@@ -1,0 +1,300 @@
+"""`connect`: a space of a node's service (`kvhoist serve`), with the calls of `kvhoist.Cache`."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Callable, Sequence
+
+from . import _logs, _native
+from .cache import BLOCK_BYTES_MAX
+from .config import config_error, parse_bytes
+from .errors import ArgumentError, BusyError, ClosedError
+from .loops import AsyncFace
+
+DEFAULT_BOUNCE_BYTES = "64MiB"
+
+#: Submissions of one queue that are under way at once; the others wait.
+_QUEUE_THREADS = 16
+
+
+class SharedMemory:
+    """Memory that a service can map: a memfd that cannot shrink, of zeros at first. `view` is its bytes.
+
+    Register it with ``Client.register_host``, which keeps it. It is given back with the last that has it.
+    """
+
+    def __init__(self, nbytes: int | str) -> None:
+        self.nbytes = parse_bytes(nbytes, "nbytes")
+        self.fd = os.memfd_create("kvhoist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._close = weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, self.nbytes)
+        self.view = memoryview(mmap.mmap(self.fd, self.nbytes))
+
+    def __repr__(self) -> str:
+        return f"<kvhoist.SharedMemory of {self.nbytes} bytes>"
+
+
+def connect(
+    socket: str | os.PathLike[str],
+    *,
+    space: str,
+    block_bytes: int,
+    capacity: int | str | None = None,
+    host_bytes: int | str | None = None,
+    bounce_bytes: int | str = DEFAULT_BOUNCE_BYTES,
+    deadline_ms: int = 30_000,
+) -> "Client":
+    """Connects to the service at ``socket`` and attaches to a space, which is made if there is none.
+
+    Clients of one user with the same ``space`` and ``block_bytes`` share blocks. ``capacity`` is the disk of a space
+    that is made now, ``host_bytes`` its share of host memory where this is the first client since the service began;
+    ``None`` is all that is left. ``bounce_bytes`` are for blocks whose memory the service cannot map; they are taken
+    for the first of them. Calls end after ``deadline_ms``, with a DeadlineError.
+
+    Raises UnavailableError where no service answers, StoreError where too little is left for a new space, ConfigError.
+    """
+    if not isinstance(block_bytes, int) or isinstance(block_bytes, bool) or not 0 < block_bytes <= BLOCK_BYTES_MAX:
+        raise config_error("block_bytes", block_bytes, f"1 to {BLOCK_BYTES_MAX} bytes")
+    if not isinstance(deadline_ms, int) or isinstance(deadline_ms, bool) or not 0 < deadline_ms <= 86_400_000:
+        raise config_error("deadline_ms", deadline_ms, "1 to 86400000")
+    sizes = [
+        0 if size is None else parse_bytes(size, name) for name, size in (("capacity", capacity), ("host_bytes", host_bytes))
+    ]
+    return Client(socket, space, block_bytes, *sizes, parse_bytes(bounce_bytes, "bounce_bytes"), deadline_ms)
+
+
+class Client(AsyncFace, _native.Client):
+    """A space of a node's service. `connect` makes it.
+
+    Usable from any number of threads. While the service is away every call fails at once with an UnavailableError, in
+    each block's place for loads and stores; the client connects again by itself (10 ms later at first, then up to a
+    second), registers again what was registered, and finds the blocks. ``connected`` says which it is.
+
+    A context manager: leaving it closes the connection, and waits until the service uses none of this memory.
+    """
+
+    def __new__(cls, *settings: Any) -> "Client":
+        _logs.start()
+        self = super().__new__(cls, *settings)
+        self._loops = weakref.WeakKeyDictionary()
+        self._queues = weakref.WeakSet()
+        return self
+
+    def __init__(self, *_settings: Any) -> None:
+        super().__init__()
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.close()
+
+    def __reduce__(self):
+        raise TypeError("found a Client to pickle or copy, expected one left where it is: connect another")
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "connected" if self.connected else "away"
+        return f"<kvhoist.Client of {self.namespace!r} at {self.socket}, {state}>"
+
+    def __contains__(self, key: str | bytes) -> bool:
+        return self.contains(key)
+
+    def register_host(
+        self, memory: Any, nbytes: int | None = None, *, pin: bool = False, fd: int | None = None
+    ) -> _native.Region:
+        """Registers memory to be loaded into and stored from.
+
+        ``memory`` is a `SharedMemory`, a writable buffer object, or an address with ``nbytes``. The service maps a
+        `SharedMemory`, and other memory where ``fd`` is the memfd that it is mapped from: blocks then go straight
+        between the drive and it. Blocks of all other memory are copied through ``bounce_bytes`` of the client's own, and
+        ``Region.copied`` says so. ``pin`` has the service's kernel keep it pinned.
+
+        An address must stay mapped until ``Region.unregister`` or ``close`` has returned; objects are kept.
+
+        Raises ArgumentError for a range that is empty, registered already, or not mapped from ``fd``;
+        UnavailableError where the service is away.
+        """
+        if isinstance(memory, SharedMemory):
+            memory, fd = memory.view, memory.fd
+        if isinstance(memory, int):
+            if nbytes is None:
+                raise ArgumentError(f"nbytes: found None, expected the bytes at address {memory:#x}")
+            return self.register_address(memory, nbytes, _place(memory, nbytes, fd), pin)
+        return self.register_buffer(memory, _place(*_address(memory), fd), pin)
+
+    def load(self, keys: Sequence[str | bytes], blocks: Sequence[Any], *, errors: str = "raise") -> list:
+        """As `Cache.load`. Interrupted by a signal, memory of buffer objects is left alone from then on."""
+        return super().load(keys, blocks, errors)
+
+    def store(
+        self,
+        keys: Sequence[str | bytes],
+        blocks: Sequence[Any],
+        *,
+        parent: str | bytes | None = None,
+        errors: str = "raise",
+    ) -> list:
+        """As `Cache.store`: True once the service's disk has taken the block."""
+        return super().store(keys, blocks, parent, errors)
+
+    def load_pages(self, keys: list, addresses: list[int], sizes: list[int], *, errors: str = "raise") -> list:
+        """As `Cache.load_pages`."""
+        return super().load_pages(keys, addresses, sizes, errors)
+
+    def store_pages(
+        self,
+        keys: list,
+        addresses: list[int],
+        sizes: list[int],
+        *,
+        parent: str | bytes | None = None,
+        errors: str = "raise",
+    ) -> list:
+        """As `Cache.store_pages`."""
+        return super().store_pages(keys, addresses, sizes, parent, errors)
+
+    def remove(self, key: str | bytes, *, durable: bool = False) -> bool:
+        """As `Cache.remove`, for all clients of the space."""
+        return super().remove(key, bool(durable))
+
+    def queue(self, depth: int = 1024) -> "ClientQueue":
+        """A queue of at most ``depth`` submissions that are not drained yet: submit, ``event_fd``, drain."""
+        if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
+            raise ArgumentError(f"depth: found {depth!r}, expected 1 or more")
+        if self.closed:
+            raise ClosedError("the client is closed")
+        queue = ClientQueue(weakref.ref(self), depth)
+        self._queues.add(queue)
+        return queue
+
+    def close(self) -> None:
+        """Hangs up, and returns when the service uses none of this client's memory. Again: does nothing."""
+        super().close()
+        for queue in list(self._queues):
+            queue._end()
+
+
+class ClientQueue:
+    """Submissions that nobody waits for, as `Queue` has them; 16 of them are under way at once."""
+
+    def __init__(self, client: Callable[[], Client | None], depth: int) -> None:
+        self._client = client
+        self._depth = depth
+        self._tickets = 0
+        self._outstanding = 0
+        self._done: deque = deque()
+        self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(_QUEUE_THREADS, "kvhoist-queue")
+        #: Readable when `drain` has something to give. The queue's own: not to be read from or closed.
+        self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        weakref.finalize(self, os.close, self.event_fd)
+
+    @property
+    def outstanding(self) -> int:
+        """Submissions that were not drained yet."""
+        return self._outstanding
+
+    def submit_load(self, keys: Sequence[str | bytes], blocks: Sequence[Any]) -> int:
+        """Begins a load; returns its ticket. Buffer objects are kept until it has ended. BusyError past the depth."""
+        return self._submit(len(keys), lambda client: client.load(keys, blocks, errors="return"))
+
+    def submit_store(
+        self, keys: Sequence[str | bytes], blocks: Sequence[Any], parent: str | bytes | None = None
+    ) -> int:
+        """Begins a store; returns its ticket. As `submit_load`."""
+        return self._submit(len(keys), lambda client: client.store(keys, blocks, parent=parent, errors="return"))
+
+    def drain(self) -> list[tuple[int, list]]:
+        """What has completed, oldest first: (ticket, results), a failed block's exception in its place."""
+        with self._lock:
+            try:
+                os.eventfd_read(self.event_fd)
+            except BlockingIOError:
+                pass
+            done = list(self._done)
+            self._done.clear()
+            self._outstanding -= len(done)
+        return done
+
+    def _submit(self, blocks: int, run: Callable[[Client], list]) -> int:
+        client = self._client()
+        if client is None or client.closed:
+            raise ClosedError("the client is closed")
+        with self._lock:
+            if self._outstanding >= self._depth:
+                raise BusyError(f"busy: {self._depth} outstanding submissions (`depth`); drain some of them")
+            self._tickets += 1
+            self._outstanding += 1
+            ticket = self._tickets
+        try:
+            self._threads.submit(self._run, ticket, client, blocks, run)
+        except RuntimeError:
+            with self._lock:
+                self._outstanding -= 1
+            raise ClosedError("the client is closed") from None
+        return ticket
+
+    def _run(self, ticket: int, client: Client, blocks: int, run: Callable[[Client], list]) -> None:
+        try:
+            results = run(client)
+        except BaseException as error:
+            results = [error] * blocks
+        with self._lock:
+            self._done.append((ticket, results))
+            os.eventfd_write(self.event_fd, 1)
+
+    def _end(self) -> None:
+        """Waits for what is under way, which a closed client ends soon."""
+        self._threads.shutdown(wait=True)
+
+
+def _address(memory: Any) -> tuple[int, int]:
+    """Where a buffer object's memory lies."""
+    import ctypes
+
+    view = memoryview(memory).cast("B")
+    if view.readonly or not view.nbytes:
+        raise ArgumentError(f"memory: found {view.nbytes} bytes, read-only: {view.readonly}; expected bytes to write to")
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes
+
+
+def _place(address: int, nbytes: int, fd: int | None) -> tuple[int, int] | None:
+    """The memfd and where in it the memory begins; ArgumentError where it is not mapped from there."""
+    if fd is None:
+        return None
+    offset = mapped_from(address, nbytes, fd)
+    if offset is None:
+        raise ArgumentError(
+            f"fd: found {fd}, of which {nbytes} bytes at {address:#x} are no shared mapping; expected the memfd that "
+            "this memory is mapped from"
+        )
+    return fd, offset
+
+
+def mapped_from(address: int, nbytes: int, fd: int) -> int | None:
+    """Where in a file some memory begins; `None` where it is no shared mapping of that file, wholly."""
+    file = os.fstat(fd)
+    device = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}"
+    first, end = None, address
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            span, access, offset, where, inode = line.split(maxsplit=5)[:5]
+            start, stop = (int(number, 16) for number in span.split("-"))
+            if stop <= end or start > end:
+                continue
+            if access[3] != "s" or where != device or int(inode) != file.st_ino:
+                return None
+            at = int(offset, 16) + end - start
+            if first is None:
+                first = at
+            elif at != first + end - address:
+                return None
+            end = stop
+            if end >= address + nbytes:
+                return first
+    return None

@@ -1,0 +1,184 @@
+"""A node's service from Python: `python -m kvhoist serve` runs one, `find_or_start` sees to it that there is one."""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import _logs, _native
+from .config import DIRECT_IO, STORAGE, config_error, parse_bytes
+from .errors import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+#: What a started service may take until it listens.
+_START_PATIENCE_S = 120
+
+#: The kernel's bound on a socket's path.
+_SOCKET_BYTES_MAX = 107
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """What a service is started with. One that runs already keeps its own."""
+
+    #: Directories, one for each drive.
+    paths: tuple[str, ...]
+    #: Bytes on disk of all spaces.
+    capacity: int
+    #: Bytes of host memory of all spaces.
+    host_bytes: int
+    #: Seconds after which it ends by itself where nobody is connected.
+    linger_s: int = 300
+    direct_io: str = "require"
+    storage: str = "auto"
+    #: Move blocks through the service's host memory, and keep them there.
+    keep_in_host: bool = False
+
+    def socket(self) -> str:
+        """Where the service of these paths listens: beside the store on the first."""
+        path = os.path.join(self.paths[0], "kvhoist.sock")
+        if len(os.fsencode(path)) > _SOCKET_BYTES_MAX:
+            expected = f"a path whose socket {path} has {_SOCKET_BYTES_MAX} bytes at most; name a socket as `service`"
+            raise config_error("path", self.paths[0], expected)
+        return path
+
+    def command(self) -> list[str]:
+        """The command line that serves them."""
+        paths = [argument for path in self.paths for argument in ("--path", path)]
+        sizes = ["--capacity", str(self.capacity), "--host-bytes", str(self.host_bytes)]
+        more = ["--linger", str(self.linger_s), "--direct-io", self.direct_io, "--storage", self.storage]
+        keep = ["--keep-in-host"] if self.keep_in_host else []
+        return [sys.executable, "-m", "kvhoist", "serve", "--socket", self.socket(), *paths, *sizes, *more, *keep]
+
+
+def listens(path: str) -> bool:
+    """Whether a service listens there."""
+    with socket.socket(socket.AF_UNIX) as stream:
+        try:
+            stream.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+def find_or_start(settings: ServiceSettings) -> str:
+    """The socket of the service of these paths. Starts one, detached, where there is none.
+
+    Of the processes that do so at a time one starts it, by a lock that goes with the process, and the others wait.
+
+    Raises UnavailableError with what the service said where it does not come to listen.
+    """
+    path = settings.socket()
+    if listens(path):
+        return path
+    for directory in settings.paths:
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+    with open(os.path.join(settings.paths[0], "kvhoist-start.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not listens(path):
+            _start(settings, path)
+    return path
+
+
+def _start(settings: ServiceSettings, path: str) -> None:
+    log = os.path.join(settings.paths[0], "kvhoist-service.log")
+    environment = dict(os.environ)
+    # As this process found the package, wherever its working directory is.
+    roots = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
+    with open(log, "ab") as output:
+        service = subprocess.Popen(
+            settings.command(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True,
+            cwd="/", env=environment,
+        )  # fmt: skip
+    give_up = time.monotonic() + _START_PATIENCE_S
+    while not listens(path):
+        status = service.poll()
+        if status is not None:
+            raise UnavailableError(f"service: it ended with status {status}; {log} says: {_last_line(log)}")
+        if time.monotonic() > give_up:
+            service.kill()
+            service.wait()
+            raise UnavailableError(f"service: it did not listen at {path} for {_START_PATIENCE_S} s; see {log}")
+        time.sleep(0.01)
+    logger.info("kvhoist: started a service, process %d, at %s; its log is %s", service.pid, path, log)
+    # It goes on without this process; while that lives, its end is taken note of.
+    threading.Thread(target=_reap, args=(service,), name="kvhoist-service", daemon=True).start()
+
+
+def _reap(service: subprocess.Popen) -> None:
+    status = service.wait()
+    level = logging.WARNING if status else logging.INFO
+    logger.log(level, "kvhoist: the service, process %d, ended with status %d", service.pid, status)
+
+
+def _last_line(log: str) -> str:
+    try:
+        with open(log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - 4096))
+            lines = file.read().decode(errors="replace").split("\n")
+    except OSError as error:
+        return str(error)
+    return next((line for line in reversed(lines) if line.strip()), "nothing")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `python -m kvhoist serve`, those of the command `kvhoist serve`."""
+    parser.add_argument("--socket", required=True, help="where clients connect")
+    parser.add_argument("--path", action="append", required=True, help="a folder on a drive; may be given again")
+    parser.add_argument("--capacity", required=True, help="disk for all spaces, such as 2TiB")
+    parser.add_argument("--host-bytes", required=True, help="host memory for the blocks of all spaces")
+    parser.add_argument("--linger", type=int, metavar="SECONDS", help="end after so long without a client")
+    parser.add_argument("--direct-io", choices=DIRECT_IO, default="require")
+    parser.add_argument("--storage", choices=STORAGE, default="auto")
+    parser.add_argument("--keep-in-host", action="store_true", help="move blocks through host memory, and keep them")
+    parser.add_argument("--no-pin", action="store_true", help="pin no client's memory")
+
+
+def serve(given: argparse.Namespace) -> int:
+    """Serves until a signal: SIGTERM, SIGINT and SIGHUP drain, a second one ends at once."""
+    ends, ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}, signal.SIGUSR1
+    # In all threads that come; this one waits for them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, ended})
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    _logs.start()
+    settings = {
+        "direct_io": given.direct_io, "storage": given.storage, "bypass_host": not given.keep_in_host,
+    }  # fmt: skip
+    if given.linger is not None and not 1 <= given.linger <= 86_400:
+        raise config_error("--linger", given.linger, "1 to 86400 seconds")
+    server = _native.Server(
+        given.socket, given.path, parse_bytes(given.capacity, "--capacity"),
+        parse_bytes(given.host_bytes, "--host-bytes"), given.linger and given.linger * 1000, not given.no_pin, settings,
+    )  # fmt: skip
+    failure: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            server.wait()
+        except BaseException as error:
+            failure.append(error)
+        os.kill(os.getpid(), ended)
+
+    threading.Thread(target=wait, name="kvhoist-wait", daemon=True).start()
+    print(f"kvhoist: listening at {given.socket}", flush=True)
+    draining = False
+    while (found := signal.sigwait({*ends, ended})) != ended:
+        if draining:
+            os._exit(128 + found)
+        draining = True
+        server.drain()
+    if failure:
+        raise failure[0]
+    return 0

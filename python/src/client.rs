@@ -1,0 +1,375 @@
+//! `kvhoist.Client`: a space of a node's service, with the calls of `kvhoist.Cache`.
+
+use std::{
+    os::fd::BorrowedFd,
+    path::PathBuf,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use kvhoist::{
+    BlockKey, Error, Segment, ServiceFault, Tier, block_on,
+    service::{Client, ClientOptions, ClientRegion},
+};
+use pyo3::{
+    PyTraverseError, PyVisit,
+    prelude::*,
+    types::{PyBytes, PyDict, PyList},
+};
+
+use crate::{
+    blocks,
+    buffer::Buffer,
+    cache::{Movement, Places, whole},
+    convert::{self, OnError},
+    errors, keys,
+    process::ProcessLocal,
+    region::{PyRegion, Registrations},
+    wait,
+};
+
+/// The native half of `kvhoist.Client`.
+#[pyclass(frozen, subclass, module = "kvhoist._native", name = "Client")]
+pub struct PyClient {
+    opened: ProcessLocal<Opened>,
+    closed: AtomicBool,
+    block_bytes: usize,
+    namespace: String,
+    socket: PathBuf,
+}
+
+struct Opened {
+    client: Client,
+    registrations: Arc<Registrations>,
+}
+
+impl PyClient {
+    fn use_it(&self, py: Python<'_>) -> PyResult<&Client> {
+        Ok(&self.opened.get(py)?.client)
+    }
+
+    /// Waits for an answer of the service.
+    fn asked<T: Send>(&self, py: Python<'_>, answer: impl Future<Output = Result<T, Error>> + Send) -> PyResult<T> {
+        wait::interruptible(py, answer)?.map_err(|error| errors::to_python(py, &error))
+    }
+
+    /// Runs a load or a store to its end. Interrupted, it leaves the memory of buffers alone; what the service has goes
+    /// on until the region is unregistered.
+    fn moved<'py>(
+        &self,
+        py: Python<'py>,
+        movement: &Movement,
+        keys: &Bound<'_, PyAny>,
+        places: Places<'_, '_>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        let (on_error, client) = (OnError::parse(py, errors)?, self.use_it(py)?);
+        let keys = keys::from_python(keys)?;
+        let (segments, buffers) = match places {
+            Places::Blocks(blocks) => blocks::parse(blocks, matches!(movement, Movement::Load))?,
+            Places::Lists(addresses, sizes) => (blocks::parse_lists(keys.len(), addresses, sizes)?, Vec::new()),
+        };
+        let lent: Vec<_> = buffers.iter().map(|buffer| Segment { ptr: buffer.ptr(), len: buffer.len() }).collect();
+        // SAFETY: the exports keep the memory mapped until they are dropped, which is after the call. That nobody writes
+        // to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
+        let loan = unsafe { client.lend(&lent) };
+        let waited = wait::interruptible(py, async {
+            match movement {
+                Movement::Load => loan.load_into(&keys, &segments).await,
+                Movement::Store(parent) => loan.store_from(&keys, parent.as_ref(), &segments).await,
+            }
+        });
+        drop(buffers);
+        // Away: what could be raised is in each block's place, as the caller wants it.
+        let results = waited?.unwrap_or_else(|error| vec![Err(error); keys.len()]);
+        convert::results(py, results, on_error)
+    }
+
+    /// Registers memory: shared with the service where it came as a memfd that the service can map.
+    fn register(
+        &self,
+        py: Python<'_>,
+        buffer: Option<Buffer>,
+        (address, nbytes): (usize, usize),
+        memfd: Option<(i32, u64)>,
+        pin: bool,
+    ) -> PyResult<PyRegion> {
+        let opened = self.opened.get(py)?;
+        // Not interruptible: an interrupted call would have registered memory that nobody can unregister.
+        let region = py.detach(|| register(&opened.client, (address, nbytes), memfd, pin));
+        let region = region.map_err(|error| errors::to_python(py, &error))?;
+        let (pinned, copied) = (region.is_pinned(), !region.is_shared());
+        let client = opened.client.clone();
+        let unregister = Box::pin(async move {
+            if let Err(error) = client.unregister(&region).await
+                && !matches!(error, Error::Closed)
+            {
+                tracing::warn!(%error, "a region could not be unregistered");
+            }
+        });
+        Ok(PyRegion::of(&opened.registrations, unregister, buffer, (address, nbytes), pinned, copied))
+    }
+}
+
+fn register(
+    client: &Client,
+    (address, nbytes): (usize, usize),
+    memfd: Option<(i32, u64)>,
+    pin: bool,
+) -> Result<ClientRegion, Error> {
+    let start = std::ptr::with_exposed_provenance_mut(address);
+    if let Some((fd, offset)) = memfd {
+        // SAFETY: the Python half has looked the descriptor up, and nobody closes it before the call has duplicated it.
+        let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        // SAFETY: a buffer object keeps the memory mapped, or the caller does, as documented.
+        match block_on(unsafe { client.register_memfd(fd, offset, start, nbytes, pin) }) {
+            Err(Error::Service { fault: ServiceFault::Memory, text }) => {
+                tracing::warn!(reason = %text, "memory cannot be shared with the service: its blocks are copied");
+            }
+            result => return result,
+        }
+    }
+    // SAFETY: as above.
+    unsafe { client.register_copied(start, nbytes) }
+}
+
+#[pymethods]
+impl PyClient {
+    #[new]
+    #[pyo3(signature = (socket, namespace, block_bytes, capacity_bytes, host_bytes, bounce_bytes, deadline_ms))]
+    fn open(
+        py: Python<'_>,
+        socket: PathBuf,
+        namespace: String,
+        block_bytes: usize,
+        capacity_bytes: u64,
+        host_bytes: u64,
+        bounce_bytes: usize,
+        deadline_ms: u64,
+    ) -> PyResult<Self> {
+        let mut options = ClientOptions::new(namespace.clone(), block_bytes);
+        options.capacity_bytes = capacity_bytes;
+        options.host_bytes = host_bytes;
+        options.bounce_bytes = bounce_bytes;
+        options.deadline = Duration::from_millis(deadline_ms);
+        let connected = wait::interruptible(py, Client::connect(socket.clone(), options))?;
+        let client = connected.map_err(|error| errors::to_python(py, &error))?;
+        let opened = Opened { client, registrations: Arc::default() };
+        let closed = AtomicBool::new(false);
+        Ok(PyClient { opened: ProcessLocal::new(opened), closed, block_bytes, namespace, socket })
+    }
+
+    /// Size of every block, bytes.
+    #[getter]
+    fn block_bytes(&self) -> usize {
+        self.block_bytes
+    }
+
+    /// The space's name.
+    #[getter]
+    fn namespace(&self) -> &str {
+        &self.namespace
+    }
+
+    /// Where the service listens.
+    #[getter]
+    fn socket(&self) -> &PathBuf {
+        &self.socket
+    }
+
+    /// True once `close` was called.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+
+    /// True while the service can be reached.
+    #[getter]
+    fn connected(&self, py: Python<'_>) -> PyResult<bool> {
+        Ok(!self.closed() && self.use_it(py)?.is_connected())
+    }
+
+    fn match_prefix(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        self.asked(py, client.match_len(&keys))
+    }
+
+    fn contains(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
+        let (client, key) = (self.use_it(py)?, [keys::one(key)?]);
+        Ok(self.asked(py, client.match_len(&key))? == 1)
+    }
+
+    fn contains_each(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
+        let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        self.asked(py, client.contains(&keys))
+    }
+
+    fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        self.asked(py, client.touch(&keys))
+    }
+
+    #[pyo3(signature = (address, nbytes, memfd, pin))]
+    fn register_address(
+        &self,
+        py: Python<'_>,
+        address: &Bound<'_, PyAny>,
+        nbytes: &Bound<'_, PyAny>,
+        memfd: Option<(i32, u64)>,
+        pin: bool,
+    ) -> PyResult<PyRegion> {
+        self.register(py, None, (whole(address, "address")?, whole(nbytes, "nbytes")?), memfd, pin)
+    }
+
+    #[pyo3(signature = (memory, memfd, pin))]
+    fn register_buffer(
+        &self,
+        py: Python<'_>,
+        memory: &Bound<'_, PyAny>,
+        memfd: Option<(i32, u64)>,
+        pin: bool,
+    ) -> PyResult<PyRegion> {
+        let buffer = Buffer::new(memory, true)?;
+        let at = (buffer.ptr().expose_provenance(), buffer.len());
+        self.register(py, Some(buffer), at, memfd, pin)
+    }
+
+    fn load<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        self.moved(py, &Movement::Load, keys, Places::Blocks(blocks), errors)
+    }
+
+    fn store<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'_, PyAny>,
+        blocks: &Bound<'_, PyAny>,
+        parent: Option<&Bound<'_, PyAny>>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        self.moved(py, &Movement::Store(keys::optional(parent)?), keys, Places::Blocks(blocks), errors)
+    }
+
+    fn load_pages<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'_, PyAny>,
+        addresses: &Bound<'_, PyList>,
+        sizes: &Bound<'_, PyList>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        self.moved(py, &Movement::Load, keys, Places::Lists(addresses, sizes), errors)
+    }
+
+    fn store_pages<'py>(
+        &self,
+        py: Python<'py>,
+        keys: &Bound<'_, PyAny>,
+        addresses: &Bound<'_, PyList>,
+        sizes: &Bound<'_, PyList>,
+        parent: Option<&Bound<'_, PyAny>>,
+        errors: &str,
+    ) -> PyResult<Bound<'py, PyList>> {
+        self.moved(py, &Movement::Store(keys::optional(parent)?), keys, Places::Lists(addresses, sizes), errors)
+    }
+
+    /// The bytes of a block, or None.
+    fn get<'py>(&self, py: Python<'py>, key: &Bound<'_, PyAny>) -> PyResult<Option<Bound<'py, PyBytes>>> {
+        let (client, key) = (self.use_it(py)?, [keys::one(key)?]);
+        let mut block = vec![0; self.block_bytes];
+        let place = Segment { ptr: block.as_mut_ptr(), len: block.len() };
+        // SAFETY: the block outlives the loan, and is used by the call alone.
+        let loan = unsafe { client.lend(&[place.clone()]) };
+        let segments = [vec![place]];
+        let loaded = self.asked(py, async { loan.load_into(&key, &segments).await?.remove(0) })?;
+        Ok(loaded.then(|| PyBytes::new(py, &block)))
+    }
+
+    fn prefetch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        self.asked(py, client.prefetch(&keys))
+    }
+
+    fn remove(&self, py: Python<'_>, key: &Bound<'_, PyAny>, durable: bool) -> PyResult<bool> {
+        let (client, key): (_, BlockKey) = (self.use_it(py)?, keys::one(key)?);
+        self.asked(py, async { if durable { client.remove_durably(&key).await } else { client.remove(&key).await } })
+    }
+
+    fn sync(&self, py: Python<'_>) -> PyResult<()> {
+        let client = self.use_it(py)?;
+        self.asked(py, client.sync())
+    }
+
+    /// What the space has done, for all clients, since the service opened it.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let client = self.use_it(py)?;
+        let stats = self.asked(py, client.stats())?;
+        let all = PyDict::new(py);
+        let tiers = PyDict::new(py);
+        for (tier, figures) in Tier::ALL.iter().zip(&stats.tiers) {
+            let one = PyDict::new(py);
+            one.set_item("hits", figures.hits)?;
+            one.set_item("resident", figures.resident)?;
+            one.set_item("slots", figures.slots)?;
+            one.set_item("evictions", figures.evictions)?;
+            tiers.set_item(tier.name(), one)?;
+        }
+        all.set_item("tiers", tiers)?;
+        let counts = [
+            ("misses", stats.misses),
+            ("stores", stats.stores),
+            ("stores_known", stats.stores_known),
+            ("writes_refused", stats.writes_refused),
+            ("checksum_failures", stats.checksum_failures),
+            ("read_errors", stats.read_errors),
+            ("write_errors", stats.write_errors),
+            ("quarantined", stats.quarantined),
+            ("straight_bytes", stats.straight_bytes),
+        ];
+        counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
+        let trouble = Some(stats.disk_trouble).filter(|trouble| !trouble.is_empty());
+        all.set_item("disk_trouble", trouble)?;
+        Ok(all)
+    }
+
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let opened = self.opened.get(py)?;
+        self.closed.store(true, Ordering::Release);
+        match wait::interruptible(py, opened.client.close())? {
+            Ok(()) | Err(Error::Closed) => {}
+            Err(error) => return Err(errors::to_python(py, &error)),
+        }
+        opened.registrations.clear(py);
+        Ok(())
+    }
+
+    fn __traverse__(&self, visit: PyVisit<'_>) -> Result<(), PyTraverseError> {
+        self.opened.here().map_or(Ok(()), |opened| opened.registrations.visit(&visit))
+    }
+
+    /// Unregisters the memory that it keeps.
+    fn __clear__(&self) {
+        if let Some(opened) = self.opened.here() {
+            Python::attach(|py| opened.registrations.clear(py));
+        }
+    }
+}
+
+impl Drop for PyClient {
+    fn drop(&mut self) {
+        let Some(opened) = self.opened.here() else { return };
+        // Nothing uses the program's memory any longer, before its owner lets go of it.
+        Python::attach(|py| {
+            drop(wait::to_the_end(py, opened.client.close()));
+            opened.registrations.clear(py);
+        });
+    }
+}

@@ -1,0 +1,51 @@
+//! The node's service in this process, for `python -m kvhoist serve`.
+
+use std::path::PathBuf;
+
+use kvhoist::service::{Server, ServerConfig};
+use pyo3::{prelude::*, types::PyDict};
+
+use crate::{errors, options};
+
+/// A running service.
+#[pyclass(frozen, module = "kvhoist._native", name = "Server")]
+pub struct PyServer {
+    server: Server,
+}
+
+#[pymethods]
+impl PyServer {
+    /// Starts to listen. `settings` are those of the engine, for every space.
+    #[new]
+    #[pyo3(signature = (socket, paths, capacity_bytes, host_bytes, linger_ms, pin, settings))]
+    fn start(
+        py: Python<'_>,
+        socket: PathBuf,
+        paths: Vec<PathBuf>,
+        capacity_bytes: u64,
+        host_bytes: u64,
+        linger_ms: Option<u64>,
+        pin: bool,
+        settings: &Bound<'_, PyDict>,
+    ) -> PyResult<Self> {
+        let mut config = ServerConfig::new(socket);
+        config.paths = paths;
+        config.capacity_bytes = capacity_bytes;
+        config.host_bytes = host_bytes;
+        config.linger_ms = linger_ms;
+        config.pin = pin;
+        config.cache = options::config(py, settings)?;
+        let server = py.detach(|| Server::start(config)).map_err(|error| errors::to_python(py, &error))?;
+        Ok(PyServer { server })
+    }
+
+    /// Takes no more work; `wait` returns when what there was is done.
+    fn drain(&self) {
+        self.server.drain();
+    }
+
+    /// Waits for its end, whatever signals come.
+    fn wait(&self, py: Python<'_>) -> PyResult<()> {
+        py.detach(|| self.server.wait()).map_err(|error| errors::to_python(py, &error))
+    }
+}

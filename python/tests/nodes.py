@@ -1,0 +1,69 @@
+"""A node's service in a process of its own, that tests kill and start again."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import kvhoist
+from kvhoist import service
+
+PATIENCE_S = 120
+
+
+def await_(condition, what):
+    """Waits for what another process does."""
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up, f"waited {PATIENCE_S} s for {what}"
+        time.sleep(0.002)
+
+
+class Node:
+    """`python -m kvhoist serve` over one store."""
+
+    def __init__(self, store_dir, capacity="64MiB", host_bytes="8MiB", **more) -> None:
+        # The path of a socket is short.
+        self.place = Path(tempfile.mkdtemp(prefix="kvhoist-"))
+        self.socket = str(self.place / "s")
+        sizes = kvhoist.parse_bytes(capacity), kvhoist.parse_bytes(host_bytes)
+        self.settings = service.ServiceSettings((str(store_dir),), *sizes, direct_io="prefer", **more)
+        self.start()
+
+    def start(self) -> None:
+        command = self.settings.command()
+        command[command.index("--socket") + 1] = self.socket
+        environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert self.process.stdout.readline().startswith("kvhoist: listening"), "no service"
+
+    def kill(self) -> None:
+        self.process.kill()
+        assert self.process.wait(PATIENCE_S) == -signal.SIGKILL
+        self.process.stdout.close()
+
+    def end(self) -> int:
+        self.process.terminate()
+        status = self.process.wait(PATIENCE_S)
+        self.process.stdout.close()
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.kill()
+        shutil.rmtree(self.place)
+
+    def __enter__(self) -> "Node":
+        return self
+
+    def __exit__(self, *_exception) -> None:
+        self.close()
+
+
+PYTHON = sys.executable
