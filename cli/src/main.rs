@@ -15,6 +15,7 @@ mod replay;
 mod report;
 mod serve;
 mod settings;
+mod space;
 mod status;
 mod store;
 mod top;
@@ -59,6 +60,9 @@ enum Command {
     /// Say what a running service has and does: spaces, clients, hits.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Status(status::Args),
+    /// Change what spaces a running service has.
+    #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
+    Space(space::Args),
     /// Show what a running service does, again and again, until it is interrupted.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Top(top::Args),
@@ -89,6 +93,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Inspect(args) => inspect::run(&args),
         Command::Serve(args) => serve::run(&args),
+        Command::Space(args) => space::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Top(args) => top::run(&args),
         Command::Verify(args) => verify::run(&args),

@@ -28,6 +28,7 @@ use crate::{
     http,
     output::emit,
     replay::{Direct, Engine},
+    settings::Settings,
     shown::shown,
     size::parse_bytes,
 };
@@ -40,14 +41,18 @@ pub struct Args {
     socket: PathBuf,
     /// A folder for stores, on a drive of its own; several times for several drives. The same ones in the same order
     /// every time.
-    #[arg(long = "path", value_name = "DIR", required = true)]
+    #[arg(long = "path", value_name = "DIR", required_unless_present = "config")]
     paths: Vec<PathBuf>,
     /// Disk for all spaces.
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
-    capacity: usize,
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, required_unless_present = "config")]
+    capacity: Option<usize>,
     /// Host memory for the blocks of all spaces.
-    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
-    host_bytes: usize,
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes, required_unless_present = "config")]
+    host_bytes: Option<usize>,
+    /// Settings of the cache of every space, as JSON: those of the library, `path`, `capacity` and `host_bytes`. Flags go
+    /// before it.
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
     /// Answer HTTP at this address: /metrics for Prometheus, /healthz, and a page at /. Whoever reaches it can read the
     /// names of spaces and what they do, and nothing of their blocks.
     #[arg(long, value_name = "IP:PORT")]
@@ -68,31 +73,42 @@ pub struct Args {
     /// Pin no client's memory.
     #[arg(long)]
     no_pin: bool,
-    /// What serves the reads and writes.
-    #[arg(long, value_name = "ENGINE", default_value = "auto")]
-    storage: Engine,
-    /// Whether a path without direct I/O is refused.
-    #[arg(long, value_name = "MODE", default_value = "require")]
-    direct_io: Direct,
+    /// What serves the reads and writes: `auto` where nothing is said.
+    #[arg(long, value_name = "ENGINE")]
+    storage: Option<Engine>,
+    /// Whether a path without direct I/O is refused: `require` where nothing is said.
+    #[arg(long, value_name = "MODE")]
+    direct_io: Option<Direct>,
 }
 
 impl Args {
-    fn config(&self) -> ServerConfig {
+    fn config(&self) -> Result<ServerConfig, Failure> {
+        let file = self.config.as_deref().map(Settings::read).transpose()?;
+        let said = |flag: Option<usize>, in_file: fn(&Settings) -> Option<u64>| {
+            flag.map(|bytes| bytes as u64).or_else(|| in_file(file.as_ref()?)).unwrap_or(0)
+        };
         let mut config = ServerConfig::new(&self.socket);
-        config.paths.clone_from(&self.paths);
-        config.capacity_bytes = self.capacity as u64;
-        config.host_bytes = self.host_bytes as u64;
+        config.capacity_bytes = said(self.capacity, |file| file.capacity);
+        config.host_bytes = said(self.host_bytes, |file| file.host_bytes);
+        config.paths = match &file {
+            Some(file) if self.paths.is_empty() => file.paths(),
+            _ => self.paths.clone(),
+        };
+        if config.paths.is_empty() {
+            return Err(Failure::usage("--config: found no path, expected `path`, or --path"));
+        }
         config.uids.clone_from(&self.uids);
         config.region_bytes_max = self.region_bytes as u64;
         config.linger_ms = self.linger.map(|seconds| seconds * 1000);
         config.pin = !self.no_pin;
+        let cache = file.map_or_else(Config::default, |file| file.config);
         config.cache = Config {
             bypass_host: !self.keep_in_host,
-            storage: self.storage.into(),
-            direct_io: self.direct_io.into(),
-            ..Config::default()
+            storage: self.storage.map_or(cache.storage, Into::into),
+            direct_io: self.direct_io.map_or(cache.direct_io, Into::into),
+            ..cache
         };
-        config
+        Ok(config)
     }
 }
 
@@ -101,7 +117,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     // Caught before there is something to end.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
-    let server = Arc::new(Server::start(args.config())?);
+    let server = Arc::new(Server::start(args.config()?)?);
     let mut said = format!("kvhoist: listening at {}\n", shown(&args.socket));
     if let Some(address) = args.http {
         said += &format!("kvhoist: http://{}\n", http::start(address, args.socket.clone())?);

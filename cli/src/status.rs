@@ -73,6 +73,7 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     table.row("misses", stats.misses);
     table.row("stores", stats.stores);
     table.row("straight", show_bytes(stats.straight_bytes));
+    table.row("read", show_bytes(stats.read_bytes));
     if stats.checksum_failures + stats.read_errors + stats.write_errors > 0 {
         table.row("checksum failures", stats.checksum_failures);
         table.row("read errors", stats.read_errors);
@@ -127,6 +128,7 @@ fn space_object(space: &SpaceStatus) -> Value {
             "write_errors": stats.write_errors,
             "quarantined": stats.quarantined,
             "straight_bytes": stats.straight_bytes,
+            "read_bytes": stats.read_bytes,
             "disk_trouble": stats.disk_trouble,
         })
     });

@@ -150,6 +150,41 @@ fn a_killed_service_leaves_a_socket_that_the_next_one_replaces() {
 }
 
 #[test]
+fn a_space_is_removed_and_settings_come_from_a_file() {
+    let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
+    let (socket, file) = (place.path().join("s"), place.path().join("settings.json"));
+    let settings = serde_json::json!({
+        "path": store.path(), "capacity": "64MiB", "host_bytes": "8MiB", "direct_io": "prefer", "deadline_ms": 9_000,
+    });
+    std::fs::write(&file, settings.to_string()).expect("written");
+    let mut child = Command::new(env!("CARGO_BIN_EXE_kvhoist"))
+        .args(["serve", "--host-bytes", "4MiB"])
+        .arg("--config")
+        .arg(&file)
+        .arg("--socket")
+        .arg(&socket)
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("the command runs");
+    let mut line = String::new();
+    BufReader::new(child.stdout.take().expect("piped")).read_line(&mut line).expect("a line");
+    let socket = socket.display().to_string();
+    let found = status(&socket);
+    assert_eq!((&found["capacity_bytes"], &found["host_bytes"]), (&(64 << 20).into(), &(4 << 20).into()));
+    let client = block_on(Client::connect(&socket, ClientOptions::new("a b", BLOCK_BYTES))).expect("connected");
+    let remove = |name: &str| kvhoist(&["space", "rm", "--socket", &socket, name]);
+    let busy = remove("a b");
+    assert!(!busy.status.success() && text(&busy.stderr).contains("attached"), "{}", text(&busy.stderr));
+    assert_eq!(remove("other").status.code(), Some(2));
+    block_on(client.close()).expect("closed");
+    let removed = remove("a b");
+    assert!(removed.status.success(), "{}", text(&removed.stderr));
+    assert_eq!(status(&socket)["spaces"], serde_json::json!([]));
+    drop(child.kill());
+    drop(child.wait());
+}
+
+#[test]
 fn wrong_flags_are_said() {
     let place = tempfile::tempdir().expect("a directory");
     let path = place.path().display().to_string();

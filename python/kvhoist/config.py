@@ -124,9 +124,15 @@ class HiCacheConfig:
     pool_shares: dict[str, float] = field(default_factory=dict)
     #: Bytes on disk for all ranks together, instead of `capacity`, which is then each rank's part of them.
     capacity_total: int | None = None
+    #: "auto": one cache for all ranks where they share pages; "off"; or the socket of a service that runs already.
+    service: str = "auto"
+    #: Seconds after which a service that was started for these settings ends without a client.
+    linger_s: int = 300
+    #: Keep pages in kvhoist's host memory too, which is then a tier: `True`, or its bytes instead of `host_bytes`.
+    keep_in_host: bool = False
 
     def for_ranks(self, ranks: int) -> "HiCacheConfig":
-        """These settings for one of so many ranks."""
+        """These settings for one of so many ranks, or of so many groups of ranks that share their pages."""
         if self.capacity_total is None:
             return self
         if self.capacity_total < ranks:
@@ -155,6 +161,10 @@ class HiCacheConfig:
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
     size = "capacity_total" if "capacity_total" in given else "capacity"
+    service = _service(given.get("service", "auto"))
+    if service.startswith("/"):
+        # Its paths are the service's own.
+        given = {"path": "/", **given}
     for name, example in (("path", "a directory on the NVMe drive"), (size, "bytes on disk, such as '200GiB'")):
         if name not in given:
             raise config_error(name, None, f"{example} (key {name!r} of extra_config, or KVHOIST_{name.upper()})")
@@ -165,6 +175,15 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     if size == "capacity_total":
         checked[size] = checked["capacity"]
     checked["host_bytes"] = parse_bytes(given.get("host_bytes", DEFAULT_HOST_BYTES), "host_bytes")
+    checked["service"] = service
+    if "linger_s" in given:
+        checked["linger_s"] = _whole("linger_s", given["linger_s"], 1, 86_400)
+    kept = given.get("keep_in_host", False)
+    if kept not in (True, False, "true", "false"):
+        if "host_bytes" in given:
+            raise config_error("keep_in_host", kept, "true or false beside host_bytes")
+        checked["host_bytes"] = parse_bytes(kept, "keep_in_host")
+    checked["keep_in_host"] = kept not in (False, "false")
     for name, choices in (("write_policy", WRITE_POLICIES), ("direct_io", DIRECT_IO), ("storage", STORAGE)):
         if name in given:
             checked[name] = _choice(name, given[name], choices)
@@ -178,6 +197,12 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     if "pool_shares" in given:
         checked["pool_shares"] = _shares(given["pool_shares"])
     return checked
+
+
+def _service(value: Any) -> str:
+    if value not in ("auto", "off") and not (isinstance(value, str) and os.path.isabs(value) and "\0" not in value):
+        raise config_error("service", value, "'auto', 'off', or the absolute path of a service's socket")
+    return value
 
 
 def _text(name: str, value: Any) -> str:

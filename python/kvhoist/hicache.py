@@ -9,13 +9,16 @@ import os
 import re
 import stat
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Iterable, Sequence
 
+from ._native import Region
 from .cache import Cache, slot_bytes, slots_within, store_bytes
 from .config import HiCacheConfig, config_error, printable
-from .errors import ClosedError, StoreError
+from .client import Client
+from .errors import ClosedError, RefusedError, StoreError
+from .hicache_service import connect_pool
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,15 @@ class Identity:
         if not self.weights:
             del fields["weights"]
         return fields
+
+    def shared(self) -> "Identity":
+        """What ranks have in common that hold the same bytes: all of an MLA model, and data-parallel replicas."""
+        tensor = dict(tp_rank=0, tp_size=1) if self.is_mla_model else {}
+        return replace(self, dp_rank=0, **tensor)
+
+    def groups(self) -> int:
+        """How many groups of ranks there are that share no page with each other."""
+        return self.tp_size * self.pp_size * self.attn_cp_size
 
     def rank_name(self) -> str:
         """This rank, as a folder's name."""
@@ -205,17 +217,22 @@ class PoolStore:
     """
 
     def __init__(
-        self, config: HiCacheConfig, identity: Identity, name: str, pool: Any, page_tokens: int, capacity: int
-    ) -> None:
+        self, config: HiCacheConfig, identity: Identity, name: str, pool: Any, page_tokens: int, capacity: int,
+        socket: str | None = None,
+    ) -> None:  # fmt: skip
         self.name = name
         self.pool = pool
         self.config = config
         self.identity = identity
         self.geometry = Geometry.of(pool, page_tokens)
         self.capacity = capacity
+        #: Of the service that has the pages, or `None` where this process has them.
+        self.socket = socket
+        #: Of the pool's memory, in a service.
+        self.regions: list[Region] = []
         self._open_lock = threading.Lock()
         self.directories = self._directories()
-        self.cache = self._open()
+        self.cache: Cache | Client = self._open() if socket is None else connect_pool(self, socket)
 
     # Opening
 
@@ -250,7 +267,7 @@ class PoolStore:
             direct_io=self.config.direct_io,
             storage=self.config.storage,
             # The pool is SGLang's host tier: pages that direct I/O can reach need no second one here.
-            bypass_host=True,
+            bypass_host=not self.config.keep_in_host,
             deadline_ms=self.config.deadline_ms,
             read_bytes_in_flight_max=max(slot, self.config.read_bytes_in_flight_max),
             write_bytes_in_flight_max=max(slot, self.config.write_bytes_in_flight_max),
@@ -276,15 +293,16 @@ class PoolStore:
         """What part of the pool lies in huge pages."""
         return huge_page_share(pool_memory(self.pool))
 
-    def _goes_straight(self, cache: Cache) -> bool:
-        if not self.geometry.segments:
+    def _goes_straight(self, cache: Cache | Client) -> bool:
+        if not self.geometry.segments or self.config.keep_in_host:
             return False
         try:
             # Two pages, for the distance between them.
             addresses, sizes = self.pool.get_page_buffer_meta(_page_indices(2 * self.geometry.page_tokens))
         except IndexError:
             addresses, sizes = self.pool.get_page_buffer_meta(_page_indices(self.geometry.page_tokens))
-        align = cache.stats()["memory_align_bytes"]
+        # A service maps pools where pages of memory begin; what less its drives would take, it does not say.
+        align = 4096 if isinstance(cache, Client) else cache.stats()["memory_align_bytes"]
         long = self.geometry.segments == 1 or all(size >= STRAIGHT_SEGMENT_BYTES_MIN for size in sizes)
         return long and all(a % align == 0 and size % 4096 == 0 for a, size in zip(addresses, sizes))
 
@@ -348,6 +366,8 @@ class PoolStore:
         with self._open_lock:
             if self.cache.closed:
                 raise ClosedError("the cache is closed")
+            if isinstance(self.cache, Client):
+                raise RefusedError("pages of a service are other ranks' and servers' too: remove its space instead")
             # While the lock is held: after the close it may be another process's store.
             for directory in self.directories:
                 os.unlink(os.path.join(directory, "kvhoist.store"))

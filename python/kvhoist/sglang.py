@@ -20,8 +20,9 @@ from typing import Any, Callable, Optional
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
 from .config import HiCacheConfig, config_error
-from .errors import ClosedError, Error
+from .errors import ClosedError, Error, UnavailableError
 from .hicache import Geometry, Identity, PoolStore, prefix_parent, split_capacity
+from .hicache_service import Keeper, is_writer, wants_service
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +48,18 @@ class HiCacheKvhoist(HiCacheStorage):
         self.config = HiCacheConfig.load(storage_config.extra_config)
         server_args = _server_args()
         self.identity = Identity.of(storage_config, server_args, self.config.revision)
-        self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
         _refuse_adapters_without_keys(server_args)
-        _refuse_what_needs_a_shared_store(storage_config)
+        in_service = wants_service(self.config, storage_config)
+        _refuse_what_is_not_kept(storage_config, in_service)
+        if in_service:
+            self.identity = self.identity.shared()
+            self.config = self.config.for_ranks(self.identity.groups())
+        else:
+            self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
+        #: The node's service, where it has the pages.
+        self._keeper = Keeper(self.config) if in_service else None
+        #: Of ranks with the same pages one stores them.
+        self._is_writer = not in_service or is_writer(storage_config)
         self.registered_pools: dict[str, Any] = {}
         self._pages: dict[str, tuple[Any, int]] = {}
         self._stores: dict[str, PoolStore] = {}
@@ -115,8 +125,12 @@ class HiCacheKvhoist(HiCacheStorage):
                 # Those that come later have named their shares.
                 split = {n: b if n in self.config.pool_shares else self._kv_capacity() for n, b in split.items()}
             for name, (pool, tokens) in waiting.items():
-                store = PoolStore(self.config, self.identity, name, pool, tokens, split[name])
+                socket = self._keeper.socket if self._keeper else None
+                store = PoolStore(self.config, self.identity, name, pool, tokens, split[name], socket)
                 self._stores[name] = store
+                if socket is not None:
+                    self._say_attached(store)
+                    continue
                 stats, geometry = store.cache.stats(), store.geometry
                 logger.info(
                     "kvhoist: pool %s in %s: %d slots of %d-byte pages (%d segments, layout %s), %d resident; "
@@ -126,6 +140,17 @@ class HiCacheKvhoist(HiCacheStorage):
                     "straight to the pool" if store.goes_straight() else "through the cache's memory",
                     _percent(store.huge_page_share()),
                 )  # fmt: skip
+
+    def _say_attached(self, store: PoolStore) -> None:
+        stats, geometry = store.cache.stats(), store.geometry
+        logger.info(
+            "kvhoist: pool %s in the service at %s: %d slots of %d-byte pages (%d segments, layout %s), %d resident; "
+            "pages go %s, this rank %s",
+            store.name, store.socket, stats["tiers"]["disk"]["slots"], geometry.page_bytes, geometry.segments,
+            geometry.layout, stats["tiers"]["disk"]["resident"],
+            "straight to the pool where the service can map it" if store.goes_straight() else "through host memory",
+            "stores pages" if self._is_writer else "reads what another rank stores",
+        )  # fmt: skip
 
     def _kv_capacity(self) -> int:
         return int(self.config.capacity * (1 - sum(self.config.pool_shares.values())))
@@ -151,6 +176,8 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
         """Stores pages of the host pool; one result for each."""
+        if not self._is_writer:
+            return [True] * len(keys)
         parent = prefix_parent(extra_info)
         return self._move(
             KV, "batch_set_v1", keys, lambda store: store.set(keys, host_indices, parent), self._backed_up
@@ -206,6 +233,8 @@ class HiCacheKvhoist(HiCacheStorage):
 
     def batch_set_v2(self, transfers: list, extra_info: Any = None) -> dict:
         """Stores pages of each pool; one result for each page of each."""
+        if not self._is_writer:
+            return {transfer.name: [True] * len(transfer.keys or []) for transfer in transfers}
         parent = prefix_parent(extra_info)
 
         def stored(store: PoolStore, transfer: Any) -> list:
@@ -253,6 +282,8 @@ class HiCacheKvhoist(HiCacheStorage):
     ) -> bool:
         """Stores tensors of a page each; True if all are stored."""
         values = list(values) if values is not None else []
+        if not self._is_writer:
+            return True
         if len(values) != len(keys):
             self._failed(
                 "batch_set", len(keys), f"found {len(values)} values, expected one for each of {len(keys)} keys"
@@ -322,6 +353,7 @@ class HiCacheKvhoist(HiCacheStorage):
         store, results = results
         errors = [result for result in results if isinstance(result, BaseException)]
         if errors:
+            self._missed(errors[0])
             self._failed(method, len(errors), f"{len(errors)} of {len(keys)} pages of pool {pool}: {errors[0]}")
         moved = sum(result is True for result in results)
         if moved:
@@ -335,8 +367,14 @@ class HiCacheKvhoist(HiCacheStorage):
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # Also a panic of the native half, which is no Exception.
+            self._missed(error)
             self._failed(method, pages, error)
             return otherwise
+
+    def _missed(self, error: BaseException) -> None:
+        """Has a service that is away started again."""
+        if self._keeper is not None and not self._closed and isinstance(error, UnavailableError):
+            self._keeper.missed()
 
     def _failed(self, method: str, pages: int, why: object) -> None:
         with self._lock:
@@ -374,13 +412,13 @@ def _refuse_adapters_without_keys(server_args: Any) -> None:
         )
 
 
-def _refuse_what_needs_a_shared_store(config: Any) -> None:
-    if config.is_mla_model and config.tp_size > 1:
+def _refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
+    if config.is_mla_model and config.tp_size > 1 and not in_service:
         raise config_error(
-            "tp_size",
-            config.tp_size,
-            "1 for an MLA model: its ranks keep the same pages, one of them writes them and all read them, for which a "
-            "store must be shared by processes, and kvhoist's is not yet; use tp_size 1, or data-parallel attention",
+            "service",
+            "off",
+            f"'auto', or the socket of a service: the {config.tp_size} ranks of an MLA model keep the same pages, one of "
+            "them writes them and all read them, for which the store must be shared by processes",
         )
     if getattr(config, "dcp_size", 1) > 1:
         raise config_error("dcp_size", config.dcp_size, "1: pages that are spread over ranks are not supported yet")

@@ -73,8 +73,8 @@ impl PyClient {
             Places::Lists(addresses, sizes) => (blocks::parse_lists(keys.len(), addresses, sizes)?, Vec::new()),
         };
         let lent: Vec<_> = buffers.iter().map(|buffer| Segment { ptr: buffer.ptr(), len: buffer.len() }).collect();
-        // SAFETY: the exports keep the memory mapped until they are dropped, which is after the call. That nobody writes
-        // to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
+        // SAFETY: the exports keep the memory mapped until they are dropped, which is after the call. That nobody else
+        // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
         let loan = unsafe { client.lend(&lent) };
         let waited = wait::interruptible(py, async {
             match movement {
@@ -333,6 +333,7 @@ impl PyClient {
             ("write_errors", stats.write_errors),
             ("quarantined", stats.quarantined),
             ("straight_bytes", stats.straight_bytes),
+            ("read_bytes", stats.read_bytes),
         ];
         counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
         let trouble = Some(stats.disk_trouble).filter(|trouble| !trouble.is_empty());

@@ -34,6 +34,7 @@ class Node:
         self.socket = str(self.place / "s")
         sizes = kvhoist.parse_bytes(capacity), kvhoist.parse_bytes(host_bytes)
         self.settings = service.ServiceSettings((str(store_dir),), *sizes, direct_io="prefer", **more)
+        Path(store_dir).mkdir(exist_ok=True)
         self.start()
 
     def start(self) -> None:

@@ -121,15 +121,15 @@ def device_pool(geometry: Geometry, pages: int, dtype=None):
     )  # fmt: skip
 
 
-def host_pool(geometry: Geometry, device, layout: str, ratio: float = 2.0):
+def host_pool(geometry: Geometry, device, layout: str, ratio: float = 2.0, **more):
     """SGLang's host pool for it."""
     modules = boot()
     mha = geometry.kind == "mha"
     cls = modules.mha.MHATokenToKVPoolHost if mha else modules.mla.MLATokenToKVPoolHost
     if version() < (0, 5, 23):
-        return cls(device, ratio, 0, geometry.page_tokens, layout, pin_memory=False)
+        return cls(device, ratio, 0, geometry.page_tokens, layout, pin_memory=False, **more)
     info = device._mha_buffer_info() if mha else device._mla_buffer_info()
-    more = {} if mha else {"target_layer_num": geometry.layers}
+    more.update({} if mha else {"target_layer_num": geometry.layers})
     return cls(
         info, ratio, 0, geometry.page_tokens, layout, pin_memory=False, device_capacity_tokens=device.size,
         start_layer=0, end_layer=geometry.layers, **more,

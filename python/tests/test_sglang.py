@@ -257,10 +257,10 @@ def test_one_store_has_one_server(store_dir):
     first.close()
 
 
-def test_mla_with_tensor_parallelism_is_refused_with_the_reason(store_dir):
+def test_mla_with_tensor_parallelism_is_refused_without_a_service(store_dir):
     pool = filled(sgl.MLA)
-    with pytest.raises(ConfigError, match="tp_size.*found 2.*shared by processes"):
-        sgl.backend(sgl.MLA, pool, sgl.extra_config(store_dir), tp_size=2)
+    with pytest.raises(ConfigError, match="service.*'off'.*2 ranks.*shared by processes"):
+        sgl.backend(sgl.MLA, pool, sgl.extra_config(store_dir, service="off"), tp_size=2)
     assert list(store_dir.iterdir()) == []
 
 

@@ -50,8 +50,23 @@ def backup(controller, host_indices, keys):
 
 def prefetch(controller, host, tokens):
     """As the radix cache does it: ask, take memory for what was hit, read. Returns the operation when it has ended."""
-    operation = controller.prefetch("request", tokens)
-    operation = controller.prefetch_hit_queue.get(timeout=PATIENCE_S)
+    controller.prefetch("request", tokens)
+    return _read(controller, host, controller.prefetch_hit_queue.get(timeout=PATIENCE_S))
+
+
+def prefetch_or_miss(controller, host, tokens):
+    """As `prefetch`; None where too little was hit for one."""
+    controller.prefetch("request", tokens)
+    revoked = getattr(controller, "prefetch_revoke_queue", None)  # 0.5.23 has one queue for both.
+    await_(lambda: controller.prefetch_hit_queue.qsize() or (revoked and revoked.qsize()), "the answer to a prefetch")
+    if revoked and revoked.qsize():
+        revoked.get()
+        return None
+    operation = _read(controller, host, controller.prefetch_hit_queue.get())
+    return operation if operation.storage_hit_count else None
+
+
+def _read(controller, host, operation):
     if operation.storage_hit_count == 0:
         return operation
     operation.host_indices = host.alloc(operation.storage_hit_count)

@@ -14,6 +14,7 @@ use tokio::{
 use super::{
     protocol::{BlockResult, Blocks, Failure, Place},
     regions::Regions,
+    spaces::Space,
 };
 use crate::{
     block::{BlockKey, Segment},
@@ -52,6 +53,8 @@ pub(super) enum Way {
 /// What moves blocks for one connection: its memory, its space's cache, and its share of bytes in flight.
 pub(super) struct Movers {
     cache: Cache,
+    /// Connections attached to the space.
+    sharers: Rc<Cell<u32>>,
     pub(super) regions: Regions,
     /// A permit a block.
     permits: Arc<Semaphore>,
@@ -61,12 +64,14 @@ pub(super) struct Movers {
 }
 
 impl Movers {
-    pub(super) fn new(cache: Cache, bytes_in_flight_max: u64) -> Self {
+    pub(super) fn new(space: &Space, bytes_in_flight_max: u64) -> Self {
+        let cache = space.cache.clone();
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
         Movers {
             regions: Regions::new(cache.clone()),
             cache,
+            sharers: Rc::clone(&space.clients),
             permits: Arc::new(Semaphore::new(blocks)),
             per_call: BLOCKS_PER_CALL.min(blocks),
             moving: Cell::new(0),
@@ -134,6 +139,14 @@ impl Movers {
         // Polled before anything else runs on this thread: the call holds the segments' regions from its first poll on,
         // and a region that leaves is waited for.
         let ended = match way {
+            Way::Load if self.sharers.get() > 1 => {
+                // Others may want the same blocks, now or soon: read once, into host memory, from which each gets its
+                // copy. A load joins the movement; what finds no room there goes straight.
+                match self.cache.prefetch(keys) {
+                    Ok(_started) => self.cache.load_into(keys, &segments).await,
+                    Err(error) => Err(error),
+                }
+            }
             Way::Load => self.cache.load_into(keys, &segments).await,
             Way::Store(_) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
         };

@@ -22,6 +22,6 @@ mod spaces;
 
 pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
 pub use config::ServerConfig;
-pub use query::status;
+pub use query::{remove_space, status};
 pub use server::Server;
 pub use shared_memory::SharedMemory;

@@ -1,4 +1,4 @@
-//! One question to a service, on the caller's thread.
+//! Single questions to a service, on the caller's thread.
 
 use std::{
     io::{self, Read, Write},
@@ -20,6 +20,31 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// [`Error::Service`]: [`ServiceFault::Away`] where none answers, [`ServiceFault::Permission`],
 /// [`ServiceFault::Version`], [`ServiceFault::Busy`].
 pub fn status(socket: &Path) -> Result<ServiceStatus> {
+    match ask(socket, &Request::Status, Some(PATIENCE))? {
+        Reply::Status(status) => Ok(*status),
+        other => Err(unexpected(&other)),
+    }
+}
+
+/// Removes a space of this user with all its blocks, for good. Blocks the thread until its files are deleted.
+///
+/// # Errors
+/// As [`status`]; [`ServiceFault::Busy`] while clients are attached to it, [`ServiceFault::Argument`] where there is
+/// none, [`ServiceFault::Io`] where its files cannot be deleted.
+pub fn remove_space(socket: &Path, namespace: &str, block_bytes: u64) -> Result<()> {
+    let request = Request::RemoveSpace { namespace: namespace.into(), block_bytes };
+    match ask(socket, &request, None)? {
+        Reply::Done => Ok(()),
+        other => Err(unexpected(&other)),
+    }
+}
+
+fn unexpected(reply: &Reply) -> Error {
+    Error::Service { fault: ServiceFault::Protocol, text: format!("{reply:?} is not what was asked for") }
+}
+
+/// Asks on a connection of its own; the reply may take `patience`.
+fn ask(socket: &Path, request: &Request, patience: Option<Duration>) -> Result<Reply> {
     let away = |error: io::Error| Error::Service {
         fault: ServiceFault::Away,
         text: format!("{}: {error}; is `kvhoist serve` running there?", socket.display()),
@@ -32,16 +57,16 @@ pub fn status(socket: &Path) -> Result<ServiceStatus> {
     stream.read_exact(&mut welcome).map_err(away)?;
     let welcome = Welcome::decode(&welcome).map_err(nonsense)?;
     check(&welcome)?;
-    stream.write_all(&Request::Status.encode(1)).map_err(away)?;
+    stream.set_read_timeout(patience).map_err(away)?;
+    stream.write_all(&request.encode(1)).map_err(away)?;
     let mut header = [0; HEADER_BYTES];
     stream.read_exact(&mut header).map_err(away)?;
     let header = Header::decode(&header).map_err(nonsense)?;
     let mut body = vec![0; header.body_bytes as usize];
     stream.read_exact(&mut body).map_err(away)?;
     match Reply::decode(header.kind, &body).map_err(nonsense)? {
-        Reply::Status(status) => Ok(*status),
         Reply::Failed(failure) | Reply::Goodbye(failure) => Err(failure.into()),
-        other => Err(Error::Service { fault: ServiceFault::Protocol, text: format!("{other:?} is no status") }),
+        reply => Ok(reply),
     }
 }
 

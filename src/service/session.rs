@@ -249,7 +249,7 @@ impl Session {
 
     /// The client is in a space from now on.
     fn enter(&mut self, space: Rc<Space>) -> Reply {
-        let movers = Rc::new(Movers::new(space.cache.clone(), self.house.config.bytes_in_flight_max));
+        let movers = Rc::new(Movers::new(&space, self.house.config.bytes_in_flight_max));
         space.clients.set(space.clients.get() + 1);
         self.guest.namespace.borrow_mut().clone_from(&space.namespace);
         *self.guest.movers.borrow_mut() = Some(Rc::clone(&movers));
@@ -307,6 +307,17 @@ impl Session {
                 self.attach(id, Wanted { namespace, uid, block_bytes, capacity_bytes, host_bytes })?;
                 return Ok(None);
             }
+            Request::RemoveSpace { namespace, block_bytes } => {
+                let (spaces, uid) = (Rc::clone(&self.house.spaces), self.guest.uid);
+                let remove = async move {
+                    match spaces.remove(uid, namespace, block_bytes).await {
+                        Ok(()) => Reply::Done,
+                        Err(failure) => Reply::Failed(failure),
+                    }
+                };
+                self.spawn(id, remove, Cancel::default());
+                return Ok(None);
+            }
             other => other,
         };
         let Some((_, movers)) = &self.attached else {
@@ -359,7 +370,9 @@ impl Session {
                 };
                 self.spawn(id, sync, none);
             }
-            Request::Attach { .. } | Request::Status | Request::Cancel { .. } => unreachable!("answered before"),
+            Request::Attach { .. } | Request::Status | Request::Cancel { .. } | Request::RemoveSpace { .. } => {
+                unreachable!("answered before")
+            }
         }
         Ok(None)
     }

@@ -88,7 +88,7 @@ pub(super) struct Space {
     pub(super) host_bytes: u64,
     pub(super) cache: Cache,
     /// Connections attached to it.
-    pub(super) clients: Cell<u32>,
+    pub(super) clients: Rc<Cell<u32>>,
 }
 
 /// Where whoever attaches to a space that is being opened waits.
@@ -227,7 +227,7 @@ impl Spaces {
         };
         let opened = opened.map(|(cache, host_bytes)| {
             let Deed { namespace, block_bytes, capacity_bytes, .. } = deed.clone();
-            Rc::new(Space { namespace, block_bytes, capacity_bytes, host_bytes, cache, clients: Cell::new(0) })
+            Rc::new(Space { namespace, block_bytes, capacity_bytes, host_bytes, cache, clients: Rc::default() })
         });
         let mut entries = self.entries.borrow_mut();
         let state = match &opened {
@@ -296,6 +296,58 @@ impl Spaces {
                 drop(fs::remove_dir(folder));
             }
         }
+    }
+
+    /// Removes a space that nobody is attached to: its cache, its stores, its share of disk and memory.
+    ///
+    /// # Cancel safety
+    /// Whoever attaches to it is refused until it is removed; call again.
+    pub(super) async fn remove(&self, uid: u32, namespace: String, block_bytes: u64) -> Result<(), Failure> {
+        let deed = Deed { namespace, uid, block_bytes, capacity_bytes: 0 };
+        let folder = deed.folder();
+        let space = {
+            let mut entries = self.entries.borrow_mut();
+            let Some(entry) = entries.get_mut(&folder) else {
+                let text = format!("space: found none of this user with this name and {block_bytes} bytes a block");
+                return Err(Failure::new(ServiceFault::Argument, text + "; `kvhoist status` lists them"));
+            };
+            let attached = match &entry.state {
+                // The entry has one, each session another.
+                State::Open(space) => Rc::strong_count(space) > 1,
+                State::Opening(waiters) => !waiters.is_empty(),
+                State::Closed => false,
+            };
+            if attached {
+                let text = "busy: clients are attached to the space; end them first, then remove it";
+                return Err(Failure::new(ServiceFault::Busy, text));
+            }
+            match std::mem::replace(&mut entry.state, State::Opening(Vec::new())) {
+                State::Open(space) => Some(space),
+                _ => None,
+            }
+        };
+        if let Some(space) = space {
+            if let Err(error) = space.cache.close().await {
+                tracing::warn!(%error, "the cache of a space that is removed");
+            }
+            self.host_left.set(self.host_left.get().saturating_add(space.host_bytes));
+        }
+        // The first path has the file that makes it a space: last.
+        let folders: Vec<PathBuf> = self.config.paths.iter().rev().map(|path| path.join(&folder)).collect();
+        let removed = tokio::task::spawn_blocking(move || folders.iter().try_for_each(remove_folder)).await;
+        let removed = removed.unwrap_or(Err(Error::Closed)).map_err(|error| Failure::from(&error));
+        let mut entries = self.entries.borrow_mut();
+        let Some(entry) = entries.get_mut(&folder) else { return removed };
+        if let State::Opening(waiters) = std::mem::replace(&mut entry.state, State::Closed) {
+            let again = Failure::new(ServiceFault::Busy, "the space was just removed; attach again to make it anew");
+            waiters.into_iter().for_each(|waiter| drop(waiter.send(Err(again.clone()))));
+        }
+        if removed.is_ok()
+            && let Some(entry) = entries.remove(&folder)
+        {
+            self.capacity_left.set(self.capacity_left.get().saturating_add(entry.deed.capacity_bytes));
+        }
+        removed
     }
 
     /// Closes the caches of all spaces, each of which writes and flushes what it must; the first error.
@@ -376,6 +428,7 @@ fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
 /// What a space's cache has done.
 pub(super) fn stats(cache: &Cache) -> SpaceStats {
     let stats = cache.stats();
+    let reads = [Route::DiskToHost, Route::DiskToRegion].map(|route| stats.route(route).bytes);
     let straight = [Route::DiskToRegion, Route::RegionToDisk].map(|route| stats.route(route).bytes);
     SpaceStats {
         tiers: stats.tiers.map(|tier| TierFigures {
@@ -393,6 +446,7 @@ pub(super) fn stats(cache: &Cache) -> SpaceStats {
         write_errors: stats.write_errors,
         quarantined: stats.quarantined,
         straight_bytes: straight.iter().sum(),
+        read_bytes: reads.iter().sum(),
         disk_trouble: stats.disk_retired.or(stats.disk_read_only).unwrap_or_default(),
     }
 }
@@ -423,6 +477,13 @@ fn deeds(config: &ServerConfig) -> Result<Vec<(PathBuf, Deed)>> {
         }
     }
     Ok(deeds)
+}
+
+fn remove_folder(path: &PathBuf) -> Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
+        _ => Ok(()),
+    }
 }
 
 fn make_folder(path: &Path) -> Result<()> {

@@ -36,6 +36,107 @@ fn two_processes_share_one_space() {
 }
 
 #[test]
+fn a_block_that_many_clients_want_is_read_once() {
+    const CLIENTS: usize = 8;
+    let node = Node::new();
+    let mut wanted = options();
+    wanted.host_bytes = 0;
+    let connect = || {
+        let client = block_on(Client::connect(node.socket(), wanted.clone())).expect("a service");
+        Guest::of(client)
+    };
+    let guests: Vec<Guest> = (0..CLIENTS).map(|_| connect()).collect();
+    for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
+        assert!(guests[0].store(first, POOL_BLOCKS).expect("a service").iter().all(Result::is_ok));
+    }
+    let begin = std::sync::Barrier::new(CLIENTS);
+    std::thread::scope(|scope| {
+        for guest in &guests {
+            scope.spawn(|| {
+                begin.wait();
+                for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
+                    assert_eq!(guest.load(first, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+                }
+            });
+        }
+    });
+    let stats = block_on(guests[0].client.stats()).expect("a service");
+    let copy = BLOCKS * BLOCK_BYTES as u64;
+    assert!(stats.read_bytes >= copy, "{stats:?}");
+    assert!(stats.read_bytes as f64 <= 1.05 * copy as f64, "{} bytes read of {copy}", stats.read_bytes);
+    drop(guests);
+    // Alone again, straight, with no copy in the service.
+    node.wait_for_clients(0);
+    let alone = connect();
+    block_on(alone.client.remove(&key(0))).expect("removed");
+    alone.store(0, 1).expect("a service");
+    assert_eq!(alone.load(0, 1).expect("a service"), [true]);
+    let after = block_on(alone.client.stats()).expect("a service");
+    assert_eq!(after.straight_bytes - stats.straight_bytes, 2 * BLOCK_BYTES as u64);
+}
+
+#[test]
+fn memory_that_cannot_be_passed_is_copied() {
+    let node = Node::new();
+    let mut small = options();
+    small.bounce_bytes = 3 * BLOCK_BYTES;
+    let client = block_on(Client::connect(node.socket(), small)).expect("a service");
+    let mut own = vec![0u8; 16 * BLOCK_BYTES];
+    (0..16).for_each(|at| own[at * BLOCK_BYTES..][..BLOCK_BYTES].copy_from_slice(&payload(at as u64, BLOCK_BYTES)));
+    // SAFETY: it lives until it is unregistered.
+    let region = unsafe { client.register_copied(own.as_mut_ptr(), own.len()) }.expect("registered");
+    assert!(!region.is_shared() && !region.is_pinned());
+    let start = own.as_mut_ptr();
+    let segment = |at: usize, len| Segment { ptr: start.wrapping_add(at), len };
+    let places: Vec<_> = (0..16).map(|at| vec![segment(at * BLOCK_BYTES, BLOCK_BYTES)]).collect();
+    let stored = block_on(client.store_from(&keys(0..16), None, &places)).expect("a service");
+    assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
+    // Last in one place, in two pieces that lie the other way round.
+    let half = BLOCK_BYTES / 2;
+    let swapped = vec![segment(half, half), segment(0, half)];
+    assert!(matches!(block_on(client.load_into(&[key(9)], &[swapped])).expect("a service")[..], [Ok(true)]));
+    block_on(client.unregister(&region)).expect("unregistered");
+    let expected = payload(9, BLOCK_BYTES);
+    assert!(own[..half] == expected[half..] && own[half..BLOCK_BYTES] == expected[..half]);
+    let refused = block_on(client.load_into(&[key(9)], &places[..1])).expect_err("given back");
+    assert!(matches!(refused, Error::Argument { what: "segments", .. }), "{refused}");
+    // What is lent for a call.
+    let mut block = vec![0u8; BLOCK_BYTES];
+    let place = [Segment { ptr: block.as_mut_ptr(), len: BLOCK_BYTES }];
+    // SAFETY: the block outlives the loan.
+    let loan = unsafe { client.lend(&place) };
+    let loaded = block_on(loan.load_into(&[key(3)], &[place.to_vec()])).expect("a service");
+    assert!(matches!(loaded[..], [Ok(true)]));
+    drop(loan);
+    assert!(block == payload(3, BLOCK_BYTES));
+}
+
+#[test]
+fn a_space_is_removed_when_nobody_has_it() {
+    let node = Node::new();
+    let guest = Guest::new(&node.socket());
+    guest.store(0, POOL_BLOCKS).expect("a service");
+    let before = node.status();
+    let remove = |name, bytes| kvhoist::service::remove_space(&node.socket(), name, bytes);
+    let fault = |result: kvhoist::Result<()>| match result {
+        Err(Error::Service { fault, .. }) => fault,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(fault(remove("tests", BLOCK_BYTES as u64)), ServiceFault::Busy);
+    assert_eq!(fault(remove("tests", 4096)), ServiceFault::Argument);
+    assert_eq!(guest.load(0, 4).expect("a service"), [true; 4], "it stays");
+    block_on(guest.client.close()).expect("closed");
+    node.wait_for_clients(0);
+    remove("tests", BLOCK_BYTES as u64).expect("removed");
+    let after = node.status();
+    assert_eq!((after.spaces.len(), after.capacity_left), (0, after.capacity_bytes));
+    assert!(after.host_left == after.host_bytes && before.spaces.len() == 1);
+    assert_eq!(node.folders(), 0, "nothing is left of it");
+    let guest = Guest::new(&node.socket());
+    assert_eq!(guest.load(0, 4).expect("a service"), [false; 4], "made anew");
+}
+
+#[test]
 fn the_calls_are_those_of_the_cache() {
     let node = Node::new();
     let guest = Guest::new(&node.socket());

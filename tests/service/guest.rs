@@ -26,7 +26,10 @@ pub struct Guest {
 
 impl Guest {
     pub fn new(socket: &Path) -> Self {
-        let client = connect(socket);
+        Guest::of(connect(socket))
+    }
+
+    pub fn of(client: Client) -> Self {
         let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
         let region = block_on(client.register(&pool)).expect("registered");
         Guest { client, pool, region }

@@ -145,6 +145,13 @@ impl Node {
         self.place.path().join("s")
     }
 
+    /// Folders of spaces in its store.
+    pub fn folders(&self) -> usize {
+        let name = |entry: std::io::Result<fs::DirEntry>| entry.expect("an entry").file_name();
+        let entries = fs::read_dir(self.store.path()).expect("there").map(name);
+        entries.filter(|name| name.to_string_lossy().starts_with("space-")).count()
+    }
+
     /// Starts it again, over the same store.
     pub fn restart(&mut self) {
         self.process = start(&self.socket(), self.store.path(), &self.settings);

@@ -14,13 +14,12 @@ use tokio::sync::{OnceCell, mpsc, oneshot};
 
 use super::{
     bounce::{Bounce, Taken},
-    moves::Way,
     options::ClientOptions,
     places::{Lent, Places, Users},
     worker::{self, Away, Call, Counted, Order, What, Worker},
 };
 use crate::{
-    block::{BlockKey, Segment, Tier},
+    block::{BlockKey, Tier},
     error::{Error, Result, ServiceFault},
     fork::Home,
     service::{
@@ -227,8 +226,8 @@ impl Client {
     /// [`Error::Argument`] for no memory, or memory that is registered already.
     ///
     /// # Safety
-    /// The range stays mapped, readable and writable, until [`unregister`](Client::unregister) has resolved: it waits for
-    /// calls that name the range.
+    /// The range stays mapped, readable and writable, until [`unregister`](Client::unregister) has resolved: it waits
+    /// for calls that name the range.
     pub unsafe fn register_copied(&self, start: *mut u8, len: usize) -> Result<ClientRegion> {
         self.check_range(start as usize, len)?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
@@ -364,39 +363,6 @@ impl Client {
         Ok(there)
     }
 
-    /// Copies blocks into registered memory: one result a block, in order, as [`Cache::load_into`](
-    /// crate::Cache::load_into) has it. `segments[i]` are the places of block `i`, one block long in all.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] before anything moved; [`Error::Service`] where the service is away or did not answer in
-    /// time. A block's own error is in its result; its segments then hold anything.
-    ///
-    /// # Cancel safety
-    /// The service begins no more of it. What was begun goes on, and its segments stay in use until
-    /// [`unregister`](Client::unregister) resolves, or the connection is lost. The same holds after
-    /// [`ServiceFault::Timeout`].
-    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
-        self.moved(Way::Load, keys, segments, &[]).await
-    }
-
-    /// Stores blocks from registered memory: one result a block, in order; `true`: the disk has taken it.
-    ///
-    /// `keys` are one prefix chain: the parent of each is the one before it; `parent` is the first's.
-    ///
-    /// # Errors
-    /// As [`load_into`](Client::load_into).
-    ///
-    /// # Cancel safety
-    /// As [`load_into`](Client::load_into).
-    pub async fn store_from(
-        &self,
-        keys: &[BlockKey],
-        parent: Option<&BlockKey>,
-        segments: &[Vec<Segment>],
-    ) -> Result<Vec<Result<bool>>> {
-        self.moved(Way::Store(parent.copied()), keys, segments, &[]).await
-    }
-
     /// Starts to bring blocks into the service's host memory; how many movements it started.
     ///
     /// # Errors
@@ -452,8 +418,10 @@ impl Client {
     }
 
     async fn remove_one(&self, key: &BlockKey, durable: bool) -> Result<bool> {
-        let mut results = self.results(Request::Remove { durable, keys: vec![*key] }, 1, None).await?;
-        results.pop().unwrap_or(Err(Error::Closed))
+        match self.ask(Request::Remove { durable, keys: vec![*key] }).await? {
+            Reply::Results(mut results) if results.len() == 1 => results.remove(0).map_err(Error::from),
+            other => Err(unexpected(&other)),
+        }
     }
 
     /// Resolves when all that was stored in the space before it, by any client, is written and flushed.

@@ -66,7 +66,7 @@ impl std::fmt::Debug for ClientLoan {
 
 /// Which way blocks go.
 #[derive(Clone, Copy)]
-pub(super) enum Way {
+enum Way {
     Load,
     /// With the key before the first one.
     Store(Option<BlockKey>),
@@ -103,8 +103,41 @@ impl Client {
         ClientLoan { client: self.clone(), memory: memory.to_vec() }
     }
 
+    /// Copies blocks into registered memory: one result a block, in order, as [`Cache::load_into`](
+    /// crate::Cache::load_into) has it. `segments[i]` are the places of block `i`, one block long in all.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] before anything moved; [`Error::Service`] where the service is away or did not answer in
+    /// time. A block's own error is in its result; its segments then hold anything.
+    ///
+    /// # Cancel safety
+    /// The service begins no more of it. What was begun goes on, and its segments stay in use until
+    /// [`unregister`](Client::unregister) resolves, or the connection is lost. The same holds after
+    /// [`ServiceFault::Timeout`].
+    pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
+        self.moved(Way::Load, keys, segments, &[]).await
+    }
+
+    /// Stores blocks from registered memory: one result a block, in order; `true`: the disk has taken it.
+    ///
+    /// `keys` are one prefix chain: the parent of each is the one before it; `parent` is the first's.
+    ///
+    /// # Errors
+    /// As [`load_into`](Client::load_into).
+    ///
+    /// # Cancel safety
+    /// As [`load_into`](Client::load_into).
+    pub async fn store_from(
+        &self,
+        keys: &[BlockKey],
+        parent: Option<&BlockKey>,
+        segments: &[Vec<Segment>],
+    ) -> Result<Vec<Result<bool>>> {
+        self.moved(Way::Store(parent.copied()), keys, segments, &[]).await
+    }
+
     /// Moves blocks, as few requests as the limits let it.
-    pub(super) async fn moved(
+    async fn moved(
         &self,
         way: Way,
         keys: &[BlockKey],
@@ -166,12 +199,7 @@ impl Client {
     }
 
     /// One request that answers for each of its blocks. The service has `slots` until it has replied.
-    pub(super) async fn results(
-        &self,
-        request: Request,
-        blocks: usize,
-        slots: Option<Arc<Taken>>,
-    ) -> Result<Vec<Result<bool>>> {
+    async fn results(&self, request: Request, blocks: usize, slots: Option<Arc<Taken>>) -> Result<Vec<Result<bool>>> {
         // Kept here too: what was loaded is still to be copied out of them.
         match self.call(request, What::Plain, slots.clone()).await? {
             Reply::Results(results) if results.len() == blocks => {

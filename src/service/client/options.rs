@@ -17,7 +17,7 @@ pub struct ClientOptions {
     pub host_bytes: u64,
     /// After this calls are answered with [`ServiceFault::Timeout`](crate::ServiceFault::Timeout).
     pub deadline: Duration,
-    /// Memory of the client's own for blocks whose memory cannot be passed to the service, taken for the first of them;
+    /// Memory of the client's own for blocks whose memory cannot be passed to the service: taken for the first of them,
     /// one block at least. So much of it moves at a time.
     pub bounce_bytes: usize,
     /// The longest time between two attempts to connect.

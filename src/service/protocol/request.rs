@@ -102,6 +102,13 @@ pub enum Request {
     },
     /// Figures of the whole service; needs no space.
     Status,
+    /// Removes a space that no connection has, with all its blocks; needs no space.
+    RemoveSpace {
+        /// The space's name.
+        namespace: String,
+        /// Bytes of its blocks.
+        block_bytes: u64,
+    },
     /// Counts a use of every resident block.
     Touch {
         /// A prefix chain.
@@ -124,6 +131,7 @@ const STATS: u16 = 12;
 const CANCEL: u16 = 13;
 const STATUS: u16 = 14;
 const TOUCH: u16 = 15;
+const REMOVE_SPACE: u16 = 16;
 
 impl Request {
     fn kind(&self) -> u16 {
@@ -143,6 +151,7 @@ impl Request {
             Request::Cancel { .. } => CANCEL,
             Request::Status => STATUS,
             Request::Touch { .. } => TOUCH,
+            Request::RemoveSpace { .. } => REMOVE_SPACE,
         }
     }
 
@@ -181,6 +190,10 @@ impl Request {
                 writer.keys(keys);
             }
             Request::Cancel { request } => writer.u64(*request),
+            Request::RemoveSpace { namespace, block_bytes } => {
+                writer.u64(*block_bytes);
+                writer.text(namespace, NAMESPACE_BYTES_MAX);
+            }
             Request::Sync | Request::Stats | Request::Status => {}
         }
         writer.finish()
@@ -223,7 +236,11 @@ impl Request {
             CANCEL => Request::Cancel { request: reader.u64("request id")? },
             STATUS => Request::Status,
             TOUCH => Request::Touch { keys: reader.keys()? },
-            other => return Err(malformed("kind of request", other, format!("{ATTACH} to {TOUCH}"))),
+            REMOVE_SPACE => {
+                let (block_bytes, namespace) = (reader.u64("block size")?, reader.text("name", NAMESPACE_BYTES_MAX)?);
+                Request::RemoveSpace { namespace, block_bytes }
+            }
+            other => return Err(malformed("kind of request", other, format!("{ATTACH} to {REMOVE_SPACE}"))),
         };
         reader.end()?;
         Ok(request)

@@ -44,6 +44,8 @@ pub struct SpaceStats {
     pub quarantined: u64,
     /// Bytes that went straight between disk and clients' memory.
     pub straight_bytes: u64,
+    /// Bytes read from the drives.
+    pub read_bytes: u64,
     /// Why the disk tier takes no more blocks, or is out of service; empty where it is well.
     pub disk_trouble: String,
 }
@@ -54,7 +56,7 @@ impl SpaceStats {
         &self.tiers[tier as usize]
     }
 
-    fn numbers(&self) -> [u64; 9] {
+    fn numbers(&self) -> [u64; 10] {
         [
             self.misses,
             self.stores,
@@ -65,6 +67,7 @@ impl SpaceStats {
             self.write_errors,
             self.quarantined,
             self.straight_bytes,
+            self.read_bytes,
         ]
     }
 
@@ -93,6 +96,7 @@ impl SpaceStats {
             write_errors: number()?,
             quarantined: number()?,
             straight_bytes: number()?,
+            read_bytes: number()?,
             disk_trouble: reader.text("reason", TEXT_BYTES_MAX)?,
         })
     }

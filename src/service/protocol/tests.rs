@@ -49,6 +49,8 @@ fn request() -> impl Strategy<Value = Request> {
         any::<u64>().prop_map(|request| Request::Cancel { request }),
         Just(Request::Status),
         keys().prop_map(|keys| Request::Touch { keys }),
+        ("\\PC{0,60}", any::<u64>())
+            .prop_map(|(namespace, block_bytes)| Request::RemoveSpace { namespace, block_bytes }),
     ]
 }
 
@@ -61,7 +63,7 @@ fn figures() -> impl Strategy<Value = TierFigures> {
 }
 
 fn stats() -> impl Strategy<Value = SpaceStats> {
-    ([figures(), figures(), figures()], any::<[u64; 9]>(), "\\PC{0,20}").prop_map(|(tiers, n, disk_trouble)| {
+    ([figures(), figures(), figures()], any::<[u64; 10]>(), "\\PC{0,20}").prop_map(|(tiers, n, disk_trouble)| {
         SpaceStats {
             tiers,
             misses: n[0],
@@ -73,6 +75,7 @@ fn stats() -> impl Strategy<Value = SpaceStats> {
             write_errors: n[6],
             quarantined: n[7],
             straight_bytes: n[8],
+            read_bytes: n[9],
             disk_trouble,
         }
     })

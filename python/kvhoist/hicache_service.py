@@ -1,0 +1,140 @@
+"""Pools of SGLang on a node's service: who needs one, how a pool's memory gets there, and who starts it again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+from .cache import slot_bytes
+from .client import Client, connect, mapped_from
+from .config import HiCacheConfig, config_error
+from .errors import Error
+from .service import ServiceSettings, find_or_start
+
+logger = logging.getLogger(__name__)
+
+#: Memory of a rank's own for pages of pools that the service cannot map; taken for the first of them.
+_BOUNCE_BYTES_MAX = 256 << 20
+
+#: Between two attempts to start a service again.
+_RESTART_EVERY_S = 1.0
+
+
+def wants_service(config: HiCacheConfig, storage_config: Any) -> bool:
+    """Whether a rank's pages are kept by a service: as `service` says, or where ranks share pages."""
+    if config.service != "auto":
+        return config.service != "off"
+    return (storage_config.is_mla_model and storage_config.tp_size > 1) or _data_parallel_attention()
+
+
+def _data_parallel_attention() -> bool:
+    ask = getattr(sys.modules.get("sglang.srt.layers.dp_attention"), "is_dp_attention_enabled", None)
+    try:
+        return bool(ask and ask())
+    except Exception as error:
+        logger.debug("kvhoist: is_dp_attention_enabled: %s", error)
+        return False
+
+
+def is_writer(storage_config: Any) -> bool:
+    """Whether this rank is the one that stores: of ranks with the same pages, the first."""
+    told = getattr(storage_config, "is_storage_writer", None)
+    return bool(told) if told is not None else not storage_config.is_mla_model or storage_config.tp_rank == 0
+
+
+def service_settings(config: HiCacheConfig) -> ServiceSettings:
+    """Of the service of these paths, the same for every model: its spaces take what each asks for, and no more than
+    there is."""
+    disk = 0
+    for path in config.path:
+        os.makedirs(path, mode=0o700, exist_ok=True)
+        system = os.statvfs(path)
+        disk += system.f_blocks * system.f_frsize
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return ServiceSettings(
+        tuple(config.path), disk, memory, config.linger_s, config.direct_io, config.storage, config.keep_in_host
+    )
+
+
+class Keeper:
+    """The service of some settings: found or started at once, and again where it has gone."""
+
+    def __init__(self, config: HiCacheConfig) -> None:
+        self._settings = service_settings(config) if config.service == "auto" else None
+        self._lock = threading.Lock()
+        self._starting = False
+        self._last = 0.0
+        self.socket = config.service if self._settings is None else find_or_start(self._settings)
+
+    def missed(self) -> None:
+        """Somebody found it away. Returns at once; clients connect again by themselves."""
+        with self._lock:
+            if self._settings is None or self._starting or time.monotonic() - self._last < _RESTART_EVERY_S:
+                return
+            self._starting = True
+        threading.Thread(target=self._start, name="kvhoist-service-start", daemon=True).start()
+
+    def _start(self) -> None:
+        try:
+            find_or_start(self._settings)
+        except (OSError, Error) as error:
+            logger.warning("kvhoist: the service cannot be started again: %s", error)
+        finally:
+            with self._lock:
+                self._starting = False
+                self._last = time.monotonic()
+
+
+def connect_pool(store: Any, socket: str) -> Client:
+    """Attaches a pool to its space, and lends the service its memory."""
+    config, page = store.config, store.geometry.page_bytes
+    slot = slot_bytes(page)
+    if config.host_bytes < slot:
+        raise config_error("host_bytes", config.host_bytes, f"room for one page of {slot} bytes of pool {store.name!r}")
+    client = connect(
+        socket,
+        space=store.namespace(),
+        block_bytes=page,
+        capacity=store.capacity,
+        host_bytes=config.host_bytes,
+        bounce_bytes=max(slot, min(config.host_bytes, _BOUNCE_BYTES_MAX)),
+        deadline_ms=config.deadline_ms,
+    )
+    try:
+        if store.geometry.segments:
+            _lend(store, client)
+    except BaseException:
+        client.close()
+        raise
+    return client
+
+
+def _lend(store: Any, client: Client) -> None:
+    from .hicache import pool_memory
+
+    fds, copied = _fds(store.pool), 0
+    for address, nbytes in pool_memory(store.pool):
+        fd = next((fd for fd in fds if mapped_from(address, nbytes, fd) is not None), None)
+        region = client.register_host(address, nbytes, pin=True, fd=fd)
+        store.regions.append(region)
+        copied += nbytes if region.copied else 0
+    if copied:
+        logger.warning(
+            "kvhoist: %d bytes of pool %s are no memfd that the service can map: each page is copied once more, through "
+            "memory of this rank; add \"allocator\": \"shm\" to the extra config (as JSON, not @file)",
+            copied, store.name,
+        )  # fmt: skip
+
+
+def _fds(pool: Any) -> list[int]:
+    """The memfds that SGLang's allocator made for a pool and the pools that it is made of."""
+    found: list[int] = []
+    pools = [pool, *(getattr(entry, "host_pool", None) for entry in getattr(pool, "entries", None) or ())]
+    for one in pools:
+        found += getattr(getattr(one, "allocator", None), "fds", None) or ()
+        found.append(getattr(one, "fd", None))
+    return list(dict.fromkeys(fd for fd in found if isinstance(fd, int) and fd >= 0))

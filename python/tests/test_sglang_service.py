@@ -1,0 +1,225 @@
+"""SGLang's ranks over one service: processes with the real factory and host pools, kills of both sides."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import sgl
+
+why = sgl.missing()
+if why:
+    pytest.skip(why, allow_module_level=True)
+
+torch = pytest.importorskip("torch")
+
+from nodes import PATIENCE_S, Node, await_  # noqa: E402
+from test_service import service_pids  # noqa: E402
+from test_sglang import filled, keys_for, noise, pages_of, same  # noqa: E402
+
+import kvhoist  # noqa: E402
+
+
+class RankProcess:
+    """A rank that does what it is told."""
+
+    def __init__(self, geometry, extra, tp_rank, dp_attention=False) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
+        script = Path(__file__).with_name("sgl_rank.py")
+        self.process = subprocess.Popen(
+            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        given = {"geometry": vars(geometry), "extra": extra, "tp_rank": tp_rank, "dp_attention": dp_attention}
+        self._write(given)
+
+    def _write(self, value) -> None:
+        self.process.stdin.write(json.dumps(value) + "\n")
+        self.process.stdin.flush()
+
+    def read(self):
+        assert select.select([self.process.stdout], [], [], PATIENCE_S)[0], "a rank hangs"
+        line = self.process.stdout.readline()
+        assert line, "a rank died"
+        return json.loads(line)
+
+    def ready(self) -> "RankProcess":
+        assert self.read() == "ready"
+        return self
+
+    def begin(self, *command) -> None:
+        self._write(command)
+
+    def ask(self, *command):
+        self.begin(*command)
+        while (answer := self.read()) == "next":
+            pass
+        return answer
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.mark.parametrize("geometry", [sgl.MLA_LONG, sgl.MHA_LONG], ids=["mla", "mha"])
+def test_ranks_share_what_is_the_same_and_outlive_each_other(geometry, store_dir):
+    mla = geometry.kind == "mla"
+    extra = sgl.extra_config(store_dir, allocator="shm", linger_s=1, host_bytes="8MiB")
+    # Tensor-parallel ranks of MLA; of MHA, replicas with data-parallel attention.
+    ranks = [RankProcess(geometry, extra, rank, dp_attention=not mla) for rank in range(2)]
+    try:
+        for rank in ranks:
+            rank.ready()
+            assert rank.ask("copied") == [True, [False]], "SGLang's memfds are mapped"
+        (service,) = service_pids(store_dir)
+        assert ranks[1].ask("set") == [True] * 12
+        assert ranks[0].ask("exists") == 0, "not the writer's, or not its heads"
+        assert ranks[0].ask("set") == [True] * 12
+        assert [rank.ask("exists") for rank in ranks] == [12, 12]
+        assert [rank.ask("get") for rank in ranks] == [12, 12]
+        assert [rank.ask("stats")["stores"] for rank in ranks] == [12, 12]
+        spaces = {rank.ask("space") for rank in ranks}
+        assert len(spaces) == (1 if mla else 2), "one space, or one for each rank's heads"
+        # A rank dies in the middle; the other notices nothing, and the next one has its pages.
+        ranks[0].begin("churn", 10_000)
+        for _ in range(5):
+            assert ranks[0].read() == "next"
+        ranks[0].kill()
+        assert ranks[1].ask("churn", 5) == [12, 12]
+        ranks[0] = RankProcess(geometry, extra, 0, dp_attention=not mla).ready()
+        assert ranks[0].ask("get") == 12
+        # The service dies in the middle: misses, then a new one, and hits.
+        ranks[1].begin("churn", 40)
+        for _ in range(10):
+            assert ranks[1].read() == "next"
+        os.kill(service, signal.SIGKILL)
+        while (answer := ranks[1].read()) == "next":
+            pass
+        assert 0 <= answer[0] < 12 and answer[1] == 12, f"{answer}: pages of {geometry.kind}"
+        await_(lambda: ranks[1].ask("exists") == 12 and ranks[0].ask("exists") == 12, "the next service")
+        assert [rank.ask("get") for rank in ranks] == [12, 12]
+        assert service_pids(store_dir) not in ([], [service])
+        for rank in ranks:
+            assert rank.ask("close")
+    finally:
+        for rank in ranks:
+            rank.kill()
+    await_(lambda: not service_pids(store_dir), "the end of a service without ranks")
+
+
+def test_pools_that_cannot_be_mapped_are_copied_and_the_log_says_so(store_dir, caplog):
+    caplog.set_level(logging.INFO, logger="kvhoist")
+    with Node(store_dir, capacity="128MiB", host_bytes="32MiB") as node:
+        for geometry, layout in ((sgl.MHA, "layer_first"), (sgl.MLA, "page_first_direct"), (sgl.MLA_ODD, "page_first")):
+            caplog.clear()
+            pool = filled(geometry, layout)
+            extra = sgl.extra_config(store_dir, "16MiB", "4MiB", service=node.socket)
+            backend = sgl.backend(geometry, pool, extra)
+            assert '"allocator": "shm"' in caplog.text and f"service at {node.socket}" in caplog.text
+            indices = pool.alloc(12 * geometry.page_tokens)
+            keys, want = keys_for(geometry, 12), pages_of(pool, indices)
+            assert backend.batch_set_v1(keys, indices) == [True] * 12
+            noise(pool, 2)
+            assert backend.batch_get_v1(keys + ["0" * 64], torch.cat([indices, indices[: pool.page_size]]))[:12] == (
+                [True] * 12
+            )
+            assert same(pages_of(pool, indices), want)
+            targets = [torch.zeros_like(page) for page in (pool.get_dummy_flat_data_page() for _ in range(3))]
+            assert all(found is not None for found in backend.batch_get(keys[:3], targets))
+            assert backend.clear() is False, "its pages are others' too"
+            backend.close()
+
+
+def test_the_service_dies_in_the_middle_of_prefetches(store_dir):
+    """SGLang's own controller and its threads: every prefetch ends, with right bytes or without."""
+    from test_sglang_controller import backup, prefetch_or_miss
+
+    geometry, pages = sgl.MHA_LONG, 8
+    device = sgl.device_pool(geometry, 24)
+    host = sgl.host_pool(geometry, device, "page_first_direct", allocator_type="shm")
+    with Node(store_dir, capacity="128MiB", host_bytes="32MiB") as node:
+        extra = sgl.extra_config(store_dir, service=node.socket, deadline_ms=20_000)
+        controller = sgl.controller(device, host, geometry.page_tokens, extra)
+        stop = threading.Event()
+        try:
+            tokens = list(range(7000, 7000 + pages * geometry.page_tokens))
+            noise(host, 3)
+            down = host.alloc(pages * geometry.page_tokens)
+            want = pages_of(host, down)
+            keys = sgl.page_keys(tokens, geometry.page_tokens)
+            assert backup(controller, down, keys).completed_tokens == len(tokens)
+            host.free(down)
+            noise(host, 4)
+
+            def deaths():
+                for _ in range(4):
+                    if stop.wait(0.05):
+                        return
+                    node.kill()
+                    node.start()
+
+            killer = threading.Thread(target=deaths)
+            killer.start()
+            ended = []
+            while killer.is_alive() or not ended or ended[-1] < len(tokens):
+                operation = prefetch_or_miss(controller, host, tokens)
+                done = operation.completed_tokens if operation else 0
+                ended.append(done)
+                if done:
+                    got = pages_of(host, operation.host_indices)[: done // geometry.page_tokens]
+                    assert same(got, want[: len(got)]), "wrong bytes"
+                if operation:
+                    host.free(operation.host_indices)
+                assert len(ended) < 20_000, ended[-20:]
+            killer.join(PATIENCE_S)
+            assert ended[-1] == len(tokens), "hits after the last start"
+        finally:
+            stop.set()
+            controller.detach_storage_backend()
+
+
+def test_every_group_of_ranks_has_its_part_of_the_capacity(store_dir):
+    """`capacity_total` is divided by the ranks whose pages differ."""
+    from kvhoist.config import HiCacheConfig
+    from kvhoist.hicache import Identity
+    from kvhoist.hicache_service import is_writer
+
+    config = HiCacheConfig.load({"path": str(store_dir), "capacity_total": "8GiB"}, {})
+    for geometry, groups in ((sgl.MLA, 2), (sgl.MHA, 16)):
+        found = [
+            sgl.storage_config(geometry, {}, tp_rank=rank, tp_size=8, pp_size=2, pp_rank=1) for rank in range(8)
+        ]
+        shared = [Identity.of(one).shared() for one in found]
+        assert config.for_ranks(shared[0].groups()).capacity == (8 << 30) // groups
+        assert len(set(shared)) == (1 if geometry.kind == "mla" else 8)
+        assert [is_writer(one) for one in found] == [True] + [geometry.kind == "mha"] * 7
+
+
+@pytest.mark.parametrize("where", ["own", "service"])
+def test_pages_are_kept_in_host_memory_where_that_is_wanted(where, store_dir):
+    geometry = sgl.MHA_LONG
+    with Node(store_dir / "node", capacity="128MiB", host_bytes="64MiB", keep_in_host=True) as node:
+        service = node.socket if where == "service" else "off"
+        extra = sgl.extra_config(store_dir / "own", service=service, keep_in_host="16MiB")
+        del extra["host_bytes"]
+        pool = filled(geometry, "page_first_direct")
+        backend = sgl.backend(geometry, pool, extra)
+        indices = pool.alloc(12 * geometry.page_tokens)
+        keys, want = keys_for(geometry, 12), pages_of(pool, indices)
+        assert backend.batch_set_v1(keys, indices) == [True] * 12
+        for _ in range(2):
+            noise(pool, 2)
+            assert backend.batch_get_v1(keys, indices) == [True] * 12
+            assert same(pages_of(pool, indices), want)
+        tiers = backend.stats()["pools"]["kv"]["tiers"]
+        assert (tiers["host"]["hits"], tiers["disk"]["hits"]) == (24, 0), "no page was read from the drive"
+        backend.close()
