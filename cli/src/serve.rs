@@ -49,8 +49,8 @@ pub struct Args {
     /// Host memory for the blocks of all spaces.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, required_unless_present = "config")]
     host_bytes: Option<usize>,
-    /// Settings of the cache of every space, as JSON: those of the library, `path`, `capacity` and `host_bytes`. Flags go
-    /// before it.
+    /// Settings of the cache of every space, as JSON: those of the library, `path`, `capacity` and `host_bytes`. Flags
+    /// go before it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Answer HTTP at this address: /metrics for Prometheus, /healthz, and a page at /. Whoever reaches it can read the

@@ -62,10 +62,10 @@ def connect(
         raise config_error("block_bytes", block_bytes, f"1 to {BLOCK_BYTES_MAX} bytes")
     if not isinstance(deadline_ms, int) or isinstance(deadline_ms, bool) or not 0 < deadline_ms <= 86_400_000:
         raise config_error("deadline_ms", deadline_ms, "1 to 86400000")
-    sizes = [
-        0 if size is None else parse_bytes(size, name) for name, size in (("capacity", capacity), ("host_bytes", host_bytes))
-    ]
-    return Client(socket, space, block_bytes, *sizes, parse_bytes(bounce_bytes, "bounce_bytes"), deadline_ms)
+    disk = 0 if capacity is None else parse_bytes(capacity, "capacity")
+    memory = 0 if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
+    bounce = parse_bytes(bounce_bytes, "bounce_bytes")
+    return Client(socket, space, block_bytes, disk, memory, bounce, deadline_ms)
 
 
 class Client(AsyncFace, _native.Client):
@@ -111,8 +111,8 @@ class Client(AsyncFace, _native.Client):
 
         ``memory`` is a `SharedMemory`, a writable buffer object, or an address with ``nbytes``. The service maps a
         `SharedMemory`, and other memory where ``fd`` is the memfd that it is mapped from: blocks then go straight
-        between the drive and it. Blocks of all other memory are copied through ``bounce_bytes`` of the client's own, and
-        ``Region.copied`` says so. ``pin`` has the service's kernel keep it pinned.
+        between the drive and it. Blocks of all other memory are copied through ``bounce_bytes`` of the client's own,
+        and ``Region.copied`` says so. ``pin`` has the service's kernel keep it pinned.
 
         An address must stay mapped until ``Region.unregister`` or ``close`` has returned; objects are kept.
 
@@ -259,7 +259,8 @@ def _address(memory: Any) -> tuple[int, int]:
 
     view = memoryview(memory).cast("B")
     if view.readonly or not view.nbytes:
-        raise ArgumentError(f"memory: found {view.nbytes} bytes, read-only: {view.readonly}; expected bytes to write to")
+        found = f"{view.nbytes} bytes, read-only: {view.readonly}"
+        raise ArgumentError(f"memory: found {found}; expected bytes to write to")
     return ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes
 
 

@@ -15,8 +15,8 @@ from typing import Any, Iterable, Sequence
 
 from ._native import Region
 from .cache import Cache, slot_bytes, slots_within, store_bytes
-from .config import HiCacheConfig, config_error, printable
 from .client import Client
+from .config import HiCacheConfig, config_error, printable
 from .errors import ClosedError, RefusedError, StoreError
 from .hicache_service import connect_pool
 

@@ -124,8 +124,8 @@ def _lend(store: Any, client: Client) -> None:
         copied += nbytes if region.copied else 0
     if copied:
         logger.warning(
-            "kvhoist: %d bytes of pool %s are no memfd that the service can map: each page is copied once more, through "
-            "memory of this rank; add \"allocator\": \"shm\" to the extra config (as JSON, not @file)",
+            "kvhoist: %d bytes of pool %s are no memfd that the service can map: each page is copied once more, "
+            "through memory of this rank; add \"allocator\": \"shm\" to the extra config (as JSON, not @file)",
             copied, store.name,
         )  # fmt: skip
 

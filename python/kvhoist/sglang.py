@@ -417,8 +417,8 @@ def _refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
         raise config_error(
             "service",
             "off",
-            f"'auto', or the socket of a service: the {config.tp_size} ranks of an MLA model keep the same pages, one of "
-            "them writes them and all read them, for which the store must be shared by processes",
+            f"'auto', or the socket of a service: the {config.tp_size} ranks of an MLA model keep the same pages, one "
+            "of them writes them and all read them, for which the store must be shared by processes",
         )
     if getattr(config, "dcp_size", 1) > 1:
         raise config_error("dcp_size", config.dcp_size, "1: pages that are spread over ranks are not supported yet")

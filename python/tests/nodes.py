@@ -65,6 +65,3 @@ class Node:
 
     def __exit__(self, *_exception) -> None:
         self.close()
-
-
-PYTHON = sys.executable

@@ -195,9 +195,7 @@ def test_every_group_of_ranks_has_its_part_of_the_capacity(store_dir):
 
     config = HiCacheConfig.load({"path": str(store_dir), "capacity_total": "8GiB"}, {})
     for geometry, groups in ((sgl.MLA, 2), (sgl.MHA, 16)):
-        found = [
-            sgl.storage_config(geometry, {}, tp_rank=rank, tp_size=8, pp_size=2, pp_rank=1) for rank in range(8)
-        ]
+        found = [sgl.storage_config(geometry, {}, tp_rank=rank, tp_size=8, pp_size=2, pp_rank=1) for rank in range(8)]
         shared = [Identity.of(one).shared() for one in found]
         assert config.for_ranks(shared[0].groups()).capacity == (8 << 30) // groups
         assert len(set(shared)) == (1 if geometry.kind == "mla" else 8)
