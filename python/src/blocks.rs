@@ -77,8 +77,8 @@ impl Blocks {
         }
         let bytes = match buffer.len() {
             0 => &[][..],
-            // SAFETY: the export keeps so many bytes mapped until it is dropped, below, and the interpreter's lock keeps
-            // whoever could write to them away.
+            // SAFETY: the export keeps so many bytes mapped until it is dropped, below, and the interpreter's lock
+            // keeps whoever could write to them away.
             len => unsafe { std::slice::from_raw_parts(buffer.ptr().cast_const(), len) },
         };
         let mut addresses = bytes
