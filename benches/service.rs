@@ -273,7 +273,10 @@ fn look_ups(socket: &Path, small: u64) -> Outcome<()> {
             ours.write_all(&[0; 52])?;
             Ok(ours.read_exact(&mut [0; 20])?)
         })?);
-        asked.push(timed(|| Ok(drop(block_on(client.match_len(&keys[..1]))?)))?);
+        asked.push(timed(|| match block_on(client.match_len(&keys[..1]))? {
+            1 => Ok(()),
+            other => Err(format!("{other} keys found, expected 1").into()),
+        })?);
     }
     drop(ours);
     drop(echo.join());
