@@ -194,9 +194,7 @@ class Client:
         socket: str | os.PathLike[str],
         namespace: str,
         block_bytes: int,
-        capacity_bytes: int,
-        host_bytes: int,
-        bounce_bytes: int,
+        sizes: tuple[int, int, int],
         deadline_ms: int,
     ) -> Client: ...
     @property
@@ -249,8 +247,7 @@ class Server:
         cls,
         socket: str | os.PathLike[str],
         paths: Sequence[str | os.PathLike[str]],
-        capacity_bytes: int,
-        host_bytes: int,
+        sizes: tuple[int, int],
         linger_ms: int | None,
         pin: bool,
         settings: dict[str, Any],

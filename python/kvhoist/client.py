@@ -65,7 +65,7 @@ def connect(
     disk = 0 if capacity is None else parse_bytes(capacity, "capacity")
     memory = 0 if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
     bounce = parse_bytes(bounce_bytes, "bounce_bytes")
-    return Client(socket, space, block_bytes, disk, memory, bounce, deadline_ms)
+    return Client(socket, space, block_bytes, (disk, memory, bounce), deadline_ms)
 
 
 class Client(AsyncFace, _native.Client):

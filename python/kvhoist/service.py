@@ -158,10 +158,9 @@ def serve(given: argparse.Namespace) -> int:
     }  # fmt: skip
     if given.linger is not None and not 1 <= given.linger <= 86_400:
         raise config_error("--linger", given.linger, "1 to 86400 seconds")
-    server = _native.Server(
-        given.socket, given.path, parse_bytes(given.capacity, "--capacity"),
-        parse_bytes(given.host_bytes, "--host-bytes"), given.linger and given.linger * 1000, not given.no_pin, settings,
-    )  # fmt: skip
+    sizes = parse_bytes(given.capacity, "--capacity"), parse_bytes(given.host_bytes, "--host-bytes")
+    linger_ms = None if given.linger is None else given.linger * 1000
+    server = _native.Server(given.socket, given.path, sizes, linger_ms, not given.no_pin, settings)
     failure: list[BaseException] = []
 
     def wait() -> None:

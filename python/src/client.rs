@@ -139,21 +139,17 @@ fn register(
 #[pymethods]
 impl PyClient {
     #[new]
-    #[pyo3(signature = (socket, namespace, block_bytes, capacity_bytes, host_bytes, bounce_bytes, deadline_ms))]
+    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadline_ms))]
     fn open(
         py: Python<'_>,
         socket: PathBuf,
         namespace: String,
         block_bytes: usize,
-        capacity_bytes: u64,
-        host_bytes: u64,
-        bounce_bytes: usize,
+        sizes: (u64, u64, usize),
         deadline_ms: u64,
     ) -> PyResult<Self> {
         let mut options = ClientOptions::new(namespace.clone(), block_bytes);
-        options.capacity_bytes = capacity_bytes;
-        options.host_bytes = host_bytes;
-        options.bounce_bytes = bounce_bytes;
+        (options.capacity_bytes, options.host_bytes, options.bounce_bytes) = sizes;
         options.deadline = Duration::from_millis(deadline_ms);
         let connected = wait::interruptible(py, Client::connect(socket.clone(), options))?;
         let client = connected.map_err(|error| errors::to_python(py, &error))?;
@@ -287,7 +283,7 @@ impl PyClient {
         let mut block = vec![0; self.block_bytes];
         let place = Segment { ptr: block.as_mut_ptr(), len: block.len() };
         // SAFETY: the block outlives the loan, and is used by the call alone.
-        let loan = unsafe { client.lend(&[place.clone()]) };
+        let loan = unsafe { client.lend(&[place]) };
         let segments = [vec![place]];
         let loaded = self.asked(py, async { loan.load_into(&key, &segments).await?.remove(0) })?;
         Ok(loaded.then(|| PyBytes::new(py, &block)))

@@ -17,21 +17,19 @@ pub struct PyServer {
 impl PyServer {
     /// Starts to listen. `settings` are those of the engine, for every space.
     #[new]
-    #[pyo3(signature = (socket, paths, capacity_bytes, host_bytes, linger_ms, pin, settings))]
+    #[pyo3(signature = (socket, paths, sizes, linger_ms, pin, settings))]
     fn start(
         py: Python<'_>,
         socket: PathBuf,
         paths: Vec<PathBuf>,
-        capacity_bytes: u64,
-        host_bytes: u64,
+        sizes: (u64, u64),
         linger_ms: Option<u64>,
         pin: bool,
         settings: &Bound<'_, PyDict>,
     ) -> PyResult<Self> {
         let mut config = ServerConfig::new(socket);
         config.paths = paths;
-        config.capacity_bytes = capacity_bytes;
-        config.host_bytes = host_bytes;
+        (config.capacity_bytes, config.host_bytes) = sizes;
         config.linger_ms = linger_ms;
         config.pin = pin;
         config.cache = options::config(py, settings)?;
