@@ -113,7 +113,7 @@ impl Client {
     /// # Cancel safety
     /// The service begins no more of it. What was begun goes on, and its segments stay in use until
     /// [`unregister`](Client::unregister) resolves, or the connection is lost. The same holds after
-    /// [`ServiceFault::Timeout`].
+    /// [`ServiceFault::Timeout`](crate::ServiceFault::Timeout).
     pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
         self.moved(Way::Load, keys, segments, &[]).await
     }
