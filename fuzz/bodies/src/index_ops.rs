@@ -16,6 +16,8 @@ const OPS_MAX: usize = 256;
 const KEYS: u8 = 20;
 /// Slots given to RB: so few that its ghosts are forgotten.
 const SLOTS: u32 = 4;
+/// Copies that a tier may keep.
+const KEPT_MAX: usize = 3;
 
 #[derive(Debug, Arbitrary)]
 enum Op {
@@ -87,6 +89,18 @@ enum Op {
         comes: bool,
         tier: u8,
     },
+    Release {
+        from: u8,
+        len: u8,
+    },
+    Keep {
+        pick: u8,
+        time: u8,
+    },
+    /// Time goes by.
+    Expire {
+        time: u8,
+    },
 }
 
 #[derive(Debug, Arbitrary)]
@@ -108,8 +122,9 @@ pub fn run(data: &[u8]) {
         1 => Index::with_policies(seed, |_| Policy::Rb(Box::new(Rb::new(SLOTS)))),
         _ => Index::with_policies(seed, |_| Policy::Rb(Box::new(Rb::refusing(SLOTS)))),
     };
-    let mut pair =
-        Pair { index, model: Model::new(!seed.is_multiple_of(3), SLOTS as usize), slots: 0, accepted: BTreeSet::new() };
+    let model = Model::new(!seed.is_multiple_of(3), SLOTS as usize);
+    let mut pair = Pair { index, model, slots: 0, accepted: BTreeSet::new(), now: 0 };
+    Tier::ALL.into_iter().for_each(|tier| pair.index.limit_kept(tier, KEPT_MAX));
     for _ in 0..OPS_MAX {
         if input.is_empty() {
             break;
@@ -127,6 +142,7 @@ struct Pair {
     slots: u32,
     /// What a full tier was to take in.
     accepted: BTreeSet<(u8, Tier)>,
+    now: u64,
 }
 
 fn block_key(key: u8) -> BlockKey {
@@ -196,8 +212,42 @@ impl Pair {
                 records.iter().flatten().for_each(|record| self.restore(record, tier(to)));
                 self.index.restored(tier(to));
             }
+            Op::Release { from, len } => self.release(from, len),
+            Op::Keep { pick, time } => self.keep(pick, time),
+            Op::Expire { time } => {
+                self.now += u64::from(time);
+                self.index.expire(self.now);
+            }
             Op::Reserve { entries } => self.index.try_reserve(entries.into()).expect("room for a few"),
         }
+    }
+
+    /// The index says what is released, since it knows of past forks: this checks only what the hint must not do.
+    fn release(&mut self, from: u8, len: u8) {
+        let keys: Vec<BlockKey> = (from..from.saturating_add(len % KEYS)).map(|key| block_key(key % KEYS)).collect();
+        let before: BTreeSet<usize> = self.model.released().collect();
+        let released = self.index.release(&keys);
+        self.marks();
+        let named = |at: &usize| keys.contains(&block_key(self.model.entity(*at).key));
+        let after: BTreeSet<usize> = self.model.released().collect();
+        assert!(before.is_subset(&after) && after.difference(&before).all(named), "{before:?}, then {after:?}");
+        assert!(released >= after.len() - before.len() && released <= keys.len(), "{released} of {keys:?}");
+    }
+
+    fn keep(&mut self, pick: u8, time: u8) {
+        let Some(at) = self.model.any(pick) else { return };
+        let entity = self.model.entity(at);
+        let may = !entity.removed && entity.copies != [Copy::None; Tier::COUNT];
+        assert_eq!(self.index.keep(self.model.id(at), self.now + u64::from(time)), may);
+        self.marks();
+        let entity = self.model.entity(at);
+        assert!(!may || entity.kept && !entity.released, "{} is kept and not released", entity.key);
+    }
+
+    /// Tells the model what hints stand; [`Index::validate`] says whether they may.
+    fn marks(&mut self) {
+        let Pair { index, model, .. } = self;
+        model.mark(|id| (index.is_released(id), index.is_kept(id)));
     }
 
     fn slot(&mut self) -> u32 {
@@ -332,6 +382,7 @@ impl Pair {
 
     /// Everything that can be asked, and every invariant from scratch.
     fn compare(&mut self) {
+        self.marks();
         for tier in Tier::ALL {
             self.compare_lists(tier);
         }
@@ -374,15 +425,28 @@ impl Pair {
         }
     }
 
+    /// The choice is the coldest of what is released; then the policy's, or a kept one that is colder, where more than
+    /// may be is kept; then the coldest of what is kept.
     fn check_leaf(&self, tier: Tier, victim: Option<EntryId>, among: &[usize]) {
-        match self.model.counts_requests() {
-            true => self.colder_front(tier, victim, among),
-            false => self.coldest(victim, among),
+        let (released, others): (Vec<usize>, Vec<usize>) =
+            among.iter().partition(|&&at| self.model.entity(at).released);
+        if !released.is_empty() {
+            return self.coldest(victim, &released);
         }
+        let (kept, usual): (Vec<usize>, Vec<usize>) = others.iter().partition(|&&at| self.model.entity(at).kept);
+        let usual = match self.model.counts_requests() {
+            true => self.colder_front(tier, &usual),
+            false => usual,
+        };
+        let last_use = |of: &[usize]| of.iter().map(|at| self.model.entity(*at).last_use).min();
+        let (of_kept, of_usual) = (last_use(&kept), last_use(&usual));
+        let goes_kept =
+            of_usual.is_none() || self.index.kept(tier) > KEPT_MAX && of_kept.is_some_and(|kept| Some(kept) < of_usual);
+        self.coldest(victim, if goes_kept { &kept } else { &usual });
     }
 
-    /// The choice is the coldest of its class, and colder than the other class, as far as that one is favored.
-    fn colder_front(&self, tier: Tier, victim: Option<EntryId>, among: &[usize]) {
+    /// The class whose coldest goes: it is colder than the other one's, as far as that one is favored.
+    fn colder_front(&self, tier: Tier, among: &[usize]) -> Vec<usize> {
         let (again, once): (Vec<usize>, Vec<usize>) = among.iter().partition(|&&at| self.model.entity(at).uses > 1);
         let head = self.index.head(tier).expect("it is RB");
         let last_use = |at: &usize| self.model.entity(*at).last_use as f64;
@@ -391,7 +455,7 @@ impl Pair {
             (Some(once), Some(again)) => once <= again + head,
             (once, _) => once.is_some(),
         };
-        self.coldest(victim, if goes_once { &once } else { &again });
+        if goes_once { once } else { again }
     }
 
     /// Where no leaf may go, what is above held ones does, and there is such a one unless all are held.

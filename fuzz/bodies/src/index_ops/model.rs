@@ -29,6 +29,9 @@ pub struct Entity {
     /// Tiers that have evicted it, while it is in another, and were not told that it came back.
     evicted: [bool; Tier::COUNT],
     pub hits: u8,
+    /// It goes first, and last.
+    pub released: bool,
+    pub kept: bool,
 }
 
 /// All lives, each under a number that is never used again.
@@ -56,6 +59,17 @@ impl Model {
 
     pub fn begin_request(&mut self, blocks: usize) {
         self.request = self.clock..self.clock + 2 * blocks as u64;
+    }
+
+    /// What hints stand, by id.
+    pub fn mark(&mut self, hints: impl Fn(EntryId) -> (bool, bool)) {
+        for entity in self.entities.values_mut() {
+            (entity.released, entity.kept) = hints(entity.id);
+        }
+    }
+
+    pub fn released(&self) -> impl Iterator<Item = usize> {
+        self.entities().filter(|(_, entity)| entity.released).map(|(at, _)| at)
     }
 
     pub fn entity(&self, at: usize) -> &Entity {
@@ -137,11 +151,12 @@ impl Model {
         self.live.values().copied().filter(full)
     }
 
-    /// Full, unpinned, clean, of a block that is in the map and is filled in no tier.
+    /// Full, unpinned, clean or released, of a block that is in the map and is filled in no tier.
     fn may_go(&self, at: usize, tier: Tier) -> bool {
         let settled = Tier::ALL.into_iter().all(|tier| self.copy(at, tier) != Copy::Filling);
-        let clean = matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty: false, .. });
-        settled && clean && !self.entity(at).removed
+        let released = self.entity(at).released;
+        let free = matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty, .. } if !dirty || released);
+        settled && free && !self.entity(at).removed
     }
 
     /// The parents of those with a copy in `tier`, full or filling, for which `wanted` holds.
@@ -163,9 +178,10 @@ impl Model {
         self.full(tier).filter(|&at| self.may_go(at, tier)).filter(above_held).collect()
     }
 
-    /// Full, unpinned and dirty.
+    /// Full, unpinned and dirty, and not released.
     pub fn demotable(&self, tier: Tier) -> Vec<usize> {
-        self.full(tier).filter(|&at| matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty: true, .. })).collect()
+        let full = self.full(tier).filter(|&at| !self.entity(at).released);
+        full.filter(|&at| matches!(self.copy(at, tier), Copy::Full { pins: 0, dirty: true, .. })).collect()
     }
 
     fn find_or_create(&mut self, key: u8, id: &impl Fn(u8) -> EntryId) -> usize {
@@ -186,6 +202,8 @@ impl Model {
             announced: false,
             evicted: [false; Tier::COUNT],
             hits: 0,
+            released: false,
+            kept: false,
         };
         self.entities.insert(at, entity);
         self.live.insert(key, at);
@@ -379,7 +397,9 @@ impl Model {
 
     pub fn evict(&mut self, at: usize, tier: Tier) -> Option<u32> {
         assert!(self.evictable(tier).contains(&at) || self.last_resorts(tier).contains(&at));
-        self.entity_mut(at).evicted[tier as usize] = true;
+        // What goes because of a hint is no choice of the policy.
+        let entity = self.entity_mut(at);
+        entity.evicted[tier as usize] = !entity.released && !entity.kept;
         self.drop_copy(at, tier)
     }
 
