@@ -17,7 +17,8 @@ impl Cache {
     /// Say it only where it is known. A chain that is released and goes on has to be computed anew, which costs far
     /// more than a chain that is over and takes slots until it is the coldest. What is released and not written yet
     /// (`write_back`) is written by a [`sync`](Self::sync) that begins while it is resident; where it had to make room
-    /// before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)).
+    /// before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With `by_value`
+    /// a `sync` does not write it.
     ///
     /// ```
     /// # use kvhoist::{Cache, PrefixChain, block_on};

@@ -78,6 +78,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         chain.retain(|&above| !state.flights.contains(&state.index.key(above), Tier::Disk));
         let [by_value, by_budget] = &shared.metrics.writes_declined;
         let taken = match &self.allowance {
+            // Its chain is over: nothing that it can tell of its like is needed, either.
+            _ if state.index.is_released(id) => {
+                by_value.add(1);
+                shared.decline_write(state, id, &key);
+                return Vec::new();
+            }
             // Whatever its like do, what was used again was asked for again.
             Some(allowance) if worth.is_enough || worth.again => {
                 let mut allowance = allowance.borrow_mut();

@@ -228,3 +228,18 @@ fn a_write_that_fails_is_reported_by_the_next_sync() {
         finish(cache, reactor).await;
     });
 }
+
+#[test]
+fn of_a_chain_that_is_over_nothing_is_written() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(Config { host_blocks: 8, ..by_value() }).await;
+        store(&cache, 1, None).await;
+        store(&cache, 2, Some(1)).await;
+        store(&cache, 3, None).await;
+        assert_eq!(cache.release(&[key(1), key(2)]), 2);
+        cache.sync().await.expect("a sound disk");
+        assert_eq!((cache.stats().dirty, cache.stats().writes_declined), (0, 2));
+        assert_eq!(found_after_kill(&disk, 1..4).await, [3]);
+        finish(cache, reactor).await;
+    });
+}
