@@ -7,6 +7,7 @@
 
 mod commit;
 mod deadline;
+mod disk_write;
 mod flights;
 mod guards;
 mod health;
@@ -15,13 +16,15 @@ mod lock;
 mod lookup;
 mod publish;
 mod refusals;
+mod report;
 mod requests;
 mod service;
 mod slots;
 pub(crate) mod verify;
 
-pub(crate) use commit::{BegunStore, Committed, DiskPlace, DiskWrite, FlightEnd};
+pub(crate) use commit::{BegunStore, Committed, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
+pub(crate) use disk_write::{DiskPlace, DiskWrite};
 pub(crate) use flights::{Class, Raised, Started, Unclaimed, Urgency};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use lock::Locked;

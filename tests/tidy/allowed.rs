@@ -53,6 +53,8 @@ pub const STATE: Group = Group {
         ("lookup", "mod flights"),
         ("service", "mod health"),
         ("deadline", "mod"),
+        ("disk_write", "mod"),
+        ("report", "mod"),
         ("guards", "mod"),
         ("hints", "mod"),
         ("lock", "mod"),

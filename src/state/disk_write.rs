@@ -1,0 +1,86 @@
+//! The disk slot of a block that is written: taken into the table, and made visible or given back.
+
+use super::{Filling, Pin, State};
+use crate::{
+    block::{BlockKey, FileId, Tier},
+    disk::PageId,
+    error::Error,
+    index::EntryId,
+};
+
+/// Where a block is written: its payload, and the page with its record.
+pub(crate) struct DiskPlace {
+    pub(crate) file: FileId,
+    pub(crate) offset: u64,
+    pub(crate) page: PageId,
+}
+
+/// A disk slot that has the bytes of a block and is not visible yet.
+pub(crate) struct DiskWrite {
+    pub(crate) id: EntryId,
+    pub(crate) filling: Filling,
+}
+
+impl State {
+    /// Notes how the write of `id` ended. A block that was removed meanwhile waits for nothing, and a block that was
+    /// stored under its key since is another.
+    pub(super) fn note_written(&mut self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
+        if self.index.find(key) != Some(id) {
+            return;
+        }
+        if self.dirty.remove(key) {
+            self.index.set_dirty(id, Tier::Host, false);
+        }
+        match error {
+            None => self.refusals.forget(key),
+            Some(error) => self.refusals.add(*key, error.clone()),
+        }
+    }
+
+    /// Ends the write of a block to its disk slot; true if the block is visible there. Where the write failed, or the
+    /// block was removed meanwhile, the slot is given back. Its record page is stale then, and written when it next
+    /// comes due, or at `sync`.
+    pub(crate) fn end_disk_write(&mut self, DiskWrite { id, filling }: DiskWrite, error: Option<&Error>) -> bool {
+        let (key, slot) = (self.index.key(id), filling.slot());
+        let is_visible = match error {
+            None => self.index.complete_fill(id, Tier::Disk, slot),
+            Some(error) => {
+                // While the entry is there: of a block that was removed there is nothing to tell, and a removal that
+                // comes later takes the note back.
+                if self.index.find(&key) == Some(id) {
+                    self.refusals.add(key, error.clone());
+                }
+                self.index.abort_fill(id, Tier::Disk);
+                false
+            }
+        };
+        if is_visible {
+            filling.published();
+        } else {
+            self.disk_slots().clear(slot, &key);
+            filling.release(self);
+        }
+        is_visible
+    }
+
+    /// Enters a block in the table of the disk slot that it is about to be written to; says where that is. `None` if
+    /// it was removed or is there already.
+    pub(crate) fn begin_disk_write(&mut self, id: EntryId, filling: &Filling, checksum: u64) -> Option<DiskPlace> {
+        if !self.index.begin_fill(id, Tier::Disk) {
+            return None;
+        }
+        let generation = self.generation;
+        self.generation += 1;
+        let slots = self.disk_slots();
+        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
+        let (file, offset) = slots.locate(filling.slot());
+        Some(DiskPlace { file, offset, page: slots.page_of(filling.slot()) })
+    }
+
+    /// As [`begin_disk_write`](Self::begin_disk_write), of a block that is pinned in host or device memory.
+    pub(crate) fn begin_pinned_write(&mut self, pin: &Pin, filling: &Filling) -> Option<DiskPlace> {
+        let checksums = if pin.tier() == Tier::Device { &self.device_checksums } else { &self.host_checksums };
+        let checksum = checksums[pin.slot() as usize];
+        self.begin_disk_write(pin.id(), filling, checksum)
+    }
+}

@@ -1,0 +1,82 @@
+//! What becomes of refusals: the caller of a store gets its own, a sync or the close reports the others.
+
+use std::sync::Arc;
+
+use super::Shared;
+use crate::{
+    block::BlockKey,
+    error::{Error, Result},
+};
+
+impl Shared {
+    /// The caller of a store has its error. Not before it takes that: the answer may be dropped on its way.
+    pub(crate) fn told(&self, key: &BlockKey, error: &Error) {
+        if says_refused(error) {
+            self.lock().refusals.forget(key);
+        }
+    }
+
+    /// The caller of stores has their results.
+    pub(crate) fn told_all(&self, keys: &[BlockKey], results: &[Result<bool>]) {
+        for (key, result) in keys.iter().zip(results) {
+            result.as_ref().err().into_iter().for_each(|error| self.told(key, error));
+        }
+    }
+}
+
+/// True for what the disk's refusal of a block looks like to the caller of its store. A store that failed for another
+/// reason (it timed out, the cache was closed, a copy failed) says nothing of the block that an earlier store left.
+fn says_refused(error: &Error) -> bool {
+    matches!(error, Error::Io { .. } | Error::Refused { .. } | Error::Unavailable { .. })
+}
+
+/// The reporter of a sync, or of the close: made when that begins.
+pub(crate) struct Reporter {
+    /// `None` once it has reported.
+    shared: Option<Arc<Shared>>,
+    began: u64,
+}
+
+impl Reporter {
+    /// Reports the refusals that nobody was told of before this sync began; whoever calls this tells.
+    pub(crate) fn report(mut self) -> Result<()> {
+        let Some(shared) = self.shared.take() else { return Ok(()) };
+        let report = shared.lock().refusals.report(self.began);
+        let Some((count, last)) = report else { return Ok(()) };
+        let blocks = if count == 1 { "block is" } else { "blocks are" };
+        Err(Error::Refused {
+            reason: format!(
+                "{count} {blocks} stored and not on disk, which this reports once; the last because: {last}"
+            ),
+        })
+    }
+}
+
+impl Drop for Reporter {
+    fn drop(&mut self) {
+        if let Some(shared) = self.shared.take().and_then(Shared::at_home) {
+            shared.lock().refusals.end(self.began);
+        }
+    }
+}
+
+impl Shared {
+    /// A sync begins, or the close.
+    pub(crate) fn begin_report(self: &Arc<Self>) -> Reporter {
+        let began = self.lock().refusals.begin();
+        Reporter { shared: Some(Arc::clone(self)), began }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_refusal_itself_tells_of_a_refusal() {
+        let io = Error::io("write", "a store", std::io::ErrorKind::StorageFull.into());
+        assert!(says_refused(&io) && says_refused(&Error::Refused { reason: "read-only".into() }));
+        let copy = Error::Copy { engine: "memcpy", reason: "a reason".into() };
+        assert!(!says_refused(&Error::Closed) && !says_refused(&copy));
+    }
+}
