@@ -184,6 +184,24 @@ fn a_store_that_fails_takes_no_computed_block_away() {
 }
 
 #[test]
+fn callers_that_wait_get_what_was_computed_although_it_is_stored_nowhere() {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    let (go, gone) = oneshot::channel::<()>();
+    let mut first = call(&cache, || async {
+        drop(gone.await);
+        Ok(payload(1, BLOCK_BYTES))
+    });
+    assert!(poll(&mut first).is_pending());
+    let mut second = ready(&cache, &computed);
+    assert!(poll(&mut second).is_pending());
+    block_on(cache.close()).expect("closed");
+    drop(go);
+    assert_is_block(poll(&mut first));
+    assert_is_block(poll(&mut second));
+    assert_eq!(computed.load(Ordering::Relaxed), 0, "the first caller's");
+}
+
+#[test]
 fn more_callers_than_waiters_max_are_refused() {
     let cache = memory(2);
     let (mut first, mut second) = (call(&cache, pending), call(&cache, pending));
