@@ -7,13 +7,13 @@ use std::{
 
 use kvhoist::{
     BlockKey, Error, Segment, ServiceFault, Tier, block_on,
-    service::{Client, SharedMemory},
+    service::{Client, ClientOptions, SharedMemory},
 };
 
 use crate::{
     common::{key, payload},
     guest::{BLOCKS, Guest, POOL_BLOCKS},
-    node::{BLOCK_BYTES, Node, Process, options},
+    node::{BLOCK_BYTES, HANG, Node, Process, options},
 };
 
 fn keys(numbers: std::ops::Range<u64>) -> Vec<BlockKey> {
@@ -109,6 +109,43 @@ fn memory_that_cannot_be_passed_is_copied() {
     assert!(matches!(loaded[..], [Ok(true)]));
     drop(loan);
     assert!(block == payload(3, BLOCK_BYTES));
+}
+
+#[test]
+fn calls_at_once_find_no_block_of_another_in_what_they_have_copied() {
+    /// So much that copying a block takes as long as the service takes for the next.
+    const WIDE: usize = 1 << 20;
+    let node = Node::new();
+    let mut wide = ClientOptions::new("wide", WIDE);
+    (wide.capacity_bytes, wide.host_bytes) = (8 * WIDE as u64, 2 * WIDE as u64);
+    (wide.bounce_bytes, wide.deadline) = (2 * WIDE, HANG);
+    let client = block_on(Client::connect(node.socket(), wide)).expect("a service");
+    let moved = |n: u64, load: bool, block: &mut [u8]| {
+        let place = [Segment { ptr: block.as_mut_ptr(), len: WIDE }];
+        // SAFETY: the block outlives the loan.
+        let loan = unsafe { client.lend(&place) };
+        let (keys, places) = ([key(n)], [place.to_vec()]);
+        let results = match load {
+            true => block_on(loan.load_into(&keys, &places)),
+            false => block_on(loan.store_from(&keys, None, &places)),
+        };
+        assert!(matches!(results.expect("a service")[..], [Ok(true)]), "block {n}");
+    };
+    std::thread::scope(|scope| {
+        for n in 0..6 {
+            let moved = &moved;
+            scope.spawn(move || {
+                let expected = payload(n, WIDE);
+                let mut block = expected.clone();
+                moved(n, false, &mut block);
+                for _ in 0..50 {
+                    block.fill(0);
+                    moved(n, true, &mut block);
+                    assert!(block == expected, "block {n}");
+                }
+            });
+        }
+    });
 }
 
 #[test]

@@ -14,13 +14,11 @@ const SLOT_ALIGN: usize = 4096;
 const SLOTS_MAX: usize = 4096;
 
 /// Block-sized slots in memory that the service has.
-pub(super) struct Bounce {
-    memory: Arc<SharedMemory>,
-    slot_bytes: usize,
-    slots: Arc<Slots>,
-}
+pub(super) struct Bounce(Arc<Slots>);
 
 struct Slots {
+    memory: Arc<SharedMemory>,
+    slot_bytes: usize,
     free: Mutex<Vec<usize>>,
     permits: Arc<Semaphore>,
 }
@@ -48,17 +46,17 @@ impl Bounce {
         let slot_bytes = block_bytes.next_multiple_of(SLOT_ALIGN);
         let count = (bytes / slot_bytes).clamp(1, SLOTS_MAX);
         let memory = Arc::new(SharedMemory::new(count * slot_bytes)?);
-        let slots = Slots { free: Mutex::new((0..count).collect()), permits: Arc::new(Semaphore::new(count)) };
-        Ok(Bounce { memory, slot_bytes, slots: Arc::new(slots) })
+        let (free, permits) = (Mutex::new((0..count).collect()), Arc::new(Semaphore::new(count)));
+        Ok(Bounce(Arc::new(Slots { memory, slot_bytes, free, permits })))
     }
 
     pub(super) fn memory(&self) -> &Arc<SharedMemory> {
-        &self.memory
+        &self.0.memory
     }
 
     /// The most blocks that one call takes: others move meanwhile.
     pub(super) fn blocks_per_call(&self) -> usize {
-        (self.memory.len() / self.slot_bytes).div_ceil(4)
+        (self.0.memory.len() / self.0.slot_bytes).div_ceil(4)
     }
 
     /// Takes slots for `count` blocks, once there are as many.
@@ -66,34 +64,49 @@ impl Bounce {
     /// # Cancel safety
     /// Nothing is taken.
     pub(super) async fn take(&self, count: usize) -> Result<Taken> {
-        let permits = Arc::clone(&self.slots.permits).acquire_many_owned(count as u32).await;
+        let permits = Arc::clone(&self.0.permits).acquire_many_owned(count as u32).await;
         let permits = permits.map_err(|_| Error::Closed)?;
-        let mut free = self.slots.free.lock().expect("nothing panics under it");
+        let mut free = self.0.free.lock().expect("nothing panics under it");
         let first = free.len() - count;
         let numbers = free.split_off(first);
         drop(free);
-        Ok(Taken { numbers, slots: Arc::clone(&self.slots), _permits: permits })
-    }
-
-    /// The slot of a call's block `at`.
-    pub(super) fn slot(&self, taken: &Taken, at: usize, block_bytes: usize) -> Segment {
-        Segment { ptr: self.memory.as_ptr().wrapping_add(taken.numbers[at] * self.slot_bytes), len: block_bytes }
+        Ok(Taken { numbers, slots: Arc::clone(&self.0), _permits: permits })
     }
 }
 
-/// Copies a block between its segments and its slot.
-///
-/// # Safety
-/// The segments are mapped, readable, and writable if `into`, and one slot long in all.
-pub(super) unsafe fn copy(slot: &Segment, segments: &[Segment], into: bool) {
-    let mut at = slot.ptr;
-    for segment in segments {
-        let (from, to) = if into { (at, segment.ptr) } else { (segment.ptr, at) };
-        // SAFETY: the caller promises the segment; the slot is as long as all segments. Regions may overlap in what
-        // the caller names only, never with the slot, which is this client's own.
-        unsafe { std::ptr::copy(from, to, segment.len) };
-        at = at.wrapping_add(segment.len);
+impl Taken {
+    /// The slot of the call's block `at`.
+    pub(super) fn slot(&self, at: usize, block_bytes: usize) -> Segment {
+        let start = self.numbers[at] * self.slots.slot_bytes;
+        Segment { ptr: self.slots.memory.as_ptr().wrapping_add(start), len: block_bytes }
     }
+
+    /// Copies the call's block `at` from its slot to its segments, or into the slot. The slots are the call's until
+    /// after that.
+    ///
+    /// # Safety
+    /// The segments are mapped, readable, writable where they are copied to, and one block long in all. The service
+    /// is not at work on the slot.
+    pub(super) unsafe fn copy(&self, at: usize, segments: &[Segment], direction: Direction) {
+        let mut slot = self.slot(at, 0).ptr;
+        for segment in segments {
+            let (from, to) = match direction {
+                Direction::In => (segment.ptr, slot),
+                Direction::Out => (slot, segment.ptr),
+            };
+            // SAFETY: the caller promises the segment; a slot is as long as a block. Segments may overlap one another,
+            // never the slot, which is this client's own memory.
+            unsafe { std::ptr::copy(from, to, segment.len) };
+            slot = slot.wrapping_add(segment.len);
+        }
+    }
+}
+
+/// Which way a block is copied.
+#[derive(Clone, Copy)]
+pub(super) enum Direction {
+    In,
+    Out,
 }
 
 #[cfg(test)]
@@ -104,15 +117,15 @@ mod tests {
     #[test]
     fn slots_come_back_when_their_last_holder_goes() {
         let bounce = Bounce::new(4 * 8192, 5000).expect("memory");
-        assert_eq!((bounce.slot_bytes, bounce.blocks_per_call()), (8192, 1));
+        assert_eq!((bounce.0.slot_bytes, bounce.blocks_per_call()), (8192, 1));
         let taken = block_on(bounce.take(3)).expect("slots");
         let (kept, other) = (Arc::new(taken), block_on(bounce.take(1)).expect("slots"));
         let service = Arc::clone(&kept);
-        let places: Vec<_> = (0..3).map(|at| bounce.slot(&kept, at, 5000).ptr).collect();
-        assert!(!places.contains(&bounce.slot(&other, 0, 5000).ptr));
+        let places: Vec<_> = (0..3).map(|at| kept.slot(at, 5000).ptr).collect();
+        assert!(!places.contains(&other.slot(0, 5000).ptr));
         drop(kept);
-        assert_eq!(bounce.slots.permits.available_permits(), 0, "the service may still write there");
+        assert_eq!(bounce.0.permits.available_permits(), 0, "the service may still write there");
         drop(service);
-        assert_eq!(bounce.slots.permits.available_permits(), 3);
+        assert_eq!(bounce.0.permits.available_permits(), 3);
     }
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{
-    bounce::{self, Bounce, Taken},
+    bounce::{Bounce, Direction, Taken},
     calls::{Client, unexpected},
     places::Found,
     worker::What,
@@ -176,22 +176,23 @@ impl Client {
         bounce: &Bounce,
     ) -> Result<Vec<Result<bool>>> {
         let taken = Arc::new(bounce.take(keys.len()).await?);
-        let slots: Vec<_> = (0..keys.len()).map(|at| bounce.slot(&taken, at, self.block_bytes())).collect();
+        let slots: Vec<_> = (0..keys.len()).map(|at| taken.slot(at, self.block_bytes())).collect();
         if matches!(way, Way::Store(_)) {
-            for (slot, segments) in slots.iter().zip(segments) {
+            for (at, segments) in segments.iter().enumerate() {
                 // SAFETY: `find` has seen to it that the segments are one block long and lie in memory whose owner
-                // keeps it mapped: registered, or lent for this call.
-                unsafe { bounce::copy(slot, segments, false) };
+                // keeps it mapped: registered, or lent for this call. The service does not know of the slots yet.
+                unsafe { taken.copy(at, segments, Direction::In) };
             }
         }
         let places = slots.iter().map(|slot| self.places().place(slot).map(|place| vec![place]));
         let blocks = Blocks { keys: keys.to_vec(), places: places.collect::<Result<_>>()? };
-        let results = self.results(way.request(blocks), keys.len(), Some(taken)).await?;
+        let results = self.results(way.request(blocks), keys.len(), Some(Arc::clone(&taken))).await?;
         if matches!(way, Way::Load) {
-            for ((slot, segments), result) in slots.iter().zip(segments).zip(&results) {
+            for (at, (segments, result)) in segments.iter().zip(&results).enumerate() {
                 if matches!(result, Ok(true)) {
-                    // SAFETY: as above; this is a poll of the call that the memory was lent for.
-                    unsafe { bounce::copy(slot, segments, true) };
+                    // SAFETY: `find` has seen to the segments, and this is a poll of the call that the memory was lent
+                    // for. The service has replied.
+                    unsafe { taken.copy(at, segments, Direction::Out) };
                 }
             }
         }
@@ -200,8 +201,7 @@ impl Client {
 
     /// One request that answers for each of its blocks. The service has `slots` until it has replied.
     async fn results(&self, request: Request, blocks: usize, slots: Option<Arc<Taken>>) -> Result<Vec<Result<bool>>> {
-        // Kept here too: what was loaded is still to be copied out of them.
-        match self.call(request, What::Plain, slots.clone()).await? {
+        match self.call(request, What::Plain, slots).await? {
             Reply::Results(results) if results.len() == blocks => {
                 Ok(results.into_iter().map(|result| result.map_err(Error::from)).collect())
             }
