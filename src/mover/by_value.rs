@@ -13,7 +13,7 @@ use crate::{
     device::CopyEngine,
     index::EntryId,
     io::Storage,
-    state::State,
+    state::{PendingWrite, State},
 };
 
 /// Blocks that are decided on between two turns of the I/O.
@@ -23,15 +23,41 @@ const AT_ONCE: usize = 16;
 const CHAIN_MAX: usize = 1024;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Decides on the coldest blocks of host memory, while it is time for that and none of them is to be written.
-    pub(super) async fn decide_coldest(&self) {
+    /// Begins the write of the next block that is worth one, after deciding on as many as that takes. `None` where it
+    /// is not time for a write, and where the last one could not begin.
+    pub(super) async fn next_by_value(&self) -> Option<PendingWrite> {
+        loop {
+            {
+                let mut state = self.shared.lock();
+                let mut is_refused = false;
+                while let Some((id, key)) = state.next_leaving() {
+                    match self.begin_write_back(&mut state, id, &key) {
+                        Some(write) => return Some(write),
+                        None => is_refused = true,
+                    }
+                }
+                // It is dirty still, and would be decided on again and again.
+                if is_refused {
+                    return None;
+                }
+            }
+            // Every block that was leaving may have been written or removed since: the coldest one is not among them.
+            if !self.decide_coldest().await {
+                return None;
+            }
+        }
+    }
+
+    /// Decides on the coldest blocks of host memory, while it is time for that and until one is to be written: true if
+    /// one is.
+    async fn decide_coldest(&self) -> bool {
         loop {
             for _ in 0..AT_ONCE {
                 let mut state = self.shared.lock();
                 if !state.leaving.is_empty() {
-                    return;
+                    return true;
                 }
-                let Some((id, key)) = self.coldest_dirty(&state) else { return };
+                let Some((id, key)) = self.coldest_dirty(&state) else { return false };
                 self.decide(&mut state, id, key);
             }
             crate::io::yield_now().await;
@@ -117,6 +143,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 }
 
 impl State {
+    /// Forgets which blocks were found to be worth a write and are not dirty any more.
+    pub(super) fn forget_written(&mut self) {
+        let State { leaving, dirty, .. } = self;
+        leaving.retain(|key| dirty.contains(key));
+    }
+
     /// The next block that was found to be worth a write, and waits for it.
     pub(super) fn next_leaving(&mut self) -> Option<(EntryId, BlockKey)> {
         while let Some(key) = self.leaving.pop_front() {

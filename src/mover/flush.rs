@@ -42,6 +42,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
             }
         }
+        self.shared.lock().forget_written();
         self.write_stale_records().await?;
         self.flush().await?;
         transient.map_or(Ok(()), Err)

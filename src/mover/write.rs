@@ -238,10 +238,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         loop {
             self.shared.write_back.notified().await;
             while self.demoting.get() < DEMOTING_MAX {
-                if self.shared.config.values_writes() {
-                    self.decide_coldest().await;
-                }
-                let Some(write) = self.next_write_back() else { break };
+                let next = match self.shared.config.values_writes() {
+                    true => self.next_by_value().await,
+                    false => self.next_write_back(),
+                };
+                let Some(write) = next else { break };
                 let demoting = Demoting::new(&self);
                 let this = Rc::clone(&self);
                 self.spawn(async move {
@@ -253,21 +254,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     fn next_write_back(&self) -> Option<PendingWrite> {
-        let shared = &self.shared;
-        let mut state = shared.lock();
-        if !shared.config.values_writes() {
-            let (id, key) = self.coldest_dirty(&state)?;
-            return self.begin_write_back(&mut state, id, &key);
-        }
-        loop {
-            let (id, key) = state.next_leaving()?;
-            if let Some(write) = self.begin_write_back(&mut state, id, &key) {
-                return Some(write);
-            }
-        }
+        let mut state = self.shared.lock();
+        let (id, key) = self.coldest_dirty(&state)?;
+        self.begin_write_back(&mut state, id, &key)
     }
 
-    fn begin_write_back(&self, state: &mut State, id: EntryId, key: &BlockKey) -> Option<PendingWrite> {
+    pub(super) fn begin_write_back(&self, state: &mut State, id: EntryId, key: &BlockKey) -> Option<PendingWrite> {
         match self.shared.begin_write(state, id, key, Class::Background, self.shared.config.waiters_max) {
             Ok(Committed::Write(write, _nobody)) => Some(write),
             _ => None,

@@ -74,6 +74,22 @@ async fn learn_that_nobody_comes_back(cache: &Cache) {
 }
 
 #[test]
+fn a_call_gets_a_slot_though_what_was_to_be_written_was_written_by_a_sync() {
+    sim::block_on(async {
+        let (cache, reactor, _disk) = open(Config { host_blocks: 1, ..by_value() }).await;
+        for n in 0..4 {
+            store(&cache, n, None).await;
+            // Finds the block worth a write, and writes it.
+            cache.sync().await.expect("the disk takes it");
+            // Takes the slot of a block that is on disk; the caller after it that of one on which nothing was decided.
+            store(&cache, 100 + n, None).await;
+            drop(cache.reserve().await.expect("a slot"));
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
 fn a_block_is_written_when_host_memory_lets_it_go_after_those_above_it() {
     sim::block_on(async {
         // One write after the other. The chain's keys are in no order of theirs.
