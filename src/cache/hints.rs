@@ -17,19 +17,20 @@ impl Cache {
     /// Say it only where it is known. A chain that is released and goes on has to be computed anew, which costs far
     /// more than a chain that is over and takes slots until it is the coldest. What is released and not written yet
     /// (`write_back`) is written by a [`sync`](Self::sync) that begins while it is resident; where it had to make room
-    /// before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With `by_value`
-    /// a `sync` does not write it.
+    /// before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With
+    /// `by_value` a `sync` does not write it.
     ///
     /// ```
     /// # use kvhoist::{Cache, PrefixChain, block_on};
     /// # block_on(async {
-    /// let cache = Cache::builder().block_bytes(4096).host_blocks(16).open().await?;
-    /// let keys = PrefixChain::new("chat").extend_tokens(&[7; 96], 32);
+    /// let cache = Cache::builder().block_bytes(4096).host_bytes(64 << 10).open().await?;
+    /// let keys = PrefixChain::new("chat").extend_tokens(&[7; 96], 32)?;
     /// cache.store(&keys[0], None, &[0; 4096]).await?;
     /// cache.store(&keys[1], Some(&keys[0]), &[1; 4096]).await?;
     /// // The user has closed the conversation. Its third block was never stored.
     /// assert_eq!(cache.release(&keys), 2);
-    /// # cache.close().await }).expect("the example runs");
+    /// # cache.close().await
+    /// # }).expect("the example runs");
     /// ```
     pub fn release(&self, keys: &[BlockKey]) -> usize {
         self.inner.shared.release(keys)
@@ -47,11 +48,12 @@ impl Cache {
     /// # use kvhoist::{Cache, PrefixChain, block_on};
     /// # use std::time::Duration;
     /// # block_on(async {
-    /// let cache = Cache::builder().block_bytes(4096).host_blocks(16).open().await?;
-    /// let system_prompt = PrefixChain::new("chat").extend_tokens(&[7; 32], 32);
+    /// let cache = Cache::builder().block_bytes(4096).host_bytes(64 << 10).open().await?;
+    /// let system_prompt = PrefixChain::new("chat").extend_tokens(&[7; 32], 32)?;
     /// cache.store(&system_prompt[0], None, &[0; 4096]).await?;
     /// assert_eq!(cache.keep(&system_prompt, Duration::from_secs(3600)), 1);
-    /// # cache.close().await }).expect("the example runs");
+    /// # cache.close().await
+    /// # }).expect("the example runs");
     /// ```
     pub fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
         self.inner.shared.keep(keys, time)
