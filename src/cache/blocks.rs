@@ -73,7 +73,7 @@ impl Cache {
     /// assert!(!cache.contains(&key));
     /// cache.store(&key, None, &[7; 4096]).await?;
     /// assert!(cache.contains(&key));
-    /// # cache.close().await }).unwrap();
+    /// # cache.close().await }).expect("the example runs");
     /// ```
     pub fn contains(&self, key: &BlockKey) -> bool {
         let state = self.shared().lock();
@@ -96,7 +96,7 @@ impl Cache {
     /// assert!(cache.is_empty());
     /// cache.store(&kvhoist::BlockKey::new([1; 32]), None, &[7; 4096]).await?;
     /// assert_eq!(cache.len(), 1);
-    /// # cache.close().await }).unwrap();
+    /// # cache.close().await }).expect("the example runs");
     /// ```
     pub fn len(&self) -> usize {
         let state = self.shared().lock();
@@ -124,7 +124,7 @@ impl Cache {
     ///         println!("{key}: {} bytes", block.len());
     ///     }
     /// }
-    /// # cache.close().await }).unwrap();
+    /// # cache.close().await }).expect("the example runs");
     /// ```
     pub fn keys(&self) -> Keys {
         Keys { shared: Arc::clone(self.shared()), found: Vec::new().into_iter(), page: Some(0) }
@@ -148,7 +148,7 @@ impl Cache {
     /// cache.store(&kvhoist::BlockKey::new([1; 32]), None, &[7; 4096]).await?;
     /// assert_eq!(cache.clear().await?, 1);
     /// assert!(cache.is_empty());
-    /// # cache.close().await }).unwrap();
+    /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn clear(&self) -> Result<u64> {
         self.shared().lock().check_open()?;
@@ -189,7 +189,7 @@ impl Cache {
     ///         None => println!("{key}: a miss"),
     ///     }
     /// }
-    /// # cache.close().await }).unwrap();
+    /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn fetch_many(&self, keys: &[BlockKey]) -> Result<Vec<Result<Option<Lease>>>> {
         self.shared().lock().check_open()?;

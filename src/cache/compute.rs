@@ -52,7 +52,7 @@ impl Cache {
     ///     .await?;
     /// assert_eq!(block[..], [7; 4096]);
     /// assert!(cache.contains(&key));
-    /// # cache.close().await }).unwrap();
+    /// # cache.close().await }).expect("the example runs");
     /// ```
     pub async fn get_or_fetch_with<C, B, E>(
         &self,
