@@ -3,13 +3,13 @@
     python/test                                              # makes python/.venv, with vLLM's modules
     KVHOIST_VLLM=python/.venv/vllm-0.33.0 python python/bench/vllm_gpu.py [--dir DIR] [--chunks 512] [--rounds 5]
 
-`python` is one with a torch that has CUDA. The KV cache is that of Llama-8B with 16 tokens a block: 32 layers of 64
-KiB, one block a chunk. Each round every entrant stores a job of new chunks from the GPU, and loads those of the round
-before into blocks that were zeroed; every byte is compared. kvhoist's host tier is smaller than a round, so that no
-chunk that is loaded is in it, which is checked. `bare` reads and writes 2 MiB at a time with O_DIRECT from 16 threads,
-each with a pinned buffer and a copy of its own: what the machine's drive and bus give without anything around them.
-`simple` is vLLM's own DiskBackend with its default of two buffers. Ratios are within a round; medians and ranges are
-printed.
+`python` is one with a torch that has CUDA. `--dir` may be given several times: kvhoist and the bare loop stripe over all
+folders, `simple` takes the first. The KV cache is that of Llama-8B with 16 tokens a block: 32 layers of 64 KiB, one
+block a chunk. Each round every entrant stores a job of new chunks from the GPU, and loads those of the round before
+into blocks that were zeroed; every byte is compared. kvhoist's host tier is smaller than a round, and a check shows
+that every chunk came from disk. `bare` reads and writes 2 MiB at a time with O_DIRECT from 16 threads, each with a
+pinned buffer and a copy of its own: what drive and bus give without anything around them. `simple` is vLLM's own
+DiskBackend with its default of two buffers. Ratios are within a round; medians and ranges are printed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ class Kvhoist:
 
     name = "kvhoist"
 
-    def __init__(self, folder: Path, gpu, options) -> None:
+    def __init__(self, folders: list[Path], gpu, options) -> None:
         extra = vgpu.settings(
-            folder, capacity=(options.rounds + 2) * options.chunks * gpu.block_bytes + (64 << 20),
+            folders[0], route=options.route, capacity=(options.rounds + 2) * options.chunks * gpu.block_bytes + (64 << 20),
             host_bytes=options.host_bytes, store_bytes_queued_max=1 << 40, direct_io="require",
         )  # fmt: skip
+        extra["path"] = [str(folder) for folder in folders]
         self.served = vgpu.Served(extra, gpu)
         self.worker = self.served.worker.connector_worker.worker
         self.jobs = 0
@@ -96,7 +97,7 @@ class Simple:
 
     name = "simple"
 
-    def __init__(self, folder: Path, gpu, options) -> None:
+    def __init__(self, folders: list[Path], gpu, options) -> None:
         from vllm.v1.simple_kv_offload import cuda_mem_ops, disk_backend
 
         # The platform is found by the package's metadata, which an unpacked wheel has not.
@@ -106,7 +107,7 @@ class Simple:
         self.slots = Slots()
         caches = {f"l{n}": tensor for n, tensor in enumerate(gpu.tensors)}
         self.backend.init(
-            caches, gpu.memory.device, torch.cuda.Stream(), torch.cuda.Stream(), str(folder / "simple"),
+            caches, gpu.memory.device, torch.cuda.Stream(), torch.cuda.Stream(), str(folders[0] / "simple"),
             (options.rounds + 2) * options.chunks, gpu.block_bytes,
         )  # fmt: skip
 
@@ -133,11 +134,12 @@ class Bare:
 
     name = "bare"
 
-    def __init__(self, folder: Path, gpu, options) -> None:
+    def __init__(self, folders: list[Path], gpu, options) -> None:
         self.gpu, self.slots = gpu, Slots()
         size = gpu.block_bytes
-        self.fd = os.open(folder / "bare", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
-        os.posix_fallocate(self.fd, 0, (options.rounds + 2) * options.chunks * size)
+        self.fds = [os.open(folder / "bare", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600) for folder in folders]
+        for fd in self.fds:
+            os.posix_fallocate(fd, 0, -(-(options.rounds + 2) * options.chunks // len(folders)) * size)
         raw = torch.zeros((THREADS + 1) * size, dtype=torch.int8).pin_memory()
         start = -raw.data_ptr() % 4096
         self.buffers = raw[start : start + THREADS * size].view(THREADS, size)
@@ -153,14 +155,15 @@ class Bare:
             view = memoryview(buffer.numpy())
             with torch.cuda.stream(stream):
                 for at in range(thread, len(keys), THREADS):
+                    fd, offset = self.fds[slots[at] % len(self.fds)], slots[at] // len(self.fds) * size
                     if is_load:
-                        assert os.preadv(self.fd, [view], slots[at] * size) == size
+                        assert os.preadv(fd, [view], offset) == size
                         self.device[at].copy_(buffer, non_blocking=True)
                         stream.synchronize()
                     else:
                         buffer.copy_(self.device[at], non_blocking=True)
                         stream.synchronize()
-                        assert os.pwritev(self.fd, [view], slots[at] * size) == size
+                        assert os.pwritev(fd, [view], offset) == size
 
         if not is_load:
             for at, block in enumerate(blocks):
@@ -189,24 +192,27 @@ class Bare:
         return self._run(keys, blocks, True)
 
     def close(self) -> None:
-        os.close(self.fd)
+        for fd in self.fds:
+            os.close(fd)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dir", type=Path, help="a folder on the drive")
+    parser.add_argument("--dir", type=Path, action="append", help="a folder on the drive; may be given again")
+    parser.add_argument("--route", default="bounce", help="kvhoist's setting")
     parser.add_argument("--chunks", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--host-bytes", default="256MiB", help="kvhoist's host tier")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("python/bench/vllm_gpu.py: found no CUDA device, expected one")
-    folder = Path(tempfile.mkdtemp(prefix="kvhoist-bench-", dir=options.dir))
+    folders = [Path(tempfile.mkdtemp(prefix="kvhoist-bench-", dir=folder)) for folder in options.dir or [None]]
     gpu = vgpu.Gpu(layers=32, heads=8, head_size=128, blocks=options.chunks + 1)
     blocks = list(range(1, options.chunks + 1))
     total = options.chunks * gpu.block_bytes
-    print(f"{options.chunks} chunks of {gpu.block_bytes} bytes in {folder}, {torch.cuda.get_device_name()}")
-    entrants = [Bare(folder, gpu, options), Kvhoist(folder, gpu, options), Simple(folder, gpu, options)]
+    print(f"{options.chunks} chunks of {gpu.block_bytes} bytes in {', '.join(map(str, folders))}, {torch.cuda.get_device_name()}")
+    entrants = [kind(folders, gpu, options) for kind in (Bare, Kvhoist, Simple)]
+    print(entrants[1].served.store.route())
     rates: dict[tuple[str, str], list[float]] = {}
     contents: dict[int, torch.Tensor] = {}
     try:
@@ -232,7 +238,8 @@ def main() -> None:
     finally:
         for entrant in entrants:
             entrant.close()
-        shutil.rmtree(folder, ignore_errors=True)
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
     print(f"{'GiB/s':<10}{'store':>24}{'load':>24}")
     for entrant in entrants:
         cells = []

@@ -1,7 +1,4 @@
-"""Chunks of an engine's own host memory on disk, moved by jobs that nobody waits for. What the vLLM tier is made of.
-
-Needs no engine.
-"""
+"""Chunks of an engine's host memory on disk, moved by asynchronous jobs: the base of the vLLM tier. Needs no engine."""
 
 from __future__ import annotations
 
@@ -21,19 +18,18 @@ from .hicache import _make_directory, _slug
 
 logger = logging.getLogger(__name__)
 
-#: Jobs that may be under way. An engine has a few for each of its requests.
+#: Most jobs under way. An engine has a few for each of its requests.
 JOBS_MAX = 16_384
 
-#: Host memory of a store whose chunks all go straight between drive and engine. What a drive cannot reach straight, and
-#: write_back, need more.
+#: Host memory of a store whose chunks go straight between drive and engine. Unaligned chunks and write_back need more.
 STRAIGHT_HOST_BYTES = 64 << 20
 
-#: Seconds after which a wait for jobs is worth a line in the log, and again each time.
+#: Seconds between log lines about a wait for jobs.
 _LONG_WAIT_S = 10
 
 
 def tier_settings(given: Mapping[str, Any]) -> HiCacheConfig:
-    """Settings of a tier, checked: those of the HiCache backend, but for what is about its pools."""
+    """Settings of a tier, checked: those of the HiCache backend without those of its pools."""
     given = dict(given)
     if "pool_shares" in given:
         raise config_error("pool_shares", given["pool_shares"], "nothing: the engine's memory is one pool")
@@ -45,12 +41,12 @@ def tier_settings(given: Mapping[str, Any]) -> HiCacheConfig:
 
 @dataclass
 class Ended:
-    """A job that has ended: every key of it is in `good` or in `failed`."""
+    """A job that has ended: each of its keys is in `good` or in `failed`."""
 
     job_id: int
     is_load: bool
     good: list
-    #: What went wrong with each of the other keys; `False` for one that was nowhere.
+    #: The error of each other key; `False` for a key that was not found.
     failed: dict
     seconds: float
 
@@ -67,12 +63,12 @@ class _Job:
 
 @dataclass(frozen=True)
 class Place:
-    """Where chunks are kept: everything that their bytes depend on and their keys do not tell."""
+    """Where chunks are kept, by everything that their bytes depend on and that is not in their keys."""
 
-    #: For people: the model's name, and which replica this is.
+    #: For people: the model and the replica.
     model: str
     replica: str
-    #: What is digested, as JSON.
+    #: Digested as JSON.
     identity: Mapping[str, Any]
 
     def digest(self) -> str:
@@ -90,8 +86,8 @@ class Place:
 
 
 def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str, **more: Any) -> Cache:
-    """Opens the cache of an engine that keeps its blocks in memory of its own. `unit` is what the engine calls a block;
-    `more` are further settings of the cache."""
+    """Opens the cache of an engine with memory of its own. `unit` is the engine's word for a block, `more` are further
+    settings of the cache."""
     directories, slot = place.directories(config.path), slot_bytes(block_bytes)
     slots = slots_within(config.capacity // len(directories), block_bytes)
     if slots < 1:
@@ -107,7 +103,7 @@ def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str,
         write_policy=config.write_policy,
         direct_io=config.direct_io,
         storage=config.storage,
-        # The engine's memory is the host tier: blocks that direct I/O can reach need no second one here.
+        # The engine's memory is the host tier: blocks that direct I/O can reach need no copy here.
         bypass_host=True,
         deadline_ms=config.deadline_ms,
         read_bytes_in_flight_max=max(slot, config.read_bytes_in_flight_max),
@@ -119,7 +115,7 @@ def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str,
 class Jobs:
     """The chunks of a cache, and the jobs that move them.
 
-    Methods raise; the adapter answers for that. Nothing but `drain` waits. For one thread at a time.
+    Methods raise, and the adapter handles it. Only `drain` waits. One thread at a time.
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -134,9 +130,9 @@ class Jobs:
         return self.cache.contains(*chunk_keys([name]))
 
     def answers(self, resident: Any, absent: Any, known: dict[bytes, Any]) -> Callable[[bytes, Any], Any]:
-        """`contains` in an engine's own words, as fast as it can be: it is asked for every key of every prompt.
+        """A fast `contains` with the engine's own objects as answers, for every key of every prompt.
 
-        `known` has the names of which the adapter knows better.
+        Answers in `known` override the index.
         """
         return self.cache.answers(resident, absent, known).answer
 
@@ -147,9 +143,9 @@ class Jobs:
     # Jobs
 
     def begin(self, job_id: int, is_load: bool, parts: Iterable[tuple[Sequence[bytes], Callable[[Any], int]]]) -> None:
-        """Begins a job of some submissions: (keys, what submits them to a queue and returns the ticket).
+        """Begins a job of submissions: (keys, function that submits them to a queue and returns the ticket).
 
-        The job ends when all have, also those that could not begin.
+        The job ends when all submissions have ended. A submission that cannot begin fails its keys.
         """
         job = self._jobs[job_id] = _Job(is_load, time.monotonic())
         for keys, submit in parts:
@@ -163,7 +159,7 @@ class Jobs:
         self._end_if_done(job_id, job)
 
     def fail(self, job_id: int, keys: Sequence[bytes], is_load: bool) -> None:
-        """Ends a job that never began."""
+        """Ends a job that did not begin."""
         self._ended.append(Ended(job_id, is_load, [], dict.fromkeys(keys, "not begun"), 0.0))
 
     def finished(self) -> list[Ended]:
@@ -189,9 +185,9 @@ class Jobs:
             self._ended.append(Ended(job_id, job.is_load, job.good, job.failed, time.monotonic() - job.started))
 
     def drain(self, job_ids: Collection[int] | None = None) -> None:
-        """Returns when none of these jobs is under way, or no job at all; `finished` has their ends.
+        """Waits until none of these jobs is under way, or no job at all; `finished` has their results.
 
-        What the drive was given is waited for.
+        It has no deadline: the drive may still write to the memory.
         """
         poll = select.poll()
         poll.register(self._queue.event_fd, select.POLLIN)
@@ -206,7 +202,7 @@ class Jobs:
 
 
 class ChunkStore(Jobs):
-    """One engine's chunks: its memory registered once, its store on disk, and the jobs between the two.
+    """One engine's memory, registered once, its store on disk, and the jobs between the two.
 
     As `Jobs`; `close` waits, too.
     """
@@ -225,7 +221,7 @@ class ChunkStore(Jobs):
         self._closed = False
 
     def goes_straight(self) -> bool:
-        """Whether chunks go straight between drive and memory: what the engine will do with them."""
+        """Whether chunks go between drive and memory without a copy."""
         return self.region.address % 4096 == 0 and self.chunk_bytes % 4096 == 0
 
     # Jobs
@@ -255,7 +251,7 @@ class ChunkStore(Jobs):
         return keys, submit
 
     def close(self) -> None:
-        """Waits for the jobs, lets go of the memory, and closes the store. Again: does nothing."""
+        """Waits for the jobs, unregisters the memory, and closes the store. Again: does nothing."""
         if self._closed:
             return
         self._closed = True

@@ -1,13 +1,13 @@
-"""Chunks of an engine's KV cache in device memory, straight to and from a store on disk. Needs no engine.
+"""Chunks of an engine's KV cache in device memory, and their store on disk. Needs no engine.
 
-A block of the KV cache has a page in each of its group's tensors, and a chunk is some blocks: blocks x pages segments,
-block after block, each cut as its group is. Groups may differ in bytes: a chunk that is shorter than others is filled
-up.
+A block of the KV cache has a page in each tensor of its group. A chunk is a number of blocks, so it has blocks x pages
+segments, in the order of the blocks. Chunks of groups with fewer bytes are padded to the size of the largest.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Callable, Collection, Sequence
@@ -15,12 +15,14 @@ from typing import Any, Callable, Collection, Sequence
 import numpy
 
 from ._native import chunk_keys
+from .cache import Cache, slot_bytes
 from .chunks import Jobs, Place, open_store
+from .device_probe import probe
 from .device_settings import DeviceSettings
 
 logger = logging.getLogger(__name__)
 
-#: Places for pages that nobody wants: loads under way share them in turn.
+#: Chunk-sized places that loads write unwanted pages to, used in turn.
 _SPARES = 4
 
 
@@ -48,10 +50,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Part:
-    """The chunks of a job that are of one group, and the blocks of the KV cache that they are in.
+    """The chunks of one group in a job, and their blocks of the KV cache.
 
-    `blocks` has the blocks of all chunks in line, from the `skip`-th block of the first chunk on; the last chunk may
-    end early. A load passes over the blocks that are not named; a store has zeros for them.
+    `blocks` are the blocks of all chunks in order, from block `skip` of the first chunk on; the last chunk may end
+    early. A load leaves out the blocks that are not named; a store writes zeros for them.
     """
 
     group: int
@@ -64,7 +66,7 @@ class Part:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A job that begins when an event has happened, at once without one."""
+    """A job that begins when its event has happened; at once without an event."""
 
     after: Any
     job_id: int
@@ -73,10 +75,10 @@ class _Waiting:
 
 
 class DeviceChunks(Jobs):
-    """One KV cache in device memory: registered once, its store on disk, and the jobs between the two.
+    """One KV cache in device memory, its store on disk, and the jobs between the two.
 
-    As `Jobs`. `wait` and `close` wait, too. A job may have to come after what a stream of the device does: it then
-    begins when the event that is given with it has happened, in a call of `finished` or `wait`.
+    As `Jobs`; `wait` and `close` wait, too. A job with an event of a device's stream begins after that event, in a call
+    of `finished` or `wait`.
     """
 
     def __init__(
@@ -90,17 +92,14 @@ class DeviceChunks(Jobs):
     ) -> None:
         """Opens the store.
 
-        ``regions`` are (address, bytes) of all memory that pages lie in, which must stay allocated until `close`;
-        ``device`` is the CUDA device's number, or None where host memory plays it. ``spare`` allocates so many bytes on
-        the device, zeros, as an object with `data_ptr()`.
+        ``regions`` are (address, bytes) of all memory that pages lie in; it stays allocated until `close`. ``device``
+        is the CUDA device's number, or None for host memory in its place. ``spare`` allocates zeros on the device, as
+        an object with `data_ptr()`.
         """
         self.settings, self.groups, self.device = settings, tuple(groups), device
         self.chunk_bytes = max(group.chunk_bytes for group in self.groups)
         self.directories = place.directories(settings.store.path)
-        cache = open_store(
-            settings.store, place, self.chunk_bytes, "chunk", device="simulated" if device is None else "cuda",
-            device_ordinal=device or 0, device_blocks=1, copy_blocks_max=settings.copy_blocks_max, cufile="off",
-        )  # fmt: skip
+        cache = self._open(place)
         try:
             self._spare = None
             self._zeros, self._unwanted = 0, [0]
@@ -120,8 +119,30 @@ class DeviceChunks(Jobs):
         self._waiting: deque[_Waiting] = deque()
         self._closed = False
 
+    def _open(self, place: Place) -> Cache:
+        """Opens the store with the route of the settings. `auto` takes libcufile if its self-test shows a direct path."""
+        settings, cufile, self._why_bounce = self.settings, "off", ""
+        if settings.route == "cufile":
+            cufile = "on"
+        elif settings.route == "auto" and self.device is not None:
+            paths = settings.store.path
+            for path in paths:
+                os.makedirs(path, mode=0o700, exist_ok=True)
+            direct, self._why_bounce = probe(paths, self.device)
+            cufile = "auto" if direct else "off"
+        # libcufile moves chunks between the drives and these; without it, the cache keeps nothing in device memory.
+        staged = 1
+        if cufile != "off":
+            in_flight = settings.store.read_bytes_in_flight_max + settings.store.write_bytes_in_flight_max
+            staged = max(in_flight // slot_bytes(self.chunk_bytes), 2)
+        return open_store(
+            settings.store, place, self.chunk_bytes, "chunk", device="simulated" if self.device is None else "cuda",
+            device_ordinal=self.device or 0, device_blocks=staged, copy_blocks_max=settings.copy_blocks_max,
+            cufile=cufile,
+        )  # fmt: skip
+
     def _cut(self, group: Group) -> tuple:
-        """What the segments of a group's chunks are made of: addresses, strides, offsets in the chunk, bytes."""
+        """How the segments of a group's chunks are cut: addresses, strides, offsets in the chunk, bytes."""
         sizes = [page.nbytes for page in group.pages] * group.blocks_per_chunk
         filler = self.chunk_bytes - sum(sizes)
         offsets = numpy.concatenate(([0], numpy.cumsum(sizes)[:-1])).astype(numpy.int64)
@@ -133,7 +154,7 @@ class DeviceChunks(Jobs):
         )
 
     def _addresses(self, part: Part, is_load: bool) -> tuple[Any, list[int]]:
-        """The addresses of all segments of a part's chunks, and the bytes of one chunk's."""
+        """The addresses of all segments of a part's chunks, and the bytes of each segment of a chunk."""
         group, (bases, strides, offsets, sizes) = self.groups[part.group], self._cuts[part.group]
         count = len(part.keys)
         end = part.skip + len(part.blocks)
@@ -160,11 +181,11 @@ class DeviceChunks(Jobs):
     # Jobs
 
     def submit_load(self, job_id: int, parts: Sequence[Part], after: Any = None) -> None:
-        """Begins to load chunks, after an event of the device's."""
+        """Begins to load chunks, after an event of the device."""
         self._submit(job_id, True, parts, after)
 
     def submit_store(self, job_id: int, parts: Sequence[Part], after: Any = None) -> None:
-        """Begins to store chunks, after an event of the device's."""
+        """Begins to store chunks, after an event of the device."""
         self._submit(job_id, False, parts, after)
 
     def _submit(self, job_id: int, is_load: bool, parts: Sequence[Part], after: Any) -> None:
@@ -173,14 +194,14 @@ class DeviceChunks(Jobs):
             self._waiting.append(job)
 
     def _begin_if_due(self, job: _Waiting, wait: bool = False) -> bool:
-        """Begins a job if its event has happened, or waits for that. Without word of its event a job has failed."""
+        """Begins a job if its event has happened, or waits for it. A job whose event cannot be queried fails."""
         try:
             if job.after is not None and wait:
                 job.after.synchronize()
             elif job.after is not None and not job.after.query():
                 return False
         except Exception as error:
-            logger.warning("kvhoist: the device does not say what it has done: %s", error)
+            logger.warning("kvhoist: an event of the device cannot be queried: %s", error)
             self.fail(job.job_id, [key for keys, _ in job.submissions for key in keys], job.is_load)
         else:
             self.begin(job.job_id, job.is_load, job.submissions)
@@ -203,19 +224,19 @@ class DeviceChunks(Jobs):
         return len(self._jobs) + len(self._waiting)
 
     def finished(self) -> list:
-        """The jobs that have ended since the last call, and begins those whose time has come. Does not wait."""
+        """The jobs that have ended since the last call. Begins jobs whose event has happened. Does not wait."""
         self._waiting = deque(job for job in self._waiting if not self._begin_if_due(job))
         return super().finished()
 
     def wait(self, job_ids: Collection[int]) -> None:
-        """Returns when these jobs use neither the device's memory nor the drive any longer."""
+        """Returns when these jobs no longer use the device's memory."""
         self._waiting = deque(
             job for job in self._waiting if job.job_id not in job_ids or not self._begin_if_due(job, wait=True)
         )
         self.drain(job_ids)
 
     def close(self) -> None:
-        """Waits for the jobs, lets go of the memory, and closes the store. Again: does nothing."""
+        """Waits for the jobs, unregisters the memory, and closes the store. Again: does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -227,15 +248,27 @@ class DeviceChunks(Jobs):
             self.cache.close()
             self._spare = None
 
+    def uses_cufile(self) -> bool:
+        """Whether libcufile moves chunks now."""
+        return self.cache.stats()["cufile"]
+
+    def route(self) -> str:
+        """The active route, and why it is not another: it falls back to `bounce` if libcufile keeps failing."""
+        stats, settings = self.cache.stats(), self.settings
+        if stats["cufile"]:
+            return f"cufile ({stats['cufile_reason']})"
+        why = self._why_bounce or (stats["cufile_reason"] if settings.route != "bounce" else "")
+        asked = f"{settings.route_from} is {settings.route}" + (f": {why}" if why else "")
+        return f"bounce (through pinned host memory, {settings.store.host_bytes >> 20} MiB of it; {asked})"
+
     def described(self) -> str:
-        """Which way the bytes go, and how much there is, for the line that says that it works."""
+        """The active route and the sizes, for the line in the log at the start."""
         stats, store = self.cache.stats(), self.settings.store
         disk = stats["tiers"]["disk"]
         segments = ", ".join(str(len(cut[3])) for cut in self._cuts)
         return (
             f"chunks of {self.chunk_bytes} bytes in {segments} segments, {len(self.regions)} regions registered; "
-            f"route bounce (through pinned host memory, {store.host_bytes >> 20} MiB of it; {self.settings.route_from} "
-            f"is {self.settings.route}); {disk['slots']} slots in {self.directories}, {disk['resident']} resident; "
+            f"route {self.route()}; {disk['slots']} slots in {self.directories}, {disk['resident']} resident; "
             f"storage {stats['storage']}, direct I/O {stats['direct_io']}; in flight at most "
             f"{store.read_bytes_in_flight_max >> 20} MiB of reads, {store.write_bytes_in_flight_max >> 20} MiB of "
             "writes"

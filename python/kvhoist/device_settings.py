@@ -11,7 +11,7 @@ from .config import HiCacheConfig, _whole, config_error, parse_bytes
 #: What `route` may be.
 ROUTES = ("auto", "bounce", "cufile")
 
-#: What llm-d's `gds_mode` comes to. Its plain modes wanted the drive and the GPU to meet without host memory.
+#: The route of each of llm-d's `gds_mode`. Its plain modes ask for a path without host memory.
 GDS_MODES = {
     "disabled": "bounce",
     "bb_read_only": "bounce",
@@ -29,7 +29,7 @@ VLLM_KEYS = frozenset(
     "enable_telemetry tier_poll_interval_s".split()
 )
 
-#: Those of kvhoist.
+#: Keys of kvhoist.
 OWN_KEYS = frozenset(HiCacheConfig.__dataclass_fields__) - {"pool_shares", "capacity_total"} | frozenset(
     "route gds_mode device read_ratio bytes_in_flight_max store_bytes_queued_max copy_blocks_max".split()
 )
@@ -37,22 +37,22 @@ OWN_KEYS = frozenset(HiCacheConfig.__dataclass_fields__) - {"pool_shares", "capa
 
 @dataclass(frozen=True)
 class DeviceSettings:
-    """Settings of a store of device memory, checked: those of every store, and these."""
+    """Settings of a store of device memory, checked."""
 
     store: HiCacheConfig
-    #: How bytes get from drive to device, and where that word comes from.
+    #: How bytes get from drive to device, and the setting that says so.
     route: str = "auto"
     route_from: str = "route"
-    #: `auto`: the CUDA device of the KV cache; `simulated`: host memory plays it.
+    #: `auto`: the CUDA device of the KV cache; `simulated`: host memory in its place.
     device: str = "auto"
-    #: Bytes of chunks that are being stored; what is offered past it is not stored.
+    #: Most bytes of chunks being stored; chunks past it are not stored.
     store_bytes_queued_max: int = 2 << 30
-    #: Thread blocks of the copy kernel, at most.
+    #: Most thread blocks of the copy kernel.
     copy_blocks_max: int = 16
 
     @classmethod
     def load(cls, given: Mapping[str, Any]) -> "DeviceSettings":
-        """Raises ConfigError with the name of what is wrong."""
+        """Raises ConfigError with the name of the wrong setting."""
         given = dict(given)
         if "pool_shares" in given:
             raise config_error("pool_shares", given["pool_shares"], "nothing: the KV cache is one pool")
@@ -67,11 +67,6 @@ class DeviceSettings:
                 own[name] = given.pop(name)
                 if own[name] not in choices:
                     raise config_error(name, own[name], "one of " + ", ".join(map(repr, choices)))
-        if own.get("route") == "cufile":
-            raise config_error(
-                "route", "cufile", "'auto' or 'bounce': libcufile moves the cache's own device slots, not an engine's "
-                "registered memory, which goes through pinned host memory"
-            )  # fmt: skip
         if "store_bytes_queued_max" in given:
             own["store_bytes_queued_max"] = parse_bytes(given.pop("store_bytes_queued_max"), "store_bytes_queued_max")
         if "copy_blocks_max" in given:
@@ -81,7 +76,7 @@ class DeviceSettings:
 
 
 def _in_flight(given: dict[str, Any]) -> dict[str, int]:
-    """Bytes in flight each way: `read_ratio` shares `bytes_in_flight_max` out."""
+    """Bytes in flight each way: `read_ratio` divides `bytes_in_flight_max`."""
     ratio, total = given.pop("read_ratio", None), given.pop("bytes_in_flight_max", None)
     each = [name for name in ("read_bytes_in_flight_max", "write_bytes_in_flight_max") if name in given]
     if each and (ratio is not None or total is not None):
@@ -97,13 +92,13 @@ def _in_flight(given: dict[str, Any]) -> dict[str, int]:
 
 
 def vllm_settings(extra_config: Mapping[str, Any]) -> DeviceSettings:
-    """The settings of vLLM's kv_connector_extra_config, where vLLM's own lie beside them."""
+    """The settings in vLLM's kv_connector_extra_config, which also has keys of vLLM's own."""
     for name in sorted(map(str, set(extra_config) - VLLM_KEYS - OWN_KEYS)):
         like = difflib.get_close_matches(name, OWN_KEYS, 1)
         expected = f"{like[0]!r}, perhaps" if like else "one of " + ", ".join(sorted(OWN_KEYS))
         raise config_error(name, extra_config.get(name), f"no such key; {expected}")
     for name, why in (
-        ("sync_load_budget_bytes", "0: a load that the step waits for cannot be computed again when it fails"),
+        ("sync_load_budget_bytes", "0: a load that the step waits for cannot be recomputed when it fails"),
         ("canonical_layout", "false: chunks are stored as the GPU has them"),
     ):
         if extra_config.get(name):

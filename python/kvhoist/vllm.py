@@ -4,7 +4,7 @@
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 34359738368, "secondary_tiers": [
           {"type": "KvhoistTier", "module_path": "kvhoist.vllm", "path": "/mnt/nvme/kvhoist", "capacity": "200GiB"}]}}'
 
-`KvhoistOffloadingSpec` and `KvhoistConnector` take the GPU's own memory to NVMe, for engines of one GPU.
+`KvhoistOffloadingSpec` and `KvhoistConnector` move chunks between the GPU and NVMe, for engines of one GPU.
 `docs/vllm.md` has the settings.
 """
 
@@ -18,12 +18,12 @@ from typing import Any, Callable, Collection, Iterable, Mapping
 
 import vllm
 
-#: The versions that the tests drive: the first and the last of those between.
+#: The first and the last supported version; the tests run with both.
 VERSIONS = ((0, 28), (0, 33))
 
 
 def _version() -> tuple[int, ...]:
-    """vLLM's version; (0, 0) for a build that does not know its own."""
+    """vLLM's version; (0, 0) if the build has none."""
     return tuple(map(int, re.findall(r"\d+", str(getattr(vllm, "__version__", "")))[:2])) or (0, 0)
 
 
@@ -31,12 +31,12 @@ def _wrong_version() -> str:
     found, (first, last) = getattr(vllm, "__version__", "unknown"), VERSIONS
     return (
         f"vllm: found version {found}, expected {first[0]}.{first[1]} to {last[0]}.{last[1]}, whose KV offloading "
-        "kvhoist.vllm knows; install one of these, or a kvhoist that knows yours"
+        "kvhoist.vllm supports; install one of these, or a kvhoist that supports yours"
     )
 
 
 def warn_of_version() -> None:
-    """Says that nobody has tried this version."""
+    """Logs a warning for a version after the last supported one."""
     if _version() > VERSIONS[1]:
         logger.warning("kvhoist: %s; trying", _wrong_version())
 
@@ -69,7 +69,7 @@ logger = logging.getLogger(__name__)
 #: Changes whenever stored chunks would be read differently.
 FORMAT = "vllm-tier-v2"
 
-#: Keys that failed and are a miss until they are stored again, at most.
+#: Most keys of failed loads that are remembered as a miss until they are stored again.
 _LOST_MAX = 65_536
 
 _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
@@ -78,8 +78,8 @@ _HIT, _MISS, _RETRY = LookupResult.HIT, LookupResult.MISS, LookupResult.RETRY
 class KvhoistTier(SecondaryTierManager):
     """Chunks of vLLM's host memory on NVMe.
 
-    Constructed, it raises what is wrong with its settings. After that it never raises into the scheduler: what fails is
-    a miss or a failed job, a line in the log, and a count in ``counters``.
+    The constructor raises for wrong settings. No method raises into the scheduler: a failure is a miss or a failed job,
+    a line in the log, and a count in ``counters``.
     """
 
     medium = Medium.STORAGE
@@ -94,7 +94,7 @@ class KvhoistTier(SecondaryTierManager):
         locality: str | None = "LOCAL",
         **settings: Any,
     ) -> None:
-        # Before 0.33 there was no detector, and nobody passes one.
+        # The detector exists since 0.33.
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
         warn_of_version()
@@ -105,16 +105,16 @@ class KvhoistTier(SecondaryTierManager):
             raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
         self.place = place_of(offloading_spec, {"format": FORMAT, "row_bytes": row_bytes}, self.config.revision)
         self.store = ChunkStore(self.config, self.place, row_bytes, primary_kv_view)
-        #: Keys that are answered for otherwise than the index has it: RETRY for those whose load is under way, MISS for
-        #: those whose last load failed, until they are stored again.
+        #: Answers that override the index: RETRY for a key while its load is under way, MISS after its load failed, until
+        #: it is stored again.
         self._known: dict[bytes, LookupResult] = {}
-        # Also instead of the method: a prompt has thousands of keys, and every step asks for them.
+        # The native function replaces the method: every step looks up thousands of keys.
         self.lookup = self._answer = self.store.answers(_HIT, _MISS, self._known)
         self._touched_by_vllm = False
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
         failures = Failures(logger, "chunks")
         self._guarded, self._failed = failures.guarded, failures.failed
-        #: Failed calls by the method's name, and `chunks`, all that failed.
+        #: Failed calls by method; `chunks` counts failed chunks.
         self.counters = failures.counters
         self._figures = Figures(tier_type)
         self._announce(rows, row_bytes)
@@ -131,14 +131,14 @@ class KvhoistTier(SecondaryTierManager):
             rows, "pinned" if self.store.region.pinned else "not pinned",
         )  # fmt: skip
 
-    # What is there
+    # Lookup
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """HIT or MISS from the index, at once; RETRY while a load of the key is under way."""
         return self._answer(key, req_context)
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Counts a use of chunks, which vLLM may have in its own memory."""
+        """Counts a use of chunks, also of those in vLLM's memory."""
         self._touched_by_vllm = True
         self._guarded("touch", None, lambda: self._touch(list(keys), req_context))
 
@@ -160,7 +160,7 @@ class KvhoistTier(SecondaryTierManager):
         self.store.submit_load(job.job_id, keys, offsets)
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begins to store chunks from vLLM's memory, each group's as a chain in the order of its prefix."""
+        """Begins to store chunks from vLLM's memory, one chain in prefix order for each KV cache group."""
         job, keys = job_metadata, list(job_metadata.keys)
         self._begun("submit_store", job, keys, lambda: self._store(job, keys))
 
@@ -170,7 +170,7 @@ class KvhoistTier(SecondaryTierManager):
         self.store.submit_store(job.job_id, chains)
 
     def _begun(self, method: str, job: Any, keys: list[bytes], begin: Callable[[], None]) -> None:
-        """Begins a job; one that cannot begin has failed, with every key. What begins it does so in its last step."""
+        """Begins a job. If `begin` raises, the job fails with every key; `begin` submits in its last step."""
         if self._guarded(method, self, begin, len(keys)) is self:
             self.store.fail(job.job_id, keys, method == "submit_load")
 
@@ -183,7 +183,7 @@ class KvhoistTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that have ended since the last call. Does not wait."""
-        # Each on its own: a job whose end is not told would be waited for for ever.
+        # Each on its own: vLLM waits for ever for a job whose end is not reported.
         return [
             self._guarded("get_finished_jobs", JobResult(job.job_id, success=False), lambda job=job: self._result(job))
             for job in self._guarded("get_finished_jobs", [], self.store.finished)
@@ -196,7 +196,7 @@ class KvhoistTier(SecondaryTierManager):
         if job.is_load:
             for key in job.good:
                 self._known.pop(key, None)
-            # Until they are stored again: a load that fails for ever must not be tried for ever.
+            # A miss until stored again, so that no request retries a load that always fails.
             self._known.update(dict.fromkeys(job.failed, _MISS))
             if len(self._known) > _LOST_MAX:
                 lost = (key for key, answer in self._known.items() if answer is _MISS)
@@ -218,13 +218,13 @@ class KvhoistTier(SecondaryTierManager):
         )
 
     def drain_jobs(self) -> None:
-        """Returns when no transfer touches vLLM's memory; `get_finished_jobs` has the results."""
+        """Returns when no transfer uses vLLM's memory; `get_finished_jobs` has the results."""
         self._guarded("drain_jobs", None, self.store.drain)
 
     # Requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """This tier takes chunks as they come."""
+        """No conditions for a request."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -236,10 +236,10 @@ class KvhoistTier(SecondaryTierManager):
         if places:
             self.store.touch(sorted(places, key=places.__getitem__))
 
-    # What vLLM asks besides
+    # Events and figures
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """What was stored since the last call, with `enable_kv_events`."""
+        """Stored chunks since the last call, with `enable_kv_events`."""
         if not self._events:
             return ()
         events, self._events = self._events, []
@@ -247,11 +247,11 @@ class KvhoistTier(SecondaryTierManager):
 
     @classmethod
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
-        """This tier's metrics beside those that vLLM has for each tier."""
+        """This tier's metrics beside vLLM's own."""
         return metric_definitions()
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """What has changed since the last call, once a second at most."""
+        """Changes since the last call, at most once a second."""
         if not self._figures.are_due():
             return None
         return self._guarded("get_stats", None, lambda: self._figures.since(self.store.cache))
@@ -271,20 +271,20 @@ class KvhoistTier(SecondaryTierManager):
         return dict(zip(self.config_info_keys({}), values))
 
     def shutdown(self) -> None:
-        """Waits for the jobs, lets go of vLLM's memory, and closes the store."""
+        """Waits for the jobs, releases vLLM's memory, and closes the store."""
         self._guarded("shutdown", None, self.store.close)
-        # From here on the index has nothing.
+        # The index of a closed store is empty.
         self._known.clear()
 
 
-#: 0.28 has no bytes in its results.
+#: 0.28 reports no bytes.
 _HAS_BYTES = "transfer_bytes" in {field.name for field in dataclasses.fields(JobResult)}
 
 
 def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
-    """Where this engine's chunks are kept: apart from those of any other whose bytes would differ.
+    """The place of this engine's chunks, apart from all engines whose chunks would have other bytes.
 
-    `chunk` is what an adapter knows of the bytes of a chunk: its format, and their number.
+    `chunk` is what an adapter knows of a chunk's bytes: format and size.
     """
     mapper = FileMapper.from_offloading_spec(
         root_dir="", offloading_spec=spec, blocks_per_file=spec.blocks_per_chunk, parallel_agnostic=True
@@ -292,13 +292,13 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
     config = spec.config
     identity = {
         **chunk,
-        # The bytes of a block are laid out as this version does it.
+        # The layout of a block depends on the version.
         "vllm": ".".join(map(str, _version())),
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),
         "revision": revision,
         **mapper.fields,
     }
-    # Replicas have the same bytes under the same keys, and a store belongs to one process.
+    # Replicas share keys and bytes, but a store belongs to one process.
     return Place(config.model.name, f"dp{getattr(config.parallel, 'data_parallel_index', 0)}", identity)
 
 
@@ -310,7 +310,7 @@ def _events_wanted(spec: Any) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """The classes that vLLM looks for here, out of modules that the tier does not need."""
+    """Classes that vLLM looks up here, from modules that the tier does not need."""
     if name == "KvhoistOffloadingSpec":
         from .vllm_gpu import KvhoistOffloadingSpec
 

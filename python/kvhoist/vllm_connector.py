@@ -1,4 +1,4 @@
-"""vLLM's OffloadingConnector, which has a failed load computed again. Use it as `kvhoist.vllm.KvhoistConnector`."""
+"""vLLM's OffloadingConnector with failed loads recomputed. Use it as `kvhoist.vllm.KvhoistConnector`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from .config import config_error
-from .vllm_gpu import TAKES_FAILED_REQUESTS, failures_are_told
+from .vllm_gpu import TAKES_FAILED_REQUESTS, reports_failures
 
 logger = logging.getLogger(__name__)
 
@@ -18,8 +18,8 @@ SPEC = "KvhoistOffloadingSpec"
 class KvhoistConnector(OffloadingConnector):
     """OffloadingConnector for KvhoistOffloadingSpec.
 
-    vLLM's own asserts that every transfer succeeds. This one has the requests whose loads failed computed again, which
-    vLLM does only where `kv_load_failure_policy` is `recompute`: it refuses to start with another.
+    OffloadingConnector asserts that every transfer succeeds. This one reports requests whose loads failed, and vLLM
+    recomputes them with `kv_load_failure_policy` `recompute`. It refuses to start with another policy.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
@@ -30,14 +30,14 @@ class KvhoistConnector(OffloadingConnector):
                 "'recompute': a request whose blocks cannot be read from the drive is then computed, and not failed",
             )  # fmt: skip
         _name_spec(vllm_config)
-        told = failures_are_told.set(True)
+        told = reports_failures.set(True)
         try:
             super().__init__(vllm_config, role, kv_cache_config)
         finally:
-            failures_are_told.reset(told)
+            reports_failures.reset(told)
         #: The request of each load under way.
         self._requests: dict[int, str] = {}
-        #: What the scheduler is to be told of failed loads: requests, or blocks where vLLM does not take requests.
+        #: Failed loads to report: requests, or blocks where vLLM does not take requests.
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
 
@@ -48,7 +48,7 @@ class KvhoistConnector(OffloadingConnector):
         super().start_load_kv(forward_context, **kwargs)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str], set[str]]:
-        """The requests whose loads have ended; also those that failed, as vLLM wants it."""
+        """The requests whose loads have ended, also failed ones, as vLLM expects."""
         sent, received = super().get_finished(finished_req_ids)
         for job_id, blocks in self.connector_worker.worker.take_failed().items():
             request = self._requests.get(job_id)
@@ -65,7 +65,7 @@ class KvhoistConnector(OffloadingConnector):
         return sent, received
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """The same, and which of them failed (0.33)."""
+        """As `get_finished`, and which of them failed (0.33)."""
         results = super().get_transfer_results(finished_req_ids)
         results.failed_recving |= self._failed_requests
         self._failed_requests = set()
@@ -78,14 +78,14 @@ class KvhoistConnector(OffloadingConnector):
 
     @classmethod
     def build_prom_metrics(cls, vllm_config: Any, *more: Any, **others: Any) -> Any:
-        """vLLM's metrics and the medium's."""
-        # In the process of the server, where no connector is made.
+        """vLLM's metrics and those of the medium."""
+        # Runs in the server's process, where no connector is made.
         _name_spec(vllm_config)
         return super().build_prom_metrics(vllm_config, *more, **others)
 
 
 def _name_spec(vllm_config: Any) -> None:
-    """Has vLLM find the spec that this connector is for, also where nobody wrote its name."""
+    """Sets the spec of this connector where the configuration names none."""
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     if extra.setdefault("spec_name", SPEC) != SPEC:
         raise config_error("spec_name", extra["spec_name"], f"{SPEC!r}; for others use OffloadingConnector")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -11,10 +13,10 @@ from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMe
 
 from .cache import Cache
 
-#: Seconds between looks at a store's figures.
+#: Seconds between two readings of a store's figures.
 _EVERY_S = 1.0
 
-#: vLLM's own label of its tiers.
+#: vLLM's label of a tier.
 _LABELS = ("tier",)
 
 _PREFIX = "vllm:kv_offload_kvhoist_"
@@ -31,12 +33,13 @@ _USAGE = _PREFIX + "usage_perc"
 _OUT_OF_SERVICE = _PREFIX + "out_of_service"
 
 
-def metric_definitions(**more: str) -> dict[str, Any]:
-    """An adapter's metrics beside those that vLLM has for each; `more` are further counters, by their names."""
+def metric_definitions(gauges: Mapping[str, str] = MappingProxyType({}), **more: str) -> dict[str, Any]:
+    """An adapter's metrics beside those of vLLM. `gauges` and `more`, which are counters, are texts by their names."""
     texts = {**_COUNTERS, "evictions": "Chunks that made room for others on the drive.", **more}
     counters = {_PREFIX + name: OffloadingCounterMetadata(text, _LABELS) for name, text in texts.items()}
     return {
         **counters,
+        **{_PREFIX + name: OffloadingGaugeMetadata(text, _LABELS) for name, text in gauges.items()},
         _USAGE: OffloadingGaugeMetadata("Share of the slots on the drive that have a chunk, 0.0 to 1.0.", _LABELS),
         _OUT_OF_SERVICE: OffloadingGaugeMetadata(
             "1 where the drive has failed for good: nothing is read, or nothing written. The log says why.", _LABELS
@@ -45,7 +48,7 @@ def metric_definitions(**more: str) -> dict[str, Any]:
 
 
 class Figures:
-    """What has changed in a store since vLLM asked last."""
+    """Changes in a store since vLLM's last call."""
 
     def __init__(self, label: str) -> None:
         self._label = (label,)
@@ -60,8 +63,10 @@ class Figures:
         self._asked_at = now
         return True
 
-    def since(self, cache: Cache, **more: int) -> OffloadingConnectorStats:
-        """The changes; `more` are further counters of the adapter's."""
+    def since(
+        self, cache: Cache, gauges: Mapping[str, float] = MappingProxyType({}), **more: int
+    ) -> OffloadingConnectorStats:
+        """The changes. `gauges` and `more`, which are counters, are values of the adapter's own."""
         figures, stats = cache.stats(), OffloadingConnectorStats()
         disk = figures["tiers"]["disk"]
         counts = {_PREFIX + name: figures[name] for name in _COUNTERS} | {_EVICTIONS: disk["evictions"]}
@@ -69,6 +74,8 @@ class Figures:
         for name, count in counts.items():
             stats.increase_counter(name, count - self._reported[name], self._label)
             self._reported[name] = count
+        for name, value in gauges.items():
+            stats.set_gauge(_PREFIX + name, value, self._label)
         stats.set_gauge(_USAGE, disk["resident"] / max(disk["slots"], 1), self._label)
         stats.set_gauge(
             _OUT_OF_SERVICE, int(bool(figures["disk_retired"] or figures["disk_read_only"])), self._label

@@ -1,11 +1,10 @@
-"""kvhoist as an offloading medium of vLLM's: the GPU's KV cache straight to and from NVMe, in the worker's process.
+"""An offloading medium of vLLM's: the GPU's KV cache to and from NVMe, in the worker's process.
 
 Use it as `kvhoist.vllm.KvhoistOffloadingSpec`, under `kvhoist.vllm.KvhoistConnector`. `docs/vllm.md` has the settings.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import secrets
 from collections.abc import Collection, Mapping
@@ -15,24 +14,21 @@ from typing import Any
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base as connector_base
 from vllm.v1.kv_offload.base import (
-    GPULoadStoreSpec,
-    LoadStoreSpec,
     LookupResult,
     OffloadingManager,
     OffloadingSpec,
     OffloadingWorker,
     PrepareStoreOutput,
     RequestOffloadingContext,
-    TransferResult,
 )
 
 from .config import config_error
-from .device_chunks import DeviceChunks, Group, Page, Part
+from .device_chunks import DeviceChunks, Group, Page
 from .device_settings import DeviceSettings, vllm_settings
-from .failures import Failures
 from .vllm import place_of, warn_of_version
 from .vllm_figures import Figures, metric_definitions
 from .vllm_prefix import Prefix, positions
+from .vllm_worker import Keys, KvhoistWorker, Opened
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -44,51 +40,16 @@ logger = logging.getLogger(__name__)
 #: Changes whenever stored chunks would be read differently.
 FORMAT = "vllm-gpu-v1"
 
-#: Keys that failed and are a miss until they are stored again, at most.
-_LOST_MAX = 65_536
-
 #: What vLLM calls this medium in its metrics.
 _LABEL = "KvhoistOffloadingSpec"
 
 _HIT, _MISS, _PENDING = LookupResult.HIT, LookupResult.MISS, LookupResult.HIT_PENDING
 
-#: Whether a connector that can tell of failed loads is being made.
-failures_are_told: ContextVar[bool] = ContextVar("failures_are_told", default=False)
+#: True while a connector is made that reports failed loads.
+reports_failures: ContextVar[bool] = ContextVar("reports_failures", default=False)
 
-#: Whether vLLM takes failed requests, and not only failed blocks of a model with one KV cache group.
+#: Whether vLLM takes failed requests. Before, it took failed blocks, of models with one KV cache group.
 TAKES_FAILED_REQUESTS = hasattr(connector_base, "KVConnectorTransferResults")
-
-
-class Keys(LoadStoreSpec):
-    """Chunks of the store that a job moves, as chains: (parent of the first, keys in prefix order)."""
-
-    def __init__(self, names: list[bytes], parents: Mapping[bytes, bytes | None] | None = None) -> None:
-        #: In the order of the job's blocks.
-        self.names = names
-        #: The chunk before each one that begins a group's.
-        self.parents = parents or {}
-
-
-class Opened:
-    """What the worker and the manager of one engine share: they are in one process."""
-
-    #: By engine_id.
-    all: dict[str, Opened] = {}
-
-    def __init__(self, store: DeviceChunks) -> None:
-        self.store = store
-        #: Names that are answered for otherwise than the index has it: HIT_PENDING for those that are being stored,
-        #: MISS for those whose last load failed, until they are stored again.
-        self.known: dict[bytes, LookupResult] = {}
-        self.failures = Failures(logger, "chunks")
-
-    def loads_failed(self, names: Collection[bytes]) -> None:
-        """Makes chunks a miss: a load that fails for ever must not be tried for ever."""
-        self.known.update(dict.fromkeys(names, _MISS))
-        if len(self.known) > _LOST_MAX:
-            lost = (name for name, answer in self.known.items() if answer is _MISS)
-            for name in list(itertools.islice(lost, len(self.known) - _LOST_MAX)):
-                del self.known[name]
 
 
 class KvhoistOffloadingSpec(OffloadingSpec):
@@ -98,9 +59,10 @@ class KvhoistOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
         """This medium's metrics beside those that vLLM has."""
         return metric_definitions(
-            loads_failed="Chunks that could not be loaded; vLLM computed them again.",
+            {"cufile": "1 while libcufile moves chunks, 0 while they go through pinned host memory."},
+            loads_failed="Chunks that could not be loaded; vLLM recomputed them.",
             stores_failed="Chunks that could not be stored.",
-            stores_dropped="Chunks that were not stored because store_bytes_queued_max were under way.",
+            stores_dropped="Chunks that were not stored because store_bytes_queued_max was reached.",
         )
 
     def __init__(self, config: Any) -> None:
@@ -115,9 +77,9 @@ class KvhoistOffloadingSpec(OffloadingSpec):
                 "OffloadingConnector with TieringOffloadingSpec and the tier KvhoistTier, which keeps the "
                 "chunks of all ranks together",
             )  # fmt: skip
-        if not failures_are_told.get():
+        if not reports_failures.get():
             raise config_error(
-                "kv_connector", "one that cannot tell of a failed load",
+                "kv_connector", "one that cannot report a failed load",
                 "'KvhoistConnector', with kv_connector_module_path 'kvhoist.vllm'",
             )  # fmt: skip
         if not TAKES_FAILED_REQUESTS and len(config.groups) > 1:
@@ -147,10 +109,10 @@ class KvhoistOffloadingSpec(OffloadingSpec):
             lambda nbytes: torch.zeros(nbytes, dtype=torch.int8, device=where),
         )  # fmt: skip
         if device is not None:
-            # The spare memory is written by a stream that nobody waits for otherwise.
+            # Nothing else waits for the stream that fills the spare memory.
             torch.cuda.synchronize(where)
         opened = Opened.all[self.config.engine_id] = Opened(store)
-        name = torch.cuda.get_device_name(where) if device is not None else "host memory that plays the device"
+        name = torch.cuda.get_device_name(where) if device is not None else "host memory in place of the device"
         logger.info(
             "kvhoist: active between %s (%s) and NVMe: %d tensors of %d blocks, %s",
             where, name, len(tensors), tensors[0].shape[0], store.described(),
@@ -158,7 +120,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
         return KvhoistWorker(opened, _group_ids(self.config), self.config.engine_id)
 
     def get_manager(self) -> OffloadingManager:
-        """The half of the scheduler; the worker has opened the store before."""
+        """The scheduler's half; the worker has opened the store before."""
         opened = Opened.all.get(self.config.engine_id)
         if opened is None:
             raise config_error(
@@ -169,7 +131,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
 
 
 def _device(tensors: list, settings: DeviceSettings) -> int | None:
-    """The CUDA device that the KV cache is on; None where host memory is to play one."""
+    """The CUDA device of the KV cache; None with `device` `simulated`."""
     devices = {(tensor.device.type, tensor.device.index) for tensor in tensors}
     if len(devices) != 1:
         raise config_error("kv_caches", sorted(map(str, devices)), "tensors of one device")
@@ -186,7 +148,7 @@ def _page(tensor: Any, nbytes: int) -> Page:
 
 
 def _regions(tensors: list) -> list[tuple[int, int]]:
-    """(address, bytes) of the memory that the tensors are views of, each once."""
+    """(address, bytes) of each storage that the tensors are views of."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sorted(storages.items())
 
@@ -207,8 +169,8 @@ class KvhoistManager(OffloadingManager):
         #: Names that are being stored.
         self._storing: set[bytes] = set()
         self._storing_max = max(settings.store_bytes_queued_max // opened.store.chunk_bytes, 1)
-        #: Goes before every key since the last `reset_cache`: what was stored before must not be found again, in this
-        #: process. After a restart the first weights are there again, and what was stored under them.
+        #: Prefix of every name since the last `reset_cache`: this process must not find what it stored before. A restart
+        #: loads the first weights again, and finds what was stored under them.
         self._salt = b""
         self._touched_by_vllm = False
         self._dropped = 0
@@ -226,7 +188,7 @@ class KvhoistManager(OffloadingManager):
         return CacheHitSource.DISK
 
     def touch(self, keys: Collection[bytes], req_context: Any) -> None:
-        """Counts a use of chunks, which the GPU may have."""
+        """Counts a use of chunks, also of those on the GPU."""
         self._touched_by_vllm = True
         self._guarded("touch", None, lambda: self._touch(list(keys), req_context))
 
@@ -235,7 +197,7 @@ class KvhoistManager(OffloadingManager):
         self._store.touch(map(self._name, keys))
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Chunks are taken as they come."""
+        """No conditions for a request."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -250,7 +212,7 @@ class KvhoistManager(OffloadingManager):
     # Jobs
 
     def prepare_load(self, keys: Collection[bytes], req_context: Any) -> Keys:
-        """Names the chunks. One that is evicted before it is loaded is a failed load."""
+        """Names the chunks. A chunk that is evicted before its load is a failed load."""
         keys = list(keys)
         self._guarded("prepare_load", None, lambda: self._note_load(keys, req_context))
         return Keys([self._name(key) for key in keys])
@@ -260,7 +222,7 @@ class KvhoistManager(OffloadingManager):
         prefix.loaded(prefix.by_group(keys, keys, context))
 
     def prepare_store(self, keys: Collection[bytes], req_context: Any) -> PrepareStoreOutput:
-        """Names the chunks that are not there, as many as may be under way."""
+        """Names the chunks that are not stored yet, up to `store_bytes_queued_max`."""
         nothing = PrepareStoreOutput(keys_to_store=[], store_spec=Keys([]), evicted_keys=[])
         return self._guarded("prepare_store", nothing, lambda: self._prepare_store(list(keys), req_context))
 
@@ -280,7 +242,7 @@ class KvhoistManager(OffloadingManager):
         return PrepareStoreOutput(keys_to_store=taken, store_spec=spec, evicted_keys=[])
 
     def complete_store(self, keys: Collection[bytes], req_context: Any, success: bool = True) -> None:
-        """What was stored is in the index by now; what was not is a miss."""
+        """Ends HIT_PENDING: stored chunks are in the index by now, others are a miss."""
         for key in keys:
             name = self._name(key)
             self._storing.discard(name)
@@ -288,138 +250,31 @@ class KvhoistManager(OffloadingManager):
                 del self._opened.known[name]
 
     def reset_cache(self) -> None:
-        """Forgets everything for as long as this process runs: the weights may be others from here on.
+        """Hides all chunks for as long as this process runs: the weights may change from here on.
 
-        What is under way goes on under the former names, where nobody looks for it.
+        Jobs under way go on under the former names, which no lookup uses.
         """
         self._salt = secrets.token_bytes(32)
         self._storing.clear()
         self._opened.known.clear()
-        # The native answers know nothing of it.
+        # The native lookup does not know the salt.
         self.__dict__.pop("lookup", None)
 
-    # What vLLM asks besides
+    # Figures
 
     def get_stats(self) -> Any:
-        """What has changed since the last call, once a second at most."""
+        """Changes since the last call, at most once a second."""
         if not self._figures.are_due():
             return None
+        return self._guarded("get_stats", None, self._changes)
+
+    def _changes(self) -> Any:
         counters = self._opened.failures.counters
-        return self._guarded("get_stats", None, lambda: self._figures.since(
-            self._store.cache, loads_failed=counters["load chunks"], stores_failed=counters["store chunks"],
-            stores_dropped=self._dropped,
-        ))  # fmt: skip
+        return self._figures.since(
+            self._store.cache, {"cufile": int(self._store.uses_cufile())}, loads_failed=counters["load chunks"],
+            stores_failed=counters["store chunks"], stores_dropped=self._dropped,
+        )  # fmt: skip
 
     def shutdown(self) -> None:
-        """The worker closes the store; nothing is found from here on."""
+        """The worker closes the store; every lookup is a miss from here on."""
         self._opened.known.clear()
-
-
-class KvhoistWorker(OffloadingWorker):
-    """Moves chunks between the GPU and NVMe. Never raises, and tells vLLM of no failure: its worker would assert.
-
-    `take_failed` has the loads that failed; the connector tells the scheduler of them.
-    """
-
-    def __init__(self, opened: Opened, group_ids: list[int], engine_id: str) -> None:
-        self._opened, self._store = opened, opened.store
-        self._guarded, self._counters = opened.failures.guarded, opened.failures.counters
-        self._groups = {group.to_bytes(4, "big"): at for at, group in enumerate(group_ids)}
-        self._engine_id = engine_id
-        #: Names of the chunks of each load under way, each with the blocks it goes to.
-        self._targets: dict[int, dict[bytes, list[int]]] = {}
-        self._failed: dict[int, set[int]] = {}
-
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Keys) -> bool:
-        """GPU to NVMe, once the GPU has done what it was given before."""
-        return self._begun(job_id, src_spec, dst_spec, is_load=False)
-
-    def submit_load(self, job_id: int, src_spec: Keys, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
-        """NVMe to GPU, once the GPU has done what it was given before: it may still write to the blocks."""
-        return self._begun(job_id, dst_spec, src_spec, is_load=True)
-
-    def _begun(self, job_id: int, blocks: GPULoadStoreSpec, keys: Keys, is_load: bool) -> bool:
-        """Begins a job; one that cannot begin has failed, with every key."""
-        method = "submit_load" if is_load else "submit_store"
-        if is_load:
-            self._targets[job_id] = {name: [int(block) for block in blocks.block_ids] for name in keys.names}
-        begin = self._guarded(method, self, lambda: self._begin(job_id, blocks, keys, is_load), len(keys.names))
-        if begin is self:
-            self._store.fail(job_id, keys.names, is_load)
-        return True
-
-    def _begin(self, job_id: int, blocks: GPULoadStoreSpec, keys: Keys, is_load: bool) -> None:
-        parts = self._parts(blocks, keys)
-        if is_load:
-            self._targets[job_id] = {name: ids for part in parts for name, ids in self._blocks_of(part)}
-        submit = self._store.submit_load if is_load else self._store.submit_store
-        submit(job_id, parts, self._now())
-
-    def _now(self) -> Any:
-        """An event of the stream that the model is computed in; None where there is no such thing."""
-        if self._store.device is None:
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._store.device))
-        return event
-
-    def _parts(self, blocks: GPULoadStoreSpec, keys: Keys) -> list[Part]:
-        """A job's chunks and blocks by their groups."""
-        names: dict[int, list[bytes]] = {}
-        for name in keys.names:
-            names.setdefault(self._groups[name[-4:]], []).append(name)
-        parts, start = [], 0
-        for group, (count, index) in enumerate(zip(blocks.group_sizes, blocks.block_indices)):
-            ids = blocks.block_ids[start : start + count]
-            start += count
-            chunks = names.pop(group, [])
-            if chunks or count:
-                skip = int(index) % self._store.groups[group].blocks_per_chunk
-                parts.append(Part(group, chunks, ids, skip, keys.parents.get(chunks[0]) if chunks else None))
-        if names or start != len(blocks.block_ids):
-            raise ValueError(f"found chunks of groups {sorted(names)} without blocks, expected some for each")
-        return parts
-
-    def _blocks_of(self, part: Part) -> list[tuple[bytes, list[int]]]:
-        """Which blocks each chunk of a part is in."""
-        each = self._store.groups[part.group].blocks_per_chunk
-        ids = [int(block) for block in part.blocks]
-        starts = [max(at * each - part.skip, 0) for at in range(len(part.keys) + 1)]
-        return [(name, ids[start:end]) for name, start, end in zip(part.keys, starts, starts[1:])]
-
-    def get_finished(self) -> list[TransferResult]:
-        """The jobs that have ended, every one as a success."""
-        ended = self._guarded("get_finished", [], self._store.finished)
-        # Each on its own: a job whose end is not told would be waited for for ever.
-        return [
-            self._guarded("get_finished", TransferResult(job.job_id, True), lambda job=job: self._result(job))
-            for job in ended
-        ]
-
-    def _result(self, job: Any) -> TransferResult:
-        targets = self._targets.pop(job.job_id, {})
-        if job.failed:
-            method = "load" if job.is_load else "store"
-            why = next((error for error in job.failed.values() if error is not False), "evicted meanwhile")
-            self._opened.failures.failed(method, why, len(job.failed))
-            self._counters[f"{method} chunks"] += len(job.failed)
-        if job.is_load and job.failed:
-            self._opened.loads_failed(job.failed)
-            self._failed[job.job_id] = {block for name in job.failed for block in targets.get(name, [])}
-        moved = len(job.good) * self._store.chunk_bytes
-        return TransferResult(job.job_id, True, moved, job.seconds)
-
-    def take_failed(self) -> dict[int, set[int]]:
-        """The loads that `get_finished` gave as ended and that failed since the last call, and their blocks."""
-        failed, self._failed = self._failed, {}
-        return failed
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Returns when these jobs use the GPU's memory no longer."""
-        self._guarded("wait", None, lambda: self._store.wait(job_ids))
-
-    def shutdown(self) -> None:
-        """Waits for the jobs, and closes the store."""
-        if Opened.all.get(self._engine_id) is self._opened:
-            del Opened.all[self._engine_id]
-        self._guarded("shutdown", None, self._store.close)

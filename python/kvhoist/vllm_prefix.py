@@ -1,4 +1,4 @@
-"""The order of the chunks of vLLM's requests: what makes chains of them in the store."""
+"""The order of the chunks of vLLM's requests, for chains in the store."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any, Collection, Mapping
 
 
 class Prefix:
-    """What is known of the order of one request's keys, kept in the room that vLLM gives for it."""
+    """The order of one request's keys, as far as known; kept in the request's context."""
 
     def __init__(self) -> None:
-        #: Positions of keys, where vLLM gives none (before 0.33): the order in which it touched them.
+        #: Positions of keys where vLLM gives none (before 0.33): the order of its touches.
         self.touched: dict[bytes, int] = {}
         #: The last chunk of each group that was stored or loaded: (position, key).
         self.ends: dict[bytes, tuple[int, bytes]] = {}
@@ -24,13 +24,13 @@ class Prefix:
         return known
 
     def touch(self, keys: Collection[bytes], context: Any) -> None:
-        """Notes the order of keys, where vLLM does not say it otherwise."""
+        """Notes the order of keys, where vLLM gives no positions."""
         if not hasattr(context, "get_offload_key_position"):
             for key in keys:
                 self.touched.setdefault(key, len(self.touched))
 
     def by_group(self, keys: Collection[bytes], extras: Collection, context: Any) -> dict[bytes, list[tuple]]:
-        """(position, key, extra) of each KV cache group in prefix order; positions are None where nobody knows one."""
+        """(position, key, extra) of each KV cache group in prefix order; positions are None where unknown."""
         position = getattr(context, "get_offload_key_position", None) or self.touched.get
         groups: dict[bytes, list[tuple]] = {}
         for key, extra in zip(keys, extras):
@@ -57,7 +57,7 @@ class Prefix:
                 parent = self._before(context, group, chunks[0][0])
                 self.ends[group] = chunks[-1][:2]
             if chunks[0][0] is None and len(chunks) > 1:
-                # Nobody knows their order: no chain is better than a wrong one.
+                # Their order is unknown: no chain is better than a wrong one.
                 chains += [(None, [key], [extra]) for _, key, extra in chunks]
             else:
                 chains.append((parent, [key for _, key, _ in chunks], [extra for _, _, extra in chunks]))

@@ -389,7 +389,6 @@ def test_vllm_shows_the_figures(store_dir):
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"route": "cufile"}, "route"),
         ({"route": "direct"}, "route"),
         ({"gds_mode": "on"}, "gds_mode"),
         ({"gds_mode": "disabled", "route": "auto"}, "gds_mode"),
@@ -481,5 +480,5 @@ def test_doctor_reads_the_configuration_as_vllm_would(store_dir, capsys):
     for name, value in [("kv_load_failure_policy", "fail"), ("kv_connector_module_path", "kvhoist")]:
         assert doctor({**whole, name: value}) == 2
         assert name in capsys.readouterr().err
-    assert doctor({**whole, "kv_connector_extra_config": {**extra, "route": "cufile"}}) == 2
+    assert doctor({**whole, "kv_connector_extra_config": {**extra, "route": "direct"}}) == 2
     assert "route" in capsys.readouterr().err

@@ -139,10 +139,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Has the library read a block into a device slot. `None` where it did not: the block goes through host memory.
-    pub(super) async fn read_directly(&self, direct: &Direct, block: OnDisk, filling: Filling) -> Option<Reading> {
+    /// Has the library read a block into a device slot. Where it did not, the block goes through host memory; what the
+    /// read owned comes back unless the library still holds it.
+    pub(super) async fn read_directly(
+        &self,
+        direct: &Direct,
+        block: OnDisk,
+        filling: Filling,
+    ) -> Result<Reading, Option<Reading>> {
         let OnDisk { pin, file, offset, .. } = block;
-        let id = pin.id();
         let parts = self.parts(filling.slot(), offset);
         let reading: Reading = (pin, filling);
         // SAFETY: the device slot is unpublished and travels as owner, as does the pin on the disk slot; both keep the
@@ -150,17 +155,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match unsafe { direct.cufile.transfer(OpKind::Read, file, parts, reading).await } {
             Ended::Done(reading) => {
                 direct.failures.set(0);
-                Some(reading)
+                Ok(reading)
             }
             Ended::Failed(reading, reason) => {
-                self.shared.abort_direct_read(id, Some(reading));
                 self.direct_failed(direct, &reason);
-                None
+                Err(Some(reading))
             }
             Ended::Stuck(reason) => {
-                self.shared.abort_direct_read(id, None);
                 self.retire_direct(direct, format!("libcufile is stuck: {reason}"));
-                None
+                Err(None)
             }
         }
     }
@@ -218,7 +221,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// The pieces of a block: one for each segment of its device slot.
-    fn parts(&self, slot: u32, offset: u64) -> Vec<Part> {
+    pub(super) fn parts(&self, slot: u32, offset: u64) -> Vec<Part> {
         let mut at = offset;
         let segments = self.device_segments(slot).into_iter();
         segments
@@ -255,7 +258,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Counts a request that failed, and draws the conclusion.
-    fn direct_failed(&self, direct: &Direct, reason: &str) {
+    pub(super) fn direct_failed(&self, direct: &Direct, reason: &str) {
         self.shared.metrics.cufile_errors.add(1);
         direct.failures.set(direct.failures.get() + 1);
         tracing::warn!(reason, "libcufile did not move a block; it goes through host memory");
@@ -265,7 +268,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends the route; what the library does not have yet goes through host memory.
-    fn retire_direct(&self, direct: &Direct, reason: String) {
+    pub(super) fn retire_direct(&self, direct: &Direct, reason: String) {
         if !self.shared.lock().cufile.lower(Health::Retired(reason.clone())) {
             return;
         }
@@ -307,8 +310,8 @@ impl Shared {
         }
     }
 
-    /// Ends a write that came to nothing, likewise.
-    fn abort_direct_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
+    /// Ends a write that came to nothing. Without its slot where that is still in the library's hands.
+    pub(super) fn abort_direct_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
         let mut state = self.lock();
         let key = state.index.key(id);
         state.index.abort_fill(id, Tier::Disk);

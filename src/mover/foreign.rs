@@ -14,6 +14,7 @@ use super::{
     ahead::{Offer, Target},
     promote::{Asked, Next},
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
+    staged::Staged,
 };
 use crate::{
     block::{BlockKey, Direction, Route, Tier},
@@ -94,6 +95,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     pub(super) async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
         let Some(job) = self.read_to_region(job).await? else { return Ok(true) };
+        match self.load_staged(job).await? {
+            Staged::Loaded => Ok(true),
+            Staged::Elsewhere(job) => self.load_through_host(job).await,
+            Staged::Suspect(job) => {
+                let loaded = self.load_through_host(job).await;
+                if let Ok(true) = loaded {
+                    self.convict_direct();
+                }
+                loaded
+            }
+        }
+    }
+
+    async fn load_through_host(self: &Rc<Self>, job: Job) -> Result<bool> {
         let (key, started) = (job.key, Instant::now());
         let (job, pin) = match self.shared.look_up_to_copy(&key, Tier::Host)? {
             Found::Hit(pin) => (job, Some(pin)),
@@ -158,10 +173,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(job);
                 committed
             }
-            None => match self.write_from_region(job).await? {
-                Some(job) => self.gather(job).await?,
-                None => return Ok(()),
-            },
+            None => {
+                let Some(job) = self.write_from_region(job).await? else { return Ok(()) };
+                let Some(job) = self.store_staged(job).await? else { return Ok(()) };
+                self.gather(job).await?
+            }
         };
         self.finish_store(committed).await
     }

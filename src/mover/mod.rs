@@ -26,6 +26,7 @@ mod records;
 mod region;
 mod shutdown;
 mod spin;
+mod staged;
 mod write;
 
 pub(crate) use command::{Command, DeviceRead, Reply, Urgent};

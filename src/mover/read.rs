@@ -80,7 +80,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Pins a block that is to be read from disk to such a destination, and begins the fill of its slot.
-    fn begin_read(&self, state: &mut State, key: &BlockKey, to: Destination) -> Option<OnDisk> {
+    pub(super) fn begin_read(&self, state: &mut State, key: &BlockKey, to: Destination) -> Option<OnDisk> {
         let id = state.index.find(key).filter(|_| state.disk_service.reads())?;
         let (is_wanted, route, filled) = match to {
             Destination::HostSlot => (true, Route::DiskToHost, Some(Tier::Host)),
@@ -256,7 +256,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (id, wanted) = (block.pin.id(), block.checksum);
         let read = self.read_directly(direct, block, filling).await;
         drop(share);
-        let Some((pin, filling)) = read else { return Tried::Elsewhere };
+        let (pin, filling) = match read {
+            Ok(reading) => reading,
+            Err(reading) => {
+                self.shared.abort_direct_read(id, reading);
+                return Tried::Elsewhere;
+            }
+        };
         let (found, filling) = self.checksum_on_device(filling).await;
         match found {
             Ok(found) if found == wanted => {

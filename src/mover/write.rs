@@ -46,7 +46,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Ends a write and its flight; true if the block is visible on disk by it.
-    async fn end_write(
+    pub(super) async fn end_write(
         self: &Rc<Self>,
         key: &BlockKey,
         id: EntryId,
@@ -205,7 +205,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Enters a block in the table of its disk slot, and begins the flight of its write. `None` where it is resident
     /// by now, or on its way.
-    fn begin_region_write(
+    pub(super) fn begin_region_write(
         &self,
         job: &Job,
         filling: Filling,

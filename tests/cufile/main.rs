@@ -8,5 +8,6 @@ mod apart;
 #[path = "../common/mod.rs"]
 mod common;
 mod doubles;
+mod regions;
 mod routes;
 mod trouble;
