@@ -249,6 +249,8 @@ def main() -> None:
     if why := vtier.missing():
         raise SystemExit(why)
     vtier.boot()
+    # The threads of torch's copies spin for a while afterwards, and would be counted.
+    __import__("torch").set_num_threads(1)
     os.makedirs(options.dir, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="bench-vllm-", dir=options.dir))
     try:

@@ -31,8 +31,13 @@ _LONG_WAIT_S = 10
 def tier_settings(given: Mapping[str, Any]) -> HiCacheConfig:
     """Settings of a tier, checked: those of the HiCache backend without those of its pools."""
     given = dict(given)
-    if "pool_shares" in given:
-        raise config_error("pool_shares", given["pool_shares"], "nothing: the engine's memory is one pool")
+    for name, why in (
+        ("pool_shares", "the engine's memory is one pool"), ("capacity_total", "one store for all ranks has capacity"),
+    ):  # fmt: skip
+        if name in given:
+            raise config_error(name, given[name], f"nothing: {why}")
+    if "service" not in given and not os.environ.get("KVHOIST_SERVICE"):
+        given["service"] = "off"
     if "host_bytes" not in given and not os.environ.get("KVHOIST_HOST_BYTES"):
         policy = given.get("write_policy") or os.environ.get("KVHOIST_WRITE_POLICY") or "write_through"
         given["host_bytes"] = STRAIGHT_HOST_BYTES if policy == "write_through" else DEFAULT_HOST_BYTES
@@ -118,7 +123,7 @@ class Jobs:
     Methods raise, and the adapter handles it. Only `drain` waits. One thread at a time.
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Any) -> None:
         self.cache = cache
         self._queue = cache.queue(JOBS_MAX)
         self._jobs: dict[int, _Job] = {}
@@ -129,10 +134,17 @@ class Jobs:
         """Whether one chunk is there. No I/O."""
         return self.cache.contains(*chunk_keys([name]))
 
-    def answers(self, resident: Any, absent: Any, known: dict[bytes, Any]) -> Callable[[bytes, Any], Any]:
+    def answers(
+        self,
+        resident: Any,
+        absent: Any,
+        known: dict[bytes, Any],
+        prefix: Callable[[Any], Collection[bytes]] | None = None,
+    ) -> Callable[[bytes, Any], Any]:
         """A fast `contains` with the engine's own objects as answers, for every key of every prompt.
 
-        Answers in `known` override the index.
+        Answers in `known` override the index. `prefix` names all keys of a request, for a store that asks for them at
+        once.
         """
         return self.cache.answers(resident, absent, known).answer
 
@@ -201,30 +213,20 @@ class Jobs:
                 logger.warning("kvhoist: %d jobs still under way after %d s", len(self._jobs), waited)
 
 
-class ChunkStore(Jobs):
-    """One engine's memory, registered once, its store on disk, and the jobs between the two.
+class ChunkJobs(Jobs):
+    """The chunks of one engine's memory, which is one registered region.
 
     As `Jobs`; `close` waits, too.
     """
 
-    def __init__(self, config: HiCacheConfig, place: Place, chunk_bytes: int, memory: Any) -> None:
-        """Opens the store. `memory` is a writable buffer object, kept until `close`."""
+    region: Any
+    #: Paths of the store, for people.
+    directories: list[str]
+
+    def __init__(self, cache: Any, chunk_bytes: int) -> None:
+        super().__init__(cache)
         self.chunk_bytes = chunk_bytes
-        self.directories = place.directories(config.path)
-        cache = open_store(config, place, chunk_bytes, "chunk")
-        try:
-            self.region = cache.register_host(memory, pin=True)
-            super().__init__(cache)
-        except BaseException:
-            cache.close()
-            raise
         self._closed = False
-
-    def goes_straight(self) -> bool:
-        """Whether chunks go between drive and memory without a copy."""
-        return self.region.address % 4096 == 0 and self.chunk_bytes % 4096 == 0
-
-    # Jobs
 
     def submit_load(self, job_id: int, keys: Sequence[bytes], offsets: Iterable[int]) -> None:
         """Begins to read chunks to their offsets in the memory."""
@@ -260,3 +262,38 @@ class ChunkStore(Jobs):
         finally:
             self.region.unregister()
             self.cache.close()
+
+
+class ChunkStore(ChunkJobs):
+    """One engine's memory, registered once, its own store on disk, and the jobs between the two."""
+
+    def __init__(self, config: HiCacheConfig, place: Place, chunk_bytes: int, memory: Any) -> None:
+        """Opens the store. `memory` is a writable buffer object, kept until `close`."""
+        self.directories = place.directories(config.path)
+        cache = open_store(config, place, chunk_bytes, "chunk")
+        try:
+            self.region = cache.register_host(memory, pin=True)
+            super().__init__(cache, chunk_bytes)
+        except BaseException:
+            cache.close()
+            raise
+
+    def goes_straight(self) -> bool:
+        """Whether chunks go between drive and memory without a copy."""
+        return self.region.address % 4096 == 0 and self.chunk_bytes % 4096 == 0
+
+    def step_ended(self) -> None:
+        """The index is asked for every key: nothing is remembered over a step."""
+
+    def figures(self) -> Mapping[str, Any]:
+        """The store's figures."""
+        return self.cache.stats()
+
+    def description(self) -> str:
+        """Where chunks are, for the line in the log at the start."""
+        stats = self.cache.stats()
+        disk = stats["tiers"]["disk"]
+        return (
+            f"in {self.directories}: {disk['slots']} slots of {self.chunk_bytes}-byte chunks, {disk['resident']} "
+            f"resident; storage {stats['storage']}, direct I/O {stats['direct_io']}"
+        )

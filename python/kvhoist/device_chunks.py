@@ -248,10 +248,6 @@ class DeviceChunks(Jobs):
             self.cache.close()
             self._spare = None
 
-    def uses_cufile(self) -> bool:
-        """Whether libcufile moves chunks now."""
-        return self.cache.stats()["cufile"]
-
     def route(self) -> str:
         """The active route, and why it is not another: it falls back to `bounce` if libcufile keeps failing."""
         stats, settings = self.cache.stats(), self.settings

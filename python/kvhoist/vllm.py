@@ -58,6 +58,7 @@ except ImportError as error:
     raise ImportError(f"{_wrong_version()} ({error})") from error
 
 from . import __version__  # noqa: E402
+from .chunk_service import SharedChunkStore  # noqa: E402
 from .chunks import ChunkStore, Ended, Place, tier_settings  # noqa: E402
 from .config import config_error  # noqa: E402
 from .failures import Failures  # noqa: E402
@@ -104,12 +105,13 @@ class KvhoistTier(SecondaryTierManager):
         if primary_kv_view.strides != (row_bytes, 1):
             raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
         self.place = place_of(offloading_spec, {"format": FORMAT, "row_bytes": row_bytes}, self.config.revision)
-        self.store = ChunkStore(self.config, self.place, row_bytes, primary_kv_view)
+        kind = ChunkStore if self.config.service == "off" else SharedChunkStore
+        self.store = kind(self.config, self.place, row_bytes, primary_kv_view)
         #: Answers that override the index: RETRY for a key while its load is under way, MISS after its load failed, until
         #: it is stored again.
         self._known: dict[bytes, LookupResult] = {}
         # The native function replaces the method: every step looks up thousands of keys.
-        self.lookup = self._answer = self.store.answers(_HIT, _MISS, self._known)
+        self.lookup = self._answer = self.store.answers(_HIT, _MISS, self._known, positions)
         self._touched_by_vllm = False
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
         failures = Failures(logger, "chunks")
@@ -117,16 +119,9 @@ class KvhoistTier(SecondaryTierManager):
         #: Failed calls by method; `chunks` counts failed chunks.
         self.counters = failures.counters
         self._figures = Figures(tier_type)
-        self._announce(rows, row_bytes)
-
-    def _announce(self, rows: int, row_bytes: int) -> None:
-        stats = self.store.cache.stats()
-        disk = stats["tiers"]["disk"]
         logger.info(
-            "kvhoist: tier %s in %s: %d slots of %d-byte chunks, %d resident; storage %s, direct I/O %s, chunks go %s; "
-            "%d rows of vLLM's memory registered, %s by the ring",
-            self.tier_type, self.store.directories, disk["slots"], row_bytes, disk["resident"], stats["storage"],
-            stats["direct_io"],
+            "kvhoist: tier %s %s; chunks go %s; %d rows of vLLM's memory registered, %s by the ring",
+            tier_type, self.store.description(),
             "straight to vLLM's memory" if self.store.goes_straight() else "through the cache's memory",
             rows, "pinned" if self.store.region.pinned else "not pinned",
         )  # fmt: skip
@@ -223,6 +218,10 @@ class KvhoistTier(SecondaryTierManager):
 
     # Requests
 
+    def on_schedule_end(self, context: Any) -> None:
+        """The end of a step."""
+        self.store.step_ended()
+
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
         """No conditions for a request."""
         return RequestOffloadingContext()
@@ -254,7 +253,7 @@ class KvhoistTier(SecondaryTierManager):
         """Changes since the last call, at most once a second."""
         if not self._figures.are_due():
             return None
-        return self._guarded("get_stats", None, lambda: self._figures.since(self.store.cache))
+        return self._guarded("get_stats", None, lambda: self._figures.since(self.store.figures()))
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
@@ -266,8 +265,10 @@ class KvhoistTier(SecondaryTierManager):
         return self._guarded("config_info", {}, self._info)
 
     def _info(self) -> Mapping[str, Any]:
-        stats = self.store.cache.stats()
-        values = (__version__, stats["tiers"]["disk"]["slots"], stats["storage"], stats["direct_io"])
+        stats = self.store.figures()
+        values = (
+            __version__, stats["tiers"]["disk"]["slots"], stats.get("storage", "service"), stats.get("direct_io", "service")
+        )  # fmt: skip
         return dict(zip(self.config_info_keys({}), values))
 
     def shutdown(self) -> None:
@@ -298,7 +299,7 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
         "revision": revision,
         **mapper.fields,
     }
-    # Replicas share keys and bytes, but a store belongs to one process.
+    # Replicas share keys and bytes, but a store of its own belongs to one process.
     return Place(config.model.name, f"dp{getattr(config.parallel, 'data_parallel_index', 0)}", identity)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
 
-from .cache import Cache
-
 #: Seconds between two readings of a store's figures.
 _EVERY_S = 1.0
 
@@ -64,15 +62,17 @@ class Figures:
         return True
 
     def since(
-        self, cache: Cache, gauges: Mapping[str, float] = MappingProxyType({}), **more: int
+        self, figures: Mapping[str, Any], gauges: Mapping[str, float] = MappingProxyType({}), **more: int
     ) -> OffloadingConnectorStats:
-        """The changes. `gauges` and `more`, which are counters, are values of the adapter's own."""
-        figures, stats = cache.stats(), OffloadingConnectorStats()
+        """The changes in a store's figures. `gauges` and `more`, which are counters, are values of the adapter's own."""
+        stats = OffloadingConnectorStats()
         disk = figures["tiers"]["disk"]
         counts = {_PREFIX + name: figures[name] for name in _COUNTERS} | {_EVICTIONS: disk["evictions"]}
         counts |= {_PREFIX + name: count for name, count in more.items()}
         for name, count in counts.items():
-            stats.increase_counter(name, count - self._reported[name], self._label)
+            before = self._reported[name]
+            # Less than before: a service has started again, and counts from 0.
+            stats.increase_counter(name, count - before if count >= before else count, self._label)
             self._reported[name] = count
         for name, value in gauges.items():
             stats.set_gauge(_PREFIX + name, value, self._label)

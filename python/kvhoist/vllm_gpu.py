@@ -269,9 +269,9 @@ class KvhoistManager(OffloadingManager):
         return self._guarded("get_stats", None, self._changes)
 
     def _changes(self) -> Any:
-        counters = self._opened.failures.counters
+        counters, stats = self._opened.failures.counters, self._store.cache.stats()
         return self._figures.since(
-            self._store.cache, {"cufile": int(self._store.uses_cufile())}, loads_failed=counters["load chunks"],
+            stats, {"cufile": int(stats["cufile"])}, loads_failed=counters["load chunks"],
             stores_failed=counters["store chunks"], stores_dropped=self._dropped,
         )  # fmt: skip
 
