@@ -279,10 +279,11 @@ pub struct Config {
     /// stores also need `write_through`. Other blocks go through host slots. Such a call ends when the kernel has
     /// released the memory: a stalled disk can delay it past `deadline_ms`.
     pub bypass_host: bool,
-    /// Largest number of bytes that reads of the disk tier may have in flight, at least one block. The default keeps
-    /// one to three drives busy; for an array, 32 MiB per drive is a good value.
+    /// Largest number of bytes that reads of the disk tier may have in flight per path, at least one block. All paths
+    /// share what they have together.
     pub read_bytes_in_flight_max: u64,
-    /// Largest number of bytes that writes to the disk tier may have in flight, at least one block.
+    /// Largest number of bytes that writes to the disk tier may have in flight per path, at least one block. All paths
+    /// share what they have together.
     pub write_bytes_in_flight_max: u64,
     /// Largest number of movements requested but not finished; further calls get `Error::Busy`.
     pub movements_max: u32,

@@ -1,4 +1,4 @@
-//! `Config::workers`: checksums and copies on worker threads, for blocks that come together.
+//! `Config::workers`: reads, writes, checksums and copies on worker threads, for blocks that come together.
 
 mod common;
 
@@ -185,4 +185,95 @@ fn loads_that_are_given_up_leave_their_memory_to_the_workers_until_the_kernel_is
     assert!((0..BLOCKS).all(|n| pool.holds(n)), "the right bytes");
     block_on(cache.unregister(&region)).expect("unregistered");
     block_on(cache.close()).expect("close");
+}
+
+/// Calls `run` for every block at the same time, each from a thread of its own.
+fn at_once(run: impl Fn(u64) + Sync) {
+    std::thread::scope(|scope| {
+        let run = &run;
+        let callers: Vec<_> = (0..BLOCKS as u64).map(|n| scope.spawn(move || run(n))).collect();
+        callers.into_iter().for_each(|caller| caller.join().expect("no panic"));
+    });
+}
+
+#[test]
+fn blocks_that_are_stored_together_are_written_by_workers() {
+    let dir = directory();
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 2))).expect("open");
+    at_once(|n| block_on(cache.store(&key(n), None, &payload(n, BLOCK))).expect("stored"));
+    // Their callers computed the checksums.
+    assert!(cache.stats().work_done > BLOCKS as u64 / 4, "{} pieces of work", cache.stats().work_done);
+    block_on(cache.close()).expect("close");
+
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 0))).expect("open again");
+    for n in 0..BLOCKS as u64 {
+        let lease = block_on(cache.fetch(&key(n))).expect("no error").expect("it was stored");
+        assert_eq!(*lease, payload(n, BLOCK), "block {n}");
+    }
+    block_on(cache.close()).expect("close");
+}
+
+/// What a store at rest has of the blocks: the right bytes, or a miss.
+fn found(dir: &TempDir) -> Vec<bool> {
+    let cache = block_on(Cache::open(settings(dir, StorageKind::Uring, 0))).expect("open again");
+    let find = |n: u64| {
+        let lease = block_on(cache.fetch(&key(n))).expect("no error");
+        lease.map(|lease| assert_eq!(*lease, payload(n, BLOCK), "block {n}")).is_some()
+    };
+    let found = (0..BLOCKS as u64).map(find).collect();
+    assert_eq!(cache.stats().checksum_failures, 0, "no record is there without its block");
+    block_on(cache.close()).expect("close");
+    found
+}
+
+#[test]
+fn stores_that_are_given_up_leave_their_memory_to_the_workers_until_the_kernel_is_done() {
+    for polls in [1, 3, 7] {
+        let (dir, mut pool) = (directory(), Pool::filled());
+        let places = pool.places(1);
+        let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 2))).expect("open");
+        let region = pool.register(&cache);
+        let keys = keys();
+        {
+            let mut store = Box::pin(cache.store_from(&keys, None, &places));
+            for _ in 0..polls {
+                let waker = std::task::Context::from_waker(std::task::Waker::noop());
+                if store.as_mut().poll(&mut { waker }).is_ready() {
+                    break;
+                }
+                std::thread::yield_now();
+            }
+        }
+        // Waits for what is in flight: the pool is ours after that, and what is on disk was read before.
+        block_on(cache.unregister(&region)).expect("unregistered");
+        pool.0.fill(0xee);
+        block_on(cache.close()).expect("close");
+        found(&dir);
+    }
+}
+
+#[test]
+fn blocks_that_are_removed_while_workers_write_them_are_not_there_later() {
+    for round in 0..4 {
+        let (dir, mut pool) = (directory(), Pool::filled());
+        let places = pool.places(1);
+        let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 3))).expect("open");
+        let region = pool.register(&cache);
+        std::thread::scope(|scope| {
+            let (keys, cache) = (keys(), &cache);
+            let (places, each) = (&places, keys.clone());
+            let store = scope.spawn(move || all(block_on(cache.store_from(&each, None, places)).expect("stored")));
+            while !store.is_finished() {
+                for key in keys.iter().skip(round).step_by(3) {
+                    block_on(cache.remove(key)).expect("removed");
+                }
+            }
+            assert_eq!(store.join().expect("no panic"), [true; BLOCKS]);
+        });
+        let there: Vec<bool> = keys().iter().map(|key| cache.contains(key)).collect();
+        assert!((0..BLOCKS).all(|n| there[n] || n % 3 == round % 3), "blocks that nobody removed: {there:?}");
+        block_on(cache.unregister(&region)).expect("unregistered");
+        block_on(cache.close()).expect("close");
+        assert_eq!(found(&dir), there);
+    }
 }

@@ -135,7 +135,9 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
     let metrics = Metrics::new();
     let rings = matches!(reactor, Reactor::Uring(_));
-    let workers = Workers::start(config.worker_threads(), rings, Arc::clone(&metrics.work_done))
+    let paths: Vec<_> = config.disks.iter().map(|disk| disk.path.clone()).collect();
+    let near = machine::near_node(&paths).map(|near| near.processors).unwrap_or_default();
+    let workers = Workers::start(config.worker_threads(), rings, &near, Arc::clone(&metrics.work_done))
         .map_err(|source| Error::io("start", "the worker threads", source))?;
     let host_copies = Memcpy::with_workers(Rc::clone(&workers));
     let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies, host_copies).await?;

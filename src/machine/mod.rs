@@ -1,12 +1,14 @@
 //! Compares planned caches with the machine before one is opened, for `kvhoist doctor` and `python -m kvhoist doctor`.
 
 mod limits;
+mod numa;
 mod places;
 mod plan;
 mod wear;
 
 use std::path::Path;
 
+pub(crate) use numa::near_node;
 use plan::Kernel;
 pub use plan::{Finding, Plan};
 pub use wear::{DriveWear, drive_wear};
@@ -26,6 +28,7 @@ fn examine_at(plan: &Plan, root: &Path) -> Vec<Finding> {
     let kernel = Kernel { root };
     let mut findings = limits::findings(plan, &kernel);
     findings.extend(places::findings(plan, &kernel));
+    findings.extend(numa::finding(&plan.paths, &kernel));
     findings
 }
 

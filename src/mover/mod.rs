@@ -133,8 +133,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let config = &shared.config;
         let files: Vec<FileId> =
             (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
+        let drives = files.len().max(1) as u64;
         Rc::new(Mover {
-            budget: Budget::new(config.read_bytes_in_flight_max, config.write_bytes_in_flight_max),
+            budget: Budget::new(
+                config.read_bytes_in_flight_max.saturating_mul(drives),
+                config.write_bytes_in_flight_max.saturating_mul(drives),
+            ),
             allowance: config
                 .write_budget_bytes()
                 .map(|bytes| RefCell::new(Allowance::new(bytes, config.written_bytes()))),

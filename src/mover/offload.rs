@@ -3,15 +3,18 @@
 use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use super::{Mover, budget::Kind};
-#[cfg(feature = "sim")]
-use crate::io::read_full;
 use crate::{
     block::{FileId, OpKind, Segment},
     checksum::Digest,
     device::CopyEngine,
-    io::{Storage, read_into, write_from},
+    io::{Storage, read_into, uring::Transfer, write_from},
     memory::{IoBuf, Readable},
-    workers::Summed,
+    workers::Transferred,
+};
+#[cfg(feature = "sim")]
+use crate::{
+    io::{read_full, write_full},
+    memory::Lent,
 };
 
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
@@ -35,7 +38,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Reads a disk slot into host memory, or writes it from there, all places at once; the `guard` that keeps them
-    /// comes back. With the checksum of what was read, if a worker has it.
+    /// is returned. With the checksum of the first `sum_bytes` bytes, if a worker made the transfer: of what it has
+    /// read, or of what it wrote.
     ///
     /// # Safety
     /// While `guard` lives the places must stay mapped, nobody else may write to them, and if they are read into nobody
@@ -46,6 +50,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         file: FileId,
         offset: u64,
         places: &[Place],
+        sum_bytes: usize,
         guard: G,
     ) -> (io::Result<Option<u64>>, G) {
         let start = |segment: &Segment| NonNull::new(segment.ptr).expect("no memory begins at 0");
@@ -53,9 +58,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let [(segment, fixed)] = places {
             // SAFETY: the caller's promise.
             let buf = unsafe { IoBuf::new(start(segment), segment.len, *fixed, guard) };
-            return match kind {
-                OpKind::Read => self.read(file, offset, buf).await,
-                _ => self.write_here(file, offset, buf).await,
+            return match self.transfer_on_worker(kind, file, offset, &buf, sum_bytes).await {
+                Some(result) => (result, buf.into_owner()),
+                None => self.transfer_here(kind, file, offset, buf).await,
             };
         }
         let guard = Arc::new(guard);
@@ -65,12 +70,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let buf = unsafe { IoBuf::new(start(segment), segment.len, *fixed, Arc::clone(&guard)) };
             let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
-            tokio::task::spawn_local(async move {
-                match kind {
-                    OpKind::Read => this.read_here(file, from, buf).await.0,
-                    _ => this.write_here(file, from, buf).await.0,
-                }
-            })
+            tokio::task::spawn_local(async move { this.transfer_here(kind, file, from, buf).await.0 })
         };
         let operations: Vec<_> = places.iter().map(operation).collect();
         let mut result = Ok(None);
@@ -81,62 +81,87 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (result, Arc::into_inner(guard).expect("every operation has given its share back"))
     }
 
-    async fn write_here<O: Send + Sync + 'static>(
+    async fn transfer_here<O: Send + Sync + 'static>(
         &self,
+        kind: OpKind,
         file: FileId,
         offset: u64,
         buf: IoBuf<O>,
     ) -> (io::Result<Option<u64>>, O) {
-        let (result, owner) = write_from(&self.storage, file, offset, buf).await;
+        let (result, owner) = match kind {
+            OpKind::Read => read_into(&self.storage, file, offset, buf).await,
+            _ => write_from(&self.storage, file, offset, buf).await,
+        };
         (result.map(|()| None), owner)
     }
 
-    /// Reads a range of a file; the owner of the memory comes back. With the checksum of the first block, if a worker
-    /// read it and has it.
-    ///
-    /// A block that is alone is read here: handing over would only take time. So is one that was lost with its worker.
-    async fn read<O: Send + Sync + 'static>(
+    /// Reads or writes on a worker, with the checksum of the first `sum_bytes` bytes. `None` if the reactor is to do
+    /// it: there is no worker, the block is alone and handing it over would only take time, or its worker died. A block
+    /// whose worker died during a write is written again, the same bytes to the same place.
+    async fn transfer_on_worker<O: Send + Sync + 'static>(
         &self,
+        kind: OpKind,
         file: FileId,
         offset: u64,
-        buf: IoBuf<O>,
-    ) -> (io::Result<Option<u64>>, O) {
+        buf: &IoBuf<O>,
+        sum_bytes: usize,
+    ) -> Option<io::Result<Option<u64>>> {
         let bytes = buf.len() as u64;
-        let is_alone = !self.workers.is_busy()
-            && self.budget.in_flight(Kind::Read) <= bytes
-            && self.budget.in_flight(Kind::Write) == 0;
+        let in_flight = self.budget.in_flight(Kind::Read) + self.budget.in_flight(Kind::Write);
+        let is_alone = !self.workers.is_busy() && in_flight <= bytes;
         if is_alone || !self.workers.take(bytes) {
-            return self.read_here(file, offset, buf).await;
+            return None;
         }
         #[cfg(feature = "sim")]
-        if self.workers.loses_read() {
-            // SAFETY: its only `Lent`, which is dropped with the result of the read.
-            drop(read_full(&self.storage, file, offset, unsafe { buf.lend() }).await);
-            return self.read_here(file, offset, buf).await;
+        if let Some(time) = self.workers.draw() {
+            // SAFETY: its only `Lent`, which is dropped with the result.
+            return self.simulate_worker(kind, file, offset, unsafe { buf.lend() }, sum_bytes, time).await;
         }
-        let Some(handle) = self.storage.file(file).filter(|_| self.workers.read()) else {
-            return self.read_here(file, offset, buf).await;
-        };
+        let handle = self.storage.file(file).filter(|_| self.workers.transfers())?;
         let _busy = self.workers.enter();
         // SAFETY: its only `Lent`: where the worker loses it, it has been dropped when that is known.
-        let lent = unsafe { buf.lend() };
-        match self.workers.read_and_sum(handle, file, offset, lent, self.shared.config.block_bytes).await {
-            Some(Summed { buf: lent, result }) => {
-                drop(lent);
-                (result.map(Some), buf.into_owner())
-            }
-            None => self.read_here(file, offset, buf).await,
-        }
+        let buf = unsafe { buf.lend() };
+        let transfer = Transfer { kind, file: handle, id: file, offset, buf };
+        self.workers.transfer(transfer, sum_bytes).await.map(|Transferred { buf, result }| {
+            drop(buf);
+            result
+        })
     }
 
-    async fn read_here<O: Send + Sync + 'static>(
+    /// What a worker does, in virtual time: the checksum takes some before a write and after a read. A worker without
+    /// time dies once the transfer is done.
+    #[cfg(feature = "sim")]
+    async fn simulate_worker(
         &self,
+        kind: OpKind,
         file: FileId,
         offset: u64,
-        buf: IoBuf<O>,
-    ) -> (io::Result<Option<u64>>, O) {
-        let (result, owner) = read_into(&self.storage, file, offset, buf).await;
-        (result.map(|()| None), owner)
+        buf: Lent,
+        sum_bytes: usize,
+        time: Option<std::time::Duration>,
+    ) -> Option<io::Result<Option<u64>>> {
+        let _busy = self.workers.enter();
+        let segment = Segment { ptr: buf.as_ptr(), len: sum_bytes.min(buf.len()) };
+        let checksum = async || {
+            tokio::time::sleep(time.unwrap_or_default()).await;
+            let mut digest = Digest::new();
+            // SAFETY: the range of a `Lent` that lives, which nobody writes to before a write or after a read.
+            digest.update(unsafe { read(&segment) });
+            (sum_bytes > 0).then(|| digest.finish())
+        };
+        let result = match kind {
+            OpKind::Read => match read_full(&self.storage, file, offset, buf).await {
+                (Ok(()), _buf) => Ok(checksum().await),
+                (Err(error), _buf) => Err(error),
+            },
+            _ => {
+                let sum = checksum().await;
+                write_full(&self.storage, file, offset, buf).await.0.map(|()| sum)
+            }
+        };
+        time?;
+        self.workers.has_done();
+        Some(result)
     }
 
     /// The checksum of a block in memory that `guard` keeps, which comes back.
@@ -171,7 +196,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (sum, Arc::into_inner(guard).expect("a worker drops its share before it answers"))
     }
 
-    fn is_worth_a_worker(&self, bytes: u64) -> bool {
+    pub(super) fn is_worth_a_worker(&self, bytes: u64) -> bool {
         let is_alone = !self.workers.is_busy()
             && self.budget.in_flight(Kind::Read) == 0
             && self.budget.in_flight(Kind::Write) == 0;

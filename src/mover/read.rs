@@ -169,7 +169,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let OnDisk { pin, file, offset, checksum } = block;
         let place = [self.place_of(filling.slot())];
         // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
-        let read = unsafe { self.transfer(OpKind::Read, file, offset, &place, (pin, filling)) };
+        let read = unsafe {
+            self.transfer(OpKind::Read, file, offset, &place, self.shared.config.block_bytes, (pin, filling))
+        };
         let (result, (pin, filling)) = read.await;
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Read, &result);
@@ -204,7 +206,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let places = job.places();
         // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
         // mapped and not to touch what is loaded.
-        let read = unsafe { self.transfer(OpKind::Read, file, offset, &places, (pin, job)) };
+        let read =
+            unsafe { self.transfer(OpKind::Read, file, offset, &places, self.shared.config.block_bytes, (pin, job)) };
         let (result, (pin, job)) = read.await;
         drop(share);
         let sum = match result {

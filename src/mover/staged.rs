@@ -100,9 +100,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         copied?;
         let (checksum, slot) = self.checksum_on_device(slot).await;
         let checksum = checksum?;
-        let share = self.share(Kind::Write, Purpose::Call).await;
-        let filling = self.shared.acquire(Tier::Disk, Purpose::Call).await?;
-        let Some((write, place, started)) = self.begin_region_write(&job, filling, checksum)? else {
+        let Some(((share, write, place), started)) = self.begin_region_write(&job, Some(checksum)).await? else {
             return Ok(Some(job));
         };
         let (key, began) = (job.key, Instant::now());

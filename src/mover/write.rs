@@ -25,6 +25,9 @@ use crate::{
 /// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.
 pub(super) const DEMOTING_MAX: u32 = 64;
 
+/// A write from a caller's memory, and its flight.
+pub(super) type BegunRegionWrite = (BegunWrite, Started);
+
 /// What a write of a block has taken: its share of the bytes in flight, and its disk slot, which the table has as the
 /// block's.
 pub(super) type BegunWrite = (Share, DiskWrite, DiskPlace);
@@ -151,10 +154,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         guard: G,
     ) -> Result<Option<DiskWrite>> {
         let DiskPlace { file, offset, page } = place;
-        // Both at once: whichever comes first on the medium, a record without its payload is found out
-        // by the checksum that it carries. Nobody here sees the block before both have ended.
+        // Both at once: whichever is on the medium first, a record without its payload is found by the checksum that it
+        // carries. Nobody here sees the block before both are there.
         // SAFETY: the caller's promise.
-        let payload = unsafe { self.transfer(OpKind::Write, file, offset, places, (guard, filling)) };
+        let payload = unsafe { self.transfer(OpKind::Write, file, offset, places, 0, (guard, filling)) };
         let ((result, (_guard, filling)), recorded) = tokio::join!(payload, self.write_page(page));
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Write, &result);
@@ -162,10 +165,38 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.written(DiskWrite { id, filling }, result)
     }
 
+    /// Writes a block from its caller's memory to its disk slot, with a worker that computes the checksum first, and
+    /// then its record, for which the checksum must be known.
+    async fn sum_and_write_out(
+        self: &Rc<Self>,
+        (share, DiskWrite { id, filling }, place): BegunWrite,
+        job: Job,
+    ) -> Result<Option<DiskWrite>> {
+        let DiskPlace { file, offset, page } = place;
+        let (places, block_bytes) = (job.places(), self.shared.config.block_bytes);
+        // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
+        // mapped and not to write to what is stored.
+        let payload = unsafe { self.transfer(OpKind::Write, file, offset, &places, block_bytes, (job, filling)) };
+        let (result, (job, filling)) = payload.await;
+        drop(share);
+        self.shared.account(&self.failures, file, OpKind::Write, &result);
+        let write = DiskWrite { id, filling };
+        let sum = match result {
+            Ok(Some(sum)) => sum,
+            // The reactor wrote it: no other block was in flight any more, or the worker died.
+            Ok(None) => self.checksum_of(job).await.0,
+            Err(source) => return self.written(write, Err(Error::io("write", self.path_of(file), source))),
+        };
+        let is_entered = self.lock().enter_written(&write, sum);
+        let recorded = if is_entered { self.write_page(page).await } else { Ok(()) };
+        self.written(write, recorded)
+    }
+
     /// Writes a block that is resident nowhere from its caller's memory, with no copy in the host tier. The job comes
     /// back where the block is to go through a host slot.
     ///
-    /// Ends when the kernel has given the memory back, however long that takes: whoever gets the answer uses it.
+    /// Ends when the kernel has given the memory back, however long that takes: the caller uses it once it has the
+    /// answer.
     pub(super) async fn write_from_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
         let config = &self.shared.config;
         if !config.bypass_host
@@ -184,18 +215,30 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 return Ok(None);
             }
         }
-        let (checksum, job) = self.checksum_of(job).await;
-        let share = self.share(Kind::Write, Purpose::Call).await;
-        let filling = self.shared.acquire(Tier::Disk, Purpose::Call).await?;
-        let Some((write, place, started)) = self.begin_region_write(&job, filling, checksum)? else {
+        // A worker computes the checksum and writes at once; a block in several segments is written by the reactor.
+        let by_worker = job.segments.len() == 1 && self.is_worth_a_worker(config.block_bytes as u64);
+        let (checksum, job) = match by_worker {
+            true => (None, job),
+            false => {
+                let (checksum, job) = self.checksum_of(job).await;
+                (Some(checksum), job)
+            }
+        };
+        let Some(((share, write, place), started)) = self.begin_region_write(&job, checksum).await? else {
             return Ok(Some(job));
         };
         let (key, id, began) = (job.key, write.id, Instant::now());
         let _landing = Landing::new(self, &key, Tier::Disk, Some(started));
-        let places = job.places();
-        // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
-        // mapped and not to write to what is stored.
-        let written = unsafe { self.write_out((share, write, place), &places, job) }.await;
+        let begun = (share, write, place);
+        let written = match checksum {
+            None => self.sum_and_write_out(begun, job).await,
+            Some(_) => {
+                let places = job.places();
+                // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep
+                // them mapped and not to write to what is stored.
+                unsafe { self.write_out(begun, &places, job) }.await
+            }
+        };
         if self.end_write(&key, id, None, written).await? {
             self.shared.metrics.stores.add(1);
             self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, began.elapsed());
@@ -203,30 +246,49 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(None)
     }
 
-    /// Enters a block in the table of its disk slot, and begins the flight of its write. `None` where it is resident
-    /// by now, or on its way.
-    pub(super) fn begin_region_write(
+    /// Takes what the write of a block from a caller's memory needs, under one lock if all of it can be had at once, and
+    /// begins the write and its flight. `None` if the block is resident by now, or on its way.
+    pub(super) async fn begin_region_write(
         &self,
         job: &Job,
-        filling: Filling,
-        checksum: u64,
-    ) -> Result<Option<(DiskWrite, DiskPlace, Started)>> {
-        let mut state = self.shared.lock();
+        checksum: Option<u64>,
+    ) -> Result<Option<BegunRegionWrite>> {
+        {
+            let mut state = self.shared.lock();
+            let urgency = state.holder_urgency(Purpose::Call);
+            let slot = || self.shared.acquire_locked(&mut state, Tier::Disk);
+            let bytes = self.shared.config.slot_bytes() as u64;
+            if let Some(taken) = self.budget.take_now(Kind::Write, urgency, bytes, slot) {
+                return self.begin_region_write_with(&mut state, job, taken, checksum);
+            }
+        }
+        let share = self.share(Kind::Write, Purpose::Call).await;
+        let filling = self.shared.acquire(Tier::Disk, Purpose::Call).await?;
+        self.begin_region_write_with(&mut self.shared.lock(), job, (share, filling), checksum)
+    }
+
+    fn begin_region_write_with(
+        &self,
+        state: &mut State,
+        job: &Job,
+        (share, filling): (Share, Filling),
+        checksum: Option<u64>,
+    ) -> Result<Option<BegunRegionWrite>> {
         if let Err(error) = state.check_open() {
-            filling.release(&mut state);
+            filling.release(state);
             return Err(error);
         }
         let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
         if is_known || Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier)) {
-            filling.release(&mut state);
+            filling.release(state);
             return Ok(None);
         }
         let id = state.index.insert(job.key, job.parent);
         let place = state.begin_disk_write(id, &filling, checksum);
         let place = place.expect("it is resident nowhere, and on no way");
-        // For those who want the same block on disk meanwhile; the one who stores it is answered by the end itself.
+        // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
         let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Vec::new());
-        Ok(Some((DiskWrite { id, filling }, place, started)))
+        Ok(Some(((share, DiskWrite { id, filling }, place), started)))
     }
 
     pub(super) fn path_of(&self, file: FileId) -> PathBuf {

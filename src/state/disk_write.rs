@@ -57,30 +57,53 @@ impl State {
         if is_visible {
             filling.published();
         } else {
-            self.disk_slots().clear(slot, &key);
+            if self.disk_slots().meta(slot).is_some() {
+                self.disk_slots().clear(slot, &key);
+            }
             filling.release(self);
         }
         is_visible
     }
 
-    /// Enters a block in the table of the disk slot that it is about to be written to; says where that is. `None` if
-    /// it was removed or is there already.
-    pub(crate) fn begin_disk_write(&mut self, id: EntryId, filling: &Filling, checksum: u64) -> Option<DiskPlace> {
+    /// Begins to write a block to a disk slot, and enters it in the table if its checksum is known. `None` if it was
+    /// removed or is there already.
+    pub(crate) fn begin_disk_write(
+        &mut self,
+        id: EntryId,
+        filling: &Filling,
+        checksum: Option<u64>,
+    ) -> Option<DiskPlace> {
         if !self.index.begin_fill(id, Tier::Disk) {
             return None;
         }
-        let generation = self.generation;
-        self.generation += 1;
+        if let Some(checksum) = checksum {
+            self.enter_in_table(id, filling, checksum);
+        }
         let slots = self.disk_slots();
-        slots.commit(filling.slot(), id.as_u32(), checksum, generation);
         let (file, offset) = slots.locate(filling.slot());
         Some(DiskPlace { file, offset, page: slots.page_of(filling.slot()) })
+    }
+
+    /// Enters a block that is being written in the table, now that its checksum is known. False if the block was
+    /// removed meanwhile: no record may name it.
+    pub(crate) fn enter_written(&mut self, write: &DiskWrite, checksum: u64) -> bool {
+        let is_there = self.index.find(&self.index.key(write.id)) == Some(write.id);
+        if is_there {
+            self.enter_in_table(write.id, &write.filling, checksum);
+        }
+        is_there
+    }
+
+    fn enter_in_table(&mut self, id: EntryId, filling: &Filling, checksum: u64) {
+        let generation = self.generation;
+        self.generation += 1;
+        self.disk_slots().commit(filling.slot(), id.as_u32(), checksum, generation);
     }
 
     /// As [`begin_disk_write`](Self::begin_disk_write), of a block that is pinned in host or device memory.
     pub(crate) fn begin_pinned_write(&mut self, pin: &Pin, filling: &Filling) -> Option<DiskPlace> {
         let checksums = if pin.tier() == Tier::Device { &self.device_checksums } else { &self.host_checksums };
         let checksum = checksums[pin.slot() as usize];
-        self.begin_disk_write(pin.id(), filling, checksum)
+        self.begin_disk_write(pin.id(), filling, Some(checksum))
     }
 }

@@ -1,0 +1,161 @@
+//! The NUMA nodes of drives, and the processors near them.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use super::{
+    places::drive_folder,
+    plan::{Finding, Kernel},
+};
+
+/// Drives that are stacked upon each other are followed this far: a volume of an array of partitions, for example.
+const STACK_MAX: usize = 4;
+
+/// The NUMA node that drives are attached to, on a machine with several.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct NearNode {
+    pub(crate) node: u32,
+    /// Numbers of the node's processors.
+    pub(crate) processors: Vec<usize>,
+}
+
+/// The node near the drives of all paths. `None` if the machine has one node, if the drives are on several, or if the
+/// kernel does not tell.
+pub(crate) fn near_node(paths: &[PathBuf]) -> Option<NearNode> {
+    near_node_at(paths, &Kernel { root: Path::new("/") })
+}
+
+fn near_node_at(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<NearNode> {
+    const NODES: &str = "sys/devices/system/node";
+    if numbers(&kernel.read(&format!("{NODES}/online"))?).len() < 2 {
+        return None;
+    }
+    let node = |path: &PathBuf| node_of(&drive_folder(&fs::metadata(path).ok()?, kernel)?, kernel, STACK_MAX);
+    let node = same(paths.iter().map(node))?;
+    let processors = numbers(&kernel.read(&format!("{NODES}/node{node}/cpulist"))?);
+    (!processors.is_empty()).then_some(NearNode { node, processors })
+}
+
+/// What the doctor says about the drives of all paths.
+pub(super) fn finding(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<Finding> {
+    let NearNode { node, processors } = near_node_at(paths, kernel)?;
+    let found = format!("the drives are on node {node}: workers run on its {} processors", processors.len());
+    Some(Finding::note("NUMA", found))
+}
+
+/// The node of a drive, from its directory in /sys: that of the nearest device above it that has one, or that of all
+/// the drives that it is made of.
+pub(super) fn node_of(folder: &Path, kernel: &Kernel<'_>, stack_max: usize) -> Option<u32> {
+    let parts: Vec<_> = fs::read_dir(folder.join("slaves")).into_iter().flatten().flatten().collect();
+    if !parts.is_empty() {
+        let deeper = stack_max.checked_sub(1)?;
+        return same(parts.iter().map(|part| node_of(&part.path().canonicalize().ok()?, kernel, deeper)));
+    }
+    let devices = folder.ancestors().take_while(|device| *device != kernel.root);
+    devices.filter_map(|device| fs::read_to_string(device.join("numa_node")).ok()).find_map(|text| {
+        // -1: the kernel does not know it.
+        text.trim().parse().ok()
+    })
+}
+
+/// The value that all have.
+fn same(mut all: impl Iterator<Item = Option<u32>>) -> Option<u32> {
+    let first = all.next()??;
+    all.all(|other| other == Some(first)).then_some(first)
+}
+
+/// The numbers of a list as the kernel writes it: `0-3,8`.
+fn numbers(list: &str) -> Vec<usize> {
+    let range = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (first.trim().parse().ok()?, last.trim().parse().ok()?);
+        // More processors than any kernel has: not a list of processors.
+        (last < 1 << 16).then_some(first..=last)
+    };
+    list.split(',').filter_map(range).flatten().collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{MetadataExt, symlink};
+
+    use super::*;
+
+    /// A made-up /sys in which the temporary directory lies on a drive below the PCI device `device`.
+    struct Machine(tempfile::TempDir);
+
+    impl Machine {
+        fn new(nodes: &str, numa_node: &str) -> Self {
+            let machine = Machine(tempfile::tempdir().expect("a directory"));
+            let number = fs::metadata(machine.0.path()).expect("there").dev();
+            machine.write("sys/devices/system/node/online", nodes);
+            machine.write("sys/devices/system/node/node1/cpulist", "2-3,6\n");
+            machine.write("sys/devices/pci0/0000:04/numa_node", numa_node);
+            machine.write("sys/devices/pci0/0000:04/nvme/nvme0/nvme0n1/queue/rotational", "0");
+            machine.link(&number, "sys/devices/pci0/0000:04/nvme/nvme0/nvme0n1");
+            machine
+        }
+
+        fn write(&self, name: &str, text: &str) {
+            let path = self.0.path().join(name);
+            fs::create_dir_all(path.parent().expect("below the root")).expect("a directory");
+            fs::write(path, text).expect("written");
+        }
+
+        fn link(&self, number: &u64, to: &str) {
+            let (major, minor) = (libc::major(*number), libc::minor(*number));
+            let link = self.0.path().join(format!("sys/dev/block/{major}:{minor}"));
+            fs::create_dir_all(link.parent().expect("below the root")).expect("a directory");
+            let _ = fs::remove_file(&link);
+            symlink(self.0.path().join(to), link).expect("a link");
+        }
+
+        fn near(&self) -> Option<NearNode> {
+            let root = self.0.path().canonicalize().expect("there");
+            near_node_at(&[self.0.path().to_owned(), root.clone()], &Kernel { root: &root })
+        }
+    }
+
+    #[test]
+    fn the_node_of_the_device_above_the_drive_is_near() {
+        let near = Machine::new("0-1", "1\n").near();
+        assert_eq!(near, Some(NearNode { node: 1, processors: vec![2, 3, 6] }));
+    }
+
+    #[test]
+    fn one_node_an_unknown_node_and_a_node_without_processors_are_none() {
+        assert_eq!(Machine::new("0", "1\n").near(), None);
+        assert_eq!(Machine::new("0-1", "-1\n").near(), None);
+        assert_eq!(Machine::new("0-1", "0\n").near(), None);
+        assert_eq!(Machine::new("0-1", "no number").near(), None);
+    }
+
+    #[test]
+    fn an_array_has_the_node_that_all_its_drives_have() {
+        let machine = Machine::new("0-1", "1\n");
+        let root = machine.0.path();
+        let number = fs::metadata(root).expect("there").dev();
+        machine.write("sys/devices/virtual/block/md0/queue/rotational", "0");
+        machine.write("sys/devices/pci0/0000:05/numa_node", "1");
+        machine.write("sys/devices/pci0/0000:05/nvme1n1/queue/rotational", "0");
+        fs::create_dir_all(root.join("sys/devices/virtual/block/md0/slaves")).expect("a directory");
+        for (name, drive) in
+            [("a", "sys/devices/pci0/0000:04/nvme/nvme0/nvme0n1"), ("b", "sys/devices/pci0/0000:05/nvme1n1")]
+        {
+            symlink(root.join(drive), root.join("sys/devices/virtual/block/md0/slaves").join(name)).expect("a link");
+        }
+        machine.link(&number, "sys/devices/virtual/block/md0");
+        assert_eq!(machine.near().map(|near| near.node), Some(1));
+        machine.write("sys/devices/pci0/0000:05/numa_node", "0");
+        assert_eq!(machine.near(), None, "its drives are on two nodes");
+    }
+
+    #[test]
+    fn lists_of_numbers_are_read_as_the_kernel_writes_them() {
+        assert_eq!(numbers("0-2,5,7-8\n"), [0, 1, 2, 5, 7, 8]);
+        assert_eq!(numbers(""), []);
+        assert_eq!(numbers("x,3-1,0-99999999999,4"), [4]);
+    }
+}

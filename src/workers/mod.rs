@@ -1,0 +1,274 @@
+//! Worker threads: reads and writes of the disk tier, checksums, and copies of host memory.
+//!
+//! Checksums and copies run at a few GB/s per core, and an operation on the reactor's ring costs some microseconds. On
+//! the reactor they would limit the whole cache to one core, however many drives there are, so movements hand them to
+//! workers. A worker has a ring of its own ([`Lane`]) and computes the checksum while the block is in its processor's
+//! cache: after a read, or before a write. Handing work over costs two wake-ups, 20 to 400 us on virtual machines, so a
+//! lone block stays on the reactor, as do all blocks if there are no workers.
+
+#[cfg(test)]
+mod model;
+mod pool;
+mod seat;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    cell::Cell,
+    io,
+    panic::{AssertUnwindSafe, catch_unwind},
+    rc::Rc,
+    sync::{Arc, mpsc},
+    thread::{self, JoinHandle},
+};
+
+use tokio::{sync::oneshot, task::AbortHandle};
+
+pub(crate) use self::pool::Transferred;
+use self::{
+    pool::{Answer, Pool, Waiter},
+    seat::Ringless,
+};
+use crate::{
+    io::uring::{Lane, Transfer},
+    metrics::Count,
+};
+
+/// Least work worth handing over: about 8 us.
+const WORK_BYTES_MIN: u64 = 64 << 10;
+
+/// The reactor's handle to the workers. Idle workers sleep. Dropping the handle ends the threads after the queued work.
+pub(crate) struct Workers {
+    kind: Kind,
+    /// Units of work in flight, on workers and on the reactor.
+    busy: Cell<u32>,
+    /// Units of work done by workers.
+    done: Arc<Count>,
+}
+
+enum Kind {
+    /// All work is done on the reactor.
+    None,
+    Threads {
+        pool: Arc<Pool>,
+        threads: Vec<JoinHandle<()>>,
+        /// The reactor's task that runs answers.
+        answers: AbortHandle,
+        /// Whether some of the threads have a ring.
+        rings: bool,
+    },
+    /// Work takes the virtual time that this draws, so that its order depends on the seed; without a time it is lost,
+    /// as after a panic.
+    #[cfg(feature = "sim")]
+    Simulated(Box<dyn Fn() -> Option<std::time::Duration>>),
+}
+
+/// Binds this thread to those of the processors that it may use, if there are any.
+fn run_on(processors: &[usize]) {
+    // SAFETY: a set of processors is plain data, and all zeros is the empty set.
+    let (mut allowed, mut wanted): (libc::cpu_set_t, libc::cpu_set_t) = unsafe { std::mem::zeroed() };
+    let bytes = size_of::<libc::cpu_set_t>();
+    // SAFETY: `allowed` is writable and has this size; 0 is the calling thread.
+    if unsafe { libc::sched_getaffinity(0, bytes, &raw mut allowed) } != 0 {
+        return;
+    }
+    for &processor in processors.iter().filter(|&&processor| processor < libc::CPU_SETSIZE as usize) {
+        // SAFETY: the number is below the size of the sets.
+        if unsafe { libc::CPU_ISSET(processor, &allowed) } {
+            // SAFETY: as above.
+            unsafe { libc::CPU_SET(processor, &mut wanted) };
+        }
+    }
+    // SAFETY: `wanted` is readable and has this size. An empty set is refused, and the thread runs where it may.
+    unsafe { libc::sched_setaffinity(0, bytes, &raw const wanted) };
+}
+
+/// A ring for this thread, if the kernel allows one.
+fn lane() -> Option<Lane<Waiter>> {
+    let refused = |error: &io::Error| tracing::warn!(%error, "a worker has no ring and does not read or write");
+    Lane::new().inspect_err(refused).ok()
+}
+
+/// Runs a worker to its end, on its thread, with the ring that it was given at first.
+fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>) {
+    let has_ring = lane.is_some();
+    loop {
+        // After a panic, transfers in flight are dropped once the kernel is done with them, and their waiters are
+        // notified.
+        let ended = catch_unwind(AssertUnwindSafe(|| match lane.take() {
+            Some(mut lane) => pool.run(worker, &mut lane),
+            None => pool.run(worker, &mut Ringless),
+        }));
+        if ended.is_ok() {
+            return;
+        }
+        tracing::error!("a worker thread panicked and restarts");
+        lane = if has_ring { self::lane() } else { None };
+    }
+}
+
+impl Workers {
+    /// No workers: all work is done on the reactor.
+    #[cfg(any(test, feature = "sim"))]
+    pub(crate) fn none() -> Rc<Self> {
+        Rc::new(Workers { kind: Kind::None, busy: Cell::new(0), done: Arc::new(Count::unexported()) })
+    }
+
+    /// Starts `count` threads, each with a ring of its own if `rings` is set and the kernel allows it. They run on the
+    /// processors `near` the drives, if there are any that this process may use. `done` counts their work. Call on the
+    /// reactor.
+    ///
+    /// # Errors
+    /// The system's error, if it cannot start a thread.
+    pub(crate) fn start(count: u32, rings: bool, near: &[usize], done: Arc<Count>) -> io::Result<Rc<Self>> {
+        let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), done };
+        if count == 0 {
+            return Ok(Rc::new(workers));
+        }
+        let pool = Arc::new(Pool::new(count));
+        let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
+        // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.
+        workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), answers, rings: false };
+        let (tell, told) = mpsc::channel();
+        for worker in 0..count {
+            let (pool, tell) = (Arc::clone(&pool), tell.clone());
+            let near = near.to_vec();
+            let run = move || {
+                run_on(&near);
+                let lane = if rings { lane() } else { None };
+                // The starting thread waits for all of these messages.
+                let _ = tell.send(lane.is_some());
+                drop(tell);
+                run(&pool, worker, lane);
+            };
+            let thread = thread::Builder::new().name(format!("kvhoist-work-{worker}")).spawn(run)?;
+            if let Kind::Threads { threads, .. } = &mut workers.kind {
+                threads.push(thread);
+            }
+        }
+        drop(tell);
+        if let Kind::Threads { rings, .. } = &mut workers.kind {
+            *rings = told.iter().fold(false, |any, has_lane| any | has_lane);
+        }
+        Ok(Rc::new(workers))
+    }
+
+    /// Work takes the virtual time that `draw` returns, and is lost if it returns none.
+    #[cfg(feature = "sim")]
+    pub(crate) fn simulated(done: Arc<Count>, draw: impl Fn() -> Option<std::time::Duration> + 'static) -> Rc<Self> {
+        Rc::new(Workers { kind: Kind::Simulated(Box::new(draw)), busy: Cell::new(0), done })
+    }
+
+    /// Counts a unit of work as in flight until the guard is dropped.
+    pub(crate) fn enter(self: &Rc<Self>) -> Busy {
+        self.busy.set(self.busy.get() + 1);
+        Busy(Rc::clone(self))
+    }
+
+    /// True while work is in flight.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.busy.get() > 0
+    }
+
+    /// True if there are workers and this many bytes are worth handing over.
+    pub(crate) fn take(&self, bytes: u64) -> bool {
+        match &self.kind {
+            Kind::None => false,
+            Kind::Threads { .. } => bytes >= WORK_BYTES_MIN,
+            #[cfg(feature = "sim")]
+            Kind::Simulated(_) => bytes > 0,
+        }
+    }
+
+    /// Runs `work` on a worker; `bytes` is its size. `None` if there is no worker, or if `work` panicked: it then has
+    /// been dropped with all it owned, and no part of it still runs.
+    ///
+    /// Dropping the future does not stop the work: `work` owns the memory it touches.
+    pub(crate) async fn run<T: Send + 'static>(
+        &self,
+        bytes: u64,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Option<T> {
+        match &self.kind {
+            Kind::None => None,
+            Kind::Threads { pool, .. } => {
+                let (answer, answered) = oneshot::channel();
+                let done = Arc::clone(&self.done);
+                let work = move || -> Answer {
+                    let result = catch_unwind(AssertUnwindSafe(work)).ok();
+                    done.add(u64::from(result.is_some()));
+                    // The movement may be gone.
+                    Box::new(move || drop(answer.send(result)))
+                };
+                pool.push_work(bytes, Box::new(work));
+                answered.await.ok().flatten()
+            }
+            #[cfg(feature = "sim")]
+            Kind::Simulated(draw) => {
+                tokio::time::sleep(draw()?).await;
+                self.done.add(1);
+                Some(work())
+            }
+        }
+    }
+}
+
+impl Workers {
+    /// True if workers read and write.
+    pub(crate) fn transfers(&self) -> bool {
+        matches!(self.kind, Kind::Threads { rings: true, .. })
+    }
+
+    /// The virtual time that a simulated worker takes for a transfer, or none if it dies of it. `None` if the workers
+    /// are real ones, or if there are none.
+    #[cfg(feature = "sim")]
+    pub(crate) fn draw(&self) -> Option<Option<std::time::Duration>> {
+        match &self.kind {
+            Kind::Simulated(draw) => Some(draw()),
+            _ => None,
+        }
+    }
+
+    /// Counts a unit of work that a simulated worker has done.
+    #[cfg(feature = "sim")]
+    pub(crate) fn has_done(&self) {
+        self.done.add(1);
+    }
+
+    /// Reads or writes all of a buffer on a worker, which also computes the checksum of its first `sum_bytes` bytes: of
+    /// what it has read, or before it writes. `None` if no worker has a ring, or if the worker died: the kernel is then
+    /// done with the memory, which has been dropped, and a block that was written may be there, in part, or not at all.
+    ///
+    /// Dropping the future does not stop the transfer, which keeps its memory.
+    pub(crate) async fn transfer(&self, transfer: Transfer, sum_bytes: usize) -> Option<Transferred> {
+        let Kind::Threads { pool, rings: true, .. } = &self.kind else { return None };
+        let (waiter, answered) = Waiter::new(sum_bytes);
+        pool.push_transfer(transfer, waiter);
+        let transferred = answered.await.ok()?;
+        self.done.add(1);
+        Some(transferred)
+    }
+}
+
+impl Drop for Workers {
+    /// Waits for the queued work: it may touch memory that is unmapped afterwards.
+    fn drop(&mut self) {
+        if let Kind::Threads { pool, threads, answers, .. } = &mut self.kind {
+            answers.abort();
+            pool.close();
+            for thread in threads.drain(..) {
+                // The threads do not panic: `run` catches panics of the work.
+                drop(thread.join());
+            }
+        }
+    }
+}
+
+/// A guard for a unit of work in flight.
+pub(crate) struct Busy(Rc<Workers>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.busy.set(self.0.busy.get() - 1);
+    }
+}

@@ -1,0 +1,163 @@
+//! The hand-over between the reactor and its workers, under a model checker that chooses every interleaving.
+//!
+//! What runs is the queue and the loop of a worker. Only the ring is the model's: its transfers complete at any time,
+//! in any order. A lost wake-up is a deadlock to the checker.
+
+use std::{collections::VecDeque, fs::File, sync::Arc};
+
+use shuttle::sync::{Condvar, Mutex};
+use tokio::sync::oneshot;
+
+use super::{
+    pool::{Pool, Waiter},
+    seat::{self, Seat},
+};
+use crate::{
+    block::{FileId, OpKind},
+    checksum::checksum,
+    io::uring::{Completed, Transfer},
+    memory::AlignedBuf,
+};
+
+/// Wakes a worker.
+pub(super) struct Bell(Arc<(Mutex<bool>, Condvar)>);
+
+impl Bell {
+    pub(super) fn ring(&self) {
+        *self.0.0.lock().expect("nothing panics under it") = true;
+        self.0.1.notify_one();
+    }
+}
+
+/// A ring whose transfers complete while its worker sleeps, or when the checker likes.
+struct Modelled {
+    rung: Arc<(Mutex<bool>, Condvar)>,
+    in_flight: Vec<Completed<Waiter>>,
+    completed: VecDeque<Completed<Waiter>>,
+}
+
+impl Modelled {
+    fn new() -> Self {
+        Modelled { rung: Arc::default(), in_flight: Vec::new(), completed: VecDeque::new() }
+    }
+
+    fn complete_one(&mut self) {
+        if !self.in_flight.is_empty() {
+            let at = below(self.in_flight.len());
+            self.completed.push_back(self.in_flight.swap_remove(at));
+        }
+    }
+}
+
+impl Seat for Modelled {
+    fn room(&self) -> usize {
+        2 - self.in_flight.len()
+    }
+
+    fn in_flight(&self) -> usize {
+        self.in_flight.len()
+    }
+
+    fn start(&mut self, transfer: Transfer, tag: Waiter) {
+        self.in_flight.push(Completed { buf: transfer.buf, result: Ok(()), tag });
+    }
+
+    fn poll(&mut self) {
+        if below(2) == 0 {
+            self.complete_one();
+        }
+    }
+
+    fn has_completed(&self) -> bool {
+        !self.completed.is_empty()
+    }
+
+    fn take_completed(&mut self) -> Option<Completed<Waiter>> {
+        self.completed.pop_front()
+    }
+
+    fn bell(&self) -> seat::Bell {
+        seat::Bell::Modelled(Bell(Arc::clone(&self.rung)))
+    }
+
+    fn sleep(&mut self) {
+        if !self.in_flight.is_empty() {
+            shuttle::thread::yield_now();
+            return self.complete_one();
+        }
+        let mut rung = self.rung.0.lock().expect("nothing panics under it");
+        while !*rung {
+            rung = self.rung.1.wait(rung).expect("nothing panics under it");
+        }
+        *rung = false;
+    }
+}
+
+fn below(limit: usize) -> usize {
+    use shuttle::rand::Rng;
+    shuttle::rand::thread_rng().gen_range(0..limit)
+}
+
+/// Workers over modelled rings, and the reactor's side of `blocks` transfers, some with work between them.
+fn hand_over(workers: u32, blocks: u8) {
+    let pool = Arc::new(Pool::new(workers));
+    let threads: Vec<_> = (0..workers)
+        .map(|worker| {
+            let pool = Arc::clone(&pool);
+            shuttle::thread::spawn(move || pool.run(worker, &mut Modelled::new()))
+        })
+        .collect();
+    let reactor = {
+        let pool = Arc::clone(&pool);
+        shuttle::thread::spawn(move || shuttle::future::block_on(transfers(&pool, blocks)))
+    };
+    reactor.join().expect("no panic");
+    pool.close();
+    threads.into_iter().for_each(|thread| thread.join().expect("no panic"));
+}
+
+async fn transfers(pool: &Arc<Pool>, blocks: u8) {
+    let file = Arc::new(File::open("/dev/null").expect("a file"));
+    let mut answered = Vec::new();
+    for n in 0..blocks {
+        let mut buf = AlignedBuf::zeroed(4096);
+        buf.fill(n);
+        let kind = if n % 2 == 0 { OpKind::Read } else { OpKind::Write };
+        let transfer = Transfer { kind, file: Arc::clone(&file), id: FileId(0), offset: 0, buf: buf.lend() };
+        let (waiter, transferred) = Waiter::new(4096);
+        pool.push_transfer(transfer, waiter);
+        let (answer, worked) = oneshot::channel();
+        pool.push_work(0, Box::new(move || Box::new(move || answer.send(n).expect("it is awaited"))));
+        answered.push((n, transferred, worked));
+    }
+    let all = async {
+        for (n, transferred, worked) in answered {
+            let transferred = transferred.await.expect("no worker died");
+            assert_eq!(transferred.result.expect("transferred"), Some(checksum(&[n; 4096])));
+            assert_eq!(worked.await, Ok(n));
+        }
+    };
+    tokio::select! {
+        biased;
+        () = Arc::clone(pool).take_answers() => unreachable!("it takes answers for ever"),
+        () = all => {}
+    }
+}
+
+/// Checks a model under a random scheduler, and under one that prefers long runs of a thread.
+fn check(model: fn()) {
+    let mut config = shuttle::Config::new();
+    config.stack_size = 1 << 20;
+    shuttle::Runner::new(shuttle::scheduler::RandomScheduler::new(1500), config.clone()).run(model);
+    shuttle::Runner::new(shuttle::scheduler::PctScheduler::new(3, 500), config).run(model);
+}
+
+#[test]
+fn every_transfer_is_answered_however_workers_fall_asleep() {
+    check(|| hand_over(2, 3));
+}
+
+#[test]
+fn a_close_ends_workers_wherever_they_are() {
+    check(|| hand_over(3, 1));
+}

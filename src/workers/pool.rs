@@ -1,0 +1,257 @@
+//! The queue between the reactor and its workers, and the loop of a worker.
+
+use std::{collections::VecDeque, io};
+
+use tokio::sync::{Notify, oneshot};
+
+use super::seat::{Bell, Seat};
+use crate::{
+    block::OpKind,
+    checksum::checksum,
+    io::uring::{Completed, Transfer},
+    memory::Lent,
+    sync::{Mutex, MutexGuard},
+};
+use std::sync::Arc;
+
+/// Queued bytes per awake worker above which another worker is woken: about 30 us of work. Waking a thread costs the
+/// reactor some microseconds, so small blocks wait for a worker that is already awake.
+const WAKE_BYTES: u64 = 256 << 10;
+
+/// A unit of work. Returns what the reactor runs afterwards.
+pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
+
+/// Sends a result, on the reactor.
+pub(super) type Answer = Box<dyn FnOnce() + Send>;
+
+/// A block that a worker has read or written.
+pub(crate) struct Transferred {
+    pub(crate) buf: Lent,
+    /// The checksum of the requested number of bytes, if it was requested.
+    pub(crate) result: io::Result<Option<u64>>,
+}
+
+/// Receiver of a block that is being transferred.
+pub(super) struct Waiter {
+    /// Bytes to checksum: after a read, before a write. 0: none.
+    pub(super) sum_bytes: usize,
+    /// The checksum of a block that is being written.
+    sum: Option<u64>,
+    answer: oneshot::Sender<Transferred>,
+}
+
+impl Waiter {
+    pub(super) fn new(sum_bytes: usize) -> (Waiter, oneshot::Receiver<Transferred>) {
+        let (answer, answered) = oneshot::channel();
+        (Waiter { sum_bytes, sum: None, answer }, answered)
+    }
+}
+
+/// State shared by the reactor and the threads.
+pub(super) struct Pool {
+    queue: Mutex<Queue>,
+    /// Answers that the reactor has not taken yet.
+    answers: Mutex<Vec<Answer>>,
+    /// Wakes the reactor for the first answer; it then takes all of them.
+    answered: Notify,
+}
+
+struct Queue {
+    work: VecDeque<(u64, Work)>,
+    /// Transfers that can start at once.
+    transfers: VecDeque<(Transfer, Waiter)>,
+    /// Writes whose block must be checksummed first. A worker takes one at a time, so that the others take the rest.
+    unsummed: VecDeque<(Transfer, Waiter)>,
+    /// Bytes of all that is queued.
+    bytes: u64,
+    threads: u32,
+    /// Sleeping workers that have not been woken, the latest last.
+    asleep: Vec<Sleeper>,
+    /// Set when no more work will come.
+    closed: bool,
+}
+
+/// A sleeping worker.
+struct Sleeper {
+    worker: u32,
+    bell: Bell,
+    /// Whether it could start another transfer.
+    has_room: bool,
+}
+
+/// What a worker takes from the queue.
+#[derive(Default)]
+struct Taken {
+    transfers: Vec<(Transfer, Waiter)>,
+    unsummed: Option<(Transfer, Waiter)>,
+    work: Option<Work>,
+}
+
+impl Queue {
+    /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted.
+    fn take(&mut self, room: usize, wants_work: bool) -> Taken {
+        let part = self.transfers.len().div_ceil(self.threads as usize);
+        let mut taken = Taken { transfers: self.transfers.drain(..part.min(room)).collect(), ..Taken::default() };
+        self.bytes -= taken.transfers.iter().map(|(transfer, _)| transfer.buf.len() as u64).sum::<u64>();
+        if !wants_work || !taken.transfers.is_empty() {
+            return taken;
+        }
+        if let Some((bytes, work)) = self.work.pop_front() {
+            self.bytes -= bytes;
+            taken.work = Some(work);
+        } else if room > 0
+            && let Some((transfer, waiter)) = self.unsummed.pop_front()
+        {
+            self.bytes -= transfer.buf.len() as u64;
+            taken.unsummed = Some((transfer, waiter));
+        }
+        taken
+    }
+
+    /// Whether there is something for a worker with or without room for a transfer.
+    fn has_for(&self, has_room: bool) -> bool {
+        !self.work.is_empty() || (has_room && !(self.transfers.is_empty() && self.unsummed.is_empty()))
+    }
+
+    /// Returns a worker to wake, unless the awake ones suffice for the queue.
+    fn sleeper(&mut self, for_transfer: bool) -> Option<Sleeper> {
+        let awake = u64::from(self.threads) - self.asleep.len() as u64;
+        if awake > 0 && self.bytes <= WAKE_BYTES * awake {
+            return None;
+        }
+        let at = self.asleep.iter().rposition(|sleeper| sleeper.has_room || !for_transfer)?;
+        Some(self.asleep.remove(at))
+    }
+}
+
+impl Pool {
+    pub(super) fn new(threads: u32) -> Self {
+        let queue = Queue {
+            work: VecDeque::new(),
+            transfers: VecDeque::new(),
+            unsummed: VecDeque::new(),
+            bytes: 0,
+            threads,
+            asleep: Vec::new(),
+            closed: false,
+        };
+        Pool { queue: Mutex::new(queue), answers: Mutex::new(Vec::new()), answered: Notify::new() }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock()
+    }
+
+    pub(super) fn push_work(&self, bytes: u64, work: Work) {
+        let mut queue = self.lock();
+        queue.work.push_back((bytes, work));
+        queue.bytes += bytes;
+        let sleeper = queue.sleeper(false);
+        drop(queue);
+        sleeper.iter().for_each(|sleeper| sleeper.bell.ring());
+    }
+
+    pub(super) fn push_transfer(&self, transfer: Transfer, waiter: Waiter) {
+        let mut queue = self.lock();
+        queue.bytes += transfer.buf.len() as u64;
+        match transfer.kind == OpKind::Write && waiter.sum_bytes > 0 {
+            true => queue.unsummed.push_back((transfer, waiter)),
+            false => queue.transfers.push_back((transfer, waiter)),
+        }
+        let sleeper = queue.sleeper(true);
+        drop(queue);
+        sleeper.iter().for_each(|sleeper| sleeper.bell.ring());
+    }
+
+    /// Main loop of a worker.
+    pub(super) fn run(&self, worker: u32, seat: &mut impl Seat) {
+        loop {
+            let Taken { transfers, unsummed, work } = self.lock().take(seat.room(), !seat.has_completed());
+            // New transfers start first, so that the drives stay busy during the checksum.
+            if !transfers.is_empty() {
+                transfers.into_iter().for_each(|(transfer, waiter)| seat.start(transfer, waiter));
+                seat.poll();
+            }
+            if let Some(ended) = seat.take_completed() {
+                self.answer(answer_to(ended));
+            } else if let Some(work) = work {
+                self.answer(work());
+            } else if let Some((transfer, waiter)) = unsummed {
+                let sum = Some(checksum_of(&transfer.buf, waiter.sum_bytes));
+                seat.start(transfer, Waiter { sum, ..waiter });
+                seat.poll();
+            } else if !self.sleep(worker, seat) {
+                return;
+            }
+        }
+    }
+
+    /// Sleeps until there is work; false once no more work will come.
+    fn sleep(&self, worker: u32, seat: &mut impl Seat) -> bool {
+        let has_room = seat.room() > 0;
+        {
+            let mut queue = self.lock();
+            if queue.has_for(has_room) {
+                return true;
+            }
+            if queue.closed && seat.in_flight() == 0 {
+                return false;
+            }
+            queue.asleep.push(Sleeper { worker, bell: seat.bell(), has_room });
+        }
+        seat.sleep();
+        // A waking thread removes it from the list, but the completion of a transfer does not.
+        self.lock().asleep.retain(|sleeper| sleeper.worker != worker);
+        true
+    }
+
+    fn answer(&self, answer: Answer) {
+        let mut answers = self.answers.lock();
+        answers.push(answer);
+        let is_first = answers.len() == 1;
+        drop(answers);
+        if is_first {
+            self.answered.notify_one();
+        }
+    }
+
+    /// Runs the answers, on the reactor.
+    pub(super) async fn take_answers(self: Arc<Self>) {
+        loop {
+            self.answered.notified().await;
+            let answers = std::mem::take(&mut *self.answers.lock());
+            answers.into_iter().for_each(|answer| answer());
+        }
+    }
+
+    /// Closes the queue: workers end after the queued work.
+    pub(super) fn close(&self) {
+        let asleep = {
+            let mut queue = self.lock();
+            queue.closed = true;
+            std::mem::take(&mut queue.asleep)
+        };
+        asleep.iter().for_each(|sleeper| sleeper.bell.ring());
+    }
+
+    /// Number of sleeping workers.
+    #[cfg(test)]
+    pub(super) fn asleep(&self) -> usize {
+        self.lock().asleep.len()
+    }
+}
+
+fn checksum_of(buf: &Lent, bytes: usize) -> u64 {
+    // SAFETY: before a write nothing else writes to the range, and after a read the kernel has filled it: by the
+    // contract of `Lent` it stays so until the buffer is dropped.
+    checksum(unsafe { std::slice::from_raw_parts(buf.as_ptr().cast_const(), bytes.min(buf.len())) })
+}
+
+/// Checksums a block that was read, and returns an answer that sends the result.
+fn answer_to(ended: Completed<Waiter>) -> Answer {
+    let Completed { buf, result, tag: Waiter { sum_bytes, sum, answer } } = ended;
+    let result = result.map(|()| sum.or_else(|| (sum_bytes > 0).then(|| checksum_of(&buf, sum_bytes))));
+    let transferred = Transferred { buf, result };
+    // The movement may be gone.
+    Box::new(move || drop(answer.send(transferred)))
+}

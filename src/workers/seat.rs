@@ -1,0 +1,127 @@
+//! Where a worker sits: its ring, if it has one, and the place where it sleeps.
+
+use std::thread::{self, Thread};
+
+use super::pool::Waiter;
+use crate::io::uring::{self, Completed, Lane, TRANSFERS_MAX, Transfer};
+
+/// Bytes that a worker has in flight at once, but at least two blocks: enough to keep a few drives busy, and little
+/// enough to stay in the processor's cache until the checksum is computed.
+const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
+
+/// What a worker transfers with, and where it sleeps.
+pub(super) trait Seat {
+    /// Number of further transfers that the worker takes.
+    fn room(&self) -> usize;
+
+    /// Transfers in flight.
+    fn in_flight(&self) -> usize;
+
+    /// Starts a transfer at the next [`poll`](Self::poll) or [`sleep`](Self::sleep).
+    fn start(&mut self, transfer: Transfer, waiter: Waiter);
+
+    /// Submits the started transfers and collects completions, without sleeping.
+    fn poll(&mut self);
+
+    /// Whether completed transfers wait to be taken.
+    fn has_completed(&self) -> bool;
+
+    /// Takes the next completed transfer.
+    fn take_completed(&mut self) -> Option<Completed<Waiter>>;
+
+    /// What wakes the worker.
+    fn bell(&self) -> Bell;
+
+    /// Sleeps until a transfer completes or the bell rings, now or since the bell was last heard.
+    fn sleep(&mut self);
+}
+
+/// Wakes one worker, from any thread.
+pub(super) enum Bell {
+    Ring(uring::Bell),
+    Thread(Thread),
+    #[cfg(test)]
+    Modelled(super::model::Bell),
+}
+
+impl Bell {
+    pub(super) fn ring(&self) {
+        match self {
+            Bell::Ring(bell) => bell.ring(),
+            Bell::Thread(thread) => thread.unpark(),
+            #[cfg(test)]
+            Bell::Modelled(bell) => bell.ring(),
+        }
+    }
+}
+
+impl Seat for Lane<Waiter> {
+    fn room(&self) -> usize {
+        let (count, bytes) = Lane::in_flight(self);
+        let more = if count < 2 { 2 - count } else { IN_FLIGHT_BYTES_MAX.saturating_sub(bytes) * count / bytes.max(1) };
+        more.min(TRANSFERS_MAX - count)
+    }
+
+    fn in_flight(&self) -> usize {
+        Lane::in_flight(self).0
+    }
+
+    fn start(&mut self, transfer: Transfer, waiter: Waiter) {
+        Lane::start(self, transfer, waiter);
+    }
+
+    fn poll(&mut self) {
+        Lane::poll(self);
+    }
+
+    fn has_completed(&self) -> bool {
+        Lane::has_completed(self)
+    }
+
+    fn take_completed(&mut self) -> Option<Completed<Waiter>> {
+        Lane::take_completed(self)
+    }
+
+    fn bell(&self) -> Bell {
+        Bell::Ring(Lane::bell(self))
+    }
+
+    fn sleep(&mut self) {
+        self.wait();
+    }
+}
+
+/// A worker without a ring, which leaves transfers to the others.
+pub(super) struct Ringless;
+
+impl Seat for Ringless {
+    fn room(&self) -> usize {
+        0
+    }
+
+    fn in_flight(&self) -> usize {
+        0
+    }
+
+    fn start(&mut self, _: Transfer, _: Waiter) {
+        unreachable!("a worker takes as many transfers as it has room for");
+    }
+
+    fn poll(&mut self) {}
+
+    fn has_completed(&self) -> bool {
+        false
+    }
+
+    fn take_completed(&mut self) -> Option<Completed<Waiter>> {
+        None
+    }
+
+    fn bell(&self) -> Bell {
+        Bell::Thread(thread::current())
+    }
+
+    fn sleep(&mut self) {
+        thread::park();
+    }
+}

@@ -1,0 +1,219 @@
+use std::{
+    fs::File,
+    os::fd::{AsRawFd, OwnedFd},
+    sync::mpsc,
+    task::{Context, Waker},
+};
+
+use tokio::task::LocalSet;
+
+use super::*;
+use crate::{
+    block::{FileId, OpKind},
+    checksum::checksum,
+    memory::AlignedBuf,
+};
+
+/// Runs a test inside a reactor.
+fn on_reactor(test: impl Future<Output = ()>) {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
+    LocalSet::new().block_on(&runtime, test);
+}
+
+fn workers(count: u32) -> Rc<Workers> {
+    Workers::start(count, false, &[], Arc::new(Count::unexported())).expect("threads")
+}
+
+#[test]
+fn work_runs_on_another_thread_and_its_result_comes_back() {
+    on_reactor(async {
+        let workers = workers(2);
+        let there = workers.run(1, || thread::current().id()).await.expect("done");
+        assert_ne!(thread::current().id(), there);
+        assert_eq!(workers.done.get(), 1);
+    });
+}
+
+#[test]
+fn all_of_many_pieces_are_done_whoever_is_asleep() {
+    on_reactor(async {
+        let workers = workers(3);
+        for round in 0..200_u64 {
+            let run = |n| {
+                let workers = Rc::clone(&workers);
+                tokio::task::spawn_local(async move { workers.run(n << 12, move || n).await })
+            };
+            let all: Vec<_> = (0..round % 40).map(run).collect();
+            for (n, one) in (0..).zip(all) {
+                assert_eq!(one.await.expect("no panic"), Some(n));
+            }
+        }
+    });
+}
+
+#[test]
+fn a_worker_that_is_asleep_is_woken_for_the_smallest_work() {
+    on_reactor(async {
+        let workers = workers(1);
+        let Kind::Threads { pool, .. } = &workers.kind else { unreachable!("there is a thread") };
+        while pool.asleep() == 0 {
+            thread::yield_now();
+        }
+        assert_eq!(workers.run(0, || 7).await, Some(7));
+    });
+}
+
+#[test]
+fn without_workers_nothing_is_run() {
+    on_reactor(async {
+        let run = workers(0).run(1, || unreachable!("there is no worker")).await;
+        assert_eq!(run, None::<()>);
+    });
+}
+
+#[test]
+fn work_that_panics_is_lost_with_what_it_owned_and_the_worker_goes_on() {
+    on_reactor(async {
+        let workers = workers(1);
+        let owned = Arc::new(());
+        let keep = Arc::clone(&owned);
+        let panics = move || {
+            let _keep = keep;
+            std::panic::resume_unwind(Box::new("on purpose"))
+        };
+        assert_eq!(workers.run(1, panics).await, None::<()>);
+        assert_eq!(Arc::strong_count(&owned), 1, "nothing of it runs any longer");
+        assert_eq!(workers.run(1, || 7).await, Some(7));
+        assert_eq!(workers.done.get(), 1);
+    });
+}
+
+/// Reads and writes 4 KiB of a file through workers.
+async fn transfer(workers: &Workers, kind: OpKind, file: &Arc<File>, offset: u64, fill: u8) -> Option<Transferred> {
+    let mut buf = AlignedBuf::zeroed(4096);
+    buf.fill(fill);
+    let transfer = Transfer { kind, file: Arc::clone(file), id: FileId(0), offset, buf: buf.lend() };
+    workers.transfer(transfer, 4096).await
+}
+
+#[test]
+fn a_worker_that_dies_loses_what_it_transfers_and_another_takes_its_place() {
+    on_reactor(async {
+        for kind in [OpKind::Read, OpKind::Write] {
+            let workers = Workers::start(1, true, &[], Arc::new(Count::unexported())).expect("threads");
+            assert!(workers.transfers());
+            let (from, mut to) = io::pipe().expect("a pipe");
+            let (mut from, stuck) = match kind {
+                OpKind::Read => (None, OwnedFd::from(from)),
+                _ => {
+                    fill_pipe(&mut to);
+                    (Some(from), OwnedFd::from(to.try_clone().expect("a descriptor")))
+                }
+            };
+            let stuck = Arc::new(File::from(stuck));
+            let mut lost = std::pin::pin!(transfer(&workers, kind, &stuck, 1, 7));
+            assert!(lost.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+            let Kind::Threads { pool, .. } = &workers.kind else { unreachable!("there is a thread") };
+            pool.push_work(0, Box::new(|| std::panic::resume_unwind(Box::new("on purpose"))));
+            // The kernel owns the memory until then.
+            drop((to, from.take()));
+            assert!(lost.await.is_none_or(|transferred| transferred.result.is_err()), "{kind:?}");
+
+            let mut file = tempfile::tempfile().expect("a file");
+            io::Write::write_all(&mut file, &[7; 8192]).expect("written");
+            let file = Arc::new(file);
+            let transferred = transfer(&workers, kind, &file, 4096, 7).await.expect("there is a worker");
+            assert_eq!(transferred.result.expect("transferred"), Some(checksum(&[7; 4096])), "{kind:?}");
+        }
+    });
+}
+
+/// Fills a pipe, so that the next write to it waits for its reader.
+fn fill_pipe(to: &mut io::PipeWriter) {
+    // SAFETY: takes no pointers; the descriptor is open.
+    let bytes = unsafe { libc::fcntl(to.as_raw_fd(), libc::F_GETPIPE_SZ) };
+    io::Write::write_all(to, &vec![0; usize::try_from(bytes).expect("a size")]).expect("it fits");
+}
+
+#[test]
+fn blocks_are_written_with_the_checksum_of_what_was_written() {
+    on_reactor(async {
+        let workers = Workers::start(3, true, &[], Arc::new(Count::unexported())).expect("threads");
+        let file = Arc::new(tempfile::tempfile().expect("a file"));
+        for round in 0..8_u8 {
+            let one = |n: u8| {
+                let (workers, file) = (Rc::clone(&workers), Arc::clone(&file));
+                let (offset, fill) = (u64::from(n) * 4096, n.wrapping_mul(7).wrapping_add(round));
+                tokio::task::spawn_local(async move {
+                    let transferred = transfer(&workers, OpKind::Write, &file, offset, fill).await;
+                    let sum = transferred.expect("there is a worker").result.expect("written");
+                    assert_eq!(sum, Some(checksum(&[fill; 4096])));
+                })
+            };
+            let all: Vec<_> = (0..64).map(one).collect();
+            for one in all {
+                one.await.expect("no panic");
+            }
+            let bytes = std::os::unix::fs::FileExt::read_exact_at;
+            for n in 0..64_u8 {
+                let mut block = [0; 4096];
+                bytes(&*file, &mut block, u64::from(n) * 4096).expect("read");
+                assert_eq!(block, [n.wrapping_mul(7).wrapping_add(round); 4096], "block {n}");
+            }
+        }
+    });
+}
+
+#[test]
+fn the_end_waits_for_writes_under_way() {
+    on_reactor(async {
+        let workers = Workers::start(2, true, &[], Arc::new(Count::unexported())).expect("threads");
+        let file = Arc::new(tempfile::tempfile().expect("a file"));
+        for n in 0..64 {
+            let mut abandoned = std::pin::pin!(transfer(&workers, OpKind::Write, &file, n << 12, 7));
+            assert!(abandoned.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        }
+        drop(workers);
+        assert_eq!(Arc::strong_count(&file), 1, "no worker has it any longer");
+        let mut bytes = vec![0; 64 << 12];
+        std::os::unix::fs::FileExt::read_exact_at(&*file, &mut bytes, 0).expect("all of it is there");
+        assert!(bytes.iter().all(|&byte| byte == 7));
+    });
+}
+
+#[test]
+fn a_dropped_future_leaves_its_work_the_memory_and_the_end_waits_for_it() {
+    on_reactor(async {
+        let workers = workers(1);
+        let (go, wait) = mpsc::channel::<()>();
+        let memory = Arc::new([1_u8; 64]);
+        let keep = Arc::clone(&memory);
+        {
+            let mut running = std::pin::pin!(workers.run(1, move || {
+                // Blocks until the test releases it.
+                let _ = wait.recv();
+                keep.iter().map(|&byte| u32::from(byte)).sum::<u32>()
+            }));
+            assert!(running.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        }
+        assert_eq!(Arc::strong_count(&memory), 2, "the work still has it");
+        drop(go);
+        drop(workers);
+        assert_eq!(Arc::strong_count(&memory), 1, "the work has ended");
+    });
+}
+
+#[test]
+fn workers_run_on_the_processors_near_the_drives_and_anywhere_if_none_of_them_is_allowed() {
+    on_reactor(async {
+        // SAFETY: takes no pointers.
+        let here = async |workers: Rc<Workers>| workers.run(1, || unsafe { libc::sched_getcpu() }).await.expect("ran");
+        let anywhere = Workers::start(1, false, &[1 << 20, 1023], Arc::new(Count::unexported())).expect("threads");
+        let processor = here(anywhere).await;
+        let near = [usize::try_from(processor).expect("a number")];
+        for _ in 0..8 {
+            let workers = Workers::start(1, false, &near, Arc::new(Count::unexported())).expect("threads");
+            assert_eq!(here(workers).await, processor);
+        }
+    });
+}
