@@ -1,24 +1,28 @@
 //! The cache over an array of drives, beside threads that call `pread` and `pwrite` on the same places, in interleaved
 //! rounds.
 //!
-//!     cargo bench --bench array -- [load|store|fetch]... [--path PATH]... [--block-bytes N]... [--drive-mib N]
-//!                                  [--drives N]... [--rounds N] [--workers N] [--read-mib N] [--write-mib N]
+//!     cargo bench --bench array -- [load|store|fetch|qd1|qd32]... [--path PATH]... [--block-bytes N]...
+//!                                  [--drive-mib N] [--drives N]... [--rounds N] [--workers N] [--read-mib N]
+//!                                  [--write-mib N] [--csv FILE]
 //!
 //! A PATH is a block device, whose content is lost, or a directory; without one a temporary directory plays a single
 //! drive. For each number of drives (1, 2, 4, .. up to all of them) and each block size, a table: threads alone,
 //! threads that also take the checksum, threads that read into the places of the caller's pool as the cache does (the
 //! others each have one buffer, which may stay in the processor's cache), and the cache with one caller and with four.
 //! Every byte that the cache serves is verified by its checksum within the measured time, and by stamps after it.
+//!
+//! `qd1` and `qd32` run only by name: fetches by one thread, without a peer beside them, whose system calls can be
+//! counted from outside. `--csv` appends the medians to a file, which docs/plots/array.py draws.
 
 use std::{
     env,
     fs::{File, OpenOptions},
-    io::{self, Seek, SeekFrom},
+    io::{self, Seek, SeekFrom, Write},
     os::{
         fd::AsRawFd,
         unix::fs::{FileExt, OpenOptionsExt},
     },
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::{
         Mutex,
@@ -32,8 +36,8 @@ use kvhoist::{
     disk::format::stripe::Stripe,
 };
 use kvhoist_bench_kit::{
-    drive::{key, measured, other},
-    measure::{Entrant, Sample, interleave, ratio, table},
+    drive::{each, fetch_stamped, key, measured, other, run_local},
+    measure::{Entrant, Sample, Series, Spread, interleave, ratio, table},
     pattern::{shuffled, stamp, verify},
     scratch::Slab,
 };
@@ -60,6 +64,7 @@ struct Options {
     write_bytes: Option<u64>,
     /// How many drives of the paths make an array.
     drives: Vec<usize>,
+    csv: Option<PathBuf>,
 }
 
 fn main() -> ExitCode {
@@ -83,6 +88,7 @@ fn options() -> io::Result<Options> {
         read_bytes: None,
         write_bytes: None,
         drives: Vec::new(),
+        csv: None,
     };
     let mut args = env::args().skip(1).filter(|arg| arg != "--bench");
     while let Some(arg) = args.next() {
@@ -97,10 +103,9 @@ fn options() -> io::Result<Options> {
             "--read-mib" => options.read_bytes = Some(number(value()?)? << 20),
             "--write-mib" => options.write_bytes = Some(number(value()?)? << 20),
             "--drives" => options.drives.push(number(value()?)? as usize),
-            "load" | "store" | "fetch" => options.names.push(arg),
-            _ => {
-                return Err(other(format!("found {arg}, expected load, store, fetch or an option of the file's head")));
-            }
+            "--csv" => options.csv = Some(value()?.into()),
+            "load" | "store" | "fetch" | "qd1" | "qd32" => options.names.push(arg),
+            _ => return Err(other(format!("found {arg}, expected a name or an option of the file's head"))),
         }
     }
     if options.names.is_empty() {
@@ -126,7 +131,7 @@ fn run(options: &Options) -> io::Result<()> {
         }
         for &block_bytes in &options.block_bytes {
             for name in &options.names {
-                Array::open(options, &paths[..drives], block_bytes)?.measure(name, options.rounds)?;
+                Array::open(options, &paths[..drives], block_bytes)?.measure(name, options)?;
             }
         }
     }
@@ -208,15 +213,21 @@ impl Array {
         })
     }
 
-    fn measure(mut self, name: &str, rounds: u64) -> io::Result<()> {
+    fn measure(mut self, name: &str, options: &Options) -> io::Result<()> {
+        let rounds = options.rounds;
         self.stamp_all();
         self.call(0..self.blocks, 1, 0, true)?;
         block_on(self.cache.sync()).map_err(other)?;
         let series = match name {
             "load" => self.loads(rounds),
             "store" => self.stores(rounds),
+            "qd1" => self.fetches_of_one_thread(rounds, 1),
+            "qd32" => self.fetches_of_one_thread(rounds, 32),
             _ => self.fetches(rounds),
         }?;
+        if let Some(csv) = &options.csv {
+            self.append(csv, name, &series)?;
+        }
         println!("{}", table(&format!("{name}, {}", self.title), &series));
         let best = series[0].name.clone();
         for ours in series.iter().filter(|series| series.name.starts_with("kvhoist")) {
@@ -231,7 +242,7 @@ impl Array {
         block_on(self.cache.close()).map_err(other)
     }
 
-    fn loads(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
+    fn loads(&self, rounds: u64) -> io::Result<Vec<Series>> {
         let mut entrants = vec![self.threads("pread", *THREADS.last().expect("some"), Peer::default())];
         let fewer = THREADS[..THREADS.len() - 1].iter();
         entrants.extend(fewer.map(|&threads| self.threads("pread", threads, Peer::default())));
@@ -251,7 +262,7 @@ impl Array {
         interleave(rounds, &mut entrants)
     }
 
-    fn stores(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
+    fn stores(&self, rounds: u64) -> io::Result<Vec<Series>> {
         let next = &AtomicU64::new(self.blocks);
         let mut entrants =
             vec![self.threads("pwrite", *THREADS.last().expect("some"), Peer { writes: true, ..Peer::default() })];
@@ -271,7 +282,7 @@ impl Array {
         Ok(series)
     }
 
-    fn fetches(&self, rounds: u64) -> io::Result<Vec<kvhoist_bench_kit::measure::Series>> {
+    fn fetches(&self, rounds: u64) -> io::Result<Vec<Series>> {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(FETCHERS).build()?;
         let runtime = &runtime;
         let mut entrants = vec![self.threads("pread", 32, Peer::default())];
@@ -294,6 +305,30 @@ impl Array {
             })
         }));
         interleave(rounds, &mut entrants)
+    }
+
+    /// Fetches by one thread, so many at a time, and nothing beside them.
+    fn fetches_of_one_thread(&self, rounds: u64, depth: usize) -> io::Result<Vec<Series>> {
+        let fetch = move |round: u64| {
+            let (cache, order) = (self.cache.clone(), shuffled(!round, self.blocks).collect::<Vec<_>>().into_iter());
+            measured(self.bytes(), || run_local(each(order, depth, move |n| fetch_stamped(cache.clone(), n, n))))
+        };
+        interleave(rounds, &mut [Entrant::new(format!("kvhoist fetch, 1 thread, QD{depth}"), fetch)])
+    }
+
+    /// Appends the medians to a table of comma-separated values.
+    fn append(&self, path: &Path, name: &str, series: &[Series]) -> io::Result<()> {
+        let mut file = OpenOptions::new().append(true).create(true).open(path)?;
+        if file.metadata()?.len() == 0 {
+            writeln!(file, "bench,drives,block_bytes,contender,mib_per_s,cpu_s_per_gib")?;
+        }
+        for Series { name: contender, samples } in series {
+            let [speed, cost] =
+                [Sample::mib_per_s, Sample::cpu_s_per_gib].map(|value| Spread::of(samples.iter().map(value)).median);
+            let (drives, block_bytes) = (self.files.len(), self.block_bytes);
+            writeln!(file, "{name},{drives},{block_bytes},\"{contender}\",{speed:.0},{cost:.3}")?;
+        }
+        Ok(())
     }
 
     fn bytes(&self) -> u64 {

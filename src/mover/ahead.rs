@@ -1,11 +1,11 @@
 //! Copies to the device that begin before their block is verified.
 //!
 //! A block on its way from disk to the device is in host memory, whole, before its checksum is known. There the
-//! processor would have to sum it up; where it is going, the device can. Whoever wants the block offers the place where
-//! it is to go, and is told what was copied there once the block has been found right: nobody sees it before.
+//! processor would have to compute it; at its target, the device can. The movement that wants the block offers the
+//! target, and gets the checksum of what was copied there once the block is verified: no caller sees the block before.
 //!
-//! The copies are prompt ones, in small groups. Blocks that come from the disk together would else leave together, ask
-//! for their successors together, and the disk would rest meanwhile (0.69 of what it gives, with 32 blocks in flight).
+//! The copies are prompt, in small groups. Otherwise blocks that arrive together would leave together and request their
+//! successors together, and the disk would idle meanwhile (0.69 of the bare loop, with 32 blocks in flight).
 
 use std::{cell::RefCell, rc::Rc, sync::Arc};
 
@@ -20,24 +20,25 @@ use crate::{
     state::{Filling, Outcome, Unverified},
 };
 
-/// Where a block is to go on the device.
+/// The target of a block on the device.
 pub(super) enum Target {
-    /// Any slot that is free when the block has been read. There may be none: who has read a block waits for no slot.
+    /// Any slot that is free once the block has been read. There may be none: a movement that has read a block waits
+    /// for no slot.
     AnySlot,
-    /// One that was.
+    /// A slot that was free.
     Slot(Filling),
     /// A caller's memory.
     Memory(Job),
 }
 
-/// What became of a target: the checksum of what was copied there and is right, if anything was. By its checksum, not
-/// by its entry: the block may have been removed and stored anew meanwhile.
+/// A target that is returned, with the checksum of what was copied there and verified, if anything was. The checksum
+/// names the block, and not its entry, because the block may have been removed and stored anew meanwhile.
 type Told = (Target, Option<u64>);
 
-/// A target that was offered, for who reads the block.
+/// A target that was offered, for the movement that reads the block.
 pub(super) struct Ahead(RefCell<Option<(Target, oneshot::Sender<Told>)>>);
 
-/// The same for who offered it.
+/// A target that was offered, for the movement that offered it.
 pub(super) struct Offer {
     ahead: Rc<Ahead>,
     told: oneshot::Receiver<Told>,
@@ -53,11 +54,11 @@ impl Offer {
         Rc::clone(&self.ahead)
     }
 
-    /// Takes the target back; nothing is copied there after that. Waits for a copy that is under way, and so for the
+    /// Takes the target back; nothing is copied there after that. Waits for a copy in flight, and so for the
     /// verification of its block: for the device, never for the disk.
     ///
     /// # Errors
-    /// [`Error::Closed`] if who had taken it ended without a word.
+    /// [`Error::Closed`] if the movement that had taken it ended without an answer.
     pub(super) async fn withdraw(self) -> Result<Told> {
         if let Some((target, _)) = self.ahead.0.take() {
             return Ok((target, None));

@@ -1,6 +1,6 @@
-//! Bytes in flight: a bound, and an order. Reads never wait for writes. Awaited reads go before reads that nobody
-//! awaits, and awaited writes before writes that nobody awaits. While an awaited read waits for its share, no write
-//! starts but one awaited write at a time, so that no store waits for ever.
+//! Bytes in flight: a bound, and an order. Reads never wait for writes. Awaited reads go before background reads, and
+//! awaited writes before background writes. While an awaited read waits for its share, only one awaited write starts at
+//! a time, so that no store waits for ever.
 
 use std::{
     cell::RefCell,
@@ -62,7 +62,7 @@ impl Budget {
         })))
     }
 
-    /// `bytes` of the budget where nothing has to be waited for, and `also` is had as well.
+    /// `bytes` of the budget, if they and what `also` takes can be had at once.
     pub(crate) fn take_now<T>(
         &self,
         kind: Kind,
@@ -95,7 +95,7 @@ impl Budget {
         receiver.await.expect("the queue holds its senders until it sends")
     }
 
-    /// Somebody waits for these movements from now on.
+    /// These movements are awaited from now on.
     pub(super) fn raise(&self, raised: &Raised) {
         for queue in &mut self.0.borrow_mut().waiting {
             if raised.holders {

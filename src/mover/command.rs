@@ -24,11 +24,11 @@ pub(crate) enum Command {
     LoadLayers(LayerJobs),
     /// Store blocks from foreign memory: true for each that was stored.
     StoreFrom { jobs: Vec<Job>, reply: Reply },
-    /// Have the storage keep a region at hand; whether it then does.
+    /// Register a region with the storage; the answer says whether the kernel has pinned it.
     Register { region: RegionUse, reply: oneshot::Sender<bool> },
-    /// Have the storage let go of a region that no movement uses. Done when the hold is dropped.
+    /// Unregister a region that no movement uses. Done when the hold is dropped.
     Unregister { region: RegionUse },
-    /// Write the record pages that name a block which is not there any more.
+    /// Write the record pages that name a block that was removed.
     Forget { key: BlockKey, reply: oneshot::Sender<Result<()>> },
     /// Flush what is written.
     Flush { reply: oneshot::Sender<Result<()>> },
@@ -36,17 +36,17 @@ pub(crate) enum Command {
     Sync { reply: oneshot::Sender<Result<()>> },
 }
 
-/// What those ask who hold a slot already. They never wait behind those who want one, or both could
-/// wait for ever: the channel has no bound of its own. It never holds more than there are pins.
+/// Requests from holders of a slot. They never wait behind requests for a slot, or both could wait for ever: the
+/// channel has no bound of its own. The number of pins bounds what it holds.
 pub(crate) enum Urgent {
     /// Write a block to disk.
     Write(PendingWrite),
-    /// Take foreign memory, which no movement uses, from the hands of the copy engine. Done when the hold is dropped.
+    /// Make the copy engine forget foreign memory that no movement uses. Done when the hold is dropped.
     GiveBack { region: RegionUse },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice(DeviceRead),
-    /// Finish what is under way, write what is dirty, flush, and end. Whoever asks waits for the end itself, and need
-    /// not wait for room in the channel to ask.
+    /// Finish the movements in flight, write dirty blocks, flush, and end. The caller waits for the end itself, and
+    /// does not have to wait for room in the channel.
     Close,
 }
 
@@ -59,5 +59,5 @@ pub(crate) struct DeviceRead {
     pub(crate) reply: oneshot::Sender<Result<Vec<u8>>>,
 }
 
-/// One result per block, in the order of the request, to whoever asked.
+/// One result per block, in the order of the request, to the caller.
 pub(crate) type Reply = Box<dyn FnOnce(Vec<Result<bool>>) + Send>;

@@ -17,7 +17,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes every block that is dirty, waits for those that are being written, writes the record pages that are out
     /// of date, and flushes the files.
     ///
-    /// What the disk refuses is not among the errors, but with the [refusals](crate::state::refusals).
+    /// A refusal of the disk is not among the errors, but with the [refusals](crate::state::refusals).
     pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
         let wanted = match self.shared.config.values_writes() {
             true => self.decide_all().await,
@@ -48,7 +48,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         transient.map_or(Ok(()), Err)
     }
 
-    /// Starts the write of a dirty block, or joins the one under way; `None` where there is nothing to wait for.
+    /// Starts the write of a dirty block, or joins the one in flight; `None` if there is nothing to wait for.
     fn begin_sync_write(self: &Rc<Self>, key: &BlockKey) -> Result<Option<oneshot::Receiver<Message>>> {
         let mut state = self.shared.lock();
         if !state.dirty.contains(key) && !state.flights.is_written(key) {
@@ -78,7 +78,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     async fn flush_file(self: &Rc<Self>, file: FileId) -> Result<()> {
         let flush = &self.flushes[usize::from(file.0)];
-        // Of all who ask while one is under way, the first to have its turn flushes for the others.
+        // Of all callers that come while a flush is in flight, the first to have its turn flushes for the others.
         let next = flush.begun.get() + 1;
         let turn = Arc::clone(&flush.turn).acquire_owned().await.expect("never closed");
         if flush.begun.get() < next {
@@ -92,7 +92,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn flush_in_turn(self: &Rc<Self>, file: FileId, turn: OwnedSemaphorePermit) {
         let (ended, end) = oneshot::channel::<()>();
         let this = Rc::clone(self);
-        // A task of its own: its failure counts, also where nobody waits for it any longer.
+        // A task of its own: its failure counts, even if it has no waiter any more.
         self.spawn(async move {
             let result = this.storage.sync(file).await;
             this.shared.account(&this.failures, file, OpKind::Sync, &result);

@@ -24,7 +24,7 @@ use crate::{
     state::{Class, Committed, Found, Pin, Purpose},
 };
 
-/// What came of bringing the block of a load nearer.
+/// Where the block of a load is after its promotion.
 enum Brought {
     /// It is in its segments.
     Copied,
@@ -32,11 +32,11 @@ enum Brought {
     ToHost(Job, Option<Pin>),
 }
 
-/// Jobs that are begun in one turn of the reactor: about 20 us of work.
+/// Jobs begun in one turn of the reactor: about 20 us of work.
 const BEGUN_PER_TURN: usize = 32;
 
-/// What `begin` makes of each item, with a turn for the reactor's other work between every few: a call may be of as
-/// many blocks as it likes.
+/// Calls `begin` with each item, and lets the reactor do other work after every few: a call may have any number of
+/// blocks.
 pub(super) async fn in_turns<T, R>(items: impl IntoIterator<Item = T>, mut begin: impl FnMut(T) -> R) -> Vec<R> {
     let mut begun = Vec::new();
     for item in items {
@@ -49,7 +49,7 @@ pub(super) async fn in_turns<T, R>(items: impl IntoIterator<Item = T>, mut begin
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Has the storage keep a region at hand, if it can.
+    /// Registers a region with the storage, if the kernel allows it.
     pub(super) fn register(&self, region: &RegionUse) {
         let region = &region.0;
         let start = NonNull::new(std::ptr::with_exposed_provenance_mut(region.start)).expect("no region begins at 0");
@@ -62,7 +62,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Takes it back. No movement uses the region any longer.
+    /// Unregisters a region that no movement uses any more.
     pub(super) fn unregister(&self, region: &RegionUse) {
         let region = &region.0;
         if let Ok(first) = u16::try_from(region.fixed.swap(UNREGISTERED, Ordering::AcqRel)) {
@@ -147,7 +147,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let offer = Offer::new(Target::Memory(job));
         let outcome = self.obtain_host(&key, Class::Awaited, Next::Device(offer.ahead()), Asked::ByCaller).await;
-        // Also where that failed: the memory is its owner's again once he has an answer.
+        // Also after a failure: the owner may use the memory again once it has an answer.
         let (Target::Memory(job), copied) = offer.withdraw().await? else {
             unreachable!("a target comes back as the one that it was");
         };
@@ -156,7 +156,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(if copied.is_some() && copied == wanted { Brought::Copied } else { Brought::ToHost(job, pin) })
     }
 
-    /// Counts a block that was copied from host memory to a caller, and writes it to disk if it is wanted there by now.
+    /// Counts a block that was copied from host memory to a caller, and writes it to disk if the policy wants that by
+    /// now.
     pub(super) fn loaded(self: &Rc<Self>, key: &BlockKey, started: Instant) {
         self.shared.metrics.moved(Route::HostToCaller, self.shared.config.block_bytes, started.elapsed());
         if self.shared.config.selects_for_disk()
@@ -196,8 +197,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let batch = unsafe { OwnedBatch::new(ops, direction, (Arc::clone(&job), filling)) };
         // SAFETY: their owner keeps them mapped until `Cache::unregister` has resolved, which tells the engine.
         let batch = unsafe { batch.within(regions) };
-        // Prompt: those that go together would come to the disk together. The device can sum up its own memory while
-        // that is copied.
+        // Prompt: copies that end together would reach the disk together. The device can checksum its own memory while
+        // it is copied.
         let sum = async {
             match memory {
                 RegionMemory::Host => None,

@@ -49,7 +49,7 @@ impl Resident {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Copies blocks into their segments, and tells of every layer when it is complete.
+    /// Copies blocks into their segments, and reports each layer when it is complete.
     pub(super) async fn load_layers(self: Rc<Self>, load: LayerJobs) {
         let LayerJobs { jobs, layers, board } = load;
         let board = Rc::new(RefCell::new(board));
@@ -72,7 +72,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.copy_by_layer(Resident::new(resident), &layers, &board).await;
         }
         for task in away {
-            // One that was lost has told nothing, and the board says so at its end.
+            // A task that was lost has marked nothing; the board reports its blocks as lost when it is dropped.
             drop(task.await);
         }
     }

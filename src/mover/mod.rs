@@ -73,14 +73,14 @@ pub(crate) struct Mover<S, C> {
     /// When the cache was opened.
     opened: Instant,
     records: RefCell<RecordPages>,
-    /// Pages whose write has ended and that the slots do not know of: told under the next lock that is taken anyway.
+    /// Pages whose write has ended, to be noted in the slots under the next lock that is taken anyway.
     written: RefCell<Vec<PageId>>,
     workers: Rc<Workers>,
     /// One permit: whose block is checksummed on this thread.
     checksums: Semaphore,
-    /// Outcomes on their way to those who wait for them.
+    /// Outcomes to be sent to their waiters.
     answers: RefCell<Vec<(oneshot::Sender<Message>, Message)>>,
-    /// Write-backs under way that nobody awaits.
+    /// Write-backs in flight without a waiter.
     demoting: Cell<u32>,
     active: Cell<u32>,
     /// A movement is overdue: what cannot be started is refused.
@@ -91,9 +91,9 @@ pub(crate) struct Mover<S, C> {
     record_failures: Vec<Failures>,
     /// One for each file.
     flushes: Vec<Flush>,
-    /// Told whenever `active` goes down.
+    /// Notified whenever `active` goes down.
     settled: Notify,
-    /// Told when the first movement begins.
+    /// Notified when the first movement begins.
     begun: Notify,
 }
 
@@ -165,8 +165,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         })
     }
 
-    /// Serves commands until the cache is closed or its last handle is gone, then drains. What that came to is for
-    /// every caller that closes the cache, when the files are closed.
+    /// Serves commands until the cache is closed or its last handle is gone, then drains. Every caller that closes the
+    /// cache gets the result once the files are closed.
     pub(crate) async fn run(
         self: Rc<Self>,
         mut commands: mpsc::Receiver<Command>,
@@ -201,7 +201,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         result
     }
 
-    /// Tells the budget which movements somebody awaits by now.
+    /// Raises movements that are awaited by now in the budget.
     async fn raise_loop(self: Rc<Self>) {
         loop {
             self.shared.raised.notified().await;
@@ -254,12 +254,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(permit);
                 drop(reply.send(result));
             }),
-            // It is closing already.
+            // It is already closing.
             Urgent::Close => {}
         }
     }
 
-    /// Runs a movement to its end, whoever waits for it.
+    /// Runs a movement to its end, with or without waiters.
     fn spawn(self: &Rc<Self>, movement: impl Future<Output = ()> + 'static) {
         let active = Active::new(self);
         tokio::task::spawn_local(async move {
@@ -291,7 +291,7 @@ impl<S: Storage, C: CopyEngine> Drop for Active<S, C> {
     }
 }
 
-/// However the reactor ends, nobody waits for it any longer.
+/// Answers all waiters when the reactor ends, in whatever way.
 struct Ended(Arc<Shared>);
 
 impl Drop for Ended {
@@ -322,7 +322,7 @@ impl<S: Storage, C: CopyEngine> Landing<S, C> {
         Landing { mover: Rc::clone(mover), key: *key, tier, started: Cell::new(started) }
     }
 
-    /// Takes on the movement that has begun; false where there is none, or somebody else is at it.
+    /// Takes on the movement that has begun; false if there is none, or if another task has taken it on.
     fn start(&self, state: &mut State) -> bool {
         self.started.set(state.flights.start(&self.key, self.tier));
         self.started.get().is_some()
@@ -345,7 +345,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn land_panicked(self: &Rc<Self>, key: &BlockKey, tier: Tier, Started { number, entry: id }: Started) {
         let mut state = self.shared.lock();
         let flight = state.flights.get_mut(key, tier);
-        // It has landed, or waits for who verifies it.
+        // It has landed, or waits for its verification.
         if flight.is_none_or(|flight| flight.number != number || flight.unverified.is_some()) {
             return;
         }
@@ -372,7 +372,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 }
 
-/// Answers those who wait for a page of records if the task that writes it panics.
+/// Answers the waiters for a page of records if the task that writes it panics.
 struct Serving<S: Storage, C: CopyEngine>(Rc<Mover<S, C>>, PageId);
 
 impl<S: Storage, C: CopyEngine> Drop for Serving<S, C> {

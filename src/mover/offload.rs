@@ -164,10 +164,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Some(result)
     }
 
-    /// The checksum of a block in memory that `guard` keeps, which comes back.
+    /// The checksum of a block in memory that `guard` keeps, which is returned.
     ///
-    /// On a worker, so that the reactor goes on to serve the ring; here where there is none, and for a block that is
-    /// alone: nothing waits for the reactor then, and handing over would only take time.
+    /// On a worker, so that the reactor continues to serve the ring; here if there is no worker, and for a lone block:
+    /// nothing waits for the reactor then, and handing the block over would only take time.
     pub(super) async fn checksum_of<G: Readable>(&self, guard: G) -> (u64, G) {
         let segments = guard.segments();
         let guard = Arc::new(guard);
@@ -205,10 +205,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// The checksum of a block, on the reactor, with turns for other tasks between chunks.
     ///
-    /// One block at a time, in the order in which they were asked for, and a turn of the I/O after each: blocks that
-    /// arrive together leave one by one, and the first of them makes room for its successor on the disk while the
-    /// others wait. All at once, they would all be late, and the disk idle meanwhile. All segments of a block take one
-    /// turn together for the same reason.
+    /// One block at a time, in the order of the requests, and a turn of the I/O after each: blocks that arrive together
+    /// leave one by one, and the first of them makes room for its successor on the disk while the others wait. In
+    /// turns, they would all be late, and the disk would idle meanwhile. All segments of a block take one turn together
+    /// for the same reason.
     async fn checksum_here(&self, segments: &[Segment]) -> u64 {
         let _busy = self.workers.enter();
         let _turn = self.checksums.acquire().await.expect("never closed");

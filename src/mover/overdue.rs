@@ -1,6 +1,6 @@
-//! Deadlines. A movement takes as long as the disk takes, and holds what it holds until then; those who wait for it
-//! do not. When one has been under way for longer than [`Config::deadline_ms`](crate::Config::deadline_ms) its waiters
-//! are told so, and who asks for the same block before it ends is told so at once.
+//! Deadlines. A movement takes as long as the disk takes, and holds its slots until then; its waiters do not wait that
+//! long. When it has been in flight for longer than [`Config::deadline_ms`](crate::Config::deadline_ms), its waiters
+//! get an error, and so does, at once, every later caller for the same block until it ends.
 
 use std::{collections::VecDeque, future::Future, rc::Rc, sync::atomic::Ordering};
 
@@ -10,7 +10,7 @@ use super::{Command, Mover};
 use crate::{device::CopyEngine, error::Result, io::Storage, state::LOOKS_PER_DEADLINE};
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Watches the clock while anything is under way or somebody waits for a slot; sleeps otherwise.
+    /// Watches the clock while a movement is in flight or a request waits for a slot; sleeps otherwise.
     ///
     /// No other part of a movement, and no caller, reads a clock for this: what was begun before one look and is not
     /// done [`LOOKS_PER_DEADLINE`] looks later is overdue.

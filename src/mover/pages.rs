@@ -8,12 +8,12 @@ use crate::{disk::PageId, error::Result};
 
 type Waiter = oneshot::Sender<Result<()>>;
 
-/// Those who wait for writes of a page.
+/// The waiters for writes of a page.
 #[derive(Default)]
 pub(super) struct Waiters {
-    /// For the one under way.
+    /// For the write in flight.
     pub(super) current: Vec<Waiter>,
-    /// For the one after it.
+    /// For the next write.
     pub(super) next: Vec<Waiter>,
 }
 
@@ -28,7 +28,7 @@ impl RecordPages {
         self.0.len()
     }
 
-    /// A write of the page begins, for those who wait for it; false where nobody does, and it is given up.
+    /// Begins a write of the page for its waiters; false if there are none, and the page is given up.
     pub(super) fn begin(&mut self, page: PageId) -> bool {
         let Entry::Occupied(mut waiters) = self.0.entry(page) else { return false };
         if waiters.get().next.is_empty() {
@@ -40,7 +40,7 @@ impl RecordPages {
         true
     }
 
-    /// It has ended, for these.
+    /// Ends the write; returns its waiters.
     pub(super) fn end(&mut self, page: PageId) -> Vec<Waiter> {
         self.0.get_mut(&page).map(|waiters| std::mem::take(&mut waiters.current)).unwrap_or_default()
     }

@@ -10,17 +10,17 @@ use crate::{
     error::{Error, Result},
 };
 
-/// What a layer of a load came to.
+/// The result of a layer of a load.
 #[derive(Debug, Clone)]
 pub struct LayerDone {
-    /// So many leading blocks have their bytes of this layer in place.
+    /// Number of leading blocks whose bytes of this layer are in place.
     pub leading: usize,
-    /// Why the next block's are not, if that was an error. `None` where all are there, or the next block is resident
-    /// nowhere.
+    /// Why the bytes of the next block are not, if that was an error. `None` if all are in place, or if the next block
+    /// is resident nowhere.
     pub error: Option<Error>,
 }
 
-/// What whoever asked for the load sees of it.
+/// The caller's side of a load.
 pub(crate) struct LayerProgress {
     state: Mutex<State>,
     changed: Notify,
@@ -45,12 +45,12 @@ impl LayerProgress {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a layer came to, once it is known.
+    /// The result of a layer, once it is known.
     pub(crate) fn layer(&self, layer: usize) -> Option<LayerDone> {
         self.lock().layers[layer].clone()
     }
 
-    /// What every block came to, once all are known.
+    /// The result of every block, once all are known.
     pub(crate) fn blocks(&self) -> Option<Vec<Result<bool>>> {
         self.lock().blocks.clone()
     }
@@ -110,14 +110,14 @@ impl LayerProgress {
     }
 }
 
-/// What a kernel finds: 0, or one more than the leading blocks that are there.
+/// The value that a kernel finds: 0, or one more than the leading blocks that are there.
 fn poison(done: &LayerDone, count: usize) -> u32 {
     if done.leading == count { 0 } else { u32::try_from(done.leading).map_or(u32::MAX, |leading| leading + 1) }
 }
 
 /// The reactor's side of a load: what is known of which layer of which block.
 ///
-/// However it ends, nobody waits for it any longer: what is not known when it is dropped counts as lost.
+/// Its drop completes the load: what is not known by then counts as lost.
 pub(crate) struct LayerBoard {
     progress: Arc<LayerProgress>,
     blocks: Vec<Option<Result<bool>>>,
@@ -157,7 +157,7 @@ impl LayerBoard {
     /// A layer of blocks that were copied together.
     pub(super) fn layer_ended(&mut self, layer: usize, blocks: impl Iterator<Item = usize>, result: &Result<()>) {
         for block in blocks {
-            // The first error of a block is the one that is told.
+            // The first error of a block is the one that is reported.
             match (&self.blocks[block], result) {
                 (Some(Err(_)), _) => {}
                 (_, Ok(())) => self.blocks[block] = Some(Ok(true)),

@@ -25,7 +25,7 @@ pub(super) enum Next {
     Elsewhere,
 }
 
-/// Why a block is wanted in host memory.
+/// Why a block is requested in host memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Asked {
     /// A caller wants it, and that is to be counted as a hit or a miss.
@@ -35,13 +35,13 @@ pub(super) enum Asked {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Makes `key` resident in `to` and answers those who wait for it.
+    /// Makes `key` resident in `to` and answers its waiters.
     pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier) {
         let landing = Landing::new(&self, &key, to, None);
         match to {
             Tier::Host => self.fill_host_for_waiters(&key, &landing).await,
             Tier::Device => {
-                // Else a movement that could not wait for this command has started it.
+                // Otherwise a movement that could not wait for this command has started it.
                 if landing.start(&mut self.shared.lock()) {
                     let outcome = self.fill_device(&key).await;
                     self.land(&key, to, outcome);
@@ -88,7 +88,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Fills a host slot, and verifies it here: for those on the reactor, and where nobody waits.
+    /// Fills a host slot, and verifies it here: for movements, and for flights without waiters.
     async fn fill_host(self: &Rc<Self>, key: &BlockKey, next: Next) -> Outcome {
         let begun = self.begin_fill_now(&mut self.shared.lock(), key);
         match self.fill_slot(key, begun).await? {
@@ -106,11 +106,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.finish_read(unverified, is_right)
     }
 
-    /// Fills a host slot, and leaves it to those who wait for it to verify it.
+    /// Fills a host slot, and leaves the verification to the waiters.
     async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey, landing: &Landing<S, C>) {
         let begun = {
             let mut state = self.shared.lock();
-            // Else a movement that could not wait for this command has started it.
+            // Otherwise a movement that could not wait for this command has started it.
             if !landing.start(&mut state) {
                 return;
             }
@@ -217,8 +217,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let mut state = self.shared.lock();
                 let (promotion, source) = self.shared.promote_locked(&mut state, key, Tier::Host, class, usage)?;
                 let started = match promotion {
-                    // Also one that a caller began: its command may wait in the channel for movements like this one to
-                    // end.
+                    // Also a flight that a caller began: its command may wait in the channel for movements like this
+                    // one to end.
                     Promotion::Joined(_) | Promotion::Started(_) => state.flights.start(key, Tier::Host),
                     // A movement under way, to a block that was stored since, is its command's to carry out.
                     Promotion::Hit(_) | Promotion::Miss => None,
@@ -252,7 +252,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Copies, and draws the conclusion where the device has stopped. The owner of the memory comes back.
+    /// Copies, and takes the device out of service if it has stopped. Returns the owner of the memory.
     pub(super) async fn copied<O: Send + Sync + 'static>(&self, batch: OwnedBatch<O>) -> (Result<()>, O) {
         let (result, owner) = batch.copy(&self.copy).await;
         if result.is_err() {
@@ -264,7 +264,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (result, owner)
     }
 
-    /// Copies between a full slot and one that is being filled; both come back with the result.
+    /// Copies between a full slot and one that is being filled; returns both with the result.
     async fn copy_owned(
         &self,
         from: &[Segment],

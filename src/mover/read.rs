@@ -1,8 +1,8 @@
 //! Reading a block from disk, wherever it goes: to a host slot, to a device slot, or to a caller's memory.
 //!
 //! The steps are the same: the disk slot is pinned, the bytes are moved, and their checksum is compared. Only a host
-//! slot is memory that nobody else writes to and that the kernel always reaches, so only a read to a host slot says
-//! anything of the disk. From the other two a block that did not come right is sent there.
+//! slot is memory that nothing else writes to and that the kernel always reaches, so only a read to a host slot proves
+//! anything about the disk. A block that is wrong after a read to one of the other two is read again to a host slot.
 
 use std::rc::Rc;
 
@@ -54,7 +54,7 @@ pub(super) enum Source {
 /// What a read to a host slot has taken: its slot, its share of the bytes in flight, and where the block is.
 pub(super) type BegunRead = (Filling, Share, Source);
 
-/// What filling a host slot came to.
+/// The end of the fill of a host slot.
 pub(super) enum Filled {
     /// A pin on the block, or nothing: no checksum is wanted.
     Ended(Option<Pin>),
@@ -62,12 +62,12 @@ pub(super) enum Filled {
     Unverified(Unverified),
 }
 
-/// What a read to a device slot came to.
+/// The end of a read to a device slot.
 pub(super) enum Tried {
     Ended(Outcome),
     /// The block is to go through host memory.
     Elsewhere,
-    /// The bytes that came were wrong: if the block is right in host memory, libcufile is to blame.
+    /// The bytes were wrong: if the block is right in host memory, libcufile is to blame.
     Suspect,
 }
 
@@ -102,7 +102,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Some(OnDisk { pin, file, offset, checksum })
     }
 
-    /// All that the fill of a host slot takes, where none of it has to be waited for: under one lock.
+    /// Everything that the fill of a host slot needs, if all of it can be had at once: under one lock.
     pub(super) fn begin_fill_now(&self, state: &mut State, key: &BlockKey) -> Option<BegunRead> {
         let urgency = state.holder_urgency(Purpose::Movement(key, Tier::Host));
         let slot = || self.shared.acquire_locked(state, Tier::Host);
@@ -130,7 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Source::Gone
     }
 
-    /// Brings a block into a host slot, with what was had at once, or as it can be had.
+    /// Brings a block into a host slot, with what could be had at once, or after waiting for it.
     pub(super) async fn fill_slot(self: &Rc<Self>, key: &BlockKey, begun: Option<BegunRead>) -> Result<Filled> {
         let started = Instant::now();
         let (filling, share, source) = match begun {
@@ -188,13 +188,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Reads a block to its caller's memory. The job comes back where the block is to go through a host slot.
+    /// Reads a block to its caller's memory. Returns the job if the block must go through a host slot.
     ///
-    /// Ends when the kernel has given the memory back, however long that takes: whoever gets the answer uses it.
+    /// Ends when the kernel has given the memory back, however long that takes: the caller uses it once it has the
+    /// answer.
     ///
-    /// What goes wrong here may be the memory's fault: others may write to it meanwhile, as where many blocks are
-    /// loaded into one place that nobody reads, and the kernel may not be able to reach it. So nothing is concluded
-    /// about the disk: the block is read again through a host slot, and given up if it is wrong there.
+    /// A failure here may be the memory's fault: other code may write to it meanwhile, for example if many blocks are
+    /// loaded into one place, and the kernel may not be able to reach it. So it proves nothing about the disk: the
+    /// block is read again through a host slot, and given up if it is wrong there.
     pub(super) async fn read_to_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
         if !self.shared.config.bypass_host || !job.may_bypass_host(self.memory_align_bytes) {
             return Ok(Some(job));
@@ -230,7 +231,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             tracing::debug!("a block read into a caller's memory is not what it should be; it is read again");
             return Ok(Some(job));
         }
-        // Not before: whatever goes through a host slot is looked up, and counted, there.
+        // Not before: a block that goes through a host slot is looked up, and counted, there.
         {
             let mut state = self.shared.lock();
             state.index.touch(pin.id());
@@ -284,8 +285,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Whether a block in memory that `guard` keeps has the checksum that is `wanted`. `sum` is its checksum, where
-    /// a worker has taken it.
+    /// Whether a block in memory that `guard` keeps has the `wanted` checksum. `sum` is its checksum, if a worker has
+    /// computed it.
     pub(super) async fn is_right<G: Readable>(&self, guard: G, sum: Option<u64>, wanted: u64) -> (bool, G) {
         let (sum, guard) = match sum {
             Some(sum) => (sum, guard),

@@ -43,11 +43,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         receiver.await.unwrap_or(Err(Error::Closed))
     }
 
-    /// Waits until the medium says of a page what is so now: a page that is being written, and was not changed since
-    /// that began, needs no other write, but the end of this one.
+    /// Waits until the page on the medium is up to date: for the end of its write, if it has not changed since that
+    /// began, or for another write.
     async fn settle_page(self: &Rc<Self>, page: PageId, is_stale: bool) -> Result<()> {
         let receiver = match self.records.borrow_mut().0.get_mut(&page) {
-            // Somebody waits for a write that is under way; for none that has just ended.
+            // A write with waiters is in flight; one without has just ended.
             Some(Waiters { current, next }) if !is_stale && next.is_empty() && !current.is_empty() => {
                 let (sender, receiver) = oneshot::channel();
                 current.push(sender);
@@ -61,7 +61,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Writes `page` for as long as somebody asks for it.
+    /// Writes `page` for as long as there are waiters.
     async fn serve_page(self: Rc<Self>, page: PageId) {
         let _serving = Serving(Rc::clone(&self), page);
         let mut buf = AlignedBuf::zeroed(IO_ALIGN);
@@ -80,7 +80,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Nobody writes the page any longer: it is to be written again, and the drop of the waiters answers them.
+    /// The task that wrote the page is gone: the page must be written again, and the drop of its waiters answers them.
     pub(super) fn give_up_page(&self, page: PageId) {
         let waiters = self.records.borrow_mut().0.remove(&page);
         self.lock().disk_slots().page_failed(page);
@@ -109,12 +109,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.lock().disk_slots().page_failed(page);
             return (Err(Error::io("write", self.path_of(file), source)), buf);
         }
-        // Whoever waits for the page takes the lock next.
+        // The waiters of the page take the lock next.
         self.written.borrow_mut().push(page);
         (Ok(()), buf)
     }
 
-    /// The state, locked, which knows of every page that was written.
+    /// Locks the state, and notes in it the pages that were written.
     pub(super) fn lock(&self) -> Locked<'_> {
         let mut state = self.shared.lock();
         for page in self.written.borrow_mut().drain(..) {
@@ -132,7 +132,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.settle_pages(&pages).await
     }
 
-    /// Writes the pages that say of a slot what is no longer so, and waits for those that are being written.
+    /// Writes the pages that are out of date, and waits for the writes of pages in flight.
     pub(super) async fn write_stale_records(self: &Rc<Self>) -> Result<()> {
         let mut pages: BTreeMap<PageId, bool> = self.records.borrow().0.keys().map(|page| (*page, false)).collect();
         match &self.lock().disk {
@@ -142,7 +142,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.settle_pages(&pages.into_iter().collect::<Vec<_>>()).await
     }
 
-    /// Waits until the medium says of pages what is so now. True for those whose last image is out of date.
+    /// Waits until pages on the medium are up to date. True: the last image of the page is out of date.
     async fn settle_pages(self: &Rc<Self>, pages: &[(PageId, bool)]) -> Result<()> {
         for batch in pages.chunks(STALE_BATCH) {
             let writes: Vec<_> = batch

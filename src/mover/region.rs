@@ -37,11 +37,11 @@ pub(crate) struct RegionInner {
     pub(super) fixed: AtomicU32,
 }
 
-/// The storage does not have a region at hand.
+/// The region is not registered with the storage.
 pub(super) const UNREGISTERED: u32 = u32::MAX;
 
-/// A hold on a region, of a movement or of a request that concerns it: its owner does not get it back before this is
-/// dropped.
+/// A hold on a region, by a movement or by a request about the region: its owner does not get it back before the hold
+/// is dropped.
 pub(crate) struct RegionUse(pub(super) Arc<RegionInner>);
 
 impl RegionInner {
@@ -51,7 +51,7 @@ impl RegionInner {
     }
 
     /// Stands for host memory that is lent for a call: it counts the movements that use it. It contains no segment,
-    /// so neither storage nor copy engines take it for memory that they have at hand.
+    /// so neither storage nor copy engines take it for memory that they have registered.
     pub(crate) fn lent() -> Arc<Self> {
         RegionInner::with(0, 0, RegionMemory::Host, None)
     }
@@ -73,7 +73,7 @@ impl RegionInner {
         start >= self.start && segment.len <= self.len && start - self.start <= self.len - segment.len
     }
 
-    /// Whether the storage has it at hand.
+    /// Whether it is registered with the storage.
     pub(crate) fn is_fixed(&self) -> bool {
         self.fixed.load(Ordering::Acquire) != UNREGISTERED
     }
@@ -120,7 +120,7 @@ impl RegionUse {
         self.0.memory
     }
 
-    /// Whether the storage has it at hand.
+    /// Whether it is registered with the storage.
     pub(super) fn is_fixed(&self) -> bool {
         self.0.is_fixed()
     }

@@ -1,5 +1,5 @@
-//! Copying down to disk, because a store waits for it or because the block must go: from a host slot, from a device
-//! slot, or from a caller's memory.
+//! Writing a block to disk, because a store waits for it or because it must leave its tier: from a host slot, a device
+//! slot, or a caller's memory.
 
 use std::{path::PathBuf, rc::Rc, sync::Arc};
 
@@ -22,7 +22,7 @@ use crate::{
     state::{Class, Committed, DiskPlace, DiskWrite, Filling, PendingWrite, Pin, Purpose, Started, State},
 };
 
-/// Write-backs that may be under way at once; the byte budget bounds what the disk sees of them.
+/// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
 pub(super) const DEMOTING_MAX: u32 = 64;
 
 /// A write from a caller's memory, and its flight.
@@ -33,7 +33,7 @@ pub(super) type BegunRegionWrite = (BegunWrite, Started);
 pub(super) type BegunWrite = (Share, DiskWrite, DiskPlace);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Writes a block to disk and answers those who wait for it.
+    /// Writes a block to disk and answers its waiters.
     pub(super) async fn write(self: Rc<Self>, write: PendingWrite) {
         let PendingWrite { key, pin, started } = write;
         let _landing = Landing::new(&self, &key, Tier::Disk, Some(started));
@@ -65,7 +65,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     return Ok(true);
                 }
                 drop(state);
-                // Who removed it waits for the end of this: then no record names it any more.
+                // The removal waits for the end of this: no record names the block then.
                 self.write_record(slot).await
             }
             Ok(None) => Ok(()),
@@ -80,7 +80,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         result.map(|()| false)
     }
 
-    /// What a write to a disk slot came to: the slot is given back where it failed.
+    /// The end of a write to a disk slot, which is given back if the write failed.
     pub(super) fn written(&self, write: DiskWrite, result: Result<()>) -> Result<Option<DiskWrite>> {
         let Err(error) = result else { return Ok(Some(write)) };
         self.lock().end_disk_write(write, Some(&error));
@@ -90,7 +90,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Err(error)
     }
 
-    /// Writes a block that only the device holds: by libcufile, or by way of host memory where that fails.
+    /// Writes a block that only the device holds: by libcufile, or through host memory if that fails.
     async fn write_from_device(self: &Rc<Self>, key: &BlockKey, pin: &Arc<Pin>) -> (Result<Option<DiskWrite>>, Route) {
         if let Some(result) = self.write_directly(key, pin).await {
             return (result, Route::DeviceToDisk);
@@ -112,7 +112,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         unsafe { self.write_out(begun, &place, Arc::clone(pin)) }.await
     }
 
-    /// Takes what the write of a pinned block needs: under one lock, where none of it has to be waited for. `None` if
+    /// Takes what the write of a pinned block needs: under one lock, if all of it can be had at once. `None` if
     /// the block was on disk already or was removed meanwhile.
     pub(super) async fn begin_write(&self, key: &BlockKey, pin: &Pin) -> Result<Option<BegunWrite>> {
         let purpose = Purpose::Movement(key, Tier::Disk);
@@ -192,8 +192,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.written(write, recorded)
     }
 
-    /// Writes a block that is resident nowhere from its caller's memory, with no copy in the host tier. The job comes
-    /// back where the block is to go through a host slot.
+    /// Writes a block that is resident nowhere from its caller's memory, with no copy in the host tier. Returns the
+    /// job if the block must go through a host slot.
     ///
     /// Ends when the kernel has given the memory back, however long that takes: the caller uses it once it has the
     /// answer.
@@ -328,19 +328,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// What must be written or dropped next, if it is time for that.
+    /// The block to be written or dropped next, if it is time for that.
     pub(super) fn coldest_dirty(&self, state: &State) -> Option<(EntryId, BlockKey)> {
         if !self.shared.write_back_is_due(state, self.demoting.get(), self.shared.config.high_watermark) {
             return None;
         }
         let id = state.index.demotable(Tier::Host)?;
         let key = state.index.key(id);
-        // A block under this key that was removed is still being written: its end sets a slot free.
+        // A removed block of this key is still being written: the end of that write frees a slot.
         (!state.flights.contains(&key, Tier::Disk)).then_some((id, key))
     }
 }
 
-/// Counts a write-back while it is under way.
+/// Counts a write-back while it is in flight.
 struct Demoting<S: Storage, C: CopyEngine>(Rc<Mover<S, C>>);
 
 impl<S: Storage, C: CopyEngine> Demoting<S, C> {

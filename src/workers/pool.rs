@@ -79,6 +79,15 @@ struct Sleeper {
     has_room: bool,
 }
 
+/// Whether a worker slept.
+enum Slept {
+    /// There is work.
+    No,
+    Yes,
+    /// No more work will come.
+    End,
+}
+
 /// What a worker takes from the queue.
 #[derive(Default)]
 struct Taken {
@@ -165,12 +174,16 @@ impl Pool {
 
     /// Main loop of a worker.
     pub(super) fn run(&self, worker: u32, seat: &mut impl Seat) {
+        // Whether started transfers are not submitted yet.
+        let mut unsubmitted = false;
         loop {
             let Taken { transfers, unsummed, work } = self.lock().take(seat.room(), !seat.has_completed());
-            // New transfers start first, so that the drives stay busy during the checksum.
-            if !transfers.is_empty() {
-                transfers.into_iter().for_each(|(transfer, waiter)| seat.start(transfer, waiter));
+            unsubmitted |= !transfers.is_empty();
+            transfers.into_iter().for_each(|(transfer, waiter)| seat.start(transfer, waiter));
+            // Submitted before other work, so that the drives stay busy meanwhile; otherwise by the call that sleeps.
+            if unsubmitted && (seat.has_completed() || work.is_some() || unsummed.is_some()) {
                 seat.poll();
+                unsubmitted = false;
             }
             if let Some(ended) = seat.take_completed() {
                 self.answer(answer_to(ended));
@@ -179,30 +192,34 @@ impl Pool {
             } else if let Some((transfer, waiter)) = unsummed {
                 let sum = Some(checksum_of(&transfer.buf, waiter.sum_bytes));
                 seat.start(transfer, Waiter { sum, ..waiter });
-                seat.poll();
-            } else if !self.sleep(worker, seat) {
-                return;
+                unsubmitted = true;
+            } else {
+                match self.sleep(worker, seat) {
+                    Slept::No => {}
+                    Slept::Yes => unsubmitted = false,
+                    Slept::End => return,
+                }
             }
         }
     }
 
-    /// Sleeps until there is work; false once no more work will come.
-    fn sleep(&self, worker: u32, seat: &mut impl Seat) -> bool {
+    /// Submits what was started, and sleeps until there is work or a transfer completes.
+    fn sleep(&self, worker: u32, seat: &mut impl Seat) -> Slept {
         let has_room = seat.room() > 0;
         {
             let mut queue = self.lock();
             if queue.has_for(has_room) {
-                return true;
+                return Slept::No;
             }
             if queue.closed && seat.in_flight() == 0 {
-                return false;
+                return Slept::End;
             }
             queue.asleep.push(Sleeper { worker, bell: seat.bell(), has_room });
         }
         seat.sleep();
         // A waking thread removes it from the list, but the completion of a transfer does not.
         self.lock().asleep.retain(|sleeper| sleeper.worker != worker);
-        true
+        Slept::Yes
     }
 
     fn answer(&self, answer: Answer) {

@@ -32,7 +32,7 @@ pub(super) trait Seat {
     /// What wakes the worker.
     fn bell(&self) -> Bell;
 
-    /// Sleeps until a transfer completes or the bell rings, now or since the bell was last heard.
+    /// Submits the started transfers, and sleeps until one completes or the bell rings, now or since it was last heard.
     fn sleep(&mut self);
 }
 

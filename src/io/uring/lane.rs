@@ -31,7 +31,7 @@ const ENTRIES: u32 = 64;
 /// Largest number of transfers in flight in a lane.
 pub(crate) const TRANSFERS_MAX: usize = 32;
 
-/// User data of the poll on the bell; no slab index has this value.
+/// User data of the read of the bell; no slab index has this value.
 const BELL: u64 = u64::MAX;
 
 /// A complete read or write.
@@ -72,7 +72,7 @@ pub(crate) struct Bell(Arc<OwnedFd>);
 impl Bell {
     fn new() -> io::Result<Self> {
         // SAFETY: takes no pointers.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
+        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
@@ -83,14 +83,8 @@ impl Bell {
     /// Makes the current or next [`Lane::wait`] return.
     pub(crate) fn ring(&self) {
         let one = 1_u64;
-        // SAFETY: `one` is 8 bytes. If the counter is full, the bell is already signalled.
+        // SAFETY: `one` is 8 bytes. It would take 2^64 rings that nobody heard to make this wait.
         unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), size_of::<u64>()) };
-    }
-
-    fn silence(&self) {
-        let mut count = 0_u64;
-        // SAFETY: `count` is 8 bytes; if the bell is not signalled, nothing is written.
-        unsafe { libc::read(self.0.as_raw_fd(), (&raw mut count).cast(), size_of::<u64>()) };
     }
 }
 
@@ -98,8 +92,10 @@ impl Bell {
 pub(crate) struct Lane<T> {
     ring: IoUring,
     bell: Bell,
-    /// The ring polls the bell.
+    /// The ring reads the bell, which silences it without a system call of its own.
     listens: bool,
+    /// Where the ring reads the bell to: shared with the kernel until the read has completed.
+    heard: Box<u64>,
     in_flight: Slab<InFlight<T>>,
     /// Bytes in flight.
     bytes: usize,
@@ -121,7 +117,7 @@ impl<T> Lane<T> {
             other => other?,
         };
         let (in_flight, completed) = (Slab::with_capacity(TRANSFERS_MAX), VecDeque::with_capacity(TRANSFERS_MAX));
-        Ok(Lane { ring, bell: Bell::new()?, listens: false, in_flight, bytes: 0, completed })
+        Ok(Lane { ring, bell: Bell::new()?, listens: false, heard: Box::new(0), in_flight, bytes: 0, completed })
     }
 
     pub(crate) fn bell(&self) -> Bell {
@@ -170,15 +166,17 @@ impl<T> Lane<T> {
     pub(crate) fn wait(&mut self) {
         if !self.listens {
             let fd = types::Fd(self.bell.0.as_raw_fd());
-            let watch = opcode::PollAdd::new(fd, libc::POLLIN as u32).build().user_data(BELL);
-            self.listens = self.push(&watch);
+            let heard = (&raw mut *self.heard).cast();
+            let listen = opcode::Read::new(fd, heard, size_of::<u64>() as u32).build().user_data(BELL);
+            self.listens = self.push(&listen);
         }
         let entered = self.ring.submit_and_wait(1);
         self.reap(entered);
     }
 
     fn push(&mut self, entry: &io_uring::squeue::Entry) -> bool {
-        // SAFETY: `in_flight` keeps what the entry names until its completion; the poll on the bell names no memory.
+        // SAFETY: `in_flight` keeps what the entry names until its completion, and the lane keeps the bell and what it
+        // is read to until `drop` has seen the end of that read.
         unsafe { self.ring.submission().push(entry) }.is_ok()
     }
 
@@ -222,7 +220,7 @@ impl<T> Lane<T> {
     fn complete(&mut self, completion: &cqueue::Entry) {
         if completion.user_data() == BELL {
             self.listens = false;
-            return self.bell.silence();
+            return;
         }
         let at = completion.user_data() as usize;
         let code = completion.result();
@@ -243,7 +241,9 @@ impl<T> Lane<T> {
 impl<T> Drop for Lane<T> {
     /// Waits for the kernel, which may still write to the memory of transfers in flight.
     fn drop(&mut self) {
-        while !self.in_flight.is_empty() {
+        // Ends the read of the bell.
+        self.bell.ring();
+        while self.listens || !self.in_flight.is_empty() {
             let entered = self.ring.submit_and_wait(1);
             self.reap(entered);
         }
