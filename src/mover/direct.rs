@@ -257,7 +257,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         result.map(|()| buf)
     }
 
-    /// Counts a request that failed, and draws the conclusion.
+    /// Counts a request that failed; ends the route after too many.
     pub(super) fn direct_failed(&self, direct: &Direct, reason: &str) {
         self.shared.metrics.cufile_errors.add(1);
         direct.failures.set(direct.failures.get() + 1);
@@ -300,7 +300,7 @@ impl State {
 }
 
 impl Shared {
-    /// Ends a read that came to nothing. Without what it owned where that is still in the library's hands.
+    /// Ends a read that failed. `None` for its pin and slot if the library still uses them.
     pub(super) fn abort_direct_read(&self, id: EntryId, reading: Option<Reading>) {
         let mut state = self.lock();
         state.index.abort_fill(id, Tier::Device);
@@ -310,7 +310,7 @@ impl Shared {
         }
     }
 
-    /// Ends a write that came to nothing. Without its slot where that is still in the library's hands.
+    /// Ends a write that failed. `None` for its slot if the library still uses it.
     pub(super) fn abort_direct_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
         let mut state = self.lock();
         let key = state.index.key(id);
