@@ -1,6 +1,9 @@
 use std::{
     fs::File,
-    os::fd::{AsRawFd, OwnedFd},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::fs::FileExt,
+    },
     sync::mpsc,
     task::{Context, Waker},
 };
@@ -154,10 +157,9 @@ fn blocks_are_written_with_the_checksum_of_what_was_written() {
             for one in all {
                 one.await.expect("no panic");
             }
-            let bytes = std::os::unix::fs::FileExt::read_exact_at;
             for n in 0..64_u8 {
                 let mut block = [0; 4096];
-                bytes(&*file, &mut block, u64::from(n) * 4096).expect("read");
+                file.read_exact_at(&mut block, u64::from(n) * 4096).expect("read");
                 assert_eq!(block, [n.wrapping_mul(7).wrapping_add(round); 4096], "block {n}");
             }
         }
@@ -176,7 +178,7 @@ fn the_end_waits_for_writes_under_way() {
         drop(workers);
         assert_eq!(Arc::strong_count(&file), 1, "no worker has it any longer");
         let mut bytes = vec![0; 64 << 12];
-        std::os::unix::fs::FileExt::read_exact_at(&*file, &mut bytes, 0).expect("all of it is there");
+        file.read_exact_at(&mut bytes, 0).expect("all of it is there");
         assert!(bytes.iter().all(|&byte| byte == 7));
     });
 }
