@@ -285,10 +285,6 @@ class ChunkStore(ChunkJobs):
     def step_ended(self) -> None:
         """The index is asked for every key: nothing is remembered over a step."""
 
-    def figures(self) -> Mapping[str, Any]:
-        """The store's figures."""
-        return self.cache.stats()
-
     def description(self) -> str:
         """Where chunks are, for the line in the log at the start."""
         stats = self.cache.stats()

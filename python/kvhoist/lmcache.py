@@ -20,12 +20,12 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import lmcache
 
-#: The first and the last that the tests drive have these numbers.
+#: The first and the last supported version; the tests run with both.
 VERSIONS = ((0, 5), (0, 5))
 
 
 def _version() -> tuple[int, ...]:
-    """LMCache's version; (0, 0) for a build that does not know its own."""
+    """LMCache's version; (0, 0) if the build has none."""
     return tuple(map(int, re.findall(r"\d+", str(getattr(lmcache, "__version__", "")))[:2])) or (0, 0)
 
 
@@ -33,8 +33,8 @@ def _wrong_version() -> str:
     found, (first, last) = getattr(lmcache, "__version__", "unknown"), VERSIONS
     known = f"{first[0]}.{first[1]}" + ("" if first == last else f" to {last[0]}.{last[1]}")
     return (
-        f"lmcache: found version {found}, expected {known}, whose L2 adapters kvhoist.lmcache.KvhoistL2 knows; install "
-        "one of these, or a kvhoist that knows yours"
+        f"lmcache: found version {found}, expected {known}, whose L2 adapters kvhoist.lmcache supports; install one "
+        "of these, or a kvhoist that supports yours"
     )
 
 
@@ -56,6 +56,7 @@ from .chunks import Place, tier_settings  # noqa: E402
 from .config import config_error, parse_bytes  # noqa: E402
 from .errors import ArgumentError, ClosedError  # noqa: E402
 from .failures import Failures  # noqa: E402
+from .lmcache_announced import Announced  # noqa: E402
 from .object_names import ObjectNames, row_of  # noqa: E402
 from .objects import Ended, ObjectStore, StoredObject  # noqa: E402
 
@@ -69,16 +70,12 @@ DEFAULT_BLOCK_BYTES = 2 << 20
 #: Objects whose place in a prefix is remembered from their lookup until they are stored.
 _PREFIXES_MAX = 65_536
 
-#: By this share of the capacity the objects that LMCache was told of may be more than fit, before those that are gone
-#: are looked for.
-_STALE_SHARE = 1 / 32
-
 
 class KvhoistL2(L2AdapterInterface):
     """Objects of LMCache's L1 on NVMe.
 
-    Constructed, it raises what is wrong with its settings. After that it never raises into LMCache's threads but for
-    calls after `close`: what fails is a miss or a failed task, a line in the log, and a count in ``counters``.
+    The constructor raises for wrong settings. Later only calls after `close` raise into LMCache's threads: a failure is
+    a miss or a failed task, a line in the log, and a count in ``counters``.
     """
 
     def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
@@ -92,22 +89,22 @@ class KvhoistL2(L2AdapterInterface):
         self.config = tier_settings(settings)
         failures = Failures(logger, "objects")
         self._guarded, self._failed = failures.guarded, failures.failed
-        #: Failed calls by the method's name, and `objects`, all that failed.
+        #: Failed calls by method; `objects` counts failed objects.
         self.counters = failures.counters
-        #: Guards what follows; never held while LMCache or the store is called.
+        #: Guards the fields below; never held during a call of LMCache or the store.
         self._lock = threading.Lock()
         self._task_ids = itertools.count()
-        #: Tasks under way, and results that LMCache has not taken yet.
+        #: Tasks under way, then results that LMCache has not taken yet.
         self._under_way: dict[int, _Task] = {}
         self._stored: dict[int, L2StoreResult] = {}
         self._found: dict[int, Bitmap] = {}
         self._loaded: dict[int, Bitmap] = {}
-        #: Objects between a lookup that found them and their unlock.
+        #: Objects that a lookup found and no unlock has released.
         self._locked: Counter = Counter()
         self._names = ObjectNames(l1_memory_desc.align_bytes)
-        #: The object before each that was looked up and not found, in its prefix.
+        #: For each object that a lookup did not find: the object before it in its prefix.
         self._before: OrderedDict[StoredObject, StoredObject] = OrderedDict()
-        self._known = _Known(self)
+        self._announced = Announced(self)
         self._closed = False
         place = Place("lmcache", "l2", _identity(block_bytes, self.config.revision))
         self.store = ObjectStore(self.config, place, block_bytes, _pieces(l1_memory_desc), self._end)
@@ -142,7 +139,7 @@ class KvhoistL2(L2AdapterInterface):
     # Store
 
     def submit_store_task(self, keys: Sequence[Any], objects: Sequence[Any]) -> int:
-        """Begins to store objects from L1. The task succeeds where all do; those that were stored stay."""
+        """Begins to store objects from L1. The task succeeds if all objects do; stored objects stay."""
 
         def begin(task_id: int, task: _Task) -> None:
             with self._lock:
@@ -160,7 +157,7 @@ class KvhoistL2(L2AdapterInterface):
     # Lookup
 
     def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Any) -> int:
-        """Looks objects up, from memory and at once. Those that are there count as used: they are the last to go."""
+        """Looks objects up, in this call. Found objects count as used, and are evicted last."""
         self._check_open()
         keys = list(keys)
         found = self._guarded("lookup", [], lambda: self._look_up(keys, group_layout_descs), len(keys))
@@ -187,7 +184,7 @@ class KvhoistL2(L2AdapterInterface):
             before[row] = one
         hits = [named[n] for n in found]
         self.store.touch(hits)
-        self._known.add([keys[n] for n in found], hits)
+        self._announced.add([keys[n] for n in found], hits)
         return found
 
     def _remember(self, one: StoredObject, before: StoredObject) -> None:
@@ -197,12 +194,12 @@ class KvhoistL2(L2AdapterInterface):
                 self._before.popitem(last=False)
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
-        """What a lookup has found, once."""
+        """The result of a lookup, once."""
         with self._lock:
             return self._found.pop(task_id, None)
 
     def submit_unlock(self, keys: Sequence[Any]) -> None:
-        """Ends what lookups have begun: `delete` may take the objects."""
+        """Releases objects that lookups found: `delete` may take them."""
         with self._lock:
             for key in keys:
                 if self._locked[key] > 1:
@@ -221,7 +218,7 @@ class KvhoistL2(L2AdapterInterface):
         return self._begun("submit_load_task", keys, objects, begin, True)
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
-        """What a load task has read, once; None while it is under way."""
+        """The result of a load task, once; None while it is under way."""
         with self._lock:
             return self._loaded.pop(task_id, None)
 
@@ -235,7 +232,7 @@ class KvhoistL2(L2AdapterInterface):
         begin: Callable[[int, _Task], None],
         is_load: bool,
     ) -> int:
-        """Begins a task; one that cannot begin has failed. What begins it does so in its last step."""
+        """Begins a task. If it cannot begin, it fails; `begin` submits in its last step."""
         self._check_open()
         task = _Task(list(keys))
         with self._lock:
@@ -253,7 +250,7 @@ class KvhoistL2(L2AdapterInterface):
         return task_id
 
     def _end(self, ended: Ended) -> None:
-        """A task has ended; a thread of the store's says so."""
+        """Takes the end of a task, on the store's thread."""
         with self._lock:
             task = self._under_way.pop(ended.task_id)
         self._guarded("account", None, lambda: self._account(ended, task))
@@ -270,16 +267,16 @@ class KvhoistL2(L2AdapterInterface):
 
     def _account(self, ended: Ended, task: _Task) -> None:
         failed = len(task.keys) - sum(ended.moved)
-        if failed and task.named:  # Where there are no names, it was said that the task could not begin.
+        if failed and task.named:  # Without names the task did not begin, which is logged already.
             self._failed("load" if ended.is_load else "store", ended.why or "evicted meanwhile", failed)
         moved = [(key, one) for key, one, good in zip(task.keys, task.named, ended.moved) if good]
         keys = [key for key, _ in moved]
-        self._known.add(keys, [one for _, one in moved])
+        self._announced.add(keys, [one for _, one in moved])
         if ended.is_load and keys:
             self._notify_keys_accessed(keys)
 
     def _signal(self, fd: int) -> None:
-        """With the lock held: a descriptor that is closed may be another file's."""
+        """Signals a descriptor. With the lock held: a closed descriptor may be another file's."""
         if not self._closed:
             os.eventfd_write(fd, 1)
 
@@ -287,19 +284,19 @@ class KvhoistL2(L2AdapterInterface):
         if self._closed:
             raise ClosedError("the adapter is closed")
 
-    # What LMCache asks besides
+    # Deletion, usage and status
 
     @property
     def supports_global_eviction(self) -> bool:
-        """False: the store evicts, ends of prefixes first, and needs no watermark. Quotas of salts are LMCache's."""
+        """False: the store evicts by itself, ends of prefixes first. Quotas of salts are LMCache's."""
         return False
 
     def delete(self, keys: Sequence[Any]) -> None:
-        """Forgets objects, but for those that are between a lookup and its unlock."""
+        """Forgets objects, except those between a lookup and its unlock."""
         with self._lock:
             free = [key for key in keys if key not in self._locked]
         gone = [key for key in free if self._guarded("delete", False, lambda key=key: self._delete(key), 1)]
-        self._guarded("delete", None, lambda: self._known.remove(gone))
+        self._guarded("delete", None, lambda: self._announced.remove(gone))
 
     def _delete(self, key: Any) -> bool:
         for one in self._names.all_of(key):
@@ -307,7 +304,7 @@ class KvhoistL2(L2AdapterInterface):
         return True
 
     def get_usage(self) -> AdapterUsage:
-        """Bytes on disk of all objects, and by salt of those that were stored or found since the start."""
+        """Bytes on disk of all objects, and by salt those of objects stored or found since the start."""
         by_salt = super().get_usage().bytes_by_cache_salt
         disk = self._guarded("get_usage", {}, lambda: self.store.cache.stats()["tiers"]["disk"])
         used, slots = (disk.get(name, 0) * self.store.block_bytes for name in ("resident", "slots"))
@@ -340,7 +337,7 @@ class KvhoistL2(L2AdapterInterface):
         }
 
     def close(self) -> None:
-        """Waits for the tasks, lets go of L1, and closes the store and the descriptors. Again: does nothing."""
+        """Waits for the tasks, unregisters L1, and closes the store and the descriptors. Again: does nothing."""
         self._guarded("close", None, self.store.close)
         with self._lock:
             fds, self._fds, self._closed = self._fds, [], True
@@ -351,49 +348,8 @@ class KvhoistL2(L2AdapterInterface):
 @dataclass
 class _Task:
     keys: list
-    #: Empty where the task could not begin.
+    #: Empty if the task did not begin.
     named: list[StoredObject] = field(default_factory=list)
-
-
-class _Known:
-    """The objects that LMCache was told of. It counts their bytes by salt, and passes them on to whom they concern."""
-
-    def __init__(self, adapter: KvhoistL2) -> None:
-        self._adapter = adapter
-        #: Held while LMCache is told: it hears of a key in the order of what happened.
-        self._telling = threading.RLock()
-        self._objects: dict[Any, StoredObject] = {}
-        self._nbytes = 0
-
-    def add(self, keys: list, objects: list[StoredObject]) -> None:
-        """Tells of objects that are there."""
-        with self._telling:
-            new = {key: one for key, one in zip(keys, objects) if key not in self._objects}
-            if not new:
-                return
-            self._objects.update(new)
-            sizes = list(map(self._size, new.values()))
-            self._nbytes += sum(sizes)
-            self._adapter._notify_keys_stored(list(new), sizes)
-            capacity = self._adapter.get_usage().total_capacity_bytes
-            if self._nbytes > capacity * (1 + _STALE_SHARE):
-                self._forget_evicted()
-
-    def _forget_evicted(self) -> None:
-        there = self._adapter.store.contains_each(list(self._objects.values()))
-        self.remove([key for key, found in zip(self._objects, there) if not found])
-
-    def remove(self, keys: list) -> None:
-        """Tells of objects that are gone."""
-        with self._telling:
-            gone = {key: self._size(self._objects.pop(key)) for key in keys if key in self._objects}
-            if gone:
-                self._nbytes -= sum(gone.values())
-                self._adapter._notify_keys_deleted(list(gone), list(gone.values()))
-
-    def _size(self, one: StoredObject) -> int:
-        store = self._adapter.store
-        return store.blocks(one.nbytes) * store.block_bytes
 
 
 def _bitmap(size: int, places: Iterable[int]) -> Bitmap:
@@ -408,15 +364,15 @@ def _addresses(objects: Sequence[Any]) -> list[int]:
 
 
 def _identity(block_bytes: int, revision: str) -> dict[str, Any]:
-    # The bytes of an object are laid out as this version does it.
+    # The layout of an object depends on the version.
     version = ".".join(map(str, _version()))
     return {"format": FORMAT, "block_bytes": block_bytes, "lmcache": version, "revision": revision}
 
 
 def _pieces(memory: Any) -> list[tuple[int, int, bool]]:
-    """LMCache's L1, and which part of it the ring is to pin: what lies in memory already."""
+    """LMCache's L1 in pieces, with whether the ring pins each: only the part that is allocated."""
     address, nbytes = memory.ptr, memory.size
-    # Before 0.5.6 nobody says; None: all of it, a shared memory.
+    # Unknown before 0.5.6; None: all of it, shared memory.
     stable = getattr(memory, "stable_registration_size", 0)
     stable = nbytes if stable is None else min(stable, nbytes) // 4096 * 4096
     pieces = [(address, stable, True), (address + stable, nbytes - stable, False)]

@@ -1,4 +1,4 @@
-"""What LMCache's objects are called on disk. Needs no LMCache."""
+"""Names of LMCache's objects on disk. Needs no LMCache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Mapping, Sequence
 
 from .objects import DIGEST_BYTES, StoredObject
 
-#: Kinds of objects (model, rank, group, salt, layout) whose digests are begun.
+#: Most kinds of objects (model, rank, group, salt, layout) whose begun digests are kept.
 _KINDS_MAX = 4_096
 
 #: How an object lies in memory: its bytes there, and its dtypes.
@@ -17,23 +17,23 @@ Layout = tuple[int, tuple]
 
 
 def row_of(key: Any) -> tuple:
-    """Which row of keys one belongs to: a prefix of chunks of one model, rank, group and salt."""
+    """The row of a key: chunks of one model, rank, group and salt form a prefix."""
     return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
 
 
 class ObjectNames:
-    """The names of an engine's objects: digests of their keys and of their layouts, which the keys do not tell."""
+    """Names of an engine's objects: digests of their keys and layouts, which are not in the keys."""
 
     def __init__(self, align_bytes: int) -> None:
         self._align = max(1, align_bytes)
         self._lock = threading.Lock()
-        #: Layouts of the objects that were stored or loaded, by (model, rank, group); the latest is the last.
+        #: Layouts of stored and loaded objects, by (model, rank, group); the latest is the last.
         self._layouts: dict[tuple, dict[Layout, None]] = {}
-        #: Digests that were begun.
+        #: Begun digests.
         self._kinds: dict[tuple, Any] = {}
 
     def of_objects(self, keys: Sequence[Any], objects: Sequence[Any]) -> list[StoredObject]:
-        """By their keys and where they lie."""
+        """Names by keys and memory."""
         with self._lock:
             named = []
             for key, obj in zip(keys, objects):
@@ -46,7 +46,7 @@ class ObjectNames:
             return named
 
     def of_keys(self, keys: Sequence[Any], layouts: Any) -> list[StoredObject | None]:
-        """By their keys and LMCache's description of where they will lie; None where nobody knows."""
+        """Names by keys and LMCache's description of their memory; None if the layout is unknown."""
         with self._lock:
             of_row: dict[tuple, Layout | None] = {}
             named = []
@@ -60,19 +60,19 @@ class ObjectNames:
 
     def _layout(self, row: tuple, layouts: Any) -> Layout | None:
         known = self._layouts.get(row)
-        # One for all groups before 0.5.6.
+        # One description for all groups before 0.5.6.
         described = layouts.get(row[2]) if isinstance(layouts, Mapping) else layouts
         layout = None
         if described is not None:
             nbytes = sum(shape.numel() * dtype.itemsize for shape, dtype in zip(described.shapes, described.dtypes))
             layout = (-(-nbytes // self._align) * self._align, tuple(described.dtypes))
         if known and layout not in known:
-            # What is described is not what is stored: LMCache serializes.
+            # LMCache serializes: the description is not the stored layout.
             return next(reversed(known))
         return layout
 
     def all_of(self, key: Any) -> list[StoredObject]:
-        """All that there may be under a key."""
+        """All objects that a key may have."""
         with self._lock:
             return [self._name(key, layout) for layout in self._layouts.get(row_of(key)[:3], ())]
 

@@ -1,35 +1,35 @@
-"""Objects of any size on disk, in blocks of one size, moved by tasks that nobody waits for. What the LMCache adapter is
-made of.
+"""Objects of any size on disk, in blocks of one size, moved by asynchronous tasks: the base of the LMCache adapter.
 
-Needs no engine. An object lies in its blocks one after the other; the end of its last block is zeros. It is there when
-all of its blocks are.
+Needs no engine. An object is a sequence of blocks; the last one is filled up with zeros. An object is stored when all of
+its blocks are.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import mmap
 import os
 import select
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Callable, Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 from .cache import slot_bytes
 from .chunks import Place, open_store
+from .client import SharedMemory
 from .config import HiCacheConfig, config_error
+from .service_space import ServiceSpace
 
 logger = logging.getLogger(__name__)
 
-#: Submissions that may be under way: a task has one, or one for each of its chains.
+#: Most submissions under way: a task has one, or one for each of its chains.
 SUBMISSIONS_MAX = 65_536
 
-#: Bytes of an object's digest that are used: the rest of a key is the number of the block.
+#: Bytes of a key that are the object's digest; the rest is the number of the block.
 DIGEST_BYTES = 28
 
-#: Seconds after which a wait for tasks is worth a line in the log, and again each time.
+#: Seconds between log lines about a wait for tasks.
 _LONG_WAIT_S = 10
 
 
@@ -43,7 +43,7 @@ class StoredObject:
 
 @dataclass
 class Ended:
-    """A task that has ended: whether each of its objects was moved, and what went wrong first."""
+    """A task that has ended: whether each of its objects was moved, and the first error."""
 
     task_id: int
     is_load: bool
@@ -56,15 +56,15 @@ class _Task:
     is_load: bool
     moved: list[bool]
     why: object = None
-    #: Submissions that have not ended: the objects of each, as their places in `moved`, with the blocks of each.
+    #: For each submission that has not ended: its objects, as (index in `moved`, number of blocks).
     tickets: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
 
 
 class ObjectStore:
-    """One engine's objects: its memory registered once, its store on disk, and the tasks between the two.
+    """One engine's memory, registered once, its store on disk or a service's space, and the tasks between the two.
 
-    Methods raise, and may be called from any thread. `ended` is called with each task that has ended, by a thread of
-    this store's; it must not raise, and not call `close`.
+    Methods raise, and may be called from any thread. A thread of the store calls `ended` with each task that has ended;
+    it must not raise, and not call `close`.
     """
 
     def __init__(
@@ -75,26 +75,34 @@ class ObjectStore:
         memory: Sequence[tuple[int, int, bool]],
         ended: Callable[[Ended], None],
     ) -> None:
-        """Opens the store. `memory`: address, bytes, and whether the ring is to pin it; it stays mapped until `close`
-        has returned."""
+        """Opens the store. `memory`: address, bytes, and whether the ring pins it; it stays mapped until `close` has
+        returned."""
         if slot_bytes(block_bytes) != block_bytes:
             raise config_error("block_bytes", block_bytes, "a multiple of 4096 bytes")
         self.block_bytes = block_bytes
         self.directories = place.directories(config.path)
-        self.cache = open_store(config, place, block_bytes, "block")
+        if config.service == "off":
+            self.cache: Any = open_store(config, place, block_bytes, "block")
+        else:
+            self.cache = ServiceSpace(config, place.namespace(), block_bytes)
+            self.directories = [self.cache.socket]
         try:
             self._regions = [self.cache.register_host(address, nbytes, pin=pin) for address, nbytes, pin in memory]
-            # What is behind an object's last byte is written from here, and read to here: zeros, both.
-            self._zeros, self._rest = mmap.mmap(-1, block_bytes), mmap.mmap(-1, block_bytes)
-            self._zeros_at, self._rest_at = (self._register(memory) for memory in (self._zeros, self._rest))
+            # The rest of an object's last block is written from the first, and read into the second.
+            self._spare = SharedMemory(2 * block_bytes)
+            region = self.cache.register_host(self._spare.view if config.service == "off" else self._spare)
+            self._regions.append(region)
+            self._zeros_at, self._rest_at = region.address, region.address + block_bytes
             self._queue = self.cache.queue(SUBMISSIONS_MAX)
         except BaseException:
             self.cache.close()
             raise
+        if any(getattr(region, "copied", False) for region in self._regions[: len(memory)]):
+            logger.warning("kvhoist: the service cannot map the engine's memory: each block is copied once more")
         self._edges = [region.address for region in self._regions[1 : len(memory)]]
         self.pinned = sum(region.nbytes for region in self._regions[: len(memory)] if region.pinned)
         self._ended = ended
-        #: Held from a submission until its entry is there: whoever drains finds it.
+        #: Held from a submission until its entry exists, so that `_collect` finds it.
         self._lock = threading.Lock()
         self._tasks: dict[int, _Task] = {}
         self._owner: dict[int, int] = {}
@@ -103,12 +111,7 @@ class ObjectStore:
         self._thread = threading.Thread(target=self._relay, name="kvhoist-objects", daemon=True)
         self._thread.start()
 
-    def _register(self, memory: mmap.mmap) -> int:
-        region = self.cache.register_host(memory)
-        self._regions.append(region)
-        return region.address
-
-    # What is there
+    # Lookup
 
     def blocks(self, nbytes: int) -> int:
         """Blocks of an object of so many bytes."""
@@ -119,10 +122,10 @@ class ObjectStore:
         return [stored.digest + number for number in _numbers(self.blocks(stored.nbytes))]
 
     def contains_each(self, objects: Sequence[StoredObject]) -> list[bool]:
-        """Which objects are there. No I/O."""
+        """Which objects are stored. No I/O."""
         keys = [self.keys(one) for one in objects]
         found = iter(self.cache.contains_each([key for some in keys for key in some]))
-        # A list: all blocks of an object are taken from `found`, also behind one that is missing.
+        # A list: `found` moves on by all blocks of an object, also behind a missing one.
         return [bool(some) and all([next(found) for _ in some]) for some in keys]
 
     def touch(self, objects: Sequence[StoredObject]) -> None:
@@ -130,8 +133,8 @@ class ObjectStore:
         self.cache.touch([key for one in objects for key in self.keys(one)])
 
     def remove(self, stored: StoredObject) -> bool:
-        """Forgets an object; True if any of it was there."""
-        # From its end: what is left of a prefix can be used.
+        """Forgets an object; True if any block of it was stored."""
+        # From its end: the rest of the prefix stays usable.
         return any([self.cache.remove(key) for key in reversed(self.keys(stored))])
 
     # Tasks
@@ -158,7 +161,7 @@ class ObjectStore:
         self._submit(task_id, False, len(objects), chains)
 
     def _submit(self, task_id: int, is_load: bool, count: int, chains: Iterable[tuple]) -> None:
-        """A submission for each chain. The task ends when all have, also those that could not begin."""
+        """A submission for each chain. The task ends when all have ended or could not begin."""
         task = _Task(is_load, [False] * count)
         with self._lock:
             if self._closed:
@@ -199,7 +202,7 @@ class ObjectStore:
         return places
 
     def _relay(self) -> None:
-        """The thread: hands on what has ended, until the store is closed and nothing is under way."""
+        """The thread: reports ended tasks until the store is closed and no task is under way."""
         poll = select.poll()
         poll.register(self._queue.event_fd, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -246,7 +249,7 @@ class ObjectStore:
             return len(self._tasks) - loads, loads
 
     def close(self) -> None:
-        """Waits for the tasks, lets go of the memory, and closes the store. Again: waits for the same."""
+        """Waits for the tasks, unregisters the memory, and closes the store. Again: waits for the same."""
         with self._lock:
             first, self._closed = not self._closed, True
         if first:

@@ -253,7 +253,7 @@ class KvhoistTier(SecondaryTierManager):
         """Changes since the last call, at most once a second."""
         if not self._figures.are_due():
             return None
-        return self._guarded("get_stats", None, lambda: self._figures.since(self.store.figures()))
+        return self._guarded("get_stats", None, lambda: self._figures.since(self.store.cache.stats()))
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
@@ -265,10 +265,8 @@ class KvhoistTier(SecondaryTierManager):
         return self._guarded("config_info", {}, self._info)
 
     def _info(self) -> Mapping[str, Any]:
-        stats = self.store.figures()
-        values = (
-            __version__, stats["tiers"]["disk"]["slots"], stats.get("storage", "service"), stats.get("direct_io", "service")
-        )  # fmt: skip
+        stats = self.store.cache.stats()
+        values = (__version__, stats["tiers"]["disk"]["slots"], stats["storage"], stats["direct_io"])
         return dict(zip(self.config_info_keys({}), values))
 
     def shutdown(self) -> None:

@@ -6,6 +6,7 @@ import importlib
 import os
 import signal
 
+import numpy
 import pytest
 import vtier
 
@@ -18,7 +19,7 @@ vtier.boot()
 from nodes import Node, await_  # noqa: E402
 from vtier import Engine, keys_of  # noqa: E402
 
-from kvhoist import ConfigError, UnavailableError, chunk_service  # noqa: E402
+from kvhoist import ConfigError, UnavailableError, service_space  # noqa: E402
 
 NEW = vtier.version() >= (0, 33)
 
@@ -63,7 +64,7 @@ def test_replicas_share_one_space(node):
         assert found(second, keys) == "H" * 8, "a replica finds what another stored"
         more = store(second, "b")
         assert found(first, more) == "H" * 8
-        assert first.tier.store.figures()["tiers"]["disk"]["resident"] == 16, "each chunk is stored once"
+        assert first.tier.store.cache.stats()["tiers"]["disk"]["resident"] == 16, "each chunk is stored once"
         assert not first.tier.store.region.copied, "chunks go straight into vLLM's memory"
     with Engine([config(node)], replica=2) as third:
         assert found(third, keys + more) == "H" * 16
@@ -79,8 +80,9 @@ def test_engines_of_other_models_share_nothing(node):
 def test_a_request_is_one_question_a_step(node, monkeypatch):
     with Engine([config(node)], rows=32) as engine:
         keys, asked = store(engine, "a", 16), []
-        real = engine.tier.store._index.contains_each
-        monkeypatch.setattr(engine.tier.store._index, "contains_each", lambda names: asked.append(names) or real(names))
+        index = engine.tier.store.cache._index
+        real = index.contains_each
+        monkeypatch.setattr(index, "contains_each", lambda names: asked.append(names) or real(names))
         context = engine.request(keys)
         assert engine.lookup(context, keys) == "P" * 16
         assert [len(names) for names in asked] == [16]
@@ -108,9 +110,9 @@ def test_a_service_that_dies_costs_misses(node, caplog):
         engine.forget()
         assert "does not answer" in caplog.text
         node.start()
-        store_ = engine.tier.store
-        await_(lambda: store_.cache.connected and store_._index.connected, "the client to connect again")
-        store_._away_until = 0.0
+        space = engine.tier.store.cache
+        await_(lambda: space.connected, "the client to connect again")
+        space._away_until = 0.0
         engine.step()
         assert found(engine, keys) == "H" * 8, "what was stored is there again"
         assert set(found(engine, more)) <= set("HM")
@@ -120,12 +122,11 @@ def test_a_service_that_dies_in_mid_transfer_fails_its_jobs(node):
     with Engine([config(node)], rows=48, cell_bytes=64 << 10) as engine:
         keys = store(engine, "a", 16)
         context = engine.request(keys)
+        rows = numpy.arange(4, dtype=numpy.int32)
         os.kill(node.process.pid, signal.SIGSTOP)
-        engine.tier.store.cache.queue(1)
-        # The index does not answer either: chunks that vLLM was promised before are asked for by a job of its own.
         job = vtier.made(
-            engine.modules.tiering.TransferJob, job_id=7, keys=keys[:4], chunk_ids=vtier_rows(4), block_ids=vtier_rows(4),
-            is_promotion=True, req_context=context,
+            engine.modules.tiering.TransferJob, job_id=7, keys=keys[:4], chunk_ids=rows, block_ids=rows, is_promotion=True,
+            req_context=context,
         )  # fmt: skip
         engine.tier.submit_load(job)
         assert not list(engine.tier.get_finished_jobs()), "nothing is reported while the service may use the memory"
@@ -136,14 +137,8 @@ def test_a_service_that_dies_in_mid_transfer_fails_its_jobs(node):
         node.start()
 
 
-def vtier_rows(count):
-    import numpy
-
-    return numpy.arange(count, dtype=numpy.int32)
-
-
 def test_memory_that_the_service_cannot_map_is_copied(node, monkeypatch, caplog):
-    monkeypatch.setattr(chunk_service, "_file_of", lambda _memory: None)
+    monkeypatch.setattr(service_space, "_file_of", lambda _address, _nbytes: None)
     with Engine([config(node)]) as engine:
         assert found(engine, store(engine, "a")) == "H" * 8
         assert engine.tier.store.region.copied
