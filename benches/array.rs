@@ -169,18 +169,16 @@ impl Array {
             wipe(path)?;
         }
         let defaults = Config::default();
-        let settings = Config {
-            block_bytes,
+        let settings = Config::default()
+            .block_bytes(block_bytes)
             // Few beside the blocks: what is fetched comes from the drives.
-            host_blocks: (slots * paths.len() as u32 / 8).clamp(2 * FETCHERS as u32, 256),
-            disks: paths.iter().map(|path| DiskPath { path: path.clone(), blocks: slots }).collect(),
-            bypass_host: true,
-            workers: options.workers,
-            read_bytes_in_flight_max: options.read_bytes.unwrap_or(defaults.read_bytes_in_flight_max),
-            write_bytes_in_flight_max: options.write_bytes.unwrap_or(defaults.write_bytes_in_flight_max),
-            ..defaults
-        };
-        let blocks = settings.disk_blocks();
+            .host_blocks((slots * paths.len() as u32 / 8).clamp(2 * FETCHERS as u32, 256))
+            .disks(paths.iter().map(|path| DiskPath::with_blocks(path.clone(), slots)).collect())
+            .bypass_host(true)
+            .workers(options.workers)
+            .read_bytes_in_flight_max(options.read_bytes.unwrap_or(defaults.limits.read_bytes_in_flight_max))
+            .write_bytes_in_flight_max(options.write_bytes.unwrap_or(defaults.limits.write_bytes_in_flight_max));
+        let blocks = settings.disk_slots();
         let cache = block_on(Cache::open(settings.clone())).map_err(other)?;
         let mut pool = Slab::new(block_bytes, blocks as usize)?;
         let base = pool.block(0).as_mut_ptr();

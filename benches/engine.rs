@@ -54,8 +54,8 @@ fn route(options: &Options, dir: &Path, way: Way, block_bytes: usize, depth: usi
 }
 
 fn config(options: &Options, dir: &Path, block_bytes: usize, host_blocks: u32, disk_blocks: u32) -> Config {
-    let disks = vec![DiskPath { path: dir.to_owned(), blocks: disk_blocks }];
-    Config { block_bytes, host_blocks, disks, spin_us: options.spin_us, ..Config::default() }
+    let disks = vec![DiskPath::with_blocks(dir, disk_blocks)];
+    Config::default().block_bytes(block_bytes).host_blocks(host_blocks).disks(disks).spin_us(options.spin_us)
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -96,7 +96,7 @@ impl HostOnly {
 
     fn open(eviction_policy: Eviction) -> io::Result<Self> {
         let settings =
-            Config { block_bytes: 4096, host_blocks: Self::BLOCKS as u32, eviction_policy, ..Config::default() };
+            Config::default().block_bytes(4096).host_blocks(Self::BLOCKS as u32).eviction_policy(eviction_policy);
         let cache = block_on(Cache::open(settings)).map_err(other)?;
         let keys: Vec<BlockKey> = (0..Self::BLOCKS).map(key).collect();
         let data = vec![0; 4096];

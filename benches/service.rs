@@ -76,7 +76,7 @@ fn serve(words: &[String]) -> Outcome<()> {
     config.paths = vec![path.into()];
     config.capacity_bytes = capacity.parse()?;
     config.host_bytes = host_bytes.parse()?;
-    config.cache = Config { bypass_host: true, direct_io: DirectIo::Prefer, ..Config::default() };
+    config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer);
     let server = Server::start(config)?;
     println!("ready");
     std::io::stdin().read_to_end(&mut Vec::new())?;
@@ -185,14 +185,12 @@ fn run(options: &Options) -> Outcome<()> {
     let capacity = kvhoist::store::path_bytes(u64::from(blocks), bytes);
     let small = 64u64 << 20;
     let service = Service::start(&shared, capacity + small, host + small)?;
-    let config = Config {
-        block_bytes: options.block_bytes,
-        host_blocks: (host / bytes) as u32,
-        disks: vec![DiskPath { path: own, blocks }],
-        bypass_host: true,
-        direct_io: DirectIo::Prefer,
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(options.block_bytes)
+        .host_blocks((host / bytes) as u32)
+        .disks(vec![DiskPath::with_blocks(own, blocks)])
+        .bypass_host(true)
+        .direct_io(DirectIo::Prefer);
     let cache = block_on(Cache::open(config))?;
     let mut wanted = ClientOptions::new("pages", options.block_bytes);
     (wanted.capacity_bytes, wanted.host_bytes) = (capacity, host);

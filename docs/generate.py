@@ -52,28 +52,44 @@ def block(text: str, begin: str) -> str:
     return text[text.index(begin) :].split("\n}", 1)[0]
 
 
+# The struct of each group of settings.
+GROUPS = {"": "Config", "host": "HostConfig", "device": "DeviceConfig", "disk": "DiskConfig", "limits": "Limits"}
+
+
 def settings() -> str:
-    text = source("src/config.rs")
-    fields = re.findall(r"pub (\w+): ([^,\n]+),", block(text, "pub struct Config {"))
-    words = dict(documented(block(text, "pub struct Config {"), r"pub (\w+): "))
-    # `blocking_threads: 16,` of the default, on a line of its own.
-    defaults = dict(re.findall(r"^ {12}(\w+): (.+),$", block(text, "impl Default for Config"), re.M))
-    rows = ["| setting | default | |", "|---|---|---|"]
-    for name, kind in fields:
-        rows.append(f"| `{name}` | {default(defaults[name], kind, text)} | {cell(words[name])} |")
+    text = source("src/config/mod.rs") + source("src/config/groups.rs") + source("src/config/choices.rs")
+    words, kinds, defaults = {}, {}, {}
+    for group, struct in GROUPS.items():
+        body = block(text, f"pub struct {struct} {{")
+        at = f"{group}." if group else ""
+        words |= {at + field: words for field, words in documented(body, r"pub (\w+): ")}
+        kinds |= {at + field: kind for field, kind in re.findall(r"pub (\w+): ([^,\n]+),", body)}
+        # `blocking_threads: 16,` of the default.
+        values = re.findall(r"[{,]\s+(\w+): ([^,\n]+?)(?=,| })", block(text, f"impl Default for {struct} {{"))
+        defaults |= {at + field: value for field, value in values}
+    # `bypass_host(bool) => host.bypass;`
+    fields = re.findall(r"^    (\w+)\(.+\) => ([\w.]+);$", source("src/config/settings.rs"), re.M)
+    rows = {name: f"{default(defaults[at], kinds[at], text)} | {cell(words[at])}" for name, at in fields}
+    for tier in ("host", "device"):
+        blocks = re.fullmatch(r"Capacity::Blocks\((\d+)\)", defaults[f"{tier}.capacity"])[1]
+        rows[f"{tier}_bytes"] = f"none | {cell(words[f'{tier}.capacity'])} In bytes, rounded down to whole slots."
+        rows[f"{tier}_blocks"] = f"{blocks} | The same in slots; either of the two."
+    first = ["block_bytes", "namespace", "host_bytes", "host_blocks", "disks"]
+    table = ["| setting | default | |", "|---|---|---|"]
+    table += [f"| `{name}` | {rows[name]} |" for name in dict.fromkeys(first + list(rows))]
     enums = []
-    for name in dict.fromkeys(kind for _, kind in fields if f"pub enum {kind} {{" in text):
-        values = documented(block(text, f"pub enum {name} {{"), r"(\w+),")
-        setting = next(field for field, kind in fields if kind == name)
-        lines = [f"- `{snake(value)}`: {words}" for value, words in values]
-        enums.append(f"### `{setting}`\n\n" + "\n".join(lines))
+    for name, at in fields:
+        if f"pub enum {kinds[at]} {{" in text:
+            values = documented(block(text, f"pub enum {kinds[at]} {{"), r"(\w+),")
+            lines = [f"- `{snake(value)}`: {words}" for value, words in values]
+            enums.append(f"### `{name}`\n\n" + "\n".join(lines))
     return (
-        HEAD.format(source="src/config.rs")
+        HEAD.format(source="src/config/")
         + "# Settings of the engine\n\n*For developers who open a cache, in Rust or in Python.*\n\n"
-        "Fields of `kvhoist::Config`, and keywords of `kvhoist.Cache`. In Python, and in the settings of the engines' adapters,\n"
-        "`path` with `capacity` stands for `disks`, and `host_bytes` for `host_blocks`; the adapters' own are on the pages of\n"
+        "Methods of `kvhoist::Config`, its serialized form, and keywords of `kvhoist.Cache`. In Python, and in the settings of\n"
+        "the engines' adapters, `path` with `capacity` stands for `disks`; the adapters' own settings are on the pages of\n"
         "[SGLang](../sglang.md), [vLLM](../vllm.md) and [LMCache](../lmcache.md).\n\n"
-        + "\n".join(rows)
+        + "\n".join(table)
         + "\n\n## Values\n\n"
         + "\n\n".join(enums)
         + "\n"

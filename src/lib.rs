@@ -36,12 +36,12 @@ pub use block_on::block_on;
 #[cfg(feature = "sim")]
 pub use cache::sim;
 pub use cache::{
-    Builder, Cache, Completion, CompletionQueue, CopyStats, DeviceLease, Keys, LayerLoad, Lease, Loan, Region,
-    Reservation, RouteStats, Stats, TierStats,
+    Cache, Completion, CompletionQueue, CopyStats, DeviceLease, Keys, LayerLoad, Lease, Loan, Region, Reservation,
+    RouteStats, Stats, TierStats,
 };
 pub use config::{
-    Config, CopyMethod, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, GdrMode, StorageKind,
-    WritePolicy,
+    Capacity, Config, CopyMethod, CopyPrefer, CufileMode, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath,
+    Eviction, GdrMode, HostConfig, Limits, StorageKind, WritePolicy,
 };
 pub use device::{cuda as gpu, rdma};
 pub use error::{Error, HeldSlots, Result, ServiceFault};

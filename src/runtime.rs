@@ -43,16 +43,16 @@ pub(crate) enum Reactor {
 impl Reactor {
     /// Picks the runtime for `config`, on the thread that will run it.
     pub(crate) fn new(config: &Config) -> Result<Self> {
-        let wants_ring = match config.storage {
+        let wants_ring = match config.disk.storage {
             StorageKind::Blocking => false,
             StorageKind::Uring => true,
-            StorageKind::Auto => !config.disks.is_empty(),
+            StorageKind::Auto => !config.disk.paths.is_empty(),
         };
         if wants_ring {
             check_descriptors()?;
             match uring::runtime(RING_ENTRIES) {
                 Ok(runtime) => return Ok(Reactor::Uring(runtime)),
-                Err(error) if config.storage == StorageKind::Uring => {
+                Err(error) if config.disk.storage == StorageKind::Uring => {
                     return Err(Error::Config {
                         field: "storage",
                         found: format!("uring, and a system that refuses it ({error})"),
@@ -61,13 +61,13 @@ impl Reactor {
                 }
                 Err(error) => tracing::warn!(
                     %error,
-                    threads = config.blocking_threads,
+                    threads = config.disk.blocking_threads,
                     "io_uring is refused; the disk tier uses threads that call pread and pwrite"
                 ),
             }
         }
         let mut builder = tokio::runtime::Builder::new_current_thread();
-        if config.device_blocks > 0 {
+        if config.device_slots() > 0 {
             // An RDMA device signals completions through a descriptor.
             check_descriptors()?;
             builder.enable_io();

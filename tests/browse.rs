@@ -108,7 +108,7 @@ fn many_fetches_answer_in_order_and_read_each_block_once() {
 
 #[test]
 fn more_blocks_than_host_memory_has_slots_are_refused_at_once() {
-    let config = Config { block_bytes: 4096, host_blocks: 4, ..Config::default() };
+    let config = Config::default().block_bytes(4096).host_blocks(4);
     block_on(async {
         let cache = Cache::open(config).await.expect("open");
         let keys: Vec<_> = (0..5).map(key).collect();

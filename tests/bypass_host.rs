@@ -59,7 +59,7 @@ impl Pool {
 }
 
 fn settings(dir: &TempDir, storage: StorageKind) -> Config {
-    Config { block_bytes: BLOCK, bypass_host: true, ..config(dir, storage, BLOCKS as u32, 2 * BLOCKS as u32) }
+    config(dir, storage, BLOCKS as u32, 2 * BLOCKS as u32).block_bytes(BLOCK).bypass_host(true)
 }
 
 fn keys() -> Vec<kvhoist::BlockKey> {
@@ -179,7 +179,7 @@ fn memory_goes_straight_where_the_drive_reaches_it() {
 fn what_does_not_lie_for_direct_io_goes_through_the_host_tier() {
     for (shift, policy) in [(1, WritePolicy::WriteThrough), (0, WritePolicy::WriteBack)] {
         let (dir, mut pool) = (directory(), Pool::new());
-        let settings = Config { write_policy: policy, ..settings(&dir, StorageKind::Auto) };
+        let settings = settings(&dir, StorageKind::Auto).write_policy(policy);
         let cache = block_on(Cache::open(settings)).expect("open");
         let region = pool.register(&cache);
         let places = pool.places(shift);

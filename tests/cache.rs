@@ -4,7 +4,7 @@ mod common;
 
 use bytes::Bytes;
 use common::{BLOCK_BYTES, config, directory, fetch_verified, key, payload, store};
-use kvhoist::{BlockKey, Cache, Config, Error, PrefixChain, Route, StorageKind, Tier, WritePolicy, block_on};
+use kvhoist::{BlockKey, Cache, Error, PrefixChain, Route, StorageKind, Tier, WritePolicy, block_on};
 
 /// Runs a test over each storage engine.
 macro_rules! over_both_engines {
@@ -45,7 +45,7 @@ mod engines {
 
 async fn a_stored_block_is_fetched_from_every_tier(storage: StorageKind) {
     let dir = directory();
-    let cache = Cache::open(Config { device_blocks: 2, ..config(&dir, storage, 4, 64) }).await.expect("open");
+    let cache = Cache::open(config(&dir, storage, 4, 64).device_blocks(2)).await.expect("open");
     for n in 0..16 {
         store(&cache, n).await;
     }
@@ -164,7 +164,7 @@ async fn a_removed_block_is_gone_after_a_restart_too(storage: StorageKind) {
 async fn write_back_writes_what_must_leave(storage: StorageKind) {
     let dir = directory();
     let policy = WritePolicy::WriteBack;
-    let cache = Cache::open(Config { write_policy: policy, ..config(&dir, storage, 4, 64) }).await.expect("open");
+    let cache = Cache::open(config(&dir, storage, 4, 64).write_policy(policy)).await.expect("open");
     for n in 0..32 {
         store(&cache, n).await;
     }
@@ -180,7 +180,7 @@ async fn write_back_writes_what_must_leave(storage: StorageKind) {
 async fn write_back_is_written_at_close(storage: StorageKind) {
     let dir = directory();
     let policy = WritePolicy::WriteBack;
-    let settings = Config { write_policy: policy, ..config(&dir, storage, 16, 64) };
+    let settings = config(&dir, storage, 16, 64).write_policy(policy);
     let cache = Cache::open(settings.clone()).await.expect("open");
     for n in 0..8 {
         store(&cache, n).await;
@@ -197,7 +197,7 @@ async fn write_back_is_written_at_close(storage: StorageKind) {
 async fn selective_writes_after_enough_hits(storage: StorageKind) {
     let dir = directory();
     let policy = WritePolicy::WriteThroughSelective;
-    let cache = Cache::open(Config { write_policy: policy, ..config(&dir, storage, 8, 64) }).await.expect("open");
+    let cache = Cache::open(config(&dir, storage, 8, 64).write_policy(policy)).await.expect("open");
     store(&cache, 0).await;
     store(&cache, 1).await;
     for _ in 0..2 {
@@ -205,7 +205,7 @@ async fn selective_writes_after_enough_hits(storage: StorageKind) {
     }
     cache.sync().await.expect("sync");
     cache.close().await.expect("close");
-    let cache = Cache::open(Config { write_policy: policy, ..config(&dir, storage, 8, 64) }).await.expect("open");
+    let cache = Cache::open(config(&dir, storage, 8, 64).write_policy(policy)).await.expect("open");
     assert!(!fetch_verified(&cache, 0).await, "never hit, never written");
     assert!(fetch_verified(&cache, 1).await, "hit twice");
     cache.close().await.expect("close");
@@ -326,7 +326,7 @@ async fn several_paths_are_striped(storage: StorageKind) {
     let dirs = [directory(), directory(), directory()];
     let mut settings = config(&dirs[0], storage, 4, 10);
     for dir in &dirs[1..] {
-        settings.disks.push(kvhoist::DiskPath { path: dir.path().to_owned(), blocks: 10 });
+        settings.disk.paths.push(kvhoist::DiskPath::with_blocks(dir.path(), 10));
     }
     let cache = Cache::open(settings.clone()).await.expect("open");
     for n in 0..30 {
@@ -339,7 +339,7 @@ async fn several_paths_are_striped(storage: StorageKind) {
         assert!(fetch_verified(&cache, n).await);
     }
     cache.close().await.expect("close");
-    settings.disks.swap(0, 1);
+    settings.disk.paths.swap(0, 1);
     let error = Cache::open(settings).await.expect_err("members in the wrong order");
     assert!(matches!(error, Error::Store { .. }), "{error}");
 }

@@ -20,7 +20,7 @@ const BLOCK_BYTES: usize = 4096;
 type Block<'a> = Pin<Box<dyn Future<Output = Result<Bytes, Error>> + Send + 'a>>;
 
 fn memory(waiters_max: u32) -> Cache {
-    let config = Config { block_bytes: BLOCK_BYTES, host_blocks: 8, waiters_max, ..Config::default() };
+    let config = Config::default().block_bytes(BLOCK_BYTES).host_blocks(8).waiters_max(waiters_max);
     block_on(Cache::open(config)).expect("open")
 }
 

@@ -12,7 +12,7 @@ async fn hundreds_of_tasks_get_the_right_bytes() {
     let seed = common::seed();
     for policy in [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack] {
         let dir = directory();
-        let settings = Config { write_policy: policy, device_blocks: 8, ..config(&dir, StorageKind::Auto, 24, 96) };
+        let settings = config(&dir, StorageKind::Auto, 24, 96).write_policy(policy).device_blocks(8);
         let cache = Cache::open(settings).await.expect("open");
         let tasks: Vec<_> = (0..200u64)
             .map(|task| {
@@ -103,7 +103,7 @@ async fn one_read_serves_all_who_wait_for_it() {
 #[test]
 fn past_the_limit_of_waiters_callers_are_told_so() {
     let dir = directory();
-    let settings = Config { waiters_max: 3, ..config(&dir, StorageKind::Auto, 1, 8) };
+    let settings = config(&dir, StorageKind::Auto, 1, 8).waiters_max(3);
     let cache = block_on(Cache::open(settings)).expect("open");
     let held = block_on(cache.reserve()).expect("the only slot");
     let mut waiting: Vec<_> = (0..3).map(|_| Box::pin(cache.reserve())).collect();
@@ -186,7 +186,7 @@ fn wait_one(queue: &kvhoist::CompletionQueue) -> kvhoist::Completion {
 async fn scattered_device_layouts_keep_the_order_of_bytes() {
     let dir = directory();
     let layout = Layout::new(vec![BLOCK_BYTES / 16; 16]).expect("sixteen layers");
-    let settings = Config { device_blocks: 4, device_layout: Some(layout), ..config(&dir, StorageKind::Auto, 8, 64) };
+    let settings = config(&dir, StorageKind::Auto, 8, 64).device_blocks(4).device_layout(layout);
     let cache = Cache::open(settings).await.expect("open");
     for n in 0..12 {
         store(&cache, n).await;
@@ -202,7 +202,7 @@ async fn scattered_device_layouts_keep_the_order_of_bytes() {
 
 #[tokio::test]
 async fn a_cache_without_disk_serves_from_memory() {
-    let cache = Cache::open(Config { host_blocks: 4, block_bytes: 100, ..Config::default() }).await.expect("open");
+    let cache = Cache::open(Config::default().host_blocks(4).block_bytes(100)).await.expect("open");
     for n in 0..6 {
         cache.store(&key(n), None, &payload(n, 100)).await.expect("store");
     }

@@ -75,7 +75,7 @@ fn every_way_to_load_counts_each_block_once_where_it_was_found() {
         for bypass_host in [false, true] {
             block_on(async {
                 let directory = directory();
-                let settings = Config { bypass_host, ..config(&directory, StorageKind::Auto, 2, 16) };
+                let settings = config(&directory, StorageKind::Auto, 2, 16).bypass_host(bypass_host);
                 let cache = Cache::open(settings).await.expect("open");
                 let (memory, places) = pool(8);
                 // SAFETY: the memory is leaked, and nothing reads it.
@@ -105,8 +105,8 @@ fn every_way_to_load_counts_each_block_once_where_it_was_found() {
 #[test]
 fn what_is_stored_from_a_region_and_read_from_the_device_has_a_route() {
     block_on(async {
-        let settings = Config { block_bytes: BLOCK_BYTES, host_blocks: 4, device_blocks: 2, ..Config::default() };
-        let cache = Cache::open(Config { device: DeviceKind::Simulated, ..settings }).await.expect("open");
+        let settings = Config::default().block_bytes(BLOCK_BYTES).host_blocks(4).device_blocks(2);
+        let cache = Cache::open(settings.device(DeviceKind::Simulated)).await.expect("open");
         let (memory, places) = pool(1);
         // SAFETY: the memory is leaked, and nothing else uses it.
         unsafe { memory.copy_from_nonoverlapping(payload(1, BLOCK_BYTES).as_ptr(), BLOCK_BYTES) };
@@ -131,7 +131,7 @@ fn loads_are_uses_that_select_a_block_for_the_disk() {
         block_on(async {
             let directory = directory();
             let write_policy = WritePolicy::WriteThroughSelective;
-            let settings = Config { write_policy, selective_hits: 2, ..config(&directory, StorageKind::Auto, 4, 4) };
+            let settings = config(&directory, StorageKind::Auto, 4, 4).write_policy(write_policy).selective_hits(2);
             let cache = Cache::open(settings).await.expect("open");
             let (memory, places) = pool(1);
             // SAFETY: the memory is leaked, and nothing reads it.

@@ -5,7 +5,7 @@ mod common;
 use std::io;
 
 use common::{BLOCK_BYTES, config, directory, fetch_verified, key, store};
-use kvhoist::{Cache, Config, Region, StorageKind, block_on, io::AlignedBuf};
+use kvhoist::{Cache, Region, StorageKind, block_on, io::AlignedBuf};
 
 /// What there is to drop last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,7 +28,7 @@ struct Held {
 }
 
 fn open(dir: &tempfile::TempDir) -> Cache {
-    let cache = block_on(Cache::open(Config { device_blocks: 4, ..config(dir, StorageKind::Auto, 8, 64) }));
+    let cache = block_on(Cache::open(config(dir, StorageKind::Auto, 8, 64).device_blocks(4)));
     let cache = cache.expect("open");
     (0..4).for_each(|n| block_on(store(&cache, n)));
     cache

@@ -12,20 +12,18 @@ const POLICIES: [Eviction; 2] = [Eviction::Lru, Eviction::Rb];
 const LONG: Duration = Duration::from_secs(3600);
 
 fn open(host_blocks: u32, eviction_policy: Eviction) -> Cache {
-    let config = Config { block_bytes: BLOCK_BYTES, host_blocks, eviction_policy, ..Config::default() };
+    let config = Config::default().block_bytes(BLOCK_BYTES).host_blocks(host_blocks).eviction_policy(eviction_policy);
     block_on(Cache::open(config)).expect("open")
 }
 
 /// Over a disk tier, to which blocks go when they leave host memory.
 fn open_written_back(dir: &Path, host_blocks: u32) -> Cache {
-    let config = Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks,
-        disks: vec![DiskPath { path: dir.to_owned(), blocks: 64 }],
-        write_policy: WritePolicy::WriteBack,
-        direct_io: DirectIo::Prefer,
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(host_blocks)
+        .disks(vec![DiskPath::with_blocks(dir, 64)])
+        .write_policy(WritePolicy::WriteBack)
+        .direct_io(DirectIo::Prefer);
     block_on(Cache::open(config)).expect("open")
 }
 

@@ -10,7 +10,7 @@ use std::{
 };
 
 use common::{SetOnDrop, config, directory, key, payload};
-use kvhoist::{BlockKey, Cache, Config, Segment, StorageKind, block_on};
+use kvhoist::{BlockKey, Cache, Segment, StorageKind, block_on};
 
 const HUGE: usize = 2 << 20;
 const BLOCK: usize = 256 << 10;
@@ -107,7 +107,7 @@ fn is_supported() -> bool {
 }
 
 fn open(dir: &tempfile::TempDir, storage: StorageKind) -> Option<Cache> {
-    let settings = Config { block_bytes: BLOCK, bypass_host: true, ..config(dir, storage, 8, 2 * BLOCKS as u32) };
+    let settings = config(dir, storage, 8, 2 * BLOCKS as u32).block_bytes(BLOCK).bypass_host(true);
     block_on(Cache::open(settings)).ok()
 }
 

@@ -5,7 +5,7 @@ mod common;
 use std::{fs, path::PathBuf, time::Duration};
 
 use common::{config, directory, fetch_verified, store};
-use kvhoist::{Cache, Config, StorageKind, block_on};
+use kvhoist::{Cache, StorageKind, block_on};
 
 /// How often the threads of the cache have given up a processor so far.
 fn switches() -> u64 {
@@ -37,7 +37,7 @@ fn a_cache_with_nothing_to_do_is_not_scheduled() {
     // Spinning, it stays awake for a moment after the last movement, and no longer.
     for (storage, spin_us) in [(StorageKind::Uring, 0), (StorageKind::Blocking, 0), (StorageKind::Uring, 50)] {
         let dir = directory();
-        let cache = block_on(Cache::open(Config { spin_us, ..config(&dir, storage, 4, 64) })).expect("open");
+        let cache = block_on(Cache::open(config(&dir, storage, 4, 64).spin_us(spin_us))).expect("open");
         for n in 0..16 {
             block_on(store(&cache, n));
         }

@@ -70,7 +70,7 @@ async fn load(cache: &Cache, pool: &Pool, wanted: &[u64]) -> LayerLoad {
 }
 
 fn with_device(settings: Config) -> Config {
-    Config { device_blocks: 2, device: kvhoist::DeviceKind::Simulated, ..settings }
+    settings.device_blocks(2).device(kvhoist::DeviceKind::Simulated)
 }
 
 /// Blocks of host memory and of the disk, to host memory and to a device, over both engines.
@@ -106,7 +106,7 @@ fn every_layer_is_right_when_it_is_said_to_be_there() {
 #[test]
 fn a_missing_block_is_told_of_in_every_layer() {
     block_on(async {
-        let cache = Cache::open(Config { block_bytes: BLOCK_BYTES, host_blocks: 8, ..Config::default() }).await;
+        let cache = Cache::open(Config::default().block_bytes(BLOCK_BYTES).host_blocks(8)).await;
         let cache = cache.expect("open");
         for n in 0..6 {
             store(&cache, n).await;
@@ -182,8 +182,8 @@ mod simulated {
     const SEEDS: u64 = 60;
 
     fn settings() -> Config {
-        let disks = vec![DiskPath { path: "simulated".into(), blocks: 32 }];
-        with_device(Config { block_bytes: BLOCK_BYTES, host_blocks: 12, disks, ..Config::default() })
+        let disks = vec![DiskPath::with_blocks("simulated", 32)];
+        with_device(Config::default().block_bytes(BLOCK_BYTES).host_blocks(12).disks(disks))
     }
 
     #[test]
@@ -249,7 +249,7 @@ mod simulated {
     /// Blocks in host memory: each layer in its turn, so that the first is there after its share of the time.
     #[test]
     fn the_first_layer_does_not_wait_for_the_last() {
-        let settings = Config { disks: Vec::new(), ..settings() };
+        let settings = settings().disks(Vec::new());
         let mut world = World::new(1, Vec::new());
         let latency = Duration::from_millis(10);
         world.copy = SimCopy::new(1, CopyOptions { latency: latency..=latency, failure: 0.0 });

@@ -16,7 +16,7 @@ use kvhoist::{Cache, Config, Error, StorageKind, block_on, disk::open_files};
 use tempfile::TempDir;
 
 fn settings(dir: &TempDir, namespace: &str) -> Config {
-    Config { namespace: namespace.into(), ..config(dir, StorageKind::Blocking, 4, 8) }
+    config(dir, StorageKind::Blocking, 4, 8).namespace(namespace)
 }
 
 /// An empty file as an open creates it.

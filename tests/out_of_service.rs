@@ -5,12 +5,12 @@ mod common;
 use std::{fs::OpenOptions, time::Instant};
 
 use common::{config, directory, fetch_verified, key, payload, store, store_file};
-use kvhoist::{Cache, Config, Error, HeldSlots, StorageKind, Tier, block_on};
+use kvhoist::{Cache, Error, HeldSlots, StorageKind, Tier, block_on};
 
 /// A store cut to nothing while it is open is a disk that fails for good: every read ends at its end.
 async fn a_disk_that_fails_for_good_is_taken_out_of_service(storage: StorageKind) {
     let dir = directory();
-    let settings = Config { disk_failures_max: 4, ..config(&dir, storage, 4, 64) };
+    let settings = config(&dir, storage, 4, 64).disk_failures_max(4);
     let cache = Cache::open(settings).await.expect("open");
     for n in 0..32 {
         store(&cache, n).await;
@@ -63,7 +63,7 @@ fn a_disk_that_fails_for_good_is_taken_out_of_service_over_threads() {
 fn who_waits_too_long_for_a_slot_is_told_so() {
     let dir = directory();
     // Without a disk: nothing else here could take longer than so short a deadline.
-    let settings = Config { deadline_ms: 60, disks: Vec::new(), ..config(&dir, StorageKind::Auto, 1, 8) };
+    let settings = config(&dir, StorageKind::Auto, 1, 8).deadline_ms(60).disks(Vec::new());
     let cache = block_on(Cache::open(settings)).expect("open");
     let held = block_on(cache.reserve()).expect("the only slot");
     let started = Instant::now();

@@ -10,7 +10,7 @@ use std::{
 };
 
 use common::{SetOnDrop, config, directory, key, payload};
-use kvhoist::{BlockKey, Cache, Config, Region, Route, Segment, StorageKind, block_on, io::AlignedBuf};
+use kvhoist::{BlockKey, Cache, Region, Route, Segment, StorageKind, block_on, io::AlignedBuf};
 
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 32;
@@ -94,11 +94,8 @@ fn assert_pinned(bytes: usize) {
 #[test]
 fn regions_are_pinned_and_given_back_while_blocks_move() {
     let dir = directory();
-    let settings = |storage| Config {
-        block_bytes: BLOCK,
-        bypass_host: true,
-        ..config(&dir, storage, BLOCKS as u32, 2 * BLOCKS as u32)
-    };
+    let settings =
+        |storage| config(&dir, storage, BLOCKS as u32, 2 * BLOCKS as u32).block_bytes(BLOCK).bypass_host(true);
     let cache = block_on(Cache::open(settings(StorageKind::Blocking))).expect("open");
     let mut first = Pool::new();
     let region = first.register(&cache);

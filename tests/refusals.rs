@@ -11,14 +11,12 @@ const BLOCK_BYTES: usize = 4096;
 const SLOTS: u32 = 64;
 
 fn config(dir: Option<&Path>, eviction_policy: Eviction) -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: if dir.is_some() { 16 } else { SLOTS },
-        disks: dir.map(|path| DiskPath { path: path.to_owned(), blocks: SLOTS }).into_iter().collect(),
-        eviction_policy,
-        direct_io: DirectIo::Prefer,
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(if dir.is_some() { 16 } else { SLOTS })
+        .disks(dir.map(|path| DiskPath::with_blocks(path, SLOTS)).into_iter().collect())
+        .eviction_policy(eviction_policy)
+        .direct_io(DirectIo::Prefer)
 }
 
 /// Chains of eight blocks, a fourth more than there are slots for, each in its turn; what is missing is stored.

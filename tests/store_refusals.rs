@@ -17,7 +17,7 @@ use std::{
 use common::write_private;
 use kvhoist::{
     Config, Error, Result,
-    config::{DirectIo, DiskPath},
+    config::{Capacity, DirectIo, DiskPath},
     disk::{
         StoreFile,
         format::{
@@ -37,8 +37,8 @@ fn scratch() -> TempDir {
 }
 
 fn config(paths: &[&Path]) -> Config {
-    let disk = |path: &&Path| DiskPath { path: path.to_path_buf(), blocks: 40 };
-    Config { block_bytes: 5000, disks: paths.iter().map(disk).collect(), ..Config::default() }
+    let disk = |path: &&Path| DiskPath::with_blocks(path.to_path_buf(), 40);
+    Config::default().block_bytes(5000).disks(paths.iter().map(disk).collect())
 }
 
 /// A store that was opened and closed again.
@@ -255,15 +255,15 @@ fn stores_of_other_settings_are_refused_and_stay_as_they_are() {
     let cases: Vec<(&Path, Config, &str)> = vec![
         (&a, changed(&|c| c.namespace = "other".into()), "namespace = \"default\""),
         (&a, changed(&|c| c.block_bytes = 5001), "block_bytes = 5000"),
-        (&a, changed(&|c| c.disks[0].blocks = 41), "a store of 40 slots on this path"),
-        (&a, changed(&|c| c.disks[1].blocks = 39), "80 in all"),
-        (&a, changed(&|c| c.disks.swap(0, 1)), ""),
+        (&a, changed(&|c| c.disk.paths[0].capacity = Capacity::Blocks(41)), "a store of 40 slots on this path"),
+        (&a, changed(&|c| c.disk.paths[1].capacity = Capacity::Blocks(39)), "80 in all"),
+        (&a, changed(&|c| c.disk.paths.swap(0, 1)), ""),
         (&a, config(&[&a]), "a store of 2 members"),
         (&c, config(&[&a, &c]), "a member of store"),
         (&missing, config(&[&a, &missing]), "no superblock (all zeros)"),
     ];
     for (path, config, words) in cases {
-        let swapped = config.disks.first().is_some_and(|disk| disk.path == b);
+        let swapped = config.disk.paths.first().is_some_and(|disk| disk.path == b);
         let (found, ..) = refusal(if swapped { &b } else { path }, open_files(&config));
         assert!(found.contains(if swapped { "member 1 of the store" } else { words }), "{words:?} is not in: {found}");
         assert!(snapshot(dir.path()) == before, "something changed ({words})");
@@ -319,7 +319,7 @@ fn a_store_whose_superblocks_are_zeroed_is_refused_wherever_its_records_are() {
     let dir = scratch();
     let path = dir.path().join("a");
     let mut config = config(&[&path]);
-    (config.block_bytes, config.disks[0].blocks) = (512, 20_000);
+    (config.block_bytes, config.disk.paths[0].capacity) = (512, Capacity::Blocks(20_000));
     assert!(open_store(&config).expect("created").created);
     let file = File::options().write(true).open(&path).expect("opened");
     file.write_all_at(&[0; 8192], 0).expect("written");
@@ -341,16 +341,18 @@ fn more_than_there_is_room_for_is_refused_and_taken_back() {
     let dir = scratch();
     let (small, large, empty) = (dir.path().join("small"), dir.path().join("large"), dir.path().join("empty"));
     let mut config = config(&[&small, &large]);
-    (config.block_bytes, config.disks[0].blocks, config.disks[1].blocks) = (1 << 30, 1, 1 << 22);
-    config.read_bytes_in_flight_max = 1 << 30;
-    config.write_bytes_in_flight_max = 1 << 30;
+    config.block_bytes = 1 << 30;
+    config.disk.paths[0].capacity = Capacity::Blocks(1);
+    config.disk.paths[1].capacity = Capacity::Blocks(1 << 22);
+    config.limits.read_bytes_in_flight_max = 1 << 30;
+    config.limits.write_bytes_in_flight_max = 1 << 30;
     let (found, expected, action) = refusal(&large, open_files(&config));
     assert!(found.contains("bytes available on "), "{found}");
     assert_eq!(expected, format!("room for {} bytes", (1u64 << 52) + (513 << 20)));
     assert!(action.contains("lower `disks.blocks`"), "{action}");
     assert!(snapshot(dir.path()).is_empty(), "both files are gone");
     write_private(&empty, b"");
-    config.disks[1].path.clone_from(&empty);
+    config.disk.paths[1].path.clone_from(&empty);
     refusal(&empty, open_files(&config));
     assert_eq!(snapshot(dir.path()).len(), 1);
     assert_eq!(fs::metadata(&empty).expect("not ours to remove").len(), 0);
@@ -391,7 +393,7 @@ fn a_file_system_without_direct_io_is_refused_or_warned_about() {
         }
         Err(other) => panic!("{other}"),
     }
-    config.direct_io = DirectIo::Prefer;
+    config.disk.direct_io = DirectIo::Prefer;
     assert!(open_store(&config).expect("created").created);
     assert!(!open_store(&config).expect("opened").created);
 }
@@ -437,7 +439,7 @@ fn a_raw_device_is_used_only_if_it_is_blank_or_ours() {
     disk.write_all_at(&[0xEE; 4096], 2 << 20).expect("old data where blocks go");
     disk.sync_all().expect("flushed");
     let mut large = config(&[path]);
-    large.disks[0].blocks = 4000;
+    large.disk.paths[0].capacity = Capacity::Blocks(4000);
     let (found, expected, action) = refusal(path, open_files(&large));
     assert_eq!((&*found, &*expected), ("a device of 16777216 bytes", "at least 33816576 bytes"));
     assert!(action.contains("lower `disks.blocks`"), "{action}");

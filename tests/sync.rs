@@ -6,17 +6,15 @@ use std::time::Duration;
 use kvhoist::{BlockKey, Config, DiskPath, Error, WritePolicy, sim};
 
 fn config(waiters_max: u32) -> Config {
-    Config {
-        block_bytes: 4096,
-        host_blocks: 4,
-        disks: vec![DiskPath { path: "simulated".into(), blocks: 8 }],
-        write_policy: WritePolicy::WriteBack,
-        waiters_max,
+    Config::default()
+        .block_bytes(4096)
+        .host_blocks(4)
+        .disks(vec![DiskPath::with_blocks("simulated", 8)])
+        .write_policy(WritePolicy::WriteBack)
+        .waiters_max(waiters_max)
         // The second block of four is one too many: it is written back at once.
-        low_watermark: 0.75,
-        high_watermark: 1.0,
-        ..Config::default()
-    }
+        .low_watermark(0.75)
+        .high_watermark(1.0)
 }
 
 /// Stores blocks, syncs while write-backs are in flight, and cuts the power: what sync said, and how many are left.

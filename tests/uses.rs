@@ -18,16 +18,14 @@ use kvhoist::{
 const BLOCK_BYTES: usize = 4096;
 
 fn config(dir: &Path, eviction_policy: Eviction) -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 2,
-        device_blocks: 2,
-        device: DeviceKind::Simulated,
-        disks: vec![DiskPath { path: dir.to_owned(), blocks: 32 }],
-        eviction_policy,
-        direct_io: DirectIo::Prefer,
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(2)
+        .device_blocks(2)
+        .device(DeviceKind::Simulated)
+        .disks(vec![DiskPath::with_blocks(dir, 32)])
+        .eviction_policy(eviction_policy)
+        .direct_io(DirectIo::Prefer)
 }
 
 fn open(dir: &Path) -> Cache {

@@ -39,7 +39,7 @@ impl Pool {
 
 fn settings(dir: &TempDir, storage: StorageKind, workers: u32) -> Config {
     let slots = BLOCKS as u32;
-    Config { block_bytes: BLOCK, bypass_host: true, workers: Some(workers), ..config(dir, storage, slots, slots) }
+    config(dir, storage, slots, slots).block_bytes(BLOCK).bypass_host(true).workers(workers)
 }
 
 fn keys() -> Vec<BlockKey> {

@@ -41,8 +41,8 @@ pub fn run(options: &Options, gpu: &Arc<Gpu>) -> io::Result<()> {
 }
 
 fn cold(options: &Options, dir: &Path, blocks: u32) -> Config {
-    let disks = vec![DiskPath { path: dir.to_owned(), blocks }];
-    Config { disks, ..settings(options, BLOCK_BYTES, BLOCKS as u32, 1) }
+    let disks = vec![DiskPath::with_blocks(dir, blocks)];
+    settings(options, BLOCK_BYTES, BLOCKS as u32, 1).disks(disks)
 }
 
 fn fill(cache: &Cache, blocks: u64) -> io::Result<()> {

@@ -45,14 +45,12 @@ fn main() -> ExitCode {
 }
 
 fn settings(options: &Options, block_bytes: usize, host_blocks: u32, device_blocks: u32) -> Config {
-    Config {
-        block_bytes,
-        host_blocks,
-        device_blocks,
-        device: DeviceKind::Cuda,
-        spin_us: options.spin_us,
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(block_bytes)
+        .host_blocks(host_blocks)
+        .device_blocks(device_blocks)
+        .device(DeviceKind::Cuda)
+        .spin_us(options.spin_us)
 }
 
 /// Cold blocks from disk to the device, or blocks of a pool on the device to disk, beside the bare ring loop.

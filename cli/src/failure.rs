@@ -13,7 +13,7 @@ Exit status:
   130  interrupted (Ctrl-C, SIGTERM, SIGHUP): it prints what it has";
 
 /// What the command's flags are called for settings of the engine.
-const FLAGS: [(&str, &str); 14] = [
+const FLAGS: [(&str, &str); 16] = [
     ("block_bytes", "--block-bytes"),
     ("host_blocks", "--host-blocks"),
     ("device_blocks", "--device-blocks"),
@@ -28,6 +28,8 @@ const FLAGS: [(&str, &str); 14] = [
     ("depth", "--depth"),
     ("capacity_bytes", "--capacity"),
     ("host_bytes", "--host-bytes"),
+    ("device_bytes", "--device-bytes"),
+    ("disks.bytes", "--capacity"),
 ];
 
 /// One line of text and an exit status.

@@ -85,8 +85,8 @@ fn table(summary: &Summary) -> String {
     line(format!("writes declined        {:>12}", stats.writes_declined));
     line(format!("writes over budget     {:>12}", stats.writes_over_budget));
     line(format!("seconds                {:>12.2}", summary.seconds));
-    let device = match summary.config.device {
-        _ if summary.config.device_blocks == 0 => "none",
+    let device = match summary.config.device.kind {
+        _ if summary.config.device_slots() == 0 => "none",
         DeviceKind::Cuda => "cuda",
         DeviceKind::Auto | DeviceKind::Simulated => "simulated",
     };

@@ -89,7 +89,7 @@ impl Args {
         };
         let mut config = ServerConfig::new(&self.socket);
         config.capacity_bytes = said(self.capacity, |file| file.capacity);
-        config.host_bytes = said(self.host_bytes, |file| file.host_bytes);
+        config.host_bytes = said(self.host_bytes, Settings::host_bytes);
         config.paths = match &file {
             Some(file) if self.paths.is_empty() => file.paths(),
             _ => self.paths.clone(),
@@ -101,13 +101,14 @@ impl Args {
         config.region_bytes_max = self.region_bytes as u64;
         config.linger_ms = self.linger.map(|seconds| seconds * 1000);
         config.pin = !self.no_pin;
-        let cache = file.map_or_else(Config::default, |file| file.config);
-        config.cache = Config {
-            bypass_host: !self.keep_in_host,
-            storage: self.storage.map_or(cache.storage, Into::into),
-            direct_io: self.direct_io.map_or(cache.direct_io, Into::into),
-            ..cache
-        };
+        config.cache = file.map_or_else(Config::default, |file| file.config);
+        config.cache.host.bypass = !self.keep_in_host;
+        if let Some(storage) = self.storage {
+            config.cache.disk.storage = storage.into();
+        }
+        if let Some(direct_io) = self.direct_io {
+            config.cache.disk.direct_io = direct_io.into();
+        }
         Ok(config)
     }
 }

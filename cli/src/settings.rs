@@ -5,14 +5,21 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::{Config, DiskPath, size, store};
+use kvhoist::{Capacity, Config, DiskPath, size, store};
 use serde_json::{Map, Value};
 
 use crate::{failure::Failure, shown::shown};
 
 /// Settings that hold bytes, as a number or as text with a unit.
-const SIZES: [&str; 5] =
-    ["block_bytes", "read_bytes_in_flight_max", "write_bytes_in_flight_max", "write_budget", "drive_bytes"];
+const SIZES: [&str; 7] = [
+    "block_bytes",
+    "host_bytes",
+    "device_bytes",
+    "read_bytes_in_flight_max",
+    "write_bytes_in_flight_max",
+    "write_budget",
+    "drive_bytes",
+];
 
 /// Settings of the engines, and of their adapters, that say nothing about a cache.
 const OF_ENGINES: [&str; 12] = [
@@ -33,7 +40,7 @@ const OF_ENGINES: [&str; 12] = [
 /// What a file of settings says.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Settings {
-    /// The settings of the library, but for the sizes below.
+    /// The settings of the library, without the paths.
     pub config: Config,
     /// Whether the file says how large a block is.
     pub has_block_bytes: bool,
@@ -41,10 +48,6 @@ pub struct Settings {
     pub paths: Vec<String>,
     /// Bytes on disk, of all paths together.
     pub capacity: Option<u64>,
-    /// Bytes of host memory.
-    pub host_bytes: Option<u64>,
-    /// Bytes of device memory.
-    pub device_bytes: Option<u64>,
 }
 
 impl Settings {
@@ -70,18 +73,10 @@ impl Settings {
         };
         OF_ENGINES.iter().for_each(|name| drop(given.remove(*name)));
         let paths = paths(given.remove("path"))?;
-        let mut taken = |name: &str| given.remove(name).map(|value| bytes(name, &value)).transpose();
-        let (capacity, host_bytes) = (taken("capacity")?, taken("host_bytes")?);
-        let device_bytes = taken("device_bytes")?;
+        let capacity = given.remove("capacity").map(|value| bytes("capacity", &value)).transpose()?;
         for name in SIZES {
             if let Some(value) = given.get_mut(name) {
                 *value = bytes(name, value)?.into();
-            }
-        }
-        let exclusive = [("host_bytes", host_bytes, "host_blocks"), ("device_bytes", device_bytes, "device_blocks")];
-        for (name, size, blocks) in exclusive {
-            if size.is_some() && given.contains_key(blocks) {
-                return Err(format!("found `{name}` and `{blocks}`, expected one of them"));
             }
         }
         if paths.is_empty() == capacity.is_some() || (!paths.is_empty() && given.contains_key("disks")) {
@@ -89,7 +84,15 @@ impl Settings {
         }
         let has_block_bytes = given.contains_key("block_bytes");
         let config = engine(given)?;
-        Ok(Settings { config, has_block_bytes, paths, capacity, host_bytes, device_bytes })
+        Ok(Settings { config, has_block_bytes, paths, capacity })
+    }
+
+    /// Bytes of host memory, if the file has them.
+    pub fn host_bytes(&self) -> Option<u64> {
+        match self.config.host.capacity {
+            Capacity::Bytes(bytes) => Some(bytes),
+            Capacity::Blocks(_) => None,
+        }
     }
 
     /// Their paths.
@@ -102,29 +105,12 @@ impl Settings {
     /// # Errors
     /// What has no room for a block.
     pub fn config(&self, block_bytes: usize) -> Result<Config, Failure> {
-        let mut config = Config { block_bytes, ..self.config.clone() };
-        if let Some(bytes) = self.host_bytes {
-            config.host_blocks = slots("host_bytes", bytes, &config)?;
-        }
-        if let Some(bytes) = self.device_bytes {
-            config.device_blocks = slots("device_bytes", bytes, &config)?;
-        }
+        let mut config = self.config.clone().block_bytes(block_bytes);
         if let Some(capacity) = self.capacity {
-            config.disks = disks("capacity", &self.paths, capacity, block_bytes)?;
+            config.disk.paths = disks("capacity", &self.paths, capacity, block_bytes)?;
         }
         Ok(config)
     }
-}
-
-/// Whole slots in so many bytes of memory.
-///
-/// # Errors
-/// Where there is none, or too many.
-pub fn slots(name: &str, bytes: u64, config: &Config) -> Result<u32, Failure> {
-    let slot = config.slot_bytes() as u64;
-    u32::try_from(bytes / slot).ok().filter(|&slots| slots > 0).ok_or_else(|| {
-        Failure::usage(format!("{name}: found {bytes} bytes, expected room for 1 to {} slots of {slot}", u32::MAX >> 1))
-    })
 }
 
 /// As many slots on each path as have room in its share of the bytes.
@@ -144,7 +130,7 @@ pub fn disks(
             "{name}: found {capacity} bytes, expected {least} at least, for one block of {block_bytes} on each path"
         )));
     }
-    Ok(paths.iter().map(|path| DiskPath { path: path.as_ref().to_owned(), blocks }).collect())
+    Ok(paths.iter().map(|path| DiskPath::with_blocks(path.as_ref(), blocks)).collect())
 }
 
 fn paths(given: Option<Value>) -> Result<Vec<String>, String> {
@@ -190,8 +176,8 @@ mod tests {
         assert_eq!((settings.paths.len(), settings.capacity), (2, Some(400 << 30)));
         let config = settings.config(8 << 20).expect("room");
         config.validate().expect("valid");
-        assert_eq!((config.host_blocks, config.disks.len()), (128, 2));
-        let bytes = store::path_bytes(config.disks[0].blocks.into(), 8 << 20);
+        assert_eq!((config.host_slots(), config.disk.paths.len()), (128, 2));
+        let bytes = store::path_bytes(config.slots(config.disk.paths[0].capacity).into(), 8 << 20);
         assert!(bytes <= 200 << 30 && bytes > (200 << 30) - (9 << 20), "{bytes}");
     }
 

@@ -267,8 +267,8 @@ fn settings_come_from_a_file_and_flags_go_first() {
 }
 
 fn stored(dir: &Path) -> Config {
-    let disks = ["a", "b"].map(|name| DiskPath { path: dir.join(name), blocks: 16 }).into();
-    let config = Config { block_bytes: 4096, host_blocks: 4, disks, ..Config::default() };
+    let disks = ["a", "b"].map(|name| DiskPath::with_blocks(dir.join(name), 16)).into();
+    let config = Config::default().block_bytes(4096).host_blocks(4).disks(disks);
     block_on(async {
         let cache = Cache::open(config.clone()).await.expect("open");
         cache.close().await.expect("close");

@@ -48,15 +48,13 @@ struct Sample {
 impl Sample {
     fn new() -> Self {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a temporary directory");
-        let disk = |(name, blocks)| DiskPath { path: dir.path().join(name), blocks };
-        let config = Config {
-            block_bytes: BLOCK_BYTES,
-            host_blocks: 4,
-            disks: [("a", 20), ("b", 10)].map(disk).into(),
-            namespace: "tenant\u{1b}[31m".into(),
-            write_policy: WritePolicy::WriteThrough,
-            ..Config::default()
-        };
+        let disk = |(name, blocks)| DiskPath::with_blocks(dir.path().join(name), blocks);
+        let config = Config::default()
+            .block_bytes(BLOCK_BYTES)
+            .host_blocks(4)
+            .disks([("a", 20), ("b", 10)].map(disk).into())
+            .namespace("tenant\u{1b}[31m")
+            .write_policy(WritePolicy::WriteThrough);
         let sample = Sample { dir, config };
         sample.with_cache(|cache| {
             for n in 0..BLOCKS {
@@ -74,7 +72,7 @@ impl Sample {
     }
 
     fn path(&self, member: usize) -> &str {
-        self.config.disks[member].path.to_str().expect("UTF-8")
+        self.config.disk.paths[member].path.to_str().expect("UTF-8")
     }
 
     fn file(&self, member: usize) -> File {

@@ -193,7 +193,7 @@ impl Cache {
     /// ```
     pub async fn fetch_many(&self, keys: &[BlockKey]) -> Result<Vec<Result<Option<Lease>>>> {
         self.shared().lock().check_open()?;
-        let slots = self.config().host_blocks as usize;
+        let slots = self.config().host_slots() as usize;
         if keys.len() > slots {
             return Err(Error::Argument {
                 what: "keys",
@@ -201,7 +201,7 @@ impl Cache {
                 expected: format!("{slots} at most, one for each slot of the host tier"),
             });
         }
-        let in_flight = self.config().movements_max.max(1) as usize;
+        let in_flight = self.config().limits.movements_max.max(1) as usize;
         let fetches = stream::iter(keys.iter().copied()).map(async |key| self.fetch(&key).await);
         Ok(fetches.buffered(in_flight).collect().await)
     }

@@ -68,7 +68,7 @@ impl Cache {
         if let Some(lease) = self.fetch(key).await? {
             return Ok(lease.into_bytes());
         }
-        let waiters_max = self.config().waiters_max;
+        let waiters_max = self.config().limits.waiters_max;
         let participant = self.inner.turns.join(key, waiters_max as usize);
         let participant = participant
             .ok_or_else(|| self.shared().busy("callers that want one block", u64::from(waiters_max), "waiters_max"))?;

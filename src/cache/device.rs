@@ -62,8 +62,8 @@ pub(super) async fn open(
         return Ok(Opened { pool, gpu, copy, gdr: off(reason) });
     }
     let options = GdrOptions {
-        device: config.gdr_device.clone(),
-        stuck_after: Duration::from_millis(config.gdr_stuck_ms),
+        device: config.device.gdr_device.clone(),
+        stuck_after: Duration::from_millis(config.device.gdr_stuck_ms),
         ..GdrOptions::default()
     };
     let memory = GdrMemory {
@@ -81,7 +81,7 @@ pub(super) async fn open(
     match opened.await {
         Ok(engine) => {
             let gdr = engine.status().clone();
-            let copy = copy.with_gdr(engine, mode, config.copy_prefer);
+            let copy = copy.with_gdr(engine, mode, config.device.copy_prefer);
             Ok(Opened { pool, gpu, copy, gdr })
         }
         Err(error) if mode == GdrMode::Auto => {
@@ -106,21 +106,21 @@ fn open_base(
     host_copies: Memcpy,
 ) -> Result<Base> {
     let simulated = || Ok((simulated(config)?, None, AnyCopy::memcpy(host_copies.clone(), Arc::clone(metrics))));
-    if config.device_blocks == 0 || config.device == DeviceKind::Simulated {
+    if config.device_slots() == 0 || config.device.kind == DeviceKind::Simulated {
         return simulated();
     }
-    let options = CudaCopyOptions { method: method(config)?, blocks_max: config.copy_blocks_max };
-    match Gpu::open(config.device_ordinal) {
+    let options = CudaCopyOptions { method: method(config)?, blocks_max: config.device.copy_blocks_max };
+    match Gpu::open(config.device.ordinal) {
         Ok(gpu) => {
-            let layout = PoolLayout::new(config.device_blocks, layout(config)?)?;
+            let layout = PoolLayout::new(config.device_slots(), layout(config)?)?;
             let page = if gdr == GdrMode::Off { 1 } else { DEVICE_PAGE_BYTES };
             let memory = DeviceBuffer::new(Arc::clone(&gpu), layout.bytes().next_multiple_of(page))?;
             let copy = CudaCopy::new(&gpu, arena, options)?;
-            tracing::info!(device = %gpu.device(), slots = config.device_blocks, "the device tier is a CUDA device");
+            tracing::info!(device = %gpu.device(), slots = config.device_slots(), "the device tier is a CUDA device");
             let pool = DevicePool::new(Box::new(memory), layout)?;
             Ok((Some(pool), Some(gpu), AnyCopy::cuda(copy.with_host(host_copies.clone()), Arc::clone(metrics))))
         }
-        Err(error) if config.device == DeviceKind::Auto => {
+        Err(error) if config.device.kind == DeviceKind::Auto => {
             tracing::warn!(%error, "the device tier is simulated in host memory");
             simulated()
         }
@@ -129,7 +129,7 @@ fn open_base(
 }
 
 fn layout(config: &Config) -> Result<Layout> {
-    match &config.device_layout {
+    match &config.device.layout {
         Some(layout) => Ok(layout.clone()),
         None => Layout::contiguous(config.block_bytes),
     }
@@ -137,7 +137,7 @@ fn layout(config: &Config) -> Result<Layout> {
 
 /// The pool in host memory, if there is to be one.
 pub(super) fn simulated(config: &Config) -> Result<Option<DevicePool>> {
-    match config.device_blocks {
+    match config.device_slots() {
         0 => Ok(None),
         slots => DevicePool::simulated(slots, layout(config)?).map(Some),
     }
@@ -145,7 +145,7 @@ pub(super) fn simulated(config: &Config) -> Result<Option<DevicePool>> {
 
 fn method(config: &Config) -> Result<Option<CopyMethod>> {
     match std::env::var_os(COPY_VARIABLE) {
-        None => Ok(config.copy),
+        None => Ok(config.device.copy),
         Some(name) if name == "auto" => Ok(None),
         Some(name) => name.to_str().and_then(CopyMethod::from_name).map(Some).ok_or_else(|| Error::Config {
             field: COPY_VARIABLE,
@@ -156,7 +156,7 @@ fn method(config: &Config) -> Result<Option<CopyMethod>> {
 }
 
 fn gdr_mode(config: &Config) -> Result<GdrMode> {
-    let Some(name) = std::env::var_os(GDR_VARIABLE) else { return Ok(config.gdr) };
+    let Some(name) = std::env::var_os(GDR_VARIABLE) else { return Ok(config.device.gdr) };
     name.to_str().and_then(GdrMode::from_name).ok_or_else(|| Error::Config {
         field: GDR_VARIABLE,
         found: name.to_string_lossy().into_owned(),

@@ -1,7 +1,6 @@
 //! [`Cache`]: what callers hold.
 
 mod blocks;
-mod builder;
 mod compute;
 mod device;
 mod hints;
@@ -19,7 +18,6 @@ mod stats;
 mod turns;
 
 pub use blocks::Keys;
-pub use builder::Builder;
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
@@ -83,9 +81,21 @@ struct Inner {
 }
 
 impl Cache {
-    /// A builder with the default configuration.
-    pub fn builder() -> Builder {
-        Builder::default()
+    /// The default settings, to change and to [open](Config::open).
+    ///
+    /// ```
+    /// # let folder = tempfile::tempdir()?;
+    /// # let folder = folder.path();
+    /// # kvhoist::block_on(async {
+    /// use kvhoist::Cache;
+    ///
+    /// let cache = Cache::builder().block_bytes(64 << 10).host_bytes(1 << 20).disk(folder, 4 << 20).open().await?;
+    /// # cache.close().await
+    /// # })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn builder() -> Config {
+        Config::default()
     }
 
     /// Opens a cache: takes the memory, opens or creates the store, reads its records.
@@ -194,7 +204,7 @@ impl Cache {
         shared.lock().check_open()?;
         let mut started = 0;
         for (i, key) in keys.iter().enumerate() {
-            if shared.lock().flights.len() >= self.config().background_max as usize {
+            if shared.lock().flights.len() >= self.config().limits.background_max as usize {
                 shared.metrics.background_refused.add((keys.len() - i) as u64);
                 break;
             }

@@ -37,6 +37,19 @@ use crate::{
 /// [`Config::movements_max`].
 const COMMANDS_MAX: usize = 1024;
 
+impl Config {
+    /// Opens the cache.
+    ///
+    /// # Errors
+    /// As [`Cache::open`].
+    ///
+    /// # Cancel safety
+    /// As [`Cache::open`].
+    pub fn open(self) -> impl Future<Output = Result<Cache>> + Send {
+        Cache::open(self)
+    }
+}
+
 pub(super) async fn open(config: Config) -> Result<Cache> {
     config.validate()?;
     let (opened, receiver) = oneshot::channel();
@@ -132,16 +145,16 @@ pub(super) struct Parts<S, C> {
 
 async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) -> Result<Started<AnyStorage, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
-    let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
+    let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes())?);
     let metrics = Metrics::new();
     let rings = matches!(reactor, Reactor::Uring(_));
-    let paths: Vec<_> = config.disks.iter().map(|disk| disk.path.clone()).collect();
+    let paths: Vec<_> = config.disk.paths.iter().map(|disk| disk.path.clone()).collect();
     let near = machine::near_node(&paths).map(|near| near.processors).unwrap_or_default();
     let workers = Workers::start(config.worker_threads(), rings, &near, Arc::clone(&metrics.work_done))
         .map_err(|source| Error::io("start", "the worker threads", source))?;
     let host_copies = Memcpy::with_workers(Rc::clone(&workers));
     let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies, host_copies).await?;
-    if !config.disks.is_empty() {
+    if !config.disk.paths.is_empty() {
         *files = disk::open_files(&config)?;
         tell_wear(&config);
     }
@@ -149,7 +162,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
-        .storage(handles, &arena, config.blocking_threads)
+        .storage(handles, &arena, config.disk.blocking_threads)
         .map_err(|source| Error::io("start the storage engine", "", source))?;
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let device_in_use = gpu.clone();
@@ -199,8 +212,8 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let mut index = Index::with_policies(seed, |tier| policy(&config, tier));
     let mut generation = 1;
     let mut slots = None;
-    if !config.disks.is_empty() {
-        let blocks = config.disk_blocks();
+    if !config.disk.paths.is_empty() {
+        let blocks = config.disk_slots();
         index.try_reserve(blocks as usize).map_err(|bytes| Error::Config {
             field: "disks.blocks",
             found: format!("{blocks} slots in all, whose index takes {bytes} bytes of memory that the system refused"),
@@ -219,10 +232,10 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
             index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX));
         }
     }
-    let storage_name = if config.disks.is_empty() { "none" } else { storage.name() };
+    let storage_name = if config.disk.paths.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
     let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes);
-    let movements_max = shared.config.movements_max as usize;
+    let movements_max = shared.config.limits.movements_max as usize;
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
@@ -249,7 +262,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
 
 /// Shows how worn the drives of the disk tier are, where they say so.
 fn tell_wear(config: &Config) {
-    for disk in &config.disks {
+    for disk in &config.disk.paths {
         if let Ok(wear) = machine::drive_wear(&disk.path) {
             metrics::drive_used(&disk.path).set(f64::from(wear.used_percent) / 100.0);
         }
@@ -259,9 +272,9 @@ fn tell_wear(config: &Config) {
 /// What a tier gives up first.
 fn policy(config: &Config, tier: Tier) -> Policy {
     let slots = match tier {
-        Tier::Device => config.device_blocks,
-        Tier::Host => config.host_blocks,
-        Tier::Disk => u32::try_from(config.disk_blocks()).unwrap_or(u32::MAX),
+        Tier::Device => config.device_slots(),
+        Tier::Host => config.host_slots(),
+        Tier::Disk => u32::try_from(config.disk_slots()).unwrap_or(u32::MAX),
     };
     match config.eviction_policy {
         Eviction::Lru => Policy::Lru(Lru::new()),

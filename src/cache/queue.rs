@@ -187,7 +187,7 @@ impl CompletionQueue {
                 return Err(match error {
                     tokio::sync::mpsc::error::TrySendError::Closed(()) => Error::Closed,
                     tokio::sync::mpsc::error::TrySendError::Full(()) => {
-                        shared.busy("queued movements", u64::from(shared.config.movements_max), "movements_max")
+                        shared.busy("queued movements", u64::from(shared.config.limits.movements_max), "movements_max")
                     }
                 });
             }

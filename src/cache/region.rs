@@ -304,7 +304,7 @@ impl Cache {
                 expected: format!("one for each of {} keys", keys.len()),
             });
         }
-        let jobs_max = self.config().movements_max;
+        let jobs_max = self.config().limits.movements_max;
         if keys.len() > jobs_max as usize {
             return Err(self.shared().busy("blocks of one call", u64::from(jobs_max), "movements_max"));
         }

@@ -4,12 +4,8 @@
 //! ```
 //! use kvhoist::{BlockKey, Config, DiskPath, sim};
 //!
-//! let config = Config {
-//!     block_bytes: 4096,
-//!     host_blocks: 4,
-//!     disks: vec![DiskPath { path: "simulated".into(), blocks: 16 }],
-//!     ..Config::default()
-//! };
+//! let disks = vec![DiskPath::with_blocks("simulated", 16)];
+//! let config = Config::default().block_bytes(4096).host_blocks(4).disks(disks);
 //! let world = sim::World::new(7, sim::blank_files(&config));
 //! sim::block_on(async {
 //!     let sim::Simulated { cache, reactor } = sim::open(config, &world).await?;
@@ -143,8 +139,8 @@ const LOCK_POLL: Duration = Duration::from_millis(5);
 pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     config.validate()?;
     // Virtual time stands still while the reactor spins.
-    let config = Config { spin_us: 0, ..config };
-    let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes())?);
+    let config = config.spin_us(0);
+    let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes())?);
     let locked = lock(&config, &world.storage).await?;
     let keep_alive: Arc<dyn Any + Send + Sync> = Arc::clone(&arena) as _;
     // SAFETY: the chunks are the arena's for all its life, and the arena is what is kept.
@@ -183,7 +179,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
 
 /// Waits until nobody else has the files open.
 async fn lock(config: &Config, storage: &Sim) -> Result<Option<Locked>> {
-    let Some(disk) = config.disks.first() else { return Ok(None) };
+    let Some(disk) = config.disk.paths.first() else { return Ok(None) };
     let give_up = tokio::time::Instant::now() + LOCK_WAIT;
     loop {
         match storage.try_lock() {
@@ -215,7 +211,7 @@ fn workers(seed: u64, done: &Arc<Count>) -> Rc<Workers> {
 
 fn members(config: &Config, storage: &Sim) -> Vec<Member> {
     let stripe = Stripe::new(config);
-    let files = (0..).map(crate::block::FileId).zip(&config.disks).zip(stripe.members());
+    let files = (0..).map(crate::block::FileId).zip(&config.disk.paths).zip(stripe.members());
     files
         .map(|((file, disk), geometry)| Member {
             path: disk.path.clone(),

@@ -155,7 +155,7 @@ impl Cache {
         let shared = self.shared();
         let config = &shared.config;
         let metrics = &shared.metrics;
-        let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
+        let slots = [u64::from(config.device_slots()), u64::from(config.host_slots()), config.disk_slots()];
         let gdr: GdrState = self.inner.gdr.get();
         let state = shared.lock();
         Stats {

@@ -364,8 +364,8 @@ mod tests {
     const UUID: [u8; 16] = [3; 16];
 
     fn slots_of(blocks: &[u32]) -> DiskSlots {
-        let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("d{at}").into(), blocks };
-        let config = Config { disks: blocks.iter().enumerate().map(disk).collect(), ..Config::default() };
+        let disk = |(at, &blocks): (usize, &u32)| DiskPath::with_blocks(format!("d{at}"), blocks);
+        let config = Config::default().disks(blocks.iter().enumerate().map(disk).collect());
         DiskSlots::new(Stripe::new(&config), UUID, true)
     }
 

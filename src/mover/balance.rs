@@ -35,8 +35,8 @@ impl Shared {
         let reservations = self.reservations.load(std::sync::atomic::Ordering::Relaxed);
         ensure!(reservations == 0, "{reservations} reservations are counted and none is alive");
         ensure!(waiting == [0; Tier::COUNT], "{waiting:?} requests wait for slots");
-        self.check_memory(&state, Tier::Device, self.config.device_blocks)?;
-        self.check_memory(&state, Tier::Host, self.config.host_blocks)?;
+        self.check_memory(&state, Tier::Device, self.config.device_slots())?;
+        self.check_memory(&state, Tier::Host, self.config.host_slots())?;
         self.check_disk(&state)?;
         self.check_dirty(&state)?;
         self.check_host_bytes(&state)
@@ -59,9 +59,9 @@ impl Shared {
         slots.validate()?;
         let (free, full, quarantined) = (slots.free_count(), slots.full_count(), slots.quarantined_count());
         ensure!(
-            u64::from(free) + u64::from(full) + u64::from(quarantined) == self.config.disk_blocks(),
+            u64::from(free) + u64::from(full) + u64::from(quarantined) == self.config.disk_slots(),
             "disk: {free} slots free, {full} full, {quarantined} quarantined, expected {} in all",
-            self.config.disk_blocks()
+            self.config.disk_slots()
         );
         let mut copies = 0;
         for (id, slot) in state.index.copies(Tier::Disk) {

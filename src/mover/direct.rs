@@ -61,7 +61,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Err(reason) => {
                 tracing::info!(reason, "blocks go between disk and device through host memory");
                 self.shared.lock().cufile = Health::Retired(reason.clone());
-                match self.shared.config.cufile {
+                match self.shared.config.device.cufile {
                     CufileMode::On => {
                         Err(Error::Unavailable { tier: "device", reason: format!("cufile = on: {reason}") })
                     }
@@ -74,10 +74,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// What can be said without asking the library.
     fn may_open_direct(&self, gpu: Option<Arc<Gpu>>, direct_io: bool) -> Result<Arc<Gpu>, String> {
         let config = &self.shared.config;
-        if config.cufile == CufileMode::Off {
+        if config.device.cufile == CufileMode::Off {
             return Err("cufile = off".into());
         }
-        if config.disks.is_empty() {
+        if config.disk.paths.is_empty() {
             return Err("there is no disk tier".into());
         }
         let (Some(gpu), Some(pool)) = (gpu, &self.shared.device) else {
@@ -101,7 +101,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn prove_direct(self: &Rc<Self>, gpu: Arc<Gpu>, files: Vec<Arc<File>>) -> Result<Opened, String> {
         let shared = &self.shared;
         let pool = shared.device.as_ref().expect("there is a device");
-        let limit = std::time::Duration::from_millis(shared.config.cufile_stuck_ms);
+        let limit = std::time::Duration::from_millis(shared.config.device.cufile_stuck_ms);
         let filling = shared.acquire(Tier::Device, Purpose::Call).await.map_err(|error| error.to_string())?;
         let segment = pool.segments(filling.slot()).next().expect("a block has a segment");
         let len = segment.len.min(PROBE_BYTES);
@@ -110,7 +110,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let setup = Setup {
             gpu,
             files,
-            mode: shared.config.cufile,
+            mode: shared.config.device.cufile,
             probe: Part { ptr: segment.ptr, len, offset: 0 },
             probe_owner: Box::new(Arc::clone(&filling)),
             buffers: pool.buffers().map(|(segment, count)| Buffer { segment, count: count as usize }).collect(),

@@ -132,12 +132,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ) -> Rc<Self> {
         let config = &shared.config;
         let files: Vec<FileId> =
-            (0..config.disks.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
+            (0..config.disk.paths.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
         let drives = files.len().max(1) as u64;
         Rc::new(Mover {
             budget: Budget::new(
-                config.read_bytes_in_flight_max.saturating_mul(drives),
-                config.write_bytes_in_flight_max.saturating_mul(drives),
+                config.limits.read_bytes_in_flight_max.saturating_mul(drives),
+                config.limits.write_bytes_in_flight_max.saturating_mul(drives),
             ),
             allowance: config
                 .write_budget_bytes()
@@ -178,7 +178,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let spin = tokio::task::spawn_local(Rc::clone(&self).spin_loop());
         let raise = tokio::task::spawn_local(Rc::clone(&self).raise_loop());
         loop {
-            let may_start = self.active.get() < self.shared.config.movements_max;
+            let may_start = self.active.get() < self.shared.config.limits.movements_max;
             tokio::select! {
                 biased;
                 Some(request) = urgent.recv() => match request {

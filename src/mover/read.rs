@@ -197,7 +197,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// loaded into one place, and the kernel may not be able to reach it. So it proves nothing about the disk: the
     /// block is read again through a host slot, and given up if it is wrong there.
     pub(super) async fn read_to_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
-        if !self.shared.config.bypass_host || !job.may_bypass_host(self.memory_align_bytes) {
+        if !self.shared.config.host.bypass || !job.may_bypass_host(self.memory_align_bytes) {
             return Ok(Some(job));
         }
         let started = Instant::now();

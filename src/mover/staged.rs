@@ -83,7 +83,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let Some(direct) = self.direct.get().filter(|_| job.memory() == RegionMemory::Device) else {
             return Ok(Some(job));
         };
-        if config.write_policy != WritePolicy::WriteThrough || config.disks.is_empty() {
+        if config.disk.write_policy != WritePolicy::WriteThrough || config.disk.paths.is_empty() {
             return Ok(Some(job));
         }
         {

@@ -199,9 +199,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// answer.
     pub(super) async fn write_from_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
         let config = &self.shared.config;
-        if !config.bypass_host
-            || config.write_policy != WritePolicy::WriteThrough
-            || config.disks.is_empty()
+        if !config.host.bypass
+            || config.disk.write_policy != WritePolicy::WriteThrough
+            || config.disk.paths.is_empty()
             || !job.may_bypass_host(self.memory_align_bytes)
         {
             return Ok(Some(job));
@@ -292,7 +292,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     pub(super) fn path_of(&self, file: FileId) -> PathBuf {
-        self.shared.config.disks[usize::from(file.0)].path.clone()
+        self.shared.config.disk.paths[usize::from(file.0)].path.clone()
     }
 
     /// Writes dirty blocks back, coldest first, from the low watermark to the high one.
@@ -322,7 +322,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     pub(super) fn begin_write_back(&self, state: &mut State, id: EntryId, key: &BlockKey) -> Option<PendingWrite> {
-        match self.shared.begin_write(state, id, key, Class::Background, self.shared.config.waiters_max) {
+        match self.shared.begin_write(state, id, key, Class::Background, self.shared.config.limits.waiters_max) {
             Ok(Committed::Write(write, _nobody)) => Some(write),
             _ => None,
         }
@@ -330,7 +330,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// The block to be written or dropped next, if it is time for that.
     pub(super) fn coldest_dirty(&self, state: &State) -> Option<(EntryId, BlockKey)> {
-        if !self.shared.write_back_is_due(state, self.demoting.get(), self.shared.config.high_watermark) {
+        if !self.shared.write_back_is_due(state, self.demoting.get(), self.shared.config.host.high_watermark) {
             return None;
         }
         let id = state.index.demotable(Tier::Host)?;

@@ -56,7 +56,7 @@ impl ServerConfig {
             paths: Vec::new(),
             capacity_bytes: 0,
             host_bytes: 0,
-            cache: Config { bypass_host: true, ..Config::default() },
+            cache: Config::default().bypass_host(true),
             uids: Vec::new(),
             pin: true,
             connections_max: 1024,
@@ -93,9 +93,9 @@ impl ServerConfig {
         if self.paths.len() > 64 {
             return Err(wrong("paths", self.paths.len(), "64 at most"));
         }
-        if self.cache.write_policy != WritePolicy::WriteThrough {
+        if self.cache.disk.write_policy != WritePolicy::WriteThrough {
             let expected = "write_through: a client's death must not take what it was told is stored";
-            return Err(wrong("write_policy", format!("{:?}", self.cache.write_policy), expected));
+            return Err(wrong("write_policy", format!("{:?}", self.cache.disk.write_policy), expected));
         }
         Ok(())
     }
@@ -123,7 +123,7 @@ mod tests {
             ("linger_ms", |config| config.linger_ms = Some(0)),
             ("host_bytes", |config| config.host_bytes = 0),
             ("capacity_bytes", |config| config.capacity_bytes = 0),
-            ("write_policy", |config| config.cache.write_policy = WritePolicy::WriteBack),
+            ("write_policy", |config| config.cache.disk.write_policy = WritePolicy::WriteBack),
         ];
         for (name, spoil) in cases {
             let mut config = on_disk.clone();

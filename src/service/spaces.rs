@@ -20,7 +20,7 @@ use super::{
 use crate::{
     block::Route,
     cache::Cache,
-    config::{Config, DiskPath},
+    config::{Capacity, Config, DiskPath},
     error::{Error, Result, ServiceFault},
     store,
 };
@@ -251,10 +251,10 @@ impl Spaces {
     async fn open_cache(&self, deed: &Deed, host_bytes: u64, is_new: bool) -> Result<Cache> {
         let config = self.cache_config(deed, host_bytes)?;
         config.validate()?;
-        for disk in &config.disks {
+        for disk in &config.disk.paths {
             make_folder(&disk.path)?;
         }
-        if let Some(disk) = config.disks.first().filter(|_| is_new) {
+        if let Some(disk) = config.disk.paths.first().filter(|_| is_new) {
             write_whole(&disk.path.join(FILE_NAME), deed.text().as_bytes())?;
         }
         Cache::open(config).await
@@ -262,15 +262,16 @@ impl Spaces {
 
     /// The settings of a space's cache.
     fn cache_config(&self, deed: &Deed, host_bytes: u64) -> Result<Config> {
-        let mut config = Config {
-            block_bytes: usize::try_from(deed.block_bytes).unwrap_or(usize::MAX),
-            namespace: deed.namespace.clone(),
-            ..self.config.cache.clone()
-        };
+        let mut config = self
+            .config
+            .cache
+            .clone()
+            .block_bytes(usize::try_from(deed.block_bytes).unwrap_or(usize::MAX))
+            .namespace(deed.namespace.clone());
         let slot_bytes = config.slot_bytes() as u64;
-        config.host_blocks = slots(host_bytes, slot_bytes)?;
+        config.host.capacity = Capacity::Blocks(slots(host_bytes, slot_bytes)?);
         let paths = self.config.paths.len() as u64;
-        config.disks.clear();
+        config.disk.paths.clear();
         for path in &self.config.paths {
             let blocks = store::slots_within(deed.capacity_bytes / paths, deed.block_bytes);
             if blocks == 0 {
@@ -278,11 +279,11 @@ impl Spaces {
                 let found = format!("{} bytes for a space", deed.capacity_bytes);
                 return Err(Error::Config { field: "capacity_bytes", found, expected: format!("{least} or more") });
             }
-            config.disks.push(DiskPath { path: path.join(deed.folder()), blocks });
+            config.disk.paths.push(DiskPath::with_blocks(path.join(deed.folder()), blocks));
         }
         // A block moves, whatever its size.
-        config.read_bytes_in_flight_max = config.read_bytes_in_flight_max.max(slot_bytes);
-        config.write_bytes_in_flight_max = config.write_bytes_in_flight_max.max(slot_bytes);
+        config.limits.read_bytes_in_flight_max = config.limits.read_bytes_in_flight_max.max(slot_bytes);
+        config.limits.write_bytes_in_flight_max = config.limits.write_bytes_in_flight_max.max(slot_bytes);
         Ok(config)
     }
 

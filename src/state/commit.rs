@@ -111,17 +111,19 @@ impl Shared {
     }
 
     fn apply_policy(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Result<Committed> {
-        if self.config.disks.is_empty() || state.index.slot(id, Tier::Disk).is_some() {
+        if self.config.disk.paths.is_empty() || state.index.slot(id, Tier::Disk).is_some() {
             return Ok(Committed::Done);
         }
-        if matches!(self.config.write_policy, WritePolicy::WriteThrough | WritePolicy::WriteBack) {
+        if matches!(self.config.disk.write_policy, WritePolicy::WriteThrough | WritePolicy::WriteBack) {
             let parent = state.index.parent_key(id);
             if self.refuses(state, key, parent.as_ref(), Tier::Disk) {
                 return Ok(Committed::Done);
             }
         }
-        match self.config.write_policy {
-            WritePolicy::WriteThrough => self.begin_write(state, id, key, Class::Awaited, self.config.waiters_max),
+        match self.config.disk.write_policy {
+            WritePolicy::WriteThrough => {
+                self.begin_write(state, id, key, Class::Awaited, self.config.limits.waiters_max)
+            }
             WritePolicy::WriteThroughSelective => Ok(Committed::Done),
             WritePolicy::WriteBack | WritePolicy::ByValue => {
                 self.must_be_written(state, id, key);
@@ -318,8 +320,8 @@ impl Shared {
         // The end waits for the writes under way, and takes no requests by then.
         state.check_open().ok()?;
         let id = state.index.find(key)?;
-        let often = match self.config.write_policy {
-            WritePolicy::WriteThroughSelective => state.index.hits(id) >= self.config.selective_hits,
+        let often = match self.config.disk.write_policy {
+            WritePolicy::WriteThroughSelective => state.index.hits(id) >= self.config.disk.selective_hits,
             _ => state.index.used(id).again(),
         };
         let wanted = often
@@ -331,11 +333,11 @@ impl Shared {
         if !wanted {
             return None;
         }
-        if state.flights.len() >= self.config.background_max as usize {
+        if state.flights.len() >= self.config.limits.background_max as usize {
             self.metrics.background_refused.add(1);
             return None;
         }
-        let committed = self.begin_write(&mut state, id, key, Class::Background, self.config.waiters_max);
+        let committed = self.begin_write(&mut state, id, key, Class::Background, self.config.limits.waiters_max);
         drop(state);
         match committed {
             Ok(Committed::Write(write, _nobody)) => Some(write),

@@ -11,7 +11,7 @@ pub(crate) const LOOKS_PER_DEADLINE: u32 = 4;
 impl Shared {
     /// How long a movement may take.
     pub(crate) fn deadline(&self) -> Duration {
-        Duration::from_millis(self.config.deadline_ms)
+        Duration::from_millis(self.config.limits.deadline_ms)
     }
 
     pub(crate) fn timeout(&self, what: &'static str) -> Error {

@@ -151,7 +151,7 @@ impl Shared {
             return Ok((Promotion::Hit(pin), Some(tier)));
         }
         let source = state.index.best_tier(id);
-        let waiters_max = self.config.waiters_max;
+        let waiters_max = self.config.limits.waiters_max;
         match state.join(key, tier, class, waiters_max) {
             Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
             Joined::Unverified => return Ok((Promotion::Joined(self.ticket(state, key)), source)),

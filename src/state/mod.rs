@@ -142,18 +142,18 @@ impl Shared {
     ) -> Self {
         let begun = Arc::default();
         let mut index = index;
-        let slots = [u64::from(config.device_blocks), u64::from(config.host_blocks), config.disk_blocks()];
+        let slots = [u64::from(config.device_slots()), u64::from(config.host_slots()), config.disk_slots()];
         for (tier, slots) in Tier::ALL.into_iter().zip(slots) {
             index.limit_kept(tier, usize::try_from(slots / KEPT_PART).unwrap_or(usize::MAX));
         }
         let ascending_from_the_end = |slots: u32| (0..slots).rev().collect::<Vec<_>>();
         let state = State {
             index,
-            free: [ascending_from_the_end(config.device_blocks), ascending_from_the_end(config.host_blocks)],
+            free: [ascending_from_the_end(config.device_slots()), ascending_from_the_end(config.host_slots())],
             disk,
             flights: Flights::new(Arc::clone(&begun)),
-            host_checksums: vec![0; config.host_blocks as usize],
-            device_checksums: vec![0; config.device_blocks as usize],
+            host_checksums: vec![0; config.host_slots() as usize],
+            device_checksums: vec![0; config.device_slots() as usize],
             cufile: Health::Retired("there is no CUDA device".into()),
             generation,
             slot_requests: SlotRequests::default(),
@@ -210,7 +210,7 @@ impl Shared {
         };
         let available = available + demoting as usize;
         // At least one, so that a tiny tier is never stuck with dirty blocks only.
-        let wanted = (f64::from(self.config.host_blocks) * watermark).ceil().max(1.0);
+        let wanted = (f64::from(self.config.host_slots()) * watermark).ceil().max(1.0);
         (available as f64) < wanted
     }
 

@@ -80,7 +80,7 @@ impl Shared {
         match quarantined {
             // A bad drive has many: one warning names it, the counters tell the rest.
             Some((file, 1, _)) => {
-                let path = &self.config.disks[usize::from(file.0)].path;
+                let path = &self.config.disk.paths[usize::from(file.0)].path;
                 tracing::warn!(
                     ?path,
                     slot,
@@ -93,10 +93,10 @@ impl Shared {
         }
         if let Some((.., count)) = quarantined {
             self.metrics.quarantined.add(1);
-            let limit = self.config.quarantine_max;
+            let limit = self.config.disk.quarantine_max;
             if count > limit {
                 self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
-            } else if u64::from(count) == self.config.disk_blocks() {
+            } else if u64::from(count) == self.config.disk_slots() {
                 self.retire_disk(format!("all of its {count} slots are quarantined"));
             }
         }

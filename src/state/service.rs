@@ -48,10 +48,10 @@ impl Shared {
     /// Counts the end of an operation on a file, and draws the conclusion.
     pub(crate) fn account<T>(&self, failures: &[Failures], file: FileId, kind: OpKind, result: &io::Result<T>) {
         let Some(count) = failures[usize::from(file.0)].count(kind, result) else { return };
-        if count < self.config.disk_failures_max {
+        if count < self.config.disk.failures_max {
             return;
         }
-        let path = self.config.disks[usize::from(file.0)].path.display();
+        let path = self.config.disk.paths[usize::from(file.0)].path.display();
         let error = result.as_ref().err().expect("a failure was counted");
         let reason = format!("{count} {}s of {path} failed in a row, the last with: {error}", kind.name());
         match kind {

@@ -100,8 +100,8 @@ impl Shared {
                 return Ok(Filling::new(self, tier, slot));
             }
             state.check_may_wait(tier)?;
-            if state.slot_requests.len(tier) >= self.config.waiters_max as usize {
-                return Err(self.busy("waiters for a slot", u64::from(self.config.waiters_max), "waiters_max"));
+            if state.slot_requests.len(tier) >= self.config.limits.waiters_max as usize {
+                return Err(self.busy("waiters for a slot", u64::from(self.config.limits.waiters_max), "waiters_max"));
             }
             SlotWait::begin(self, &mut state, tier, purpose, urgency)
         };
@@ -147,7 +147,7 @@ impl Shared {
     }
 
     fn ask_for_write_back(&self, state: &State) {
-        if self.write_back_is_due(state, 0, self.config.low_watermark) {
+        if self.write_back_is_due(state, 0, self.config.host.low_watermark) {
             self.write_back.notify_one();
         }
     }
@@ -224,8 +224,8 @@ impl Shared {
     /// What callers hold of a tier, if they hold anything.
     pub(crate) fn held_slots(&self, tier: Tier) -> Option<HeldSlots> {
         let (reservations, slots, setting) = match tier {
-            Tier::Device => (0, self.config.device_blocks, "device_blocks"),
-            Tier::Host => (self.reservations.load(Ordering::Relaxed), self.config.host_blocks, "host_blocks"),
+            Tier::Device => (0, self.config.device_slots(), "device_blocks"),
+            Tier::Host => (self.reservations.load(Ordering::Relaxed), self.config.host_slots(), "host_blocks"),
             Tier::Disk => return None,
         };
         let leases = self.leases[tier as usize].load(Ordering::Relaxed);

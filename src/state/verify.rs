@@ -50,7 +50,7 @@ impl Ticket {
             return ControlFlow::Break(Some(shared.verify(&key, unverified)));
         }
         let mut state = shared.lock();
-        let waiters_max = shared.config.waiters_max;
+        let waiters_max = shared.config.limits.waiters_max;
         let mine = state.flights.get_mut(&key, Tier::Host).filter(|flight| flight.number == self.flight);
         let Some(flight) = mine else {
             let found = state.index.find(&key);

@@ -4,7 +4,6 @@ use std::{sync::Arc, thread};
 
 use super::{Options, open::Store};
 use crate::{
-    config::Config,
     error::{Error, Result},
     io::AnyStorage,
     runtime::Reactor,
@@ -21,12 +20,12 @@ pub(super) fn on_a_runtime<T: Send>(
     work: impl AsyncFnOnce(&AnyStorage) -> Result<T> + Send,
 ) -> Result<T> {
     let threads = (options.depth as usize).min(THREADS_MAX);
-    let config = Config { storage: options.storage, blocking_threads: threads, ..store.config.clone() };
+    let config = store.config.clone().storage(options.storage).blocking_threads(threads);
     let run = move || {
         let reactor = Reactor::new(&config)?;
         reactor.block_on(async {
             let files = store.files.iter().map(|file| Arc::clone(&file.file)).collect();
-            let storage = reactor.storage_unregistered(files, config.blocking_threads);
+            let storage = reactor.storage_unregistered(files, config.disk.blocking_threads);
             work(&storage.map_err(|source| Error::io("start the storage engine", "", source))?).await
         })
     };

@@ -8,11 +8,7 @@
 //! ```
 //! # fn main() -> kvhoist::Result<()> {
 //! # let dir = tempfile::tempdir().expect("a directory");
-//! # let config = kvhoist::Config {
-//! #     direct_io: kvhoist::DirectIo::Prefer,
-//! #     disks: vec![kvhoist::DiskPath { path: dir.path().into(), blocks: 8 }],
-//! #     ..Default::default()
-//! # };
+//! # let config = kvhoist::Config::default().direct_io(kvhoist::DirectIo::Prefer).disk(dir.path(), 1 << 20);
 //! # let cache = kvhoist::block_on(kvhoist::Cache::open(config))?;
 //! # kvhoist::block_on(cache.close())?;
 //! # let path = dir.path();

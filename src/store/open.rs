@@ -209,18 +209,15 @@ fn settings(members: &[(Superblock, ReadOnlyFile)]) -> Result<Config> {
         let found = format!("{slots} slots in all members");
         return Err(refuse(&members[0].1.path, found, format!("{SLOTS_MAX} at most")));
     }
-    let disk = |(superblock, file): &(Superblock, ReadOnlyFile)| DiskPath {
-        path: PathBuf::from(&file.path),
-        blocks: u32::try_from(superblock.slots).expect("the sum fits"),
+    let disk = |(superblock, file): &(Superblock, ReadOnlyFile)| {
+        DiskPath::with_blocks(PathBuf::from(&file.path), u32::try_from(superblock.slots).expect("the sum fits"))
     };
-    let config = Config {
-        block_bytes: usize::try_from(first.block_bytes).expect("checked to be 1 GiB at most"),
-        disks: members.iter().map(disk).collect(),
-        namespace: first.namespace.clone(),
-        read_bytes_in_flight_max: first.slot_bytes,
-        write_bytes_in_flight_max: first.slot_bytes,
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(usize::try_from(first.block_bytes).expect("checked to be 1 GiB at most"))
+        .disks(members.iter().map(disk).collect())
+        .namespace(first.namespace.clone())
+        .read_bytes_in_flight_max(first.slot_bytes)
+        .write_bytes_in_flight_max(first.slot_bytes);
     config.validate()?;
     Ok(config)
 }

@@ -132,8 +132,8 @@ fn store() {
 
 #[test]
 fn store_without_waiting_for_the_disk() {
-    store_with(|settings| settings.write_policy = WritePolicy::WriteBack, false);
-    store_with(|settings| settings.write_policy = WritePolicy::WriteThroughSelective, false);
+    store_with(|settings| settings.disk.write_policy = WritePolicy::WriteBack, false);
+    store_with(|settings| settings.disk.write_policy = WritePolicy::WriteThroughSelective, false);
 }
 
 #[test]
@@ -189,7 +189,7 @@ fn reserve() {
 
 async fn hold_every_slot(scene: &Scene) -> Vec<kvhoist::Reservation> {
     let mut held = Vec::new();
-    for _ in 0..scene.settings.host_blocks {
+    for _ in 0..scene.settings.host_slots() {
         held.push(scene.cache.reserve_for_overwrite().await.expect("reserve"));
     }
     held
@@ -220,7 +220,7 @@ fn remove() {
 #[test]
 fn sync() {
     on_every_engine(
-        |settings| settings.write_policy = WritePolicy::WriteBack,
+        |settings| settings.disk.write_policy = WritePolicy::WriteBack,
         async |scene| {
             at_every_point("sync", true, async |point| {
                 let n = scene.fresh();

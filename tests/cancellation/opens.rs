@@ -1,6 +1,6 @@
 //! Opens that are given up: the store is locked until the abandoned cache has closed it, and whole then.
 
-use kvhoist::{Cache, Config, WritePolicy};
+use kvhoist::{Cache, WritePolicy};
 
 use crate::{
     common::{config, directory, fetch_verified, store},
@@ -49,7 +49,7 @@ async fn a_first_open_that_is_given_up_leaves_a_store_or_none() {
 async fn handles_dropped_without_close_leave_a_whole_store() {
     for engine in engines() {
         let dir = directory();
-        let settings = Config { write_policy: WritePolicy::WriteBack, ..config(&dir, engine, 32, 32) };
+        let settings = config(&dir, engine, 32, 32).write_policy(WritePolicy::WriteBack);
         let cache = Cache::open(settings.clone()).await.expect("open");
         for n in 0..16 {
             store(&cache, n).await;

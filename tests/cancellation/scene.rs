@@ -42,7 +42,7 @@ pub struct Scene {
 impl Scene {
     pub async fn new(storage: StorageKind, change: impl FnOnce(&mut Config)) -> Scene {
         let dir = directory();
-        let mut settings = Config { device_blocks: DEVICE_SLOTS, ..config(&dir, storage, HOST_SLOTS, DISK_SLOTS) };
+        let mut settings = config(&dir, storage, HOST_SLOTS, DISK_SLOTS).device_blocks(DEVICE_SLOTS);
         let cache = Cache::open(settings.clone()).await.expect("open");
         for n in 0..STORED {
             store(&cache, n).await;

@@ -3,7 +3,7 @@
 use std::{future::Future, pin::Pin, task::Context, task::Poll, task::Waker};
 
 use bytes::Bytes;
-use kvhoist::{Cache, Config, Error, Result, StorageKind, WritePolicy};
+use kvhoist::{Cache, Error, Result, StorageKind, WritePolicy};
 
 use crate::{
     common::{BLOCK_BYTES, config, directory, fetch_verified, key, payload, store},
@@ -87,7 +87,7 @@ fn answered(what: &str, result: Result<()>) {
 
 /// Every call at once, each polled so many times when the cache is closed: all are answered, rightly or with `Closed`.
 async fn close_in_phase(engine: StorageKind, policy: WritePolicy, phase: u32) {
-    let scene = Scene::new(engine, |settings| settings.write_policy = policy).await;
+    let scene = Scene::new(engine, |settings| settings.disk.write_policy = policy).await;
     let pool = Pool::new(2);
     let _region = pool.register(&scene.cache);
     let mut under_way = Vec::new();
@@ -129,7 +129,7 @@ async fn a_close_in_every_phase_of_every_call() {
 async fn the_last_handle_goes_in_every_phase_of_every_call() {
     for engine in engines() {
         for phase in 0..PHASES {
-            let scene = Scene::new(engine, |settings| settings.write_policy = WritePolicy::WriteBack).await;
+            let scene = Scene::new(engine, |settings| settings.disk.write_policy = WritePolicy::WriteBack).await;
             let pool = Pool::new(2);
             drop(pool.register(&scene.cache));
             let mut calls = calls(&scene, &pool).await;
@@ -157,7 +157,7 @@ async fn a_close_that_is_given_up_goes_on() {
     for engine in engines() {
         at_every_point("close", true, async |point| {
             let dir = directory();
-            let settings = Config { write_policy: WritePolicy::WriteBack, ..config(&dir, engine, 8, 32) };
+            let settings = config(&dir, engine, 8, 32).write_policy(WritePolicy::WriteBack);
             let cache = Cache::open(settings.clone()).await.expect("open");
             for n in 0..4 {
                 store(&cache, n).await;
@@ -183,7 +183,7 @@ async fn who_waits_for_a_slot_is_told_of_the_close() {
     for engine in engines() {
         let scene = Scene::new(engine, |_| {}).await;
         let mut held = Vec::new();
-        for _ in 0..scene.settings.host_blocks {
+        for _ in 0..scene.settings.host_slots() {
             held.push(scene.cache.reserve_for_overwrite().await.expect("reserve"));
         }
         let waiting: Vec<_> = (0..3)

@@ -66,14 +66,12 @@ pub fn seed() -> u64 {
 }
 
 pub fn config(directory: &TempDir, storage: StorageKind, host_blocks: u32, disk_blocks: u32) -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks,
-        disks: vec![DiskPath { path: directory.path().to_owned(), blocks: disk_blocks }],
-        storage,
-        write_policy: WritePolicy::WriteThrough,
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(host_blocks)
+        .disks(vec![DiskPath::with_blocks(directory.path(), disk_blocks)])
+        .storage(storage)
+        .write_policy(WritePolicy::WriteThrough)
 }
 
 /// Writes a file that only its owner may use, as a store's file is.

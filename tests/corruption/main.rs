@@ -158,7 +158,7 @@ macro_rules! ensure {
 impl<'a> Bench<'a> {
     fn new(sample: &'a Sample, storage: StorageKind) -> Self {
         let directory = directory();
-        let slots: Vec<u32> = sample.config.disks.iter().map(|disk| disk.blocks).collect();
+        let slots: Vec<u32> = sample.config.disk.paths.iter().map(|disk| sample.config.slots(disk.capacity)).collect();
         let config = sample::config(storage, directory.path(), &slots);
         let options = store::Options { storage, ..store::Options::default() };
         Bench { sample, config, options, _directory: directory }

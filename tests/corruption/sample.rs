@@ -240,20 +240,18 @@ fn remove_some(cache: &Cache, all: u64, count: u64) {
 
 /// Settings for a store in this directory.
 pub fn config(storage: StorageKind, directory: &Path, slots: &[u32]) -> Config {
-    let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: directory.join(format!("ours.{at}")), blocks };
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 64,
-        disks: slots.iter().enumerate().map(disk).collect(),
-        storage,
-        write_policy: WritePolicy::WriteThrough,
-        ..Config::default()
-    }
+    let disk = |(at, &blocks): (usize, &u32)| DiskPath::with_blocks(directory.join(format!("ours.{at}")), blocks);
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(64)
+        .disks(slots.iter().enumerate().map(disk).collect())
+        .storage(storage)
+        .write_policy(WritePolicy::WriteThrough)
 }
 
 fn with_name(config: &Config, name: &str) -> Config {
     let mut config = config.clone();
-    for disk in &mut config.disks {
+    for disk in &mut config.disk.paths {
         let file = disk.path.file_name().expect("a file").to_str().expect("UTF-8").replace("ours", name);
         disk.path.set_file_name(file);
     }
@@ -261,10 +259,10 @@ fn with_name(config: &Config, name: &str) -> Config {
 }
 
 fn read(config: &Config) -> Image {
-    config.disks.iter().map(|disk| std::fs::read(&disk.path).expect("a member")).collect()
+    config.disk.paths.iter().map(|disk| std::fs::read(&disk.path).expect("a member")).collect()
 }
 
 /// The paths of a store.
 pub fn paths(config: &Config) -> Vec<PathBuf> {
-    config.disks.iter().map(|disk| disk.path.clone()).collect()
+    config.disk.paths.iter().map(|disk| disk.path.clone()).collect()
 }

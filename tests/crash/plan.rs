@@ -25,16 +25,14 @@ pub struct Plan {
 
 impl Plan {
     pub fn config(&self) -> Config {
-        let disk = |path: &PathBuf| DiskPath { path: path.clone(), blocks: self.blocks };
-        Config {
-            block_bytes: self.block_bytes,
-            host_blocks: 24,
-            disks: self.disks.iter().map(disk).collect(),
-            storage: self.storage,
-            blocking_threads: 4,
-            write_policy: if self.write_back { WritePolicy::WriteBack } else { WritePolicy::WriteThrough },
-            ..Config::default()
-        }
+        let disk = |path: &PathBuf| DiskPath::with_blocks(path.clone(), self.blocks);
+        Config::default()
+            .block_bytes(self.block_bytes)
+            .host_blocks(24)
+            .disks(self.disks.iter().map(disk).collect())
+            .storage(self.storage)
+            .blocking_threads(4)
+            .write_policy(if self.write_back { WritePolicy::WriteBack } else { WritePolicy::WriteThrough })
     }
 
     /// Slots of all paths.

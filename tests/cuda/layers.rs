@@ -6,7 +6,7 @@ use std::{
 };
 
 use cudarc::driver::sys;
-use kvhoist::{Cache, Config, CopyMethod, DiskPath, Error, LayerLoad, Region, Segment, block_on};
+use kvhoist::{Cache, CopyMethod, DiskPath, Error, LayerLoad, Region, Segment, block_on};
 
 use super::*;
 
@@ -115,7 +115,7 @@ fn poison(load: &LayerLoad, layer: usize) -> u32 {
 }
 
 fn open(copy: Option<CopyMethod>) -> Cache {
-    let cache = block_on(Cache::open(Config { copy, ..config(4) })).expect("the double is a device");
+    let cache = block_on(Cache::open(config(4).copy(copy))).expect("the double is a device");
     (0..BLOCKS as u64).for_each(|n| block_on(common::store(&cache, n)));
     cache
 }
@@ -184,7 +184,7 @@ fn long_layers_do_not_wait_for_each_other() {
         // more than go together.
         const LAYERS: usize = 8;
         let block_bytes = LAYERS * (80 << 10);
-        let settings = Config { block_bytes, device_layout: None, ..config(1) };
+        let settings = config(1).block_bytes(block_bytes).device_layout(None);
         let cache = block_on(Cache::open(settings)).expect("the double is a device");
         let gpu = Gpu::open(0).expect("the double is a device");
         let pool = DeviceBuffer::new(gpu, 16 * block_bytes).expect("memory");
@@ -246,8 +246,8 @@ fn a_block_that_cannot_be_read_poisons_its_layers_and_lets_streams_go() {
     with_double("layers::a_block_that_cannot_be_read_poisons_its_layers_and_lets_streams_go", "", || {
         for rotten in [true, false] {
             let directory = common::directory();
-            let disks = vec![DiskPath { path: directory.path().to_owned(), blocks: BLOCKS as u32 }];
-            let settings = Config { disks, ..config(4) };
+            let disks = vec![DiskPath::with_blocks(directory.path(), BLOCKS as u32)];
+            let settings = config(4).disks(disks);
             let cache = block_on(Cache::open(settings.clone())).expect("the double is a device");
             (0..BLOCKS as u64).for_each(|n| block_on(common::store(&cache, n)));
             block_on(cache.close()).expect("close");

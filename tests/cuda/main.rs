@@ -72,20 +72,18 @@ fn allow_events(count: i32) {
 }
 
 fn config(device_blocks: u32) -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 64,
-        device_blocks,
-        device: DeviceKind::Cuda,
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(64)
+        .device_blocks(device_blocks)
+        .device(DeviceKind::Cuda)
         // Segments of which some are aligned for the widest loads and some are not.
-        device_layout: Some(Layout::new(vec![4096, 4096 + 4, 100, BLOCK_BYTES - 8296]).expect("it is one block")),
-        ..Config::default()
-    }
+        .device_layout(Layout::new(vec![4096, 4096 + 4, 100, BLOCK_BYTES - 8296]).expect("it is one block"))
 }
 
 /// Blocks go to the device, out of it again as others come, and are right there, by every way there is.
 fn round_trips(copy: Option<CopyMethod>) {
-    let cache = block_on(Cache::open(Config { copy, ..config(8) })).expect("the double is a device");
+    let cache = block_on(Cache::open(config(8).copy(copy))).expect("the double is a device");
     for n in 0..32 {
         block_on(common::store(&cache, n));
     }
@@ -133,11 +131,8 @@ fn many_at_once_are_right() {
 /// Blocks from disk to the device, one of which is damaged; how often the device was asked for checksums.
 fn damaged_block_is_a_miss() -> u64 {
     let directory = common::directory();
-    let settings = Config {
-        device: DeviceKind::Cuda,
-        device_blocks: 4,
-        ..common::config(&directory, kvhoist::StorageKind::Auto, 8, 32)
-    };
+    let settings =
+        common::config(&directory, kvhoist::StorageKind::Auto, 8, 32).device(DeviceKind::Cuda).device_blocks(4);
     let cache = block_on(Cache::open(settings.clone())).expect("the double is a device");
     (0..16).for_each(|n| block_on(common::store(&cache, n)));
     block_on(cache.close()).expect("close");
@@ -238,7 +233,7 @@ fn without_a_usable_driver_the_reason_is_told() {
             assert!(error.contains(reason), "{error}");
             // Asked for in any case: refused. Asked for where there is one: simulated.
             assert!(matches!(block_on(Cache::open(config(8))), Err(Error::Unavailable { tier: "device", .. })));
-            let cache = block_on(Cache::open(Config { device: DeviceKind::Auto, ..config(8) })).expect("simulated");
+            let cache = block_on(Cache::open(config(8).device(DeviceKind::Auto))).expect("simulated");
             block_on(common::store(&cache, 1));
             assert!(block_on(cache.fetch_to_device(&key(1))).expect("fetch").is_some());
         });
@@ -253,7 +248,7 @@ fn without_a_library_the_device_is_simulated_or_refused() {
     }
     let error = block_on(Cache::open(config(8))).expect_err("no library").to_string();
     assert!(error.contains("libcuda.so was not found"), "{error}");
-    let cache = block_on(Cache::open(Config { device: DeviceKind::Auto, ..config(8) })).expect("simulated");
+    let cache = block_on(Cache::open(config(8).device(DeviceKind::Auto))).expect("simulated");
     block_on(common::store(&cache, 1));
     assert!(block_on(cache.fetch_to_device(&key(1))).expect("fetch").is_some());
 }

@@ -97,22 +97,20 @@ pub fn config(directory: &TempDir) -> Config {
     let mode = std::env::var("CUFILE_DOUBLE").unwrap_or_default();
     // What never comes back is waited for in vain; what does may take long on a busy machine.
     let comes_back = !["hang", "hangwrite", "cookie", "status", "open", "register"].contains(&mode.as_str());
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: HOST_BLOCKS,
-        device_blocks: DEVICE_BLOCKS,
-        device: DeviceKind::Cuda,
-        device_layout: Some(Layout::new(vec![4096, 8192, 4096]).expect("16 KiB")),
-        disks: vec![DiskPath { path: directory.path().to_owned(), blocks: 256 }],
-        cufile: CufileMode::Auto,
-        cufile_stuck_ms: if comes_back { 20_000 } else { 300 },
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(HOST_BLOCKS)
+        .device_blocks(DEVICE_BLOCKS)
+        .device(DeviceKind::Cuda)
+        .device_layout(Layout::new(vec![4096, 8192, 4096]).expect("16 KiB"))
+        .disks(vec![DiskPath::with_blocks(directory.path(), 256)])
+        .cufile(CufileMode::Auto)
+        .cufile_stuck_ms(if comes_back { 20_000 } else { 300 })
 }
 
 /// A cache whose blocks are on disk and nowhere else.
 pub fn cold(config: Config) -> Cache {
-    let cache = open(Config { cufile: CufileMode::Off, ..config.clone() });
+    let cache = open(config.clone().cufile(CufileMode::Off));
     for n in 0..BLOCKS {
         block_on(common::store(&cache, n));
     }

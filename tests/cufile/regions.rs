@@ -1,7 +1,7 @@
 //! A caller's device memory, filled from disk and stored to it by libcufile through the cache's device slots.
 
 use kvhoist::{
-    Cache, Config, Route, Segment, Stats, Tier, block_on,
+    Cache, Route, Segment, Stats, Tier, block_on,
     gpu::{DeviceBuffer, Gpu},
     memory::DeviceMemory,
 };
@@ -155,7 +155,7 @@ fn a_block_that_is_wrong_on_disk_is_a_miss_and_the_disks_fault() {
 fn a_call_that_comes_back_late_writes_to_no_memory_of_the_callers() {
     with_double("regions::a_call_that_comes_back_late_writes_to_no_memory_of_the_callers", &["hang"], |_| {
         let (directory, pool) = (common::directory(), Pool::new());
-        let cache = cold(Config { device_layout: None, ..config(&directory) });
+        let cache = cold(config(&directory).device_layout(None));
         pool.load(&cache);
         let stats = cache.stats();
         assert!(!stats.cufile && stats.cufile_stuck > 0, "{stats:?}");

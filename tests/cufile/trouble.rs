@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvhoist::{Cache, Config, CufileMode, Route, Stats, Tier, block_on};
+use kvhoist::{Cache, CufileMode, Route, Stats, Tier, block_on};
 
 use crate::{
     common,
@@ -63,7 +63,7 @@ fn failures_now_and_then_do_not_end_the_route() {
     with_double("trouble::failures_now_and_then_do_not_end_the_route", &["once"], |_| {
         let directory = common::directory();
         // One transfer a block: one in two fails, three in all.
-        let cache = cold(Config { device_layout: None, ..config(&directory) });
+        let cache = cold(config(&directory).device_layout(None));
         for n in 0..BLOCKS {
             fetch(&cache, n);
         }
@@ -212,7 +212,7 @@ fn a_library_that_does_not_come_back_from_its_first_calls_is_left_alone() {
             if mode == "open" {
                 // It has come back meanwhile, or does soon.
                 let opened = (0..50).find_map(|_| {
-                    let cache = open(Config { cufile: CufileMode::Auto, ..config(&directory) });
+                    let cache = open(config(&directory).cufile(CufileMode::Auto));
                     if cache.stats().cufile {
                         return Some(cache);
                     }

@@ -19,16 +19,14 @@ const DEVICE_BLOCKS: u32 = 12;
 
 /// A device tier with the RDMA device beside it, `on`.
 pub fn config(cuda: bool) -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 64,
-        device_blocks: DEVICE_BLOCKS,
-        device: if cuda { DeviceKind::Cuda } else { DeviceKind::Simulated },
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(64)
+        .device_blocks(DEVICE_BLOCKS)
+        .device(if cuda { DeviceKind::Cuda } else { DeviceKind::Simulated })
         // Segments that begin anywhere, in pools layer by layer.
-        device_layout: Some(Layout::new(vec![4096, 4096 + 4, 100, BLOCK_BYTES - 8296]).expect("it is one block")),
-        gdr: GdrMode::On,
-        ..Config::default()
-    }
+        .device_layout(Layout::new(vec![4096, 4096 + 4, 100, BLOCK_BYTES - 8296]).expect("it is one block"))
+        .gdr(GdrMode::On)
 }
 
 pub fn open(config: Config) -> Cache {
@@ -94,8 +92,8 @@ fn is_cuda(case: &str) -> bool {
 fn blocks_of_all_tiers_are_right() {
     with_double("caches::blocks_of_all_tiers_are_right", &WORLDS, |case| {
         let directory = common::directory();
-        let disks = vec![DiskPath { path: directory.path().to_owned(), blocks: 128 }];
-        let settings = Config { disks, host_blocks: 16, ..config(is_cuda(case)) };
+        let disks = vec![DiskPath::with_blocks(directory.path(), 128)];
+        let settings = config(is_cuda(case)).disks(disks).host_blocks(16);
         let cache = open(settings.clone());
         round_trips(&cache, 60);
         many_threads(&cache, 60, 30);
@@ -113,7 +111,7 @@ fn blocks_of_all_tiers_are_right() {
 #[test]
 fn blocks_that_only_the_device_has_come_back_through_it() {
     with_double("caches::blocks_that_only_the_device_has_come_back_through_it", &WORLDS, |case| {
-        let cache = open(Config { host_blocks: 4, ..config(is_cuda(case)) });
+        let cache = open(config(is_cuda(case)).host_blocks(4));
         for n in 0..DEVICE_BLOCKS.into() {
             block_on(common::store(&cache, n));
             fetch_to_device(&cache, n);
@@ -175,7 +173,7 @@ fn a_failure_is_nobodys_but_the_engines() {
 fn a_device_that_stops_to_answer_holds_nobody_up_for_ever() {
     let cases = ["late FAULT=never=20", "late DOUBLE_ORDERING=0 FAULT=dead"];
     with_double_at_once("caches::a_device_that_stops_to_answer_holds_nobody_up_for_ever", &cases, |case| {
-        let cache = open(Config { deadline_ms: 60_000, gdr_stuck_ms: 2_000, ..config(is_cuda(case)) });
+        let cache = open(config(is_cuda(case)).deadline_ms(60_000).gdr_stuck_ms(2_000));
         round_trips(&cache, 40);
         set(&std::env::var("FAULT").expect("a fault"));
         many_threads(&cache, 40, 10);

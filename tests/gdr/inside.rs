@@ -217,14 +217,12 @@ fn is_killed(round: u64) {
 /// Conversations, each of whose turns asks for all blocks of those before and stores some more.
 fn replay(seed: u64) {
     const BLOCK_BYTES: usize = 16 << 10;
-    let config = Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 48,
-        device_blocks: 16,
-        device: DeviceKind::Simulated,
-        gdr: GdrMode::On,
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(48)
+        .device_blocks(16)
+        .device(DeviceKind::Simulated)
+        .gdr(GdrMode::On);
     let cache = block_on(Cache::open(config)).unwrap_or_else(|error| panic!("soft-RoCE: {error}"));
     let mut rng = Rng(seed);
     let mut lengths = [0u64; 6];

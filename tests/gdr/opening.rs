@@ -10,14 +10,14 @@ use crate::{
 
 /// The error of an open where it is `on`, and the reason of one where it is `auto`.
 fn refused(config: Config) -> (String, String) {
-    let error = match block_on(Cache::open(Config { gdr: GdrMode::On, ..config.clone() })) {
+    let error = match block_on(Cache::open(config.clone().gdr(GdrMode::On))) {
         Err(error @ Error::Unavailable { tier: "gdr", .. }) => error.to_string(),
         other => panic!("{:?}", other.map(|cache| cache.stats())),
     };
     until_forgotten();
     // What happens once only, or so many times, happens again.
     set(&std::env::var("IBV_DOUBLE").expect("the case says it"));
-    let cache = open(Config { gdr: GdrMode::Auto, ..config });
+    let cache = open(config.gdr(GdrMode::Auto));
     let stats = cache.stats();
     assert!(!stats.gdr && stats.gdr_reason.starts_with("off: "), "{stats:?}");
     round_trips(&cache, 40);
@@ -70,7 +70,7 @@ fn without_the_library_it_is_told_where_to_get_it() {
         let Err(error) = block_on(Cache::open(config(true))) else { panic!("there is no library") };
         let error = error.to_string();
         assert!(error.contains("libibverbs.so.1 was not found") && error.contains("libibverbs1"), "{error}");
-        let cache = open(Config { gdr: GdrMode::Auto, ..config(true) });
+        let cache = open(config(true).gdr(GdrMode::Auto));
         let stats = cache.stats();
         assert!(!stats.gdr && stats.gdr_reason.contains("libibverbs.so.1 was not found"), "{stats:?}");
         round_trips(&cache, 40);
@@ -81,7 +81,7 @@ fn without_the_library_it_is_told_where_to_get_it() {
 #[test]
 fn a_self_test_that_does_not_end_is_given_up() {
     with_double("opening::a_self_test_that_does_not_end_is_given_up", &["never=1 DOUBLE_ORDERING=0"], |_| {
-        let (error, _) = refused(Config { gdr_stuck_ms: 1_500, ..config(true) });
+        let (error, _) = refused(config(true).gdr_stuck_ms(1_500));
         assert!(error.contains("failed its self-test") && error.contains("1.5s"), "{error}");
     });
 }
@@ -117,7 +117,7 @@ fn what_works_is_used_and_told() {
 #[test]
 fn the_device_that_is_named_is_taken() {
     with_double("opening::the_device_that_is_named_is_taken", &["late,devices=3"], |_| {
-        let named = |name: &str| Config { gdr_device: Some(name.into()), ..config(false) };
+        let named = |name: &str| config(false).gdr_device(Some(name.into()));
         for name in ["double0", "double2"] {
             let cache = open(named(name));
             assert!(cache.stats().gdr_reason.contains(name), "{}", cache.stats().gdr_reason);
@@ -135,15 +135,14 @@ fn off_does_not_look_and_auto_does_not_with_a_simulated_device() {
         for (cuda, gdr, told) in
             [(false, GdrMode::Off, "off"), (false, GdrMode::Auto, "plays the device"), (true, GdrMode::Off, "off")]
         {
-            let cache = open(Config { gdr, ..config(cuda) });
+            let cache = open(config(cuda).gdr(gdr));
             round_trips(&cache, 20);
             let stats = cache.stats();
             assert!(!stats.gdr && stats.gdr_reason.contains(told), "{stats:?}");
             assert_eq!((copies(&cache, "gdr"), get("registered"), get("objects")), (0, 0, 0));
             block_on(cache.close()).expect("close");
         }
-        let Err(error) = block_on(Cache::open(Config { device_blocks: 0, device_layout: None, ..config(false) }))
-        else {
+        let Err(error) = block_on(Cache::open(config(false).device_blocks(0).device_layout(None))) else {
             panic!("there is no device tier")
         };
         assert!(matches!(error, Error::Config { field: "gdr", .. }), "{error}");
@@ -156,7 +155,7 @@ fn the_environment_goes_before_the_settings() {
     with_double("opening::the_environment_goes_before_the_settings", &cases, |case| {
         // The opposite of each.
         let gdr = if case.ends_with("=off") { GdrMode::On } else { GdrMode::Off };
-        let opened = block_on(Cache::open(Config { gdr, ..config(false) }));
+        let opened = block_on(Cache::open(config(false).gdr(gdr)));
         match (case, opened) {
             ("late KVHOIST_GDR=off", Ok(cache)) => assert!(!cache.stats().gdr),
             ("late KVHOIST_GDR=on", Ok(cache)) => assert!(cache.stats().gdr),
@@ -173,7 +172,7 @@ fn the_environment_goes_before_the_settings() {
 fn auto_on_a_cuda_device_is_right_whatever_it_prefers() {
     with_double("opening::auto_on_a_cuda_device_is_right_whatever_it_prefers", &["now DOUBLE_ORDERING=0"], |_| {
         for copy_prefer in [CopyPrefer::Latency, CopyPrefer::Throughput, CopyPrefer::SpareGpu] {
-            let cache = open(Config { gdr: GdrMode::Auto, copy_prefer, device: DeviceKind::Cuda, ..config(true) });
+            let cache = open(config(true).gdr(GdrMode::Auto).copy_prefer(copy_prefer).device(DeviceKind::Cuda));
             round_trips(&cache, 60);
             let stats = cache.stats();
             assert!(stats.gdr, "it is there, and takes part: {stats:?}");

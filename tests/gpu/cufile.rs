@@ -101,14 +101,13 @@ fn libcufile_brings_the_right_bytes_and_says_how() {
     let directory = directory();
     let block_bytes = 128 << 10;
     let layout = Layout::new(vec![block_bytes / 4; 4]).expect("a layout");
-    let settings =
-        Config { direct_io: DirectIo::Require, device_layout: Some(layout), ..config(&directory, block_bytes, 16, 64) };
-    let cache = open(Config { cufile: CufileMode::Off, ..settings.clone() });
+    let settings = config(&directory, block_bytes, 16, 64).direct_io(DirectIo::Require).device_layout(layout);
+    let cache = open(settings.clone().cufile(CufileMode::Off));
     (0..64).for_each(|n| block_on(common::store(&cache, n)));
     block_on(cache.close()).expect("close");
     drop(cache);
     for mode in [CufileMode::Auto, CufileMode::On] {
-        let cache = match block_on(Cache::open(Config { cufile: mode, ..settings.clone() })) {
+        let cache = match block_on(Cache::open(settings.clone().cufile(mode))) {
             Ok(cache) => cache,
             Err(Error::Unavailable { reason, .. }) if mode == CufileMode::On => {
                 println!("SKIPPED: {reason}");

@@ -98,7 +98,7 @@ fn streams_find_their_layers_whole() {
     let Some(gpu) = device() else { return };
     for copy in [None].into_iter().chain(CopyMethod::ALL.map(Some)) {
         let directory = directory();
-        let cache = open(Config { copy, ..config(&directory, BLOCK_BYTES, BLOCKS as u32, 2 * BLOCKS as u32) });
+        let cache = open(config(&directory, BLOCK_BYTES, BLOCKS as u32, 2 * BLOCKS as u32).copy(copy));
         (0..2 * BLOCKS as u64).for_each(|n| block_on(common::store(&cache, n)));
         let engine = Engine::new(&gpu);
         let region = engine.pool.register(&cache);

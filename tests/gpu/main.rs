@@ -48,15 +48,13 @@ fn directory() -> TempDir {
 
 /// A cache on the device with few slots in memory and room for `blocks` on disk.
 fn config(directory: &TempDir, block_bytes: usize, slots: u32, blocks: u32) -> Config {
-    Config {
-        block_bytes,
-        host_blocks: slots,
-        device_blocks: slots,
-        device: DeviceKind::Cuda,
-        direct_io: DirectIo::Prefer,
-        disks: vec![DiskPath { path: directory.path().to_owned(), blocks }],
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(block_bytes)
+        .host_blocks(slots)
+        .device_blocks(slots)
+        .device(DeviceKind::Cuda)
+        .direct_io(DirectIo::Prefer)
+        .disks(vec![DiskPath::with_blocks(directory.path(), blocks)])
 }
 
 fn open(config: Config) -> Cache {

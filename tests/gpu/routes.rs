@@ -46,8 +46,7 @@ fn every_byte_by_every_route_layout_and_method() {
 fn routes(gpu: &Arc<Gpu>, copy: Option<CopyMethod>, layout: &Layout, what: &str) {
     let directory = directory();
     let block_bytes = layout.block_bytes();
-    let settings =
-        Config { copy, device_layout: Some(layout.clone()), ..config(&directory, block_bytes, SLOTS, BLOCKS as u32) };
+    let settings = config(&directory, block_bytes, SLOTS, BLOCKS as u32).copy(copy).device_layout(layout.clone());
     let cache = open(settings.clone());
     (0..BLOCKS).for_each(|n| block_on(common::store(&cache, n)));
     // Cold and warm: from disk, from host memory, from the slot.

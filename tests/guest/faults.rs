@@ -40,7 +40,7 @@ impl Disk {
 
     fn config(&self, storage: StorageKind) -> Config {
         let plan = plan(&self.mapped.path, storage, 0);
-        Config { disk_failures_max: 4, host_blocks: 8, ..plan.config() }
+        plan.config().disk_failures_max(4).host_blocks(8)
     }
 }
 
@@ -255,7 +255,7 @@ fn stalls(storage: StorageKind, _: &mut Rng) {
     // Long enough for a good disk under an emulator that has to share its processor.
     const DEADLINE: Duration = Duration::from_secs(4);
     let disk = Disk::new();
-    let cache = filled_with(Config { deadline_ms: DEADLINE.as_millis() as u64, ..disk.config(storage) });
+    let cache = filled_with(disk.config(storage).deadline_ms(DEADLINE.as_millis() as u64));
     let on_disk = (0..40).find(|n| cache.match_prefix(&[key(*n)]).tiers() == [Tier::Disk]).expect("most of them");
     // The last used, which no store pushes out.
     let in_memory =

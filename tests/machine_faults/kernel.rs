@@ -107,7 +107,7 @@ fn every_system_call_of_an_open_may_fail() {
 }
 
 fn open_without(name: &str, then: &Then, settings: Config) {
-    let path = settings.disks[0].path.join("kvhoist.store");
+    let path = settings.disk.paths[0].path.join("kvhoist.store");
     match (block_on(Cache::open(settings)), then) {
         // Not every engine makes every call.
         (Ok(cache), _) => serves(&cache),

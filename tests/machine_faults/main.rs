@@ -24,10 +24,7 @@ pub(crate) use skip;
 
 /// The settings of a store of `blocks` slots at a path.
 fn config_at(path: &Path, storage: StorageKind, blocks: u32) -> Config {
-    Config {
-        disks: vec![DiskPath { path: path.into(), blocks }],
-        ..common::config(&common::directory(), storage, 8, blocks)
-    }
+    common::config(&common::directory(), storage, 8, blocks).disks(vec![DiskPath::with_blocks(path, blocks)])
 }
 
 /// Stores and fetches through an open cache, and closes it.

@@ -50,7 +50,7 @@ fn register(cache: &Cache, memory: &mut AlignedBuf) -> (Region, Vec<Vec<Segment>
 
 /// Settings of caches that read and write callers' memory in place.
 fn in_place(dir: &tempfile::TempDir) -> Config {
-    Config { bypass_host: true, ..config(dir, StorageKind::Uring, 64, 256) }
+    config(dir, StorageKind::Uring, 64, 256).bypass_host(true)
 }
 
 /// Stores blocks and reads them from disk, through host slots and into a caller's memory; none is given up.
@@ -170,10 +170,10 @@ fn an_open_that_runs_out_of_memory_is_an_error_and_no_abort() {
 
 /// Opens a store with `mib` MiB more to map than this process has mapped now.
 fn open_within(path: &str, mib: u64) {
-    let mut settings = kvhoist::Config { block_bytes: 1, host_blocks: 64, ..kvhoist::Config::default() };
-    settings.storage = StorageKind::Blocking;
-    settings.blocking_threads = 1;
-    settings.disks = vec![kvhoist::DiskPath { path: path.into(), blocks: SLOTS }];
+    let mut settings = kvhoist::Config::default().block_bytes(1).host_blocks(64);
+    settings.disk.storage = StorageKind::Blocking;
+    settings.disk.blocking_threads = 1;
+    settings.disk.paths = vec![kvhoist::DiskPath::with_blocks(path, SLOTS)];
     let mapped = std::fs::read_to_string("/proc/self/statm").expect("procfs");
     let pages: u64 = mapped.split(' ').next().expect("a size").parse().expect("a number");
     limit(libc::RLIMIT_AS, pages * 4096 + (mib << 20));

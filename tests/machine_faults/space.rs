@@ -254,7 +254,7 @@ fn a_file_system_without_fallocate_is_refused() {
         let (found, _, action) = refusal(config(&dir, StorageKind::Auto, 8, 64));
         assert!(found.contains("ramfs") && found.contains("direct I/O"), "{found}");
         assert!(action.contains("direct_io"), "{action}");
-        let settings = Config { direct_io: DirectIo::Prefer, ..config(&dir, StorageKind::Auto, 8, 64) };
+        let settings = config(&dir, StorageKind::Auto, 8, 64).direct_io(DirectIo::Prefer);
         // It has no idea of how much room it has.
         let (found, ..) = refusal(settings);
         assert!(found.contains("ramfs"), "{found}");
@@ -280,7 +280,7 @@ fn without_direct_io_the_page_cache_serves_where_that_is_allowed() {
         assert!(found.contains("direct I/O in units of 4096 bytes"), "{found}");
         assert!(action.contains("direct_io"), "{action}");
         for storage in [StorageKind::Auto, StorageKind::Blocking] {
-            let settings = Config { direct_io: DirectIo::Prefer, ..config_at(device.path(), storage, 64) };
+            let settings = config_at(device.path(), storage, 64).direct_io(DirectIo::Prefer);
             let cache = block_on(Cache::open(settings)).expect("the page cache serves");
             assert!(!cache.stats().direct_io);
             serves(&cache);

@@ -54,8 +54,8 @@ fn flip(path: &Path, offset: u64) {
 #[test]
 fn child() {
     let Ok(directory) = std::env::var(CHILD) else { return };
-    let disks = vec![DiskPath { path: directory.into(), blocks: 4 }];
-    let cache = block_on(Cache::open(Config { disks, ..Config::default() })).expect("open");
+    let disks = vec![DiskPath::with_blocks(directory, 4)];
+    let cache = block_on(Cache::open(Config::default().disks(disks))).expect("open");
     block_on(cache.close()).expect("close");
 }
 
@@ -203,7 +203,7 @@ fn nothing_logged_and_no_message_tells_what_was_asked_or_answered() {
         [(WritePolicy::WriteThrough, StorageKind::Auto), (WritePolicy::WriteBack, StorageKind::Blocking)]
     {
         let dir = directory();
-        let settings = Config { write_policy: policy, device_blocks: 2, ..config(&dir, storage, 4, 16) };
+        let settings = config(&dir, storage, 4, 16).write_policy(policy).device_blocks(2);
         block_on(async {
             let cache = Cache::open(settings.clone()).await.expect("open");
             for n in 0..24 {
@@ -219,7 +219,7 @@ fn nothing_logged_and_no_message_tells_what_was_asked_or_answered() {
         });
         damage(&store_file(&dir), &mut say);
         block_on(async {
-            let other = Config { namespace: "another".into(), ..settings.clone() };
+            let other = settings.clone().namespace("another");
             say(&Cache::open(other).await.expect_err("another namespace"));
             let cache = Cache::open(settings.clone()).await.expect("open");
             say(&cache.prefetch(&[secret_key(20)]));
@@ -309,7 +309,7 @@ fn a_tenant_cannot_name_the_blocks_of_another() {
 #[test]
 fn a_store_is_bound_to_its_namespace() {
     let dir = directory();
-    let settings = |name: &str| Config { namespace: name.into(), ..config(&dir, StorageKind::Auto, 4, 16) };
+    let settings = |name: &str| config(&dir, StorageKind::Auto, 4, 16).namespace(name);
     block_on(async {
         let cache = Cache::open(settings("tenant")).await.expect("open");
         common::store(&cache, 1).await;
@@ -331,7 +331,7 @@ fn a_store_is_bound_to_its_namespace() {
 #[test]
 fn no_claim_of_a_file_is_believed() {
     let dir = directory();
-    let settings = Config { disks: vec![DiskPath { path: dir.path().to_owned(), blocks: 4 }], ..Config::default() };
+    let settings = Config::default().disks(vec![DiskPath::with_blocks(dir.path(), 4)]);
     block_on(async {
         let cache = Cache::open(settings.clone()).await.expect("open");
         cache.close().await.expect("close");
@@ -374,7 +374,7 @@ fn peak_bytes() -> u64 {
 fn blocks_that_are_their_own_ancestors_can_be_evicted() {
     for ring in [1, 2, 4] {
         let dir = directory();
-        let settings = Config { deadline_ms: 2_000, ..config(&dir, StorageKind::Auto, 4, 4) };
+        let settings = config(&dir, StorageKind::Auto, 4, 4).deadline_ms(2_000);
         let cache = block_on(Cache::open(settings.clone())).expect("open");
         (0..4).for_each(|n| block_on(common::store(&cache, n)));
         block_on(cache.close()).expect("close");
@@ -405,7 +405,7 @@ fn blocks_that_are_their_own_ancestors_can_be_evicted() {
 #[test]
 fn a_key_that_is_almost_right_is_a_miss() {
     let dir: TempDir = directory();
-    let settings = Config { direct_io: DirectIo::Prefer, ..config(&dir, StorageKind::Auto, 4, 16) };
+    let settings = config(&dir, StorageKind::Auto, 4, 16).direct_io(DirectIo::Prefer);
     let cache = block_on(Cache::open(settings)).expect("open");
     block_on(common::store(&cache, 1));
     for bit in 0..256 {

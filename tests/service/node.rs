@@ -40,7 +40,7 @@ pub fn run(words: &[&str]) {
     config.paths = vec![path.into()];
     config.capacity_bytes = 4 * DISK_BLOCKS * BLOCK_BYTES as u64;
     config.host_bytes = 4 * HOST_BLOCKS * BLOCK_BYTES as u64;
-    config.cache = Config { bypass_host: true, direct_io: DirectIo::Prefer, ..Config::default() };
+    config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer);
     config.stall_ms = stall_ms.parse().expect("a number");
     config.connections_max = connections_max.parse().expect("a number");
     config.regions_max = 8;

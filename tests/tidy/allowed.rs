@@ -133,7 +133,6 @@ pub const KNOWN_PAIRS: &[&str] = &[
     "fuzz/bodies/src/lib.rs: mover_ops and mover_ops::life",
     "python/src/lib.rs: cache and queue",
     "python/src/lib.rs: errors and keys",
-    "src/lib.rs: cache and cache::builder",
     "src/lib.rs: cache and cache::lease",
     "src/lib.rs: cache and cache::open",
     "src/lib.rs: cache and cache::region",

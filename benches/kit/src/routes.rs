@@ -188,16 +188,14 @@ impl<'a> World<'a> {
         std::fs::create_dir_all(&shape.dir)?;
         let scratch = tempfile::tempdir_in(&shape.dir)?;
         let slots = shape.depth as u32 * 2;
-        let settings = Config {
-            block_bytes: shape.block_bytes,
-            host_blocks: slots,
-            device_blocks: if way.device().is_some() { slots } else { 0 },
-            device: way.device().unwrap_or_default(),
-            disks: vec![DiskPath { path: scratch.path().to_owned(), blocks: shape.blocks() as u32 }],
-            bypass_host: way.bypasses_host(),
-            spin_us: shape.spin_us,
-            ..Config::default()
-        };
+        let settings = Config::default()
+            .block_bytes(shape.block_bytes)
+            .host_blocks(slots)
+            .device_blocks(if way.device().is_some() { slots } else { 0 })
+            .device(way.device().unwrap_or_default())
+            .disks(vec![DiskPath::with_blocks(scratch.path(), shape.blocks() as u32)])
+            .bypass_host(way.bypasses_host())
+            .spin_us(shape.spin_us);
         let cache = block_on(Cache::open(settings.clone())).map_err(other)?;
         Ok(World { shape, cache, settings, scratch })
     }

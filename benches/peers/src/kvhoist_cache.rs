@@ -20,8 +20,8 @@ pub struct KvhoistCache(Cache);
 /// Opens it in `dir`.
 pub async fn open(dir: &Path, block_bytes: usize, blocks: u64) -> io::Result<Arc<KvhoistCache>> {
     let blocks = u32::try_from(blocks).map_err(io::Error::other)?;
-    let disks = vec![DiskPath { path: dir.to_owned(), blocks }];
-    let config = Config { block_bytes, host_blocks: HOST_BLOCKS, disks, ..Config::default() };
+    let disks = vec![DiskPath::with_blocks(dir, blocks)];
+    let config = Config::default().block_bytes(block_bytes).host_blocks(HOST_BLOCKS).disks(disks);
     Ok(Arc::new(KvhoistCache(Cache::open(config).await.map_err(io::Error::other)?)))
 }
 

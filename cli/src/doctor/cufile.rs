@@ -75,17 +75,15 @@ fn peer_to_peer(path: Option<&Path>) -> Finding {
 /// What the engine itself makes of it: a small cache there, with a device tier.
 fn route(ordinal: u32, path: Option<&Path>) -> Result<Finding, Failure> {
     let directory = scratch(path)?;
-    let config = Config {
-        block_bytes: 64 << 10,
-        host_blocks: 4,
-        device_blocks: 4,
-        device: DeviceKind::Cuda,
-        device_ordinal: ordinal,
-        cufile: CufileMode::Auto,
-        direct_io: DirectIo::Prefer,
-        disks: vec![DiskPath { path: directory.path().to_owned(), blocks: 4 }],
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(64 << 10)
+        .host_blocks(4)
+        .device_blocks(4)
+        .device(DeviceKind::Cuda)
+        .device_ordinal(ordinal)
+        .cufile(CufileMode::Auto)
+        .direct_io(DirectIo::Prefer)
+        .disks(vec![DiskPath::with_blocks(directory.path(), 4)]);
     let cache = match block_on(Cache::open(config)) {
         Ok(cache) => cache,
         Err(error) => return Ok(Finding::note("cuFile", format!("not tried: {error}")).decides(Want::Cufile, false)),

@@ -22,13 +22,13 @@ const DEPTH: usize = 16;
 pub fn findings(path: &Path) -> Result<Vec<Finding>, Failure> {
     let directory = scratch(Some(path))?;
     let mut findings = vec![Finding::note("measured at", shown(path))];
-    let config = |storage, direct_io| Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 2 * DEPTH as u32,
-        disks: vec![DiskPath { path: directory.path().to_owned(), blocks: BLOCKS }],
-        storage,
-        direct_io,
-        ..Config::default()
+    let config = |storage, direct_io| {
+        Config::default()
+            .block_bytes(BLOCK_BYTES)
+            .host_blocks(2 * DEPTH as u32)
+            .disks(vec![DiskPath::with_blocks(directory.path(), BLOCKS)])
+            .storage(storage)
+            .direct_io(direct_io)
     };
     // Each by the engine itself: what it refuses is what a cache will be refused.
     let ring = block_on(Cache::open(config(StorageKind::Uring, DirectIo::Prefer)));

@@ -13,6 +13,7 @@ use std::{
 
 use clap::ValueEnum;
 use kvhoist::{
+    DiskPath,
     machine::{self, Plan},
     store,
 };
@@ -167,12 +168,14 @@ fn plan(args: &Args) -> Result<Plan, Failure> {
             settings.config.clone()
         };
         let slot = config.slot_bytes() as u64;
-        let on_disk = |blocks: u32| store::path_bytes(blocks.into(), config.block_bytes as u64);
-        plan.host_bytes = settings.host_bytes.unwrap_or(u64::from(config.host_blocks) * slot);
-        plan.disk_bytes =
-            settings.capacity.unwrap_or_else(|| config.disks.iter().map(|disk| on_disk(disk.blocks)).sum());
+        let on_disk = |disk: &DiskPath| {
+            let slots = u64::from(config.slots(disk.capacity));
+            store::path_bytes(slots, config.block_bytes as u64)
+        };
+        plan.host_bytes = settings.host_bytes().unwrap_or(u64::from(config.host_slots()) * slot);
+        plan.disk_bytes = settings.capacity.unwrap_or_else(|| config.disk.paths.iter().map(on_disk).sum());
         if plan.paths.is_empty() {
-            let of_disks = config.disks.iter().map(|disk| disk.path.clone());
+            let of_disks = config.disk.paths.iter().map(|disk| disk.path.clone());
             plan.paths = if settings.paths.is_empty() { of_disks.collect() } else { settings.paths() };
         }
     } else if plan.paths.is_empty() {

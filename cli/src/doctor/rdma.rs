@@ -104,15 +104,13 @@ fn peer_access(gpu: &Arc<Gpu>) -> Finding {
 
 /// What the engine itself makes of it: a small cache whose copies are to go through the NIC.
 fn self_test(ordinal: u32, has_device: bool, has_nic: bool) -> Finding {
-    let config = Config {
-        block_bytes: 64 << 10,
-        host_blocks: 4,
-        device_blocks: 4,
-        device: if has_device { DeviceKind::Cuda } else { DeviceKind::Simulated },
-        device_ordinal: ordinal,
-        gdr: GdrMode::On,
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(64 << 10)
+        .host_blocks(4)
+        .device_blocks(4)
+        .device(if has_device { DeviceKind::Cuda } else { DeviceKind::Simulated })
+        .device_ordinal(ordinal)
+        .gdr(GdrMode::On);
     let opened = block_on(Cache::open(config)).and_then(|cache| {
         let stats = cache.stats();
         block_on(cache.close())?;

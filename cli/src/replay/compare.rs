@@ -147,13 +147,11 @@ async fn cell(
     references: u64,
     interrupted: &Arc<AtomicBool>,
 ) -> Result<(Cell, u64), Failure> {
-    let config = Config {
-        block_bytes: args.block_bytes.unwrap_or(BLOCK_BYTES),
-        host_blocks: slots,
-        eviction_policy: policy.into(),
-        namespace: "replay".into(),
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(args.block_bytes.unwrap_or(BLOCK_BYTES))
+        .host_blocks(slots)
+        .eviction_policy(policy.into())
+        .namespace("replay");
     config.validate()?;
     let cache = Cache::open(config).await?;
     // One after the other: what is in flight at once would change what is evicted.

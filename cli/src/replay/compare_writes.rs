@@ -95,16 +95,14 @@ async fn compare_one(
             if !args.quiet {
                 eprintln!("{}: {} with {disk_blocks} slots on disk", compared.name, policy_name(policy));
             }
-            let config = Config {
-                block_bytes: args.block_bytes.unwrap_or(compare::BLOCK_BYTES),
-                host_blocks,
-                eviction_policy: args.policy.into(),
-                write_policy: policy.into(),
-                namespace: "replay".into(),
-                direct_io: args.direct_io.map_or(DirectIo::Prefer, Into::into),
-                storage: args.storage.map_or_else(Default::default, Into::into),
-                ..Config::default()
-            };
+            let config = Config::default()
+                .block_bytes(args.block_bytes.unwrap_or(compare::BLOCK_BYTES))
+                .host_blocks(host_blocks)
+                .eviction_policy(args.policy.into())
+                .write_policy(policy.into())
+                .namespace("replay")
+                .direct_io(args.direct_io.map_or(DirectIo::Prefer, Into::into))
+                .storage(args.storage.map_or_else(Default::default, Into::into));
             let (cell, failures) = cell(args, config, disk_blocks, requests.to_vec(), interrupted).await?;
             compared.failures += failures;
             if interrupted.load(Ordering::Relaxed) {
@@ -134,10 +132,10 @@ async fn cell(
     let folder = folder.map_err(|error| {
         Failure::usage(format!("no temporary directory: {error}; name a place for it with --path or TMPDIR"))
     })?;
-    if config.write_policy == WritePolicy::ByValue {
-        config.write_budget = args.write_budget.map(|bytes| bytes as u64);
+    if config.disk.write_policy == WritePolicy::ByValue {
+        config.disk.write_budget = args.write_budget.map(|bytes| bytes as u64);
     }
-    config.disks = vec![DiskPath { path: folder.path().to_owned(), blocks: disk_blocks }];
+    config.disk.paths = vec![DiskPath::with_blocks(folder.path(), disk_blocks)];
     config.validate()?;
     let cache = Cache::open(config).await?;
     // One after the other: what is in flight at once would change what is evicted.

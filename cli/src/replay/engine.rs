@@ -147,7 +147,7 @@ impl Worker {
 
     async fn fetch(&self, key: BlockKey) -> Result<Fetched, Failure> {
         let started = Instant::now();
-        if self.cache.config().device_blocks == 0 {
+        if self.cache.config().device_slots() == 0 {
             let Some(lease) = self.cache.fetch(&key).await? else { return Ok(None) };
             let took = started.elapsed();
             return Ok(Some((lease.route(), is_payload(&key, &lease), took)));

@@ -8,7 +8,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::{Config, DiskPath};
+use kvhoist::{Capacity, Config, DiskPath};
 use tempfile::TempDir;
 
 use super::Args;
@@ -64,7 +64,7 @@ impl Drop for Place {
 pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
     let (mut config, mut paths) = base(args)?;
     let mut place = Place::default();
-    sizes(args, &mut config)?;
+    sizes(args, &mut config);
     if !args.path.is_empty() {
         paths.clone_from(&args.path);
     }
@@ -76,17 +76,17 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
         place._temporary = Some(made);
     }
     if let Some(disks) = disks(args, &config, &paths)? {
-        config.disks = disks;
+        config.disk.paths = disks;
     }
     config.namespace = "replay".into();
-    config.device = args.device.into();
+    config.device.kind = args.device.into();
     config.eviction_policy = args.policy.into();
-    config.write_policy = args.write_policy.map_or(config.write_policy, Into::into);
-    config.write_budget = args.write_budget.map(|bytes| bytes as u64).or(config.write_budget);
-    config.storage = args.storage.map_or(config.storage, Into::into);
-    config.direct_io = args.direct_io.map_or(config.direct_io, Into::into);
+    config.disk.write_policy = args.write_policy.map_or(config.disk.write_policy, Into::into);
+    config.disk.write_budget = args.write_budget.map(|bytes| bytes as u64).or(config.disk.write_budget);
+    config.disk.storage = args.storage.map_or(config.disk.storage, Into::into);
+    config.disk.direct_io = args.direct_io.map_or(config.disk.direct_io, Into::into);
     config.validate()?;
-    place.make(&config.disks.iter().map(|disk| disk.path.clone()).collect::<Vec<_>>())?;
+    place.make(&config.disk.paths.iter().map(|disk| disk.path.clone()).collect::<Vec<_>>())?;
     Ok((config, place))
 }
 
@@ -95,27 +95,27 @@ fn base(args: &Args) -> Result<(Config, Vec<PathBuf>), Failure> {
     let Some(file) = &args.config else {
         let (host_blocks, device_blocks) = (HOST_BLOCKS, DEVICE_BLOCKS);
         let block_bytes = args.block_bytes.unwrap_or(64 << 10);
-        return Ok((Config { block_bytes, host_blocks, device_blocks, ..Config::default() }, Vec::new()));
+        return Ok((
+            Config::default().block_bytes(block_bytes).host_blocks(host_blocks).device_blocks(device_blocks),
+            Vec::new(),
+        ));
     };
     let settings = Settings::read(file)?;
     let block_bytes = args.block_bytes.unwrap_or(settings.config.block_bytes);
     let wrong = |failure: Failure| Failure::usage(format!("--config {}: {failure}", shown(file)));
     let config = settings.config(block_bytes).map_err(wrong)?;
-    let paths = config.disks.iter().map(|disk| disk.path.clone()).collect();
+    let paths = config.disk.paths.iter().map(|disk| disk.path.clone()).collect();
     Ok((config, paths))
 }
 
 /// What the flags say of memory.
-fn sizes(args: &Args, config: &mut Config) -> Result<(), Failure> {
-    config.host_blocks = args.host_blocks.unwrap_or(config.host_blocks);
-    config.device_blocks = args.device_blocks.unwrap_or(config.device_blocks);
-    if let Some(bytes) = args.host_bytes {
-        config.host_blocks = settings::slots("--host-bytes", bytes as u64, config)?;
-    }
-    if let Some(bytes) = args.device_bytes {
-        config.device_blocks = settings::slots("--device-bytes", bytes as u64, config)?;
-    }
-    Ok(())
+fn sizes(args: &Args, config: &mut Config) {
+    let capacity = |bytes: Option<usize>, blocks: Option<u32>, default| {
+        let bytes = bytes.map(|bytes| Capacity::Bytes(bytes as u64));
+        bytes.or(blocks.map(Capacity::Blocks)).unwrap_or(default)
+    };
+    config.host.capacity = capacity(args.host_bytes, args.host_blocks, config.host.capacity);
+    config.device.capacity = capacity(args.device_bytes, args.device_blocks, config.device.capacity);
 }
 
 /// What the flags say of the disk tier; `None` where the file's settings stand.
@@ -123,7 +123,7 @@ fn disks(args: &Args, config: &Config, paths: &[PathBuf]) -> Result<Option<Vec<D
     if let Some(capacity) = args.capacity {
         return settings::disks("--capacity", paths, capacity as u64, config.block_bytes).map(Some);
     }
-    let of_file = (config.disk_blocks() > 0).then(|| u32::try_from(config.disk_blocks()).unwrap_or(u32::MAX));
+    let of_file = (config.disk_slots() > 0).then(|| u32::try_from(config.disk_slots()).unwrap_or(u32::MAX));
     if args.disk_blocks.is_none() && args.path.is_empty() && of_file.is_some() {
         return Ok(None);
     }
@@ -147,7 +147,7 @@ fn striped(paths: &[impl AsRef<Path>], blocks: u32) -> Result<Vec<DiskPath>, Fai
     let disks = paths.iter().zip(0..).map(|(path, member)| {
         // The first ones take what does not divide.
         let blocks = blocks / members + u32::from(member < blocks % members);
-        DiskPath { path: path.as_ref().to_owned(), blocks }
+        DiskPath::with_blocks(path.as_ref(), blocks)
     });
     Ok(disks.collect())
 }

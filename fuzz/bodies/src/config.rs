@@ -43,12 +43,15 @@ fn text(data: &[u8]) {
 
 /// Valid or refused with a field's name; and the same when it was written and read back.
 fn judge(config: &Config) {
-    let slots: u128 = config.disks.iter().map(|disk| u128::from(disk.blocks)).sum();
+    let slots: u128 = config.disk.paths.iter().map(|disk| u128::from(config.slots(disk.capacity))).sum();
     match config.validate() {
         Ok(()) => {
-            assert!(slots <= u128::from(u32::MAX >> 1) && config.disk_blocks() as u128 == slots);
+            assert!(slots <= u128::from(u32::MAX >> 1) && config.disk_slots() as u128 == slots);
             assert!(config.slot_bytes() >= config.block_bytes && config.slot_bytes().is_multiple_of(4096));
-            assert!((0.0..=config.high_watermark).contains(&config.low_watermark) && config.high_watermark <= 1.0);
+            assert!(
+                (0.0..=config.host.high_watermark).contains(&config.host.low_watermark)
+                    && config.host.high_watermark <= 1.0
+            );
             let written = serde_json::to_string(config).expect("valid settings can be written");
             let read: Config = serde_json::from_str(&written).expect("what was written can be read");
             assert_eq!(read, *config);
@@ -64,29 +67,35 @@ fn config(numbers: Numbers) -> Config {
     let [read_bytes_in_flight_max, write_bytes_in_flight_max, ..] = numbers.sizes;
     let [host_blocks, device_blocks, movements_max, waiters_max, background_max, quarantine_max] = numbers.counts;
     let [low_watermark, high_watermark] = numbers.watermarks;
-    let disk = |(name, blocks): (u8, u32)| DiskPath { path: "d".repeat(usize::from(name)).into(), blocks };
+    let disk = |(name, blocks): (u8, u32)| DiskPath::with_blocks("d".repeat(usize::from(name)), blocks);
     // No number of these is wrong, so it says as well which of the others are as they should be.
     let sane = |bit: u32| quarantine_max >> bit & 1 == 1;
     let default = Config::default();
-    Config {
-        block_bytes: if sane(0) { default.block_bytes } else { numbers.block_bytes },
-        host_blocks: if sane(1) { default.host_blocks } else { host_blocks },
-        device_blocks: if sane(2) { default.device_blocks } else { device_blocks },
-        device_layout: numbers.segments.filter(|_| !sane(3)).and_then(layout),
-        disks: if sane(4) { Vec::new() } else { numbers.disks.into_iter().map(disk).collect() },
-        namespace: if sane(5) { default.namespace.clone() } else { numbers.namespace },
-        selective_hits: if sane(6) { default.selective_hits } else { numbers.selective_hits },
-        blocking_threads: if sane(7) { default.blocking_threads } else { numbers.blocking_threads.into() },
-        read_bytes_in_flight_max: if sane(8) { default.read_bytes_in_flight_max } else { read_bytes_in_flight_max },
-        write_bytes_in_flight_max: if sane(9) { default.write_bytes_in_flight_max } else { write_bytes_in_flight_max },
-        movements_max: if sane(10) { default.movements_max } else { movements_max },
-        waiters_max: if sane(11) { default.waiters_max } else { waiters_max },
-        background_max: if sane(12) { default.background_max } else { background_max },
-        low_watermark: if sane(13) { default.low_watermark } else { low_watermark },
-        high_watermark: if sane(14) { default.high_watermark } else { high_watermark },
-        quarantine_max,
-        ..default
-    }
+    Config::default()
+        .block_bytes(if sane(0) { default.block_bytes } else { numbers.block_bytes })
+        .host_blocks(if sane(1) { default.host_slots() } else { host_blocks })
+        .device_blocks(if sane(2) { default.device_slots() } else { device_blocks })
+        .device_layout(numbers.segments.filter(|_| !sane(3)).and_then(layout))
+        .disks(if sane(4) { Vec::new() } else { numbers.disks.into_iter().map(disk).collect() })
+        .namespace(if sane(5) { default.namespace.clone() } else { numbers.namespace })
+        .selective_hits(if sane(6) { default.disk.selective_hits } else { numbers.selective_hits })
+        .blocking_threads(if sane(7) { default.disk.blocking_threads } else { numbers.blocking_threads.into() })
+        .read_bytes_in_flight_max(if sane(8) {
+            default.limits.read_bytes_in_flight_max
+        } else {
+            read_bytes_in_flight_max
+        })
+        .write_bytes_in_flight_max(if sane(9) {
+            default.limits.write_bytes_in_flight_max
+        } else {
+            write_bytes_in_flight_max
+        })
+        .movements_max(if sane(10) { default.limits.movements_max } else { movements_max })
+        .waiters_max(if sane(11) { default.limits.waiters_max } else { waiters_max })
+        .background_max(if sane(12) { default.limits.background_max } else { background_max })
+        .low_watermark(if sane(13) { default.host.low_watermark } else { low_watermark })
+        .high_watermark(if sane(14) { default.host.high_watermark } else { high_watermark })
+        .quarantine_max(quarantine_max)
 }
 
 fn layout(segments: Vec<usize>) -> Option<Layout> {
@@ -101,16 +110,17 @@ fn layout(segments: Vec<usize>) -> Option<Layout> {
 /// Sizes in bytes come to whole slots, or to an error.
 fn builder(numbers: &Numbers) {
     let [host_bytes, device_bytes, disk_bytes, _] = numbers.sizes;
-    let built = Cache::builder()
+    let config = Cache::builder()
         .block_bytes(numbers.block_bytes.clamp(1, 1 << 30))
         .host_bytes(host_bytes)
         .device_bytes(device_bytes)
         .disk("disk", disk_bytes)
-        .namespace(numbers.namespace.clone())
-        .build();
-    let Ok(config) = built else { return };
+        .namespace(numbers.namespace.clone());
+    if config.validate().is_err() {
+        return;
+    }
     let slot_bytes = config.slot_bytes() as u64;
-    let blocks = [config.host_blocks.into(), config.device_blocks.into(), config.disk_blocks()];
+    let blocks = [config.host_slots().into(), config.device_slots().into(), config.disk_slots()];
     assert_eq!(blocks, [host_bytes, device_bytes, disk_bytes].map(|bytes| bytes / slot_bytes));
     judge(&config);
 }

@@ -49,35 +49,35 @@ impl Settings {
         let writes_a_day = [0, 0, 1 << 10, 1 << 16, 1 << 20][usize::from(self.policy / 4 % 5)];
         let block_bytes = BLOCK_BYTES[usize::from(self.block % 4)];
         let slot_bytes = (block_bytes as u64).next_multiple_of(4096);
-        let disk =
-            |(n, &blocks): (usize, &u8)| DiskPath { path: format!("disk{n}").into(), blocks: (blocks % 20).into() };
+        let disk = |(n, &blocks): (usize, &u8)| {
+            (blocks % 20 > 0).then(|| DiskPath::with_blocks(format!("disk{n}"), (blocks % 20).into()))
+        };
         let share = |part: u8| f64::from(part % 5) / 4.0;
         let limit = |which: usize| [65_536, 1, 2, 8][usize::from(self.limits[which] % 4)];
         let device_blocks = u32::from(self.device % 4);
         let layout = || Layout::new(vec![100, block_bytes - 100]).expect("two segments");
         let [low, high] = self.watermarks;
-        Config {
-            block_bytes,
-            host_blocks: 1 + u32::from(self.host % 6),
-            device_blocks,
-            device_layout: (device_blocks > 1).then(layout),
-            disks: self.disks.iter().enumerate().map(disk).filter(|disk| disk.blocks > 0).collect(),
-            write_policy,
-            write_budget: (write_policy == WritePolicy::ByValue && writes_a_day > 0)
-                .then(|| writes_a_day * (slot_bytes + 4096)),
-            selective_hits: 1 + self.policy % 3,
-            movements_max: limit(0),
-            waiters_max: limit(1),
-            background_max: limit(2),
-            read_bytes_in_flight_max: slot_bytes * u64::from(limit(3)),
-            write_bytes_in_flight_max: slot_bytes * u64::from(limit(4)),
-            low_watermark: share(low).min(share(high)),
-            high_watermark: share(low).max(share(high)),
-            quarantine_max: [1024, 0, 2][usize::from(self.failures[0] % 3)],
-            disk_failures_max: [16, 1, 3][usize::from(self.failures[1] % 3)],
-            deadline_ms: 1000,
-            ..Config::default()
-        }
+        Config::default()
+            .block_bytes(block_bytes)
+            .host_blocks(1 + u32::from(self.host % 6))
+            .device_blocks(device_blocks)
+            .device_layout((device_blocks > 1).then(layout))
+            .disks(self.disks.iter().enumerate().filter_map(disk).collect())
+            .write_policy(write_policy)
+            .write_budget(
+                (write_policy == WritePolicy::ByValue && writes_a_day > 0).then(|| writes_a_day * (slot_bytes + 4096)),
+            )
+            .selective_hits(1 + self.policy % 3)
+            .movements_max(limit(0))
+            .waiters_max(limit(1))
+            .background_max(limit(2))
+            .read_bytes_in_flight_max(slot_bytes * u64::from(limit(3)))
+            .write_bytes_in_flight_max(slot_bytes * u64::from(limit(4)))
+            .low_watermark(share(low).min(share(high)))
+            .high_watermark(share(low).max(share(high)))
+            .quarantine_max([1024, 0, 2][usize::from(self.failures[0] % 3)])
+            .disk_failures_max([16, 1, 3][usize::from(self.failures[1] % 3)])
+            .deadline_ms(1000)
     }
 }
 
@@ -105,7 +105,7 @@ impl Run {
     /// True where callers may run into a limit.
     fn has_tight_limits(&self) -> bool {
         let config = &self.config;
-        config.movements_max.min(config.waiters_max).min(config.background_max) < 100
+        config.limits.movements_max.min(config.limits.waiters_max).min(config.limits.background_max) < 100
     }
 }
 
@@ -116,8 +116,8 @@ pub fn run(data: &[u8]) {
     let config = settings.config();
     config.validate().expect("every choice is within its limits");
     let mut files = spare::blank_files(&config);
-    let keeps = !config.disks.is_empty() && config.write_policy != WritePolicy::WriteThroughSelective;
-    let writes_through = config.write_policy == WritePolicy::WriteThrough;
+    let keeps = !config.disk.paths.is_empty() && config.disk.write_policy != WritePolicy::WriteThroughSelective;
+    let writes_through = config.disk.write_policy == WritePolicy::WriteThrough;
     let model = Model::new(keeps, writes_through);
     let payloads = spare::payloads(KEYS, config.block_bytes);
     let rng = sim::Rng::new(settings.seed);

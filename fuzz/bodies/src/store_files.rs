@@ -10,14 +10,14 @@ use kvhoist::{
 
 /// Settings of a store with so many slots in each member.
 pub fn config(block_bytes: usize, blocks: &[u32]) -> Config {
-    let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("disk{at}").into(), blocks };
-    Config { block_bytes, disks: blocks.iter().enumerate().map(disk).collect(), ..Config::default() }
+    let disk = |(at, &blocks): (usize, &u32)| DiskPath::with_blocks(format!("disk{at}"), blocks);
+    Config::default().block_bytes(block_bytes).disks(blocks.iter().enumerate().map(disk).collect())
 }
 
 /// The members of a store of these settings, each as large as it must be.
 pub fn members(config: &Config) -> Vec<Member> {
     let geometry = Stripe::new(config);
-    let places = config.disks.iter().zip(geometry.members());
+    let places = config.disk.paths.iter().zip(geometry.members());
     places.map(|(disk, m)| Member { path: disk.path.clone(), bytes: m.bytes, device: false, zeroed: true }).collect()
 }
 

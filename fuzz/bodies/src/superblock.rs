@@ -65,7 +65,7 @@ impl Page {
             }
             Page::Ours { whole, sequence, uuid, member, edits, seal } => {
                 // Mostly its own place: members of other places are refused at once.
-                let member = if usize::from(*member) < config.disks.len() { usize::from(*member) } else { index };
+                let member = if usize::from(*member) < config.disk.paths.len() { usize::from(*member) } else { index };
                 let state = if *whole { State::Whole } else { State::Forming };
                 let new = Superblock::new(config, [*uuid; 16], member as u16);
                 bytes = Superblock { state, sequence: u64::from(*sequence).max(1), ..new }.encode();
@@ -91,7 +91,7 @@ pub fn run(data: &[u8]) {
     let blocks: Vec<u32> = input.members.iter().map(|member| u32::from(member.blocks)).collect();
     let mut config = config(usize::from(input.block_bytes), &blocks);
     config.namespace = input.namespace;
-    if config.validate().is_err() || config.disks.is_empty() || blocks.iter().sum::<u32>() > SLOTS_MAX {
+    if config.validate().is_err() || config.disk.paths.is_empty() || blocks.iter().sum::<u32>() > SLOTS_MAX {
         return;
     }
     let mut found = members(&config);
@@ -188,7 +188,7 @@ fn open_twice(plan: Option<OpenPlan>, members: Vec<Member>, files: Vec<Vec<u8>>,
     let Ok(recovered) = result else {
         return assert!(after == files, "a refused store was written to");
     };
-    assert_eq!(recovered.counts.free, config.disk_blocks());
+    assert_eq!(recovered.counts.free, config.disk_slots());
     for (index, file) in after.iter().enumerate() {
         match SuperblockPair::decode(file.first_chunk().expect("a head")) {
             SuperblockPair::Valid { superblock, other_is_whole: true, .. } => {

@@ -75,13 +75,11 @@ fn sound() -> &'static Sound {
     static SOUND: OnceLock<Sound> = OnceLock::new();
     SOUND.get_or_init(|| {
         let directory = directory();
-        let config = Config {
-            block_bytes: BLOCK_BYTES,
-            host_blocks: 2,
-            disks: vec![DiskPath { path: directory.path().into(), blocks: SLOTS }],
-            direct_io: DirectIo::Prefer,
-            ..Config::default()
-        };
+        let config = Config::default()
+            .block_bytes(BLOCK_BYTES)
+            .host_blocks(2)
+            .disks(vec![DiskPath::with_blocks(directory.path(), SLOTS)])
+            .direct_io(DirectIo::Prefer);
         let cache = block_on(Cache::open(config.clone())).expect("a new store");
         for n in 1..=BLOCKS {
             let stored = block_on(cache.store(&BlockKey::new([n; 32]), None, &[n; BLOCK_BYTES]));

@@ -19,7 +19,7 @@ use shuttle::{future::block_on, thread::JoinHandle};
 use tokio::sync::oneshot;
 use world::{World, assert_is, below, check, config, give_up_some_time, key, payload};
 
-use crate::{Cache, Config, Error, Lease, Result, Tier, WritePolicy};
+use crate::{Cache, Error, Lease, Result, Tier, WritePolicy};
 
 /// Fetches, and holds the lease for a while.
 async fn fetch(cache: &Cache, n: u32) -> bool {
@@ -123,7 +123,7 @@ fn the_end_of_a_read_frees_the_device_copy() {
 #[test]
 fn a_dirty_block_makes_way_for_who_waits() {
     check(|| {
-        let settings = Config { write_policy: WritePolicy::WriteBack, ..config(0, 1, 4) };
+        let settings = config(0, 1, 4).write_policy(WritePolicy::WriteBack);
         let world = World::new(settings, 0, false);
         let callers = [0, 1, 2].map(|n| {
             world.caller(async move |cache: Cache| {
@@ -266,7 +266,7 @@ fn a_close_among_any_calls_leaves_a_whole_cache() {
 fn a_hit_during_the_close_begins_no_write() {
     check(|| {
         let write_policy = WritePolicy::WriteThroughSelective;
-        let world = World::new(Config { write_policy, selective_hits: 1, ..config(0, 2, 4) }, 0, false);
+        let world = World::new(config(0, 2, 4).write_policy(write_policy).selective_hits(1), 0, false);
         block_on(world.cache.store(&key(0), None, &payload(0))).expect("store");
         let hits = world.caller(async |cache: Cache| {
             let lease = cache.fetch(&key(0)).await;
@@ -291,7 +291,7 @@ fn the_last_handle_may_go_at_any_time() {
 fn any_world() -> World {
     let policies = [WritePolicy::WriteThrough, WritePolicy::WriteThroughSelective, WritePolicy::WriteBack];
     let write_policy = policies[below(3) as usize];
-    World::new(Config { write_policy, selective_hits: 1, ..config(1, 3, 5) }, 3, below(2) == 0)
+    World::new(config(1, 3, 5).write_policy(write_policy).selective_hits(1), 3, below(2) == 0)
 }
 
 fn any_callers(world: &World, refused: fn(Error)) -> [JoinHandle<()>; 3] {

@@ -149,13 +149,11 @@ pub(super) struct World {
 
 /// Settings of few slots, so that everything is contended for.
 pub(super) fn config(device_blocks: u32, host_blocks: u32, disk_blocks: u32) -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        device_blocks,
-        host_blocks,
-        disks: vec![DiskPath { path: "memory".into(), blocks: disk_blocks }],
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .device_blocks(device_blocks)
+        .host_blocks(host_blocks)
+        .disks(vec![DiskPath::with_blocks("memory", disk_blocks)])
 }
 
 impl World {
@@ -248,10 +246,10 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         file[slots.locate(n).1 as usize..][..BLOCK_BYTES].copy_from_slice(&payload(n));
     }
     index.restored(Tier::Disk);
-    let arena = Arc::new(Arena::new(config.host_blocks, config.slot_bytes()).expect("few slots"));
+    let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes()).expect("few slots"));
     let layout = || Layout::contiguous(BLOCK_BYTES).expect("one segment");
     let device =
-        (config.device_blocks > 0).then(|| DevicePool::simulated(config.device_blocks, layout()).expect("few"));
+        (config.device_slots() > 0).then(|| DevicePool::simulated(config.device_slots(), layout()).expect("few"));
     let shared = Shared::new(config, arena, device, index, Some(slots), u64::from(stored) + 1, Metrics::new());
     let shared = Arc::new(shared);
     let storage = Memory(Rc::new(RefCell::new(file)));

@@ -60,7 +60,7 @@ pub struct StoreFile {
     _lock: Option<Arc<Lock>>,
 }
 
-/// Opens the files of the configured disk tier, in the order of `config.disks`. Files that do not
+/// Opens the files of the configured disk tier, in the order of `config.disk.paths`. Files that do not
 /// exist are created (mode 0600) and preallocated. Blocks, for up to a second on a lock.
 ///
 /// [`Error::Config`] for invalid settings; [`Error::Store`] if a path is not a member of this store and must not become
@@ -68,9 +68,9 @@ pub struct StoreFile {
 pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     config.validate()?;
     let stripe = Stripe::new(config);
-    let mut opened = Vec::with_capacity(config.disks.len());
-    for disk in &config.disks {
-        opened.push(Opening::new(lock::open_exclusive(&disk.path)?, config.direct_io)?);
+    let mut opened = Vec::with_capacity(config.disk.paths.len());
+    for disk in &config.disk.paths {
+        opened.push(Opening::new(lock::open_exclusive(&disk.path)?, config.disk.direct_io)?);
     }
     let found: Vec<Found<'_>> = opened.iter().map(Opening::found).collect();
     let fresh = survey(&found, config)? == OpenPlan::Create;
@@ -82,7 +82,7 @@ pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
     }
     let mut files = Vec::with_capacity(opened.len());
     for (opening, geometry) in opened.iter_mut().zip(stripe.members()) {
-        files.push(opening.prepare(geometry.bytes, fresh, config.direct_io)?);
+        files.push(opening.prepare(geometry.bytes, fresh, config.disk.direct_io)?);
     }
     for opening in opened {
         opening.opened.keep()?;

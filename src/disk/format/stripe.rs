@@ -66,7 +66,7 @@ impl Stripe {
     /// # Panics
     /// If the settings are not valid.
     pub fn new(config: &Config) -> Self {
-        let slots: Vec<u32> = config.disks.iter().map(|disk| disk.blocks).collect();
+        let slots: Vec<u32> = config.disk.paths.iter().map(|disk| config.slots(disk.capacity)).collect();
         Self::of(config.block_bytes, config.slot_bytes(), &slots)
     }
 

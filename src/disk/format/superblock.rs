@@ -108,11 +108,11 @@ impl Superblock {
             sequence: 1,
             block_bytes: config.block_bytes as u64,
             slot_bytes: config.slot_bytes() as u64,
-            slots: config.disks[usize::from(member)].blocks.into(),
-            slots_all: config.disk_blocks(),
+            slots: config.slots(config.disk.paths[usize::from(member)].capacity).into(),
+            slots_all: config.disk_slots(),
             fingerprint: fingerprint(config),
             member,
-            members: config.disks.len() as u16,
+            members: config.disk.paths.len() as u16,
             namespace: config.namespace.clone(),
         }
     }
@@ -229,9 +229,9 @@ pub fn fingerprint(config: &Config) -> u64 {
     let mut digest = Digest::new();
     digest.update(b"stripe 1");
     digest.update(&(config.block_bytes as u64).to_le_bytes());
-    digest.update(&(config.disks.len() as u64).to_le_bytes());
-    for disk in &config.disks {
-        digest.update(&u64::from(disk.blocks).to_le_bytes());
+    digest.update(&(config.disk.paths.len() as u64).to_le_bytes());
+    for disk in &config.disk.paths {
+        digest.update(&u64::from(config.slots(disk.capacity)).to_le_bytes());
     }
     digest.update(config.namespace.as_bytes());
     digest.finish()
@@ -307,8 +307,8 @@ mod tests {
     use crate::config::DiskPath;
 
     fn sample() -> Superblock {
-        let disk = |blocks| DiskPath { path: format!("d{blocks}").into(), blocks };
-        let config = Config { disks: vec![disk(10), disk(20)], namespace: "naïve".into(), ..Config::default() };
+        let disk = |blocks| DiskPath::with_blocks(format!("d{blocks}"), blocks);
+        let config = Config::default().disks(vec![disk(10), disk(20)]).namespace("naïve");
         Superblock { state: State::Whole, ..Superblock::new(&config, [0xAB; 16], 1) }
     }
 

@@ -50,7 +50,7 @@ pub struct MemberState {
 /// # Errors
 /// [`Error::Store`] with the reason and the fix.
 pub fn survey(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
-    assert_eq!(found.len(), config.disks.len(), "one member a configured path");
+    assert_eq!(found.len(), config.disk.paths.len(), "one member a configured path");
     let stripe = Stripe::new(config);
     let heads: Vec<SuperblockPair> = found.iter().map(|member| SuperblockPair::decode(member.head)).collect();
     for (member, head) in found.iter().zip(&heads) {
@@ -167,9 +167,9 @@ fn check_family(
         let expected = format!("a member of store {}, like the other paths", Hex(&whole.uuid));
         return Err(refuse(member.path, found, expected, put_back));
     }
-    if usize::from(superblock.members) != config.disks.len() {
+    if usize::from(superblock.members) != config.disk.paths.len() {
         let found = format!("a store of {} members", superblock.members);
-        let expected = format!("one of {}, as many as `disks` has paths", config.disks.len());
+        let expected = format!("one of {}, as many as `disks` has paths", config.disk.paths.len());
         return Err(refuse(member.path, found, expected, put_back));
     }
     if usize::from(superblock.member) != index {
@@ -188,14 +188,14 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
             format!("set {setting} = {found}, {START_EMPTY}"),
         ))
     };
-    let blocks = u64::from(config.disks[index].blocks);
+    let blocks = u64::from(config.slots(config.disk.paths[index].capacity));
     if superblock.namespace != config.namespace {
         return differs("namespace", &format!("{:?}", superblock.namespace), &format!("{:?}", config.namespace));
     }
     if superblock.block_bytes != config.block_bytes as u64 {
         return differs("block_bytes", &superblock.block_bytes, &config.block_bytes);
     }
-    if superblock.slots != blocks || superblock.slots_all != config.disk_blocks() {
+    if superblock.slots != blocks || superblock.slots_all != config.disk_slots() {
         let size = |here: u64, all: u64| {
             let bytes = MemberGeometry::of(here.min(SLOTS_MAX) as u32, config.slot_bytes() as u64).bytes;
             format!("{here} slots on this path ({bytes} bytes), {all} in all")
@@ -203,7 +203,7 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
         return Err(refuse(
             member.path,
             format!("a store of {}", size(superblock.slots, superblock.slots_all)),
-            format!("{}, by `disks.blocks`", size(blocks, config.disk_blocks())),
+            format!("{}, by `disks.blocks`", size(blocks, config.disk_slots())),
             format!("set `disks.blocks` to what the store has, {START_EMPTY}"),
         ));
     }
@@ -231,13 +231,16 @@ impl std::fmt::Display for Hex<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{config::DiskPath, disk::format::PAGE_BYTES};
+    use crate::{
+        config::{Capacity, DiskPath},
+        disk::format::PAGE_BYTES,
+    };
 
     type Bytes = Box<[u8; HEAD_BYTES]>;
 
     fn config(blocks: &[u32]) -> Config {
-        let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("disk{at}").into(), blocks };
-        Config { disks: blocks.iter().enumerate().map(disk).collect(), ..Config::default() }
+        let disk = |(at, &blocks): (usize, &u32)| DiskPath::with_blocks(format!("disk{at}"), blocks);
+        Config::default().disks(blocks.iter().enumerate().map(disk).collect())
     }
 
     fn blank() -> Bytes {
@@ -262,7 +265,7 @@ mod tests {
 
     fn survey_members(config: &Config, heads: &[Bytes]) -> Result<OpenPlan> {
         let stripe = Stripe::new(config);
-        let found: Vec<Found<'_>> = (heads.iter().zip(&config.disks).zip(stripe.members()))
+        let found: Vec<Found<'_>> = (heads.iter().zip(&config.disk.paths).zip(stripe.members()))
             .map(|((head, disk), geometry)| Found { path: &disk.path, bytes: geometry.bytes, device: false, head })
             .collect();
         survey(&found, config)
@@ -316,8 +319,11 @@ mod tests {
             ("found member 0 of the store, expected member 1", whole(&c, 1, 0)),
             ("found a store with namespace = \"other\"", other(|c| c.namespace = "other".into())),
             ("set block_bytes = 32768", other(|c| c.block_bytes = 32 << 10)),
-            ("a store of 9 slots on this path", other(|c| c.disks[1].blocks = 9)),
-            ("6 slots on this path (1441792 bytes), 15 in all", other(|c| c.disks[0].blocks = 9)),
+            ("a store of 9 slots on this path", other(|c| c.disk.paths[1].capacity = Capacity::Blocks(9))),
+            (
+                "6 slots on this path (1441792 bytes), 15 in all",
+                other(|c| c.disk.paths[0].capacity = Capacity::Blocks(9)),
+            ),
         ];
         for (words, second) in cases {
             let text = refusal(survey_members(&c, &[whole(&c, 1, 0), second]));

@@ -88,7 +88,7 @@ pub async fn recover<S: Storage>(
 /// May be dropped at any point: like a crash, that leaves no store or a complete one.
 ///
 /// # Panics
-/// If there is not one member for each of `config.disks`, or `config` is not valid.
+/// If there is not one member for each of `config.disk.paths`, or `config` is not valid.
 pub async fn open<S: Storage>(
     storage: &S,
     members: &[Member],
@@ -118,7 +118,7 @@ pub async fn open<S: Storage>(
 }
 
 async fn survey_members<S: Storage>(storage: &S, members: &[Member], config: &Config) -> Result<OpenPlan> {
-    assert_eq!(members.len(), config.disks.len(), "one member a configured path");
+    assert_eq!(members.len(), config.disk.paths.len(), "one member a configured path");
     let mut heads = Vec::with_capacity(members.len());
     for (file, member) in files(members) {
         // A file shorter than the superblocks is validated by its size.

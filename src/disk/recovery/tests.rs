@@ -20,13 +20,13 @@ use crate::{
 const UUID: [u8; 16] = [5; 16];
 
 fn config(blocks: &[u32]) -> Config {
-    let disk = |(at, &blocks): (usize, &u32)| DiskPath { path: format!("disk{at}").into(), blocks };
-    Config { block_bytes: 512, disks: blocks.iter().enumerate().map(disk).collect(), ..Config::default() }
+    let disk = |(at, &blocks): (usize, &u32)| DiskPath::with_blocks(format!("disk{at}"), blocks);
+    Config::default().block_bytes(512).disks(blocks.iter().enumerate().map(disk).collect())
 }
 
 fn members(config: &Config, zeroed: bool) -> Vec<Member> {
     let stripe = Stripe::new(config);
-    let places = config.disks.iter().zip(stripe.members());
+    let places = config.disk.paths.iter().zip(stripe.members());
     places.map(|(d, m)| Member { path: d.path.clone(), bytes: m.bytes, device: false, zeroed }).collect()
 }
 

@@ -133,7 +133,7 @@ impl Caller {
                 self.number,
                 call.name(),
                 took.as_millis(),
-                context.plan.config.deadline_ms
+                context.plan.config.limits.deadline_ms
             ));
         }
     }

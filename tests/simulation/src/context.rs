@@ -42,7 +42,7 @@ pub struct Context {
 
 impl Context {
     pub fn new(plan: Plan, verbose: bool) -> Rc<Self> {
-        let writes_through = plan.config.write_policy == WritePolicy::WriteThrough;
+        let writes_through = plan.config.disk.write_policy == WritePolicy::WriteThrough;
         let model = Model::new(plan.universe.len(), plan.store_keeps(), writes_through);
         Rc::new(Context {
             plan,
@@ -87,7 +87,7 @@ impl Context {
             Call::Sync => 100,
             _ => 20,
         };
-        Duration::from_millis(self.plan.config.deadline_ms * deadlines + 2_000)
+        Duration::from_millis(self.plan.config.limits.deadline_ms * deadlines + 2_000)
     }
 
     /// Notes the first thing that is wrong; the run ends as soon as it can.
@@ -164,7 +164,7 @@ impl Context {
             && stats.writes_declined + stats.writes_over_budget == 0
             && stats.tier(Tier::Disk).evictions == 0;
         let keeps = keeps_synced
-            && (self.plan.config.write_policy == WritePolicy::WriteThrough
+            && (self.plan.config.disk.write_policy == WritePolicy::WriteThrough
                 || (stats.writes_refused == 0 && stats.disk_read_only.is_none()));
         Claims { keeps, keeps_synced, honest }
     }
@@ -198,7 +198,7 @@ impl Context {
             Error::Copy { .. } => plan.copy_failure > 0.0,
             Error::Refused { .. } => plan.level >= Level::Crashes,
             Error::Unavailable { tier: "disk", .. } => plan.level >= Level::Crashes,
-            Error::Unavailable { tier: "device", .. } => plan.config.device_blocks == 0,
+            Error::Unavailable { tier: "device", .. } => plan.config.device_slots() == 0,
             Error::Closed => closing,
             _ => false,
         };

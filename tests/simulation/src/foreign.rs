@@ -52,7 +52,7 @@ impl Memory {
 
     /// A block may be here before it is verified.
     pub fn takes_unverified(&self, config: &Config) -> bool {
-        self.device || config.bypass_host
+        self.device || config.host.bypass
     }
 
     pub fn is_registered(&self) -> bool {

@@ -67,7 +67,8 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     let mut pool = Pool::default();
     let remains = sim::block_on(async {
         context.begin_life();
-        let controller = tokio::task::spawn_local(release_stalled(world.clone(), rng.fork(), plan.config.deadline_ms));
+        let controller =
+            tokio::task::spawn_local(release_stalled(world.clone(), rng.fork(), plan.config.limits.deadline_ms));
         let remains = Life { context: Rc::clone(context), world: world.clone(), rng }.live(&mut pool).await;
         controller.abort();
         remains
@@ -157,9 +158,9 @@ impl Life {
             sync = (claims.keeps && flushed).then(|| self.context.model.borrow().sync_begins());
             drop(cache);
             // What the last write-backs evict nobody sees.
-            let fits = self.context.plan.universe.len() as u64 <= self.context.plan.config.disk_blocks();
+            let fits = self.context.plan.universe.len() as u64 <= self.context.plan.config.disk_slots();
             // Nor what they decide against.
-            let fits = fits && self.context.plan.config.write_policy != WritePolicy::ByValue;
+            let fits = fits && self.context.plan.config.disk.write_policy != WritePolicy::ByValue;
             claims = Claims { keeps: claims.keeps && fits, keeps_synced: claims.keeps_synced && fits, ..claims };
             self.end(&reactor).await;
             claims
@@ -228,7 +229,7 @@ impl Life {
     async fn open_once(&self) -> kvhoist::Result<Simulated> {
         let mut rng = self.rng.clone();
         let open = || sim::open(self.context.plan.config.clone(), &self.world);
-        if !self.context.plan.second_opener || self.context.plan.config.disks.is_empty() || rng.chance(0.3) {
+        if !self.context.plan.second_opener || self.context.plan.config.disk.paths.is_empty() || rng.chance(0.3) {
             return open().await;
         }
         let (gives_way, pause_ms) = (rng.chance(0.5), rng.below(300));
@@ -272,8 +273,8 @@ impl Life {
 
     fn caller(&mut self, number: u64, cache: &Cache, pool: &mut Pool) -> Caller {
         let config = &self.context.plan.config;
-        let device = config.device_blocks > 0 && self.rng.chance(0.5);
-        let blocks = self.rng.between(1, 4).min(u64::from(config.movements_max)) as usize;
+        let device = config.device_slots() > 0 && self.rng.chance(0.5);
+        let blocks = self.rng.between(1, 4).min(u64::from(config.limits.movements_max)) as usize;
         Caller {
             context: Rc::clone(&self.context),
             cache: cache.clone(),

@@ -77,15 +77,9 @@ mod tests {
         super::watch();
         let before = super::events();
         sim::block_on(async {
-            let disks = vec![DiskPath { path: "simulated".into(), blocks: 8 }];
-            let config = Config {
-                block_bytes: 4096,
-                host_blocks: 1,
-                disks,
-                disk_failures_max: 2,
-                quarantine_max: 8,
-                ..Config::default()
-            };
+            let disks = vec![DiskPath::with_blocks("simulated", 8)];
+            let config =
+                Config::default().block_bytes(4096).host_blocks(1).disks(disks).disk_failures_max(2).quarantine_max(8);
             let latency = Duration::from_millis(1)..=Duration::from_millis(1);
             let mut world = World::new(1, Vec::new());
             world.storage = Sim::new(1, sim::blank_files(&config), SimOptions { latency, ..SimOptions::default() });

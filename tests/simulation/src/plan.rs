@@ -158,10 +158,10 @@ impl Plan {
         // By a bit of its own, so that older seeds draw what they drew.
         let eviction_policy =
             pick(&mut Rng::new(seed ^ 0xe71c_0000_0000_0000), &[Eviction::Lru, Eviction::Rb, Eviction::RbRefuse]);
-        let config = Config { bypass_host: straight, eviction_policy, ..config(&mut rng, level) };
+        let config = config(&mut rng, level).bypass_host(straight).eviction_policy(eviction_policy);
         let config = if Trial::of(seed).is_none() { by_value(seed, config) } else { config };
         let (memory_align_bytes, memory_shift) = if straight { alignment(seed) } else { (IO_ALIGN, 0) };
-        let slots = config.disk_blocks().max(u64::from(config.host_blocks));
+        let slots = config.disk_slots().max(u64::from(config.host_slots()));
         // Half of the runs have room for all.
         let blocks = if rng.chance(0.5) { rng.between(2, slots.max(2)) } else { rng.between(2, 2 * slots + 8) };
         let universe = Universe::new(&mut rng, blocks.min(80) as usize, config.block_bytes);
@@ -194,13 +194,13 @@ impl Plan {
         };
         if let Some(trial) = trial {
             let mut rng = Rng::new(seed ^ 0x7214_1000_0000_0000);
-            (plan.layered, plan.config.bypass_host) = (rng.chance(0.2), rng.chance(0.3));
-            if plan.config.bypass_host {
+            (plan.layered, plan.config.host.bypass) = (rng.chance(0.2), rng.chance(0.3));
+            if plan.config.host.bypass {
                 (plan.memory_align_bytes, plan.memory_shift) = alignment(seed);
             }
             trial.bend(&mut plan, &mut rng);
-            if plan.config.write_policy == WritePolicy::WriteBack {
-                plan.config = Config { write_budget: None, ..by_value(seed, plan.config) };
+            if plan.config.disk.write_policy == WritePolicy::WriteBack {
+                plan.config = by_value(seed, plan.config).write_budget(None);
             }
         }
         plan
@@ -209,17 +209,17 @@ impl Plan {
     /// True where callers may run into a limit.
     pub fn has_tight_limits(&self) -> bool {
         let config = &self.config;
-        config.movements_max.min(config.waiters_max).min(config.background_max) < 1024
+        config.limits.movements_max.min(config.limits.waiters_max).min(config.limits.background_max) < 1024
     }
 
     /// True where a wait may end at its deadline although nothing is stuck for good.
     pub fn may_time_out(&self) -> bool {
-        self.rates.stall > 0.0 || self.habits.keep > 0.0 || self.config.deadline_ms < 60_000
+        self.rates.stall > 0.0 || self.habits.keep > 0.0 || self.config.limits.deadline_ms < 60_000
     }
 
     /// True where what `store` has acknowledged must still be there as long as nothing is evicted from disk.
     pub fn store_keeps(&self) -> bool {
-        !self.config.disks.is_empty() && self.config.write_policy != WritePolicy::WriteThroughSelective
+        !self.config.disk.paths.is_empty() && self.config.disk.write_policy != WritePolicy::WriteThroughSelective
     }
 }
 
@@ -233,10 +233,11 @@ fn by_value(seed: u64, mut config: Config) -> Config {
     let mut rng = Rng::new(seed ^ 0xb1d6_0000_0000_0000);
     if rng.chance(0.33) {
         let least = (config.slot_bytes() + IO_ALIGN) as u64 * 240;
-        config.write_policy = WritePolicy::ByValue;
+        config.disk.write_policy = WritePolicy::ByValue;
         // A run takes milliseconds to seconds: nothing, one block a second, as much as a slow disk, or a quick one.
-        config.write_budget = pick(&mut rng, &[None, None, None, Some(1), Some(360), Some(1 << 16), Some(1 << 24)])
-            .map(|times: u64| times * least);
+        config.disk.write_budget =
+            pick(&mut rng, &[None, None, None, Some(1), Some(360), Some(1 << 16), Some(1 << 24)])
+                .map(|times: u64| times * least);
     }
     config
 }
@@ -283,9 +284,8 @@ fn config(rng: &mut Rng, level: Level) -> Config {
     let device_blocks = if rng.chance(0.5) { rng.between(1, 4) as u32 } else { 0 };
     let split = rng.between(1, block_bytes as u64 - 1) as usize;
     let layout = rng.chance(0.5).then(|| Layout::new(vec![split, block_bytes - split]).expect("two segments"));
-    let mut disks: Vec<DiskPath> = (0..rng.between(1, 3))
-        .map(|n| DiskPath { path: format!("disk{n}").into(), blocks: rng.between(2, 24) as u32 })
-        .collect();
+    let mut disks: Vec<DiskPath> =
+        (0..rng.between(1, 3)).map(|n| DiskPath::with_blocks(format!("disk{n}"), rng.between(2, 24) as u32)).collect();
     if rng.chance(0.05) {
         disks.clear();
     }
@@ -295,26 +295,24 @@ fn config(rng: &mut Rng, level: Level) -> Config {
     let (movements_max, waiters_max, background_max) =
         (limit(&[1, 2, 4, 16, 65_536]), limit(&[1, 2, 8, 65_536]), limit(&[1, 4, 65_536]));
     let low_watermark = pick(rng, &[0.0, 0.1, 0.3, 1.0]);
-    let config = Config {
-        block_bytes,
-        host_blocks: pick(rng, &[1, 2, 3, 4, 6, 8, 16]),
-        device_blocks,
-        device_layout: layout.filter(|_| device_blocks > 0),
-        disks,
-        write_policy: pick(rng, &policies),
-        selective_hits: pick(rng, &[1, 2, 3]),
-        read_bytes_in_flight_max: slot_bytes * pick(rng, &[1, 2, 8, 1024]),
-        write_bytes_in_flight_max: slot_bytes * pick(rng, &[1, 2, 8, 1024]),
-        movements_max,
-        waiters_max,
-        background_max,
-        low_watermark,
-        high_watermark: if rng.chance(0.5) { low_watermark } else { 1.0 },
-        quarantine_max: pick(rng, &[0, 2, 1024]),
-        disk_failures_max: pick(rng, &[1, 2, 4, 16]),
-        deadline_ms: if level >= Level::Errors { pick(rng, &[25, 100, 1000, 60_000]) } else { 60_000 },
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(block_bytes)
+        .host_blocks(pick(rng, &[1, 2, 3, 4, 6, 8, 16]))
+        .device_blocks(device_blocks)
+        .device_layout(layout.filter(|_| device_blocks > 0))
+        .disks(disks)
+        .write_policy(pick(rng, &policies))
+        .selective_hits(pick(rng, &[1, 2, 3]))
+        .read_bytes_in_flight_max(slot_bytes * pick(rng, &[1, 2, 8, 1024]))
+        .write_bytes_in_flight_max(slot_bytes * pick(rng, &[1, 2, 8, 1024]))
+        .movements_max(movements_max)
+        .waiters_max(waiters_max)
+        .background_max(background_max)
+        .low_watermark(low_watermark)
+        .high_watermark(if rng.chance(0.5) { low_watermark } else { 1.0 })
+        .quarantine_max(pick(rng, &[0, 2, 1024]))
+        .disk_failures_max(pick(rng, &[1, 2, 4, 16]))
+        .deadline_ms(if level >= Level::Errors { pick(rng, &[25, 100, 1000, 60_000]) } else { 60_000 });
     config.validate().expect("every choice is within its limits");
     config
 }
@@ -328,7 +326,7 @@ fn habits(rng: &mut Rng, config: &Config) -> Habits {
     weights[Call::Remove as usize] = weights[Call::Remove as usize].min(pick(rng, &[0, 1, 3]));
     weights[Call::Sync as usize] = weights[Call::Sync as usize].min(pick(rng, &[0, 1, 2]));
     weights[Call::Stats as usize] = weights[Call::Stats as usize].min(1);
-    if config.device_blocks == 0 {
+    if config.device_slots() == 0 {
         weights[Call::FetchToDevice as usize] = weights[Call::FetchToDevice as usize].min(1);
     }
     Habits {

@@ -25,7 +25,7 @@ impl Stranger {
     /// Opens a cache that has a block in a device slot of its own, and a region.
     pub async fn open(context: &Context, rng: &mut Rng, pool: &mut Pool) -> kvhoist::Result<Rc<Stranger>> {
         let block_bytes = context.plan.config.block_bytes;
-        let config = Config { block_bytes, host_blocks: 2, device_blocks: 1, ..Config::default() };
+        let config = Config::default().block_bytes(block_bytes).host_blocks(2).device_blocks(1);
         let Simulated { cache, .. } = sim::open(config, &World::new(rng.next_u64(), Vec::new())).await?;
         let key = context.plan.universe.key(0);
         cache.store(&key, None, &vec![0x33; block_bytes]).await?;

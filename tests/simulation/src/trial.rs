@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use kvhoist::{
-    DiskPath, WritePolicy,
+    Capacity, DiskPath, WritePolicy,
     io::OpKind,
     sim::{Fault, FaultRates, Rng, Sim},
 };
@@ -121,16 +121,16 @@ fn sober(plan: &mut Plan) {
     (plan.rates, plan.copy_failure) = (FaultRates::default(), 0.0);
     plan.habits.keep = 0.0;
     let config = &mut plan.config;
-    (config.movements_max, config.waiters_max, config.background_max) = (65_536, 65_536, 65_536);
-    config.deadline_ms = 60_000;
+    (config.limits.movements_max, config.limits.waiters_max, config.limits.background_max) = (65_536, 65_536, 65_536);
+    config.limits.deadline_ms = 60_000;
 }
 
 /// Room for every block on the first disk.
 fn roomy(plan: &mut Plan) {
-    if plan.config.disks.is_empty() {
-        plan.config.disks.push(DiskPath { path: "disk0".into(), blocks: 2 });
+    if plan.config.disk.paths.is_empty() {
+        plan.config.disk.paths.push(DiskPath::with_blocks("disk0", 2));
     }
-    plan.config.disks[0].blocks = plan.universe.len() as u32 + 4;
+    plan.config.disk.paths[0].capacity = Capacity::Blocks(plan.universe.len() as u32 + 4);
 }
 
 fn weigh(plan: &mut Plan, of: &[(Call, u64)]) {
@@ -144,7 +144,7 @@ fn walks(plan: &mut Plan, rng: &mut Rng) {
     plan.calls_each = rng.between(3, 12);
     // Each caller has its leases and one slot more, for what it waits for.
     let slots = plan.callers * (WALK_LEASES_MAX + 1) + rng.between(0, 3);
-    plan.config.host_blocks = slots as u32;
+    plan.config.host.capacity = Capacity::Blocks(slots as u32);
     let blocks = rng.between(slots, 5 * slots).min(60) as usize;
     plan.universe = Universe::of_long_chains(rng, blocks, plan.config.block_bytes);
     weigh(plan, &[(Call::Walk, 30), (Call::Remove, 1)]);
@@ -155,9 +155,9 @@ fn prompt_reads(plan: &mut Plan, rng: &mut Rng) {
     (plan.level, plan.lives) = (Level::Calm, 3);
     roomy(plan);
     let slot_bytes = plan.config.slot_bytes() as u64;
-    plan.config.read_bytes_in_flight_max = slot_bytes * 1024;
-    plan.config.write_bytes_in_flight_max = slot_bytes;
-    plan.config.host_blocks = 4 * plan.universe.len() as u32 + 32;
+    plan.config.limits.read_bytes_in_flight_max = slot_bytes * 1024;
+    plan.config.limits.write_bytes_in_flight_max = slot_bytes;
+    plan.config.host.capacity = Capacity::Blocks(4 * plan.universe.len() as u32 + 32);
     plan.disk_latency_max = Duration::from_millis(20);
     plan.callers = rng.between(4, 6);
     weigh(plan, &[(Call::Hurry, 20), (Call::Store, 20), (Call::StoreFrom, 20), (Call::Remove, 10), (Call::Sync, 1)]);
@@ -165,7 +165,8 @@ fn prompt_reads(plan: &mut Plan, rng: &mut Rng) {
 
 fn refusals(plan: &mut Plan, rng: &mut Rng) {
     roomy(plan);
-    plan.config.write_policy = pick(rng, &[WritePolicy::WriteBack, WritePolicy::WriteBack, WritePolicy::WriteThrough]);
+    plan.config.disk.write_policy =
+        pick(rng, &[WritePolicy::WriteBack, WritePolicy::WriteBack, WritePolicy::WriteThrough]);
     plan.level = Level::Crashes;
     plan.refusal = Some(pick(rng, &[Refusal::Writes, Refusal::Syncs, Refusal::ReadOnly]));
     weigh(plan, &[(Call::Store, 20), (Call::Sync, 4)]);
@@ -175,9 +176,9 @@ fn refusals(plan: &mut Plan, rng: &mut Rng) {
 fn dropped_stores(plan: &mut Plan, rng: &mut Rng) {
     plan.level = Level::Crashes;
     roomy(plan);
-    plan.config.write_policy =
+    plan.config.disk.write_policy =
         pick(rng, &[WritePolicy::WriteThrough, WritePolicy::WriteThrough, WritePolicy::WriteBack]);
-    plan.config.write_bytes_in_flight_max = plan.config.slot_bytes() as u64 * pick(rng, &[1, 2, 1024]);
+    plan.config.limits.write_bytes_in_flight_max = plan.config.slot_bytes() as u64 * pick(rng, &[1, 2, 1024]);
     plan.disk_latency_max = Duration::from_millis(20);
     plan.habits.cancel = 0.4;
     weigh(plan, &[(Call::Store, 20), (Call::Sync, 6), (Call::Remove, pick(rng, &[0, 3]))]);
@@ -186,9 +187,9 @@ fn dropped_stores(plan: &mut Plan, rng: &mut Rng) {
 fn removals(plan: &mut Plan, rng: &mut Rng) {
     plan.level = Level::Crashes;
     plan.strikes = true;
-    plan.config.write_policy = pick(rng, &[WritePolicy::WriteThrough, WritePolicy::WriteBack]);
-    plan.config.disks = vec![DiskPath { path: "disk0".into(), blocks: rng.between(2, 6) as u32 }];
-    plan.config.host_blocks = rng.between(2, 4) as u32;
+    plan.config.disk.write_policy = pick(rng, &[WritePolicy::WriteThrough, WritePolicy::WriteBack]);
+    plan.config.disk.paths = vec![DiskPath::with_blocks("disk0", rng.between(2, 6) as u32)];
+    plan.config.host.capacity = Capacity::Blocks(rng.between(2, 4) as u32);
     plan.disk_latency_max = Duration::from_millis(pick(rng, &[3, 20]));
     plan.callers = rng.between(2, 6);
     // What a dropped store leaves may be written at any time, and excuses a removed block that is back.
@@ -201,7 +202,7 @@ fn removals(plan: &mut Plan, rng: &mut Rng) {
 fn memory(plan: &mut Plan, rng: &mut Rng) {
     plan.callers = rng.between(2, 6);
     plan.stranger = true;
-    let arena_bytes = u64::from(plan.config.host_blocks) * plan.config.slot_bytes() as u64;
+    let arena_bytes = u64::from(plan.config.host_slots()) * plan.config.slot_bytes() as u64;
     // Always, sometimes, or not for the arena, though a region would be pinned.
     (plan.pin_refusals, plan.pinned_bytes_max) =
         pick(rng, &[(0.0, u64::MAX), (0.3, u64::MAX), (0.7, u64::MAX), (0.0, arena_bytes - 1), (0.3, arena_bytes - 1)]);

@@ -12,7 +12,7 @@ use kvhoist::{
 use scene::{BLOCK_BYTES, config, finish, open};
 
 fn by_value() -> Config {
-    Config { write_policy: WritePolicy::ByValue, ..config() }
+    config().write_policy(WritePolicy::ByValue)
 }
 
 /// Bytes that a write of a block comes to: with the page of its record.
@@ -76,7 +76,7 @@ async fn learn_that_nobody_comes_back(cache: &Cache) {
 #[test]
 fn a_call_gets_a_slot_though_what_was_to_be_written_was_written_by_a_sync() {
     sim::block_on(async {
-        let (cache, reactor, _disk) = open(Config { host_blocks: 1, ..by_value() }).await;
+        let (cache, reactor, _disk) = open(by_value().host_blocks(1)).await;
         for n in 0..4 {
             store(&cache, n, None).await;
             // Finds the block worth a write, and writes it.
@@ -94,7 +94,7 @@ fn a_block_is_written_when_host_memory_lets_it_go_after_those_above_it() {
     sim::block_on(async {
         // One write after the other. The chain's keys are in no order of theirs.
         let chain = [7, 3, 9, 1, 5];
-        let settings = Config { host_blocks: 8, write_bytes_in_flight_max: BLOCK_BYTES as u64, ..by_value() };
+        let settings = by_value().host_blocks(8).write_bytes_in_flight_max(BLOCK_BYTES as u64);
         let (cache, reactor, disk) = open(settings).await;
         let at_first = disk.counts().started[OpKind::Write as usize];
         for (at, &n) in chain.iter().enumerate() {
@@ -128,7 +128,7 @@ fn a_block_is_written_when_host_memory_lets_it_go_after_those_above_it() {
 fn a_sync_and_a_close_write_and_flush_what_is_worth_it_and_count_the_rest() {
     sim::block_on(async {
         for closes in [false, true] {
-            let settings = Config { host_blocks: 8, ..by_value() };
+            let settings = by_value().host_blocks(8);
             let (cache, reactor, disk) = open(settings.clone()).await;
             // Nothing is known: all is worth it.
             for n in 0..6 {
@@ -166,7 +166,7 @@ fn a_sync_and_a_close_write_and_flush_what_is_worth_it_and_count_the_rest() {
 #[test]
 fn what_is_used_again_before_it_is_dropped_is_decided_on_anew() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { host_blocks: 8, ..by_value() }).await;
+        let (cache, reactor, disk) = open(by_value().host_blocks(8)).await;
         learn_that_nobody_comes_back(&cache).await;
         store(&cache, 1, None).await;
         cache.sync().await.expect("a sound disk");
@@ -183,7 +183,7 @@ fn what_is_used_again_before_it_is_dropped_is_decided_on_anew() {
 #[test]
 fn a_block_that_comes_back_after_it_was_dropped_is_in_its_second_use() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { host_blocks: 8, ..by_value() }).await;
+        let (cache, reactor, disk) = open(by_value().host_blocks(8)).await;
         learn_that_nobody_comes_back(&cache).await;
         store(&cache, 1, None).await;
         for n in 300..310 {
@@ -202,12 +202,10 @@ fn a_block_that_comes_back_after_it_was_dropped_is_in_its_second_use() {
 fn no_hour_takes_more_than_a_tenth_above_the_budget_and_demand_uses_it_up() {
     sim::block_on(async {
         const A_DAY: u64 = 24 * 600;
-        let settings = Config {
-            host_blocks: 16,
-            disks: vec![DiskPath { path: "simulated".into(), blocks: 4096 }],
-            write_budget: Some(A_DAY * WRITTEN_BYTES),
-            ..by_value()
-        };
+        let settings = by_value()
+            .host_blocks(16)
+            .disks(vec![DiskPath::with_blocks("simulated", 4096)])
+            .write_budget(A_DAY * WRITTEN_BYTES);
         let (cache, reactor, disk) = open(settings).await;
         let mut written = Vec::new();
         // Chains of four, one every four seconds: six times the budget. All are used twice, and so worth a write.
@@ -248,7 +246,7 @@ fn a_write_that_fails_is_reported_by_the_next_sync() {
 #[test]
 fn of_a_chain_that_is_over_nothing_is_written() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { host_blocks: 8, ..by_value() }).await;
+        let (cache, reactor, disk) = open(by_value().host_blocks(8)).await;
         store(&cache, 1, None).await;
         store(&cache, 2, Some(1)).await;
         store(&cache, 3, None).await;

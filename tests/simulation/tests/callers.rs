@@ -18,14 +18,12 @@ const BLOCK_BYTES: usize = 4096;
 const DEADLINE: Duration = Duration::from_millis(400);
 
 fn config(host_blocks: u32) -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks,
-        device_blocks: 1,
-        disks: vec![DiskPath { path: "simulated".into(), blocks: 16 }],
-        deadline_ms: DEADLINE.as_millis() as u64,
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(host_blocks)
+        .device_blocks(1)
+        .disks(vec![DiskPath::with_blocks("simulated", 16)])
+        .deadline_ms(DEADLINE.as_millis() as u64)
 }
 
 fn key(n: u8) -> BlockKey {

@@ -5,7 +5,7 @@ mod scene;
 use std::{future::Future, rc::Rc, time::Duration};
 
 use kvhoist::{
-    Config, DiskPath, Error, Route, Segment, Tier, WritePolicy,
+    DiskPath, Error, Route, Segment, Tier, WritePolicy,
     io::OpKind,
     sim::{self, Fault, FaultRates, Sim, SimOptions, Simulated, World},
 };
@@ -76,7 +76,7 @@ fn a_stalled_flush_is_a_timeout_for_sync_and_close_waits_for_it() {
 #[test]
 fn when_every_movement_is_stalled_callers_are_told_in_time() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { movements_max: 2, ..config() }).await;
+        let (cache, reactor, disk) = open(config().movements_max(2)).await;
         fill(&cache).await;
         disk.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
         let calls: Vec<_> = (0..8)
@@ -173,7 +173,7 @@ fn failing_reads_take_the_disk_out_of_service() {
 #[test]
 fn more_bad_blocks_than_may_be_quarantined_take_the_disk_out_of_service() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { quarantine_max: 2, ..config() }).await;
+        let (cache, reactor, disk) = open(config().quarantine_max(2)).await;
         fill(&cache).await;
         disk.set_rates(FaultRates { bit_flip: 1.0, ..FaultRates::default() });
         for n in 0..3 {
@@ -210,7 +210,7 @@ fn a_block_removed_while_its_bad_copy_is_read_is_gone_quietly() {
 fn a_block_published_without_a_pin_wakes_who_waits_for_its_slot() {
     sim::block_on(async {
         for write_policy in [WritePolicy::WriteThroughSelective, WritePolicy::WriteBack] {
-            let (cache, reactor, _disk) = open(Config { host_blocks: 1, write_policy, ..config() }).await;
+            let (cache, reactor, _disk) = open(config().host_blocks(1).write_policy(write_policy)).await;
             let reservation = cache.reserve().await.expect("the only slot");
             let waiter = tokio::task::spawn_local({
                 let cache = cache.clone();
@@ -232,7 +232,7 @@ fn a_block_published_without_a_pin_wakes_who_waits_for_its_slot() {
 fn an_evicted_leaf_uncovers_its_parent_for_the_next_who_waits() {
     sim::block_on(async {
         let write_policy = WritePolicy::WriteThroughSelective;
-        let (cache, reactor, _disk) = open(Config { host_blocks: 2, write_policy, ..config() }).await;
+        let (cache, reactor, _disk) = open(config().host_blocks(2).write_policy(write_policy)).await;
         cache.store(&key(0), None, &payload(0)).await.expect("the parent");
         cache.store(&key(1), Some(&key(0)), &payload(1)).await.expect("its child");
         let leaf = cache.fetch(&key(1)).await.expect("found").expect("found");
@@ -258,7 +258,7 @@ fn an_evicted_leaf_uncovers_its_parent_for_the_next_who_waits() {
 #[test]
 fn a_load_does_not_wait_for_a_promotion_that_waits_for_it() {
     sim::block_on(async {
-        let (cache, reactor, _disk) = open(Config { movements_max: 1, ..config() }).await;
+        let (cache, reactor, _disk) = open(config().movements_max(1)).await;
         fill(&cache).await;
         let mut memory = vec![0u8; BLOCK_BYTES];
         // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
@@ -323,7 +323,7 @@ fn what_a_write_that_was_cut_off_held_is_given_back() {
 #[test]
 fn a_block_removed_and_stored_anew_while_it_is_written_back_is_still_to_be_written() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { write_policy: WritePolicy::WriteBack, ..config() }).await;
+        let (cache, reactor, disk) = open(config().write_policy(WritePolicy::WriteBack)).await;
         store(&cache, 0).await.expect("stored");
         disk.script_next(OpKind::Write, Fault::Stall);
         let syncing = cache.clone();
@@ -359,8 +359,8 @@ fn a_block_removed_and_stored_anew_while_it_is_written_back_is_still_to_be_writt
 #[test]
 fn without_a_disk_no_block_is_selected_for_it() {
     sim::block_on(async {
-        let settings = Config { host_blocks: 1, disks: Vec::new(), selective_hits: 1, ..config() };
-        let (cache, reactor, _) = open(Config { write_policy: WritePolicy::WriteThroughSelective, ..settings }).await;
+        let settings = config().host_blocks(1).disks(Vec::new()).selective_hits(1);
+        let (cache, reactor, _) = open(settings.write_policy(WritePolicy::WriteThroughSelective)).await;
         store(&cache, 0).await.expect("stored");
         assert!(fetch(&cache, 0).await.expect("a hit"), "in host memory");
         // Its slot is needed, and nobody holds it: no write to a disk that there is none of.
@@ -464,7 +464,7 @@ fn a_store_that_joins_the_write_of_a_removed_block_is_written() {
 #[test]
 fn a_store_of_a_block_that_comes_from_the_device_is_written() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { device_blocks: 1, ..config() }).await;
+        let (cache, reactor, disk) = open(config().device_blocks(1)).await;
         store(&cache, 100).await.expect("stored");
         let on_device = cache.fetch_to_device(&key(100)).await.expect("copied").expect("it was stored");
         fill(&cache).await;
@@ -486,7 +486,7 @@ fn a_store_of_a_block_that_comes_from_the_device_is_written() {
 #[test]
 fn the_end_of_a_cache_flushes_what_was_overdue() {
     sim::block_on(async {
-        let settings = Config { write_policy: WritePolicy::WriteBack, ..config() };
+        let settings = config().write_policy(WritePolicy::WriteBack);
         let (cache, reactor, disk) = open(settings.clone()).await;
         for n in 0..3 {
             store(&cache, n).await.expect("stored");
@@ -509,8 +509,8 @@ fn the_end_of_a_cache_flushes_what_was_overdue() {
 #[test]
 fn a_disk_tier_without_a_good_slot_is_out_of_service() {
     sim::block_on(async {
-        let disks = vec![DiskPath { path: "simulated".into(), blocks: 2 }];
-        let (cache, reactor, disk) = open(Config { disks, host_blocks: 1, ..config() }).await;
+        let disks = vec![DiskPath::with_blocks("simulated", 2)];
+        let (cache, reactor, disk) = open(config().disks(disks).host_blocks(1)).await;
         for n in 0..2 {
             store(&cache, n).await.expect("stored");
         }
@@ -530,7 +530,7 @@ fn a_disk_tier_without_a_good_slot_is_out_of_service() {
 #[test]
 fn a_wrong_block_is_never_on_the_device() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { device_blocks: 2, ..config() }).await;
+        let (cache, reactor, disk) = open(config().device_blocks(2)).await;
         fill(&cache).await;
         disk.set_rates(FaultRates { bit_flip: 1.0, ..FaultRates::default() });
         for n in 0..3 {
@@ -552,7 +552,7 @@ fn a_wrong_block_is_never_on_the_device() {
 #[test]
 fn memory_of_a_load_to_the_device_is_the_callers_again_after_a_timeout() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { device_blocks: 2, ..config() }).await;
+        let (cache, reactor, disk) = open(config().device_blocks(2)).await;
         fill(&cache).await;
         let mut memory = vec![0xee; BLOCK_BYTES];
         // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
@@ -580,7 +580,7 @@ fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
     {
         sim::block_on(async {
             let mut memory = vec![0; 8 * BLOCK_BYTES];
-            let config = Config { bypass_host: true, ..config() };
+            let config = config().bypass_host(true);
             let mut world = World::new(1, Vec::new());
             let options = SimOptions { memory_align_bytes: rule, ..SimOptions::default() };
             world.storage = Sim::new(1, sim::blank_files(&config), options);

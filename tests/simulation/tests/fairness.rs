@@ -16,15 +16,13 @@ const LATENCY: Duration = Duration::from_millis(1);
 
 /// One block at a time is read, and one written.
 fn config() -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 20,
-        disks: vec![DiskPath { path: "simulated".into(), blocks: 32 }],
-        deadline_ms: DEADLINE.as_millis() as u64,
-        read_bytes_in_flight_max: BLOCK_BYTES as u64,
-        write_bytes_in_flight_max: BLOCK_BYTES as u64,
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(20)
+        .disks(vec![DiskPath::with_blocks("simulated", 32)])
+        .deadline_ms(DEADLINE.as_millis() as u64)
+        .read_bytes_in_flight_max(BLOCK_BYTES as u64)
+        .write_bytes_in_flight_max(BLOCK_BYTES as u64)
 }
 
 fn key(n: u8) -> BlockKey {
@@ -45,7 +43,7 @@ async fn open(config: Config, stored: u8) -> (Cache, Reactor, Sim) {
     let options = SimOptions { latency: LATENCY..=LATENCY, memory_align_bytes: 1, ..SimOptions::default() };
     let mut world = World::new(1, Vec::new());
     world.storage = Sim::new(1, sim::blank_files(&config), options.clone());
-    let settings = Config { write_policy: WritePolicy::WriteThrough, ..config.clone() };
+    let settings = config.clone().write_policy(WritePolicy::WriteThrough);
     let Simulated { cache, reactor } = sim::open(settings, &world).await.expect("blank files open");
     for n in 0..stored {
         store(&cache, n).await;
@@ -114,7 +112,7 @@ fn a_fetch_that_joins_a_prefetch_goes_before_the_others() {
     // With 20 slots the prefetches wait for the disk, with 4 for a slot as well.
     for host_blocks in [20, 4] {
         sim::block_on(async {
-            let (cache, reactor, _disk) = open(Config { host_blocks, ..config() }, 16).await;
+            let (cache, reactor, _disk) = open(config().host_blocks(host_blocks), 16).await;
             let keys: Vec<_> = (0..16).map(key).collect();
             assert_eq!(cache.prefetch(&keys).expect("open"), 16);
             // All have asked for a slot.
@@ -131,7 +129,7 @@ fn a_fetch_that_joins_a_prefetch_goes_before_the_others() {
 #[test]
 fn a_fetch_does_not_wait_for_the_slots_of_prefetches_that_came_before() {
     sim::block_on(async {
-        let (cache, reactor, _disk) = open(Config { host_blocks: 2, ..config() }, 17).await;
+        let (cache, reactor, _disk) = open(config().host_blocks(2), 17).await;
         let keys: Vec<_> = (0..16).map(key).collect();
         assert_eq!(cache.prefetch(&keys).expect("open"), 16);
         tokio::time::sleep(LATENCY / 2).await;
@@ -145,7 +143,7 @@ fn a_fetch_does_not_wait_for_the_slots_of_prefetches_that_came_before() {
 fn a_store_that_needs_the_slot_of_a_dirty_block_gets_it_beside_continuous_loads() {
     sim::block_on(async {
         let write_policy = WritePolicy::WriteBack;
-        let settings = Config { host_blocks: 2, bypass_host: true, write_policy, ..config() };
+        let settings = config().host_blocks(2).bypass_host(true).write_policy(write_policy);
         let (cache, reactor, _disk) = open(settings, 4).await;
         let loads = Loads::begin(&cache, 4).await;
         for n in 10..16 {
@@ -162,7 +160,11 @@ fn a_sync_that_joins_a_background_write_ends_beside_continuous_loads() {
     sim::block_on(async {
         let write_policy = WritePolicy::WriteBack;
         let (low_watermark, high_watermark) = (1.0, 1.0);
-        let settings = Config { low_watermark, high_watermark, bypass_host: true, write_policy, ..config() };
+        let settings = config()
+            .low_watermark(low_watermark)
+            .high_watermark(high_watermark)
+            .bypass_host(true)
+            .write_policy(write_policy);
         let (cache, reactor, _disk) = open(settings, 4).await;
         let loads = Loads::begin(&cache, 4).await;
         // The second store finds less than the watermark, and the first block is written back.
@@ -181,7 +183,7 @@ fn a_sync_that_joins_a_background_write_ends_beside_continuous_loads() {
 #[test]
 fn a_store_that_needs_the_slot_of_a_prefetch_gets_it_beside_continuous_loads() {
     sim::block_on(async {
-        let settings = Config { host_blocks: 2, bypass_host: true, ..config() };
+        let settings = config().host_blocks(2).bypass_host(true);
         let (cache, reactor, _disk) = open(settings, 8).await;
         let loads = Loads::begin(&cache, 4).await;
         assert_eq!(cache.prefetch(&[key(4), key(5), key(6)]).expect("open"), 3);
@@ -196,7 +198,7 @@ fn a_store_that_needs_the_slot_of_a_prefetch_gets_it_beside_continuous_loads() {
 #[test]
 fn slots_go_to_those_who_wait_in_the_order_in_which_they_came() {
     sim::block_on(async {
-        let (cache, reactor, _disk) = open(Config { host_blocks: 1, ..config() }, 0).await;
+        let (cache, reactor, _disk) = open(config().host_blocks(1), 0).await;
         let mut held = Some(cache.reserve().await.expect("the only slot"));
         let served = Rc::new(RefCell::new(Vec::new()));
         let spawn_waiter = |n: u32| {
@@ -245,7 +247,7 @@ fn slots_go_to_those_who_wait_in_the_order_in_which_they_came() {
 #[test]
 fn a_waiter_that_leaves_passes_on_the_slot_that_it_was_given() {
     sim::block_on(async {
-        let (cache, reactor, _disk) = open(Config { host_blocks: 1, ..config() }, 0).await;
+        let (cache, reactor, _disk) = open(config().host_blocks(1), 0).await;
         let held = cache.reserve().await.expect("the only slot");
         let mut leaves = Box::pin(cache.reserve());
         assert!(poll_once(leaves.as_mut()).is_none(), "no slot is free");

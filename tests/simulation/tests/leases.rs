@@ -2,7 +2,7 @@
 
 mod scene;
 
-use kvhoist::{Cache, Config, DiskPath, Error, sim};
+use kvhoist::{Cache, DiskPath, Error, sim};
 use scene::{DEADLINE, config, elapsed, finish, key, open, payload, store};
 
 /// Stores `blocks` as one chain.
@@ -23,8 +23,8 @@ async fn lease(cache: &Cache, n: u8) -> Result<kvhoist::Lease, Error> {
 fn a_chain_longer_than_the_host_tier_is_read_while_each_block_is_held_until_the_next_is_there() {
     sim::block_on(async {
         for host_blocks in [2, 8] {
-            let disks = vec![DiskPath { path: "simulated".into(), blocks: 32 }];
-            let (cache, reactor, _disk) = open(Config { host_blocks, disks, ..config() }).await;
+            let disks = vec![DiskPath::with_blocks("simulated", 32)];
+            let (cache, reactor, _disk) = open(config().host_blocks(host_blocks).disks(disks)).await;
             store_chain(&cache, 0..32).await;
             let mut held = None;
             for n in 0..32 {
@@ -39,8 +39,8 @@ fn a_chain_longer_than_the_host_tier_is_read_while_each_block_is_held_until_the_
 #[test]
 fn one_lease_on_a_chains_tail_holds_back_no_other_slot() {
     sim::block_on(async {
-        for disks in [config().disks, Vec::new()] {
-            let (cache, reactor, _disk) = open(Config { disks, ..config() }).await;
+        for disks in [config().disk.paths, Vec::new()] {
+            let (cache, reactor, _disk) = open(config().disks(disks)).await;
             store_chain(&cache, 0..4).await;
             let tail = lease(&cache, 3).await.expect("in memory");
             for n in 100..103 {

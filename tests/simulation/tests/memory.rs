@@ -14,13 +14,11 @@ const BLOCK_BYTES: usize = 4096;
 const SHORTAGES: [i32; 3] = [12, 105, 14];
 
 fn config() -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 4,
-        device_blocks: 2,
-        disks: vec![DiskPath { path: "simulated".into(), blocks: 64 }],
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(4)
+        .device_blocks(2)
+        .disks(vec![DiskPath::with_blocks("simulated", 64)])
 }
 
 fn key(n: u8) -> BlockKey {
@@ -89,7 +87,7 @@ fn a_lease_is_read_by_the_cache_that_gave_it_and_by_no_other() {
     sim::block_on(async {
         let (owner, its_reactor, _) = open(config()).await;
         let (other, other_reactor, _) = open(config()).await;
-        let (hostless, hostless_reactor, _) = open(Config { device_blocks: 0, ..config() }).await;
+        let (hostless, hostless_reactor, _) = open(config().device_blocks(0)).await;
         let lease = owner.fetch_to_device(&key(3)).await.expect("served").expect("on disk");
         // The other cache has a block of its own in the slot of the same number.
         let theirs = other.fetch_to_device(&key(4)).await.expect("served").expect("on disk");
@@ -130,7 +128,7 @@ fn a_region_is_pinned_and_given_back_by_the_cache_that_registered_it_and_by_no_o
 fn everyone_who_unregisters_a_region_waits_until_it_is_unused() {
     for bypass_host in [false, true] {
         sim::block_on(async {
-            let (cache, reactor, world) = open(Config { bypass_host, ..config() }).await;
+            let (cache, reactor, world) = open(config().bypass_host(bypass_host)).await;
             let mut memory = Memory::new(1);
             let region = std::rc::Rc::new(memory.register(&cache));
             world.storage.script_next(OpKind::Read, Fault::Stall);
@@ -179,7 +177,7 @@ fn a_lease_on_the_device_is_read_after_its_block_was_removed() {
 fn reads_of_device_blocks_are_bounded_and_all_end() {
     const MOVEMENTS: u64 = 8;
     sim::block_on(async {
-        let config = Config { movements_max: MOVEMENTS as u32, ..config() };
+        let config = config().movements_max(MOVEMENTS as u32);
         let (cache, reactor, world) = open(config).await;
         let lease = std::rc::Rc::new(cache.fetch_to_device(&key(7)).await.expect("served").expect("on disk"));
         let read = || {
@@ -213,7 +211,7 @@ fn a_read_that_the_machine_has_no_resources_for_costs_no_block() {
     for bypass_host in [false, true] {
         for errno in SHORTAGES {
             sim::block_on(async {
-                let (cache, reactor, world) = open(Config { bypass_host, ..config() }).await;
+                let (cache, reactor, world) = open(config().bypass_host(bypass_host)).await;
                 let mut memory = Memory::new(1);
                 let region = memory.register(&cache);
                 for read in 0..3 {
@@ -243,7 +241,7 @@ fn look_ups(cache: &Cache) -> u64 {
 #[test]
 fn blocks_loaded_into_one_place_at_once_are_not_taken_for_damaged() {
     sim::block_on(async {
-        let (cache, reactor, _) = open(Config { bypass_host: true, ..config() }).await;
+        let (cache, reactor, _) = open(config().bypass_host(true)).await;
         let mut memory = Memory::new(1);
         let region = memory.register(&cache);
         // The dummy page of an engine: what it holds afterwards is nobody's.
@@ -264,7 +262,7 @@ fn blocks_loaded_into_one_place_at_once_are_not_taken_for_damaged() {
 #[test]
 fn a_block_that_is_damaged_on_disk_is_found_out_on_the_way_to_a_callers_memory() {
     sim::block_on(async {
-        let config = Config { bypass_host: true, ..config() };
+        let config = config().bypass_host(true);
         let (cache, reactor, world) = open(config.clone()).await;
         world.storage.script_next(OpKind::Write, Fault::Lost);
         let stored = cache.store(&key(20), None, &payload(20)).await;

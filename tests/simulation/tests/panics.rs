@@ -8,7 +8,7 @@ use std::{
 };
 
 use kvhoist::{
-    Config, Error, WritePolicy,
+    Error, WritePolicy,
     io::OpKind,
     sim::{self, Fault},
 };
@@ -47,7 +47,7 @@ impl Subscriber for ClosedPipe {
 /// What a store, a fetch and a sync come to where the first warning panics, and the disk fails an operation of `kind`.
 fn with_a_panic(write_policy: WritePolicy, kind: OpKind) -> [Result<(), Error>; 3] {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(Config { write_policy, ..config() }).await;
+        let (cache, reactor, disk) = open(config().write_policy(write_policy)).await;
         fill(&cache).await;
         let _log = tracing::subscriber::set_default(ClosedPipe::default());
         disk.script_next(kind, Fault::Error(5));

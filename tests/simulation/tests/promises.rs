@@ -13,7 +13,7 @@ use scene::*;
 use tokio::task::{JoinHandle, spawn_local};
 
 fn write_back() -> Config {
-    Config { write_policy: WritePolicy::WriteBack, ..config() }
+    config().write_policy(WritePolicy::WriteBack)
 }
 
 /// Runs a call on a handle of its own.
@@ -99,7 +99,7 @@ fn a_write_back_that_failed_is_reported_by_the_next_sync_once() {
 #[test]
 fn a_refused_block_that_was_written_or_removed_since_is_not_reported() {
     sim::block_on(async {
-        let watermarks = Config { low_watermark: 0.75, high_watermark: 1.0, ..write_back() };
+        let watermarks = write_back().low_watermark(0.75).high_watermark(1.0);
         let (cache, reactor, disk) = open(watermarks.clone()).await;
         disk.set_rates(FaultRates { no_space: 1.0, ..FaultRates::default() });
         for n in 0..3 {
@@ -193,7 +193,7 @@ fn a_sync_reports_refusals_whose_answer_nobody_took() {
 
 /// A cache that has block 0 in host memory: the disk refused it in the background, and nobody was told.
 async fn open_with_a_refusal() -> (Cache, Reactor, Sim) {
-    let watermarks = Config { low_watermark: 0.75, high_watermark: 1.0, ..write_back() };
+    let watermarks = write_back().low_watermark(0.75).high_watermark(1.0);
     let (cache, reactor, disk) = open(watermarks).await;
     disk.script_next(OpKind::Write, Fault::Error(5));
     store(&cache, 0).await.expect("visible");
@@ -248,7 +248,7 @@ fn a_store_that_the_close_cut_off_takes_no_earlier_refusal_along() {
 /// What a sync says after the disk refused a block that went straight to it, and whose store was dropped.
 async fn sync_after_refused_straight_store(removes: fn(&Sim) -> bool) -> Result<(), Error> {
     let mut memory = vec![1u8; 2 * BLOCK_BYTES];
-    let (cache, reactor, disk) = open(Config { bypass_host: true, ..config() }).await;
+    let (cache, reactor, disk) = open(config().bypass_host(true)).await;
     let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
     // SAFETY: the memory outlives the cache, and nobody writes to it.
     let region = unsafe { cache.register_host(start, BLOCK_BYTES) }.expect("registered");
@@ -422,7 +422,7 @@ fn a_store_does_not_answer_for_the_write_of_a_removed_block() {
 
 /// A block that only the device has, and its host slot is being filled from there when it is stored.
 async fn stored_while_it_comes_from_the_device(config: Config, dropped: bool) {
-    let (cache, reactor, disk) = open(Config { device_blocks: 1, ..config.clone() }).await;
+    let (cache, reactor, disk) = open(config.clone().device_blocks(1)).await;
     store(&cache, 100).await.expect("stored");
     let on_device = cache.fetch_to_device(&key(100)).await.expect("copied").expect("it was stored");
     fill(&cache).await;
@@ -479,7 +479,7 @@ fn every_close_waits_for_the_end_and_has_the_same_result() {
 #[test]
 fn a_dropped_close_goes_on_although_the_queue_of_the_reactor_was_full() {
     sim::block_on(async {
-        let one_at_a_time = Config { movements_max: 1, ..config() };
+        let one_at_a_time = config().movements_max(1);
         let (cache, reactor, disk) = open(one_at_a_time).await;
         fill(&cache).await;
         disk.script_next(OpKind::Read, Fault::Stall);
@@ -549,7 +549,7 @@ fn a_durable_removal_survives_power_cuts() {
 fn a_block_removed_while_it_goes_straight_to_disk_does_not_come_back() {
     sim::block_on(async {
         let mut memory = vec![1u8; 3 * BLOCK_BYTES];
-        let config = Config { bypass_host: true, ..config() };
+        let config = config().bypass_host(true);
         let (cache, reactor, disk) = open(config.clone()).await;
         let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
         // SAFETY: the memory outlives the cache, and nobody writes to it.

@@ -10,12 +10,10 @@ fn key(n: u8) -> BlockKey {
 
 /// Pieces of work that workers did while blocks were prefetched from disk and fetched.
 fn run(seed: u64) -> u64 {
-    let config = Config {
-        block_bytes: 4096,
-        host_blocks: u32::from(BLOCKS),
-        disks: vec![DiskPath { path: "simulated".into(), blocks: u32::from(BLOCKS) }],
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(4096)
+        .host_blocks(u32::from(BLOCKS))
+        .disks(vec![DiskPath::with_blocks("simulated", u32::from(BLOCKS))]);
     let world = sim::World::new(seed, sim::blank_files(&config));
     sim::block_on(async {
         let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("open");

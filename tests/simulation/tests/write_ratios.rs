@@ -95,14 +95,12 @@ async fn serve(cache: &Cache, chain: &[BlockKey]) -> u64 {
 }
 
 fn replay(requests: &[Request], host: u32, disk: u32, policy: WritePolicy, budget: Option<u64>) -> Figures {
-    let config = Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: host,
-        disks: vec![DiskPath { path: "simulated".into(), blocks: disk }],
-        write_policy: policy,
-        write_budget: budget,
-        ..Config::default()
-    };
+    let config = Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(host)
+        .disks(vec![DiskPath::with_blocks("simulated", disk)])
+        .write_policy(policy)
+        .write_budget(budget);
     sim::block_on(async {
         let mut world = World::new(1, Vec::new());
         let latency = Duration::from_micros(10)..=Duration::from_micros(10);

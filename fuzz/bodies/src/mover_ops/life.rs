@@ -201,9 +201,9 @@ impl Life<'_> {
             claims = self.claims();
         } else {
             // Evictions at the end cannot be queried.
-            claims.keeps &= self.run.model.writes_through() || self.run.config.disk_blocks() >= 2 * u64::from(KEYS);
+            claims.keeps &= self.run.model.writes_through() || self.run.config.disk_slots() >= 2 * u64::from(KEYS);
             // Nor what it decides against.
-            claims.keeps &= self.run.config.write_policy != WritePolicy::ByValue;
+            claims.keeps &= self.run.config.disk.write_policy != WritePolicy::ByValue;
         }
         let Life { run, world, cache, .. } = self;
         drop(cache);
@@ -302,7 +302,7 @@ impl Life<'_> {
             // A slot may be waited for that someone keeps.
             Error::Timeout { .. } => trouble || !self.kept.is_empty(),
             Error::Io { .. } | Error::Copy { .. } => trouble,
-            Error::Unavailable { tier, .. } if *tier == "device" => config.device_blocks == 0,
+            Error::Unavailable { tier, .. } if *tier == "device" => config.device_slots() == 0,
             // Slots with torn blocks are taken out of use.
             Error::Refused { .. } | Error::Unavailable { .. } => trouble || self.run.cut_off,
             _ => false,
@@ -354,7 +354,7 @@ impl Life<'_> {
         for (block, result) in blocks.into_iter().zip([first, second, third]) {
             // What the others hold may be waited for until the deadline.
             let result = result.expect("not dropped");
-            if matches!(result, Err(Error::Timeout { .. })) && self.run.config.host_blocks < 3 {
+            if matches!(result, Err(Error::Timeout { .. })) && self.run.config.host_slots() < 3 {
                 continue;
             }
             let Some(found) = self.checked("one of three fetches", result) else { continue };
@@ -480,7 +480,7 @@ impl Life<'_> {
 
     /// A bit on the medium turns, unnoticed.
     fn rot(&mut self, disk: u8, at: u32, mask: u8) {
-        let disks = self.run.config.disks.len();
+        let disks = self.run.config.disk.paths.len();
         if disks == 0 || mask == 0 {
             return;
         }

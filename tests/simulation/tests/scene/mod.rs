@@ -13,14 +13,12 @@ pub const BLOCK_BYTES: usize = 4096;
 pub const DEADLINE: Duration = Duration::from_millis(400);
 
 pub fn config() -> Config {
-    Config {
-        block_bytes: BLOCK_BYTES,
-        host_blocks: 4,
-        disks: vec![DiskPath { path: "simulated".into(), blocks: 16 }],
-        deadline_ms: DEADLINE.as_millis() as u64,
-        disk_failures_max: 3,
-        ..Config::default()
-    }
+    Config::default()
+        .block_bytes(BLOCK_BYTES)
+        .host_blocks(4)
+        .disks(vec![DiskPath::with_blocks("simulated", 16)])
+        .deadline_ms(DEADLINE.as_millis() as u64)
+        .disk_failures_max(3)
 }
 
 pub fn key(n: u8) -> BlockKey {
@@ -68,7 +66,7 @@ pub fn spawn_remove(cache: &Cache, n: u8) -> tokio::task::JoinHandle<Result<bool
 
 /// What a process that opens the store finds, where the one that has it now is killed at this instant.
 pub async fn open_killed(config: Config, disk: &Sim) -> (Cache, Reactor, Sim) {
-    let files = (0..config.disks.len()).map(|n| disk.contents(FileId(n as u16))).collect();
+    let files = (0..config.disk.paths.len()).map(|n| disk.contents(FileId(n as u16))).collect();
     let world = World::new(2, files);
     let Simulated { cache, reactor } = sim::open(config, &world).await.expect("a killed store opens");
     (cache, reactor, world.storage)

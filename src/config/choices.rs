@@ -1,0 +1,191 @@
+//! The settings that are one of a few choices.
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+/// When a stored block is written to disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum WritePolicy {
+    /// Immediately; `store` resolves when the block is written to disk (but not flushed).
+    #[default]
+    WriteThrough,
+    /// After [`selective_hits`](super::DiskConfig::selective_hits) hits; `store` resolves when the block is visible.
+    WriteThroughSelective,
+    /// When the block is evicted from host memory, or at `sync`; `store` resolves when the block is visible.
+    WriteBack,
+    /// As `WriteBack`, but only blocks that are worth a write: of blocks used as often and as deep in their chains, at
+    /// least a quarter is requested again while the disk tier would hold them. A block is written after the blocks
+    /// above it, and no more is written than [`write_budget`](super::DiskConfig::write_budget) allows. Other blocks are
+    /// dropped when host memory needs their slots, which is counted
+    /// ([`Stats::writes_declined`](crate::Stats::writes_declined)) and no error. `sync` and `close` decide on all
+    /// blocks that are not on disk yet, and write and flush those that are worth it; the others stay in host memory
+    /// only, and are lost at `close`. A block that is used again before it is dropped is decided on anew. Takes about
+    /// 32 bytes of memory per slot of the disk tier.
+    ByValue,
+}
+
+impl WritePolicy {
+    /// The policy of this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [
+            ("write_through", WritePolicy::WriteThrough),
+            ("write_through_selective", WritePolicy::WriteThroughSelective),
+            ("write_back", WritePolicy::WriteBack),
+            ("by_value", WritePolicy::ByValue),
+        ]
+        .into_iter()
+        .find_map(|(known, policy)| (known == name).then_some(policy))
+    }
+}
+
+/// Which blocks host memory and disk evict first. Under every policy, the last blocks of a prefix chain go before those
+/// that precede them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum Eviction {
+    /// The least recently used block.
+    #[default]
+    Lru,
+    /// Keeps blocks used in one request apart from blocks used in several, and evicts from the colder group, weighed by
+    /// how often each group's evicted blocks are requested again (see [`Rb`](crate::index::Rb)). Better than `Lru` if
+    /// many blocks are used once and the tier is small. Takes up to 48 bytes more per slot.
+    Rb,
+    /// Like `Rb`, with admission control in the last tier (disk, or host memory without a disk tier): while evicted
+    /// blocks are requested again more often than new ones, the tier refuses a part of the new blocks, each with the
+    /// rest of its chain. A refusal is not an error: the block stays in host memory only, or without a disk tier
+    /// becomes a miss. Refusals are counted ([`TierStats::refused`](crate::TierStats::refused)).
+    RbRefuse,
+}
+
+impl Eviction {
+    /// The policy with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [("lru", Eviction::Lru), ("rb", Eviction::Rb), ("rb_refuse", Eviction::RbRefuse)]
+            .into_iter()
+            .find_map(|(known, policy)| (known == name).then_some(policy))
+    }
+}
+
+/// The I/O engine of the disk tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum StorageKind {
+    /// io_uring, or the thread pool (with a warning) if io_uring is unavailable.
+    #[default]
+    Auto,
+    /// io_uring, or an error.
+    Uring,
+    /// A pool of threads that call `pread` and `pwrite`.
+    Blocking,
+}
+
+/// How copies between host and device memory are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CopyMethod {
+    /// One driver call per copy: uses the copy engines, which are fastest for megabytes.
+    Loop,
+    /// One driver call per batch of copies (CUDA 12.8).
+    Batch,
+    /// One launch of kvhoist's own kernel per batch: fastest for kilobytes, but occupies multiprocessors.
+    Kernel,
+}
+
+impl CopyMethod {
+    /// All methods.
+    pub const ALL: [CopyMethod; 3] = [CopyMethod::Loop, CopyMethod::Batch, CopyMethod::Kernel];
+
+    /// Name in settings and reports.
+    pub fn name(self) -> &'static str {
+        ["loop", "batch", "kernel"][self as usize]
+    }
+
+    /// The method with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|method| method.name() == name)
+    }
+}
+
+impl fmt::Display for CopyMethod {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The memory of the device tier.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum DeviceKind {
+    /// A CUDA device, or host memory that plays one (with a warning) if there is none.
+    #[default]
+    Auto,
+    /// Host memory that plays a device.
+    Simulated,
+    /// A CUDA device, or an error.
+    Cuda,
+}
+
+/// Whether libcufile transfers blocks between disk and a CUDA device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum CufileMode {
+    /// If a self-test at open shows that libcufile bypasses host memory; through host memory otherwise. A process that
+    /// has run the self-test with libcufile 1.15 may crash in libcufile when it exits.
+    Auto,
+    /// Always libcufile, or an error when the cache is opened. Includes its compat mode, which is slower than host
+    /// memory: for tests.
+    On,
+    /// Always through host memory. libcufile is not loaded.
+    #[default]
+    Off,
+}
+
+/// Whether an RDMA device makes copies between host and device (GPUDirect RDMA).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum GdrMode {
+    /// If a device passes its self-test at open, and for copies that it was measured to make faster; never for host
+    /// memory that plays a device.
+    #[default]
+    Auto,
+    /// Every copy that it can make, or an error when the cache is opened.
+    On,
+    /// Never. RDMA devices are not looked for.
+    Off,
+}
+
+impl GdrMode {
+    /// The mode with this name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        [("auto", GdrMode::Auto), ("on", GdrMode::On), ("off", GdrMode::Off)]
+            .into_iter()
+            .find_map(|(known, mode)| (known == name).then_some(mode))
+    }
+}
+
+/// Which copy engine to prefer if two are about equally fast.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum CopyPrefer {
+    /// The engine expected to finish first.
+    Latency,
+    /// The engine with fewer bytes in flight.
+    #[default]
+    Throughput,
+    /// The engine that occupies no multiprocessor and no copy engine of the GPU: an RDMA device, even if it takes up to
+    /// twice as long.
+    SpareGpu,
+}
+
+/// What to do if a path has no direct I/O.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "snake_case")]
+pub enum DirectIo {
+    /// Refuse to open.
+    #[default]
+    Require,
+    /// Use the page cache, with a warning.
+    Prefer,
+}

@@ -1,0 +1,151 @@
+//! Settings of a cache: in groups here, by the names that users write in `settings.rs`.
+
+mod choices;
+mod groups;
+mod settings;
+mod validate;
+
+pub use choices::{
+    CopyMethod, CopyPrefer, CufileMode, DeviceKind, DirectIo, Eviction, GdrMode, StorageKind, WritePolicy,
+};
+pub use groups::{Capacity, DeviceConfig, DiskConfig, DiskPath, HostConfig, Limits};
+
+use crate::block::{IO_ALIGN, Tier};
+
+/// Settings of a cache. [`Config::default`] is a small cache without a disk tier.
+///
+/// Each setting has a method that sets it, by the name that it has in files of settings and in Python:
+///
+/// ```
+/// use kvhoist::{Config, WritePolicy};
+///
+/// let config = Config::default()
+///     .block_bytes(1 << 20)
+///     .host_bytes(8 << 30)
+///     .disk("/mnt/nvme/kv", 200 << 30)
+///     .write_policy(WritePolicy::WriteBack)
+///     .deadline_ms(5_000);
+/// assert_eq!(config.host_slots(), 8192);
+/// config.validate()?;
+/// # Ok::<(), kvhoist::Error>(())
+/// ```
+///
+/// With serde it is one flat map from these names to values; unknown names are errors.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct Config {
+    /// Size of every block in bytes, 1 B to 1 GiB; slots are padded to 4 KiB.
+    pub block_bytes: usize,
+    /// Namespace of the keys. A store with another namespace is refused.
+    pub namespace: String,
+    /// Which blocks host memory and disk evict first.
+    pub eviction_policy: Eviction,
+    /// Threads that take reads, checksums and copies of host memory off the reactor, so that one core does not bound
+    /// them. 0: all of this work is done on the reactor. `None`: half of the processors available to the process, at
+    /// most 8; none if there are two or fewer. 0 to 256.
+    pub workers: Option<u32>,
+    /// Microseconds for which the reactor polls for work before it sleeps. While a movement is in flight the reactor
+    /// then never sleeps, and occupies a core. Useful for single blocks from fast disks, most of all in a virtual
+    /// machine. 0 (sleep immediately) to 10,000.
+    pub spin_us: u32,
+    /// Host memory.
+    pub host: HostConfig,
+    /// Device memory, and the copies to and from it.
+    pub device: DeviceConfig,
+    /// The disk tier.
+    pub disk: DiskConfig,
+    /// Limits on what is requested, queued and in flight.
+    pub limits: Limits,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Config {
+            block_bytes: 64 << 10,
+            namespace: "default".into(),
+            eviction_policy: Eviction::default(),
+            workers: None,
+            spin_us: 0,
+            host: HostConfig::default(),
+            device: DeviceConfig::default(),
+            disk: DiskConfig::default(),
+            limits: Limits::default(),
+        }
+    }
+}
+
+impl Config {
+    /// Distance between two slots of a tier in bytes: `block_bytes` padded for direct I/O. `usize::MAX` if that exceeds
+    /// the address space, which [`validate`](Self::validate) refuses.
+    pub fn slot_bytes(&self) -> usize {
+        self.block_bytes.checked_next_multiple_of(IO_ALIGN).unwrap_or(usize::MAX)
+    }
+
+    /// Number of slots for which a capacity has room; `u32::MAX` if there are more, which [`validate`](Self::validate)
+    /// refuses.
+    pub fn slots(&self, capacity: Capacity) -> u32 {
+        match capacity {
+            Capacity::Bytes(bytes) => u32::try_from(bytes / self.slot_bytes().max(1) as u64).unwrap_or(u32::MAX),
+            Capacity::Blocks(blocks) => blocks,
+        }
+    }
+
+    /// Number of slots of the host tier.
+    pub fn host_slots(&self) -> u32 {
+        self.slots(self.host.capacity)
+    }
+
+    /// Number of slots of the device tier.
+    pub fn device_slots(&self) -> u32 {
+        self.slots(self.device.capacity)
+    }
+
+    /// Number of slots of the disk tier, on all paths.
+    pub fn disk_slots(&self) -> u64 {
+        self.disk.paths.iter().map(|path| u64::from(self.slots(path.capacity))).sum()
+    }
+
+    /// The number of threads that [`workers`](Self::workers) means on this machine.
+    pub fn worker_threads(&self) -> u32 {
+        self.workers.unwrap_or_else(|| {
+            let processors = std::thread::available_parallelism().map_or(1, usize::from);
+            if processors <= 2 { 0 } else { (processors / 2).min(8) as u32 }
+        })
+    }
+
+    /// Bytes that may be written to the disk tier a day.
+    pub fn write_budget_bytes(&self) -> Option<u64> {
+        let disk = &self.disk;
+        // Past 2^64 bytes a day it is no limit, and stays at that.
+        let of_drive = disk.drive_writes_per_day.zip(disk.drive_bytes).map(|(writes, bytes)| writes * bytes as f64);
+        disk.write_budget.or(of_drive.map(|bytes| bytes as u64))
+    }
+
+    /// Bytes that a write of a block costs: with the page of its record.
+    pub(crate) fn written_bytes(&self) -> u64 {
+        self.slot_bytes() as u64 + IO_ALIGN as u64
+    }
+
+    /// The lowest tier: a block missing there is missing in the whole cache.
+    pub(crate) fn last_tier(&self) -> Tier {
+        if self.disk.paths.is_empty() { Tier::Host } else { Tier::Disk }
+    }
+
+    /// Blocks are written to disk when they are evicted from host memory.
+    pub(crate) fn writes_back(&self) -> bool {
+        matches!(self.disk.write_policy, WritePolicy::WriteBack | WritePolicy::ByValue)
+    }
+
+    /// Blocks are written to disk if they are worth it.
+    pub(crate) fn values_writes(&self) -> bool {
+        !self.disk.paths.is_empty() && self.disk.write_policy == WritePolicy::ByValue
+    }
+
+    /// Whether blocks that are used again may be in host memory only, before they are written to disk.
+    pub(crate) fn selects_for_disk(&self) -> bool {
+        let policy = self.disk.write_policy;
+        !self.disk.paths.is_empty()
+            && policy != WritePolicy::ByValue
+            && (policy == WritePolicy::WriteThroughSelective || self.eviction_policy == Eviction::RbRefuse)
+    }
+}

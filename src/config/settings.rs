@@ -1,0 +1,228 @@
+//! Settings by the names that users write: one table for the methods of [`Config`] and for serde.
+
+use std::path::PathBuf;
+
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+use super::{
+    Capacity, Config, CopyMethod, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, GdrMode,
+    StorageKind, WritePolicy,
+};
+use crate::block::Layout;
+
+/// `name(type) => field` sets a field, `name(Option<type>) => field` one that may be `None`.
+macro_rules! settings {
+    ($($name:ident($($type:tt)+) => $($field:ident).+;)*) => {
+        impl Config {
+            $(settings! { @setter $name($($type)+) => $($field).+ })*
+        }
+
+        /// All settings but those that have two names.
+        #[derive(Serialize, Deserialize)]
+        #[serde(default, deny_unknown_fields)]
+        struct Named {
+            #[serde(skip_serializing_if = "Option::is_none")]
+            host_bytes: Option<u64>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            host_blocks: Option<u32>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            device_bytes: Option<u64>,
+            #[serde(skip_serializing_if = "Option::is_none")]
+            device_blocks: Option<u32>,
+            $($name: settings!(@type $($type)+),)*
+        }
+
+        impl From<Config> for Named {
+            fn from(config: Config) -> Self {
+                let (host_bytes, host_blocks) = split(config.host.capacity);
+                let (device_bytes, device_blocks) = split(config.device.capacity);
+                Named { host_bytes, host_blocks, device_bytes, device_blocks, $($name: config.$($field).+,)* }
+            }
+        }
+
+        impl From<Named> for Config {
+            fn from(named: Named) -> Self {
+                let mut config = Config::default();
+                $(config.$($field).+ = named.$name;)*
+                config
+            }
+        }
+    };
+    (@type Option<$type:ty>) => { Option<$type> };
+    (@type $type:ty) => { $type };
+    (@setter $name:ident(Option<$type:ty>) => $($field:ident).+) => {
+        #[doc = concat!("Sets `", settings!(@path $($field).+), "`; `None` for its default.")]
+        #[must_use]
+        pub fn $name(mut self, value: impl Into<Option<$type>>) -> Self {
+            self.$($field).+ = value.into();
+            self
+        }
+    };
+    (@setter $name:ident(String) => $($field:ident).+) => {
+        #[doc = concat!("Sets `", settings!(@path $($field).+), "`.")]
+        #[must_use]
+        pub fn $name(mut self, value: impl Into<String>) -> Self {
+            self.$($field).+ = value.into();
+            self
+        }
+    };
+    (@setter $name:ident($type:ty) => $($field:ident).+) => {
+        #[doc = concat!("Sets `", settings!(@path $($field).+), "`.")]
+        #[must_use]
+        pub fn $name(mut self, value: $type) -> Self {
+            self.$($field).+ = value;
+            self
+        }
+    };
+    (@path $field:ident) => { stringify!($field) };
+    (@path $group:ident.$field:ident) => { concat!(stringify!($group), ".", stringify!($field)) };
+}
+
+settings! {
+    block_bytes(usize) => block_bytes;
+    namespace(String) => namespace;
+    eviction_policy(Eviction) => eviction_policy;
+    workers(Option<u32>) => workers;
+    spin_us(u32) => spin_us;
+    low_watermark(f64) => host.low_watermark;
+    high_watermark(f64) => host.high_watermark;
+    bypass_host(bool) => host.bypass;
+    device(DeviceKind) => device.kind;
+    device_ordinal(u32) => device.ordinal;
+    device_layout(Option<Layout>) => device.layout;
+    copy(Option<CopyMethod>) => device.copy;
+    copy_blocks_max(u32) => device.copy_blocks_max;
+    copy_prefer(CopyPrefer) => device.copy_prefer;
+    gdr(GdrMode) => device.gdr;
+    gdr_device(Option<String>) => device.gdr_device;
+    gdr_stuck_ms(u64) => device.gdr_stuck_ms;
+    cufile(CufileMode) => device.cufile;
+    cufile_stuck_ms(u64) => device.cufile_stuck_ms;
+    disks(Vec<DiskPath>) => disk.paths;
+    write_policy(WritePolicy) => disk.write_policy;
+    selective_hits(u8) => disk.selective_hits;
+    write_budget(Option<u64>) => disk.write_budget;
+    drive_writes_per_day(Option<f64>) => disk.drive_writes_per_day;
+    drive_bytes(Option<u64>) => disk.drive_bytes;
+    storage(StorageKind) => disk.storage;
+    direct_io(DirectIo) => disk.direct_io;
+    blocking_threads(usize) => disk.blocking_threads;
+    quarantine_max(u32) => disk.quarantine_max;
+    disk_failures_max(u32) => disk.failures_max;
+    read_bytes_in_flight_max(u64) => limits.read_bytes_in_flight_max;
+    write_bytes_in_flight_max(u64) => limits.write_bytes_in_flight_max;
+    movements_max(u32) => limits.movements_max;
+    waiters_max(u32) => limits.waiters_max;
+    background_max(u32) => limits.background_max;
+    deadline_ms(u64) => limits.deadline_ms;
+}
+
+impl Config {
+    /// Sets `host.capacity` in bytes.
+    #[must_use]
+    pub fn host_bytes(mut self, bytes: u64) -> Self {
+        self.host.capacity = Capacity::Bytes(bytes);
+        self
+    }
+
+    /// Sets `host.capacity` in slots.
+    #[must_use]
+    pub fn host_blocks(mut self, blocks: u32) -> Self {
+        self.host.capacity = Capacity::Blocks(blocks);
+        self
+    }
+
+    /// Sets `device.capacity` in bytes.
+    #[must_use]
+    pub fn device_bytes(mut self, bytes: u64) -> Self {
+        self.device.capacity = Capacity::Bytes(bytes);
+        self
+    }
+
+    /// Sets `device.capacity` in slots.
+    #[must_use]
+    pub fn device_blocks(mut self, blocks: u32) -> Self {
+        self.device.capacity = Capacity::Blocks(blocks);
+        self
+    }
+
+    /// Adds a path to `disk.paths`, with bytes for slots.
+    #[must_use]
+    pub fn disk(mut self, path: impl Into<PathBuf>, bytes: u64) -> Self {
+        self.disk.paths.push(DiskPath::with_bytes(path, bytes));
+        self
+    }
+}
+
+impl Default for Named {
+    fn default() -> Self {
+        let mut named = Named::from(Config::default());
+        // Neither of a setting's two names is given.
+        (named.host_blocks, named.device_blocks) = (None, None);
+        named
+    }
+}
+
+impl Serialize for Config {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        Named::from(self.clone()).serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for Config {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let named = Named::deserialize(deserializer)?;
+        let host = joined(["host_bytes", "host_blocks"], named.host_bytes, named.host_blocks)?;
+        let device = joined(["device_bytes", "device_blocks"], named.device_bytes, named.device_blocks)?;
+        let mut config = Config::from(named);
+        config.host.capacity = host.unwrap_or(config.host.capacity);
+        config.device.capacity = device.unwrap_or(config.device.capacity);
+        Ok(config)
+    }
+}
+
+/// A [`DiskPath`] as it is written: with bytes or with blocks.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct NamedPath {
+    path: PathBuf,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    bytes: Option<u64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    blocks: Option<u32>,
+}
+
+impl Serialize for DiskPath {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let (bytes, blocks) = split(self.capacity);
+        NamedPath { path: self.path.clone(), bytes, blocks }.serialize(serializer)
+    }
+}
+
+impl<'de> Deserialize<'de> for DiskPath {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let NamedPath { path, bytes, blocks } = NamedPath::deserialize(deserializer)?;
+        let capacity = joined(["bytes", "blocks"], bytes, blocks)?;
+        let capacity = capacity.ok_or_else(|| D::Error::custom("found no `bytes`, expected the room on this path"))?;
+        Ok(DiskPath { path, capacity })
+    }
+}
+
+fn split(capacity: Capacity) -> (Option<u64>, Option<u32>) {
+    match capacity {
+        Capacity::Bytes(bytes) => (Some(bytes), None),
+        Capacity::Blocks(blocks) => (None, Some(blocks)),
+    }
+}
+
+fn joined<E: serde::de::Error>(
+    names: [&str; 2],
+    bytes: Option<u64>,
+    blocks: Option<u32>,
+) -> Result<Option<Capacity>, E> {
+    match (bytes, blocks) {
+        (Some(_), Some(_)) => Err(E::custom(format!("found `{}` and `{}`, expected one of them", names[0], names[1]))),
+        (Some(bytes), None) => Ok(Some(Capacity::Bytes(bytes))),
+        (None, blocks) => Ok(blocks.map(Capacity::Blocks)),
+    }
+}
