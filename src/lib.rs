@@ -34,7 +34,8 @@ mod workers;
 pub use block::{BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
 pub use block_on::block_on;
 #[cfg(feature = "sim")]
-pub use cache::sim;
+#[doc(hidden)]
+pub use cache::seams;
 pub use cache::{
     Cache, Completion, CompletionQueue, CopyStats, DeviceLease, Keys, LayerLoad, Lease, Loan, Region, Reservation,
     RouteStats, Stats, TierStats,

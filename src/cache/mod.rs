@@ -13,7 +13,7 @@ mod open;
 mod queue;
 mod region;
 #[cfg(feature = "sim")]
-pub mod sim;
+pub mod seams;
 mod stats;
 mod turns;
 

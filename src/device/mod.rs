@@ -13,8 +13,6 @@ mod pair;
 mod pool;
 pub mod rdma;
 mod region;
-#[cfg(feature = "sim")]
-pub mod sim;
 
 pub use crate::block::{CopyOp, Direction};
 pub use any::AnyCopy;

@@ -15,8 +15,6 @@ mod any;
 pub mod blocking;
 mod full;
 mod memlock;
-#[cfg(any(test, feature = "sim"))]
-pub mod sim;
 pub mod uring;
 
 pub use crate::{

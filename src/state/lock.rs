@@ -46,14 +46,14 @@ std::thread_local! {
 
 /// How many index locks this thread has taken so far.
 #[cfg(feature = "sim")]
-pub(crate) fn locks_taken() -> u64 {
+pub fn locks_taken() -> u64 {
     LOCKS_TAKEN.get()
 }
 
 /// True while this thread holds the index lock of some cache: every caller waits for it. What may block, a log above
 /// all, has no place there.
 #[cfg(feature = "sim")]
-pub(crate) fn holds_lock() -> bool {
+pub fn holds_lock() -> bool {
     LOCKS_HELD.get() > 0
 }
 

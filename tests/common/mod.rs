@@ -1,6 +1,8 @@
 //! What the integration tests share: stores in temporary directories, keys, payloads.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
+pub mod layers;
+
 use std::{
     os::unix::fs::PermissionsExt,
     path::{Path, PathBuf},

@@ -1,167 +1,27 @@
 //! One suite of properties over every storage engine, and what is particular to the ring.
 //!
-//! The simulated engine takes part with `--features sim`.
+//! The simulated engine has the same suite, in `tests/simulation/tests/storage.rs`.
 
+mod memory;
+mod properties;
 mod ring;
 mod support;
 
-use std::{
-    io,
-    pin::pin,
-    rc::Rc,
-    sync::Arc,
-    task::{Context, Waker},
-};
+use std::{rc::Rc, sync::Arc};
 
-use kvhoist::io::{AnyStorage, FileId, IO_ALIGN, Storage, read_full, write_full};
-use support::*;
+use kvhoist::io::{AnyStorage, IO_ALIGN, Storage, write_full};
+use memory::{Arena, DIRECT, READ_ONLY};
+use properties::compare_with_model;
+use support::{on_blocking, on_uring};
 
-macro_rules! on_every_engine {
+macro_rules! on_both_engines {
     ($($property:ident),* $(,)?) => {
-        mod on_uring { $(#[test] fn $property() { super::support::on_uring(super::$property) })* }
-        mod on_blocking { $(#[test] fn $property() { super::support::on_blocking(super::$property) })* }
-        #[cfg(feature = "sim")]
-        mod on_sim { $(#[test] fn $property() { super::support::on_sim(super::$property) })* }
+        mod on_uring { $(#[test] fn $property() { super::support::on_uring(super::properties::$property) })* }
+        mod on_blocking { $(#[test] fn $property() { super::support::on_blocking(super::properties::$property) })* }
     };
 }
 
-on_every_engine!(
-    direct_writes_read_back,
-    buffered_writes_read_back_at_any_offset,
-    hundreds_at_once_do_not_mix,
-    reads_end_with_the_file,
-    impossible_operations_are_errors,
-    abandoned_writes_still_happen,
-    unpolled_operations_do_nothing,
-);
-
-async fn direct_writes_read_back<S: Storage>(storage: Rc<S>, arena: Arc<Arena>) {
-    compare_with_model(&*storage, &arena, DIRECT, IO_ALIGN, 0x5eed_0001).await;
-}
-
-async fn buffered_writes_read_back_at_any_offset<S: Storage>(storage: Rc<S>, arena: Arc<Arena>) {
-    compare_with_model(&*storage, &arena, BUFFERED, 1, 0x5eed_0002).await;
-}
-
-/// Random writes and reads against a vector.
-async fn compare_with_model<S: Storage>(storage: &S, arena: &Arc<Arena>, file: FileId, align: usize, seed: u64) {
-    let mut rng = Rng(seed);
-    let mut model = vec![0_u8; 64 * IO_ALIGN];
-    arena.bytes(0, model.len()).fill(0);
-    let (result, _) = write_full(storage, file, 0, arena.lend(0, model.len(), None)).await;
-    result.expect("zeros written");
-    for step in 0..200 {
-        let len = (rng.below(4 * IO_ALIGN / align) + 1) * align;
-        let offset = rng.below((model.len() - len) / align + 1) * align;
-        let start = rng.below((ARENA_BYTES - len) / align + 1) * align;
-        let fixed = (rng.below(2) == 0).then_some(0);
-        let context = format!("seed {seed:#x} step {step}: {len} bytes at {offset}, fixed {fixed:?}");
-        if rng.below(2) == 0 {
-            let bytes = arena.bytes(start, len);
-            bytes.iter_mut().for_each(|byte| *byte = rng.below(256) as u8);
-            model[offset..][..len].copy_from_slice(bytes);
-            let (result, buf) = write_full(storage, file, offset as u64, arena.lend(start, len, fixed)).await;
-            result.unwrap_or_else(|error| panic!("{context}: {error}"));
-            assert_eq!(buf.len(), len, "{context}");
-        } else {
-            let (result, _) = read_full(storage, file, offset as u64, arena.lend(start, len, fixed)).await;
-            result.unwrap_or_else(|error| panic!("{context}: {error}"));
-            assert!(arena.bytes(start, len) == &model[offset..][..len], "{context}");
-        }
-        if step % 50 == 0 {
-            storage.sync(file).await.expect("synced");
-        }
-    }
-}
-
-async fn hundreds_at_once_do_not_mix<S: Storage>(storage: Rc<S>, arena: Arc<Arena>) {
-    let blocks = ARENA_BYTES / IO_ALIGN / 2;
-    let both = |block: usize, write: bool| {
-        let (storage, arena) = (Rc::clone(&storage), Arc::clone(&arena));
-        tokio::task::spawn_local(async move {
-            let place = if write { block } else { blocks + block };
-            let fixed = block.is_multiple_of(2).then_some(0);
-            let buf = arena.lend(place * IO_ALIGN, IO_ALIGN, fixed);
-            let offset = (block * IO_ALIGN) as u64;
-            match write {
-                true => write_full(&*storage, DIRECT, offset, buf).await.0.expect("written"),
-                false => read_full(&*storage, DIRECT, offset, buf).await.0.expect("read"),
-            }
-        })
-    };
-    for block in 0..blocks {
-        arena.bytes(block * IO_ALIGN, IO_ALIGN).fill((block % 251) as u8 + 1);
-    }
-    for write in [true, false] {
-        let tasks: Vec<_> = (0..blocks).map(|block| both(block, write)).collect();
-        for task in tasks {
-            task.await.expect("no panic");
-        }
-    }
-    for block in 0..blocks {
-        let expected = (block % 251) as u8 + 1;
-        assert!(
-            arena.bytes((blocks + block) * IO_ALIGN, IO_ALIGN).iter().all(|byte| *byte == expected),
-            "block {block}"
-        );
-    }
-}
-
-async fn reads_end_with_the_file<S: Storage>(storage: Rc<S>, arena: Arc<Arena>) {
-    let (result, _) = write_full(&*storage, BUFFERED, 0, arena.lend(0, 1000, None)).await;
-    result.expect("written");
-    for (offset, expected) in [(1000, 0), (5000, 0), (900, 100)] {
-        let (result, buf) = storage.read(BUFFERED, offset, arena.lend(0, 500, None)).await;
-        assert_eq!(result.expect("no error"), expected);
-        assert_eq!(buf.len(), 500);
-    }
-    for (offset, len) in [(900, 500), (0, IO_ALIGN)] {
-        let (result, buf) = read_full(&*storage, BUFFERED, offset, arena.lend(0, len, None)).await;
-        assert_eq!(result.expect_err("the file is shorter").kind(), io::ErrorKind::UnexpectedEof);
-        assert_eq!(buf.len(), len, "the whole buffer comes back");
-    }
-}
-
-async fn impossible_operations_are_errors<S: Storage>(storage: Rc<S>, arena: Arc<Arena>) {
-    let kind = |result: io::Result<usize>| result.expect_err("impossible").kind();
-    for offset in [u64::MAX, i64::MAX as u64] {
-        let buf = arena.lend(0, IO_ALIGN, None);
-        let (result, buf) = storage.read(DIRECT, offset, buf).await;
-        assert_eq!(kind(result), io::ErrorKind::InvalidInput);
-        let (result, _) = storage.write(DIRECT, offset, buf).await;
-        assert_eq!(kind(result), io::ErrorKind::InvalidInput);
-    }
-    let (result, buf) = storage.read(FileId(3), 0, arena.lend(0, IO_ALIGN, None)).await;
-    assert_eq!(kind(result), io::ErrorKind::InvalidInput);
-    let (result, _) = storage.write(FileId(u16::MAX), 0, buf).await;
-    assert!(result.expect_err("no such file").to_string().contains("file 65535"));
-    assert_eq!(kind(storage.sync(FileId(3)).await.map(|()| 0)), io::ErrorKind::InvalidInput);
-}
-
-async fn abandoned_writes_still_happen<S: Storage>(storage: Rc<S>, arena: Arc<Arena>) {
-    arena.bytes(0, IO_ALIGN).fill(0x77);
-    let (gone, is_gone) = tokio::sync::oneshot::channel();
-    let buf = Owner::lend(&arena, 0, IO_ALIGN, move || gone.send(()).expect("the test listens"));
-    start_and_drop_any(storage.write(DIRECT, 0, buf));
-    is_gone.await.expect("the memory is given up once the write is done");
-    let (result, _) = read_full(&*storage, DIRECT, 0, arena.lend(IO_ALIGN, IO_ALIGN, None)).await;
-    result.expect("read");
-    assert!(arena.bytes(IO_ALIGN, IO_ALIGN).iter().all(|byte| *byte == 0x77));
-}
-
-/// As `start_and_drop`, for engines whose threads may be faster than this one.
-fn start_and_drop_any(future: impl Future) {
-    let _ = pin!(future).poll(&mut Context::from_waker(Waker::noop()));
-}
-
-async fn unpolled_operations_do_nothing<S: Storage>(storage: Rc<S>, arena: Arc<Arena>) {
-    let (gone, is_gone) = tokio::sync::oneshot::channel();
-    let buf = Owner::lend(&arena, 0, IO_ALIGN, move || gone.send(()).expect("the test listens"));
-    drop(storage.write(DIRECT, 0, buf));
-    is_gone.await.expect("given up at once");
-    let (result, _) = storage.read(DIRECT, 0, arena.lend(0, IO_ALIGN, None)).await;
-    assert_eq!(result.expect("an empty file"), 0);
-}
+properties!(on_both_engines);
 
 #[test]
 fn errors_of_the_system_are_passed_on() {

@@ -13,7 +13,7 @@ use std::{
 
 use kvhoist::io::{AlignedBuf, FileId, IO_ALIGN, Storage, uring::Uring, yield_now};
 
-use crate::{compare_with_model, support::*};
+use crate::{memory::*, properties::compare_with_model, support::*};
 
 fn pipe() -> (Arc<File>, File) {
     let mut fds = [0; 2];

@@ -103,7 +103,6 @@ pub const DEVICE: Group = Group {
     allowed: &[
         ("any", "gdr cuda memcpy mod region"),
         ("gdr", "cuda mod rdma region"),
-        ("sim", "memcpy mod"),
         ("cufile", "cuda"),
         ("cuda", "memcpy mod"),
         ("memcpy", "mod"),

@@ -11,7 +11,8 @@ mod spare;
 use std::rc::Rc;
 
 use arbitrary::{Arbitrary, Unstructured};
-use kvhoist::{BlockKey, Config, DiskPath, Layout, WritePolicy, sim};
+use kvhoist::{BlockKey, Config, DiskPath, Layout, WritePolicy};
+use kvhoist_simulation::sim;
 
 use life::Life;
 use model::Model;

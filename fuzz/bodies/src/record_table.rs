@@ -2,6 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use crate::{
+    memory::bounded,
+    store_files::{blank_files, config, members},
+};
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     BlockKey, Config, block_on,
@@ -16,13 +20,8 @@ use kvhoist::{
         },
         recovery::{Counts, Recovered, RecoveredRecord, open},
     },
-    io::sim::Memory,
 };
-
-use crate::{
-    memory::bounded,
-    store_files::{blank_files, config, members},
-};
+use kvhoist_simulation::sim::Memory;
 
 const UUID: [u8; 16] = [5; 16];
 const BLOCK_BYTES: u32 = 512;

@@ -1,5 +1,9 @@
 //! Superblocks: bytes from anywhere, at the start of every member, against settings from anywhere.
 
+use crate::{
+    memory::bounded,
+    store_files::{blank_files, config, members},
+};
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     Config, Error, block_on,
@@ -12,13 +16,8 @@ use kvhoist::{
         },
         recovery::{Member, Recovered, open},
     },
-    io::sim::Memory,
 };
-
-use crate::{
-    memory::bounded,
-    store_files::{blank_files, config, members},
-};
+use kvhoist_simulation::sim::Memory;
 
 /// Slots of all members at most, so that an input is cheap.
 const SLOTS_MAX: u32 = 200;

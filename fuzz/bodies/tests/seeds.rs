@@ -2,8 +2,8 @@
 
 use std::{fs, path::PathBuf};
 
-use kvhoist::sim::Rng;
 use kvhoist_fuzz_bodies::{TARGETS, Target};
+use kvhoist_simulation::sim::Rng;
 
 /// More than this is not minimised: see docs/testing.md.
 const SEEDS_MAX: usize = 50;

@@ -6,8 +6,6 @@
 mod collect;
 mod ordered;
 mod table;
-#[cfg(test)]
-mod tests;
 
 pub use collect::{Counts, RecoveredRecord};
 pub(crate) use table::{PageVisitor, read_tables};

@@ -23,7 +23,7 @@ mod op;
 mod pins;
 mod probe;
 mod runtime;
-pub(super) mod table;
+pub(crate) mod table;
 
 pub(crate) use lane::{Bell, Completed, Lane, TRANSFERS_MAX, Transfer};
 pub use probe::probe;

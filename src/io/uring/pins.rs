@@ -42,11 +42,11 @@ unsafe impl IoBuf for Entry {
     }
 
     fn bytes_init(&self) -> usize {
-        self.len()
+        self.bytes()
     }
 
     fn bytes_total(&self) -> usize {
-        self.len()
+        self.bytes()
     }
 }
 

@@ -12,7 +12,7 @@ use super::REGIONS_MAX;
 use crate::{block::FIXED_BYTES_MAX, io::memlock, memory::Lent};
 
 /// Pins one table of buffers at a time.
-pub(in crate::io) trait Pinner {
+pub trait Pinner {
     /// Pins all of the entries, or none. Nothing is pinned when this is called.
     fn pin(&mut self, entries: &[Entry]) -> io::Result<()>;
 
@@ -25,7 +25,7 @@ pub(in crate::io) trait Pinner {
 
 /// A range of memory to pin, or a free entry.
 #[derive(Clone)]
-pub(in crate::io) struct Entry {
+pub struct Entry {
     /// Null and 0 in a free entry.
     start: *mut u8,
     len: usize,
@@ -34,7 +34,8 @@ pub(in crate::io) struct Entry {
 }
 
 impl Entry {
-    pub(in crate::io) fn new(start: *mut u8, len: usize, keep_alive: Option<Arc<dyn Any + Send + Sync>>) -> Self {
+    /// A range of memory; `keep_alive` is dropped with the entry.
+    pub fn new(start: *mut u8, len: usize, keep_alive: Option<Arc<dyn Any + Send + Sync>>) -> Self {
         Entry { start, len, _keep_alive: keep_alive }
     }
 
@@ -42,11 +43,13 @@ impl Entry {
         Entry::new(ptr::null_mut(), 0, None)
     }
 
-    pub(in crate::io) fn start(&self) -> *mut u8 {
+    /// The first byte.
+    pub fn start(&self) -> *mut u8 {
         self.start
     }
 
-    pub(in crate::io) fn len(&self) -> usize {
+    /// Its length.
+    pub fn bytes(&self) -> usize {
         self.len
     }
 
@@ -54,7 +57,8 @@ impl Entry {
         self.start.is_null()
     }
 
-    pub(in crate::io) fn contains(&self, start: usize, len: usize) -> bool {
+    /// Whether the range lies in this one.
+    pub fn contains(&self, start: usize, len: usize) -> bool {
         let begin = self.start.addr();
         start >= begin && len <= self.len && start - begin <= self.len - len
     }
@@ -62,7 +66,7 @@ impl Entry {
 
 /// The registered buffers of one engine.
 #[derive(Default)]
-pub(in crate::io) struct Table<P> {
+pub struct Table<P> {
     /// The memory of each index, registered or not.
     entries: Vec<Entry>,
     pinner: P,
@@ -70,7 +74,7 @@ pub(in crate::io) struct Table<P> {
 
 impl<P: Pinner> Table<P> {
     /// Registers all entries, or none and logs the reason.
-    pub(in crate::io) fn new(entries: Vec<Entry>, pinner: P) -> Self {
+    pub fn new(entries: Vec<Entry>, pinner: P) -> Self {
         let wanted_bytes = bytes(&entries);
         let mut table = Table { entries, pinner };
         if let Err(error) = table.renew() {
@@ -83,18 +87,18 @@ impl<P: Pinner> Table<P> {
     }
 
     /// True while memory is registered with the kernel.
-    pub(in crate::io) fn is_registered(&self) -> bool {
+    pub fn is_registered(&self) -> bool {
         self.pinner.is_pinned()
     }
 
     /// The pinner.
-    #[cfg(any(test, feature = "sim"))]
-    pub(in crate::io) fn pinner(&self) -> &P {
+    #[cfg(feature = "sim")]
+    pub fn pinner(&self) -> &P {
         &self.pinner
     }
 
     /// The registered buffer that contains `buf`, if there is one.
-    pub(in crate::io) fn fixed(&self, buf: &Lent) -> Option<u16> {
+    pub fn fixed(&self, buf: &Lent) -> Option<u16> {
         buf.fixed().filter(|&place| self.entry_contains(place, buf.as_ptr(), buf.len()))
     }
 
@@ -108,7 +112,7 @@ impl<P: Pinner> Table<P> {
     }
 
     /// Registers a range in pieces of [`FIXED_BYTES_MAX`]; returns the index of the first.
-    pub(in crate::io) fn add(&mut self, start: *mut u8, len: usize) -> io::Result<u16> {
+    pub fn add(&mut self, start: *mut u8, len: usize) -> io::Result<u16> {
         let pieces = len.div_ceil(FIXED_BYTES_MAX);
         let first = self.room_for(pieces);
         if first + pieces > REGIONS_MAX {
@@ -130,7 +134,7 @@ impl<P: Pinner> Table<P> {
     }
 
     /// Removes the range that [`add`](Self::add) registered at `first`.
-    pub(in crate::io) fn remove(&mut self, first: u16, len: usize) {
+    pub fn remove(&mut self, first: u16, len: usize) {
         self.entries[usize::from(first)..][..len.div_ceil(FIXED_BYTES_MAX)].fill(Entry::free());
         while self.entries.last().is_some_and(Entry::is_free) {
             self.entries.pop();

@@ -2,10 +2,8 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::{
-    Cache, DeviceLease, Error, Lease,
-    sim::{Rng, World},
-};
+use crate::sim::{Rng, World};
+use kvhoist::{Cache, DeviceLease, Error, Lease};
 use tokio::time::Instant;
 
 use crate::{

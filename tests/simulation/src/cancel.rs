@@ -6,7 +6,7 @@ use std::{
     task::{Context, Poll},
 };
 
-use kvhoist::sim::Rng;
+use crate::sim::Rng;
 
 /// When a future is given up.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,11 +7,8 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    Cache, Error, Tier, WritePolicy,
-    io::OpKind,
-    sim::{FaultKind, World},
-};
+use crate::sim::{FaultKind, World};
+use kvhoist::{Cache, Error, Tier, WritePolicy, io::OpKind};
 use tokio::{sync::Notify, time::Instant};
 
 use crate::{

@@ -1,6 +1,7 @@
 //! A caller's own memory, registered with the cache.
 
-use kvhoist::{Cache, Config, Error, Region, Segment, io::IO_ALIGN, sim::Rng};
+use crate::sim::Rng;
+use kvhoist::{Cache, Config, Error, Region, Segment, io::IO_ALIGN};
 
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;

@@ -15,6 +15,7 @@ mod model;
 mod plan;
 mod report;
 mod run;
+pub mod sim;
 mod stranger;
 mod trial;
 mod universe;

@@ -2,11 +2,8 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::{
-    Cache, Error, WritePolicy,
-    io::OpKind,
-    sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World},
-};
+use crate::sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World};
+use kvhoist::{Cache, Error, WritePolicy, io::OpKind};
 use tokio::time::timeout;
 
 use crate::{

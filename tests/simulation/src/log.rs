@@ -45,7 +45,7 @@ impl Subscriber for Watch {
 }
 
 fn check(what: &str) {
-    assert!(!kvhoist::sim::holds_lock(), "{what} is logged under the index lock");
+    assert!(!kvhoist::seams::holds_lock(), "{what} is logged under the index lock");
 }
 
 /// Watches all that is logged in this process from now on.
@@ -66,10 +66,8 @@ pub fn events() -> u64 {
 mod tests {
     use std::time::Duration;
 
-    use kvhoist::{
-        BlockKey, Config, DiskPath,
-        sim::{self, FaultRates, Sim, SimOptions, Simulated, World},
-    };
+    use crate::sim::{self, FaultRates, Sim, SimOptions, Simulated, World};
+    use kvhoist::{BlockKey, Config, DiskPath};
 
     /// A disk whose writes fail, then its reads: what is said of that is said to nobody's cost.
     #[test]

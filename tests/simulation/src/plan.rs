@@ -2,11 +2,8 @@
 
 use std::time::Duration;
 
-use kvhoist::{
-    Config, DiskPath, Eviction, Layout, WritePolicy,
-    io::IO_ALIGN,
-    sim::{FaultRates, Rng},
-};
+use crate::sim::{FaultRates, Rng};
+use kvhoist::{Config, DiskPath, Eviction, Layout, WritePolicy, io::IO_ALIGN};
 
 use crate::{
     trial::{Refusal, TRIAL_SEEDS, Trial},

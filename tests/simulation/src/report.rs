@@ -2,10 +2,8 @@
 
 use std::fmt;
 
-use kvhoist::{
-    io::OpKind,
-    sim::{CopyCounts, Counts, FaultKind},
-};
+use crate::sim::{CopyCounts, Counts, FaultKind};
+use kvhoist::io::OpKind;
 
 use crate::plan::Call;
 

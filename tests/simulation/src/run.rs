@@ -7,7 +7,7 @@ use std::{
     sync::Once,
 };
 
-use kvhoist::sim;
+use crate::sim;
 
 use crate::{context::Context, life, plan::Plan, report::Report};
 

@@ -2,10 +2,8 @@
 
 use std::rc::Rc;
 
-use kvhoist::{
-    Cache, Config, DeviceLease, Segment,
-    sim::{self, Rng, Simulated, World},
-};
+use crate::sim::{self, Rng, Simulated, World};
+use kvhoist::{Cache, Config, DeviceLease, Segment};
 
 use crate::{
     context::Context,

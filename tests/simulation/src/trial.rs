@@ -4,11 +4,8 @@
 
 use std::time::Duration;
 
-use kvhoist::{
-    Capacity, DiskPath, WritePolicy,
-    io::OpKind,
-    sim::{Fault, FaultRates, Rng, Sim},
-};
+use crate::sim::{Fault, FaultRates, Rng, Sim};
+use kvhoist::{Capacity, DiskPath, WritePolicy, io::OpKind};
 
 use crate::{
     plan::{Call, Level, Plan, pick},

@@ -1,6 +1,7 @@
 //! Every block that a run may store: keys in prefix chains, and what each key's content is.
 
-use kvhoist::{BlockKey, sim::Rng};
+use crate::sim::Rng;
+use kvhoist::BlockKey;
 
 /// One block of a run.
 pub struct Block {

@@ -7,8 +7,8 @@ use std::time::Duration;
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, Tier, WritePolicy,
     io::{FileId, OpKind},
-    sim::{self, Fault, Sim, Simulated, World},
 };
+use kvhoist_simulation::sim::{self, Fault, Sim, Simulated, World};
 use scene::{BLOCK_BYTES, config, finish, open};
 
 fn by_value() -> Config {

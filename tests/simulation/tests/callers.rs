@@ -8,10 +8,8 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Error, HeldSlots,
-    sim::{self, Reactor, Sim, SimOptions, Simulated, World},
-};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, HeldSlots};
+use kvhoist_simulation::sim::{self, Reactor, Sim, SimOptions, Simulated, World};
 use tokio::task::spawn_local;
 
 const BLOCK_BYTES: usize = 4096;

@@ -2,7 +2,8 @@
 
 mod scene;
 
-use kvhoist::{Cache, DiskPath, Error, sim};
+use kvhoist::{Cache, DiskPath, Error};
+use kvhoist_simulation::sim;
 use scene::{DEADLINE, config, elapsed, finish, key, open, payload, store};
 
 /// Stores `blocks` as one chain.

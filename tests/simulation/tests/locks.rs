@@ -4,18 +4,19 @@ mod scene;
 
 use std::future::Future;
 
-use kvhoist::{Route, sim};
+use kvhoist::Route;
+use kvhoist_simulation::sim;
 use scene::*;
 
 /// Locks that `call` takes, on its own thread and on the reactor's, which are one here.
 async fn locks_of<T>(call: impl Future<Output = T>) -> (T, u64) {
     // What earlier calls began has ended by then, the look at the clock as well.
     tokio::time::sleep(10 * DEADLINE).await;
-    let before = sim::locks_taken();
+    let before = kvhoist::seams::locks_taken();
     let result = call.await;
     // Less than the time to the next look at the clock, and more than the disk takes.
     tokio::time::sleep(DEADLINE / 10).await;
-    (result, sim::locks_taken() - before)
+    (result, kvhoist::seams::locks_taken() - before)
 }
 
 #[test]

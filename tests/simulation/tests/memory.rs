@@ -2,11 +2,8 @@
 
 use std::time::Duration;
 
-use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Error, Region, Segment, Tier,
-    io::OpKind,
-    sim::{self, CopyOptions, Fault, Reactor, Sim, SimCopy, SimOptions, Simulated, World},
-};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, Region, Segment, Tier, io::OpKind};
+use kvhoist_simulation::sim::{self, CopyOptions, Fault, Reactor, Sim, SimCopy, SimOptions, Simulated, World};
 
 const BLOCK_BYTES: usize = 4096;
 

@@ -7,11 +7,8 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    Error, WritePolicy,
-    io::OpKind,
-    sim::{self, Fault},
-};
+use kvhoist::{Error, WritePolicy, io::OpKind};
+use kvhoist_simulation::sim::{self, Fault};
 use scene::*;
 use tokio::time::timeout;
 use tracing::{Event, Level, Metadata, Subscriber, span};

@@ -4,11 +4,8 @@ mod scene;
 
 use std::{future::Future, time::Duration};
 
-use kvhoist::{
-    Cache, Config, Error, Route, Segment, Tier, WritePolicy,
-    io::OpKind,
-    sim::{self, Fault, FaultRates, Reactor, Sim, Simulated, World},
-};
+use kvhoist::{Cache, Config, Error, Route, Segment, Tier, WritePolicy, io::OpKind};
+use kvhoist_simulation::sim::{self, Fault, FaultRates, Reactor, Sim, Simulated, World};
 use scene::*;
 use tokio::task::{JoinHandle, spawn_local};
 

@@ -1,6 +1,7 @@
 //! Worker threads in simulation: work takes virtual time, ends in any order, and is lost now and then.
 
-use kvhoist::{BlockKey, Config, DiskPath, Tier, sim};
+use kvhoist::{BlockKey, Config, DiskPath, Tier};
+use kvhoist_simulation::sim;
 
 const BLOCKS: u8 = 24;
 

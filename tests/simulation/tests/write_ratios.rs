@@ -5,10 +5,8 @@ mod scene;
 
 use std::{collections::HashSet, time::Duration};
 
-use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Tier, WritePolicy,
-    sim::{self, Sim, SimOptions, Simulated, World},
-};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Tier, WritePolicy};
+use kvhoist_simulation::sim::{self, Sim, SimOptions, Simulated, World};
 use tokio::time::Instant;
 
 /// Blocks are small here; on disk each takes a slot of 4096 bytes.

@@ -6,8 +6,8 @@ use arbitrary::Unstructured;
 use kvhoist::{
     Cache, DeviceLease, Error, Lease, Segment, Tier, WritePolicy,
     io::{FileId, OpKind},
-    sim::{self, CopyOptions, FaultKind, Reactor, SimOptions, Simulated, World},
 };
+use kvhoist_simulation::sim::{self, CopyOptions, FaultKind, Reactor, SimOptions, Simulated, World};
 use tokio::time::{sleep, timeout};
 
 use super::{

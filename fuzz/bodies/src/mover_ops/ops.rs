@@ -3,7 +3,8 @@
 use std::{future::Future, pin::pin, task::Poll};
 
 use arbitrary::Arbitrary;
-use kvhoist::{io::OpKind, sim};
+use kvhoist::io::OpKind;
+use kvhoist_simulation::sim;
 
 /// When a call's future is dropped: after so many polls.
 #[derive(Debug, Clone, Copy, Arbitrary)]

@@ -3,7 +3,8 @@
 
 use std::{cell::RefCell, collections::BTreeMap, rc::Rc};
 
-use kvhoist::{Config, sim};
+use kvhoist::Config;
+use kvhoist_simulation::sim;
 
 /// Payloads of all blocks.
 type Payloads = Rc<[Rc<[u8]>]>;

@@ -3,11 +3,8 @@
 
 use std::{future::Future, time::Duration};
 
-use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Error,
-    io::FileId,
-    sim::{self, CopyOptions, Reactor, Sim, SimCopy, SimOptions, Simulated, World},
-};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, io::FileId};
+use kvhoist_simulation::sim::{self, CopyOptions, Reactor, Sim, SimCopy, SimOptions, Simulated, World};
 
 pub const BLOCK_BYTES: usize = 4096;
 pub const DEADLINE: Duration = Duration::from_millis(400);

@@ -2,11 +2,12 @@
 
 use std::io;
 
-use super::{SimOptions, rng::Rng};
-use crate::{
-    io::uring::table::{Entry, Pinner},
-    memory::Lent,
+use kvhoist::{
+    io::Lent,
+    seams::{Entry, Pinner},
 };
+
+use super::{SimOptions, rng::Rng};
 
 /// The buffers that the simulated kernel has pinned.
 pub(super) struct Pins {
@@ -38,7 +39,7 @@ impl Pins {
 
 impl Pinner for Pins {
     fn pin(&mut self, entries: &[Entry]) -> io::Result<()> {
-        let bytes: u64 = entries.iter().map(|entry| entry.len() as u64).sum();
+        let bytes: u64 = entries.iter().map(|entry| entry.bytes() as u64).sum();
         if bytes > self.bytes_max || self.rng.chance(self.refusals) {
             self.refused += 1;
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));

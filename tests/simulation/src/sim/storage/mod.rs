@@ -26,16 +26,12 @@ pub use rng::Rng;
 
 use std::{any::Any, cell::RefCell, io, ptr::NonNull, rc::Rc, sync::Arc};
 
+use kvhoist::{
+    io::{FileId, Lent, OpKind, Storage},
+    seams::{Entry, Table},
+};
 use tokio::sync::oneshot;
 
-use super::{
-    Storage, memlock,
-    uring::table::{Entry, Table},
-};
-use crate::{
-    block::{FileId, OpKind},
-    memory::Lent,
-};
 use state::{Plan, State};
 
 /// A simulated storage and the handle to script it by; clones share everything.
@@ -174,7 +170,7 @@ impl Sim {
     /// Has the kernel pin the memory of a cache that opens the files, and nothing else.
     ///
     /// # Safety
-    /// As [`Uring::new`](crate::io::uring::Uring::new).
+    /// As [`Uring::new`](kvhoist::io::uring::Uring::new).
     pub(crate) unsafe fn pin_arena(
         &self,
         chunks: &[(NonNull<u8>, usize)],
@@ -266,8 +262,7 @@ impl Storage for Sim {
         match self.0.borrow_mut().table.add(start.as_ptr(), len) {
             Ok(first) => Some(first),
             Err(error) => {
-                let refusal = memlock::Refusal { wanted_bytes: len as u64, error: &error };
-                tracing::debug!("{refusal}");
+                tracing::debug!(%error, "memory is not registered");
                 None
             }
         }

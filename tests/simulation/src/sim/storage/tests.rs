@@ -2,12 +2,9 @@
 
 use std::{future::poll_fn, pin::pin, ptr::NonNull, sync::Arc, task::Poll, time::Duration};
 
+use kvhoist::io::{AlignedBuf, IO_ALIGN, read_full, write_full};
+
 use super::*;
-use crate::{
-    block::IO_ALIGN,
-    io::{read_full, write_full},
-    memory::AlignedBuf,
-};
 
 const FILE: FileId = FileId(0);
 
@@ -26,9 +23,7 @@ fn sim(options: SimOptions) -> Sim {
 }
 
 fn filled(byte: u8, len: usize) -> Lent {
-    let mut buf = AlignedBuf::zeroed(len);
-    buf.fill(byte);
-    buf.lend()
+    shifted(byte, 0, len)
 }
 
 /// Memory that begins `shift` bytes into a page.
@@ -121,7 +116,7 @@ fn scripted_faults_hit_the_operation_they_name() {
         sim.script_next(OpKind::Read, Fault::BitFlip);
         let (result, buf) = sim.read(FILE, 0, filled(0, IO_ALIGN)).await;
         assert_eq!(result.expect("it says"), IO_ALIGN);
-        let wrong_bits: u32 = AlignedBuf::from_lent(buf).iter().map(|byte| (byte ^ 2).count_ones()).sum();
+        let wrong_bits: u32 = state::bytes_of(&buf).iter().map(|byte| (byte ^ 2).count_ones()).sum();
         assert_eq!(wrong_bits, 1);
 
         sim.script_next(OpKind::Write, Fault::Error(libc::ENOSPC));
@@ -178,7 +173,7 @@ fn short_transfers_are_short_and_resumed() {
         result.expect("resumed");
         let (result, buf) = read_full(&sim, FILE, 0, buf).await;
         result.expect("resumed");
-        assert!(AlignedBuf::from_lent(buf).iter().all(|byte| *byte == 7));
+        assert!(state::bytes_of(&buf).iter().all(|byte| *byte == 7));
         assert_eq!(sim.counts().started, [2, 2, 0]);
         assert_eq!(sim.log()[2].offset, IO_ALIGN as u64, "from the last boundary");
     });
@@ -280,7 +275,7 @@ fn memory_under_a_read_is_garbage_until_it_is_done() {
         assert_eq!(unsafe { ptr.read() }, 0xdb);
         let (result, buf) = read.await;
         assert_eq!(result.expect("read"), IO_ALIGN);
-        assert_eq!(AlignedBuf::from_lent(buf)[0], 1);
+        assert_eq!(state::bytes_of(&buf)[0], 1);
     });
 }
 

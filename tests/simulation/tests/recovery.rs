@@ -4,18 +4,21 @@ use std::{future::Future, time::Instant};
 
 use proptest::prelude::*;
 
-use super::*;
-use crate::{
-    block::{BlockKey, OpKind},
-    config::DiskPath,
-    disk::format::{
-        RECORD_BYTES,
-        record::{Record, RecordSeal},
-        stripe::PageId,
-        superblock::SuperblockPair,
+use kvhoist::{
+    BlockKey, Config, DiskPath, Result,
+    disk::{
+        Counts, DiskSlots, Member, PageId, Recovered, RecoveredRecord,
+        format::{
+            HEAD_BYTES, PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
+            record::{Record, RecordSeal},
+            stripe::Stripe,
+            superblock::{SEQUENCE_MAX, State, Superblock, SuperblockPair},
+        },
+        recovery,
     },
-    io::sim::{Fault, Memory, Rng, Sim, SimOptions},
+    io::{OpKind, Storage},
 };
+use kvhoist_simulation::sim::{Fault, Memory, Rng, Sim, SimOptions};
 
 const UUID: [u8; 16] = [5; 16];
 
@@ -83,14 +86,14 @@ fn enter(records: &mut Vec<RecoveredRecord>) -> impl FnMut(&mut DiskSlots, &[Rec
 
 /// Opens a store and ignores its records.
 async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<Recovered> {
-    super::open(storage, members, config, uuid, &mut |_, _| ()).await
+    recovery::open(storage, members, config, uuid, &mut |_, _| ()).await
 }
 
 fn recovered(config: &Config, files: Vec<Vec<u8>>) -> (Recovered, Vec<RecoveredRecord>) {
     let (storage, mut records) = (Memory::new(files), Vec::new());
     let opening = async {
         let mut take = enter(&mut records);
-        super::open(&storage, &members(config, true), config, [0xFF; 16], &mut take).await
+        recovery::open(&storage, &members(config, true), config, [0xFF; 16], &mut take).await
     };
     let store = block_on(opening).expect("a store");
     store.slots.validate().expect("valid");
@@ -329,22 +332,6 @@ fn a_million_records() {
     let stripe = Stripe::new(&config);
     let mut files = created(&config);
     (0..1_000_000).for_each(|slot| put_record(&mut files, &stripe, slot, &record(slot)));
-    for _ in 0..3 {
-        let start = cpu_ms();
-        let take = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
-            page.iter().for_each(|r| slots.restore(r.slot, r.slot, r.checksum, r.generation));
-        };
-        let mut collector = Collector::new(stripe.clone(), UUID, true, take);
-        let mut page = (0..).map(PageId);
-        for file in &files {
-            let (pages, _) = file[HEAD_BYTES..].as_chunks::<PAGE_BYTES>();
-            pages.iter().zip(&mut page).for_each(|(bytes, page)| assert!(collector.page(page, bytes).is_continue()));
-        }
-        let store = collector.finish();
-        let parsed = cpu_ms() - start;
-        assert_eq!((store.counts.valid, store.slots.full_count()), (1_000_000, 1_000_000));
-        eprintln!("1 M records, CPU: {parsed:.1} ms to parse and enter in the slot table");
-    }
     let (storage, members) = (Memory::new(files), members(&config, true));
     for _ in 0..3 {
         let (start, wall) = (cpu_ms(), Instant::now());

@@ -2,8 +2,9 @@
 
 use std::{collections::BTreeMap, ops::RangeInclusive, time::Duration};
 
+use kvhoist::io::{IO_ALIGN, OpKind};
+
 use super::{SECTOR_BYTES, rng::Rng};
-use crate::block::{IO_ALIGN, OpKind};
 
 /// How the simulated storage behaves. The default is slow and free of faults.
 #[derive(Debug, Clone)]

@@ -1,9 +1,9 @@
 //! What `sync` has answered for survives a power cut, whatever else was writing.
-#![cfg(feature = "sim")]
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Config, DiskPath, Error, WritePolicy, sim};
+use kvhoist::{BlockKey, Config, DiskPath, Error, WritePolicy};
+use kvhoist_simulation::sim;
 
 fn config(waiters_max: u32) -> Config {
     Config::default()

@@ -1,8 +1,9 @@
 //! A whole cache in simulation: the same code as in production over a simulated disk and a simulated copy engine, on
-//! the caller's own thread, in virtual time. Behind the feature `sim`; for tests.
+//! the caller's own thread, in virtual time.
 //!
 //! ```
-//! use kvhoist::{BlockKey, Config, DiskPath, sim};
+//! use kvhoist::{BlockKey, Config, DiskPath};
+//! use kvhoist_simulation::sim;
 //!
 //! let disks = vec![DiskPath::with_blocks("simulated", 16)];
 //! let config = Config::default().block_bytes(4096).host_blocks(4).disks(disks);
@@ -23,6 +24,12 @@
 //! The same seeds and the same calls in the same order give the same run: the thread is one, time is virtual, and
 //! neither the index nor the movements take chance from anywhere else.
 
+mod copy;
+mod storage;
+
+pub use copy::{CopyCounts, CopyOptions, SimCopy};
+pub use storage::{Counts, Event, Fault, FaultKind, FaultRates, LogEntry, Memory, Rng, SECTOR_BYTES, Sim, SimOptions};
+
 use std::{
     any::Any,
     cell::{Cell, RefCell},
@@ -32,30 +39,18 @@ use std::{
     time::Duration,
 };
 
-use tokio::{sync::Notify, task::LocalSet};
-
-pub use crate::{
-    device::sim::{CopyCounts, CopyOptions, SimCopy},
-    io::sim::{Counts, Event, Fault, FaultKind, FaultRates, LogEntry, Rng, SECTOR_BYTES, Sim, SimOptions},
-};
-
-use super::{
-    Cache,
-    open::{Parts, Started, assemble, tell_end},
-};
-use crate::{
-    config::Config,
+use kvhoist::{
+    Cache, Config, Error, Result,
     disk::{
         Member,
         format::{TABLE_OFFSET, stripe::Stripe},
     },
-    error::{Error, Result},
-    io::sim::Locked,
+    io::FileId,
     memory::Arena,
-    metrics::{Count, Metrics},
-    mover::Mover,
-    workers::Workers,
+    seams::{self, Balance, Draw},
 };
+use storage::Locked;
+use tokio::{sync::Notify, task::LocalSet};
 
 /// What a simulated cache stands on. Clones share everything.
 #[derive(Clone)]
@@ -106,17 +101,6 @@ pub fn block_on<F: Future>(future: F) -> F::Output {
     LocalSet::new().block_on(&runtime, future)
 }
 
-/// True while this thread holds the index lock of some cache. For subscribers that check that nothing is logged then:
-/// every caller of the cache would wait for the log.
-pub fn holds_lock() -> bool {
-    crate::state::holds_lock()
-}
-
-/// How many index locks this thread has taken so far.
-pub fn locks_taken() -> u64 {
-    crate::state::locks_taken()
-}
-
 /// A simulated cache, and its reactor.
 pub struct Simulated {
     /// The cache, as any other.
@@ -145,35 +129,24 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     let keep_alive: Arc<dyn Any + Send + Sync> = Arc::clone(&arena) as _;
     // SAFETY: the chunks are the arena's for all its life, and the arena is what is kept.
     let registered = unsafe { world.storage.pin_arena(arena.chunks(), &keep_alive) };
-    let mut uuid = [0; 16];
-    uuid[..8].copy_from_slice(&world.seed.to_le_bytes());
-    let metrics = Metrics::new();
-    let parts = Parts {
+    let parts = seams::World {
         storage: world.storage.clone(),
         copy: world.copy.clone(),
-        workers: workers(world.seed, &metrics.work_done),
-        device: super::device::simulated(&config)?,
-        gpu: None,
-        gdr: None,
-        metrics,
+        work: work(world.seed),
         members: members(&config, &world.storage),
-        direct_io: true,
         memory_align_bytes: world.storage.memory_align_bytes(),
         registered,
-        uuid,
         seed: world.seed,
     };
-    let Started { cache, mover, commands, urgent, end: told } = assemble(config, arena, parts).await?;
+    let (cache, running) = seams::open(config, arena, parts).await?;
     let end = Rc::new(End::default());
-    let reactor = Reactor { mover: Rc::clone(&mover), world: world.clone(), end: Rc::clone(&end) };
+    let reactor = Reactor { balance: running.balance(), world: world.clone(), end: Rc::clone(&end) };
     let world = world.clone();
-    tokio::task::spawn_local(async move {
-        let result = mover.run(commands, urgent).await;
+    tokio::task::spawn_local(running.run(async move {
         quiet(&world).await;
         drop(locked);
         end.reached();
-        tell_end(&told, result);
-    });
+    }));
     Ok(Simulated { cache, reactor })
 }
 
@@ -198,20 +171,20 @@ async fn lock(config: &Config, storage: &Sim) -> Result<Option<Locked>> {
 }
 
 /// Workers whose work takes up to 300 us, and is lost once in 64; none in one world of four.
-fn workers(seed: u64, done: &Arc<Count>) -> Rc<Workers> {
+fn work(seed: u64) -> Option<Draw> {
     let rng = RefCell::new(Rng::new(seed.rotate_left(32)));
     if rng.borrow_mut().below(4) == 0 {
-        return Workers::none();
+        return None;
     }
-    Workers::simulated(Arc::clone(done), move || {
+    Some(Box::new(move || {
         let mut rng = rng.borrow_mut();
         (rng.below(64) > 0).then(|| Duration::from_micros(rng.below(300)))
-    })
+    }))
 }
 
 fn members(config: &Config, storage: &Sim) -> Vec<Member> {
     let stripe = Stripe::new(config);
-    let files = (0..).map(crate::block::FileId).zip(&config.disk.paths).zip(stripe.members());
+    let files = (0..).map(FileId).zip(&config.disk.paths).zip(stripe.members());
     files
         .map(|((file, disk), geometry)| Member {
             path: disk.path.clone(),
@@ -245,7 +218,7 @@ impl End {
 
 /// The reactor's side of a simulated cache.
 pub struct Reactor {
-    mover: Rc<Mover<Sim, SimCopy>>,
+    balance: Balance<Sim, SimCopy>,
     world: World,
     end: Rc<End>,
 }
@@ -292,16 +265,6 @@ impl Reactor {
         if io > 0 || copies > 0 {
             return Err(format!("{io} operations and {copies} copies are in flight"));
         }
-        self.mover.check_balance()
-    }
-}
-
-impl Cache {
-    /// Checks a cache at rest, as [`Reactor::check_balance`] does, without what only the reactor knows.
-    ///
-    /// # Errors
-    /// The first that does not hold, in words.
-    pub fn check_balance(&self) -> std::result::Result<(), String> {
-        self.shared().check_balance()
+        self.balance.check()
     }
 }

@@ -1,13 +1,13 @@
-//! Files in memory, answered at once.
+//! Files in memory, read and written at once.
 
 use std::{cell::RefCell, io};
 
-use crate::{block::FileId, io::Storage, memory::Lent};
+use kvhoist::io::{FileId, Lent, Storage};
 
 /// A storage without time or faults, for code that only reads and writes.
 ///
 /// # Panics
-/// Where a file is not there, or is shorter than what is asked for.
+/// If a file does not exist, or ends before the range.
 #[derive(Debug)]
 pub struct Memory(RefCell<Vec<Vec<u8>>>);
 
@@ -22,7 +22,7 @@ impl Memory {
         self.0.borrow().clone()
     }
 
-    /// The same, at its end.
+    /// Ends the storage and returns its files.
     pub fn into_files(self) -> Vec<Vec<u8>> {
         self.0.into_inner()
     }

@@ -2,6 +2,10 @@
 
 use std::{collections::BTreeMap, io, time::Duration};
 
+use kvhoist::{
+    io::{FileId, IO_ALIGN, Lent, OpKind},
+    seams::Table,
+};
 use tokio::{sync::oneshot, time::Instant};
 
 use super::{
@@ -11,11 +15,6 @@ use super::{
     log::{Counts, Event, Log, LogEntry},
     pins::Pins,
     rng::Rng,
-};
-use crate::{
-    block::{FileId, IO_ALIGN, OpKind},
-    io::{check_offset, no_such_file, uring::table::Table},
-    memory::Lent,
 };
 
 /// What memory under a read holds until the read is done.
@@ -141,10 +140,7 @@ impl State {
     /// Admits an operation and decides its fate.
     pub(super) fn start(&mut self, kind: OpKind, file: FileId, offset: u64, buf: Option<&Lent>) -> io::Result<Plan> {
         let len = buf.map_or(0, Lent::len);
-        check_offset(offset, len)?;
-        if usize::from(file.0) >= self.disks.len() {
-            return Err(no_such_file(file, self.disks.len()));
-        }
+        check_place(file, offset, len, self.disks.len())?;
         self.check_aligned(offset, buf)?;
 
         let nth = self.counts.started[kind as usize];
@@ -321,13 +317,23 @@ fn writes_in_flight(in_flight: &BTreeMap<u64, InFlight>, file: usize, end_max: u
     in_flight.values().filter(of_file).map(|op| (op.offset as usize, &op.data[..])).collect()
 }
 
+/// Refuses what no engine accepts: offsets past the largest one of a file, and files that do not exist.
+fn check_place(file: FileId, offset: u64, len: usize, files: usize) -> io::Result<()> {
+    let end = offset.checked_add(len as u64).and_then(|end| i64::try_from(end).ok());
+    if end.is_none() || usize::from(file.0) >= files {
+        let text = format!("{len} bytes at offset {offset} of file {} of {files}", file.0);
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, text));
+    }
+    Ok(())
+}
+
 fn fill(buf: &Lent, byte: u8) {
     // SAFETY: the `Lent` says that the range is mapped and, lent to a read, accessed by us alone.
     unsafe { buf.as_ptr().write_bytes(byte, buf.len()) }
 }
 
 /// What a write writes.
-fn bytes_of(buf: &Lent) -> &[u8] {
+pub(super) fn bytes_of(buf: &Lent) -> &[u8] {
     // SAFETY: the `Lent` says that the range is mapped and that nothing else writes to it; `Lent`s are
     // made from initialized memory.
     unsafe { std::slice::from_raw_parts(buf.as_ptr(), buf.len()) }

@@ -1,20 +1,20 @@
 //! A simulated copy engine: virtual time, failures by chance from one seed.
 //!
-//! The counterpart of [`io::sim`](crate::io::sim) for copies. It runs in a current-thread tokio runtime with a paused
+//! It runs in a current-thread tokio runtime with a paused
 //! clock, inside a `LocalSet`. Every batch is a local task, so that it continues when its future is dropped, as
 //! hardware does. It checks the contract of [`CopyBatch`]: destinations are filled with garbage until the copy is done,
 //! and a copy panics if its source changed while it was in flight.
 
 use std::{cell::RefCell, ops::RangeInclusive, rc::Rc, time::Duration};
 
+use kvhoist::{
+    Error, Result,
+    checksum::Digest,
+    device::{CopyBatch, CopyEngine, Memcpy},
+};
 use tokio::sync::oneshot;
 
-use super::{CopyBatch, CopyEngine, Memcpy};
-use crate::{
-    checksum::Digest,
-    error::{Error, Result},
-    io::sim::Rng,
-};
+use super::Rng;
 
 /// Content of a destination until the copy is done, and after a failed copy.
 const GARBAGE: u8 = 0xdc;

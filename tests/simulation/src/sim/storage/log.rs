@@ -2,8 +2,9 @@
 
 use std::{collections::VecDeque, time::Duration};
 
+use kvhoist::io::{FileId, OpKind};
+
 use super::FaultKind;
-use crate::block::{FileId, OpKind};
 
 /// One completed or started operation.
 #[derive(Debug, Clone, PartialEq, Eq)]

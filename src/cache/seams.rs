@@ -1,0 +1,137 @@
+//! What tests open a cache with: storage, copies and workers of their own.
+//!
+//! The simulation (`tests/simulation`) runs the cache, the reactor and recovery of production over these. Behind the
+//! feature `sim`, hidden, and not part of the public interface: any version may change it.
+
+use std::{future::Future, rc::Rc, sync::Arc, time::Duration};
+
+use tokio::sync::mpsc;
+
+pub use crate::{
+    io::uring::table::{Entry, Pinner, Table},
+    state::{holds_lock, locks_taken},
+};
+
+use super::{
+    Cache,
+    open::{End, Parts, Started, assemble, tell_end},
+};
+use crate::{
+    config::Config,
+    device::CopyEngine,
+    disk::Member,
+    error::Result,
+    io::Storage,
+    memory::Arena,
+    metrics::Metrics,
+    mover::{Command, Mover, Urgent},
+    workers::Workers,
+};
+
+/// Returns how long a piece of work takes, or `None` if the worker loses it.
+pub type Draw = Box<dyn Fn() -> Option<Duration>>;
+
+/// What a cache is opened over.
+pub struct World<S, C> {
+    /// The files of the disk tier.
+    pub storage: S,
+    /// The engine that copies between host and device memory.
+    pub copy: C,
+    /// How long the work of workers takes. `None`: there are no workers.
+    pub work: Option<Draw>,
+    /// The files of `storage`, in its order.
+    pub members: Vec<Member>,
+    /// What addresses of reads and writes must be multiples of.
+    pub memory_align_bytes: usize,
+    /// Whether the arena is registered with `storage`.
+    pub registered: bool,
+    /// Seeds the hash of the index and the id of a new store.
+    pub seed: u64,
+}
+
+/// Opens a cache over `world`. It makes progress while [`Reactor::run`] is polled, on the same thread.
+///
+/// # Errors
+/// As [`Cache::open`].
+pub async fn open<S: Storage, C: CopyEngine>(
+    config: Config,
+    arena: Arc<Arena>,
+    world: World<S, C>,
+) -> Result<(Cache, Reactor<S, C>)> {
+    let World { storage, copy, work, members, memory_align_bytes, registered, seed } = world;
+    let metrics = Metrics::new();
+    let mut uuid = [0; 16];
+    uuid[..8].copy_from_slice(&seed.to_le_bytes());
+    let parts = Parts {
+        storage,
+        copy,
+        workers: match work {
+            Some(draw) => Workers::simulated(Arc::clone(&metrics.work_done), draw),
+            None => Workers::none(),
+        },
+        device: super::device::simulated(&config)?,
+        gpu: None,
+        gdr: None,
+        metrics,
+        members,
+        direct_io: true,
+        memory_align_bytes,
+        registered,
+        uuid,
+        seed,
+    };
+    let Started { cache, mover, commands, urgent, end } = assemble(config, arena, parts).await?;
+    Ok((cache, Reactor { balance: Balance(mover), commands, urgent, end }))
+}
+
+/// The reactor of a cache, to be run.
+pub struct Reactor<S, C> {
+    balance: Balance<S, C>,
+    commands: mpsc::Receiver<Command>,
+    urgent: mpsc::UnboundedReceiver<Urgent>,
+    end: End,
+}
+
+impl<S: Storage, C: CopyEngine> Reactor<S, C> {
+    /// Checks the balance, also while the reactor runs and after it has ended.
+    pub fn balance(&self) -> Balance<S, C> {
+        self.balance.clone()
+    }
+
+    /// Serves the cache until it is closed or dropped, waits for `quiet`, and then answers the callers of
+    /// [`Cache::close`].
+    pub async fn run(self, quiet: impl Future<Output = ()>) {
+        let result = self.balance.0.run(self.commands, self.urgent).await;
+        quiet.await;
+        tell_end(&self.end, result);
+    }
+}
+
+/// Checks whether the slots, pins and budgets of a cache add up.
+pub struct Balance<S, C>(Rc<Mover<S, C>>);
+
+impl<S, C> Clone for Balance<S, C> {
+    fn clone(&self) -> Self {
+        Balance(Rc::clone(&self.0))
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Balance<S, C> {
+    /// Checks a cache at rest: every slot of every tier is free, full or quarantined, and only one of these; nothing is
+    /// pinned, being filled, in flight or waited for; the byte budgets are whole; the dirty blocks are those to be
+    /// written; host memory holds what was published.
+    ///
+    /// # Errors
+    /// The first of these that does not hold.
+    pub fn check(&self) -> std::result::Result<(), String> {
+        self.0.check_balance()
+    }
+}
+
+/// Checks a cache at rest as [`Balance::check`] does, without the reactor's side.
+///
+/// # Errors
+/// The first condition that does not hold.
+pub fn check_balance(cache: &Cache) -> std::result::Result<(), String> {
+    cache.shared().check_balance()
+}
