@@ -12,6 +12,7 @@ from html import escape
 
 WIDTH, HEIGHT, LEFT, TOP, GAP, LEGEND = 300, 200, 50, 40, 70, 20
 COLORS = ["#777777", "#bbbbbb", "#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#17becf"]
+COLORS += ["#bcbd22", "#000000", "#4b0082", "#556b2f"]
 BENCHES = ["load", "store", "fetch"]
 
 

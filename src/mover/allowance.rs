@@ -1,15 +1,15 @@
 //! The budget of writes to the disk tier: a bucket that fills evenly and holds a tenth of an hour's writes.
 //!
-//! Over any time `t` no more goes out than `t` brings in and the bucket holds. So that it does not run dry, which would
-//! cut chains where it happens to, chains in their first use are taken by a coin: the share that is taken follows what
-//! was offered and what the budget allowed of late, and the level of the bucket.
+//! Over any time `t` no more is written than comes in during `t` and the bucket holds. An empty bucket would cut chains
+//! anywhere; to avoid that, chains in their first use are taken by a random draw: the share taken follows the recent
+//! demand, the budget, and the level of the bucket.
 
 use std::time::Duration;
 
 const HOUR: f64 = 3600.0;
 /// The share of an hour's writes that the bucket holds.
 const SAVED: f64 = 0.1;
-/// For how long what was offered counts, seconds.
+/// Time for which demand counts, in seconds.
 const MEMORY: f64 = 600.0;
 
 /// How many blocks may be written. All counts are of blocks.
@@ -17,7 +17,7 @@ pub(super) struct Allowance {
     a_second: f64,
     room: f64,
     level: f64,
-    /// When the level was right.
+    /// Time at which the level was computed.
     at: Duration,
     /// The share of chains in their first use that is taken.
     share: f64,
@@ -28,16 +28,16 @@ pub(super) struct Allowance {
 }
 
 impl Allowance {
-    /// Of so many bytes a day, where a write of a block comes to `written_bytes`.
+    /// An allowance of so many bytes a day, if the write of a block takes `written_bytes`.
     pub(super) fn new(bytes_a_day: u64, written_bytes: u64) -> Self {
         let a_second = bytes_a_day as f64 / (24.0 * HOUR) / written_bytes.max(1) as f64;
         let room = a_second * HOUR * SAVED;
-        // Empty: who starts often must not write more for it.
+        // Empty: frequent restarts must not allow more writes.
         Allowance { a_second, room, level: 0.0, at: Duration::ZERO, share: 1.0, first: 0.0, again: 0.0, seconds: 0.0 }
     }
 
-    /// How many of the `blocks` unwritten ones of a chain are taken, from its top. `now`: a time since any fixed one.
-    /// `again`: its last block is not in its first use. `coin`: the chain's.
+    /// How many of the unwritten `blocks` of a chain are taken, from its top. `now`: time since any fixed instant.
+    /// `again`: its last block is not in its first use. `coin`: the chain's random draw.
     pub(super) fn admit(&mut self, now: Duration, again: bool, coin: f64, blocks: usize) -> usize {
         self.pass(now);
         let taken = again || coin < self.share;

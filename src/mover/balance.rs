@@ -1,4 +1,4 @@
-//! The balance of a cache at rest: every slot accounted for, nothing held, nothing under way.
+//! The balance of a cache at rest: every slot accounted for, nothing held, nothing in flight.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,7 @@ macro_rules! ensure {
 }
 
 impl Shared {
-    /// Checks what must hold while no call and no movement is under way and no lease, reservation or device lease is
+    /// Checks what must hold while no call and no movement is in flight and no lease, reservation or device lease is
     /// alive; the error says what does not.
     pub(crate) fn check_balance(&self) -> Result<(), String> {
         let state = self.lock();
@@ -73,7 +73,7 @@ impl Shared {
         Ok(())
     }
 
-    /// What is to be written is what the index says is dirty.
+    /// The blocks to be written are those that are dirty in the index.
     fn check_dirty(&self, state: &State) -> Result<(), String> {
         let copies = state.index.copies(Tier::Host);
         let dirty = copies.filter(|(id, _)| state.index.is_dirty(*id, Tier::Host)).count();
@@ -85,7 +85,7 @@ impl Shared {
         Ok(())
     }
 
-    /// Every block of the host tier is what was published there.
+    /// Every block of the host tier has the bytes that were published.
     fn check_host_bytes(&self, state: &State) -> Result<(), String> {
         for (id, slot) in state.index.copies(Tier::Host) {
             // SAFETY: the slot is full and the lock is held, so nobody writes to it: the index gives no slot away
@@ -99,7 +99,7 @@ impl Shared {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Checks what must hold on the reactor's side while nothing is under way.
+    /// Checks what must hold on the reactor's side while nothing is in flight.
     pub(crate) fn check_balance(&self) -> Result<(), String> {
         for kind in [Kind::Read, Kind::Write] {
             let bytes = self.budget.in_flight(kind);

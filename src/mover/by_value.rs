@@ -1,9 +1,8 @@
 //! Deciding which blocks of host memory are worth a write to disk.
 //!
 //! A block is decided on when host memory lets it go: the coldest one that is not on disk, or all of them at a `sync`
-//! or the close. What is worth a write goes to the disk after the blocks above it in its chain that are not there: a
-//! suffix without its prefix is useless. What is not may be evicted; where it is used before that, it is decided on
-//! anew.
+//! or the close. A block worth a write is written after the unwritten blocks above it in its chain, because a suffix
+//! without its prefix is useless. Any other block may be evicted; a use before that makes it undecided again.
 
 use std::{collections::BTreeSet, rc::Rc};
 
@@ -23,8 +22,8 @@ const AT_ONCE: usize = 16;
 const CHAIN_MAX: usize = 1024;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Begins the write of the next block that is worth one, after deciding on as many as that takes. `None` where it
-    /// is not time for a write, and where the last one could not begin.
+    /// Begins the write of the next block that is worth one, after deciding on as many as that takes. `None` if it is
+    /// not time for a write, or if the last write could not begin.
     pub(super) async fn next_by_value(&self) -> Option<PendingWrite> {
         loop {
             {
@@ -36,7 +35,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                         None => is_refused = true,
                     }
                 }
-                // It is dirty still, and would be decided on again and again.
+                // It is still dirty, and would be decided on again and again.
                 if is_refused {
                     return None;
                 }
@@ -48,8 +47,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Decides on the coldest blocks of host memory, while it is time for that and until one is to be written: true if
-    /// one is.
+    /// Decides on the coldest blocks of host memory while it is time for that, until one must be written; true if one
+    /// must be.
     async fn decide_coldest(&self) -> bool {
         loop {
             for _ in 0..AT_ONCE {
@@ -64,8 +63,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Decides on every block of host memory that is not on disk and was not decided on, the coldest first. Gives all
-    /// that are to be written.
+    /// Decides on every block of host memory that is not on disk and was not decided on, the coldest first. Returns all
+    /// that must be written.
     pub(super) async fn decide_all(self: &Rc<Self>) -> BTreeSet<BlockKey> {
         let (mut wanted, mut undecided) = {
             let state = self.shared.lock();
@@ -94,7 +93,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         wanted
     }
 
-    /// Decides on a block that is not on disk. Gives what of its chain is to be written: it is dirty and
+    /// Decides on a block that is not on disk. Returns the blocks of its chain that must be written: they are dirty and
     /// [leaving](State).
     fn decide(&self, state: &mut State, id: EntryId, key: BlockKey) -> Vec<BlockKey> {
         let shared = &self.shared;
@@ -104,13 +103,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         chain.retain(|&above| !state.flights.contains(&state.index.key(above), Tier::Disk));
         let [by_value, by_budget] = &shared.metrics.writes_declined;
         let taken = match &self.allowance {
-            // Its chain is over: nothing that it can tell of its like is needed, either.
+            // Its chain is over, and it says nothing about other blocks of its class.
             _ if state.index.is_released(id) => {
                 by_value.add(1);
                 shared.decline_write(state, id, &key);
                 return Vec::new();
             }
-            // Whatever its like do, what was used again was asked for again.
+            // Whatever happens to its class, this block was used again.
             Some(allowance) if worth.is_enough || worth.again => {
                 let mut allowance = allowance.borrow_mut();
                 let taken = allowance.admit(self.opened.elapsed(), worth.again, worth.coin, chain.len());

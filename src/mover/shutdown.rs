@@ -1,4 +1,4 @@
-//! The ordered end: no new work, finish what is under way, write what is dirty, flush.
+//! The ordered end: no new work, finish movements in flight, write dirty blocks, flush.
 
 use std::rc::Rc;
 
@@ -7,7 +7,7 @@ use tokio::sync::mpsc;
 use super::{Mover, Urgent};
 use crate::{device::CopyEngine, disk::PageId, error::Result, io::Storage};
 
-/// How often the end syncs where the deadline passes each time.
+/// Number of syncs at the end if each of them passes the deadline.
 const SYNCS_MAX: u32 = 8;
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -16,8 +16,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.close();
         let refusals = self.shared.begin_report();
         self.shared.give_up_all_unverified();
-        // A flight that has begun is under way, in the channel, about to be sent by its caller, or its block is being
-        // verified by a caller.
+        // A flight that has begun has its movement in flight or in the channel, or its caller is about to send it, or a
+        // caller verifies its block.
         while self.active.get() > 0 || self.shared.lock().flights.len() > 0 {
             tokio::select! {
                 biased;
@@ -30,7 +30,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Ok(());
         }
         self.close_direct().await;
-        // The use order of this run is what the next one starts from.
+        // The next run starts with the use order of this one.
         if let Some(slots) = &mut self.shared.lock().disk {
             for page in 0..slots.stripe().pages() {
                 slots.mark_stale(PageId(page));
@@ -44,7 +44,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if !matches!(&result, Err(error) if error.is_transient()) {
                 break;
             }
-            // The deadline has passed for what a sync waits for, and not for this: by now it has ended, unflushed.
+            // The deadline has passed for the writes that the sync waits for, and not for this: they have ended by now,
+            // unflushed.
             result = self.sync().await;
         }
         while self.active.get() > 0 {

@@ -1,8 +1,7 @@
-//! Polling before sleeping. A thread that sleeps must be woken, which takes some microseconds on bare metal and many
-//! more where an idle virtual processor has to be brought back; for as long as
-//! [`Config::spin_us`](crate::Config::spin_us) says the reactor looks for work instead, and while a movement is under
-//! way it does not sleep at all. The one place on the reactor that looks at the machine's clock: in virtual time, which
-//! stands still meanwhile, nothing spins.
+//! Polling before sleeping. Waking a sleeping thread takes some microseconds on bare metal, and many more on an idle
+//! virtual processor. For [`Config::spin_us`](crate::Config::spin_us) microseconds the reactor polls for work instead,
+//! and while a movement is in flight it does not sleep at all. This is the only place on the reactor that reads the
+//! machine's clock. Virtual time stands still during a poll, so nothing spins there.
 
 use std::{
     rc::Rc,
@@ -13,8 +12,7 @@ use super::Mover;
 use crate::{device::CopyEngine, io::Storage};
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Keeps the reactor awake while anything is under way, and for a while after. Ends at once where that is not
-    /// wanted.
+    /// Keeps the reactor awake while a movement is in flight, and for a while after. Ends at once if the setting is 0.
     pub(super) async fn spin_loop(self: Rc<Self>) {
         let patience = Duration::from_micros(u64::from(self.shared.config.spin_us));
         while !patience.is_zero() {

@@ -1,7 +1,7 @@
 //! Blocks between disk and a caller's device memory by libcufile, through a device slot.
 //!
-//! libcufile is given the cache's own slots and never the caller's memory: a call that does not return keeps a slot, and
-//! cannot write to memory that its owner uses again. The device copies between slot and caller, and the checksum is
+//! libcufile is given the cache's own slots and never the caller's memory: a call that does not return keeps a slot,
+//! and cannot write to memory that its owner uses again. The device copies between slot and caller, and the checksum is
 //! taken of the slot, so no caller sees bytes that were not verified.
 
 use std::rc::Rc;

@@ -246,8 +246,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(None)
     }
 
-    /// Takes what the write of a block from a caller's memory needs, under one lock if all of it can be had at once, and
-    /// begins the write and its flight. `None` if the block is resident by now, or on its way.
+    /// Takes what the write of a block from a caller's memory needs, under one lock if all of it can be had at once,
+    /// and begins the write and its flight. `None` if the block is resident by now, or on its way.
     pub(super) async fn begin_region_write(
         &self,
         job: &Job,

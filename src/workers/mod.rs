@@ -12,6 +12,7 @@ mod pool;
 mod seat;
 #[cfg(test)]
 mod tests;
+mod waiter;
 
 use std::{
     cell::Cell,
@@ -24,10 +25,11 @@ use std::{
 
 use tokio::{sync::oneshot, task::AbortHandle};
 
-pub(crate) use self::pool::Transferred;
+pub(crate) use self::waiter::Transferred;
 use self::{
-    pool::{Answer, Pool, Waiter},
+    pool::Pool,
     seat::Ringless,
+    waiter::{Answer, Waiter},
 };
 use crate::{
     io::uring::{Lane, Transfer},

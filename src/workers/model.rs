@@ -5,12 +5,12 @@
 
 use std::{collections::VecDeque, fs::File, sync::Arc};
 
-use shuttle::sync::{Condvar, Mutex};
 use tokio::sync::oneshot;
 
 use super::{
-    pool::{Pool, Waiter},
-    seat::{self, Seat},
+    pool::Pool,
+    seat::{Bell, Rung, Seat},
+    waiter::Waiter,
 };
 use crate::{
     block::{FileId, OpKind},
@@ -19,19 +19,9 @@ use crate::{
     memory::AlignedBuf,
 };
 
-/// Wakes a worker.
-pub(super) struct Bell(Arc<(Mutex<bool>, Condvar)>);
-
-impl Bell {
-    pub(super) fn ring(&self) {
-        *self.0.0.lock().expect("nothing panics under it") = true;
-        self.0.1.notify_one();
-    }
-}
-
 /// A ring whose transfers complete while its worker sleeps, or when the checker likes.
 struct Modelled {
-    rung: Arc<(Mutex<bool>, Condvar)>,
+    rung: Rung,
     in_flight: Vec<Completed<Waiter>>,
     completed: VecDeque<Completed<Waiter>>,
 }
@@ -76,8 +66,8 @@ impl Seat for Modelled {
         self.completed.pop_front()
     }
 
-    fn bell(&self) -> seat::Bell {
-        seat::Bell::Modelled(Bell(Arc::clone(&self.rung)))
+    fn bell(&self) -> Bell {
+        Bell::Modelled(Arc::clone(&self.rung))
     }
 
     fn sleep(&mut self) {

@@ -1,18 +1,18 @@
 //! The queue between the reactor and its workers, and the loop of a worker.
 
-use std::{collections::VecDeque, io};
+use std::{collections::VecDeque, sync::Arc};
 
-use tokio::sync::{Notify, oneshot};
+use tokio::sync::Notify;
 
-use super::seat::{Bell, Seat};
+use super::{
+    seat::{Bell, Seat},
+    waiter::{self, Answer, Waiter},
+};
 use crate::{
     block::OpKind,
-    checksum::checksum,
-    io::uring::{Completed, Transfer},
-    memory::Lent,
+    io::uring::Transfer,
     sync::{Mutex, MutexGuard},
 };
-use std::sync::Arc;
 
 /// Queued bytes per awake worker above which another worker is woken: about 30 us of work. Waking a thread costs the
 /// reactor some microseconds, so small blocks wait for a worker that is already awake.
@@ -20,32 +20,6 @@ const WAKE_BYTES: u64 = 256 << 10;
 
 /// A unit of work. Returns what the reactor runs afterwards.
 pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
-
-/// Sends a result, on the reactor.
-pub(super) type Answer = Box<dyn FnOnce() + Send>;
-
-/// A block that a worker has read or written.
-pub(crate) struct Transferred {
-    pub(crate) buf: Lent,
-    /// The checksum of the requested number of bytes, if it was requested.
-    pub(crate) result: io::Result<Option<u64>>,
-}
-
-/// Receiver of a block that is being transferred.
-pub(super) struct Waiter {
-    /// Bytes to checksum: after a read, before a write. 0: none.
-    pub(super) sum_bytes: usize,
-    /// The checksum of a block that is being written.
-    sum: Option<u64>,
-    answer: oneshot::Sender<Transferred>,
-}
-
-impl Waiter {
-    pub(super) fn new(sum_bytes: usize) -> (Waiter, oneshot::Receiver<Transferred>) {
-        let (answer, answered) = oneshot::channel();
-        (Waiter { sum_bytes, sum: None, answer }, answered)
-    }
-}
 
 /// State shared by the reactor and the threads.
 pub(super) struct Pool {
@@ -186,12 +160,12 @@ impl Pool {
                 unsubmitted = false;
             }
             if let Some(ended) = seat.take_completed() {
-                self.answer(answer_to(ended));
+                self.answer(waiter::answer(ended));
             } else if let Some(work) = work {
                 self.answer(work());
             } else if let Some((transfer, waiter)) = unsummed {
-                let sum = Some(checksum_of(&transfer.buf, waiter.sum_bytes));
-                seat.start(transfer, Waiter { sum, ..waiter });
+                let sum = waiter::checksum_of(&transfer.buf, waiter.sum_bytes);
+                seat.start(transfer, waiter.with_sum(sum));
                 unsubmitted = true;
             } else {
                 match self.sleep(worker, seat) {
@@ -256,19 +230,4 @@ impl Pool {
     pub(super) fn asleep(&self) -> usize {
         self.lock().asleep.len()
     }
-}
-
-fn checksum_of(buf: &Lent, bytes: usize) -> u64 {
-    // SAFETY: before a write nothing else writes to the range, and after a read the kernel has filled it: by the
-    // contract of `Lent` it stays so until the buffer is dropped.
-    checksum(unsafe { std::slice::from_raw_parts(buf.as_ptr().cast_const(), bytes.min(buf.len())) })
-}
-
-/// Checksums a block that was read, and returns an answer that sends the result.
-fn answer_to(ended: Completed<Waiter>) -> Answer {
-    let Completed { buf, result, tag: Waiter { sum_bytes, sum, answer } } = ended;
-    let result = result.map(|()| sum.or_else(|| (sum_bytes > 0).then(|| checksum_of(&buf, sum_bytes))));
-    let transferred = Transferred { buf, result };
-    // The movement may be gone.
-    Box::new(move || drop(answer.send(transferred)))
 }

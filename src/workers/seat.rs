@@ -2,7 +2,7 @@
 
 use std::thread::{self, Thread};
 
-use super::pool::Waiter;
+use super::waiter::Waiter;
 use crate::io::uring::{self, Completed, Lane, TRANSFERS_MAX, Transfer};
 
 /// Bytes that a worker has in flight at once, but at least two blocks: enough to keep a few drives busy, and little
@@ -40,9 +40,14 @@ pub(super) trait Seat {
 pub(super) enum Bell {
     Ring(uring::Bell),
     Thread(Thread),
+    /// Wakes a worker of a model.
     #[cfg(test)]
-    Modelled(super::model::Bell),
+    Modelled(Rung),
 }
+
+/// Whether the bell of a model's worker has rung.
+#[cfg(test)]
+pub(super) type Rung = std::sync::Arc<(shuttle::sync::Mutex<bool>, shuttle::sync::Condvar)>;
 
 impl Bell {
     pub(super) fn ring(&self) {
@@ -50,7 +55,10 @@ impl Bell {
             Bell::Ring(bell) => bell.ring(),
             Bell::Thread(thread) => thread.unpark(),
             #[cfg(test)]
-            Bell::Modelled(bell) => bell.ring(),
+            Bell::Modelled(rung) => {
+                *rung.0.lock().expect("nothing panics under it") = true;
+                rung.1.notify_one();
+            }
         }
     }
 }

@@ -28,7 +28,7 @@ pub const TOP: Group = Group {
         ("runtime", "config io memory error"),
         ("config", "block error"),
         ("index", "block bits"),
-        ("workers", "io memory metrics block checksum"),
+        ("workers", "io memory metrics block checksum sync"),
         ("machine", ""),
         ("io", "memory block"),
         ("memory", "block error fork"),

@@ -1,0 +1,54 @@
+//! The waiter for a transfer, and its answer.
+
+use std::io;
+
+use tokio::sync::oneshot;
+
+use crate::{checksum::checksum, io::uring::Completed, memory::Lent};
+
+/// Sends a result, on the reactor.
+pub(super) type Answer = Box<dyn FnOnce() + Send>;
+
+/// A block that a worker has read or written.
+pub(crate) struct Transferred {
+    pub(crate) buf: Lent,
+    /// The checksum of the requested number of bytes, if it was requested.
+    pub(crate) result: io::Result<Option<u64>>,
+}
+
+/// Receiver of a block that is being transferred.
+pub(super) struct Waiter {
+    /// Bytes to checksum: after a read, before a write. 0: none.
+    pub(super) sum_bytes: usize,
+    /// The checksum of a block that is being written.
+    sum: Option<u64>,
+    answer: oneshot::Sender<Transferred>,
+}
+
+impl Waiter {
+    pub(super) fn new(sum_bytes: usize) -> (Waiter, oneshot::Receiver<Transferred>) {
+        let (answer, answered) = oneshot::channel();
+        (Waiter { sum_bytes, sum: None, answer }, answered)
+    }
+
+    /// Notes the checksum of a block that is about to be written.
+    pub(super) fn with_sum(self, sum: u64) -> Waiter {
+        Waiter { sum: Some(sum), ..self }
+    }
+}
+
+/// The checksum of a block before its write or after its read.
+pub(super) fn checksum_of(buf: &Lent, bytes: usize) -> u64 {
+    // SAFETY: before a write nothing else writes to the range, and after a read the kernel has filled it: by the
+    // contract of `Lent` it stays so until the buffer is dropped.
+    checksum(unsafe { std::slice::from_raw_parts(buf.as_ptr().cast_const(), bytes.min(buf.len())) })
+}
+
+/// Checksums a block that was read, and returns an answer that sends the result.
+pub(super) fn answer(ended: Completed<Waiter>) -> Answer {
+    let Completed { buf, result, tag: Waiter { sum_bytes, sum, answer } } = ended;
+    let result = result.map(|()| sum.or_else(|| (sum_bytes > 0).then(|| checksum_of(&buf, sum_bytes))));
+    let transferred = Transferred { buf, result };
+    // The movement may be gone.
+    Box::new(move || drop(answer.send(transferred)))
+}
