@@ -14,7 +14,8 @@ fn child() {
         ["service", ..] => node::run(&words[1..]),
         ["store", socket] => guest::store_all(socket),
         ["load", socket] => guest::load_all(socket),
-        ["busy", socket, seed] => guest::run(socket, seed.parse().expect("a number")),
+        ["busy", socket, seed] => guest::run(socket, seed.parse().expect("a number"), false),
+        ["busy-or-away", socket, seed] => guest::run(socket, seed.parse().expect("a number"), true),
         _ => panic!("{role} is no role"),
     }
 }

@@ -9,11 +9,13 @@ use kvhoist::{
 
 use crate::{
     common::{Rng, key, payload},
-    node::{BLOCK_BYTES, connect, say},
+    node::{BLOCK_BYTES, connect, options, say},
 };
 
 /// Blocks that all clients store and load.
 pub const BLOCKS: u64 = 64;
+/// Blocks behind these, which clients that are killed remove and store anew.
+pub const PASSING_BLOCKS: u64 = 32;
 /// Blocks that fit into a client's pool.
 pub const POOL_BLOCKS: u64 = 16;
 
@@ -91,24 +93,55 @@ pub fn load_all(socket: &str) {
     say("done");
 }
 
-/// The process of a client that does this and that until it is killed.
-pub fn run(socket: &str, seed: u64) {
-    let guest = Guest::new(socket.as_ref());
-    let mut rng = Rng(seed);
-    loop {
-        let count = 1 + rng.below(POOL_BLOCKS);
-        let first = rng.below(BLOCKS - count);
-        say("next");
-        match rng.below(6) {
-            0 | 1 => drop(guest.store(first, count).expect("a service")),
-            2 | 3 => drop(guest.load(first, count).expect("a service")),
-            4 => {
-                let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
-                let region = block_on(guest.client.register(&more)).expect("registered");
-                block_on(guest.client.unregister(&region)).expect("unregistered");
-            }
-            _ => drop(block_on(guest.client.prefetch(&[key(first)])).expect("a service")),
+/// The process of a client that draws its calls from a seed until it is killed. Where `may_be_away`, calls that fail
+/// because the service is away are followed by others.
+pub fn run(socket: &str, seed: u64, may_be_away: bool) {
+    let client = match block_on(Client::connect(socket, options())) {
+        Ok(client) => client,
+        Err(error) => {
+            assert!(may_be_away && is_away(&error), "{error}");
+            return say("next");
         }
+    };
+    let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
+    let checked = |result: Result<()>| match result {
+        Err(error) => assert!(may_be_away && is_away(&error), "{error}"),
+        Ok(()) => {}
+    };
+    let region = loop {
+        match block_on(client.register(&pool)) {
+            Ok(region) => break region,
+            error => checked(error.map(drop)),
+        }
+        say("next");
+    };
+    let (guest, mut rng) = (Guest { client, pool, region }, Rng(seed));
+    loop {
+        say("next");
+        checked(draw_call(&guest, &mut rng));
+    }
+}
+
+/// One of a client's calls.
+fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<()> {
+    let count = 1 + rng.below(POOL_BLOCKS);
+    let shared = rng.below(BLOCKS - count);
+    // Removed and stored again by all that are drawn from, so that stores write.
+    let passing = BLOCKS + rng.below(PASSING_BLOCKS - POOL_BLOCKS);
+    match rng.below(7) {
+        0 => {
+            (passing..passing + 4).try_for_each(|number| block_on(guest.client.remove(&key(number))).map(drop))?;
+            guest.store(passing, count).map(drop)
+        }
+        1 => guest.store(passing, count).map(drop),
+        2 => guest.load(passing, count).map(drop),
+        3 | 4 => guest.load(shared, count).map(drop),
+        5 => {
+            let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
+            let region = block_on(guest.client.register(&more))?;
+            block_on(guest.client.unregister(&region))
+        }
+        _ => block_on(guest.client.prefetch(&[key(shared), key(passing)])).map(drop),
     }
 }
 

@@ -8,5 +8,7 @@ mod child;
 mod deaths;
 mod guest;
 mod hostile;
+mod kills;
+mod neighbor;
 mod node;
 mod raw;

@@ -3,6 +3,7 @@
 use std::{
     fs,
     io::{BufRead, BufReader, Read, Write},
+    os::unix::process::ExitStatusExt,
     path::{Path, PathBuf},
     process::{Child, Command, ExitStatus, Stdio},
     time::{Duration, Instant},
@@ -88,9 +89,11 @@ impl Process {
         self.child.id()
     }
 
+    /// Kills it. It may have ended well before, and may not have failed.
     pub fn kill(&mut self) {
         self.child.kill().expect("killed");
-        self.child.wait().expect("dead");
+        let status = self.child.wait().expect("dead");
+        assert!(status.signal() == Some(libc::SIGKILL) || status.success(), "it failed: {status}");
     }
 
     /// Ends its input, and waits for its end.
@@ -118,6 +121,8 @@ impl Drop for Process {
 pub struct Held {
     pub descriptors: usize,
     pub mappings: usize,
+    /// Memory of its own, bytes.
+    pub own_bytes: u64,
 }
 
 /// A service, its store and its socket.
@@ -166,7 +171,11 @@ impl Node {
         let proc = PathBuf::from(format!("/proc/{}", self.process.pid()));
         let descriptors = fs::read_dir(proc.join("fd")).expect("alive").count();
         let maps = fs::read_to_string(proc.join("maps")).expect("alive");
-        Held { descriptors, mappings: maps.lines().filter(|line| line.contains("memfd:")).count() }
+        let status = fs::read_to_string(proc.join("status")).expect("alive");
+        let own =
+            status.lines().find_map(|line| line.strip_prefix("RssAnon:")?.trim().strip_suffix(" kB")?.parse().ok());
+        let own_bytes = own.map_or(0, |kib: u64| kib << 10);
+        Held { descriptors, mappings: maps.lines().filter(|line| line.contains("memfd:")).count(), own_bytes }
     }
 
     /// Waits until there are as many clients as that, and the connection that asks.
@@ -177,7 +186,7 @@ impl Node {
         }
     }
 
-    /// Waits until the service holds no more than it held before.
+    /// Waits until the service holds no more than it held before: its descriptors, and mappings of clients' memory.
     pub fn wait_for_held(&self, expected: &Held) {
         let hang = Instant::now() + HANG;
         loop {
