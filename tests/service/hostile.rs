@@ -8,7 +8,7 @@ use std::{
 
 use kvhoist::{
     ServiceFault,
-    service::protocol::{Blocks, FRAME_BYTES_MAX, Header, Hello, Place, Reply, Request},
+    service::protocol::{Blocks, FRAME_BYTES_MAX, Header, Hello, Place, RegionKind, Reply, Request},
 };
 
 use crate::{
@@ -52,7 +52,7 @@ fn memfd(flags: libc::c_uint, len: u64) -> OwnedFd {
 }
 
 fn register(region: u32, offset: u64, len: u64) -> Request {
-    Request::Register { region, pin: true, offset, len }
+    Request::Register { region, kind: RegionKind::Host, pin: true, offset, len }
 }
 
 fn load(region: u32, offset: u64, len: u32) -> Request {
@@ -81,6 +81,10 @@ fn memory_that_is_not_as_it_was_said_is_refused() {
     failed(raw.ask_with(6, &register(1, 0, 4096), tempfile::tempfile().expect("a file").as_fd()), Memory);
     failed(raw.ask_with(7, &register(1, 0, 4096), raw.stream.try_clone().expect("a copy").as_fd()), Memory);
     failed(raw.ask(8, &register(1, 0, 4096)), Argument);
+    // Memory of a GPU, which no service takes yet.
+    let device = Request::Register { region: 1, kind: RegionKind::Device, pin: false, offset: 0, len: 4096 };
+    let Reply::Failed(refused) = raw.ask_with(21, &device, good.as_fd()) else { panic!("device memory was taken") };
+    assert!(refused.fault == Memory && refused.text.contains("device memory"), "{refused:?}");
     // More than one client may have.
     failed(raw.ask_with(9, &register(1, 0, 65 << 20), good.as_fd()), Busy);
     failed(raw.ask_with(10, &register(1, 0, u64::MAX), good.as_fd()), Busy);

@@ -2,11 +2,15 @@
 
 mod bounce;
 mod calls;
+mod connect;
+mod lending;
 mod moves;
 mod options;
+mod order;
 mod places;
 mod worker;
 
-pub use calls::{Client, ClientRegion};
+pub use calls::Client;
+pub use lending::ClientRegion;
 pub use moves::ClientLoan;
 pub use options::ClientOptions;

@@ -11,8 +11,8 @@ use std::{
 use super::{
     bounce::{Bounce, Direction, Taken},
     calls::{Client, unexpected},
+    order::What,
     places::Found,
-    worker::What,
 };
 use crate::{
     block::{BlockKey, Segment},

@@ -4,82 +4,31 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     future::pending,
-    os::fd::OwnedFd,
     path::PathBuf,
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
 use tokio::{
-    net::UnixStream,
     sync::{mpsc, oneshot},
-    time::{Instant, sleep_until, timeout},
+    time::{Instant, sleep_until},
 };
 
-use super::{bounce::Taken, options::ClientOptions, places::Lent};
+use super::{
+    options::ClientOptions,
+    order::{Call, Keeps, Order, What},
+    places::Lent,
+};
 use crate::{
     error::{Error, Result, ServiceFault},
     service::{
         link::{Link, LinkError},
-        protocol::{Failure, Hello, Reply, Request, Welcome},
-        query::check,
+        protocol::{Failure, Reply, Request},
     },
 };
 
 /// How long to wait before the first new attempt to connect; each further one waits twice as long.
 const BACKOFF_MIN: Duration = Duration::from_millis(10);
-
-/// What callers want of the thread.
-pub(super) enum Order {
-    Call(Call),
-    /// Nobody wants the answer of this call any longer.
-    Forget(u64),
-    /// Nothing more is wanted: `None` where nobody waits for the end.
-    Close(Option<oneshot::Sender<()>>),
-}
-
-/// A request to be sent.
-pub(super) struct Call {
-    pub(super) id: u64,
-    pub(super) frame: Vec<u8>,
-    pub(super) what: What,
-    pub(super) reply: oneshot::Sender<Result<Reply>>,
-    /// Held until the service has replied, or the connection is lost.
-    pub(super) keeps: Keeps,
-}
-
-/// What a call holds while the service may work on it: its count, and slots of the bounce buffer.
-pub(super) type Keeps = (Counted, Option<Arc<Taken>>);
-
-/// What a call changes beside its answer.
-pub(super) enum What {
-    Plain,
-    /// Memory that is the service's once the reply says so, and again after each reconnection.
-    Register(Lent),
-    /// Memory that is given back: it needs no service, and has no deadline.
-    Unregister(u32),
-}
-
-/// Counts calls for as long as it lives.
-pub(super) struct Counted(Arc<AtomicUsize>);
-
-impl Counted {
-    /// One more call, if there are fewer than `max`.
-    pub(super) fn new(count: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
-        let fewer = |calls| (calls < max).then_some(calls + 1);
-        count.fetch_update(Ordering::AcqRel, Ordering::Acquire, fewer).ok()?;
-        Some(Counted(Arc::clone(count)))
-    }
-}
-
-impl Drop for Counted {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::AcqRel);
-    }
-}
 
 /// A call that is sent, or waits to be.
 struct Pending {
@@ -101,7 +50,7 @@ pub(super) struct Worker {
     pub(super) orders: mpsc::UnboundedReceiver<Order>,
     pub(super) away: Away,
     /// What the service has, or is given when it is back.
-    lent: BTreeMap<u32, Lent>,
+    pub(super) lent: BTreeMap<u32, Lent>,
     pending: BTreeMap<u64, Pending>,
     /// Calls that wait for others' replies, in order.
     waiting: VecDeque<u64>,
@@ -111,9 +60,9 @@ pub(super) struct Worker {
     sent: usize,
     /// Bytes of their frames.
     sent_bytes: usize,
-    requests_max: usize,
-    request_bytes_max: usize,
-    next_own_id: u64,
+    pub(super) requests_max: usize,
+    pub(super) request_bytes_max: usize,
+    pub(super) next_own_id: u64,
     closing: Option<Vec<oneshot::Sender<()>>>,
 }
 
@@ -226,90 +175,6 @@ impl Worker {
             }
         };
         drop(call.reply.send(answer));
-    }
-
-    /// Connects, attaches, and registers what was registered before. Calls that come meanwhile wait for the end of the
-    /// attempt, which has a deadline.
-    async fn connect(&mut self) -> Result<Link> {
-        let deadline = self.options.deadline;
-        match timeout(deadline, self.try_to_connect()).await {
-            Ok(connected) => connected,
-            Err(_) => Err(away(&self.socket, format!("it did not answer for {deadline:?}"))),
-        }
-    }
-
-    async fn try_to_connect(&mut self) -> Result<Link> {
-        let failed = |error: std::io::Error| away(&self.socket, error.to_string());
-        let mut link = Link::new(UnixStream::connect(&self.socket).await.map_err(failed)?);
-        link.push(Hello::ours().encode(), None);
-        let welcome = loop {
-            if let Some(bytes) = link.take_bytes::<{ Welcome::BYTES }>() {
-                break Welcome::decode(&bytes).map_err(|error| nonsense(&error.to_string()))?;
-            }
-            self.transfer(&mut link).await?;
-        };
-        check(&welcome)?;
-        self.requests_max = (welcome.limits.requests as usize).max(1);
-        self.request_bytes_max = welcome.limits.request_bytes as usize;
-        let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, .. } = &self.options;
-        let attach = Request::Attach {
-            namespace: namespace.clone(),
-            block_bytes: *block_bytes as u64,
-            capacity_bytes: *capacity_bytes,
-            host_bytes: *host_bytes,
-        };
-        match self.ask(&mut link, &attach, None).await? {
-            Reply::Attached { block_bytes, .. } if block_bytes == self.options.block_bytes as u64 => {}
-            Reply::Failed(failure) => return Err(failure.into()),
-            other => return Err(nonsense(&format!("{other:?} to an attach request"))),
-        }
-        for lent in self.lent.values().cloned().collect::<Vec<_>>() {
-            match self.ask(&mut link, &register(&lent), Some(Arc::clone(&lent.fd))).await? {
-                Reply::Registered { .. } => {}
-                Reply::Failed(failure) => {
-                    tracing::warn!(reason = %failure.text, "the service refused memory that it had before");
-                    return Err(failure.into());
-                }
-                other => return Err(nonsense(&format!("{other:?} to a register request"))),
-            }
-        }
-        Ok(link)
-    }
-
-    /// Asks, and waits for the reply, on a connection without calls.
-    async fn ask(&mut self, link: &mut Link, request: &Request, fd: Option<Arc<OwnedFd>>) -> Result<Reply> {
-        let id = self.own_id();
-        link.push(request.encode(id), fd);
-        loop {
-            match link.next_frame(|header, body| Reply::decode(header.kind, body)).map_err(|e| self.broken(e))? {
-                Some((found, reply)) if found == id => return Ok(reply),
-                Some((_, Reply::Goodbye(failure))) => return Err(failure.into()),
-                Some((found, _)) => return Err(nonsense(&format!("a reply to request {found}, expected {id}"))),
-                None => self.transfer(link).await?,
-            }
-        }
-    }
-
-    fn own_id(&mut self) -> u64 {
-        self.next_own_id += 2;
-        self.next_own_id
-    }
-
-    fn broken(&self, error: LinkError) -> Error {
-        match error {
-            LinkError::Gone(error) => away(&self.socket, error.to_string()),
-            LinkError::Nonsense(text) => nonsense(&text),
-        }
-    }
-
-    /// Sends what is to go out and takes what has come, once there is either.
-    async fn transfer(&self, link: &mut Link) -> Result<()> {
-        let moved = async {
-            link.flush()?;
-            link.ready(true).await?;
-            link.receive().map(drop)
-        };
-        moved.await.map_err(|error| self.broken(error))
     }
 
     /// Serves calls until the connection is lost; why it was.
@@ -480,11 +345,6 @@ impl Worker {
             self.forget(link, id);
         }
     }
-}
-
-/// How memory is registered.
-pub(super) fn register(lent: &Lent) -> Request {
-    Request::Register { region: lent.number, pin: lent.pin, offset: lent.offset, len: lent.len as u64 }
 }
 
 pub(super) fn away(socket: &std::path::Path, why: impl std::fmt::Display) -> Error {

@@ -39,10 +39,12 @@ pub enum Request {
         /// Host memory for a space that is opened now, bytes; 0 for all that is left.
         host_bytes: u64,
     },
-    /// Lends memory: the memfd that comes with the frame.
+    /// Lends memory: the descriptor that comes with the frame.
     Register {
         /// The client's number for it, which no other region of the connection has.
         region: u32,
+        /// What the descriptor is.
+        kind: RegionKind,
         /// Whether the kernel is to keep it pinned.
         pin: bool,
         /// Where in the memfd it begins, bytes; a multiple of the page size.
@@ -116,6 +118,16 @@ pub enum Request {
     },
 }
 
+/// What memory a client lends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RegionKind {
+    /// Host memory: a memfd.
+    Host,
+    /// Memory of a GPU: a handle that the client's driver has exported as a descriptor. No service takes it yet; it is
+    /// refused with [`ServiceFault::Memory`](crate::ServiceFault::Memory).
+    Device,
+}
+
 const ATTACH: u16 = 1;
 const REGISTER: u16 = 2;
 const UNREGISTER: u16 = 3;
@@ -165,9 +177,10 @@ impl Request {
                 writer.u64(*host_bytes);
                 writer.text(namespace, NAMESPACE_BYTES_MAX);
             }
-            Request::Register { region, pin, offset, len } => {
+            Request::Register { region, kind, pin, offset, len } => {
                 writer.u32(*region);
-                writer.u32(u32::from(*pin));
+                writer.u16(u16::from(*pin));
+                writer.u16(*kind as u16);
                 writer.u64(*offset);
                 writer.u64(*len);
             }
@@ -213,9 +226,14 @@ impl Request {
             }
             REGISTER => Request::Register {
                 region: reader.u32("region")?,
-                pin: match reader.u32("flags")? {
+                pin: match reader.u16("flags")? {
                     flags @ (0 | 1) => flags == 1,
                     flags => return Err(malformed("flags", flags, "0 or 1")),
+                },
+                kind: match reader.u16("kind of memory")? {
+                    0 => RegionKind::Host,
+                    1 => RegionKind::Device,
+                    kind => return Err(malformed("kind of memory", kind, "0 (host) or 1 (device)")),
                 },
                 offset: reader.u64("offset")?,
                 len: reader.u64("length")?,

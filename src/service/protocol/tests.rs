@@ -30,11 +30,9 @@ fn request() -> impl Strategy<Value = Request> {
         ("\\PC{0,60}", any::<[u64; 3]>()).prop_map(|(namespace, [block_bytes, capacity_bytes, host_bytes])| {
             Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes }
         }),
-        (any::<u32>(), any::<bool>(), any::<[u64; 2]>()).prop_map(|(region, pin, [offset, len])| Request::Register {
-            region,
-            pin,
-            offset,
-            len
+        (any::<u32>(), any::<[bool; 2]>(), any::<[u64; 2]>()).prop_map(|(region, [pin, device], [offset, len])| {
+            let kind = if device { RegionKind::Device } else { RegionKind::Host };
+            Request::Register { region, kind, pin, offset, len }
         }),
         any::<u32>().prop_map(|region| Request::Unregister { region }),
         keys().prop_map(|keys| Request::MatchLen { keys }),

@@ -1,24 +1,25 @@
 //! Spaces: each a namespace with a block size, a share of the disk and of host memory, and a cache of its own.
 
+mod deed;
+mod figures;
+
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     fs,
-    io::Write,
-    os::unix::fs::DirBuilderExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     rc::Rc,
 };
 
-use sha2::{Digest, Sha256};
 use tokio::sync::oneshot;
 
+use self::deed::{Deed, FILE_NAME, deeds, make_folder, remove_folder, write_whole};
+pub(super) use self::figures::stats;
 use super::{
     config::ServerConfig,
-    protocol::{Failure, NAMESPACE_BYTES_MAX, SpaceStats, SpaceStatus, TierFigures},
+    protocol::{Failure, SpaceStatus},
 };
 use crate::{
-    block::Route,
     cache::Cache,
     config::{Capacity, Config, DiskPath},
     error::{Error, Result, ServiceFault},
@@ -27,58 +28,6 @@ use crate::{
 
 /// Spaces of one service.
 const SPACES_MAX: usize = 256;
-/// What describes a space, in its folder below the first path.
-const FILE_NAME: &str = "space";
-const FILE_HEADER: &str = "kvhoist space 1";
-const FOLDER_PREFIX: &str = "space-";
-
-/// What a space is, on disk too.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Deed {
-    namespace: String,
-    uid: u32,
-    block_bytes: u64,
-    /// Of all paths, bytes.
-    capacity_bytes: u64,
-}
-
-impl Deed {
-    /// The folder of the space below every path.
-    fn folder(&self) -> String {
-        let mut hash = Sha256::new();
-        hash.update(self.uid.to_le_bytes());
-        hash.update(self.block_bytes.to_le_bytes());
-        hash.update(self.namespace.as_bytes());
-        let digest = hash.finalize();
-        let hex: String = digest.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
-        format!("{FOLDER_PREFIX}{hex}")
-    }
-
-    fn text(&self) -> String {
-        let namespace: String = self.namespace.bytes().map(|byte| format!("{byte:02x}")).collect();
-        let Deed { uid, block_bytes, capacity_bytes, .. } = self;
-        format!(
-            "{FILE_HEADER}\nnamespace {namespace}\nuid {uid}\nblock_bytes {block_bytes}\ncapacity_bytes \
-             {capacity_bytes}\n"
-        )
-    }
-
-    fn parse(text: &str) -> Option<Deed> {
-        let mut lines = text.lines();
-        (lines.next()? == FILE_HEADER).then_some(())?;
-        let mut value = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ').map(str::to_owned);
-        let hex = value("namespace")?;
-        let digits: Vec<u8> = hex.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect::<Option<_>>()?;
-        let bytes = digits.chunks(2).map(|pair| Some(pair[0] << 4 | *pair.get(1)?)).collect::<Option<Vec<u8>>>()?;
-        let deed = Deed {
-            namespace: String::from_utf8(bytes).ok()?,
-            uid: value("uid")?.parse().ok()?,
-            block_bytes: value("block_bytes")?.parse().ok()?,
-            capacity_bytes: value("capacity_bytes")?.parse().ok()?,
-        };
-        (deed.namespace.len() <= NAMESPACE_BYTES_MAX).then_some(deed)
-    }
-}
 
 /// An open space.
 pub(super) struct Space {
@@ -426,101 +375,9 @@ fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
     }
 }
 
-/// What a space's cache has done.
-pub(super) fn stats(cache: &Cache) -> SpaceStats {
-    let stats = cache.stats();
-    let reads = [Route::DiskToHost, Route::DiskToRegion].map(|route| stats.route(route).bytes);
-    let straight = [Route::DiskToRegion, Route::RegionToDisk].map(|route| stats.route(route).bytes);
-    SpaceStats {
-        tiers: stats.tiers.map(|tier| TierFigures {
-            hits: tier.hits,
-            resident: tier.resident,
-            slots: tier.slots,
-            evictions: tier.evictions,
-        }),
-        misses: stats.misses,
-        stores: stats.stores,
-        stores_known: stats.stores_known,
-        writes_refused: stats.writes_refused,
-        checksum_failures: stats.checksum_failures,
-        read_errors: stats.read_errors,
-        write_errors: stats.write_errors,
-        quarantined: stats.quarantined,
-        straight_bytes: straight.iter().sum(),
-        read_bytes: reads.iter().sum(),
-        disk_trouble: stats.disk_retired.or(stats.disk_read_only).unwrap_or_default(),
-    }
-}
-
-/// The spaces below the first path, each with its file.
-fn deeds(config: &ServerConfig) -> Result<Vec<(PathBuf, Deed)>> {
-    let Some(path) = config.paths.first() else { return Ok(Vec::new()) };
-    let entries = fs::read_dir(path).map_err(|error| Error::io("open", path, error))?;
-    let mut deeds = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(|error| Error::io("read", path, error))?;
-        let name = entry.file_name();
-        let file = entry.path().join(FILE_NAME);
-        if !name.to_string_lossy().starts_with(FOLDER_PREFIX) || !file.exists() {
-            continue;
-        }
-        let text = fs::read_to_string(&file).map_err(|error| Error::io("read", &file, error))?;
-        match Deed::parse(&text).filter(|deed| *deed.folder() == *name) {
-            Some(deed) => deeds.push((file, deed)),
-            None => {
-                return Err(Error::Store {
-                    path: file,
-                    found: "a file that describes no space, or another one".into(),
-                    expected: format!("`{FILE_HEADER}` and the space of this folder"),
-                    action: "put the file back, or delete the space's folder below every path".into(),
-                });
-            }
-        }
-    }
-    Ok(deeds)
-}
-
-fn remove_folder(path: &PathBuf) -> Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
-        _ => Ok(()),
-    }
-}
-
-fn make_folder(path: &Path) -> Result<()> {
-    match fs::DirBuilder::new().mode(0o700).create(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(Error::io("create", path, error)),
-        _ => Ok(()),
-    }
-}
-
-/// Writes a file that is whole or not there, whenever the machine dies.
-fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let (temporary, failed) = (path.with_extension("new"), |error| Error::io("write", path, error));
-    let mut file = fs::File::create(&temporary).map_err(failed)?;
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
-    fs::rename(&temporary, path).map_err(failed)?;
-    let folder = path.parent().unwrap_or(Path::new("."));
-    for folder in [Some(folder), folder.parent()].into_iter().flatten() {
-        fs::File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
-    }
-    Ok(())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_deed_is_read_as_it_was_written() {
-        let deed = Deed { namespace: "a b\n\u{fc}".into(), uid: 7, block_bytes: 4096, capacity_bytes: 1 << 40 };
-        assert_eq!(Deed::parse(&deed.text()), Some(deed.clone()));
-        assert_ne!(Deed { uid: 8, ..deed.clone() }.folder(), deed.folder(), "a space is its user's");
-        assert_ne!(Deed { block_bytes: 8192, ..deed.clone() }.folder(), deed.folder());
-        for text in ["", "kvhoist space 2\n", &deed.text()[..40], &deed.text().replace("uid 7", "uid x")] {
-            assert_eq!(Deed::parse(text), None, "{text}");
-        }
-    }
 
     #[test]
     fn no_more_is_taken_than_is_left() {

@@ -1,0 +1,165 @@
+//! Memory that a client lends to the service.
+
+use std::{
+    os::fd::{BorrowedFd, OwnedFd},
+    sync::{Arc, atomic::Ordering},
+};
+
+use super::{
+    bounce::Bounce,
+    calls::{Client, unexpected},
+    connect::register,
+    order::What,
+    places::{Lent, Places, Users},
+};
+use crate::{
+    error::{Error, Result},
+    service::{
+        protocol::{Reply, Request},
+        shared_memory::SharedMemory,
+    },
+};
+
+/// Memory that a client has registered. Give it back with [`Client::unregister`]. Dropping it changes nothing.
+#[derive(Debug)]
+pub struct ClientRegion {
+    number: u32,
+    pinned: bool,
+    /// Of memory that the service has not.
+    users: Option<Users>,
+}
+
+impl ClientRegion {
+    /// Whether the service has it mapped. Blocks of memory that it has not go through a bounce buffer, one copy more.
+    pub fn is_shared(&self) -> bool {
+        self.users.is_none()
+    }
+
+    /// Whether the service's kernel keeps it pinned, which saves work for each transfer.
+    pub fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+}
+
+impl Client {
+    /// Registers memory, to be the source and target of [`load_into`](Client::load_into) and
+    /// [`store_from`](Client::store_from), and asks for it to be pinned. It is kept until it is unregistered.
+    ///
+    /// # Errors
+    /// [`Error::Service`]: [`ServiceFault::Memory`] where the service cannot map it, [`ServiceFault::Busy`] past its
+    /// limits, [`ServiceFault::Away`]. [`Error::Argument`] for memory that is registered already.
+    ///
+    /// # Cancel safety
+    /// The service gives the memory back by itself.
+    pub async fn register(&self, memory: &Arc<SharedMemory>) -> Result<ClientRegion> {
+        let fd = memory.as_fd();
+        self.register_range((memory.as_ptr() as usize, memory.len()), (fd, 0), true, Some(Arc::clone(memory))).await
+    }
+
+    /// As [`register`](Client::register), for `len` bytes that the caller has mapped at `start` from `offset` of a
+    /// memfd on (`MAP_SHARED`). The memfd must have been made with `MFD_ALLOW_SEALING`: the service seals it against
+    /// shrinking.
+    ///
+    /// # Errors
+    /// As [`register`](Client::register).
+    ///
+    /// # Safety
+    /// The range stays mapped where it is until [`unregister`](Client::unregister) has resolved or the client is
+    /// closed: a segment in it is told to the service as its place in the memfd.
+    ///
+    /// # Cancel safety
+    /// As [`register`](Client::register).
+    pub async unsafe fn register_memfd(
+        &self,
+        memfd: BorrowedFd<'_>,
+        offset: u64,
+        start: *mut u8,
+        len: usize,
+        pin: bool,
+    ) -> Result<ClientRegion> {
+        self.register_range((start as usize, len), (memfd, offset), pin, None).await
+    }
+
+    /// Makes memory known that cannot be passed: no memfd, or none at hand. Its blocks go through a bounce buffer of
+    /// [`ClientOptions::bounce_bytes`], one copy more, made in the polls of the calls that name it.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for no memory, or memory that is registered already.
+    ///
+    /// # Safety
+    /// The range stays mapped, readable and writable, until [`unregister`](Client::unregister) has resolved: it waits
+    /// for calls that name the range.
+    pub unsafe fn register_copied(&self, start: *mut u8, len: usize) -> Result<ClientRegion> {
+        self.check_range(start as usize, len)?;
+        let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
+        let users = self.inner.places.add_copied(number, start as usize, len);
+        Ok(ClientRegion { number, pinned: false, users: Some(users) })
+    }
+
+    fn check_range(&self, start: usize, len: usize) -> Result<()> {
+        let wrong =
+            |found: String, expected: &str| Error::Argument { what: "region", found, expected: expected.into() };
+        if start == 0 || len == 0 || start.checked_add(len).is_none() {
+            return Err(wrong(format!("{len} bytes at {start:#x}"), "a range of memory"));
+        }
+        if !self.inner.places.is_free(start, len) {
+            let found = format!("{len} bytes at {start:#x}, part of which is registered");
+            return Err(wrong(found, "each range registered once"));
+        }
+        Ok(())
+    }
+
+    /// The bounce buffer, made and lent to the service where this is the first call that needs it.
+    pub(super) async fn bounce(&self) -> Result<&Bounce> {
+        let make = || async {
+            let bounce = Bounce::new(self.inner.bounce_bytes, self.inner.block_bytes)?;
+            // Never unregistered: it is lent for as long as the client lives.
+            self.register(bounce.memory()).await?;
+            Ok(bounce)
+        };
+        self.inner.bounce.get_or_try_init(make).await
+    }
+
+    pub(super) fn places(&self) -> &Places {
+        &self.inner.places
+    }
+
+    async fn register_range(
+        &self,
+        (start, len): (usize, usize),
+        (fd, offset): (BorrowedFd<'_>, u64),
+        pin: bool,
+        memory: Option<Arc<SharedMemory>>,
+    ) -> Result<ClientRegion> {
+        self.check_range(start, len)?;
+        let fd: OwnedFd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
+        let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
+        let lent = Lent { number, start, len, offset, pin, fd: Arc::new(fd) };
+        match self.call(register(&lent), What::Register(lent.clone()), None).await? {
+            Reply::Registered { pinned } => {
+                self.inner.places.add(&lent, memory);
+                Ok(ClientRegion { number, pinned, users: None })
+            }
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Gives memory back: resolves when the service uses it no longer and has unmapped it. At once where it was given
+    /// back already, or where the service is away.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] in a forked child.
+    ///
+    /// # Cancel safety
+    /// The region is forgotten at the first poll. The service may still use it when the future is dropped: call again
+    /// to wait.
+    pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
+        self.inner.places.remove(region.number);
+        if let Some(users) = &region.users {
+            drop(users.write().await);
+            return Ok(());
+        }
+        let request = Request::Unregister { region: region.number };
+        self.call(request, What::Unregister(region.number), None).await.map(drop)
+    }
+}

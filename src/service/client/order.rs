@@ -1,0 +1,60 @@
+//! What a client's handles ask of its thread.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use tokio::sync::oneshot;
+
+use super::{bounce::Taken, places::Lent};
+use crate::{error::Result, service::protocol::Reply};
+
+/// What callers want of the thread.
+pub(super) enum Order {
+    Call(Call),
+    /// Nobody wants the answer of this call any longer.
+    Forget(u64),
+    /// Nothing more is wanted: `None` where nobody waits for the end.
+    Close(Option<oneshot::Sender<()>>),
+}
+
+/// A request to be sent.
+pub(super) struct Call {
+    pub(super) id: u64,
+    pub(super) frame: Vec<u8>,
+    pub(super) what: What,
+    pub(super) reply: oneshot::Sender<Result<Reply>>,
+    /// Held until the service has replied, or the connection is lost.
+    pub(super) keeps: Keeps,
+}
+
+/// What a call holds while the service may work on it: its count, and slots of the bounce buffer.
+pub(super) type Keeps = (Counted, Option<Arc<Taken>>);
+
+/// What a call changes beside its answer.
+pub(super) enum What {
+    Plain,
+    /// Memory that is the service's once the reply says so, and again after each reconnection.
+    Register(Lent),
+    /// Memory that is given back: it needs no service, and has no deadline.
+    Unregister(u32),
+}
+
+/// Counts calls for as long as it lives.
+pub(super) struct Counted(Arc<AtomicUsize>);
+
+impl Counted {
+    /// One more call, if there are fewer than `max`.
+    pub(super) fn new(count: &Arc<AtomicUsize>, max: usize) -> Option<Self> {
+        let fewer = |calls| (calls < max).then_some(calls + 1);
+        count.fetch_update(Ordering::AcqRel, Ordering::Acquire, fewer).ok()?;
+        Some(Counted(Arc::clone(count)))
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::AcqRel);
+    }
+}

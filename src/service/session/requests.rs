@@ -1,0 +1,216 @@
+//! What a session does with a client's requests.
+
+use std::{os::fd::OwnedFd, rc::Rc};
+
+use super::{End, Ended, Outcome, Session};
+use crate::{
+    block::BlockKey,
+    cache::Cache,
+    error::ServiceFault,
+    service::{
+        blocks::{Cancel, Movers, Way},
+        memory,
+        protocol::{Blocks, Failure, RegionKind, Reply, Request},
+        spaces::{Wanted, stats},
+    },
+};
+
+impl Session {
+    /// Begins a request, or answers it at once.
+    pub(super) fn begin(&mut self, id: u64, bytes: usize, request: Request) -> Result<(), End> {
+        if let Request::Cancel { request } = request {
+            if let Some(cancel) = self.requests.get(&request) {
+                cancel.cancel();
+            }
+            return Ok(());
+        }
+        // Also where the request is refused: the next one must not get it.
+        let fd = matches!(request, Request::Register { .. }).then(|| self.link.take_fd()).flatten();
+        if id == 0 || self.requests.contains_key(&id) {
+            let text = format!("request id: found {id}, expected one that is not 0 and not in flight");
+            return Err(End::Cut(Failure::new(ServiceFault::Protocol, text)));
+        }
+        let limits = self.house.limits();
+        let in_flight: usize = self.request_bytes.values().sum();
+        if self.requests.len() >= limits.requests as usize || in_flight + bytes > limits.request_bytes as usize {
+            let text =
+                format!("busy: {} requests of {in_flight} bytes are in flight; wait for replies", self.requests.len());
+            self.reply(id, &Reply::Failed(Failure::new(ServiceFault::Busy, text)));
+            return Ok(());
+        }
+        match self.answer(id, request, fd) {
+            Ok(None) => {}
+            Ok(Some(reply)) => self.reply(id, &reply),
+            Err(failure) => self.reply(id, &Reply::Failed(failure)),
+        }
+        if self.requests.contains_key(&id) {
+            self.request_bytes.insert(id, bytes);
+        }
+        Ok(())
+    }
+
+    /// Runs a request; its reply comes when it has ended.
+    fn spawn(&mut self, id: u64, run: impl Future<Output = Reply> + 'static, cancel: Cancel) {
+        self.requests.insert(id, cancel);
+        self.guest.requests.set(self.requests.len() as u32);
+        self.tasks.spawn_local(async move { Ended { id, result: Outcome::Reply(run.await) } });
+    }
+
+    /// The reply, or `None` where it comes later.
+    fn answer(&mut self, id: u64, request: Request, fd: Option<OwnedFd>) -> Result<Option<Reply>, Failure> {
+        let request = match request {
+            Request::Status => return Ok(Some(Reply::Status(Box::new(self.house.status())))),
+            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes } => {
+                let uid = self.guest.uid;
+                self.attach(id, Wanted { namespace, uid, block_bytes, capacity_bytes, host_bytes })?;
+                return Ok(None);
+            }
+            Request::RemoveSpace { namespace, block_bytes } => {
+                let (spaces, uid) = (Rc::clone(&self.house.spaces), self.guest.uid);
+                let remove = async move {
+                    match spaces.remove(uid, namespace, block_bytes).await {
+                        Ok(()) => Reply::Done,
+                        Err(failure) => Reply::Failed(failure),
+                    }
+                };
+                self.spawn(id, remove, Cancel::default());
+                return Ok(None);
+            }
+            other => other,
+        };
+        let Some((_, movers)) = &self.attached else {
+            return Err(Failure::new(ServiceFault::Argument, "no space: attach to one first"));
+        };
+        let movers = Rc::clone(movers);
+        let cache = movers.cache().clone();
+        let none = Cancel::default();
+        match request {
+            Request::MatchLen { keys } => return Ok(Some(Reply::Count(cache.match_len(&keys) as u32))),
+            Request::MatchPrefix { keys } => {
+                return Ok(Some(Reply::Tiers(cache.match_prefix(&keys).tiers().to_vec())));
+            }
+            Request::Contains { keys } => {
+                let there = |key: &BlockKey| cache.match_len(std::slice::from_ref(key)) == 1;
+                return Ok(Some(Reply::Flags(keys.iter().map(there).collect())));
+            }
+            Request::Prefetch { keys } => {
+                let started = cache.prefetch(&keys).map_err(|error| Failure::from(&error))?;
+                return Ok(Some(Reply::Count(started as u32)));
+            }
+            Request::Touch { keys } => {
+                cache.touch(&keys);
+                return Ok(Some(Reply::Done));
+            }
+            Request::Stats => return Ok(Some(Reply::Stats(Box::new(stats(&cache))))),
+            Request::Register { region, kind, pin, offset, len } => {
+                check_kind(kind)?;
+                self.register(&movers, (region, offset, len), fd)?;
+                if !pin || !self.house.config.pin {
+                    return Ok(Some(Reply::Registered { pinned: false }));
+                }
+                self.spawn(id, async move { Reply::Registered { pinned: movers.regions.pin(region).await } }, none);
+            }
+            Request::Unregister { region } => {
+                let release = async move {
+                    movers.regions.release(region).await;
+                    Reply::Done
+                };
+                self.spawn(id, release, none);
+            }
+            Request::Load(blocks) => self.move_blocks(id, &movers, Way::Load, blocks)?,
+            Request::Store { parent, blocks } => self.move_blocks(id, &movers, Way::Store(parent), blocks)?,
+            Request::Remove { durable, keys } => self.spawn(id, remove(cache, keys, durable), none),
+            Request::Sync => {
+                let sync = async move {
+                    match cache.sync().await {
+                        Ok(()) => Reply::Done,
+                        Err(error) => Reply::Failed(Failure::from(&error)),
+                    }
+                };
+                self.spawn(id, sync, none);
+            }
+            Request::Attach { .. } | Request::Status | Request::Cancel { .. } | Request::RemoveSpace { .. } => {
+                unreachable!("answered before")
+            }
+        }
+        Ok(None)
+    }
+
+    fn attach(&mut self, id: u64, wanted: Wanted) -> Result<(), Failure> {
+        if self.attaching {
+            return Err(Failure::new(ServiceFault::Argument, "attached already: a connection has one space"));
+        }
+        self.attaching = true;
+        self.requests.insert(id, Cancel::default());
+        let spaces = Rc::clone(&self.house.spaces);
+        self.tasks.spawn_local(async move { Ended { id, result: Outcome::Attached(spaces.attach(wanted).await) } });
+        Ok(())
+    }
+
+    /// Maps a client's memory and registers it.
+    fn register(
+        &self,
+        movers: &Movers,
+        (region, offset, len): (u32, u64, u64),
+        fd: Option<OwnedFd>,
+    ) -> Result<(), Failure> {
+        let (regions, config) = (&movers.regions, &self.house.config);
+        let Some(fd) = fd else {
+            return Err(Failure::new(ServiceFault::Argument, "register: no descriptor came with the frame"));
+        };
+        if regions.has(region) {
+            let text = format!("region: found {region}, which is registered, expected another number");
+            return Err(Failure::new(ServiceFault::Argument, text));
+        }
+        if regions.count() >= config.regions_max as usize {
+            let text = format!("busy: {} regions are registered, which is the limit", config.regions_max);
+            return Err(Failure::new(ServiceFault::Busy, text));
+        }
+        if regions.bytes().checked_add(len).is_none_or(|bytes| bytes > config.region_bytes_max) {
+            let text = format!(
+                "busy: {} bytes are registered and {len} are to be, of {} at most",
+                regions.bytes(),
+                config.region_bytes_max
+            );
+            return Err(Failure::new(ServiceFault::Busy, text));
+        }
+        regions.add(region, memory::map(&fd, offset, len)?)
+    }
+
+    fn move_blocks(&mut self, id: u64, movers: &Rc<Movers>, way: Way, blocks: Blocks) -> Result<(), Failure> {
+        let block_bytes = movers.cache().config().block_bytes as u64;
+        for places in &blocks.places {
+            let bytes: u64 = places.iter().map(|place| u64::from(place.len)).sum();
+            if bytes != block_bytes {
+                let text = format!("places: found {bytes} bytes, expected one block of {block_bytes}");
+                return Err(Failure::new(ServiceFault::Argument, text));
+            }
+            movers.regions.segments(places)?;
+        }
+        let cancel = Cancel::default();
+        let run = Rc::clone(movers).run(way, blocks, cancel.clone());
+        self.spawn(id, async move { Reply::Results(run.await) }, cancel);
+        Ok(())
+    }
+}
+
+/// Refuses memory that the service cannot map.
+fn check_kind(kind: RegionKind) -> Result<(), Failure> {
+    match kind {
+        RegionKind::Host => Ok(()),
+        RegionKind::Device => {
+            let text = "region: found device memory, expected a memfd; this service moves blocks to and from host memory \
+                        only";
+            Err(Failure::new(ServiceFault::Memory, text))
+        }
+    }
+}
+
+async fn remove(cache: Cache, keys: Vec<BlockKey>, durable: bool) -> Reply {
+    let mut results = Vec::with_capacity(keys.len());
+    for key in &keys {
+        let removed = if durable { cache.remove_durably(key).await } else { cache.remove(key).await };
+        results.push(removed.map_err(|error| Failure::from(&error)));
+    }
+    Reply::Results(results)
+}

@@ -1,0 +1,139 @@
+//! The file that describes a space, and the folders of spaces.
+
+use std::{
+    fs,
+    io::Write,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+};
+
+use sha2::{Digest, Sha256};
+
+use crate::{
+    error::{Error, Result},
+    service::{config::ServerConfig, protocol::NAMESPACE_BYTES_MAX},
+};
+
+/// What describes a space, in its folder below the first path.
+pub(super) const FILE_NAME: &str = "space";
+const FILE_HEADER: &str = "kvhoist space 1";
+const FOLDER_PREFIX: &str = "space-";
+
+/// What a space is, on disk too.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Deed {
+    pub(super) namespace: String,
+    pub(super) uid: u32,
+    pub(super) block_bytes: u64,
+    /// Of all paths, bytes.
+    pub(super) capacity_bytes: u64,
+}
+
+impl Deed {
+    /// The folder of the space below every path.
+    pub(super) fn folder(&self) -> String {
+        let mut hash = Sha256::new();
+        hash.update(self.uid.to_le_bytes());
+        hash.update(self.block_bytes.to_le_bytes());
+        hash.update(self.namespace.as_bytes());
+        let digest = hash.finalize();
+        let hex: String = digest.iter().take(12).map(|byte| format!("{byte:02x}")).collect();
+        format!("{FOLDER_PREFIX}{hex}")
+    }
+
+    pub(super) fn text(&self) -> String {
+        let namespace: String = self.namespace.bytes().map(|byte| format!("{byte:02x}")).collect();
+        let Deed { uid, block_bytes, capacity_bytes, .. } = self;
+        format!(
+            "{FILE_HEADER}\nnamespace {namespace}\nuid {uid}\nblock_bytes {block_bytes}\ncapacity_bytes \
+             {capacity_bytes}\n"
+        )
+    }
+
+    fn parse(text: &str) -> Option<Deed> {
+        let mut lines = text.lines();
+        (lines.next()? == FILE_HEADER).then_some(())?;
+        let mut value = |name: &str| lines.next()?.strip_prefix(name)?.strip_prefix(' ').map(str::to_owned);
+        let hex = value("namespace")?;
+        let digits: Vec<u8> = hex.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect::<Option<_>>()?;
+        let bytes = digits.chunks(2).map(|pair| Some(pair[0] << 4 | *pair.get(1)?)).collect::<Option<Vec<u8>>>()?;
+        let deed = Deed {
+            namespace: String::from_utf8(bytes).ok()?,
+            uid: value("uid")?.parse().ok()?,
+            block_bytes: value("block_bytes")?.parse().ok()?,
+            capacity_bytes: value("capacity_bytes")?.parse().ok()?,
+        };
+        (deed.namespace.len() <= NAMESPACE_BYTES_MAX).then_some(deed)
+    }
+}
+
+/// The spaces below the first path, each with its file.
+pub(super) fn deeds(config: &ServerConfig) -> Result<Vec<(PathBuf, Deed)>> {
+    let Some(path) = config.paths.first() else { return Ok(Vec::new()) };
+    let entries = fs::read_dir(path).map_err(|error| Error::io("open", path, error))?;
+    let mut deeds = Vec::new();
+    for entry in entries {
+        let entry = entry.map_err(|error| Error::io("read", path, error))?;
+        let name = entry.file_name();
+        let file = entry.path().join(FILE_NAME);
+        if !name.to_string_lossy().starts_with(FOLDER_PREFIX) || !file.exists() {
+            continue;
+        }
+        let text = fs::read_to_string(&file).map_err(|error| Error::io("read", &file, error))?;
+        match Deed::parse(&text).filter(|deed| *deed.folder() == *name) {
+            Some(deed) => deeds.push((file, deed)),
+            None => {
+                return Err(Error::Store {
+                    path: file,
+                    found: "a file that describes no space, or another one".into(),
+                    expected: format!("`{FILE_HEADER}` and the space of this folder"),
+                    action: "put the file back, or delete the space's folder below every path".into(),
+                });
+            }
+        }
+    }
+    Ok(deeds)
+}
+
+pub(super) fn remove_folder(path: &PathBuf) -> Result<()> {
+    match fs::remove_dir_all(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn make_folder(path: &Path) -> Result<()> {
+    match fs::DirBuilder::new().mode(0o700).create(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(Error::io("create", path, error)),
+        _ => Ok(()),
+    }
+}
+
+/// Writes a file that is whole or not there, whenever the machine dies.
+pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
+    let (temporary, failed) = (path.with_extension("new"), |error| Error::io("write", path, error));
+    let mut file = fs::File::create(&temporary).map_err(failed)?;
+    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
+    fs::rename(&temporary, path).map_err(failed)?;
+    let folder = path.parent().unwrap_or(Path::new("."));
+    for folder in [Some(folder), folder.parent()].into_iter().flatten() {
+        fs::File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deed_is_read_as_it_was_written() {
+        let deed = Deed { namespace: "a b\n\u{fc}".into(), uid: 7, block_bytes: 4096, capacity_bytes: 1 << 40 };
+        assert_eq!(Deed::parse(&deed.text()), Some(deed.clone()));
+        assert_ne!(Deed { uid: 8, ..deed.clone() }.folder(), deed.folder(), "a space is its user's");
+        assert_ne!(Deed { block_bytes: 8192, ..deed.clone() }.folder(), deed.folder());
+        for text in ["", "kvhoist space 2\n", &deed.text()[..40], &deed.text().replace("uid 7", "uid x")] {
+            assert_eq!(Deed::parse(text), None, "{text}");
+        }
+    }
+}
