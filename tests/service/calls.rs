@@ -204,6 +204,17 @@ fn the_calls_are_those_of_the_cache() {
 }
 
 #[test]
+fn a_region_of_another_client_is_refused() {
+    let node = Node::new();
+    let guests = [Guest::new(&node.socket()), Guest::new(&node.socket())];
+    let refused = block_on(guests[0].client.unregister(&guests[1].region)).expect_err("not its own");
+    assert!(matches!(refused, Error::Argument { what: "region", .. }), "{refused}");
+    // Its own, which has the same number, is still there.
+    guests[0].store(0, 1).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    assert_eq!(guests[0].load(0, 1).expect("a service"), [true]);
+}
+
+#[test]
 fn blocks_may_lie_in_pieces_of_several_regions_at_any_address() {
     let node = Node::new();
     let guest = Guest::new(&node.socket());

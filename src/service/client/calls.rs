@@ -61,6 +61,8 @@ pub struct Client {
 }
 
 pub(super) struct Inner {
+    /// Tells clients of this process apart.
+    pub(super) id: u64,
     socket: PathBuf,
     pub(super) block_bytes: usize,
     orders: mpsc::UnboundedSender<Order>,
@@ -124,7 +126,9 @@ impl Client {
         let (first, connected) = oneshot::channel();
         let failed = |error| Error::io("start the thread of", "a client", error);
         thread::Builder::new().name("kvhoist-client".into()).spawn(move || run(worker, first)).map_err(failed)?;
+        static NEXT_CLIENT: AtomicU64 = AtomicU64::new(0);
         let inner = Inner {
+            id: NEXT_CLIENT.fetch_add(1, Ordering::Relaxed),
             socket,
             block_bytes,
             orders,

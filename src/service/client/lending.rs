@@ -23,6 +23,8 @@ use crate::{
 /// Memory that a client has registered. Give it back with [`Client::unregister`]. Dropping it changes nothing.
 #[derive(Debug)]
 pub struct ClientRegion {
+    /// The client that has it, in this process.
+    client: u64,
     number: u32,
     pinned: bool,
     /// Of memory that the service has not.
@@ -93,7 +95,7 @@ impl Client {
         self.check_range(start as usize, len)?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
         let users = self.inner.places.add_copied(number, start as usize, len);
-        Ok(ClientRegion { number, pinned: false, users: Some(users) })
+        Ok(ClientRegion { client: self.inner.id, number, pinned: false, users: Some(users) })
     }
 
     fn check_range(&self, start: usize, len: usize) -> Result<()> {
@@ -138,7 +140,7 @@ impl Client {
         match self.call(register(&lent), What::Register(lent.clone()), None).await? {
             Reply::Registered { pinned } => {
                 self.inner.places.add(&lent, memory);
-                Ok(ClientRegion { number, pinned, users: None })
+                Ok(ClientRegion { client: self.inner.id, number, pinned, users: None })
             }
             other => Err(unexpected(&other)),
         }
@@ -148,12 +150,19 @@ impl Client {
     /// back already, or where the service is away.
     ///
     /// # Errors
-    /// [`Error::Closed`] in a forked child.
+    /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child.
     ///
     /// # Cancel safety
     /// The region is forgotten at the first poll. The service may still use it when the future is dropped: call again
     /// to wait.
     pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
+        if region.client != self.inner.id {
+            return Err(Error::Argument {
+                what: "region",
+                found: "a region of another client".into(),
+                expected: "one that this client has registered".into(),
+            });
+        }
         self.inner.places.remove(region.number);
         if let Some(users) = &region.users {
             drop(users.write().await);
