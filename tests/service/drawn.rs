@@ -328,7 +328,7 @@ fn drawn_calls_of_several_clients_are_right_and_leave_nothing_behind() {
     config.paths = vec![store.path().into()];
     config.capacity_bytes = SPACES.len() as u64 * capacity();
     config.host_bytes = SPACES.len() as u64 * HOST_BLOCKS * BLOCK_BYTES as u64;
-    config.cache = Config { bypass_host: true, direct_io: DirectIo::Prefer, ..Config::default() };
+    config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer);
     // Less than one call of a client moves.
     config.bytes_in_flight_max = 4 * BLOCK_BYTES as u64;
     let server = Server::start(config).expect("a service");
