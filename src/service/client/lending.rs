@@ -48,8 +48,9 @@ impl Client {
     /// [`store_from`](Client::store_from), and asks for it to be pinned. It is kept until it is unregistered.
     ///
     /// # Errors
-    /// [`Error::Service`]: [`ServiceFault::Memory`] where the service cannot map it, [`ServiceFault::Busy`] past its
-    /// limits, [`ServiceFault::Away`]. [`Error::Argument`] for memory that is registered already.
+    /// [`Error::Service`]: [`Memory`](crate::ServiceFault::Memory) if the service cannot map it,
+    /// [`Busy`](crate::ServiceFault::Busy) beyond its limits, [`Away`](crate::ServiceFault::Away). [`Error::Argument`]
+    /// for memory that is registered already.
     ///
     /// # Cancel safety
     /// The service gives the memory back by itself.
@@ -83,7 +84,7 @@ impl Client {
     }
 
     /// Makes memory known that cannot be passed: no memfd, or none at hand. Its blocks go through a bounce buffer of
-    /// [`ClientOptions::bounce_bytes`], one copy more, made in the polls of the calls that name it.
+    /// [`ClientOptions::bounce_bytes`](super::ClientOptions::bounce_bytes), one copy more, made in the polls of the calls that name it.
     ///
     /// # Errors
     /// [`Error::Argument`] for no memory, or memory that is registered already.
