@@ -25,7 +25,7 @@ use crate::{
 /// Blocks that are given to the cache in one call.
 const BLOCKS_PER_CALL: usize = 32;
 
-/// Whether a client wants no more of a request.
+/// A client's cancellation of a request.
 #[derive(Clone, Default)]
 pub(super) struct Cancel(Rc<(Cell<bool>, Notify)>);
 
@@ -42,7 +42,7 @@ impl Cancel {
     }
 }
 
-/// Which way blocks go.
+/// The direction of a movement.
 #[derive(Clone, Copy)]
 pub(super) enum Way {
     Load,
@@ -50,7 +50,7 @@ pub(super) enum Way {
     Store(Option<BlockKey>),
 }
 
-/// What moves blocks for one connection: its memory, its space's cache, and its share of bytes in flight.
+/// Moves blocks for one connection: its memory, its space's cache, and its share of bytes in flight.
 pub(super) struct Movers {
     cache: Cache,
     /// Connections attached to the space.
@@ -59,7 +59,7 @@ pub(super) struct Movers {
     /// A permit a block.
     permits: Arc<Semaphore>,
     per_call: usize,
-    /// Blocks in the cache's hands now.
+    /// Blocks in flight.
     moving: Cell<u64>,
 }
 
@@ -82,15 +82,15 @@ impl Movers {
         &self.cache
     }
 
-    /// Bytes of blocks that move now.
+    /// Bytes of blocks in flight.
     pub(super) fn bytes_in_flight(&self) -> u64 {
         self.moving.get() * self.cache.config().block_bytes as u64
     }
 
-    /// Moves blocks; one result each, in order. A cancellation lets no more begin; what was begun is waited for.
+    /// Moves blocks; a result for each, in order. After a cancellation no more blocks begin; those in flight complete.
     ///
     /// # Cancel safety
-    /// Nothing more begins. What was begun goes on, and holds its regions until it has ended.
+    /// No more blocks begin. Movements in flight continue, and hold their regions until they end.
     pub(super) async fn run(self: Rc<Self>, way: Way, blocks: Blocks, cancel: Cancel) -> Vec<BlockResult> {
         let count = blocks.keys.len();
         let canceled = Failure::new(ServiceFault::Canceled, "canceled before the block was begun");
@@ -136,12 +136,12 @@ impl Movers {
             Err(failure) => return refuse(failure),
         };
         let _moving = Moving::new(&self.moving, keys.len() as u64);
-        // Polled before anything else runs on this thread: the call holds the segments' regions from its first poll on,
+        // Polled before other tasks of this thread: the call holds the segments' regions from its first poll on,
         // and a region that leaves is waited for.
         let ended = match way {
             Way::Load if self.sharers.get() > 1 => {
-                // Others may want the same blocks, now or soon: read once, into host memory, from which each gets its
-                // copy. A load joins the movement; what finds no room there goes straight.
+                // Other clients may load the same blocks: they are read once, into host memory, and copied to each
+                // client. The load joins the movement; blocks without room in host memory are loaded directly.
                 match self.cache.prefetch(keys) {
                     Ok(_started) => self.cache.load_into(keys, &segments).await,
                     Err(error) => Err(error),
@@ -163,7 +163,7 @@ impl Movers {
         }
     }
 
-    /// Removes blocks whose bytes may be zeros that nobody stored.
+    /// Removes blocks whose bytes may be the guard's zeros.
     async fn forget(&self, keys: &[BlockKey]) {
         for key in keys {
             if let Err(error) = self.cache.remove(key).await {

@@ -1,4 +1,4 @@
-//! What a service is started with.
+//! The settings of a service.
 
 use std::path::PathBuf;
 
@@ -11,8 +11,8 @@ use crate::{
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ServerConfig {
-    /// Where clients connect: a socket that the service makes, mode 0600, or 0666 where [`uids`](Self::uids) has other
-    /// users (who is let in is decided by user, not by mode).
+    /// The socket that the service makes for its clients: mode 0600, or 0666 if [`uids`](Self::uids) has other
+    /// users (the user of a client decides whether it is admitted, not the mode).
     pub socket: PathBuf,
     /// Folders for the spaces' stores, on one drive each; blocks are striped over them. The same folders in the same
     /// order every time. None: memory only.
@@ -21,12 +21,12 @@ pub struct ServerConfig {
     pub capacity_bytes: u64,
     /// Host memory for the blocks of all spaces, bytes.
     pub host_bytes: u64,
-    /// What the cache of every space is opened with. `block_bytes`, `host_blocks`, `disks` and `namespace` are the
+    /// The settings of every space's cache. `block_bytes`, `host_blocks`, `disks` and `namespace` are the
     /// space's own.
     pub cache: Config,
     /// Users that may connect beside the service's own.
     pub uids: Vec<u32>,
-    /// Whether the kernel keeps clients' regions pinned, where a client asks for it
+    /// Whether the kernel keeps clients' regions pinned, if a client asks for it
     /// ([`Cache::pin_region`](crate::Cache::pin_region)).
     pub pin: bool,
     /// Connections at a time. 1 to 4,096.
@@ -39,10 +39,10 @@ pub struct ServerConfig {
     pub region_bytes_max: u64,
     /// Bytes of blocks that move for one connection at a time. At least one block moves, whatever its size.
     pub bytes_in_flight_max: u64,
-    /// Milliseconds in which a client takes some of what it was sent, and in which a new connection says hello, before
+    /// Milliseconds within which a client must read a part of its replies, and a new connection must say hello, before
     /// it is cut off. 1 to 86,400,000.
     pub stall_ms: u64,
-    /// Milliseconds after which the service ends by itself while nobody is connected. `None`: it does not. 1 to
+    /// Milliseconds without a connection after which the service ends by itself. `None`: it does not. 1 to
     /// 86,400,000.
     pub linger_ms: Option<u64>,
 }

@@ -1,6 +1,6 @@
 //! Clients' memory that cannot be sealed: a page that is taken away under its mapping hurts its client alone.
 //!
-//! A file that shrinks below a mapping sends SIGBUS to whoever touches the mapping there. The handler maps a page of
+//! An access to a mapping whose file has shrunk raises SIGBUS. The handler maps a page of
 //! zeros in that place and marks the range as spoiled; the thread goes on. libwayland guards compositors against their
 //! clients' pools in the same way. The kernel's own accesses fail with EFAULT.
 
@@ -29,7 +29,7 @@ unsafe impl Sync for Node {}
 
 static NODES: AtomicPtr<Node> = AtomicPtr::new(ptr::null_mut());
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(4096);
-/// What handled SIGBUS before.
+/// The previous handler of SIGBUS.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
 
 fn nodes() -> impl Iterator<Item = &'static Node> {
@@ -108,7 +108,7 @@ fn install() -> io::Result<()> {
         let mut action: libc::sigaction = unsafe { zeroed() };
         action.sa_sigaction = on_sigbus as *const () as usize;
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
-        // SAFETY: the handler does what a handler may: atomics, mmap, and what the handler before it did.
+        // SAFETY: the handler is async-signal-safe: it uses atomics and mmap, and calls the previous handler.
         if unsafe { libc::sigaction(libc::SIGBUS, &raw const action, ptr::null_mut()) } != 0 {
             return Err(io::Error::last_os_error().raw_os_error().unwrap_or(libc::EINVAL));
         }
@@ -118,9 +118,9 @@ fn install() -> io::Result<()> {
 }
 
 /// # Safety
-/// Called by the kernel, with what the signal's cause was.
+/// The handler; the kernel passes the cause of the signal.
 unsafe extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid record; the address is that of the access where the code says so.
+    // SAFETY: the kernel passes a valid record; for this code it holds the address of the access.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr().addr()) };
     const BUS_ADRERR: libc::c_int = 2;
     if code == BUS_ADRERR && mend(address) {
@@ -130,7 +130,7 @@ unsafe extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, 
     unsafe { as_before(signal, info, context) };
 }
 
-/// Puts zeros in the place of a page that was taken away; false where the address is in no guarded range.
+/// Maps zeros in the place of a missing page; false if the address is in no guarded range.
 fn mend(address: usize) -> bool {
     let holds = |node: &&Node| {
         let (len, start) = (node.len.load(Ordering::Acquire), node.start.load(Ordering::Relaxed));
@@ -150,7 +150,7 @@ fn mend(address: usize) -> bool {
     true
 }
 
-/// Does what would have happened without a handler here.
+/// Does what the previous handler would have done.
 ///
 /// # Safety
 /// As of a handler of the signal.

@@ -1,4 +1,4 @@
-//! What all sessions of a service share: its settings, its spaces, and who is connected.
+//! The state that all sessions of a service share: its settings, its spaces and its connections.
 
 use std::{
     cell::{Cell, RefCell},
@@ -15,7 +15,7 @@ use super::{
     spaces::Spaces,
 };
 
-/// A connection, as the others see it.
+/// The state of a connection that others see.
 pub(super) struct Guest {
     id: u64,
     pid: u32,
@@ -73,12 +73,12 @@ impl House {
         }
     }
 
-    /// Becomes true when no more work is taken.
+    /// Becomes true when the service takes no more work.
     pub(super) fn draining(&self) -> watch::Receiver<bool> {
         self.draining.clone()
     }
 
-    /// Lets a connection in.
+    /// Admits a connection.
     pub(super) fn enter(self: &Rc<Self>, pid: u32, uid: u32) -> Rc<Guest> {
         let id = self.next_id.replace(self.next_id.get() + 1);
         let guest = Rc::new(Guest {
@@ -97,12 +97,12 @@ impl House {
         guest
     }
 
-    /// Connections that there are.
+    /// The number of connections.
     pub(super) fn connections(&self) -> u32 {
         self.connections.get()
     }
 
-    /// What one connection may send.
+    /// The limits of one connection.
     pub(super) fn limits(&self) -> Limits {
         Limits::new(self.config.requests_max, self.config.regions_max, self.config.region_bytes_max)
     }

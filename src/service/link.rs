@@ -28,7 +28,7 @@ const SHARED_BYTES_MAX: usize = 32 << 10;
 pub(super) enum LinkError {
     /// The peer has hung up, or the socket failed.
     Gone(io::Error),
-    /// The peer sent what the protocol does not know.
+    /// The peer sent bytes that are not of the protocol.
     Nonsense(String),
 }
 
@@ -73,7 +73,7 @@ impl Link {
         self.outbox_bytes
     }
 
-    /// Appends bytes to what goes out; `fd` goes with the first of them.
+    /// Appends bytes to the outbox; `fd` goes with the first of them.
     pub(super) fn push(&mut self, bytes: Vec<u8>, fd: Option<Arc<OwnedFd>>) {
         self.outbox_bytes += bytes.len();
         let shared = self
@@ -86,7 +86,7 @@ impl Link {
         }
     }
 
-    /// Sends what the socket takes now; how many bytes it took.
+    /// Sends as much as the socket takes now; returns the number of bytes.
     pub(super) fn flush(&mut self) -> Result<usize, LinkError> {
         let mut flushed = 0;
         while let Some(first) = self.outbox.front_mut() {
@@ -112,7 +112,7 @@ impl Link {
         Ok(flushed)
     }
 
-    /// Takes from the socket what is there; false where nothing is.
+    /// Receives available bytes; false if there are none.
     pub(super) fn receive(&mut self) -> Result<bool, LinkError> {
         let mut buf = [0; RECEIVE_BYTES];
         let Link { stream, inbox, .. } = self;

@@ -1,7 +1,7 @@
 //! Clients' memory: memfds, mapped by the service.
 //!
-//! A file that shrinks below a mapping kills whoever touches the mapping there (SIGBUS). So the service seals what it
-//! maps against that, and [guards](super::guard) what takes no seal. It maps plain memory only: in a file system of
+//! An access to a mapping whose file has shrunk raises SIGBUS, which ends the process. So the service seals the files
+//! that it maps, and [guards](super::guard) files that take no seal. It maps plain memory only: in a file system of
 //! huge pages a hole may be punched, and touched again when no huge page is left.
 
 use std::{
@@ -14,13 +14,13 @@ use std::{
 use super::{guard::Guard, protocol::Failure};
 use crate::error::ServiceFault;
 
-/// Memory of another process. Nothing in it is to be believed, and its owner may write to it at any time.
+/// Memory of another process, which may write to it at any time. Its content is not trusted.
 ///
-/// Not unmapped when it is dropped: whoever drops it early would unmap what a movement still writes to.
+/// Dropping it does not unmap it: a movement may still write to it.
 pub(super) struct Mapped {
     start: *mut u8,
     len: usize,
-    /// Where the memory could be taken away.
+    /// The guard of a file that can shrink.
     guard: RefCell<Option<Guard>>,
 }
 
@@ -33,12 +33,12 @@ impl Mapped {
         self.len
     }
 
-    /// Whether a part of it was taken away while it was used.
+    /// Whether its file has shrunk while it was used.
     pub(super) fn is_spoiled(&self) -> bool {
         self.guard.borrow().as_ref().is_some_and(Guard::is_spoiled)
     }
 
-    /// Unmaps it, on a thread that may take its time: large mappings take long.
+    /// Unmaps it on a blocking thread, because large mappings take long.
     ///
     /// # Safety
     /// Nothing uses the memory any longer, nothing will, and this was not called before.
@@ -64,7 +64,7 @@ impl Mapped {
 /// Seals a client's memfd against shrinking, or guards against it, and maps a range of it.
 ///
 /// # Errors
-/// [`ServiceFault::Memory`] for what is no plain memory, for a range beyond the file's end, and where the system
+/// [`ServiceFault::Memory`] for a file that is no plain memory, for a range beyond its end, and if the system
 /// refuses to map it.
 pub(super) fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
     let refused = |found: String, expected: &str| {
@@ -111,7 +111,7 @@ pub(super) fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure
     }
 }
 
-/// Refuses what is not plain shared memory.
+/// Refuses files that are not plain shared memory.
 fn check_kind(fd: &OwnedFd) -> Result<(), String> {
     // SAFETY: all zero is a valid value; the call fills it in.
     let mut stat: libc::statfs = unsafe { zeroed() };
@@ -126,7 +126,7 @@ fn check_kind(fd: &OwnedFd) -> Result<(), String> {
     }
 }
 
-/// Seals a file against shrinking, if it is not sealed already; false where it takes no seal.
+/// Seals a file against shrinking; false if it takes no seal.
 fn seal(fd: &OwnedFd) -> bool {
     // SAFETY: plain system call without memory.
     let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
@@ -147,7 +147,7 @@ mod tests {
         // SAFETY: a name that ends with 0; the result is checked before it is used.
         let fd = unsafe { libc::memfd_create(c"test".as_ptr(), flags | libc::MFD_CLOEXEC) };
         assert!(fd >= 0, "{}", io::Error::last_os_error());
-        // SAFETY: a descriptor just made, owned by nobody else.
+        // SAFETY: a descriptor just made, with no other owner.
         let file = unsafe { File::from_raw_fd(fd) };
         file.set_len(len).expect("a size");
         file.into()

@@ -1,8 +1,8 @@
 //! One cache for all processes of a node: a service that owns the drives, and its clients.
 //!
-//! [`Server`] is what `kvhoist serve` runs; [`Client`] has the calls of [`Cache`](crate::Cache) that move blocks. A
-//! client lends the service memory as memfds, and blocks go straight between it and the drives. docs/service.md is for
-//! who runs it, docs/protocol.md for who speaks to it.
+//! `kvhoist serve` runs a [`Server`]; a [`Client`] has the calls of [`Cache`](crate::Cache) that move blocks. A
+//! client lends the service memory as memfds, and blocks go directly between it and the drives. docs/service.md is for
+//! operators, docs/protocol.md for authors of clients.
 
 mod blocks;
 mod client;

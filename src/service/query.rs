@@ -13,11 +13,11 @@ use crate::error::{Error, Result, ServiceFault};
 /// How long a service may take to answer.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// What a service says about itself, its spaces and its clients. Blocks the thread, for 10 s at most where the service
+/// A service's figures, and those of its spaces and clients. Blocks the thread, for at most 10 s if the service
 /// hangs.
 ///
 /// # Errors
-/// [`Error::Service`]: [`ServiceFault::Away`] where none answers, [`ServiceFault::Permission`],
+/// [`Error::Service`]: [`ServiceFault::Away`] if none answers, [`ServiceFault::Permission`],
 /// [`ServiceFault::Version`], [`ServiceFault::Busy`].
 pub fn status(socket: &Path) -> Result<ServiceStatus> {
     match ask(socket, &Request::Status, Some(PATIENCE))? {
@@ -29,8 +29,8 @@ pub fn status(socket: &Path) -> Result<ServiceStatus> {
 /// Removes a space of this user with all its blocks, for good. Blocks the thread until its files are deleted.
 ///
 /// # Errors
-/// As [`status`]; [`ServiceFault::Busy`] while clients are attached to it, [`ServiceFault::Argument`] where there is
-/// none, [`ServiceFault::Io`] where its files cannot be deleted.
+/// As [`status`]; [`ServiceFault::Busy`] while clients are attached to it, [`ServiceFault::Argument`] if there is
+/// none, [`ServiceFault::Io`] if its files cannot be deleted.
 pub fn remove_space(socket: &Path, namespace: &str, block_bytes: u64) -> Result<()> {
     let request = Request::RemoveSpace { namespace: namespace.into(), block_bytes };
     match ask(socket, &request, None)? {
@@ -70,7 +70,7 @@ fn ask(socket: &Path, request: &Request, patience: Option<Duration>) -> Result<R
     }
 }
 
-/// Whether a service lets us in.
+/// Checks whether the service has admitted the client.
 pub(super) fn check(welcome: &Welcome) -> Result<()> {
     let Welcome { version_min, version_max, answer, .. } = *welcome;
     let Err(fault) = answer else { return Ok(()) };

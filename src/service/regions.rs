@@ -20,12 +20,12 @@ use crate::{
 struct Held {
     mapped: Mapped,
     region: Region,
-    /// The client has taken it back: nothing begins to use it any more.
+    /// The client has taken it back: no movement begins to use it.
     leaving: Cell<bool>,
     unmapped: Cell<bool>,
 }
 
-/// What a client has lent, by the client's numbers.
+/// A client's regions, by the client's numbers.
 pub(super) struct Regions {
     cache: Cache,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
@@ -36,7 +36,7 @@ impl Regions {
         Regions { cache, held: RefCell::default() }
     }
 
-    /// How many there are, those that are leaving included.
+    /// The number of regions, including those that are being released.
     pub(super) fn count(&self) -> usize {
         self.held.borrow().len()
     }
@@ -53,8 +53,8 @@ impl Regions {
 
     /// Registers a client's memory under a number that no region has.
     pub(super) fn add(&self, number: u32, mapped: Mapped) -> Result<(), Failure> {
-        // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever where that is never called.
-        // Its owner, another process, may write to it at any time: what is loaded is verified where it lies, and a
+        // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
+        // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
         match unsafe { self.cache.register_host(mapped.start(), mapped.len()) } {
             Ok(region) => {
@@ -76,13 +76,13 @@ impl Regions {
         self.held.borrow().get(&number).cloned()
     }
 
-    /// Has the kernel keep a region pinned; false where it does not.
+    /// Asks the kernel to keep a region pinned; false if it does not.
     pub(super) async fn pin(&self, number: u32) -> bool {
         let Some(held) = self.get(number) else { return false };
         self.cache.pin_region(&held.region).await.unwrap_or(false)
     }
 
-    /// The first of these regions that was taken away while it was used.
+    /// The first of these regions whose file shrank while it was used.
     pub(super) fn spoiled(&self, places: &[Vec<Place>]) -> Option<u32> {
         let held = self.held.borrow();
         let spoiled = |place: &&Place| held.get(&place.region).is_some_and(|held| held.mapped.is_spoiled());
@@ -109,8 +109,8 @@ impl Regions {
         places.iter().map(segment).collect()
     }
 
-    /// Takes a region out of use, waits until no movement uses it, and unmaps it. At once where there is none of this
-    /// number. However many call it for one region, each waits.
+    /// Takes a region out of use, waits until no movement uses it, and unmaps it. Returns at once if no region has this
+    /// number. Every one of several calls for one region waits.
     ///
     /// # Cancel safety
     /// The region is out of use from the first poll on, and stays mapped until a later call has ended.

@@ -1,4 +1,4 @@
-//! The service: a thread that listens, and lets clients in.
+//! The service: a thread that listens and admits clients.
 
 use std::{
     fs::{self, File, OpenOptions, TryLockError},
@@ -25,12 +25,12 @@ use tokio::{
 use super::{config::ServerConfig, house::House, session, socket, spaces::Spaces};
 use crate::error::{Error, Result, ServiceFault};
 
-/// How long to wait where the system has no descriptor for a new connection.
+/// The pause after a connection for which the system has no descriptor.
 const NO_DESCRIPTOR: Duration = Duration::from_millis(100);
 
 /// A running service: one process that owns the drives, for many clients ([`Client`](super::Client)).
 ///
-/// It runs on a thread of its own, and on those of its spaces' caches. Dropped, it drains in the background.
+/// It runs on a thread of its own and on the threads of its spaces' caches. Dropping it drains it in the background.
 pub struct Server {
     draining: watch::Sender<bool>,
     thread: Mutex<Option<JoinHandle<Result<()>>>>,
@@ -38,10 +38,10 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts to listen at [`ServerConfig::socket`]. A socket that no service listens at any more is replaced.
+    /// Starts to listen at [`ServerConfig::socket`]. A socket that no service listens at is replaced.
     ///
     /// # Errors
-    /// [`Error::Config`] names a wrong setting; [`Error::Store`] where another service has the socket or the paths, or
+    /// [`Error::Config`] names a wrong setting; [`Error::Store`] if another service has the socket or the paths, or
     /// a space's file cannot be understood; [`Error::Io`].
     pub fn start(config: ServerConfig) -> Result<Server> {
         config.validate()?;
@@ -61,27 +61,27 @@ impl Server {
         let thread = thread::Builder::new().name("kvhoist-service".into()).spawn(run).map_err(failed)?;
         match starts.recv() {
             Ok(()) => Ok(Server { draining, thread: Mutex::new(Some(thread)), socket }),
-            // It ended before it listened, and says why.
+            // The thread has ended before it listened, with the reason.
             Err(mpsc::RecvError) => Err(joined(thread).err().unwrap_or(Error::Closed)),
         }
     }
 
-    /// Takes no more connections and no more requests; ends when what was asked for is answered, and all that was
+    /// Takes no more connections and requests. The service ends when all requests are answered, and all that was
     /// stored is written and flushed.
     pub fn drain(&self) {
         self.draining.send_replace(true);
     }
 
-    /// Waits until it has ended, which somebody must have asked for. Blocks the thread.
+    /// Waits for the end of the service, which [`drain`](Self::drain) begins. Blocks the thread.
     ///
     /// # Errors
-    /// As [`Cache::close`](crate::Cache::close), of the first space that says so. A second call is Ok.
+    /// The first error of a space's [`Cache::close`](crate::Cache::close). A second call is Ok.
     pub fn wait(&self) -> Result<()> {
         let thread = self.thread.lock().expect("nothing panics under it").take();
         thread.map_or(Ok(()), joined)
     }
 
-    /// Where it listens.
+    /// The socket that it listens at.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
@@ -122,7 +122,7 @@ fn lock(path: &Path, of: &Path) -> Result<File> {
     }
 }
 
-/// Listens, in the place of a service that is gone. Its lock is held.
+/// Listens, replacing the socket of a service that is gone. The caller holds the lock.
 fn listen(config: &ServerConfig) -> Result<StdListener> {
     let path = &config.socket;
     match fs::symlink_metadata(path) {
@@ -162,7 +162,7 @@ fn run(config: ServerConfig, draining: watch::Receiver<bool>, started: &mpsc::Se
     result
 }
 
-/// Lets clients in until the service drains, or nobody has come for too long; then waits for all of them.
+/// Admits clients until the service drains, or had no client for too long; then waits for all sessions.
 async fn serve(house: &Rc<House>, listener: UnixListener) {
     let mut draining = house.draining();
     let mut sessions = JoinSet::new();

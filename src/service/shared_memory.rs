@@ -8,7 +8,7 @@ use std::{
 
 use crate::error::{Error, Result};
 
-/// A memfd, sealed against shrinking, with a mapping of all of it: what a [`Client`](super::Client) registers.
+/// A memfd, sealed against shrinking, mapped as a whole, for a [`Client`](super::Client) to register.
 ///
 /// The memory is zero at first, begins at a page and is given back with the last holder: the service, while it has it
 /// mapped, is one. Another process writes to it while blocks are loaded, so it is read and written by copies.
@@ -27,7 +27,7 @@ impl SharedMemory {
     /// Takes `len` bytes from the system.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no bytes, [`Error::Io`] where the system refuses them.
+    /// [`Error::Argument`] for no bytes, [`Error::Io`] if the system refuses them.
     pub fn new(len: usize) -> Result<Self> {
         let failed = |op| move |error| Error::io(op, "a memfd", error);
         if len == 0 {
@@ -38,7 +38,7 @@ impl SharedMemory {
         if fd < 0 {
             return Err(failed("create")(io::Error::last_os_error()));
         }
-        // SAFETY: a descriptor just made, owned by nobody else.
+        // SAFETY: a descriptor just made, with no other owner.
         let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
         file.set_len(len as u64).map_err(failed("size"))?;
         // SAFETY: plain system call without memory.
@@ -91,7 +91,7 @@ impl SharedMemory {
     /// Where the range is not wholly within the memory.
     pub fn write(&self, offset: usize, from: &[u8]) {
         assert!(offset <= self.len && from.len() <= self.len - offset, "a range within the memory");
-        // SAFETY: the range is mapped; nobody has a reference to it.
+        // SAFETY: the range is mapped, and no reference to it exists.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.start.add(offset), from.len()) };
     }
 }

@@ -23,7 +23,7 @@ const BACKLOG: libc::c_int = 256;
 #[repr(C, align(8))]
 struct Control([u8; CONTROL_BYTES]);
 
-/// Receives what is there into `buf`, without waiting; 0 bytes: the peer has hung up. Descriptors that come with the
+/// Receives available bytes into `buf` without waiting. 0 bytes: the peer has hung up. Descriptors that come with the
 /// bytes are appended to `fds`.
 pub(super) fn receive(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
     let mut control = Control([0; CONTROL_BYTES]);
@@ -64,7 +64,7 @@ fn take_fds(message: &libc::msghdr, fds: &mut VecDeque<OwnedFd>) {
             for at in 0..count {
                 // SAFETY: the length in the header covers `count` descriptors.
                 let fd = unsafe { data.add(at).read_unaligned() };
-                // SAFETY: the kernel has made this descriptor for us, and nobody else knows it.
+                // SAFETY: the kernel has made this descriptor for this call; it has no other owner.
                 fds.push_back(unsafe { OwnedFd::from_raw_fd(fd) });
             }
         }
@@ -73,7 +73,7 @@ fn take_fds(message: &libc::msghdr, fds: &mut VecDeque<OwnedFd>) {
     }
 }
 
-/// Sends what goes into the socket now, without waiting; `fd` goes with the first byte.
+/// Sends as much as the socket takes without waiting; `fd` goes with the first byte.
 pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
     let mut control = Control([0; CONTROL_BYTES]);
     let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
@@ -101,7 +101,7 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-/// Listens at `path`, where nothing may be. The socket has `mode` from its first moment on.
+/// Listens at `path`, which must not exist. The socket has `mode` from the beginning.
 pub(super) fn listen(path: &Path, mode: libc::mode_t) -> Result<UnixListener> {
     let failed = |op| move |error| Error::io(op, path, error);
     // SAFETY: all zero is an unnamed address.
@@ -124,7 +124,7 @@ pub(super) fn listen(path: &Path, mode: libc::mode_t) -> Result<UnixListener> {
     if fd < 0 {
         return Err(failed("make a socket for")(io::Error::last_os_error()));
     }
-    // SAFETY: a descriptor just made, owned by nobody else.
+    // SAFETY: a descriptor just made, with no other owner.
     let socket = unsafe { OwnedFd::from_raw_fd(fd) };
     let checked = |op, result: libc::c_int| match result {
         0 => Ok(()),

@@ -1,4 +1,4 @@
-//! [`Client`]: what callers hold.
+//! [`Client`], the handle of callers.
 
 use std::{
     path::{Path, PathBuf},
@@ -26,15 +26,15 @@ use crate::{
     shield::shield,
 };
 
-/// Calls that may be under way at once, those that wait for others included.
+/// The most calls of a client at a time, including those that wait for others.
 const CALLS_MAX: usize = 4096;
 
 /// A connection to a node's service, attached to one space: the calls of [`Cache`](crate::Cache) that move blocks, for
 /// many processes over one store.
 ///
 /// Cheap to clone; usable from any thread and any async runtime. While the service is away every call fails at once
-/// with [`ServiceFault::Away`]; a thread of the client's own connects again, and registers again what was registered.
-/// Calls that were under way when the connection was lost fail too; the service has let go of their memory then.
+/// with [`ServiceFault::Away`]; the client's thread connects again and registers all regions again.
+/// Calls in flight when the connection is lost fail too; the service does not use their memory any longer.
 ///
 /// Dropping the last handle closes it in the background; [`close`](Client::close) waits. A forked child cannot use it.
 ///
@@ -68,7 +68,7 @@ pub(super) struct Inner {
     orders: mpsc::UnboundedSender<Order>,
     away: Away,
     pub(super) places: Places,
-    /// For blocks whose memory the service has not. Made for the first of them.
+    /// For blocks in memory that the service does not have. Made for the first of them.
     pub(super) bounce: OnceCell<Bounce>,
     pub(super) bounce_bytes: usize,
     calls: Arc<AtomicUsize>,
@@ -79,12 +79,12 @@ pub(super) struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Refused where the thread has ended.
+        // Refused if the thread has ended.
         drop(self.orders.send(Order::Close(None)));
     }
 }
 
-/// Tells the thread where a call is given up.
+/// Tells the thread that a call was dropped.
 struct Given<'a> {
     inner: &'a Inner,
     id: Option<u64>,
@@ -102,8 +102,8 @@ impl Client {
     /// Connects to the service at `socket` and attaches to a space.
     ///
     /// # Errors
-    /// [`Error::Service`]: [`ServiceFault::Away`] where no service answers, [`ServiceFault::Permission`],
-    /// [`ServiceFault::Version`], [`ServiceFault::Capacity`] where too little is left for a new space.
+    /// [`Error::Service`]: [`ServiceFault::Away`] if no service answers, [`ServiceFault::Permission`],
+    /// [`ServiceFault::Version`], [`ServiceFault::Capacity`] if too little is left for a new space.
     /// [`Error::Argument`] for a name or a block size that no space can have.
     ///
     /// # Cancel safety
@@ -294,7 +294,7 @@ impl Client {
         self.ask(Request::Sync).await.map(drop)
     }
 
-    /// What the space has done, for all clients, since the service opened it.
+    /// The space's figures for all clients, since the service opened it.
     ///
     /// # Errors
     /// [`Error::Service`].
@@ -311,7 +311,7 @@ impl Client {
     /// Hangs up, and resolves when the service uses none of this client's memory any longer. Calls fail from then on.
     ///
     /// # Errors
-    /// [`Error::Closed`] where it is closed already.
+    /// [`Error::Closed`] if it is closed already.
     ///
     /// # Cancel safety
     /// From the first poll on it goes on.

@@ -19,7 +19,7 @@ use crate::{
 };
 
 impl Worker {
-    /// Connects, attaches, and registers what was registered before. Calls that come meanwhile wait for the end of the
+    /// Connects, attaches, and registers all regions again. Calls that come meanwhile wait for the end of the
     /// attempt, which has a deadline.
     pub(super) async fn connect(&mut self) -> Result<Link> {
         let deadline = self.options.deadline;
@@ -93,7 +93,7 @@ impl Worker {
         }
     }
 
-    /// Sends what is to go out and takes what has come, once there is either.
+    /// Waits until the socket can send or has received, and does both.
     async fn transfer(&self, link: &mut Link) -> Result<()> {
         let moved = async {
             link.flush()?;

@@ -20,14 +20,14 @@ use crate::{
     },
 };
 
-/// Memory that a client has registered. Give it back with [`Client::unregister`]. Dropping it changes nothing.
+/// Memory that a client has registered. [`Client::unregister`] takes it back; dropping this value changes nothing.
 #[derive(Debug)]
 pub struct ClientRegion {
     /// The client that has it, in this process.
     client: u64,
     number: u32,
     pinned: bool,
-    /// Of memory that the service has not.
+    /// Users of memory that the service does not have.
     users: Option<Users>,
 }
 
@@ -68,7 +68,7 @@ impl Client {
     ///
     /// # Safety
     /// The range stays mapped where it is until [`unregister`](Client::unregister) has resolved or the client is
-    /// closed: a segment in it is told to the service as its place in the memfd.
+    /// closed: the service gets a segment as its place in the memfd.
     ///
     /// # Cancel safety
     /// As [`register`](Client::register).
@@ -83,8 +83,8 @@ impl Client {
         self.register_range((start as usize, len), (memfd, offset), pin, None).await
     }
 
-    /// Makes memory known that cannot be passed: no memfd, or none at hand. Its blocks go through a bounce buffer of
-    /// [`ClientOptions::bounce_bytes`](super::ClientOptions::bounce_bytes), one copy more, made in the polls of the calls that name it.
+    /// Registers memory that cannot be passed to the service. Its blocks go through a bounce buffer of
+    /// [`bounce_bytes`](super::ClientOptions::bounce_bytes), with one copy more, made in the polls of the calls.
     ///
     /// # Errors
     /// [`Error::Argument`] for no memory, or memory that is registered already.
@@ -112,7 +112,7 @@ impl Client {
         Ok(())
     }
 
-    /// The bounce buffer, made and lent to the service where this is the first call that needs it.
+    /// The bounce buffer, which the first call that needs it makes and lends to the service.
     pub(super) async fn bounce(&self) -> Result<&Bounce> {
         let make = || async {
             let bounce = Bounce::new(self.inner.bounce_bytes, self.inner.block_bytes)?;
@@ -147,8 +147,8 @@ impl Client {
         }
     }
 
-    /// Gives memory back: resolves when the service uses it no longer and has unmapped it. At once where it was given
-    /// back already, or where the service is away.
+    /// Takes memory back: resolves when the service does not use it any longer and has unmapped it. Resolves at once if
+    /// it was taken back already, or if the service is away.
     ///
     /// # Errors
     /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child.

@@ -22,7 +22,7 @@ use crate::{
 
 /// Memory that a client's calls copy into and from, lent with [`Client::lend`].
 ///
-/// It has the calls that move blocks; dropping it ends the loan. Only a call's own poll touches the memory: one that
+/// It has the calls that move blocks; dropping it ends the loan. Only a call's own poll touches the memory: a call that
 /// was dropped, or has timed out, leaves it alone.
 pub struct ClientLoan {
     client: Client,
@@ -89,7 +89,7 @@ impl Way {
     }
 }
 
-/// What becomes of blocks that are moved in one request.
+/// The results of blocks that are moved in one request.
 type Moved<'a> = Pin<Box<dyn Future<Output = Result<Vec<Result<bool>>>> + Send + 'a>>;
 
 impl Client {
@@ -107,11 +107,11 @@ impl Client {
     /// crate::Cache::load_into) has it. `segments[i]` are the places of block `i`, one block long in all.
     ///
     /// # Errors
-    /// [`Error::Argument`] before anything moved; [`Error::Service`] where the service is away or did not answer in
+    /// [`Error::Argument`] before anything moved; [`Error::Service`] if the service is away or did not answer in
     /// time. A block's own error is in its result; its segments then hold anything.
     ///
     /// # Cancel safety
-    /// The service begins no more of it. What was begun goes on, and its segments stay in use until
+    /// The service begins no more of its blocks. Movements in flight continue, and their segments stay in use until
     /// [`unregister`](Client::unregister) resolves, or the connection is lost. The same holds after
     /// [`ServiceFault::Timeout`](crate::ServiceFault::Timeout).
     pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {

@@ -1,4 +1,4 @@
-//! What a client connects with.
+//! The options of a client.
 
 use std::time::Duration;
 
@@ -6,14 +6,14 @@ use std::time::Duration;
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ClientOptions {
-    /// The space's name: what keys belong to, as [`Config::namespace`](crate::Config::namespace). Clients with the same
-    /// user, name and block size share a space.
+    /// The space's name, the namespace of its keys (as [`Config::namespace`](crate::Config::namespace)). Clients with
+    /// the same user, name and block size share a space.
     pub namespace: String,
     /// Bytes of every block. 1 B to 1 GiB.
     pub block_bytes: usize,
-    /// Disk for the space, where this client is the first that attaches to it, bytes. 0: all that is left.
+    /// Disk for the space, bytes, if this client is the first that attaches to it. 0: all that is left.
     pub capacity_bytes: u64,
-    /// Host memory for the space, where this client is the first since the service began, bytes. 0: all that is left.
+    /// Host memory for the space, bytes, if this client is the first since the service started. 0: all that is left.
     pub host_bytes: u64,
     /// After this calls are answered with [`ServiceFault::Timeout`](crate::ServiceFault::Timeout).
     pub deadline: Duration,

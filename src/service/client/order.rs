@@ -1,4 +1,4 @@
-//! What a client's handles ask of its thread.
+//! Orders of a client's handles to its thread.
 
 use std::sync::{
     Arc,
@@ -10,12 +10,12 @@ use tokio::sync::oneshot;
 use super::{bounce::Taken, places::Lent};
 use crate::{error::Result, service::protocol::Reply};
 
-/// What callers want of the thread.
+/// An order to the thread.
 pub(super) enum Order {
     Call(Call),
-    /// Nobody wants the answer of this call any longer.
+    /// The call with this id was dropped.
     Forget(u64),
-    /// Nothing more is wanted: `None` where nobody waits for the end.
+    /// Closes the client, and tells a waiter, if there is one, when it is closed.
     Close(Option<oneshot::Sender<()>>),
 }
 
@@ -29,10 +29,10 @@ pub(super) struct Call {
     pub(super) keeps: Keeps,
 }
 
-/// What a call holds while the service may work on it: its count, and slots of the bounce buffer.
+/// Resources of a call while the service may work on it: its count, and slots of the bounce buffer.
 pub(super) type Keeps = (Counted, Option<Arc<Taken>>);
 
-/// What a call changes beside its answer.
+/// The kind of a call, which decides what its reply changes.
 pub(super) enum What {
     Plain,
     /// Memory that is the service's once the reply says so, and again after each reconnection.

@@ -36,11 +36,11 @@ struct Known {
     len: usize,
     /// Of memory that could not be passed, whose blocks are copied: the calls that name it.
     users: Option<Users>,
-    /// Keeps the client's mapping, where the client lets us.
+    /// Keeps the mapping of memory that this crate has mapped.
     _memory: Option<Arc<SharedMemory>>,
 }
 
-/// Read-locked by the calls that copy from or to a range; whoever takes the range back waits for them.
+/// Read-locked by calls that copy from or to a range; `unregister` waits for them.
 pub(super) type Users = Arc<RwLock<()>>;
 
 /// Where a block lies.
@@ -106,7 +106,7 @@ impl Places {
             }
             found.push(block(&known, of_block, loan, &mut used)?);
         }
-        // Nobody has write-locked them: they are in the map.
+        // Not write-locked: `unregister` removes a range from the map first.
         let keeps = used.into_values().filter_map(|users: Users| users.try_read_owned().ok()).collect();
         Ok((found, keeps))
     }

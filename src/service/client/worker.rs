@@ -49,7 +49,7 @@ pub(super) struct Worker {
     pub(super) options: ClientOptions,
     pub(super) orders: mpsc::UnboundedReceiver<Order>,
     pub(super) away: Away,
-    /// What the service has, or is given when it is back.
+    /// Regions that the service has, or gets when it is back.
     pub(super) lent: BTreeMap<u32, Lent>,
     pending: BTreeMap<u64, Pending>,
     /// Calls that wait for others' replies, in order.
@@ -66,7 +66,7 @@ pub(super) struct Worker {
     closing: Option<Vec<oneshot::Sender<()>>>,
 }
 
-/// What a turn of a connection came to.
+/// The result of a turn: an error is the reason why the connection is lost.
 type Turn = std::result::Result<(), String>;
 
 impl Worker {
@@ -95,7 +95,7 @@ impl Worker {
         }
     }
 
-    /// Runs until the client is closed. `first` is told how the first attempt to connect went; a failure ends it.
+    /// Runs until the client is closed. `first` gets the result of the first attempt to connect; a failure ends it.
     pub(super) async fn run(mut self, first: oneshot::Sender<Result<()>>) {
         let mut first = Some(first);
         let mut backoff = BACKOFF_MIN;
@@ -121,7 +121,7 @@ impl Worker {
                 backoff = (backoff * 2).min(self.options.backoff_max);
             }
             if let Some(closing) = self.closing.take() {
-                // Calls fail as those of a closed client from now on.
+                // From now on calls fail with `Error::Closed`.
                 *self.away.lock().expect("nothing panics under it") = None;
                 drop(self.orders);
                 for waits in closing {
@@ -295,7 +295,7 @@ impl Worker {
 
     /// A call's reply has come.
     fn answered(&mut self, link: &mut Link, id: u64, reply: Reply) {
-        // What the thread itself has asked for, nobody waits for.
+        // Requests of the thread itself have no waiter.
         let Some(pending) = self.pending.remove(&id) else { return };
         self.sent = self.sent.saturating_sub(1);
         self.sent_bytes = self.sent_bytes.saturating_sub(pending.frame_bytes);
@@ -318,7 +318,7 @@ impl Worker {
         self.send_waiting(link);
     }
 
-    /// Nobody waits for a call any longer: the service is to begin nothing more of it.
+    /// Cancels a call that was dropped: the service begins no more of its blocks.
     fn forget(&mut self, link: &mut Link, id: u64) {
         let Some(pending) = self.pending.get_mut(&id) else { return };
         pending.reply = None;

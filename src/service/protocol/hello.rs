@@ -3,7 +3,7 @@
 use super::wire::{FRAME_BYTES_MAX, KEYS_MAX, Malformed, PLACES_MAX, Reader, Writer, malformed};
 use crate::error::ServiceFault;
 
-/// What both ends begin with.
+/// The first bytes of both ends.
 pub const MAGIC: [u8; 8] = *b"kvhoist\n";
 /// The oldest version that this build speaks.
 pub const VERSION_MIN: u16 = 1;
@@ -23,7 +23,7 @@ impl Hello {
     /// Bytes of a hello.
     pub const BYTES: usize = 16;
 
-    /// What this build says.
+    /// The hello of this build.
     pub fn ours() -> Self {
         Hello { version_min: VERSION_MIN, version_max: VERSION_MAX }
     }
@@ -55,7 +55,7 @@ impl Hello {
     }
 }
 
-/// What a service takes from one connection.
+/// The limits of one connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes of a frame after its header.
@@ -101,7 +101,7 @@ pub struct Welcome {
     pub version_max: u16,
     /// The version that is spoken, or why there is none.
     pub answer: Result<u16, ServiceFault>,
-    /// What the service takes from the connection.
+    /// The limits of the connection.
     pub limits: Limits,
 }
 
@@ -109,7 +109,7 @@ impl Welcome {
     /// Bytes of a welcome.
     pub const BYTES: usize = 48;
 
-    /// What this build answers.
+    /// The answer of this build.
     pub fn new(answer: Result<u16, ServiceFault>, limits: Limits) -> Self {
         Welcome { version_min: VERSION_MIN, version_max: VERSION_MAX, answer, limits }
     }
@@ -190,7 +190,7 @@ pub(super) fn fault_code(fault: ServiceFault) -> u16 {
     FAULTS.iter().position(|known| *known == fault).map_or(0, |at| at as u16 + 1)
 }
 
-/// The fault of a number; what a later version may add is taken for [`ServiceFault::Unavailable`].
+/// The fault of a number. Numbers of later versions become [`ServiceFault::Unavailable`].
 pub(super) fn fault_of(code: u16) -> ServiceFault {
     usize::from(code).checked_sub(1).and_then(|at| FAULTS.get(at)).copied().unwrap_or(ServiceFault::Unavailable)
 }

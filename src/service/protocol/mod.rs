@@ -1,4 +1,4 @@
-//! What goes over the socket of a node's service: a handshake, then frames. Pure data: no I/O.
+//! The bytes on the socket of a node's service: a handshake, then frames. Pure data, no I/O.
 //!
 //! docs/protocol.md shows the bytes. Nothing that a peer can send makes a decoder panic, or take more memory than the
 //! bytes that were sent justify.

@@ -1,4 +1,4 @@
-//! What a service answers.
+//! Replies of a service.
 
 use super::{
     hello::{fault_code, fault_of},
@@ -13,9 +13,9 @@ use crate::{
 /// Why something was not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Failure {
-    /// What the client can do about it.
+    /// The kind of failure, which decides what the client can do.
     pub fault: ServiceFault,
-    /// What was found, what was expected, what to do.
+    /// The value found, the value expected, and the remedy.
     pub text: String,
 }
 
@@ -48,7 +48,7 @@ impl From<Failure> for Error {
     }
 }
 
-/// What became of one block: `true` if it was there (or is now), `false` if it was nowhere.
+/// The result of one block: `true` if it is resident, `false` if it is resident nowhere.
 pub type BlockResult = Result<bool, Failure>;
 
 /// A service's reply.
@@ -56,7 +56,7 @@ pub type BlockResult = Result<bool, Failure>;
 pub enum Reply {
     /// The request was not done.
     Failed(Failure),
-    /// The connection is over: what was not replied to was not done, or not to its end. The hang-up follows when
+    /// The connection ends. Requests without a reply were not done, or not completely. The hang-up follows when
     /// nothing uses the client's memory any longer.
     Goodbye(Failure),
     /// The space that the connection is attached to now.

@@ -1,4 +1,4 @@
-//! What a client asks.
+//! Requests of a client.
 
 use super::wire::{KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PLACES_MAX, Reader, Writer, malformed};
 use crate::block::BlockKey;
@@ -16,7 +16,7 @@ pub struct Place {
 
 const PLACE_BYTES: usize = 16;
 
-/// Blocks to be moved, and where in the client's memory each of them lies.
+/// Blocks to move, each with its places in the client's memory.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Blocks {
     /// The blocks' keys.
@@ -43,7 +43,7 @@ pub enum Request {
     Register {
         /// The client's number for it, which no other region of the connection has.
         region: u32,
-        /// What the descriptor is.
+        /// The kind of memory that the descriptor stands for.
         kind: RegionKind,
         /// Whether the kernel is to keep it pinned.
         pin: bool,
@@ -118,7 +118,7 @@ pub enum Request {
     },
 }
 
-/// What memory a client lends.
+/// Kinds of memory that a client can lend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RegionKind {
     /// Host memory: a memfd.

@@ -21,7 +21,7 @@ pub struct TierFigures {
     pub evictions: u64,
 }
 
-/// What a space has done since the service opened it.
+/// A space's figures since the service opened it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct SpaceStats {
     /// Per tier, indexed by [`Tier`] as usize.
@@ -46,7 +46,7 @@ pub struct SpaceStats {
     pub straight_bytes: u64,
     /// Bytes read from the drives.
     pub read_bytes: u64,
-    /// Why the disk tier takes no more blocks, or is out of service; empty where it is well.
+    /// Why the disk tier is read-only or out of service; empty otherwise.
     pub disk_trouble: String,
 }
 
@@ -119,7 +119,7 @@ pub struct SpaceStatus {
     pub host_bytes: u64,
     /// Clients attached to it.
     pub clients: u32,
-    /// What it has done; `None` while it is closed, which it is until the first client attaches.
+    /// Its figures; `None` until the first client attaches, when the service opens it.
     pub stats: Option<SpaceStats>,
 }
 
@@ -161,11 +161,11 @@ pub struct ServiceStatus {
     pub host_bytes: u64,
     /// Host memory that no space has, bytes.
     pub host_left: u64,
-    /// Connections that were cut off for what they sent, or for what they did not read.
+    /// Connections that were cut off because of malformed frames or unread replies.
     pub cut_off: u64,
     /// Its spaces.
     pub spaces: Vec<SpaceStatus>,
-    /// Its connections, the one that asked included.
+    /// Its connections, including the one of this request.
     pub clients: Vec<ClientStatus>,
 }
 

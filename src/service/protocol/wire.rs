@@ -23,9 +23,9 @@ const KEY_BYTES: usize = 32;
 pub struct Malformed {
     /// Which part of the frame.
     pub what: &'static str,
-    /// What was found there.
+    /// The value that was found.
     pub found: String,
-    /// What would have been understood.
+    /// The values that are accepted.
     pub expected: String,
 }
 
@@ -34,14 +34,14 @@ pub(super) fn malformed(what: &'static str, found: impl ToString, expected: impl
     Malformed { what, found: found.to_string(), expected: expected.into() }
 }
 
-/// What every frame begins with.
+/// The beginning of every frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     /// Bytes that follow the header.
     pub body_bytes: u32,
     /// Which request or reply the body is.
     pub kind: u16,
-    /// The request, or the request that is replied to; 0 where there is none.
+    /// The request's id, also in its reply; 0 in frames without a request.
     pub id: u64,
 }
 
@@ -152,7 +152,7 @@ pub(super) fn cut(text: &str, max: usize) -> &str {
     &text[..end]
 }
 
-/// A body that is being read. Every method fails where the bytes end early.
+/// Reads a body. Every method fails if the bytes end early.
 pub(super) struct Reader<'a> {
     rest: &'a [u8],
 }

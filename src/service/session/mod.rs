@@ -20,20 +20,20 @@ use super::{
 };
 use crate::error::ServiceFault;
 
-/// With more than this to be taken by the client, nothing more is read from it.
+/// With more unread replies than this, nothing more is read from the client.
 const OUTBOX_BYTES_MAX: usize = 1 << 20;
 /// Frames that are read in one turn.
 const FRAMES_PER_TURN: usize = 32;
-/// How long a client that is cut off has to take the reason.
+/// How long a client that is cut off has to read the reason.
 const GOODBYE: Duration = Duration::from_millis(100);
 
 /// Why a session ends.
 enum End {
     /// The client has hung up.
     Gone,
-    /// The client is told why, and cut off.
+    /// The client gets the reason and is cut off.
     Cut(Failure),
-    /// The service ends, and all that the client asked for is answered.
+    /// The service ends, and all requests are answered.
     Drained,
 }
 
@@ -46,7 +46,7 @@ impl From<LinkError> for End {
     }
 }
 
-/// What a request ended with.
+/// The end of a request.
 struct Ended {
     id: u64,
     result: Outcome,
@@ -63,20 +63,20 @@ struct Session {
     link: Link,
     draining: watch::Receiver<bool>,
     tasks: JoinSet<Ended>,
-    /// Requests under way.
+    /// Requests in flight.
     requests: BTreeMap<u64, Cancel>,
     /// The bytes of their frames.
     request_bytes: BTreeMap<u64, usize>,
-    /// The space, once the client is attached, and what moves its blocks.
+    /// The client's space and its movers, once it is attached.
     attached: Option<(Rc<Space>, Rc<Movers>)>,
     attaching: bool,
     /// The handshake is done.
     greeted: bool,
-    /// When the client last took something of what it was sent, or had taken all.
+    /// When the client last read a part of its replies, or had read all.
     taken: Instant,
 }
 
-/// Serves a connection until it ends, and lets go of the client's memory before it hangs up.
+/// Serves a connection until it ends, and unmaps the client's memory before it hangs up.
 pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, stream: UnixStream) {
     let mut session = Session {
         draining: house.draining(),
@@ -98,14 +98,14 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, stream: UnixStream
     session.finish(end).await;
 }
 
-/// Tells a connection why it is not let in.
+/// Sends a connection the reason why it is refused.
 pub(super) async fn refuse(house: Rc<House>, stream: UnixStream, fault: ServiceFault) {
     let mut link = Link::new(stream);
     link.push(Welcome::new(Err(fault), house.limits()).encode(), None);
     tell(&mut link).await;
 }
 
-/// Sends what is to go out, for a moment.
+/// Sends the outbox, for at most [`GOODBYE`].
 async fn tell(link: &mut Link) {
     let sent = timeout(GOODBYE, async {
         while link.flush().is_ok() && link.outbox_bytes() > 0 {
@@ -158,7 +158,7 @@ impl Session {
         }
     }
 
-    /// Reads what has come, sends what is to go out, and waits for more of either.
+    /// Handles received frames, sends replies, and waits for more of either.
     async fn turn(&mut self) -> Result<(), End> {
         let draining = *self.draining.borrow();
         let listens = !draining && self.link.outbox_bytes() <= OUTBOX_BYTES_MAX;
@@ -171,7 +171,7 @@ impl Session {
         }
         self.flush()?;
         if listens && frames == 0 {
-            // There may be more; others have their turn first.
+            // There may be more frames; other sessions have their turn first.
             tokio::task::yield_now().await;
             return self.reap();
         }
@@ -248,7 +248,7 @@ impl Session {
         Ok(())
     }
 
-    /// The client is in a space from now on.
+    /// Attaches the client to a space.
     fn enter(&mut self, space: Rc<Space>) -> Reply {
         let movers = Rc::new(Movers::new(&space, self.house.config.bytes_in_flight_max));
         space.clients.set(space.clients.get() + 1);
@@ -259,7 +259,7 @@ impl Session {
         Reply::Attached { block_bytes, capacity_bytes, host_bytes }
     }
 
-    /// Tells the client why, lets go of its memory, and hangs up.
+    /// Sends the reason, unmaps the client's memory, and hangs up.
     async fn finish(mut self, end: End) {
         let goodbye = match end {
             End::Gone => None,
@@ -278,7 +278,7 @@ impl Session {
             self.link.push(bytes, None);
             tell(&mut self.link).await;
         }
-        // What was not begun is dropped here. What was begun holds its regions.
+        // Blocks that were not begun are dropped here. Movements in flight hold their regions.
         self.tasks.shutdown().await;
         if let Some((space, movers)) = self.attached.take() {
             movers.regions.release_all().await;

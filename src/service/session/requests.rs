@@ -1,4 +1,4 @@
-//! What a session does with a client's requests.
+//! How a session handles requests.
 
 use std::{os::fd::OwnedFd, rc::Rc};
 
@@ -24,7 +24,7 @@ impl Session {
             }
             return Ok(());
         }
-        // Also where the request is refused: the next one must not get it.
+        // Taken also if the request is refused: the next one must not get it.
         let fd = matches!(request, Request::Register { .. }).then(|| self.link.take_fd()).flatten();
         if id == 0 || self.requests.contains_key(&id) {
             let text = format!("request id: found {id}, expected one that is not 0 and not in flight");
@@ -56,7 +56,7 @@ impl Session {
         self.tasks.spawn_local(async move { Ended { id, result: Outcome::Reply(run.await) } });
     }
 
-    /// The reply, or `None` where it comes later.
+    /// The reply, or `None` if a task will give it.
     fn answer(&mut self, id: u64, request: Request, fd: Option<OwnedFd>) -> Result<Option<Reply>, Failure> {
         let request = match request {
             Request::Status => return Ok(Some(Reply::Status(Box::new(self.house.status())))),
@@ -199,8 +199,7 @@ fn check_kind(kind: RegionKind) -> Result<(), Failure> {
     match kind {
         RegionKind::Host => Ok(()),
         RegionKind::Device => {
-            let text = "region: found device memory, expected a memfd; this service moves blocks to and from host memory \
-                        only";
+            let text = "region: found device memory, expected a memfd; this service moves blocks in host memory only";
             Err(Failure::new(ServiceFault::Memory, text))
         }
     }

@@ -14,12 +14,12 @@ use crate::{
     service::{config::ServerConfig, protocol::NAMESPACE_BYTES_MAX},
 };
 
-/// What describes a space, in its folder below the first path.
+/// The name of a space's file, in its folder below the first path.
 pub(super) const FILE_NAME: &str = "space";
 const FILE_HEADER: &str = "kvhoist space 1";
 const FOLDER_PREFIX: &str = "space-";
 
-/// What a space is, on disk too.
+/// The description of a space, as its file has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Deed {
     pub(super) namespace: String,
@@ -109,7 +109,7 @@ pub(super) fn make_folder(path: &Path) -> Result<()> {
     }
 }
 
-/// Writes a file that is whole or not there, whenever the machine dies.
+/// Writes a file that is complete or absent after a crash at any moment.
 pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
     let (temporary, failed) = (path.with_extension("new"), |error| Error::io("write", path, error));
     let mut file = fs::File::create(&temporary).map_err(failed)?;

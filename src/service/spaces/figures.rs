@@ -6,7 +6,7 @@ use crate::{
     service::protocol::{SpaceStats, TierFigures},
 };
 
-/// What a space's cache has done.
+/// The figures of a space's cache.
 pub(in crate::service) fn stats(cache: &Cache) -> SpaceStats {
     let stats = cache.stats();
     let reads = [Route::DiskToHost, Route::DiskToRegion].map(|route| stats.route(route).bytes);

@@ -40,11 +40,11 @@ pub(super) struct Space {
     pub(super) clients: Rc<Cell<u32>>,
 }
 
-/// Where whoever attaches to a space that is being opened waits.
+/// Clients that wait for a space that is being opened.
 type Waiters = Vec<oneshot::Sender<Result<Rc<Space>, Failure>>>;
 
 enum State {
-    /// Its store is there, and nobody has attached since the service began.
+    /// Its store exists, and no client has attached since the service started.
     Closed,
     Opening(Waiters),
     Open(Rc<Space>),
@@ -55,13 +55,13 @@ struct Entry {
     state: State,
 }
 
-/// What attaching comes to, before anything was waited for.
+/// The beginning of an attach.
 enum Begun {
     Open(Rc<Space>),
     Opening(oneshot::Receiver<Result<Rc<Space>, Failure>>),
 }
 
-/// What a client asks for.
+/// The space that a client wants.
 pub(super) struct Wanted {
     pub(super) namespace: String,
     pub(super) uid: u32,
@@ -79,7 +79,7 @@ pub(super) struct Spaces {
 }
 
 impl Spaces {
-    /// Reads which spaces there are.
+    /// Reads the files of all spaces.
     ///
     /// # Errors
     /// [`Error::Store`] for a space whose file cannot be understood, or that has more disk than there is now.
@@ -103,10 +103,10 @@ impl Spaces {
         })
     }
 
-    /// The space that a client wants, made or opened if it must be.
+    /// Finds, opens or makes the space that a client wants.
     ///
     /// # Cancel safety
-    /// The space is opened all the same.
+    /// The space is still opened.
     pub(super) async fn attach(self: &Rc<Self>, wanted: Wanted) -> Result<Rc<Space>, Failure> {
         let Wanted { namespace, block_bytes, .. } = &wanted;
         if namespace.is_empty() || *block_bytes == 0 || *block_bytes > 1 << 30 {
@@ -122,7 +122,7 @@ impl Spaces {
         }
     }
 
-    /// Begins to open a space, unless it is open or somebody has begun.
+    /// Begins to open a space that is neither open nor being opened.
     fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<Begun, Failure> {
         let Wanted { ref namespace, uid, block_bytes, capacity_bytes, host_bytes } = *wanted;
         let mut deed = Deed { namespace: namespace.clone(), uid, block_bytes, capacity_bytes: 0 };
@@ -161,7 +161,7 @@ impl Spaces {
         take(&self.capacity_left, wanted, "bytes of disk")
     }
 
-    /// Opens a space and tells all who wait for it.
+    /// Opens a space and answers its waiters.
     async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
         let folder = deed.folder();
         let opened = match take(&self.host_left, host_bytes, "bytes of host memory") {
@@ -236,11 +236,11 @@ impl Spaces {
         Ok(config)
     }
 
-    /// Removes what a space that could not be made has left: never a store.
+    /// Removes the folders of a space that could not be made, but never a store.
     fn forget(&self, folder: &str) {
         for path in &self.config.paths {
             let folder = path.join(folder);
-            // Refused where a store lies in it, which then is a space again at the next start.
+            // A folder with a store is kept, and is a space again at the next start.
             if !folder.join("kvhoist.store").exists() {
                 drop(fs::remove_file(folder.join(FILE_NAME)));
                 drop(fs::remove_dir(folder));
@@ -248,7 +248,7 @@ impl Spaces {
         }
     }
 
-    /// Removes a space that nobody is attached to: its cache, its stores, its share of disk and memory.
+    /// Removes a space without clients: its cache, its stores, its share of disk and memory.
     ///
     /// # Cancel safety
     /// Whoever attaches to it is refused until it is removed; call again.
@@ -300,7 +300,7 @@ impl Spaces {
         removed
     }
 
-    /// Closes the caches of all spaces, each of which writes and flushes what it must; the first error.
+    /// Closes the caches of all spaces, which write and flush their blocks. Returns the first error.
     pub(super) async fn close(&self) -> Result<()> {
         let caches: Vec<Cache> = self.entries.borrow().values().filter_map(Entry::cache).collect();
         let mut result = Ok(());
@@ -347,7 +347,7 @@ impl Entry {
     }
 }
 
-/// Takes `wanted`, or all where that is 0, of what is left.
+/// Takes `wanted` bytes, or all that is left if that is 0.
 fn take(left: &Cell<u64>, wanted: u64, what: &str) -> Result<u64, Failure> {
     let found = left.get();
     let taken = if wanted == 0 { found } else { wanted };
