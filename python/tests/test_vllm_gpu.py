@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -13,53 +11,12 @@ why = vtier.missing()
 if why:
     pytest.skip(why, allow_module_level=True)
 
-from vgpu import TOKENS, Gpu, Served, connectors, names_of, on_gpu, settings, vllm_config  # noqa: E402
+from vgpu import TOKENS, Gate, Gpu, Served, files, names_of, on_gpu, settings  # noqa: E402
 
-import kvhoist.vllm  # noqa: E402
-from kvhoist import ConfigError, device_chunks, device_settings, vllm_gpu  # noqa: E402
-from kvhoist.__main__ import main  # noqa: E402
+from kvhoist import device_chunks, device_settings, vllm_gpu  # noqa: E402
 from kvhoist.chunks import Place  # noqa: E402
-from kvhoist.config import HiCacheConfig  # noqa: E402
 
 NEW = vtier.version() >= (0, 33)
-
-
-def files(folder):
-    return sorted(folder.rglob("kvhoist.store"))
-
-
-def damage(folder, served, name: bytes):
-    """Overwrites what is stored of one block, in every place that has it, and forgets what is in host memory."""
-    gpu = served.gpu
-    block = served.take(1)[0][0]
-    gpu.fill(block, name + b"\0")
-    data = b"".join(tensor[block].cpu().numpy().tobytes() for tensor in gpu.tensors)
-    (path,) = files(folder)
-    found = path.read_bytes()
-    assert data in found, "the block is not on disk"
-    with open(path, "r+b") as file:
-        file.seek(found.index(data))
-        file.write(bytes(len(data)))
-
-
-def serve_again(served, names) -> None:
-    """Has blocks stored again that were lost: 0.28 does not offer them for the request that failed to load them."""
-    if not NEW:
-        served.serve(names)
-
-
-class Gate:
-    """What the GPU is doing: an event that happens when `open` is set, or somebody waits for it."""
-
-    def __init__(self) -> None:
-        self.open, self.waited = False, 0
-
-    def query(self) -> bool:
-        return self.open
-
-    def synchronize(self) -> None:
-        self.waited += 1
-        self.open = True
 
 
 @pytest.mark.parametrize("layout", ["layers", "packed"])
@@ -142,85 +99,6 @@ def test_a_chunk_is_entered_where_the_gpu_has_its_beginning(store_dir):
         served.check([ids[0][2:]], names[2:])
 
 
-def test_a_damaged_block_is_computed_and_never_served(store_dir):
-    given, names = settings(store_dir), names_of("a", 6)
-    with Served(given) as served:
-        served.serve(names)
-    with Served(given) as served:
-        damage(store_dir, served, names[3])
-        request, ids = served.request(names), served.take(7)
-        tokens = served.matched(request)
-        assert tokens == 6 * TOKENS, "nobody knows yet"
-        failed, blocks = served.load(request, ids, tokens)
-        if NEW:
-            assert failed == {request.request_id}
-            assert not served.step()[1], "told once"
-        else:
-            assert blocks == {ids[0][3]}
-        # The request begins anew: what is left of the prefix, and no request asks for the lost one for ever.
-        assert served.matched(request) == 3 * TOKENS
-        failed, blocks = served.load(request, ids, 3 * TOKENS)
-        assert not failed and not blocks
-        served.check(ids, names[:3])
-        served.compute(request, ids, names, 3 * TOKENS)
-        assert served.manager.get_stats() is not None
-        assert served.store.cache.stats()["checksum_failures"] == 1
-        # Stored again, it is there.
-        served.serve(names)
-        assert served.serve(names) == 6
-
-
-def test_every_load_of_a_ruined_store_is_computed(store_dir):
-    given, names = settings(store_dir, blocks_per_chunk=2), names_of("a", 8)
-    with Served(given) as served:
-        served.serve(names)
-    with Served(given) as served:
-        for name in names[::2]:
-            damage(store_dir, served, name)
-        # `serve` checks every byte that was loaded, and computes the rest.
-        assert served.serve(names) == 0
-        serve_again(served, names)
-        assert served.serve(names) == 8
-
-
-def test_a_block_that_is_evicted_before_its_load_is_computed(store_dir):
-    with Served(settings(store_dir)) as served:
-        names = names_of("a", 4)
-        served.serve(names)
-        request, ids = served.request(names), served.take(5)
-        tokens = served.matched(request)
-        for name in names:
-            served.store.cache.remove(device_chunks.chunk_keys([name + bytes(4)])[0])
-        failed, blocks = served.load(request, ids, tokens)
-        assert failed == {request.request_id} if NEW else blocks == set(ids[0][:4])
-        assert served.matched(request) == 0
-        served.compute(request, ids, names)
-        serve_again(served, names)
-        assert served.serve(names) == 4
-
-
-def test_a_job_that_cannot_begin_has_failed_and_raises_nothing(store_dir, monkeypatch):
-    with Served(settings(store_dir)) as served:
-        names = names_of("a", 4)
-        served.serve(names)
-
-        def refuse(*_arguments):
-            raise RuntimeError("no room")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(served.store, "_addresses", refuse)
-            request, ids = served.request(names), served.take(5)
-            failed, blocks = served.load(request, ids, served.matched(request))
-            assert failed == {request.request_id} if NEW else blocks == set(ids[0][:4])
-            assert served.matched(request) == 0
-            served.compute(request, ids, names)
-            assert served.serve(names_of("b", 4)) == 0
-        assert served.serve(names_of("b", 4)) == 0, "it was not stored"
-        assert served.serve(names_of("b", 4)) == 4
-        served.serve(names)
-        assert served.serve(names) == 4
-
-
 def test_no_block_is_visible_before_all_its_layers_are_stored(store_dir, monkeypatch):
     with Served(settings(store_dir)) as served:
         worker, gate = served.worker.connector_worker.worker, Gate()
@@ -293,21 +171,6 @@ def test_a_store_and_a_load_come_after_what_the_gpu_was_given(store_dir):
         served.check(ids, names)
 
 
-def test_a_device_that_says_nothing_fails_the_job(store_dir, monkeypatch):
-    class Dead:
-        def query(self):
-            raise RuntimeError("an illegal memory access was encountered")
-
-    with Served(settings(store_dir)) as served:
-        names = names_of("a", 4)
-        served.serve(names)
-        with monkeypatch.context() as patch:
-            patch.setattr(served.worker.connector_worker.worker, "_now", Dead)
-            request, ids = served.request(names), served.take(5)
-            failed, blocks = served.load(request, ids, served.matched(request))
-            assert failed or blocks
-
-
 def test_what_is_offered_past_the_limit_is_not_stored(store_dir, monkeypatch):
     with Served(settings(store_dir, store_bytes_queued_max=5 * Gpu().block_bytes)) as served:
         worker, gate = served.worker.connector_worker.worker, Gate()
@@ -363,85 +226,22 @@ def test_another_cut_of_the_kv_cache_is_another_store(store_dir):
             assert served.serve(names) == 0
 
 
-def test_the_log_says_that_it_is_active_and_which_way_bytes_go(store_dir, caplog):
-    import logging
-
-    with caplog.at_level(logging.INFO), Served(settings(store_dir, gds_mode="read_write")):
-        (line,) = [record.getMessage() for record in caplog.records if "active between" in record.getMessage()]
-    for text in ("32768 bytes in 4 segments", "route bounce", "gds_mode read_write is auto", "96 MiB of reads"):
-        assert text in line, (text, line)
-
-
-def test_vllm_shows_the_figures(store_dir):
-    definitions = kvhoist.vllm.KvhoistOffloadingSpec.build_metric_definitions({})
+def test_preemption_waits_for_the_stores_of_its_blocks(store_dir, monkeypatch):
     with Served(settings(store_dir)) as served:
-        served.serve(names_of("a", 4))
-        served.manager._figures._asked_at = 0.0
-        stats = served.manager.get_stats()
-        assert stats is not None and served.manager.get_stats() is None, "once a second"
-        ours = {name: values for name, values in stats.data["data"].items() if "kvhoist" in name}
-        assert set(ours) == set(definitions)
-        assert all(len(labels) == 1 for values in ours.values() for labels in values)
-        ((usage,),) = [list(values.values()) for name, values in ours.items() if name.endswith("usage_perc")]
-        assert 0 < usage < 1
-
-
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"route": "direct"}, "route"),
-        ({"gds_mode": "on"}, "gds_mode"),
-        ({"gds_mode": "disabled", "route": "auto"}, "gds_mode"),
-        ({"shared_storage_path": "/tmp"}, "shared_storage_path"),
-        ({"capacityy": "1GiB"}, "capacityy"),
-        ({"read_ratio": 1.5}, "read_ratio"),
-        ({"read_ratio": 0.5, "read_bytes_in_flight_max": "1MiB"}, "read_bytes_in_flight_max"),
-        ({"sync_load_budget_bytes": 1}, "sync_load_budget_bytes"),
-        ({"spec_name": "CPUOffloadingSpec"}, "spec_name"),
-        ({"copy_blocks_max": 0}, "copy_blocks_max"),
-        ({"device": "simulated" if on_gpu() else "auto"}, "device"),
-        ({"pool_shares": {}}, "pool_shares"),
-    ],
-)
-def test_a_wrong_setting_ends_the_start_with_its_name(store_dir, more, field):
-    with pytest.raises(ConfigError) as raised:
-        Served(settings(store_dir, **more)).close()
-    assert raised.value.field == field
-
-
-def test_reads_get_their_share_of_the_bytes_in_flight(store_dir):
-    given = device_settings.DeviceSettings.load(settings(store_dir, read_ratio=0.25, bytes_in_flight_max="64MiB"))
-    assert (given.store.read_bytes_in_flight_max, given.store.write_bytes_in_flight_max) == (16 << 20, 48 << 20)
-    given = device_settings.DeviceSettings.load(settings(store_dir))
-    assert (given.store.read_bytes_in_flight_max, given.store.write_bytes_in_flight_max) == (96 << 20, 32 << 20)
-
-
-def test_it_starts_only_where_failed_loads_are_computed(store_dir):
-    with pytest.raises(ConfigError, match="'recompute'"):
-        Served(settings(store_dir), policy="fail")
-    # Under vLLM's own connector a failed load would end the engine.
-    plain = importlib.import_module("vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector")
-    config = vllm_config({**settings(store_dir), "spec_name": "KvhoistOffloadingSpec",
-                          "spec_module_path": "kvhoist.vllm"})  # fmt: skip
-    with pytest.raises(ConfigError, match="KvhoistConnector"):
-        plain.OffloadingConnector(config, connectors.KVConnectorRole.WORKER, Gpu().config)
-
-
-def test_an_engine_of_several_gpus_is_told_what_to_use(store_dir):
-    with pytest.raises(ConfigError, match="TieringOffloadingSpec.*KvhoistTier"):
-        Served(settings(store_dir), world=2)
-
-
-def test_a_worker_in_another_process_is_told_what_to_use(store_dir):
-    config = vllm_config(settings(store_dir))
-    with pytest.raises(ConfigError, match="'uni'"):
-        kvhoist.vllm.KvhoistConnector(config, connectors.KVConnectorRole.SCHEDULER, Gpu().config)
-
-
-@pytest.mark.skipif(NEW, reason="0.33 takes failed requests of any model")
-def test_several_groups_are_refused_where_their_failures_cannot_be_told(store_dir):
-    with pytest.raises(ConfigError, match="several KV cache groups"):
-        Served(settings(store_dir), Gpu(groups=2))
+        worker, gate = served.worker.connector_worker.worker, Gate()
+        names = names_of("a", 4)
+        monkeypatch.setattr(worker, "_now", lambda: gate)
+        request, ids = served.request(names), served.take(5)
+        served.matched(request)
+        served.compute(request, ids, names, settle=False)
+        served.step()
+        assert served.store.under_way == 1 and not gate.open
+        served.step(preempted={request.request_id})
+        assert gate.waited == 1 and served.store.under_way == 0, "others get the blocks from here on"
+        for block in ids[0]:
+            served.gpu.fill(block, b"others")
+        served.settle()
+        assert served.serve(names) == 4
 
 
 def test_the_end_waits_for_jobs_under_way(store_dir, monkeypatch):
@@ -456,29 +256,3 @@ def test_the_end_waits_for_jobs_under_way(store_dir, monkeypatch):
     assert not vllm_gpu.Opened.all
     with Served(given) as served:
         assert served.serve(names) == 6
-
-
-def test_all_of_the_tiers_settings_are_settings_of_the_spec():
-    own = device_settings.OWN_KEYS
-    assert own >= set(HiCacheConfig.__dataclass_fields__) - {"pool_shares", "capacity_total"}
-    assert not own & device_settings.VLLM_KEYS
-
-
-def test_doctor_reads_the_configuration_as_vllm_would(store_dir, capsys):
-    def doctor(given) -> int:
-        return main(["doctor", "--engine", "vllm", "--config", json.dumps(given)])
-
-    extra = {"path": str(store_dir), "capacity": "64MiB", "host_bytes": "32MiB", "blocks_per_chunk": 4}
-    whole = {
-        "kv_connector": "KvhoistConnector", "kv_connector_module_path": "kvhoist.vllm", "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
-    }  # fmt: skip
-    doctor(whole)
-    assert "capacity 67108864" in capsys.readouterr().out
-    doctor({**extra, "spec_name": "KvhoistOffloadingSpec"})
-    assert "capacity 67108864" in capsys.readouterr().out
-    for name, value in [("kv_load_failure_policy", "fail"), ("kv_connector_module_path", "kvhoist")]:
-        assert doctor({**whole, name: value}) == 2
-        assert name in capsys.readouterr().err
-    assert doctor({**whole, "kv_connector_extra_config": {**extra, "route": "direct"}}) == 2
-    assert "route" in capsys.readouterr().err

@@ -290,3 +290,41 @@ class Served:
 
 def names_of(prompt, count: int) -> list[bytes]:
     return [hashlib.sha256(f"{prompt}/{n}".encode()).digest() for n in range(count)]
+
+
+def files(folder):
+    return sorted(folder.rglob("kvhoist.store"))
+
+
+def damage(folder, served, name: bytes):
+    """Overwrites what is stored of one block, in every place that has it, and forgets what is in host memory."""
+    gpu = served.gpu
+    block = served.take(1)[0][0]
+    gpu.fill(block, name + b"\0")
+    data = b"".join(tensor[block].cpu().numpy().tobytes() for tensor in gpu.tensors)
+    (path,) = files(folder)
+    found = path.read_bytes()
+    assert data in found, "the block is not on disk"
+    with open(path, "r+b") as file:
+        file.seek(found.index(data))
+        file.write(bytes(len(data)))
+
+
+def serve_again(served, names) -> None:
+    """Has blocks stored again that were lost: 0.28 does not offer them for the request that failed to load them."""
+    if vtier.version() < (0, 33):
+        served.serve(names)
+
+
+class Gate:
+    """An event of the GPU that happens when `open` is set, or at a wait for it."""
+
+    def __init__(self) -> None:
+        self.open, self.waited = False, 0
+
+    def query(self) -> bool:
+        return self.open
+
+    def synchronize(self) -> None:
+        self.waited += 1
+        self.open = True

@@ -226,3 +226,19 @@ def rows_of(spec) -> list[int]:
     """The rows of a CPULoadStoreSpec."""
     rows = getattr(spec, "chunk_ids", None)
     return [int(row) for row in (spec.block_ids if rows is None else rows)]
+
+
+def stored(engine, prompt, count, at_a_time=4):
+    """Stores a prompt's chunks, some in each step, and lets vLLM forget them; the keys."""
+    keys = keys_of(prompt, count)
+    context = engine.request(keys)
+    for start in range(0, count, at_a_time):
+        assert engine.put(context, keys[start : start + at_a_time], touch=keys) is not None
+        engine.settle()
+    engine.finish(context)
+    engine.forget()
+    return keys
+
+
+def files(folder):
+    return sorted(folder.rglob("kvhoist.store"))
