@@ -65,8 +65,8 @@ class KvhoistWorker(OffloadingWorker):
         self._guarded, self._counters = opened.failures.guarded, opened.failures.counters
         self._groups = {group.to_bytes(4, "big"): at for at, group in enumerate(group_ids)}
         self._engine_id = engine_id
-        #: For each load under way: the blocks that each of its chunks goes to.
-        self._targets: dict[int, dict[bytes, list[int]]] = {}
+        #: For each load under way: its blocks, and its parts once it has begun.
+        self._targets: dict[int, tuple[Any, list[Part]]] = {}
         self._failed: dict[int, set[int]] = {}
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Keys) -> bool:
@@ -81,7 +81,7 @@ class KvhoistWorker(OffloadingWorker):
         """Begins a job. A job that cannot begin fails, with every key."""
         method = "submit_load" if is_load else "submit_store"
         if is_load:
-            self._targets[job_id] = {name: [int(block) for block in blocks.block_ids] for name in keys.names}
+            self._targets[job_id] = (blocks.block_ids, [])
         begin = self._guarded(method, self, lambda: self._begin(job_id, blocks, keys, is_load), len(keys.names))
         if begin is self:
             self._store.fail(job_id, keys.names, is_load)
@@ -90,7 +90,7 @@ class KvhoistWorker(OffloadingWorker):
     def _begin(self, job_id: int, blocks: GPULoadStoreSpec, keys: Keys, is_load: bool) -> None:
         parts = self._parts(blocks, keys)
         if is_load:
-            self._targets[job_id] = {name: ids for part in parts for name, ids in self._blocks_of(part)}
+            self._targets[job_id] = (blocks.block_ids, parts)
         submit = self._store.submit_load if is_load else self._store.submit_store
         submit(job_id, parts, self._now())
 
@@ -136,7 +136,7 @@ class KvhoistWorker(OffloadingWorker):
         ]
 
     def _result(self, job: Any) -> TransferResult:
-        targets = self._targets.pop(job.job_id, {})
+        blocks, parts = self._targets.pop(job.job_id, ((), []))
         if job.failed:
             method = "load" if job.is_load else "store"
             why = next((error for error in job.failed.values() if error is not False), "evicted meanwhile")
@@ -144,7 +144,10 @@ class KvhoistWorker(OffloadingWorker):
             self._counters[f"{method} chunks"] += len(job.failed)
         if job.is_load and job.failed:
             self._opened.loads_failed(job.failed)
-            self._failed[job.job_id] = {block for name in job.failed for block in targets.get(name, [])}
+            targets = {name: ids for part in parts for name, ids in self._blocks_of(part)}
+            # All blocks of a load that did not begin.
+            lost = [targets[name] for name in job.failed] if parts else [map(int, blocks)]
+            self._failed[job.job_id] = {block for ids in lost for block in ids}
         moved = len(job.good) * self._store.chunk_bytes
         return TransferResult(job.job_id, True, moved, job.seconds)
 
