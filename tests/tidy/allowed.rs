@@ -129,7 +129,6 @@ pub const KNOWN_PAIRS: &[&str] = &[
     "cli/src/lib.rs: doctor and doctor::system",
     "cli/src/lib.rs: plot and replay",
     "cli/src/lib.rs: replay and report",
-    "fuzz/bodies/src/lib.rs: mover_ops and mover_ops::life",
     "python/src/lib.rs: cache and queue",
     "python/src/lib.rs: errors and keys",
     "src/lib.rs: cache and cache::lease",

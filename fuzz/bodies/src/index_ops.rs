@@ -1,6 +1,8 @@
-//! The index against a plain model: every call that it has, in any order that its contract allows.
+//! The index against a plain model: all its calls, in any order that its contract allows.
 
+mod compare;
 mod model;
+mod ops;
 
 use std::collections::BTreeSet;
 
@@ -10,110 +12,17 @@ use kvhoist::{
     index::{EntryId, Index, Policy, Rb, Used},
 };
 use model::{Copy, Model};
+use ops::{Op, Record};
 
-/// Operations of one input at most: every one of them is followed by a look at everything.
+/// Largest number of calls of an input. Each is followed by a comparison of everything.
 const OPS_MAX: usize = 256;
 const KEYS: u8 = 20;
-/// Slots given to RB: so few that its ghosts are forgotten.
+/// Slots of the policy RB: few, so that it forgets ghosts.
 const SLOTS: u32 = 4;
 /// Copies that a tier may keep.
 const KEPT_MAX: usize = 3;
 
-#[derive(Debug, Arbitrary)]
-enum Op {
-    /// An insert, and a fill where there is none.
-    Fill {
-        key: u8,
-        parent: Option<u8>,
-        tier: u8,
-    },
-    /// An insert that is given up.
-    Insert {
-        key: u8,
-        parent: Option<u8>,
-        by_abort: bool,
-    },
-    Complete {
-        pick: u8,
-    },
-    Abort {
-        pick: u8,
-    },
-    Pin {
-        pick: u8,
-        tier: u8,
-    },
-    Unpin {
-        pick: u8,
-    },
-    Touch {
-        pick: u8,
-    },
-    Announce {
-        pick: u8,
-    },
-    TouchChain {
-        from: u8,
-        len: u8,
-    },
-    Hit {
-        pick: u8,
-    },
-    SetDirty {
-        pick: u8,
-        tier: u8,
-        dirty: bool,
-    },
-    Evict {
-        tier: u8,
-    },
-    Drop {
-        pick: u8,
-        tier: u8,
-    },
-    Remove {
-        pick: u8,
-    },
-    /// A restart's records, in any order, then the end of the restart.
-    Restore {
-        tier: u8,
-        records: [Option<Record>; 6],
-    },
-    Reserve {
-        entries: u8,
-    },
-    /// A tier is full: is it to take a block?
-    Refuse {
-        key: u8,
-        parent: Option<u8>,
-        comes: bool,
-        tier: u8,
-    },
-    Release {
-        from: u8,
-        len: u8,
-    },
-    Keep {
-        pick: u8,
-        time: u8,
-    },
-    /// Time goes by.
-    Expire {
-        time: u8,
-    },
-}
-
-#[derive(Debug, Arbitrary)]
-struct Record {
-    key: u8,
-    parent: Option<u8>,
-    last_use: u16,
-    uses: u8,
-    /// Goes before a copy that is there already.
-    newer: bool,
-}
-
-/// Does the operations in `data`, and compares every answer and all that can be asked after each.
+/// Makes the calls in `data`, and compares every answer, and the whole index after each call.
 pub fn run(data: &[u8]) {
     let mut input = Unstructured::new(data);
     let Ok(seed) = input.arbitrary::<u64>() else { return };
@@ -138,9 +47,9 @@ pub fn run(data: &[u8]) {
 struct Pair {
     index: Index,
     model: Model,
-    /// Slots given out so far: each has a number of its own.
+    /// Slots given out so far; each has its own number.
     slots: u32,
-    /// What a full tier was to take in.
+    /// Blocks that a full tier admitted.
     accepted: BTreeSet<(u8, Tier)>,
     now: u64,
 }
@@ -378,99 +287,5 @@ impl Pair {
         let expected = if self.model.restore(at, tier, slot, used) { Ok(id) } else { Err(id) };
         assert_eq!(restored, expected);
         restored.is_ok()
-    }
-
-    /// Everything that can be asked, and every invariant from scratch.
-    fn compare(&mut self) {
-        self.marks();
-        for tier in Tier::ALL {
-            self.compare_lists(tier);
-        }
-        let Pair { index, model, .. } = self;
-        index.validate().unwrap_or_else(|what| panic!("{what}"));
-        assert_eq!((index.len(), index.is_empty(), index.clock()), (model.len(), model.len() == 0, model.clock()));
-        for key in 0..KEYS {
-            assert_eq!(index.find(&block_key(key)), model.live(key).map(|at| model.id(at)), "key {key}");
-        }
-        for (at, entity) in model.entities() {
-            let id = model.id(at);
-            assert_eq!(index.key(id), block_key(entity.key));
-            assert_eq!(index.parent_key(id), model.parent_key(at).map(block_key), "parent of {}", entity.key);
-            assert_eq!((index.hits(id), index.last_use(id)), (entity.hits, entity.last_use));
-            assert!(index.used(id).uses == entity.uses || !model.counts_requests(), "uses of {}", entity.key);
-            assert_eq!(index.best_tier(id), model.best_tier(at).filter(|_| !entity.removed));
-            for tier in Tier::ALL {
-                let (slot, pins, dirty) = match entity.copies[tier as usize] {
-                    Copy::Full { slot, pins, dirty } => (Some(slot).filter(|_| !entity.removed), pins, dirty),
-                    _ => (None, 0, false),
-                };
-                let found = (index.slot(id, tier), index.pins(id, tier), index.is_dirty(id, tier));
-                assert_eq!(found, (slot, pins, dirty), "{tier} of {}", entity.key);
-                assert_eq!(index.is_filling(id, tier), entity.copies[tier as usize] == Copy::Filling);
-            }
-        }
-    }
-
-    fn compare_lists(&mut self, tier: Tier) {
-        let Pair { index, model, .. } = self;
-        assert_eq!(index.resident(tier), model.full(tier).count());
-        let (evictable, demotable) = (model.evictable(tier), model.demotable(tier));
-        let found = (index.evictable(tier), index.demotable_len(tier));
-        assert_eq!(found, (evictable.len(), demotable.len()), "{tier}");
-        // Where no leaf may go the search leaves marks: it is made by `Op::Evict`, and not after every operation.
-        let victim = (!evictable.is_empty()).then(|| index.victim(tier)).flatten();
-        self.coldest(self.index.demotable(tier), &demotable);
-        if !evictable.is_empty() {
-            self.check_leaf(tier, victim, &evictable);
-        }
-    }
-
-    /// The choice is the coldest of what is released; then the policy's, or a kept one that is colder, where more than
-    /// may be is kept; then the coldest of what is kept.
-    fn check_leaf(&self, tier: Tier, victim: Option<EntryId>, among: &[usize]) {
-        let (released, others): (Vec<usize>, Vec<usize>) =
-            among.iter().partition(|&&at| self.model.entity(at).released);
-        if !released.is_empty() {
-            return self.coldest(victim, &released);
-        }
-        let (kept, usual): (Vec<usize>, Vec<usize>) = others.iter().partition(|&&at| self.model.entity(at).kept);
-        let usual = match self.model.counts_requests() {
-            true => self.colder_front(tier, &usual),
-            false => usual,
-        };
-        let last_use = |of: &[usize]| of.iter().map(|at| self.model.entity(*at).last_use).min();
-        let (of_kept, of_usual) = (last_use(&kept), last_use(&usual));
-        let goes_kept =
-            of_usual.is_none() || self.index.kept(tier) > KEPT_MAX && of_kept.is_some_and(|kept| Some(kept) < of_usual);
-        self.coldest(victim, if goes_kept { &kept } else { &usual });
-    }
-
-    /// The class whose coldest goes: it is colder than the other one's, as far as that one is favored.
-    fn colder_front(&self, tier: Tier, among: &[usize]) -> Vec<usize> {
-        let (again, once): (Vec<usize>, Vec<usize>) = among.iter().partition(|&&at| self.model.entity(at).uses > 1);
-        let head = self.index.head(tier).expect("it is RB");
-        let last_use = |at: &usize| self.model.entity(*at).last_use as f64;
-        let coldest = |of: &[usize]| of.iter().map(last_use).min_by(f64::total_cmp);
-        let goes_once = match (coldest(&once), coldest(&again)) {
-            (Some(once), Some(again)) => once <= again + head,
-            (once, _) => once.is_some(),
-        };
-        if goes_once { once } else { again }
-    }
-
-    /// Where no leaf may go, what is above held ones does, and there is such a one unless all are held.
-    fn check_last_resort(&self, tier: Tier, victim: Option<EntryId>) {
-        let among = self.model.last_resorts(tier);
-        let choice = victim.map(|id| self.model.by_id(id));
-        assert_eq!(choice.is_some(), !among.is_empty(), "{tier}");
-        assert!(choice.is_none_or(|at| among.contains(&at)), "{tier}");
-    }
-
-    /// The choice is among those that may be chosen, and none of them was used before it.
-    fn coldest(&self, choice: Option<EntryId>, among: &[usize]) {
-        let last_use = |at: &usize| self.model.entity(*at).last_use;
-        let choice = choice.map(|id| self.model.by_id(id));
-        assert_eq!(choice.as_ref().map(last_use), among.iter().map(last_use).min());
-        assert!(choice.is_none_or(|at| among.contains(&at)));
     }
 }

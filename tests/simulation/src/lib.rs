@@ -22,5 +22,5 @@ mod universe;
 
 pub use plan::{LAYERED_SEEDS, STRAIGHT_SEEDS};
 pub use report::Report;
-pub use run::{Failure, run};
+pub use run::{Failure, run, run_bytes};
 pub use trial::{MEMORY_SEEDS, PROMPT_SEEDS, TRIAL_SEEDS};

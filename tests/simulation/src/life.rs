@@ -46,7 +46,8 @@ pub struct Remains {
 /// Lives once on `files`.
 pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     let plan = &context.plan;
-    let mut rng = Rng::new(plan.rng.clone().next_u64() ^ u64::from(life + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
+    let mut rng =
+        plan.rng.reseeded(plan.rng.clone().next_u64() ^ u64::from(life + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     let options = SimOptions {
         latency: Duration::ZERO..=plan.disk_latency_max,
         rates: plan.rates,
@@ -58,7 +59,7 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     };
     let copy = CopyOptions { latency: Duration::ZERO..=plan.copy_latency_max, failure: plan.copy_failure };
     let mut world = World::new(rng.next_u64(), Vec::new());
-    world.storage = sim::Sim::new(rng.next_u64(), files, options);
+    world.storage = sim::Sim::with_rng(rng.fork(), files, options);
     world.copy = sim::SimCopy::new(rng.next_u64(), copy);
     // Dropped after the runtime: what died with it may still name the memory.
     let mut pool = Pool::default();

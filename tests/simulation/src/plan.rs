@@ -6,7 +6,7 @@ use crate::sim::{FaultRates, Rng};
 use kvhoist::{Config, DiskPath, Eviction, Layout, WritePolicy, io::IO_ALIGN};
 
 use crate::{
-    trial::{Refusal, TRIAL_SEEDS, Trial},
+    trial::{MEMORY_SEEDS, PROMPT_SEEDS, Refusal, TRIAL_SEEDS, Trial},
     universe::Universe,
 };
 
@@ -148,7 +148,21 @@ pub const LAYERED_SEEDS: u64 = 2_000_000;
 
 impl Plan {
     pub fn new(seed: u64) -> Self {
-        let mut rng = Rng::new(seed);
+        Plan::draw(seed, Rng::new(seed))
+    }
+
+    /// The plan of a fuzzer's input: the first bytes choose the kind of run and a seed, the others make its choices. The
+    /// run is short, because a fuzzer makes many.
+    pub fn from_bytes(bytes: &[u8]) -> Self {
+        const KINDS: [u64; 8] = [0, 0, 0, STRAIGHT_SEEDS, LAYERED_SEEDS, TRIAL_SEEDS, PROMPT_SEEDS, MEMORY_SEEDS];
+        let [kind, seed @ ..] = *bytes.first_chunk::<3>().unwrap_or(&[0; 3]);
+        let seed = KINDS[usize::from(kind) % KINDS.len()] + u64::from(u16::from_le_bytes(seed));
+        let mut plan = Plan::draw(seed, Rng::with_tape(seed, bytes.get(3..).unwrap_or_default().to_vec()));
+        (plan.lives, plan.calls_each) = (plan.lives.min(2), plan.calls_each.min(12));
+        plan
+    }
+
+    fn draw(seed: u64, mut rng: Rng) -> Self {
         let level = pick(&mut rng, &[Level::Calm, Level::Crashes, Level::Errors, Level::Errors, Level::Lies]);
         let (rates, copy_failure) = rates(&mut rng, level);
         let straight = (STRAIGHT_SEEDS..LAYERED_SEEDS).contains(&seed);
@@ -190,7 +204,7 @@ impl Plan {
             rng,
         };
         if let Some(trial) = trial {
-            let mut rng = Rng::new(seed ^ 0x7214_1000_0000_0000);
+            let mut rng = plan.rng.reseeded(seed ^ 0x7214_1000_0000_0000);
             (plan.layered, plan.config.host.bypass) = (rng.chance(0.2), rng.chance(0.3));
             if plan.config.host.bypass {
                 (plan.memory_align_bytes, plan.memory_shift) = alignment(seed);

@@ -7,9 +7,7 @@ use std::{
     sync::Once,
 };
 
-use crate::sim;
-
-use crate::{context::Context, life, plan::Plan, report::Report};
+use crate::{context::Context, life, plan::Plan, report::Report, sim};
 
 /// A run in which something was wrong.
 #[derive(Debug, Clone)]
@@ -55,24 +53,34 @@ thread_local! {
 /// # Errors
 /// The first promise that was broken, a panic, or books that do not balance.
 pub fn run(seed: u64, verbose: bool) -> Result<Report, Failure> {
+    run_plan(Plan::new(seed), verbose).map_err(|what| Failure { seed, what })
+}
+
+/// Runs what the bytes of a fuzzer choose.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_bytes(bytes: &[u8], verbose: bool) -> Result<Report, String> {
+    run_plan(Plan::from_bytes(bytes), verbose)
+}
+
+fn run_plan(plan: Plan, verbose: bool) -> Result<Report, String> {
     note_panics();
     crate::log::watch();
     RUNNING.with(|running| *running.borrow_mut() = true);
     PANICS.with(|panics| panics.borrow_mut().clear());
-    let result = catch_unwind(AssertUnwindSafe(|| run_lives(seed, verbose)));
+    let result = catch_unwind(AssertUnwindSafe(|| run_lives(plan, verbose)));
     RUNNING.with(|running| *running.borrow_mut() = false);
     let panics = PANICS.with(RefCell::take);
-    let failed = |what: String| Err(Failure { seed, what });
     match (panics.first(), result) {
-        (Some(panic), _) => failed(panic.clone()),
-        (None, Ok(Ok(report))) => Ok(report),
-        (None, Ok(Err(what))) => failed(what),
-        (None, Err(_)) => failed("a panic without words".into()),
+        (Some(panic), _) => Err(panic.clone()),
+        (None, Ok(result)) => result,
+        (None, Err(_)) => Err("a panic without a message".into()),
     }
 }
 
-fn run_lives(seed: u64, verbose: bool) -> Result<Report, String> {
-    let context = Context::new(Plan::new(seed), verbose);
+fn run_lives(plan: Plan, verbose: bool) -> Result<Report, String> {
+    let context = Context::new(plan, verbose);
     let plan = &context.plan;
     context.say(|| format!("{:?} {:#?}\n{:?} {:?}", plan.level, plan.config, plan.rates, plan.habits));
     let mut files = sim::blank_files(&plan.config);

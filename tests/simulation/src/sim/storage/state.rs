@@ -61,8 +61,8 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(seed: u64, files: Vec<Vec<u8>>, options: SimOptions) -> Self {
-        let mut rng = Rng::new(seed);
+    pub(super) fn new(mut rng: Rng, files: Vec<Vec<u8>>, options: SimOptions) -> Self {
+        let seed = rng.seed();
         State {
             disks: files.into_iter().map(Disk::new).collect(),
             faults: Faults::new(options.rates),
