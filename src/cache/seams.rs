@@ -3,13 +3,21 @@
 //! The simulation (`tests/simulation`) runs the cache, the reactor and recovery of production over these. Behind the
 //! feature `sim`, hidden, and not part of the public interface: any version may change it.
 
-use std::{future::Future, rc::Rc, sync::Arc, time::Duration};
+use std::{future::Future, rc::Rc, sync::Arc};
 
 use tokio::sync::mpsc;
 
 pub use crate::{
-    io::uring::table::{Entry, Pinner, Table},
+    io::uring::{
+        lane::{Completed, Transfer},
+        table::{Entry, Pinner, Table},
+    },
     state::{holds_lock, locks_taken},
+    workers::{
+        pool::{Pool, Step},
+        seat::{Bell, Seat},
+        waiter::Waiter,
+    },
 };
 
 use super::{
@@ -28,17 +36,14 @@ use crate::{
     workers::Workers,
 };
 
-/// Returns how long a piece of work takes, or `None` if the worker loses it.
-pub type Draw = Box<dyn Fn() -> Option<Duration>>;
-
 /// What a cache is opened over.
 pub struct World<S, C> {
     /// The files of the disk tier.
     pub storage: S,
     /// The engine that copies between host and device memory.
     pub copy: C,
-    /// How long the work of workers takes. `None`: there are no workers.
-    pub work: Option<Draw>,
+    /// The queue of the workers, which the caller runs by [`Pool::step`]. `None`: there are no workers.
+    pub workers: Option<Arc<Pool>>,
     /// The files of `storage`, in its order.
     pub members: Vec<Member>,
     /// What addresses of reads and writes must be multiples of.
@@ -58,15 +63,15 @@ pub async fn open<S: Storage, C: CopyEngine>(
     arena: Arc<Arena>,
     world: World<S, C>,
 ) -> Result<(Cache, Reactor<S, C>)> {
-    let World { storage, copy, work, members, memory_align_bytes, registered, seed } = world;
+    let World { storage, copy, workers, members, memory_align_bytes, registered, seed } = world;
     let metrics = Metrics::new();
     let mut uuid = [0; 16];
     uuid[..8].copy_from_slice(&seed.to_le_bytes());
     let parts = Parts {
         storage,
         copy,
-        workers: match work {
-            Some(draw) => Workers::simulated(Arc::clone(&metrics.work_done), draw),
+        workers: match workers {
+            Some(pool) => Workers::stepped(pool, Arc::clone(&metrics.work_done)),
             None => Workers::none(),
         },
         device: super::device::simulated(&config)?,

@@ -11,11 +11,6 @@ use crate::{
     memory::{IoBuf, Readable},
     workers::Transferred,
 };
-#[cfg(feature = "sim")]
-use crate::{
-    io::{read_full, write_full},
-    memory::Lent,
-};
 
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
 const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
@@ -117,11 +112,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if is_alone || !self.workers.take(bytes) {
             return None;
         }
-        #[cfg(feature = "sim")]
-        if let Some(time) = self.workers.draw() {
-            // SAFETY: its only `Lent`, which is dropped with the result.
-            return self.simulate_worker(kind, file, offset, unsafe { buf.lend() }, sum_bytes, time).await;
-        }
         if kind == OpKind::Write && sum_bytes == 0 && bytes < PLAIN_WRITE_BYTES_MIN {
             return None;
         }
@@ -134,42 +124,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             drop(buf);
             result
         })
-    }
-
-    /// What a worker does, in virtual time: the checksum takes some before a write and after a read. A worker without
-    /// time dies once the transfer is done.
-    #[cfg(feature = "sim")]
-    async fn simulate_worker(
-        &self,
-        kind: OpKind,
-        file: FileId,
-        offset: u64,
-        buf: Lent,
-        sum_bytes: usize,
-        time: Option<std::time::Duration>,
-    ) -> Option<io::Result<Option<u64>>> {
-        let _busy = self.workers.enter();
-        let segment = Segment { ptr: buf.as_ptr(), len: sum_bytes.min(buf.len()) };
-        let checksum = async || {
-            tokio::time::sleep(time.unwrap_or_default()).await;
-            let mut digest = Digest::new();
-            // SAFETY: the range of a `Lent` that lives, which nobody writes to before a write or after a read.
-            digest.update(unsafe { read(&segment) });
-            (sum_bytes > 0).then(|| digest.finish())
-        };
-        let result = match kind {
-            OpKind::Read => match read_full(&self.storage, file, offset, buf).await {
-                (Ok(()), _buf) => Ok(checksum().await),
-                (Err(error), _buf) => Err(error),
-            },
-            _ => {
-                let sum = checksum().await;
-                write_full(&self.storage, file, offset, buf).await.0.map(|()| sum)
-            }
-        };
-        time?;
-        self.workers.has_done();
-        Some(result)
     }
 
     /// The checksum of a block in memory that `guard` keeps, which is returned.

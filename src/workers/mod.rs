@@ -8,11 +8,11 @@
 
 #[cfg(test)]
 mod model;
-mod pool;
-mod seat;
+pub(crate) mod pool;
+pub(crate) mod seat;
 #[cfg(test)]
 mod tests;
-mod waiter;
+pub(crate) mod waiter;
 
 use std::{
     cell::Cell,
@@ -27,7 +27,7 @@ use tokio::{sync::oneshot, task::AbortHandle};
 
 pub(crate) use self::waiter::Transferred;
 use self::{
-    pool::Pool,
+    pool::{Pool, WAKE_BYTES},
     seat::Ringless,
     waiter::{Answer, Waiter},
 };
@@ -36,7 +36,7 @@ use crate::{
     metrics::Count,
 };
 
-/// Least work worth handing over: about 8 us.
+/// Least work worth handing over to threads: about 8 us.
 const WORK_BYTES_MIN: u64 = 64 << 10;
 
 /// The reactor's handle to the workers. Idle workers sleep. Dropping the handle ends the threads after the queued work.
@@ -44,6 +44,8 @@ pub(crate) struct Workers {
     kind: Kind,
     /// Units of work in flight, on workers and on the reactor.
     busy: Cell<u32>,
+    /// Least work worth handing over.
+    work_bytes_min: u64,
     /// Units of work done by workers.
     done: Arc<Count>,
 }
@@ -59,10 +61,6 @@ enum Kind {
         /// Whether some of the threads have a ring.
         rings: bool,
     },
-    /// Work takes the virtual time that this draws, so that its order depends on the seed; without a time it is lost,
-    /// as after a panic.
-    #[cfg(feature = "sim")]
-    Simulated(Box<dyn Fn() -> Option<std::time::Duration>>),
 }
 
 /// Binds this thread to those of the processors that it may use, if there are any.
@@ -113,7 +111,12 @@ impl Workers {
     /// No workers: all work is done on the reactor.
     #[cfg(any(test, feature = "sim"))]
     pub(crate) fn none() -> Rc<Self> {
-        Rc::new(Workers { kind: Kind::None, busy: Cell::new(0), done: Arc::new(Count::unexported()) })
+        Rc::new(Workers {
+            kind: Kind::None,
+            busy: Cell::new(0),
+            work_bytes_min: WORK_BYTES_MIN,
+            done: Arc::new(Count::unexported()),
+        })
     }
 
     /// Starts `count` threads, each with a ring of its own if `rings` is set and the kernel allows it. They run on the
@@ -123,11 +126,11 @@ impl Workers {
     /// # Errors
     /// The system's error, if it cannot start a thread.
     pub(crate) fn start(count: u32, rings: bool, near: &[usize], done: Arc<Count>) -> io::Result<Rc<Self>> {
-        let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), done };
+        let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done };
         if count == 0 {
             return Ok(Rc::new(workers));
         }
-        let pool = Arc::new(Pool::new(count));
+        let pool = Arc::new(Pool::new(count, WAKE_BYTES));
         let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
         // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.
         workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), answers, rings: false };
@@ -155,10 +158,12 @@ impl Workers {
         Ok(Rc::new(workers))
     }
 
-    /// Work takes the virtual time that `draw` returns, and is lost if it returns none.
+    /// Workers that the caller runs, by the steps of `pool`. Call on the reactor.
     #[cfg(feature = "sim")]
-    pub(crate) fn simulated(done: Arc<Count>, draw: impl Fn() -> Option<std::time::Duration> + 'static) -> Rc<Self> {
-        Rc::new(Workers { kind: Kind::Simulated(Box::new(draw)), busy: Cell::new(0), done })
+    pub(crate) fn stepped(pool: Arc<Pool>, done: Arc<Count>) -> Rc<Self> {
+        let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
+        let kind = Kind::Threads { pool, threads: Vec::new(), answers, rings: true };
+        Rc::new(Workers { kind, busy: Cell::new(0), work_bytes_min: 1, done })
     }
 
     /// Counts a unit of work as in flight until the guard is dropped.
@@ -176,9 +181,7 @@ impl Workers {
     pub(crate) fn take(&self, bytes: u64) -> bool {
         match &self.kind {
             Kind::None => false,
-            Kind::Threads { .. } => bytes >= WORK_BYTES_MIN,
-            #[cfg(feature = "sim")]
-            Kind::Simulated(_) => bytes > 0,
+            Kind::Threads { .. } => bytes >= self.work_bytes_min,
         }
     }
 
@@ -205,12 +208,6 @@ impl Workers {
                 pool.push_work(bytes, Box::new(work));
                 answered.await.ok().flatten()
             }
-            #[cfg(feature = "sim")]
-            Kind::Simulated(draw) => {
-                tokio::time::sleep(draw()?).await;
-                self.done.add(1);
-                Some(work())
-            }
         }
     }
 }
@@ -219,22 +216,6 @@ impl Workers {
     /// True if workers read and write.
     pub(crate) fn transfers(&self) -> bool {
         matches!(self.kind, Kind::Threads { rings: true, .. })
-    }
-
-    /// The virtual time that a simulated worker takes for a transfer, or none if it dies of it. `None` if the workers
-    /// are real ones, or if there are none.
-    #[cfg(feature = "sim")]
-    pub(crate) fn draw(&self) -> Option<Option<std::time::Duration>> {
-        match &self.kind {
-            Kind::Simulated(draw) => Some(draw()),
-            _ => None,
-        }
-    }
-
-    /// Counts a unit of work that a simulated worker has done.
-    #[cfg(feature = "sim")]
-    pub(crate) fn has_done(&self) {
-        self.done.add(1);
     }
 
     /// Reads or writes all of a buffer on a worker, which also computes the checksum of its first `sum_bytes` bytes: of

@@ -67,7 +67,7 @@ impl Seat for Modelled {
     }
 
     fn bell(&self) -> Bell {
-        Bell::Modelled(Arc::clone(&self.rung))
+        Bell::modelled(Arc::clone(&self.rung))
     }
 
     fn sleep(&mut self) {
@@ -90,7 +90,7 @@ fn below(limit: usize) -> usize {
 
 /// Workers over modelled rings, and the reactor's side of `blocks` transfers, some with work between them.
 fn hand_over(workers: u32, blocks: u8) {
-    let pool = Arc::new(Pool::new(workers));
+    let pool = Arc::new(Pool::new(workers, super::pool::WAKE_BYTES));
     let threads: Vec<_> = (0..workers)
         .map(|worker| {
             let pool = Arc::clone(&pool);

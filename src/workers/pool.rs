@@ -16,13 +16,13 @@ use crate::{
 
 /// Queued bytes per awake worker above which another worker is woken: about 30 us of work. Waking a thread costs the
 /// reactor some microseconds, so small blocks wait for a worker that is already awake.
-const WAKE_BYTES: u64 = 256 << 10;
+pub(super) const WAKE_BYTES: u64 = 256 << 10;
 
 /// A unit of work. Returns what the reactor runs afterwards.
 pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
 
 /// State shared by the reactor and the threads.
-pub(super) struct Pool {
+pub struct Pool {
     queue: Mutex<Queue>,
     /// Answers that the reactor has not taken yet.
     answers: Mutex<Vec<Answer>>,
@@ -39,6 +39,8 @@ struct Queue {
     /// Bytes of all that is queued.
     bytes: u64,
     threads: u32,
+    /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
+    wake_bytes: u64,
     /// Sleeping workers that have not been woken, the latest last.
     asleep: Vec<Sleeper>,
     /// Set when no more work will come.
@@ -53,12 +55,13 @@ struct Sleeper {
     has_room: bool,
 }
 
-/// Whether a worker slept.
-enum Slept {
-    /// There is work.
-    No,
-    Yes,
-    /// No more work will come.
+/// What a worker does after a step.
+pub enum Step {
+    /// It takes the next step.
+    Next,
+    /// It sleeps in its seat, and then calls [`Pool::awake`].
+    Sleep,
+    /// It ends: no more work will come.
     End,
 }
 
@@ -99,7 +102,7 @@ impl Queue {
     /// Returns a worker to wake, unless the awake ones suffice for the queue.
     fn sleeper(&mut self, for_transfer: bool) -> Option<Sleeper> {
         let awake = u64::from(self.threads) - self.asleep.len() as u64;
-        if awake > 0 && self.bytes <= WAKE_BYTES * awake {
+        if awake > 0 && self.bytes <= self.wake_bytes * awake {
             return None;
         }
         let at = self.asleep.iter().rposition(|sleeper| sleeper.has_room || !for_transfer)?;
@@ -108,13 +111,15 @@ impl Queue {
 }
 
 impl Pool {
-    pub(super) fn new(threads: u32) -> Self {
+    /// A queue for `threads` workers. Another worker is woken for every `wake_bytes` queued.
+    pub fn new(threads: u32, wake_bytes: u64) -> Self {
         let queue = Queue {
             work: VecDeque::new(),
             transfers: VecDeque::new(),
             unsummed: VecDeque::new(),
             bytes: 0,
             threads,
+            wake_bytes,
             asleep: Vec::new(),
             closed: false,
         };
@@ -146,54 +151,72 @@ impl Pool {
         sleeper.iter().for_each(|sleeper| sleeper.bell.ring());
     }
 
-    /// Main loop of a worker.
+    /// Runs a worker until no more work will come.
     pub(super) fn run(&self, worker: u32, seat: &mut impl Seat) {
-        // Whether started transfers are not submitted yet.
         let mut unsubmitted = false;
         loop {
-            let Taken { transfers, unsummed, work } = self.lock().take(seat.room(), !seat.has_completed());
-            unsubmitted |= !transfers.is_empty();
-            transfers.into_iter().for_each(|(transfer, waiter)| seat.start(transfer, waiter));
-            // Submitted before other work, so that the drives stay busy meanwhile; otherwise by the call that sleeps.
-            if unsubmitted && (seat.has_completed() || work.is_some() || unsummed.is_some()) {
-                seat.poll();
-                unsubmitted = false;
-            }
-            if let Some(ended) = seat.take_completed() {
-                self.answer(waiter::answer(ended));
-            } else if let Some(work) = work {
-                self.answer(work());
-            } else if let Some((transfer, waiter)) = unsummed {
-                let sum = waiter::checksum_of(&transfer.buf, waiter.sum_bytes);
-                seat.start(transfer, waiter.with_sum(sum));
-                unsubmitted = true;
-            } else {
-                match self.sleep(worker, seat) {
-                    Slept::No => {}
-                    Slept::Yes => unsubmitted = false,
-                    Slept::End => return,
+            match self.step(worker, seat, &mut unsubmitted) {
+                Step::Next => {}
+                Step::Sleep => {
+                    seat.sleep();
+                    unsubmitted = false;
+                    self.awake(worker);
                 }
+                Step::End => return,
             }
         }
     }
 
-    /// Submits what was started, and sleeps until there is work or a transfer completes.
-    fn sleep(&self, worker: u32, seat: &mut impl Seat) -> Slept {
-        let has_room = seat.room() > 0;
-        {
-            let mut queue = self.lock();
-            if queue.has_for(has_room) {
-                return Slept::No;
-            }
-            if queue.closed && seat.in_flight() == 0 {
-                return Slept::End;
-            }
-            queue.asleep.push(Sleeper { worker, bell: seat.bell(), has_room });
+    /// Starts queued transfers, and does one piece of work. `unsubmitted`: whether the seat has started transfers that
+    /// it has not submitted.
+    pub fn step(&self, worker: u32, seat: &mut impl Seat, unsubmitted: &mut bool) -> Step {
+        let Taken { transfers, unsummed, work } = self.lock().take(seat.room(), !seat.has_completed());
+        *unsubmitted |= !transfers.is_empty();
+        transfers.into_iter().for_each(|(transfer, waiter)| seat.start(transfer, waiter));
+        // Submitted before other work, so that the drives stay busy meanwhile; otherwise by the call that sleeps.
+        if *unsubmitted && (seat.has_completed() || work.is_some() || unsummed.is_some()) {
+            seat.poll();
+            *unsubmitted = false;
         }
-        seat.sleep();
-        // A waking thread removes it from the list, but the completion of a transfer does not.
+        if let Some(ended) = seat.take_completed() {
+            self.answer(waiter::answer(ended));
+        } else if let Some(work) = work {
+            self.answer(work());
+        } else if let Some((transfer, waiter)) = unsummed {
+            let sum = waiter::checksum_of(&transfer.buf, waiter.sum_bytes);
+            seat.start(transfer, waiter.with_sum(sum));
+            *unsubmitted = true;
+        } else {
+            return self.fall_asleep(worker, seat);
+        }
+        Step::Next
+    }
+
+    /// Enters the worker in the list of sleepers, unless there is work.
+    fn fall_asleep(&self, worker: u32, seat: &impl Seat) -> Step {
+        let has_room = seat.room() > 0;
+        let mut queue = self.lock();
+        if queue.has_for(has_room) {
+            return Step::Next;
+        }
+        if queue.closed && seat.in_flight() == 0 {
+            return Step::End;
+        }
+        queue.asleep.push(Sleeper { worker, bell: seat.bell(), has_room });
+        Step::Sleep
+    }
+
+    /// Ends the sleep of a worker: a caller that wakes it removes it from the list, but a completed transfer does not.
+    pub fn awake(&self, worker: u32) {
         self.lock().asleep.retain(|sleeper| sleeper.worker != worker);
-        Slept::Yes
+    }
+
+    /// Drops a piece of queued work, as a worker does that dies of it.
+    #[cfg(feature = "sim")]
+    pub fn lose_work(&self) {
+        let mut queue = self.lock();
+        let lost = queue.work.pop_front();
+        queue.bytes -= lost.as_ref().map_or(0, |(bytes, _)| *bytes);
     }
 
     fn answer(&self, answer: Answer) {

@@ -10,7 +10,7 @@ use crate::io::uring::{self, Completed, Lane, TRANSFERS_MAX, Transfer};
 const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
 
 /// What a worker transfers with, and where it sleeps.
-pub(super) trait Seat {
+pub trait Seat {
     /// Number of further transfers that the worker takes.
     fn room(&self) -> usize;
 
@@ -37,9 +37,13 @@ pub(super) trait Seat {
 }
 
 /// Wakes one worker, from any thread.
-pub(super) enum Bell {
+pub struct Bell(Kind);
+
+enum Kind {
     Ring(uring::Bell),
     Thread(Thread),
+    #[cfg(feature = "sim")]
+    Task(std::sync::Arc<tokio::sync::Notify>),
     /// Wakes a worker of a model.
     #[cfg(test)]
     Modelled(Rung),
@@ -51,15 +55,28 @@ pub(super) type Rung = std::sync::Arc<(shuttle::sync::Mutex<bool>, shuttle::sync
 
 impl Bell {
     pub(super) fn ring(&self) {
-        match self {
-            Bell::Ring(bell) => bell.ring(),
-            Bell::Thread(thread) => thread.unpark(),
+        match &self.0 {
+            Kind::Ring(bell) => bell.ring(),
+            Kind::Thread(thread) => thread.unpark(),
+            #[cfg(feature = "sim")]
+            Kind::Task(bell) => bell.notify_one(),
             #[cfg(test)]
-            Bell::Modelled(rung) => {
+            Kind::Modelled(rung) => {
                 *rung.0.lock().expect("nothing panics under it") = true;
                 rung.1.notify_one();
             }
         }
+    }
+
+    /// Wakes a worker that is a task.
+    #[cfg(feature = "sim")]
+    pub fn of_task(bell: std::sync::Arc<tokio::sync::Notify>) -> Self {
+        Bell(Kind::Task(bell))
+    }
+
+    #[cfg(test)]
+    pub(super) fn modelled(rung: Rung) -> Self {
+        Bell(Kind::Modelled(rung))
     }
 }
 
@@ -91,7 +108,7 @@ impl Seat for Lane<Waiter> {
     }
 
     fn bell(&self) -> Bell {
-        Bell::Ring(Lane::bell(self))
+        Bell(Kind::Ring(Lane::bell(self)))
     }
 
     fn sleep(&mut self) {
@@ -126,7 +143,7 @@ impl Seat for Ringless {
     }
 
     fn bell(&self) -> Bell {
-        Bell::Thread(thread::current())
+        Bell(Kind::Thread(thread::current()))
     }
 
     fn sleep(&mut self) {

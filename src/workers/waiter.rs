@@ -17,7 +17,7 @@ pub(crate) struct Transferred {
 }
 
 /// Receiver of a block that is being transferred.
-pub(super) struct Waiter {
+pub struct Waiter {
     /// Bytes to checksum: after a read, before a write. 0: none.
     pub(super) sum_bytes: usize,
     /// The checksum of a block that is being written.

@@ -35,21 +35,27 @@ pub(crate) const TRANSFERS_MAX: usize = 32;
 const BELL: u64 = u64::MAX;
 
 /// A complete read or write.
-pub(crate) struct Transfer {
-    pub(crate) kind: OpKind,
-    pub(crate) file: Arc<File>,
+pub struct Transfer {
+    /// A read or a write.
+    pub kind: OpKind,
+    /// The file.
+    pub file: Arc<File>,
     /// The file's id in errors.
-    pub(crate) id: FileId,
-    pub(crate) offset: u64,
-    pub(crate) buf: Lent,
+    pub id: FileId,
+    /// Where in the file.
+    pub offset: u64,
+    /// The memory.
+    pub buf: Lent,
 }
 
 /// A completed transfer.
-pub(crate) struct Completed<T> {
-    pub(crate) buf: Lent,
+pub struct Completed<T> {
+    /// The memory.
+    pub buf: Lent,
     /// Result, as of [`read_full`](crate::io::read_full) and [`write_full`](crate::io::write_full).
-    pub(crate) result: io::Result<()>,
-    pub(crate) tag: T,
+    pub result: io::Result<()>,
+    /// The owner of the transfer.
+    pub tag: T,
 }
 
 /// A transfer in flight. Fields drop in order: the memory before the tag, whose drop reports that the memory is free.

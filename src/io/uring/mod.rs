@@ -18,7 +18,7 @@
 //! being submitted, for ever if it waits for that I/O. [`yield_now`] of this module goes through the ring and lets the
 //! runtime park.
 
-mod lane;
+pub(crate) mod lane;
 mod op;
 mod pins;
 mod probe;

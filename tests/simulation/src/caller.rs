@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use crate::{
     calls,
-    cancel::{Cancel, until},
+    cancel::{Cancel, late, until},
     chains,
     context::{Context, error_code},
     foreign::Memory,
@@ -160,7 +160,8 @@ impl Caller {
 
     /// Runs a call, unless it is given up.
     pub async fn run_call<T>(&self, cancel: Cancel, call: impl Future<Output = T>) -> Option<T> {
-        until(call, cancel).await
+        let rng = self.context.late.borrow_mut().fork();
+        until(late(call, rng), cancel).await
     }
 
     pub fn draw_block(&mut self) -> usize {

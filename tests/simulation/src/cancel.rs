@@ -34,6 +34,34 @@ pub async fn until<F: Future>(future: F, cancel: Cancel) -> Option<F::Output> {
     Until { future: Box::pin(future), cancel, polls: 0 }.await
 }
 
+/// Runs `future` as on a thread that the system resumes late: after a wake-up other tasks run for some turns. So the
+/// order in which waiters verify their blocks is drawn too.
+pub async fn late<F: Future>(future: F, rng: Rng) -> F::Output {
+    Late { future: Box::pin(future), turns: 0, rng }.await
+}
+
+struct Late<F> {
+    future: Pin<Box<F>>,
+    /// Turns that others have before the next poll.
+    turns: u64,
+    rng: Rng,
+}
+
+impl<F: Future> Future for Late<F> {
+    type Output = F::Output;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
+        if self.turns > 0 {
+            self.turns -= 1;
+            context.waker().wake_by_ref();
+            return Poll::Pending;
+        }
+        let polled = self.future.as_mut().poll(context);
+        self.turns = self.rng.below(4);
+        polled
+    }
+}
+
 struct Until<F> {
     future: Pin<Box<F>>,
     cancel: Cancel,

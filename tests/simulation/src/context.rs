@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use crate::sim::{FaultKind, World};
+use crate::sim::{FaultKind, Rng, World};
 use kvhoist::{Cache, Error, Tier, WritePolicy, io::OpKind};
 use tokio::{sync::Notify, time::Instant};
 
@@ -27,6 +27,8 @@ pub struct Context {
     pub lied_before: Cell<bool>,
     /// The cache is being closed: calls may be refused.
     pub closing: Cell<bool>,
+    /// Draws how late callers are resumed.
+    pub late: RefCell<Rng>,
     failure: RefCell<Option<String>>,
     digest: Cell<u64>,
     life_began: Cell<Option<Instant>>,
@@ -41,6 +43,7 @@ impl Context {
     pub fn new(plan: Plan, verbose: bool) -> Rc<Self> {
         let writes_through = plan.config.disk.write_policy == WritePolicy::WriteThrough;
         let model = Model::new(plan.universe.len(), plan.store_keeps(), writes_through);
+        let late = RefCell::new(Rng::new(plan.rng.clone().next_u64() ^ 0x1a7e_0000_0000_0000));
         Rc::new(Context {
             plan,
             model: RefCell::new(model),
@@ -48,6 +51,7 @@ impl Context {
             verbose,
             lied_before: Cell::new(false),
             closing: Cell::new(false),
+            late,
             failure: RefCell::new(None),
             digest: Cell::new(0xcbf2_9ce4_8422_2325),
             life_began: Cell::new(None),

@@ -12,8 +12,9 @@ use crate::{
     context::Context,
     foreign::{Memory, Pool},
     model::{Began, Claims, Ending},
-    plan::{Call, Level},
+    plan::{Call, Level, pick},
     stranger::Stranger,
+    trial::Trial,
 };
 
 /// Virtual time in which everything must have come to its end.
@@ -61,6 +62,12 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     let mut world = World::new(rng.next_u64(), Vec::new());
     world.storage = sim::Sim::with_rng(rng.fork(), files, options);
     world.copy = sim::SimCopy::new(rng.next_u64(), copy);
+    // By draws of its own: all else of a seed stays as it is.
+    let mut workers = Rng::new(world.seed);
+    world.deaths = pick(&mut workers, &[0.0, 1.0 / 64.0, 0.1]);
+    if plan.trial != Some(Trial::PromptReads) {
+        world.transfers_max = pick(&mut workers, &[1, 2, 32]);
+    }
     // Dropped after the runtime: what died with it may still name the memory.
     let mut pool = Pool::default();
     let remains = sim::block_on(async {

@@ -9,13 +9,15 @@ fn key(n: u8) -> BlockKey {
     BlockKey::new([n + 1; 32])
 }
 
-/// Pieces of work that workers did while blocks were prefetched from disk and fetched.
-fn run(seed: u64) -> u64 {
+/// Pieces of work that workers did while blocks were prefetched from disk and fetched, where each step kills its
+/// worker with the probability `deaths`.
+fn run(seed: u64, deaths: f64) -> u64 {
     let config = Config::default()
         .block_bytes(4096)
         .host_blocks(u32::from(BLOCKS))
         .disks(vec![DiskPath::with_blocks("simulated", u32::from(BLOCKS))]);
-    let world = sim::World::new(seed, sim::blank_files(&config));
+    let mut world = sim::World::new(seed, sim::blank_files(&config));
+    world.deaths = deaths;
     sim::block_on(async {
         let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("open");
         for n in 0..BLOCKS {
@@ -41,12 +43,19 @@ fn run(seed: u64) -> u64 {
 }
 
 #[test]
-fn seeds_decide_whether_workers_verify_and_what_they_lose() {
-    let done: Vec<u64> = (0..32).map(run).collect();
+fn seeds_decide_whether_there_are_workers_and_their_order() {
+    let done: Vec<u64> = (0..32).map(|seed| run(seed, 0.0)).collect();
     assert!(done.contains(&0), "worlds without workers: {done:?}");
     assert!(
         done.iter().any(|&done| done >= u64::from(BLOCKS) - 4),
         "workers verify blocks that come together: {done:?}"
     );
-    assert_eq!(done, (0..32).map(run).collect::<Vec<_>>(), "a seed repeats its run");
+    assert_eq!(done, (0..32).map(|seed| run(seed, 0.0)).collect::<Vec<_>>(), "a seed repeats its run");
+}
+
+#[test]
+fn what_a_dying_worker_has_in_hand_is_done_again() {
+    let steady: u64 = (0..32).map(|seed| run(seed, 0.0)).sum();
+    let dying: u64 = (0..32).map(|seed| run(seed, 0.4)).sum();
+    assert!(0 < dying && dying < steady, "{dying} pieces of work done by dying workers, {steady} by others");
 }

@@ -26,18 +26,12 @@
 
 mod copy;
 mod storage;
+mod workers;
 
 pub use copy::{CopyCounts, CopyOptions, SimCopy};
 pub use storage::{Counts, Event, Fault, FaultKind, FaultRates, LogEntry, Memory, Rng, SECTOR_BYTES, Sim, SimOptions};
 
-use std::{
-    any::Any,
-    cell::{Cell, RefCell},
-    future::Future,
-    rc::Rc,
-    sync::Arc,
-    time::Duration,
-};
+use std::{any::Any, cell::Cell, future::Future, rc::Rc, sync::Arc, time::Duration};
 
 use kvhoist::{
     Cache, Config, Error, Result,
@@ -47,7 +41,7 @@ use kvhoist::{
     },
     io::FileId,
     memory::Arena,
-    seams::{self, Balance, Draw},
+    seams::{self, Balance},
 };
 use storage::Locked;
 use tokio::{sync::Notify, task::LocalSet};
@@ -59,8 +53,12 @@ pub struct World {
     pub storage: Sim,
     /// What copies between host and device memory.
     pub copy: SimCopy,
-    /// Seeds the hash of the index and the id of a new store.
+    /// Seeds the hash of the index, the id of a new store, and the workers.
     pub seed: u64,
+    /// The probability that a worker dies after a step of its work.
+    pub deaths: f64,
+    /// Transfers that a worker has in flight at most.
+    pub transfers_max: usize,
 }
 
 impl World {
@@ -71,6 +69,8 @@ impl World {
             storage: Sim::new(rng.next_u64(), files, SimOptions::default()),
             copy: SimCopy::new(rng.next_u64(), CopyOptions::default()),
             seed: rng.next_u64(),
+            deaths: 1.0 / 64.0,
+            transfers_max: 32,
         }
     }
 }
@@ -132,7 +132,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
     let parts = seams::World {
         storage: world.storage.clone(),
         copy: world.copy.clone(),
-        work: work(world.seed),
+        workers: workers::start(world),
         members: members(&config, &world.storage),
         memory_align_bytes: world.storage.memory_align_bytes(),
         registered,
@@ -168,18 +168,6 @@ async fn lock(config: &Config, storage: &Sim) -> Result<Option<Locked>> {
             }
         }
     }
-}
-
-/// Workers whose work takes up to 300 us, and is lost once in 64; none in one world of four.
-fn work(seed: u64) -> Option<Draw> {
-    let rng = RefCell::new(Rng::new(seed.rotate_left(32)));
-    if rng.borrow_mut().below(4) == 0 {
-        return None;
-    }
-    Some(Box::new(move || {
-        let mut rng = rng.borrow_mut();
-        (rng.below(64) > 0).then(|| Duration::from_micros(rng.below(300)))
-    }))
 }
 
 fn members(config: &Config, storage: &Sim) -> Vec<Member> {

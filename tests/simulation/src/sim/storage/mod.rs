@@ -24,7 +24,7 @@ pub use log::{Counts, Event, LogEntry};
 pub use memory::Memory;
 pub use rng::Rng;
 
-use std::{any::Any, cell::RefCell, io, ptr::NonNull, rc::Rc, sync::Arc};
+use std::{any::Any, cell::RefCell, fs::File, io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use kvhoist::{
     io::{FileId, Lent, OpKind, Storage},
@@ -257,6 +257,11 @@ impl Storage for Sim {
     async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
         let (result, buf) = self.run(OpKind::Write, file, offset, Some(buf)).await;
         (result, buf.expect("an operation gives back the memory it took"))
+    }
+
+    /// A stand-in, because workers find a simulated file by its id.
+    fn file(&self, _: FileId) -> Option<Arc<File>> {
+        Some(Arc::clone(&self.0.borrow().stand_in))
     }
 
     async fn sync(&self, file: FileId) -> io::Result<()> {

@@ -1,6 +1,6 @@
 //! The simulated storage itself: what starts, what ends, and with what effect.
 
-use std::{collections::BTreeMap, io, time::Duration};
+use std::{collections::BTreeMap, fs::File, io, sync::Arc, time::Duration};
 
 use kvhoist::{
     io::{FileId, IO_ALIGN, Lent, OpKind},
@@ -51,6 +51,8 @@ pub(super) struct State {
     in_flight: BTreeMap<u64, InFlight>,
     stalled: Vec<oneshot::Sender<()>>,
     locked: bool,
+    /// What workers are given in the place of a file.
+    pub(super) stand_in: Arc<File>,
     seed: u64,
     /// Tables pinned so far.
     tables: u64,
@@ -73,6 +75,7 @@ impl State {
             in_flight: BTreeMap::new(),
             stalled: Vec::new(),
             locked: false,
+            stand_in: Arc::new(File::open("/dev/null").expect("every system has it")),
             seed,
             tables: 0,
             table: Table::new(Vec::new(), Pins::new(seed, &options)),

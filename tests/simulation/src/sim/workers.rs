@@ -1,0 +1,157 @@
+//! Workers in virtual time: each is a task that runs the steps of a production worker, over a ring that is simulated.
+//!
+//! The queue, the list of sleepers, the wake-ups and the answers to the reactor are those of production. The seed draws
+//! how many workers there are, how long each step takes, when a completed transfer is noticed, and when a worker dies.
+
+use std::{cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc, time::Duration};
+
+use kvhoist::{
+    io::{OpKind, read_full, write_full},
+    seams::{Bell, Completed, Pool, Seat, Step, Transfer, Waiter},
+};
+use tokio::sync::Notify;
+
+use super::{Rng, Sim, World};
+
+/// Starts the workers of a cache, as tasks of the current `LocalSet`. `None` for one seed of four: no workers.
+pub(super) fn start(world: &World) -> Option<Arc<Pool>> {
+    let mut rng = Rng::new(world.seed.rotate_left(32));
+    let count = [0, 1, 2, 4][rng.below(4) as usize];
+    if count == 0 {
+        return None;
+    }
+    let wake_bytes = [0, 4096, 1 << 16][rng.below(3) as usize];
+    let pool = Arc::new(Pool::new(count, wake_bytes));
+    for number in 0..count {
+        let worker = Worker { pool: Arc::clone(&pool), number, world: world.clone(), rng: rng.fork() };
+        tokio::task::spawn_local(worker.run());
+    }
+    Some(pool)
+}
+
+struct Worker {
+    pool: Arc<Pool>,
+    number: u32,
+    world: World,
+    rng: Rng,
+}
+
+impl Worker {
+    async fn run(mut self) {
+        while self.live().await {}
+    }
+
+    /// Works until the worker dies, as after a panic: then true, and another takes its place.
+    async fn live(&mut self) -> bool {
+        let mut ring = Ring::new(&self.world);
+        let mut unsubmitted = false;
+        loop {
+            self.linger().await;
+            match self.pool.step(self.number, &mut ring, &mut unsubmitted) {
+                Step::Next => {}
+                Step::Sleep => {
+                    ring.poll();
+                    unsubmitted = false;
+                    ring.bell.notified().await;
+                    self.linger().await;
+                    self.pool.awake(self.number);
+                }
+                Step::End => return false,
+            }
+            if self.rng.chance(self.world.deaths) {
+                self.pool.lose_work();
+                ring.end().await;
+                return true;
+            }
+        }
+    }
+
+    /// Lets other threads go first: for some turns, or for the virtual time of a wake-up or of a checksum.
+    async fn linger(&mut self) {
+        if self.rng.chance(0.1) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        for _ in 0..self.rng.below(4) {
+            tokio::task::yield_now().await;
+        }
+    }
+}
+
+/// What the kernel has of a worker's transfers.
+#[derive(Default)]
+struct Kernel {
+    in_flight: usize,
+    completed: VecDeque<Completed<Waiter>>,
+}
+
+/// A ring over simulated disks.
+struct Ring {
+    disks: Sim,
+    transfers_max: usize,
+    /// Transfers that are not submitted.
+    started: Vec<(Transfer, Waiter)>,
+    kernel: Rc<RefCell<Kernel>>,
+    bell: Arc<Notify>,
+}
+
+impl Ring {
+    fn new(world: &World) -> Self {
+        let (disks, transfers_max) = (world.storage.clone(), world.transfers_max);
+        Ring { disks, transfers_max, started: Vec::new(), kernel: Rc::default(), bell: Arc::default() }
+    }
+
+    /// Drops all transfers, those in flight once the disk is done with their memory.
+    async fn end(mut self) {
+        self.poll();
+        while self.kernel.borrow().in_flight > 0 {
+            self.bell.notified().await;
+        }
+    }
+}
+
+impl Seat for Ring {
+    fn room(&self) -> usize {
+        self.transfers_max.saturating_sub(self.in_flight())
+    }
+
+    fn in_flight(&self) -> usize {
+        self.started.len() + self.kernel.borrow().in_flight
+    }
+
+    fn start(&mut self, transfer: Transfer, waiter: Waiter) {
+        self.started.push((transfer, waiter));
+    }
+
+    fn poll(&mut self) {
+        for (Transfer { kind, id, offset, buf, .. }, tag) in self.started.drain(..) {
+            self.kernel.borrow_mut().in_flight += 1;
+            let (disks, kernel, bell) = (self.disks.clone(), Rc::clone(&self.kernel), Arc::clone(&self.bell));
+            tokio::task::spawn_local(async move {
+                let (result, buf) = match kind {
+                    OpKind::Read => read_full(&disks, id, offset, buf).await,
+                    _ => write_full(&disks, id, offset, buf).await,
+                };
+                let mut kernel = kernel.borrow_mut();
+                kernel.in_flight -= 1;
+                kernel.completed.push_back(Completed { buf, result, tag });
+                bell.notify_one();
+            });
+        }
+    }
+
+    fn has_completed(&self) -> bool {
+        !self.kernel.borrow().completed.is_empty()
+    }
+
+    fn take_completed(&mut self) -> Option<Completed<Waiter>> {
+        self.kernel.borrow_mut().completed.pop_front()
+    }
+
+    fn bell(&self) -> Bell {
+        Bell::of_task(Arc::clone(&self.bell))
+    }
+
+    fn sleep(&mut self) {
+        unreachable!("a worker that is a task sleeps in `Worker::live`");
+    }
+}
