@@ -1,4 +1,4 @@
-//! Deadlines, for those who have no clock: callers count the looks of the reactor's task.
+//! Deadlines without a clock: callers count the ticks of the reactor's task.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -19,7 +19,7 @@ impl Shared {
         Error::Timeout { what, limit: self.deadline(), held: None }
     }
 
-    /// Answers those who wait for any of the first `begun` movements; true if some of these are still under way.
+    /// Answers the waiters of the first `begun` movements; true if some of these are still in flight.
     pub(crate) fn give_up_overdue(&self, begun: u64) -> bool {
         let (waiters, any, held) = {
             let mut state = self.lock();
@@ -39,12 +39,12 @@ impl Shared {
         any
     }
 
-    /// How often the clock has been looked at: for those who have none, which are all but the reactor.
+    /// Number of deadline ticks so far. Only the reactor reads a clock.
     pub(crate) fn looks(&self) -> u64 {
         self.looks.load(Ordering::Relaxed)
     }
 
-    /// True where somebody who waits since `looks` has waited too long.
+    /// True if a waiter since `looks` is past its deadline.
     pub(crate) fn is_overdue(&self, since: u64) -> bool {
         self.looks() - since > u64::from(LOOKS_PER_DEADLINE)
     }

@@ -1,4 +1,4 @@
-//! Single flight: one movement per key and destination, however many wait for it.
+//! Single flight: one movement per key and destination, for any number of waiters.
 //!
 //! Pure data: `M` is the message that answers a waiter, `U` a block that waits to be verified.
 
@@ -19,10 +19,10 @@ use crate::{
     sync::Mutex,
 };
 
-/// Whether anybody waits for a movement.
+/// Whether a movement has a waiter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Class {
-    /// A caller waits, or something else that does not go on without it.
+    /// A caller or another movement waits for it.
     Awaited,
     /// A prefetch or a write-back.
     Background,
@@ -32,16 +32,16 @@ pub(crate) enum Class {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Urgency {
     Awaited,
-    /// Nobody waits for it. The number of its flight, by which it is found when somebody does.
+    /// No waiter. The number of its flight, which finds it when a waiter joins.
     Background(u64),
 }
 
-/// Movements that somebody awaits by now, and that were asked for as [`Urgency::Background`].
+/// Movements requested as [`Urgency::Background`] that have a waiter by now.
 #[derive(Debug, Default)]
 pub(crate) struct Raised {
     /// By number.
     pub(crate) flights: Vec<u64>,
-    /// All that hold a host slot.
+    /// All movements that hold a host slot.
     pub(crate) holders: bool,
 }
 
@@ -51,16 +51,16 @@ impl Raised {
     }
 }
 
-/// Those who wait for one movement.
+/// The waiters of one movement.
 pub(crate) struct Flight<M, U> {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
     /// The entry that it moves. Where that was removed, the key may name another one by now.
     entry: EntryId,
     class: Class,
-    /// Somebody is at it. A promotion begins with its caller, and starts when its command is served.
+    /// It has been started. A promotion begins with its caller, and starts when its command is served.
     started: bool,
-    /// Its waiters were told that it takes too long.
+    /// Its waiters were answered with a timeout.
     overdue: bool,
     /// The tier of which it waits for a slot.
     pub(crate) slot_wanted: Option<Tier>,
@@ -74,7 +74,7 @@ pub(crate) struct Flight<M, U> {
     pub(crate) tickets: u32,
 }
 
-/// A block that waits to be verified. Who claims it does so without the state's lock, and owns it alone.
+/// A block that waits to be verified. A waiter claims it without the state's lock, and then owns it alone.
 pub(crate) struct Unclaimed<U>(Mutex<Option<U>>);
 
 impl<U> Unclaimed<U> {
@@ -82,7 +82,7 @@ impl<U> Unclaimed<U> {
         Arc::new(Unclaimed(Mutex::new(Some(block))))
     }
 
-    /// The block, for the first that asks.
+    /// The block, for the first claim.
     pub(crate) fn claim(&self) -> Option<U> {
         self.0.lock().take()
     }
@@ -92,95 +92,95 @@ impl<U> Unclaimed<U> {
     }
 }
 
-/// A movement that was taken on: its number, and the entry that it moves.
+/// A started movement: its number, and the entry that it moves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Started {
     pub(crate) number: u64,
     pub(crate) entry: EntryId,
 }
 
-/// Movements under way, by what they will make resident where.
+/// Movements in flight, by key and destination.
 ///
 /// The hasher has fixed keys, for the simulation's sake. That is safe: the map never holds more
 /// than the movements that [`Config::movements_max`](crate::Config::movements_max) allows.
 pub(crate) struct Flights<M, U> {
     by_target: HashMap<(BlockKey, Tier), Flight<M, U>, BuildHasherDefault<DefaultHasher>>,
-    /// By number, the oldest first: those that may become overdue.
+    /// Movements that may become overdue, by number, the oldest first.
     by_age: BTreeMap<u64, (BlockKey, Tier)>,
     /// The last number that was given. Read without the lock, by the task that watches the clock.
     begun: Arc<AtomicU64>,
-    /// Movements under way that are overdue.
+    /// Overdue movements in flight.
     overdue: usize,
 }
 
 /// What a flight leaves when it ends.
 pub(crate) struct Finished<M> {
-    /// Its waiters: the caller's to answer, after the lock is released.
+    /// Its waiters, which the caller answers after releasing the lock.
     pub(crate) waiters: Vec<oneshot::Sender<M>>,
-    /// The waiters of the write that is to follow, where one is.
+    /// The waiters of the write that follows, if one does.
     pub(crate) next: Option<Vec<oneshot::Sender<M>>>,
 }
 
-/// What joining a flight came to.
+/// The result of joining a flight.
 pub(crate) enum Joined<M> {
-    /// A movement is under way; its outcome comes here.
+    /// A movement is in flight; its outcome arrives here.
     Waiting(oneshot::Receiver<M>),
     /// It has been read and waits to be verified.
     Unverified,
-    /// No movement is under way.
+    /// No movement is in flight.
     None,
-    /// As many wait for it as may.
+    /// It has the largest permitted number of waiters.
     Full,
-    /// It takes too long.
+    /// It is overdue.
     Overdue,
 }
 
 impl<M, U> Flight<M, U> {
-    /// True where a write to disk follows it.
+    /// True if a write to disk follows it.
     pub(crate) fn is_followed(&self) -> bool {
         self.next.is_some()
     }
 
-    /// True where its block has been read and nobody has begun to verify it.
+    /// True if its block has been read and not claimed.
     pub(crate) fn is_unclaimed(&self) -> bool {
         self.unverified.as_ref().is_some_and(|block| !block.is_claimed())
     }
 }
 
 impl<M, U> Flights<M, U> {
-    /// None. `begun` is the number of the latest movement from now on.
+    /// No flights. `begun` holds the number of the latest movement from now on.
     pub(crate) fn new(begun: Arc<AtomicU64>) -> Self {
         Flights { by_target: HashMap::default(), by_age: BTreeMap::new(), begun, overdue: 0 }
     }
 
-    /// True while a movement of `key` to `tier` is under way.
+    /// True while a movement of `key` to `tier` is in flight.
     pub(crate) fn contains(&self, key: &BlockKey, tier: Tier) -> bool {
         self.by_target.contains_key(&(*key, tier))
     }
 
-    /// What the movement of `key` to `tier` moves, while it is under way.
+    /// The entry that the movement of `key` to `tier` moves, while it is in flight.
     pub(crate) fn entry(&self, key: &BlockKey, tier: Tier) -> Option<EntryId> {
         self.by_target.get(&(*key, tier)).map(|flight| flight.entry)
     }
 
-    /// True where a block under `key` is being written, or will be when the movement under way ends.
+    /// True if the block of `key` is being written, or will be when the movement in flight ends.
     pub(crate) fn is_written(&self, key: &BlockKey) -> bool {
         let followed = self.by_target.get(&(*key, Tier::Host)).is_some_and(Flight::is_followed);
         followed || self.contains(key, Tier::Disk)
     }
 
-    /// Keys of the blocks that are being written, or will be when the movement under way ends. In no order.
+    /// Keys of the blocks that are being written, or will be when the movement in flight ends. In no order.
     pub(crate) fn writes(&self) -> impl Iterator<Item = BlockKey> + '_ {
         let writes = self.by_target.iter().filter(|((_, tier), flight)| *tier == Tier::Disk || flight.next.is_some());
         writes.map(|((key, _), _)| *key)
     }
 
-    /// The movement of `key` to `tier`, while it is under way.
+    /// The movement of `key` to `tier`, while it is in flight.
     pub(crate) fn get_mut(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M, U>> {
         self.by_target.get_mut(&(*key, tier))
     }
 
-    /// Waits for the movement under way, if there is one.
+    /// Joins the movement in flight, if there is one.
     pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
         if flight.is_unclaimed() {
@@ -210,7 +210,7 @@ impl<M, U> Flights<M, U> {
         receiver
     }
 
-    /// As [`begin`](Self::begin), taken on at once.
+    /// As [`begin`](Self::begin), and marks it as started.
     pub(crate) fn begin_started(
         &mut self,
         key: &BlockKey,
@@ -250,9 +250,9 @@ impl<M, U> Flights<M, U> {
         self.by_age.insert(number, (*key, tier));
     }
 
-    /// A number that no other movement has, for one that begins, or for a request that waits in the same line.
+    /// A new number, for a movement that begins or for a request in the same queue.
     pub(crate) fn next_number(&mut self) -> u64 {
-        // Under the state's lock: nobody else counts.
+        // Under the state's lock, so no other thread changes the counter.
         self.begun.fetch_add(1, Ordering::Relaxed) + 1
     }
 
@@ -264,18 +264,18 @@ impl<M, U> Flights<M, U> {
         }
     }
 
-    /// Whether anybody waits for the movement of `key` to `tier`.
+    /// Whether the movement of `key` to `tier` has a waiter.
     pub(crate) fn class(&self, key: &BlockKey, tier: Tier) -> Class {
         self.by_target.get(&(*key, tier)).map_or(Class::Awaited, |flight| flight.class)
     }
 
-    /// Makes a movement an awaited one; its number where it was none.
+    /// Marks a movement as awaited; returns its number if it was not.
     pub(crate) fn raise(&mut self, key: &BlockKey, tier: Tier) -> Option<u64> {
         let flight = self.by_target.get_mut(&(*key, tier))?;
         (std::mem::replace(&mut flight.class, Class::Awaited) == Class::Background).then_some(flight.number)
     }
 
-    /// Takes it on to carry out the movement that has begun: `None` where there is none, or somebody else is at it.
+    /// Marks the movement as started. `None` if there is none, or if it has been started already.
     #[must_use = "whoever takes a movement on must end it"]
     pub(crate) fn start(&mut self, key: &BlockKey, tier: Tier) -> Option<Started> {
         let flight = self.by_target.get_mut(&(*key, tier)).filter(|flight| !flight.started)?;
@@ -306,7 +306,7 @@ impl<M, U> Flights<M, U> {
             // A block on its way to the device may be waiting for a slot of the host tier.
             let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&(target.0, tier))?.slot_wanted);
             let flight = self.by_target.get_mut(&target).expect("every movement by age is under way");
-            // It has been read, in time: whoever has a ticket ends it as soon as he is polled.
+            // It was read in time: the first waiter to be polled ends it.
             if flight.is_unclaimed() {
                 continue;
             }
@@ -319,7 +319,7 @@ impl<M, U> Flights<M, U> {
         waiters
     }
 
-    /// True while a movement under way is overdue.
+    /// True while a movement in flight is overdue.
     pub(crate) fn any_overdue(&self) -> bool {
         self.overdue > 0
     }
@@ -337,16 +337,16 @@ impl<M, U> Flights<M, U> {
         self.by_target.drain().map(|(_, flight)| flight).collect()
     }
 
-    /// Movements under way.
+    /// Number of movements in flight.
     pub(crate) fn len(&self) -> usize {
         self.by_target.len()
     }
 }
 
-/// Adds a waiter to those of a movement, if there may be another.
+/// Adds a waiter to a movement, unless it has the largest permitted number.
 fn wait<M>(waiters: &mut Vec<oneshot::Sender<M>>, waiters_max: u32) -> Joined<M> {
     if waiters.len() >= waiters_max as usize {
-        // Those who left make room: a movement that nobody asked for begins with a waiter who is gone.
+        // Waiters that left make room: a movement without a caller begins with a dropped waiter.
         waiters.retain(|waiter| !waiter.is_closed());
     }
     if waiters.len() >= waiters_max as usize {

@@ -1,8 +1,7 @@
-//! Whether a tier or a route may be used, and when it may not be any longer.
+//! The service of tiers and routes, and the failures that end it.
 //!
-//! A disk that fails is not asked for ever: after a run of failures without a success between them its tier is taken
-//! out of service, with a reason, until the cache is opened again. Failing writes end the writing only: what is
-//! on such a disk can be read as long as it can be read.
+//! After a number of consecutive failures a disk's tier is taken out of service, with a reason, until the cache is
+//! opened again. Failing writes only make the tier read-only: its blocks are served as long as reads succeed.
 
 use std::{cell::Cell, io};
 
@@ -11,7 +10,7 @@ use crate::{block::OpKind, error::Error, io::is_shortage};
 /// Whether a tier or a route is in service. It never rises again while the cache is open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Health {
-    /// Reads and writes. With the evidence, where it had to prove itself.
+    /// Reads and writes. With the evidence, if there was a self-test.
     Up(String),
     /// Reads, for the reason given.
     ReadOnly(String),
@@ -41,17 +40,17 @@ impl Health {
         }
     }
 
-    /// Why it does not do all that it should.
+    /// Why it is read-only or out of service.
     pub(crate) fn reason(&self) -> Option<&str> {
         (!self.writes()).then(|| self.detail())
     }
 
-    /// Why it does nothing, where it does nothing.
+    /// Why it is out of service, if it is.
     pub(crate) fn retired(&self) -> Option<&str> {
         (!self.reads()).then(|| self.detail())
     }
 
-    /// An error for those who wanted to write to `tier`, whose health this is.
+    /// The error of a write to `tier`, whose health this is.
     pub(crate) fn check_writes(&self, tier: &'static str) -> Result<(), Error> {
         match self.reason() {
             None => Ok(()),
@@ -59,7 +58,7 @@ impl Health {
         }
     }
 
-    /// Becomes `to`, unless it is as low already.
+    /// Lowers the service to `to`, unless it is as low already.
     pub(crate) fn lower(&mut self, to: Health) -> bool {
         let is_lower = (to.reads(), to.writes()) < (self.reads(), self.writes());
         if is_lower {
@@ -91,8 +90,8 @@ impl Failures {
     }
 }
 
-/// False where an operation failed for lack of space or of the machine's resources, or because of the memory that it
-/// was given: that says nothing of the disk, nor of the block.
+/// False if an operation failed for lack of space or of the machine's resources, or because of its memory: this says
+/// nothing about the disk or the block.
 pub(crate) fn blames_disk(error: &io::Error) -> bool {
     let elsewhere = [libc::ENOSPC, libc::EDQUOT, libc::EFAULT];
     !is_shortage(error) && error.raw_os_error().is_none_or(|errno| !elsewhere.contains(&errno))

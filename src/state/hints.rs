@@ -1,15 +1,15 @@
-//! What callers say of chains, carried to the index.
+//! Passes the hints of callers on chains to the index.
 
 use std::time::Duration;
 
 use super::Shared;
 use crate::block::BlockKey;
 
-/// Blocks that are told of before others are let at the index.
+/// Blocks that are marked under one lock.
 const TOLD_UNDER_ONE_LOCK: usize = 256;
 
 impl Shared {
-    /// The chain of `keys` is over; gives how many of its blocks are released. 0 once the cache is closed.
+    /// Releases the chain of `keys`; returns the number of released blocks. 0 once the cache is closed.
     pub(crate) fn release(&self, keys: &[BlockKey]) -> usize {
         let mut released = 0;
         let mut left = keys.len();
@@ -33,11 +33,11 @@ impl Shared {
         released
     }
 
-    /// Keeps the blocks of a chain for `time`; gives how many of them are kept. 0 once the cache is closed.
+    /// Keeps the blocks of a chain for `time`; returns the number of kept blocks. 0 once the cache is closed.
     pub(crate) fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
         let until = self.now_ms().saturating_add(u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
         let mut kept = 0;
-        // From the beginning: what is before a block is kept with it, and is then no more work.
+        // From the beginning: the ancestors of a block are kept with it, and cost nothing then.
         for keys in keys.chunks(TOLD_UNDER_ONE_LOCK) {
             let mut state = self.lock();
             if state.check_open().is_err() {

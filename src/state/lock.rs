@@ -1,4 +1,4 @@
-//! The one lock: whoever unlocks serves the requests for slots.
+//! The one lock. Every unlock serves the requests for slots.
 
 use std::ops::{Deref, DerefMut};
 
@@ -16,7 +16,7 @@ impl Shared {
         Locked { shared: self, state }
     }
 
-    /// Gives the slots that can be taken to the requests that wait for one, and tells of what was raised.
+    /// Grants available slots to the requests that wait, and wakes the task that raises priorities.
     #[cold]
     fn unlock_and_serve(&self, mut state: MutexGuard<'_, State>) {
         let granted = self.grant_slots(&mut state);
@@ -44,25 +44,24 @@ std::thread_local! {
     static LOCKS_TAKEN: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
-/// How many index locks this thread has taken so far.
+/// Number of index locks that this thread has taken so far.
 #[cfg(feature = "sim")]
 pub fn locks_taken() -> u64 {
     LOCKS_TAKEN.get()
 }
 
-/// True while this thread holds the index lock of some cache: every caller waits for it. What may block, a log above
-/// all, has no place there.
+/// True while this thread holds the index lock of a cache. Nothing that may block, such as a log, may happen then:
+/// every caller would wait for it.
 #[cfg(feature = "sim")]
 pub fn holds_lock() -> bool {
     LOCKS_HELD.get() > 0
 }
 
-/// The state, locked. The unlock gives slots that can be taken to the requests that wait for one, first come, first
-/// served.
+/// The state, locked. The unlock grants available slots to the requests that wait, first come, first served.
 ///
-/// Many things set a slot free, and some more than one: the end of a fill lets copies in other tiers go, an evicted
-/// suffix its prefix. None of them has to look for requests. Wakers run after the unlock: they are the callers' code,
-/// and may drop a future that locks.
+/// Many events free slots, some of them several: the end of a fill makes copies in other tiers evictable, an evicted
+/// suffix its prefix. None of them looks for requests. Wakers run after the unlock: they are callers' code, and may
+/// drop a future that locks.
 pub(crate) struct Locked<'a> {
     shared: &'a Shared,
     /// `None` once unlocked.

@@ -1,37 +1,37 @@
-//! Blocks that were stored, that the disk tier did not take, and whose callers were not told.
+//! Stored blocks that the disk tier refused without an error to their callers.
 //!
-//! Writes that nobody awaits fail like any other: write-backs, and writes whose store was dropped. Such a block is
-//! noted here until it is written after all, is removed, or has been reported by a `sync` or the `close`: by each that
-//! was under way when the first of them reported it.
+//! Writes without a waiter can fail too: write-backs, and writes whose store was dropped. Such a block is noted here
+//! until it is written after all, is removed, or has been reported by a `sync` or the `close`, and by each other that
+//! was in flight at that time.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{block::BlockKey, error::Error};
 
-/// Keys that are kept; refusals beyond them are only counted, and reported even where the block is written later.
+/// Number of keys that are kept; further refusals are only counted, and reported even if the block is written later.
 const KEYS_MAX: usize = 1 << 14;
 
-/// When something happened: the number of the sync that began, or reported, then.
+/// A point in time: the number of the sync that began, or reported, then.
 type Moment = u64;
 
-/// Refused writes that some sync has still to report.
+/// Refused writes that a sync has still to report.
 ///
-/// A refusal stays here after its first report while syncs are under way that began before that: they cover the block
-/// as well.
+/// A refusal stays here after its first report while syncs are in flight that began before the report: they cover the
+/// block as well.
 #[derive(Default)]
 pub(crate) struct Refusals {
     /// When a sync first reported the refusal of the block, if one has.
     keys: BTreeMap<BlockKey, Option<Moment>>,
-    /// Refusals whose keys are not kept, likewise.
+    /// When a sync first reported refusals whose keys are not kept.
     more: BTreeMap<Option<Moment>, u64>,
     last: Option<Error>,
-    /// The beginnings of the syncs under way.
+    /// The beginnings of the syncs in flight.
     syncs: BTreeSet<Moment>,
     now: Moment,
 }
 
 impl Refusals {
-    /// The disk tier did not take the block, because of `error`.
+    /// Notes that the disk tier refused the block, because of `error`.
     pub(crate) fn add(&mut self, key: BlockKey, error: Error) {
         if self.keys.len() < KEYS_MAX || self.keys.contains_key(&key) {
             self.keys.insert(key, None);
@@ -41,19 +41,19 @@ impl Refusals {
         self.last = Some(error);
     }
 
-    /// The block is on disk, is gone, or its caller was told.
+    /// Forgets a block that is on disk, is gone, or whose caller has the error.
     pub(crate) fn forget(&mut self, key: &BlockKey) {
         self.keys.remove(key);
     }
 
-    /// A sync begins, or the close.
+    /// Begins a sync, or the close.
     pub(super) fn begin(&mut self) -> Moment {
         self.now += 1;
         self.syncs.insert(self.now);
         self.now
     }
 
-    /// The sync that began then has ended.
+    /// Ends the sync that began then.
     pub(super) fn end(&mut self, began: Moment) {
         self.syncs.remove(&began);
         let first = self.syncs.first().copied();
@@ -62,7 +62,7 @@ impl Refusals {
         self.more.retain(|reported, _| is_owed(reported));
     }
 
-    /// What the sync that began then reports: how many refusals, and the reason of the last one.
+    /// The report of the sync that began then: the number of refusals, and the reason of the last one.
     pub(super) fn report(&mut self, began: Moment) -> Option<(u64, Error)> {
         self.now += 1;
         let now = self.now;

@@ -1,4 +1,4 @@
-//! What becomes of refusals: the caller of a store gets its own, a sync or the close reports the others.
+//! Reports refusals: the caller of a store gets its own, a sync or the close reports the others.
 
 use std::sync::Arc;
 
@@ -9,14 +9,15 @@ use crate::{
 };
 
 impl Shared {
-    /// The caller of a store has its error. Not before it takes that: the answer may be dropped on its way.
+    /// Forgets a refusal whose error the caller of the store has taken. Not earlier: the answer may be dropped on its
+    /// way.
     pub(crate) fn told(&self, key: &BlockKey, error: &Error) {
         if says_refused(error) {
             self.lock().refusals.forget(key);
         }
     }
 
-    /// The caller of stores has their results.
+    /// Forgets the refusals whose results the caller of the stores has.
     pub(crate) fn told_all(&self, keys: &[BlockKey], results: &[Result<bool>]) {
         for (key, result) in keys.iter().zip(results) {
             result.as_ref().err().into_iter().for_each(|error| self.told(key, error));
@@ -24,13 +25,13 @@ impl Shared {
     }
 }
 
-/// True for what the disk's refusal of a block looks like to the caller of its store. A store that failed for another
-/// reason (it timed out, the cache was closed, a copy failed) says nothing of the block that an earlier store left.
+/// True for the errors that a store returns if the disk refused its block. A store that failed for another reason (a
+/// timeout, a closed cache, a failed copy) says nothing about the block of an earlier store.
 fn says_refused(error: &Error) -> bool {
     matches!(error, Error::Io { .. } | Error::Refused { .. } | Error::Unavailable { .. })
 }
 
-/// The reporter of a sync, or of the close: made when that begins.
+/// The reporter of a sync or of the close, created when it begins.
 pub(crate) struct Reporter {
     /// `None` once it has reported.
     shared: Option<Arc<Shared>>,
@@ -38,7 +39,7 @@ pub(crate) struct Reporter {
 }
 
 impl Reporter {
-    /// Reports the refusals that nobody was told of before this sync began; whoever calls this tells.
+    /// Returns the refusals that had not been reported when this sync began; the caller reports them.
     pub(crate) fn report(mut self) -> Result<()> {
         let Some(shared) = self.shared.take() else { return Ok(()) };
         let report = shared.lock().refusals.report(self.began);
@@ -61,7 +62,7 @@ impl Drop for Reporter {
 }
 
 impl Shared {
-    /// A sync begins, or the close.
+    /// Begins a sync, or the close.
     pub(crate) fn begin_report(self: &Arc<Self>) -> Reporter {
         let began = self.lock().refusals.begin();
         Reporter { shared: Some(Arc::clone(self)), began }

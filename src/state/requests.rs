@@ -9,7 +9,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Requests for slots that could not be met at once.
+/// Requests for slots that wait.
 #[derive(Default)]
 pub(crate) struct SlotRequests {
     pub(super) tiers: [Queue; Tier::COUNT],
@@ -23,12 +23,12 @@ pub(super) struct Queue {
 }
 
 pub(super) struct Request {
-    /// Deadline ticks when it was made.
+    /// Deadline ticks at its creation.
     pub(super) since: u64,
     pub(super) answer: oneshot::Sender<Result<u32>>,
 }
 
-/// Requests that are met no more, to be answered after the unlock.
+/// Requests that get no slot, to be answered after the unlock.
 #[must_use = "whoever waits is to be answered"]
 pub(crate) struct Refused(pub(super) Vec<Request>);
 
@@ -79,7 +79,7 @@ impl SlotRequests {
 }
 
 impl Refused {
-    /// Answers them. Wakes callers: not under the lock.
+    /// Answers the requests. Wakes callers, so call it without the lock.
     pub(crate) fn refuse(self, error: &Error) {
         for request in self.0 {
             drop(request.answer.send(Err(error.clone())));

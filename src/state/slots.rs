@@ -1,5 +1,4 @@
-//! Taking slots, and the requests that wait for one: first come, first served, and those that somebody awaits before
-//! those that nobody does.
+//! Taking slots, and the requests that wait for one: first come, first served, awaited requests before others.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -24,7 +23,7 @@ pub(crate) enum Purpose<'a> {
     Movement(&'a BlockKey, Tier),
 }
 
-/// A slot for a request, to be sent after the unlock.
+/// A slot granted to a request, sent after the unlock.
 pub(crate) struct Grant {
     tier: Tier,
     slot: u32,
@@ -32,7 +31,7 @@ pub(crate) struct Grant {
 }
 
 impl Grant {
-    /// Gives the slot to the request, or back where nobody waits any longer. Wakes a caller: not under the lock.
+    /// Gives the slot to the request, or back if the request is gone. Wakes a caller, so call it without the lock.
     pub(crate) fn send(self, shared: &Shared) {
         if let Err(Ok(slot)) = self.request.answer.send(Ok(self.slot)) {
             shared.lock().push_free(self.tier, slot);
@@ -41,12 +40,12 @@ impl Grant {
 }
 
 impl State {
-    /// True where somebody waits for a slot of `tier`.
+    /// True if a request waits for a slot of `tier`.
     pub(crate) fn has_waiters(&self, tier: Tier) -> bool {
         self.slot_requests.len(tier) > 0
     }
 
-    /// Somebody waits for a movement from now on.
+    /// Marks a movement as awaited.
     pub(crate) fn raise(&mut self, key: &BlockKey, tier: Tier) {
         // A block that only the device holds is written by way of host memory.
         let tiers: &[Tier] = if tier == Tier::Disk { &[Tier::Disk, Tier::Host] } else { &[tier] };
@@ -58,8 +57,8 @@ impl State {
         }
     }
 
-    /// How urgent a step of a movement is that holds a host slot by now: awaited also where somebody awaits a host
-    /// slot, which may be its own.
+    /// How urgent a step of a movement is that holds a host slot: awaited also while a caller waits for a host slot,
+    /// which may be this one.
     pub(crate) fn holder_urgency(&self, purpose: Purpose) -> Urgency {
         if !self.slot_requests.tiers[Tier::Host as usize].awaited.is_empty() {
             return Urgency::Awaited;
@@ -74,7 +73,7 @@ impl State {
         }
     }
 
-    /// Where somebody awaits a host slot, whatever holds one is awaited.
+    /// While a caller waits for a host slot, every movement that holds one is awaited.
     fn raise_holders(&mut self) {
         let [_, host, disk] = &mut self.slot_requests.tiers;
         if !host.awaited.is_empty() {
@@ -85,8 +84,8 @@ impl State {
 }
 
 impl Shared {
-    /// A slot of `tier` that is nobody's: a free one, or the coldest block's. Where there is neither, waits behind
-    /// those who came before, up to the deadline. Cancel safe.
+    /// Takes a free slot of `tier`, or that of the coldest evictable block. If there is neither, waits behind earlier
+    /// requests, up to the deadline. Cancel safe.
     pub(crate) async fn acquire(self: &Arc<Self>, tier: Tier, purpose: Purpose<'_>) -> Result<Filling> {
         let waiting = {
             let mut state = self.lock();
@@ -95,7 +94,7 @@ impl Shared {
                 Tier::Disk => state.holder_urgency(purpose),
                 Tier::Device | Tier::Host => state.urgency(purpose),
             };
-            // While a request waits there is none to take: the last unlock would have granted it.
+            // While a request waits no slot is available: the last unlock would have granted it.
             if let Some(slot) = self.take_slot(&mut state, tier) {
                 return Ok(Filling::new(self, tier, slot));
             }
@@ -109,7 +108,7 @@ impl Shared {
         shield(waiting.wait()).await
     }
 
-    /// A host slot for a caller: none once the cache is closed, when nothing could be stored from it any more.
+    /// A host slot for a caller; an error once the cache is closed, when nothing can be stored from it.
     pub(crate) async fn acquire_for_caller(self: &Arc<Self>) -> Result<Filling> {
         self.lock().check_open()?;
         let filling = self.acquire(Tier::Host, Purpose::Call).await?;
@@ -126,7 +125,7 @@ impl Shared {
         }
     }
 
-    /// A slot of `tier` that is nobody's, if it can be had at once.
+    /// Takes a slot of `tier`, if one is available at once.
     pub(crate) fn acquire_now(self: &Arc<Self>, tier: Tier) -> Option<Filling> {
         self.acquire_locked(&mut self.lock(), tier)
     }
@@ -160,7 +159,7 @@ impl Shared {
             let victim = state.index.victim(tier)?;
             let key = state.index.key(victim);
             let slot = state.index.evict(victim, tier);
-            // Of what must be written only what was released may go.
+            // Of the blocks that must be written only released ones may be evicted.
             if tier == Tier::Host && state.dirty.remove(&key) {
                 self.metrics.released_unwritten.add(1);
             }
@@ -172,10 +171,10 @@ impl Shared {
         })
     }
 
-    /// Takes the slots that can be had for the requests that wait for them.
+    /// Takes available slots for the requests that wait.
     pub(crate) fn grant_slots(&self, state: &mut State) -> Vec<Grant> {
         let mut granted = Vec::new();
-        // A panic under the lock has broken an invariant: nothing is given away on the way out.
+        // A panic under the lock has broken an invariant: no slot is granted while it unwinds.
         if state.slot_requests.is_empty() || std::thread::panicking() {
             return granted;
         }
@@ -187,7 +186,7 @@ impl Shared {
                 let request = state.slot_requests.tiers[tier as usize].pop().expect("somebody waits");
                 granted.push(Grant { tier, slot, request });
             }
-            // Only where something was granted: the write-back ends locks as well, and would wake itself for ever.
+            // Only if a slot was granted: the write-back task takes the lock too, and would wake itself for ever.
             if tier == Tier::Host && granted.len() > before {
                 self.ask_for_write_back(state);
             }
@@ -195,12 +194,12 @@ impl Shared {
         granted
     }
 
-    /// True while somebody waits for a slot.
+    /// True while a request waits for a slot.
     pub(crate) fn has_slot_waiters(&self) -> bool {
         !self.lock().slot_requests.is_empty()
     }
 
-    /// Answers those who have waited for a slot for too long.
+    /// Answers the requests that have waited for a slot past their deadline.
     pub(crate) fn give_up_overdue_slots(&self) {
         for tier in Tier::ALL {
             let (overdue, held) = {
@@ -214,14 +213,14 @@ impl Shared {
         }
     }
 
-    /// The error of those who waited too long for a slot of `tier`.
+    /// The error of a request that waited for a slot of `tier` past its deadline.
     pub(crate) fn slot_timeout(&self, tier: Tier, held: Option<HeldSlots>) -> Error {
         self.metrics.timeouts.add(1);
         let what = ["a device slot", "a host slot", "a disk slot"][tier as usize];
         Error::Timeout { what, limit: self.deadline(), held }
     }
 
-    /// What callers hold of a tier, if they hold anything.
+    /// The slots of a tier that callers hold, if they hold any.
     pub(crate) fn held_slots(&self, tier: Tier) -> Option<HeldSlots> {
         let (reservations, slots, setting) = match tier {
             Tier::Device => (0, self.config.device_slots(), "device_blocks"),
@@ -270,7 +269,7 @@ impl SlotWait {
         waiting
     }
 
-    /// Notes with the flight what its movement waits for.
+    /// Notes in the flight which tier its movement waits for.
     fn note(&self, state: &mut State, slot_wanted: Option<Tier>) {
         if let Some(flight) = self.movement.and_then(|(key, to)| state.flights.get_mut(&key, to)) {
             flight.slot_wanted = slot_wanted;
@@ -292,7 +291,7 @@ impl Drop for SlotWait {
         let mut state = self.shared.lock();
         self.note(&mut state, None);
         let request = state.slot_requests.tiers[self.tier as usize].remove(self.number);
-        // Sent just before it was closed: the slot is nobody's.
+        // Sent just before the channel was closed: the slot has no owner.
         if let Ok(Ok(slot)) = self.answer.try_recv() {
             state.push_free(self.tier, slot);
         }

@@ -1,13 +1,12 @@
-//! Verification by those who wait.
+//! Verification by waiters.
 //!
-//! A checksum over a block that has just come from disk costs as much as all else that a fetch does.
-//! On the reactor it would bound the throughput of the whole cache by one core. So a block that
-//! callers wait for is left unverified with its flight, each of them is sent a [`Ticket`], and the
-//! first one that is polled verifies the block in that poll and answers the others. Nobody sees the
-//! block before that. A caller that never polls again holds up nobody: any ticket will do, and
-//! whoever comes later gets one too. When the last ticket is dropped the block is given up, whole.
+//! The checksum of a block costs as much as the rest of a fetch from disk. On the reactor it would limit the cache to
+//! one core. So the reactor leaves a block unverified with its flight and sends each waiter a [`Ticket`]. The first
+//! waiter to be polled verifies the block in that poll and answers the others. The block is not visible before. A
+//! waiter that is never polled again delays no other: any ticket will do, and later waiters get one too. When the last
+//! ticket is dropped the block is given up.
 //!
-//! The reactor verifies what nobody waits for, and blocks so large that one poll would take long.
+//! The reactor or its workers verify blocks without a waiter, and blocks so large that one poll would take long.
 
 use std::{ops::ControlFlow, sync::Arc};
 
@@ -24,15 +23,15 @@ use crate::{
 /// Larger blocks are verified on the reactor, in pieces: at most about 100 us in one poll.
 pub(crate) const BLOCK_BYTES_MAX: usize = 1 << 20;
 
-// SAFETY: an unpublished slot, which the filling keeps and nobody writes to any more.
+// SAFETY: an unpublished slot, which the filling keeps and no operation writes to any more.
 unsafe impl Readable for Unverified {
     fn segments(&self) -> Vec<Segment> {
         Readable::segments(&self.filling)
     }
 }
 
-/// What redeeming a ticket came to: how the movement ended, `None` where the block may have moved on and is to be asked
-/// for anew; or where to wait, because another thread verifies the block.
+/// The result of redeeming a ticket: the end of the movement, `None` if the block may have been evicted since and must
+/// be requested again; or a receiver, because another thread verifies the block.
 type Redeemed = ControlFlow<Option<Outcome>, oneshot::Receiver<Message>>;
 
 impl Ticket {
@@ -80,8 +79,8 @@ impl Drop for Ticket {
 }
 
 impl Shared {
-    /// Waits for a movement, and verifies the block if that falls to this waiter. `None` where the movement ended
-    /// without this waiter, and the block may have moved on: it is to be asked for anew.
+    /// Waits for a movement, and verifies the block if this waiter is the first. `None` if the movement ended without
+    /// this waiter and the block may have been evicted since: it must be requested again.
     pub(crate) async fn settle(self: &Arc<Self>, mut receiver: oneshot::Receiver<Message>) -> Option<Outcome> {
         loop {
             match receiver.await {
@@ -118,7 +117,7 @@ impl Shared {
         outcome
     }
 
-    /// Publishes a block that matched, or gives it up for good; a pin for who verified it.
+    /// Publishes a block that matched, or gives it up for good. Returns a pin for the waiter that verified it.
     pub(crate) fn finish_read(self: &Arc<Self>, unverified: Unverified, matches: bool) -> Outcome {
         let Unverified { source, filling, checksum, started, .. } = unverified;
         if !matches {
@@ -130,8 +129,7 @@ impl Shared {
         Ok(self.publish(source.id(), filling, checksum, Route::DiskToHost, source))
     }
 
-    /// Ends the flight of a block that its waiters verify; the answers are the caller's to send when the lock is
-    /// released.
+    /// Ends the flight of a block that its waiters verify; the caller sends the answers after releasing the lock.
     fn take_answers(
         self: &Arc<Self>,
         state: &mut State,
@@ -139,12 +137,12 @@ impl Shared {
         outcome: &Outcome,
     ) -> Vec<(oneshot::Sender<Message>, Outcome)> {
         let Finished { mut waiters, next } = state.flights.finish(key, Tier::Host);
-        // What comes from disk needs no write.
+        // A block from disk needs no write.
         waiters.extend(next.into_iter().flatten());
         self.answers(state, waiters, Tier::Host, outcome)
     }
 
-    /// What each waiter for a movement to `tier` is told.
+    /// The answer to each waiter for a movement to `tier`.
     pub(crate) fn answers(
         self: &Arc<Self>,
         state: &mut State,
@@ -165,8 +163,7 @@ impl Shared {
             .collect()
     }
 
-    /// Leaves a block with its flight, for its waiters to verify: a ticket for each of them. Gives
-    /// it back where nobody waits.
+    /// Leaves a block with its flight, with a ticket for each waiter. Returns the block if there is no waiter.
     pub(crate) fn leave_unverified(
         self: &Arc<Self>,
         key: &BlockKey,
@@ -186,12 +183,12 @@ impl Shared {
         Ok(waiters.into_iter().map(|waiter| (waiter, Ticket::new(self, *key, flight))).collect())
     }
 
-    /// Gives up a block that nobody wants any longer: its slot is free, the disk keeps it.
+    /// Gives up a block without waiters: its slot becomes free, the disk keeps it.
     fn give_up_unverified(&self, state: &mut State, key: &BlockKey) {
         let block = state.flights.get_mut(key, Tier::Host).and_then(|flight| flight.unverified.as_ref());
-        // Or a caller verifies it, and ends its flight.
+        // Otherwise a caller verifies it, and ends its flight.
         let Some(Unverified { source, filling, .. }) = block.and_then(|block| block.claim()) else { return };
-        // Whoever came while it waited has a ticket of its own: nobody is in the list.
+        // Waiters that joined meanwhile have tickets of their own: the list is empty.
         let Finished { waiters, next } = state.flights.finish(key, Tier::Host);
         assert!(waiters.is_empty() && next.is_none(), "a flight that waits to be verified is joined by tickets only");
         state.index.abort_fill(source.id(), Tier::Host);
@@ -199,7 +196,7 @@ impl Shared {
         source.release(state);
     }
 
-    /// At the end: whoever still has a ticket is told that the cache is closed.
+    /// Answers the holders of tickets that the cache is closed.
     pub(crate) fn give_up_all_unverified(self: &Arc<Self>) {
         let mut state = self.lock();
         for key in state.flights.unverified() {
