@@ -197,7 +197,8 @@ impl Context {
                 rate > 0.0 || plan.refusal.is_some_and(|refusal| refusal.explains(op))
             }
             Error::Copy { .. } => plan.copy_failure > 0.0,
-            Error::Refused { .. } => plan.level >= Level::Crashes,
+            // A write that ran into a limit and reached no caller is reported by a later sync.
+            Error::Refused { .. } => plan.level >= Level::Crashes || plan.has_tight_limits(),
             Error::Unavailable { tier: "disk", .. } => plan.level >= Level::Crashes,
             Error::Unavailable { tier: "device", .. } => plan.config.device_slots() == 0,
             Error::Closed => closing,

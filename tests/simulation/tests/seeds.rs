@@ -5,7 +5,7 @@ use std::ops::Range;
 use kvhoist_simulation::{LAYERED_SEEDS, MEMORY_SEEDS, PROMPT_SEEDS, Report, STRAIGHT_SEEDS, TRIAL_SEEDS, run};
 
 /// Seeds in which something was wrong once, and what.
-const NAMED: [(u64, &str); 14] = [
+const NAMED: [(u64, &str); 15] = [
     (0, "a disk slot was given back twice when the write that filled it was dropped"),
     (309, "the books counted a removed parent as held"),
     (463, "a load and the promotion that it joined waited for each other"),
@@ -19,6 +19,7 @@ const NAMED: [(u64, &str); 14] = [
     (35415, "a store that joined the write of a removed block was acknowledged, and its own block evicted unwritten"),
     (1586, "a block stored anew was taken for its damaged copy, which had gone to the device before it was verified"),
     (1345, "a block that was removed while its bad copy was read was looked up once more"),
+    (6750, "a sync reported writes that had run into `waiters_max`, and the model did not expect it"),
     (3007066, "no block was decided on for a caller's slot where those worth a write had been written by a sync"),
 ];
 
