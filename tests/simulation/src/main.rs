@@ -2,6 +2,7 @@
 
 use std::{
     ops::Range,
+    path::{Path, PathBuf},
     process::ExitCode,
     sync::{
         Mutex,
@@ -11,7 +12,7 @@ use std::{
 };
 
 use clap::Parser;
-use kvhoist_simulation::{Failure, Report, run};
+use kvhoist_simulation::{Failure, Report, run, run_bytes};
 
 /// Runs whole caches in simulation, each from one seed, until all are done; exits with 1 if any broke a promise.
 #[derive(Parser)]
@@ -23,6 +24,9 @@ struct Args {
     /// One seed to run instead.
     #[arg(long)]
     seed: Option<u64>,
+    /// Input of the fuzz target `mover_ops` to run instead.
+    #[arg(long, conflicts_with = "seed")]
+    input: Option<PathBuf>,
     /// Prints every call of every run.
     #[arg(long)]
     verbose: bool,
@@ -54,6 +58,9 @@ struct Done {
 
 fn main() -> ExitCode {
     let args = Args::parse();
+    if let Some(input) = &args.input {
+        return run_input(input, args.verbose);
+    }
     let range = args.seed.map_or(args.seeds.clone(), |seed| seed..seed + 1);
     let work = Work { next: AtomicU64::new(range.start), end: range.end, done: Mutex::default() };
     let started = Instant::now();
@@ -76,6 +83,20 @@ fn main() -> ExitCode {
         println!("digest {:016x}", done.report.digest);
     }
     if done.failures.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn run_input(input: &Path, verbose: bool) -> ExitCode {
+    let result = std::fs::read(input).map_err(|error| error.to_string()).and_then(|bytes| run_bytes(&bytes, verbose));
+    match result {
+        Ok(report) => {
+            println!("{report}\ndigest {:016x}", report.digest);
+            ExitCode::SUCCESS
+        }
+        Err(what) => {
+            eprintln!("{}: {what}", input.display());
+            ExitCode::FAILURE
+        }
+    }
 }
 
 fn serve(work: &Work, args: &Args) {

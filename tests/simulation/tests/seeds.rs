@@ -1,8 +1,10 @@
 //! Whole caches from seeds: every answer is what the model allows, and the books balance.
 
-use std::ops::Range;
+use std::{collections::BTreeSet, ops::Range};
 
-use kvhoist_simulation::{LAYERED_SEEDS, MEMORY_SEEDS, PROMPT_SEEDS, Report, STRAIGHT_SEEDS, TRIAL_SEEDS, run};
+use kvhoist_simulation::{
+    LAYERED_SEEDS, MEMORY_SEEDS, PROMPT_SEEDS, Report, STRAIGHT_SEEDS, TRIAL_SEEDS, run, run_bytes, sim::Rng,
+};
 
 /// Seeds in which something was wrong once, and what.
 const NAMED: [(u64, &str); 15] = [
@@ -85,4 +87,18 @@ fn the_same_seed_gives_the_same_run() {
         let [first, second] = [run(seed, false), run(seed, false)].map(|result| result.expect("a sound run"));
         assert!(first == second, "seed {seed}: {:016x} and {:016x}", first.digest, second.digest);
     }
+}
+
+/// Random bytes, as a fuzzer begins with, instead of a seed.
+#[test]
+fn bytes_choose_a_run() {
+    let mut rng = Rng::new(3);
+    let inputs: Vec<Vec<u8>> = (0..60).map(|n| (0..n * 8).map(|_| rng.next_u64() as u8).collect()).collect();
+    let digest = |bytes: &[u8]| run_bytes(bytes, false).unwrap_or_else(|what| panic!("{bytes:?}: {what}")).digest;
+    let digests: BTreeSet<u64> = inputs.iter().map(|input| digest(input)).collect();
+    assert_eq!(digests.len(), inputs.len(), "every input is another run");
+    let mut changed = inputs[20].clone();
+    assert_eq!(digest(&changed), digest(&inputs[20]), "the same input is the same run");
+    changed[40] ^= 1;
+    assert_ne!(digest(&changed), digest(&inputs[20]), "another choice is another run");
 }
