@@ -47,7 +47,7 @@ impl Rng {
 
     /// A number below `bound`, or 0 if `bound` is 0.
     pub fn below(&mut self, bound: u64) -> u64 {
-        if let Some(number) = self.from_tape(bound.saturating_sub(1)) {
+        if let Some(number) = self.draw_tape(bound.saturating_sub(1)) {
             return number % bound;
         }
         // The high half of the product is below `bound`; its bias is below bound / 2^64.
@@ -61,7 +61,7 @@ impl Rng {
 
     /// True with this probability. Always takes one draw, so that the rest of the sequence does not depend on the rate.
     pub fn chance(&mut self, rate: f64) -> bool {
-        if let Some(number) = self.from_tape(255) {
+        if let Some(number) = self.draw_tape(255) {
             return (number as f64) < rate * 256.0;
         }
         let unit = (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;
@@ -76,7 +76,7 @@ impl Rng {
 
     /// A number from as many bytes of the tape as the largest choice takes. `None` without a tape, at its end, and if
     /// there is no choice.
-    fn from_tape(&self, largest: u64) -> Option<u64> {
+    fn draw_tape(&self, largest: u64) -> Option<u64> {
         let mut tape = self.tape.as_ref()?.borrow_mut();
         let bytes = (u64::BITS - largest.leading_zeros()).div_ceil(8) as usize;
         if bytes == 0 || tape.len() < bytes {
