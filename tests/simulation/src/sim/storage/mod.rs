@@ -42,12 +42,7 @@ impl Sim {
     /// Storage with these files on the medium: zeros for a new store, or what
     /// [`crash`](Self::crash) left.
     pub fn new(seed: u64, files: Vec<Vec<u8>>, options: SimOptions) -> Self {
-        Sim::with_rng(Rng::new(seed), files, options)
-    }
-
-    /// The same, with latencies and faults of this generator.
-    pub fn with_rng(rng: Rng, files: Vec<Vec<u8>>, options: SimOptions) -> Self {
-        Sim(Rc::new(RefCell::new(State::new(rng, files, options))))
+        Sim(Rc::new(RefCell::new(State::new(seed, files, options))))
     }
 
     /// Makes `fault` happen to the `nth` operation of `kind` (from 0, counted from the start of the

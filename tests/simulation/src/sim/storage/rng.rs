@@ -32,11 +32,6 @@ impl Rng {
         Rng { state: seed, tape: self.tape.clone() }
     }
 
-    /// What the rest of the sequence follows from.
-    pub(super) fn seed(&self) -> u64 {
-        self.state
-    }
-
     /// 64 random bits. They follow from the seed alone.
     pub fn next_u64(&mut self) -> u64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
@@ -66,6 +61,14 @@ impl Rng {
         }
         let unit = (self.next_u64() >> 11) as f64 / (1_u64 << 53) as f64;
         unit < rate
+    }
+
+    /// Draws by the seed alone, for choices that are not worth bytes of the tape.
+    pub fn seeded<T>(&mut self, draw: impl FnOnce(&mut Rng) -> T) -> T {
+        let tape = self.tape.take();
+        let drawn = draw(self);
+        self.tape = tape;
+        drawn
     }
 
     /// Another generator that is independent of what this one is asked later, but for the tape.

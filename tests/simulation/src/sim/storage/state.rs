@@ -63,8 +63,8 @@ pub(super) struct State {
 }
 
 impl State {
-    pub(super) fn new(mut rng: Rng, files: Vec<Vec<u8>>, options: SimOptions) -> Self {
-        let seed = rng.seed();
+    pub(super) fn new(seed: u64, files: Vec<Vec<u8>>, options: SimOptions) -> Self {
+        let mut rng = Rng::new(seed);
         State {
             disks: files.into_iter().map(Disk::new).collect(),
             faults: Faults::new(options.rates),
