@@ -135,7 +135,7 @@ class Doctor:
             self._trouble("store", f"{path}: {error}")
 
     def _probe(self, folder: str, probe: str) -> None:
-        options = dict(block_bytes=PROBE_BLOCK, host_bytes=32 * PROBE_BLOCK, direct_io="prefer")
+        options: dict[str, Any] = dict(block_bytes=PROBE_BLOCK, host_bytes=32 * PROBE_BLOCK, direct_io="prefer")
         options["capacity"] = parse_bytes("2MiB") + PROBE_BLOCKS * PROBE_BLOCK
         blocks = [os.urandom(PROBE_BLOCK) for _ in range(PROBE_BLOCKS)]
         keys = [f"doctor {n}" for n in range(PROBE_BLOCKS)]
@@ -220,9 +220,10 @@ def lmcache_adapter(given: dict) -> dict:
         for name, expected in (("type", "plugin"), ("module_path", "kvhoist.lmcache"), ("class_name", "KvhoistL2")):
             if given.get(name) != expected:
                 raise config_error(name, given.get(name), repr(expected))
-        given = given.get("adapter_params")
-        if not isinstance(given, dict):
-            raise config_error("adapter_params", given, "an object with the settings' names")
+        params = given.get("adapter_params")
+        if not isinstance(params, dict):
+            raise config_error("adapter_params", params, "an object with the settings' names")
+        given = params
     block_bytes = parse_bytes(given.get("block_bytes", PROBE_BLOCK), "block_bytes")
     if slot_bytes(block_bytes) != block_bytes:
         raise config_error("block_bytes", block_bytes, "a multiple of 4096 bytes")

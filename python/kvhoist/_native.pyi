@@ -196,7 +196,7 @@ class Client:
         block_bytes: int,
         sizes: tuple[int, int, int],
         deadline_ms: int,
-    ) -> Client: ...
+    ) -> Self: ...
     @property
     def block_bytes(self) -> int:
         """Size of every block, bytes."""
@@ -251,7 +251,7 @@ class Server:
         linger_ms: int | None,
         pin: bool,
         settings: dict[str, Any],
-    ) -> Server: ...
+    ) -> Self: ...
     def drain(self) -> None:
         """Takes no more work; `wait` returns when what there was is done."""
     def wait(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import weakref
@@ -10,7 +11,7 @@ from typing import Any, Sequence
 from . import _logs, _native
 from .config import config_error, parse_bytes
 from .errors import ArgumentError
-from .loops import AsyncFace
+from .loops import AsyncFace, _LoopFace
 
 SLOT_ALIGN = 4096
 

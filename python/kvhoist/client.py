@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import threading
@@ -14,7 +15,7 @@ from . import _logs, _native
 from .cache import BLOCK_BYTES_MAX
 from .config import config_error, parse_bytes
 from .errors import ArgumentError, BusyError, ClosedError
-from .loops import AsyncFace
+from .loops import AsyncFace, _LoopFace
 
 DEFAULT_BOUNCE_BYTES = "64MiB"
 
@@ -77,6 +78,9 @@ class Client(AsyncFace, _native.Client):
 
     A context manager: leaving it closes the connection, and waits until the service uses none of this memory.
     """
+
+    _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopFace]
+    _queues: weakref.WeakSet[ClientQueue]
 
     def __new__(cls, *settings: Any) -> "Client":
         _logs.start()

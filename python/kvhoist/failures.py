@@ -37,8 +37,8 @@ class Failures:
         self.counters[self._unit] += units
         count = self.counters[method]
         if count <= _LOG_FIRST or count % _LOG_EVERY == 0:
-            unexpected = isinstance(why, Exception) and not isinstance(why, Error)
+            unexpected = why if isinstance(why, Exception) and not isinstance(why, Error) else None
             self._logger.warning(
                 "kvhoist: %s failed (%d so far), %d %s: %s", method, count, units, self._unit, why,
-                exc_info=why if unexpected else None,
+                exc_info=unexpected,
             )  # fmt: skip

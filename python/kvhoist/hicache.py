@@ -11,7 +11,7 @@ import stat
 import threading
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Iterable, Sequence
+from typing import Any, Sequence
 
 from ._native import Region
 from .cache import Cache, slot_bytes, slots_within, store_bytes
@@ -102,7 +102,7 @@ _WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args")
 
 
 def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[tuple[str, str], ...]:
-    found = {"kvhoist_revision": revision}
+    found: dict[str, Any] = {"kvhoist_revision": revision}
     path = getattr(server_args, "model_path", None)
     if path != model_name:
         found["model_path"] = path
@@ -431,5 +431,5 @@ def _make_directory(directory: str, file_bytes: int) -> None:
 
 def prefix_parent(extra_info: Any) -> str | None:
     """The key before the first of a call, where SGLang passes it on."""
-    keys: Iterable[str] | None = getattr(extra_info, "prefix_keys", None)
+    keys: Sequence[str] | None = getattr(extra_info, "prefix_keys", None)
     return keys[-1] if keys else None

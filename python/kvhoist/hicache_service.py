@@ -80,7 +80,8 @@ class Keeper:
 
     def _start(self) -> None:
         try:
-            find_or_start(self._settings)
+            if self._settings is not None:
+                find_or_start(self._settings)
         except (OSError, Error) as error:
             logger.warning("kvhoist: the service cannot be started again: %s", error)
         finally:
@@ -132,7 +133,7 @@ def _lend(store: Any, client: Client) -> None:
 
 def _fds(pool: Any) -> list[int]:
     """The memfds that SGLang's allocator made for a pool and the pools that it is made of."""
-    found: list[int] = []
+    found: list[Any] = []
     pools = [pool, *(getattr(entry, "host_pool", None) for entry in getattr(pool, "entries", None) or ())]
     for one in pools:
         found += getattr(getattr(one, "allocator", None), "fds", None) or ()

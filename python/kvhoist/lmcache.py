@@ -182,7 +182,7 @@ class KvhoistL2(L2AdapterInterface):
             elif row in before:
                 self._remember(one, before[row])
             before[row] = one
-        hits = [named[n] for n in found]
+        hits = [one for n in found if (one := named[n]) is not None]
         self.store.touch(hits)
         self._announced.add([keys[n] for n in found], hits)
         return found

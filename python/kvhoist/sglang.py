@@ -381,10 +381,8 @@ class HiCacheKvhoist(HiCacheStorage):
             count = self.counters[method] = self.counters.get(method, 0) + 1
             self.counters["pages"] = self.counters.get("pages", 0) + pages
         if count <= _LOG_FIRST or count % _LOG_EVERY == 0:
-            unexpected = isinstance(why, Exception) and not isinstance(why, Error)
-            logger.warning(
-                "kvhoist: %s failed (%d so far): %s", method, count, why, exc_info=why if unexpected else None
-            )
+            unexpected = why if isinstance(why, Exception) and not isinstance(why, Error) else None
+            logger.warning("kvhoist: %s failed (%d so far): %s", method, count, why, exc_info=unexpected)
 
 
 def _server_args() -> Any:

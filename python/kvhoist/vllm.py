@@ -101,7 +101,7 @@ class KvhoistTier(SecondaryTierManager):
         warn_of_version()
         self.locality = None if locality is None else Locality(locality)
         self.config = tier_settings(settings)
-        rows, row_bytes = primary_kv_view.shape
+        rows, row_bytes = primary_kv_view.shape  # pyright: ignore[reportGeneralTypeIssues]
         if primary_kv_view.strides != (row_bytes, 1):
             raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
         self.place = place_of(offloading_spec, {"format": FORMAT, "row_bytes": row_bytes}, self.config.revision)
@@ -111,7 +111,8 @@ class KvhoistTier(SecondaryTierManager):
         #: it is stored again.
         self._known: dict[bytes, LookupResult] = {}
         # The native function replaces the method: every step looks up thousands of keys.
-        self.lookup = self._answer = self.store.answers(_HIT, _MISS, self._known, positions)
+        self._answer = self.store.answers(_HIT, _MISS, self._known, positions)
+        self.lookup = self._answer  # pyright: ignore[reportAttributeAccessIssue]
         self._touched_by_vllm = False
         self._events: list | None = [] if enable_kv_events and _events_wanted(offloading_spec) else None
         failures = Failures(logger, "chunks")

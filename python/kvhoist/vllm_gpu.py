@@ -33,7 +33,7 @@ from .vllm_worker import Keys, KvhoistWorker, Opened
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
 except ImportError:  # Before vLLM tells hits apart by their source.
-    CacheHitSource = None
+    CacheHitSource: Any = None
 
 logger = logging.getLogger(__name__)
 
@@ -165,7 +165,8 @@ class KvhoistManager(OffloadingManager):
         self._opened, self._store = opened, opened.store
         self._guarded = opened.failures.guarded
         # Instead of the method: a prompt has thousands of keys.
-        self._answer = self.lookup = opened.store.answers(_HIT, _MISS, opened.known)
+        self._answer = opened.store.answers(_HIT, _MISS, opened.known)
+        self.lookup = self._answer  # pyright: ignore[reportAttributeAccessIssue]
         #: Names that are being stored.
         self._storing: set[bytes] = set()
         self._storing_max = max(settings.store_bytes_queued_max // opened.store.chunk_bytes, 1)
