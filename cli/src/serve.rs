@@ -118,10 +118,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     // Caught before there is something to end.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
-    let server = Arc::new(Server::start(args.config()?)?);
+    let config = args.config()?;
+    let paths = config.paths.clone();
+    let server = Arc::new(Server::start(config)?);
     let mut said = format!("kvhoist: listening at {}\n", shown(&args.socket));
     if let Some(address) = args.http {
-        said += &format!("kvhoist: http://{}\n", http::start(address, args.socket.clone())?);
+        said += &format!("kvhoist: http://{}\n", http::start(address, args.socket.clone(), paths)?);
     }
     emit(&said)?;
     notify("READY=1");

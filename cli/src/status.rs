@@ -1,9 +1,9 @@
 //! `kvhoist status`: what a running service has and does.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use kvhoist::{
-    Tier, machine,
+    Tier,
     service::{
         protocol::{ClientStatus, ServiceStatus, SpaceStatus},
         status,
@@ -59,7 +59,6 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     table.line("");
     table.row("space", plain(&space.namespace));
     table.row("folder", plain(&space.folder));
-    table.row("wear", plain(&wear(space)));
     table.row("user", space.uid);
     table.row("block", show_bytes(space.block_bytes));
     table.row("disk", show_bytes(space.capacity_bytes));
@@ -83,11 +82,6 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     if !stats.disk_trouble.is_empty() {
         table.row("disk trouble", plain(&stats.disk_trouble));
     }
-}
-
-/// What the drive says that a space is on: it is this machine's.
-fn wear(space: &SpaceStatus) -> String {
-    machine::drive_wear(Path::new(&space.folder)).map_or_else(|why| why, |wear| wear.to_string())
 }
 
 /// An object for programs.
@@ -135,7 +129,6 @@ fn space_object(space: &SpaceStatus) -> Value {
     json!({
         "namespace": space.namespace,
         "folder": space.folder,
-        "wear": wear(space),
         "uid": space.uid,
         "block_bytes": space.block_bytes,
         "capacity_bytes": space.capacity_bytes,

@@ -1,5 +1,8 @@
 //! `kvhoist serve` and `kvhoist status` as an operator runs them.
 
+#[path = "serve/page.rs"]
+mod page;
+
 use std::{
     io::{BufRead, BufReader, Read, Write},
     net::TcpStream,

@@ -19,6 +19,7 @@ use kvhoist::{
 };
 use serde_json::{Value, json};
 
+pub use self::disk::drive_name;
 use crate::{failure::Failure, interrupt, output::emit, settings::Settings, shown::plain};
 
 /// Flags of `kvhoist doctor`.

@@ -1,11 +1,13 @@
 //! A service's figures in Prometheus's text format.
 
-use std::fmt::Write as _;
+use std::fmt::{Display, Write as _};
 
 use kvhoist::{
     Tier,
     service::protocol::{ClientStatus, ServiceStatus, SpaceStats, SpaceStatus},
 };
+
+use super::drives::Drive;
 
 /// The type of what [`text`] returns.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
@@ -47,9 +49,10 @@ const OF_TIERS: [OfTier; 4] = [
 const TIERS: [(&str, Tier); 2] = [("host", Tier::Host), ("disk", Tier::Disk)];
 
 /// The text, one metric after the other.
-pub fn text(status: &ServiceStatus) -> String {
+pub fn text(status: &ServiceStatus, drives: &[Drive]) -> String {
     let mut page = Page(String::new());
     of_service(&mut page, status);
+    of_drives(&mut page, drives);
     let open: Vec<_> = status.spaces.iter().filter_map(|space| Some((labels(space), space.stats.as_ref()?))).collect();
     for (name, help, of) in OF_TIERS {
         page.metric(name, help);
@@ -94,6 +97,15 @@ fn of_service(page: &mut Page, status: &ServiceStatus) {
     }
 }
 
+fn of_drives(page: &mut Page, drives: &[Drive]) {
+    let name = "kvhoist_drive_used";
+    page.metric(name, "Share of the life of an NVMe drive that is used, by path");
+    for drive in drives {
+        let labels = format!("path=\"{}\",drive=\"{}\"", escaped(&drive.path), escaped(&drive.name));
+        drive.used.iter().for_each(|used| page.sample(name, &labels, used));
+    }
+}
+
 /// What tells spaces apart, under the labels that caches have: a space is one, and its folder is its own.
 fn labels(space: &SpaceStatus) -> String {
     format!("cache=\"{}\",number=\"{}\"", escaped(&space.namespace), escaped(&space.folder))
@@ -113,7 +125,7 @@ impl Page {
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    fn sample(&mut self, name: &str, labels: &str, figure: u64) {
+    fn sample(&mut self, name: &str, labels: &str, figure: impl Display) {
         let _ = match labels {
             "" => writeln!(self.0, "{name} {figure}"),
             labels => writeln!(self.0, "{name}{{{labels}}} {figure}"),
@@ -132,18 +144,22 @@ mod tests {
         let (namespace, folder) = ("a\"} 1\\".to_owned(), "space-1".to_owned());
         let open = SpaceStatus { namespace, folder, stats: Some(stats), ..SpaceStatus::default() };
         let status = ServiceStatus { spaces: vec![open, SpaceStatus::default()], ..ServiceStatus::default() };
-        let text = text(&status);
+        let worn = Drive { path: "/a".into(), name: "nvme0n1".into(), used: Some(0.25), wear: String::new() };
+        let silent = Drive { path: "/b".into(), name: String::new(), used: None, wear: String::new() };
+        let text = text(&status, &[worn, silent]);
         let own = r#"cache="a\"} 1\\",number="space-1""#;
         for line in [
             format!("kvhoist_misses_total{{{own}}} 7"),
             format!("kvhoist_hits_total{{{own},tier=\"disk\"}} 5"),
             format!(r#"kvhoist_read_only{{{own},tier="disk",reason="EIO\non \"sda\""}} 1"#),
             "kvhoist_service_spaces 2".to_owned(),
+            r#"kvhoist_drive_used{path="/a",drive="nvme0n1"} 0.25"#.to_owned(),
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");
         }
         let samples = text.lines().filter(|line| line.starts_with("kvhoist_misses_total")).count();
         assert_eq!(samples, 1, "a closed space has no figures");
+        assert!(!text.contains("path=\"/b\""), "a drive that says nothing has no figure");
         for line in text.lines().filter(|line| !line.starts_with('#')) {
             let name = line.split(['{', ' ']).next().expect("a name");
             assert!(text.contains(&format!("# TYPE {name} ")), "{name}");

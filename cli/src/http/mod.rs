@@ -1,5 +1,6 @@
 //! `kvhoist serve --http ADDR`: metrics, health and a page about a running service.
 
+mod drives;
 mod exposition;
 
 use std::{
@@ -19,6 +20,7 @@ use axum::{
 use kvhoist::service::{protocol::ServiceStatus, status};
 use tokio::sync::Mutex;
 
+use self::drives::Drive;
 use crate::{failure::Failure, status::object};
 
 /// Scripts and pictures of the page itself, requests to the same address, and nothing else.
@@ -27,18 +29,20 @@ const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 
 /// Asks the service at a socket.
 struct Source {
     socket: PathBuf,
+    /// Where its stores are.
+    paths: Vec<PathBuf>,
     /// Questions wait for one another: however many come by HTTP, the service answers one at a time.
     turn: Mutex<()>,
 }
 
 impl Source {
-    /// What the service says about itself; the text for the client where it does not answer.
-    async fn ask(&self) -> Result<ServiceStatus, String> {
+    /// What the service says about itself, and its drives; the text for the client where it does not answer.
+    async fn ask(&self) -> Result<(ServiceStatus, Vec<Drive>), String> {
         let _turn = self.turn.lock().await;
-        let socket = self.socket.clone();
-        match tokio::task::spawn_blocking(move || status(&socket)).await {
-            Ok(Ok(status)) => Ok(status),
-            Ok(Err(error)) => Err(format!("{error}\n")),
+        let (socket, paths) = (self.socket.clone(), self.paths.clone());
+        match tokio::task::spawn_blocking(move || Ok((status(&socket)?, Drive::of(&paths)))).await {
+            Ok(Ok(found)) => Ok(found),
+            Ok(Err::<_, kvhoist::Error>(error)) => Err(format!("{error}\n")),
             Err(error) => Err(format!("{error}\n")),
         }
     }
@@ -49,14 +53,14 @@ impl Source {
 ///
 /// # Errors
 /// [`Failure::USAGE`] where the address cannot be listened at.
-pub fn start(address: SocketAddr, socket: PathBuf) -> Result<SocketAddr, Failure> {
+pub fn start(address: SocketAddr, socket: PathBuf, paths: Vec<PathBuf>) -> Result<SocketAddr, Failure> {
     let refused = |error: std::io::Error| {
         Failure::usage(format!("--http {address}: {error}; name an address of this machine and a port that is free"))
     };
     let listener = TcpListener::bind(address).map_err(refused)?;
     listener.set_nonblocking(true).map_err(refused)?;
     let address = listener.local_addr().map_err(refused)?;
-    let source = Arc::new(Source { socket, turn: Mutex::new(()) });
+    let source = Arc::new(Source { socket, paths, turn: Mutex::new(()) });
     let routes = Router::new()
         .route("/", get(page))
         .route("/metrics", get(metrics))
@@ -80,14 +84,20 @@ pub fn start(address: SocketAddr, socket: PathBuf) -> Result<SocketAddr, Failure
 
 async fn metrics(State(source): State<Arc<Source>>) -> Response {
     match source.ask().await {
-        Ok(status) => ([(header::CONTENT_TYPE, exposition::CONTENT_TYPE)], exposition::text(&status)).into_response(),
+        Ok((status, drives)) => {
+            ([(header::CONTENT_TYPE, exposition::CONTENT_TYPE)], exposition::text(&status, &drives)).into_response()
+        }
         Err(away) => (StatusCode::SERVICE_UNAVAILABLE, away).into_response(),
     }
 }
 
 async fn figures(State(source): State<Arc<Source>>) -> Response {
     match source.ask().await {
-        Ok(status) => ([(header::CONTENT_TYPE, "application/json")], object(&status).to_string()).into_response(),
+        Ok((status, drives)) => {
+            let mut object = object(&status);
+            object["drives"] = drives.iter().map(Drive::object).collect();
+            ([(header::CONTENT_TYPE, "application/json")], object.to_string()).into_response()
+        }
         Err(away) => (StatusCode::SERVICE_UNAVAILABLE, away).into_response(),
     }
 }
@@ -95,7 +105,7 @@ async fn figures(State(source): State<Arc<Source>>) -> Response {
 /// 200 while all is well; 503 with the reasons, a line each, else.
 async fn health(State(source): State<Arc<Source>>) -> (StatusCode, String) {
     match source.ask().await {
-        Ok(status) => match troubles(&status).as_slice() {
+        Ok((status, _)) => match troubles(&status).as_slice() {
             [] => (StatusCode::OK, "ok\n".into()),
             troubles => (StatusCode::SERVICE_UNAVAILABLE, troubles.join("\n") + "\n"),
         },
