@@ -69,7 +69,7 @@ class Region:
 
 @final
 class Queue:
-    """Submissions that nobody waits for, and their results. Dropping it waits for those that are under way."""
+    """Submissions without a waiting caller, and their results. Dropping it waits for those in flight."""
 
     @property
     def event_fd(self) -> int:
@@ -92,7 +92,7 @@ class Queue:
     ) -> int:
         """Begins a store from segments of registered memory. As `submit_load_pages`."""
     def drain(self) -> list[tuple[int, list[bool | BaseException]]]:
-        """What has completed, oldest first: (ticket, results), a failed block's exception in its place."""
+        """Completed submissions, oldest first: (ticket, results), with an exception in the place of a failed block."""
 
 @final
 class Answers:
@@ -180,7 +180,7 @@ class Cache:
     def sync(self) -> None:
         """Returns when all that was stored before is written and flushed."""
     def stats(self) -> dict[str, Any]:
-        """What the cache has done since it was opened, and how full it is."""
+        """Figures of the cache since it was opened, and its residency."""
     def validate(self) -> None:
         """Checks every invariant of the index, from scratch; slow. AssertionError with the first that is broken."""
     def queue(self, depth: int) -> Queue: ...
@@ -236,7 +236,7 @@ class Client:
     def sync(self) -> None:
         """Returns when all that was stored in the space before, by any client, is written and flushed."""
     def stats(self) -> dict[str, Any]:
-        """What the space has done, for all clients, since the service opened it."""
+        """The space's figures for all clients, since the service opened it."""
     def close(self) -> None: ...
 
 @final
@@ -253,6 +253,6 @@ class Server:
         settings: dict[str, Any],
     ) -> Self: ...
     def drain(self) -> None:
-        """Takes no more work; `wait` returns when what there was is done."""
+        """Takes no more work; `wait` returns when all requests are answered."""
     def wait(self) -> None:
         """Waits for its end, whatever signals come."""

@@ -74,7 +74,7 @@ class Client(AsyncFace, _native.Client):
 
     Usable from any number of threads. While the service is away every call fails at once with an UnavailableError, in
     each block's place for loads and stores; the client connects again by itself (10 ms later at first, then up to a
-    second), registers again what was registered, and finds the blocks. ``connected`` says which it is.
+    second), registers all regions again, and finds the blocks. ``connected`` is False while the service is away.
 
     A context manager: leaving it closes the connection, and waits until the service uses none of this memory.
     """
@@ -184,7 +184,7 @@ class Client(AsyncFace, _native.Client):
 
 
 class ClientQueue:
-    """Submissions that nobody waits for, as `Queue` has them; 16 of them are under way at once."""
+    """Submissions without a waiting caller, as those of `Queue`; at most 16 are in flight."""
 
     def __init__(self, client: Callable[[], Client | None], depth: int) -> None:
         self._client = client
@@ -214,7 +214,7 @@ class ClientQueue:
         return self._submit(len(keys), lambda client: client.store(keys, blocks, parent=parent, errors="return"))
 
     def drain(self) -> list[tuple[int, list]]:
-        """What has completed, oldest first: (ticket, results), a failed block's exception in its place."""
+        """Completed submissions, oldest first: (ticket, results), with an exception in the place of a failed block."""
         with self._lock:
             try:
                 os.eventfd_read(self.event_fd)
@@ -253,7 +253,7 @@ class ClientQueue:
             os.eventfd_write(self.event_fd, 1)
 
     def _end(self) -> None:
-        """Waits for what is under way, which a closed client ends soon."""
+        """Waits for submissions in flight, which a closed client ends soon."""
         self._threads.shutdown(wait=True)
 
 

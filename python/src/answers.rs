@@ -15,7 +15,7 @@ pub struct PyAnswers {
     cache: ProcessLocal<Cache>,
     resident: Py<PyAny>,
     absent: Py<PyAny>,
-    /// Keys of which the program knows better than the index, and what is answered for them.
+    /// Keys with answers that override the index.
     known: Py<PyDict>,
 }
 
@@ -35,7 +35,7 @@ impl PyAnswers {
         key: &Bound<'_, PyAny>,
         context: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<PyAny>> {
-        // The engine says who asks; the answer is the same for all.
+        // The engine passes the request's context; the answer does not depend on it.
         let _ = context;
         let known = self.known.bind(py);
         if !known.is_empty()
@@ -43,7 +43,7 @@ impl PyAnswers {
         {
             return Ok(answer.unbind());
         }
-        // What is no name, and in a forked child everything, is absent: this is called where nothing may be raised.
+        // An object that is no name is absent, and so is every key in a forked child: no exception may be raised here.
         let is_resident = match (self.cache.here(), key.cast::<PyBytes>()) {
             (Some(cache), Ok(name)) => cache.contains(&keys::of_chunk(name.as_bytes())),
             _ => false,

@@ -1,4 +1,4 @@
-//! Where blocks lie: what Python gives as a list of blocks, to the engine's segment lists.
+//! Converts Python's lists of blocks to the engine's segment lists.
 
 use kvhoist::{Cache, Loan, Segment};
 use pyo3::{
@@ -14,7 +14,7 @@ use crate::{
     wait,
 };
 
-/// The segments of some blocks, and what keeps their memory where it is.
+/// The segments of some blocks, and the exports that keep their memory mapped.
 ///
 /// Dropping it waits until no movement uses the memory.
 pub struct Blocks {
@@ -78,7 +78,7 @@ impl Blocks {
         let bytes = match buffer.len() {
             0 => &[][..],
             // SAFETY: the export keeps so many bytes mapped until it is dropped, below, and the interpreter's lock
-            // keeps whoever could write to them away.
+            // keeps other threads from writing to them.
             len => unsafe { std::slice::from_raw_parts(buffer.ptr().cast_const(), len) },
         };
         let mut addresses = bytes

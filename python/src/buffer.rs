@@ -37,7 +37,7 @@ unsafe extern "C" {
     fn PyBuffer_Release(view: *mut RawBuffer);
 }
 
-/// The memory of an object, exported: it stays where it is, at that size, until this is dropped.
+/// The exported memory of an object, whose address and size do not change until this is dropped.
 pub struct Buffer {
     /// On the heap: an exporter may keep its address.
     raw: Box<RawBuffer>,

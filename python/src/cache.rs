@@ -19,7 +19,7 @@ use crate::{
     answers::PyAnswers,
     blocks::Blocks,
     buffer::Buffer,
-    convert::{self, OnError},
+    convert::{self, OnError, whole},
     errors, keys,
     listing::PyKeys,
     options,
@@ -59,7 +59,7 @@ impl Opened {
         drop::<Vec<Blocks>>(ended);
     }
 
-    /// Waits until nothing uses the program's memory, and lets go of it.
+    /// Waits until no movement uses the program's memory, and releases it.
     fn release(&self, py: Python<'_>) {
         self.registrations.clear(py);
         let interrupted = std::mem::take(&mut *self.interrupted());
@@ -72,7 +72,7 @@ impl PyCache {
         Ok(&self.opened.get(py)?.cache)
     }
 
-    /// Runs a load or a store to its end, and lets go of memory that was lent for it.
+    /// Runs a load or a store to its end, and releases memory that was lent for it.
     fn moved<'py>(
         &self,
         py: Python<'py>,
@@ -337,7 +337,7 @@ impl PyCache {
         wait::interruptible(py, cache.sync())?.map_err(|error| errors::to_python(py, &error))
     }
 
-    /// What the cache has done since it was opened, and how full it is.
+    /// Figures of the cache since it was opened, and its residency.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let cache = self.use_it(py)?;
         convert::stats(py, &py.detach(|| cache.stats()), cache.config())
@@ -383,22 +383,16 @@ impl PyCache {
 impl Drop for PyCache {
     fn drop(&mut self) {
         let Some(opened) = self.opened.here() else { return };
-        // What is dirty is written, and nothing uses the program's memory any longer, before its owner lets go of it.
+        // Dirty blocks are written, and movements that use the program's memory end, before the memory is released.
         Python::attach(|py| {
             let closed = wait::to_the_end(py, opened.cache.close());
             opened.release(py);
             if let Err(error) = closed
                 && !matches!(error, Error::Closed)
             {
-                // Nobody to raise it to, and blocks may be lost.
+                // Logged, because no caller can get it, and blocks may be lost.
                 errors::to_python(py, &error).write_unraisable(py, None);
             }
         });
     }
-}
-
-/// A number of bytes, or an address.
-pub fn whole(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
-    let expected = "a whole number that an address can be";
-    value.extract().map_err(|_| errors::argument(value.py(), what, errors::shown(value), expected))
 }

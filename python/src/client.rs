@@ -23,8 +23,8 @@ use pyo3::{
 use crate::{
     blocks,
     buffer::Buffer,
-    cache::{Movement, Places, whole},
-    convert::{self, OnError},
+    cache::{Movement, Places},
+    convert::{self, OnError, whole},
     errors, keys,
     process::ProcessLocal,
     region::{PyRegion, Registrations},
@@ -83,12 +83,12 @@ impl PyClient {
             }
         });
         drop(buffers);
-        // Away: what could be raised is in each block's place, as the caller wants it.
+        // Away: the error is in each block's place, as the caller asked.
         let results = waited?.unwrap_or_else(|error| vec![Err(error); keys.len()]);
         convert::results(py, results, on_error)
     }
 
-    /// Registers memory: shared with the service where it came as a memfd that the service can map.
+    /// Registers memory. The service maps it if it is a memfd that it can map.
     fn register(
         &self,
         py: Python<'_>,
@@ -98,7 +98,7 @@ impl PyClient {
         pin: bool,
     ) -> PyResult<PyRegion> {
         let opened = self.opened.get(py)?;
-        // Not interruptible: an interrupted call would have registered memory that nobody can unregister.
+        // Not interruptible: an interrupted call would have registered memory without a handle to unregister it.
         let region = py.detach(|| register(&opened.client, (address, nbytes), memfd, pin));
         let region = region.map_err(|error| errors::to_python(py, &error))?;
         let (pinned, copied) = (region.is_pinned(), !region.is_shared());
@@ -122,7 +122,7 @@ fn register(
 ) -> Result<ClientRegion, Error> {
     let start = std::ptr::with_exposed_provenance_mut(address);
     if let Some((fd, offset)) = memfd {
-        // SAFETY: the Python half has looked the descriptor up, and nobody closes it before the call has duplicated it.
+        // SAFETY: the Python half has looked the descriptor up; it stays open until the call has duplicated it.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
         // SAFETY: a buffer object keeps the memory mapped, or the caller does, as documented.
         match block_on(unsafe { client.register_memfd(fd, offset, start, nbytes, pin) }) {
@@ -304,7 +304,7 @@ impl PyClient {
         self.asked(py, client.sync())
     }
 
-    /// What the space has done, for all clients, since the service opened it.
+    /// The space's figures for all clients, since the service opened it.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let client = self.use_it(py)?;
         let stats = self.asked(py, client.stats())?;
@@ -363,7 +363,7 @@ impl PyClient {
 impl Drop for PyClient {
     fn drop(&mut self) {
         let Some(opened) = self.opened.here() else { return };
-        // Nothing uses the program's memory any longer, before its owner lets go of it.
+        // Movements that use the program's memory end before it is released.
         Python::attach(|py| {
             drop(wait::to_the_end(py, opened.client.close()));
             opened.registrations.clear(py);

@@ -1,4 +1,4 @@
-//! Results and figures on their way to Python.
+//! Values between Rust and Python: results, figures, numbers.
 
 use kvhoist::{Config, Error, Route, Stats, Tier};
 use pyo3::{
@@ -8,7 +8,7 @@ use pyo3::{
 
 use crate::errors;
 
-/// What a call does about blocks that failed.
+/// How a call reports failed blocks.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum OnError {
     /// It raises the first failure, when all blocks have ended.
@@ -123,4 +123,10 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
     all.set_item("disk_retired", stats.disk_retired.as_deref())?;
     all.set_item("disk_read_only", stats.disk_read_only.as_deref())?;
     Ok(all)
+}
+
+/// A number of bytes, or an address.
+pub fn whole(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
+    let expected = "a whole number that an address can be";
+    value.extract().map_err(|_| errors::argument(value.py(), what, errors::shown(value), expected))
 }

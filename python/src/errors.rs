@@ -23,7 +23,7 @@ fn exception(py: Python<'_>, name: &str, message: &str) -> PyErr {
     }
 }
 
-/// What settings are called here.
+/// The Python name of a setting.
 const SETTINGS: [(&str, &str); 4] =
     [("disks.blocks", "capacity"), ("disks.path", "path"), ("disks", "path"), ("host_blocks", "host_bytes")];
 
@@ -53,7 +53,7 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     detail.err().unwrap_or(exception)
 }
 
-/// The class for what a node's service did not do.
+/// The exception class for a fault of a node's service.
 fn service(fault: ServiceFault) -> &'static str {
     match fault {
         ServiceFault::Busy => "BusyError",
@@ -77,7 +77,7 @@ pub fn config(py: Python<'_>, field: &'static str, found: impl ToString, expecte
     to_python(py, &Error::Config { field, found: found.to_string(), expected: expected.to_string() })
 }
 
-/// What a call in a forked child gets.
+/// The error of a call in a forked child.
 pub fn forked(py: Python<'_>) -> PyErr {
     let message = "found a cache that another process opened, expected one opened by this process: its threads and \
                    files did not come along in the fork; open a cache in the child, or fork first";

@@ -9,7 +9,7 @@ use sha2::{Digest, Sha256};
 
 use crate::errors;
 
-/// What every digest of a name that is no digest itself begins with.
+/// The prefix of what is hashed for a name that is no digest itself.
 const NAME_DOMAIN: &[u8] = b"kvhoist python key v1\0";
 
 /// The keys of a sequence.
@@ -26,7 +26,7 @@ pub fn from_python(keys: &Bound<'_, PyAny>) -> PyResult<Vec<BlockKey>> {
     }
 }
 
-/// What a list, a tuple or another sequence has in it; `None` for what is none, or is text or bytes.
+/// The items of a list, a tuple or another sequence; `None` for other objects, and for text and bytes.
 pub fn items<'py>(value: &Bound<'py, PyAny>) -> PyResult<Option<Vec<Bound<'py, PyAny>>>> {
     if let Ok(list) = value.cast::<PyList>() {
         return Ok(Some(list.iter().collect()));
@@ -102,7 +102,7 @@ pub fn optional(key: Option<&Bound<'_, PyAny>>) -> PyResult<Option<BlockKey>> {
     key.map(one).transpose()
 }
 
-/// What a value is, for errors.
+/// Describes a value, for errors.
 pub fn type_name(value: &Bound<'_, PyAny>) -> String {
     value.get_type().name().map_or_else(|_| "something".into(), |name| name.to_string())
 }

@@ -1,6 +1,6 @@
-//! The native half of the Python package `kvhoist`: what needs the engine or the interpreter's C interface.
+//! The native half of the Python package `kvhoist`: the parts that need the engine or the interpreter's C interface.
 //!
-//! Everything that waits does so without the interpreter's lock. What people call is documented in
+//! Every wait releases the interpreter's lock. The public interface is documented in
 //! `kvhoist/_native.pyi` and in the Python half, which is thin on top of this.
 
 mod answers;
@@ -67,7 +67,7 @@ fn slots_within(bytes: u64, block_bytes: u64) -> u32 {
     kvhoist::store::slots_within(bytes, block_bytes)
 }
 
-/// As [`kvhoist::machine::examine`]: what was looked at, what was found, what mends it, and whether it is trouble.
+/// As [`kvhoist::machine::examine`]: the check, its finding, the remedy, and whether it is trouble.
 #[pyfunction]
 fn examine(
     py: Python<'_>,

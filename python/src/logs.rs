@@ -2,7 +2,7 @@
 //!
 //! The engine writes them on whatever thread it is, its reactor above all, which must not wait for the interpreter's
 //! lock or for a handler of `logging`: they go into a bounded queue, which a thread of Python's empties
-//! (`kvhoist/_logs.py`). What does not fit is counted.
+//! (`kvhoist/_logs.py`). Messages that do not fit are counted.
 
 use std::{
     collections::VecDeque,
@@ -82,7 +82,7 @@ pub fn subscribe() {
     if Queue::current().is_none() {
         Queue::renew();
     }
-    // Fails where it was done already: the module is imported once more.
+    // Fails if it was done before: the module is imported once more.
     let _ = tracing::subscriber::set_global_default(ToQueue);
 }
 

@@ -27,7 +27,7 @@ unsafe extern "C" fn forked() {
 fn watch_forks() {
     static WATCH: Once = Once::new();
     WATCH.call_once(|| {
-        // SAFETY: the handler does what a forked child of many threads may do: it counts.
+        // SAFETY: the handler is safe in the forked child of a process with many threads: it only counts.
         let refused = unsafe { libc::pthread_atfork(None, None, Some(forked)) };
         if refused != 0 {
             let error = std::io::Error::from_raw_os_error(refused);

@@ -21,7 +21,7 @@ use crate::{
     process::ProcessLocal,
 };
 
-/// Submissions that nobody waits for, and their results.
+/// Submissions without a waiting caller, and their results.
 #[pyclass(frozen, module = "kvhoist", name = "Queue")]
 pub struct PyQueue {
     submissions: ProcessLocal<Submissions>,
@@ -134,7 +134,7 @@ impl PyQueue {
         self.submissions.get(py)?.submit(py, keys, &Places::Addresses(addresses, sizes), &movement)
     }
 
-    /// What has completed, oldest first: (ticket, results), a failed block's exception in its place.
+    /// Completed submissions, oldest first: (ticket, results), with an exception in the place of a failed block.
     fn drain<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyList>> {
         let submissions = self.submissions.get(py)?;
         let done = submissions.queue.drain();
@@ -156,7 +156,7 @@ impl PyQueue {
         submissions.under_way().values().try_for_each(|blocks| blocks.visit(&visit))
     }
 
-    /// Waits for what is under way, and lets go of its memory.
+    /// Waits for submissions in flight, and releases their memory.
     fn __clear__(&self) {
         if let Some(submissions) = self.submissions.here() {
             let under_way = std::mem::take(&mut *submissions.under_way());

@@ -17,9 +17,9 @@ pub type Unregister = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// One registered range.
 pub struct Registration {
-    /// Not polled before somebody wants it; `None` once it has resolved: no movement uses the memory any longer.
+    /// First polled when a caller waits; `None` once it has resolved: no movement uses the memory any longer.
     unregister: Mutex<Option<Unregister>>,
-    /// Keeps the memory where it is, if it came from a buffer object. Locked and dropped with the interpreter's lock.
+    /// Keeps the memory of a buffer object mapped. Locked and dropped with the interpreter's lock held.
     buffer: Mutex<Option<Buffer>>,
 }
 
@@ -45,8 +45,8 @@ impl Registration {
     }
 }
 
-/// What is registered with a cache: a registration lasts until it is unregistered or the cache is closed, whether or
-/// not somebody keeps its [`PyRegion`].
+/// The registrations of a cache. One lasts until it is unregistered or the cache is closed, whether or
+/// not its [`PyRegion`] is kept.
 ///
 /// Used with the interpreter's lock only, and nothing of Python's is called under its own, so that the collector of
 /// cycles finds it unlocked, and the same from one of its passes to the next.
@@ -81,7 +81,7 @@ impl Registrations {
     }
 }
 
-/// What memory a region is of.
+/// The kind of a region's memory.
 pub enum Memory {
     /// Host memory, of a buffer object or else of the caller's. `pin`: the kernel is asked to pin it.
     Host { buffer: Option<Buffer>, pin: bool },
@@ -96,7 +96,7 @@ struct Registered {
 
 /// Memory that blocks are loaded into and stored from in place, registered until `unregister`.
 ///
-/// Owns nothing: what it names is the cache's, and stays registered when this is dropped.
+/// Owns nothing: the registration is the cache's, and outlives this value.
 #[pyclass(frozen, module = "kvhoist", name = "Region")]
 pub struct PyRegion {
     registered: ProcessLocal<Registered>,
@@ -149,7 +149,7 @@ impl PyRegion {
             Memory::Device => (unsafe { cache.register_device(start, nbytes) }, None, false),
         };
         let region = region.map_err(|error| crate::errors::to_python(py, &error))?;
-        // Not interruptible: an interrupted call would have registered memory that nobody can unregister.
+        // Not interruptible: an interrupted call would have registered memory without a handle to unregister it.
         let pinned = if pin { py.detach(|| block_on(cache.pin_region(&region))) } else { Ok(false) };
         let cache = cache.clone();
         let unregister = Box::pin(async move {

@@ -15,7 +15,7 @@ pub struct PyServer {
 
 #[pymethods]
 impl PyServer {
-    /// Starts to listen. `settings` are those of the engine, for every space.
+    /// Starts to listen. `settings` are settings of the engine, for every space.
     #[new]
     #[pyo3(signature = (socket, paths, sizes, linger_ms, pin, settings))]
     fn start(
@@ -37,7 +37,7 @@ impl PyServer {
         Ok(PyServer { server })
     }
 
-    /// Takes no more work; `wait` returns when what there was is done.
+    /// Takes no more work; `wait` returns when all requests are answered.
     fn drain(&self) {
         self.server.drain();
     }

@@ -17,7 +17,7 @@ const SIGNALS_EVERY: Duration = Duration::from_millis(50);
 /// Runs a future to its end. Python's signal handlers run meanwhile.
 ///
 /// # Errors
-/// What a handler raised, `KeyboardInterrupt` as a rule; the future is dropped.
+/// The exception of a signal handler, as a rule `KeyboardInterrupt`; the future is dropped.
 pub fn interruptible<F>(py: Python<'_>, future: F) -> PyResult<F::Output>
 where
     F: Future + Send,
@@ -43,7 +43,7 @@ where
     }
 }
 
-/// Runs a future to its end, whatever signals come: for what must have ended before its memory is given up.
+/// Runs a future to its end in spite of signals: for operations that must end before their memory is released.
 pub fn to_the_end<F>(py: Python<'_>, future: F) -> F::Output
 where
     F: Future + Send,

@@ -277,7 +277,7 @@ fn connections_past_the_limit_are_told_so() {
     let street = Street::new("10000 4");
     let socket = street.node.socket();
     let _others: Vec<Raw> = (0..3).map(|_| Raw::greeted(&socket)).collect();
-    for _ in 0..500 {
+    for _ in 0..2000 {
         let mut raw = Raw::connect(&socket);
         raw.send(&Hello::ours().encode());
         assert_eq!(raw.welcome().answer, Err(ServiceFault::Busy));
