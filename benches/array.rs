@@ -32,8 +32,8 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Region, Route, Segment, block_on, checksum::checksum,
-    disk::format::stripe::Stripe,
+    BlockKey, Cache, Config, DiskPath, Region, Route, Segment, block_on,
+    internals::{checksum::checksum, disk::format::stripe::Stripe},
 };
 use kvhoist_bench_kit::{
     drive::{each, fetch_stamped, key, measured, other, run_local},

@@ -20,11 +20,13 @@ use std::{
 
 use kvhoist::{
     Layout,
-    device::{
-        CopyBatch, CopyEngine, CopyOp, DevicePool, Direction,
-        gdr::{GdrCopy, GdrMemory, GdrOptions},
+    internals::{
+        device::{
+            CopyBatch, CopyEngine, CopyOp, DevicePool, Direction,
+            gdr::{GdrCopy, GdrMemory, GdrOptions},
+        },
+        memory::Arena,
     },
-    memory::Arena,
 };
 
 /// Bytes of a work request.

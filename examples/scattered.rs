@@ -1,10 +1,6 @@
 //! A layer-first load: one block's layers land far apart in a pool of device memory.
 
-use kvhoist::{
-    Cache, PrefixChain, Segment,
-    block::{Attention, BlockGeometry},
-    block_on,
-};
+use kvhoist::{Attention, BlockGeometry, Cache, PrefixChain, Segment, block_on};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // A small model: 4 layers, 2 KV heads of 64, 16 tokens a block, 2-byte elements.

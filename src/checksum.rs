@@ -9,7 +9,7 @@ use crc_fast::CrcAlgorithm;
 /// The CRC-64/NVME of `bytes`.
 ///
 /// ```
-/// assert_eq!(kvhoist::checksum::checksum(b"123456789"), 0xAE8B_1486_0A79_9888);
+/// assert_eq!(kvhoist::internals::checksum::checksum(b"123456789"), 0xAE8B_1486_0A79_9888);
 /// ```
 pub fn checksum(bytes: &[u8]) -> u64 {
     crc_fast::crc64_nvme(bytes)

@@ -7,35 +7,36 @@
 //! be awaited anywhere, and on a plain thread with [`block_on`].
 
 mod bits;
-pub mod block;
+mod block;
 mod block_on;
 mod cache;
-pub mod checksum;
-pub mod config;
-pub mod device;
-pub mod disk;
-pub mod error;
+mod checksum;
+mod config;
+mod device;
+mod disk;
+mod error;
 mod fork;
-pub mod index;
-pub mod io;
-pub mod machine;
-pub mod memory;
+mod index;
+#[doc(hidden)]
+pub mod internals;
+mod io;
+mod machine;
+mod memory;
 mod metrics;
 mod mover;
 mod runtime;
 pub mod service;
 mod shield;
-pub mod size;
+mod size;
 mod state;
 pub mod store;
 mod sync;
 mod workers;
 
-pub use block::{BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
+pub use block::{
+    Attention, BlockGeometry, BlockKey, KeyParseError, Layout, Namespace, PrefixChain, Route, Segment, Tier,
+};
 pub use block_on::block_on;
-#[cfg(feature = "sim")]
-#[doc(hidden)]
-pub use cache::seams;
 pub use cache::{
     Cache, Completion, CompletionQueue, CopyStats, DeviceLease, Keys, LayerLoad, Lease, Loan, Region, Reservation,
     RouteStats, Stats, TierStats,
@@ -44,10 +45,19 @@ pub use config::{
     Capacity, Config, CopyMethod, CopyPrefer, CufileMode, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath,
     Eviction, GdrMode, HostConfig, Limits, StorageKind, WritePolicy,
 };
-pub use device::{cuda as gpu, rdma};
 pub use error::{Error, HeldSlots, Result, ServiceFault};
 pub use index::PrefixMatch;
 pub use mover::LayerDone;
+
+/// The CUDA devices of this machine.
+pub mod gpu {
+    pub use crate::device::cuda::{Device, Discovery, discover};
+}
+
+/// The RDMA devices of this machine.
+pub mod rdma {
+    pub use crate::device::rdma::{Device, Discovery, Distance, Gid, GidKind, LinkLayer, Port, discover};
+}
 
 /// Checks that the README's program compiles.
 #[cfg(doctest)]

@@ -12,9 +12,9 @@ pub const EXPECTED: &str = "a positive number of bytes, such as 65536, 64KiB, 1.
 /// `None` for any other text, and for values outside 1 to 2^63 - 1.
 ///
 /// ```
-/// assert_eq!(kvhoist::size::parse_bytes("1.5 MiB"), Some(1_572_864));
-/// assert_eq!(kvhoist::size::parse_bytes("10GB"), Some(10_000_000_000));
-/// assert_eq!(kvhoist::size::parse_bytes("10 apples"), None);
+/// assert_eq!(kvhoist::internals::size::parse_bytes("1.5 MiB"), Some(1_572_864));
+/// assert_eq!(kvhoist::internals::size::parse_bytes("10GB"), Some(10_000_000_000));
+/// assert_eq!(kvhoist::internals::size::parse_bytes("10 apples"), None);
 /// ```
 pub fn parse_bytes(text: &str) -> Option<u64> {
     let text = text.trim();

@@ -12,7 +12,9 @@ use std::{
 };
 
 use common::{config, damage, directory, key, payload, store_file};
-use kvhoist::{Cache, Config, Region, Route, Segment, StorageKind, Tier, WritePolicy, block_on, io::AlignedBuf};
+use kvhoist::{
+    Cache, Config, Region, Route, Segment, StorageKind, Tier, WritePolicy, block_on, internals::io::AlignedBuf,
+};
 use tempfile::TempDir;
 
 const SEGMENT: usize = 64 << 10;

@@ -5,7 +5,7 @@ mod common;
 use std::io;
 
 use common::{BLOCK_BYTES, config, directory, fetch_verified, key, store};
-use kvhoist::{Cache, Region, StorageKind, block_on, io::AlignedBuf};
+use kvhoist::{Cache, Region, StorageKind, block_on, internals::io::AlignedBuf};
 
 /// What there is to drop last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -10,7 +10,7 @@ use std::{
 use common::key;
 use kvhoist::{
     Tier,
-    index::{Index, Lru, Policy, Rb},
+    internals::index::{Index, Lru, Policy, Rb},
 };
 
 struct Counting;

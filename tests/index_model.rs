@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use common::{Rng, key};
 use kvhoist::{
     BlockKey, Tier,
-    index::{EntryId, EvictionPolicy as _, Index, Policy, Rb, Used},
+    internals::index::{EntryId, EvictionPolicy as _, Index, Policy, Rb, Used},
 };
 
 /// What the model knows of a key.

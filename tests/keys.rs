@@ -1,6 +1,6 @@
 //! Properties of keys and prefix chains, over the public face.
 
-use kvhoist::block::{BlockKey, Namespace, PrefixChain};
+use kvhoist::{BlockKey, Namespace, PrefixChain};
 use proptest::{collection::vec, prelude::*};
 
 fn keys(namespace: &str, tokens: &[u32], block_tokens: usize) -> Vec<BlockKey> {

@@ -12,7 +12,7 @@ use std::{
 };
 
 use common::{config, directory, fetch_verified, store, store_file};
-use kvhoist::{Cache, Config, Error, StorageKind, block_on, disk::open_files};
+use kvhoist::{Cache, Config, Error, StorageKind, block_on, internals::disk::open_files};
 use tempfile::TempDir;
 
 fn settings(dir: &TempDir, namespace: &str) -> Config {

@@ -10,7 +10,7 @@ use std::{
 };
 
 use common::{SetOnDrop, config, directory, key, payload};
-use kvhoist::{BlockKey, Cache, Region, Route, Segment, StorageKind, block_on, io::AlignedBuf};
+use kvhoist::{BlockKey, Cache, Region, Route, Segment, StorageKind, block_on, internals::io::AlignedBuf};
 
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 32;

@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use common::{Rng, key};
 use kvhoist::{
     BlockKey, Tier,
-    index::{EvictionPolicy as _, Index, Lru, Policy, Rb},
+    internals::index::{EvictionPolicy as _, Index, Lru, Policy, Rb},
 };
 
 /// One tier of the index alone, in which every missing block of a request is stored.

@@ -16,17 +16,18 @@ use std::{
 
 use common::write_private;
 use kvhoist::{
-    Config, Error, Result,
-    config::{Capacity, DirectIo, DiskPath},
-    disk::{
-        StoreFile,
-        format::{
-            stripe::Stripe,
-            superblock::{State, Superblock},
+    Capacity, Config, DirectIo, DiskPath, Error, Result,
+    internals::{
+        disk::{
+            StoreFile,
+            format::{
+                stripe::Stripe,
+                superblock::{State, Superblock},
+            },
+            open_files, recover,
         },
-        open_files, recover,
+        io::blocking::Blocking,
     },
-    io::blocking::Blocking,
     store,
 };
 use tempfile::TempDir;
@@ -234,7 +235,7 @@ fn foreign_files_are_refused_and_stay_as_they_are() {
 
 /// Gives superblock A a good crc.
 fn reseal(bytes: &mut [u8]) {
-    let crc = kvhoist::checksum::checksum(&bytes[..504]);
+    let crc = kvhoist::internals::checksum::checksum(&bytes[..504]);
     bytes[504..512].copy_from_slice(&crc.to_le_bytes());
 }
 

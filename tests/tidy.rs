@@ -5,6 +5,8 @@
 
 #[path = "tidy/allowed.rs"]
 mod allowed;
+#[path = "tidy/face.rs"]
+mod face;
 #[path = "tidy/imports.rs"]
 mod imports;
 #[path = "tidy/mask.rs"]
@@ -57,6 +59,26 @@ fn dependencies_come_from_the_public_registry() {
         findings.extend(rules::check_lock(file, &read(file)));
     }
     report(&findings);
+}
+
+#[test]
+fn the_public_face_stays_small() {
+    let code = |file: &str| rules::without_tests(&mask::mask(&read(Path::new(file))));
+    // Items at the margin only: what is indented in a module's file are fields and methods.
+    let items = |module: &str| -> String {
+        let code = code(&format!("src/{module}/mod.rs"));
+        code.split_inclusive('\n').filter(|line| !line.starts_with("    pub ")).collect()
+    };
+    let names = face::names(&code("src/lib.rs"), items);
+    let modules: Vec<&str> = names.keys().map(String::as_str).collect();
+    let mut expected = face::NAMES_MAX.map(|(module, _)| module);
+    expected.sort_unstable();
+    assert_eq!(modules, expected, "public modules of the library");
+    for (module, max) in face::NAMES_MAX {
+        let found = &names[module];
+        println!("{module:?}: {}", found.len());
+        assert!(found.len() <= max, "{} public names in {module:?}, expected {max} at most: {found:?}", found.len());
+    }
 }
 
 #[test]

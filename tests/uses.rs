@@ -7,11 +7,13 @@ use std::{fs, path::Path};
 use common::key;
 use kvhoist::{
     Cache, Config, DeviceKind, DirectIo, DiskPath, Eviction, block_on,
-    checksum::checksum,
-    disk::format::{
-        PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
-        record::{Record, RecordSeal},
-        superblock::{Superblock, VERSION},
+    internals::{
+        checksum::checksum,
+        disk::format::{
+            PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
+            record::{Record, RecordSeal},
+            superblock::{Superblock, VERSION},
+        },
     },
 };
 

@@ -3,7 +3,7 @@
 mod common;
 
 use common::{config, damage, directory, key, payload};
-use kvhoist::{BlockKey, Cache, Config, Region, Segment, StorageKind, block_on, io::AlignedBuf};
+use kvhoist::{BlockKey, Cache, Config, Region, Segment, StorageKind, block_on, internals::io::AlignedBuf};
 use tempfile::TempDir;
 
 const BLOCK: usize = 256 << 10;

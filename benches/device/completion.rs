@@ -14,7 +14,7 @@ use std::{
 };
 
 use cudarc::driver::sys::{self, CUevent, CUstream};
-use kvhoist::{
+use kvhoist::internals::{
     device::{
         CopyBatch, CopyEngine, CopyOp, Direction,
         cuda::copy::{CudaCopy, CudaCopyOptions},

@@ -5,8 +5,10 @@ use std::{io, path::Path, sync::Arc, time::Instant};
 use cudarc::driver::sys::{self, CUresult, CUstream};
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, LayerLoad, Segment, block_on,
-    gpu::{DeviceBuffer, Gpu},
-    memory::DeviceMemory,
+    internals::{
+        gpu::{DeviceBuffer, Gpu},
+        memory::DeviceMemory,
+    },
 };
 use kvhoist_bench_kit::{
     drive::{Options, each, key, other, run_local, store_stamped},

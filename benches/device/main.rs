@@ -11,8 +11,10 @@ use std::{io, process::ExitCode, sync::Arc, time::Instant};
 
 use kvhoist::{
     BlockKey, Cache, Config, DeviceKind, Segment, block_on,
-    gpu::{DeviceBuffer, Gpu},
-    memory::DeviceMemory,
+    internals::{
+        gpu::{DeviceBuffer, Gpu},
+        memory::DeviceMemory,
+    },
 };
 use kvhoist_bench_kit::{
     drive::{self, Options, check_on_device, each, key, other, run_local, store_stamped, to_device},

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::{Capacity, Config, DiskPath, size, store};
+use kvhoist::{Capacity, Config, DiskPath, internals::size, store};
 use serde_json::{Map, Value};
 
 use crate::{failure::Failure, shown::shown};

@@ -1,12 +1,12 @@
 //! Sizes as people write them.
 
-/// Parses a size by the [grammar](kvhoist::size::parse_bytes) that all of kvhoist has.
+/// Parses a size by the [grammar](kvhoist::internals::size::parse_bytes) that all of kvhoist has.
 ///
 /// # Errors
 /// What was expected.
 pub fn parse_bytes(text: &str) -> Result<usize, String> {
-    let bytes = kvhoist::size::parse_bytes(text).and_then(|bytes| usize::try_from(bytes).ok());
-    bytes.ok_or_else(|| format!("expected {}", kvhoist::size::EXPECTED))
+    let bytes = kvhoist::internals::size::parse_bytes(text).and_then(|bytes| usize::try_from(bytes).ok());
+    bytes.ok_or_else(|| format!("expected {}", kvhoist::internals::size::EXPECTED))
 }
 
 /// A number of bytes for people.

@@ -10,7 +10,7 @@ use std::{
 
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, WritePolicy, block_on,
-    disk::format::{
+    internals::disk::format::{
         RECORD_BYTES, TABLE_OFFSET,
         record::{Record, RecordSeal},
         stripe::Stripe,
@@ -245,7 +245,7 @@ fn what_is_no_store_is_one_line_and_status_2() {
         let mut bytes = fs::read(sample.path(0)).expect("readable");
         for copy in [0, 4096] {
             bytes[copy + 8] = 99;
-            let crc = kvhoist::checksum::checksum(&bytes[copy..copy + 504]);
+            let crc = kvhoist::internals::checksum::checksum(&bytes[copy..copy + 504]);
             bytes[copy + 504..copy + 512].copy_from_slice(&crc.to_le_bytes());
         }
         bytes

@@ -22,14 +22,14 @@ mod wait;
 
 use std::path::PathBuf;
 
-use kvhoist::machine::{self, Plan};
+use kvhoist::internals::machine::{self, Plan};
 use pyo3::prelude::*;
 
 /// The native half of the package; use `kvhoist` instead.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
-    module.add("BYTES_EXPECTED", kvhoist::size::EXPECTED)?;
+    module.add("BYTES_EXPECTED", kvhoist::internals::size::EXPECTED)?;
     module.add_function(wrap_pyfunction!(parse_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(path_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(slots_within, module)?)?;
@@ -49,10 +49,10 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     Ok(())
 }
 
-/// As [`kvhoist::size::parse_bytes`].
+/// As [`kvhoist::internals::size::parse_bytes`].
 #[pyfunction]
 fn parse_bytes(text: &str) -> Option<u64> {
-    kvhoist::size::parse_bytes(text)
+    kvhoist::internals::size::parse_bytes(text)
 }
 
 /// As [`kvhoist::store::path_bytes`].
@@ -67,7 +67,7 @@ fn slots_within(bytes: u64, block_bytes: u64) -> u32 {
     kvhoist::store::slots_within(bytes, block_bytes)
 }
 
-/// As [`kvhoist::machine::examine`]: the check, its finding, the remedy, and whether it is trouble.
+/// As [`kvhoist::internals::machine::examine`]: the check, its finding, the remedy, and whether it is trouble.
 #[pyfunction]
 fn examine(
     py: Python<'_>,

@@ -90,7 +90,7 @@ enum Parent {
 /// `tokens[keys.len() * block_tokens..]`, and passes them again in front of the tokens that follow.
 ///
 /// ```
-/// use kvhoist::block::PrefixChain;
+/// use kvhoist::PrefixChain;
 /// let mut chain = PrefixChain::new("llama-3.1-8b/bf16/tp0of1");
 /// let keys = chain.extend_tokens(&[1, 2, 3, 4, 5, 6, 7], 3)?;
 /// assert_eq!((keys.len(), chain.parent()), (2, Some(keys[1])));

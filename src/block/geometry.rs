@@ -36,7 +36,7 @@ pub enum Attention {
 /// which is another order, and blocks of such pools do not mix with these.
 ///
 /// ```
-/// use kvhoist::block::{Attention, BlockGeometry};
+/// use kvhoist::{Attention, BlockGeometry};
 /// let attention = Attention::Mha { kv_heads: 8, head_dim: 128 };
 /// let llama_8b = BlockGeometry { attention, layers: 32, tokens: 64, dtype_bytes: 2 };
 /// assert_eq!(llama_8b.block_bytes()?, 8 << 20);
@@ -86,7 +86,7 @@ impl BlockGeometry {
     /// [`Cache::load_layers`](crate::Cache::load_layers) takes.
     ///
     /// ```
-    /// use kvhoist::block::{Attention, BlockGeometry};
+    /// use kvhoist::{Attention, BlockGeometry};
     /// let attention = Attention::Mha { kv_heads: 8, head_dim: 128 };
     /// let model = BlockGeometry { attention, layers: 3, tokens: 64, dtype_bytes: 2 };
     /// assert_eq!(model.layer_of_segments()?, [0, 1, 2, 0, 1, 2]);

@@ -14,11 +14,11 @@ const KEY_BYTES: usize = 32;
 /// others. `Debug` shows only the first four bytes: a key reveals the prompt, and does not belong in logs.
 ///
 /// ```
-/// use kvhoist::block::BlockKey;
+/// use kvhoist::BlockKey;
 /// let key: BlockKey = "00112233445566778899aabbccddeeff00112233445566778899AABBCCDDEEFF".parse()?;
 /// assert_eq!(key.as_bytes()[1], 0x11);
 /// assert_eq!(format!("{key:?}"), "BlockKey(00112233..)");
-/// # Ok::<(), kvhoist::block::KeyParseError>(())
+/// # Ok::<(), kvhoist::KeyParseError>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockKey([u8; KEY_BYTES]);

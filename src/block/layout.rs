@@ -23,7 +23,7 @@ unsafe impl Sync for Segment {}
 /// Serialized as the list of lengths; deserializing refuses what [`Layout::new`] refuses.
 ///
 /// ```
-/// use kvhoist::block::Layout;
+/// use kvhoist::Layout;
 /// let layout = Layout::new(vec![4096, 4096, 512])?;
 /// assert_eq!((layout.block_bytes(), layout.segments().len()), (8704, 3));
 /// assert!(Layout::new(vec![4096, 0]).is_err());

@@ -20,6 +20,7 @@ use crate::{
 
 /// What became of one submission.
 #[derive(Debug)]
+#[non_exhaustive]
 pub struct Completion {
     /// What `submit_*` returned for it.
     pub ticket: u64,

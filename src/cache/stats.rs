@@ -9,6 +9,7 @@ use crate::{
 
 /// One tier's figures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct TierStats {
     /// Blocks [fetched](Cache::fetch) or [loaded](Cache::load_into) that were found here: one count a block of a call.
     pub hits: u64,
@@ -32,6 +33,7 @@ pub struct TierStats {
 
 /// One route's figures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct RouteStats {
     /// Blocks that went this way.
     pub blocks: u64,
@@ -41,6 +43,7 @@ pub struct RouteStats {
 
 /// One copy engine's figures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct CopyStats {
     /// The engine: `memcpy`, `cuda` or `gdr`.
     pub engine: &'static str,

@@ -15,7 +15,7 @@ use crate::{
 /// [`DevicePool::segments`](crate::device::DevicePool::segments).
 ///
 /// ```
-/// use kvhoist::{block::Segment, device::pair_segments};
+/// use kvhoist::{Segment, internals::device::pair_segments};
 /// let (mut host, mut keys, mut values) = ([0_u8; 10], [0_u8; 6], [0_u8; 4]);
 /// let of = |bytes: &mut [u8]| Segment { ptr: bytes.as_mut_ptr(), len: bytes.len() };
 /// let ops = pair_segments(&[of(&mut host)], &[of(&mut keys), of(&mut values)])?;

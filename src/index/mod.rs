@@ -113,7 +113,7 @@ use crate::{
 /// tenth of a millisecond, a millisecond where no entry is in the processor's caches.
 const ANCESTORS_MAX: usize = 1 << 14;
 
-/// Names an entry of an [`Index`] while that entry lives; see [the module](self) for how long that is.
+/// Names an entry of an [`Index`] while that entry lives; the head of the module says for how long that is.
 #[derive(Copy, Clone, Eq, PartialEq, Hash, Ord, PartialOrd, Debug)]
 pub struct EntryId(u32);
 
@@ -129,7 +129,7 @@ impl EntryId {
     }
 }
 
-/// Which blocks are resident where, and what each tier gives up next. See [the module](self).
+/// Which blocks are resident where, and what each tier evicts next.
 pub struct Index {
     entries: Slab<Entry>,
     /// Finds entries by key; those that were removed are not in it.

@@ -34,7 +34,7 @@ impl Used {
 /// ```
 /// use std::collections::BTreeSet;
 ///
-/// use kvhoist::index::{EntryId, EvictionPolicy, Index, Policy, Used};
+/// use kvhoist::internals::index::{EntryId, EvictionPolicy, Index, Policy, Used};
 ///
 /// /// Gives up what has the lowest id: no policy anyone wants, but a short one.
 /// struct LowestId(BTreeSet<EntryId>);

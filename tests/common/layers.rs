@@ -1,9 +1,6 @@
 //! Loads that complete layer by layer, and the memory that they fill.
 
-use kvhoist::{
-    Cache, Config, LayerLoad, Region, Segment,
-    block::{Attention, BlockGeometry},
-};
+use kvhoist::{Attention, BlockGeometry, Cache, Config, LayerLoad, Region, Segment};
 
 use super::{BLOCK_BYTES, key, payload};
 

@@ -1,6 +1,6 @@
 //! What is done to a store, and what that may come to.
 
-use kvhoist::disk::format::{RECORD_BYTES, record::Record};
+use kvhoist::internals::disk::format::{RECORD_BYTES, record::Record};
 
 use crate::sample::{Image, Sample, Span};
 

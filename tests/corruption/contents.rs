@@ -2,7 +2,7 @@
 
 use kvhoist::{
     BlockKey,
-    disk::format::{
+    internals::disk::format::{
         RECORD_BYTES,
         record::{COUNTER_MAX, Record},
     },
@@ -43,7 +43,7 @@ pub fn records(cases: &mut Cases<'_>) {
     }
     let page = part(&sample.table_and_gap(0).0, 0, 4096);
     let lost = |member: usize, slots: std::ops::Range<u32>| {
-        let locals = slots.map(|local| sample.stripe.slot(kvhoist::io::FileId(member as u16), local));
+        let locals = slots.map(|local| sample.stripe.slot(kvhoist::internals::io::FileId(member as u16), local));
         locals.filter(|slot| sample.decode(&sample.now, *slot).is_some()).count()
     };
     cases.add("record page", "zeroed", Outcome::Loses(lost(0, 0..32)), clean(), |image| {

@@ -1,6 +1,6 @@
 //! Damage to superblocks, and sizes.
 
-use kvhoist::{
+use kvhoist::internals::{
     checksum::checksum,
     disk::format::{PAGE_BYTES, RECORD_BYTES, SUPERBLOCK_OFFSETS, TABLE_OFFSET, superblock::SEQUENCE_MAX},
 };

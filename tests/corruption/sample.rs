@@ -8,14 +8,16 @@ use std::{
 
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, Result, StorageKind, WritePolicy, block_on,
-    checksum::checksum,
-    disk::format::{
-        PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
-        record::{Record, RecordSeal},
-        stripe::Stripe,
-        superblock::Superblock,
+    internals::{
+        checksum::checksum,
+        disk::format::{
+            PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
+            record::{Record, RecordSeal},
+            stripe::Stripe,
+            superblock::Superblock,
+        },
+        io::FileId,
     },
-    io::FileId,
 };
 
 use crate::common::{directory, key, payload};

@@ -13,12 +13,12 @@ use std::{path::Path, process::Command, sync::OnceLock};
 
 use common::{BLOCK_BYTES, key, payload};
 use kvhoist::{
-    Cache, Config, CopyMethod, DeviceKind, Error, Tier,
-    block::Layout,
-    block_on,
-    device::cuda::discover,
-    gpu::{DeviceBuffer, Gpu},
-    memory::DeviceMemory,
+    Cache, Config, CopyMethod, DeviceKind, Error, Layout, Tier, block_on,
+    internals::{
+        device::cuda::discover,
+        gpu::{DeviceBuffer, Gpu},
+        memory::DeviceMemory,
+    },
 };
 use tempfile::TempDir;
 

@@ -2,8 +2,10 @@
 
 use kvhoist::{
     Cache, Route, Segment, Stats, Tier, block_on,
-    gpu::{DeviceBuffer, Gpu},
-    memory::DeviceMemory,
+    internals::{
+        gpu::{DeviceBuffer, Gpu},
+        memory::DeviceMemory,
+    },
 };
 
 use crate::{

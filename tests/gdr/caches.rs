@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use kvhoist::{
     Cache, Config, DeviceKind, DiskPath, GdrMode, Layout, Route, Segment, Tier, block_on,
-    gpu::{DeviceBuffer, Gpu},
-    memory::DeviceMemory,
+    internals::{
+        gpu::{DeviceBuffer, Gpu},
+        memory::DeviceMemory,
+    },
 };
 
 use crate::{
@@ -240,7 +242,7 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
             assert_eq!((get("regions"), get("registered")), (before.0 + 1, before.1 + 1), "once");
             block_on(cache.unregister(&region)).expect("its own region");
         } else {
-            let mut memory = kvhoist::io::AlignedBuf::zeroed(16 * BLOCK_BYTES);
+            let mut memory = kvhoist::internals::io::AlignedBuf::zeroed(16 * BLOCK_BYTES);
             let base = memory.as_mut_ptr();
             // SAFETY: as above.
             let region = unsafe { cache.register_host(base, 16 * BLOCK_BYTES) }.expect("registered");

@@ -3,7 +3,7 @@
 
 use std::{cell::RefCell, rc::Rc, time::Duration};
 
-use kvhoist::device::{
+use kvhoist::internals::device::{
     CopyEngine,
     gdr::{DeviceAccess, GdrOptions},
 };

@@ -3,7 +3,7 @@
 
 use std::{any::Any, rc::Rc, sync::Arc};
 
-use kvhoist::device::{CopyBatch, CopyEngine, CopyOp, CopyRegion, Direction, gdr::GdrOptions};
+use kvhoist::internals::device::{CopyBatch, CopyEngine, CopyOp, CopyRegion, Direction, gdr::GdrOptions};
 
 use crate::{
     common::payload,

@@ -11,8 +11,10 @@ use std::{
 
 use kvhoist::{
     Cache, Config, DeviceKind, GdrMode, block_on,
-    device::gdr::{GdrOptions, GdrState},
-    rdma,
+    internals::{
+        device::gdr::{GdrOptions, GdrState},
+        rdma,
+    },
 };
 
 use crate::{

@@ -3,7 +3,7 @@
 
 use std::{pin::pin, rc::Rc, sync::Arc, task::Context, time::Duration};
 
-use kvhoist::{device::CopyEngine, memory::Arena};
+use kvhoist::internals::{device::CopyEngine, memory::Arena};
 
 use crate::{
     common::{Rng, seed},

@@ -4,12 +4,14 @@ use std::{any::Any, cell::Cell, future::Future, ptr::NonNull, rc::Rc, sync::Arc}
 
 use kvhoist::{
     Error,
-    device::{
-        CopyBatch, CopyOp, Direction,
-        gdr::{CopyOrder, Fence, GdrCopy, GdrMemory, GdrOptions, GdrState},
+    internals::{
+        device::{
+            CopyBatch, CopyOp, Direction,
+            gdr::{CopyOrder, Fence, GdrCopy, GdrMemory, GdrOptions, GdrState},
+        },
+        gpu::{DeviceBuffer, Gpu},
+        memory::{Arena, DeviceMemory},
     },
-    gpu::{DeviceBuffer, Gpu},
-    memory::{Arena, DeviceMemory},
 };
 use tokio::task::LocalSet;
 

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use kvhoist::{Error, device::gdr::GdrOptions};
+use kvhoist::{Error, internals::device::gdr::GdrOptions};
 
 use crate::{
     common::Rng,

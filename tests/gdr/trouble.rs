@@ -3,7 +3,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::device::gdr::{GdrOptions, GdrState};
+use kvhoist::internals::device::gdr::{GdrOptions, GdrState};
 
 use crate::{
     common::{Rng, seed},

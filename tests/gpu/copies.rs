@@ -4,11 +4,13 @@ use std::sync::Arc;
 
 use kvhoist::{
     CopyMethod,
-    device::{
-        CopyBatch, CopyEngine, CopyOp, Direction,
-        cuda::copy::{CudaCopy, CudaCopyOptions},
+    internals::{
+        device::{
+            CopyBatch, CopyEngine, CopyOp, Direction,
+            cuda::copy::{CudaCopy, CudaCopyOptions},
+        },
+        memory::Arena,
     },
-    memory::Arena,
 };
 use tokio::task::LocalSet;
 

@@ -4,12 +4,14 @@ use std::time::Instant;
 
 use kvhoist::{
     CufileMode, Error, Layout, Route, Segment,
-    checksum::checksum,
-    device::{
-        CopyEngine,
-        cuda::copy::{CudaCopy, CudaCopyOptions},
+    internals::{
+        checksum::checksum,
+        device::{
+            CopyEngine,
+            cuda::copy::{CudaCopy, CudaCopyOptions},
+        },
+        memory::Arena,
     },
-    memory::Arena,
 };
 use tokio::task::LocalSet;
 

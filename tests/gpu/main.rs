@@ -22,8 +22,10 @@ use std::{ptr::NonNull, sync::Arc};
 use cudarc::driver::sys::{self, CUresult};
 use kvhoist::{
     Cache, Config, DeviceKind, DirectIo, DiskPath, block_on,
-    gpu::{DeviceBuffer, Gpu},
-    memory::DeviceMemory,
+    internals::{
+        gpu::{DeviceBuffer, Gpu},
+        memory::DeviceMemory,
+    },
 };
 use tempfile::TempDir;
 

@@ -1,9 +1,6 @@
 //! Blocks through the cache: disk, host memory, device slots, a caller's pool, for every layout and method.
 
-use kvhoist::{
-    BlockKey, CopyMethod, Layout, Segment, Tier,
-    block::{Attention, BlockGeometry},
-};
+use kvhoist::{Attention, BlockGeometry, BlockKey, CopyMethod, Layout, Segment, Tier};
 
 use super::*;
 use crate::common::{key, payload};

@@ -5,7 +5,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use kvhoist::{Cache, Config, Error, Region, Segment, StorageKind, Tier, block_on, io::AlignedBuf};
+use kvhoist::{Cache, Config, Error, Region, Segment, StorageKind, Tier, block_on, internals::io::AlignedBuf};
 
 use crate::{
     apart::{apart, case, drop_capabilities, limit, run_case},

@@ -7,7 +7,7 @@ use std::{
     path::Path,
 };
 
-use kvhoist::{Cache, Config, Error, StorageKind, block_on, config::DirectIo};
+use kvhoist::{Cache, Config, DirectIo, Error, StorageKind, block_on};
 
 use crate::{
     apart::{apart, is_root, limit, mount, mount_ext4, private_mounts, run},

@@ -17,14 +17,16 @@ use std::{
 
 use common::{config, directory, key, payload, store_file};
 use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Error, Namespace, PrefixChain, StorageKind, Tier, WritePolicy, block_on,
-    checksum::checksum,
-    config::DirectIo,
-    disk::format::{
-        PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
-        record::{Record, RecordSeal},
-        stripe::SLOTS_MAX,
-        superblock::Superblock,
+    BlockKey, Cache, Config, DirectIo, DiskPath, Error, Namespace, PrefixChain, StorageKind, Tier, WritePolicy,
+    block_on,
+    internals::{
+        checksum::checksum,
+        disk::format::{
+            PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
+            record::{Record, RecordSeal},
+            stripe::SLOTS_MAX,
+            superblock::Superblock,
+        },
     },
     store,
 };

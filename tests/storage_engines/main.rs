@@ -9,7 +9,7 @@ mod support;
 
 use std::{rc::Rc, sync::Arc};
 
-use kvhoist::io::{AnyStorage, IO_ALIGN, Storage, write_full};
+use kvhoist::internals::io::{AnyStorage, IO_ALIGN, Storage, write_full};
 use memory::{Arena, DIRECT, READ_ONLY};
 use properties::compare_with_model;
 use support::{on_blocking, on_uring};

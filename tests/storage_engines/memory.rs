@@ -3,7 +3,7 @@
 
 use std::{any::Any, ptr::NonNull, sync::Arc};
 
-use kvhoist::io::{AlignedBuf, FileId, Lent};
+use kvhoist::internals::io::{AlignedBuf, FileId, Lent};
 
 /// Opened with `O_DIRECT`.
 pub const DIRECT: FileId = FileId(0);

@@ -8,7 +8,7 @@ use std::{
     task::{Context, Waker},
 };
 
-use kvhoist::io::{FileId, IO_ALIGN, Storage, read_full, write_full};
+use kvhoist::internals::io::{FileId, IO_ALIGN, Storage, read_full, write_full};
 
 use super::memory::{ARENA_BYTES, Arena, BUFFERED, DIRECT, Owner, Rng};
 

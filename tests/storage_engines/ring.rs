@@ -11,7 +11,7 @@ use std::{
     task::{Context, Poll, Waker},
 };
 
-use kvhoist::io::{AlignedBuf, FileId, IO_ALIGN, Storage, uring::Uring, yield_now};
+use kvhoist::internals::io::{AlignedBuf, FileId, IO_ALIGN, Storage, uring::Uring, yield_now};
 
 use crate::{memory::*, properties::compare_with_model, support::*};
 

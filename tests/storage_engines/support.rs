@@ -11,7 +11,7 @@ use std::{
     task::{Context, Waker},
 };
 
-use kvhoist::io::{
+use kvhoist::internals::io::{
     blocking::Blocking,
     uring::{self, Uring},
 };

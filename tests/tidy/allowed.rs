@@ -14,6 +14,7 @@ pub struct Group {
 pub const TOP: Group = Group {
     parent: &[],
     allowed: &[
+        ("internals", "cache device"),
         ("service", "cache store config block error fork shield"),
         (
             "cache",

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
+use kvhoist::internals::{
     device::cufile::Driver,
     gpu::{DeviceBuffer, Gpu},
     memory::DeviceMemory,

@@ -12,7 +12,7 @@ use std::{
 };
 
 use cudarc::driver::sys;
-use kvhoist::{
+use kvhoist::internals::{
     gpu::{DeviceBuffer, Gpu, HostPin},
     memory::DeviceMemory,
 };

@@ -16,9 +16,11 @@ use std::{
 
 use kvhoist::{
     BlockKey, Cache, Config, DeviceKind, DiskPath, Segment, Tier, block_on,
-    disk::format::stripe::Stripe,
-    gpu::{DeviceBuffer, Gpu},
-    memory::DeviceMemory,
+    internals::{
+        disk::format::stripe::Stripe,
+        gpu::{DeviceBuffer, Gpu},
+        memory::DeviceMemory,
+    },
 };
 use tempfile::TempDir;
 
@@ -308,7 +310,7 @@ impl<'a> World<'a> {
             // What every byte's verification costs, where nothing else is done.
             entrants.push(Entrant::new("bare ring that verifies, to host", |round| {
                 read(round.rotate_left(32), &mut |block| {
-                    std::hint::black_box(kvhoist::checksum::checksum(block));
+                    std::hint::black_box(kvhoist::internals::checksum::checksum(block));
                     Ok(())
                 })
             }));

@@ -4,12 +4,14 @@ use std::{path::PathBuf, sync::Arc, time::Instant};
 
 use kvhoist::{
     CopyMethod,
-    device::{
-        CopyBatch, CopyEngine, CopyOp, Direction,
-        cuda::copy::{CudaCopy, CudaCopyOptions},
+    internals::{
+        device::{
+            CopyBatch, CopyEngine, CopyOp, Direction,
+            cuda::copy::{CudaCopy, CudaCopyOptions},
+        },
+        gpu::{DeviceBuffer, Gpu},
+        memory::{Arena, DeviceMemory},
     },
-    gpu::{DeviceBuffer, Gpu},
-    memory::{Arena, DeviceMemory},
 };
 use serde_json::json;
 use tokio::task::LocalSet;

@@ -4,14 +4,16 @@ use std::{any::Any, rc::Rc, sync::Arc, time::Instant};
 
 use kvhoist::{
     Layout,
-    device::{
-        CopyBatch, CopyEngine, CopyOp, DevicePool, Memcpy,
-        cuda::copy::{CudaCopy, CudaCopyOptions},
-        gdr::{CopyOrder, GdrCopy, GdrMemory, GdrOptions},
-        rdma::discover,
+    internals::{
+        device::{
+            CopyBatch, CopyEngine, CopyOp, DevicePool, Memcpy,
+            cuda::copy::{CudaCopy, CudaCopyOptions},
+            gdr::{CopyOrder, GdrCopy, GdrMemory, GdrOptions},
+            rdma::discover,
+        },
+        gpu::{DeviceBuffer, Gpu},
+        memory::{Arena, DeviceMemory},
     },
-    gpu::{DeviceBuffer, Gpu},
-    memory::{Arena, DeviceMemory},
 };
 use serde_json::{Value, json};
 use tokio::task::LocalSet;

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use kvhoist::{
     Cache, Config, CufileMode, DeviceKind, DirectIo, DiskPath, block_on,
-    device::cufile::{Driver, Library},
+    internals::device::cufile::{Driver, Library},
 };
 
 use super::{

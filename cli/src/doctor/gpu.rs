@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvhoist::{
+use kvhoist::internals::{
     device::cuda::{
         copy::{CudaCopy, CudaCopyOptions},
         discover,

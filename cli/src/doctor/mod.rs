@@ -14,7 +14,7 @@ use std::{
 use clap::ValueEnum;
 use kvhoist::{
     DiskPath,
-    machine::{self, Plan},
+    internals::machine::{self, Plan},
     store,
 };
 use serde_json::{Value, json};

@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use kvhoist::{
     Cache, Config, DeviceKind, GdrMode, block_on,
-    device::rdma::discover,
-    gpu::{DeviceBuffer, Gpu, WriteFlush},
-    memory::DeviceMemory,
-    rdma::{Device, Port},
+    internals::{
+        device::rdma::discover,
+        gpu::{DeviceBuffer, Gpu, WriteFlush},
+        memory::DeviceMemory,
+        rdma::{Device, Port},
+    },
 };
 
 use super::{Finding, Want, system::has_module};

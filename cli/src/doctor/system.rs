@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use kvhoist::machine::{self, Plan};
+use kvhoist::internals::machine::{self, Plan};
 
 use super::Finding;
 

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::machine;
+use kvhoist::internals::machine;
 use serde_json::{Value, json};
 
 use crate::{doctor::drive_name, shown::shown};

@@ -1,10 +1,7 @@
 //! Settings: text from anywhere, and numbers from anywhere under the right names.
 
 use arbitrary::{Arbitrary, Unstructured};
-use kvhoist::{
-    Cache, Config, DiskPath, Error, Layout,
-    block::{Attention, BlockGeometry},
-};
+use kvhoist::{Attention, BlockGeometry, Cache, Config, DiskPath, Error, Layout};
 
 use crate::memory::bounded;
 

@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     BlockKey, Tier,
-    index::{EntryId, Index, Policy, Rb, Used},
+    internals::index::{EntryId, Index, Policy, Rb, Used},
 };
 use model::{Copy, Model};
 use ops::{Op, Record};

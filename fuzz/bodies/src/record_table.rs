@@ -9,16 +9,18 @@ use crate::{
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     BlockKey, Config, block_on,
-    checksum::checksum,
-    disk::{
-        DiskSlots,
-        format::{
-            PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
-            record::{COUNTER_MAX, Record, RecordSeal},
-            stripe::Stripe,
-            superblock::{State, Superblock},
+    internals::{
+        checksum::checksum,
+        disk::{
+            DiskSlots,
+            format::{
+                PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
+                record::{COUNTER_MAX, Record, RecordSeal},
+                stripe::Stripe,
+                superblock::{State, Superblock},
+            },
+            recovery::{Counts, Recovered, RecoveredRecord, open},
         },
-        recovery::{Counts, Recovered, RecoveredRecord, open},
     },
 };
 use kvhoist_simulation::sim::Memory;
@@ -217,7 +219,7 @@ impl Store {
             blocks.push((BlockKey::new([0xEE; 32]), None, last_use.min(COUNTER_MAX), 1));
         }
         slots.validate().expect("the levels agree");
-        for page in (0..self.stripe.pages()).map(kvhoist::disk::PageId) {
+        for page in (0..self.stripe.pages()).map(kvhoist::internals::disk::PageId) {
             let mut bytes = [0; PAGE_BYTES];
             slots.encode_page(page, &mut bytes, |entry| blocks[entry as usize]);
             let (file, offset) = slots.page_location(page);

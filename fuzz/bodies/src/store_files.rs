@@ -2,7 +2,7 @@
 
 use kvhoist::{
     Config, DiskPath,
-    disk::{
+    internals::disk::{
         format::{TABLE_OFFSET, stripe::Stripe},
         recovery::Member,
     },

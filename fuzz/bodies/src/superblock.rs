@@ -7,14 +7,16 @@ use crate::{
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
     Config, Error, block_on,
-    checksum::checksum,
-    disk::{
-        format::{
-            HEAD_BYTES, PAGE_BYTES,
-            superblock::{State, Superblock, SuperblockError, SuperblockPair, fingerprint},
-            survey::{Found, OpenPlan, survey},
+    internals::{
+        checksum::checksum,
+        disk::{
+            format::{
+                HEAD_BYTES, PAGE_BYTES,
+                superblock::{State, Superblock, SuperblockError, SuperblockPair, fingerprint},
+                survey::{Found, OpenPlan, survey},
+            },
+            recovery::{Member, Recovered, open},
         },
-        recovery::{Member, Recovered, open},
     },
 };
 use kvhoist_simulation::sim::Memory;

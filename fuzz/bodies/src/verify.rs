@@ -9,7 +9,7 @@ use std::{
 
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
-    BlockKey, Cache, Config, DirectIo, DiskPath, StorageKind, block_on, disk::format::stripe::Stripe, store,
+    BlockKey, Cache, Config, DirectIo, DiskPath, StorageKind, block_on, internals::disk::format::stripe::Stripe, store,
 };
 use tempfile::TempDir;
 

@@ -26,7 +26,7 @@
 //! flags: 1 full, 2 has a parent, 4 and 8 in how many requests it was used: 1, 2, 3 for more, 0 not known
 //! ```
 //!
-//! All checksums are CRC-64/NVME ([`checksum`](crate::checksum)). A record's crc is taken over its first 120
+//! All checksums are CRC-64/NVME (`checksum.rs`). A record's crc is taken over its first 120
 //! bytes followed by 8 bytes that stand for the store, the member and the slot
 //! ([`RecordSeal`](record::RecordSeal)): a record that was copied elsewhere is refused.
 //!

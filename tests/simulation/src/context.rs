@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::sim::{FaultKind, Rng, World};
-use kvhoist::{Cache, Error, Tier, WritePolicy, io::OpKind};
+use kvhoist::{Cache, Error, Tier, WritePolicy, internals::io::OpKind};
 use tokio::{sync::Notify, time::Instant};
 
 use crate::{

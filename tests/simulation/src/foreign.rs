@@ -1,7 +1,7 @@
 //! A caller's own memory, registered with the cache.
 
 use crate::sim::Rng;
-use kvhoist::{Cache, Config, Error, Region, Segment, io::IO_ALIGN};
+use kvhoist::{Cache, Config, Error, Region, Segment, internals::io::IO_ALIGN};
 
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;

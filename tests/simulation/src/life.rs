@@ -3,7 +3,7 @@
 use std::{rc::Rc, time::Duration};
 
 use crate::sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World};
-use kvhoist::{Cache, Error, WritePolicy, io::OpKind};
+use kvhoist::{Cache, Error, WritePolicy, internals::io::OpKind};
 use tokio::time::timeout;
 
 use crate::{

@@ -45,7 +45,7 @@ impl Subscriber for Watch {
 }
 
 fn check(what: &str) {
-    assert!(!kvhoist::seams::holds_lock(), "{what} is logged under the index lock");
+    assert!(!kvhoist::internals::seams::holds_lock(), "{what} is logged under the index lock");
 }
 
 /// Watches all that is logged in this process from now on.

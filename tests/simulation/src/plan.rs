@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::sim::{FaultRates, Rng};
-use kvhoist::{Config, DiskPath, Eviction, Layout, WritePolicy, io::IO_ALIGN};
+use kvhoist::{Config, DiskPath, Eviction, Layout, WritePolicy, internals::io::IO_ALIGN};
 
 use crate::{
     trial::{MEMORY_SEEDS, PROMPT_SEEDS, Refusal, TRIAL_SEEDS, Trial},

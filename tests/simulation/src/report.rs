@@ -3,7 +3,7 @@
 use std::fmt;
 
 use crate::sim::{CopyCounts, Counts, FaultKind};
-use kvhoist::io::OpKind;
+use kvhoist::internals::io::OpKind;
 
 use crate::plan::Call;
 

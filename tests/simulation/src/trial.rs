@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use crate::sim::{Fault, FaultRates, Rng, Sim};
-use kvhoist::{Capacity, DiskPath, WritePolicy, io::OpKind};
+use kvhoist::{Capacity, DiskPath, WritePolicy, internals::io::OpKind};
 
 use crate::{
     plan::{Call, Level, Plan, pick},

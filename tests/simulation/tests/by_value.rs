@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvhoist::{
     BlockKey, Cache, Config, DiskPath, Tier, WritePolicy,
-    io::{FileId, OpKind},
+    internals::io::{FileId, OpKind},
 };
 use kvhoist_simulation::sim::{self, Fault, Sim, Simulated, World};
 use scene::{BLOCK_BYTES, config, finish, open};

@@ -4,7 +4,7 @@ mod scene;
 
 use std::{future::Future, rc::Rc, time::Duration};
 
-use kvhoist::{DiskPath, Error, Route, Segment, Tier, WritePolicy, io::OpKind};
+use kvhoist::{DiskPath, Error, Route, Segment, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault, FaultRates, Sim, SimOptions, Simulated, World};
 use scene::*;
 

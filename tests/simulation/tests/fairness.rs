@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, future::Future, rc::Rc, time::Duration};
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, Region, Segment, Tier, WritePolicy, io::FileId};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Region, Segment, Tier, WritePolicy, internals::io::FileId};
 use kvhoist_simulation::sim::{self, Reactor, Sim, SimOptions, Simulated, World};
 use tokio::task::{spawn_local, yield_now};
 

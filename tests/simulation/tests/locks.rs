@@ -12,11 +12,11 @@ use scene::*;
 async fn locks_of<T>(call: impl Future<Output = T>) -> (T, u64) {
     // What earlier calls began has ended by then, the look at the clock as well.
     tokio::time::sleep(10 * DEADLINE).await;
-    let before = kvhoist::seams::locks_taken();
+    let before = kvhoist::internals::seams::locks_taken();
     let result = call.await;
     // Less than the time to the next look at the clock, and more than the disk takes.
     tokio::time::sleep(DEADLINE / 10).await;
-    (result, kvhoist::seams::locks_taken() - before)
+    (result, kvhoist::internals::seams::locks_taken() - before)
 }
 
 #[test]

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, Region, Segment, Tier, io::OpKind};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, Region, Segment, Tier, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, CopyOptions, Fault, Reactor, Sim, SimCopy, SimOptions, Simulated, World};
 
 const BLOCK_BYTES: usize = 4096;

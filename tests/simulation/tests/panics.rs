@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{Error, WritePolicy, io::OpKind};
+use kvhoist::{Error, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault};
 use scene::*;
 use tokio::time::timeout;

@@ -4,7 +4,7 @@ mod scene;
 
 use std::{future::Future, time::Duration};
 
-use kvhoist::{Cache, Config, Error, Route, Segment, Tier, WritePolicy, io::OpKind};
+use kvhoist::{Cache, Config, Error, Route, Segment, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault, FaultRates, Reactor, Sim, Simulated, World};
 use scene::*;
 use tokio::task::{JoinHandle, spawn_local};

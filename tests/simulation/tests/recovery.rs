@@ -6,17 +6,19 @@ use proptest::prelude::*;
 
 use kvhoist::{
     BlockKey, Config, DiskPath, Result,
-    disk::{
-        Counts, DiskSlots, Member, PageId, Recovered, RecoveredRecord,
-        format::{
-            HEAD_BYTES, PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
-            record::{Record, RecordSeal},
-            stripe::Stripe,
-            superblock::{SEQUENCE_MAX, State, Superblock, SuperblockPair},
+    internals::{
+        disk::{
+            Counts, DiskSlots, Member, PageId, Recovered, RecoveredRecord,
+            format::{
+                HEAD_BYTES, PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
+                record::{Record, RecordSeal},
+                stripe::Stripe,
+                superblock::{SEQUENCE_MAX, State, Superblock, SuperblockPair},
+            },
+            recovery,
         },
-        recovery,
+        io::{OpKind, Storage},
     },
-    io::{OpKind, Storage},
 };
 use kvhoist_simulation::sim::{Fault, Memory, Rng, Sim, SimOptions};
 

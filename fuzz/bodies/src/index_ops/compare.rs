@@ -1,6 +1,6 @@
 //! Compares the index with the model after each call.
 
-use kvhoist::{Tier, index::EntryId};
+use kvhoist::{Tier, internals::index::EntryId};
 
 use super::{KEPT_MAX, KEYS, Pair, block_key, model::Copy};
 

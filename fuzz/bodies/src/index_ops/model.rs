@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kvhoist::{
     Tier,
-    index::{EntryId, Used},
+    internals::index::{EntryId, Used},
 };
 
 #[derive(Debug, Clone, std::marker::Copy, PartialEq, Eq)]

@@ -9,8 +9,10 @@ use std::{cell::RefCell, ops::RangeInclusive, rc::Rc, time::Duration};
 
 use kvhoist::{
     Error, Result,
-    checksum::Digest,
-    device::{CopyBatch, CopyEngine, Memcpy},
+    internals::{
+        checksum::Digest,
+        device::{CopyBatch, CopyEngine, Memcpy},
+    },
 };
 use tokio::sync::oneshot;
 

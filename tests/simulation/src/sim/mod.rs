@@ -35,13 +35,15 @@ use std::{any::Any, cell::Cell, future::Future, rc::Rc, sync::Arc, time::Duratio
 
 use kvhoist::{
     Cache, Config, Error, Result,
-    disk::{
-        Member,
-        format::{TABLE_OFFSET, stripe::Stripe},
+    internals::{
+        disk::{
+            Member,
+            format::{TABLE_OFFSET, stripe::Stripe},
+        },
+        io::FileId,
+        memory::Arena,
+        seams::{self, Balance},
     },
-    io::FileId,
-    memory::Arena,
-    seams::{self, Balance},
 };
 use storage::Locked;
 use tokio::{sync::Notify, task::LocalSet};

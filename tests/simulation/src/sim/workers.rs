@@ -5,7 +5,7 @@
 
 use std::{cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc, time::Duration};
 
-use kvhoist::{
+use kvhoist::internals::{
     io::{OpKind, read_full, write_full},
     seams::{Bell, Completed, Pool, Seat, Step, Transfer, Waiter},
 };

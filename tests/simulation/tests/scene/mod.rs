@@ -3,7 +3,7 @@
 
 use std::{future::Future, time::Duration};
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, io::FileId};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, internals::io::FileId};
 use kvhoist_simulation::sim::{self, CopyOptions, Reactor, Sim, SimCopy, SimOptions, Simulated, World};
 
 pub const BLOCK_BYTES: usize = 4096;

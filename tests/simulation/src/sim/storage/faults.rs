@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, ops::RangeInclusive, time::Duration};
 
-use kvhoist::io::{IO_ALIGN, OpKind};
+use kvhoist::internals::io::{IO_ALIGN, OpKind};
 
 use super::{SECTOR_BYTES, rng::Rng};
 

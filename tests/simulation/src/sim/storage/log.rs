@@ -2,7 +2,7 @@
 
 use std::{collections::VecDeque, time::Duration};
 
-use kvhoist::io::{FileId, OpKind};
+use kvhoist::internals::io::{FileId, OpKind};
 
 use super::FaultKind;
 

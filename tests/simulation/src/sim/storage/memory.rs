@@ -2,7 +2,7 @@
 
 use std::{cell::RefCell, io};
 
-use kvhoist::io::{FileId, Lent, Storage};
+use kvhoist::internals::io::{FileId, Lent, Storage};
 
 /// A storage without time or faults, for code that only reads and writes.
 ///

@@ -26,7 +26,7 @@ pub use rng::Rng;
 
 use std::{any::Any, cell::RefCell, fs::File, io, ptr::NonNull, rc::Rc, sync::Arc};
 
-use kvhoist::{
+use kvhoist::internals::{
     io::{FileId, Lent, OpKind, Storage},
     seams::{Entry, Table},
 };
@@ -170,7 +170,7 @@ impl Sim {
     /// Has the kernel pin the memory of a cache that opens the files, and nothing else.
     ///
     /// # Safety
-    /// As [`Uring::new`](kvhoist::io::uring::Uring::new).
+    /// As [`Uring::new`](kvhoist::internals::io::uring::Uring::new).
     pub(crate) unsafe fn pin_arena(
         &self,
         chunks: &[(NonNull<u8>, usize)],

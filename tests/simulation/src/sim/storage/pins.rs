@@ -2,7 +2,7 @@
 
 use std::io;
 
-use kvhoist::{
+use kvhoist::internals::{
     io::Lent,
     seams::{Entry, Pinner},
 };

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fs::File, io, sync::Arc, time::Duration};
 
-use kvhoist::{
+use kvhoist::internals::{
     io::{FileId, IO_ALIGN, Lent, OpKind},
     seams::Table,
 };

@@ -2,7 +2,7 @@
 
 use std::{future::poll_fn, pin::pin, ptr::NonNull, sync::Arc, task::Poll, time::Duration};
 
-use kvhoist::io::{AlignedBuf, IO_ALIGN, read_full, write_full};
+use kvhoist::internals::io::{AlignedBuf, IO_ALIGN, read_full, write_full};
 
 use super::*;
 

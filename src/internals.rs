@@ -1,0 +1,16 @@
+//! What only this project's tools, tests, fuzzers and benches use. No promise holds for it: anything here may change in
+//! any release.
+
+#[cfg(feature = "sim")]
+pub use crate::cache::seams;
+pub use crate::device::{cuda as gpu, rdma};
+
+macro_rules! export {
+    ($($module:ident)*) => {
+        $(pub mod $module {
+            pub use crate::$module::*;
+        })*
+    };
+}
+
+export! { block checksum device disk error index io machine memory size }

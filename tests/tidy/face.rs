@@ -1,0 +1,70 @@
+//! What users can name: the names that the library exports, module by module.
+
+use std::collections::BTreeMap;
+
+/// At most so many public names in each module; what only tests and tools need belongs to `internals`.
+pub const NAMES_MAX: [(&str, usize); 5] = [("", 47), ("gpu", 3), ("rdma", 8), ("store", 16), ("service", 10)];
+
+/// The public names of each module, from the root's code and `read`, which gives the code of a module's file.
+pub fn names(root: &str, read: impl Fn(&str) -> String) -> BTreeMap<String, Vec<String>> {
+    let mut modules = BTreeMap::new();
+    let mut of_root = Vec::new();
+    let mut rest = root;
+    while let Some(at) = rest.find("pub ") {
+        let hidden = rest[..at].trim_end().ends_with("#[doc(hidden)]");
+        rest = &rest[at + 4..];
+        let end = rest.find([';', '{']).unwrap_or(rest.len());
+        let Some(module) = rest.strip_prefix("mod ") else {
+            let end = rest.find(';').unwrap_or(rest.len());
+            of_root.extend(exported(&rest[..end]));
+            rest = &rest[end..];
+            continue;
+        };
+        let name = module[..end - 4].trim().to_owned();
+        let inline = rest[end..].starts_with('{');
+        let close = if inline { end + rest[end..].find("\n}").unwrap_or(0) } else { end };
+        if !hidden {
+            let code = if inline { rest[end..close].to_owned() } else { read(&name) };
+            modules.insert(name, code.split("pub ").skip(1).flat_map(exported).collect());
+        }
+        rest = &rest[close..];
+    }
+    modules.insert(String::new(), of_root);
+    modules
+}
+
+/// The names of one item: `use a::{B, c::D}`, or `struct E`.
+fn exported(item: &str) -> Vec<String> {
+    let words = item.split_once(char::is_whitespace);
+    let Some((kind, rest)) = words.filter(|(kind, _)| !kind.is_empty()) else { return Vec::new() };
+    match kind {
+        "use" => {
+            let tree = rest.split(';').next().unwrap_or_default();
+            let leaves = tree.split(['{', '}', ',']).map(str::trim);
+            let leaves = leaves.filter(|leaf| !leaf.is_empty() && !leaf.ends_with("::"));
+            leaves.map(|leaf| leaf.rsplit("::").next().unwrap_or(leaf).to_owned()).collect()
+        }
+        // A field or a method has no kind that begins an item at the margin.
+        "struct" | "enum" | "fn" | "trait" | "type" | "const" | "mod" => {
+            let name = |c: char| c.is_alphanumeric() || c == '_';
+            vec![rest.chars().take_while(|&c| name(c)).collect()]
+        }
+        _ => Vec::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_counted_where_users_find_them() {
+        let root = "mod a;\n#[doc(hidden)]\npub mod hidden;\npub mod shown;\n\
+                    pub use a::{B, c::{D, E}};\npub use a::F;\npub mod inline {\n    pub use a::{G, h};\n}\n";
+        let found = names(root, |_| "pub use x::{I, J};\npub struct K {\n    field: u8,\n}\n".into());
+        assert_eq!(found[""], ["B", "D", "E", "F"]);
+        assert_eq!(found["inline"], ["G", "h"]);
+        assert_eq!(found["shown"], ["I", "J", "K"]);
+        assert_eq!(found.len(), 3, "{found:?}");
+    }
+}
