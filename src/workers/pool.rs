@@ -178,14 +178,15 @@ impl Pool {
             seat.poll();
             *unsubmitted = false;
         }
-        if let Some(ended) = seat.take_completed() {
-            self.answer(waiter::answer(ended));
-        } else if let Some(work) = work {
+        // What was taken is done first: a completion that the submission has found can wait.
+        if let Some(work) = work {
             self.answer(work());
         } else if let Some((transfer, waiter)) = unsummed {
             let sum = waiter::checksum_of(&transfer.buf, waiter.sum_bytes);
             seat.start(transfer, waiter.with_sum(sum));
             *unsubmitted = true;
+        } else if let Some(ended) = seat.take_completed() {
+            self.answer(waiter::answer(ended));
         } else {
             return self.fall_asleep(worker, seat);
         }
