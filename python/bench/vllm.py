@@ -5,9 +5,9 @@
         python/.venv/bin/python python/bench/vllm.py [--dir DIR] [--chunk-bytes 2097152] [--chunks 64] [--rounds 5]
 
 Each round every entrant stores a job of new chunks, and loads them into memory that was zeroed; every byte is compared.
-The page cache helps nobody: both tiers use O_DIRECT, and the bench ends where `fs` does not. `ring` is the bare loop of
+No entrant uses the page cache: both tiers use O_DIRECT, and the bench ends if `fs` does not. `ring` is the bare loop of
 `benches/ring.rs` on the blocks of kvhoist's own store. Ratios are within a round; medians and ranges are printed.
-`lookup` is that of 4,096 keys, one call each, as vLLM makes them, beside a dict that Python asks. `KVHOIST_RING` names a
+`lookup` is one call for each of 4,096 keys, as vLLM makes them, beside lookups in a dict. `KVHOIST_RING` names a
 built `ring` where there is no cargo.
 """
 
@@ -58,7 +58,7 @@ class Tier:
     def config(self, options) -> dict: ...
 
     def wait(self) -> None:
-        """Returns when a job may have ended: as often as an engine's idle steps would look, whoever is asked."""
+        """Returns when a job may have ended: an idle engine looks once a millisecond."""
         time.sleep(0.001)
 
     def move(self, keys: list[bytes], is_load: bool) -> tuple[float, float]:

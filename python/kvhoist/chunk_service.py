@@ -21,7 +21,8 @@ class SharedChunkStore(ChunkJobs):
     def __init__(self, config: HiCacheConfig, place: Place, chunk_bytes: int, memory: Any) -> None:
         """Connects, and lends the service the memory. `memory` is a writable buffer object, kept until `close`."""
         if config.host_bytes < slot_bytes(chunk_bytes):
-            raise config_error("host_bytes", config.host_bytes, f"room for one chunk of {slot_bytes(chunk_bytes)} bytes")
+            expected = f"room for one chunk of {slot_bytes(chunk_bytes)} bytes"
+            raise config_error("host_bytes", config.host_bytes, expected)
         space = ServiceSpace(config, replace(place, replica="shared").namespace(), chunk_bytes)
         self.directories = [space.socket]
         self._step: StepAnswers | None = None

@@ -120,7 +120,7 @@ class DeviceChunks(Jobs):
         self._closed = False
 
     def _open(self, place: Place) -> Cache:
-        """Opens the store with the route of the settings. `auto` takes libcufile if its self-test shows a direct path."""
+        """Opens the store with its route. `auto` takes libcufile if its self-test shows a direct path."""
         settings, cufile, self._why_bounce = self.settings, "off", ""
         if settings.route == "cufile":
             cufile = "on"

@@ -58,7 +58,7 @@ def main() -> None:
     """Prints the result as JSON, and ends without libcufile's exit handlers."""
     try:
         result = _self_test(sys.argv[2:], int(sys.argv[1]))
-    except Exception as error:  # Whatever it is, the parent reports it as the reason.
+    except Exception as error:  # The parent reports it as the reason.
         result = (False, str(error))
     print(json.dumps(result), flush=True)
     os._exit(0)

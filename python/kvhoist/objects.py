@@ -1,7 +1,7 @@
 """Objects of any size on disk, in blocks of one size, moved by asynchronous tasks: the base of the LMCache adapter.
 
-Needs no engine. An object is a sequence of blocks; the last one is filled up with zeros. An object is stored when all of
-its blocks are.
+Needs no engine. An object is a sequence of blocks; the last one is filled up with zeros. An object is stored when all
+of its blocks are.
 """
 
 from __future__ import annotations

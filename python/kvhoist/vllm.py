@@ -107,8 +107,8 @@ class KvhoistTier(SecondaryTierManager):
         self.place = place_of(offloading_spec, {"format": FORMAT, "row_bytes": row_bytes}, self.config.revision)
         kind = ChunkStore if self.config.service == "off" else SharedChunkStore
         self.store = kind(self.config, self.place, row_bytes, primary_kv_view)
-        #: Answers that override the index: RETRY for a key while its load is under way, MISS after its load failed, until
-        #: it is stored again.
+        #: Answers that override the index: RETRY for a key while its load is under way; MISS after its load failed,
+        #: until it is stored again.
         self._known: dict[bytes, LookupResult] = {}
         # The native function replaces the method: every step looks up thousands of keys.
         self._answer = self.store.answers(_HIT, _MISS, self._known, positions)

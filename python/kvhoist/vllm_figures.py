@@ -64,7 +64,7 @@ class Figures:
     def since(
         self, figures: Mapping[str, Any], gauges: Mapping[str, float] = MappingProxyType({}), **more: int
     ) -> OffloadingConnectorStats:
-        """The changes in a store's figures. `gauges` and `more`, which are counters, are values of the adapter's own."""
+        """The changes in a store's figures; `gauges` and `more` (counters) are the adapter's own values."""
         stats = OffloadingConnectorStats()
         disk = figures["tiers"]["disk"]
         counts = {_PREFIX + name: figures[name] for name in _COUNTERS} | {_EVICTIONS: disk["evictions"]}

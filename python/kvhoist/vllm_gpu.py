@@ -170,8 +170,8 @@ class KvhoistManager(OffloadingManager):
         #: Names that are being stored.
         self._storing: set[bytes] = set()
         self._storing_max = max(settings.store_bytes_queued_max // opened.store.chunk_bytes, 1)
-        #: Prefix of every name since the last `reset_cache`: this process must not find what it stored before. A restart
-        #: loads the first weights again, and finds what was stored under them.
+        #: Prefix of every name since the last `reset_cache`: this process must not find what it stored before. A
+        #: restart loads the first weights again, and finds what was stored under them.
         self._salt = b""
         self._touched_by_vllm = False
         self._dropped = 0

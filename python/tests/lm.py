@@ -215,7 +215,7 @@ def lock(adapter, keys, layout) -> str:
 
 
 class Watch:
-    """Sees the end of every store task: LMCache itself tells nobody of one that failed."""
+    """Sees the end of every store task: LMCache does not report failed ones."""
 
     def __init__(self, adapter) -> None:
         self._changed = threading.Condition()

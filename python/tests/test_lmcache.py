@@ -223,7 +223,7 @@ def test_a_killed_process_leaves_what_was_acknowledged_and_nothing_wrong(store_d
         for prompt in range(acknowledged + 1):
             assert server.get(keys_of(prompt, 8)) == "H" * 8, prompt
         for prompt in range(acknowledged + 3):
-            server.get(keys_of(f"later {prompt}", 8))  # Whatever is there, with the right bytes.
+            server.get(keys_of(f"later {prompt}", 8))  # It compares the bytes of what it finds.
         server.l2.store.cache.validate()
 
 

@@ -41,7 +41,7 @@ class Objects(RuleBasedStateMachine):
     """The model: which objects were stored, and which of those were damaged since.
 
     An object is there if it was stored and not removed, for there is room for all. One that was damaged may fail, and
-    is not there after that. Whatever is loaded has the right bytes, and nothing beside it in memory was touched.
+    is not there after that. A loaded object has the right bytes, and no memory beside it changed.
     """
 
     @initialize()
@@ -104,7 +104,7 @@ class Objects(RuleBasedStateMachine):
         moved = self.moved(lambda task: self.store.submit_load(task, objects, addresses))
         expected = bytearray(b"\xee" * ARENA)
         for name, one, address, good in zip(chosen, objects, addresses, moved):
-            assert not good or name in self.stored, "something that nobody stored"
+            assert not good or name in self.stored, "an object that was never stored"
             assert good or name not in self.stored - self.damaged, "a sound object failed"
             place = self.memory(address, one.nbytes)
             expected[place] = bytes_of(one) if good else self.arena[place]

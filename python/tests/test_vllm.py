@@ -121,7 +121,7 @@ def test_what_requests_use_outlives_what_they_do_not(store_dir):
 
 
 def test_keys_in_any_order_are_stored_as_one_chain(store_dir, seed):
-    """vLLM hands keys over as a set; the chain is told by their positions."""
+    """vLLM hands keys over as a set; their positions give the chain."""
     shuffled = random.Random(seed)
     with Engine([tier_config(store_dir, capacity="2MiB")], rows=64) as engine:
         slots = engine.tier.store.cache.stats()["tiers"]["disk"]["slots"]

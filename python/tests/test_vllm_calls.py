@@ -73,7 +73,7 @@ class SchedulerCalls(RuleBasedStateMachine):
         self.engine.settle()
         found = self.engine.resolve(context, keys)
         for key, result in zip(keys, found):
-            assert result == "M" or key in self.stored, "a hit that nobody stored"
+            assert result == "M" or key in self.stored, "a hit that was never stored"
             assert result == "H" or key not in self.stored - self.damaged, "a miss that was stored"
         self.engine.check(context, [key for key, result in zip(keys, found) if result == "H"])
 

@@ -162,7 +162,7 @@ def test_a_store_and_a_load_come_after_what_the_gpu_was_given(store_dir):
         again = served.request(names)
         tokens = served.matched(again)
         with torch.cuda.stream(late):
-            # Whoever had the blocks before still writes to them.
+            # The former owner of the blocks still writes to them.
             torch.cuda._sleep(1_000_000_000)
             for block in ids[0]:
                 served.gpu.fill(block, b"the last of others")

@@ -82,7 +82,7 @@ class Calls(RuleBasedStateMachine):
             known += 1
         # Every byte of what was loaded is compared there.
         loaded = self.served.serve(names)
-        assert loaded <= known, "a block that nobody has computed"
+        assert loaded <= known, "a block that was never computed"
         self.stored.update(names)
 
     @precondition(lambda self: len(self.flying) < 3)

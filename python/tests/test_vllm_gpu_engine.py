@@ -39,7 +39,7 @@ NEW = vtier.version() >= (0, 33)
 
 
 class Unset(SimpleNamespace):
-    """Settings, of which whatever nobody has set is None."""
+    """Settings; those that are not set are None."""
 
     def __getattr__(self, name):
         if name.startswith("__"):

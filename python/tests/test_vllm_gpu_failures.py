@@ -30,7 +30,7 @@ def test_a_damaged_block_is_computed_and_never_served(store_dir):
         damage(store_dir, served, names[3])
         request, ids = served.request(names), served.take(7)
         tokens = served.matched(request)
-        assert tokens == 6 * TOKENS, "nobody knows yet"
+        assert tokens == 6 * TOKENS, "the damage is not known yet"
         failed, blocks = served.load(request, ids, tokens)
         if NEW:
             assert failed == {request.request_id}

@@ -82,7 +82,7 @@ def test_the_self_test_says_what_stands_in_the_way(tmp_path):
 )
 def test_a_self_test_that_dies_or_hangs_is_no_proof(tmp_path, monkeypatch, child, reason):
     real = subprocess.run
-    # Whatever its time, a child that sleeps is over it.
+    # A child that sleeps exceeds any limit.
     limit = 1 if "sleep" in child else 60
     run = lambda _command, timeout, **more: real([sys.executable, "-c", child], timeout=limit, **more)  # noqa: E731
     monkeypatch.setattr(device_probe.subprocess, "run", run)
