@@ -5,9 +5,9 @@
         python/.venv/bin/python python/bench/lmcache.py [--dir DIR] [--object-bytes 8388608] [--objects 16] [--rounds 5]
 
 Each round every entrant stores a task of new objects, looks them up, and loads them into memory that was zeroed; every
-byte is compared. Objects of the round before are deleted outside of the measurement. No entrant uses the page cache: all
-use O_DIRECT. Preallocated files are written once before the first round. Ratios are within a round;
-medians and ranges are printed.
+byte is compared. Objects of the round before are deleted outside of the measurement. No entrant uses the page cache:
+all use O_DIRECT. Preallocated files are written once before the first round. Ratios are within a round; medians and
+ranges are printed.
 
 `raw_block` needs LMCache's Rust extension `lmcache_rust_raw_block_io`, which is no part of its wheel: build it from
 `rust/raw_block` of LMCache's source distribution. `fs_native` needs `lmcache_fs`, which is in the wheel, and which

@@ -3,8 +3,8 @@
     python/test                                              # makes python/.venv, with vLLM's modules
     KVHOIST_VLLM=python/.venv/vllm-0.33.0 python python/bench/vllm_gpu.py [--dir DIR] [--chunks 512] [--rounds 5]
 
-`python` is one with a torch that has CUDA. `--dir` may be given several times: kvhoist and the bare loop stripe over all
-folders, `simple` takes the first. The KV cache is that of Llama-8B with 16 tokens a block: 32 layers of 64 KiB, one
+`python` is one with a torch that has CUDA. `--dir` may be given several times: kvhoist and the bare loop stripe over
+all folders, `simple` takes the first. The KV cache is that of Llama-8B with 16 tokens a block: 32 layers of 64 KiB, one
 block a chunk. Each round every entrant stores a job of new chunks from the GPU, and loads those of the round before
 into blocks that were zeroed; every byte is compared. kvhoist's host tier is smaller than a round, and a check shows
 that every chunk came from disk. `bare` reads and writes 2 MiB at a time with O_DIRECT from 16 threads, each with a
@@ -41,7 +41,8 @@ class Kvhoist:
 
     def __init__(self, folders: list[Path], gpu, options) -> None:
         extra = vgpu.settings(
-            folders[0], route=options.route, capacity=(options.rounds + 2) * options.chunks * gpu.block_bytes + (64 << 20),
+            folders[0], route=options.route,
+            capacity=(options.rounds + 2) * options.chunks * gpu.block_bytes + (64 << 20),
             host_bytes=options.host_bytes, store_bytes_queued_max=1 << 40, direct_io="require",
         )  # fmt: skip
         extra["path"] = [str(folder) for folder in folders]
@@ -210,7 +211,8 @@ def main() -> None:
     gpu = vgpu.Gpu(layers=32, heads=8, head_size=128, blocks=options.chunks + 1)
     blocks = list(range(1, options.chunks + 1))
     total = options.chunks * gpu.block_bytes
-    print(f"{options.chunks} chunks of {gpu.block_bytes} bytes in {', '.join(map(str, folders))}, {torch.cuda.get_device_name()}")
+    places = ", ".join(map(str, folders))
+    print(f"{options.chunks} chunks of {gpu.block_bytes} bytes in {places}, {torch.cuda.get_device_name()}")
     entrants = [kind(folders, gpu, options) for kind in (Bare, Kvhoist, Simple)]
     print(entrants[1].served.store.route())
     rates: dict[tuple[str, str], list[float]] = {}
