@@ -126,7 +126,7 @@ def test_a_service_that_dies_in_mid_transfer_fails_its_jobs(node):
         os.kill(node.process.pid, signal.SIGSTOP)
         job = vtier.made(
             engine.modules.tiering.TransferJob, job_id=7, keys=keys[:4], chunk_ids=rows, block_ids=rows,
-            is_promotion=True,            req_context=context,
+            is_promotion=True, req_context=context,
         )  # fmt: skip
         engine.tier.submit_load(job)
         assert not list(engine.tier.get_finished_jobs()), "nothing is reported while the service may use the memory"
