@@ -1,4 +1,4 @@
-"""One host pool's pages on disk: what the SGLang backend is made of. Needs torch's tensors, not SGLang."""
+"""One host pool's pages on disk: the parts of the SGLang backend that need torch's tensors and not SGLang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import re
 import stat
 import threading
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Sequence
 
@@ -18,108 +18,19 @@ from .cache import Cache, slot_bytes, slots_within, store_bytes
 from .client import Client
 from .config import HiCacheConfig, config_error, printable
 from .errors import ClosedError, RefusedError, StoreError
+from .hicache_identity import Identity
 from .hicache_service import connect_pool
 
 logger = logging.getLogger(__name__)
 
-#: Changes whenever stored pages would be read differently.
+#: Changed whenever stored pages would be read differently.
 FORMAT = "hicache-v1"
 
-#: Shorter segments of pages with several travel through the cache's own memory, in one operation instead of many.
+#: Pages with several segments that are shorter than this go through the cache's memory, in one operation each.
 STRAIGHT_SEGMENT_BYTES_MIN = 64 << 10
 
-#: Share of a file system that a store leaves free.
+#: The share of a file system that a new store leaves free.
 FREE_SHARE_MIN = 0.01
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Everything that a page's bytes depend on and its key does not tell."""
-
-    model_name: str
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    attn_cp_rank: int
-    attn_cp_size: int
-    dp_rank: int
-    is_mla_model: bool
-    dcp_size: int = 1
-    dcp_rank: int = 0
-    #: What tells weights from others that are served by the same name: pairs of a name and a value.
-    weights: tuple[tuple[str, str], ...] = ()
-
-    @classmethod
-    def of(cls, config: Any, server_args: Any = None, revision: str = "") -> "Identity":
-        """Of SGLang's HiCacheStorageConfig; fields that an older version lacks are what they mean there.
-
-        `server_args` are SGLang's, where there is a server; `revision` is the operator's.
-        """
-        return cls(
-            model_name=config.model_name or "unnamed",
-            tp_rank=config.tp_rank,
-            tp_size=config.tp_size,
-            pp_rank=getattr(config, "pp_rank", 0),
-            pp_size=getattr(config, "pp_size", 1),
-            attn_cp_rank=getattr(config, "attn_cp_rank", 0),
-            attn_cp_size=getattr(config, "attn_cp_size", 1),
-            dp_rank=getattr(config, "dp_rank", 0),
-            is_mla_model=bool(config.is_mla_model),
-            dcp_size=getattr(config, "dcp_size", 1),
-            dcp_rank=getattr(config, "dcp_rank", 0),
-            weights=_weights(config.model_name, server_args, revision),
-        )
-
-    def digested(self) -> dict[str, Any]:
-        """Its fields as they enter the digest. Without `weights` where they say nothing: as in earlier versions."""
-        fields = asdict(self)
-        if not self.weights:
-            del fields["weights"]
-        return fields
-
-    def shared(self) -> "Identity":
-        """What ranks have in common that hold the same bytes: all of an MLA model, and data-parallel replicas."""
-        tensor = dict(tp_rank=0, tp_size=1) if self.is_mla_model else {}
-        return replace(self, dp_rank=0, **tensor)
-
-    def groups(self) -> int:
-        """How many groups of ranks there are that share no page with each other."""
-        return self.tp_size * self.pp_size * self.attn_cp_size
-
-    def rank_name(self) -> str:
-        """This rank, as a folder's name."""
-        ranks = (
-            ("tp", self.tp_rank, self.tp_size),
-            ("pp", self.pp_rank, self.pp_size),
-            ("cp", self.attn_cp_rank, self.attn_cp_size),
-        )
-        return "-".join(f"{name}{rank}of{size}" for name, rank, size in ranks) + f"-dp{self.dp_rank}"
-
-
-#: Of SGLang's server arguments, those that change the values in a page and neither its key nor its geometry.
-_WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args")
-
-
-def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[tuple[str, str], ...]:
-    found: dict[str, Any] = {"kvhoist_revision": revision}
-    path = getattr(server_args, "model_path", None)
-    if path != model_name:
-        found["model_path"] = path
-    found.update((name, getattr(server_args, name, None)) for name in _WEIGHTS_ARGS)
-    if found["json_model_override_args"] == "{}":  # SGLang's default.
-        del found["json_model_override_args"]
-    adapters = getattr(server_args, "lora_paths", None) or ()
-    if isinstance(adapters, dict):
-        adapters = adapters.items()
-    found["lora"] = json.dumps(sorted(map(_adapter, adapters))) if adapters else None
-    return tuple((name, str(value)) for name, value in sorted(found.items()) if value)
-
-
-def _adapter(adapter: Any) -> str:
-    """An adapter's name and path. Not its id, which SGLang draws anew at every start."""
-    name, path = getattr(adapter, "lora_name", None), getattr(adapter, "lora_path", None)
-    return str(adapter) if name is None and path is None else f"{name}={path}"
 
 
 @dataclass(frozen=True)
@@ -171,9 +82,9 @@ def pool_memory(pool: Any) -> list[tuple[int, int]]:
 
 
 def huge_page_share(pieces: list[tuple[int, int]]) -> float | None:
-    """What part of some memory lies in huge pages, as far as the system says; `None` where it does not.
+    """The share of some memory that lies in huge pages, or `None` if the system does not say.
 
-    Mappings are counted whole: a little more than the pieces, where those do not begin or end with one.
+    Whole mappings are counted, so the share may include memory beside the pieces.
     """
     total = sum(nbytes for _, nbytes in pieces)
     inside, huge = False, 0
@@ -200,7 +111,7 @@ def _tensors(value: Any) -> list[Any]:
 
 
 def flat_bytes(tensor: Any) -> Any:
-    """A contiguous tensor's memory as a buffer object, whatever its dtype."""
+    """The memory of a contiguous tensor of any dtype, as a buffer object."""
     import torch
 
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
@@ -211,9 +122,9 @@ def flat_bytes(tensor: Any) -> Any:
 
 
 class PoolStore:
-    """One pool of one rank: its store on disk, and the ways in and out.
+    """The store of one pool of one rank.
 
-    Methods raise; the backend answers for that. Safe for a reader, a writer and whoever asks what exists, at once.
+    Methods raise; the backend catches. One thread may read while another stores and a third looks keys up.
     """
 
     def __init__(
@@ -226,9 +137,9 @@ class PoolStore:
         self.identity = identity
         self.geometry = Geometry.of(pool, page_tokens)
         self.capacity = capacity
-        #: Of the service that has the pages, or `None` where this process has them.
+        #: The socket of the service that has the pages, or `None` where this process has them.
         self.socket = socket
-        #: Of the pool's memory, in a service.
+        #: The pool's memory, where it is lent to a service.
         self.regions: list[Region] = []
         self._open_lock = threading.Lock()
         self.directories = self._directories()
@@ -237,7 +148,7 @@ class PoolStore:
     # Opening
 
     def namespace(self) -> str:
-        """The engine's namespace: a digest of all that the bytes depend on, behind words for people."""
+        """The cache's namespace: readable words, then a digest of everything that the bytes depend on."""
         what = {"format": FORMAT, "pool": self.name, **self.identity.digested(), **asdict(self.geometry)}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return f"{_slug(self.identity.model_name)[:80]}/{self.identity.rank_name()}/{_slug(self.name)}/{digest[:32]}"
@@ -266,7 +177,7 @@ class PoolStore:
             write_policy=self.config.write_policy,
             direct_io=self.config.direct_io,
             storage=self.config.storage,
-            # The pool is SGLang's host tier: pages that direct I/O can reach need no second one here.
+            # SGLang's pool is the host tier: pages that direct I/O can reach need no second one.
             bypass_host=not self.config.keep_in_host,
             deadline_ms=self.config.deadline_ms,
             read_bytes_in_flight_max=max(slot, self.config.read_bytes_in_flight_max),
@@ -286,11 +197,11 @@ class PoolStore:
         return cache
 
     def goes_straight(self) -> bool:
-        """Whether pages go straight between drive and pool, with no copy here: what the engine will do with them."""
+        """Whether pages go directly between drive and pool, without a copy in the cache's memory."""
         return self._goes_straight(self.cache)
 
     def huge_page_share(self) -> float | None:
-        """What part of the pool lies in huge pages."""
+        """The share of the pool that lies in huge pages."""
         return huge_page_share(pool_memory(self.pool))
 
     def _goes_straight(self, cache: Cache | Client) -> bool:
@@ -301,7 +212,7 @@ class PoolStore:
             addresses, sizes = self.pool.get_page_buffer_meta(_page_indices(2 * self.geometry.page_tokens))
         except IndexError:
             addresses, sizes = self.pool.get_page_buffer_meta(_page_indices(self.geometry.page_tokens))
-        # A service maps pools where pages of memory begin; what less its drives would take, it does not say.
+        # A service maps pools at pages of memory, and does not say which smaller alignment its drives accept.
         align = 4096 if isinstance(cache, Client) else cache.stats()["memory_align_bytes"]
         long = self.geometry.segments == 1 or all(size >= STRAIGHT_SEGMENT_BYTES_MIN for size in sizes)
         return long and all(a % align == 0 and size % 4096 == 0 for a, size in zip(addresses, sizes))
@@ -309,15 +220,15 @@ class PoolStore:
     # Pages
 
     def match(self, keys: list[str]) -> int:
-        """How many leading keys are there."""
+        """The number of leading keys that are resident."""
         return self.cache.match_prefix(keys)
 
     def contains(self, keys: list[str]) -> list[bool]:
-        """Which keys are there."""
+        """Which keys are resident."""
         return self.cache.contains_each(keys)
 
     def get(self, keys: list[str], host_indices: Any) -> list:
-        """Reads pages into the pool: for each True, False for a miss, or what went wrong."""
+        """Reads pages into the pool. A result for each: True, False for a miss, or an exception."""
         self._check(keys, host_indices)
         if not keys:
             return []
@@ -332,7 +243,7 @@ class PoolStore:
         return results
 
     def set(self, keys: list[str], host_indices: Any, parent: str | None) -> list:
-        """Stores pages of the pool: for each True, or what went wrong."""
+        """Stores pages of the pool. A result for each: True, or an exception."""
         self._check(keys, host_indices)
         if not keys:
             return []
@@ -348,7 +259,7 @@ class PoolStore:
         return self.cache.load(keys, [flat_bytes(page) for page in pages], errors="return")
 
     def set_flat(self, keys: list[str], pages: list[Any]) -> list:
-        """Stores tensors of a page each; each on its own, no chain."""
+        """Stores tensors of a page each, without a chain."""
         return self.cache.store(keys, [flat_bytes(page.contiguous()) for page in pages], errors="return")
 
     def _check(self, keys: list[str], host_indices: Any) -> None:
@@ -362,13 +273,13 @@ class PoolStore:
     # The end
 
     def clear(self) -> None:
-        """Forgets every page, on disk as well. Calls under way fail as on a closed cache."""
+        """Forgets every page, also on disk. Calls in progress fail as on a closed cache."""
         with self._open_lock:
             if self.cache.closed:
                 raise ClosedError("the cache is closed")
             if isinstance(self.cache, Client):
                 raise RefusedError("pages of a service are other ranks' and servers' too: remove its space instead")
-            # While the lock is held: after the close it may be another process's store.
+            # Before the close: after it another process may have opened the store.
             for directory in self.directories:
                 os.unlink(os.path.join(directory, "kvhoist.store"))
             self.cache.close()
@@ -381,7 +292,7 @@ class PoolStore:
 
 
 def split_capacity(config: HiCacheConfig, page_bytes: dict[str, int]) -> dict[str, int]:
-    """Bytes for each pool: those with a share get it, the others what is left in proportion to their pages."""
+    """Bytes for each pool: its share, or a part of the rest in proportion to the size of its pages."""
     left = config.capacity
     split = {}
     for name in page_bytes:
@@ -408,14 +319,14 @@ def _make_private_folders(directory: str) -> None:
         try:
             folder.mkdir(mode=0o700)
         except FileExistsError:
-            # Made by another process meanwhile, or no folder at all, which opening it says.
+            # Another process has made it, or it is no folder; opening it reports that.
             continue
         if stat.S_IMODE(folder.lstat().st_mode) != 0o700:
             folder.chmod(0o700)
 
 
 def _make_directory(directory: str, file_bytes: int) -> None:
-    """Creates the directory; StoreError where the file system has no room for the store that is to be created."""
+    """Creates the directory. Raises StoreError if the file system has no room for a new store."""
     _make_private_folders(directory)
     if os.path.exists(os.path.join(directory, "kvhoist.store")):
         return
@@ -430,6 +341,6 @@ def _make_directory(directory: str, file_bytes: int) -> None:
 
 
 def prefix_parent(extra_info: Any) -> str | None:
-    """The key before the first of a call, where SGLang passes it on."""
+    """The key before the first one of a call, if SGLang passes it."""
     keys: Sequence[str] | None = getattr(extra_info, "prefix_keys", None)
     return keys[-1] if keys else None

@@ -1,4 +1,4 @@
-"""Pools of SGLang on a node's service: who needs one, how a pool's memory gets there, and who starts it again."""
+"""Pools of SGLang on a node's service: when one is needed, how pools are lent to it, and how it is started again."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .service import ServiceSettings, find_or_start
 
 logger = logging.getLogger(__name__)
 
-#: Memory of a rank's own for pages of pools that the service cannot map; taken for the first of them.
+#: The most bounce memory of a rank, for pools that the service cannot map. Allocated with the first such page.
 _BOUNCE_BYTES_MAX = 256 << 20
 
-#: Between two attempts to start a service again.
+#: Seconds between two attempts to start a service again.
 _RESTART_EVERY_S = 1.0
 
 
 def wants_service(config: HiCacheConfig, storage_config: Any) -> bool:
-    """Whether a rank's pages are kept by a service: as `service` says, or where ranks share pages."""
+    """Whether a service keeps a rank's pages: the setting `service`, or for `auto` whether ranks share pages."""
     if config.service != "auto":
         return config.service != "off"
     return (storage_config.is_mla_model and storage_config.tp_size > 1) or _data_parallel_attention()
@@ -41,14 +41,14 @@ def _data_parallel_attention() -> bool:
 
 
 def is_writer(storage_config: Any) -> bool:
-    """Whether this rank is the one that stores: of ranks with the same pages, the first."""
+    """Whether this rank stores pages: the first of the ranks with the same pages."""
     told = getattr(storage_config, "is_storage_writer", None)
     return bool(told) if told is not None else not storage_config.is_mla_model or storage_config.tp_rank == 0
 
 
 def service_settings(config: HiCacheConfig) -> ServiceSettings:
-    """Of the service of these paths, the same for every model: its spaces take what each asks for, and no more than
-    there is."""
+    """The settings of the service of these paths, the same for every model: all disk and memory of the machine, of
+    which each space takes what it asks for."""
     disk = 0
     for path in config.path:
         os.makedirs(path, mode=0o700, exist_ok=True)
@@ -61,7 +61,7 @@ def service_settings(config: HiCacheConfig) -> ServiceSettings:
 
 
 class Keeper:
-    """The service of some settings: found or started at once, and again where it has gone."""
+    """Finds or starts the service of some settings, and starts it again when it has gone."""
 
     def __init__(self, config: HiCacheConfig) -> None:
         self._settings = service_settings(config) if config.service == "auto" else None
@@ -71,7 +71,7 @@ class Keeper:
         self.socket = config.service if self._settings is None else find_or_start(self._settings)
 
     def missed(self) -> None:
-        """Somebody found it away. Returns at once; clients connect again by themselves."""
+        """Starts the service again, in the background, after a call found it away. Clients reconnect by themselves."""
         with self._lock:
             if self._settings is None or self._starting or time.monotonic() - self._last < _RESTART_EVERY_S:
                 return
@@ -91,7 +91,7 @@ class Keeper:
 
 
 def connect_pool(store: Any, socket: str) -> Client:
-    """Attaches a pool to its space, and lends the service its memory."""
+    """Attaches a pool to its space, and lends its memory to the service."""
     config, page = store.config, store.geometry.page_bytes
     slot = slot_bytes(page)
     if config.host_bytes < slot:
@@ -132,7 +132,7 @@ def _lend(store: Any, client: Client) -> None:
 
 
 def _fds(pool: Any) -> list[int]:
-    """The memfds that SGLang's allocator made for a pool and the pools that it is made of."""
+    """The memfds of SGLang's allocator for a pool and for the pools that it consists of."""
     found: list[Any] = []
     pools = [pool, *(getattr(entry, "host_pool", None) for entry in getattr(pool, "entries", None) or ())]
     for one in pools:

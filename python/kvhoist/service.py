@@ -1,4 +1,4 @@
-"""A node's service from Python: `python -m kvhoist serve` runs one, `find_or_start` sees to it that there is one."""
+"""A node's service from Python: `python -m kvhoist serve` runs one, `find_or_start` finds or starts one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .errors import UnavailableError
 
 logger = logging.getLogger(__name__)
 
-#: What a started service may take until it listens.
+#: Seconds until a started service must listen.
 _START_PATIENCE_S = 120
 
 #: The kernel's bound on a socket's path.
@@ -30,7 +30,7 @@ _SOCKET_BYTES_MAX = 107
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """What a service is started with. One that runs already keeps its own."""
+    """The settings that a service is started with. A running service keeps its own."""
 
     #: Directories, one for each drive.
     paths: tuple[str, ...]
@@ -38,7 +38,7 @@ class ServiceSettings:
     capacity: int
     #: Bytes of host memory of all spaces.
     host_bytes: int
-    #: Seconds after which it ends by itself where nobody is connected.
+    #: Seconds without a client after which it ends by itself.
     linger_s: int = 300
     direct_io: str = "require"
     storage: str = "auto"
@@ -54,7 +54,7 @@ class ServiceSettings:
         return path
 
     def command(self) -> list[str]:
-        """The command line that serves them."""
+        """The command line of a service with these settings."""
         paths = [argument for path in self.paths for argument in ("--path", path)]
         sizes = ["--capacity", str(self.capacity), "--host-bytes", str(self.host_bytes)]
         more = ["--linger", str(self.linger_s), "--direct-io", self.direct_io, "--storage", self.storage]
@@ -73,11 +73,11 @@ def listens(path: str) -> bool:
 
 
 def find_or_start(settings: ServiceSettings) -> str:
-    """The socket of the service of these paths. Starts one, detached, where there is none.
+    """The socket of the service of these paths. Starts a detached one if there is none.
 
-    Of the processes that do so at a time one starts it, by a lock that goes with the process, and the others wait.
+    A file lock lets one of several processes start it; the others wait.
 
-    Raises UnavailableError with what the service said where it does not come to listen.
+    Raises UnavailableError with the last line of the service's log if it does not begin to listen.
     """
     path = settings.socket()
     if listens(path):
@@ -94,7 +94,7 @@ def find_or_start(settings: ServiceSettings) -> str:
 def _start(settings: ServiceSettings, path: str) -> None:
     log = os.path.join(settings.paths[0], "kvhoist-service.log")
     environment = dict(os.environ)
-    # As this process found the package, wherever its working directory is.
+    # The package is found where this process found it; the working directory differs.
     roots = [str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, roots))
     with open(log, "ab") as output:
@@ -113,7 +113,7 @@ def _start(settings: ServiceSettings, path: str) -> None:
             raise UnavailableError(f"service: it did not listen at {path} for {_START_PATIENCE_S} s; see {log}")
         time.sleep(0.01)
     logger.info("kvhoist: started a service, process %d, at %s; its log is %s", service.pid, path, log)
-    # It goes on without this process; while that lives, its end is taken note of.
+    # It outlives this process. While this process lives, a thread logs the end of the service.
     threading.Thread(target=_reap, args=(service,), name="kvhoist-service", daemon=True).start()
 
 
@@ -134,7 +134,7 @@ def _last_line(log: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `python -m kvhoist serve`, those of the command `kvhoist serve`."""
+    """Adds the flags of `python -m kvhoist serve`, which are those of the command `kvhoist serve`."""
     parser.add_argument("--socket", required=True, help="where clients connect")
     parser.add_argument("--path", action="append", required=True, help="a folder on a drive; may be given again")
     parser.add_argument("--capacity", required=True, help="disk for all spaces, such as 2TiB")
@@ -149,7 +149,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def serve(given: argparse.Namespace) -> int:
     """Serves until a signal: SIGTERM, SIGINT and SIGHUP drain, a second one ends at once."""
     ends, ended = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}, signal.SIGUSR1
-    # In all threads that come; this one waits for them.
+    # Blocked in all threads that are started from here; this thread waits for the signals.
     signal.pthread_sigmask(signal.SIG_BLOCK, {*ends, ended})
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _logs.start()

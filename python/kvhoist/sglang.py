@@ -1,17 +1,12 @@
 """kvhoist as the third tier of SGLang's HiCache: a dynamic storage backend for sglang 0.5.17 to 0.5.23.
 
-    --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
-      '{"backend_name": "kvhoist", "module_path": "kvhoist.sglang", "class_name": "HiCacheKvhoist", "interface_v1": 1,
-        "path": "/mnt/nvme/kvhoist", "capacity": "200GiB"}'
-
-`docs/sglang.md` has the settings.
+`docs/sglang.md` has the launch line and the settings.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 import time
 from collections import deque
@@ -21,18 +16,21 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferRes
 
 from .config import HiCacheConfig, config_error
 from .errors import ClosedError, Error, UnavailableError
-from .hicache import Geometry, Identity, PoolStore, prefix_parent, split_capacity
+from .hicache import Geometry, PoolStore, prefix_parent, split_capacity
+from .hicache_hits import policy, trailing
+from .hicache_identity import Identity
+from .hicache_refusals import refuse_adapters_without_keys, refuse_what_is_not_kept, server_args
 from .hicache_service import Keeper, is_writer, wants_service
 
 logger = logging.getLogger(__name__)
 
-#: SGLang's name of the pool that `register_mem_pool_host` brings.
+#: SGLang's name of the pool that `register_mem_pool_host` registers.
 KV = "kv"
 
-#: Batches whose figures are kept until `get_stats` takes them.
+#: The most batches whose figures are kept for `get_stats`.
 _STATS_BATCHES_MAX = 4096
 
-#: Failures of one kind that are logged in full before only every so many are.
+#: The first failures of each kind are logged, then one of every so many.
 _LOG_FIRST = 10
 _LOG_EVERY = 1000
 
@@ -40,25 +38,25 @@ _LOG_EVERY = 1000
 class HiCacheKvhoist(HiCacheStorage):
     """Pages of SGLang's host pools on NVMe.
 
-    Constructed and attached it raises what is wrong with its settings. After that it never raises into SGLang's
-    threads: what fails is a miss or a `False`, a line in the log, and a count in ``counters``.
+    The constructor and the registration of pools raise errors in the settings. Later calls never raise into SGLang's
+    threads: a failure is a miss or a `False`, a line in the log, and a count in ``counters``.
     """
 
     def __init__(self, storage_config: Any, kwargs: Optional[dict] = None) -> None:
         self.config = HiCacheConfig.load(storage_config.extra_config)
-        server_args = _server_args()
-        self.identity = Identity.of(storage_config, server_args, self.config.revision)
-        _refuse_adapters_without_keys(server_args)
+        args = server_args()
+        self.identity = Identity.of(storage_config, args, self.config.revision)
+        refuse_adapters_without_keys(args)
         in_service = wants_service(self.config, storage_config)
-        _refuse_what_is_not_kept(storage_config, in_service)
+        refuse_what_is_not_kept(storage_config, in_service)
         if in_service:
             self.identity = self.identity.shared()
             self.config = self.config.for_ranks(self.identity.groups())
         else:
             self.config = self.config.for_ranks(self.identity.tp_size * self.identity.pp_size)
-        #: The node's service, where it has the pages.
+        #: Finds or starts the node's service, if that has the pages.
         self._keeper = Keeper(self.config) if in_service else None
-        #: Of ranks with the same pages one stores them.
+        #: One of the ranks with the same pages stores them.
         self._is_writer = not in_service or is_writer(storage_config)
         self.registered_pools: dict[str, Any] = {}
         self._pages: dict[str, tuple[Any, int]] = {}
@@ -66,27 +64,27 @@ class HiCacheKvhoist(HiCacheStorage):
         self._announced = False
         self._closed = False
         self._lock = threading.RLock()
-        #: Failed calls and pages, by the method's name; `pages` sums the pages.
+        #: Failed calls by the method's name, and failed pages of all methods as `pages`.
         self.counters: dict[str, int] = {}
         self._prefetched: deque = deque(maxlen=_STATS_BATCHES_MAX)
         self._backed_up: deque = deque(maxlen=_STATS_BATCHES_MAX)
 
-    # Attaching: errors here are the operator's to see.
+    # Attaching: errors are raised, for the operator.
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Takes SGLang's host pool. Raises where the store cannot be opened."""
+        """Registers SGLang's host pool. Raises if the store cannot be opened."""
         self.mem_pool_host = mem_pool_host
         self._add(KV, mem_pool_host)
         if not hasattr(HiCacheStorage, "on_host_pools_registered"):
-            # Before 0.5.23 nobody says when the last pool was registered.
+            # Versions before 0.5.23 do not say which pool is the last.
             self._open_waiting()
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Takes another of the model's host pools (Mamba, SWA, an indexer, a draft), with a store of its own."""
+        """Registers another host pool of the model (Mamba, SWA, an indexer, a draft), with a store of its own."""
         name = str(host_pool_name)
         self.registered_pools[name] = host_pool
         if name == KV:
-            # The one that is there already, or what lies behind it.
+            # The pool that is registered already, or the one that it wraps.
             self._add(KV, host_pool)
             return
         self._add(name, host_pool)
@@ -101,7 +99,7 @@ class HiCacheKvhoist(HiCacheStorage):
         self._open_waiting()
 
     def on_host_pools_registered(self) -> None:
-        """Opens the stores, now that it is known how many share the capacity."""
+        """Opens the stores: the number of pools that share the capacity is known now."""
         self._announced = True
         self._open_waiting()
 
@@ -114,7 +112,7 @@ class HiCacheKvhoist(HiCacheStorage):
                 )
 
     def _open_waiting(self) -> None:
-        """Opens a store for each pool that has none."""
+        """Opens a store for each pool without one."""
         with self._lock:
             if self._closed:
                 raise ClosedError("the backend is closed")
@@ -122,7 +120,7 @@ class HiCacheKvhoist(HiCacheStorage):
             sizes = {name: Geometry.of(pool, tokens).page_bytes for name, (pool, tokens) in waiting.items()}
             split = split_capacity(self.config, sizes)
             if not self._announced:
-                # Those that come later have named their shares.
+                # Pools that are registered later have shares in the settings.
                 split = {n: b if n in self.config.pool_shares else self._kv_capacity() for n, b in split.items()}
             for name, (pool, tokens) in waiting.items():
                 socket = self._keeper.socket if self._keeper else None
@@ -167,15 +165,15 @@ class HiCacheKvhoist(HiCacheStorage):
     # v1: pages of the KV pool, in place
 
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
-        """How many leading pages are there."""
+        """The number of leading pages that are resident."""
         return self._guarded("batch_exists", 0, lambda: self._store(KV).match(keys))
 
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Reads pages into the host pool; one result for each."""
+        """Reads pages into the host pool; a result for each."""
         return self._move(KV, "batch_get_v1", keys, lambda store: store.get(keys, host_indices), self._prefetched)
 
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Stores pages of the host pool; one result for each."""
+        """Stores pages of the host pool; a result for each."""
         if not self._is_writer:
             return [True] * len(keys)
         parent = prefix_parent(extra_info)
@@ -188,7 +186,7 @@ class HiCacheKvhoist(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Optional[list] = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """The longest prefix that every pool can restore, by its hit policy."""
+        """The longest prefix that all pools can restore, by their hit policies."""
         empty = _pool_result(0, {}, [])
         return self._guarded("batch_exists_v2", empty, lambda: self._exists_v2(keys, pool_transfers or []))
 
@@ -197,9 +195,9 @@ class HiCacheKvhoist(HiCacheStorage):
         hits = {KV: kv_pages} if kv_pages else {}
         restorable = list(range(1, kv_pages + 1))
         for transfer in transfers:
-            name, policy = str(transfer.name), _policy(transfer)
-            if policy == "block_groups":
-                # A second form of the pages: its verdict is its own.
+            name, wanted = str(transfer.name), policy(transfer)
+            if wanted == "block_groups":
+                # A second form of the pages, which does not limit the others.
                 group, block = int(transfer.group_pages), int(transfer.block_pages)
                 groups = self._store(name).match(list(transfer.keys or [])) // group if group else 0
                 if groups:
@@ -207,11 +205,11 @@ class HiCacheKvhoist(HiCacheStorage):
                 continue
             if not restorable:
                 break
-            if policy == "all_pages":
+            if wanted == "all_pages":
                 boundary = self._store(name).match(keys[:kv_pages])
                 reachable = range(1, boundary + 1)
             else:
-                reachable = _trailing(self._store(name).contains(keys[:kv_pages]), max(1, len(transfer.keys or ())))
+                reachable = trailing(self._store(name).contains(keys[:kv_pages]), max(1, len(transfer.keys or ())))
                 boundary = max(reachable, default=0)
             if boundary:
                 hits[name] = boundary
@@ -238,8 +236,8 @@ class HiCacheKvhoist(HiCacheStorage):
         parent = prefix_parent(extra_info)
 
         def stored(store: PoolStore, transfer: Any) -> list:
-            # Trailing pages follow what their node follows, not the first page's parent.
-            before = parent if _policy(transfer) == "all_pages" else None
+            # The parent precedes the first page of the node, which trailing pages need not include.
+            before = parent if policy(transfer) == "all_pages" else None
             return store.set(list(transfer.keys or []), transfer.host_indices, before)
 
         return {
@@ -298,7 +296,7 @@ class HiCacheKvhoist(HiCacheStorage):
     # The rest
 
     def clear(self) -> bool:
-        """Forgets every page of this rank, on disk as well."""
+        """Forgets every page of this rank, also on disk."""
 
         def cleared() -> bool:
             for store in list(self._stores.values()):
@@ -308,7 +306,7 @@ class HiCacheKvhoist(HiCacheStorage):
         return self._guarded("clear", False, cleared)
 
     def get_stats(self) -> Any:
-        """What was moved since the last call, batch by batch: pages, and GB/s."""
+        """Pages and GB/s of each batch since the last call."""
         return self._guarded("get_stats", None, self._take_stats)
 
     def _take_stats(self) -> Any:
@@ -326,14 +324,14 @@ class HiCacheKvhoist(HiCacheStorage):
         return metrics
 
     def stats(self) -> dict:
-        """The engine's figures of each pool, and what failed here."""
+        """The cache's figures of each pool, and the counts of failures."""
         return {
             "pools": {name: store.cache.stats() for name, store in self._stores.items()},
             "failed": dict(self.counters),
         }
 
     def close(self) -> None:
-        """Writes what is dirty and releases the files. Calls fail softly from now on."""
+        """Writes dirty pages and releases the files. Later calls are misses."""
         with self._lock:
             self._closed = True
             stores = list(self._stores.values())
@@ -346,7 +344,7 @@ class HiCacheKvhoist(HiCacheStorage):
         self, pool: str, method: str, keys: list[str], run: Callable[[PoolStore], list], batches: deque
     ) -> list[bool]:
         started = time.perf_counter()
-        # Which error a page had is for the log; SGLang wants to know whether it is there.
+        # SGLang gets a bool for each page; the log gets the error.
         results = self._guarded(method, None, lambda: (store := self._store(pool), run(store)), pages=len(keys))
         if results is None:
             return [False] * len(keys)
@@ -372,7 +370,7 @@ class HiCacheKvhoist(HiCacheStorage):
             return otherwise
 
     def _missed(self, error: BaseException) -> None:
-        """Has a service that is away started again."""
+        """Starts the service again if it is away."""
         if self._keeper is not None and not self._closed and isinstance(error, UnavailableError):
             self._keeper.missed()
 
@@ -383,60 +381,6 @@ class HiCacheKvhoist(HiCacheStorage):
         if count <= _LOG_FIRST or count % _LOG_EVERY == 0:
             unexpected = why if isinstance(why, Exception) and not isinstance(why, Error) else None
             logger.warning("kvhoist: %s failed (%d so far): %s", method, count, why, exc_info=unexpected)
-
-
-def _server_args() -> Any:
-    """SGLang's arguments of this server; None where there is no server, as in tests."""
-    for module, name in (
-        ("sglang.srt.runtime_context", "get_server_args"),
-        ("sglang.srt.server_args", "get_global_server_args"),
-    ):
-        get = getattr(sys.modules.get(module), name, None)
-        try:
-            if get is not None and (args := get()) is not None:
-                return args
-        except Exception as error:
-            logger.debug("kvhoist: %s.%s gave no arguments: %s", module, name, error)
-    return None
-
-
-def _refuse_adapters_without_keys(server_args: Any) -> None:
-    """Older versions give a page of every adapter the same key: one would be served another's."""
-    enabled = getattr(server_args, "enable_lora", None) or getattr(server_args, "lora_paths", None)
-    utils = sys.modules.get("sglang.srt.mem_cache.utils")
-    if enabled and not hasattr(utils, "storage_namespace_seed"):
-        raise config_error(
-            "enable_lora", enabled, "no LoRA: this version of SGLang gives pages of every adapter the same keys"
-        )
-
-
-def _refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
-    if config.is_mla_model and config.tp_size > 1 and not in_service:
-        raise config_error(
-            "service",
-            "off",
-            f"'auto', or the socket of a service: the {config.tp_size} ranks of an MLA model keep the same pages, one "
-            "of them writes them and all read them, for which the store must be shared by processes",
-        )
-    if getattr(config, "dcp_size", 1) > 1:
-        raise config_error("dcp_size", config.dcp_size, "1: pages that are spread over ranks are not supported yet")
-    if getattr(config, "should_split_heads", False):
-        raise config_error("tp_lcm_size", config.tp_lcm_size, "none: pages that are split by heads are not supported")
-
-
-def _policy(transfer: Any) -> str:
-    policy = getattr(transfer, "hit_policy", "all_pages")
-    return str(getattr(policy, "value", policy))
-
-
-def _trailing(there: list, window: int) -> set:
-    """Prefix lengths whose last `window` pages are all there (all of them, in a shorter prefix)."""
-    lengths, run = set(), 0
-    for pages, present in enumerate(there, start=1):
-        run = run + 1 if present else 0
-        if run >= min(window, pages):
-            lengths.add(pages)
-    return lengths
 
 
 def _percent(share: float | None) -> str:

@@ -22,7 +22,7 @@ def main() -> None:
     if given["dp_attention"]:
         sys.modules["sglang.srt.layers.dp_attention"].is_dp_attention_enabled = lambda: True
     pool = sgl.host_pool(geometry, sgl.device_pool(geometry, 16), "page_first_direct", allocator_type="shm")
-    fields = {"tp_rank": given["tp_rank"], "tp_size": 2}
+    fields = {"tp_rank": given["tp_rank"], "tp_size": given["tp_size"]}
     backend = sgl.backend(geometry, pool, given["extra"], **fields)
     rank = Rank(sgl, torch, SimpleNamespace(**given, geometry_=geometry), pool, backend)
     print(json.dumps("ready"), flush=True)

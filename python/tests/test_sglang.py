@@ -54,6 +54,12 @@ def keys_for(geometry, pages, salt=0):
     return sgl.page_keys([salt * 1_000_003 + i for i in range(count)], geometry.page_tokens)
 
 
+def transfer_of(name, keys, indices, policy=None, **more):
+    storage = sgl.boot().storage
+    policy = policy or storage.PoolHitPolicy.ALL_PAGES
+    return storage.PoolTransfer(name=name, host_indices=indices, keys=keys, hit_policy=policy, **more)
+
+
 @cases
 def test_pages_come_back_as_they_were(geometry, layout, store_dir):
     pool = filled(geometry, layout)
@@ -197,73 +203,6 @@ def test_v0_and_v1_keep_the_same_bytes_where_a_page_is_in_one_piece(store_dir):
     backend.close()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        dict(model_name="other"),
-        dict(tp_rank=1),
-        dict(tp_size=4),
-        dict(pp_rank=1),
-        dict(pp_size=4),
-        dict(attn_cp_rank=1),
-        dict(attn_cp_size=4),
-        dict(dp_rank=1),
-    ],
-    ids=lambda change: "-".join(change),
-)
-def test_nothing_is_shared_between_models_or_ranks(change, store_dir):
-    if "dp_rank" in change and sgl.version() < (0, 5, 23):
-        pytest.skip("sglang 0.5.17 has no dp_rank")
-    pool, other = filled(sgl.MHA), filled(sgl.MHA, seed=9)
-    size = dict(tp_size=2, pp_size=2, attn_cp_size=2)
-    keys = keys_for(sgl.MHA, 2)
-    extra = sgl.extra_config(store_dir)
-    first = sgl.backend(sgl.MHA, pool, extra, **size)
-    # Both open at once, as two ranks of one node are.
-    second = sgl.backend(sgl.MHA, other, extra, **{**size, **change})
-    assert all(first.batch_set_v1(keys, pool.alloc(2 * pool.page_size)))
-    assert second.batch_exists(keys) == 0
-    first.close()
-    second.close()
-
-
-@pytest.mark.parametrize("change", ["layout", "dtype", "page_tokens", "layers"])
-def test_nothing_is_shared_between_formats(change, store_dir):
-    shape = vars(sgl.MHA).copy()
-    layout, dtype = "page_first", torch.bfloat16
-    if change == "layout":
-        layout = "page_first_direct"
-    elif change == "dtype":
-        dtype = torch.float16
-    else:
-        shape[change] //= 2
-    geometry = sgl.Geometry(**shape)
-    pool = filled(sgl.MHA)
-    first = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
-    keys = keys_for(sgl.MHA, 2)
-    assert all(first.batch_set_v1(keys, pool.alloc(2 * pool.page_size)))
-    other = sgl.host_pool(geometry, sgl.device_pool(geometry, 4, dtype), layout)
-    second = sgl.backend(geometry, other, sgl.extra_config(store_dir))
-    assert second.batch_exists(keys) == 0
-    first.close()
-    second.close()
-
-
-def test_one_store_has_one_server(store_dir):
-    pool = filled(sgl.MHA)
-    first = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
-    with pytest.raises(StoreError, match="lock"):
-        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
-    first.close()
-
-
-def test_mla_with_tensor_parallelism_is_refused_without_a_service(store_dir):
-    pool = filled(sgl.MLA)
-    with pytest.raises(ConfigError, match="service.*'off'.*2 ranks.*shared by processes"):
-        sgl.backend(sgl.MLA, pool, sgl.extra_config(store_dir, service="off"), tp_size=2)
-    assert list(store_dir.iterdir()) == []
-
-
 def test_capacity_bounds_the_disk_and_the_coldest_leaves_go(store_dir):
     geometry = sgl.MHA
     pool = filled(geometry, pages=64)
@@ -323,7 +262,7 @@ def test_nothing_raises_into_sglang(store_dir, caplog):
         assert backend.batch_set_v1(keys, indices[:-1]) == [False, False]
         assert backend.batch_get_v1(keys, None) == [False, False]
         assert backend.batch_exists([None]) == 0
-        assert backend.batch_get_v2([_transfer("nobody", keys, indices)]) == {"nobody": [False, False]}
+        assert backend.batch_get_v2([transfer_of("nobody", keys, indices)]) == {"nobody": [False, False]}
         assert backend.batch_set_v1([], indices[:0]) == [] == backend.batch_get_v1([], indices[:0])
         pool.get_page_buffer_meta = lambda _: ([1, 2, 3, 4], [8, 8, 8, 8])
         assert backend.batch_set_v1(keys, indices) == [False, False]
@@ -422,157 +361,3 @@ def test_settings_come_from_the_environment_too(store_dir, monkeypatch):
 
 
 # v2: pools beside the KV pool
-
-
-def _transfer(name, keys, indices, policy=None, **more):
-    storage = sgl.boot().storage
-    policy = policy or storage.PoolHitPolicy.ALL_PAGES
-    return storage.PoolTransfer(name=name, host_indices=indices, keys=keys, hit_policy=policy, **more)
-
-
-def two_pools(store_dir, **more):
-    storage = sgl.boot().storage
-    main, side = filled(sgl.MHA), filled(sgl.MLA, seed=3)
-    config = sgl.storage_config(sgl.MHA, sgl.extra_config(store_dir, pool_shares={"mamba": 0.25}, **more))
-    backend = sgl.boot().factory.create_backend("dynamic", config, main)
-    backend.register_mem_pool_host(main)
-    backend.register_mem_host_pool_v2(main, storage.PoolName.KV)
-    backend.register_mem_host_pool_v2(side, storage.PoolName.MAMBA)
-    if hasattr(storage.HiCacheStorage, "on_host_pools_registered"):
-        backend.on_host_pools_registered()
-    return backend, main, side
-
-
-def test_pools_have_stores_of_their_own_and_share_the_capacity(store_dir):
-    backend, main, side = two_pools(store_dir)
-    storage = sgl.boot().storage
-    keys = keys_for(sgl.MHA, 4)
-    here, there = main.alloc(4 * main.page_size), side.alloc(4 * side.page_size)
-    want = pages_of(main, here), pages_of(side, there)
-    done = backend.batch_set_v2(
-        [_transfer(storage.PoolName.KV, keys, here), _transfer(storage.PoolName.MAMBA, keys, there)]
-    )
-    assert done == {storage.PoolName.KV: [True] * 4, storage.PoolName.MAMBA: [True] * 4}
-    noise(main, 7)
-    noise(side, 8)
-    done = backend.batch_get_v2(
-        [_transfer(storage.PoolName.KV, keys, here), _transfer(storage.PoolName.MAMBA, keys, there)]
-    )
-    assert done == {"kv": [True] * 4, "mamba": [True] * 4}
-    assert same(pages_of(main, here), want[0]) and same(pages_of(side, there), want[1])
-    sizes = {path.parent.name: path.stat().st_size for path in store_dir.rglob("kvhoist.store")}
-    assert set(sizes) == {"kv", "mamba"} and sum(sizes.values()) <= 64 << 20
-    assert sizes["mamba"] <= 16 << 20 and sizes["kv"] > 3 * sizes["mamba"] * 0.9
-    backend.close()
-
-
-def test_hit_policies(store_dir):
-    backend, main, side = two_pools(store_dir)
-    storage = sgl.boot().storage
-    policy = storage.PoolHitPolicy
-    keys = keys_for(sgl.MHA, 6)
-    here, there = main.alloc(6 * main.page_size), side.alloc(6 * side.page_size)
-    backend.batch_set_v2([_transfer("kv", keys[:5], here[: 5 * main.page_size])])
-    # The side pool lacks pages 1 and 4.
-    for page in (0, 2, 3):
-        at = slice(page * side.page_size, (page + 1) * side.page_size)
-        assert backend.batch_set_v2([_transfer("mamba", [keys[page]], there[at])]) == {"mamba": [True]}
-
-    def ask(hit_policy, window):
-        return backend.batch_exists_v2(keys, [_transfer(storage.PoolName.MAMBA, keys[:window], None, hit_policy)])
-
-    everything = ask(policy.ALL_PAGES, 6)
-    assert (everything.kv_hit_pages, everything.extra_pool_hit_pages) == (1, {"kv": 5, "mamba": 1})
-    last_one = ask(policy.TRAILING_PAGES, 1)
-    assert (last_one.kv_hit_pages, last_one.extra_pool_hit_pages["mamba"]) == (4, 4)
-    last_two = ask(policy.TRAILING_PAGES, 2)
-    assert last_two.kv_hit_pages == 4
-    last_three = ask(policy.TRAILING_PAGES, 3)
-    assert last_three.kv_hit_pages == 1, "the window is the whole of a shorter prefix"
-    if hasattr(last_one, "restorable_prefix_pages"):
-        assert last_one.restorable_prefix_pages == [1, 3, 4] and last_two.restorable_prefix_pages == [1, 4]
-    alone = backend.batch_exists_v2(keys)
-    assert (alone.kv_hit_pages, alone.extra_pool_hit_pages) == (5, {"kv": 5})
-    nothing = backend.batch_exists_v2(["0" * 64], [_transfer("mamba", keys, None)])
-    assert (nothing.kv_hit_pages, nothing.extra_pool_hit_pages) == (0, {})
-    backend.close()
-
-
-def test_sglangs_own_file_backend_agrees_on_hit_policies(store_dir, seed):
-    """The same pages in both, the same answers: SGLang's reference for what v2 means."""
-    if sgl.version() < (0, 5, 23):
-        pytest.skip("the file backend of 0.5.17 answers in another form")
-    import random
-
-    rng = random.Random(seed)
-    storage = sgl.boot().storage
-    backend, main, side = two_pools(store_dir)
-    reference = storage.HiCacheFile(sgl.storage_config(sgl.MHA, {}), str(store_dir / "file"))
-    reference.registered_pools = {storage.PoolName.KV: main, storage.PoolName.MAMBA: side}
-    keys = keys_for(sgl.MHA, 8)
-    here, there = main.alloc(8 * main.page_size), side.alloc(8 * side.page_size)
-    for name, pool, indices, chance in (("kv", main, here, 0.9), ("mamba", side, there, 0.6)):
-        for page, key in enumerate(keys):
-            if rng.random() < chance:
-                at = slice(page * pool.page_size, (page + 1) * pool.page_size)
-                transfer = _transfer(storage.PoolName(name), [key], indices[at])
-                assert backend.batch_set_v2([transfer]) == reference.batch_set_v2([transfer])
-    for hit_policy in (storage.PoolHitPolicy.ALL_PAGES, storage.PoolHitPolicy.TRAILING_PAGES):
-        for window in (1, 2, 3, 8):
-            ask = [_transfer(storage.PoolName.MAMBA, keys[:window], None, hit_policy)]
-            ours, theirs = backend.batch_exists_v2(keys, ask), reference.batch_exists_v2(keys, ask)
-            assert (ours.kv_hit_pages, ours.restorable_prefix_pages) == (
-                theirs.kv_hit_pages,
-                theirs.restorable_prefix_pages,
-            )
-            assert ours.extra_pool_hit_pages == theirs.extra_pool_hit_pages
-    backend.close()
-
-
-def test_a_pool_that_comes_unannounced_needs_a_share(store_dir):
-    pool = filled(sgl.MHA)
-    backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
-    with pytest.raises(ConfigError, match="pool_shares.*draft"):
-        backend.register_mem_host_pool_v2(filled(sgl.MLA), "draft")
-    backend.close()
-
-
-def _serve_with(monkeypatch, **server_args):
-    """As in a server that was started with these arguments."""
-    from types import SimpleNamespace
-
-    sgl.boot()
-    import sglang.srt.runtime_context as context
-
-    monkeypatch.setattr(context, "get_server_args", lambda: SimpleNamespace(**server_args), raising=False)
-
-
-def test_servers_with_other_weights_share_nothing(store_dir, monkeypatch):
-    pool = filled(sgl.MHA)
-    servers = [
-        (dict(model_path="meta/tiny"), {}),
-        (dict(model_path="/models/other"), {}),
-        (dict(model_path="meta/tiny", revision="abc"), {}),
-        (dict(model_path="meta/tiny", quantization="fp8"), {}),
-        (dict(model_path="meta/tiny"), dict(revision="2026-11-22")),
-    ]
-    keys, indices = keys_for(sgl.MHA, 2), pool.alloc(2 * pool.page_size)
-    for round_, found in enumerate((0, 2)):
-        for server, settings in servers:
-            _serve_with(monkeypatch, **server)
-            backend = sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir, **settings))
-            assert backend.batch_exists(keys) == found, (round_, server, settings)
-            assert all(backend.batch_set_v1(keys, indices))
-            backend.close()
-
-
-def test_adapters_whose_pages_have_the_same_keys_are_refused(store_dir, monkeypatch):
-    pool = filled(sgl.MHA)
-    _serve_with(monkeypatch, model_path="meta/tiny", enable_lora=True)
-    from sglang.srt.mem_cache import utils
-
-    if hasattr(utils, "storage_namespace_seed"):
-        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
-        monkeypatch.delattr(utils, "storage_namespace_seed")
-    with pytest.raises(ConfigError, match="^enable_lora: found True"):
-        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))

@@ -23,7 +23,7 @@ torch = pytest.importorskip("torch")
 
 from nodes import PATIENCE_S, Node, await_  # noqa: E402
 from test_service import service_pids  # noqa: E402
-from test_sglang import filled, keys_for, noise, pages_of, same  # noqa: E402
+from test_sglang import MHA_LAYOUTS, MLA_LAYOUTS, filled, keys_for, noise, pages_of, same  # noqa: E402
 
 import kvhoist  # noqa: E402
 
@@ -31,27 +31,29 @@ import kvhoist  # noqa: E402
 class RankProcess:
     """A rank that does what it is told."""
 
-    def __init__(self, geometry, extra, tp_rank, dp_attention=False) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(Path(kvhoist.__file__).parents[1])}
+    def __init__(self, geometry, extra, tp_rank, dp_attention=False, tp_size=2) -> None:
+        paths = [str(Path(kvhoist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         script = Path(__file__).with_name("sgl_rank.py")
         self.process = subprocess.Popen(
             [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
-        given = {"geometry": vars(geometry), "extra": extra, "tp_rank": tp_rank, "dp_attention": dp_attention}
-        self._write(given)
+        given = {"geometry": vars(geometry), "extra": extra, "tp_rank": tp_rank, "tp_size": tp_size}
+        self._write({**given, "dp_attention": dp_attention})
 
     def _write(self, value) -> None:
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
-    def read(self):
-        assert select.select([self.process.stdout], [], [], PATIENCE_S)[0], "a rank hangs"
+    def read(self, patience_s=PATIENCE_S):
+        assert select.select([self.process.stdout], [], [], patience_s)[0], "a rank hangs"
         line = self.process.stdout.readline()
         assert line, "a rank died"
         return json.loads(line)
 
     def ready(self) -> "RankProcess":
-        assert self.read() == "ready"
+        # It imports torch and SGLang first, beside the other ranks.
+        assert self.read(5 * PATIENCE_S) == "ready"
         return self
 
     def begin(self, *command) -> None:
@@ -114,6 +116,45 @@ def test_ranks_share_what_is_the_same_and_outlive_each_other(geometry, store_dir
         for rank in ranks:
             rank.kill()
     await_(lambda: not service_pids(store_dir), "the end of a service without ranks")
+
+
+LAYOUTS = [
+    *((sgl.MHA_LONG, layout) for layout in MHA_LAYOUTS),
+    *((sgl.MLA_LONG, layout) for layout in MLA_LAYOUTS),
+]
+
+
+def test_pages_of_every_layout_come_back_through_a_service(store_dir):
+    """And a restarted service has them: other layouts are other spaces."""
+    with Node(store_dir, capacity="128MiB", host_bytes="64MiB") as node:
+        backends = []
+        for geometry, layout in LAYOUTS:
+            pool = sgl.host_pool(geometry, sgl.device_pool(geometry, 8), layout, allocator_type="shm")
+            noise(pool, 1)
+            backend = sgl.backend(geometry, pool, sgl.extra_config(store_dir, "8MiB", "4MiB", service=node.socket))
+            store = backend._stores["kv"]
+            assert [region.copied for region in store.regions] == [False] * len(store.regions) and store.regions
+            assert store.goes_straight() == (layout != "layer_first")
+            # Not in the order of memory: a page's place must come from its index.
+            indices = pool.alloc(6 * geometry.page_tokens).reshape(6, -1).flip(0).reshape(-1)
+            assert backend.batch_set_v1(keys_for(geometry, 6), indices) == [True] * 6
+            backends.append((geometry, pool, backend, indices, pages_of(pool, indices)))
+        for restarted in (False, True):
+            if restarted:
+                node.kill()
+                node.start()
+            for geometry, pool, backend, indices, want in backends:
+                keys = keys_for(geometry, 6)
+                await_(lambda: backend.batch_exists(keys) == 6, "the client's next connection")
+                noise(pool, 2)
+                others = pool.alloc(4 * geometry.page_tokens)
+                untouched = pages_of(pool, others)
+                assert backend.batch_get_v1(keys, indices) == [True] * 6
+                assert same(pages_of(pool, indices), want), f"{geometry.kind} {pool.layout}"
+                assert same(pages_of(pool, others), untouched), "a get wrote past its pages"
+                pool.free(others)
+        for _, _, backend, _, _ in backends:
+            backend.close()
 
 
 def test_pools_that_cannot_be_mapped_are_copied_and_the_log_says_so(store_dir, caplog):
@@ -182,6 +223,57 @@ def test_the_service_dies_in_the_middle_of_prefetches(store_dir):
                 assert len(ended) < 20_000, ended[-20:]
             killer.join(PATIENCE_S)
             assert ended[-1] == len(tokens), "hits after the last start"
+        finally:
+            stop.set()
+            controller.detach_storage_backend()
+
+
+@pytest.mark.parametrize("geometry", [sgl.MHA_LONG, sgl.MLA_LONG], ids=["mha", "mla"])
+def test_the_service_dies_in_the_middle_of_backups(geometry, store_dir):
+    """Every backup ends; what SGLang was told is stored is there afterwards, with its bytes."""
+    from test_sglang_controller import backup, prefetch
+
+    pages = 8
+    device = sgl.device_pool(geometry, 24)
+    host = sgl.host_pool(geometry, device, "page_first_direct", allocator_type="shm")
+    with Node(store_dir, capacity="512MiB", host_bytes="32MiB") as node:
+        extra = sgl.extra_config(store_dir, "512MiB", service=node.socket, deadline_ms=20_000)
+        controller = sgl.controller(device, host, geometry.page_tokens, extra)
+        stop = threading.Event()
+        try:
+            noise(host, 3)
+            down = host.alloc(pages * geometry.page_tokens)
+            want = pages_of(host, down)
+
+            def deaths():
+                for _ in range(4):
+                    if stop.wait(0.05):
+                        return
+                    node.kill()
+                    node.start()
+
+            killer = threading.Thread(target=deaths)
+            killer.start()
+            stored: list[tuple[list[int], int]] = []
+            attempts, done = 0, 0
+            # Chains of other tokens over the same bytes, until one is stored whole after the last death.
+            while killer.is_alive() or done < pages:
+                tokens = list(range(1000 * attempts, 1000 * attempts + pages * geometry.page_tokens))
+                keys = sgl.page_keys(tokens, geometry.page_tokens)
+                done = backup(controller, down, keys).completed_tokens // geometry.page_tokens
+                attempts += 1
+                if done:
+                    stored.append((tokens, done))
+                assert attempts < 50_000 and len(stored) < 400, "the service never comes back, or its store is full"
+            killer.join(PATIENCE_S)
+            assert len(stored) < attempts, "no backup was hit by a death"
+            host.free(down)
+            for tokens, done in stored:
+                noise(host, 4)
+                operation = prefetch(controller, host, tokens[: done * geometry.page_tokens])
+                assert operation.completed_tokens == done * geometry.page_tokens, "a page that was stored is gone"
+                assert same(pages_of(host, operation.host_indices), want[:done]), "wrong bytes"
+                host.free(operation.host_indices)
         finally:
             stop.set()
             controller.detach_storage_backend()

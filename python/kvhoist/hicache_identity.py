@@ -1,0 +1,97 @@
+"""The identity of a rank's pages: what separates two stores."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a page's bytes depend on beside its key."""
+
+    model_name: str
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    attn_cp_rank: int
+    attn_cp_size: int
+    dp_rank: int
+    is_mla_model: bool
+    dcp_size: int = 1
+    dcp_rank: int = 0
+    #: Pairs of a name and a value that differ between weights served under one name.
+    weights: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, config: Any, server_args: Any = None, revision: str = "") -> "Identity":
+        """Reads SGLang's HiCacheStorageConfig. Fields that an older version lacks have that version's only value.
+
+        `server_args` are SGLang's, or `None` without a server; `revision` is the operator's setting.
+        """
+        return cls(
+            model_name=config.model_name or "unnamed",
+            tp_rank=config.tp_rank,
+            tp_size=config.tp_size,
+            pp_rank=getattr(config, "pp_rank", 0),
+            pp_size=getattr(config, "pp_size", 1),
+            attn_cp_rank=getattr(config, "attn_cp_rank", 0),
+            attn_cp_size=getattr(config, "attn_cp_size", 1),
+            dp_rank=getattr(config, "dp_rank", 0),
+            is_mla_model=bool(config.is_mla_model),
+            dcp_size=getattr(config, "dcp_size", 1),
+            dcp_rank=getattr(config, "dcp_rank", 0),
+            weights=_weights(config.model_name, server_args, revision),
+        )
+
+    def digested(self) -> dict[str, Any]:
+        """The fields that enter the digest. Empty `weights` are left out, as versions before them had none."""
+        fields = asdict(self)
+        if not self.weights:
+            del fields["weights"]
+        return fields
+
+    def shared(self) -> "Identity":
+        """The identity that ranks with the same bytes have in common: ranks of an MLA model, data-parallel replicas."""
+        tensor = dict(tp_rank=0, tp_size=1) if self.is_mla_model else {}
+        return replace(self, dp_rank=0, **tensor)
+
+    def groups(self) -> int:
+        """The number of groups of ranks. Ranks of different groups share no page."""
+        return self.tp_size * self.pp_size * self.attn_cp_size
+
+    def rank_name(self) -> str:
+        """A folder's name for this rank."""
+        ranks = (
+            ("tp", self.tp_rank, self.tp_size),
+            ("pp", self.pp_rank, self.pp_size),
+            ("cp", self.attn_cp_rank, self.attn_cp_size),
+        )
+        return "-".join(f"{name}{rank}of{size}" for name, rank, size in ranks) + f"-dp{self.dp_rank}"
+
+
+#: SGLang's server arguments that change the values in a page, but neither its key nor its geometry.
+_WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args")
+
+
+def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[tuple[str, str], ...]:
+    found: dict[str, Any] = {"kvhoist_revision": revision}
+    path = getattr(server_args, "model_path", None)
+    if path != model_name:
+        found["model_path"] = path
+    found.update((name, getattr(server_args, name, None)) for name in _WEIGHTS_ARGS)
+    if found["json_model_override_args"] == "{}":  # SGLang's default.
+        del found["json_model_override_args"]
+    adapters = getattr(server_args, "lora_paths", None) or ()
+    if isinstance(adapters, dict):
+        adapters = adapters.items()
+    found["lora"] = json.dumps(sorted(map(_adapter, adapters))) if adapters else None
+    return tuple((name, str(value)) for name, value in sorted(found.items()) if value)
+
+
+def _adapter(adapter: Any) -> str:
+    """An adapter's name and path. Its id is left out: SGLang draws a new one at every start."""
+    name, path = getattr(adapter, "lora_name", None), getattr(adapter, "lora_path", None)
+    return str(adapter) if name is None and path is None else f"{name}={path}"

@@ -1,0 +1,51 @@
+"""Setups of SGLang that the backend refuses when it is attached."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+from .config import config_error
+
+logger = logging.getLogger(__name__)
+
+
+def server_args() -> Any:
+    """SGLang's arguments of this server, or `None` without a server, as in tests."""
+    for module, name in (
+        ("sglang.srt.runtime_context", "get_server_args"),
+        ("sglang.srt.server_args", "get_global_server_args"),
+    ):
+        get = getattr(sys.modules.get(module), name, None)
+        try:
+            if get is not None and (args := get()) is not None:
+                return args
+        except Exception as error:
+            logger.debug("kvhoist: %s.%s gave no arguments: %s", module, name, error)
+    return None
+
+
+def refuse_adapters_without_keys(args: Any) -> None:
+    """Refuses LoRA on older versions of SGLang: pages of all adapters have the same keys there."""
+    enabled = getattr(args, "enable_lora", None) or getattr(args, "lora_paths", None)
+    utils = sys.modules.get("sglang.srt.mem_cache.utils")
+    if enabled and not hasattr(utils, "storage_namespace_seed"):
+        raise config_error(
+            "enable_lora", enabled, "no LoRA: this version of SGLang gives pages of every adapter the same keys"
+        )
+
+
+def refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
+    """Refuses layouts of ranks whose pages the backend cannot keep."""
+    if config.is_mla_model and config.tp_size > 1 and not in_service:
+        raise config_error(
+            "service",
+            "off",
+            f"'auto', or the socket of a service: the {config.tp_size} ranks of an MLA model keep the same pages, one "
+            "of them writes them and all read them, for which the store must be shared by processes",
+        )
+    if getattr(config, "dcp_size", 1) > 1:
+        raise config_error("dcp_size", config.dcp_size, "1: pages that are spread over ranks are not supported yet")
+    if getattr(config, "should_split_heads", False):
+        raise config_error("tp_lcm_size", config.tp_lcm_size, "none: pages that are split by heads are not supported")
