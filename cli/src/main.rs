@@ -21,6 +21,7 @@ mod store;
 mod top;
 mod verify;
 mod wipe;
+mod workload;
 
 use std::{io::Write, process::ExitCode};
 

@@ -161,7 +161,7 @@ fn progress_fits_80_columns_and_leaves_nothing_behind() {
     drop(fs::File::from(ours.as_fd().try_clone_to_owned().expect("a copy")).read_to_end(&mut seen));
     assert!(child.wait().expect("it ends").success(), "{}", text(&seen));
     let (lines, widest) = screen(text(&seen));
-    assert!(text(&seen).contains("/3000 requests") && widest <= 80, "{widest} columns");
+    assert!(text(&seen).contains("/1000 requests") && widest <= 80, "{widest} columns");
     assert!(lines.iter().all(String::is_empty), "left on the screen: {lines:?}");
 }
 
