@@ -13,7 +13,7 @@ use kvhoist::{
 use crate::{
     common::{key, payload},
     guest::{BLOCKS, Guest, POOL_BLOCKS},
-    node::{BLOCK_BYTES, HANG, Node, Process, options},
+    node::{BLOCK_BYTES, DISK_BLOCKS, HANG, Node, Process, options, options_of},
 };
 
 fn keys(numbers: std::ops::Range<u64>) -> Vec<BlockKey> {
@@ -33,6 +33,37 @@ fn two_processes_share_one_space() {
     assert_eq!((status.spaces.len(), stats.stores), (1, BLOCKS));
     assert_eq!(stats.tier(Tier::Disk).hits, BLOCKS, "each was read once, straight");
     assert_eq!(stats.straight_bytes, 2 * BLOCKS * BLOCK_BYTES as u64);
+}
+
+/// A space has its slots to itself, of host memory and of disk: the floor and the ceiling of what a tenant gets.
+#[test]
+fn a_scan_in_one_space_takes_nothing_from_another() {
+    let node = Node::new();
+    let [tenant, scanner] = ["tenant", "scanner"]
+        .map(|space| Guest::of(block_on(Client::connect(&node.socket(), options_of(space))).expect("a service")));
+    for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
+        tenant
+            .store(first, POOL_BLOCKS)
+            .expect("a service")
+            .into_iter()
+            .for_each(|result| assert!(result.expect("stored")));
+    }
+    assert_eq!(block_on(tenant.client.prefetch(&keys(0..8))).expect("a service"), 8);
+    // A load joins the movement.
+    assert_eq!(tenant.load(0, 8).expect("a service"), [true; 8]);
+    let before = block_on(tenant.client.match_prefix(&keys(0..BLOCKS))).expect("a service");
+    assert_eq!((before.len() as u64, &before[..8]), (BLOCKS, &[Tier::Host; 8][..]));
+
+    // The same keys, and more than the space of the scanner has slots for.
+    for first in (0..2 * DISK_BLOCKS).step_by(POOL_BLOCKS as usize) {
+        drop(scanner.store(first, POOL_BLOCKS).expect("a service"));
+        block_on(scanner.client.prefetch(&keys(first..first + POOL_BLOCKS))).expect("a service");
+        drop(scanner.load(first, POOL_BLOCKS).expect("a service"));
+    }
+    let [of_tenant, of_scanner] = [&tenant, &scanner].map(|guest| block_on(guest.client.stats()).expect("a service"));
+    assert!([Tier::Host, Tier::Disk].iter().all(|tier| of_scanner.tier(*tier).evictions > 0), "{of_scanner:?}");
+    assert!(Tier::ALL.iter().all(|tier| of_tenant.tier(*tier).evictions == 0), "{of_tenant:?}");
+    assert_eq!(block_on(tenant.client.match_prefix(&keys(0..BLOCKS))).expect("a service"), before);
 }
 
 #[test]

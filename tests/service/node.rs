@@ -208,7 +208,12 @@ fn start(socket: &Path, store: &Path, settings: &str) -> Process {
 }
 
 pub fn options() -> ClientOptions {
-    let mut options = ClientOptions::new("tests", BLOCK_BYTES);
+    options_of("tests")
+}
+
+/// Of a client of this space.
+pub fn options_of(space: &str) -> ClientOptions {
+    let mut options = ClientOptions::new(space, BLOCK_BYTES);
     options.capacity_bytes = DISK_BLOCKS * BLOCK_BYTES as u64;
     options.host_bytes = HOST_BLOCKS * BLOCK_BYTES as u64;
     options.deadline = HANG;
