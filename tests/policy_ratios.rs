@@ -96,6 +96,26 @@ fn lasting(trace: &[Vec<BlockKey>]) -> Vec<usize> {
     trace.iter().enumerate().map(lasting).collect()
 }
 
+/// The most blocks, at any time, that were asked for and will be again.
+fn going_on(trace: &[Vec<BlockKey>]) -> usize {
+    let mut last = HashMap::new();
+    for (at, chain) in trace.iter().enumerate() {
+        last.extend(chain.iter().map(|key| (*key, at)));
+    }
+    let (mut now, mut most) = (HashSet::new(), 0);
+    for (at, chain) in trace.iter().enumerate() {
+        for key in chain {
+            if last[key] > at {
+                now.insert(*key)
+            } else {
+                now.remove(key)
+            };
+        }
+        most = most.max(now.len());
+    }
+    most
+}
+
 /// Hits of a tier of `slots` blocks whose callers say of each chain where it is over, of all references.
 fn released(trace: &[Vec<BlockKey>], slots: usize, policy: Policy) -> f64 {
     let mut tier = Tiered::new(policy, slots);
@@ -159,6 +179,23 @@ fn what_is_used_again_survives_what_never_is() {
         assert!(rb > lru * 1.3, "{slots} slots: LRU {lru:.4}, RB {rb:.4}");
         assert!(refusing > lru * 1.3, "{slots} slots: LRU {lru:.4}, RB that may refuse {refusing:.4}");
         assert!(stores <= lru_stores, "{slots} slots: LRU stores {lru_stores:.4}, RB that may refuse {stores:.4}");
+    }
+}
+
+/// Exact releases close the gap to the bound where every conversation that goes on fits: only blocks whose chain is
+/// over are evicted then, and nobody asks for these again.
+#[test]
+fn exact_releases_reach_the_bound_where_all_that_goes_on_fits() {
+    let trace = workload();
+    let (going_on, longest) = (going_on(&trace), trace.iter().map(Vec::len).max().expect("requests"));
+    let slots = going_on + longest;
+    let [[lru, _], [rb, _], _] = ratios(&trace, slots);
+    let bound = belady(&trace, slots);
+    assert!(lru < bound - 0.05, "{slots} slots: LRU {lru:.4}, bound {bound:.4}: nothing to be gained");
+    for policy in [Policy::Lru(Lru::new()), Policy::Rb(Box::new(Rb::new(slots as u32)))] {
+        let released = released(&trace, slots, policy);
+        println!("{slots} slots: LRU {lru:.4}, RB {rb:.4}, released {released:.4}, bound {bound:.4}");
+        assert!(bound - released < 1e-9, "{slots} slots: {released} of {bound}");
     }
 }
 
