@@ -31,6 +31,8 @@ pub struct Caller {
     pub world: World,
     pub number: u64,
     pub rng: Rng,
+    /// For hints: the draws of other calls do not depend on them.
+    pub hints: Rng,
     pub memory: Memory,
     /// More of it, for [`calls::regions`].
     pub spares: Vec<Memory>,
@@ -73,6 +75,11 @@ impl Caller {
     }
 
     async fn call(&mut self) -> Flow {
+        if self.hints.chance(self.context.plan.habits.hint) {
+            self.context.report.borrow_mut().calls[Call::Hint as usize] += 1;
+            let end = chains::hint(self);
+            self.note(Call::Hint, &end, Instant::now());
+        }
         let call = self.draw_call();
         let cancel = Cancel::draw(&mut self.rng, self.context.plan.habits.cancel);
         let began = Instant::now();
@@ -93,6 +100,7 @@ impl Caller {
             Call::Hurry => chains::hurry(self, cancel).await,
             Call::Regions => calls::regions(self).await,
             Call::Strangers => calls::strangers(self).await,
+            Call::Hint => unreachable!("it has no weight"),
         };
         self.note(call, &end, began);
         self.context.call_ended();

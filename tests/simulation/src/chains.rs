@@ -90,3 +90,21 @@ pub async fn walk(caller: &mut Caller, cancel: Cancel) -> End {
     }
     End::Done(code)
 }
+
+/// Releases the chain that ends with a block, or keeps it for a while.
+pub fn hint(caller: &mut Caller) -> End {
+    let universe = &caller.context.plan.universe;
+    let block = caller.hints.below(universe.len() as u64) as usize;
+    let keys: Vec<BlockKey> = universe.path(block).into_iter().map(|block| universe.key(block)).collect();
+    let (keeps, ms) = (caller.hints.chance(0.3), caller.hints.below(200));
+    let marked = match keeps {
+        true => caller.cache.keep(&keys, Duration::from_millis(ms)),
+        false => caller.cache.release(&keys),
+    };
+    let hint = if keeps { "kept" } else { "released" };
+    caller.context.say(|| format!("caller {}: {marked} blocks of the chain to {block} are {hint}", caller.number));
+    if marked > keys.len() {
+        caller.context.fail(format!("{marked} of {} blocks are {hint}", keys.len()));
+    }
+    End::Done(700 + marked as u64)
+}

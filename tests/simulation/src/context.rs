@@ -163,7 +163,8 @@ impl Context {
             && stats.read_errors == 0
             && stats.disk_retired.is_none()
             && stats.writes_declined + stats.writes_over_budget == 0
-            && stats.tier(Tier::Disk).evictions == 0;
+            && stats.tier(Tier::Disk).evictions == 0
+            && stats.released_unwritten == 0;
         let keeps = keeps_synced
             && (self.plan.config.disk.write_policy == WritePolicy::WriteThrough
                 || (stats.writes_refused == 0 && stats.disk_read_only.is_none()));

@@ -280,12 +280,14 @@ impl Life {
         let config = &self.context.plan.config;
         let device = config.device_slots() > 0 && self.rng.chance(0.5);
         let blocks = self.rng.between(1, 4).min(u64::from(config.limits.movements_max)) as usize;
+        let rng = self.rng.fork();
         Caller {
             context: Rc::clone(&self.context),
             cache: cache.clone(),
             world: self.world.clone(),
             number,
-            rng: self.rng.fork(),
+            hints: Rng::new(rng.clone().next_u64() ^ 0x417),
+            rng,
             memory: pool.take(config.block_bytes, blocks, device, self.context.plan.memory_shift),
             spares: Vec::new(),
             stranger: None,

@@ -33,6 +33,8 @@ pub struct Habits {
     pub keep: f64,
     /// A caller pauses between calls.
     pub pause: f64,
+    /// A caller gives a hint before a call.
+    pub hint: f64,
 }
 
 /// What a caller may do.
@@ -57,10 +59,12 @@ pub enum Call {
     Regions,
     /// Hands the cache leases and regions of another one.
     Strangers,
+    /// Releases a chain, or keeps it. Made between the other calls, by draws of its own.
+    Hint,
 }
 
 impl Call {
-    pub const COUNT: usize = 15;
+    pub const COUNT: usize = 16;
     /// Those that every run draws from; the others belong to a [`Trial`].
     const COMMON: usize = 11;
     pub const ALL: [Call; Call::COUNT] = [
@@ -79,6 +83,7 @@ impl Call {
         Call::Hurry,
         Call::Regions,
         Call::Strangers,
+        Call::Hint,
     ];
 
     pub fn name(self) -> &'static str {
@@ -98,6 +103,7 @@ impl Call {
             "hurry",
             "regions",
             "strangers",
+            "hint",
         ];
         NAMES[self as usize]
     }
@@ -203,6 +209,8 @@ impl Plan {
             stranger: false,
             rng,
         };
+        // By a draw of its own, so that older seeds make the calls that they made.
+        plan.habits.hint = pick(&mut Rng::new(seed ^ 0x417_0000_0000_0000), &[0.0, 0.0, 0.02, 0.1, 0.4]);
         if let Some(trial) = trial {
             let mut rng = plan.rng.reseeded(seed ^ 0x7214_1000_0000_0000);
             (plan.layered, plan.config.host.bypass) = (rng.chance(0.2), rng.chance(0.3));
@@ -345,5 +353,6 @@ fn habits(rng: &mut Rng, config: &Config) -> Habits {
         cancel: pick(rng, &[0.0, 0.05, 0.3]),
         keep: pick(rng, &[0.0, 0.2, 0.6]),
         pause: pick(rng, &[0.0, 0.1, 0.5]),
+        hint: 0.0,
     }
 }
