@@ -212,6 +212,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let mut index = Index::with_policies(seed, |tier| policy(&config, tier));
     let mut generation = 1;
     let mut slots = None;
+    let mut is_new = false;
     if !config.disk.paths.is_empty() {
         let blocks = config.disk_slots();
         index.try_reserve(blocks as usize).map_err(|bytes| Error::Config {
@@ -227,6 +228,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         index.restored(Tier::Disk);
         metrics.records_bad.add(recovered.counts.bad);
         generation = recovered.next_generation;
+        is_new = recovered.is_new;
         slots = Some(recovered.slots);
         if config.values_writes() {
             index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX));
@@ -234,7 +236,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     }
     let storage_name = if config.disk.paths.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
-    let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes);
+    let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes, is_new);
     let movements_max = shared.config.limits.movements_max as usize;
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();

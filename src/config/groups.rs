@@ -125,10 +125,11 @@ pub struct DiskConfig {
     pub write_policy: WritePolicy,
     /// Number of hits after which `write_through_selective` writes a block. 1 to 255.
     pub selective_hits: u8,
-    /// Bytes a day that `by_value` may write to the disk tier, all paths together. Held over any hour within a tenth:
-    /// blocks in their second use go first; of the others, whole chains are chosen at random. Blocks are counted with
-    /// the record page of each, not the record table that a `close` writes. What an earlier run wrote is not known: a
-    /// run begins with nothing saved up. At least 240 blocks with their records. `None`: no limit but
+    /// Bytes a day that `by_value` may write to the disk tier, all paths together. Held over any hour within a tenth,
+    /// restarts included: a tenth of an hour's bytes can be saved up; a new store begins with that, a store that is
+    /// opened again with nothing. Blocks in their second use are written first; of other chains a random share is
+    /// written whole. Blocks are counted with the record page of each, not the record table that a `close` writes. At
+    /// least 240 blocks with their records. `None`: no limit but
     /// [`drive_writes_per_day`](Self::drive_writes_per_day).
     pub write_budget: Option<u64>,
     /// The budget as a drive's data sheet has it: how often a day its whole size may be written. With

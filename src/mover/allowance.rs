@@ -1,8 +1,12 @@
 //! The budget of writes to the disk tier: a bucket that fills evenly and holds a tenth of an hour's writes.
 //!
-//! Over any time `t` no more is written than comes in during `t` and the bucket holds. An empty bucket would cut chains
-//! anywhere; to avoid that, chains in their first use are taken by a random draw: the share taken follows the recent
-//! demand, the budget, and the level of the bucket.
+//! Over any time `t` no more goes out than `t` brings in and the bucket holds. So that it does not run dry, which would
+//! cut chains at random places, one random draw per chain decides on chains in their first use: the share taken follows
+//! the recent demand, the recent budget, and the level of the bucket.
+//!
+//! The level is not stored. The bucket is full when the store is created and empty whenever it is opened again, which
+//! is never more than it was at the end of the run before: so the limit of an hour holds over any number of restarts,
+//! and a restart loses at most a tenth of an hour's writes.
 
 use std::time::Duration;
 
@@ -28,16 +32,16 @@ pub(super) struct Allowance {
 }
 
 impl Allowance {
-    /// An allowance of so many bytes a day, if the write of a block takes `written_bytes`.
-    pub(super) fn new(bytes_a_day: u64, written_bytes: u64) -> Self {
+    /// `written_bytes` are what the write of one block costs. `is_new`: no earlier run wrote to the store.
+    pub(super) fn new(bytes_a_day: u64, written_bytes: u64, is_new: bool) -> Self {
         let a_second = bytes_a_day as f64 / (24.0 * HOUR) / written_bytes.max(1) as f64;
         let room = a_second * HOUR * SAVED;
-        // Empty: frequent restarts must not allow more writes.
-        Allowance { a_second, room, level: 0.0, at: Duration::ZERO, share: 1.0, first: 0.0, again: 0.0, seconds: 0.0 }
+        let level = if is_new { room } else { 0.0 };
+        Allowance { a_second, room, level, at: Duration::ZERO, share: 1.0, first: 0.0, again: 0.0, seconds: 0.0 }
     }
 
-    /// How many of the unwritten `blocks` of a chain are taken, from its top. `now`: time since any fixed instant.
-    /// `again`: its last block is not in its first use. `coin`: the chain's random draw.
+    /// Takes up to `blocks` unwritten blocks of a chain, from its top, and returns how many. `now` is a time since any
+    /// fixed one; `again`: the chain's last block was used before; `coin`: the chain's random draw.
     pub(super) fn admit(&mut self, now: Duration, again: bool, coin: f64, blocks: usize) -> usize {
         self.pass(now);
         let taken = again || coin < self.share;
@@ -51,7 +55,8 @@ impl Allowance {
         if !taken {
             return 0;
         }
-        let blocks = blocks.min(self.level as usize);
+        // The smallest budget has room for one block, whatever rounding leaves of it.
+        let blocks = blocks.min((self.level + 1e-6) as usize);
         self.level -= blocks as f64;
         blocks
     }
@@ -103,7 +108,7 @@ mod tests {
     fn an_hour_takes_no_more_than_a_tenth_above_its_budget_and_wastes_none_of_it() {
         for (chains, blocks, again) in [(1, 200, false), (20, 20, false), (40, 1, true), (3, 24, true)] {
             // 10 blocks a second.
-            let mut allowance = Allowance::new(10 * 86_400 * 1000, 1000);
+            let mut allowance = Allowance::new(10 * 86_400 * 1000, 1000, true);
             let written = written(&mut allowance, 4 * 3600, chains, blocks, again);
             let most = most_in_an_hour(&written);
             assert!(most <= 1.1 * 36_000.0 + 1.0, "{chains} chains of {blocks}: {most} blocks in an hour");
@@ -114,16 +119,39 @@ mod tests {
 
     #[test]
     fn nothing_is_saved_up_beyond_a_tenth_of_an_hour() {
-        let mut allowance = Allowance::new(86_400 * 1000, 1000);
-        assert_eq!(allowance.admit(Duration::ZERO, true, 0.0, 1), 0, "it begins empty");
+        let mut allowance = Allowance::new(86_400 * 1000, 1000, true);
+        assert_eq!(allowance.admit(Duration::ZERO, true, 0.0, 10_000), 360, "a new store begins with a tenth");
+        assert_eq!(allowance.admit(Duration::ZERO, true, 0.0, 1), 0);
         assert_eq!(allowance.admit(Duration::from_hours(48), true, 0.0, 10_000), 360);
         assert_eq!(allowance.admit(Duration::from_hours(48), true, 0.0, 1), 0);
         assert_eq!(allowance.admit(Duration::from_hours(47), true, 0.0, 1), 0, "time never goes back");
     }
 
+    /// A process that starts again every few minutes, as a service does that is killed and restarted.
+    #[test]
+    fn restarts_write_no_more_than_one_run() {
+        let mut written = Vec::new();
+        for minutes in [7, 1, 20, 3, 50, 2].into_iter().cycle().take(24) {
+            let is_new = written.is_empty();
+            let mut allowance = Allowance::new(10 * 86_400 * 1000, 1000, is_new);
+            let taken = (0..minutes * 60).map(|second| allowance.admit(Duration::from_secs(second), true, 0.0, 100));
+            written.extend(taken.map(|blocks| blocks as f64));
+        }
+        let most = most_in_an_hour(&written);
+        assert!((0.9 * 36_000.0..=1.1 * 36_000.0 + 1.0).contains(&most), "{most} blocks in an hour");
+    }
+
+    #[test]
+    fn the_smallest_budget_admits_a_block() {
+        for written_bytes in [4608, 8192, 69_632, 2_625_536] {
+            let mut allowance = Allowance::new(240 * written_bytes, written_bytes, true);
+            assert_eq!(allowance.admit(Duration::ZERO, true, 0.0, 1), 1, "{written_bytes} bytes a block");
+        }
+    }
+
     #[test]
     fn whole_chains_are_taken_by_their_coins() {
-        let mut allowance = Allowance::new(86_400 * 1000, 1000);
+        let mut allowance = Allowance::new(86_400 * 1000, 1000, true);
         let (mut whole, mut stubs) = (0, 0);
         for second in 0..20_000u32 {
             let coin = f64::from(second * 7919 % 1000) / 1000.0;

@@ -123,12 +123,14 @@ impl Flush {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
+    /// `is_new`: no earlier run wrote to the store.
     pub(crate) fn new(
         shared: Arc<Shared>,
         storage: S,
         copy: C,
         workers: Rc<Workers>,
         memory_align_bytes: usize,
+        is_new: bool,
     ) -> Rc<Self> {
         let config = &shared.config;
         let files: Vec<FileId> =
@@ -141,7 +143,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             ),
             allowance: config
                 .write_budget_bytes()
-                .map(|bytes| RefCell::new(Allowance::new(bytes, config.written_bytes()))),
+                .map(|bytes| RefCell::new(Allowance::new(bytes, config.written_bytes(), is_new))),
             opened: Instant::now(),
             records: RefCell::default(),
             written: RefCell::default(),

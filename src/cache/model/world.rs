@@ -253,7 +253,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
     let shared = Shared::new(config, arena, device, index, Some(slots), u64::from(stored) + 1, Metrics::new());
     let shared = Arc::new(shared);
     let storage = Memory(Rc::new(RefCell::new(file)));
-    let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new(), Workers::none(), 1);
+    let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new(), Workers::none(), 1, true);
     let (commands, requests) = mpsc::channel(4);
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);

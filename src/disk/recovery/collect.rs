@@ -117,7 +117,7 @@ impl<'a> Collector<'a> {
     pub fn finish(self) -> Recovered {
         let sum = self.counts.valid + self.counts.free + self.counts.bad;
         assert_eq!(sum, u64::from(self.stripe.slots()), "every slot was counted once: {:?}", self.counts);
-        Recovered { slots: self.slots, counts: self.counts, next_generation: self.generation_next }
+        Recovered { slots: self.slots, counts: self.counts, next_generation: self.generation_next, is_new: false }
     }
 }
 

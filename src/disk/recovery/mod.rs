@@ -60,6 +60,8 @@ pub struct Recovered {
     pub counts: Counts,
     /// The lowest generation above those of all records.
     pub next_generation: u64,
+    /// The store was created by this call.
+    pub is_new: bool,
 }
 
 /// Opens the store in `files`, or creates one if none of them ever held a block. Like [`open`].
@@ -110,7 +112,7 @@ pub async fn open<S: Storage>(
             create(storage, members, config, uuid).await?;
             let counts = Counts { free: stripe.slots().into(), ..Counts::default() };
             let slots = DiskSlots::new(stripe, uuid, true);
-            Ok(Recovered { slots, counts, next_generation: 1 })
+            Ok(Recovered { slots, counts, next_generation: 1, is_new: true })
         }
     }
 }
