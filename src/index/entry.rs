@@ -1,11 +1,11 @@
-//! What the index knows of one block.
+//! The state of one block in the index.
 
 use std::num::NonZeroU8;
 
 use super::Used;
 use crate::block::{BlockKey, Tier};
 
-/// No entry: the parent of a chain's first block, or a parent not known.
+/// No entry: the parent of a chain's first block, or an unknown parent.
 pub(super) const NONE: u32 = u32::MAX;
 
 // Five marks a tier, in `Entry::marks`.
@@ -23,24 +23,24 @@ pub(super) const HELD: u16 = 16;
 const MARKS: u32 = 5;
 const EVERY_TIER: u16 = 1 | 1 << MARKS | 1 << (2 * MARKS);
 
-/// Uses that are told apart: more count as so many.
+/// The highest count of uses: 3 stands for more as well.
 pub(super) const USES_MAX: u8 = 3;
 
 /// The lists of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum List {
-    /// What must be demoted before it may go.
+    /// Copies that must be demoted before they may be evicted.
     Dirty,
-    /// What goes first.
+    /// Copies that are evicted first.
     Released,
-    /// What goes last.
+    /// Copies that are evicted last.
     Kept,
-    /// What goes in the order of the policy.
+    /// Copies that are evicted in the order of the policy.
     Policy,
 }
 
 impl List {
-    /// Those that are in order of last use, whatever the policy.
+    /// The lists in order of last use, whatever the policy.
     pub(super) const BY_LAST_USE: [List; 3] = [List::Dirty, List::Released, List::Kept];
 }
 
@@ -62,24 +62,24 @@ pub(super) struct Entry {
     pub(super) places: [Place; Tier::COUNT],
 }
 
-/// What is known of an entry as a whole. Never zero: the slab keeps its own tag in the value that this cannot have.
+/// The state of an entry as a whole. Never zero: the slab keeps its own tag in the value that this cannot have.
 #[derive(Clone, Copy)]
 struct Flags(NonZeroU8);
 
 impl Flags {
     const NONE: NonZeroU8 = NonZeroU8::new(1 << 7).expect("not zero");
-    /// No longer in the map; lives on until its last pin, fill and child is gone.
+    /// No longer in the map; lives until its last pin, fill and child has ended.
     const REMOVED: u8 = 1;
     /// Its next use was counted when it was announced.
     const ANNOUNCED: u8 = 1 << 1;
     /// Uses, at most [`USES_MAX`]: two bits from here on.
     const USES_SHIFT: u32 = 2;
     const USES: u8 = USES_MAX << Self::USES_SHIFT;
-    /// Its chain is over, as far as its callers say: it goes first.
+    /// A caller released its chain: it is evicted first.
     const RELEASED: u8 = 1 << 4;
-    /// Two entries have named it as their parent at a time: more than one chain has gone on from here.
+    /// Two entries named it as their parent at the same time: more than one chain continued from here.
     const FORKED: u8 = 1 << 5;
-    /// It is kept for a while: it goes last.
+    /// It is kept for a time: it is evicted last.
     const KEPT: u8 = 1 << 6;
 
     fn has(self, mask: u8) -> bool {
@@ -99,13 +99,13 @@ impl Flags {
 /// A block's copy in one tier.
 #[derive(Clone, Copy)]
 pub(super) struct Place {
-    /// The slot, where [`FULL`]. Elsewhere the low half of the clock when the copy was evicted, or [`NONE`].
+    /// The slot, if [`FULL`]; else the low half of the clock when the copy was evicted, or [`NONE`].
     pub(super) slot: u32,
-    /// Readers that hold it.
+    /// Number of pins.
     pub(super) pins: u32,
-    /// Entries that name this one as their parent and have a copy here, full or filling.
+    /// Entries with this one as their parent and with a copy here, full or filling.
     pub(super) children: u32,
-    /// Those of them whose copy here is marked [`HELD`].
+    /// Children whose copy here is marked [`HELD`].
     pub(super) held: u32,
 }
 
@@ -130,7 +130,7 @@ impl Entry {
         self.flags = self.flags.with(Flags::USES, used.uses.min(USES_MAX) << Flags::USES_SHIFT);
     }
 
-    /// No longer in the map; lives on until its last pin, fill and child is gone.
+    /// No longer in the map; lives until its last pin, fill and child has ended.
     #[inline]
     pub(super) fn is_removed(&self) -> bool {
         self.flags.has(Flags::REMOVED)
@@ -150,7 +150,7 @@ impl Entry {
         self.flags = self.flags.with_one(Flags::ANNOUNCED, announced);
     }
 
-    /// Its chain is over, as far as its callers say.
+    /// A caller released its chain.
     #[inline]
     pub(super) fn is_released(&self) -> bool {
         self.flags.has(Flags::RELEASED)
@@ -160,7 +160,7 @@ impl Entry {
         self.flags = self.flags.with_one(Flags::RELEASED, released);
     }
 
-    /// More than one chain has gone on from here at a time.
+    /// More than one chain continued from here at the same time.
     pub(super) fn is_forked(&self) -> bool {
         self.flags.has(Flags::FORKED)
     }
@@ -169,7 +169,7 @@ impl Entry {
         self.flags = self.flags.with_one(Flags::FORKED, true);
     }
 
-    /// It is kept for a while.
+    /// It is kept for a time.
     #[inline]
     pub(super) fn is_kept(&self) -> bool {
         self.flags.has(Flags::KEPT)
@@ -179,7 +179,7 @@ impl Entry {
         self.flags = self.flags.with_one(Flags::KEPT, kept);
     }
 
-    /// The list of `tier` that its copy there belongs in, if it belongs in one.
+    /// The list of `tier` for its copy there, if the copy belongs in one.
     #[inline]
     pub(super) fn list(&self, tier: Tier) -> List {
         if self.is_released() {
@@ -193,7 +193,7 @@ impl Entry {
         }
     }
 
-    /// The low half of the clock when the copy in `tier` was evicted, once, where it is not there again.
+    /// Takes the low half of the clock at the eviction of the copy in `tier`, unless there is a copy again.
     pub(super) fn take_evicted_at(&mut self, tier: Tier) -> Option<u32> {
         if self.has(tier, FULL) {
             return None;
@@ -202,18 +202,18 @@ impl Entry {
         (at != NONE).then_some(at)
     }
 
-    /// Of a block that is resident nowhere the policies remember what is to be remembered.
+    /// Clears the uses of a block that is resident nowhere: the policies remember them.
     pub(super) fn forget_uses(&mut self) {
         self.set_used(Used { last: 0, uses: 0 });
         self.set_announced(false);
     }
 
-    /// Of a block that is removed no tier is to be told.
+    /// Clears the evictions of a removed block: no policy learns of them.
     pub(super) fn forget_evictions(&mut self) {
         Tier::ALL.into_iter().for_each(|tier| _ = self.take_evicted_at(tier));
     }
 
-    /// True where another entry names it as its parent: those that do have a copy somewhere, or a fill.
+    /// True if another entry names it as its parent. Such an entry has a copy somewhere, or a fill.
     #[inline]
     pub(super) fn is_named(&self) -> bool {
         self.places.iter().any(|place| place.children > 0)
@@ -244,19 +244,19 @@ impl Entry {
         &mut self.places[tier as usize]
     }
 
-    /// True where a slot of `tier` is this entry's, full or filling.
+    /// True if the entry owns a slot of `tier`, full or filling.
     #[inline]
     pub(super) fn occupies(&self, tier: Tier) -> bool {
         self.has(tier, FULL | FILLING)
     }
 
-    /// True where a slot of some tier is this entry's, full or filling. Else it is a ghost, or about to go.
+    /// True if the entry owns a slot of some tier, full or filling. Else it is a ghost, or about to be removed.
     #[inline]
     pub(super) fn occupies_any(&self) -> bool {
         self.marks & (EVERY_TIER * (FULL | FILLING)) != 0
     }
 
-    /// The fastest tier where it is full.
+    /// The fastest tier with a full copy.
     #[inline]
     pub(super) fn best_tier(&self) -> Option<Tier> {
         let full = self.marks & (EVERY_TIER * FULL);
@@ -273,27 +273,27 @@ impl Entry {
         self.marks & (EVERY_TIER * LISTED) != 0
     }
 
-    /// True where the copy in `tier` is full and nobody holds it.
+    /// True if the copy in `tier` is full, unpinned and not removed.
     #[inline]
     fn is_settled(&self, tier: Tier) -> bool {
         self.has(tier, FULL) && self.place(tier).pins == 0 && !self.is_removed()
     }
 
-    /// True where the copy in `tier` must be demoted before it may go.
+    /// True if the copy in `tier` must be demoted before it may be evicted.
     #[inline]
     fn must_be_demoted(&self, tier: Tier) -> bool {
         self.has(tier, DIRTY) && !self.is_released()
     }
 
-    /// True where the copy in `tier` could go, children or not: full, unpinned, clean or released, and no fill reads
-    /// from it.
+    /// True if the copy in `tier` could be evicted, whatever its children: full, unpinned, clean or released, and no
+    /// fill reads from it.
     #[inline]
     pub(super) fn may_go(&self, tier: Tier) -> bool {
         self.is_settled(tier) && !self.must_be_demoted(tier) && !self.is_filling_anywhere()
     }
 
-    /// Whether the entry belongs in a list of `tier`: the dirty list if it must be demoted, else one of those of what
-    /// may be evicted.
+    /// Whether the entry belongs in a list of `tier`: the dirty list if it must be demoted, else one of the eviction
+    /// lists.
     #[inline]
     pub(super) fn belongs_in_list(&self, tier: Tier) -> bool {
         match self.must_be_demoted(tier) {
@@ -302,33 +302,33 @@ impl Entry {
         }
     }
 
-    /// True where there is a copy in `tier`, or a fill of one, that may not go now whatever its children do.
+    /// True if there is a copy in `tier`, or a fill of one, that cannot be evicted now, whatever its children.
     #[inline]
     pub(super) fn is_held(&self, tier: Tier) -> bool {
         self.occupies(tier) && !self.may_go(tier)
     }
 
-    /// True where it is in no list of `tier` and not counted as held there, and belongs in none, pinned or not.
+    /// True if it is in no list of `tier`, is not counted as held there, and belongs in none, pinned or not.
     #[inline]
     pub(super) fn is_plain_inner(&self, tier: Tier) -> bool {
         self.place(tier).children > 0 && !self.has(tier, LISTED | DIRTY | HELD)
     }
 
-    /// True where all children that it has in `tier`, and it has some, are counted as held.
+    /// True if it has children in `tier` and all of them are counted as held.
     #[inline]
     fn has_only_held(&self, tier: Tier) -> bool {
         let place = self.place(tier);
         place.children > 0 && place.held == place.children
     }
 
-    /// True where there is a copy in `tier`, or a fill of one, that is right above counted ones and not counted itself.
+    /// True if there is a copy in `tier`, or a fill of one, right above counted ones and not counted itself.
     #[inline]
     pub(super) fn is_frontier(&self, tier: Tier) -> bool {
         self.has_only_held(tier) && self.occupies(tier) && !self.has(tier, HELD)
     }
 
-    /// True where the copy in `tier` could go, and of its children there every one is held: what goes where no leaf
-    /// can.
+    /// True if the copy in `tier` could be evicted and all its children there are held: it is evicted if no leaf can
+    /// be.
     #[inline]
     pub(super) fn is_last_resort(&self, tier: Tier) -> bool {
         self.has_only_held(tier) && self.may_go(tier)

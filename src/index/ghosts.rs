@@ -1,17 +1,16 @@
-//! What was evicted of late: by the hash of its key, in a ring.
+//! Recent evictions, by the hashes of their keys, in a ring.
 
 use super::entry::USES_MAX;
 
-/// Bits of a hash that are kept beside the chain, which is chosen by others; the rest of the word says what is known of
-/// the block.
+/// Bits of a hash that are kept; other bits choose the chain. The rest of the word has the uses and marks.
 const HASH_BITS: u32 = 28;
 const USES_SHIFT: u32 = HASH_BITS;
-/// It was not taken in, rather than evicted.
+/// It was refused, not evicted.
 const REFUSED: u32 = 1 << 30;
-/// Asked for again since, or pushed anew: no longer in a chain.
+/// Used since, or pushed again: no longer in a chain.
 const TAKEN: u32 = 1 << 31;
 
-/// A link that leads to no ghost, but ends the chain whose number the other bits are.
+/// The end of a chain; the other bits are the number of the chain.
 const END: u32 = 1 << 31;
 
 /// One eviction that is remembered. 12 bytes.
@@ -35,7 +34,7 @@ impl Ghost {
         (self.word >> USES_SHIFT) as u8 & USES_MAX
     }
 
-    /// It was not taken in, rather than evicted.
+    /// It was refused, not evicted.
     pub fn refused(self) -> bool {
         self.word & REFUSED != 0
     }
@@ -46,9 +45,9 @@ fn kept(hash: u64) -> u32 {
 }
 
 /// The last evictions, as many as there is room for. 14 bytes each: a ring, and the heads of chains through it, one for
-/// every two ghosts. Nothing grows or moves once there is room for all.
+/// every two ghosts. Nothing grows or moves once it is reserved.
 ///
-/// Two keys of one hash are taken for one: that costs a wrong count, once in 2^27 look-ups.
+/// Two keys with one hash count as one key: that costs a wrong count, once in 2^27 look-ups.
 pub(super) struct Ghosts {
     ring: Vec<Ghost>,
     /// The first of each chain, by the hash.
@@ -67,7 +66,8 @@ impl Ghosts {
         self.room.div_ceil(2)
     }
 
-    /// Takes the memory for all of them, so that nothing moves later; the error is how many bytes were refused.
+    /// Allocates memory for all of them, so that nothing moves later; the error is the number of bytes that were
+    /// refused.
     pub fn try_reserve(&mut self) -> Result<(), usize> {
         let heads = self.heads_wanted();
         let bytes = self.room * size_of::<Ghost>() + heads * size_of::<u32>();
@@ -76,12 +76,12 @@ impl Ghosts {
         chains.try_reserve_exact(heads.saturating_sub(chains.len())).map_err(|_| bytes)
     }
 
-    /// The chain that a hash is in: by its high bits, of which none are kept with a ghost.
+    /// The chain of a hash: by its high bits, which are not kept with a ghost.
     fn chain(&self, hash: u64) -> usize {
         ((u128::from(hash) * self.heads.len() as u128) >> 64) as usize
     }
 
-    /// Remembers an eviction, and forgets the oldest where there is no room.
+    /// Remembers an eviction, and forgets the oldest if there is no room.
     pub fn push(&mut self, hash: u64, at: u32, uses: u8, refused: bool) {
         if self.room == 0 {
             return;
@@ -90,7 +90,7 @@ impl Ghosts {
             let ends = (0..self.heads_wanted() as u32).map(|chain| END | chain);
             self.heads.extend(ends);
         }
-        // One eviction a key: of two the later counts.
+        // One eviction per key: the later one counts.
         self.take(hash);
         let chain = self.chain(hash);
         let place = if self.ring.len() < self.room {
@@ -121,12 +121,12 @@ impl Ghosts {
         None
     }
 
-    /// True where the eviction of `hash` is remembered.
+    /// True if the eviction of `hash` is remembered.
     pub fn contains(&self, hash: u64) -> bool {
         self.find(hash).is_some()
     }
 
-    /// Forgets the eviction of `hash`, and gives it.
+    /// Forgets the eviction of `hash`, and returns it.
     pub fn take(&mut self, hash: u64) -> Option<Ghost> {
         self.take_placed(hash).map(|(_, ghost)| ghost)
     }
@@ -141,7 +141,7 @@ impl Ghosts {
         Some((place as usize, found))
     }
 
-    /// What is remembered at a place in the ring, unless it was taken.
+    /// The eviction at a place in the ring, unless it was taken.
     pub fn at(&self, place: usize) -> Option<Ghost> {
         self.ring.get(place).copied().filter(|ghost| !ghost.is_taken())
     }
@@ -151,7 +151,7 @@ impl Ghosts {
         self.room
     }
 
-    /// Takes a ghost out of its chain, whose number stands at its end.
+    /// Takes a ghost out of its chain, whose end has its number.
     fn unlink(&mut self, place: u32) {
         let next = self.ring[place as usize].next;
         let mut end = next;

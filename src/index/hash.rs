@@ -7,8 +7,8 @@ use crate::block::BlockKey;
 /// Hashes keys with secret multipliers: two folded 64x64-bit multiplications over the four words of
 /// a key and one over their results (the scheme of wyhash).
 ///
-/// Whoever chooses keys without knowing the seed cannot aim them at one bucket. It is no keyed MAC:
-/// hash values must not leave the process.
+/// An attacker who chooses keys without knowing the seed cannot aim them at one bucket. It is no keyed MAC: hash values
+/// must not leave the process.
 #[derive(Clone)]
 pub(super) struct KeyHasher {
     secrets: [u64; 6],
@@ -45,8 +45,8 @@ fn splitmix64(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Spreads entry ids over a table. Nobody outside chooses ids, so one multiplication is enough; the
-/// shift brings the well-mixed high half down to where the table takes the bucket from.
+/// Spreads entry ids over a table. No caller chooses ids, so one multiplication is enough; the shift moves the
+/// well-mixed high half to where the table takes the bucket from.
 #[derive(Default)]
 pub(super) struct IdHasher(u64);
 
@@ -76,7 +76,7 @@ impl Hasher for IdHasher {
 mod tests {
     use super::*;
 
-    /// Keys that differ in one bit only must not share buckets more than chance has it.
+    /// Keys that differ in one bit only share buckets no more often than chance.
     #[test]
     fn single_bit_keys_spread_over_buckets_and_tags() {
         for seed in 0..8 {

@@ -1,14 +1,14 @@
-//! What callers say of chains: that one is over, or that it is to be kept for a while.
+//! Hints of callers: a chain is over, or is to be kept for a time.
 //!
-//! A *released* block goes before all others, and need not be written first. Its chain is released from its end up to
-//! the first block that another chain goes on from, or has gone on from while both were here: a prompt that many
-//! conversations begin with is not over with one of them. A use takes the release back, for the block and for those
-//! before it; so of a released block all children are released.
+//! A *released* block is evicted before all others, and need not be written first. Its chain is released from its end
+//! up to the first block from which another chain continues, or has continued while both were resident: a prompt that
+//! many conversations begin with is not over with one of them. A use takes the release back, for the block and for its
+//! ancestors; so all children of a released block are released.
 //!
-//! A *kept* block goes after all others, as long as no more copies are kept in its tier than
-//! [`limit_kept`](Index::limit_kept) says; past that the coldest of them go when they would have gone anyway. What is
-//! before a kept block is kept as well, since it cannot go before it. To keep is a preference: where nothing else may
-//! go, what is kept does.
+//! A *kept* block is evicted after all others, as long as no more copies are kept in its tier than
+//! [`limit_kept`](Index::limit_kept) allows; beyond that the coldest of them are evicted as if they were not kept. The
+//! ancestors of a kept block are kept as well, since they cannot be evicted before it. This is a preference: if nothing
+//! else can be evicted, kept blocks are.
 
 use super::{
     ANCESTORS_MAX, EntryId, Index,
@@ -16,18 +16,18 @@ use super::{
 };
 use crate::block::{BlockKey, Tier};
 
-/// Blocks whose time is up that one look for a victim takes note of.
+/// Expired blocks that one call of [`Index::expire`] handles.
 const EXPIRED_AT_ONCE: usize = 64;
 
 impl Index {
-    /// The chain of `keys`, in prefix order, is over: gives how many blocks of it are released now.
+    /// Releases the chain of `keys`, in prefix order. Returns how many blocks are released now.
     pub fn release(&mut self, keys: &[BlockKey]) -> usize {
         let steps = (0..keys.len()).rev().map_while(|at| self.release_at(keys, at));
         steps.filter(|released| *released).count()
     }
 
-    /// One step of [`release`](Self::release), to be made for the last key first: whether the block of the key `at` is
-    /// released now. `None` at the first block that is not its own chain's alone, or is kept: the rest is not over.
+    /// One step of [`release`](Self::release), made for the last key first. Returns whether the block of key `at` is
+    /// released now; `None` at the first block that is part of another chain too, or is kept: the rest is not over.
     pub fn release_at(&mut self, keys: &[BlockKey], at: usize) -> Option<bool> {
         let Some(id) = self.find(&keys[at]) else { return Some(false) };
         let entry = self.entry(id);
@@ -47,18 +47,18 @@ impl Index {
         Some(true)
     }
 
-    /// True where the block goes first.
+    /// True if the block is evicted first.
     pub fn is_released(&self, id: EntryId) -> bool {
         self.entry(id).is_released()
     }
 
-    /// True where the block goes last, within the limit of its tier.
+    /// True if the block is evicted last, within the limit of its tier.
     pub fn is_kept(&self, id: EntryId) -> bool {
         self.entry(id).is_kept()
     }
 
-    /// Keeps a block, and those before it, until the time is up that is given to [`expire`](Self::expire); where it is
-    /// kept for longer, that stays. False where it is resident nowhere, or its chain is too long to keep.
+    /// Keeps a block and its ancestors until `until`, a time as [`expire`](Self::expire) gets it; a later time that was
+    /// set before stays. False if it is resident nowhere, or its chain is too long.
     pub fn keep(&mut self, id: EntryId, until: u64) -> bool {
         if !self.entry(id).occupies_any() || self.entry(id).is_removed() || !self.reaches_kept(id, until) {
             return false;
@@ -73,17 +73,17 @@ impl Index {
         self.kept.copies_max[tier as usize] = copies;
     }
 
-    /// Copies in `tier` of what is kept.
+    /// Number of kept copies in `tier`.
     pub fn kept(&self, tier: Tier) -> usize {
         self.kept.copies[tier as usize]
     }
 
-    /// True where nothing is kept, so that no time is up.
+    /// True if nothing is kept, so that nothing can expire.
     pub fn keeps_nothing(&self) -> bool {
         self.kept.by_time.is_empty()
     }
 
-    /// It is `now`: what was kept until then, or before, is kept no longer. Takes a part of many at a time.
+    /// Ends the keeping of blocks that were kept until `now` or before; a part of them if they are many.
     pub fn expire(&mut self, now: u64) {
         for _ in 0..EXPIRED_AT_ONCE {
             let Some(&(_, id)) = self.kept.by_time.first().filter(|(until, _)| *until <= now) else { return };
@@ -94,7 +94,7 @@ impl Index {
         }
     }
 
-    /// The block is in use again, and so is what is before it.
+    /// Takes back the release of a block and of its ancestors.
     #[inline]
     pub(super) fn end_release(&mut self, id: EntryId) {
         if self.entry(id).is_released() {
@@ -111,8 +111,7 @@ impl Index {
         }
     }
 
-    /// A child of `parent` is about to get its first copy: where another one names it already, two chains go on from
-    /// there.
+    /// A child of `parent` is about to get its first copy: if another child exists, two chains continue from there.
     pub(super) fn note_fork(&mut self, parent: EntryId) {
         if self.entry(parent).is_named() {
             self.entry_mut(parent).set_forked();
@@ -129,8 +128,8 @@ impl Index {
         }
     }
 
-    /// True where the walk up to what is kept for as long, or to the chain's beginning, is not too long to be made
-    /// under the lock.
+    /// True if the walk up to an ancestor that is kept for as long, or to the chain's beginning, is short enough to be
+    /// made under the lock.
     fn reaches_kept(&self, id: EntryId, until: u64) -> bool {
         let mut at = Some(id);
         for _ in 0..ANCESTORS_MAX {
@@ -166,14 +165,14 @@ impl Index {
         self.mark(id, |entry| entry.set_kept(kept));
     }
 
-    /// Changes what decides the lists of an entry, which leaves them before and enters them after.
+    /// Changes marks that decide the lists of an entry: it leaves them before and enters them after.
     fn mark(&mut self, id: EntryId, change: impl FnOnce(&mut Entry)) {
         Tier::ALL.into_iter().for_each(|tier| self.delist(id, tier));
         change(self.entry_mut(id));
         Tier::ALL.into_iter().for_each(|tier| self.relist(id, tier));
     }
 
-    /// What must hold of an entry, whatever lists it is in.
+    /// Checks the hints of an entry.
     pub(super) fn validate_hints(&self, id: EntryId, entry: &Entry) -> Result<(), String> {
         let (released, kept) = (entry.is_released(), entry.is_kept());
         if released && (kept || entry.is_removed() || !entry.occupies_any()) {
@@ -195,7 +194,7 @@ impl Index {
         Ok(())
     }
 
-    /// What must hold of all that is kept: `copies` are those of entries that are marked so.
+    /// Checks the counts of kept blocks: `copies` are those of entries that are marked.
     pub(super) fn validate_kept(&self, copies: [usize; Tier::COUNT]) -> Result<(), String> {
         let (known, by_time) = (self.kept.until.len(), self.kept.by_time.len());
         let marked = self.entries.iter().filter(|(_, entry)| entry.is_kept()).count();

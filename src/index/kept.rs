@@ -1,23 +1,23 @@
-//! What is kept, until when. Pure data: entries by their numbers.
+//! Kept blocks and their times: entries by their numbers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::block::Tier;
 
-/// What is kept, until when, and how much of it there is.
+/// Kept blocks, until when, and how many copies they have.
 #[derive(Default)]
 pub(super) struct Kept {
     pub(super) until: BTreeMap<u32, u64>,
     pub(super) by_time: BTreeSet<(u64, u32)>,
-    /// Full copies of what is kept and can be found.
+    /// Full copies of kept blocks that are in the map.
     pub(super) copies: [usize; Tier::COUNT],
     pub(super) copies_max: [usize; Tier::COUNT],
-    /// What was kept until then may be kept no longer.
+    /// Blocks that were kept until then are not kept any more.
     pub(super) expired: u64,
 }
 
 impl Kept {
-    /// A copy of a block comes or goes, which is kept or not.
+    /// Counts a copy that comes or goes, if its block is kept.
     pub(super) fn count(&mut self, is_kept: bool, tier: Tier, comes: bool) {
         let copies = &mut self.copies[tier as usize];
         match comes {
@@ -26,12 +26,12 @@ impl Kept {
         }
     }
 
-    /// True where more copies are kept in `tier` than may be.
+    /// True if more copies are kept in `tier` than the limit.
     pub(super) fn is_over(&self, tier: Tier) -> bool {
         self.copies[tier as usize] > self.copies_max[tier as usize]
     }
 
-    /// An entry is kept no longer, or is none any more.
+    /// Removes an entry.
     pub(super) fn forget(&mut self, id: u32) {
         if let Some(until) = self.until.remove(&id) {
             self.by_time.remove(&(until, id));

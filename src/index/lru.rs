@@ -6,14 +6,13 @@ use lru::LruCache;
 
 use super::{EntryId, EvictionPolicy, Used, hash::BuildIdHasher};
 
-/// Gives up what was used longest ago. Exact, also for entries that arrive out of order.
+/// Evicts the entry that was used longest ago. Exact, also for entries that arrive out of order.
 ///
-/// Almost all arrivals are in order: an entry was just used, so it goes to the recent end of a
-/// linked list. But where a leaf is evicted, its parent may be evicted from then on and was used
-/// long ago; at the recent end it would live another whole round, and so would every block of the
-/// chain after it. Such late arrivals go to an ordered set, and the victim is the colder of the two
-/// fronts. So does what a restart found: a set is built from an ordered list in a tenth of the time that
-/// it takes to link a list node by node.
+/// Almost all arrivals are in order: an entry was just used, so it is appended to a linked list. But when a leaf is
+/// evicted, its parent can be evicted from then on and was used long ago; at the recent end it would stay another whole
+/// round, and so would every block of the chain after it. Such late arrivals enter an ordered set, and the victim is
+/// the colder of the two fronts. The blocks of a restart enter the set too: it is built from an ordered list in a tenth
+/// of the time that it takes to link a list node by node.
 pub struct Lru {
     in_order: LruCache<u32, (), BuildIdHasher>,
     late: BTreeSet<(u64, u32)>,
@@ -22,12 +21,12 @@ pub struct Lru {
 }
 
 impl Lru {
-    /// An order of nothing.
+    /// An empty order.
     pub fn new() -> Self {
         Lru { in_order: LruCache::unbounded_with_hasher(BuildIdHasher::default()), late: BTreeSet::new(), newest: 0 }
     }
 
-    /// True where `id` is held. `last_use` is what was last told of it.
+    /// True if `id` is held. `last_use` is its last known one.
     pub(super) fn contains(&self, id: EntryId, last_use: u64) -> bool {
         self.in_order.contains(&id.0) || self.late.contains(&(last_use, id.0))
     }
@@ -118,7 +117,7 @@ mod tests {
     }
 
     proptest! {
-        /// In whatever order entries come, go and are used, the victim is the one used longest ago.
+        /// In any order of arrivals, removals and uses, the victim is the entry used longest ago.
         #[test]
         fn the_victim_is_the_coldest(ops in proptest::collection::vec(op(), 1..200)) {
             let mut lru = Lru::new();

@@ -12,12 +12,12 @@ impl Index {
         self.blocks
     }
 
-    /// Visits the resident blocks of one page, with the fastest tier of each, in no particular order; gives the page
-    /// that follows, or `None` after the last. The first page is 0.
+    /// Visits the resident blocks of one page, with the fastest tier of each, in no particular order. Returns the next
+    /// page, or `None` after the last. The first page is 0.
     ///
-    /// The index may change from page to page: a block that is resident throughout is visited exactly once, since an
-    /// entry keeps its number while it lives. One that comes or goes meanwhile may be visited or not, and one that goes
-    /// and comes back may be visited twice.
+    /// The index may change between pages: a block that is resident throughout is visited exactly once, since an entry
+    /// keeps its number while it lives. A block that is stored or evicted meanwhile may be visited or not, and one that
+    /// is evicted and stored again may be visited twice.
     pub fn visit_page(&self, page: u32, mut visit: impl FnMut(BlockKey, Tier)) -> Option<u32> {
         let first = page.saturating_mul(ENTRIES_PER_PAGE);
         let end = u32::try_from(self.entries.capacity()).unwrap_or(u32::MAX);

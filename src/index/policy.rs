@@ -1,13 +1,13 @@
-//! What is given up first: the seam for eviction policies.
+//! The seam for eviction policies.
 
 use super::{EntryId, Lru, Rb};
 
-/// What the index knows of an entry's uses.
+/// The known uses of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Used {
     /// The index's clock at the last use; 0 before the first.
     pub last: u64,
-    /// Uses, as far as is remembered: 3 stands for more as well.
+    /// Uses, as far as they are remembered: 3 stands for more as well.
     pub uses: u8,
 }
 
@@ -18,25 +18,23 @@ impl Used {
     }
 }
 
-/// Chooses which entry a tier gives up next.
+/// Chooses which entry a tier evicts next.
 ///
-/// The index keeps one policy a tier and holds in it exactly the entries that *may* be evicted from
-/// that tier now: full, unpinned, clean, no fill under way, and no child resident there. A policy
-/// only orders them; it need not know of pins, chains or slots. Entries leave and come back often:
-/// every pin removes one and the last unpin inserts it again.
+/// The index has one policy per tier and holds in it exactly the entries that *may* be evicted from that tier now:
+/// full, unpinned, clean, no fill in flight, and no child resident there. A policy only orders them; it need not know
+/// pins, chains or slots. Entries leave and come back often: every pin removes one and the last unpin inserts it again.
 ///
-/// [`Used::last`] is of the index's own clock, which advances by one with each use. An entry can arrive
-/// with an old one: a parent whose last child was just evicted.
+/// [`Used::last`] is a time of the index's own clock, which advances by one with each use. An entry can arrive with an
+/// old one: a parent whose last child was just evicted.
 ///
-/// The default is [`Lru`](super::Lru). Another is given to
-/// [`Index::with_policies`](super::Index::with_policies):
+/// [`Index::with_policies`](super::Index::with_policies) takes any policy:
 ///
 /// ```
 /// use std::collections::BTreeSet;
 ///
 /// use kvhoist::internals::index::{EntryId, EvictionPolicy, Index, Policy, Used};
 ///
-/// /// Gives up what has the lowest id: no policy anyone wants, but a short one.
+/// /// Evicts the lowest id: a short policy, not a good one.
 /// struct LowestId(BTreeSet<EntryId>);
 ///
 /// impl EvictionPolicy for LowestId {
@@ -62,17 +60,16 @@ pub trait EvictionPolicy: Send {
     /// `id` may be evicted from now on. It was not held before.
     fn insert(&mut self, id: EntryId, used: Used);
 
-    /// `id` may no longer be evicted, or was. `used` is what the policy was last told of it.
+    /// `id` may no longer be evicted, or was. `used` is as in the last call for it.
     fn remove(&mut self, id: EntryId, used: Used);
 
     /// `id`, which is held, was used.
     fn touch(&mut self, id: EntryId, from: Used, to: Used);
 
-    /// The entry to give up next; `None` only where nothing is held. `last_use` answers for every
-    /// entry that is held.
+    /// The entry to evict next; `None` only if nothing is held. `last_use` answers for every entry that is held.
     fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId>;
 
-    /// Enters many at once, none of them held before, in ascending order of last use: what a restart found.
+    /// Enters many at once, none of them held before, in ascending order of last use: the blocks of a restart.
     fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, Used)>) {
         entries.for_each(|(id, used)| self.insert(id, used));
     }
@@ -80,49 +77,50 @@ pub trait EvictionPolicy: Send {
     /// Number of entries held.
     fn len(&self) -> usize;
 
-    /// True where nothing is held.
+    /// True if nothing is held.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// True where only what callers do is a use, once a request: neither the end of a pin nor that of a fill. The
-    /// calls below are made to such policies only.
+    /// True if only calls are uses, once per request: neither the end of a pin nor that of a fill. The calls below are
+    /// made to such policies only.
     fn counts_requests(&self) -> bool {
         false
     }
 
-    /// Takes the memory that it will need; the error is how many bytes were refused.
+    /// Allocates the memory that the policy will need; the error is the number of bytes that were refused.
     fn try_reserve(&mut self) -> Result<(), usize> {
         Ok(())
     }
 
-    /// A copy that it named as the victim is evicted. [`remove`](Self::remove) follows.
+    /// The copy that [`victim`](Self::victim) named is evicted. [`remove`](Self::remove) follows.
     fn evicted(&mut self, _used: Used, _now: u64) {}
 
-    /// The evicted block is in no tier now: whether it comes back is for the policy to remember, by the hash of its
-    /// key. `at` is the low half of the clock at the eviction.
+    /// The evicted block is in no tier now: the policy remembers it, by the hash of its key. `at` is the low half of
+    /// the clock at the eviction.
     fn remember(&mut self, _hash: u64, _at: u32, _uses: u8) {}
 
-    /// A block that was in no tier is used. Its uses, where it was remembered; else 0.
+    /// A block that was in no tier is used. Returns its uses if it was remembered; else 0.
     fn returned(&mut self, _hash: u64, _now: u32) -> u8 {
         0
     }
 
-    /// A block that was evicted at `at`, and is in another tier, is asked for.
+    /// A block that was evicted at `at`, and is in another tier, is used.
     fn returned_to(&mut self, _at: u32, _now: u32, _uses: u8) {}
 
-    /// A block that is here and was used once is used again, so many uses later.
+    /// A resident block in its first use is used again, `_after` uses later.
     fn reused(&mut self, _after: u64) {}
 
-    /// True where the tier, which is full, should not take a new block. `coin` is drawn for it and what follows it.
+    /// True if the tier, which is full, should not take a new block. `coin` is one random draw for it and its
+    /// successors.
     fn refuses(&self, _coin: u64) -> bool {
         false
     }
 
-    /// A new block is to be taken in: it may not be here when those come that follow it in its chain.
+    /// A new block is admitted. It may not be resident yet when its successors in the chain arrive.
     fn accepted(&mut self, _hash: u64) {}
 
-    /// True where a new block was to be taken in, a while ago at most.
+    /// True if a new block was admitted recently.
     fn was_accepted(&self, _hash: u64) -> bool {
         false
     }
@@ -130,13 +128,13 @@ pub trait EvictionPolicy: Send {
     /// A block was refused, in its first use. `at` is the low half of the clock.
     fn refused(&mut self, _hash: u64, _at: u32) {}
 
-    /// True where a block that is in no tier is remembered, so that this is not its first use.
+    /// True if a block that is in no tier is remembered, so that this is not its first use.
     fn remembers(&self, _hash: u64) -> bool {
         false
     }
 }
 
-/// A policy of an [`Index`](super::Index). Those that come with it are called without a table of functions.
+/// A policy of an [`Index`](super::Index). The built-in ones are called statically.
 pub enum Policy {
     /// See [`Lru`].
     Lru(Lru),
@@ -146,7 +144,7 @@ pub enum Policy {
     Other(Box<dyn EvictionPolicy>),
 }
 
-/// Calls a method on whatever policy it is.
+/// Calls a method of the policy.
 macro_rules! each {
     ($policy:expr, $name:ident => $call:expr) => {
         match $policy {

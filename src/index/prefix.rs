@@ -1,9 +1,9 @@
-//! How much of a prefix chain is here.
+//! The resident beginning of a prefix chain.
 
 use super::{EntryId, Index};
 use crate::block::{BlockKey, Tier};
 
-/// Room made at first: most chains asked for are shorter.
+/// Room reserved at first: most chains are shorter.
 const FIRST_ROOM: usize = 256;
 
 /// The leading blocks of a chain that are resident, and where.
@@ -19,7 +19,7 @@ impl PrefixMatch {
         self.tiers.len()
     }
 
-    /// True where the first block is resident nowhere.
+    /// True if the first block is resident nowhere.
     pub fn is_empty(&self) -> bool {
         self.tiers.is_empty()
     }

@@ -1,36 +1,36 @@
 //! RB-LRU: two lists by last use, and a head start that moves until both are regretted equally often.
 //!
-//! Blocks that were used in one request only and blocks that were used again are kept in lists of their own. The victim
-//! is the colder of the two fronts, where what was used again counts as used `head` later than it was. Every eviction
-//! is a bet; a block that is asked for again within as many uses as the tier has slots is a *regret*. `head` grows
-//! while evictions of what was used again are regretted more often than the others, and shrinks in the opposite case:
-//! where both are equal, so is what a slot brings in each list. There is no other parameter that follows the load.
+//! Blocks that were used in one request and blocks that were used in several are kept in two lists. The victim is the
+//! colder of the two fronts, where a block of the second list counts as used `head` later than it was. An evicted block
+//! that is requested again within as many uses as the tier has slots is a *regret*. `head` grows while evictions from
+//! the second list are regretted more often than those from the first, and shrinks in the opposite case: if both rates
+//! are equal, a slot brings as many hits in either list. No other parameter follows the load.
 //!
-//! A tier that *thrashes* gives blocks up before anybody comes back for them. With [`Rb::refusing`] it then takes only
-//! a share of the blocks that it sees for the first time. The share falls while what it evicts is regretted more, for
-//! the time that a slot would have to hold it, than new blocks bring hits for the time that they hold theirs.
+//! A tier that *thrashes* evicts blocks before they are requested again. With [`Rb::refusing`] it then admits only a
+//! share of the blocks in their first use. The share falls while evicted blocks would bring more hits, for the time
+//! that they would occupy a slot, than new blocks do.
 
 use super::{EntryId, EvictionPolicy, Lru, Used, ghosts::Ghosts};
 
-/// Slots of head start at first, and at most, as multiples of the tier's.
+/// The head start at first, and at most, as multiples of the tier's slots.
 const HEAD_FIRST: f64 = 0.5;
 const HEAD_MAX: f64 = 16.0;
-/// How far one look moves it.
+/// How far one adaptation moves it.
 const STEP: f64 = 0.02;
-/// A rate of few evictions is drawn to the rate of all, as by so many evictions.
+/// Weight of the common rate in the rate of a class, in evictions.
 const PRIOR: f64 = 8.0;
-/// The least share of new blocks that is taken, and how far one look moves it.
+/// The least share of new blocks that is admitted, and how far one adaptation moves it.
 const SHARE_MIN: f64 = 1.0 / 16.0;
 const SHARE_STEP: f64 = 0.1;
-/// Evictions of what was used again from which on their regrets say more than those of the rest.
+/// With at least so many evictions from the second list, their regrets decide; else those of the first.
 const TELLING: f64 = 16.0;
 
-/// Gives up what brings the least: the colder of what was used once and what was used again.
+/// Evicts the colder of the blocks used once and those used again, with a head start for the latter.
 pub struct Rb {
     /// By whether it was used again.
     lists: [Lru; 2],
     slots: f64,
-    /// Uses by which what was used again is favored.
+    /// By how many uses blocks that were used again are favored.
     head: f64,
     /// Decayed counts.
     regrets: [f64; 2],
@@ -40,18 +40,18 @@ pub struct Rb {
     admission: Option<Admission>,
 }
 
-/// What share of new blocks is taken, and what that rests on: decayed counts.
+/// The share of new blocks that is admitted, and the decayed counts that decide it.
 struct Admission {
     share: f64,
-    /// First uses again of blocks that were here since their first use.
+    /// Second uses of blocks that were resident since their first use.
     hits: f64,
-    /// Uses for which they, and those that were evicted without one, held their slots.
+    /// For how many uses these blocks, and those that were evicted without a second use, occupied their slots.
     time: f64,
-    /// New blocks that are to be taken in, and may not be here yet: what follows them is to be taken in too.
+    /// Admitted blocks that may not be resident yet: their successors are admitted too.
     accepted: Ghosts,
 }
 
-/// Blocks that may be on their way into a tier at once, as far as those that follow them are to know.
+/// Admitted blocks that are remembered for their successors.
 const ACCEPTED_MAX: u32 = 4096;
 
 impl Rb {
@@ -70,18 +70,18 @@ impl Rb {
         }
     }
 
-    /// Of a tier that refuses new blocks while it thrashes.
+    /// The order of a tier that refuses new blocks while it thrashes.
     pub fn refusing(slots: u32) -> Self {
         let admission = Some(Admission { share: 1.0, hits: 0.0, time: 0.0, accepted: Ghosts::new(ACCEPTED_MAX) });
         Rb { admission, ..Rb::new(slots) }
     }
 
-    /// Uses by which what was used again is favored.
+    /// By how many uses blocks that were used again are favored.
     pub fn head(&self) -> f64 {
         self.head
     }
 
-    /// The share of new blocks that is taken while the tier is full.
+    /// The share of new blocks that is admitted while the tier is full.
     pub fn share(&self) -> f64 {
         self.admission.as_ref().map_or(1.0, |admission| admission.share)
     }
@@ -111,7 +111,7 @@ impl Rb {
         }
     }
 
-    /// An eviction or a refusal more.
+    /// Counts an eviction or a refusal.
     fn count(&mut self) {
         self.until_adapt -= 1;
         if self.until_adapt == 0 {
@@ -141,7 +141,7 @@ impl Rb {
     }
 }
 
-/// Evictions from one look at the rates to the next.
+/// Evictions and refusals between two adaptations.
 fn period(slots: f64) -> u32 {
     ((slots / 32.0) as u32).max(16)
 }
@@ -208,7 +208,7 @@ impl EvictionPolicy for Rb {
         if !ghost.refused() {
             self.count_regret(ghost.uses() > 1, now.wrapping_sub(ghost.at));
         }
-        // Whoever is remembered was used.
+        // A remembered block was used.
         ghost.uses().max(1)
     }
 
@@ -252,7 +252,7 @@ impl EvictionPolicy for Rb {
 mod tests {
     use super::*;
 
-    /// A tier that evicts blocks which are asked for again at once, and takes in others that never are.
+    /// A tier that evicts blocks that are requested again at once, and admits others that never are.
     fn thrash(rb: &mut Rb, evictions: u32) {
         for now in 0..evictions {
             rb.evicted(Used { last: 0, uses: 2 }, u64::from(now));

@@ -1,8 +1,8 @@
-//! What was used when, and what goes first.
+//! Uses: how they are counted, and what the policies learn of them.
 
 use super::{
     EntryId, EvictionPolicy, Index, Policy, Used,
-    entry::{DIRTY, FULL, HELD, LISTED, List, NONE, USES_MAX},
+    entry::{FULL, NONE, USES_MAX},
 };
 use crate::block::{BlockKey, Tier};
 
@@ -12,19 +12,19 @@ fn as_date(clock: u64) -> u32 {
 }
 
 impl Index {
-    /// A request for up to `blocks` blocks begins: of its uses of a block one is counted, where requests are.
+    /// Begins a request for up to `blocks` blocks. With a policy that counts requests, each block counts as used once.
     pub fn begin_request(&mut self, blocks: usize) {
         self.request = self.clock..self.clock.saturating_add(2 * blocks as u64);
     }
 
-    /// A use: the entry becomes the most recent of every list that it is in, and is released no longer.
+    /// A use: the entry becomes the most recent of its lists, and is no longer released.
     #[inline]
     pub fn touch(&mut self, id: EntryId) {
         self.end_release(id);
         self.touch_as_released(id);
     }
 
-    /// A use that leaves it released, where it is.
+    /// A use that does not end a release.
     #[inline]
     fn touch_as_released(&mut self, id: EntryId) {
         if self.counts_requests {
@@ -43,8 +43,7 @@ impl Index {
         self.touch_unless(id, announced);
     }
 
-    /// A use that is about to follow, as the fetch of a block follows its prefetch: it counts now, and not when it
-    /// follows.
+    /// Counts a use in advance, as of a prefetch: the use that follows, the fetch, is not counted again.
     pub fn announce(&mut self, id: EntryId) {
         if !self.counts_requests {
             return self.touch(id);
@@ -57,15 +56,15 @@ impl Index {
         }
     }
 
-    /// Where requests are counted: a use, unless it was announced, or is not the first of this request.
+    /// A use where requests are counted, unless it was announced or is not the first of this request.
     fn touch_unless(&mut self, id: EntryId, announced: bool) {
         let entry = self.entry(id);
-        // Of a block that is resident nowhere the policies know what is to be known.
+        // The policies themselves remember blocks that are resident nowhere.
         if !entry.occupies_any() {
             return;
         }
         if announced || self.request.contains(&self.clock) && entry.last_use > self.request.start {
-            // What was evicted since is missed all the same.
+            // A copy that was evicted meanwhile is a regret all the same.
             return self.note_return(id);
         }
         let from = entry.used();
@@ -73,7 +72,7 @@ impl Index {
         self.use_again(id, from, uses);
     }
 
-    /// Counts a use more than `uses`.
+    /// Counts one use more than `uses`.
     #[inline]
     fn use_again(&mut self, id: EntryId, from: Used, uses: u8) {
         self.clock = self.clock.saturating_add(1);
@@ -85,8 +84,8 @@ impl Index {
         }
     }
 
-    /// A use that is none of a caller's: it does not count where requests do, unless it is the first. It ends what
-    /// began before, so what was released meanwhile stays so.
+    /// A use by the end of a pin or a fill, not by a call. Where requests are counted it does not count, unless it is
+    /// the first use. The pin or the fill began before, so it does not end a release.
     #[inline]
     pub(super) fn touch_in_passing(&mut self, id: EntryId) {
         if !self.counts_requests || self.entry(id).used().uses == 0 {
@@ -94,13 +93,12 @@ impl Index {
         }
     }
 
-    /// The clock, as far as evictions are dated by it. Never [`NONE`].
+    /// The date of an eviction now. Never [`NONE`].
     pub(super) fn now(&self) -> u32 {
         as_date(self.clock)
     }
 
-    /// Tells the policies of a use, which is about to be counted; gives the uses before it, as far as they are
-    /// remembered.
+    /// Reports a use that is about to be counted to the policies. Returns the remembered uses before it.
     fn recall(&mut self, id: EntryId, from: Used) -> u8 {
         let clock = self.clock.saturating_add(1);
         let now = as_date(clock);
@@ -123,7 +121,7 @@ impl Index {
         from.uses
     }
 
-    /// Tells the policies of tiers that have evicted a block, and still may be told so, that it is asked for.
+    /// Reports a use to the policies of tiers that evicted the block, once for each eviction.
     fn note_return(&mut self, id: EntryId) {
         self.note_return_at(id, self.now());
     }
@@ -139,7 +137,7 @@ impl Index {
         }
     }
 
-    /// Has the policies that have evicted a block remember it: it is in no tier now, and its entry forgets it.
+    /// Moves the memory of evictions from the entry, which is resident nowhere now, to the policies.
     pub(super) fn remember_evictions(&mut self, id: EntryId) {
         let Index { entries, policies, hasher, .. } = self;
         let entry = &mut entries[id.0 as usize];
@@ -156,13 +154,13 @@ impl Index {
         entry.forget_uses();
     }
 
-    /// True where `tier`, which is full, should not take a block that is about to be stored: its policy refuses blocks
-    /// in their first use, and all that follow them in their chain. A block that is refused counts as used.
+    /// True if `tier`, which is full, should not take a block that is about to be stored: its policy refuses blocks in
+    /// their first use, and all that follow them in their chain. A refused block counts as used.
     ///
-    /// `parent_comes` is true where the block before it is on its way to the tier.
+    /// `parent_comes` is true if the block before it is being written to the tier.
     pub fn refuses(&mut self, key: &BlockKey, parent: Option<&BlockKey>, parent_comes: bool, tier: Tier) -> bool {
         let policy = &self.policies[tier as usize];
-        // No coin is above this one.
+        // No draw is higher.
         if !policy.refuses(u64::MAX) {
             return false;
         }
@@ -189,34 +187,34 @@ impl Index {
         refuses
     }
 
-    /// Whether the block before a new one was new as well, and taken in: the new one is then. `None` where it says
-    /// nothing of the new one: it is used in other chains, or not known at all.
+    /// Whether the block before a new one was new as well, and admitted: then the new one is. `None` if the parent does
+    /// not decide: it is used in other chains, or not known.
     fn parent_taken(&self, parent: Option<&BlockKey>, comes: bool, tier: Tier) -> Option<bool> {
         let (policy, hash) = (&self.policies[tier as usize], self.hasher.hash(parent?));
         let entry = self.find(parent?).map(|id| self.entry(id)).filter(|entry| entry.occupies_any());
         match entry {
             Some(entry) if entry.occupies(tier) || comes => (!entry.used().again()).then_some(true),
             _ if comes || policy.was_accepted(hash) => Some(true),
-            // Without the block before it nobody can use it.
+            // A block without its parent is useless.
             Some(_) => Some(false),
             None => policy.remembers(hash).then_some(false),
         }
     }
 
-    /// A use of a chain, given in prefix order. Touches children before parents, so that a chain
-    /// comes to its end from its end.
+    /// A use of a chain, given in prefix order. Touches children before parents, so that a chain is evicted from its
+    /// end.
     pub fn touch_chain(&mut self, ids: &[EntryId]) {
         for &id in ids.iter().rev() {
             self.touch(id);
         }
     }
 
-    /// What is known of the uses of an entry.
+    /// The known uses of an entry.
     pub fn used(&self, id: EntryId) -> Used {
         self.entry(id).used()
     }
 
-    /// By how many uses [`Rb`](super::Rb) favors what was used again, where it is the policy of `tier`.
+    /// The head start of blocks with several uses, in uses, if [`Rb`](super::Rb) is the policy of `tier`.
     pub fn head(&self, tier: Tier) -> Option<f64> {
         match &self.policies[tier as usize] {
             Policy::Rb(rb) => Some(rb.head()),
@@ -224,7 +222,7 @@ impl Index {
         }
     }
 
-    /// The share of new blocks that `tier` takes while it is full.
+    /// The share of new blocks that `tier` admits while it is full.
     pub fn share(&self, tier: Tier) -> f64 {
         match &self.policies[tier as usize] {
             Policy::Rb(rb) => rb.share(),
@@ -232,92 +230,16 @@ impl Index {
         }
     }
 
-    /// Counts a hit; gives the count after it, which stops at 255.
+    /// Counts a hit. Returns the count, at most 255.
     pub fn hit(&mut self, id: EntryId) -> u8 {
         let hits = &mut self.entry_mut(id).hits;
         *hits = hits.saturating_add(1);
         *hits
     }
 
-    /// Hits counted so far; stops at 255.
+    /// Hits counted so far, at most 255.
     pub fn hits(&self, id: EntryId) -> u8 {
         self.entry(id).hits
-    }
-
-    /// Marks the copy in `tier` as dirty (it must be demoted before it may be evicted) or as clean.
-    /// Does nothing where it is not full.
-    pub fn set_dirty(&mut self, id: EntryId, tier: Tier, dirty: bool) {
-        let entry = self.entry(id);
-        if entry.is_removed() || !entry.has(tier, FULL) || entry.has(tier, DIRTY) == dirty {
-            return;
-        }
-        // Which list it is in depends on the mark, so it leaves the one before it enters the other.
-        self.delist(id, tier);
-        let entry = self.entry_mut(id);
-        if dirty {
-            entry.set(tier, DIRTY);
-        } else {
-            entry.clear(tier, DIRTY);
-        }
-        self.relist(id, tier);
-    }
-
-    /// True where the copy in `tier` must be demoted before it may be evicted.
-    pub fn is_dirty(&self, id: EntryId, tier: Tier) -> bool {
-        self.entry(id).has(tier, DIRTY)
-    }
-
-    /// What `tier` should give up next: a released leaf, the leaf that the policy chooses, or else a kept one; where no
-    /// leaf may go, a copy right above held ones ([why](super)). `None` where every copy is pinned, dirty or being
-    /// filled.
-    pub fn victim(&mut self, tier: Tier) -> Option<EntryId> {
-        let last_use = |id: EntryId| self.entry(id).last_use;
-        let coldest = |list: List| self.lists[list as usize][tier as usize].victim(&last_use);
-        let by_policy = || self.policies[tier as usize].victim(&last_use);
-        let leaf = coldest(List::Released).or_else(|| match (by_policy(), coldest(List::Kept)) {
-            // No more is kept than was promised to be.
-            (Some(choice), Some(kept)) if self.kept.is_over(tier) && last_use(kept) < last_use(choice) => Some(kept),
-            (choice, kept) => choice.or(kept),
-        });
-        leaf.or_else(|| self.last_resort(tier))
-    }
-
-    /// A copy that may go although it has children there, all of them held. Ends after as many steps as inner copies
-    /// have come to be held since the last call.
-    #[cold]
-    fn last_resort(&mut self, tier: Tier) -> Option<EntryId> {
-        loop {
-            let id = self.frontier[tier as usize].next(0).map(EntryId)?;
-            if self.entry(id).may_go(tier) {
-                return Some(id);
-            }
-            // Held like all below it: what may go is above it, if anything.
-            self.count_held(id, tier, true);
-        }
-    }
-
-    /// True where [`evict`](Self::evict) may be called.
-    pub(super) fn may_evict(&self, id: EntryId, tier: Tier) -> bool {
-        let entry = self.entry(id);
-        entry.has(tier, LISTED) && entry.list(tier) != List::Dirty || entry.is_last_resort(tier)
-    }
-
-    /// What to demote next out of `tier`: the coldest dirty copy that nobody has pinned. Children do not matter.
-    ///
-    /// A demotion pins its source, which takes it off this list.
-    pub fn demotable(&self, tier: Tier) -> Option<EntryId> {
-        self.lists[List::Dirty as usize][tier as usize].victim(&|id| self.entry(id).last_use)
-    }
-
-    /// Number of leaves in `tier` that may be evicted now.
-    pub fn evictable(&self, tier: Tier) -> usize {
-        let of_hints = [List::Released, List::Kept].map(|list| self.lists[list as usize][tier as usize].len());
-        self.policies[tier as usize].len() + of_hints.iter().sum::<usize>()
-    }
-
-    /// Number of copies in `tier` that may be demoted now.
-    pub fn demotable_len(&self, tier: Tier) -> usize {
-        self.lists[List::Dirty as usize][tier as usize].len()
     }
 
     /// The clock at the entry's last use; 0 if it was never used.
@@ -328,109 +250,5 @@ impl Index {
     /// Uses so far, or the latest that was restored if that is more.
     pub fn clock(&self) -> u64 {
         self.clock
-    }
-
-    /// Puts the entry into the list of `tier` that it belongs in, or takes it out, and counts it as held or not.
-    ///
-    /// Called after every change of what [`belongs_in_list`](super::entry::Entry::belongs_in_list) and
-    /// [`is_held`](super::entry::Entry::is_held) read.
-    #[inline]
-    pub(super) fn relist(&mut self, id: EntryId, tier: Tier) {
-        if self.entry(id).is_plain_inner(tier) {
-            return;
-        }
-        self.relist_any(id, tier);
-    }
-
-    #[inline(never)]
-    fn relist_any(&mut self, id: EntryId, tier: Tier) {
-        self.tell_held(id, tier);
-        let entry = &self.entries[id.0 as usize];
-        let belongs = entry.belongs_in_list(tier);
-        if belongs != entry.has(tier, LISTED) {
-            match belongs {
-                true => self.enlist(id, tier),
-                false => self.delist(id, tier),
-            }
-        }
-    }
-
-    /// Sees to it that a held leaf is counted among its parent's held children, and what is not held is not. An inner
-    /// copy that is held is counted when a victim is looked for: most are let go before.
-    #[inline]
-    pub(super) fn tell_held(&mut self, id: EntryId, tier: Tier) {
-        let entry = &self.entries[id.0 as usize];
-        let (held, counted) = (entry.is_held(tier), entry.has(tier, HELD));
-        let counts = held && (counted || entry.place(tier).children == 0);
-        if counts != counted {
-            self.count_held(id, tier, counts);
-        }
-    }
-
-    /// Counts the entry among its parent's held children in `tier`, or no longer.
-    #[inline(never)]
-    fn count_held(&mut self, id: EntryId, tier: Tier, counts: bool) {
-        let entry = self.entry_mut(id);
-        match counts {
-            true => entry.set(tier, HELD),
-            false => entry.clear(tier, HELD),
-        }
-        self.weigh(id, tier);
-        if let Some(parent) = self.parent(id) {
-            let held = &mut self.entry_mut(parent).place_mut(tier).held;
-            *held = if counts { *held + 1 } else { *held - 1 };
-            self.weigh(parent, tier);
-        }
-    }
-
-    /// Enters the copy among those right above held ones, or takes it out. Called after every change of what
-    /// [`is_frontier`](super::entry::Entry::is_frontier) reads.
-    pub(super) fn weigh(&mut self, id: EntryId, tier: Tier) {
-        let set = &mut self.frontier[tier as usize];
-        match self.entries[id.0 as usize].is_frontier(tier) {
-            true => set.insert(id.0),
-            false => set.remove(id.0),
-        };
-    }
-
-    /// Enters the entry into the list of `tier` that it belongs in.
-    #[inline(never)]
-    fn enlist(&mut self, id: EntryId, tier: Tier) {
-        let entry = self.entry_mut(id);
-        entry.set(tier, LISTED);
-        let used = entry.used();
-        match entry.list(tier) {
-            List::Policy => self.policies[tier as usize].insert(id, used),
-            list => self.lists[list as usize][tier as usize].insert(id, used),
-        }
-    }
-
-    /// Takes the entry out of the list of `tier` that it is in, if any.
-    #[inline(never)]
-    pub(super) fn delist(&mut self, id: EntryId, tier: Tier) {
-        let entry = &mut self.entries[id.0 as usize];
-        if !entry.has(tier, LISTED) {
-            return;
-        }
-        entry.clear(tier, LISTED);
-        let used = entry.used();
-        match entry.list(tier) {
-            List::Policy => self.policies[tier as usize].remove(id, used),
-            list => self.lists[list as usize][tier as usize].remove(id, used),
-        }
-    }
-
-    /// Tells the lists that the entry is in of a new last use.
-    #[inline(never)]
-    pub(super) fn retime(&mut self, id: EntryId, from: Used, to: Used) {
-        for tier in Tier::ALL {
-            let entry = self.entry(id);
-            if entry.has(tier, LISTED) {
-                match entry.list(tier) {
-                    List::Policy => self.policies[tier as usize].touch(id, from, to),
-                    list => self.lists[list as usize][tier as usize].touch(id, from, to),
-                }
-            }
-        }
     }
 }

@@ -1,4 +1,4 @@
-//! Copies in tiers: how they come, are held, and go.
+//! Copies in tiers: fills, pins, evictions and removals.
 
 use super::{
     EntryId, EvictionPolicy, Index,
@@ -7,19 +7,19 @@ use super::{
 use crate::block::Tier;
 
 impl Index {
-    /// The slot that holds the block in `tier`; `None` where it is not full or the entry was removed.
+    /// The slot that holds the block in `tier`; `None` if it is not full or the entry was removed.
     #[inline]
     pub fn slot(&self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = self.entry(id);
         (entry.has(tier, FULL) && !entry.is_removed()).then(|| entry.place(tier).slot)
     }
 
-    /// True where a fill of `tier` is under way, also one that will be refused because the entry was removed.
+    /// True if a fill of `tier` is in flight, even one that will be refused because the entry was removed.
     pub fn is_filling(&self, id: EntryId, tier: Tier) -> bool {
         self.entry(id).has(tier, FILLING)
     }
 
-    /// The fastest tier where the block is full; `None` where there is none or the entry was removed.
+    /// The fastest tier with a full copy; `None` if there is none or the entry was removed.
     #[inline]
     pub fn best_tier(&self, id: EntryId) -> Option<Tier> {
         let entry = self.entry(id);
@@ -31,8 +31,8 @@ impl Index {
         self.resident[tier as usize]
     }
 
-    /// Starts a fill of `tier`: true for one caller, who ends it by [`complete_fill`](Self::complete_fill) or
-    /// [`abort_fill`](Self::abort_fill). False where it is full or filling already, or the entry was removed.
+    /// Begins a fill of `tier`. True for one caller, which ends it by [`complete_fill`](Self::complete_fill) or
+    /// [`abort_fill`](Self::abort_fill); false if it is full or filling already, or the entry was removed.
     #[must_use = "only one caller may fill"]
     pub fn begin_fill(&mut self, id: EntryId, tier: Tier) -> bool {
         let entry = self.entry_mut(id);
@@ -55,11 +55,11 @@ impl Index {
     /// Ends a fill: the block is resident in `slot` of `tier` from now on. A use, unless a faster tier holds the
     /// block already.
     ///
-    /// False if the entry was removed meanwhile: nothing is resident and the slot stays the caller's.
+    /// False if the entry was removed meanwhile: nothing is resident and the caller keeps the slot.
     ///
     /// # Panics
-    /// If no fill is under way: the caller did not begin one.
-    #[must_use = "where it is false the slot stays the caller's"]
+    /// If no fill is in flight: the caller did not begin one.
+    #[must_use = "if it is false the caller keeps the slot"]
     pub fn complete_fill(&mut self, id: EntryId, tier: Tier, slot: u32) -> bool {
         let entry = self.entry_mut(id);
         assert!(entry.has(tier, FILLING), "no fill of {tier} is under way for {:?}", entry.key);
@@ -82,7 +82,7 @@ impl Index {
         true
     }
 
-    /// Ends a fill that failed. Where none is under way it only gives up an entry that came to nothing.
+    /// Ends a fill that failed. If none is in flight, it only gives up an entry that was not filled.
     pub fn abort_fill(&mut self, id: EntryId, tier: Tier) {
         if self.entry(id).has(tier, FILLING) {
             self.vacate(id, tier);
@@ -91,8 +91,8 @@ impl Index {
         }
     }
 
-    /// Holds the copy in `tier`; gives its slot. `None` where it is not full, the entry was removed, or
-    /// four billion pins are out.
+    /// Pins the copy in `tier`, and returns its slot. `None` if it is not full, the entry was removed, or it has four
+    /// billion pins.
     #[inline]
     pub fn pin(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = &mut self.entries[id.0 as usize];
@@ -108,17 +108,17 @@ impl Index {
         Some(slot)
     }
 
-    /// Ends one hold. A use. Gives the slot where the entry was removed and this was its last pin: free, and the
-    /// caller's to give back.
+    /// Ends one pin. A use. Returns the slot if the entry was removed and this was its last pin: it is free, and the
+    /// caller gives it back.
     ///
     /// # Panics
-    /// If nobody holds the copy.
+    /// If the copy has no pin.
     #[inline]
     #[must_use = "a freed slot must be given back to its tier"]
     pub fn unpin(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = &mut self.entries[id.0 as usize];
         let place = entry.place_mut(tier);
-        assert!(place.pins > 0, "unpin of a copy in {tier} that nobody has pinned");
+        assert!(place.pins > 0, "unpin of a copy in {tier} without a pin");
         place.pins -= 1;
         let last = place.pins == 0;
         if entry.is_removed() {
@@ -135,18 +135,18 @@ impl Index {
         None
     }
 
-    /// How many hold the copy in `tier`, also of an entry that was removed.
+    /// Number of pins of the copy in `tier`, also of a removed entry.
     pub fn pins(&self, id: EntryId, tier: Tier) -> u32 {
         self.entry(id).place(tier).pins
     }
 
-    /// Gives up the copy in `tier`; its slot is the caller's.
+    /// Evicts the copy in `tier`, and returns its slot, which is the caller's.
     ///
     /// # Panics
-    /// If it may not be evicted now. What [`victim`](Self::victim) names may, until the index next changes.
+    /// If it may not be evicted now. The result of [`victim`](Self::victim) may, until the index next changes.
     pub fn evict(&mut self, id: EntryId, tier: Tier) -> u32 {
         assert!(self.may_evict(id, tier), "{:?} may not be evicted from {tier} now", self.entry(id).key);
-        // What a caller said of the block is no choice of the policy, which has nothing to learn of it.
+        // An eviction because of a hint is no decision of the policy, which learns nothing from it.
         if !self.counts_requests || self.entry(id).list(tier) != List::Policy {
             return self.free(id, tier);
         }
@@ -154,25 +154,25 @@ impl Index {
         self.policies[tier as usize].evicted(used, self.clock);
         let slot = self.entry(id).place(tier).slot;
         self.forget(id, tier);
-        // Its entry remembers it for as long as it is in another tier.
+        // The entry remembers the eviction while it is in another tier.
         self.entry_mut(id).place_mut(tier).slot = self.now();
         self.collect(id);
         slot
     }
 
-    /// Forgets the copy in `tier` although it may have children there or be dirty: the slot turned out to be corrupt.
-    /// Gives the slot; `None` where it is not full, or pinned.
+    /// Drops the copy in `tier`, whose slot is corrupt, even if it has children there or is dirty. Returns the slot;
+    /// `None` if it is not full, or is pinned.
     pub fn drop_copy(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = self.entry(id);
         let may = entry.has(tier, FULL) && entry.place(tier).pins == 0 && !entry.is_removed();
         may.then(|| self.free(id, tier))
     }
 
-    /// Forgets a block: it leaves the map at once, and its key can be inserted anew.
+    /// Removes a block: it leaves the map at once, and its key can be inserted again.
     ///
-    /// Gives, per tier, the slots that are free now. A pinned one is freed by its last [`unpin`](Self::unpin); a fill
-    /// under way is refused when it completes. Where neither is the case but other entries name it as
-    /// their parent, it stays as a ghost.
+    /// Returns, per tier, the slots that are free now. A pinned one is freed by its last [`unpin`](Self::unpin); a fill
+    /// in flight is refused when it completes. Without either, it stays as a ghost if other entries name it as their
+    /// parent.
     pub fn remove(&mut self, id: EntryId) -> [Option<u32>; 3] {
         let mut freed = [None; Tier::COUNT];
         if self.entry(id).is_removed() {
@@ -215,7 +215,7 @@ impl Index {
         freed
     }
 
-    /// Gives up a full copy of an entry in the map; gives its slot.
+    /// Drops a full copy of an entry in the map, and returns its slot.
     fn free(&mut self, id: EntryId, tier: Tier) -> u32 {
         let slot = self.entry(id).place(tier).slot;
         self.forget(id, tier);
@@ -223,7 +223,7 @@ impl Index {
         slot
     }
 
-    /// A full copy of an entry in the map is no more. The entry stays, whether or not anything needs it.
+    /// Drops a full copy of an entry in the map. The entry stays, whether or not anything needs it.
     fn forget(&mut self, id: EntryId, tier: Tier) {
         self.delist(id, tier);
         self.resident[tier as usize] -= 1;
@@ -232,7 +232,7 @@ impl Index {
         self.blocks -= usize::from(self.entry(id).best_tier().is_none());
     }
 
-    /// A fill, or a full copy of a removed entry, is no more; then perhaps the entry.
+    /// Ends a fill, or a full copy of a removed entry; and the entry, if nothing needs it.
     fn vacate(&mut self, id: EntryId, tier: Tier) {
         self.clear_place(id, tier);
         self.relist_all(id);
@@ -248,7 +248,7 @@ impl Index {
         if !entry.occupies_any() {
             entry.set_released(false);
         }
-        // Not held there any more, before the parent counts a child less.
+        // It is no longer counted as held before the parent counts one child less.
         self.weigh(id, tier);
         self.relist(id, tier);
         if let Some(parent) = self.parent(id) {
@@ -256,7 +256,7 @@ impl Index {
         }
     }
 
-    /// A fill holds back the entry's copies in all tiers, so its begin and end concern them all.
+    /// A fill prevents the eviction of the entry's copies in all tiers, so its begin and end change all lists.
     fn relist_all(&mut self, id: EntryId) {
         for tier in Tier::ALL {
             self.relist(id, tier);

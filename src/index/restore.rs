@@ -1,4 +1,4 @@
-//! What a restart found: entered in any order, put into the order of eviction at the end.
+//! Recovery: blocks enter in any order, and are put in the order of eviction at the end.
 
 use super::{
     EntryId, EvictionPolicy, Index, Used,
@@ -8,8 +8,8 @@ use super::{
 use crate::block::{BlockKey, Tier};
 
 impl Index {
-    /// Brings into the processor's caches what [`restore`](Self::restore) will need of these keys. One key after the
-    /// other, half of its time would be waiting for memory; here the waits overlap.
+    /// Loads into the processor's caches what [`restore`](Self::restore) will need for these keys. One key at a time,
+    /// half of its time would be waiting for memory; here the waits overlap.
     pub fn prepare_restore<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) {
         for key in keys {
             // No id is ever `NONE`: this looks at the places of the key and finds nothing.
@@ -17,11 +17,11 @@ impl Index {
         }
     }
 
-    /// Recovery: makes the block resident in `slot` of `tier`, used as `used` says; in any order. Where no use is known
-    /// it counts as used once.
+    /// Recovery: makes the block resident in `slot` of `tier`, with these uses; in any order. If no use is known, it
+    /// counts as used once.
     ///
-    /// To be followed by [`restored`](Self::restored): until then nothing that was entered may be evicted. Where the
-    /// block has a copy in `tier` already the index keeps that, and the error is its entry.
+    /// [`restored`](Self::restored) must follow: until then no restored copy may be evicted. If the block has a copy in
+    /// `tier` already, the index keeps that, and the error is its entry.
     pub fn restore(
         &mut self,
         key: BlockKey,
@@ -56,8 +56,8 @@ impl Index {
         Ok(id)
     }
 
-    /// Recovery: the block is in `slot` of `tier`, and not where [`restore`](Self::restore) found it to be. Gives the
-    /// slot that it was in; `None` where it is not full there, or pinned.
+    /// Recovery: the block is in `slot` of `tier`, and not where [`restore`](Self::restore) entered it. Returns the
+    /// former slot; `None` if it is not full there, or is pinned.
     pub fn restore_instead(&mut self, id: EntryId, tier: Tier, slot: u32, used: Used) -> Option<u32> {
         let entry = self.entry_mut(id);
         if !entry.has(tier, FULL) || entry.place(tier).pins > 0 {
@@ -68,7 +68,7 @@ impl Index {
         Some(other)
     }
 
-    /// It was used so late and so often, or later and more often.
+    /// Raises the last use and the number of uses to these.
     fn used_as(&mut self, id: EntryId, used: Used) {
         let entry = self.entry_mut(id);
         let from = entry.used();
@@ -80,7 +80,7 @@ impl Index {
         self.clock = self.clock.max(to.last);
     }
 
-    /// The end of recovery: what was restored in `tier` may be evicted from now on, the coldest first. Linear in the
+    /// The end of recovery: the restored copies in `tier` may be evicted from now on, the coldest first. Linear in the
     /// entries.
     pub fn restored(&mut self, tier: Tier) {
         self.tops = Tops::default();

@@ -17,7 +17,7 @@ macro_rules! ensure {
     };
 }
 
-/// What one pass over the entries counts.
+/// Counts of one pass over the entries.
 #[derive(Default)]
 struct Counts {
     found: usize,
@@ -49,8 +49,8 @@ impl Index {
         self.validate_chains()
     }
 
-    /// [Validates](Self::validate), and checks that nobody holds a copy and nothing is being filled: so it must be when
-    /// all movements have ended and all leases are gone.
+    /// [Validates](Self::validate), and checks that no copy is pinned and nothing is being filled: the state after the
+    /// end of all movements and leases.
     pub fn validate_idle(&self) -> Result<(), String> {
         self.validate()?;
         for (id, entry) in &self.entries {
@@ -79,7 +79,7 @@ impl Index {
             counts.blocks += usize::from(entry.best_tier().is_some());
         }
         if !entry.occupies_any() {
-            ensure!(entry.is_named(), "resident nowhere and named by nobody, but here");
+            ensure!(entry.is_named(), "resident nowhere and named by no entry");
             ensure!(entry.parent == NONE, "resident nowhere, but names a parent");
         }
         self.validate_hints(id, entry)?;

@@ -1,37 +1,37 @@
-//! What became of blocks that were decided on: the counts behind [`Worth`](super::Worth).
+//! Outcomes of decisions on writes: the counts behind [`Worth`](super::Worth).
 
 use super::{entry::USES_MAX, ghosts::Ghosts};
 
-/// A rate of few outcomes is drawn to the rate of all, as by so many outcomes.
+/// Weight of the rate of all depths in the rate of a class, in outcomes.
 const PRIOR: f64 = 8.0;
 /// Classes of depth: one a power of two.
 const DEPTHS: usize = 16;
 
-/// What is kept of an entry.
+/// What is known of an entry's chain.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Chained {
-    /// Blocks up to and with this one, as far as the chain was known; 0 where it was not counted yet.
+    /// Blocks up to this one, included, as far as the chain was known; 0 if not counted yet.
     pub(super) depth: u16,
-    /// 0 where none was tossed.
+    /// 0 if none was drawn.
     pub(super) coin: u16,
 }
 
-/// What became of the blocks of a class: decayed counts.
+/// Outcomes of the decisions on a class: decayed counts.
 #[derive(Debug, Clone, Copy, Default)]
 struct Outcomes {
     asked: f64,
     over: f64,
 }
 
-/// Counts what becomes of blocks that were decided on.
+/// Counts the outcomes of decisions.
 pub(super) struct WriteValues {
     classes: [[Outcomes; DEPTHS]; USES_MAX as usize],
     until_decay: usize,
-    /// Decisions: when the block had been used last, and how often.
+    /// Decisions: the last use of the block, and its uses.
     decided: Ghosts,
     /// The class of depth, by the place in the ring.
     depths: Vec<u8>,
-    /// Decisions so far, and how many of them are older than those whose outcome is open.
+    /// Decisions so far, and how many of them are older than the first open one.
     count: u64,
     judged: u64,
     /// By the number of the entry.
@@ -60,14 +60,14 @@ impl WriteValues {
         &mut self.chains[at]
     }
 
-    /// The number of an entry was given out anew.
+    /// A new entry got this number.
     pub(super) fn forget_chain(&mut self, id: u32) {
         if let Some(chained) = self.chains.get_mut(id as usize) {
             *chained = Chained::default();
         }
     }
 
-    /// A block is used: gives its uses as of the last decision on it, 0 where none is remembered.
+    /// A block is used. Returns its uses at the last decision on it, 0 if none is remembered.
     pub(super) fn asked(&mut self, hash: u64) -> u8 {
         let Some((place, ghost)) = self.decided.take_placed(hash) else { return 0 };
         if self.number_at(place) >= self.judged {
@@ -76,7 +76,7 @@ impl WriteValues {
         ghost.uses()
     }
 
-    /// The number of the decision that lies at a place in the ring.
+    /// The number of the decision at a place in the ring.
     fn number_at(&self, place: usize) -> u64 {
         let room = self.decided.room() as u64;
         let last = self.count - 1;
@@ -99,7 +99,7 @@ impl WriteValues {
         }
     }
 
-    /// The oldest decision whose outcome is open has none any more: nobody asked in time.
+    /// Closes the oldest open decision: the block was not requested in time.
     fn judge_oldest(&mut self) {
         let place = (self.judged % self.decided.room() as u64) as usize;
         self.judged += 1;
@@ -108,7 +108,7 @@ impl WriteValues {
         }
     }
 
-    /// The disk tier has given up what was used before `floor`.
+    /// The disk tier has evicted all blocks that were last used before `floor`.
     pub(super) fn judge_before(&mut self, floor: u32) {
         while self.judged < self.count {
             let place = (self.judged % self.decided.room() as u64) as usize;

@@ -1,17 +1,18 @@
 //! Which blocks are worth a write to disk.
 //!
-//! A block that is about to leave host memory is written if blocks like it are asked for again, often enough, while the
-//! disk tier would keep them. Blocks are alike that were used in as many requests (one, two, more) and lie as deep in
-//! their chains, to a power of two. Of each class is counted what became of its blocks after the decision, whichever
-//! way that went: they were *asked for again*, or the disk tier has meanwhile given up what was used after them, so
-//! that a write would have been in vain. The counts decay by half every so many outcomes as there is room for decisions
-//! that are remembered: two for each slot of the disk tier.
+//! A block that is about to leave host memory is written if blocks of its class are requested again, often enough,
+//! while the disk tier would keep them. A class is the number of requests that used the block (one, two, more) and its
+//! depth in the chain, to a power of two. For each class the outcomes of earlier decisions are counted, whichever way
+//! they went: the block was *requested again*, or the disk tier has meanwhile evicted blocks that were used later, so
+//! that a write would have been in vain. The counts are halved after as many outcomes as decisions are remembered: two
+//! for each slot of the disk tier.
 //!
-//! A class of which little is known is judged by all blocks of as many uses, and where nothing is known blocks are
-//! worth it.
+//! A class with few outcomes is judged by all blocks with as many uses, and without any outcomes a block is worth a
+//! write.
 //!
-//! For a budget of writes each chain has a *coin*, drawn for its first block: the chain continues with it, and a chain
-//! that branches off another one has a coin of its own. So a budget that takes a share of the coins takes whole chains.
+//! For a write budget each chain has a *coin*, a random draw for its first block, which its later blocks inherit; a
+//! chain that branches off another one has a coin of its own. So a budget that takes a share of the coins takes whole
+//! chains.
 
 use super::{
     EntryId, Index,
@@ -20,38 +21,38 @@ use super::{
 };
 use crate::block::Tier;
 
-/// Written is what is asked for again with this probability at least.
+/// A block is written if it is requested again with at least this probability.
 const THRESHOLD: f64 = 0.25;
 /// Blocks of a chain that are counted at once.
 const DEPTH_MAX: u16 = 1 << 14;
 
-/// What is known of a block that is to be written or not.
+/// What the index knows of a block that may be written.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Worth {
-    /// How probably it is asked for again while the disk tier would keep it.
+    /// The probability that it is requested again while the disk tier would keep it.
     pub probability: f64,
-    /// That is enough for a write.
+    /// The probability is enough for a write.
     pub is_enough: bool,
     /// It was used in more than one request.
     pub again: bool,
-    /// Of its chain, 0 to 1.
+    /// The chain's random draw, 0 to 1.
     pub coin: f64,
 }
 
 impl Index {
-    /// From now on the index knows which blocks are worth a write to a disk tier of `slots` slots. For that it counts
-    /// uses by requests, whatever the policies. Takes 32 bytes a slot, and 4 bytes an entry.
+    /// Values writes from now on, for a disk tier of `slots` slots. Uses are then counted by requests, whatever the
+    /// policies. Takes 32 bytes per slot, and 4 bytes per entry.
     pub fn value_writes(&mut self, slots: u32) {
         self.counts_requests = true;
         self.values = Some(Box::new(WriteValues::new(slots)));
     }
 
-    /// What a write of the block to disk is worth. `full`: the disk tier is.
+    /// The worth of a write of the block to disk. `full`: the disk tier is full.
     ///
     /// # Panics
     /// Unless [`value_writes`](Self::value_writes) was called.
     pub fn worth(&mut self, id: EntryId, full: bool) -> Worth {
-        // What the disk tier gives up next was used then.
+        // The last use of the disk tier's next victim.
         let floor = if full { self.victim(Tier::Disk).map(|victim| self.last_use(victim) as u32) } else { None };
         let depth = self.depth_class(id);
         let uses = self.entry(id).used().uses;
@@ -64,7 +65,7 @@ impl Index {
         Worth { probability, is_enough: probability >= THRESHOLD, again: uses > 1, coin }
     }
 
-    /// It was decided whether to write the block: what becomes of it is counted.
+    /// A decision on the block was made: its outcome will be counted.
     pub fn decided(&mut self, id: EntryId) {
         let depth = self.depth_class(id);
         let used = self.entry(id).used();
@@ -74,8 +75,8 @@ impl Index {
         }
     }
 
-    /// The block and those above it in its chain that are in host memory and neither on disk nor on their way there,
-    /// the topmost first; up to the first of which that is not so, and `max` at most.
+    /// The block and its ancestors that are in host memory and neither on disk nor being written, the topmost first; up
+    /// to the first that is, and `max` at most.
     pub fn unwritten_chain(&self, id: EntryId, max: usize) -> Vec<EntryId> {
         let is_unwritten = |id: EntryId| {
             let entry = self.entry(id);
@@ -89,7 +90,7 @@ impl Index {
         chain
     }
 
-    /// The chain of a new block goes on with the coin that it has, if this is its end; else one is drawn.
+    /// A new block inherits the coin of its parent if it is the parent's first child; else one is drawn.
     pub(super) fn toss_coin(&mut self, id: EntryId) {
         let parent = self.parent(id).filter(|parent| !self.entry(*parent).is_named());
         let hash = self.hasher.hash(&self.entry(id).key);

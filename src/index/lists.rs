@@ -1,0 +1,189 @@
+//! The lists of a tier: what is evicted first, and what must be demoted before.
+
+use super::{
+    EntryId, EvictionPolicy, Index, Used,
+    entry::{DIRTY, FULL, HELD, LISTED, List},
+};
+use crate::block::Tier;
+
+impl Index {
+    /// Marks the copy in `tier` as dirty (it must be demoted before it may be evicted) or as clean. Does nothing if it
+    /// is not full.
+    pub fn set_dirty(&mut self, id: EntryId, tier: Tier, dirty: bool) {
+        let entry = self.entry(id);
+        if entry.is_removed() || !entry.has(tier, FULL) || entry.has(tier, DIRTY) == dirty {
+            return;
+        }
+        // The mark decides the list, so the entry leaves one list before and enters the other after.
+        self.delist(id, tier);
+        let entry = self.entry_mut(id);
+        if dirty {
+            entry.set(tier, DIRTY);
+        } else {
+            entry.clear(tier, DIRTY);
+        }
+        self.relist(id, tier);
+    }
+
+    /// True if the copy in `tier` must be demoted before it may be evicted.
+    pub fn is_dirty(&self, id: EntryId, tier: Tier) -> bool {
+        self.entry(id).has(tier, DIRTY)
+    }
+
+    /// The next copy to evict from `tier`: a released leaf, the leaf that the policy chooses, or else a kept one; if no
+    /// leaf can be evicted, a copy right above held ones ([why](super)). `None` if every copy is pinned, dirty or being
+    /// filled.
+    pub fn victim(&mut self, tier: Tier) -> Option<EntryId> {
+        let last_use = |id: EntryId| self.entry(id).last_use;
+        let coldest = |list: List| self.lists[list as usize][tier as usize].victim(&last_use);
+        let by_policy = || self.policies[tier as usize].victim(&last_use);
+        let leaf = coldest(List::Released).or_else(|| match (by_policy(), coldest(List::Kept)) {
+            // Beyond the limit of kept copies they compete with all others.
+            (Some(choice), Some(kept)) if self.kept.is_over(tier) && last_use(kept) < last_use(choice) => Some(kept),
+            (choice, kept) => choice.or(kept),
+        });
+        leaf.or_else(|| self.last_resort(tier))
+    }
+
+    /// A copy that can be evicted although it has children there, all of them held. Takes as many steps as inner copies
+    /// became held since the last call.
+    #[cold]
+    fn last_resort(&mut self, tier: Tier) -> Option<EntryId> {
+        loop {
+            let id = self.frontier[tier as usize].next(0).map(EntryId)?;
+            if self.entry(id).may_go(tier) {
+                return Some(id);
+            }
+            // Held like all below it: only a copy above it can be evicted.
+            self.count_held(id, tier, true);
+        }
+    }
+
+    /// True if [`evict`](Self::evict) may be called.
+    pub(super) fn may_evict(&self, id: EntryId, tier: Tier) -> bool {
+        let entry = self.entry(id);
+        entry.has(tier, LISTED) && entry.list(tier) != List::Dirty || entry.is_last_resort(tier)
+    }
+
+    /// The next copy to demote from `tier`: the coldest dirty one without pins, whatever its children.
+    ///
+    /// A demotion pins its source, which takes it out of this list.
+    pub fn demotable(&self, tier: Tier) -> Option<EntryId> {
+        self.lists[List::Dirty as usize][tier as usize].victim(&|id| self.entry(id).last_use)
+    }
+
+    /// Number of leaves in `tier` that may be evicted now.
+    pub fn evictable(&self, tier: Tier) -> usize {
+        let of_hints = [List::Released, List::Kept].map(|list| self.lists[list as usize][tier as usize].len());
+        self.policies[tier as usize].len() + of_hints.iter().sum::<usize>()
+    }
+
+    /// Number of copies in `tier` that may be demoted now.
+    pub fn demotable_len(&self, tier: Tier) -> usize {
+        self.lists[List::Dirty as usize][tier as usize].len()
+    }
+
+    /// Enters the entry in the list of `tier` that it belongs in, or takes it out, and counts it as held or not.
+    ///
+    /// Called after every change of what [`belongs_in_list`](super::entry::Entry::belongs_in_list) and
+    /// [`is_held`](super::entry::Entry::is_held) read.
+    #[inline]
+    pub(super) fn relist(&mut self, id: EntryId, tier: Tier) {
+        if self.entry(id).is_plain_inner(tier) {
+            return;
+        }
+        self.relist_any(id, tier);
+    }
+
+    #[inline(never)]
+    fn relist_any(&mut self, id: EntryId, tier: Tier) {
+        self.tell_held(id, tier);
+        let entry = &self.entries[id.0 as usize];
+        let belongs = entry.belongs_in_list(tier);
+        if belongs != entry.has(tier, LISTED) {
+            match belongs {
+                true => self.enlist(id, tier),
+                false => self.delist(id, tier),
+            }
+        }
+    }
+
+    /// Counts a held leaf among its parent's held children, and no longer if it is not held. A held inner copy is
+    /// counted only during the search for a victim: most are no longer held by then.
+    #[inline]
+    pub(super) fn tell_held(&mut self, id: EntryId, tier: Tier) {
+        let entry = &self.entries[id.0 as usize];
+        let (held, counted) = (entry.is_held(tier), entry.has(tier, HELD));
+        let counts = held && (counted || entry.place(tier).children == 0);
+        if counts != counted {
+            self.count_held(id, tier, counts);
+        }
+    }
+
+    /// Counts the entry among its parent's held children in `tier`, or no longer.
+    #[inline(never)]
+    fn count_held(&mut self, id: EntryId, tier: Tier, counts: bool) {
+        let entry = self.entry_mut(id);
+        match counts {
+            true => entry.set(tier, HELD),
+            false => entry.clear(tier, HELD),
+        }
+        self.weigh(id, tier);
+        if let Some(parent) = self.parent(id) {
+            let held = &mut self.entry_mut(parent).place_mut(tier).held;
+            *held = if counts { *held + 1 } else { *held - 1 };
+            self.weigh(parent, tier);
+        }
+    }
+
+    /// Enters the copy among those right above held ones, or takes it out. Called after every change of what
+    /// [`is_frontier`](super::entry::Entry::is_frontier) reads.
+    pub(super) fn weigh(&mut self, id: EntryId, tier: Tier) {
+        let set = &mut self.frontier[tier as usize];
+        match self.entries[id.0 as usize].is_frontier(tier) {
+            true => set.insert(id.0),
+            false => set.remove(id.0),
+        };
+    }
+
+    /// Enters the entry into the list of `tier` that it belongs in.
+    #[inline(never)]
+    fn enlist(&mut self, id: EntryId, tier: Tier) {
+        let entry = self.entry_mut(id);
+        entry.set(tier, LISTED);
+        let used = entry.used();
+        match entry.list(tier) {
+            List::Policy => self.policies[tier as usize].insert(id, used),
+            list => self.lists[list as usize][tier as usize].insert(id, used),
+        }
+    }
+
+    /// Takes the entry out of the list of `tier` that it is in, if any.
+    #[inline(never)]
+    pub(super) fn delist(&mut self, id: EntryId, tier: Tier) {
+        let entry = &mut self.entries[id.0 as usize];
+        if !entry.has(tier, LISTED) {
+            return;
+        }
+        entry.clear(tier, LISTED);
+        let used = entry.used();
+        match entry.list(tier) {
+            List::Policy => self.policies[tier as usize].remove(id, used),
+            list => self.lists[list as usize][tier as usize].remove(id, used),
+        }
+    }
+
+    /// Reports a new last use to the lists that the entry is in.
+    #[inline(never)]
+    pub(super) fn retime(&mut self, id: EntryId, from: Used, to: Used) {
+        for tier in Tier::ALL {
+            let entry = self.entry(id);
+            if entry.has(tier, LISTED) {
+                match entry.list(tier) {
+                    List::Policy => self.policies[tier as usize].touch(id, from, to),
+                    list => self.lists[list as usize][tier as usize].touch(id, from, to),
+                }
+            }
+        }
+    }
+}
