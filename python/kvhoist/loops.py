@@ -36,6 +36,14 @@ class AsyncFace:
         remove = functools.partial(self.remove, key, durable=durable)
         return await asyncio.get_running_loop().run_in_executor(None, remove)
 
+    async def release_async(self: Any, keys: Sequence[str | bytes]) -> int:
+        """``release`` for coroutines, on a thread of the loop's executor. Cancelled, the release goes on."""
+        return await asyncio.get_running_loop().run_in_executor(None, self.release, keys)
+
+    async def keep_async(self: Any, keys: Sequence[str | bytes], seconds: float) -> int:
+        """``keep`` for coroutines, on a thread of the loop's executor. Cancelled, the blocks are kept all the same."""
+        return await asyncio.get_running_loop().run_in_executor(None, self.keep, keys, seconds)
+
     def _loop(self: Any) -> "_LoopFace":
         loop = asyncio.get_running_loop()
         face = self._loops.get(loop)

@@ -220,10 +220,7 @@ impl PyCache {
 
     /// Keeps the resident blocks of a chain for so many seconds: they go last. Gives how many are kept.
     fn keep(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, seconds: &Bound<'_, PyAny>) -> PyResult<usize> {
-        let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
-        let time = seconds.extract().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-        let expected = "a number of seconds, 0 or more";
-        let time = time.ok_or_else(|| errors::argument(py, "seconds", errors::shown(seconds), expected))?;
+        let (cache, keys, time) = (self.use_it(py)?, keys::from_python(keys)?, seconds_of(seconds)?);
         Ok(py.detach(|| cache.keep(&keys, time)))
     }
 
@@ -395,4 +392,11 @@ impl Drop for PyCache {
             }
         });
     }
+}
+
+/// A time.
+pub fn seconds_of(value: &Bound<'_, PyAny>) -> PyResult<Duration> {
+    let time = value.extract().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    let expected = "a number of seconds, 0 or more";
+    time.ok_or_else(|| errors::argument(value.py(), "seconds", errors::shown(value), expected))
 }

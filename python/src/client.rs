@@ -23,7 +23,7 @@ use pyo3::{
 use crate::{
     blocks,
     buffer::Buffer,
-    cache::{Movement, Places},
+    cache::{Movement, Places, seconds_of},
     convert::{self, OnError, whole},
     errors, keys,
     process::ProcessLocal,
@@ -206,6 +206,16 @@ impl PyClient {
     fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         self.asked(py, client.touch(&keys))
+    }
+
+    fn release(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
+        self.asked(py, client.release(&keys))
+    }
+
+    fn keep(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, seconds: &Bound<'_, PyAny>) -> PyResult<usize> {
+        let (client, keys, time) = (self.use_it(py)?, keys::from_python(keys)?, seconds_of(seconds)?);
+        self.asked(py, client.keep(&keys, time))
     }
 
     #[pyo3(signature = (address, nbytes, memfd, pin))]

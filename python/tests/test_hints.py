@@ -1,7 +1,8 @@
-"""What callers say of chains: what is over goes first, what is kept goes last."""
+"""Hints: released blocks are evicted first, kept ones last."""
 
 from __future__ import annotations
 
+import asyncio
 import math
 
 import pytest
@@ -46,6 +47,17 @@ def test_what_is_kept_goes_last_within_its_time(cache):
     assert cache.contains_each(["a", "b", "c"]) == [True, True, False]
     assert cache.stats()["tiers"]["host"]["kept"] == 2
     cache.validate()
+
+
+def test_coroutines_give_hints(cache):
+    async def hint():
+        return await cache.release_async(["a", "b"]), await cache.keep_async(["cold"], 3600)
+
+    store(cache, ["cold"])
+    store(cache, ["a", "b"])
+    assert asyncio.run(hint()) == (2, 1)
+    scan(cache, 20)
+    assert cache.contains_each(["cold", "a", "b"]) == [True, False, False]
 
 
 @pytest.mark.parametrize("seconds", [-1, math.nan, math.inf, "long", None])

@@ -52,6 +52,10 @@ def test_blocks_come_back_as_they_were(node):
         assert client.get(keys[3]) == blocks[3] and client.get("no") is None and keys[3] in client
         assert client.contains_each([keys[0], "no", keys[1]]) == [True, False, True]
         client.touch(keys)
+        assert client.keep(keys[:5], 3600) == 5 and client.release(keys + ["no"]) == 15
+        assert asyncio.run(client.release_async(keys[5:])) == 15
+        with pytest.raises(kvhoist.ArgumentError, match="seconds"):
+            client.keep(keys, -1)
         assert client.prefetch(keys[:2]) in range(3)
         assert client.remove(keys[0]) is True and client.remove(keys[0], durable=True) is False
         client.sync()

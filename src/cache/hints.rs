@@ -1,4 +1,4 @@
-//! What callers know of chains and the cache cannot: that one is over, or will be wanted again.
+//! Hints: what callers know of chains and the cache cannot. One is over, or will be requested again.
 
 use std::time::Duration;
 
@@ -6,18 +6,18 @@ use super::Cache;
 use crate::block::BlockKey;
 
 impl Cache {
-    /// Says that the chain of `keys`, given in prefix order, is over: its blocks are the first to go, in every tier,
-    /// and need not be written before. Gives how many blocks that are resident it holds for. No I/O.
+    /// Releases the chain of `keys`, given in prefix order, because it is over: its blocks are evicted first, in every
+    /// tier, and need not be written before. Returns how many resident blocks are released. No I/O.
     ///
-    /// From the last key on, up to the first block that another chain goes on from (or did, while both were here), or
-    /// that is [kept](Self::keep): a prompt that many conversations begin with is not over with one of them. So the
-    /// whole chain may be named. A later use of a block, by whatever call, takes it back for the block and for those
-    /// before it.
+    /// The release goes from the last key up to the first block from which another chain continues (or has continued
+    /// while both were resident), or that is [kept](Self::keep): a prompt that many conversations begin with is not
+    /// over with one of them. So callers may pass the whole chain. A later use of a block, by any call, takes the
+    /// release back for the block and for those before it.
     ///
-    /// Say it only where it is known. A chain that is released and goes on has to be computed anew, which costs far
-    /// more than a chain that is over and takes slots until it is the coldest. What is released and not written yet
-    /// (`write_back`) is written by a [`sync`](Self::sync) that begins while it is resident; where it had to make room
-    /// before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With
+    /// Release only what is known to be over. A chain that is released and continues has to be computed anew, which
+    /// costs far more than a chain that is over and occupies slots until it is the coldest. A released block that is
+    /// not written yet (`write_back`) is written by a [`sync`](Self::sync) that begins while it is resident; if it is
+    /// evicted before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With
     /// `by_value` a `sync` does not write it.
     ///
     /// ```
@@ -33,16 +33,21 @@ impl Cache {
     /// # }).expect("the example runs");
     /// ```
     pub fn release(&self, keys: &[BlockKey]) -> usize {
-        self.inner.shared.release(keys)
+        self.inner.shared.release(keys, keys.len())
     }
 
-    /// Keeps the resident blocks of a chain, given in prefix order, for `time` from now: they go after all others, in
-    /// every tier. Gives how many are kept; what is resident nowhere cannot be. No I/O.
+    /// Releases the first `count` blocks of a chain whose other blocks an earlier call released.
+    pub(crate) fn release_first(&self, keys: &[BlockKey], count: usize) -> usize {
+        self.inner.shared.release(keys, count)
+    }
+
+    /// Keeps the resident blocks of a chain, given in prefix order, for `time` from now: they are evicted last, in
+    /// every tier. Returns how many are kept; blocks that are not resident cannot be. No I/O.
     ///
-    /// A quarter of a tier's slots is kept at most. Where more copies are, the coldest of them go when they would have
-    /// gone anyway ([`TierStats::kept`](crate::TierStats::kept) says how many there are). A preference, and not a pin:
-    /// where nothing else may go, kept blocks do. What is before a kept block is kept as well. A block that is kept for
-    /// longer stays so; nothing but time ends it. It ends with the process.
+    /// At most a quarter of a tier's slots is kept. Beyond that the coldest kept copies are evicted as if they were not
+    /// kept ([`TierStats::kept`](crate::TierStats::kept) counts the kept copies). This is a preference, not a pin: if
+    /// nothing else can be evicted, kept blocks are. The blocks before a kept block are kept as well. A second call
+    /// only extends the time; nothing ends it early but the end of the process.
     ///
     /// ```
     /// # use kvhoist::{Cache, PrefixChain, block_on};

@@ -1,24 +1,25 @@
-//! Passes the hints of callers on chains to the index.
+//! Hints of callers, carried to the index.
 
 use std::time::Duration;
 
 use super::Shared;
 use crate::block::BlockKey;
 
-/// Blocks that are marked under one lock.
-const TOLD_UNDER_ONE_LOCK: usize = 256;
+/// Blocks that are marked under one acquisition of the lock.
+const MARKED_UNDER_ONE_LOCK: usize = 256;
 
 impl Shared {
-    /// Releases the chain of `keys`; returns the number of released blocks. 0 once the cache is closed.
-    pub(crate) fn release(&self, keys: &[BlockKey]) -> usize {
+    /// Releases the first `count` blocks of a chain, whose other blocks are released already. Returns how many are
+    /// released now; 0 once the cache is closed.
+    pub(crate) fn release(&self, keys: &[BlockKey], count: usize) -> usize {
         let mut released = 0;
-        let mut left = keys.len();
+        let mut left = count;
         while left > 0 {
             let mut state = self.lock();
             if state.check_open().is_err() {
                 break;
             }
-            let first = left.saturating_sub(TOLD_UNDER_ONE_LOCK);
+            let first = left.saturating_sub(MARKED_UNDER_ONE_LOCK);
             for at in (first..left).rev() {
                 let Some(is_released) = state.index.release_at(keys, at) else {
                     drop(state);
@@ -33,12 +34,12 @@ impl Shared {
         released
     }
 
-    /// Keeps the blocks of a chain for `time`; returns the number of kept blocks. 0 once the cache is closed.
+    /// Keeps the blocks of a chain for `time`. Returns how many of them are kept; 0 once the cache is closed.
     pub(crate) fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
         let until = self.now_ms().saturating_add(u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
         let mut kept = 0;
-        // From the beginning: the ancestors of a block are kept with it, and cost nothing then.
-        for keys in keys.chunks(TOLD_UNDER_ONE_LOCK) {
+        // From the beginning: the blocks before a kept one are kept already.
+        for keys in keys.chunks(MARKED_UNDER_ONE_LOCK) {
             let mut state = self.lock();
             if state.check_open().is_err() {
                 break;

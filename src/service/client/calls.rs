@@ -321,7 +321,7 @@ impl Client {
         shield(end).await.map_err(|_| Error::Closed)
     }
 
-    async fn ask(&self, request: Request) -> Result<Reply> {
+    pub(super) async fn ask(&self, request: Request) -> Result<Reply> {
         self.call(request, What::Plain, None).await
     }
 

@@ -3,6 +3,7 @@
 mod bounce;
 mod calls;
 mod connect;
+mod hints;
 mod lending;
 mod moves;
 mod options;

@@ -116,6 +116,20 @@ pub enum Request {
         /// A prefix chain.
         keys: Vec<BlockKey>,
     },
+    /// Releases a chain, or a part of it: its blocks are evicted first.
+    Release {
+        /// The key after the last one, where an earlier request released the rest of the chain.
+        next: Option<BlockKey>,
+        /// A prefix chain.
+        keys: Vec<BlockKey>,
+    },
+    /// Keeps the resident blocks of a chain: they are evicted last.
+    Keep {
+        /// For how long, milliseconds from the arrival of the request.
+        ms: u64,
+        /// A prefix chain.
+        keys: Vec<BlockKey>,
+    },
 }
 
 /// Kinds of memory that a client can lend.
@@ -144,6 +158,8 @@ const CANCEL: u16 = 13;
 const STATUS: u16 = 14;
 const TOUCH: u16 = 15;
 const REMOVE_SPACE: u16 = 16;
+const RELEASE: u16 = 17;
+const KEEP: u16 = 18;
 
 impl Request {
     fn kind(&self) -> u16 {
@@ -164,6 +180,8 @@ impl Request {
             Request::Status => STATUS,
             Request::Touch { .. } => TOUCH,
             Request::RemoveSpace { .. } => REMOVE_SPACE,
+            Request::Release { .. } => RELEASE,
+            Request::Keep { .. } => KEEP,
         }
     }
 
@@ -192,11 +210,16 @@ impl Request {
             | Request::Touch { keys } => writer.keys(keys),
             Request::Load(blocks) => encode_blocks(&mut writer, blocks),
             Request::Store { parent, blocks } => {
-                writer.u8(u8::from(parent.is_some()));
-                if let Some(parent) = parent {
-                    writer.bytes(parent.as_bytes());
-                }
+                encode_key(&mut writer, parent.as_ref());
                 encode_blocks(&mut writer, blocks);
+            }
+            Request::Release { next, keys } => {
+                encode_key(&mut writer, next.as_ref());
+                writer.keys(keys);
+            }
+            Request::Keep { ms, keys } => {
+                writer.u64(*ms);
+                writer.keys(keys);
             }
             Request::Remove { durable, keys } => {
                 writer.u8(u8::from(*durable));
@@ -243,10 +266,7 @@ impl Request {
             MATCH_PREFIX => Request::MatchPrefix { keys: reader.keys()? },
             CONTAINS => Request::Contains { keys: reader.keys()? },
             LOAD => Request::Load(decode_blocks(&mut reader)?),
-            STORE => {
-                let parent = if reader.flag("parent")? { Some(reader.key()?) } else { None };
-                Request::Store { parent, blocks: decode_blocks(&mut reader)? }
-            }
+            STORE => Request::Store { parent: decode_key(&mut reader, "parent")?, blocks: decode_blocks(&mut reader)? },
             PREFETCH => Request::Prefetch { keys: reader.keys()? },
             REMOVE => Request::Remove { durable: reader.flag("durable")?, keys: reader.keys()? },
             SYNC => Request::Sync,
@@ -258,11 +278,25 @@ impl Request {
                 let (block_bytes, namespace) = (reader.u64("block size")?, reader.text("name", NAMESPACE_BYTES_MAX)?);
                 Request::RemoveSpace { namespace, block_bytes }
             }
-            other => return Err(malformed("kind of request", other, format!("{ATTACH} to {REMOVE_SPACE}"))),
+            RELEASE => Request::Release { next: decode_key(&mut reader, "next")?, keys: reader.keys()? },
+            KEEP => Request::Keep { ms: reader.u64("time")?, keys: reader.keys()? },
+            other => return Err(malformed("kind of request", other, format!("{ATTACH} to {KEEP}"))),
         };
         reader.end()?;
         Ok(request)
     }
+}
+
+/// A key, if there is one, after a byte that says so.
+fn encode_key(writer: &mut Writer, key: Option<&BlockKey>) {
+    writer.u8(u8::from(key.is_some()));
+    if let Some(key) = key {
+        writer.bytes(key.as_bytes());
+    }
+}
+
+fn decode_key(reader: &mut Reader<'_>, what: &'static str) -> Result<Option<BlockKey>, Malformed> {
+    if reader.flag(what)? { reader.key().map(Some) } else { Ok(None) }
 }
 
 fn encode_blocks(writer: &mut Writer, blocks: &Blocks) {

@@ -47,6 +47,8 @@ fn request() -> impl Strategy<Value = Request> {
         any::<u64>().prop_map(|request| Request::Cancel { request }),
         Just(Request::Status),
         keys().prop_map(|keys| Request::Touch { keys }),
+        (option::of(key()), keys()).prop_map(|(next, keys)| Request::Release { next, keys }),
+        (any::<u64>(), keys()).prop_map(|(ms, keys)| Request::Keep { ms, keys }),
         ("\\PC{0,60}", any::<u64>())
             .prop_map(|(namespace, block_bytes)| Request::RemoveSpace { namespace, block_bytes }),
     ]

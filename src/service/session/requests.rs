@@ -1,6 +1,6 @@
 //! How a session handles requests.
 
-use std::{os::fd::OwnedFd, rc::Rc};
+use std::{os::fd::OwnedFd, rc::Rc, time::Duration};
 
 use super::{End, Ended, Outcome, Session};
 use crate::{
@@ -100,6 +100,14 @@ impl Session {
             Request::Touch { keys } => {
                 cache.touch(&keys);
                 return Ok(Some(Reply::Done));
+            }
+            Request::Release { next, mut keys } => {
+                let count = keys.len();
+                keys.extend(next);
+                return Ok(Some(Reply::Count(cache.release_first(&keys, count) as u32)));
+            }
+            Request::Keep { ms, keys } => {
+                return Ok(Some(Reply::Count(cache.keep(&keys, Duration::from_millis(ms)) as u32)));
             }
             Request::Stats => return Ok(Some(Reply::Stats(Box::new(stats(&cache))))),
             Request::Register { region, kind, pin, offset, len } => {
