@@ -16,7 +16,7 @@ use std::{
 
 use kvhoist::{
     Config,
-    service::{Server, ServerConfig},
+    service::{Server, ServerConfig, Share},
 };
 use signal_hook::{
     consts::{SIGHUP, SIGINT, SIGTERM},
@@ -27,7 +27,7 @@ use crate::{
     failure::Failure,
     http,
     output::emit,
-    replay::{Direct, Engine},
+    replay::{Direct, Engine, Policy},
     settings::Settings,
     shown::shown,
     size::parse_bytes,
@@ -70,9 +70,22 @@ pub struct Args {
     /// End by itself after so many seconds without a client.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     linger: Option<u64>,
+    /// Disk and host memory that a tenant's spaces get at least and at most, such as
+    /// llama-8b:disk=200GiB..1TiB,host=8GiB..16GiB: the space of this name and those whose names continue with "/". May
+    /// be given again for another tenant.
+    #[arg(long = "share", value_name = "NAME:disk=MIN..MAX,host=MIN..MAX")]
+    shares: Vec<Share>,
     /// Pin no client's memory.
     #[arg(long)]
     no_pin: bool,
+    /// When blocks go to disk: `write_through`, or `by_value` when host memory needs their slots and only blocks that
+    /// are likely to be requested again [default: write_through]
+    #[arg(long, value_name = "POLICY")]
+    write_policy: Option<Policy>,
+    /// Bytes a day that by_value may write to disk, of all spaces together: each has a share of it as it has of the
+    /// capacity.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    write_budget: Option<usize>,
     /// What serves the reads and writes: `auto` where nothing is said.
     #[arg(long, value_name = "ENGINE")]
     storage: Option<Engine>,
@@ -97,6 +110,10 @@ impl Args {
         if config.paths.is_empty() {
             return Err(Failure::usage("--config: found no path, expected `path`, or --path"));
         }
+        config.shares = match &file {
+            Some(file) if self.shares.is_empty() => file.shares.clone(),
+            _ => self.shares.clone(),
+        };
         config.uids.clone_from(&self.uids);
         config.region_bytes_max = self.region_bytes as u64;
         config.linger_ms = self.linger.map(|seconds| seconds * 1000);
@@ -108,6 +125,12 @@ impl Args {
         }
         if let Some(direct_io) = self.direct_io {
             config.cache.disk.direct_io = direct_io.into();
+        }
+        if let Some(policy) = self.write_policy {
+            config.cache.disk.write_policy = policy.into();
+        }
+        if let Some(bytes) = self.write_budget {
+            config.cache.disk.write_budget = Some(bytes as u64);
         }
         Ok(config)
     }

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::{Capacity, Config, DiskPath, internals::size, store};
+use kvhoist::{Capacity, Config, DiskPath, internals::size, service::Share, store};
 use serde_json::{Map, Value};
 
 use crate::{failure::Failure, shown::shown};
@@ -48,6 +48,8 @@ pub struct Settings {
     pub paths: Vec<String>,
     /// Bytes on disk, of all paths together.
     pub capacity: Option<u64>,
+    /// Shares of the tenants of a service.
+    pub shares: Vec<Share>,
 }
 
 impl Settings {
@@ -74,6 +76,7 @@ impl Settings {
         OF_ENGINES.iter().for_each(|name| drop(given.remove(*name)));
         let paths = paths(given.remove("path"))?;
         let capacity = given.remove("capacity").map(|value| bytes("capacity", &value)).transpose()?;
+        let shares = shares(given.remove("shares"))?;
         for name in SIZES {
             if let Some(value) = given.get_mut(name) {
                 *value = bytes(name, value)?.into();
@@ -84,7 +87,7 @@ impl Settings {
         }
         let has_block_bytes = given.contains_key("block_bytes");
         let config = engine(given)?;
-        Ok(Settings { config, has_block_bytes, paths, capacity })
+        Ok(Settings { config, has_block_bytes, paths, capacity, shares })
     }
 
     /// Bytes of host memory, if the file has them.
@@ -143,6 +146,13 @@ fn paths(given: Option<Value>) -> Result<Vec<String>, String> {
     found.ok_or_else(|| format!("path: found {}, expected a path, or a list of at least one", json(given.as_ref())))
 }
 
+fn shares(given: Option<Value>) -> Result<Vec<Share>, String> {
+    let wrong = |found: &Value| format!("shares: found {found}, expected a list of texts, each {}", Share::EXPECTED);
+    let Some(given) = given else { return Ok(Vec::new()) };
+    let list = given.as_array().ok_or_else(|| wrong(&given))?;
+    list.iter().map(|share| share.as_str().and_then(|text| text.parse().ok()).ok_or_else(|| wrong(share))).collect()
+}
+
 fn json(value: Option<&Value>) -> String {
     value.map_or_else(String::new, Value::to_string)
 }
@@ -195,6 +205,7 @@ mod tests {
             (r#"{"deadline_ms": "soon"}"#, "deadline_ms: found \"soon\""),
             (r#"{"write_policy": "never"}"#, "write_policy: found \"never\""),
             (r#"{"block_bytes": -5}"#, "block_bytes: found -5"),
+            (r#"{"shares": ["a"]}"#, "shares: found \"a\", expected a list of texts, each NAME:disk="),
         ];
         for (text, wanted) in cases {
             let error = Settings::parse(text).expect_err(text);

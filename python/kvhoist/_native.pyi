@@ -151,13 +151,14 @@ class Cache:
     def touch(self, keys: Sequence[_Key]) -> None:
         """Counts a use of every resident block of a chain, as a load of it would. No I/O."""
     def release(self, keys: Sequence[_Key]) -> int:
-        """Says that the chain of `keys`, in prefix order, is over: its blocks are the first to go. How many are released.
+        """Releases the chain of `keys`, in prefix order, because it is over: its blocks are evicted first.
 
-        From its end up to the first block that another chain goes on from, or that is kept. A later use takes it back.
-        Say it only where it is known: a chain that goes on after all has to be computed anew. No I/O.
+        Returns how many blocks are released: from the end up to the first block from which another chain continues, or
+        that is kept. A later use takes the release back. Release only what is known to be over: a chain that continues
+        after all has to be computed anew. No I/O.
         """
     def keep(self, keys: Sequence[_Key], seconds: float) -> int:
-        """Keeps the resident blocks of a chain for so many seconds from now: they go last. How many are kept.
+        """Keeps the resident blocks of a chain for so many seconds from now: they are evicted last. Returns how many.
 
         A quarter of a tier's slots at most; a preference, and no pin. It ends with the time or the process. No I/O.
         """
@@ -220,6 +221,10 @@ class Client:
         """Which keys are resident."""
     def touch(self, keys: Sequence[_Key]) -> None:
         """Counts a use of every resident block of a chain, as a load of it would."""
+    def release(self, keys: Sequence[_Key]) -> int:
+        """Releases a chain, given in prefix order, for all clients of the space, as `Cache.release`."""
+    def keep(self, keys: Sequence[_Key], seconds: float) -> int:
+        """Keeps the resident blocks of a chain for so many seconds, for all clients of the space, as `Cache.keep`."""
     def register_address(self, address: int, nbytes: int, memfd: tuple[int, int] | None, pin: bool) -> Region: ...
     def register_buffer(self, memory: Any, memfd: tuple[int, int] | None, pin: bool) -> Region: ...
     def load(self, keys: Sequence[_Key], blocks: Sequence[_Block], errors: str) -> list: ...
@@ -248,6 +253,7 @@ class Server:
         socket: str | os.PathLike[str],
         paths: Sequence[str | os.PathLike[str]],
         sizes: tuple[int, int],
+        shares: Sequence[str],
         linger_ms: int | None,
         pin: bool,
         settings: dict[str, Any],

@@ -21,7 +21,9 @@ SGLANG_KEYS = frozenset(
 #: What a setting is when nobody sets it.
 DEFAULT_HOST_BYTES = "1GiB"
 
-WRITE_POLICIES = ("write_through", "write_back")
+WRITE_POLICIES = ("write_through", "write_back", "by_value")
+#: Of a service: it writes blocks without being asked to.
+SERVICE_WRITE_POLICIES = ("write_through", "by_value")
 DIRECT_IO = ("require", "prefer")
 STORAGE = ("auto", "uring", "blocking")
 
@@ -112,6 +114,8 @@ class HiCacheConfig:
     #: Host memory of this rank for blocks on their way, and for the hottest.
     host_bytes: int
     write_policy: str = "write_through"
+    #: Bytes a day that by_value may write to disk: for the same pools and ranks as `capacity`.
+    write_budget: int | None = None
     direct_io: str = "require"
     storage: str = "auto"
     deadline_ms: int = 30_000
@@ -137,7 +141,8 @@ class HiCacheConfig:
             return self
         if self.capacity_total < ranks:
             raise config_error("capacity_total", self.capacity_total, f"bytes for {ranks} ranks")
-        return replace(self, capacity=self.capacity_total // ranks)
+        budget = None if self.write_budget is None else self.write_budget // ranks
+        return replace(self, capacity=self.capacity_total // ranks, write_budget=budget)
 
     @classmethod
     def load(cls, extra_config: Mapping[str, Any] | None, environ: Mapping[str, str] | None = None) -> "HiCacheConfig":
@@ -187,6 +192,10 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     for name, choices in (("write_policy", WRITE_POLICIES), ("direct_io", DIRECT_IO), ("storage", STORAGE)):
         if name in given:
             checked[name] = _choice(name, given[name], choices)
+    if "write_budget" in given:
+        if checked.get("write_policy") != "by_value":
+            raise config_error("write_budget", given["write_budget"], "nothing, or write_policy 'by_value' beside it")
+        checked["write_budget"] = parse_bytes(given["write_budget"], "write_budget")
     if "deadline_ms" in given:
         checked["deadline_ms"] = _whole("deadline_ms", given["deadline_ms"], 1, 86_400_000)
     for name in ("read_bytes_in_flight_max", "write_bytes_in_flight_max"):

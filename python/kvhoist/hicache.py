@@ -174,7 +174,7 @@ class PoolStore:
             host_bytes=self.config.host_bytes,
             capacity=self.capacity,
             namespace=self.namespace(),
-            write_policy=self.config.write_policy,
+            **self.write_settings(),
             direct_io=self.config.direct_io,
             storage=self.config.storage,
             # SGLang's pool is the host tier: pages that direct I/O can reach need no second one.
@@ -195,6 +195,13 @@ class PoolStore:
             cache.close()
             raise
         return cache
+
+    def write_settings(self) -> dict[str, Any]:
+        """When this pool's pages go to disk: a budget is divided between the pools as the disk is."""
+        settings: dict[str, Any] = {"write_policy": self.config.write_policy}
+        if self.config.write_budget is not None:
+            settings["write_budget"] = self.config.write_budget * self.capacity // self.config.capacity
+        return settings
 
     def goes_straight(self) -> bool:
         """Whether pages go directly between drive and pool, without a copy in the cache's memory."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from .cache import slot_bytes
 from .client import Client, connect, mapped_from
-from .config import HiCacheConfig, config_error
+from .config import SERVICE_WRITE_POLICIES, HiCacheConfig, config_error
 from .errors import Error
 from .service import ServiceSettings, find_or_start
 
@@ -55,9 +55,13 @@ def service_settings(config: HiCacheConfig) -> ServiceSettings:
         system = os.statvfs(path)
         disk += system.f_blocks * system.f_frsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    # A space has the share of the service's budget that its disk is of all.
+    budget = None if config.write_budget is None else max(1, config.write_budget * disk // config.capacity)
+    policy = config.write_policy if config.write_policy in SERVICE_WRITE_POLICIES else "write_through"
     return ServiceSettings(
-        tuple(config.path), disk, memory, config.linger_s, config.direct_io, config.storage, config.keep_in_host
-    )
+        tuple(config.path), disk, memory, config.linger_s, config.direct_io, config.storage, config.keep_in_host, policy,
+        budget,
+    )  # fmt: skip
 
 
 class Keeper:

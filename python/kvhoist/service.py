@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import _logs, _native
-from .config import DIRECT_IO, STORAGE, config_error, parse_bytes
+from .config import DIRECT_IO, SERVICE_WRITE_POLICIES, STORAGE, config_error, parse_bytes
 from .errors import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,10 @@ class ServiceSettings:
     storage: str = "auto"
     #: Move blocks through the service's host memory, and keep them there.
     keep_in_host: bool = False
+    #: When blocks go to disk: "write_through" or "by_value".
+    write_policy: str = "write_through"
+    #: Bytes a day that by_value may write to disk, of all spaces together.
+    write_budget: int | None = None
 
     def socket(self) -> str:
         """Where the service of these paths listens: beside the store on the first."""
@@ -58,8 +62,10 @@ class ServiceSettings:
         paths = [argument for path in self.paths for argument in ("--path", path)]
         sizes = ["--capacity", str(self.capacity), "--host-bytes", str(self.host_bytes)]
         more = ["--linger", str(self.linger_s), "--direct-io", self.direct_io, "--storage", self.storage]
-        keep = ["--keep-in-host"] if self.keep_in_host else []
-        return [sys.executable, "-m", "kvhoist", "serve", "--socket", self.socket(), *paths, *sizes, *more, *keep]
+        more += ["--write-policy", self.write_policy]
+        more += ["--keep-in-host"] if self.keep_in_host else []
+        more += ["--write-budget", str(self.write_budget)] if self.write_budget else []
+        return [sys.executable, "-m", "kvhoist", "serve", "--socket", self.socket(), *paths, *sizes, *more]
 
 
 def listens(path: str) -> bool:
@@ -143,6 +149,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--direct-io", choices=DIRECT_IO, default="require")
     parser.add_argument("--storage", choices=STORAGE, default="auto")
     parser.add_argument("--keep-in-host", action="store_true", help="move blocks through host memory, and keep them")
+    parser.add_argument(
+        "--share", action="append", default=[], metavar="NAME:disk=MIN..MAX,host=MIN..MAX",
+        help="disk and host memory that a tenant's spaces get at least and at most; may be given again",
+    )  # fmt: skip
+    parser.add_argument("--write-policy", choices=SERVICE_WRITE_POLICIES, default="write_through")
+    parser.add_argument("--write-budget", metavar="SIZE", help="bytes a day that by_value may write, of all spaces")
     parser.add_argument("--no-pin", action="store_true", help="pin no client's memory")
 
 
@@ -155,12 +167,15 @@ def serve(given: argparse.Namespace) -> int:
     _logs.start()
     settings = {
         "direct_io": given.direct_io, "storage": given.storage, "bypass_host": not given.keep_in_host,
+        "write_policy": given.write_policy,
     }  # fmt: skip
+    if given.write_budget is not None:
+        settings["write_budget"] = parse_bytes(given.write_budget, "--write-budget")
     if given.linger is not None and not 1 <= given.linger <= 86_400:
         raise config_error("--linger", given.linger, "1 to 86400 seconds")
     sizes = parse_bytes(given.capacity, "--capacity"), parse_bytes(given.host_bytes, "--host-bytes")
     linger_ms = None if given.linger is None else given.linger * 1000
-    server = _native.Server(given.socket, given.path, sizes, linger_ms, not given.no_pin, settings)
+    server = _native.Server(given.socket, given.path, sizes, given.share, linger_ms, not given.no_pin, settings)
     failure: list[BaseException] = []
 
     def wait() -> None:

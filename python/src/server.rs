@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::service::{Server, ServerConfig};
+use kvhoist::service::{Server, ServerConfig, Share};
 use pyo3::{prelude::*, types::PyDict};
 
 use crate::{errors, options};
@@ -17,12 +17,13 @@ pub struct PyServer {
 impl PyServer {
     /// Starts to listen. `settings` are settings of the engine, for every space.
     #[new]
-    #[pyo3(signature = (socket, paths, sizes, linger_ms, pin, settings))]
+    #[pyo3(signature = (socket, paths, sizes, shares, linger_ms, pin, settings))]
     fn start(
         py: Python<'_>,
         socket: PathBuf,
         paths: Vec<PathBuf>,
         sizes: (u64, u64),
+        shares: Vec<String>,
         linger_ms: Option<u64>,
         pin: bool,
         settings: &Bound<'_, PyDict>,
@@ -30,6 +31,9 @@ impl PyServer {
         let mut config = ServerConfig::new(socket);
         config.paths = paths;
         (config.capacity_bytes, config.host_bytes) = sizes;
+        let share =
+            |text: String| text.parse::<Share>().map_err(|_| errors::config(py, "shares", &text, Share::EXPECTED));
+        config.shares = shares.into_iter().map(share).collect::<PyResult<_>>()?;
         config.linger_ms = linger_ms;
         config.pin = pin;
         config.cache = options::config(py, settings)?;

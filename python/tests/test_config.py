@@ -196,6 +196,30 @@ def test_the_total_is_divided_by_the_ranks():
         HiCacheConfig.load({"path": "/a", "capacity_total": 7}, {}).for_ranks(8)
 
 
+def test_a_write_budget_is_divided_as_the_disk_is():
+    given = {"path": "/a", "write_policy": "by_value", "write_budget": "1TiB"}
+    config = HiCacheConfig.load({**given, "capacity_total": "8TiB"}, {})
+    assert (config.for_ranks(4).write_budget, config.for_ranks(1).write_budget) == (1 << 38, 1 << 40)
+    assert HiCacheConfig.load({**given, "capacity": "8TiB"}, {}).for_ranks(4).write_budget == 1 << 40
+    environ = {"KVHOIST_WRITE_POLICY": "by_value", "KVHOIST_WRITE_BUDGET": "1TiB"}
+    assert HiCacheConfig.load({"path": "/a", "capacity": "8TiB"}, environ).write_budget == 1 << 40
+    for wrong in ({"write_policy": "write_back"}, {"write_budget": "much"}):
+        with pytest.raises(ConfigError, match="^write_budget: found"):
+            HiCacheConfig.load({**given, "capacity": "8TiB", **wrong}, {})
+
+
+def test_a_service_has_the_budget_of_all_its_disk(tmp_path):
+    from kvhoist.hicache_service import service_settings
+
+    given = {"path": str(tmp_path), "capacity": "1GiB", "write_policy": "by_value", "write_budget": "1GiB"}
+    settings = service_settings(HiCacheConfig.load(given, {}))
+    assert settings.write_policy == "by_value" and settings.write_budget == settings.capacity
+    command = settings.command()
+    assert command[command.index("--write-budget") + 1] == str(settings.capacity)
+    through = service_settings(HiCacheConfig.load({"path": str(tmp_path), "capacity": "1GiB"}, {}))
+    assert "--write-budget" not in through.command()
+
+
 def test_every_method_says_what_it_does():
     """What `help` shows, down to the native half."""
     import inspect

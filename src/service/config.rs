@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::shares::Share;
 use crate::{
     config::{Config, WritePolicy},
     error::{Error, Result},
@@ -22,8 +23,11 @@ pub struct ServerConfig {
     /// Host memory for the blocks of all spaces, bytes.
     pub host_bytes: u64,
     /// The settings of every space's cache. `block_bytes`, `host_blocks`, `disks` and `namespace` are the
-    /// space's own.
+    /// space's own. The write policy is `write_through` or `by_value`. A write budget is that of the whole service:
+    /// each space has the same share of it as of [`capacity_bytes`](Self::capacity_bytes).
     pub cache: Config,
+    /// Floors and ceilings of the disk and the host memory that tenants get; what no share names is for all others.
+    pub shares: Vec<Share>,
     /// Users that may connect beside the service's own.
     pub uids: Vec<u32>,
     /// Whether the kernel keeps clients' regions pinned, if a client asks for it
@@ -57,6 +61,7 @@ impl ServerConfig {
             capacity_bytes: 0,
             host_bytes: 0,
             cache: Config::default().bypass_host(true),
+            shares: Vec::new(),
             uids: Vec::new(),
             pin: true,
             connections_max: 1024,
@@ -93,11 +98,12 @@ impl ServerConfig {
         if self.paths.len() > 64 {
             return Err(wrong("paths", self.paths.len(), "64 at most"));
         }
-        if self.cache.disk.write_policy != WritePolicy::WriteThrough {
-            let expected = "write_through: a client's death must not take what it was told is stored";
+        if !matches!(self.cache.disk.write_policy, WritePolicy::WriteThrough | WritePolicy::ByValue) {
+            let expected = "write_through or by_value: no client asks for the writes that the others wait for";
             return Err(wrong("write_policy", format!("{:?}", self.cache.disk.write_policy), expected));
         }
-        Ok(())
+        let disk = if self.paths.is_empty() { 0 } else { self.capacity_bytes };
+        Share::check(&self.shares, disk, self.host_bytes).map_err(|(found, expected)| wrong("shares", found, expected))
     }
 }
 
@@ -116,6 +122,8 @@ mod tests {
         let on_disk = ServerConfig { paths: vec!["a".into()], capacity_bytes: 1 << 20, ..good.clone() };
         on_disk.validate().expect("good");
         type Spoil = fn(&mut ServerConfig);
+        let by_value = Config::default().write_policy(WritePolicy::ByValue);
+        ServerConfig { cache: by_value, ..on_disk.clone() }.validate().expect("good");
         let cases: [(&str, Spoil); 7] = [
             ("connections_max", |config| config.connections_max = 5000),
             ("requests_max", |config| config.requests_max = 0),

@@ -17,6 +17,7 @@ mod regions;
 mod server;
 mod session;
 mod shared_memory;
+mod shares;
 mod socket;
 mod spaces;
 
@@ -25,3 +26,4 @@ pub use config::ServerConfig;
 pub use query::{remove_space, status};
 pub use server::Server;
 pub use shared_memory::SharedMemory;
+pub use shares::{Bounds, Share};

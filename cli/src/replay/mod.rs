@@ -8,7 +8,7 @@ mod engine;
 mod place;
 mod tally;
 
-pub use args::{Args, Device, Direct, Engine};
+pub use args::{Args, Device, Direct, Engine, Policy};
 use place::Place;
 pub use tally::Tally;
 

@@ -63,7 +63,8 @@ impl Deed {
             block_bytes: value("block_bytes")?.parse().ok()?,
             capacity_bytes: value("capacity_bytes")?.parse().ok()?,
         };
-        (deed.namespace.len() <= NAMESPACE_BYTES_MAX).then_some(deed)
+        // Without paths a space has no file.
+        (deed.namespace.len() <= NAMESPACE_BYTES_MAX && deed.capacity_bytes > 0).then_some(deed)
     }
 }
 

@@ -18,6 +18,7 @@ pub(super) use self::figures::stats;
 use super::{
     config::ServerConfig,
     protocol::{Failure, SpaceStatus},
+    shares::Ledger,
 };
 use crate::{
     cache::Cache,
@@ -74,33 +75,31 @@ pub(super) struct Wanted {
 pub(super) struct Spaces {
     config: ServerConfig,
     entries: RefCell<BTreeMap<String, Entry>>,
-    capacity_left: Cell<u64>,
-    host_left: Cell<u64>,
+    disk: Ledger,
+    host: Ledger,
 }
 
 impl Spaces {
     /// Reads the files of all spaces.
     ///
     /// # Errors
-    /// [`Error::Store`] for a space whose file cannot be understood, or that has more disk than there is now.
+    /// [`Error::Store`] for a space whose file cannot be understood, or that has more disk than it may have now.
     pub(super) fn load(config: ServerConfig) -> Result<Self> {
         let mut entries = BTreeMap::new();
-        let mut left = if config.paths.is_empty() { u64::MAX } else { config.capacity_bytes };
+        let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
+        let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
+        let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
         for (path, deed) in deeds(&config)? {
-            left = left.checked_sub(deed.capacity_bytes).ok_or_else(|| Error::Store {
+            let bytes = deed.capacity_bytes;
+            disk.take(&deed.namespace, bytes).map_err(|failure| Error::Store {
                 path: path.clone(),
-                found: format!("a space with {} bytes of disk", deed.capacity_bytes),
-                expected: format!("{left} bytes at most, which is what other spaces leave of the capacity"),
-                action: "raise the capacity, or delete the folders of a space that is not wanted".into(),
+                found: format!("the space {:?} with {bytes} bytes of disk ({})", deed.namespace, failure.text),
+                expected: "what other spaces and the shares leave of the capacity".into(),
+                action: "raise the capacity or the share, or delete the folders of a space that is not wanted".into(),
             })?;
             entries.insert(deed.folder(), Entry { deed, state: State::Closed });
         }
-        Ok(Spaces {
-            capacity_left: Cell::new(left),
-            host_left: Cell::new(config.host_bytes),
-            entries: RefCell::new(entries),
-            config,
-        })
+        Ok(Spaces { disk, host, entries: RefCell::new(entries), config })
     }
 
     /// Finds, opens or makes the space that a client wants.
@@ -145,7 +144,7 @@ impl Spaces {
                 return Err(Failure::new(ServiceFault::Capacity, text));
             }
             None => {
-                deed.capacity_bytes = self.take_capacity(capacity_bytes)?;
+                deed.capacity_bytes = self.take_capacity(namespace, capacity_bytes)?;
                 entries.insert(folder, Entry { deed: deed.clone(), state: State::Opening(vec![sender]) });
             }
         }
@@ -153,23 +152,23 @@ impl Spaces {
         Ok(Begun::Opening(receiver))
     }
 
-    /// Sets disk aside for a new space; 0 takes all that is left.
-    fn take_capacity(&self, wanted: u64) -> Result<u64, Failure> {
+    /// Sets disk aside for a new space; 0 takes all that it may have.
+    fn take_capacity(&self, space: &str, wanted: u64) -> Result<u64, Failure> {
         if self.config.paths.is_empty() {
             return Ok(0);
         }
-        take(&self.capacity_left, wanted, "bytes of disk")
+        self.disk.take(space, wanted)
     }
 
     /// Opens a space and answers its waiters.
     async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
         let folder = deed.folder();
-        let opened = match take(&self.host_left, host_bytes, "bytes of host memory") {
+        let opened = match self.host.take(&deed.namespace, host_bytes) {
             Err(failure) => Err(failure),
             Ok(host_bytes) => {
                 let opened = self.open_cache(&deed, host_bytes, is_new).await;
                 if opened.is_err() {
-                    self.host_left.set(self.host_left.get() + host_bytes);
+                    self.host.give_back(&deed.namespace, host_bytes);
                 }
                 opened.map(|cache| (cache, host_bytes)).map_err(|error| Failure::from(&error))
             }
@@ -189,7 +188,7 @@ impl Spaces {
         };
         if opened.is_err() && is_new {
             entries.remove(&folder);
-            self.capacity_left.set(self.capacity_left.get().saturating_add(deed.capacity_bytes));
+            self.disk.give_back(&deed.namespace, deed.capacity_bytes);
             self.forget(&folder);
         }
         for waiter in waiters {
@@ -229,6 +228,12 @@ impl Spaces {
                 return Err(Error::Config { field: "capacity_bytes", found, expected: format!("{least} or more") });
             }
             config.disk.paths.push(DiskPath::with_blocks(path.join(deed.folder()), blocks));
+        }
+        if let Some(bytes) = config.write_budget_bytes() {
+            let all = u128::from(self.config.capacity_bytes.max(1));
+            let share = u128::from(bytes) * u128::from(deed.capacity_bytes) / all;
+            config.disk.write_budget = Some(u64::try_from(share).unwrap_or(u64::MAX));
+            (config.disk.drive_writes_per_day, config.disk.drive_bytes) = (None, None);
         }
         // A block moves, whatever its size.
         config.limits.read_bytes_in_flight_max = config.limits.read_bytes_in_flight_max.max(slot_bytes);
@@ -280,7 +285,7 @@ impl Spaces {
             if let Err(error) = space.cache.close().await {
                 tracing::warn!(%error, "the cache of a space that is removed");
             }
-            self.host_left.set(self.host_left.get().saturating_add(space.host_bytes));
+            self.host.give_back(&space.namespace, space.host_bytes);
         }
         // The first path has the file that makes it a space: last.
         let folders: Vec<PathBuf> = self.config.paths.iter().rev().map(|path| path.join(&folder)).collect();
@@ -295,7 +300,7 @@ impl Spaces {
         if removed.is_ok()
             && let Some(entry) = entries.remove(&folder)
         {
-            self.capacity_left.set(self.capacity_left.get().saturating_add(entry.deed.capacity_bytes));
+            self.disk.give_back(&entry.deed.namespace, entry.deed.capacity_bytes);
         }
         removed
     }
@@ -312,8 +317,7 @@ impl Spaces {
 
     /// Disk and host memory that no space has, bytes.
     pub(super) fn left(&self) -> (u64, u64) {
-        let capacity = if self.config.paths.is_empty() { 0 } else { self.capacity_left.get() };
-        (capacity, self.host_left.get())
+        (self.disk.left(), self.host.left())
     }
 
     pub(super) fn status(&self) -> Vec<SpaceStatus> {
@@ -347,22 +351,6 @@ impl Entry {
     }
 }
 
-/// Takes `wanted` bytes, or all that is left if that is 0.
-fn take(left: &Cell<u64>, wanted: u64, what: &str) -> Result<u64, Failure> {
-    let found = left.get();
-    let taken = if wanted == 0 { found } else { wanted };
-    if taken == 0 || taken > found {
-        let text = format!(
-            "space: found {found} {what} left, expected {}; attach with a smaller share, give earlier spaces smaller \
-             ones, or start the service with more",
-            wanted.max(1)
-        );
-        return Err(Failure::new(ServiceFault::Capacity, text));
-    }
-    left.set(found - taken);
-    Ok(taken)
-}
-
 /// Slots in a share of host memory.
 fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
     match u32::try_from(bytes / slot_bytes) {
@@ -372,20 +360,5 @@ fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
             found: format!("{bytes} bytes for a space"),
             expected: format!("room for 1 to {} slots of {slot_bytes} bytes", u32::MAX >> 1),
         }),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn no_more_is_taken_than_is_left() {
-        let left = Cell::new(100);
-        assert_eq!(take(&left, 60, "bytes").expect("left"), 60);
-        let failure = take(&left, 60, "bytes").expect_err("40 are left");
-        assert!(failure.fault == ServiceFault::Capacity && failure.text.contains("found 40 bytes left, expected 60"));
-        assert_eq!(take(&left, 0, "bytes").expect("all"), 40);
-        take(&left, 0, "bytes").expect_err("none is left");
     }
 }
