@@ -106,6 +106,7 @@ def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str,
         capacity=config.capacity,
         namespace=place.namespace(),
         write_policy=config.write_policy,
+        **({} if config.write_budget is None else {"write_budget": config.write_budget}),
         direct_io=config.direct_io,
         storage=config.storage,
         # The engine's memory is the host tier: blocks that direct I/O can reach need no copy here.
@@ -151,6 +152,14 @@ class Jobs:
     def touch(self, names: Iterable[bytes]) -> None:
         """Counts a use of chunks, given in the order of their prefix. No I/O."""
         self.cache.touch(chunk_keys(list(names)))
+
+    def release(self, names: Iterable[bytes]) -> None:
+        """Releases a chain, given in the order of its prefix. No I/O."""
+        self.cache.release(chunk_keys(list(names)))
+
+    def keep(self, names: Iterable[bytes], seconds: float) -> None:
+        """Keeps a chain, given in the order of its prefix, for so many seconds. No I/O."""
+        self.cache.keep(chunk_keys(list(names)), seconds)
 
     # Jobs
 

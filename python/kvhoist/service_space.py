@@ -102,6 +102,14 @@ class ServiceSpace:
         """Counts a use of a chain."""
         self._asked(lambda: self._index.touch(keys), None)
 
+    def release(self, keys: Sequence[bytes]) -> int:
+        """Releases a chain for all clients of the space; 0 while the service does not answer."""
+        return self._asked(lambda: self._index.release(keys), 0)
+
+    def keep(self, keys: Sequence[bytes], seconds: float) -> int:
+        """Keeps a chain for all clients of the space; 0 while the service does not answer."""
+        return self._asked(lambda: self._index.keep(keys, seconds), 0)
+
     def remove(self, key: bytes) -> bool:
         """Forgets a block, for all clients of the space. Raises while the service is away."""
         return self._index.remove(key)

@@ -63,6 +63,7 @@ from .chunks import ChunkStore, Ended, Place, tier_settings  # noqa: E402
 from .config import config_error  # noqa: E402
 from .failures import Failures  # noqa: E402
 from .vllm_figures import Figures, metric_definitions  # noqa: E402
+from .vllm_hints import give_hint  # noqa: E402
 from .vllm_prefix import Prefix, positions  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -228,9 +229,10 @@ class KvhoistTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Counts a use of the request's chunks, where vLLM does not (0.33 never calls `touch`)."""
+        """Counts a use of the request's chunks, unless vLLM does (0.33 never calls `touch`), and takes its hint."""
         if not self._touched_by_vllm:
             self._guarded("touch", None, lambda: self._touch_finished(positions(req_context)))
+        self._guarded("hint", None, lambda: give_hint(self.store, req_context))
 
     def _touch_finished(self, places: Mapping[bytes, int]) -> None:
         if places:

@@ -27,6 +27,7 @@ from .device_chunks import DeviceChunks, Group, Page
 from .device_settings import DeviceSettings, vllm_settings
 from .vllm import place_of, warn_of_version
 from .vllm_figures import Figures, metric_definitions
+from .vllm_hints import give_hint
 from .vllm_prefix import Prefix, positions
 from .vllm_worker import Keys, KvhoistWorker, Opened
 
@@ -202,9 +203,10 @@ class KvhoistManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Counts a use of the request's chunks, where vLLM does not (0.33 never calls `touch`)."""
+        """Counts a use of the request's chunks, unless vLLM does (0.33 never calls `touch`), and takes its hint."""
         if not self._touched_by_vllm:
             self._guarded("touch", None, lambda: self._touch_finished(positions(req_context)))
+        self._guarded("hint", None, lambda: give_hint(self._store, req_context, self._name))
 
     def _touch_finished(self, places: Mapping[bytes, int]) -> None:
         if places:

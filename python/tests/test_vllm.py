@@ -38,6 +38,43 @@ def test_chunks_come_back_over_restarts(store_dir):
                 engine.forget()
 
 
+def finished(engine, keys, **more):
+    """A request for chunks that are there, which ends."""
+    context = engine.request(keys, **more)
+    if vtier.version() < (0, 33):
+        engine.tier.touch(keys, context)
+    engine.finish(context)
+
+
+def hints(action, **payload):
+    protocol = importlib.import_module("vllm.v1.kv_hints.protocol")
+    return protocol.KvHintsEnvelope("1", "m", [protocol.KvHintAction("a", action, "1", payload)])
+
+
+def test_a_request_says_that_its_chain_is_over_or_is_to_be_kept(store_dir, caplog):
+    with Engine([tier_config(store_dir)]) as engine:
+        chains = {name: stored(engine, name, 6) for name in ("silent", "over", "kept", "wrong")}
+        finished(engine, chains["silent"])
+        finished(engine, chains["over"], kv_transfer_params={"kvhoist": {"release": True}, "other": 1})
+        finished(engine, chains["kept"], kv_transfer_params={"kvhoist": {"keep_seconds": 3600}})
+        stats = engine.tier.store.cache.stats()
+        assert (stats["released"], stats["tiers"]["disk"]["kept"]) == (6, 6)
+        finished(engine, chains["wrong"], kv_transfer_params={"kvhoist": {"release": "soon"}})
+        assert engine.tier.counters["hint"] == 1 and "expected release: true or false" in caplog.text
+        assert engine.tier.store.cache.stats()["released"] == 6
+
+
+@pytest.mark.skipif(vtier.version() < (0, 33), reason="vLLM has no hints before 0.33")
+def test_an_orchestrators_hints_are_taken(store_dir):
+    with Engine([tier_config(store_dir)]) as engine:
+        chains = {name: stored(engine, name, 6) for name in ("over", "kept", "others")}
+        finished(engine, chains["over"], kv_hints=hints("kvhoist.release"))
+        finished(engine, chains["kept"], kv_hints=hints("kvhoist.keep", seconds=60))
+        finished(engine, chains["others"], kv_hints=hints("somebody.else", seconds=60))
+        stats = engine.tier.store.cache.stats()
+        assert (stats["released"], stats["tiers"]["disk"]["kept"]) == (6, 6)
+
+
 @pytest.mark.parametrize("cell_bytes", [1000, 4096, 70_272])
 def test_rows_of_any_size_come_back(store_dir, cell_bytes):
     with Engine([tier_config(store_dir, host_bytes="8MiB")], cell_bytes=cell_bytes) as engine:

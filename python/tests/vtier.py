@@ -127,9 +127,9 @@ class Engine:
 
     # What the scheduler does for a request
 
-    def request(self, *prefixes: list[bytes]):
+    def request(self, *prefixes: list[bytes], **more):
         """A request whose prompt has these keys, a list for each KV cache group."""
-        context = self.modules.base.ReqContext(req_id=f"request-{next(self._requests)}")
+        context = self.modules.base.ReqContext(req_id=f"request-{next(self._requests)}", **more)
         if hasattr(context, "set_offload_key_position"):
             for keys in prefixes:
                 for n, key in enumerate(keys):
