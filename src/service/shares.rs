@@ -259,7 +259,7 @@ mod tests {
             let shares: Vec<Share> = bounds.iter().enumerate().map(tenant).collect();
             prop_assume!(Share::check(&shares, 100, 100).is_ok());
             let ledger = ledger(100, &shares);
-            let mut taken = vec![0; 6];
+            let mut taken = [0; 6];
             for (space, bytes, gives_back) in calls {
                 if gives_back {
                     ledger.give_back(&space.to_string(), std::mem::take(&mut taken[space]));
