@@ -18,6 +18,7 @@ impl PyServer {
     /// Starts to listen. `settings` are settings of the engine, for every space.
     #[new]
     #[pyo3(signature = (socket, paths, sizes, shares, linger_ms, pin, settings))]
+    #[expect(clippy::too_many_arguments, reason = "each is an argument of `python -m kvhoist serve`")]
     fn start(
         py: Python<'_>,
         socket: PathBuf,
