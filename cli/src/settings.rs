@@ -211,8 +211,9 @@ mod tests {
             let error = Settings::parse(text).expect_err(text);
             assert!(error.contains(wanted), "{text}: {error}");
         }
-        let small = Settings::parse(r#"{"path": "/a", "capacity": "1KiB", "host_bytes": 4096}"#).expect("settings");
-        let refused = small.config(64 << 10).expect("read").validate();
+        let small = Settings::parse(r#"{"path": "/a", "capacity": "1KiB"}"#).expect("settings");
+        let memory_only = Settings::parse(r#"{"host_bytes": 4096}"#).expect("settings");
+        let refused = memory_only.config(64 << 10).expect("read").validate();
         assert!(matches!(refused, Err(kvhoist::Error::Config { field: "host_bytes", .. })), "{refused:?}");
         assert!(small.config(4 << 10).expect_err("no room").to_string().starts_with("capacity: found 1024"));
     }
