@@ -90,9 +90,14 @@ impl Browser {
 
 impl Drop for Browser {
     fn drop(&mut self) {
-        // The driver ends its browser when it is told to end, and leaves it behind when it is killed.
-        let ended = Command::new("kill").args(["-TERM", &self.driver.id().to_string()]).status();
-        drop(ended);
+        // The end of the session is the end of the browser; a driver that is killed would leave it behind.
+        if let Ok(mut stream) = TcpStream::connect(&self.address) {
+            drop(stream.set_read_timeout(Some(Duration::from_secs(60))));
+            let (session, host) = (&self.session, &self.address);
+            drop(write!(stream, "DELETE {session} HTTP/1.1\r\nHost: {host}\r\nContent-Length: 0\r\n\r\n"));
+            drop(stream.read(&mut [0; 1]));
+        }
+        drop(self.driver.kill());
         drop(self.driver.wait());
     }
 }
