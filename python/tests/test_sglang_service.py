@@ -118,6 +118,44 @@ def test_ranks_share_what_is_the_same_and_outlive_each_other(geometry, store_dir
     await_(lambda: not service_pids(store_dir), "the end of a service without ranks")
 
 
+def test_eight_ranks_of_an_mla_model_read_one_copy(store_dir):
+    """A tensor-parallel group of eight: one space, one copy on the drive and in memory; a rank and the service die."""
+    geometry, pages = sgl.MLA_LONG, 12
+    with Node(store_dir, capacity="64MiB", host_bytes="16MiB") as node:
+        extra = sgl.extra_config(store_dir, "32MiB", "8MiB", allocator="shm", service=node.socket, deadline_ms=20_000)
+        ranks = [RankProcess(geometry, extra, rank, tp_size=8) for rank in range(8)]
+        try:
+            for rank in ranks:
+                rank.ready()
+            assert ranks[0].ask("set") == [True] * pages
+            before = ranks[0].ask("stats")
+            for rank in ranks:
+                rank.begin("get")
+            assert [rank.read() for rank in ranks] == [pages] * 8
+            after = ranks[0].ask("stats")
+            page_bytes = after["straight_bytes"] // pages
+            assert page_bytes * pages == after["straight_bytes"], "stored straight from the writer's pool, once"
+            assert after["read_bytes"] - before["read_bytes"] == pages * page_bytes, "read once"
+            assert after["tiers"]["host"]["resident"] == after["tiers"]["disk"]["resident"] == pages
+            ranks[3].begin("churn", 10_000)
+            assert ranks[3].read() == "next"
+            ranks[3].kill()
+            assert ranks[7].ask("churn", 3) == [pages, pages]
+            ranks[5].begin("churn", 20)
+            assert ranks[5].read() == "next"
+            node.kill()
+            node.start()
+            while (answer := ranks[5].read()) == "next":
+                pass
+            assert 0 <= answer[0] <= answer[1] <= pages, f"{answer}: wrong bytes"
+            alive = ranks[:3] + ranks[4:]
+            await_(lambda: all(rank.ask("exists") == pages for rank in alive), "the ranks' next connections")
+            assert [rank.ask("get") for rank in alive] == [pages] * 7
+        finally:
+            for rank in ranks:
+                rank.kill()
+
+
 LAYOUTS = [
     *((sgl.MHA_LONG, layout) for layout in MHA_LAYOUTS),
     *((sgl.MLA_LONG, layout) for layout in MLA_LAYOUTS),
