@@ -51,6 +51,11 @@ pub fn one_copy(cases: &mut Cases<'_>) {
         image[0][100] ^= 1;
         image[1][PAGE_BYTES + 100] ^= 1;
     });
+    let finds = faults("superblock_copy", 1);
+    cases.add("superblock, one copy", "B of one member over B of the other", Outcome::Loses(0), finds, |image| {
+        let b: Vec<u8> = image[1][PAGE_BYTES..2 * PAGE_BYTES].to_vec();
+        image[0][PAGE_BYTES..2 * PAGE_BYTES].copy_from_slice(&b);
+    });
     let class = "superblock, copies swapped";
     cases.add(class, "A and B", Outcome::Loses(0), clean(), |image| {
         let (a, rest) = image[0].split_at_mut(PAGE_BYTES);

@@ -251,7 +251,7 @@ pub enum SuperblockPair {
         superblock: Superblock,
         /// Which copy that is: 0 for A, 1 for B.
         copy: usize,
-        /// The other copy is valid and whole too.
+        /// The other copy is whole too, and an equal or older copy of this superblock: not another member's.
         other_is_whole: bool,
     },
     /// Both copies are invalid; the more informative error.
@@ -284,7 +284,10 @@ impl SuperblockPair {
     }
 
     fn valid(superblock: Superblock, copy: usize, other: Option<&Superblock>) -> Self {
-        let other_is_whole = other.is_some_and(|other| other.state == State::Whole && other.uuid == superblock.uuid);
+        let (state, sequence) = (superblock.state, superblock.sequence);
+        let other_is_whole = other.is_some_and(|other| {
+            other.state == State::Whole && Superblock { state, sequence, ..other.clone() } == superblock
+        });
         SuperblockPair::Valid { superblock, copy, other_is_whole }
     }
 }
@@ -416,6 +419,14 @@ mod tests {
         let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: true };
         assert_eq!(head(&old.encode(), &new.encode()), expected(1));
         assert_eq!(head(&new.encode(), &old.encode()), expected(0));
+    }
+
+    #[test]
+    fn the_copy_of_another_member_does_not_count_as_this_ones() {
+        let (new, other) = (Superblock { sequence: 2, ..sample() }, Superblock { member: 0, ..sample() });
+        let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: false };
+        assert_eq!(head(&other.encode(), &new.encode()), expected(1));
+        assert_eq!(head(&new.encode(), &other.encode()), expected(0));
     }
 
     #[test]
