@@ -120,7 +120,8 @@ fn what_fails_goes_through_host_memory() {
         pool.store(&cache);
         pool.load(&cache);
         let stats = end(cache);
-        assert_eq!(stats.cufile, mode == "once", "{stats:?}");
+        // Of many requests in flight, the three that fail `once` may be three in a row, which end the route.
+        assert!(!stats.cufile || mode == "once", "{stats:?}");
         assert_eq!((stats.checksum_failures, stats.quarantined, stats.write_errors), (0, 0, 0), "no fault of the disk");
         if mode == "hangwrite" {
             ask("release");
