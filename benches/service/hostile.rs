@@ -20,7 +20,7 @@ use kvhoist::{
 };
 
 use crate::{
-    Outcome,
+    options::Outcome,
     pool::{all_done, key, timed},
 };
 

@@ -15,8 +15,8 @@ use kvhoist::{
 };
 
 use crate::{
-    Options, Outcome,
     node::Service,
+    options::{Options, Outcome},
     pool::{all_done, key, median, timed},
 };
 

@@ -17,6 +17,7 @@
 mod hostile;
 mod look_ups;
 mod node;
+mod options;
 mod pages;
 mod pool;
 mod sharing;
@@ -33,48 +34,8 @@ use kvhoist::{
 };
 
 use node::Service;
+use options::{CLIENT, Options, Outcome, SERVE, options};
 use pool::PAGES;
-
-type Outcome<T> = Result<T, Box<dyn std::error::Error + Send + Sync>>;
-
-const SERVE: &str = "--serve";
-const CLIENT: &str = "--client";
-const PARTS: [&str; 7] = ["pages", "host", "requests", "same", "own", "hostile", "idle"];
-
-struct Options {
-    parts: Vec<String>,
-    paths: Vec<PathBuf>,
-    block_bytes: usize,
-    rounds: usize,
-    idle_s: u64,
-}
-
-impl Options {
-    fn wants(&self, part: &str) -> bool {
-        self.parts.is_empty() || self.parts.iter().any(|wanted| wanted == part)
-    }
-}
-
-fn options(arguments: &[String]) -> Outcome<Options> {
-    let mut found = Options { parts: Vec::new(), paths: Vec::new(), block_bytes: 5 << 19, rounds: 5, idle_s: 10 };
-    let mut words = arguments.iter();
-    while let Some(word) = words.next() {
-        let mut value = || words.next().ok_or(format!("{word}: found no value"));
-        match word.as_str() {
-            "--path" => found.paths.push(value()?.into()),
-            "--block-bytes" => found.block_bytes = value()?.parse()?,
-            "--rounds" => found.rounds = value()?.parse()?,
-            "--idle-s" => found.idle_s = value()?.parse()?,
-            "--bench" => {}
-            part if PARTS.contains(&part) => found.parts.push(part.into()),
-            other => return Err(format!("{other}: expected one of {PARTS:?} or an option of the file's head").into()),
-        }
-    }
-    if found.paths.is_empty() {
-        found.paths.push(env!("CARGO_TARGET_TMPDIR").into());
-    }
-    Ok(found)
-}
 
 fn main() -> ExitCode {
     let arguments: Vec<String> = env::args().skip(1).collect();

@@ -14,7 +14,10 @@ use kvhoist::{
     service::{Server, ServerConfig},
 };
 
-use crate::{CLIENT, Outcome, SERVE, pool::timed};
+use crate::{
+    options::{CLIENT, Outcome, SERVE},
+    pool::timed,
+};
 
 /// The service's process, until its standard input ends.
 pub fn serve(words: &[String]) -> Outcome<()> {

@@ -5,7 +5,7 @@ use std::thread;
 use kvhoist::{BlockKey, Cache, Tier, block_on, service::Client};
 
 use crate::{
-    Options, Outcome,
+    options::{Options, Outcome},
     pool::{PAGES, Pool, all_done, key, median, timed},
 };
 

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Instant};
 
 use kvhoist::{BlockKey, Segment, service::SharedMemory};
 
-use crate::Outcome;
+use crate::options::Outcome;
 
 /// Pages of one of SGLang's calls.
 pub const PAGES: usize = 128;

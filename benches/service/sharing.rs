@@ -15,8 +15,8 @@ use kvhoist::{
 };
 
 use crate::{
-    Options, Outcome,
     node::{Peer, Service, all_go},
+    options::{Options, Outcome},
     pool::{PAGES, Pool, all_done, key, median, timed},
 };
 
@@ -101,7 +101,8 @@ pub fn same_pages(options: &Options, folder: &Path) -> Outcome<()> {
     Ok(())
 }
 
-/// Eight processes load pages of their own, beside threads that read the same files. `spaces`: a space for each process,
+/// Eight processes load pages of their own, beside threads that read the same files. `spaces`: a space for each
+/// process,
 /// or one for all.
 pub fn own_pages(options: &Options, folders: &[PathBuf], spaces: usize) -> Outcome<()> {
     let bytes = options.block_bytes as u64;

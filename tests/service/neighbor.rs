@@ -18,7 +18,8 @@ use crate::{
     node::{HANG, Node},
 };
 
-/// A client in a thread of this process that loads and stores until `end`. Every load finds all blocks, with their bytes.
+/// A client in a thread of this process that loads and stores until `end`. Every load finds all blocks, with their
+/// bytes.
 pub struct Neighbor {
     stop: Arc<AtomicBool>,
     loads: Arc<AtomicU64>,

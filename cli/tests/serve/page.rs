@@ -104,9 +104,8 @@ impl Drop for Browser {
 
 /// A table cell of the page: the row that begins with a text, and the column.
 fn cell(row: &str, column: usize) -> String {
-    format!(
-        "[...document.querySelectorAll('tr')].find((row) => row.cells[0]?.textContent === {row:?})?.cells[{column}]?.textContent"
-    )
+    let rows = "[...document.querySelectorAll('tr')]";
+    format!("{rows}.find((row) => row.cells[0]?.textContent === {row:?})?.cells[{column}]?.textContent")
 }
 
 #[test]

@@ -157,8 +157,8 @@ impl Plan {
         Plan::draw(seed, Rng::new(seed))
     }
 
-    /// The plan of a fuzzer's input: the first bytes choose the kind of run and a seed, the others make its choices. The
-    /// run is short, because a fuzzer makes many.
+    /// The plan of a fuzzer's input: the first bytes choose the kind of run and a seed, the others make its choices.
+    /// The run is short, because a fuzzer makes many.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         const KINDS: [u64; 8] = [0, 0, 0, STRAIGHT_SEEDS, LAYERED_SEEDS, TRIAL_SEEDS, PROMPT_SEEDS, MEMORY_SEEDS];
         let [kind, seed @ ..] = *bytes.first_chunk::<3>().unwrap_or(&[0; 3]);

@@ -11,7 +11,10 @@ use kvhoist::internals::{
 };
 use tokio::sync::Notify;
 
-use super::{Rng, Sim, World};
+use super::{
+    storage::{Rng, Sim},
+    world::World,
+};
 
 /// Starts the workers of a cache, as tasks of the current `LocalSet`. `None` for one seed of four: no workers.
 pub(super) fn start(world: &World) -> Option<Arc<Pool>> {

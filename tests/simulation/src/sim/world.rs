@@ -1,0 +1,35 @@
+//! What a simulated cache stands on: its disk, its copies, and its seed.
+
+use super::{
+    copy::{CopyOptions, SimCopy},
+    storage::{Rng, Sim, SimOptions},
+};
+
+/// What a simulated cache stands on. Clones share everything.
+#[derive(Clone)]
+pub struct World {
+    /// The files of the disk tier, one for each of `Config::disks`.
+    pub storage: Sim,
+    /// What copies between host and device memory.
+    pub copy: SimCopy,
+    /// Seeds the hash of the index, the id of a new store, and the workers.
+    pub seed: u64,
+    /// The probability that a worker dies after a step of its work.
+    pub deaths: f64,
+    /// Transfers that a worker has in flight at most.
+    pub transfers_max: usize,
+}
+
+impl World {
+    /// A world without faults.
+    pub fn new(seed: u64, files: Vec<Vec<u8>>) -> Self {
+        let mut rng = Rng::new(seed);
+        World {
+            storage: Sim::new(rng.next_u64(), files, SimOptions::default()),
+            copy: SimCopy::new(rng.next_u64(), CopyOptions::default()),
+            seed: rng.next_u64(),
+            deaths: 1.0 / 64.0,
+            transfers_max: 32,
+        }
+    }
+}
