@@ -250,7 +250,7 @@ impl Shared {
     ) -> FlightEnd {
         let Finished { waiters, next } = state.flights.finish(key, tier);
         let mut answers = self.answers(state, waiters, tier, outcome);
-        let Some(next) = next else { return (answers, None) };
+        let Some(mut next) = next else { return (answers, None) };
         // Or the block was removed, or is on disk.
         let mut missed = Ok(());
         if let Some(id) = state.index.find(key)
@@ -261,13 +261,28 @@ impl Shared {
                 self.must_be_written(state, id, key);
                 return (answers, None);
             }
-            if let Some(pin) = self.pin_source(state, id, key) {
+            if let Some(entry) = state.flights.entry(key, Tier::Disk) {
+                // The block was removed and stored anew while this flight was under way, and that store writes it.
+                if entry != id {
+                    state.set_dirty(id, key);
+                }
+                let is_awaited = !next.is_empty();
+                match state.flights.pass_to_write(key, id, next) {
+                    Ok(()) => {
+                        if is_awaited {
+                            state.raise(key, Tier::Disk);
+                        }
+                        return (answers, None);
+                    }
+                    Err(waiters) => next = waiters,
+                }
+                missed = Err(self.timeout("a movement of the block that is overdue"));
+            } else if let Some(pin) = self.pin_source(state, id, key) {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
                 let started = state.flights.begin_started(key, Tier::Disk, id, class, next);
                 return (answers, Some(PendingWrite { key: *key, pin, started }));
-            }
-            // It did not arrive where it could be written from.
-            if let (Tier::Host, Err(error)) = (tier, outcome) {
+            } else if let (Tier::Host, Err(error)) = (tier, outcome) {
+                // It did not arrive where it could be written from.
                 self.metrics.writes_refused.add(1);
                 state.refusals.add(*key, error.clone());
                 missed = Err(error.clone());

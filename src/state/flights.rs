@@ -203,6 +203,23 @@ impl<M, U> Flights<M, U> {
         if flight.overdue { Joined::Overdue } else { wait(next, waiters_max) }
     }
 
+    /// Has waiters of a write of `entry` wait for the one in flight, or for the one that follows the write of a removed
+    /// entry. Gives them back where no write is in flight, or it is overdue.
+    pub(crate) fn pass_to_write(
+        &mut self,
+        key: &BlockKey,
+        entry: EntryId,
+        waiters: Vec<oneshot::Sender<M>>,
+    ) -> std::result::Result<(), Vec<oneshot::Sender<M>>> {
+        let Some(flight) = self.by_target.get_mut(&(*key, Tier::Disk)) else { return Err(waiters) };
+        let of_entry = if flight.entry == entry { &mut flight.waiters } else { flight.next.get_or_insert_default() };
+        if flight.overdue {
+            return Err(waiters);
+        }
+        of_entry.extend(waiters);
+        Ok(())
+    }
+
     /// Starts a movement of `entry`, with its first waiter.
     pub(crate) fn begin(&mut self, key: &BlockKey, tier: Tier, entry: EntryId, class: Class) -> oneshot::Receiver<M> {
         let (sender, receiver) = oneshot::channel();

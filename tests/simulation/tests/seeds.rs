@@ -7,7 +7,7 @@ use kvhoist_simulation::{
 };
 
 /// Seeds in which something was wrong once, and what.
-const NAMED: [(u64, &str); 15] = [
+const NAMED: [(u64, &str); 16] = [
     (0, "a disk slot was given back twice when the write that filled it was dropped"),
     (309, "the books counted a removed parent as held"),
     (463, "a load and the promotion that it joined waited for each other"),
@@ -19,6 +19,7 @@ const NAMED: [(u64, &str); 15] = [
     (63097, "writes waited for a slot of a disk tier whose slots were all quarantined"),
     (71299, "the end of a cache flushed before the writes that were overdue had ended"),
     (35415, "a store that joined the write of a removed block was acknowledged, and its own block evicted unwritten"),
+    (35386, "a write followed a movement of a block that was stored anew and is being written"),
     (1586, "a block stored anew was taken for its damaged copy, which had gone to the device before it was verified"),
     (1345, "a block that was removed while its bad copy was read was looked up once more"),
     (6750, "a sync reported writes that had run into `waiters_max`, and the model did not expect it"),

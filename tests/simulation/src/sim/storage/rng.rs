@@ -122,6 +122,8 @@ mod tests {
         let mut fork = rng.fork();
         assert_eq!((fork.chance(0.9), rng.chance(0.01), fork.between(10, 29)), (false, true, 19), "one tape for both");
         let (mut seeded, mut ended) = (Rng::new(7), rng);
+        // The choice of one and the fork.
+        seeded.below(1);
         seeded.fork();
         assert_eq!(ended.below(1000), seeded.below(1000), "the seed decides after the end");
     }
