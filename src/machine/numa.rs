@@ -91,7 +91,9 @@ mod tests {
             let machine = Machine(tempfile::tempdir().expect("a directory"));
             let number = fs::metadata(machine.0.path()).expect("there").dev();
             machine.write("sys/devices/system/node/online", nodes);
+            machine.write("sys/devices/system/node/node0/cpulist", "0-1\n");
             machine.write("sys/devices/system/node/node1/cpulist", "2-3,6\n");
+            machine.write("sys/devices/system/node/node2/cpulist", "\n");
             machine.write("sys/devices/pci0/0000:04/numa_node", numa_node);
             machine.write("sys/devices/pci0/0000:04/nvme/nvme0/nvme0n1/queue/rotational", "0");
             machine.link(&number, "sys/devices/pci0/0000:04/nvme/nvme0/nvme0n1");
@@ -128,7 +130,7 @@ mod tests {
     fn one_node_an_unknown_node_and_a_node_without_processors_are_none() {
         assert_eq!(Machine::new("0", "1\n").near(), None);
         assert_eq!(Machine::new("0-1", "-1\n").near(), None);
-        assert_eq!(Machine::new("0-1", "0\n").near(), None);
+        assert_eq!(Machine::new("0-2", "2\n").near(), None);
         assert_eq!(Machine::new("0-1", "no number").near(), None);
     }
 

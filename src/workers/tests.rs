@@ -207,15 +207,25 @@ fn a_dropped_future_leaves_its_work_the_memory_and_the_end_waits_for_it() {
 
 #[test]
 fn workers_run_on_the_processors_near_the_drives_and_anywhere_if_none_of_them_is_allowed() {
+    /// The processors that this thread may use.
+    fn allowed() -> Vec<usize> {
+        // SAFETY: a set of processors is plain data, and all zeros is the empty set.
+        let mut set: libc::cpu_set_t = unsafe { std::mem::zeroed() };
+        // SAFETY: `set` is writable and has this size; 0 is the calling thread.
+        let result = unsafe { libc::sched_getaffinity(0, size_of::<libc::cpu_set_t>(), &raw mut set) };
+        assert_eq!(result, 0, "{}", io::Error::last_os_error());
+        // SAFETY: the number is below the size of the set.
+        (0..libc::CPU_SETSIZE as usize).filter(|&processor| unsafe { libc::CPU_ISSET(processor, &set) }).collect()
+    }
     on_reactor(async {
-        // SAFETY: takes no pointers.
-        let here = async |workers: Rc<Workers>| workers.run(1, || unsafe { libc::sched_getcpu() }).await.expect("ran");
-        let anywhere = Workers::start(1, false, &[1 << 20, 1023], Arc::new(Count::unexported())).expect("threads");
-        let processor = here(anywhere).await;
-        let near = [usize::try_from(processor).expect("a number")];
-        for _ in 0..8 {
-            let workers = Workers::start(1, false, &near, Arc::new(Count::unexported())).expect("threads");
-            assert_eq!(here(workers).await, processor);
-        }
+        let there = async |near: &[usize]| {
+            let workers = Workers::start(1, false, near, Arc::new(Count::unexported())).expect("threads");
+            workers.run(1, allowed).await.expect("ran")
+        };
+        let all = allowed();
+        assert_eq!(there(&[]).await, all);
+        let nowhere = (0..libc::CPU_SETSIZE as usize).find(|processor| !all.contains(processor));
+        assert_eq!(there(&[1 << 20, nowhere.expect("no machine has as many")]).await, all);
+        assert_eq!(there(&[all[0], 1 << 20]).await, all[..1]);
     });
 }
