@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
+import queue
 import signal
 import subprocess
 import sys
@@ -38,6 +38,8 @@ class RankProcess:
         self.process = subprocess.Popen(
             [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
+        self.lines = queue.SimpleQueue()
+        threading.Thread(target=self._collect, daemon=True).start()
         given = {"geometry": vars(geometry), "extra": extra, "tp_rank": tp_rank, "tp_size": tp_size}
         self._write({**given, "dp_attention": dp_attention})
 
@@ -45,10 +47,18 @@ class RankProcess:
         self.process.stdin.write(json.dumps(value) + "\n")
         self.process.stdin.flush()
 
+    def _collect(self) -> None:
+        with self.process.stdout as lines:
+            for line in lines:
+                self.lines.put(line)
+        self.lines.put(None)
+
     def read(self, patience_s=PATIENCE_S):
-        assert select.select([self.process.stdout], [], [], patience_s)[0], "a rank hangs"
-        line = self.process.stdout.readline()
-        assert line, "a rank died"
+        try:
+            line = self.lines.get(timeout=patience_s)
+        except queue.Empty:
+            raise AssertionError("a rank hangs") from None
+        assert line is not None, "a rank died"
         return json.loads(line)
 
     def ready(self) -> "RankProcess":
@@ -69,7 +79,6 @@ class RankProcess:
         self.process.kill()
         self.process.wait()
         self.process.stdin.close()
-        self.process.stdout.close()
 
 
 @pytest.mark.parametrize("geometry", [sgl.MLA_LONG, sgl.MHA_LONG], ids=["mla", "mha"])
