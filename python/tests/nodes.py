@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -48,6 +49,20 @@ class Node:
         self.process.kill()
         assert self.process.wait(PATIENCE_S) == -signal.SIGKILL
         self.process.stdout.close()
+
+    def start_deaths(self, stop: threading.Event) -> threading.Thread:
+        """Kills the service and starts it again, four times or until `stop` is set, in the thread it returns."""
+
+        def deaths():
+            for _ in range(4):
+                if stop.wait(0.05):
+                    return
+                self.kill()
+                self.start()
+
+        killer = threading.Thread(target=deaths)
+        killer.start()
+        return killer
 
     def end(self) -> int:
         self.process.terminate()

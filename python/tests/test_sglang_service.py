@@ -247,16 +247,7 @@ def test_the_service_dies_in_the_middle_of_prefetches(store_dir):
             assert backup(controller, down, keys).completed_tokens == len(tokens)
             host.free(down)
             noise(host, 4)
-
-            def deaths():
-                for _ in range(4):
-                    if stop.wait(0.05):
-                        return
-                    node.kill()
-                    node.start()
-
-            killer = threading.Thread(target=deaths)
-            killer.start()
+            killer = node.start_deaths(stop)
             ended = []
             while killer.is_alive() or not ended or ended[-1] < len(tokens):
                 operation = prefetch_or_miss(controller, host, tokens)
@@ -291,16 +282,7 @@ def test_the_service_dies_in_the_middle_of_backups(geometry, store_dir):
             noise(host, 3)
             down = host.alloc(pages * geometry.page_tokens)
             want = pages_of(host, down)
-
-            def deaths():
-                for _ in range(4):
-                    if stop.wait(0.05):
-                        return
-                    node.kill()
-                    node.start()
-
-            killer = threading.Thread(target=deaths)
-            killer.start()
+            killer = node.start_deaths(stop)
             stored: list[tuple[list[int], int]] = []
             attempts, done = 0, 0
             # Chains of other tokens over the same bytes, until one is stored whole after the last death.

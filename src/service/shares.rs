@@ -249,7 +249,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whoever takes and gives back in whatever order, every tenant gets its floor.
+        /// Every tenant gets its floor, in any order of calls that take and give back.
         #[test]
         fn floors_and_ceilings_hold(
             bounds in prop::collection::vec((0u64..40, 0u64..60), 0..4),

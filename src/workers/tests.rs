@@ -38,7 +38,7 @@ fn work_runs_on_another_thread_and_its_result_comes_back() {
 }
 
 #[test]
-fn all_of_many_pieces_are_done_whoever_is_asleep() {
+fn all_of_many_pieces_are_done_with_any_workers_asleep() {
     on_reactor(async {
         let workers = workers(3);
         for round in 0..200_u64 {
