@@ -127,8 +127,9 @@ fn check_head(head: &[u8; HEAD_BYTES]) {
             match &sound[1 - copy] {
                 Ok(other) => {
                     assert!(other.sequence <= superblock.sequence);
-                    let whole = other.state == State::Whole && other.uuid == superblock.uuid;
-                    assert_eq!(other_is_whole, whole);
+                    let Superblock { state, sequence, .. } = superblock;
+                    let same = Superblock { state, sequence, ..other.clone() } == superblock;
+                    assert_eq!(other_is_whole, other.state == State::Whole && same);
                 }
                 Err(_) => assert!(!other_is_whole),
             }
