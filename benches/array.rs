@@ -12,7 +12,7 @@
 //! Every byte that the cache serves is verified by its checksum within the measured time, and by stamps after it.
 //!
 //! `qd1` and `qd32` run only by name: fetches by one thread, without a peer beside them, whose system calls can be
-//! counted from outside. `--csv` appends the medians to a file, which docs/plots/array.py draws.
+//! counted from outside. `--csv` appends the medians to a file, which docs/plots/draw.py draws.
 
 use std::{
     env,

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""Draws the plots of the pages from the numbers beside this file: throughput.svg, hits.svg and array.svg.
+
+    docs/plots/draw.py            # writes them
+    docs/plots/draw.py --check    # exit status 1 where one is not what the numbers give
+
+The plots have a background of their own, so that they look the same on light and dark pages. The bench `array` wrote
+array.csv with `--csv`; the heads of the other .csv files name the commands that measured them.
+"""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+# Of a panel: its diagram, and the room around it for the title, the ticks and the name of the axis.
+WIDTH, HEIGHT, LEFT, RIGHT, ABOVE, BELOW = 368, 170, 52, 20, 32, 46
+LEGEND, LETTER = 20, 6.4  # the height of a row of names, and about the width of a letter
+COLORS = ["#1b6ca8", "#c4602a", "#6b6b6b", "#3a8f5c", "#8a5fa8", "#b5862c", "#b04a5a", "#2f9c9c", "#a0a0a0", "#5a4632"]
+COLORS += ["#7fb3d9", "#e0a27e", "#9cc7ab", "#c9a9dd"]
+
+# Values by place on the axis, for each name of a line.
+Lines = dict[str, dict[float, float]]
+Panel = tuple[str, str, Lines]
+
+
+def columns(name: str) -> list[list[Panel]]:
+    """One panel: the first column is the axis, each other one a line. The head has the title."""
+    lines = (HERE / name).read_text(encoding="utf-8").splitlines()
+    title = next(line for line in lines if line.startswith("# title: ")).removeprefix("# title: ")
+    (axis, *names), *rows = csv.reader(line for line in lines if not line.startswith("#"))
+    for row in rows:
+        if len(row) != len(names) + 1:
+            sys.exit(f"docs/plots/{name}: found {len(row)} cells in a row, expected {len(names) + 1} as in its head")
+    return [[(title, axis, {n: {float(row[0]): float(row[i]) for row in rows} for i, n in enumerate(names, 1)})]]
+
+
+def array(name: str) -> list[list[Panel]]:
+    """A row of panels for each size of a block: GiB/s over drives. A later row replaces an earlier one of its point."""
+    panels: dict[tuple[int, str], Lines] = {}
+    with open(HERE / name, newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            lines = panels.setdefault((int(row["block_bytes"]), row["bench"]), {})
+            lines.setdefault(row["contender"], {})[int(row["drives"])] = float(row["mib_per_s"]) / 1024
+    return [
+        [(f"{bench}, blocks of {size / 1024:g} KiB: GiB/s", "drives", panels[size, bench])
+         for bench in ("load", "store", "fetch") if (size, bench) in panels]
+        for size in sorted({size for size, _ in panels}, reverse=True)
+    ]  # fmt: skip
+
+
+def panel(left: float, top: float, panel: Panel, colors: dict[str, str]) -> Iterator[str]:
+    """One diagram. Places on the axis have equal distances: each is about twice the one before."""
+    title, axis, lines = panel
+    places = sorted({place for points in lines.values() for place in points})
+    highest = max(value for points in lines.values() for value in points.values())
+    step = next(step for step in (0.1, 0.2, 1, 2, 4, 5, 8, 10, 20) if highest <= 5 * step)
+
+    def x(place: float) -> float:
+        return left + WIDTH * places.index(place) / max(len(places) - 1, 1)
+
+    def y(value: float) -> float:
+        return top + HEIGHT * (1 - value / (5 * step))
+
+    yield f'<text x="{left}" y="{top - 14}" font-size="13" font-weight="bold">{escape(title)}</text>'
+    for tick in (step * n for n in range(6)):
+        yield f'<path d="M{left} {y(tick):.1f}h{WIDTH}" stroke="#dddddd"/>'
+        yield f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>'
+    for place in places:
+        yield f'<text x="{x(place):.1f}" y="{top + HEIGHT + 16}" text-anchor="middle">{place:g}</text>'
+    yield f'<text x="{left + WIDTH / 2}" y="{top + HEIGHT + 36}" text-anchor="middle">{escape(axis)}</text>'
+    for name, points in lines.items():
+        at = [(x(place), y(value)) for place, value in sorted(points.items())]
+        width = 2.5 if name.startswith("kvhoist") else 1.5
+        path = " ".join(f"{px:.1f},{py:.1f}" for px, py in at)
+        yield f'<polyline points="{path}" fill="none" stroke="{colors[name]}" stroke-width="{width}"/>'
+        yield from (f'<circle cx="{px:.1f}" cy="{py:.1f}" r="3" fill="{colors[name]}"/>' for px, py in at)
+
+
+def draw(rows: list[list[Panel]]) -> str:
+    """The panels in rows, below the names of all lines."""
+    names = list(dict.fromkeys(name for row in rows for _, _, lines in row for name in lines))
+    colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
+    across, down = LEFT + WIDTH + RIGHT, ABOVE + HEIGHT + BELOW
+    width = across * max(len(row) for row in rows)
+    places, x, y = {}, 16.0, 18
+    for name in names:
+        if x + 21 + LETTER * len(name) > width - 8:
+            x, y = 16.0, y + LEGEND
+        places[name] = x, y
+        x += 40 + LETTER * len(name)
+    head = y + LEGEND
+    height = head + down * len(rows)
+    svg = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"',
+        ' font-family="sans-serif" font-size="12" fill="#222222">',
+        f'<rect width="{width}" height="{height}" rx="6" fill="#fbfbfb"/>',
+    ]
+    for name, (x, y) in places.items():
+        svg.append(f'<path d="M{x:.1f} {y}h16" stroke="{colors[name]}" stroke-width="3"/>')
+        svg.append(f'<text x="{x + 21:.1f}" y="{y + 4}">{escape(name)}</text>')
+    for i, row in enumerate(rows):
+        for j, one in enumerate(row):
+            svg += panel(j * across + LEFT, head + i * down + ABOVE, one, colors)
+    return "\n".join([*svg, "</svg>"]) + "\n"
+
+
+def main() -> int:
+    status = 0
+    for name, read in (("throughput", columns), ("hits", columns), ("array", array)):
+        target, svg = HERE / f"{name}.svg", draw(read(f"{name}.csv"))
+        if "--check" not in sys.argv[1:]:
+            target.write_text(svg, encoding="utf-8")
+        elif not target.is_file() or target.read_text(encoding="utf-8") != svg:
+            print(f"docs/plots/{name}.svg: found another picture than {name}.csv gives; run docs/plots/draw.py")
+            status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
