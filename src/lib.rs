@@ -62,4 +62,5 @@ pub mod rdma {
 /// Checks that the README's program compiles.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
+#[doc = include_str!("../docs/start/rust.md")]
 struct ReadmeDoctests;

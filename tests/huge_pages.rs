@@ -118,13 +118,13 @@ fn keys(blocks: Range<usize>) -> Vec<BlockKey> {
 #[test]
 fn a_pinned_region_lies_in_huge_pages_and_holds_what_it_held() {
     if !is_supported() {
-        println!("SKIPPED: this system moves no memory into huge pages");
+        common::skip::skipped("this system moves no memory into huge pages");
         return;
     }
     for storage in [StorageKind::Blocking, StorageKind::Uring] {
         let (dir, pool) = (directory(), Pool::new());
         let Some(cache) = open(&dir, storage) else {
-            println!("SKIPPED: this system refuses {storage:?}");
+            common::skip::skipped(format_args!("this system refuses {storage:?}"));
             continue;
         };
         let before: Vec<u8> = pool.bytes(0..BLOCKS).iter().enumerate().map(|(n, _)| (n / 4096 * 7) as u8).collect();
@@ -146,7 +146,7 @@ fn moving_a_region_that_is_in_use_spoils_nothing() {
     for storage in [StorageKind::Blocking, StorageKind::Uring] {
         let (dir, pool) = (directory(), Pool::new());
         let Some(cache) = open(&dir, storage) else {
-            println!("SKIPPED: this system refuses {storage:?}");
+            common::skip::skipped(format_args!("this system refuses {storage:?}"));
             continue;
         };
         // SAFETY: the pool outlives the cache.

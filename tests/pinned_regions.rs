@@ -105,11 +105,11 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     block_on(cache.close()).expect("closed");
 
     let Ok(cache) = block_on(Cache::open(settings(StorageKind::Uring))) else {
-        println!("SKIPPED: this system refuses rings");
+        common::skip::skipped("this system refuses rings");
         return;
     };
     if !cache.stats().registered {
-        println!("SKIPPED: this system lets no memory be pinned");
+        common::skip::skipped("this system lets no memory be pinned");
         return;
     }
     let arena = pinned();

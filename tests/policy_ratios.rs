@@ -203,7 +203,7 @@ fn exact_releases_reach_the_bound_where_all_that_goes_on_fits() {
 #[test]
 fn on_a_recorded_trace() {
     let Ok(path) = std::env::var("KVHOIST_TRACE") else {
-        println!("SKIPPED: KVHOIST_TRACE names no trace");
+        common::skip::skipped("KVHOIST_TRACE names no trace");
         return;
     };
     let text = std::fs::read_to_string(path).expect("the trace can be read");

@@ -1,5 +1,8 @@
 //! `kvhoist doctor` and `kvhoist bench`, as a person runs them on a machine without a GPU.
 
+#[path = "../../tests/common/skip.rs"]
+mod skip;
+
 use std::{
     path::Path,
     process::{Command, Output},
@@ -128,7 +131,7 @@ fn routes_are_measured_beside_the_bare_loop() {
         let output = kvhoist(&args);
         let said = text(&output.stderr);
         if said.contains("io_uring") || said.contains("O_DIRECT") {
-            println!("SKIPPED: no ring or no direct I/O here: {said}");
+            skip::skipped(format_args!("no ring or no direct I/O here: {said}"));
             return;
         }
         assert_eq!(output.status.code(), Some(0), "{said}");
@@ -191,7 +194,7 @@ fn the_way_between_disk_and_device_is_told_with_the_evidence_and_the_fix() {
             .expect("it starts");
         let said = text(&output.stderr);
         if text(&output.stdout).contains("no direct I/O") {
-            println!("SKIPPED: no direct I/O here");
+            skip::skipped("no direct I/O here");
             return;
         }
         assert_eq!(output.status.code(), Some(status), "{mode}: {said}");

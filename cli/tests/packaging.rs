@@ -1,5 +1,8 @@
 //! The packages: what they start exists, and what they contain works.
 
+#[path = "../../tests/common/skip.rs"]
+mod skip;
+
 use std::{
     collections::BTreeSet,
     fs,
@@ -24,10 +27,10 @@ fn run(command: &mut Command) -> Output {
 }
 
 /// Whether a tool is here; says that the test is skipped where it is not.
-fn has(tool: &str) -> bool {
+fn has(tool: &str, package: &str) -> bool {
     let found = Command::new(tool).arg("--version").output().is_ok();
     if !found {
-        println!("SKIPPED: no {tool}");
+        skip::skipped(format_args!("no {tool}; install it with: apt-get install {package}"));
     }
     found
 }
@@ -69,7 +72,7 @@ fn every_package_starts_the_service_with_flags_that_it_knows() {
 
 #[test]
 fn the_unit_is_one_that_systemd_reads() {
-    if !has("systemd-analyze") {
+    if !has("systemd-analyze", "systemd") {
         return;
     }
     let place = tempfile::tempdir().expect("a directory");
@@ -101,7 +104,7 @@ fn the_containers_profile_allows_the_ring() {
 
 #[test]
 fn a_debian_package_holds_a_command_that_runs_and_its_unit() {
-    if !has("dpkg-deb") || !has("objdump") {
+    if !has("dpkg-deb", "dpkg") || !has("objdump", "binutils") {
         return;
     }
     let place = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");

@@ -2,6 +2,8 @@
 
 #[path = "serve/page.rs"]
 mod page;
+#[path = "../../tests/common/skip.rs"]
+mod skip;
 
 use std::{
     io::{BufRead, BufReader, Read, Write},
@@ -289,7 +291,9 @@ fn names_are_described(metrics: &str) {
 fn promtool_reads(metrics: &str) {
     let started =
         Command::new("promtool").args(["check", "metrics"]).stdin(Stdio::piped()).stderr(Stdio::piped()).spawn();
-    let Ok(mut promtool) = started else { return println!("SKIPPED: no promtool") };
+    let Ok(mut promtool) = started else {
+        return skip::skipped("no promtool; install it with: apt-get install prometheus");
+    };
     promtool.stdin.take().expect("piped").write_all(metrics.as_bytes()).expect("written");
     let output = promtool.wait_with_output().expect("an answer");
     // It would have counters of other units than seconds and bytes; what it cannot read is status 1.

@@ -25,7 +25,7 @@ pub fn engines() -> Vec<StorageKind> {
             vec![StorageKind::Uring, StorageKind::Blocking]
         }
         Err(Error::Config { field: "storage", found, .. }) => {
-            println!("SKIPPED: the ring, which this machine refuses: {found}");
+            crate::common::skip::skipped(format_args!("this machine refuses the ring: {found}"));
             vec![StorageKind::Blocking]
         }
         Err(error) => panic!("{error}"),

@@ -90,7 +90,7 @@ fn every_case(storage: StorageKind) {
     let samples = [vec![34, 12], vec![34]].map(|slots| match Sample::new(storage, &slots) {
         Ok(sample) => Some(sample),
         Err(error) if storage == StorageKind::Uring => {
-            println!("SKIPPED: no ring here: {error}");
+            common::skip::skipped(format_args!("no ring here: {error}"));
             None
         }
         Err(error) => panic!("{error}"),

@@ -243,7 +243,7 @@ fn without_a_usable_driver_the_reason_is_told() {
 #[test]
 fn without_a_library_the_device_is_simulated_or_refused() {
     if discover().driver.is_ok() {
-        println!("SKIPPED: this machine has NVIDIA's driver");
+        common::skip::skipped("this machine has NVIDIA's driver");
         return;
     }
     let error = block_on(Cache::open(config(8))).expect_err("no library").to_string();

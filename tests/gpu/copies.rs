@@ -63,7 +63,7 @@ fn engines(gpu: &Arc<Gpu>, host: &Host) -> Vec<(String, CudaCopy)> {
     for method in CopyMethod::ALL {
         match open(Some(method)) {
             Ok(engine) => engines.push((method.to_string(), engine)),
-            Err(error) => println!("SKIPPED: {method}: {error}"),
+            Err(error) => common::skip::skipped(format_args!("{method}: {error}")),
         }
     }
     engines

@@ -112,7 +112,7 @@ fn libcufile_brings_the_right_bytes_and_says_how() {
         let cache = match block_on(Cache::open(settings.clone().cufile(mode))) {
             Ok(cache) => cache,
             Err(Error::Unavailable { reason, .. }) if mode == CufileMode::On => {
-                println!("SKIPPED: {reason}");
+                common::skip::skipped(reason);
                 return;
             }
             Err(error) => panic!("{error}"),

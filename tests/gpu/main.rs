@@ -37,7 +37,7 @@ fn device() -> Option<Arc<Gpu>> {
             panic!("found no device ({error}), expected one: KVHOIST_GPU_TESTS=require")
         }
         Err(error) => {
-            println!("SKIPPED: {error}; KVHOIST_GPU_TESTS=require makes this a failure");
+            common::skip::skipped(format_args!("{error}"));
             None
         }
     }

@@ -51,7 +51,7 @@ fn a_device_that_stops_takes_nothing_else_with_it() {
         return;
     }
     if std::env::var_os("KVHOIST_SANITIZED").is_some() {
-        println!("SKIPPED: a tool that looks for wrong accesses would find this one (KVHOIST_SANITIZED is set)");
+        common::skip::skipped("a tool that looks for wrong accesses would find this one (KVHOIST_SANITIZED is set)");
         return;
     }
     apart("stops::a_device_that_stops_takes_nothing_else_with_it", || {
@@ -63,7 +63,7 @@ fn a_device_that_stops_takes_nothing_else_with_it() {
         let pool = Pool::new(&gpu, 16 * BLOCK_BYTES);
         let region = pool.register(&cache);
         if !crash(&gpu) {
-            println!("SKIPPED: this device does not load the kernel");
+            common::skip::skipped("this device does not load the kernel");
             return;
         }
         let place = |n: usize| {

@@ -29,7 +29,7 @@ fn crashes(ext4: bool) {
     if ext4 {
         let made = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&image).status();
         if !made.is_ok_and(|status| status.success()) {
-            println!("SKIPPED: no mkfs.ext4 here");
+            crate::common::skip::skipped("no mkfs.ext4; install it with: apt-get install e2fsprogs");
             return;
         }
     }

@@ -19,11 +19,11 @@ pub const JOB: &str = "guest.job";
 pub fn guest_run() -> Option<PathBuf> {
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../shared/vm/guest-run");
     if !program.exists() {
-        println!("SKIPPED: no {}", program.display());
+        crate::common::skip::skipped(format_args!("no {}", program.display()));
         return None;
     }
     if std::env::var("KVHOIST_GUEST").is_err() {
-        println!("SKIPPED: guests take minutes; run with KVHOIST_GUEST=1");
+        crate::common::skip::skipped("guests take minutes; run with KVHOIST_GUEST=1");
         return None;
     }
     Some(program)

@@ -16,7 +16,7 @@ use kvhoist::{Cache, Config, DiskPath, StorageKind, block_on};
 /// Says why a test shows nothing here.
 macro_rules! skip {
     ($($why:tt)*) => {{
-        println!("SKIPPED: {}", format_args!($($why)*));
+        $crate::common::skip::skipped(format_args!($($why)*));
         return;
     }};
 }

@@ -138,7 +138,7 @@ fn a_planted_file_does_not_become_the_store() {
     plant(0o600);
     match chown(&path, Some(1), None) {
         Ok(()) => check("a file of user 1"),
-        Err(error) => println!("SKIPPED: giving a file away needs root: {error}"),
+        Err(error) => common::skip::skipped(format_args!("giving a file away needs root: {error}")),
     }
     // What is ours alone is as good as no file.
     plant(0o600);

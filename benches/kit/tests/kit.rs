@@ -1,5 +1,8 @@
 //! The benches' own tools: the bare ring loop reads and writes what it says, and the measuring adds up.
 
+#[path = "../../../tests/common/skip.rs"]
+mod skip;
+
 mod ring {
     use kvhoist_bench_kit::{pattern::*, ring::*, scratch::Scratch};
 
@@ -12,7 +15,11 @@ mod ring {
         match (ring, scratch) {
             (Ok(ring), Ok(scratch)) => Some((ring, scratch)),
             (ring, scratch) => {
-                eprintln!("SKIPPED: no ring or no direct I/O here: {:?}, {:?}", ring.err(), scratch.err());
+                crate::skip::skipped(format_args!(
+                    "no ring or no direct I/O here: {:?}, {:?}",
+                    ring.err(),
+                    scratch.err()
+                ));
                 None
             }
         }

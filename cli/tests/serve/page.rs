@@ -16,7 +16,7 @@ impl Browser {
     fn start() -> Option<Self> {
         let started = Command::new("chromedriver").arg("--port=0").stdout(Stdio::piped()).stderr(Stdio::null()).spawn();
         let Ok(mut driver) = started else {
-            println!("SKIPPED: no chromedriver; install it with: apt-get install chromium-driver");
+            crate::skip::skipped("no chromedriver; install it with: apt-get install chromium-driver");
             return None;
         };
         let lines = BufReader::new(driver.stdout.take().expect("piped")).lines();

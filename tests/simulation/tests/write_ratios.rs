@@ -2,6 +2,8 @@
 //! time: `KVHOIST_TRACE` names a trace, `KVHOIST_SHARE` another percentage of the disk.
 
 mod scene;
+#[path = "../../common/skip.rs"]
+mod skip;
 
 use std::{collections::HashSet, time::Duration};
 
@@ -162,7 +164,7 @@ fn by_value_writes_less_and_hits_no_less() {
 #[test]
 fn on_a_recorded_trace() {
     let Ok(path) = std::env::var("KVHOIST_TRACE") else {
-        println!("SKIPPED: KVHOIST_TRACE names no trace");
+        skip::skipped("KVHOIST_TRACE names no trace");
         return;
     };
     let share = std::env::var("KVHOIST_SHARE").map_or(10.0, |share| share.parse().expect("a percentage"));
