@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     io,
-    os::fd::{AsFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, OwnedFd},
     sync::Arc,
 };
 
@@ -14,7 +14,7 @@ use super::{
     socket,
 };
 
-/// Bytes taken from the socket at a time.
+/// Room for bytes that come, at least.
 const RECEIVE_BYTES: usize = 16 << 10;
 /// A buffer larger than this is given back once it is empty.
 const KEPT_BYTES_MAX: usize = 256 << 10;
@@ -41,10 +41,45 @@ impl From<Malformed> for LinkError {
 /// Bytes that have come and are not read yet.
 #[derive(Default)]
 struct Inbox {
+    /// All of it may be received into; its length is not that of what has come.
     bytes: Vec<u8>,
     /// Bytes at the beginning that have been read.
     read: usize,
+    /// Bytes at the beginning that have come.
+    filled: usize,
     fds: VecDeque<OwnedFd>,
+}
+
+impl Inbox {
+    fn unread(&self) -> &[u8] {
+        &self.bytes[self.read..self.filled]
+    }
+
+    /// Room after the bytes that have come: for the rest of the frame that they begin, and for more.
+    fn make_room(&mut self) {
+        let header = self.unread().first_chunk().and_then(|header| Header::decode(header).ok());
+        let rest = header.map_or(0, |header| {
+            (HEADER_BYTES + header.body_bytes as usize).saturating_sub(self.filled - self.read)
+        });
+        let room = rest.max(RECEIVE_BYTES);
+        if self.bytes.len() - self.filled < room {
+            self.bytes.copy_within(self.read..self.filled, 0);
+            (self.filled, self.read) = (self.filled - self.read, 0);
+            if self.bytes.len() - self.filled < room {
+                self.bytes.resize(self.filled + room, 0);
+            }
+        }
+    }
+
+    fn read(&mut self, len: usize) {
+        self.read += len;
+        if self.read == self.filled {
+            (self.read, self.filled) = (0, 0);
+            if self.bytes.len() > KEPT_BYTES_MAX {
+                self.bytes = Vec::new();
+            }
+        }
+    }
 }
 
 /// Frames on their way out.
@@ -55,21 +90,28 @@ struct Outgoing {
     fd: Option<Arc<OwnedFd>>,
 }
 
-/// One end of a connection. Nothing here waits but [`ready`](Link::ready).
-pub(super) struct Link {
-    stream: UnixStream,
+/// The receiving half of a connection's end.
+pub(super) struct Receiver {
+    stream: Arc<UnixStream>,
     inbox: Inbox,
+}
+
+/// The sending half.
+pub(super) struct Sender {
+    stream: Arc<UnixStream>,
     outbox: VecDeque<Outgoing>,
     outbox_bytes: usize,
 }
 
-impl Link {
-    pub(super) fn new(stream: UnixStream) -> Self {
-        Link { stream, inbox: Inbox::default(), outbox: VecDeque::new(), outbox_bytes: 0 }
-    }
+/// One end of a connection. Nothing here waits but [`ready`](Link::ready).
+pub(super) struct Link {
+    receiver: Receiver,
+    sender: Sender,
+}
 
+impl Sender {
     /// Bytes that the peer has not taken yet.
-    pub(super) fn outbox_bytes(&self) -> usize {
+    pub(super) fn bytes(&self) -> usize {
         self.outbox_bytes
     }
 
@@ -90,9 +132,9 @@ impl Link {
     pub(super) fn flush(&mut self) -> Result<usize, LinkError> {
         let mut flushed = 0;
         while let Some(first) = self.outbox.front_mut() {
-            let fd = first.fd.clone();
             let sent = self.stream.try_io(Interest::WRITABLE, || {
-                socket::send(self.stream.as_fd(), &first.bytes[first.sent..], fd.as_ref().map(|fd| fd.as_fd()))
+                let fd = first.fd.as_ref().map(|fd| fd.as_fd());
+                socket::send(self.stream.as_fd(), &first.bytes[first.sent..], fd)
             });
             match sent {
                 Ok(sent) => {
@@ -112,15 +154,33 @@ impl Link {
         Ok(flushed)
     }
 
+    /// Says that nothing more comes from here. The peer's bytes are still taken.
+    pub(super) fn end(&self) {
+        // SAFETY: plain system call on a descriptor that the stream owns.
+        let _gone_already = unsafe { libc::shutdown(self.stream.as_raw_fd(), libc::SHUT_WR) };
+    }
+}
+
+impl Receiver {
     /// Receives available bytes; false if there are none.
     pub(super) fn receive(&mut self) -> Result<bool, LinkError> {
-        let mut buf = [0; RECEIVE_BYTES];
-        let Link { stream, inbox, .. } = self;
-        let received = stream.try_io(Interest::READABLE, || socket::receive(stream.as_fd(), &mut buf, &mut inbox.fds));
-        match received {
+        let Receiver { stream, inbox } = self;
+        inbox.make_room();
+        let (room, fds, mut part) = (inbox.bytes.len() - inbox.filled, inbox.fds.len(), None);
+        let received = stream.try_io(Interest::READABLE, || {
+            let len = socket::receive(stream.as_fd(), &mut inbox.bytes[inbox.filled..], &mut inbox.fds)?;
+            if len > 0 && len < room && inbox.fds.len() == fds {
+                // The socket is empty, which another call would have to find out. More bytes wake the reactor again. A
+                // message with descriptors ends a call, whatever comes after it.
+                part = Some(len);
+                return Err(io::ErrorKind::WouldBlock.into());
+            }
+            Ok(len)
+        });
+        match part.map_or(received, Ok) {
             Ok(0) => Err(LinkError::Gone(io::ErrorKind::UnexpectedEof.into())),
             Ok(len) => {
-                inbox.bytes.extend_from_slice(&buf[..len]);
+                inbox.filled += len;
                 if inbox.fds.len() > FDS_MAX {
                     return Err(LinkError::Nonsense(format!("{} descriptors that no frame wants", inbox.fds.len())));
                 }
@@ -133,15 +193,10 @@ impl Link {
         }
     }
 
-    /// The oldest descriptor that came and was not taken.
-    pub(super) fn take_fd(&mut self) -> Option<OwnedFd> {
-        self.inbox.fds.pop_front()
-    }
-
     /// The next `N` bytes, if they have come.
     pub(super) fn take_bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let bytes = *self.inbox.bytes[self.inbox.read..].first_chunk()?;
-        self.read(N);
+        let bytes = *self.inbox.unread().first_chunk()?;
+        self.inbox.read(N);
         Some(bytes)
     }
 
@@ -150,27 +205,74 @@ impl Link {
         &mut self,
         decode: impl FnOnce(&Header, &[u8]) -> Result<T, Malformed>,
     ) -> Result<Option<(u64, T)>, LinkError> {
-        let rest = &self.inbox.bytes[self.inbox.read..];
+        let rest = self.inbox.unread();
         let Some(header) = rest.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
         let header = Header::decode(header)?;
         let end = HEADER_BYTES + header.body_bytes as usize;
         let Some(body) = rest.get(HEADER_BYTES..end) else { return Ok(None) };
         let frame = decode(&header, body)?;
-        self.read(end);
+        self.inbox.read(end);
         Ok(Some((header.id, frame)))
     }
 
-    fn read(&mut self, len: usize) {
-        let inbox = &mut self.inbox;
-        inbox.read += len;
-        if inbox.read == inbox.bytes.len() {
-            inbox.bytes.clear();
-            inbox.bytes.shrink_to(KEPT_BYTES_MAX);
-            inbox.read = 0;
-        } else if inbox.read >= KEPT_BYTES_MAX {
-            inbox.bytes.drain(..inbox.read);
-            inbox.read = 0;
-        }
+    /// Waits until the socket has something, or, if bytes are `to_send`, takes some.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost.
+    pub(super) async fn ready(&self, to_send: bool) -> Result<(), LinkError> {
+        let wanted = if to_send { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
+        self.stream.ready(wanted).await.map(drop).map_err(LinkError::Gone)
+    }
+}
+
+impl Link {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        let stream = Arc::new(stream);
+        let sender = Sender { stream: Arc::clone(&stream), outbox: VecDeque::new(), outbox_bytes: 0 };
+        Link { receiver: Receiver { stream, inbox: Inbox::default() }, sender }
+    }
+
+    /// Its halves. The peer sees the hang-up when both are dropped.
+    pub(super) fn split(self) -> (Receiver, Sender) {
+        (self.receiver, self.sender)
+    }
+
+    /// Bytes that the peer has not taken yet.
+    pub(super) fn outbox_bytes(&self) -> usize {
+        self.sender.bytes()
+    }
+
+    /// As [`Sender::push`].
+    pub(super) fn push(&mut self, bytes: Vec<u8>, fd: Option<Arc<OwnedFd>>) {
+        self.sender.push(bytes, fd);
+    }
+
+    /// As [`Sender::flush`].
+    pub(super) fn flush(&mut self) -> Result<usize, LinkError> {
+        self.sender.flush()
+    }
+
+    /// As [`Receiver::receive`].
+    pub(super) fn receive(&mut self) -> Result<bool, LinkError> {
+        self.receiver.receive()
+    }
+
+    /// The oldest descriptor that came and was not taken.
+    pub(super) fn take_fd(&mut self) -> Option<OwnedFd> {
+        self.receiver.inbox.fds.pop_front()
+    }
+
+    /// As [`Receiver::take_bytes`].
+    pub(super) fn take_bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.receiver.take_bytes()
+    }
+
+    /// As [`Receiver::next_frame`].
+    pub(super) fn next_frame<T>(
+        &mut self,
+        decode: impl FnOnce(&Header, &[u8]) -> Result<T, Malformed>,
+    ) -> Result<Option<(u64, T)>, LinkError> {
+        self.receiver.next_frame(decode)
     }
 
     /// Waits until the socket has something, or takes what is to go out. `listen`: whether what the peer sends is
@@ -179,17 +281,10 @@ impl Link {
     /// # Cancel safety
     /// Nothing is lost.
     pub(super) async fn ready(&self, listen: bool) -> Result<(), LinkError> {
-        let wanted = match (listen, self.outbox.is_empty()) {
-            (true, true) => Interest::READABLE,
-            (true, false) => Interest::READABLE | Interest::WRITABLE,
-            (false, _) => Interest::WRITABLE,
-        };
-        self.stream.ready(wanted).await.map(drop).map_err(LinkError::Gone)
-    }
-
-    /// Says that nothing more comes from here. The peer's bytes are still taken.
-    pub(super) fn end_output(&self) {
-        // SAFETY: plain system call on a descriptor that the stream owns.
-        let _gone_already = unsafe { libc::shutdown(std::os::fd::AsRawFd::as_raw_fd(&self.stream), libc::SHUT_WR) };
+        let to_send = self.sender.bytes() > 0;
+        if listen {
+            return self.receiver.ready(to_send).await;
+        }
+        self.sender.stream.ready(Interest::WRITABLE).await.map(drop).map_err(LinkError::Gone)
     }
 }

@@ -3,20 +3,21 @@
 use std::{
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex,
+        Arc,
         atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
 };
 
-use tokio::sync::{OnceCell, mpsc, oneshot};
+use tokio::sync::{OnceCell, oneshot};
 
 use super::{
     bounce::{Bounce, Taken},
     options::ClientOptions,
-    order::{Call, Counted, Order, What},
+    line::Line,
+    order::{Call, Counted, What},
     places::Places,
-    worker::{self, Away, Worker},
+    worker::{self, Worker},
 };
 use crate::{
     block::{BlockKey, Tier},
@@ -65,8 +66,7 @@ pub(super) struct Inner {
     pub(super) id: u64,
     socket: PathBuf,
     pub(super) block_bytes: usize,
-    orders: mpsc::UnboundedSender<Order>,
-    away: Away,
+    line: Arc<Line>,
     pub(super) places: Places,
     /// For blocks in memory that the service does not have. Made for the first of them.
     pub(super) bounce: OnceCell<Bounce>,
@@ -79,12 +79,14 @@ pub(super) struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // Refused if the thread has ended.
-        drop(self.orders.send(Order::Close(None)));
+        // The connection, and maybe its lock, is the parent's.
+        if self.home.is_here() {
+            let _closed_already = self.line.close(None);
+        }
     }
 }
 
-/// Tells the thread that a call was dropped.
+/// Cancels a call that is dropped.
 struct Given<'a> {
     inner: &'a Inner,
     id: Option<u64>,
@@ -92,8 +94,8 @@ struct Given<'a> {
 
 impl Drop for Given<'_> {
     fn drop(&mut self) {
-        if let Some(id) = self.id {
-            drop(self.inner.orders.send(Order::Forget(id)));
+        if let Some(id) = self.id.filter(|_| self.inner.home.is_here()) {
+            self.inner.line.forget(id);
         }
     }
 }
@@ -120,9 +122,8 @@ impl Client {
             });
         }
         let (block_bytes, bounce_bytes) = (options.block_bytes, options.bounce_bytes);
-        let (orders, receiver) = mpsc::unbounded_channel();
-        let away: Away = Arc::new(Mutex::new(None));
-        let worker = Worker::new(socket.clone(), options, receiver, Arc::clone(&away));
+        let line = Arc::new(Line::new(socket.display().to_string(), options.deadline));
+        let worker = Worker { socket: socket.clone(), options, line: Arc::clone(&line) };
         let (first, connected) = oneshot::channel();
         let failed = |error| Error::io("start the thread of", "a client", error);
         thread::Builder::new().name("kvhoist-client".into()).spawn(move || run(worker, first)).map_err(failed)?;
@@ -131,8 +132,7 @@ impl Client {
             id: NEXT_CLIENT.fetch_add(1, Ordering::Relaxed),
             socket,
             block_bytes,
-            orders,
-            away,
+            line,
             places: Places::default(),
             bounce: OnceCell::new(),
             bounce_bytes,
@@ -158,7 +158,7 @@ impl Client {
 
     /// Whether the service can be reached now. It may be gone by the next call.
     pub fn is_connected(&self) -> bool {
-        self.inner.away.lock().expect("nothing panics under it").is_none()
+        self.inner.home.is_here() && self.inner.line.is_up()
     }
 
     /// The number of leading `keys` that are resident in some tier.
@@ -317,7 +317,10 @@ impl Client {
     /// From the first poll on it goes on.
     pub async fn close(&self) -> Result<()> {
         let (ended, end) = oneshot::channel();
-        self.inner.orders.send(Order::Close(Some(ended))).map_err(|_| Error::Closed)?;
+        if !self.inner.home.is_here() {
+            return Err(Error::Closed);
+        }
+        self.inner.line.close(Some(ended))?;
         shield(end).await.map_err(|_| Error::Closed)
     }
 
@@ -331,10 +334,6 @@ impl Client {
         if !inner.home.is_here() {
             return Err(Error::Closed);
         }
-        let needs_service = !matches!(what, What::Unregister(_));
-        if let Some(away) = inner.away.lock().expect("nothing panics under it").clone().filter(|_| needs_service) {
-            return Err(away);
-        }
         let Some(counted) = Counted::new(&inner.calls, CALLS_MAX) else {
             let text = format!("busy: {CALLS_MAX} calls of this client are under way; wait for some of them");
             return Err(Error::Service { fault: ServiceFault::Busy, text });
@@ -342,7 +341,7 @@ impl Client {
         let id = inner.next_id.fetch_add(2, Ordering::Relaxed);
         let (reply, receiver) = oneshot::channel();
         let call = Call { id, frame: request.encode(id), what, reply, keeps: (counted, slots) };
-        inner.orders.send(Order::Call(call)).map_err(|_| Error::Closed)?;
+        inner.line.begin(call)?;
         let mut given = Given { inner, id: Some(id) };
         let answer = shield(receiver).await.unwrap_or(Err(Error::Closed));
         given.id = None;

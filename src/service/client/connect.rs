@@ -12,24 +12,26 @@ use super::{
 use crate::{
     error::{Error, Result},
     service::{
-        link::{Link, LinkError},
-        protocol::{Hello, RegionKind, Reply, Request, Welcome},
+        link::{Link, LinkError, Receiver, Sender},
+        protocol::{Hello, Limits, RegionKind, Reply, Request, Welcome},
         query::check,
     },
 };
 
+/// A request's id, on a connection that has no other request.
+const ONLY_ID: u64 = 1;
+
 impl Worker {
-    /// Connects, attaches, and registers all regions again. Calls that come meanwhile wait for the end of the
-    /// attempt, which has a deadline.
-    pub(super) async fn connect(&mut self) -> Result<Link> {
+    /// Connects, attaches, and registers memory that was registered before. It has a deadline.
+    pub(super) async fn connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
         let deadline = self.options.deadline;
-        match timeout(deadline, self.try_to_connect()).await {
+        match timeout(deadline, self.try_to_connect(lent)).await {
             Ok(connected) => connected,
             Err(_) => Err(away(&self.socket, format!("it did not answer for {deadline:?}"))),
         }
     }
 
-    async fn try_to_connect(&mut self) -> Result<Link> {
+    async fn try_to_connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
         let failed = |error: std::io::Error| away(&self.socket, error.to_string());
         let mut link = Link::new(UnixStream::connect(&self.socket).await.map_err(failed)?);
         link.push(Hello::ours().encode(), None);
@@ -40,8 +42,6 @@ impl Worker {
             self.transfer(&mut link).await?;
         };
         check(&welcome)?;
-        self.requests_max = (welcome.limits.requests as usize).max(1);
-        self.request_bytes_max = welcome.limits.request_bytes as usize;
         let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, .. } = &self.options;
         let attach = Request::Attach {
             namespace: namespace.clone(),
@@ -54,8 +54,8 @@ impl Worker {
             Reply::Failed(failure) => return Err(failure.into()),
             other => return Err(nonsense(&format!("{other:?} to an attach request"))),
         }
-        for lent in self.lent.values().cloned().collect::<Vec<_>>() {
-            match self.ask(&mut link, &register(&lent), Some(Arc::clone(&lent.fd))).await? {
+        for lent in lent {
+            match self.ask(&mut link, &register(lent), Some(Arc::clone(&lent.fd))).await? {
                 Reply::Registered { .. } => {}
                 Reply::Failed(failure) => {
                     tracing::warn!(reason = %failure.text, "the service refused memory that it had before");
@@ -64,26 +64,21 @@ impl Worker {
                 other => return Err(nonsense(&format!("{other:?} to a register request"))),
             }
         }
-        Ok(link)
+        let (receiver, sender) = link.split();
+        Ok((receiver, sender, welcome.limits))
     }
 
     /// Asks, and waits for the reply, on a connection without calls.
-    async fn ask(&mut self, link: &mut Link, request: &Request, fd: Option<Arc<OwnedFd>>) -> Result<Reply> {
-        let id = self.own_id();
-        link.push(request.encode(id), fd);
+    async fn ask(&self, link: &mut Link, request: &Request, fd: Option<Arc<OwnedFd>>) -> Result<Reply> {
+        link.push(request.encode(ONLY_ID), fd);
         loop {
             match link.next_frame(|header, body| Reply::decode(header.kind, body)).map_err(|e| self.broken(e))? {
-                Some((found, reply)) if found == id => return Ok(reply),
+                Some((ONLY_ID, reply)) => return Ok(reply),
                 Some((_, Reply::Goodbye(failure))) => return Err(failure.into()),
-                Some((found, _)) => return Err(nonsense(&format!("a reply to request {found}, expected {id}"))),
+                Some((found, _)) => return Err(nonsense(&format!("a reply to request {found}, expected {ONLY_ID}"))),
                 None => self.transfer(link).await?,
             }
         }
-    }
-
-    pub(super) fn own_id(&mut self) -> u64 {
-        self.next_own_id += 2;
-        self.next_own_id
     }
 
     fn broken(&self, error: LinkError) -> Error {

@@ -5,6 +5,7 @@ mod calls;
 mod connect;
 mod hints;
 mod lending;
+mod line;
 mod moves;
 mod options;
 mod order;

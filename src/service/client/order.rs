@@ -1,4 +1,4 @@
-//! Orders of a client's handles to its thread.
+//! Calls of a client.
 
 use std::sync::{
     Arc,
@@ -9,15 +9,6 @@ use tokio::sync::oneshot;
 
 use super::{bounce::Taken, places::Lent};
 use crate::{error::Result, service::protocol::Reply};
-
-/// An order to the thread.
-pub(super) enum Order {
-    Call(Call),
-    /// The call with this id was dropped.
-    Forget(u64),
-    /// Closes the client, and tells a waiter, if there is one, when it is closed.
-    Close(Option<oneshot::Sender<()>>),
-}
 
 /// A request to be sent.
 pub(super) struct Call {
