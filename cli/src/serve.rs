@@ -36,7 +36,7 @@ use crate::{
 /// Flags of `kvhoist serve`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where clients connect. Made by the service, for its own user alone.
+    /// Where clients connect. Made by the service, for its own user alone, for --socket-group and for --allow-uid.
     #[arg(long, value_name = "FILE")]
     socket: PathBuf,
     /// A folder for stores, on a drive of its own; several times for several drives. The same ones in the same order
@@ -60,6 +60,9 @@ pub struct Args {
     /// A user that may connect beside the service's own; several times for several users.
     #[arg(long = "allow-uid", value_name = "UID")]
     uids: Vec<u32>,
+    /// A group, by name or number, whose members may connect too. The socket has this group, and mode 0660.
+    #[arg(long, value_name = "GROUP")]
+    socket_group: Option<String>,
     /// Memory that one client may lend.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1TiB")]
     region_bytes: usize,
@@ -115,6 +118,7 @@ impl Args {
             _ => self.shares.clone(),
         };
         config.uids.clone_from(&self.uids);
+        config.socket_group.clone_from(&self.socket_group);
         config.region_bytes_max = self.region_bytes as u64;
         config.linger_ms = self.linger.map(|seconds| seconds * 1000);
         config.pin = !self.no_pin;

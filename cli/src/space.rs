@@ -23,6 +23,9 @@ enum Command {
         /// The size of its blocks, where several spaces have the name.
         #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
         block_bytes: Option<usize>,
+        /// Remove the space of this name that users share. The user who made it may, and the service's.
+        #[arg(long)]
+        shared: bool,
         /// Its name.
         #[arg(value_name = "NAME")]
         name: String,
@@ -31,17 +34,17 @@ enum Command {
 
 /// Does what the flags say.
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let Command::Rm { socket, block_bytes, name } = &args.command;
+    let Command::Rm { socket, block_bytes, shared, name } = &args.command;
     let sizes: Vec<u64> = status(socket)?
         .spaces
         .iter()
-        .filter(|space| space.namespace == *name)
+        .filter(|space| space.namespace == *name && space.shared == *shared)
         .map(|space| space.block_bytes)
         .filter(|size| block_bytes.is_none_or(|wanted| wanted as u64 == *size))
         .collect();
     match sizes[..] {
         [size] => {
-            remove_space(socket, name, size)?;
+            remove_space(socket, name, size, *shared)?;
             emit(&format!("kvhoist: removed {name:?} of {size}-byte blocks\n"))
         }
         [] => Err(Failure::usage(format!(

@@ -59,7 +59,7 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     table.line("");
     table.row("space", plain(&space.namespace));
     table.row("folder", plain(&space.folder));
-    table.row("user", space.uid);
+    table.row("user", format!("{}{}", space.uid, if space.shared { ", shared with all" } else { "" }));
     table.row("block", show_bytes(space.block_bytes));
     table.row("disk", show_bytes(space.capacity_bytes));
     let Some(stats) = &space.stats else { return table.row("state", "closed: no client since the service began") };
@@ -130,6 +130,7 @@ fn space_object(space: &SpaceStatus) -> Value {
         "namespace": space.namespace,
         "folder": space.folder,
         "uid": space.uid,
+        "shared": space.shared,
         "block_bytes": space.block_bytes,
         "capacity_bytes": space.capacity_bytes,
         "host_bytes": space.host_bytes,

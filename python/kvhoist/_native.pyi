@@ -197,6 +197,7 @@ class Client:
         block_bytes: int,
         sizes: tuple[int, int, int],
         deadline_ms: int,
+        shared: bool,
     ) -> Self: ...
     @property
     def block_bytes(self) -> int:
@@ -256,6 +257,7 @@ class Server:
         shares: Sequence[str],
         linger_ms: int | None,
         pin: bool,
+        admitted: tuple[Sequence[int], str | None],
         settings: dict[str, Any],
     ) -> Self: ...
     def drain(self) -> None:

@@ -49,10 +49,12 @@ def connect(
     host_bytes: int | str | None = None,
     bounce_bytes: int | str = DEFAULT_BOUNCE_BYTES,
     deadline_ms: int = 30_000,
+    shared: bool = False,
 ) -> "Client":
     """Connects to the service at ``socket`` and attaches to a space, which is made if there is none.
 
-    Clients of one user with the same ``space`` and ``block_bytes`` share blocks. ``capacity`` is the disk of a space
+    Clients of one user with the same ``space`` and ``block_bytes`` share blocks; with ``shared``, those of all users
+    that the service admits. ``capacity`` is the disk of a space
     that is made now, ``host_bytes`` its share of host memory where this is the first client since the service began;
     ``None`` is all that is left. ``bounce_bytes`` are for blocks whose memory the service cannot map; they are taken
     for the first of them. Calls end after ``deadline_ms``, with a DeadlineError.
@@ -66,7 +68,7 @@ def connect(
     disk = 0 if capacity is None else parse_bytes(capacity, "capacity")
     memory = 0 if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
     bounce = parse_bytes(bounce_bytes, "bounce_bytes")
-    return Client(socket, space, block_bytes, (disk, memory, bounce), deadline_ms)
+    return Client(socket, space, block_bytes, (disk, memory, bounce), deadline_ms, shared)
 
 
 class Client(AsyncFace, _native.Client):

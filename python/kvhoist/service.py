@@ -153,6 +153,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--share", action="append", default=[], metavar="NAME:disk=MIN..MAX,host=MIN..MAX",
         help="disk and host memory that a tenant's spaces get at least and at most; may be given again",
     )  # fmt: skip
+    parser.add_argument("--allow-uid", action="append", type=int, default=[], metavar="UID", help="admit a user too")
+    parser.add_argument("--socket-group", metavar="GROUP", help="admit the members of a group too; it gets the socket")
     parser.add_argument("--write-policy", choices=SERVICE_WRITE_POLICIES, default="write_through")
     parser.add_argument("--write-budget", metavar="SIZE", help="bytes a day that by_value may write, of all spaces")
     parser.add_argument("--no-pin", action="store_true", help="pin no client's memory")
@@ -175,7 +177,10 @@ def serve(given: argparse.Namespace) -> int:
         raise config_error("--linger", given.linger, "1 to 86400 seconds")
     sizes = parse_bytes(given.capacity, "--capacity"), parse_bytes(given.host_bytes, "--host-bytes")
     linger_ms = None if given.linger is None else given.linger * 1000
-    server = _native.Server(given.socket, given.path, sizes, given.share, linger_ms, not given.no_pin, settings)
+    admitted = given.allow_uid, given.socket_group
+    server = _native.Server(
+        given.socket, given.path, sizes, given.share, linger_ms, not given.no_pin, admitted, settings
+    )
     failure: list[BaseException] = []
 
     def wait() -> None:

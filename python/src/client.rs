@@ -139,7 +139,7 @@ fn register(
 #[pymethods]
 impl PyClient {
     #[new]
-    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadline_ms))]
+    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadline_ms, shared))]
     fn open(
         py: Python<'_>,
         socket: PathBuf,
@@ -147,10 +147,12 @@ impl PyClient {
         block_bytes: usize,
         sizes: (u64, u64, usize),
         deadline_ms: u64,
+        shared: bool,
     ) -> PyResult<Self> {
         let mut options = ClientOptions::new(namespace.clone(), block_bytes);
         (options.capacity_bytes, options.host_bytes, options.bounce_bytes) = sizes;
         options.deadline = Duration::from_millis(deadline_ms);
+        options.shared = shared;
         let connected = wait::interruptible(py, Client::connect(socket.clone(), options))?;
         let client = connected.map_err(|error| errors::to_python(py, &error))?;
         let opened = Opened { client, registrations: Arc::default() };

@@ -17,7 +17,7 @@ pub struct PyServer {
 impl PyServer {
     /// Starts to listen. `settings` are settings of the engine, for every space.
     #[new]
-    #[pyo3(signature = (socket, paths, sizes, shares, linger_ms, pin, settings))]
+    #[pyo3(signature = (socket, paths, sizes, shares, linger_ms, pin, admitted, settings))]
     #[expect(clippy::too_many_arguments, reason = "each is an argument of `python -m kvhoist serve`")]
     fn start(
         py: Python<'_>,
@@ -27,6 +27,7 @@ impl PyServer {
         shares: Vec<String>,
         linger_ms: Option<u64>,
         pin: bool,
+        admitted: (Vec<u32>, Option<String>),
         settings: &Bound<'_, PyDict>,
     ) -> PyResult<Self> {
         let mut config = ServerConfig::new(socket);
@@ -37,6 +38,7 @@ impl PyServer {
         config.shares = shares.into_iter().map(share).collect::<PyResult<_>>()?;
         config.linger_ms = linger_ms;
         config.pin = pin;
+        (config.uids, config.socket_group) = admitted;
         config.cache = options::config(py, settings)?;
         let server = py.detach(|| Server::start(config)).map_err(|error| errors::to_python(py, &error))?;
         Ok(PyServer { server })

@@ -12,8 +12,9 @@ use crate::{
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ServerConfig {
-    /// The socket that the service makes for its clients: mode 0600, or 0666 if [`uids`](Self::uids) has other
-    /// users (the user of a client decides whether it is admitted, not the mode).
+    /// The socket that the service makes for its clients: mode 0600; 0660 with [`socket_group`](Self::socket_group),
+    /// and 0666 with [`uids`](Self::uids). The kernel's word on the user and the groups of each process that connects
+    /// decides whether it is admitted.
     pub socket: PathBuf,
     /// Folders for the spaces' stores, on one drive each; blocks are striped over them. The same folders in the same
     /// order every time. None: memory only.
@@ -30,6 +31,8 @@ pub struct ServerConfig {
     pub shares: Vec<Share>,
     /// Users that may connect beside the service's own.
     pub uids: Vec<u32>,
+    /// A group, by name or number, whose members may connect too.
+    pub socket_group: Option<String>,
     /// Whether the kernel keeps clients' regions pinned, if a client asks for it
     /// ([`Cache::pin_region`](crate::Cache::pin_region)).
     pub pin: bool,
@@ -63,6 +66,7 @@ impl ServerConfig {
             cache: Config::default().bypass_host(true),
             shares: Vec::new(),
             uids: Vec::new(),
+            socket_group: None,
             pin: true,
             connections_max: 1024,
             requests_max: 128,

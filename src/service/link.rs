@@ -58,9 +58,8 @@ impl Inbox {
     /// Room after the bytes that have come: for the rest of the frame that they begin, and for more.
     fn make_room(&mut self) {
         let header = self.unread().first_chunk().and_then(|header| Header::decode(header).ok());
-        let rest = header.map_or(0, |header| {
-            (HEADER_BYTES + header.body_bytes as usize).saturating_sub(self.filled - self.read)
-        });
+        let rest = header
+            .map_or(0, |header| (HEADER_BYTES + header.body_bytes as usize).saturating_sub(self.filled - self.read));
         let room = rest.max(RECEIVE_BYTES);
         if self.bytes.len() - self.filled < room {
             self.bytes.copy_within(self.read..self.filled, 0);

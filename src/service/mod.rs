@@ -11,6 +11,7 @@ mod guard;
 mod house;
 mod link;
 mod memory;
+mod peers;
 pub mod protocol;
 mod query;
 mod regions;

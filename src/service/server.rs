@@ -22,7 +22,14 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use super::{config::ServerConfig, house::House, session, socket, spaces::Spaces};
+use super::{
+    config::ServerConfig,
+    house::House,
+    peers::{admit, group_number},
+    protocol::Failure,
+    session, socket,
+    spaces::Spaces,
+};
 use crate::error::{Error, Result, ServiceFault};
 
 /// The pause after a connection for which the system has no descriptor.
@@ -123,7 +130,7 @@ fn lock(path: &Path, of: &Path) -> Result<File> {
 }
 
 /// Listens, replacing the socket of a service that is gone. The caller holds the lock.
-fn listen(config: &ServerConfig) -> Result<StdListener> {
+fn listen(config: &ServerConfig, group: Option<u32>) -> Result<StdListener> {
     let path = &config.socket;
     match fs::symlink_metadata(path) {
         Ok(found) if found.file_type().is_socket() => {
@@ -140,7 +147,13 @@ fn listen(config: &ServerConfig) -> Result<StdListener> {
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(Error::io("stat", path, error)),
     }
-    socket::listen(path, if config.uids.is_empty() { 0o600 } else { 0o666 })
+    // A user that is named need not be in the group: the kernel's word on each peer decides.
+    let mode = match group {
+        _ if !config.uids.is_empty() => 0o666,
+        Some(_) => 0o660,
+        None => 0o600,
+    };
+    socket::listen(path, mode, group)
 }
 
 /// The service's thread.
@@ -148,14 +161,15 @@ fn run(config: ServerConfig, draining: watch::Receiver<bool>, started: &mpsc::Se
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
     let socket = config.socket.clone();
+    let group = config.socket_group.as_deref().map(group_number).transpose()?;
     let spaces = Spaces::load(config.clone())?;
-    let listener = listen(&config)?;
+    let listener = listen(&config, group)?;
     let result = LocalSet::new().block_on(&runtime, async move {
         let listener =
             UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
         let _nobody_waits = started.send(());
         let house = Rc::new(House::new(config, spaces, draining));
-        serve(&house, listener).await;
+        serve(&house, listener, group).await;
         house.spaces.close().await
     });
     drop(fs::remove_file(socket));
@@ -163,7 +177,7 @@ fn run(config: ServerConfig, draining: watch::Receiver<bool>, started: &mpsc::Se
 }
 
 /// Admits clients until the service drains, or had no client for too long; then waits for all sessions.
-async fn serve(house: &Rc<House>, listener: UnixListener) {
+async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>) {
     let mut draining = house.draining();
     let mut sessions = JoinSet::new();
     let linger = house.config.linger_ms.map(Duration::from_millis);
@@ -180,7 +194,7 @@ async fn serve(house: &Rc<House>, listener: UnixListener) {
             _ = draining.wait_for(|draining| *draining) => break,
             Some(_) = sessions.join_next(), if !sessions.is_empty() => alone_since = Instant::now(),
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => let_in(house, stream, &mut sessions),
+                Ok((stream, _)) => let_in(house, stream, group, &mut sessions),
                 Err(error) => {
                     tracing::warn!(%error, "a connection could not be accepted");
                     tokio::time::sleep(NO_DESCRIPTOR).await;
@@ -196,22 +210,22 @@ async fn serve(house: &Rc<House>, listener: UnixListener) {
     while sessions.join_next().await.is_some() {}
 }
 
-fn let_in(house: &Rc<House>, stream: UnixStream, sessions: &mut JoinSet<()>) {
-    let Ok(peer) = stream.peer_cred() else { return };
-    // SAFETY: plain system call without arguments.
-    let own = unsafe { libc::geteuid() };
-    let refused = if peer.uid() != own && !house.config.uids.contains(&peer.uid()) {
-        tracing::warn!(uid = peer.uid(), "a user that is not allowed to connect was refused");
-        Some(ServiceFault::Permission)
-    } else {
-        (house.connections() >= house.config.connections_max).then_some(ServiceFault::Busy)
-    };
-    match refused {
-        Some(fault) => sessions.spawn_local(session::refuse(Rc::clone(house), stream, fault)),
-        None => {
-            let pid = peer.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
-            let guest = house.enter(pid, peer.uid());
-            sessions.spawn_local(session::serve(Rc::clone(house), guest, stream))
+fn let_in(house: &Rc<House>, stream: UnixStream, group: Option<u32>, sessions: &mut JoinSet<()>) {
+    let admitted = admit(&stream, &house.config, group).and_then(|peer| {
+        if house.connections() < house.config.connections_max {
+            return Ok(peer);
         }
-    };
+        let text = format!("busy: {} connections are open, which is the limit; try later", house.connections());
+        Err(Failure::new(ServiceFault::Busy, text))
+    });
+    match admitted {
+        Err(failure) => {
+            tracing::warn!(reason = %failure.text, "a connection was refused");
+            sessions.spawn_local(session::refuse(Rc::clone(house), stream, failure));
+        }
+        Ok(peer) => {
+            let guest = house.enter(peer.pid, peer.uid);
+            sessions.spawn_local(session::serve(Rc::clone(house), guest, stream));
+        }
+    }
 }

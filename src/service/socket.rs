@@ -2,11 +2,15 @@
 
 use std::{
     collections::VecDeque,
-    io,
+    fs, io,
     mem::{size_of, zeroed},
     os::{
         fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
-        unix::{ffi::OsStrExt, net::UnixListener},
+        unix::{
+            ffi::OsStrExt,
+            fs::{PermissionsExt, lchown},
+            net::UnixListener,
+        },
     },
     path::Path,
 };
@@ -101,8 +105,9 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'
     usize::try_from(sent).map_err(|_| io::Error::last_os_error())
 }
 
-/// Listens at `path`, which must not exist. The socket has `mode` from the beginning.
-pub(super) fn listen(path: &Path, mode: libc::mode_t) -> Result<UnixListener> {
+/// Listens at `path`, which must not exist. The socket has `mode`, and `group` where one is given, before anybody can
+/// connect.
+pub(super) fn listen(path: &Path, mode: libc::mode_t, group: Option<u32>) -> Result<UnixListener> {
     let failed = |op| move |error| Error::io(op, path, error);
     // SAFETY: all zero is an unnamed address.
     let mut address: libc::sockaddr_un = unsafe { zeroed() };
@@ -130,12 +135,19 @@ pub(super) fn listen(path: &Path, mode: libc::mode_t) -> Result<UnixListener> {
         0 => Ok(()),
         _ => Err(failed(op)(io::Error::last_os_error())),
     };
-    // Before it has a name: the name's mode is the socket's, less the umask.
+    // Before it has a name, whose mode is the socket's, less the umask.
     // SAFETY: plain system call on a descriptor that is ours.
-    checked("set the mode of", unsafe { libc::fchmod(fd, mode) })?;
+    checked("set the mode of", unsafe { libc::fchmod(fd, 0o600) })?;
     let len = size_of::<libc::sockaddr_un>() as libc::socklen_t;
     // SAFETY: the address outlives the call, and `len` is its length.
     checked("bind", unsafe { libc::bind(fd, (&raw const address).cast(), len) })?;
+    if let Some(group) = group {
+        lchown(path, None, Some(group)).map_err(failed("give the group to"))?;
+    }
+    if mode != 0o600 {
+        // Under any umask.
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(failed("set the mode of"))?;
+    }
     // SAFETY: plain system call on a descriptor that is ours.
     checked("listen at", unsafe { libc::listen(fd, BACKLOG) })?;
     Ok(UnixListener::from(socket))
@@ -144,7 +156,7 @@ pub(super) fn listen(path: &Path, mode: libc::mode_t) -> Result<UnixListener> {
 #[cfg(test)]
 mod tests {
     use std::{
-        os::{fd::AsFd, unix::fs::PermissionsExt, unix::net::UnixStream},
+        os::{fd::AsFd, unix::net::UnixStream},
         time::Duration,
     };
 
@@ -174,12 +186,12 @@ mod tests {
     fn a_socket_is_its_owners_alone_from_the_beginning() {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("socket");
-        let listener = listen(&path, 0o600).expect("listening");
+        let listener = listen(&path, 0o600, None).expect("listening");
         assert_eq!(std::fs::metadata(&path).expect("there").permissions().mode() & 0o777, 0o600);
         let client = UnixStream::connect(&path).expect("accepted");
         client.set_read_timeout(Some(Duration::from_secs(20))).expect("set");
         listener.accept().expect("a client");
-        listen(&path, 0o600).expect_err("the name is taken");
-        listen(&directory.path().join("x".repeat(200)), 0o600).expect_err("too long");
+        listen(&path, 0o600, None).expect_err("the name is taken");
+        listen(&directory.path().join("x".repeat(200)), 0o600, None).expect_err("too long");
     }
 }

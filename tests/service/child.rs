@@ -3,6 +3,7 @@
 use crate::{
     guest,
     node::{self, ROLE},
+    users,
 };
 
 /// By itself it does nothing.
@@ -14,6 +15,7 @@ fn child() {
         ["service", ..] => node::run(&words[1..]),
         ["store", socket] => guest::store_all(socket),
         ["load", socket] => guest::load_all(socket),
+        ["as", ..] => users::run(&words[1..]),
         ["busy", socket, seed] => guest::run(socket, seed.parse().expect("a number"), false),
         ["busy-or-away", socket, seed] => guest::run(socket, seed.parse().expect("a number"), true),
         _ => panic!("{role} is no role"),

@@ -15,3 +15,4 @@ mod neighbor;
 mod node;
 mod raw;
 mod shares;
+mod users;

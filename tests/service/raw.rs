@@ -41,6 +41,7 @@ impl Raw {
             block_bytes: BLOCK_BYTES as u64,
             capacity_bytes: DISK_BLOCKS * BLOCK_BYTES as u64,
             host_bytes: HOST_BLOCKS * BLOCK_BYTES as u64,
+            shared: false,
         };
         let reply = raw.ask(1, &attach);
         assert!(matches!(reply, Reply::Attached { .. }), "{reply:?}");

@@ -13,8 +13,8 @@ use tokio::sync::{OnceCell, oneshot};
 
 use super::{
     bounce::{Bounce, Taken},
-    options::ClientOptions,
     line::Line,
+    options::ClientOptions,
     order::{Call, Counted, What},
     places::Places,
     worker::{self, Worker},

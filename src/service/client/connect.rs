@@ -14,7 +14,7 @@ use crate::{
     service::{
         link::{Link, LinkError, Receiver, Sender},
         protocol::{Hello, Limits, RegionKind, Reply, Request, Welcome},
-        query::check,
+        query::{cannot_connect, refused},
     },
 };
 
@@ -32,8 +32,8 @@ impl Worker {
     }
 
     async fn try_to_connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
-        let failed = |error: std::io::Error| away(&self.socket, error.to_string());
-        let mut link = Link::new(UnixStream::connect(&self.socket).await.map_err(failed)?);
+        let stream = UnixStream::connect(&self.socket).await;
+        let mut link = Link::new(stream.map_err(|error| cannot_connect(&self.socket, &error))?);
         link.push(Hello::ours().encode(), None);
         let welcome = loop {
             if let Some(bytes) = link.take_bytes::<{ Welcome::BYTES }>() {
@@ -41,13 +41,16 @@ impl Worker {
             }
             self.transfer(&mut link).await?;
         };
-        check(&welcome)?;
-        let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, .. } = &self.options;
+        if welcome.answer.is_err() {
+            return Err(refused(&welcome, self.reply(&mut link).await.ok().map(|(_, reply)| Ok(reply))));
+        }
+        let ClientOptions { namespace, block_bytes, capacity_bytes, host_bytes, shared, .. } = &self.options;
         let attach = Request::Attach {
             namespace: namespace.clone(),
             block_bytes: *block_bytes as u64,
             capacity_bytes: *capacity_bytes,
             host_bytes: *host_bytes,
+            shared: *shared,
         };
         match self.ask(&mut link, &attach, None).await? {
             Reply::Attached { block_bytes, .. } if block_bytes == self.options.block_bytes as u64 => {}
@@ -71,11 +74,19 @@ impl Worker {
     /// Asks, and waits for the reply, on a connection without calls.
     async fn ask(&self, link: &mut Link, request: &Request, fd: Option<Arc<OwnedFd>>) -> Result<Reply> {
         link.push(request.encode(ONLY_ID), fd);
+        match self.reply(link).await? {
+            (ONLY_ID, reply) => Ok(reply),
+            (_, Reply::Goodbye(failure)) => Err(failure.into()),
+            (found, _) => Err(nonsense(&format!("a reply to request {found}, expected {ONLY_ID}"))),
+        }
+    }
+
+    /// The next reply, with its id.
+    async fn reply(&self, link: &mut Link) -> Result<(u64, Reply)> {
         loop {
-            match link.next_frame(|header, body| Reply::decode(header.kind, body)).map_err(|e| self.broken(e))? {
-                Some((ONLY_ID, reply)) => return Ok(reply),
-                Some((_, Reply::Goodbye(failure))) => return Err(failure.into()),
-                Some((found, _)) => return Err(nonsense(&format!("a reply to request {found}, expected {ONLY_ID}"))),
+            let reply = link.next_frame(|header, body| Reply::decode(header.kind, body));
+            match reply.map_err(|error| self.broken(error))? {
+                Some(reply) => return Ok(reply),
                 None => self.transfer(link).await?,
             }
         }
@@ -91,7 +102,8 @@ impl Worker {
     /// Waits until the socket can send or has received, and does both.
     async fn transfer(&self, link: &mut Link) -> Result<()> {
         let moved = async {
-            link.flush()?;
+            // A service that has hung up may have said why: that is read first.
+            let _found_by_receive = link.flush();
             link.ready(true).await?;
             link.receive().map(drop)
         };

@@ -1,8 +1,8 @@
 //! The state of a connection that callers and the client's thread share.
 //!
 //! A caller sends its own request under the lock: handing it to the thread would cost a wake-up more. The thread
-//! receives the replies, connects again, and does what has to wait: requests beyond the service's limits, bytes that the
-//! socket does not take, deadlines.
+//! receives the replies, connects again, and does what has to wait: requests beyond the service's limits, bytes that
+//! the socket does not take, deadlines.
 
 use std::{
     collections::{BTreeMap, VecDeque},

@@ -11,6 +11,9 @@ pub struct ClientOptions {
     pub namespace: String,
     /// Bytes of every block. 1 B to 1 GiB.
     pub block_bytes: usize,
+    /// Attach to the space of this name and block size that all users of the service share, instead of this user's own.
+    /// Each of them can replace and remove its blocks.
+    pub shared: bool,
     /// Disk for the space, bytes, if this client is the first that attaches to it. 0: all that is left.
     pub capacity_bytes: u64,
     /// Host memory for the space, bytes, if this client is the first since the service started. 0: all that is left.
@@ -31,6 +34,7 @@ impl ClientOptions {
         ClientOptions {
             namespace: namespace.into(),
             block_bytes,
+            shared: false,
             capacity_bytes: 0,
             host_bytes: 0,
             deadline: Duration::from_secs(60),

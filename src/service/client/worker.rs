@@ -80,11 +80,7 @@ impl Worker {
         }
     }
 
-    async fn turn(
-        &self,
-        receiver: &mut Receiver,
-        goodbye: &mut Option<String>,
-    ) -> std::result::Result<(), LinkError> {
+    async fn turn(&self, receiver: &mut Receiver, goodbye: &mut Option<String>) -> std::result::Result<(), LinkError> {
         while let Some((id, reply)) = receiver.next_frame(|header, body| Reply::decode(header.kind, body))? {
             match reply {
                 // The hang-up follows, when the service has let go of this process's memory.

@@ -38,6 +38,8 @@ pub enum Request {
         capacity_bytes: u64,
         /// Host memory for a space that is opened now, bytes; 0 for all that is left.
         host_bytes: u64,
+        /// Whether the space is the one that all users share, instead of this user's own.
+        shared: bool,
     },
     /// Lends memory: the descriptor that comes with the frame.
     Register {
@@ -110,6 +112,8 @@ pub enum Request {
         namespace: String,
         /// Bytes of its blocks.
         block_bytes: u64,
+        /// Whether it is a space that all users share.
+        shared: bool,
     },
     /// Counts a use of every resident block.
     Touch {
@@ -189,10 +193,11 @@ impl Request {
     pub fn encode(&self, id: u64) -> Vec<u8> {
         let mut writer = Writer::frame(self.kind(), id);
         match self {
-            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes } => {
+            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared } => {
                 writer.u64(*block_bytes);
                 writer.u64(*capacity_bytes);
                 writer.u64(*host_bytes);
+                writer.u8(u8::from(*shared));
                 writer.text(namespace, NAMESPACE_BYTES_MAX);
             }
             Request::Register { region, kind, pin, offset, len } => {
@@ -226,8 +231,9 @@ impl Request {
                 writer.keys(keys);
             }
             Request::Cancel { request } => writer.u64(*request),
-            Request::RemoveSpace { namespace, block_bytes } => {
+            Request::RemoveSpace { namespace, block_bytes, shared } => {
                 writer.u64(*block_bytes);
+                writer.u8(u8::from(*shared));
                 writer.text(namespace, NAMESPACE_BYTES_MAX);
             }
             Request::Sync | Request::Stats | Request::Status => {}
@@ -242,11 +248,13 @@ impl Request {
     pub fn decode(kind: u16, body: &[u8]) -> Result<Request, Malformed> {
         let mut reader = Reader::new(body);
         let request = match kind {
-            ATTACH => {
-                let (block_bytes, capacity_bytes) = (reader.u64("block size")?, reader.u64("capacity")?);
-                let (host_bytes, namespace) = (reader.u64("host memory")?, reader.text("name", NAMESPACE_BYTES_MAX)?);
-                Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes }
-            }
+            ATTACH => Request::Attach {
+                block_bytes: reader.u64("block size")?,
+                capacity_bytes: reader.u64("capacity")?,
+                host_bytes: reader.u64("host memory")?,
+                shared: reader.flag("shared")?,
+                namespace: reader.text("name", NAMESPACE_BYTES_MAX)?,
+            },
             REGISTER => Request::Register {
                 region: reader.u32("region")?,
                 pin: match reader.u16("flags")? {
@@ -274,10 +282,11 @@ impl Request {
             CANCEL => Request::Cancel { request: reader.u64("request id")? },
             STATUS => Request::Status,
             TOUCH => Request::Touch { keys: reader.keys()? },
-            REMOVE_SPACE => {
-                let (block_bytes, namespace) = (reader.u64("block size")?, reader.text("name", NAMESPACE_BYTES_MAX)?);
-                Request::RemoveSpace { namespace, block_bytes }
-            }
+            REMOVE_SPACE => Request::RemoveSpace {
+                block_bytes: reader.u64("block size")?,
+                shared: reader.flag("shared")?,
+                namespace: reader.text("name", NAMESPACE_BYTES_MAX)?,
+            },
             RELEASE => Request::Release { next: decode_key(&mut reader, "next")?, keys: reader.keys()? },
             KEEP => Request::Keep { ms: reader.u64("time")?, keys: reader.keys()? },
             other => return Err(malformed("kind of request", other, format!("{ATTACH} to {KEEP}"))),

@@ -111,6 +111,8 @@ pub struct SpaceStatus {
     pub folder: String,
     /// The user that made it.
     pub uid: u32,
+    /// Whether all users share it.
+    pub shared: bool,
     /// Bytes of every block.
     pub block_bytes: u64,
     /// Disk that it has, bytes.
@@ -182,6 +184,7 @@ impl ServiceStatus {
             writer.text(&space.namespace, NAMESPACE_BYTES_MAX);
             writer.text(&space.folder, NAMESPACE_BYTES_MAX);
             writer.u32(space.uid);
+            writer.u8(u8::from(space.shared));
             let sizes = [space.block_bytes, space.capacity_bytes, space.host_bytes];
             sizes.into_iter().for_each(|number| writer.u64(number));
             writer.u32(space.clients);
@@ -232,6 +235,7 @@ fn decode_space(reader: &mut Reader<'_>) -> Result<SpaceStatus, Malformed> {
         namespace: reader.text("name", NAMESPACE_BYTES_MAX)?,
         folder: reader.text("folder", NAMESPACE_BYTES_MAX)?,
         uid: reader.u32("user")?,
+        shared: reader.flag("shared")?,
         block_bytes: reader.u64("figure")?,
         capacity_bytes: reader.u64("figure")?,
         host_bytes: reader.u64("figure")?,

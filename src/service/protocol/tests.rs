@@ -27,9 +27,11 @@ fn blocks() -> impl Strategy<Value = Blocks> {
 
 fn request() -> impl Strategy<Value = Request> {
     prop_oneof![
-        ("\\PC{0,60}", any::<[u64; 3]>()).prop_map(|(namespace, [block_bytes, capacity_bytes, host_bytes])| {
-            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes }
-        }),
+        ("\\PC{0,60}", any::<[u64; 3]>(), any::<bool>()).prop_map(
+            |(namespace, [block_bytes, capacity_bytes, host_bytes], shared)| {
+                Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared }
+            }
+        ),
         (any::<u32>(), any::<[bool; 2]>(), any::<[u64; 2]>()).prop_map(|(region, [pin, device], [offset, len])| {
             let kind = if device { RegionKind::Device } else { RegionKind::Host };
             Request::Register { region, kind, pin, offset, len }
@@ -49,8 +51,8 @@ fn request() -> impl Strategy<Value = Request> {
         keys().prop_map(|keys| Request::Touch { keys }),
         (option::of(key()), keys()).prop_map(|(next, keys)| Request::Release { next, keys }),
         (any::<u64>(), keys()).prop_map(|(ms, keys)| Request::Keep { ms, keys }),
-        ("\\PC{0,60}", any::<u64>())
-            .prop_map(|(namespace, block_bytes)| Request::RemoveSpace { namespace, block_bytes }),
+        ("\\PC{0,60}", any::<u64>(), any::<bool>())
+            .prop_map(|(namespace, block_bytes, shared)| { Request::RemoveSpace { namespace, block_bytes, shared } }),
     ]
 }
 
@@ -82,11 +84,12 @@ fn stats() -> impl Strategy<Value = SpaceStats> {
 }
 
 fn status() -> impl Strategy<Value = ServiceStatus> {
-    let space = ("\\PC{0,20}", any::<[u32; 2]>(), any::<[u64; 3]>(), option::of(stats())).prop_map(
-        |(namespace, [uid, clients], [block_bytes, capacity_bytes, host_bytes], stats)| SpaceStatus {
+    let space = ("\\PC{0,20}", any::<[u32; 2]>(), any::<bool>(), any::<[u64; 3]>(), option::of(stats())).prop_map(
+        |(namespace, [uid, clients], shared, [block_bytes, capacity_bytes, host_bytes], stats)| SpaceStatus {
             folder: format!("space-{namespace}"),
             namespace,
             uid,
+            shared,
             block_bytes,
             capacity_bytes,
             host_bytes,

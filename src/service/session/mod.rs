@@ -99,10 +99,17 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, stream: UnixStream
 }
 
 /// Sends a connection the reason why it is refused.
-pub(super) async fn refuse(house: Rc<House>, stream: UnixStream, fault: ServiceFault) {
+pub(super) async fn refuse(house: Rc<House>, stream: UnixStream, failure: Failure) {
     let mut link = Link::new(stream);
-    link.push(Welcome::new(Err(fault), house.limits()).encode(), None);
+    link.push(refusal(&house, failure), None);
     tell(&mut link).await;
+}
+
+/// The answer to a client that is not admitted: a welcome with the fault, and a goodbye with the reason.
+fn refusal(house: &House, failure: Failure) -> Vec<u8> {
+    let mut bytes = Welcome::new(Err(failure.fault), house.limits()).encode();
+    bytes.extend(Reply::Goodbye(failure).encode(0));
+    bytes
 }
 
 /// Sends the outbox, for at most [`GOODBYE`].
@@ -273,7 +280,7 @@ impl Session {
         if let Some(failure) = goodbye {
             let bytes = match self.greeted {
                 true => Reply::Goodbye(failure).encode(0),
-                false => Welcome::new(Err(failure.fault), self.house.limits()).encode(),
+                false => refusal(&self.house, failure),
             };
             self.link.push(bytes, None);
             tell(&mut self.link).await;

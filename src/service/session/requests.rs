@@ -60,15 +60,16 @@ impl Session {
     fn answer(&mut self, id: u64, request: Request, fd: Option<OwnedFd>) -> Result<Option<Reply>, Failure> {
         let request = match request {
             Request::Status => return Ok(Some(Reply::Status(Box::new(self.house.status())))),
-            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes } => {
+            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared } => {
                 let uid = self.guest.uid;
-                self.attach(id, Wanted { namespace, uid, block_bytes, capacity_bytes, host_bytes })?;
+                self.attach(id, Wanted { namespace, uid, shared, block_bytes, capacity_bytes, host_bytes })?;
                 return Ok(None);
             }
-            Request::RemoveSpace { namespace, block_bytes } => {
+            Request::RemoveSpace { namespace, block_bytes, shared } => {
                 let (spaces, uid) = (Rc::clone(&self.house.spaces), self.guest.uid);
+                let wanted = Wanted { namespace, uid, shared, block_bytes, capacity_bytes: 0, host_bytes: 0 };
                 let remove = async move {
-                    match spaces.remove(uid, namespace, block_bytes).await {
+                    match spaces.remove(wanted).await {
                         Ok(()) => Reply::Done,
                         Err(failure) => Reply::Failed(failure),
                     }

@@ -18,12 +18,17 @@ use crate::{
 pub(super) const FILE_NAME: &str = "space";
 const FILE_HEADER: &str = "kvhoist space 1";
 const FOLDER_PREFIX: &str = "space-";
+/// Stands for all users in the name of a folder. No user has this number.
+const EVERYONE: u32 = u32::MAX;
 
 /// The description of a space, as its file has it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Deed {
     pub(super) namespace: String,
+    /// The user that made it.
     pub(super) uid: u32,
+    /// Whether all users share it.
+    pub(super) shared: bool,
     pub(super) block_bytes: u64,
     /// Of all paths, bytes.
     pub(super) capacity_bytes: u64,
@@ -33,7 +38,7 @@ impl Deed {
     /// The folder of the space below every path.
     pub(super) fn folder(&self) -> String {
         let mut hash = Sha256::new();
-        hash.update(self.uid.to_le_bytes());
+        hash.update(if self.shared { EVERYONE } else { self.uid }.to_le_bytes());
         hash.update(self.block_bytes.to_le_bytes());
         hash.update(self.namespace.as_bytes());
         let digest = hash.finalize();
@@ -44,9 +49,10 @@ impl Deed {
     pub(super) fn text(&self) -> String {
         let namespace: String = self.namespace.bytes().map(|byte| format!("{byte:02x}")).collect();
         let Deed { uid, block_bytes, capacity_bytes, .. } = self;
+        let shared = if self.shared { "shared\n" } else { "" };
         format!(
             "{FILE_HEADER}\nnamespace {namespace}\nuid {uid}\nblock_bytes {block_bytes}\ncapacity_bytes \
-             {capacity_bytes}\n"
+             {capacity_bytes}\n{shared}"
         )
     }
 
@@ -57,11 +63,17 @@ impl Deed {
         let hex = value("namespace")?;
         let digits: Vec<u8> = hex.chars().map(|c| c.to_digit(16).map(|digit| digit as u8)).collect::<Option<_>>()?;
         let bytes = digits.chunks(2).map(|pair| Some(pair[0] << 4 | *pair.get(1)?)).collect::<Option<Vec<u8>>>()?;
-        let deed = Deed {
+        let mut deed = Deed {
             namespace: String::from_utf8(bytes).ok()?,
             uid: value("uid")?.parse().ok()?,
+            shared: false,
             block_bytes: value("block_bytes")?.parse().ok()?,
             capacity_bytes: value("capacity_bytes")?.parse().ok()?,
+        };
+        deed.shared = match lines.next() {
+            None => false,
+            Some("shared") => true,
+            Some(_) => return None,
         };
         // Without paths a space has no file.
         (deed.namespace.len() <= NAMESPACE_BYTES_MAX && deed.capacity_bytes > 0).then_some(deed)
@@ -129,8 +141,13 @@ mod tests {
 
     #[test]
     fn a_deed_is_read_as_it_was_written() {
-        let deed = Deed { namespace: "a b\n\u{fc}".into(), uid: 7, block_bytes: 4096, capacity_bytes: 1 << 40 };
+        let deed =
+            Deed { namespace: "a b\n\u{fc}".into(), uid: 7, shared: false, block_bytes: 4096, capacity_bytes: 1 << 40 };
         assert_eq!(Deed::parse(&deed.text()), Some(deed.clone()));
+        let shared = Deed { shared: true, ..deed.clone() };
+        assert_eq!(Deed::parse(&shared.text()), Some(shared.clone()));
+        assert_ne!(shared.folder(), deed.folder());
+        assert_eq!(Deed { uid: 8, ..shared.clone() }.folder(), shared.folder(), "any user's");
         assert_ne!(Deed { uid: 8, ..deed.clone() }.folder(), deed.folder(), "a space is its user's");
         assert_ne!(Deed { block_bytes: 8192, ..deed.clone() }.folder(), deed.folder());
         for text in ["", "kvhoist space 2\n", &deed.text()[..40], &deed.text().replace("uid 7", "uid x")] {

@@ -17,6 +17,7 @@ use self::deed::{Deed, FILE_NAME, deeds, make_folder, remove_folder, write_whole
 pub(super) use self::figures::stats;
 use super::{
     config::ServerConfig,
+    peers::own_uid,
     protocol::{Failure, SpaceStatus},
     shares::Ledger,
 };
@@ -66,6 +67,7 @@ enum Begun {
 pub(super) struct Wanted {
     pub(super) namespace: String,
     pub(super) uid: u32,
+    pub(super) shared: bool,
     pub(super) block_bytes: u64,
     pub(super) capacity_bytes: u64,
     pub(super) host_bytes: u64,
@@ -123,8 +125,8 @@ impl Spaces {
 
     /// Begins to open a space that is neither open nor being opened.
     fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<Begun, Failure> {
-        let Wanted { ref namespace, uid, block_bytes, capacity_bytes, host_bytes } = *wanted;
-        let mut deed = Deed { namespace: namespace.clone(), uid, block_bytes, capacity_bytes: 0 };
+        let Wanted { ref namespace, uid, shared, block_bytes, capacity_bytes, host_bytes } = *wanted;
+        let mut deed = Deed { namespace: namespace.clone(), uid, shared, block_bytes, capacity_bytes: 0 };
         let folder = deed.folder();
         let (sender, receiver) = oneshot::channel();
         let mut entries = self.entries.borrow_mut();
@@ -257,15 +259,22 @@ impl Spaces {
     ///
     /// # Cancel safety
     /// Whoever attaches to it is refused until it is removed; call again.
-    pub(super) async fn remove(&self, uid: u32, namespace: String, block_bytes: u64) -> Result<(), Failure> {
-        let deed = Deed { namespace, uid, block_bytes, capacity_bytes: 0 };
+    pub(super) async fn remove(&self, wanted: Wanted) -> Result<(), Failure> {
+        let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
+        let deed = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 };
         let folder = deed.folder();
         let space = {
             let mut entries = self.entries.borrow_mut();
             let Some(entry) = entries.get_mut(&folder) else {
-                let text = format!("space: found none of this user with this name and {block_bytes} bytes a block");
+                let whose = if shared { "that users share" } else { "of this user" };
+                let text = format!("space: found none {whose} with this name and {block_bytes} bytes a block");
                 return Err(Failure::new(ServiceFault::Argument, text + "; `kvhoist status` lists them"));
             };
+            if uid != entry.deed.uid && uid != own_uid() {
+                let maker = entry.deed.uid;
+                let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");
+                return Err(Failure::new(ServiceFault::Permission, text));
+            }
             let attached = match &entry.state {
                 // The entry has one, each session another.
                 State::Open(space) => Rc::strong_count(space) > 1,
@@ -322,7 +331,7 @@ impl Spaces {
 
     pub(super) fn status(&self) -> Vec<SpaceStatus> {
         let status = |(folder, entry): (&String, &Entry)| {
-            let Deed { namespace, uid, block_bytes, capacity_bytes } = entry.deed.clone();
+            let Deed { namespace, uid, shared, block_bytes, capacity_bytes } = entry.deed.clone();
             let space = match &entry.state {
                 State::Open(space) => Some(space),
                 _ => None,
@@ -331,6 +340,7 @@ impl Spaces {
                 namespace,
                 folder: folder.clone(),
                 uid,
+                shared,
                 block_bytes,
                 capacity_bytes,
                 host_bytes: space.map_or(0, |space| space.host_bytes),
