@@ -3,7 +3,10 @@
 
 #[cfg(feature = "sim")]
 pub use crate::cache::seams;
-pub use crate::device::{cuda as gpu, rdma};
+pub use crate::{
+    cache::validate,
+    device::{cuda as gpu, rdma},
+};
 
 macro_rules! export {
     ($($module:ident)*) => {

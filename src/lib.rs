@@ -51,12 +51,12 @@ pub use mover::LayerDone;
 
 /// The CUDA devices of this machine.
 pub mod gpu {
-    pub use crate::device::cuda::{Device, Discovery, discover};
+    pub use crate::device::cuda::{Device, devices};
 }
 
 /// The RDMA devices of this machine.
 pub mod rdma {
-    pub use crate::device::rdma::{Device, Discovery, Distance, Gid, GidKind, LinkLayer, Port, discover};
+    pub use crate::device::rdma::{Device, devices};
 }
 
 /// Checks that the README's program compiles.

@@ -66,7 +66,7 @@ async fn a_stored_block_is_fetched_from_every_tier(storage: StorageKind) {
     assert_eq!(stats.tier(Tier::Disk).resident, 16);
     assert_eq!(stats.route(Route::DiskToHost).blocks, 2);
     assert!(stats.direct_io, "a real file system has direct I/O");
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
 }
 
@@ -87,7 +87,7 @@ async fn blocks_survive_a_restart(storage: StorageKind) {
         let lease = cache.fetch(key).await.expect("fetch").expect("stored before the restart");
         assert!(lease[..] == payload(n as u64, BLOCK_BYTES)[..]);
     }
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
 }
 
@@ -104,7 +104,7 @@ async fn eviction_keeps_what_was_used_last(storage: StorageKind) {
     assert!(fetch_verified(&cache, 0).await, "used last");
     assert!(!fetch_verified(&cache, 1).await, "the coldest");
     assert_eq!(cache.stats().tier(Tier::Disk).evictions, 4);
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
 }
 
@@ -119,7 +119,7 @@ async fn a_touched_block_outlives_one_that_was_not(storage: StorageKind) {
     store(&cache, 5).await;
     let kept = (0..4).map(|n| cache.match_len(&[key(n)]) == 1).collect::<Vec<_>>();
     assert_eq!(kept, [true, true, false, false]);
-    cache.validate().expect("sound");
+    kvhoist::internals::validate(&cache).expect("sound");
 }
 
 async fn a_full_disk_tier_evicts_leaves_first(storage: StorageKind) {
@@ -134,7 +134,7 @@ async fn a_full_disk_tier_evicts_leaves_first(storage: StorageKind) {
     }
     let chain: Vec<BlockKey> = (0..4).map(key).collect();
     assert_eq!(cache.match_len(&chain), 2, "the chain loses its end, not its start");
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
 }
 
@@ -153,7 +153,7 @@ async fn a_removed_block_is_gone_after_a_restart_too(storage: StorageKind) {
     assert!(fetch_verified(&cache, 1).await, "stored anew while the old copy is leased");
     assert!(cache.remove(&key(1)).await.expect("remove"));
     drop(lease);
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
     let cache = Cache::open(config(&dir, storage, 4, 16)).await.expect("open again");
     assert!(!fetch_verified(&cache, 1).await);
@@ -173,7 +173,7 @@ async fn write_back_writes_what_must_leave(storage: StorageKind) {
     }
     cache.sync().await.expect("sync");
     assert_eq!(cache.stats().dirty, 0);
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
 }
 
@@ -234,7 +234,7 @@ async fn a_corrupt_block_is_a_miss_and_its_slot_is_quarantined(storage: StorageK
         store(&cache, n).await;
     }
     assert_eq!(cache.stats().tier(Tier::Disk).resident, 15, "one slot is out of use");
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
 }
 
@@ -265,7 +265,7 @@ async fn a_reservation_is_filled_in_place(storage: StorageKind) {
     assert_eq!(cache.stats().tier(Tier::Disk).resident, 1);
     let error = cache.store(&key(8), None, &[0; 100]).await.expect_err("no block");
     assert!(matches!(error, Error::Argument { .. }), "{error}");
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
 }
 

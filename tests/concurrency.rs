@@ -29,7 +29,7 @@ async fn hundreds_of_tasks_get_the_right_bytes() {
             task.await.expect("no task panics");
         }
         cache.sync().await.expect("sync");
-        cache.validate().expect("valid");
+        kvhoist::internals::validate(&cache).expect("valid");
         let stats = cache.stats();
         assert_eq!(stats.checksum_failures + stats.read_errors + stats.write_errors + stats.writes_refused, 0);
         cache.close().await.expect("close");

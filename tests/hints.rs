@@ -46,7 +46,7 @@ fn chain(keys: impl IntoIterator<Item = u64>) -> Vec<BlockKey> {
 }
 
 fn closed(cache: &Cache) {
-    cache.validate().unwrap_or_else(|what| panic!("{what}"));
+    kvhoist::internals::validate(cache).unwrap_or_else(|what| panic!("{what}"));
     block_on(cache.close()).expect("closed");
 }
 

@@ -58,7 +58,7 @@ fn run(dir: Option<&Path>, policy: Eviction, tier: Tier) {
         Eviction::RbRefuse => assert!(refused > 0, "a scan of what is never asked for again is refused in part"),
         _ => assert_eq!(refused, 0, "only where it is set"),
     }
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     block_on(cache.close()).expect("closed");
 }
 

@@ -343,7 +343,7 @@ impl PyCache {
     /// Checks every invariant of the index, from scratch; slow. AssertionError with the first that is broken.
     fn validate(&self, py: Python<'_>) -> PyResult<()> {
         let cache = self.use_it(py)?;
-        py.detach(|| cache.validate()).map_err(pyo3::exceptions::PyAssertionError::new_err)
+        py.detach(|| kvhoist::internals::validate(cache)).map_err(pyo3::exceptions::PyAssertionError::new_err)
     }
 
     fn queue(&self, py: Python<'_>, depth: &Bound<'_, PyAny>) -> PyResult<PyQueue> {

@@ -23,7 +23,7 @@ pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
 pub use queue::{Completion, CompletionQueue};
 pub use region::Region;
-pub use stats::{CopyStats, RouteStats, Stats, TierStats};
+pub use stats::{CopyStats, RouteStats, Stats, TierStats, validate};
 
 use std::sync::Arc;
 

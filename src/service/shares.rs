@@ -7,7 +7,10 @@
 use std::{cell::RefCell, str::FromStr};
 
 use super::protocol::Failure;
-use crate::{error::ServiceFault, size};
+use crate::{
+    error::{Error, ServiceFault},
+    size,
+};
 
 /// What the spaces of one tenant get of a service.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -86,10 +89,10 @@ impl Share {
 }
 
 impl FromStr for Share {
-    type Err = String;
+    type Err = Error;
 
-    fn from_str(text: &str) -> Result<Self, String> {
-        let wrong = || format!("found {text:?}, expected {}", Share::EXPECTED);
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let wrong = || Error::Argument { what: "share", found: format!("{text:?}"), expected: Share::EXPECTED.into() };
         let (name, bounds) = text.rsplit_once(':').filter(|(name, _)| !name.is_empty()).ok_or_else(wrong)?;
         let mut share = Share { name: name.to_owned(), disk: Bounds::ANY, host: Bounds::ANY };
         for part in bounds.split(',') {
@@ -204,10 +207,11 @@ mod tests {
     fn a_share_is_read_as_it_is_written() {
         let read = |text: &str| text.parse::<Share>();
         let (disk, host) = (Bounds { floor: 1 << 30, ceiling: 2 << 30 }, Bounds { floor: 4096, ceiling: u64::MAX });
-        assert_eq!(read("a/b:c:disk=1GiB..2GiB,host=4KiB.."), Ok(Share { name: "a/b:c".into(), disk, host }));
+        let found = read("a/b:c:disk=1GiB..2GiB,host=4KiB..").expect("good");
+        assert_eq!(found, Share { name: "a/b:c".into(), disk, host });
         assert_eq!(read("a:host=..4KiB").expect("good").host, Bounds { floor: 0, ceiling: 4096 });
         for wrong in ["", "a", "a:", ":disk=1..2", "a:disk=2..1", "a:disk=1", "a:tape=1..2", "a:disk=1..2;host=1..2"] {
-            assert!(read(wrong).expect_err(wrong).contains("expected NAME:disk="), "{wrong}");
+            assert!(read(wrong).expect_err(wrong).to_string().contains("expected NAME:disk="), "{wrong}");
         }
     }
 

@@ -289,7 +289,7 @@ impl<'a> Bench<'a> {
             ensure!(counts == seen, "verified bad blocks, bad records, good blocks {counts:?}, a cache saw {seen:?}");
             ensure!(stats.quarantined == report.payloads_bad, "{} quarantined", stats.quarantined);
         }
-        cache.validate().map_err(|error| format!("{error:?}"))?;
+        kvhoist::internals::validate(cache).map_err(|error| format!("{error:?}"))?;
         // All that is lost can be stored again.
         for n in &missing {
             block_on(cache.store(&key(*n), None, &sample.payloads[n])).map_err(|error| error.to_string())?;

@@ -143,7 +143,7 @@ impl History {
         if stats.tier(Tier::Disk).resident > plan.slots() {
             wrong.push(format!("{} blocks in {} slots", stats.tier(Tier::Disk).resident, plan.slots()));
         }
-        cache.validate()?;
+        kvhoist::internals::validate(cache)?;
         if wrong.is_empty() {
             return Ok(checked);
         }

@@ -144,7 +144,7 @@ pub fn fetch_all(cache: &Cache) {
 
 /// Closes the cache, and sees that nothing is left in the library.
 pub fn close(cache: Cache) -> Stats {
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     block_on(cache.close()).expect("close");
     let stats = cache.stats();
     drop(cache);

@@ -88,7 +88,7 @@ impl Pool {
 
 /// Closes the cache, whatever the library still has of it.
 fn end(cache: Cache) -> Stats {
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     block_on(cache.close()).expect("close");
     cache.stats()
 }

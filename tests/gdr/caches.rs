@@ -77,7 +77,7 @@ fn many_threads(cache: &Cache, blocks: u64, rounds: u64) {
 }
 
 fn finish(cache: Cache) {
-    cache.validate().expect("valid");
+    kvhoist::internals::validate(&cache).expect("valid");
     block_on(cache.close()).expect("close");
     drop(cache);
     until_forgotten();

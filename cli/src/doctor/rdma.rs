@@ -37,7 +37,7 @@ pub fn findings(ordinal: u32, has_device: bool) -> Vec<Finding> {
     if let Some(gpu) = &gpu {
         findings.push(peer_access(gpu));
     }
-    let usable = found.devices.iter().any(|device| device.usable().is_ok());
+    let usable = found.devices.iter().any(|device| device.obstacle().is_none());
     findings.push(self_test(ordinal, gpu.is_some(), usable));
     findings
 }
@@ -56,9 +56,9 @@ fn of_device(device: &Device, gpu: Option<&Gpu>) -> Finding {
     }
     text.push_str(&format!(", {} work requests", device.work_requests_max));
     let finding = Finding::note("RDMA device", text);
-    match device.usable() {
-        Ok(()) => finding,
-        Err(reason) => finding.fix(reason),
+    match device.obstacle() {
+        None => finding,
+        Some(obstacle) => finding.fix(obstacle),
     }
 }
 

@@ -5,6 +5,7 @@ use std::{ffi::CStr, fmt};
 use cudarc::driver::sys::{self, CUdevice, CUdevice_attribute};
 
 use super::driver::{CudaError, Driver, check};
+use crate::error::{self, Error};
 
 /// The GPUs of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -17,6 +18,7 @@ pub struct Discovery {
 
 /// A GPU.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Device {
     /// CUDA's device ordinal (`CUDA_VISIBLE_DEVICES` applies).
     pub ordinal: u32,
@@ -57,6 +59,23 @@ impl fmt::Display for Device {
         let Device { ordinal, name, pci_address, memory_bytes, compute: (major, minor), .. } = self;
         write!(f, "{ordinal}: {name} ({pci_address}, {} GiB, compute {major}.{minor})", memory_bytes >> 30)
     }
+}
+
+/// The GPUs that CUDA shows to this process, by ordinal. Loads the driver, which takes tens of milliseconds the first
+/// time; takes no device memory.
+///
+/// # Errors
+/// [`Error::Unavailable`] with the reason why the driver cannot be used.
+///
+/// ```
+/// match kvhoist::gpu::devices() {
+///     Ok(devices) => devices.iter().for_each(|device| println!("{device}")),
+///     Err(error) => println!("{error}"),
+/// }
+/// ```
+pub fn devices() -> error::Result<Vec<Device>> {
+    let Discovery { driver, devices } = discover();
+    driver.map(|_| devices).map_err(|reason| Error::Unavailable { tier: "device", reason })
 }
 
 /// Loads the driver and queries its devices. Takes tens of milliseconds the first time, and no device memory.

@@ -20,7 +20,7 @@ mod stream;
 
 pub(crate) use checksum::{ChecksumKernel, PIECE_MULTIPLE, PieceBuffer, Plan};
 pub use context::Gpu;
-pub use discover::{Device, Discovery, discover};
+pub use discover::{Device, Discovery, devices, discover};
 pub use dma_buf::WriteFlush;
 pub(crate) use gates::Gates;
 pub use memory::{DeviceBuffer, HostPin};

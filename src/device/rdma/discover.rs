@@ -8,6 +8,7 @@ use super::{
     sysfs::{self, Distance},
     verbs::{Context, DeviceLimits},
 };
+use crate::error::{self, Error};
 
 /// The RDMA devices of this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,6 +21,7 @@ pub struct Discovery {
 
 /// An RDMA device.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Device {
     /// Name, such as `mlx5_0` or `rxe0`.
     pub name: String,
@@ -30,6 +32,7 @@ pub struct Device {
     /// Largest number of work requests in a queue.
     pub work_requests_max: u32,
     /// Ports of the device.
+    #[doc(hidden)]
     pub ports: Vec<Port>,
     /// The error of the query, if the device or one of its ports could not be queried.
     pub fault: Option<String>,
@@ -37,14 +40,15 @@ pub struct Device {
 
 impl Device {
     /// Distance from the PCI device at this address.
+    #[doc(hidden)]
     pub fn distance_to(&self, pci_address: &str) -> Distance {
         self.pci_address.as_deref().map_or(Distance::Unknown, |own| sysfs::distance(own, pci_address))
     }
 
-    /// Whether the device can copy through its own loopback, or why it cannot: one of its ports needs a path back to
+    /// Why the device cannot copy through its own loopback; `None` if it can. One of its ports needs a path back to
     /// itself.
-    pub fn usable(&self) -> Result<(), String> {
-        self.path().map(|_| ())
+    pub fn obstacle(&self) -> Option<String> {
+        self.path().err()
     }
 
     /// The loopback path of the first port that has one.
@@ -84,20 +88,37 @@ impl Discovery {
                 0 => format!("no RDMA device {name}: there is none at all"),
                 _ => format!("no RDMA device {name}; there is {}", names()),
             })?;
-            return device.usable().map(|()| device).map_err(|reason| format!("{name}: {reason}"));
+            return device.obstacle().map_or(Ok(device), |reason| Err(format!("{name}: {reason}")));
         }
         let distance = |device: &&Device| gpu.map_or(Distance::Unknown, |gpu| device.distance_to(gpu));
-        let usable = self.devices.iter().filter(|device| device.usable().is_ok());
+        let usable = self.devices.iter().filter(|device| device.obstacle().is_none());
         usable.min_by_key(distance).ok_or_else(|| {
             if self.devices.is_empty() {
                 return "no RDMA device (none in /sys/class/infiniband that this process may use); install a NIC and \
                         its driver, and in a container pass /dev/infiniband on"
                     .into();
             }
-            let reason = |device: &Device| format!("{}: {}", device.name, device.usable().err().unwrap_or_default());
+            let reason = |device: &Device| format!("{}: {}", device.name, device.obstacle().unwrap_or_default());
             self.devices.iter().map(reason).collect::<Vec<_>>().join("; ")
         })
     }
+}
+
+/// The RDMA devices that libibverbs shows to this process. Loads the library and opens each device for its query, which
+/// takes milliseconds.
+///
+/// # Errors
+/// [`Error::Unavailable`] with the reason why libibverbs could not be loaded.
+///
+/// ```
+/// match kvhoist::rdma::devices() {
+///     Ok(devices) => devices.iter().for_each(|device| println!("{device}: {:?}", device.obstacle())),
+///     Err(error) => println!("{error}"),
+/// }
+/// ```
+pub fn devices() -> error::Result<Vec<Device>> {
+    let Discovery { library, devices } = discover();
+    library.map(|_| devices).map_err(|reason| Error::Unavailable { tier: "gdr", reason })
 }
 
 /// Loads libibverbs and queries its devices; each is open only during its query. Takes milliseconds.

@@ -12,7 +12,7 @@ mod sysfs;
 mod verbs;
 
 pub(crate) use discover::open;
-pub use discover::{Device, Discovery, discover};
+pub use discover::{Device, Discovery, devices, discover};
 pub(crate) use ports::LoopbackPath;
 pub use ports::{Gid, GidKind, LinkLayer, Port};
 pub(crate) use sys::{Completion, SIGNALLED, Sge, WorkRequest};
