@@ -97,7 +97,7 @@ fn many_fetches_answer_in_order_and_read_each_block_once() {
             let block = block.as_ref().expect("no error").as_ref();
             assert_eq!(block.map(|lease| &lease[..]), (n != 99).then_some(&payload(n, BLOCK_BYTES)[..]), "block {n}");
         }
-        let disk = cache.stats().tiers[kvhoist::Tier::Disk as usize];
+        let disk = *cache.stats().tier(kvhoist::Tier::Disk);
         assert_eq!(disk.bytes_out, 3 * BLOCK_BYTES as u64, "blocks 0, 1 and 2, each once");
         drop(found);
         assert!(cache.fetch_many(&[]).await.expect("fetched").is_empty());

@@ -141,7 +141,7 @@ fn cached_pages(path: &Path) -> usize {
 }
 
 fn went(cache: &Cache, route: Route) -> u64 {
-    cache.stats().routes[route as usize].blocks
+    cache.stats().route(route).blocks
 }
 
 #[test]

@@ -96,7 +96,7 @@ fn an_entry_costs_at_most_200_bytes_plus_its_key() {
         let usual = bytes_per_entry(entries, |n, tier| match tier {
             Tier::Disk => true,
             Tier::Host => n.is_multiple_of(4),
-            Tier::Device => n.is_multiple_of(20),
+            _ => n.is_multiple_of(20),
         });
         let worst = bytes_per_entry(entries, |_, _| true);
         println!("{entries} entries: {disk} B on disk only, {usual} B with a quarter in host, {worst} B in all tiers");

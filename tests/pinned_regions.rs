@@ -170,7 +170,7 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     let before = cache.stats();
     assert_eq!(other.load(cache), BLOCKS);
     let stats = cache.stats();
-    let went = |route: Route| stats.routes[route as usize].blocks - before.routes[route as usize].blocks;
+    let went = |route: Route| stats.route(route).blocks - before.route(route).blocks;
     let went = [Route::DiskToRegion, Route::DiskToHost].map(went);
     assert_eq!(went, [0, BLOCKS as u64], "they were read through the page tables");
     assert_eq!((stats.checksum_failures, stats.quarantined), (0, 0), "the disk is not to blame");

@@ -88,7 +88,7 @@ fn table(summary: &Summary) -> String {
     let device = match summary.config.device.kind {
         _ if summary.config.device_slots() == 0 => "none",
         DeviceKind::Cuda => "cuda",
-        DeviceKind::Auto | DeviceKind::Simulated => "simulated",
+        _ => "simulated",
     };
     line(format!("device                 {device:>12}"));
     line(format!("storage                {:>12}{}", stats.storage, if stats.direct_io { ", direct I/O" } else { "" }));

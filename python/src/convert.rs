@@ -117,7 +117,7 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
     all.set_item("cufile", stats.cufile)?;
     all.set_item("cufile_reason", stats.cufile_reason.as_str())?;
     let copies = PyDict::new(py);
-    stats.copies.iter().try_for_each(|figures| copies.set_item(figures.engine, figures.bytes))?;
+    stats.copies().iter().try_for_each(|figures| copies.set_item(figures.engine, figures.bytes))?;
     all.set_item("copied_bytes", copies)?;
     all.set_item("device_retired", stats.device_retired.as_deref())?;
     all.set_item("disk_retired", stats.disk_retired.as_deref())?;

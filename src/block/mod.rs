@@ -20,6 +20,7 @@ use std::fmt;
 
 /// A level of the hierarchy, fastest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Tier {
     /// GPU HBM, or host memory that plays the device.
     Device,

@@ -4,6 +4,7 @@ use std::fmt;
 
 /// The path that a block's bytes took.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
 pub enum Route {
     /// Found in device memory; nothing was copied.
     DeviceHit,

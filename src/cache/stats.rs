@@ -1,5 +1,7 @@
 //! What a cache has done so far.
 
+use serde::{Serialize, Serializer};
+
 use super::Cache;
 use crate::{
     block::{Route, Tier},
@@ -8,7 +10,7 @@ use crate::{
 };
 
 /// One tier's figures.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TierStats {
     /// Blocks [fetched](Cache::fetch) or [loaded](Cache::load_into) that were found here: one count a block of a call.
@@ -32,7 +34,7 @@ pub struct TierStats {
 }
 
 /// One route's figures.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct RouteStats {
     /// Blocks that went this way.
@@ -42,10 +44,11 @@ pub struct RouteStats {
 }
 
 /// One copy engine's figures.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct CopyStats {
     /// The engine: `memcpy`, `cuda` or `gdr`.
+    #[serde(skip)]
     pub engine: &'static str,
     /// Batches of copies that it has made.
     pub batches: u64,
@@ -54,13 +57,18 @@ pub struct CopyStats {
 }
 
 /// What a cache has done since it was opened.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+///
+/// Figures of tiers, routes and copy engines are read by method. Serialized, they are maps named `tiers`, `routes` and
+/// `copies`, with the names of tiers, routes and engines for keys; all other figures have the names of their fields.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct Stats {
-    /// Per tier, indexed by [`Tier`]` as usize`.
-    pub tiers: [TierStats; Tier::COUNT],
-    /// Per route, indexed by [`Route`]` as usize`.
-    pub routes: [RouteStats; Route::COUNT],
+    #[serde(serialize_with = "by_tier")]
+    tiers: [TierStats; Tier::COUNT],
+    #[serde(serialize_with = "by_route")]
+    routes: [RouteStats; Route::COUNT],
+    #[serde(serialize_with = "by_engine")]
+    copies: [CopyStats; COPY_ENGINES.len()],
     /// Blocks fetched or loaded that no tier had.
     pub misses: u64,
     /// Blocks stored.
@@ -119,8 +127,6 @@ pub struct Stats {
     pub cufile_errors: u64,
     /// Requests that libcufile has not given back. Their slots and files stay reserved until it does.
     pub cufile_stuck: u64,
-    /// Copies between memories, by the engine that made them: `memcpy`, `cuda`, `gdr`.
-    pub copies: [CopyStats; 3],
     /// Whether copies go through an RDMA device now.
     pub gdr: bool,
     /// Its state (off, on, recovering, retired), with the evidence or the reason.
@@ -136,11 +142,6 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// A copy engine's figures, by its name.
-    pub fn copies_by(&self, engine: &str) -> CopyStats {
-        self.copies.iter().find(|figures| figures.engine == engine).copied().unwrap_or_default()
-    }
-
     /// A tier's figures.
     pub fn tier(&self, tier: Tier) -> &TierStats {
         &self.tiers[tier as usize]
@@ -150,10 +151,47 @@ impl Stats {
     pub fn route(&self, route: Route) -> &RouteStats {
         &self.routes[route as usize]
     }
+
+    /// Copies between memories, engine by engine: `memcpy`, `cuda`, `gdr`.
+    pub fn copies(&self) -> &[CopyStats] {
+        &self.copies
+    }
+
+    /// A copy engine's figures, by its name; zeros for a name that no engine has.
+    pub fn copies_by(&self, engine: &str) -> CopyStats {
+        self.copies.iter().find(|figures| figures.engine == engine).copied().unwrap_or_default()
+    }
+}
+
+fn by_tier<S: Serializer>(tiers: &[TierStats; Tier::COUNT], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(Tier::ALL.iter().map(|tier| tier.name()).zip(tiers))
+}
+
+fn by_route<S: Serializer>(routes: &[RouteStats; Route::COUNT], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(Route::ALL.iter().map(|route| route.name()).zip(routes))
+}
+
+fn by_engine<S: Serializer>(copies: &[CopyStats], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(copies.iter().map(|figures| (figures.engine, figures)))
 }
 
 impl Cache {
-    /// What it has done since it was opened. One short lock.
+    /// What the cache has done since it was opened. One short lock.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// use kvhoist::{Route, Tier};
+    ///
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// cache.store(&key, None, &[7; 4096]).await?;
+    /// cache.fetch(&key).await?;
+    /// let stats = cache.stats();
+    /// assert_eq!((stats.tier(Tier::Host).hits, stats.misses), (1, 0));
+    /// assert_eq!(stats.route(Route::HostHit).bytes, 4096);
+    /// println!("{}", serde_json::to_string(&stats).expect("numbers, words and maps"));
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub fn stats(&self) -> Stats {
         let shared = self.shared();
         let config = &shared.config;
@@ -222,11 +260,31 @@ impl Cache {
 ///
 /// # Errors
 /// The first invariant that does not hold, in words.
-pub fn validate(cache: &Cache) -> std::result::Result<(), String> {
+pub fn validate(cache: &Cache) -> Result<(), String> {
     let state = cache.shared().lock();
     state.index.validate()?;
     match &state.disk {
         Some(slots) => slots.validate(),
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_are_serialized_by_name() {
+        let mut stats = Stats { stores: 3, storage: "uring", ..Stats::default() };
+        stats.tiers[Tier::Disk as usize].hits = 5;
+        stats.routes[Route::DiskToHost as usize].bytes = 7;
+        stats.copies[1] = CopyStats { engine: COPY_ENGINES[1], batches: 2, bytes: 9 };
+        let json = serde_json::to_value(&stats).expect("numbers, words and maps");
+        assert_eq!(json["tiers"]["disk"]["hits"], 5);
+        assert_eq!(json["tiers"].as_object().map(serde_json::Map::len), Some(Tier::COUNT));
+        assert_eq!(json["routes"]["disk_to_host"]["bytes"], 7);
+        assert_eq!(json["routes"].as_object().map(serde_json::Map::len), Some(Route::COUNT));
+        assert_eq!(json["copies"]["cuda"], serde_json::json!({ "batches": 2, "bytes": 9 }));
+        assert_eq!((&json["stores"], &json["storage"]), (&3.into(), &"uring".into()));
     }
 }

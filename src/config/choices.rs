@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 /// When a stored block is written to disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum WritePolicy {
     /// Immediately; `store` resolves when the block is written to disk (but not flushed).
     #[default]
@@ -44,6 +45,7 @@ impl WritePolicy {
 /// that precede them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum Eviction {
     /// The least recently used block.
     #[default]
@@ -71,6 +73,7 @@ impl Eviction {
 /// The I/O engine of the disk tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum StorageKind {
     /// io_uring, or the thread pool (with a warning) if io_uring is unavailable.
     #[default]
@@ -84,6 +87,7 @@ pub enum StorageKind {
 /// How copies between host and device memory are made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum CopyMethod {
     /// One driver call per copy: uses the copy engines, which are fastest for megabytes.
     Loop,
@@ -117,6 +121,7 @@ impl fmt::Display for CopyMethod {
 /// The memory of the device tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
 #[serde(rename_all = "snake_case")]
+#[non_exhaustive]
 pub enum DeviceKind {
     /// A CUDA device, or host memory that plays one (with a warning) if there is none.
     #[default]

@@ -12,6 +12,7 @@ use crate::{
 
 /// The result of a layer of a load.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct LayerDone {
     /// Number of leading blocks whose bytes of this layer are in place.
     pub leading: usize,

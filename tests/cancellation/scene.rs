@@ -124,7 +124,8 @@ fn balance(cache: &Cache) -> Result<(), String> {
 /// Every slot free or full: what can be seen from outside.
 #[cfg(not(feature = "sim"))]
 fn balance(cache: &Cache) -> Result<(), String> {
-    let balances = cache.stats().tiers.iter().all(|tier| tier.resident + tier.free == tier.slots);
+    let stats = cache.stats();
+    let balances = Tier::ALL.iter().map(|&tier| stats.tier(tier)).all(|tier| tier.resident + tier.free == tier.slots);
     if balances { Ok(()) } else { Err("a slot leaked".into()) }
 }
 

@@ -42,9 +42,9 @@ impl Plan {
 
     pub fn to_text(&self) -> String {
         let storage = match self.storage {
-            StorageKind::Auto => "auto",
             StorageKind::Uring => "uring",
             StorageKind::Blocking => "blocking",
+            _ => "auto",
         };
         let mut text = format!(
             "blocks={} block_bytes={} storage={storage} write_back={} evicts={} first={} end={} seed={}",

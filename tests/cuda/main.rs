@@ -272,8 +272,8 @@ fn a_device_that_stops_takes_nothing_else_with_it() {
             assert!(block_on(common::fetch_verified(&cache, n)), "block {n} from host memory");
         }
         let stats = cache.stats();
-        assert!(stats.device_retired.is_some_and(|reason| reason.contains("CUDA_ERROR_ILLEGAL_ADDRESS")));
-        assert_eq!(stats.tiers[Tier::Device as usize].resident, 1, "what is leased");
+        assert!(stats.device_retired.as_ref().is_some_and(|reason| reason.contains("CUDA_ERROR_ILLEGAL_ADDRESS")));
+        assert_eq!(stats.tier(Tier::Device).resident, 1, "what is leased");
         block_on(cache.read_device(&leased, Vec::new())).expect_err("the device stopped");
         drop(leased);
         kvhoist::internals::validate(&cache).expect("valid");

@@ -30,7 +30,7 @@ fn a_proven_path_is_taken() {
         let stats = close(cache);
         let route = stats.route(Route::DiskToDevice);
         assert!(route.blocks >= BLOCKS && ask("direct") >= 3 * route.blocks, "{stats:?}");
-        assert_eq!(stats.tiers[kvhoist::Tier::Host as usize].bytes_in, 0, "nothing went through host memory");
+        assert_eq!(stats.tier(kvhoist::Tier::Host).bytes_in, 0, "nothing went through host memory");
         assert_eq!((stats.cufile_errors, stats.cufile_stuck, stats.checksum_failures), (0, 0, 0));
     });
 }
@@ -192,7 +192,7 @@ fn what_only_the_device_holds_is_written_from_there() {
             let stats = loop {
                 let stats = cache.stats();
                 let (direct, host) = written(&stats);
-                if stats.tiers[kvhoist::Tier::Disk as usize].resident >= expected && direct + host >= expected {
+                if stats.tier(kvhoist::Tier::Disk).resident >= expected && direct + host >= expected {
                     break stats;
                 }
                 std::thread::yield_now();

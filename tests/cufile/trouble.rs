@@ -132,7 +132,7 @@ fn what_does_not_come_back_is_left_to_the_library() {
             .collect();
         assert_eq!(cache.stats().cufile_stuck, 1, "nothing more was given to the library");
         // The library has one slot: with all others leased there is none.
-        let tier = cache.stats().tiers[Tier::Device as usize];
+        let tier = *cache.stats().tier(Tier::Device);
         assert_eq!((tier.free, tier.resident), (0, u64::from(DEVICE_BLOCKS) - 1));
         // Now it comes back, and writes to the slot: no other block's bytes change, and the slot is free.
         ask("release");
@@ -143,7 +143,7 @@ fn what_does_not_come_back_is_left_to_the_library() {
             let bytes = block_on(cache.read_device(lease, Vec::new())).expect("read");
             assert!(bytes == common::payload(n as u64, common::BLOCK_BYTES), "block {n}");
         }
-        while cache.stats().tiers[Tier::Device as usize].free == 0 {
+        while cache.stats().tier(Tier::Device).free == 0 {
             std::thread::yield_now();
         }
         drop(leases);
@@ -204,7 +204,7 @@ fn a_library_that_does_not_come_back_from_its_first_calls_is_left_alone() {
             assert!(!stats.cufile && stats.cufile_reason.contains(why), "{stats:?}");
             assert_eq!(stats.cufile_stuck, u64::from(mode == "register"));
             fetch_all(&cache);
-            let used = cache.stats().tiers[Tier::Device as usize];
+            let used = *cache.stats().tier(Tier::Device);
             assert_eq!(used.slots - used.free - used.resident, u64::from(mode == "register"));
             block_on(cache.close()).expect("close");
             drop(cache);

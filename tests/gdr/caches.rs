@@ -238,7 +238,7 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
             common::load_and_store(&cache, pool.base().as_ptr());
             let copied = copies(&cache, "gdr");
             common::load_and_store(&cache, pool.base().as_ptr());
-            assert!(copied >= 32 && copies(&cache, "gdr") > copied, "{:?}", cache.stats().copies);
+            assert!(copied >= 32 && copies(&cache, "gdr") > copied, "{:?}", cache.stats().copies());
             assert_eq!((get("regions"), get("registered")), (before.0 + 1, before.1 + 1), "once");
             block_on(cache.unregister(&region)).expect("its own region");
         } else {

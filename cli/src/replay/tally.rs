@@ -81,7 +81,7 @@ pub fn tier_of(route: Route) -> Tier {
     match route {
         Route::DeviceHit | Route::DeviceToHost | Route::DeviceToDisk | Route::DeviceToCaller => Tier::Device,
         Route::DiskToHost | Route::DiskToHostToDevice | Route::DiskToDevice | Route::DiskToRegion => Tier::Disk,
-        Route::HostHit | Route::HostToDevice | Route::HostToDisk | Route::HostToCaller => Tier::Host,
-        Route::CallerToHost | Route::RegionToDisk => Tier::Host,
+        // From the host tier, or from the caller's own host memory.
+        _ => Tier::Host,
     }
 }

@@ -1,7 +1,7 @@
 //! NVIDIA GPUs, through the CUDA driver library.
 //!
 //! The library is loaded at run time, so the same binary runs on machines without it. Neither building nor running
-//! needs the CUDA toolkit. [`discover`] lists the GPUs and says why there is none.
+//! needs the CUDA toolkit. [`devices`] lists the GPUs.
 //!
 //! - [`Gpu`]: a device and its primary context, shared with all other users of the device in the process.
 //! - [`DeviceBuffer`]: plain device memory, the [`DeviceMemory`](crate::memory::DeviceMemory) of a pool.

@@ -1,7 +1,7 @@
 //! The figures of a space.
 
 use crate::{
-    block::Route,
+    block::{Route, Tier},
     cache::Cache,
     service::protocol::{SpaceStats, TierFigures},
 };
@@ -12,11 +12,14 @@ pub(in crate::service) fn stats(cache: &Cache) -> SpaceStats {
     let reads = [Route::DiskToHost, Route::DiskToRegion].map(|route| stats.route(route).bytes);
     let straight = [Route::DiskToRegion, Route::RegionToDisk].map(|route| stats.route(route).bytes);
     SpaceStats {
-        tiers: stats.tiers.map(|tier| TierFigures {
-            hits: tier.hits,
-            resident: tier.resident,
-            slots: tier.slots,
-            evictions: tier.evictions,
+        tiers: Tier::ALL.map(|tier| {
+            let figures = stats.tier(tier);
+            TierFigures {
+                hits: figures.hits,
+                resident: figures.resident,
+                slots: figures.slots,
+                evictions: figures.evictions,
+            }
         }),
         misses: stats.misses,
         stores: stats.stores,

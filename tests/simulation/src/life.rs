@@ -3,7 +3,7 @@
 use std::{rc::Rc, time::Duration};
 
 use crate::sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World};
-use kvhoist::{Cache, Error, WritePolicy, internals::io::OpKind};
+use kvhoist::{Cache, Error, Tier, WritePolicy, internals::io::OpKind};
 use tokio::time::timeout;
 
 use crate::{
@@ -413,7 +413,7 @@ impl Life {
         report.quarantined += stats.quarantined;
         report.checksum_failures += stats.checksum_failures;
         report.pins_refused += self.world.storage.pins_refused();
-        report.evictions += stats.tiers.iter().map(|tier| tier.evictions).sum::<u64>();
+        report.evictions += Tier::ALL.iter().map(|&tier| stats.tier(tier).evictions).sum::<u64>();
         self.context.claims(cache, &self.world)
     }
 

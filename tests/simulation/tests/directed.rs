@@ -600,7 +600,7 @@ fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
             assert!(loaded.iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
             assert!(*bytes() == *want, "the right bytes");
             let stats = cache.stats();
-            let blocks = |route| stats.routes[route as usize].blocks;
+            let blocks = |route| stats.route(route).blocks;
             assert_eq!(
                 [blocks(Route::RegionToDisk), blocks(Route::DiskToRegion)],
                 [if straight { 6 } else { 0 }; 2],

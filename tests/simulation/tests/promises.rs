@@ -565,7 +565,7 @@ fn a_block_removed_while_it_goes_straight_to_disk_does_not_come_back() {
         assert!(!fetch(&killed, 1).await.expect("served"), "a removed block is back");
         finish(killed, its_reactor).await;
         drop(storing.await.expect("no panic"));
-        assert_eq!(cache.stats().routes[Route::RegionToDisk as usize].blocks, 0, "it went straight, and not in");
+        assert_eq!(cache.stats().route(Route::RegionToDisk).blocks, 0, "it went straight, and not in");
         cache.unregister(&region).await.expect("its own region");
         finish(cache, reactor).await;
     });
