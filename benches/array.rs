@@ -183,8 +183,10 @@ impl Array {
         let mut pool = Slab::new(block_bytes, blocks as usize)?;
         let base = pool.block(0).as_mut_ptr();
         // SAFETY: the pool outlives the cache's use of it: `measure` unregisters the region before it drops either.
-        let region = unsafe { cache.register_host(base, block_bytes * blocks as usize) }.map_err(other)?;
-        if !block_on(cache.pin_region(&region)).map_err(other)? {
+        let memory = unsafe { kvhoist::Memory::host(base, block_bytes * blocks as usize) };
+        let region =
+            block_on(cache.register(memory, kvhoist::RegisterOptions::default().pinned(true))).map_err(other)?;
+        if !region.is_pinned() {
             eprintln!("the pool is no buffer of the ring: raise `ulimit -l`");
         }
         let stripe = Stripe::new(&settings);

@@ -4,7 +4,7 @@
 #[cfg(feature = "sim")]
 pub use crate::cache::seams;
 pub use crate::{
-    cache::validate,
+    cache::{pin_region, validate},
     device::{cuda as gpu, rdma},
 };
 

@@ -47,6 +47,7 @@ pub use config::{
 };
 pub use error::{Error, HeldSlots, Result, ServiceFault};
 pub use index::PrefixMatch;
+pub use memory::{Memory, RegisterOptions};
 pub use mover::LayerDone;
 
 /// The CUDA devices of this machine.

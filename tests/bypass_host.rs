@@ -31,7 +31,8 @@ impl Pool {
 
     fn register(&mut self, cache: &Cache) -> Region {
         // SAFETY: the pool outlives the cache in every test, and is looked at where no call is in flight.
-        unsafe { cache.register_host(self.0.as_mut_ptr(), self.0.len()) }.expect("register")
+        let lent = unsafe { kvhoist::Memory::host(self.0.as_mut_ptr(), self.0.len()) };
+        kvhoist::block_on(cache.register(lent, Default::default())).expect("register")
     }
 
     /// Two segments a block, each `shift` bytes off its place.

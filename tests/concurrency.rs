@@ -136,7 +136,8 @@ fn a_plain_thread_submits_polls_an_eventfd_and_drains() {
     let mut pool: Vec<u8> = (0..8).flat_map(|n| payload(n, BLOCK_BYTES)).collect();
     // SAFETY: `pool` outlives the cache's use of it, which ends with `unregister` below, and is
     // touched only between submissions.
-    let region = unsafe { cache.register_host(pool.as_mut_ptr(), pool.len()) }.expect("register");
+    let lent = unsafe { kvhoist::Memory::host(pool.as_mut_ptr(), pool.len()) };
+    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("register");
     let base = pool.as_mut_ptr();
     // Two segments a block, the second half first: lists are followed in their own order.
     let halves = |slot: usize| {

@@ -79,7 +79,8 @@ fn every_way_to_load_counts_each_block_once_where_it_was_found() {
                 let cache = Cache::open(settings).await.expect("open");
                 let (memory, places) = pool(8);
                 // SAFETY: the memory is leaked, and nothing reads it.
-                let region = unsafe { cache.register_host(memory, 8 * BLOCK_BYTES) }.expect("registered");
+                let lent = unsafe { kvhoist::Memory::host(memory, 8 * BLOCK_BYTES) };
+                let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
                 for n in 0..8 {
                     store(&cache, n).await;
                 }
@@ -111,7 +112,8 @@ fn what_is_stored_from_a_region_and_read_from_the_device_has_a_route() {
         // SAFETY: the memory is leaked, and nothing else uses it.
         unsafe { memory.copy_from_nonoverlapping(payload(1, BLOCK_BYTES).as_ptr(), BLOCK_BYTES) };
         // SAFETY: as above.
-        let region = unsafe { cache.register_host(memory, BLOCK_BYTES) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::host(memory, BLOCK_BYTES) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         let stored = cache.store_from(&[key(1)], None, &places).await.expect("taken on");
         assert!(stored.into_iter().all(|result| result.expect("stored")));
         assert_eq!(went(&cache.stats(), Route::CallerToHost), [1, 1]);
@@ -135,7 +137,8 @@ fn loads_are_uses_that_select_a_block_for_the_disk() {
             let cache = Cache::open(settings).await.expect("open");
             let (memory, places) = pool(1);
             // SAFETY: the memory is leaked, and nothing reads it.
-            let region = unsafe { cache.register_host(memory, BLOCK_BYTES) }.expect("registered");
+            let lent = unsafe { kvhoist::Memory::host(memory, BLOCK_BYTES) };
+            let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
             store(&cache, 1).await;
             load(&cache, way, &[1], &places).await;
             cache.sync().await.expect("flushed");

@@ -26,7 +26,7 @@ fn a_call_may_lend_more_ranges_than_may_be_registered() {
     let (sources, targets) = (pieces(&mut from), pieces(&mut into));
     let all: Vec<Segment> = sources.iter().chain(&targets).copied().collect();
     // SAFETY: the vectors outlive the loan's use, which is waited for below; nothing touches them meanwhile.
-    let loan = unsafe { cache.lend_host(&all) }.expect("it is lent");
+    let loan = unsafe { cache.lend(&all) }.expect("it is lent");
     let stored = block_on(loan.store_from(&[key(1)], None, &[sources])).expect("the call is taken");
     assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
     let loaded = block_on(loan.load_into(&[key(1)], &[targets])).expect("the call is taken");
@@ -44,7 +44,7 @@ fn only_a_loans_own_calls_use_its_memory() {
     let whole = Segment { ptr: start, len: BLOCK_BYTES };
     let outside = Segment { ptr: start.wrapping_add(1), len: BLOCK_BYTES };
     // SAFETY: the vector outlives the cache's use, which is waited for below; nothing touches it meanwhile.
-    let [loan, again] = [(); 2].map(|()| unsafe { cache.lend_host(&[whole]) }.expect("lent twice"));
+    let [loan, again] = [(); 2].map(|()| unsafe { cache.lend(&[whole]) }.expect("lent twice"));
     let refused = |result: kvhoist::Result<_>| matches!(result, Err(Error::Argument { .. }));
     assert!(refused(block_on(cache.store_from(&[key(1)], None, &[vec![whole]]))), "it is not registered");
     assert!(refused(block_on(loan.store_from(&[key(1)], None, &[vec![outside]]))), "one byte is not lent");
@@ -55,5 +55,5 @@ fn only_a_loans_own_calls_use_its_memory() {
     block_on(again.returned());
     let nowhere = Segment { ptr: std::ptr::null_mut(), len: 1 };
     // SAFETY: refused, so never used.
-    assert!(unsafe { cache.lend_host(&[nowhere]) }.is_err());
+    assert!(unsafe { cache.lend(&[nowhere]) }.is_err());
 }

@@ -1,4 +1,4 @@
-//! `Cache::pin_region`: a caller's memory as buffers of the ring, coming and going while blocks move.
+//! `RegisterOptions::pinned`: a caller's memory as buffers of the ring, coming and going while blocks move.
 //!
 //! One test, for what is pinned is counted for the whole process.
 
@@ -10,7 +10,10 @@ use std::{
 };
 
 use common::{SetOnDrop, config, directory, key, payload};
-use kvhoist::{BlockKey, Cache, Region, Route, Segment, StorageKind, block_on, internals::io::AlignedBuf};
+use kvhoist::{
+    BlockKey, Cache, Memory, Region, RegisterOptions, Route, Segment, StorageKind, block_on,
+    internals::{io::AlignedBuf, pin_region},
+};
 
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 32;
@@ -35,7 +38,8 @@ impl Pool {
 
     fn register(&mut self, cache: &Cache) -> Region {
         // SAFETY: the pool outlives the cache, and is looked at where no call on it is in flight.
-        unsafe { cache.register_host(self.memory.as_mut_ptr(), POOL) }.expect("registered")
+        let memory = unsafe { Memory::host(self.memory.as_mut_ptr(), POOL) };
+        block_on(cache.register(memory, RegisterOptions::default().pinned(true))).expect("registered")
     }
 
     /// Loads all blocks: how many were there. Those have the right bytes.
@@ -99,7 +103,7 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     let cache = block_on(Cache::open(settings(StorageKind::Blocking))).expect("open");
     let mut first = Pool::new();
     let region = first.register(&cache);
-    assert!(!block_on(cache.pin_region(&region)).expect("answered"), "threads have no use for it");
+    assert!(!region.is_pinned(), "threads have no use for it");
     first.store(&cache);
     block_on(cache.unregister(&region)).expect("its own region");
     block_on(cache.close()).expect("closed");
@@ -114,11 +118,11 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     }
     let arena = pinned();
     let region = first.register(&cache);
-    for _ in 0..2 {
-        assert!(block_on(cache.pin_region(&region)).expect("answered"));
-        // Once, however often it is asked for.
-        assert_pinned(arena + POOL);
-    }
+    assert!(region.is_pinned());
+    assert_pinned(arena + POOL);
+    assert!(block_on(pin_region(&cache, &region)).expect("answered"));
+    // Once, however often it is asked for.
+    assert_pinned(arena + POOL);
     assert_eq!(first.load(&cache), BLOCKS);
 
     // Others come and go, before and after it in the table, while it is in use.
@@ -136,16 +140,14 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
         let mut others: Vec<Pool> = (0..3).map(|_| Pool::new()).collect();
         for turn in 0..6 {
             let mut regions: Vec<Region> = others.iter_mut().map(|pool| pool.register(cache)).collect();
-            for region in &regions {
-                assert!(block_on(cache.pin_region(region)).expect("answered"));
-            }
+            assert!(regions.iter().all(Region::is_pinned));
             assert_pinned(arena + 4 * POOL);
             // The one that goes leaves a hole, which the next is put into.
             let gone = turn % 3;
             block_on(cache.unregister(&regions.remove(gone))).expect("its own region");
             assert_pinned(arena + 3 * POOL);
             let again = others[gone].register(cache);
-            assert!(block_on(cache.pin_region(&again)).expect("answered"));
+            assert!(again.is_pinned());
             for pool in &mut others {
                 assert_eq!(pool.load(cache), BLOCKS);
             }
@@ -165,7 +167,7 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     // all blocks are read again through host slots.
     let mut other = Pool::new();
     let region_of_other = other.register(cache);
-    assert!(block_on(cache.pin_region(&region_of_other)).expect("answered"));
+    assert!(region_of_other.is_pinned());
     other.replace_pages();
     let before = cache.stats();
     assert_eq!(other.load(cache), BLOCKS);

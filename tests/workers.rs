@@ -21,7 +21,8 @@ impl Pool {
 
     fn register(&mut self, cache: &Cache) -> Region {
         // SAFETY: the pool outlives the cache in every test, and is looked at where no call is in flight.
-        unsafe { cache.register_host(self.0.as_mut_ptr(), self.0.len()) }.expect("register")
+        let lent = unsafe { kvhoist::Memory::host(self.0.as_mut_ptr(), self.0.len()) };
+        kvhoist::block_on(cache.register(lent, Default::default())).expect("register")
     }
 
     /// Each block as so many segments, so that it goes straight to disk (one) or through a host slot (many).

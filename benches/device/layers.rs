@@ -61,7 +61,8 @@ fn rounds(
     first_block: impl Fn(u64) -> u64,
 ) -> io::Result<()> {
     // SAFETY: the pool outlives the cache's use of it (`unregister` below), and nothing else knows it.
-    let region = unsafe { cache.register_device(pool.buffer.base().as_ptr(), pool.buffer.bytes()) }.map_err(other)?;
+    let lent = unsafe { kvhoist::Memory::device(pool.buffer.base().as_ptr(), pool.buffer.bytes()) };
+    let region = kvhoist::block_on(cache.register(lent, Default::default())).map_err(other)?;
     let mut times: [Vec<[f64; 2]>; 2] = Default::default();
     for round in 0..=options.rounds {
         let first = first_block(round);

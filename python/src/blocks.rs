@@ -33,7 +33,7 @@ impl Blocks {
         let lent: Vec<_> = buffers.iter().map(|buffer| Segment { ptr: buffer.ptr(), len: buffer.len() }).collect();
         // SAFETY: the exports keep the memory mapped until this is dropped, which waits until it is unused. That nobody
         // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
-        let loan = unsafe { cache.lend_host(&lent) }.map_err(|error| errors::to_python(py, &error))?;
+        let loan = unsafe { cache.lend(&lent) }.map_err(|error| errors::to_python(py, &error))?;
         Ok(Blocks { segments, loan, buffers })
     }
 
@@ -47,7 +47,7 @@ impl Blocks {
         let py = addresses.py();
         let segments = parse_lists(count, addresses, sizes)?;
         // SAFETY: no memory is lent.
-        let loan = unsafe { cache.lend_host(&[]) }.map_err(|error| errors::to_python(py, &error))?;
+        let loan = unsafe { cache.lend(&[]) }.map_err(|error| errors::to_python(py, &error))?;
         Ok(Blocks { segments, loan, buffers: Vec::new() })
     }
 
@@ -90,7 +90,7 @@ impl Blocks {
         };
         let segments = (0..count).map(|_| sizes.iter().map(&mut segment).collect()).collect();
         // SAFETY: no memory is lent.
-        let loan = unsafe { cache.lend_host(&[]) }.map_err(|error| errors::to_python(py, &error))?;
+        let loan = unsafe { cache.lend(&[]) }.map_err(|error| errors::to_python(py, &error))?;
         Ok(Blocks { segments, loan, buffers: Vec::new() })
     }
 

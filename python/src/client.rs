@@ -11,7 +11,7 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Error, Segment, ServiceFault, Tier, block_on,
+    BlockKey, Error, Memory, RegisterOptions, Segment, ServiceFault, Tier, block_on,
     service::{Client, ClientOptions, ClientRegion},
 };
 use pyo3::{
@@ -124,8 +124,10 @@ fn register(
     if let Some((fd, offset)) = memfd {
         // SAFETY: the Python half has looked the descriptor up; it stays open until the call has duplicated it.
         let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+        let fd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
         // SAFETY: a buffer object keeps the memory mapped, or the caller does, as documented.
-        match block_on(unsafe { client.register_memfd(fd, offset, start, nbytes, pin) }) {
+        let memory = unsafe { Memory::memfd(fd, offset, start, nbytes) };
+        match block_on(client.register(memory, RegisterOptions::default().pinned(pin))) {
             Err(Error::Service { fault: ServiceFault::Memory, text }) => {
                 tracing::warn!(reason = %text, "memory cannot be shared with the service: its blocks are copied");
             }
@@ -133,7 +135,8 @@ fn register(
         }
     }
     // SAFETY: as above.
-    unsafe { client.register_copied(start, nbytes) }
+    let memory = unsafe { Memory::host(start, nbytes) };
+    block_on(client.register(memory, RegisterOptions::default()))
 }
 
 #[pymethods]

@@ -7,7 +7,7 @@ use std::{
     task::{Context, Poll},
 };
 
-use kvhoist::{Cache, block_on};
+use kvhoist::{Cache, RegisterOptions, block_on};
 use pyo3::{PyTraverseError, PyVisit, prelude::*};
 
 use crate::{buffer::Buffer, process::ProcessLocal, wait};
@@ -142,26 +142,21 @@ impl PyRegion {
     ) -> PyResult<Self> {
         let (address, nbytes) = at;
         let start = std::ptr::with_exposed_provenance_mut(address);
-        let (region, buffer, pin) = match memory {
+        let (lent, buffer, pin) = match memory {
             // SAFETY: as promised above.
-            Memory::Host { buffer, pin } => (unsafe { cache.register_host(start, nbytes) }, buffer, pin),
+            Memory::Host { buffer, pin } => (unsafe { kvhoist::Memory::host(start, nbytes) }, buffer, pin),
             // SAFETY: as promised above.
-            Memory::Device => (unsafe { cache.register_device(start, nbytes) }, None, false),
+            Memory::Device => (unsafe { kvhoist::Memory::device(start, nbytes) }, None, false),
         };
-        let region = region.map_err(|error| crate::errors::to_python(py, &error))?;
         // Not interruptible: an interrupted call would have registered memory without a handle to unregister it.
-        let pinned = if pin { py.detach(|| block_on(cache.pin_region(&region))) } else { Ok(false) };
+        let region = py.detach(|| block_on(cache.register(lent, RegisterOptions::default().pinned(pin))));
+        let region = region.map_err(|error| crate::errors::to_python(py, &error))?;
+        let pinned = region.is_pinned();
         let cache = cache.clone();
         let unregister = Box::pin(async move {
             cache.unregister(&region).await.expect("this cache has registered it");
         });
-        match pinned {
-            Ok(pinned) => Ok(PyRegion::of(registrations, unregister, buffer, at, pinned, false)),
-            Err(error) => {
-                wait::to_the_end(py, unregister);
-                Err(crate::errors::to_python(py, &error))
-            }
-        }
+        Ok(PyRegion::of(registrations, unregister, buffer, at, pinned, false))
     }
 }
 

@@ -24,8 +24,8 @@ pub struct Loan {
 }
 
 impl Cache {
-    /// Lends host memory for one call. Unlike [`register_host`](Cache::register_host) it takes no place in a table, and
-    /// its ranges may overlap others. Empty ranges are left out.
+    /// Lends host memory for one call. Unlike [`register`](Cache::register) it takes no place in a table, and its
+    /// ranges may overlap others. Empty ranges are left out.
     ///
     /// # Errors
     /// [`Error::Argument`] for a range at address 0, or past the end of memory.
@@ -35,7 +35,7 @@ impl Cache {
     /// range must stay mapped and readable; writable where blocks are loaded into it. While a segment is loaded nobody
     /// else may touch it; while it is stored from, nobody may write to it. That a future was dropped does not end its
     /// load.
-    pub unsafe fn lend_host(&self, memory: &[Segment]) -> Result<Loan> {
+    pub unsafe fn lend(&self, memory: &[Segment]) -> Result<Loan> {
         let mut ranges = Vec::with_capacity(memory.len());
         for segment in memory.iter().filter(|segment| segment.len > 0) {
             let start = segment.ptr as usize;

@@ -22,7 +22,7 @@ pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
 pub use queue::{Completion, CompletionQueue};
-pub use region::Region;
+pub use region::{Region, pin_region};
 pub use stats::{CopyStats, RouteStats, Stats, TierStats, validate};
 
 use std::sync::Arc;

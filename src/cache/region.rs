@@ -12,19 +12,49 @@ use crate::{
     block::{BlockKey, Segment},
     device::gdr::GdrState,
     error::{Error, Result},
-    memory::huge,
+    memory::{Memory, MemoryKind, RegisterOptions, huge},
     mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply, Urgent},
     shield::shield,
 };
 
-/// A registered range of foreign memory. Give it back with [`Cache::unregister`]: until that has
-/// resolved the memory must stay mapped.
+/// A registered range of a caller's memory. Give it back with [`Cache::unregister`]: until that has resolved the memory
+/// must stay mapped.
 ///
 /// Dropping it changes nothing: the range stays registered for the life of the cache.
 pub struct Region {
     inner: Arc<RegionInner>,
     /// The number of the cache's [`Regions`].
     registry: u64,
+}
+
+impl Region {
+    /// Whether the kernel keeps the memory pinned ([`RegisterOptions::pinned`]).
+    pub fn is_pinned(&self) -> bool {
+        self.inner.is_fixed()
+    }
+}
+
+/// Forgets a region whose registration is dropped before its caller has it.
+struct Pending<'a> {
+    regions: &'a Regions,
+    region: &'a Region,
+    registered: bool,
+}
+
+impl Drop for Pending<'_> {
+    fn drop(&mut self) {
+        if !self.registered {
+            self.regions.remove(self.region).expect("a region of this cache");
+        }
+    }
+}
+
+/// Pins a region that is registered already, for tests; `false` where the kernel or the storage engine refuses.
+///
+/// # Errors
+/// [`Error::Argument`] for a region of another cache, or one that was unregistered. [`Error::Closed`].
+pub async fn pin_region(cache: &Cache, region: &Region) -> Result<bool> {
+    cache.pin_region(region).await
 }
 
 impl std::fmt::Debug for Region {
@@ -53,8 +83,14 @@ impl Regions {
         self.entries.lock().expect("nothing panics under it")
     }
 
-    fn add(&self, start: *mut u8, len: usize, memory: RegionMemory) -> Result<Region> {
-        let address = start;
+    fn add(&self, memory: Memory) -> Result<Region> {
+        let Memory { range: Segment { ptr: address, len }, kind } = memory;
+        let (memory, owner) = match kind {
+            MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
+            MemoryKind::Shared(owner) => (RegionMemory::Host, Some(owner)),
+            MemoryKind::Device => (RegionMemory::Device, None),
+        };
+        let start = address;
         let start = start as usize;
         if start == 0 || len == 0 || start.checked_add(len).is_none() {
             return Err(Error::Argument {
@@ -75,7 +111,7 @@ impl Regions {
                 expected: "each range registered once".into(),
             });
         }
-        let inner = RegionInner::new(address, len, memory);
+        let inner = RegionInner::new(address, len, memory, owner);
         regions.push(Arc::clone(&inner));
         Ok(Region { inner, registry: self.number })
     }
@@ -132,7 +168,7 @@ impl Regions {
                 return Err(Error::Argument {
                     what: "segments",
                     found: format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
-                    expected: "memory registered by register_host or register_device".into(),
+                    expected: "registered memory".into(),
                 });
             };
             if held.first().is_some_and(|first| first.memory() != region.memory) {
@@ -151,53 +187,62 @@ impl Regions {
 }
 
 impl Cache {
-    /// Registers host memory, to be the source and target of [`load_into`](Cache::load_into) and
-    /// [`store_from`](Cache::store_from).
+    /// Registers memory of the caller's, to be the source and target of [`load_into`](Cache::load_into) and
+    /// [`store_from`](Cache::store_from). Resolves at the first poll, unless the memory is to be
+    /// [pinned](RegisterOptions::pinned).
     ///
     /// # Errors
-    /// [`Error::Argument`] for an empty range or one that overlaps another region.
+    /// [`Error::Argument`] for an empty range or one that overlaps another region. [`Error::Busy`] past 4,096 regions.
+    /// [`Error::Unavailable`] for device memory without a device tier. [`Error::Closed`], if it is to be pinned.
     ///
-    /// # Safety
-    /// Until [`unregister`](Cache::unregister) has resolved, or the cache is closed and every call
-    /// on it has returned, the range must stay mapped, readable and writable. While a segment is
-    /// loaded nobody else may touch it; while it is stored from, nobody may write to it. That a
-    /// future was dropped does not end its load: only its result or `unregister` does.
-    pub unsafe fn register_host(&self, start: *mut u8, len: usize) -> Result<Region> {
-        self.inner.regions.add(start, len, RegionMemory::Host)
+    /// # Cancel safety
+    /// Dropped before it resolves, the memory is not registered: no call that begins later uses it. The kernel may keep
+    /// it pinned until the cache is closed.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    ///
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// let mut pool = vec![0; 16 * 4096];
+    /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
+    /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
+    /// let region = cache.register(memory, RegisterOptions::default().pinned(true)).await?;
+    /// let place = Segment { ptr: pool[3 * 4096..].as_mut_ptr(), len: 4096 };
+    /// let loaded = cache.load_into(&[key], &[vec![place]]).await?;
+    /// cache.unregister(&region).await?;
+    /// assert!(matches!(loaded[..], [Ok(true)]) && pool[3 * 4096..4 * 4096] == [7; 4096]);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn register(&self, memory: impl Into<Memory>, options: RegisterOptions) -> Result<Region> {
+        let region = self.add_region(memory.into())?;
+        if options.pinned {
+            let mut pending = Pending { regions: &self.inner.regions, region: &region, registered: false };
+            self.pin_region(&region).await?;
+            pending.registered = true;
+        }
+        Ok(region)
     }
 
-    /// Registers device memory; without a GPU, host memory that plays it.
-    ///
-    /// # Errors
-    /// As [`register_host`](Cache::register_host); [`Error::Unavailable`] without a device tier.
-    ///
-    /// # Safety
-    /// As [`register_host`](Cache::register_host), for device addresses.
-    pub unsafe fn register_device(&self, start: *mut u8, len: usize) -> Result<Region> {
-        self.need_device()?;
-        self.inner.regions.add(start, len, RegionMemory::Device)
+    /// Registers memory without pinning it.
+    pub(crate) fn add_region(&self, memory: Memory) -> Result<Region> {
+        if matches!(memory.kind, MemoryKind::Device) {
+            self.need_device()?;
+        }
+        self.inner.regions.add(memory)
     }
 
-    /// Has the kernel keep a region of host memory pinned, as a buffer of the ring, until it is
-    /// [unregistered](Cache::unregister) or the cache closed: what goes straight between it and disk
-    /// ([`Config::bypass_host`](crate::Config::bypass_host)) then costs less CPU, a half to three quarters of what the
-    /// kernel takes for a transfer. `false` where there is no ring, or where the kernel refuses it (`RLIMIT_MEMLOCK`),
-    /// which is in the log; all else works as before.
-    ///
-    /// Before that the region is moved into huge pages, as far as the system lets it (Linux 6.1 or later; never what
-    /// a device has pinned): in small pages that lie apart a drive gets smaller requests, and more of them. What it
-    /// holds stays, and its addresses do.
-    ///
-    /// Moving takes some 0.2 s a GiB, more where free memory is in pieces, beside everything else. Pinning takes some
-    /// 30 ms a GiB, for this region and all that are pinned already, in which the cache moves nothing: do it before
-    /// there is traffic.
+    /// Moves a region of host memory into huge pages and has the kernel keep it pinned; `false` where the kernel or the
+    /// storage engine refuses. Once, however often it is called.
     ///
     /// # Errors
     /// [`Error::Argument`] for a region of another cache, or one that was unregistered. [`Error::Closed`].
     ///
     /// # Cancel safety
     /// The region may be pinned all the same.
-    pub async fn pin_region(&self, region: &Region) -> Result<bool> {
+    pub(crate) async fn pin_region(&self, region: &Region) -> Result<bool> {
         let held = self.inner.regions.hold_one(region)?;
         let RegionInner { start, len, memory, .. } = *region.inner;
         if memory == RegionMemory::Host
@@ -210,9 +255,8 @@ impl Cache {
         shield(receiver).await.map_err(|_| Error::Closed)
     }
 
-    /// Forgets a region: resolves when neither a movement nor a [`pin_region`](Cache::pin_region) uses it any longer
-    /// and nothing keeps it pinned. However many callers unregister one region, each of them waits for that; on a
-    /// region that is forgotten already it resolves at once.
+    /// Forgets a region: resolves when no movement uses it any longer and nothing keeps it pinned. However many callers
+    /// unregister one region, each of them waits for that; on a region that is forgotten already it resolves at once.
     ///
     /// # Errors
     /// [`Error::Argument`] for a region of another cache, which is left as it is.
@@ -333,19 +377,22 @@ impl Cache {
 mod tests {
     use super::*;
 
-    const HOST: RegionMemory = RegionMemory::Host;
-
     fn at(address: usize) -> *mut u8 {
         std::ptr::without_provenance_mut(address)
+    }
+
+    fn memory(address: usize, len: usize) -> Memory {
+        // SAFETY: nothing is loaded into it or stored from it.
+        unsafe { Memory::host(at(address), len) }
     }
 
     #[test]
     fn no_memory_is_registered_twice() {
         let regions = Regions::new();
-        let pool = regions.add(at(4096), 8192, HOST).expect("the first");
-        regions.add(at(8192), 4096, HOST).expect_err("part of it is registered");
-        regions.add(at(12288), 4096, HOST).expect("beside the pool");
-        regions.add(at(0), 10, HOST).expect_err("no memory lies there");
+        let pool = regions.add(memory(4096, 8192)).expect("the first");
+        regions.add(memory(8192, 4096)).expect_err("part of it is registered");
+        regions.add(memory(12288, 4096)).expect("beside the pool");
+        regions.add(memory(0, 10)).expect_err("no memory lies there");
 
         let segment = [Segment { ptr: at(4096), len: 10 }];
         assert_eq!(regions.hold(&segment, 10, None).expect("registered").len(), 1);

@@ -1,14 +1,19 @@
 //! Memory for I/O and copies: aligned buffers, buffers lent to operations, the host arena, huge pages, device memory.
 
 mod arena;
+mod caller;
 mod device;
 pub(crate) mod huge;
 mod lent;
 mod mapping;
 mod readable;
+mod shared;
 
 pub use arena::Arena;
+pub(crate) use caller::MemoryKind;
+pub use caller::{Memory, RegisterOptions};
 pub use device::{BUFFER_ALIGN, DeviceMemory};
 pub use lent::{AlignedBuf, IoBuf, Lent};
 pub(crate) use mapping::Mapping;
 pub(crate) use readable::Readable;
+pub use shared::SharedMemory;

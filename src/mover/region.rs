@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use crate::{
     block::{BlockKey, FIXED_BYTES_MAX, IO_ALIGN, Segment},
     device::CopyRegion,
-    memory::Readable,
+    memory::{Readable, SharedMemory},
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.
@@ -31,6 +31,8 @@ pub(crate) struct RegionInner {
     /// How copy engines know it. `None` for one that is lent for a call: registering it with a NIC would take longer
     /// than to copy it.
     pub(crate) lasting: Option<CopyRegion>,
+    /// Keeps the memory mapped, if the caller has shared it.
+    _owner: Option<Arc<SharedMemory>>,
     users: AtomicUsize,
     unused: Notify,
     /// The storage's number for its first piece, or [`UNREGISTERED`].
@@ -45,23 +47,29 @@ pub(super) const UNREGISTERED: u32 = u32::MAX;
 pub(crate) struct RegionUse(pub(super) Arc<RegionInner>);
 
 impl RegionInner {
-    pub(crate) fn new(start: *mut u8, len: usize, memory: RegionMemory) -> Arc<Self> {
+    pub(crate) fn new(start: *mut u8, len: usize, memory: RegionMemory, owner: Option<Arc<SharedMemory>>) -> Arc<Self> {
         let lasting = CopyRegion::new(start, len, memory == RegionMemory::Device);
-        RegionInner::with(start as usize, len, memory, Some(lasting))
+        RegionInner::with((start as usize, len), memory, Some(lasting), owner)
     }
 
     /// Stands for host memory that is lent for a call: it counts the movements that use it. It contains no segment,
     /// so neither storage nor copy engines take it for memory that they have registered.
     pub(crate) fn lent() -> Arc<Self> {
-        RegionInner::with(0, 0, RegionMemory::Host, None)
+        RegionInner::with((0, 0), RegionMemory::Host, None, None)
     }
 
-    fn with(start: usize, len: usize, memory: RegionMemory, lasting: Option<CopyRegion>) -> Arc<Self> {
+    fn with(
+        (start, len): (usize, usize),
+        memory: RegionMemory,
+        lasting: Option<CopyRegion>,
+        owner: Option<Arc<SharedMemory>>,
+    ) -> Arc<Self> {
         Arc::new(RegionInner {
             start,
             len,
             memory,
             lasting,
+            _owner: owner,
             users: AtomicUsize::new(0),
             unused: Notify::new(),
             fixed: AtomicU32::new(UNREGISTERED),

@@ -17,7 +17,6 @@ mod query;
 mod regions;
 mod server;
 mod session;
-mod shared_memory;
 mod shares;
 mod socket;
 mod spaces;
@@ -26,5 +25,6 @@ pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
 pub use config::ServerConfig;
 pub use query::{remove_space, status};
 pub use server::Server;
-pub use shared_memory::SharedMemory;
 pub use shares::{Bounds, Share};
+
+pub use crate::memory::SharedMemory;

@@ -14,6 +14,7 @@ use crate::{
     block::Segment,
     cache::{Cache, Region},
     error::ServiceFault,
+    memory::Memory,
 };
 
 /// A client's memory, mapped and registered with the cache of its space.
@@ -56,7 +57,8 @@ impl Regions {
         // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
-        match unsafe { self.cache.register_host(mapped.start(), mapped.len()) } {
+        let memory = unsafe { Memory::host(mapped.start(), mapped.len()) };
+        match self.cache.add_region(memory) {
             Ok(region) => {
                 let held = Held { mapped, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
                 self.held.borrow_mut().insert(number, Rc::new(held));

@@ -142,7 +142,8 @@ impl Pool {
 
     pub fn register(&self, cache: &Cache) -> kvhoist::Region {
         // SAFETY: the memory is leaked; the tests touch it only when no movement uses it.
-        unsafe { cache.register_host(self.memory, self.blocks * BLOCK_BYTES) }.expect("register")
+        let lent = unsafe { kvhoist::Memory::host(self.memory, self.blocks * BLOCK_BYTES) };
+        kvhoist::block_on(cache.register(lent, Default::default())).expect("register")
     }
 
     /// The place of one block, in two segments.

@@ -28,13 +28,13 @@ impl Pool {
 
     pub fn register(&self, cache: &Cache, device: bool) -> Region {
         // SAFETY: the memory is leaked; it is looked at only where no movement uses it.
-        let region = unsafe {
+        let memory = unsafe {
             match device {
-                true => cache.register_device(self.memory, self.bytes()),
-                false => cache.register_host(self.memory, self.bytes()),
+                true => kvhoist::Memory::device(self.memory, self.bytes()),
+                false => kvhoist::Memory::host(self.memory, self.bytes()),
             }
         };
-        region.expect("register")
+        kvhoist::block_on(cache.register(memory, Default::default())).expect("register")
     }
 
     /// Segment `s` of all blocks lie together.

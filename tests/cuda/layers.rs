@@ -37,7 +37,8 @@ impl Engine {
         let created = unsafe { sys::cuStreamCreateWithPriority(&mut stream, 0, 0) };
         assert_eq!(created, sys::CUresult::CUDA_SUCCESS);
         // SAFETY: the pool lives until the cache is closed, and nothing else uses it.
-        let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         Engine { gpu, pool, seen, stream, region }
     }
 
@@ -189,7 +190,8 @@ fn long_layers_do_not_wait_for_each_other() {
         let gpu = Gpu::open(0).expect("the double is a device");
         let pool = DeviceBuffer::new(gpu, 16 * block_bytes).expect("memory");
         // SAFETY: the pool lives until the cache is closed, and nothing else uses it.
-        let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         (0..16).for_each(|n| block_on(common::store(&cache, n)));
         let keys: Vec<_> = (0..16).map(key).collect();
         let len = block_bytes / LAYERS;

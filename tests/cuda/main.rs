@@ -173,7 +173,8 @@ fn a_pool_of_the_caller_is_filled_and_stored_from() {
         let gpu = Gpu::open(0).expect("the double is a device");
         let pool = DeviceBuffer::new(gpu, 16 * BLOCK_BYTES).expect("memory");
         // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
-        let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         common::load_and_store(&cache, pool.base().as_ptr());
         block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");

@@ -59,7 +59,8 @@ impl Pool {
     /// Registers the pool for a call.
     fn lend<R>(&self, cache: &Cache, run: impl FnOnce() -> R) -> R {
         // SAFETY: the pool lives until the region is given back, and nothing else uses it until then.
-        let region = unsafe { cache.register_device(self.0.base().as_ptr(), self.0.bytes()) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::device(self.0.base().as_ptr(), self.0.bytes()) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         let result = run();
         block_on(cache.unregister(&region)).expect("its own region");
         result

@@ -234,7 +234,8 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
             let pool =
                 DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), 16 * BLOCK_BYTES).expect("memory");
             // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
-            let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
+            let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
+            let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
             common::load_and_store(&cache, pool.base().as_ptr());
             let copied = copies(&cache, "gdr");
             common::load_and_store(&cache, pool.base().as_ptr());
@@ -245,7 +246,8 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
             let mut memory = kvhoist::internals::io::AlignedBuf::zeroed(16 * BLOCK_BYTES);
             let base = memory.as_mut_ptr();
             // SAFETY: as above.
-            let region = unsafe { cache.register_host(base, 16 * BLOCK_BYTES) }.expect("registered");
+            let lent = unsafe { kvhoist::Memory::host(base, 16 * BLOCK_BYTES) };
+            let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
             common::load_and_store(&cache, base);
             common::load_and_store(&cache, base);
             block_on(cache.unregister(&region)).expect("its own region");
@@ -265,7 +267,8 @@ fn a_pool_that_cannot_be_registered_is_copied_another_way() {
         set(&std::env::var("FAULT").expect("a fault"));
         let pool = DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), 16 * BLOCK_BYTES).expect("memory");
         // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
-        let region = unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         common::load_and_store(&cache, pool.base().as_ptr());
         let stats = cache.stats();
         assert!(stats.gdr && copies(&cache, "cuda") >= 32, "{stats:?}");
@@ -288,7 +291,8 @@ fn many_pools_come_and_go() {
         for round in 0..8 {
             let pools: Vec<_> = (0..20).map(|_| DeviceBuffer::new(gpu.clone(), BLOCK_BYTES).expect("memory")).collect();
             // SAFETY: the pools live until their regions are given back below, and nothing else uses them.
-            let register = |pool: &DeviceBuffer| unsafe { cache.register_device(pool.base().as_ptr(), pool.bytes()) };
+            let lent = |pool: &DeviceBuffer| unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
+            let register = |pool: &DeviceBuffer| kvhoist::block_on(cache.register(lent(pool), Default::default()));
             let regions: Vec<_> = pools.iter().map(|pool| register(pool).expect("registered")).collect();
             for (n, pool) in pools.iter().enumerate() {
                 let place = vec![vec![Segment { ptr: pool.base().as_ptr(), len: BLOCK_BYTES }]];

@@ -121,7 +121,8 @@ impl Pool {
     fn register(&self, cache: &Cache) -> kvhoist::Region {
         let base = NonNull::new(self.base()).expect("an allocation");
         // SAFETY: the tests unregister before they drop the pool, and touch no segment in flight.
-        unsafe { cache.register_device(base.as_ptr(), self.bytes()) }.expect("registered")
+        let lent = unsafe { kvhoist::Memory::device(base.as_ptr(), self.bytes()) };
+        kvhoist::block_on(cache.register(lent, Default::default())).expect("registered")
     }
 }
 

@@ -44,7 +44,8 @@ fn memory_that_may_not_be_locked_is_used_unregistered_with_a_warning() {
 fn register(cache: &Cache, memory: &mut AlignedBuf) -> (Region, Vec<Vec<Segment>>) {
     let place = Segment { ptr: memory.as_mut_ptr(), len: memory.len() };
     // SAFETY: each test keeps the memory for longer than its cache, and looks at it where no call is in flight.
-    let region = unsafe { cache.register_host(place.ptr, place.len) }.expect("registered");
+    let lent = unsafe { kvhoist::Memory::host(place.ptr, place.len) };
+    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
     (region, vec![vec![place]])
 }
 
@@ -79,7 +80,7 @@ fn a_region_that_may_be_locked_beside_an_arena_that_may_not_harms_no_block() {
         let Ok(cache) = block_on(Cache::open(in_place(&dir))) else { skip!("no ring here") };
         assert!(!cache.stats().registered, "the arena is larger than the limit");
         let (region, place) = register(&cache, &mut memory);
-        if !block_on(cache.pin_region(&region)).expect("answered") {
+        if !block_on(kvhoist::internals::pin_region(&cache, &region)).expect("answered") {
             skip!("other processes use up the locked memory of this user");
         }
         reads_back(&cache, &mut memory, &place, 100);
@@ -97,7 +98,7 @@ fn regions_go_and_come_where_nothing_may_be_locked_any_more() {
         let Ok(cache) = block_on(Cache::open(in_place(&dir))) else { skip!("no ring here") };
         let [first, second, third] = &mut memory;
         let ((first_region, _), (second_region, place)) = (register(&cache, first), register(&cache, second));
-        let pin = |region| block_on(cache.pin_region(region)).expect("answered");
+        let pin = |region| block_on(kvhoist::internals::pin_region(&cache, region)).expect("answered");
         if !cache.stats().registered || !pin(&first_region) || !pin(&second_region) {
             skip!("this user may lock no memory");
         }

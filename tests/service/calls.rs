@@ -121,7 +121,8 @@ fn memory_that_cannot_be_passed_is_copied() {
     let mut own = vec![0u8; 16 * BLOCK_BYTES];
     (0..16).for_each(|at| own[at * BLOCK_BYTES..][..BLOCK_BYTES].copy_from_slice(&payload(at as u64, BLOCK_BYTES)));
     // SAFETY: it lives until it is unregistered.
-    let region = unsafe { client.register_copied(own.as_mut_ptr(), own.len()) }.expect("registered");
+    let memory = unsafe { kvhoist::Memory::host(own.as_mut_ptr(), own.len()) };
+    let region = block_on(client.register(memory, Default::default())).expect("registered");
     assert!(!region.is_shared() && !region.is_pinned());
     let start = own.as_mut_ptr();
     let segment = |at: usize, len| Segment { ptr: start.wrapping_add(at), len };
@@ -256,7 +257,7 @@ fn blocks_may_lie_in_pieces_of_several_regions_at_any_address() {
     let node = Node::new();
     let guest = Guest::new(&node.socket());
     let other = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
-    block_on(guest.client.register(&other)).expect("registered");
+    block_on(guest.client.register(&other, kvhoist::RegisterOptions::default().pinned(true))).expect("registered");
     let bytes = payload(1, BLOCK_BYTES);
     let (left, right) = bytes.split_at(1001);
     guest.pool.write(77, left);

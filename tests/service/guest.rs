@@ -33,7 +33,8 @@ impl Guest {
 
     pub fn of(client: Client) -> Self {
         let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
-        let region = block_on(client.register(&pool)).expect("registered");
+        let region =
+            block_on(client.register(&pool, kvhoist::RegisterOptions::default().pinned(true))).expect("registered");
         Guest { client, pool, region }
     }
 
@@ -110,7 +111,7 @@ pub fn run(socket: &str, seed: u64, may_be_away: bool) {
         }
     };
     let region = loop {
-        match block_on(client.register(&pool)) {
+        match block_on(client.register(&pool, kvhoist::RegisterOptions::default().pinned(true))) {
             Ok(region) => break region,
             error => checked(error.map(drop)),
         }
@@ -139,7 +140,7 @@ fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<()> {
         3 | 4 => guest.load(shared, count).map(drop),
         5 => {
             let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
-            let region = block_on(guest.client.register(&more))?;
+            let region = block_on(guest.client.register(&more, kvhoist::RegisterOptions::default().pinned(true)))?;
             block_on(guest.client.unregister(&region))
         }
         _ => block_on(guest.client.prefetch(&[key(shared), key(passing)])).map(drop),

@@ -434,14 +434,15 @@ impl Pool {
         let (cache, bytes) = (&world.cache, blocks as usize * block_bytes);
         // SAFETY: the pool outlives the cache's use of it (`unregister` in `writes`, or the end of the cache, which
         // every way out of `measure` but an error has awaited), and nothing else knows it.
-        let region = unsafe {
+        let lent = unsafe {
             match home {
-                Home::Host => cache.register_host(base, bytes),
-                Home::Device(_) => cache.register_device(base, bytes),
+                Home::Host => kvhoist::Memory::host(base, bytes),
+                Home::Device(_) => kvhoist::Memory::device(base, bytes),
             }
         };
-        let region = region.map_err(other)?;
-        if home == Home::Host && !block_on(cache.pin_region(&region)).map_err(other)? {
+        let options = kvhoist::RegisterOptions::default().pinned(home == Home::Host);
+        let region = block_on(cache.register(lent, options)).map_err(other)?;
+        if home == Home::Host && !region.is_pinned() {
             eprintln!("the pool is no buffer of the ring: raise `ulimit -l`");
         }
         Ok(Pool { base: base.expose_provenance(), block_bytes, region, memory })

@@ -7,7 +7,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use crate::{
     block::Segment,
     error::{Error, Result},
-    service::shared_memory::SharedMemory,
+    memory::SharedMemory,
 };
 
 const SLOT_ALIGN: usize = 4096;

@@ -41,12 +41,12 @@ const CALLS_MAX: usize = 4096;
 ///
 /// ```no_run
 /// use std::sync::Arc;
-/// use kvhoist::{BlockKey, Segment, service::{Client, ClientOptions, SharedMemory}};
+/// use kvhoist::{BlockKey, RegisterOptions, Segment, service::{Client, ClientOptions, SharedMemory}};
 ///
 /// # async fn run(key: BlockKey) -> Result<(), kvhoist::Error> {
 /// let client = Client::connect("/run/kvhoist.sock", ClientOptions::new("llama-3-8b bf16", 1 << 20)).await?;
 /// let pool = Arc::new(SharedMemory::new(64 << 20)?);
-/// let region = client.register(&pool).await?;
+/// let region = client.register(&pool, RegisterOptions::default().pinned(true)).await?;
 /// let place = vec![Segment { ptr: pool.as_ptr(), len: 1 << 20 }];
 /// if client.load_into(&[key], &[place.clone()]).await?[0].as_ref().is_ok_and(|there| !there) {
 ///     pool.write(0, &[7; 1 << 20]);

@@ -1,7 +1,7 @@
 //! Memory that a client lends to the service.
 
 use std::{
-    os::fd::{BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, atomic::Ordering},
 };
 
@@ -14,10 +14,8 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    service::{
-        protocol::{Reply, Request},
-        shared_memory::SharedMemory,
-    },
+    memory::{Memory, MemoryKind, RegisterOptions, SharedMemory},
+    service::protocol::{Reply, Request},
 };
 
 /// Memory that a client has registered. [`Client::unregister`] takes it back; dropping this value changes nothing.
@@ -45,57 +43,43 @@ impl ClientRegion {
 
 impl Client {
     /// Registers memory, to be the source and target of [`load_into`](Client::load_into) and
-    /// [`store_from`](Client::store_from), and asks for it to be pinned. It is kept until it is unregistered.
+    /// [`store_from`](Client::store_from), until it is unregistered.
+    ///
+    /// The service maps [`SharedMemory`] and the memory of a [memfd](Memory::memfd). Blocks of other
+    /// [host](Memory::host) memory go through a bounce buffer of [`bounce_bytes`](super::ClientOptions::bounce_bytes),
+    /// with one copy more, made in the polls of the calls; it is not pinned.
     ///
     /// # Errors
     /// [`Error::Service`]: [`Memory`](crate::ServiceFault::Memory) if the service cannot map it,
     /// [`Busy`](crate::ServiceFault::Busy) beyond its limits, [`Away`](crate::ServiceFault::Away). [`Error::Argument`]
-    /// for memory that is registered already.
+    /// for no memory, for memory that is registered already, and for device memory.
     ///
     /// # Cancel safety
     /// The service gives the memory back by itself.
-    pub async fn register(&self, memory: &Arc<SharedMemory>) -> Result<ClientRegion> {
-        let fd = memory.as_fd();
-        self.register_range((memory.as_ptr() as usize, memory.len()), (fd, 0), true, Some(Arc::clone(memory))).await
+    pub async fn register(&self, memory: impl Into<Memory>, options: RegisterOptions) -> Result<ClientRegion> {
+        let Memory { range, kind } = memory.into();
+        let at = (range.ptr as usize, range.len);
+        match kind {
+            MemoryKind::Shared(memory) => {
+                self.register_range(at, (memory.as_fd(), 0), options.pinned, Some(Arc::clone(&memory))).await
+            }
+            MemoryKind::Memfd { fd, offset } => {
+                self.register_range(at, (fd.as_fd(), offset), options.pinned, None).await
+            }
+            MemoryKind::Host => self.register_copied(at),
+            MemoryKind::Device => Err(Error::Argument {
+                what: "memory",
+                found: "device memory".into(),
+                expected: "host memory; load into it, and copy from there to the device".into(),
+            }),
+        }
     }
 
-    /// As [`register`](Client::register), for `len` bytes that the caller has mapped at `start` from `offset` of a
-    /// memfd on (`MAP_SHARED`). The memfd must have been made with `MFD_ALLOW_SEALING`: the service seals it against
-    /// shrinking.
-    ///
-    /// # Errors
-    /// As [`register`](Client::register).
-    ///
-    /// # Safety
-    /// The range stays mapped where it is until [`unregister`](Client::unregister) has resolved or the client is
-    /// closed: the service gets a segment as its place in the memfd.
-    ///
-    /// # Cancel safety
-    /// As [`register`](Client::register).
-    pub async unsafe fn register_memfd(
-        &self,
-        memfd: BorrowedFd<'_>,
-        offset: u64,
-        start: *mut u8,
-        len: usize,
-        pin: bool,
-    ) -> Result<ClientRegion> {
-        self.register_range((start as usize, len), (memfd, offset), pin, None).await
-    }
-
-    /// Registers memory that cannot be passed to the service. Its blocks go through a bounce buffer of
-    /// [`bounce_bytes`](super::ClientOptions::bounce_bytes), with one copy more, made in the polls of the calls.
-    ///
-    /// # Errors
-    /// [`Error::Argument`] for no memory, or memory that is registered already.
-    ///
-    /// # Safety
-    /// The range stays mapped, readable and writable, until [`unregister`](Client::unregister) has resolved: it waits
-    /// for calls that name the range.
-    pub unsafe fn register_copied(&self, start: *mut u8, len: usize) -> Result<ClientRegion> {
-        self.check_range(start as usize, len)?;
+    /// Registers memory that cannot be passed to the service.
+    fn register_copied(&self, (start, len): (usize, usize)) -> Result<ClientRegion> {
+        self.check_range(start, len)?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
-        let users = self.inner.places.add_copied(number, start as usize, len);
+        let users = self.inner.places.add_copied(number, start, len);
         Ok(ClientRegion { client: self.inner.id, number, pinned: false, users: Some(users) })
     }
 
@@ -117,7 +101,7 @@ impl Client {
         let make = || async {
             let bounce = Bounce::new(self.inner.bounce_bytes, self.inner.block_bytes)?;
             // Never unregistered: it is lent for as long as the client lives.
-            self.register(bounce.memory()).await?;
+            self.register(bounce.memory(), RegisterOptions::default().pinned(true)).await?;
             Ok(bounce)
         };
         self.inner.bounce.get_or_try_init(make).await

@@ -11,10 +11,8 @@ use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 use crate::{
     block::Segment,
     error::{Error, Result},
-    service::{
-        protocol::{PLACES_MAX, Place},
-        shared_memory::SharedMemory,
-    },
+    memory::SharedMemory,
+    service::protocol::{PLACES_MAX, Place},
 };
 
 /// Memory that a client has registered.

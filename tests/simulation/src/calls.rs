@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use kvhoist::{BlockKey, Cache, Error, Segment, Tier};
+use kvhoist::{BlockKey, Cache, Error, RegisterOptions, Segment, Tier};
 
 use crate::{
     caller::{Caller, End, Kept},
@@ -220,12 +220,15 @@ fn draw_jobs(caller: &mut Caller, chain: bool) -> (Vec<usize>, Vec<BlockKey>, Ve
 }
 
 /// Registers the memory, where it is not.
-fn prepare(caller: &mut Caller) -> Result<(), Error> {
-    if caller.memory.is_registered() { Ok(()) } else { caller.memory.register(&caller.cache) }
+async fn prepare(caller: &mut Caller) -> Result<(), Error> {
+    if caller.memory.is_registered() {
+        return Ok(());
+    }
+    caller.memory.register(&caller.cache, RegisterOptions::default()).await
 }
 
 pub async fn load(caller: &mut Caller, cancel: Cancel) -> End {
-    if let Err(error) = prepare(caller) {
+    if let Err(error) = prepare(caller).await {
         return End::Error(error);
     }
     let (blocks, keys, segments) = draw_jobs(caller, false);
@@ -293,7 +296,7 @@ async fn load_by_layer(
 }
 
 pub async fn store_from(caller: &mut Caller, cancel: Cancel) -> End {
-    if let Err(error) = prepare(caller) {
+    if let Err(error) = prepare(caller).await {
         return End::Error(error);
     }
     let (blocks, keys, segments) = draw_jobs(caller, true);
@@ -400,13 +403,13 @@ async fn use_region(caller: &mut Caller, memory: &mut Memory) -> Result<End, Err
     if !memory.is_left_alone() {
         caller.context.fail("somebody wrote to memory that was given back");
     }
+    let pinned = caller.rng.chance(0.6);
     if !memory.is_registered() {
-        memory.register(&caller.cache)?;
+        memory.register(&caller.cache, RegisterOptions::default().pinned(pinned)).await?;
+    } else if let Some(region) = memory.region().filter(|_| pinned) {
+        kvhoist::internals::pin_region(&caller.cache, region).await?;
     }
-    let mut code = 500;
-    if let Some(region) = memory.region().filter(|_| caller.rng.chance(0.6)) {
-        code += u64::from(caller.cache.pin_region(region).await?);
-    }
+    let mut code = 500 + u64::from(memory.region().is_some_and(kvhoist::Region::is_pinned));
     if caller.rng.chance(0.2) {
         // It stays registered, and pinned, while others come and go.
         return Ok(End::Done(code));
@@ -493,7 +496,7 @@ pub async fn strangers(caller: &mut Caller) -> End {
     let asked = caller.rng.below(4);
     let (name, result) = match asked {
         0 => ("read_device", cache.read_device(&stranger.lease, Vec::new()).await.map(drop)),
-        1 => ("pin_region", cache.pin_region(region).await.map(drop)),
+        1 => ("pin_region", kvhoist::internals::pin_region(&cache, region).await.map(drop)),
         2 => ("unregister", cache.unregister(region).await),
         _ => {
             let block = caller.draw_block();

@@ -1,7 +1,7 @@
 //! A caller's own memory, registered with the cache.
 
 use crate::sim::Rng;
-use kvhoist::{Cache, Config, Error, Region, Segment, internals::io::IO_ALIGN};
+use kvhoist::{Cache, Config, Error, Region, RegisterOptions, Segment, internals::io::IO_ALIGN};
 
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;
@@ -64,19 +64,19 @@ impl Memory {
         self.region.as_ref()
     }
 
-    pub fn register(&mut self, cache: &Cache) -> Result<(), Error> {
+    pub async fn register(&mut self, cache: &Cache, options: RegisterOptions) -> Result<(), Error> {
         self.given_back = false;
         let len = self.block_bytes * self.blocks;
         // SAFETY: the pool keeps the memory mapped for longer than the cache lives, and nobody touches a block of it
         // while a call on it is under way: each caller makes one call at a time, and waits for `unregister` after
         // one that it dropped.
-        let region = unsafe {
+        let memory = unsafe {
             match self.device {
-                true => cache.register_device(self.start, len),
-                false => cache.register_host(self.start, len),
+                true => kvhoist::Memory::device(self.start, len),
+                false => kvhoist::Memory::host(self.start, len),
             }
         };
-        self.region = Some(region?);
+        self.region = Some(cache.register(memory, options).await?);
         Ok(())
     }
 

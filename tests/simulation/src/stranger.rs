@@ -3,7 +3,7 @@
 use std::rc::Rc;
 
 use crate::sim::{self, Rng, Simulated, World};
-use kvhoist::{Cache, Config, DeviceLease, Segment};
+use kvhoist::{Cache, Config, DeviceLease, RegisterOptions, Segment};
 
 use crate::{
     context::Context,
@@ -29,7 +29,7 @@ impl Stranger {
         cache.store(&key, None, &vec![0x33; block_bytes]).await?;
         let lease = cache.fetch_to_device(&key).await?.expect("it was just stored");
         let mut memory = pool.take(block_bytes, 1, false, 0);
-        memory.register(&cache)?;
+        memory.register(&cache, RegisterOptions::default()).await?;
         let places = vec![memory.layers(0, 1)];
         Ok(Rc::new(Stranger { lease, memory, places, _cache: cache }))
     }

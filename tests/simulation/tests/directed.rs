@@ -259,7 +259,8 @@ fn a_load_does_not_wait_for_a_promotion_that_waits_for_it() {
         fill(&cache).await;
         let mut memory = vec![0u8; BLOCK_BYTES];
         // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
-        let region = unsafe { cache.register_host(memory.as_mut_ptr(), BLOCK_BYTES) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         let segments = vec![vec![kvhoist::Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
         // Both are polled before the reactor is: the load is first in the channel, the promotion has begun.
         let (keys, wanted) = ([key(0)], key(0));
@@ -553,7 +554,8 @@ fn memory_of_a_load_to_the_device_is_the_callers_again_after_a_timeout() {
         fill(&cache).await;
         let mut memory = vec![0xee; BLOCK_BYTES];
         // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
-        let region = unsafe { cache.register_device(memory.as_mut_ptr(), BLOCK_BYTES) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::device(memory.as_mut_ptr(), BLOCK_BYTES) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         let segments = vec![vec![kvhoist::Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
         disk.script_next(OpKind::Read, Fault::Stall);
         let loaded = cache.load_into(&[key(0)], &segments).await.expect("asked");
@@ -585,7 +587,8 @@ fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
             assert_eq!(cache.stats().memory_align_bytes, rule);
             let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096) + shift);
             // SAFETY: the memory outlives the cache, and is looked at where no call is under way.
-            let region = unsafe { cache.register_host(start, 6 * BLOCK_BYTES) }.expect("registered");
+            let lent = unsafe { kvhoist::Memory::host(start, 6 * BLOCK_BYTES) };
+            let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
             let places: Vec<_> =
                 (0..6).map(|n| vec![Segment { ptr: start.wrapping_add(n * BLOCK_BYTES), len: BLOCK_BYTES }]).collect();
             let keys: Vec<_> = (0..6).map(key).collect();

@@ -66,7 +66,8 @@ impl Memory {
     fn register(&mut self, cache: &Cache) -> Region {
         let len = self.0.len() - BLOCK_BYTES;
         // SAFETY: each test keeps the memory for longer than its cache, and looks at it where no call is under way.
-        unsafe { cache.register_host(self.start(), len) }.expect("registered")
+        let lent = unsafe { kvhoist::Memory::host(self.start(), len) };
+        kvhoist::block_on(cache.register(lent, Default::default())).expect("registered")
     }
 
     fn bytes(&mut self, block: usize) -> &[u8] {
@@ -108,13 +109,14 @@ fn a_region_is_pinned_and_given_back_by_the_cache_that_registered_it_and_by_no_o
         let (other, other_reactor, _) = open(config()).await;
         let mut memory = Memory::new(2);
         let region = memory.register(&owner);
-        let (pinned, unregistered) = (other.pin_region(&region).await, other.unregister(&region).await);
+        let (pinned, unregistered) =
+            (kvhoist::internals::pin_region(&other, &region).await, other.unregister(&region).await);
         assert!(is_wrong(&pinned, "region", "another cache"), "{pinned:?}");
         assert!(is_wrong(&unregistered, "region", "another cache"), "{unregistered:?}");
         let loaded = owner.load_into(&[key(1)], &[memory.place(0)]).await.expect("it is registered as before");
         assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
         owner.unregister(&region).await.expect("its own");
-        let pinned = owner.pin_region(&region).await;
+        let pinned = kvhoist::internals::pin_region(&owner, &region).await;
         assert!(is_wrong(&pinned, "region", "unregistered"), "{pinned:?}");
         finish(owner, its_reactor).await;
         finish(other, other_reactor).await;

@@ -143,7 +143,8 @@ async fn sync_after_refused_store<F: Future<Output = ()>>(
     let mut memory = vec![1u8; BLOCK_BYTES];
     let (cache, reactor, disk) = open(config()).await;
     // SAFETY: the memory outlives the cache, and nobody writes to it.
-    let region = unsafe { cache.register_host(memory.as_mut_ptr(), BLOCK_BYTES) }.expect("registered");
+    let lent = unsafe { kvhoist::Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
+    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
     disk.script_next(OpKind::Write, Fault::Error(5));
     ask(cache.clone(), vec![vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]]).await;
     assert_eq!(cache.stats().writes_refused, 1);
@@ -228,7 +229,8 @@ fn a_store_that_the_close_cut_off_takes_no_earlier_refusal_along() {
         let (cache, reactor, _disk) = open_with_a_refusal().await;
         let start = memory.as_mut_ptr();
         // SAFETY: the memory outlives the cache, and nobody writes to it.
-        let region = unsafe { cache.register_host(start, BLOCK_BYTES) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::host(start, BLOCK_BYTES) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
         // The reactor sees both at once, and the close first.
         let storing = spawn(&cache, async move |cache| cache.store_from(&[key(0)], None, &places).await);
@@ -248,7 +250,8 @@ async fn sync_after_refused_straight_store(removes: fn(&Sim) -> bool) -> Result<
     let (cache, reactor, disk) = open(config().bypass_host(true)).await;
     let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
     // SAFETY: the memory outlives the cache, and nobody writes to it.
-    let region = unsafe { cache.register_host(start, BLOCK_BYTES) }.expect("registered");
+    let lent = unsafe { kvhoist::Memory::host(start, BLOCK_BYTES) };
+    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
     disk.script_next(OpKind::Write, Fault::StalledError(5));
     let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
     let storing = spawn(&cache, async move |cache| cache.store_from(&[key(1)], None, &places).await);
@@ -550,7 +553,8 @@ fn a_block_removed_while_it_goes_straight_to_disk_does_not_come_back() {
         let (cache, reactor, disk) = open(config.clone()).await;
         let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
         // SAFETY: the memory outlives the cache, and nobody writes to it.
-        let region = unsafe { cache.register_host(start, BLOCK_BYTES) }.expect("registered");
+        let lent = unsafe { kvhoist::Memory::host(start, BLOCK_BYTES) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
         disk.script_next(OpKind::Write, Fault::Stall);
         let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
         let storing = spawn(&cache, async move |cache| cache.store_from(&[key(1)], None, &places).await);

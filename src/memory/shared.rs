@@ -8,7 +8,7 @@ use std::{
 
 use crate::error::{Error, Result};
 
-/// A memfd, sealed against shrinking, mapped as a whole, for a [`Client`](super::Client) to register.
+/// A memfd, sealed against shrinking, mapped as a whole, for a [`Client`](crate::service::Client) to register.
 ///
 /// The memory is zero at first, begins at a page and is given back with the last holder: the service, while it has it
 /// mapped, is one. Another process writes to it while blocks are loaded, so it is read and written by copies.

@@ -1,0 +1,101 @@
+//! Memory of callers, to be registered.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use super::SharedMemory;
+use crate::block::Segment;
+
+/// A caller's memory, to be registered with [`Cache::register`](crate::Cache::register) or
+/// [`Client::register`](crate::service::Client::register) as the source and target of loads and stores.
+///
+/// # Safety
+/// The unsafe constructors share one contract, which the caller keeps from the call of `register` until `unregister`
+/// has resolved, or until the cache or the client is closed and every call on it has returned:
+///
+/// - The range stays mapped where it is, readable and writable.
+/// - Nobody else touches a segment while a block is loaded into it, and nobody writes to a segment while a block is
+///   stored from it. A dropped future does not end its load: only its result or `unregister` does.
+#[derive(Debug)]
+pub struct Memory {
+    pub(crate) range: Segment,
+    pub(crate) kind: MemoryKind,
+}
+
+/// What the memory is, and how another process gets it.
+#[derive(Debug)]
+pub(crate) enum MemoryKind {
+    Host,
+    Device,
+    Memfd { fd: OwnedFd, offset: u64 },
+    Shared(Arc<SharedMemory>),
+}
+
+impl Memory {
+    /// Host memory. A [`Client`](crate::service::Client) cannot pass it to the service, and copies its blocks through a
+    /// buffer of its own.
+    ///
+    /// # Safety
+    /// As of [`Memory`].
+    pub unsafe fn host(start: *mut u8, len: usize) -> Self {
+        Memory { range: Segment { ptr: start, len }, kind: MemoryKind::Host }
+    }
+
+    /// Device memory, by device addresses; without a GPU, host memory that plays it. A
+    /// [`Client`](crate::service::Client) refuses it.
+    ///
+    /// # Safety
+    /// As of [`Memory`], for device addresses.
+    pub unsafe fn device(start: *mut u8, len: usize) -> Self {
+        Memory { range: Segment { ptr: start, len }, kind: MemoryKind::Device }
+    }
+
+    /// Host memory that a service can map: `len` bytes that the caller has mapped at `start` from `offset` of a memfd
+    /// on (`MAP_SHARED`). The memfd must have been made with `MFD_ALLOW_SEALING`: the service seals it against
+    /// shrinking.
+    ///
+    /// # Safety
+    /// As of [`Memory`]; and the range is mapped from there: the service gets a segment as its place in the memfd.
+    pub unsafe fn memfd(fd: OwnedFd, offset: u64, start: *mut u8, len: usize) -> Self {
+        Memory { range: Segment { ptr: start, len }, kind: MemoryKind::Memfd { fd, offset } }
+    }
+}
+
+/// The memory is kept mapped for as long as it is registered.
+impl From<Arc<SharedMemory>> for Memory {
+    fn from(memory: Arc<SharedMemory>) -> Self {
+        Memory { range: Segment { ptr: memory.as_ptr(), len: memory.len() }, kind: MemoryKind::Shared(memory) }
+    }
+}
+
+impl From<&Arc<SharedMemory>> for Memory {
+    fn from(memory: &Arc<SharedMemory>) -> Self {
+        Arc::clone(memory).into()
+    }
+}
+
+/// How memory is registered: by default it is not pinned.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RegisterOptions {
+    /// Ask the kernel to keep host memory pinned, as a buffer of the ring, for as long as it is registered.
+    ///
+    /// Transfers that go straight between it and disk ([`Config::bypass_host`](crate::Config::bypass_host)) then take a
+    /// half to a quarter of the kernel's CPU time. Where there is no ring, or where the kernel refuses
+    /// (`RLIMIT_MEMLOCK`), the region is registered without, and the log says so.
+    ///
+    /// Before that the memory is moved into huge pages, as far as the system lets it (Linux 6.1 or later; never what a
+    /// device has pinned): a drive gets larger requests, and fewer of them. Contents and addresses stay. Moving takes
+    /// some 0.2 s a GiB, more where free memory is fragmented, beside everything else. Pinning takes some 30 ms a GiB,
+    /// for this region and all that are pinned already, in which the cache moves nothing: do it before there is
+    /// traffic.
+    pub pinned: bool,
+}
+
+impl RegisterOptions {
+    /// Sets [`pinned`](Self::pinned).
+    #[must_use]
+    pub fn pinned(mut self, pinned: bool) -> Self {
+        self.pinned = pinned;
+        self
+    }
+}
