@@ -76,26 +76,25 @@ impl Reactor {
         runtime.map(Reactor::Plain).map_err(|source| Error::io("start a runtime", "", source))
     }
 
-    /// The storage engine for this runtime. Call inside [`block_on`](Reactor::block_on).
-    pub(crate) fn storage(&self, files: Vec<Arc<File>>, arena: &Arc<Arena>, threads: usize) -> io::Result<AnyStorage> {
-        match self {
-            Reactor::Uring(_) => {
+    /// The storage engine for this runtime, which registers the memory of `arena`. Call inside
+    /// [`block_on`](Reactor::block_on).
+    pub(crate) fn storage(
+        &self,
+        files: Vec<Arc<File>>,
+        arena: Option<&Arc<Arena>>,
+        threads: usize,
+    ) -> io::Result<AnyStorage> {
+        match (self, arena) {
+            (Reactor::Uring(_), Some(arena)) => {
                 let regions = arena.chunks().to_vec();
                 // SAFETY: the chunks belong to the arena for its whole life, and the engine keeps the arena.
                 unsafe { Uring::new(files, regions, Arc::clone(arena) as _) }.map(AnyStorage::Uring)
             }
-            Reactor::Plain(_) => Self::pool(files, threads),
-        }
-    }
-
-    /// A storage engine without registered memory, for temporary buffers.
-    pub(crate) fn storage_unregistered(&self, files: Vec<Arc<File>>, threads: usize) -> io::Result<AnyStorage> {
-        match self {
-            Reactor::Uring(_) => {
+            (Reactor::Uring(_), None) => {
                 // SAFETY: there is no region that would have to stay mapped.
                 unsafe { Uring::new(files, Vec::new(), Arc::new(())) }.map(AnyStorage::Uring)
             }
-            Reactor::Plain(_) => Self::pool(files, threads),
+            (Reactor::Plain(_), _) => Self::pool(files, threads),
         }
     }
 

@@ -10,6 +10,7 @@ mod loan;
 #[cfg(all(test, feature = "sim"))]
 mod model;
 mod open;
+mod park;
 mod queue;
 mod region;
 #[cfg(feature = "sim")]
@@ -21,6 +22,7 @@ pub use blocks::Keys;
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
+pub(crate) use park::Parked;
 pub use queue::{Completion, CompletionQueue};
 pub use region::{Region, pin_region};
 pub use stats::{CopyStats, RouteStats, Stats, TierStats, validate};

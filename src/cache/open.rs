@@ -162,7 +162,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let storage = reactor
-        .storage(handles, &arena, config.disk.blocking_threads)
+        .storage(handles, (!config.host.parks).then_some(&arena), config.disk.blocking_threads)
         .map_err(|source| Error::io("start the storage engine", "", source))?;
     let handles = files.iter().map(|file| Arc::clone(&file.file)).collect();
     let device_in_use = gpu.clone();

@@ -196,7 +196,7 @@ impl Cache {
         let shared = self.shared();
         let config = &shared.config;
         let metrics = &shared.metrics;
-        let slots = [u64::from(config.device_slots()), u64::from(config.host_slots()), config.disk_slots()];
+        let slots = [u64::from(config.device_slots()), u64::from(shared.host_slots()), config.disk_slots()];
         let gdr: GdrState = self.inner.gdr.get();
         let state = shared.lock();
         Stats {

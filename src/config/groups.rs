@@ -53,11 +53,19 @@ pub struct HostConfig {
     /// stores also need `write_through`. Other blocks go through host slots. Such a call ends when the kernel has
     /// released the memory: a stalled disk can delay it past `deadline_ms`.
     pub bypass: bool,
+    /// Host slots may be parked: their memory comes and goes, so the ring does not register it.
+    pub(crate) parks: bool,
 }
 
 impl Default for HostConfig {
     fn default() -> Self {
-        HostConfig { capacity: Capacity::Blocks(1024), low_watermark: 0.10, high_watermark: 0.20, bypass: false }
+        HostConfig {
+            capacity: Capacity::Blocks(1024),
+            low_watermark: 0.10,
+            high_watermark: 0.20,
+            bypass: false,
+            parks: false,
+        }
     }
 }
 

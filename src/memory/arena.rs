@@ -125,6 +125,19 @@ impl Arena {
         unsafe { self.memory.ptr().add(slot as usize * self.slot_bytes) }
     }
 
+    /// Gives the memory of `slot` to the system until it is used again. It reads as zeros from now on.
+    ///
+    /// # Errors
+    /// If the system refuses; the memory then stays.
+    ///
+    /// # Safety
+    /// The caller owns the slot, and no device and no ring has its memory registered.
+    pub(crate) unsafe fn discard(&self, slot: u32) -> std::io::Result<()> {
+        assert!(slot < self.slots, "slot {slot} of {}", self.slots);
+        // SAFETY: slots consist of whole pages, and the caller owns this one.
+        unsafe { self.memory.discard(slot as usize * self.slot_bytes, self.slot_bytes) }
+    }
+
     /// The chunk that contains `slot`: its index in [`chunks`](Self::chunks), and its number as a registered buffer if
     /// all chunks are registered in order.
     ///
@@ -234,6 +247,28 @@ mod tests {
             let bytes = unsafe { std::slice::from_raw_parts(arena.slot_ptr(slot.into()).as_ptr(), 4 * KIB) };
             assert!(bytes.iter().all(|&byte| byte == slot + 1));
         }
+    }
+
+    #[test]
+    fn a_discarded_slot_takes_no_memory_and_reads_as_zeros() {
+        let arena = Arena::new(3, 64 * KIB).expect("192 KiB");
+        let resident = |slot| {
+            let mut pages = [0u8; 16];
+            // SAFETY: the range is mapped, and `pages` has a byte for each of its pages.
+            let rc = unsafe { libc::mincore(arena.slot_ptr(slot).as_ptr().cast(), 64 * KIB, pages.as_mut_ptr()) };
+            assert_eq!(rc, 0, "{}", std::io::Error::last_os_error());
+            pages.iter().filter(|page| **page & 1 == 1).count()
+        };
+        for slot in 0..3 {
+            // SAFETY: a slot of the arena, known to this test only.
+            unsafe { arena.slot_ptr(slot).write_bytes(7, 64 * KIB) };
+        }
+        // SAFETY: as above; nothing is registered.
+        unsafe { arena.discard(1) }.expect("the system's");
+        assert_eq!([0, 1, 2].map(resident), [16, 0, 16]);
+        // SAFETY: as above.
+        let [before, between, after] = [0, 1, 2].map(|slot| unsafe { arena.slot_ptr(slot).read() });
+        assert_eq!((before, between, after), (7, 0, 7));
     }
 
     #[test]

@@ -89,6 +89,17 @@ impl Mapping {
         if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
+    /// Gives the memory of `len` bytes from `offset` on to the system. They read as zeros from now on.
+    ///
+    /// # Safety
+    /// Nothing else reads or writes the range, which begins and ends on pages.
+    pub(crate) unsafe fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
+        assert!(offset <= self.len && len <= self.len - offset, "{len} bytes from {offset} of {}", self.len);
+        // SAFETY: within our own mapping, and the caller promises that nobody misses the contents.
+        let rc = unsafe { libc::madvise(self.ptr.as_ptr().add(offset).cast(), len, libc::MADV_DONTNEED) };
+        if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
     /// Commits all pages now, so that no later first write waits for the system to allocate and clear a page. Contents
     /// are unchanged.
     pub(crate) fn populate(&mut self) -> io::Result<()> {

@@ -1,8 +1,9 @@
 //! Shares: how much of a service's disk and host memory the spaces of one tenant get, at least and at most.
 //!
 //! Each space has slots of its own, so no eviction in one space takes a block of another. What is left to divide is how
-//! large the spaces may be made. A [`Ledger`] hands out bytes such that every tenant can still get its floor, and none
-//! has more than its ceiling: `take` refuses whatever would break that, and nothing else hands out bytes.
+//! large the spaces may be. A [`Ledger`] hands out bytes such that every tenant can still get its floor, and none
+//! has more than its ceiling: `take` refuses whatever would break that, and nothing else hands out bytes, also when
+//! host memory moves from one space to another.
 
 use std::{cell::RefCell, str::FromStr};
 
@@ -159,8 +160,21 @@ impl Ledger {
         self.tenants.iter().position(|(share, _)| share.has(space)).unwrap_or(self.tenants.len())
     }
 
+    /// The most that a space can ever have.
+    pub(super) fn most(&self, space: &str) -> u64 {
+        self.tenants.get(self.tenant(space)).map_or(u64::MAX, |(_, bounds)| bounds.ceiling).min(self.total)
+    }
+
+    /// Whether `bytes` of the space `from` may become the space `to`'s.
+    pub(super) fn may_move(&self, from: &str, to: &str, bytes: u64) -> bool {
+        self.taken.borrow_mut()[self.tenant(from)] -= bytes;
+        let may = self.available(to) >= bytes;
+        self.taken.borrow_mut()[self.tenant(from)] += bytes;
+        may
+    }
+
     /// What a space may take: the floors of other tenants stay for them.
-    fn available(&self, space: &str) -> u64 {
+    pub(super) fn available(&self, space: &str) -> u64 {
         let own = self.tenant(space);
         let set_aside: u64 =
             (0..self.tenants.len()).filter(|tenant| *tenant != own).map(|tenant| self.owed(tenant)).sum();

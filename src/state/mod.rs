@@ -38,7 +38,7 @@ use std::{
     ptr::NonNull,
     sync::{
         Arc,
-        atomic::{AtomicI64, AtomicU64, Ordering},
+        atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering},
     },
 };
 
@@ -108,6 +108,8 @@ pub(crate) struct Shared {
     pub(crate) metrics: Metrics,
     /// Host slots that callers have reserved and not committed.
     pub(crate) reservations: AtomicU64,
+    /// Host slots that are parked.
+    pub(crate) parked: AtomicU32,
     /// Leases that callers hold on blocks of the device and the host tier.
     pub(crate) leases: [AtomicU64; 2],
     /// Wakes the task that tells the budget of what is raised.
@@ -172,6 +174,7 @@ impl Shared {
             device,
             metrics,
             reservations: AtomicU64::new(0),
+            parked: AtomicU32::new(0),
             leases: Default::default(),
             raised: Notify::new(),
             write_back: Notify::new(),
@@ -210,7 +213,7 @@ impl Shared {
         };
         let available = available + demoting as usize;
         // At least one, so that a tiny tier is never stuck with dirty blocks only.
-        let wanted = (f64::from(self.config.host_slots()) * watermark).ceil().max(1.0);
+        let wanted = (f64::from(self.host_slots()) * watermark).ceil().max(1.0);
         (available as f64) < wanted
     }
 
@@ -236,7 +239,7 @@ impl Shared {
 
     /// The registered buffer around a host slot.
     pub(crate) fn fixed_buffer(&self, slot: u32) -> Option<u16> {
-        Some(self.arena.chunk_of(slot))
+        (!self.config.host.parks).then(|| self.arena.chunk_of(slot))
     }
 
     /// First byte of a host slot.

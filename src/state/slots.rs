@@ -5,7 +5,7 @@ use std::sync::{Arc, atomic::Ordering};
 use tokio::sync::oneshot;
 
 use super::{
-    Filling, Shared, State, Urgency,
+    Filling, KEPT_PART, Shared, State, Urgency,
     requests::{Queue, Request},
 };
 use crate::{
@@ -137,6 +137,46 @@ impl Shared {
         Some(Filling::new(self, tier, slot))
     }
 
+    /// Host slots that are not parked.
+    pub(crate) fn host_slots(&self) -> u32 {
+        self.config.host_slots() - self.parked.load(Ordering::Relaxed)
+    }
+
+    /// Counts slots that are parked, or not any longer.
+    fn count_parked(&self, state: &mut State, slots: usize, are_parked: bool) {
+        let slots = u32::try_from(slots).expect("no more than there are");
+        match are_parked {
+            true => self.parked.fetch_add(slots, Ordering::Relaxed),
+            false => self.parked.fetch_sub(slots, Ordering::Relaxed),
+        };
+        state.index.limit_kept(Tier::Host, (u64::from(self.host_slots()) / KEPT_PART) as usize);
+    }
+
+    /// Takes up to `slots` host slots out of use, free ones and those of the coldest blocks, as far as they are
+    /// available at once, and gives their memory to the system. They are back in use when they are dropped
+    /// ([`unpark`](Self::unpark)). Only for a cache that may ([`HostConfig::parks`](crate::config::HostConfig)).
+    pub(crate) fn park(self: &Arc<Self>, slots: usize) -> Vec<Filling> {
+        assert!(self.config.host.parks, "the memory of the host tier may be registered");
+        let mut parked = Vec::new();
+        while parked.len() < slots
+            && let Some(filling) = self.acquire_now(Tier::Host)
+        {
+            // SAFETY: a filling owns its slot, nothing is in flight on it, and `parks` keeps the arena unregistered.
+            if let Err(error) = unsafe { self.arena.discard(filling.slot()) } {
+                tracing::warn!(%error, "the memory of a parked slot stays");
+            }
+            parked.push(filling);
+        }
+        self.count_parked(&mut self.lock(), parked.len(), true);
+        parked
+    }
+
+    /// Puts parked slots back into use.
+    pub(crate) fn unpark(&self, parked: Vec<Filling>) {
+        self.count_parked(&mut self.lock(), parked.len(), false);
+        drop(parked);
+    }
+
     fn take_slot(&self, state: &mut State, tier: Tier) -> Option<u32> {
         let slot = self.free_or_evicted(state, tier);
         if tier == Tier::Host {
@@ -224,7 +264,7 @@ impl Shared {
     pub(crate) fn held_slots(&self, tier: Tier) -> Option<HeldSlots> {
         let (reservations, slots, setting) = match tier {
             Tier::Device => (0, self.config.device_slots(), "device_blocks"),
-            Tier::Host => (self.reservations.load(Ordering::Relaxed), self.config.host_slots(), "host_blocks"),
+            Tier::Host => (self.reservations.load(Ordering::Relaxed), self.host_slots(), "host_blocks"),
             Tier::Disk => return None,
         };
         let leases = self.leases[tier as usize].load(Ordering::Relaxed);

@@ -25,7 +25,7 @@ pub(super) fn on_a_runtime<T: Send>(
         let reactor = Reactor::new(&config)?;
         reactor.block_on(async {
             let files = store.files.iter().map(|file| Arc::clone(&file.file)).collect();
-            let storage = reactor.storage_unregistered(files, config.disk.blocking_threads);
+            let storage = reactor.storage(files, None, config.disk.blocking_threads);
             work(&storage.map_err(|source| Error::io("start the storage engine", "", source))?).await
         })
     };

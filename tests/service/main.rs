@@ -13,6 +13,7 @@ mod hostile;
 mod kills;
 mod neighbor;
 mod node;
+mod pool;
 mod raw;
 mod shares;
 mod users;

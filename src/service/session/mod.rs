@@ -252,6 +252,9 @@ impl Session {
             }
         };
         self.reply(id, &reply);
+        if let Some((space, _)) = &self.attached {
+            self.house.spaces.balance(space);
+        }
         Ok(())
     }
 
@@ -261,7 +264,8 @@ impl Session {
         space.clients.set(space.clients.get() + 1);
         self.guest.namespace.borrow_mut().clone_from(&space.namespace);
         *self.guest.movers.borrow_mut() = Some(Rc::clone(&movers));
-        let Space { block_bytes, capacity_bytes, host_bytes, .. } = *space;
+        let Space { block_bytes, capacity_bytes, .. } = *space;
+        let host_bytes = space.host_bytes();
         self.attached = Some((space, movers));
         Reply::Attached { block_bytes, capacity_bytes, host_bytes }
     }

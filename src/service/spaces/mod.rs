@@ -2,6 +2,8 @@
 
 mod deed;
 mod figures;
+mod host;
+mod pool;
 
 use std::{
     cell::{Cell, RefCell},
@@ -11,10 +13,11 @@ use std::{
     rc::Rc,
 };
 
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 
 use self::deed::{Deed, FILE_NAME, deeds, make_folder, remove_folder, write_whole};
 pub(super) use self::figures::stats;
+use self::host::HostShare;
 use super::{
     config::ServerConfig,
     peers::own_uid,
@@ -30,13 +33,15 @@ use crate::{
 
 /// Spaces of one service.
 const SPACES_MAX: usize = 256;
+/// Slots in the host memory of one space.
+const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
 
 /// An open space.
 pub(super) struct Space {
     pub(super) namespace: String,
     pub(super) block_bytes: u64,
     pub(super) capacity_bytes: u64,
-    pub(super) host_bytes: u64,
+    host: HostShare,
     pub(super) cache: Cache,
     /// Connections attached to it.
     pub(super) clients: Rc<Cell<u32>>,
@@ -79,6 +84,10 @@ pub(super) struct Spaces {
     entries: RefCell<BTreeMap<String, Entry>>,
     disk: Ledger,
     host: Ledger,
+    /// Host memory moves from one space to another.
+    moving: Cell<bool>,
+    /// Told when such a move has ended.
+    move_ended: Notify,
 }
 
 impl Spaces {
@@ -101,7 +110,8 @@ impl Spaces {
             })?;
             entries.insert(deed.folder(), Entry { deed, state: State::Closed });
         }
-        Ok(Spaces { disk, host, entries: RefCell::new(entries), config })
+        let (moving, move_ended) = (Cell::new(false), Notify::new());
+        Ok(Spaces { disk, host, entries: RefCell::new(entries), config, moving, move_ended })
     }
 
     /// Finds, opens or makes the space that a client wants.
@@ -165,19 +175,20 @@ impl Spaces {
     /// Opens a space and answers its waiters.
     async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
         let folder = deed.folder();
-        let opened = match self.host.take(&deed.namespace, host_bytes) {
+        let slot_bytes = self.config.cache.clone().block_bytes(deed.block_bytes as usize).slot_bytes() as u64;
+        let opened = match self.take_host(&deed.namespace, slot_bytes, host_bytes).await {
             Err(failure) => Err(failure),
-            Ok(host_bytes) => {
-                let opened = self.open_cache(&deed, host_bytes, is_new).await;
+            Ok((bytes, floor)) => {
+                let opened = self.open_cache(&deed, bytes, floor, is_new).await;
                 if opened.is_err() {
-                    self.host.give_back(&deed.namespace, host_bytes);
+                    self.host.give_back(&deed.namespace, bytes);
                 }
-                opened.map(|cache| (cache, host_bytes)).map_err(|error| Failure::from(&error))
+                opened.map_err(|error| Failure::from(&error))
             }
         };
-        let opened = opened.map(|(cache, host_bytes)| {
+        let opened = opened.map(|(cache, host)| {
             let Deed { namespace, block_bytes, capacity_bytes, .. } = deed.clone();
-            Rc::new(Space { namespace, block_bytes, capacity_bytes, host_bytes, cache, clients: Rc::default() })
+            Rc::new(Space { namespace, block_bytes, capacity_bytes, host, cache, clients: Rc::default() })
         });
         let mut entries = self.entries.borrow_mut();
         let state = match &opened {
@@ -198,8 +209,8 @@ impl Spaces {
         }
     }
 
-    async fn open_cache(&self, deed: &Deed, host_bytes: u64, is_new: bool) -> Result<Cache> {
-        let config = self.cache_config(deed, host_bytes)?;
+    async fn open_cache(&self, deed: &Deed, bytes: u64, floor: u64, is_new: bool) -> Result<(Cache, HostShare)> {
+        let config = self.cache_config(deed, bytes, floor)?;
         config.validate()?;
         for disk in &config.disk.paths {
             make_folder(&disk.path)?;
@@ -207,11 +218,14 @@ impl Spaces {
         if let Some(disk) = config.disk.paths.first().filter(|_| is_new) {
             write_whole(&disk.path.join(FILE_NAME), deed.text().as_bytes())?;
         }
-        Cache::open(config).await
+        let cache = Cache::open(config).await?;
+        let share = HostShare::new(&cache, floor, bytes);
+        share.resize(&cache, bytes).await;
+        Ok((cache, share))
     }
 
-    /// The settings of a space's cache.
-    fn cache_config(&self, deed: &Deed, host_bytes: u64) -> Result<Config> {
+    /// The settings of a space's cache, for the most host memory that the space may ever have.
+    fn cache_config(&self, deed: &Deed, bytes: u64, floor: u64) -> Result<Config> {
         let mut config = self
             .config
             .cache
@@ -219,7 +233,10 @@ impl Spaces {
             .block_bytes(usize::try_from(deed.block_bytes).unwrap_or(usize::MAX))
             .namespace(deed.namespace.clone());
         let slot_bytes = config.slot_bytes() as u64;
-        config.host.capacity = Capacity::Blocks(slots(host_bytes, slot_bytes)?);
+        let most = self.host.most(&deed.namespace);
+        config.host.parks = floor < most;
+        let most = if config.host.parks { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
+        config.host.capacity = Capacity::Blocks(slots(bytes, slot_bytes)?.max(most));
         let paths = self.config.paths.len() as u64;
         config.disk.paths.clear();
         for path in &self.config.paths {
@@ -260,6 +277,7 @@ impl Spaces {
     /// # Cancel safety
     /// Whoever attaches to it is refused until it is removed; call again.
     pub(super) async fn remove(&self, wanted: Wanted) -> Result<(), Failure> {
+        self.moves_end().await;
         let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
         let deed = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 };
         let folder = deed.folder();
@@ -294,7 +312,7 @@ impl Spaces {
             if let Err(error) = space.cache.close().await {
                 tracing::warn!(%error, "the cache of a space that is removed");
             }
-            self.host.give_back(&space.namespace, space.host_bytes);
+            self.host.give_back(&space.namespace, space.host.bytes());
         }
         // The first path has the file that makes it a space: last.
         let folders: Vec<PathBuf> = self.config.paths.iter().rev().map(|path| path.join(&folder)).collect();
@@ -316,6 +334,7 @@ impl Spaces {
 
     /// Closes the caches of all spaces, which write and flush their blocks. Returns the first error.
     pub(super) async fn close(&self) -> Result<()> {
+        self.moves_end().await;
         let caches: Vec<Cache> = self.entries.borrow().values().filter_map(Entry::cache).collect();
         let mut result = Ok(());
         for cache in caches {
@@ -343,12 +362,19 @@ impl Spaces {
                 shared,
                 block_bytes,
                 capacity_bytes,
-                host_bytes: space.map_or(0, |space| space.host_bytes),
+                host_bytes: space.map_or(0, |space| space.host.bytes()),
                 clients: space.map_or(0, |space| space.clients.get()),
                 stats: space.map(|space| stats(&space.cache)),
             }
         };
         self.entries.borrow().iter().map(status).collect()
+    }
+}
+
+impl Space {
+    /// The host memory that it has now, bytes.
+    pub(super) fn host_bytes(&self) -> u64 {
+        self.host.bytes()
     }
 }
 
@@ -368,7 +394,7 @@ fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
         _ => Err(Error::Config {
             field: "host_bytes",
             found: format!("{bytes} bytes for a space"),
-            expected: format!("room for 1 to {} slots of {slot_bytes} bytes", u32::MAX >> 1),
+            expected: format!("room for 1 to {SLOTS_MAX} slots of {slot_bytes} bytes"),
         }),
     }
 }

@@ -1,0 +1,113 @@
+//! Host slots that a cache does without for now, so that their memory can be another's.
+
+use std::sync::Arc;
+
+use super::Cache;
+use crate::{
+    block::Tier,
+    state::{Filling, Shared},
+};
+
+/// The parked slots of a cache. Dropping it puts them back into use.
+pub(crate) struct Parked {
+    shared: Arc<Shared>,
+    slots: Vec<Filling>,
+}
+
+impl Parked {
+    /// Parks up to `slots` slots, as far as they are available at once: free ones, and those of the coldest blocks.
+    /// Returns how many it parked. Some 100 ns a slot, and the time in which the system takes the memory back.
+    pub(crate) fn park(&mut self, slots: usize) -> usize {
+        let mut parked = self.shared.park(slots);
+        let count = parked.len();
+        self.slots.append(&mut parked);
+        count
+    }
+
+    /// Puts up to `slots` slots back into use. Returns how many they were.
+    pub(crate) fn unpark(&mut self, slots: usize) -> usize {
+        let slots = slots.min(self.slots.len());
+        let left = self.slots.len() - slots;
+        self.shared.unpark(self.slots.split_off(left));
+        slots
+    }
+}
+
+impl Drop for Parked {
+    fn drop(&mut self) {
+        self.unpark(usize::MAX);
+    }
+}
+
+impl Cache {
+    /// None of its slots, to be parked.
+    pub(crate) fn parked(&self) -> Parked {
+        Parked { shared: Arc::clone(self.shared()), slots: Vec::new() }
+    }
+
+    /// Hits and evictions of the host tier so far.
+    pub(crate) fn host_use(&self) -> (u64, u64) {
+        let metrics = self.shared().metrics.tier(Tier::Host);
+        (metrics.hits.get(), metrics.evictions.get())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{BlockKey, Cache, Config, Tier, block_on};
+
+    const BLOCK_BYTES: usize = 4096;
+
+    fn key(number: u8) -> BlockKey {
+        BlockKey::new([number; 32])
+    }
+
+    fn open(slots: u32) -> Cache {
+        let mut config = Config::default().block_bytes(BLOCK_BYTES).host_blocks(slots);
+        config.host.parks = true;
+        let cache = block_on(Cache::open(config)).expect("a cache");
+        (0..slots as u8).for_each(|n| block_on(cache.store(&key(n), None, &[n; BLOCK_BYTES])).expect("stored"));
+        cache
+    }
+
+    fn bytes(cache: &Cache, number: u8) -> Option<Vec<u8>> {
+        block_on(cache.fetch(&key(number))).expect("served").map(|lease| lease.to_vec())
+    }
+
+    #[test]
+    fn the_coldest_blocks_give_their_slots_and_the_others_stay() {
+        let cache = open(8);
+        assert!(bytes(&cache, 0).is_some(), "the hottest now");
+        let mut parked = cache.parked();
+        assert_eq!(parked.park(5), 5);
+        let stats = cache.stats();
+        let host = stats.tier(Tier::Host);
+        assert_eq!((host.slots, host.resident, host.free), (3, 3, 0));
+        for number in [0, 6, 7] {
+            assert_eq!(bytes(&cache, number), Some(vec![number; BLOCK_BYTES]));
+        }
+        assert!((1..6).all(|number| bytes(&cache, number).is_none()));
+
+        assert_eq!(parked.unpark(100), 5);
+        assert_eq!(cache.stats().tier(Tier::Host).slots, 8);
+        (1..6).for_each(|n| block_on(cache.store(&key(n), None, &[n; BLOCK_BYTES])).expect("stored"));
+        assert!((0..8).all(|number| bytes(&cache, number) == Some(vec![number; BLOCK_BYTES])));
+    }
+
+    #[test]
+    fn slots_in_use_are_not_parked() {
+        let cache = open(4);
+        let lease = block_on(cache.fetch(&key(1))).expect("served").expect("stored");
+        let reservation = block_on(cache.reserve()).expect("a slot");
+        let mut parked = cache.parked();
+        assert_eq!(parked.park(4), 2, "one is leased, one reserved");
+        assert_eq!(lease[..], [1; BLOCK_BYTES]);
+        drop((lease, reservation));
+        assert_eq!(parked.park(4), 2);
+        assert_eq!(cache.stats().tier(Tier::Host).slots, 0);
+        drop(parked);
+        assert_eq!(cache.stats().tier(Tier::Host).slots, 4);
+        block_on(cache.store(&key(9), None, &[9; BLOCK_BYTES])).expect("stored");
+        assert_eq!(bytes(&cache, 9), Some(vec![9; BLOCK_BYTES]));
+    }
+}
