@@ -1,50 +1,52 @@
 """One rank of a server, in a process of its own: SGLang's factory and host pool over the backend.
 
-Reads a line of settings, then commands; answers each with a line of JSON.
+Takes commands from a pipe and answers each. What it imports is imported once, by the process that ranks are forked from.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 from types import SimpleNamespace
 
+import sgl
+import torch
 
-def main() -> None:
-    import sgl
-    import torch
+sgl.boot()
 
+
+def main(pipe, given) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    given = json.loads(sys.stdin.readline())
     geometry = sgl.Geometry(**given["geometry"])
-    sgl.boot()
     if given["dp_attention"]:
         sys.modules["sglang.srt.layers.dp_attention"].is_dp_attention_enabled = lambda: True
     pool = sgl.host_pool(geometry, sgl.device_pool(geometry, 16), "page_first_direct", allocator_type="shm")
     fields = {"tp_rank": given["tp_rank"], "tp_size": given["tp_size"]}
     backend = sgl.backend(geometry, pool, given["extra"], **fields)
-    rank = Rank(sgl, torch, SimpleNamespace(**given, geometry_=geometry), pool, backend)
-    print(json.dumps("ready"), flush=True)
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(getattr(rank, name)(*arguments)), flush=True)
+    rank = Rank(SimpleNamespace(**given, pipe=pipe), pool, backend)
+    pipe.send("ready")
+    while True:
+        try:
+            name, *arguments = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(getattr(rank, name)(*arguments))
 
 
 class Rank:
-    def __init__(self, sgl, torch, given, pool, backend) -> None:
-        self.torch, self.given, self.pool, self.backend = torch, given, pool, backend
+    def __init__(self, given, pool, backend) -> None:
+        self.given, self.pool, self.backend = given, pool, backend
         self.keys = sgl.page_keys(list(range(12 * pool.page_size)), pool.page_size)
         self.indices = pool.alloc(12 * pool.page_size)
 
     def _raw(self, tensor):
-        return tensor.reshape(-1).view(self.torch.uint8)
+        return tensor.reshape(-1).view(torch.uint8)
 
     def _page(self, n):
         """What page `n` holds: on every rank the same for MLA, its own heads for MHA."""
         own = 0 if self.given.geometry["kind"] == "mla" else 1000 * self.given.tp_rank
         page = self.pool.get_dummy_flat_data_page()
-        self._raw(page).random_(0, 256, generator=self.torch.Generator().manual_seed(1 + own + n))
+        self._raw(page).random_(0, 256, generator=torch.Generator().manual_seed(1 + own + n))
         return page
 
     def set(self):
@@ -61,7 +63,7 @@ class Rank:
         there = self.backend.batch_get_v1(self.keys, self.indices)
         for n in range(12):
             found = self._raw(self.pool.get_data_page(int(self.indices[n * self.pool.page_size])))
-            if there[n] and not self.torch.equal(found, self._raw(self._page(n))):
+            if there[n] and not torch.equal(found, self._raw(self._page(n))):
                 return -1
         return sum(there)
 
@@ -69,14 +71,14 @@ class Rank:
         """Gets and sets; what came, least and most."""
         found = []
         for n in range(rounds):
-            print(json.dumps("next"), flush=True)
+            self.given.pipe.send("next")
             found.append(self.get())
             if n % 3 == 0:
                 self.set()
         return [min(found), max(found)]
 
     def copied(self):
-        return self.backend._stores["kv"].goes_straight(), [r.copied for r in self.backend._stores["kv"].regions]
+        return [self.backend._stores["kv"].goes_straight(), [r.copied for r in self.backend._stores["kv"].regions]]
 
     def space(self):
         return self.backend._stores["kv"].namespace()
@@ -87,7 +89,3 @@ class Rank:
     def close(self):
         self.backend.close()
         return True
-
-
-if __name__ == "__main__":
-    main()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
-import sys
 import threading
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ if why:
 
 torch = pytest.importorskip("torch")
 
+import sgl_rank  # noqa: E402
 from nodes import PATIENCE_S, Node, await_  # noqa: E402
 from test_service import service_pids  # noqa: E402
 from test_sglang import MHA_LAYOUTS, MLA_LAYOUTS, filled, keys_for, noise, pages_of, same  # noqa: E402
@@ -28,46 +27,42 @@ from test_sglang import MHA_LAYOUTS, MLA_LAYOUTS, filled, keys_for, noise, pages
 import kvhoist  # noqa: E402
 
 
+def forking() -> multiprocessing.context.BaseContext:
+    """What starts ranks: each is forked from one process that has imported torch and SGLang, which takes seconds."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sgl_rank"])
+    paths = [str(Path(__file__).parent), str(Path(kvhoist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
+        forkserver.ensure_running()
+    return context
+
+
 class RankProcess:
     """A rank that does what it is told."""
 
     def __init__(self, geometry, extra, tp_rank, dp_attention=False, tp_size=2) -> None:
-        paths = [str(Path(kvhoist.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        script = Path(__file__).with_name("sgl_rank.py")
-        self.process = subprocess.Popen(
-            [sys.executable, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
-        self.lines = queue.SimpleQueue()
-        threading.Thread(target=self._collect, daemon=True).start()
         given = {"geometry": vars(geometry), "extra": extra, "tp_rank": tp_rank, "tp_size": tp_size}
-        self._write({**given, "dp_attention": dp_attention})
-
-    def _write(self, value) -> None:
-        self.process.stdin.write(json.dumps(value) + "\n")
-        self.process.stdin.flush()
-
-    def _collect(self) -> None:
-        with self.process.stdout as lines:
-            for line in lines:
-                self.lines.put(line)
-        self.lines.put(None)
+        context = forking()
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=sgl_rank.main, args=(theirs, {**given, "dp_attention": dp_attention}))
+        self.process.start()
+        theirs.close()
 
     def read(self, patience_s=PATIENCE_S):
+        assert self.pipe.poll(patience_s), "a rank hangs"
         try:
-            line = self.lines.get(timeout=patience_s)
-        except queue.Empty:
-            raise AssertionError("a rank hangs") from None
-        assert line is not None, "a rank died"
-        return json.loads(line)
+            return self.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise AssertionError("a rank died") from None
 
     def ready(self) -> "RankProcess":
-        # It imports torch and SGLang first, beside the other ranks.
+        # The first one waits for the imports.
         assert self.read(5 * PATIENCE_S) == "ready"
         return self
 
     def begin(self, *command) -> None:
-        self._write(command)
+        self.pipe.send(command)
 
     def ask(self, *command):
         self.begin(*command)
@@ -77,8 +72,8 @@ class RankProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait()
-        self.process.stdin.close()
+        self.process.join()
+        self.pipe.close()
 
 
 @pytest.mark.parametrize("geometry", [sgl.MLA_LONG, sgl.MHA_LONG], ids=["mla", "mha"])
