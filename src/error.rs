@@ -184,6 +184,46 @@ fn timeout_advice(held: &Option<HeldSlots>) -> String {
 }
 
 impl Error {
+    /// An [`Error::Config`]: `field` is `found`, and was to be `expected`.
+    pub fn config(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
+        Error::Config { field, found: found.to_string(), expected: expected.into() }
+    }
+
+    /// An [`Error::Argument`]: `what` is `found`, and was to be `expected`.
+    pub fn argument(what: &'static str, found: impl ToString, expected: impl Into<String>) -> Self {
+        Error::Argument { what, found: found.to_string(), expected: expected.into() }
+    }
+
+    /// An [`Error::Store`]: what was `found` at `path`, what was `expected`, and the `action` to take.
+    pub fn store(
+        path: impl Into<PathBuf>,
+        found: impl ToString,
+        expected: impl Into<String>,
+        action: impl Into<String>,
+    ) -> Self {
+        Error::Store { path: path.into(), found: found.to_string(), expected: expected.into(), action: action.into() }
+    }
+
+    /// An [`Error::Unavailable`] of `tier`.
+    pub fn unavailable(tier: &'static str, reason: impl ToString) -> Self {
+        Error::Unavailable { tier, reason: reason.to_string() }
+    }
+
+    /// An [`Error::Copy`] by `engine`.
+    pub fn copy(engine: &'static str, reason: impl ToString) -> Self {
+        Error::Copy { engine, reason: reason.to_string() }
+    }
+
+    /// An [`Error::Refused`].
+    pub fn refused(reason: impl ToString) -> Self {
+        Error::Refused { reason: reason.to_string() }
+    }
+
+    /// An [`Error::Service`]: what the caller can do about it, and what was found, expected, and is to be done.
+    pub fn service(fault: ServiceFault, text: impl ToString) -> Self {
+        Error::Service { fault, text: text.to_string() }
+    }
+
     /// An [`Error::Io`] of `op` on `path`.
     pub fn io(op: &'static str, path: impl Into<PathBuf>, source: io::Error) -> Self {
         Error::Io { op, path: path.into(), source: Arc::new(source) }

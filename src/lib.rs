@@ -33,9 +33,7 @@ pub mod store;
 mod sync;
 mod workers;
 
-pub use block::{
-    Attention, BlockGeometry, BlockKey, KeyParseError, Layout, Namespace, PrefixChain, Route, Segment, Tier,
-};
+pub use block::{Attention, BlockGeometry, BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
 pub use block_on::block_on;
 pub use cache::{
     Cache, Completion, CompletionQueue, CopyStats, DeviceLease, Keys, LayerLoad, Lease, Loan, Region, Reservation,

@@ -53,11 +53,11 @@ impl Reactor {
             match uring::runtime(RING_ENTRIES) {
                 Ok(runtime) => return Ok(Reactor::Uring(runtime)),
                 Err(error) if config.disk.storage == StorageKind::Uring => {
-                    return Err(Error::Config {
-                        field: "storage",
-                        found: format!("uring, and a system that refuses it ({error})"),
-                        expected: "a system with io_uring, or storage = auto or blocking".into(),
-                    });
+                    return Err(Error::config(
+                        "storage",
+                        format!("uring, and a system that refuses it ({error})"),
+                        "a system with io_uring, or storage = auto or blocking",
+                    ));
                 }
                 Err(error) => tracing::warn!(
                     %error,

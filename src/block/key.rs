@@ -18,7 +18,7 @@ const KEY_BYTES: usize = 32;
 /// let key: BlockKey = "00112233445566778899aabbccddeeff00112233445566778899AABBCCDDEEFF".parse()?;
 /// assert_eq!(key.as_bytes()[1], 0x11);
 /// assert_eq!(format!("{key:?}"), "BlockKey(00112233..)");
-/// # Ok::<(), kvhoist::KeyParseError>(())
+/// # Ok::<(), kvhoist::Error>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockKey([u8; KEY_BYTES]);
@@ -65,28 +65,26 @@ impl From<[u8; KEY_BYTES]> for BlockKey {
 }
 
 impl TryFrom<&[u8]> for BlockKey {
-    type Error = KeyParseError;
+    type Error = Error;
 
-    fn try_from(bytes: &[u8]) -> Result<Self, KeyParseError> {
-        match bytes.try_into() {
-            Ok(bytes) => Ok(BlockKey(bytes)),
-            Err(_) => Err(KeyParseError::ByteLength { found: bytes.len() }),
-        }
+    fn try_from(bytes: &[u8]) -> Result<Self, Error> {
+        bytes.try_into().map(BlockKey).map_err(|_| wrong_length(bytes.len()))
     }
 }
 
 impl FromStr for BlockKey {
-    type Err = KeyParseError;
+    type Err = Error;
 
-    fn from_str(text: &str) -> Result<Self, KeyParseError> {
+    fn from_str(text: &str) -> Result<Self, Error> {
         let found = text.chars().count();
         if found != 2 * KEY_BYTES {
-            return Err(KeyParseError::HexLength { found });
+            return Err(Error::argument("key", format!("{found} characters"), HEX_EXPECTED));
         }
         let mut bytes = [0; KEY_BYTES];
         for (position, found) in text.chars().enumerate() {
             let Some(digit) = found.to_digit(16) else {
-                return Err(KeyParseError::HexCharacter { found, position });
+                let found = format!("{found:?} at character {position} (counted from 0)");
+                return Err(Error::argument("key", found, HEX_EXPECTED));
             };
             bytes[position / 2] = (bytes[position / 2] << 4) | u8::try_from(digit).expect("a hex digit is under 16");
         }
@@ -94,46 +92,11 @@ impl FromStr for BlockKey {
     }
 }
 
-/// Why a text or a byte string is not a [`BlockKey`].
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum KeyParseError {
-    /// A text of the wrong length.
-    #[error("found {found} characters, expected {HEX_EXPECTED}")]
-    HexLength {
-        /// Characters found.
-        found: usize,
-    },
-    /// A text with a character that is not a hex digit.
-    #[error("found {found:?} at character {position} (counted from 0), expected {HEX_EXPECTED}")]
-    HexCharacter {
-        /// The first such character.
-        found: char,
-        /// Its position, in characters from 0.
-        position: usize,
-    },
-    /// A byte string of the wrong length.
-    #[error("found {found} bytes, expected {BYTES_EXPECTED}")]
-    ByteLength {
-        /// Bytes found.
-        found: usize,
-    },
-}
-
 const HEX_EXPECTED: &str = "a key of exactly 64 hex characters";
 const BYTES_EXPECTED: &str = "a key of exactly 32 bytes";
 
-impl From<KeyParseError> for Error {
-    fn from(error: KeyParseError) -> Self {
-        let (found, expected) = match error {
-            KeyParseError::HexLength { found } => (format!("{found} characters"), HEX_EXPECTED),
-            KeyParseError::HexCharacter { found, position } => {
-                (format!("{found:?} at character {position} (counted from 0)"), HEX_EXPECTED)
-            }
-            KeyParseError::ByteLength { found } => (format!("{found} bytes"), BYTES_EXPECTED),
-        };
-        Error::Argument { what: "key", found, expected: expected.into() }
-    }
+fn wrong_length(found: usize) -> Error {
+    Error::argument("key", format!("{found} bytes"), BYTES_EXPECTED)
 }
 
 impl Serialize for BlockKey {
@@ -183,7 +146,7 @@ impl<'de> de::Visitor<'de> for BytesVisitor {
     fn visit_seq<A: de::SeqAccess<'de>>(self, mut seq: A) -> Result<BlockKey, A::Error> {
         let mut bytes = [0; KEY_BYTES];
         for (found, byte) in bytes.iter_mut().enumerate() {
-            *byte = seq.next_element()?.ok_or_else(|| de::Error::custom(KeyParseError::ByteLength { found }))?;
+            *byte = seq.next_element()?.ok_or_else(|| de::Error::custom(wrong_length(found)))?;
         }
         match seq.next_element::<u8>()? {
             None => Ok(BlockKey(bytes)),
@@ -207,38 +170,25 @@ mod tests {
     #[test]
     fn hex_is_parsed_in_either_case_and_shown_in_lower() {
         assert_eq!(key().to_string(), HEX);
-        assert_eq!(HEX.to_uppercase().parse(), Ok(key()));
+        assert_eq!(HEX.to_uppercase().parse::<BlockKey>().expect("a key"), key());
         assert_eq!(key().as_bytes()[..4], [0x00, 0x11, 0x22, 0x33]);
         assert_eq!(key().as_bytes()[28..], [0x76, 0x54, 0x32, 0x10]);
     }
 
     #[test]
     fn what_is_no_key_is_named() {
-        let short = HEX[1..].parse::<BlockKey>();
-        assert_eq!(short, Err(KeyParseError::HexLength { found: 63 }));
-        assert_eq!("".parse::<BlockKey>(), Err(KeyParseError::HexLength { found: 0 }));
+        let refused = |text: &str| text.parse::<BlockKey>().expect_err(text).to_string();
+        assert_eq!(refused(&HEX[1..]), format!("key: found 63 characters, expected {HEX_EXPECTED}"));
+        assert!(refused("").contains("found 0 characters"));
         // 64 bytes of UTF-8, and 32 characters.
-        assert_eq!("é".repeat(32).parse::<BlockKey>(), Err(KeyParseError::HexLength { found: 32 }));
-        let spoiled = format!("{}g{}", &HEX[..40], &HEX[41..]);
-        assert_eq!(spoiled.parse::<BlockKey>(), Err(KeyParseError::HexCharacter { found: 'g', position: 40 }));
-        let sign = format!("+{}", &HEX[1..]);
-        assert_eq!(sign.parse::<BlockKey>(), Err(KeyParseError::HexCharacter { found: '+', position: 0 }));
+        assert!(refused(&"é".repeat(32)).contains("found 32 characters"));
+        assert!(refused(&format!("{}g{}", &HEX[..40], &HEX[41..])).contains("'g' at character 40 "));
+        assert!(refused(&format!("+{}", &HEX[1..])).contains("'+' at character 0 "));
         // A digit elsewhere in Unicode is no hex digit.
-        let wide = format!("{}\u{ff11}", &HEX[..63]);
-        assert_eq!(wide.parse::<BlockKey>(), Err(KeyParseError::HexCharacter { found: '\u{ff11}', position: 63 }));
-        assert_eq!(BlockKey::try_from(&[0_u8; 31][..]), Err(KeyParseError::ByteLength { found: 31 }));
-        assert_eq!(BlockKey::try_from(&key().as_bytes()[..]), Ok(key()));
-    }
-
-    #[test]
-    fn the_crate_error_says_the_same() {
-        for error in [
-            KeyParseError::HexLength { found: 5 },
-            KeyParseError::HexCharacter { found: 'x', position: 7 },
-            KeyParseError::ByteLength { found: 9 },
-        ] {
-            assert_eq!(Error::from(error.clone()).to_string(), format!("key: {error}"));
-        }
+        assert!(refused(&format!("{}\u{ff11}", &HEX[..63])).contains("'\u{ff11}' at character 63 "));
+        let short = BlockKey::try_from(&[0_u8; 31][..]).expect_err("31 bytes").to_string();
+        assert_eq!(short, format!("key: found 31 bytes, expected {BYTES_EXPECTED}"));
+        assert_eq!(BlockKey::try_from(&key().as_bytes()[..]).expect("32 bytes"), key());
     }
 
     #[test]
@@ -263,15 +213,15 @@ mod tests {
         use serde_test::{Compact, Readable};
         assert_de_tokens_error::<Readable<BlockKey>>(
             &[Token::Str("abc")],
-            "found 3 characters, expected a key of exactly 64 hex characters",
+            "key: found 3 characters, expected a key of exactly 64 hex characters",
         );
         assert_de_tokens_error::<Compact<BlockKey>>(
             &[Token::Bytes(&[1, 2])],
-            "found 2 bytes, expected a key of exactly 32 bytes",
+            "key: found 2 bytes, expected a key of exactly 32 bytes",
         );
         assert_de_tokens_error::<Compact<BlockKey>>(
             &[Token::Seq { len: None }, Token::U8(1), Token::SeqEnd],
-            "found 1 bytes, expected a key of exactly 32 bytes",
+            "key: found 1 bytes, expected a key of exactly 32 bytes",
         );
     }
 }

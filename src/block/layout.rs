@@ -94,8 +94,8 @@ impl From<Layout> for Vec<usize> {
     }
 }
 
-pub(super) fn wrong(what: &'static str, found: impl Into<String>, expected: impl Into<String>) -> Error {
-    Error::Argument { what, found: found.into(), expected: expected.into() }
+pub(super) fn wrong(what: &'static str, found: impl ToString, expected: impl Into<String>) -> Error {
+    Error::argument(what, found, expected)
 }
 
 #[cfg(test)]

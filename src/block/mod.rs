@@ -12,7 +12,7 @@ pub use chain::{Namespace, PrefixChain};
 pub use copy::{CopyOp, Direction};
 pub use geometry::{Attention, BlockGeometry};
 pub use ids::{FIXED_BYTES_MAX, FileId, IO_ALIGN, OpKind};
-pub use key::{BlockKey, KeyParseError};
+pub use key::BlockKey;
 pub use layout::{Layout, Segment};
 pub use route::Route;
 

@@ -141,7 +141,7 @@ impl Config {
 }
 
 fn wrong(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Error {
-    Error::Config { field, found: found.to_string(), expected: expected.into() }
+    Error::config(field, found, expected)
 }
 
 fn check<T: PartialOrd + Display>(field: &'static str, found: T, min: T, max: T, unit: &str) -> Result<()> {

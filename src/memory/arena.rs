@@ -51,20 +51,21 @@ impl Arena {
 
     fn with_chunks(slots: u32, slot_bytes: usize, chunk_bytes_max: usize) -> Result<Self> {
         if slot_bytes == 0 || !slot_bytes.is_multiple_of(IO_ALIGN) || slot_bytes > chunk_bytes_max {
-            return Err(Error::Argument {
-                what: "slot_bytes",
-                found: slot_bytes.to_string(),
-                expected: format!("a positive multiple of {IO_ALIGN}, {chunk_bytes_max} at most"),
-            });
+            return Err(Error::argument(
+                "slot_bytes",
+                slot_bytes.to_string(),
+                format!("a positive multiple of {IO_ALIGN}, {chunk_bytes_max} at most"),
+            ));
         }
-        let wrong = |reason: &dyn fmt::Display| Error::Config {
-            field: "host_blocks",
-            found: format!(
-                "{slots} slots of {slot_bytes} bytes = {} bytes ({reason})",
-                u128::from(slots) * slot_bytes as u128
-            ),
-            expected: "1 slot at least, and no more than this machine can map: change host_blocks or block_bytes"
-                .into(),
+        let wrong = |reason: &dyn fmt::Display| {
+            Error::config(
+                "host_blocks",
+                format!(
+                    "{slots} slots of {slot_bytes} bytes = {} bytes ({reason})",
+                    u128::from(slots) * slot_bytes as u128
+                ),
+                "1 slot at least, and no more than this machine can map: change host_blocks or block_bytes",
+            )
         };
         let slots_per_chunk = slots_per_chunk(slot_bytes, chunk_bytes_max);
         if slots == 0 {
@@ -93,10 +94,12 @@ impl Arena {
     /// # Errors
     /// [`Error::Config`] on `host_blocks`, with the system's error.
     pub fn populate(&mut self) -> Result<()> {
-        self.memory.populate().map_err(|error| Error::Config {
-            field: "host_blocks",
-            found: format!("{} bytes that cannot be committed ({error})", self.bytes()),
-            expected: "no more than this machine has free: lower host_blocks or block_bytes".into(),
+        self.memory.populate().map_err(|error| {
+            Error::config(
+                "host_blocks",
+                format!("{} bytes that cannot be committed ({error})", self.bytes()),
+                "no more than this machine has free: lower host_blocks or block_bytes",
+            )
         })
     }
 

@@ -31,7 +31,7 @@ impl SharedMemory {
     pub fn new(len: usize) -> Result<Self> {
         let failed = |op| move |error| Error::io(op, "a memfd", error);
         if len == 0 {
-            return Err(Error::Argument { what: "len", found: "0".into(), expected: "1 byte or more".into() });
+            return Err(Error::argument("len", "0", "1 byte or more"));
         }
         // SAFETY: a name that ends with 0; the result is checked before it is used.
         let fd = unsafe { libc::memfd_create(c"kvhoist".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };

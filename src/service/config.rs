@@ -112,7 +112,7 @@ impl ServerConfig {
 }
 
 fn wrong(field: &'static str, found: impl ToString, expected: impl Into<String>) -> Error {
-    Error::Config { field, found: found.to_string(), expected: expected.into() }
+    Error::config(field, found, expected)
 }
 
 #[cfg(test)]

@@ -94,10 +94,12 @@ pub(super) fn group_number(group: &str) -> Result<u32> {
     if let Ok(number) = group.parse() {
         return Ok(number);
     }
-    let wrong = |why: String| Error::Config {
-        field: "socket_group",
-        found: format!("{group:?}, {why}"),
-        expected: "the number of a group, or the name of one that `getent group` lists".into(),
+    let wrong = |why: String| {
+        Error::config(
+            "socket_group",
+            format!("{group:?}, {why}"),
+            "the number of a group, or the name of one that `getent group` lists",
+        )
     };
     let name = CString::new(group).map_err(|_| wrong("which contains a zero".into()))?;
     let mut room: Vec<libc::c_char> = vec![0; 4096];

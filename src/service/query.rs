@@ -46,17 +46,19 @@ pub fn remove_space(socket: &Path, namespace: &str, block_bytes: u64, shared: bo
 }
 
 fn unexpected(reply: &Reply) -> Error {
-    Error::Service { fault: ServiceFault::Protocol, text: format!("{reply:?} is not what was asked for") }
+    Error::service(ServiceFault::Protocol, format!("{reply:?} is not what was asked for"))
 }
 
 /// Asks on a connection of its own; the reply may take `patience`.
 fn ask(socket: &Path, request: &Request, patience: Option<Duration>) -> Result<Reply> {
-    let lost = |error: io::Error| Error::Service {
-        fault: ServiceFault::Away,
-        text: format!(
-            "{}: the connection was lost ({error}); try again, or look into the service's log",
-            socket.display()
-        ),
+    let lost = |error: io::Error| {
+        Error::service(
+            ServiceFault::Away,
+            format!(
+                "{}: the connection was lost ({error}); try again, or look into the service's log",
+                socket.display()
+            ),
+        )
     };
     let mut stream = UnixStream::connect(socket).map_err(|error| cannot_connect(socket, &error))?;
     stream.set_read_timeout(Some(PATIENCE)).and_then(|()| stream.set_write_timeout(Some(PATIENCE))).map_err(lost)?;
@@ -89,7 +91,7 @@ fn reply(stream: &mut UnixStream) -> io::Result<std::result::Result<Reply, Malfo
 }
 
 fn nonsense(error: Malformed) -> Error {
-    Error::Service { fault: ServiceFault::Protocol, text: error.to_string() }
+    Error::service(ServiceFault::Protocol, error.to_string())
 }
 
 /// Why nobody answers at `socket`.
@@ -97,7 +99,7 @@ pub(super) fn cannot_connect(socket: &Path, error: &io::Error) -> Error {
     let name = socket.display();
     if error.kind() != io::ErrorKind::PermissionDenied {
         let text = format!("{name}: {error}; start `kvhoist serve` there, or name the socket of one that runs");
-        return Error::Service { fault: ServiceFault::Away, text };
+        return Error::service(ServiceFault::Away, text);
     }
     let user = own_uid();
     let found = match fs::metadata(socket) {
@@ -108,7 +110,7 @@ pub(super) fn cannot_connect(socket: &Path, error: &io::Error) -> Error {
         "{name}: found {found}, expected a socket that user {user} may open; start the service with --allow-uid {user} \
          or --socket-group, or run as its user"
     );
-    Error::Service { fault: ServiceFault::Permission, text }
+    Error::service(ServiceFault::Permission, text)
 }
 
 /// Why a service does not admit this process: in the service's words, if they have come.
@@ -126,5 +128,5 @@ pub(super) fn refused(welcome: &Welcome, reply: Option<std::result::Result<Reply
         (_, Some(Ok(Reply::Goodbye(failure)))) => failure.text,
         _ => format!("the service refused the connection ({fault:?}) and gave no reason; look into its log"),
     };
-    Error::Service { fault, text }
+    Error::service(fault, text)
 }

@@ -109,7 +109,7 @@ impl std::fmt::Debug for Server {
 fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
     thread.join().unwrap_or_else(|_| {
         let reason = "its thread panicked; the log has where".to_owned();
-        Err(Error::Unavailable { tier: "service", reason })
+        Err(Error::unavailable("service", reason))
     })
 }
 
@@ -119,12 +119,9 @@ fn lock(path: &Path, of: &Path) -> Result<File> {
     let file = opened.map_err(|error| Error::io("open", path, error))?;
     match file.try_lock() {
         Ok(()) => Ok(file),
-        Err(TryLockError::WouldBlock) => Err(Error::Store {
-            path: of.into(),
-            found: "another service's".into(),
-            expected: "one that no service has".into(),
-            action: "use that service, or end it".into(),
-        }),
+        Err(TryLockError::WouldBlock) => {
+            Err(Error::store(of, "another service's", "one that no service has", "use that service, or end it"))
+        }
         Err(TryLockError::Error(error)) => Err(Error::io("lock", path, error)),
     }
 }
@@ -137,12 +134,12 @@ fn listen(config: &ServerConfig, group: Option<u32>) -> Result<StdListener> {
             fs::remove_file(path).map_err(|error| Error::io("remove", path, error))?;
         }
         Ok(_) => {
-            return Err(Error::Store {
-                path: path.clone(),
-                found: "a file that is no socket".into(),
-                expected: "nothing, or a service's socket".into(),
-                action: "name another place".into(),
-            });
+            return Err(Error::store(
+                path.clone(),
+                "a file that is no socket",
+                "nothing, or a service's socket",
+                "name another place",
+            ));
         }
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
         Err(error) => return Err(Error::io("stat", path, error)),

@@ -93,7 +93,7 @@ impl FromStr for Share {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let wrong = || Error::Argument { what: "share", found: format!("{text:?}"), expected: Share::EXPECTED.into() };
+        let wrong = || Error::argument("share", format!("{text:?}"), Share::EXPECTED);
         let (name, bounds) = text.rsplit_once(':').filter(|(name, _)| !name.is_empty()).ok_or_else(wrong)?;
         let mut share = Share { name: name.to_owned(), disk: Bounds::ANY, host: Bounds::ANY };
         for part in bounds.split(',') {

@@ -115,11 +115,11 @@ pub(super) fn listen(path: &Path, mode: libc::mode_t, group: Option<u32>) -> Res
     let name = path.as_os_str().as_bytes();
     // The kernel wants a zero behind the name.
     if name.is_empty() || name.len() >= address.sun_path.len() || name.contains(&0) {
-        return Err(Error::Argument {
-            what: "socket",
-            found: format!("a path of {} bytes", name.len()),
-            expected: format!("a path of 1 to {} bytes", address.sun_path.len() - 1),
-        });
+        return Err(Error::argument(
+            "socket",
+            format!("a path of {} bytes", name.len()),
+            format!("a path of 1 to {} bytes", address.sun_path.len() - 1),
+        ));
     }
     for (to, from) in address.sun_path.iter_mut().zip(name) {
         *to = *from as libc::c_char;

@@ -80,12 +80,12 @@ pub fn inspect<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<Inspect
         Opened::Lost { faults, .. } => {
             let fault = faults.into_iter().find(|fault| fault.kind != FaultKind::SuperblockCopy);
             let fault = fault.expect("a store is lost for a reason");
-            Err(Error::Store {
-                path: fault.path,
-                found: fault.kind.to_string(),
-                expected: "a store that can be opened".into(),
-                action: "check the disk; a cache cannot open this store either".into(),
-            })
+            Err(Error::store(
+                fault.path,
+                fault.kind.to_string(),
+                "a store that can be opened",
+                "check the disk; a cache cannot open this store either",
+            ))
         }
     }
 }

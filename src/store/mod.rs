@@ -74,6 +74,6 @@ impl Options {
             return Ok(());
         }
         let (found, expected) = (self.depth.to_string(), "1 to 1024 slots at the same time".into());
-        Err(Error::Argument { what: "depth", found, expected })
+        Err(Error::argument("depth", found, expected))
     }
 }

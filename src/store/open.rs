@@ -83,7 +83,7 @@ pub(super) enum Opened {
 pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
     if paths.is_empty() {
         let expected = "the files, directories or devices of one store".into();
-        return Err(Error::Argument { what: "paths", found: "no path".into(), expected });
+        return Err(Error::argument("paths", "no path", expected));
     }
     let open = |path: &&Path| open_read_only(path, options.direct_io, options.allow_in_use);
     let files: Vec<ReadOnlyFile> = paths.iter().map(open).collect::<Result<_>>().map_err(reword)?;
@@ -143,15 +143,15 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
     Ok(Opened::Store(Box::new(Store { files, superblocks, config, stripe, shape, faults })))
 }
 
-fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>) -> Error {
-    Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: ACTION.into() }
+fn refuse(path: &Path, found: impl ToString, expected: impl Into<String>) -> Error {
+    Error::store(path, found, expected, ACTION)
 }
 
 /// Rewords refusals that mention settings of a cache.
 fn reword(error: Error) -> Error {
     match error {
         Error::Store { path, found, expected, action } if action.contains("disks") || action.contains("remove") => {
-            Error::Store { path, found, expected, action: ACTION.into() }
+            Error::store(path, found, expected, ACTION)
         }
         other => other,
     }

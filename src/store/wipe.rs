@@ -53,12 +53,12 @@ pub fn wipe<P: AsRef<Path>>(paths: &[P], confirm: impl FnOnce(&Doomed) -> bool) 
 fn lock(file: &ReadOnlyFile) -> Result<()> {
     match file.file.try_lock() {
         Ok(()) => Ok(()),
-        Err(TryLockError::WouldBlock) => Err(close_it(Error::Store {
-            path: file.path.clone(),
-            found: "a lock on it: another process is reading the store".into(),
-            expected: "a store that is not open".into(),
-            action: String::new(),
-        })),
+        Err(TryLockError::WouldBlock) => Err(close_it(Error::store(
+            file.path.clone(),
+            "a lock on it: another process is reading the store",
+            "a store that is not open",
+            String::new(),
+        ))),
         Err(TryLockError::Error(error)) => Err(Error::io("lock", &file.path, error)),
     }
 }
@@ -76,7 +76,7 @@ fn remove(file: &ReadOnlyFile) -> Result<()> {
     let now = fs::symlink_metadata(path).map_err(failed("stat"))?;
     if (now.dev(), now.ino()) != (ours.dev(), ours.ino()) {
         let (found, expected) = ("another file than a moment ago".into(), "one that stays in its place".into());
-        return Err(Error::Store { path: path.clone(), found, expected, action: "look at it, and wipe again".into() });
+        return Err(Error::store(path.clone(), found, expected, "look at it, and wipe again"));
     }
     fs::remove_file(path).map_err(failed("remove"))?;
     let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -87,7 +87,7 @@ fn remove(file: &ReadOnlyFile) -> Result<()> {
 fn close_it(error: Error) -> Error {
     match error {
         Error::Store { path, found, expected, .. } if found.contains("lock") => {
-            Error::Store { path, found, expected, action: "close what has it open first (lsof names it)".into() }
+            Error::store(path, found, expected, "close what has it open first (lsof names it)")
         }
         other => other,
     }

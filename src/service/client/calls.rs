@@ -115,11 +115,11 @@ impl Client {
         let ClientOptions { namespace, block_bytes, .. } = &options;
         if namespace.is_empty() || namespace.len() > NAMESPACE_BYTES_MAX || *block_bytes == 0 || *block_bytes > 1 << 30
         {
-            return Err(Error::Argument {
-                what: "options",
-                found: format!("a name of {} bytes and {block_bytes} bytes a block", namespace.len()),
-                expected: format!("1 to {NAMESPACE_BYTES_MAX} bytes, and 1 byte to 1 GiB"),
-            });
+            return Err(Error::argument(
+                "options",
+                format!("a name of {} bytes and {block_bytes} bytes a block", namespace.len()),
+                format!("1 to {NAMESPACE_BYTES_MAX} bytes, and 1 byte to 1 GiB"),
+            ));
         }
         let (block_bytes, bounce_bytes) = (options.block_bytes, options.bounce_bytes);
         let line = Arc::new(Line::new(socket.display().to_string(), options.deadline));
@@ -336,7 +336,7 @@ impl Client {
         }
         let Some(counted) = Counted::new(&inner.calls, CALLS_MAX) else {
             let text = format!("busy: {CALLS_MAX} calls of this client are under way; wait for some of them");
-            return Err(Error::Service { fault: ServiceFault::Busy, text });
+            return Err(Error::service(ServiceFault::Busy, text));
         };
         let id = inner.next_id.fetch_add(2, Ordering::Relaxed);
         let (reply, receiver) = oneshot::channel();

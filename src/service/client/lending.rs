@@ -67,11 +67,11 @@ impl Client {
                 self.register_range(at, (fd.as_fd(), offset), options.pinned, None).await
             }
             MemoryKind::Host => self.register_copied(at),
-            MemoryKind::Device => Err(Error::Argument {
-                what: "memory",
-                found: "device memory".into(),
-                expected: "host memory; load into it, and copy from there to the device".into(),
-            }),
+            MemoryKind::Device => Err(Error::argument(
+                "memory",
+                "device memory",
+                "host memory; load into it, and copy from there to the device",
+            )),
         }
     }
 
@@ -84,8 +84,7 @@ impl Client {
     }
 
     fn check_range(&self, start: usize, len: usize) -> Result<()> {
-        let wrong =
-            |found: String, expected: &str| Error::Argument { what: "region", found, expected: expected.into() };
+        let wrong = |found: String, expected: &str| Error::argument("region", found, expected);
         if start == 0 || len == 0 || start.checked_add(len).is_none() {
             return Err(wrong(format!("{len} bytes at {start:#x}"), "a range of memory"));
         }
@@ -142,11 +141,7 @@ impl Client {
     /// to wait.
     pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
         if region.client != self.inner.id {
-            return Err(Error::Argument {
-                what: "region",
-                found: "a region of another client".into(),
-                expected: "one that this client has registered".into(),
-            });
+            return Err(Error::argument("region", "a region of another client", "one that this client has registered"));
         }
         self.inner.places.remove(region.number);
         if let Some(users) = &region.users {

@@ -292,7 +292,7 @@ impl Line {
         state.sent = state.sent.saturating_sub(1);
         state.sent_bytes = state.sent_bytes.saturating_sub(pending.frame_bytes);
         let result = match reply {
-            Reply::Failed(Failure { fault, text }) => Err(Error::Service { fault, text }),
+            Reply::Failed(Failure { fault, text }) => Err(Error::service(fault, text)),
             reply => Ok(reply),
         };
         let registered = match &pending.what {
@@ -366,7 +366,7 @@ impl Line {
             );
             let answer = pending.reply.take();
             let forgotten = self.cancel(&mut state, id);
-            answers.0.push((answer, Err(Error::Service { fault: ServiceFault::Timeout, text }), forgotten));
+            answers.0.push((answer, Err(Error::service(ServiceFault::Timeout, text)), forgotten));
         }
         drop(state);
         answers.send();

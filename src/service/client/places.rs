@@ -117,7 +117,7 @@ impl Places {
 }
 
 fn wrong(found: String, expected: String) -> Error {
-    Error::Argument { what: "segments", found, expected }
+    Error::argument("segments", found, expected)
 }
 
 fn unknown(segment: &Segment) -> Error {

@@ -112,9 +112,9 @@ impl Worker {
 
 pub(super) fn away(socket: &std::path::Path, why: impl std::fmt::Display) -> Error {
     let text = format!("{}: {why}; start `kvhoist serve`, or try later: the client connects again", socket.display());
-    Error::Service { fault: ServiceFault::Away, text }
+    Error::service(ServiceFault::Away, text)
 }
 
 pub(super) fn nonsense(text: &str) -> Error {
-    Error::Service { fault: ServiceFault::Protocol, text: text.to_owned() }
+    Error::service(ServiceFault::Protocol, text)
 }

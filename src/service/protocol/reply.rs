@@ -44,7 +44,7 @@ impl From<&Error> for Failure {
 
 impl From<Failure> for Error {
     fn from(failure: Failure) -> Self {
-        Error::Service { fault: failure.fault, text: failure.text }
+        Error::service(failure.fault, failure.text)
     }
 }
 

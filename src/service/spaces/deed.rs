@@ -96,12 +96,12 @@ pub(super) fn deeds(config: &ServerConfig) -> Result<Vec<(PathBuf, Deed)>> {
         match Deed::parse(&text).filter(|deed| *deed.folder() == *name) {
             Some(deed) => deeds.push((file, deed)),
             None => {
-                return Err(Error::Store {
-                    path: file,
-                    found: "a file that describes no space, or another one".into(),
-                    expected: format!("`{FILE_HEADER}` and the space of this folder"),
-                    action: "put the file back, or delete the space's folder below every path".into(),
-                });
+                return Err(Error::store(
+                    file,
+                    "a file that describes no space, or another one",
+                    format!("`{FILE_HEADER}` and the space of this folder"),
+                    "put the file back, or delete the space's folder below every path",
+                ));
             }
         }
     }

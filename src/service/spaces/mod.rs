@@ -102,11 +102,13 @@ impl Spaces {
         let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
         for (path, deed) in deeds(&config)? {
             let bytes = deed.capacity_bytes;
-            disk.take(&deed.namespace, bytes).map_err(|failure| Error::Store {
-                path: path.clone(),
-                found: format!("the space {:?} with {bytes} bytes of disk ({})", deed.namespace, failure.text),
-                expected: "what other spaces and the shares leave of the capacity".into(),
-                action: "raise the capacity or the share, or delete the folders of a space that is not wanted".into(),
+            disk.take(&deed.namespace, bytes).map_err(|failure| {
+                Error::store(
+                    path.clone(),
+                    format!("the space {:?} with {bytes} bytes of disk ({})", deed.namespace, failure.text),
+                    "what other spaces and the shares leave of the capacity",
+                    "raise the capacity or the share, or delete the folders of a space that is not wanted",
+                )
             })?;
             entries.insert(deed.folder(), Entry { deed, state: State::Closed });
         }
@@ -244,7 +246,7 @@ impl Spaces {
             if blocks == 0 {
                 let least = store::path_bytes(1, deed.block_bytes).saturating_mul(paths);
                 let found = format!("{} bytes for a space", deed.capacity_bytes);
-                return Err(Error::Config { field: "capacity_bytes", found, expected: format!("{least} or more") });
+                return Err(Error::config("capacity_bytes", found, format!("{least} or more")));
             }
             config.disk.paths.push(DiskPath::with_blocks(path.join(deed.folder()), blocks));
         }
@@ -391,10 +393,10 @@ impl Entry {
 fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
     match u32::try_from(bytes / slot_bytes) {
         Ok(slots) if slots > 0 => Ok(slots),
-        _ => Err(Error::Config {
-            field: "host_bytes",
-            found: format!("{bytes} bytes for a space"),
-            expected: format!("room for 1 to {SLOTS_MAX} slots of {slot_bytes} bytes"),
-        }),
+        _ => Err(Error::config(
+            "host_bytes",
+            format!("{bytes} bytes for a space"),
+            format!("room for 1 to {SLOTS_MAX} slots of {slot_bytes} bytes"),
+        )),
     }
 }
