@@ -1,8 +1,14 @@
 //! Memory that callers lend, lease and give back: whose it is, how long it is used, and who is to blame for it.
 
-use std::time::Duration;
+use std::{
+    future::Future,
+    task::{Context, Waker},
+    time::Duration,
+};
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, Region, Segment, Tier, internals::io::OpKind};
+use kvhoist::{
+    BlockKey, Cache, Config, DiskPath, Error, Region, RegisterOptions, Segment, Tier, internals::io::OpKind,
+};
 use kvhoist_simulation::sim::{self, CopyOptions, Fault, Reactor, Sim, SimCopy, SimOptions, Simulated, World};
 
 const BLOCK_BYTES: usize = 4096;
@@ -120,6 +126,29 @@ fn a_region_is_pinned_and_given_back_by_the_cache_that_registered_it_and_by_no_o
         assert!(is_wrong(&pinned, "region", "unregistered"), "{pinned:?}");
         finish(owner, its_reactor).await;
         finish(other, other_reactor).await;
+    });
+}
+
+#[test]
+fn a_registration_that_is_dropped_while_it_pins_leaves_no_region() {
+    sim::block_on(async {
+        let (cache, reactor, _) = open(config()).await;
+        let mut memory = Memory::new(1);
+        let (place, len) = (memory.place(0), BLOCK_BYTES);
+        // SAFETY: the memory outlives the cache, and nothing touches it while a call is under way.
+        let lent = || unsafe { kvhoist::Memory::host(place[0].ptr, len) };
+        // The reactor is a task of this thread: the first poll sends the request, and nobody has answered it.
+        let mut register = Box::pin(cache.register(lent(), RegisterOptions::default().pinned(true)));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(register.as_mut().poll(&mut context).is_pending(), "it waits for the reactor");
+        drop(register);
+        let loaded = cache.load_into(&[key(1)], std::slice::from_ref(&place)).await;
+        assert!(is_wrong(&loaded, "segments", "in no registered region"), "{loaded:?}");
+        let region = cache.register(lent(), RegisterOptions::default()).await.expect("the range is free again");
+        let loaded = cache.load_into(&[key(1)], &[place]).await.expect("registered");
+        assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+        cache.unregister(&region).await.expect("its own");
+        finish(cache, reactor).await;
     });
 }
 
