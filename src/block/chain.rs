@@ -106,7 +106,8 @@ pub struct PrefixChain {
 }
 
 impl PrefixChain {
-    /// An empty chain in `namespace`, or in the namespace with this name.
+    /// An empty chain in `namespace`, or in the namespace with this name: for the keys of a cache,
+    /// [`Config::namespace`](crate::Config::namespace) of its settings.
     pub fn new(namespace: impl Into<Namespace>) -> Self {
         PrefixChain { parent: Parent::Root(namespace.into()) }
     }
@@ -142,8 +143,8 @@ impl PrefixChain {
     /// [`Error::Argument`] if `block_tokens` is 0; the chain is then unchanged.
     pub fn extend_tokens(&mut self, tokens: &[u32], block_tokens: usize) -> Result<Vec<BlockKey>> {
         if block_tokens == 0 {
-            let expected = "the number of tokens in a block, at least 1".into();
-            return Err(Error::Argument { what: "block_tokens", found: "0".into(), expected });
+            let expected = "the number of tokens in a block, at least 1";
+            return Err(Error::argument("block_tokens", "0", expected));
         }
         Ok(tokens.chunks_exact(block_tokens).map(|block| self.push(block)).collect())
     }

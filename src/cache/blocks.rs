@@ -104,6 +104,13 @@ impl Cache {
     }
 
     /// True where no block is resident.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// assert!(cache.is_empty());
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -195,11 +202,11 @@ impl Cache {
         self.shared().lock().check_open()?;
         let slots = self.config().host_slots() as usize;
         if keys.len() > slots {
-            return Err(Error::Argument {
-                what: "keys",
-                found: format!("{} of them", keys.len()),
-                expected: format!("{slots} at most, one for each slot of the host tier"),
-            });
+            return Err(Error::argument(
+                "keys",
+                format!("{} of them", keys.len()),
+                format!("{slots} at most, one for each slot of the host tier"),
+            ));
         }
         let in_flight = self.config().limits.movements_max.max(1) as usize;
         let fetches = stream::iter(keys.iter().copied()).map(async |key| self.fetch(&key).await);

@@ -48,11 +48,11 @@ pub(super) async fn open(
     let reason = match (mode, &pool, &gpu) {
         (GdrMode::Off, ..) => Some("it is set to off"),
         (GdrMode::On, None, _) => {
-            return Err(Error::Config {
-                field: "gdr",
-                found: "on, without a device tier".into(),
-                expected: "device_blocks of 1 at least, or gdr = auto or off".into(),
-            });
+            return Err(Error::config(
+                "gdr",
+                "on, without a device tier",
+                "device_blocks of 1 at least, or gdr = auto or off",
+            ));
         }
         (_, None, _) => Some("there is no device tier"),
         (GdrMode::Auto, _, None) => Some("host memory plays the device; the processor copies it better"),
@@ -147,19 +147,15 @@ fn method(config: &Config) -> Result<Option<CopyMethod>> {
     match std::env::var_os(COPY_VARIABLE) {
         None => Ok(config.device.copy),
         Some(name) if name == "auto" => Ok(None),
-        Some(name) => name.to_str().and_then(CopyMethod::from_name).map(Some).ok_or_else(|| Error::Config {
-            field: COPY_VARIABLE,
-            found: name.to_string_lossy().into_owned(),
-            expected: "auto, loop, batch or kernel".into(),
+        Some(name) => name.to_str().and_then(CopyMethod::from_name).map(Some).ok_or_else(|| {
+            Error::config(COPY_VARIABLE, name.to_string_lossy().into_owned(), "auto, loop, batch or kernel")
         }),
     }
 }
 
 fn gdr_mode(config: &Config) -> Result<GdrMode> {
     let Some(name) = std::env::var_os(GDR_VARIABLE) else { return Ok(config.device.gdr) };
-    name.to_str().and_then(GdrMode::from_name).ok_or_else(|| Error::Config {
-        field: GDR_VARIABLE,
-        found: name.to_string_lossy().into_owned(),
-        expected: "auto, on or off".into(),
-    })
+    name.to_str()
+        .and_then(GdrMode::from_name)
+        .ok_or_else(|| Error::config(GDR_VARIABLE, name.to_string_lossy().into_owned(), "auto, on or off"))
 }

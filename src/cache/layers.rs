@@ -43,6 +43,28 @@ impl Cache {
     /// # Cancel safety
     /// Dropped before it resolves, it may have been taken on or not; the load then goes on, and its segments stay in
     /// use until [`unregister`](Cache::unregister) resolves.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    ///
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[9; 4096]).await?;
+    /// let mut pool = vec![7; 16 * 4096];
+    /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
+    /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
+    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// // A model of two layers: half of the block is the first one's.
+    /// let [first, second] = [0, 2048].map(|at| Segment { ptr: pool[at..].as_mut_ptr(), len: 2048 });
+    /// let load = cache.load_layers(&[key], &[vec![first, second]], &[0, 1]).await?;
+    /// for layer in 0..load.layers() {
+    ///     let done = load.layer(layer).await?;
+    ///     println!("layer {layer} of {} blocks is in place", done.leading);
+    /// }
+    /// cache.unregister(&region).await?;
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub async fn load_layers(
         &self,
         keys: &[BlockKey],
@@ -51,19 +73,15 @@ impl Cache {
     ) -> Result<LayerLoad> {
         let layers = segments_by_layer(layer_of)?;
         if let Some(at) = segments.iter().position(|list| list.len() != layer_of.len()) {
-            return Err(Error::Argument {
-                what: "segments",
-                found: format!("{} of block {at}", segments[at].len()),
-                expected: format!("one for each of the {} numbers of layers", layer_of.len()),
-            });
+            return Err(Error::argument(
+                "segments",
+                format!("{} of block {at}", segments[at].len()),
+                format!("one for each of the {} numbers of layers", layer_of.len()),
+            ));
         }
         let jobs = self.jobs(keys, None, segments, None)?;
         if jobs.windows(2).any(|pair| pair[0].memory() != pair[1].memory()) {
-            return Err(Error::Argument {
-                what: "segments",
-                found: "host and device memory in one load".into(),
-                expected: "one kind of memory".into(),
-            });
+            return Err(Error::argument("segments", "host and device memory in one load", "one kind of memory"));
         }
         let progress = LayerProgress::new(layers.len(), jobs.len());
         let load = LayerLoad {
@@ -79,10 +97,8 @@ impl Cache {
 
 /// For each layer the numbers of its segments.
 fn segments_by_layer(layer_of: &[usize]) -> Result<Vec<Vec<usize>>> {
-    let wrong = |found: String| Error::Argument {
-        what: "layer_of",
-        found,
-        expected: format!("layers counted from 0, each with a segment, {LAYERS_MAX} at most"),
+    let wrong = |found: String| {
+        Error::argument("layer_of", found, format!("layers counted from 0, each with a segment, {LAYERS_MAX} at most"))
     };
     let count = layer_of.iter().max().map_or(0, |&last| last.saturating_add(1));
     if count == 0 || count > LAYERS_MAX {
@@ -152,8 +168,7 @@ impl LayerLoad {
         }
         let stream = std::ptr::with_exposed_provenance_mut(stream);
         // SAFETY: the caller's promise.
-        unsafe { gates.wait(layer, stream) }
-            .map_err(|fault| Error::Unavailable { tier: "device", reason: fault.to_string() })
+        unsafe { gates.wait(layer, stream) }.map_err(|fault| Error::unavailable("device", fault.to_string()))
     }
 
     /// Where kernels find what a layer came to: the device's address of a 32-bit word that is 0 where all blocks have
@@ -169,8 +184,8 @@ impl LayerLoad {
 
     fn gates(&self) -> Result<Arc<Gates>> {
         let Some(gpu) = &*self.gpu else {
-            let reason = "a stream can wait for a CUDA device only, and this cache has none; await the layer".into();
-            return Err(Error::Unavailable { tier: "device", reason });
+            let reason = "a stream can wait for a CUDA device only, and this cache has none; await the layer";
+            return Err(Error::unavailable("device", reason));
         };
         self.progress.gates(|count| Gates::take(gpu, count))
     }
@@ -180,7 +195,7 @@ impl LayerLoad {
             return Ok(());
         }
         let expected = format!("one of {} layers, counted from 0", self.layers);
-        Err(Error::Argument { what: "layer", found: layer.to_string(), expected })
+        Err(Error::argument("layer", layer.to_string(), expected))
     }
 }
 

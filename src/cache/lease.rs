@@ -92,11 +92,7 @@ impl DeviceLease {
         if Arc::ptr_eq(self.pin.shared(), cache) {
             return Ok(Arc::clone(&self.pin));
         }
-        Err(Error::Argument {
-            what: "lease",
-            found: "a lease of another cache".into(),
-            expected: "a lease that this cache has given".into(),
-        })
+        Err(Error::argument("lease", "a lease of another cache", "a lease that this cache has given"))
     }
 
     /// The path the bytes took for this fetch.
@@ -133,6 +129,58 @@ struct Counted(Arc<Shared>);
 impl Drop for Counted {
     fn drop(&mut self) {
         self.0.reservations.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Cache {
+    /// A host slot, all zero, to fill in place and [commit](Reservation::commit). Waits for a slot.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] past [`Config::waiters_max`](crate::Config::waiters_max), [`Error::Timeout`] past
+    /// [`Config::deadline_ms`](crate::Config::deadline_ms), [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future or the reservation gives the slot back.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// let mut slot = cache.reserve().await?;
+    /// slot[..4].copy_from_slice(b"here");
+    /// slot.commit(&key, None).await?;
+    /// assert!(cache.contains(&key));
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn reserve(&self) -> Result<Reservation> {
+        let mut reservation = self.reserve_for_overwrite().await?;
+        reservation.fill(0);
+        Ok(reservation)
+    }
+
+    /// As [`reserve`](Self::reserve), without the time to clear the slot: for those who write every byte of it.
+    ///
+    /// Until then its bytes are those of whatever block was evicted from the slot, which may be another tenant's. Show
+    /// them to nobody, and do not commit a block that was not filled to its end.
+    ///
+    /// # Errors
+    /// As [`reserve`](Self::reserve).
+    ///
+    /// # Cancel safety
+    /// As [`reserve`](Self::reserve).
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// let mut slot = cache.reserve_for_overwrite().await?;
+    /// slot.copy_from_slice(&[7; 4096]);
+    /// slot.commit(&key, None).await?;
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn reserve_for_overwrite(&self) -> Result<Reservation> {
+        let filling = self.inner.shared.acquire_for_caller().await?;
+        Ok(Reservation::new(self.clone(), filling))
     }
 }
 

@@ -35,16 +35,32 @@ impl Cache {
     /// range must stay mapped and readable; writable where blocks are loaded into it. While a segment is loaded nobody
     /// else may touch it; while it is stored from, nobody may write to it. That a future was dropped does not end its
     /// load.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// use kvhoist::Segment;
+    ///
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// let mut block = vec![7; 4096];
+    /// let place = Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// // SAFETY: the block lives until the loan is returned, and nobody writes to it before.
+    /// let loan = unsafe { cache.lend(&[place]) }?;
+    /// let stored = loan.store_from(&[key], None, &[vec![place]]).await?;
+    /// loan.returned().await;
+    /// assert!(matches!(stored[..], [Ok(true)]));
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub unsafe fn lend(&self, memory: &[Segment]) -> Result<Loan> {
         let mut ranges = Vec::with_capacity(memory.len());
         for segment in memory.iter().filter(|segment| segment.len > 0) {
             let start = segment.ptr as usize;
             let Some(end) = start.checked_add(segment.len).filter(|_| start != 0) else {
-                return Err(Error::Argument {
-                    what: "memory",
-                    found: format!("{} bytes at {start:#x}", segment.len),
-                    expected: "a range of memory".into(),
-                });
+                return Err(Error::argument(
+                    "memory",
+                    format!("{} bytes at {start:#x}", segment.len),
+                    "a range of memory",
+                ));
             };
             ranges.push(start..end);
         }
@@ -129,11 +145,7 @@ impl Loan {
         if queue.is_of(&self.cache) {
             return Ok(());
         }
-        Err(Error::Argument {
-            what: "queue",
-            found: "a queue of another cache".into(),
-            expected: "one of the cache that the memory was lent to".into(),
-        })
+        Err(Error::argument("queue", "a queue of another cache", "one of the cache that the memory was lent to"))
     }
 }
 

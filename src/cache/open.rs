@@ -215,10 +215,12 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let mut is_new = false;
     if !config.disk.paths.is_empty() {
         let blocks = config.disk_slots();
-        index.try_reserve(blocks as usize).map_err(|bytes| Error::Config {
-            field: "disks.blocks",
-            found: format!("{blocks} slots in all, whose index takes {bytes} bytes of memory that the system refused"),
-            expected: "fewer slots, or a system with more memory".into(),
+        index.try_reserve(blocks as usize).map_err(|bytes| {
+            Error::config(
+                "disks.blocks",
+                format!("{blocks} slots in all, whose index takes {bytes} bytes of memory that the system refused"),
+                "fewer slots, or a system with more memory",
+            )
         })?;
         let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
             index.prepare_restore(page.iter().map(|record| &record.key));

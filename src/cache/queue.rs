@@ -106,6 +106,31 @@ impl Cache {
     ///
     /// # Errors
     /// [`Error::Io`] if the system has no eventfd to give.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    ///
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// let mut pool = vec![7; 16 * 4096];
+    /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
+    /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
+    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// let queue = cache.completion_queue(64)?;
+    /// let place = Segment { ptr: pool.as_mut_ptr(), len: 4096 };
+    /// let ticket = queue.submit_store(&[key], None, &[vec![place]])?;
+    /// // An engine polls `queue.event_fd()` in its own loop.
+    /// let done = loop {
+    ///     match queue.drain().pop() {
+    ///         Some(done) => break done,
+    ///         None => std::thread::yield_now(),
+    ///     }
+    /// };
+    /// assert!(done.ticket == ticket && matches!(done.results[..], [Ok(true)]));
+    /// cache.unregister(&region).await?;
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub fn completion_queue(&self, depth: usize) -> Result<CompletionQueue> {
         let inner = Arc::new(Inner::new()?);
         Ok(CompletionQueue { cache: self.clone(), inner, tickets: AtomicU64::new(1), depth: depth.max(1) })

@@ -93,11 +93,7 @@ impl Regions {
         let start = address;
         let start = start as usize;
         if start == 0 || len == 0 || start.checked_add(len).is_none() {
-            return Err(Error::Argument {
-                what: "region",
-                found: format!("{len} bytes at {start:#x}"),
-                expected: "a range of memory".into(),
-            });
+            return Err(Error::argument("region", format!("{len} bytes at {start:#x}"), "a range of memory"));
         }
         let mut regions = self.lock();
         if regions.len() >= REGIONS_MAX {
@@ -105,11 +101,11 @@ impl Regions {
         }
         let shares = |region: &Arc<RegionInner>| start < region.start + region.len && region.start < start + len;
         if regions.iter().any(shares) {
-            return Err(Error::Argument {
-                what: "region",
-                found: format!("{len} bytes at {start:#x}, part of which is registered"),
-                expected: "each range registered once".into(),
-            });
+            return Err(Error::argument(
+                "region",
+                format!("{len} bytes at {start:#x}, part of which is registered"),
+                "each range registered once",
+            ));
         }
         let inner = RegionInner::new(address, len, memory, owner);
         regions.push(Arc::clone(&inner));
@@ -121,11 +117,7 @@ impl Regions {
         if region.registry == self.number {
             return Ok(());
         }
-        Err(Error::Argument {
-            what: "region",
-            found: "a region of another cache".into(),
-            expected: "a region that this cache has registered".into(),
-        })
+        Err(Error::argument("region", "a region of another cache", "a region that this cache has registered"))
     }
 
     /// Holds a region, wherever its movements go.
@@ -136,11 +128,7 @@ impl Regions {
             // Under the lock: who forgets a region counts its users after that.
             return Ok(region.inner.hold());
         }
-        Err(Error::Argument {
-            what: "region",
-            found: "a region that was unregistered".into(),
-            expected: "a region that is registered".into(),
-        })
+        Err(Error::argument("region", "a region that was unregistered", "a region that is registered"))
     }
 
     /// Forgets a region, if it is not forgotten already: nothing begins to use it after that.
@@ -154,29 +142,25 @@ impl Regions {
     fn hold(&self, segments: &[Segment], block_bytes: usize, lent: Option<&Loan>) -> Result<Vec<RegionUse>> {
         let bytes = segments.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
         if bytes != Some(block_bytes) {
-            return Err(Error::Argument {
-                what: "segments",
-                found: format!("{bytes:?} bytes in {} segments", segments.len()),
-                expected: format!("one block of {block_bytes} bytes"),
-            });
+            return Err(Error::argument(
+                "segments",
+                format!("{bytes:?} bytes in {} segments", segments.len()),
+                format!("one block of {block_bytes} bytes"),
+            ));
         }
         let regions = self.lock();
         let mut held: Vec<RegionUse> = Vec::new();
         for segment in segments {
             let lent = lent.and_then(|loan| loan.region_of(segment));
             let Some(region) = lent.or_else(|| regions.iter().find(|region| region.contains(segment))) else {
-                return Err(Error::Argument {
-                    what: "segments",
-                    found: format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
-                    expected: "registered memory".into(),
-                });
+                return Err(Error::argument(
+                    "segments",
+                    format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
+                    "registered memory",
+                ));
             };
             if held.first().is_some_and(|first| first.memory() != region.memory) {
-                return Err(Error::Argument {
-                    what: "segments",
-                    found: "host and device memory in one block".into(),
-                    expected: "one kind of memory".into(),
-                });
+                return Err(Error::argument("segments", "host and device memory in one block", "one kind of memory"));
             }
             if !held.iter().any(|other| other.is_of(region)) {
                 held.push(region.hold());
@@ -264,6 +248,21 @@ impl Cache {
     /// # Cancel safety
     /// The region is forgotten at the first poll. Movements may still use it when the future is dropped, and it may
     /// still be pinned: call again to wait for them.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// use kvhoist::{Memory, RegisterOptions};
+    ///
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// let mut pool = vec![7; 16 * 4096];
+    /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
+    /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
+    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// cache.unregister(&region).await?;
+    /// drop(pool);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub async fn unregister(&self, region: &Region) -> Result<()> {
         self.inner.regions.remove(region)?;
         shield(region.inner.wait_unused()).await;
@@ -298,6 +297,25 @@ impl Cache {
     ///
     /// # Cancel safety
     /// The loads go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    ///
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[9; 4096]).await?;
+    /// let mut pool = vec![7; 16 * 4096];
+    /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
+    /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
+    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// // The block's first half goes to the end of the pool, its second half to the beginning.
+    /// let [end, begin] = [pool.len() - 2048, 0].map(|at| Segment { ptr: pool[at..].as_mut_ptr(), len: 2048 });
+    /// let loaded = cache.load_into(&[key], &[vec![end, begin]]).await?;
+    /// cache.unregister(&region).await?;
+    /// assert!(matches!(loaded[..], [Ok(true)]) && pool[..2048] == [9; 2048]);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
         self.load_jobs(self.jobs(keys, None, segments, None)?).await
     }
@@ -312,6 +330,23 @@ impl Cache {
     ///
     /// # Cancel safety
     /// The stores go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    ///
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// let mut pool = vec![7; 16 * 4096];
+    /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
+    /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
+    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// let place = Segment { ptr: pool.as_mut_ptr(), len: 4096 };
+    /// let stored = cache.store_from(&[key], None, &[vec![place]]).await?;
+    /// cache.unregister(&region).await?;
+    /// assert!(matches!(stored[..], [Ok(true)]) && cache.contains(&key));
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub async fn store_from(
         &self,
         keys: &[BlockKey],
@@ -342,11 +377,11 @@ impl Cache {
         lent: Option<&Loan>,
     ) -> Result<Vec<Job>> {
         if keys.len() != segments.len() {
-            return Err(Error::Argument {
-                what: "segments",
-                found: format!("{} lists", segments.len()),
-                expected: format!("one for each of {} keys", keys.len()),
-            });
+            return Err(Error::argument(
+                "segments",
+                format!("{} lists", segments.len()),
+                format!("one for each of {} keys", keys.len()),
+            ));
         }
         let jobs_max = self.config().limits.movements_max;
         if keys.len() > jobs_max as usize {

@@ -73,7 +73,6 @@ impl Options {
         if (1..=1024).contains(&self.depth) {
             return Ok(());
         }
-        let (found, expected) = (self.depth.to_string(), "1 to 1024 slots at the same time".into());
-        Err(Error::argument("depth", found, expected))
+        Err(Error::argument("depth", self.depth, "1 to 1024 slots at the same time"))
     }
 }

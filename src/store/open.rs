@@ -82,7 +82,7 @@ pub(super) enum Opened {
 /// [`Error::Store`] if they are not the members of one store, or a cache has it open; [`Error::Io`].
 pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
     if paths.is_empty() {
-        let expected = "the files, directories or devices of one store".into();
+        let expected = "the files, directories or devices of one store";
         return Err(Error::argument("paths", "no path", expected));
     }
     let open = |path: &&Path| open_read_only(path, options.direct_io, options.allow_in_use);

@@ -75,7 +75,7 @@ fn remove(file: &ReadOnlyFile) -> Result<()> {
     let ours = file.file.metadata().map_err(failed("stat"))?;
     let now = fs::symlink_metadata(path).map_err(failed("stat"))?;
     if (now.dev(), now.ino()) != (ours.dev(), ours.ino()) {
-        let (found, expected) = ("another file than a moment ago".into(), "one that stays in its place".into());
+        let (found, expected) = ("another file than a moment ago", "one that stays in its place");
         return Err(Error::store(path.clone(), found, expected, "look at it, and wipe again"));
     }
     fs::remove_file(path).map_err(failed("remove"))?;

@@ -133,8 +133,6 @@ pub const KNOWN_PAIRS: &[&str] = &[
     "cli/src/lib.rs: replay and report",
     "python/src/lib.rs: cache and queue",
     "python/src/lib.rs: errors and keys",
-    "src/lib.rs: cache and cache::lease",
-    "src/lib.rs: cache and cache::open",
     "src/lib.rs: cache and cache::region",
     "src/lib.rs: device::cufile and device::cufile::queue",
     "src/lib.rs: device::cufile::open and device::cufile::worker",

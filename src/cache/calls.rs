@@ -1,0 +1,324 @@
+//! The calls that most callers make: open a cache, fetch and store blocks.
+
+use std::sync::Arc;
+
+use tokio::sync::oneshot;
+
+use super::{Cache, DeviceLease, Lease, open};
+use crate::{
+    block::{BlockKey, Tier},
+    checksum::checksum,
+    config::Config,
+    error::{Error, Result},
+    index::PrefixMatch,
+    mover::{Command, DeviceRead, Urgent},
+    shield::shield,
+    state::{BegunStore, Class, Promotion, Purpose, Use},
+};
+
+/// Blocks that [`Cache::touch`] counts before it lets others at the index.
+const TOUCHED_UNDER_ONE_LOCK: usize = 256;
+
+impl Cache {
+    /// Opens a cache: takes the memory, opens or creates the store, reads its records.
+    ///
+    /// # Errors
+    /// [`Error::Config`] names the wrong field; [`Error::Store`] says what was found in the store's
+    /// place. Nothing that exists on disk is changed by a failed open.
+    ///
+    /// # Cancel safety
+    /// If the future is dropped the cache is opened and closed again in the background.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let folder = tempfile::tempdir().expect("a folder");
+    /// # let folder = folder.path();
+    /// use kvhoist::{Cache, Config, DirectIo};
+    ///
+    /// let config = Config::default().block_bytes(64 << 10).host_bytes(1 << 20).disk(folder, 4 << 20);
+    /// # let config = config.direct_io(DirectIo::Prefer);
+    /// let cache = Cache::open(config).await?;
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn open(config: Config) -> Result<Cache> {
+        open::open(config).await
+    }
+
+    /// A block in host memory, read from a slower tier where it must be; `None` if it is nowhere.
+    ///
+    /// A block already in host memory is returned at the first poll, on the caller's thread. One
+    /// from disk has been verified against its checksum. However many callers want a block, it is
+    /// read once.
+    ///
+    /// # Errors
+    /// [`Error::Busy`] past a limit, [`Error::Io`] if the read failed (the block is then given up, unless the machine
+    /// lacked memory or another resource), [`Error::Timeout`] past [`Config::deadline_ms`] (the read goes on),
+    /// [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves no trace; a read that began may still finish and make the block
+    /// resident.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// match cache.fetch(&key).await? {
+    ///     Some(block) => assert_eq!(block[..], [7; 4096]),
+    ///     None => println!("a miss: compute the block, and store it"),
+    /// }
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn fetch(&self, key: &BlockKey) -> Result<Option<Lease>> {
+        Ok(self.pin(key, Tier::Host).await?.map(Lease::new))
+    }
+
+    /// Stores a block: copies `data` into a host slot, then does what the write policy wants.
+    ///
+    /// `parent` is the key before this one in its prefix chain. With `write_through` it resolves
+    /// when the disk has taken the block (written, not flushed), else when the block is visible. A
+    /// block that is resident already is not copied again: keys name content.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if `data` is not one block; [`Error::Busy`] past a limit;
+    /// [`Error::Io`], [`Error::Refused`] or [`Error::Unavailable`] if the disk did not take it: the
+    /// block is then not on disk, though host memory may still serve it. [`Error::Timeout`] past
+    /// [`Config::deadline_ms`], waiting for a slot (nothing was done) or for the disk (which may still
+    /// take it).
+    ///
+    /// # Cancel safety
+    /// Dropped before the copy, it leaves no trace; after it, the block is visible and its write
+    /// goes on: [`sync`](Cache::sync) waits for it, and reports it if the disk does not take it.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// let keys = kvhoist::PrefixChain::new("llama-3-8b bf16").extend_tokens(&[7; 128], 64)?;
+    /// cache.store(&keys[0], None, &[0; 4096]).await?;
+    /// cache.store(&keys[1], Some(&keys[0]), &[1; 4096]).await?;
+    /// assert_eq!(cache.match_len(&keys), 2);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn store(&self, key: &BlockKey, parent: Option<&BlockKey>, data: &[u8]) -> Result<()> {
+        self.check_length(data)?;
+        let shared = &self.inner.shared;
+        let mut filling = match shared.begin_store(key, parent)? {
+            BegunStore::Known(committed) => return self.finish_store(key, committed).await,
+            BegunStore::Slot(filling) => filling,
+            BegunStore::NoSlot => shared.acquire(Tier::Host, Purpose::Call).await?,
+        };
+        filling.bytes_mut().copy_from_slice(data);
+        let committed = shared.commit(key, parent, filling, checksum(data))?;
+        self.finish_store(key, committed).await
+    }
+
+    /// The default settings, to change and to [open](Config::open).
+    ///
+    /// ```
+    /// # let folder = tempfile::tempdir()?;
+    /// # let folder = folder.path();
+    /// # kvhoist::block_on(async {
+    /// use kvhoist::Cache;
+    ///
+    /// let cache = Cache::builder().block_bytes(64 << 10).host_bytes(1 << 20).disk(folder, 4 << 20).open().await?;
+    /// # cache.close().await
+    /// # })?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn builder() -> Config {
+        Config::default()
+    }
+
+    /// The configuration it was opened with.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// assert_eq!(cache.config().block_bytes, 4096);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub fn config(&self) -> &Config {
+        &self.inner.shared.config
+    }
+
+    /// The leading blocks of `keys` that are resident, and where; none once the cache is closed. One lock, no I/O, no
+    /// use counted.
+    ///
+    /// A request begins, for eviction policies that count uses by requests ([`Eviction::Rb`](crate::Eviction::Rb)):
+    /// until the next match a block counts as used once, however often it is fetched or loaded.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let keys = kvhoist::PrefixChain::new("llama-3-8b bf16").extend_tokens(&[7; 128], 64)?;
+    /// # cache.store(&keys[0], None, &[0; 4096]).await?;
+    /// // Two blocks long; only the first was stored.
+    /// let found = cache.match_prefix(&keys);
+    /// assert_eq!(found.tiers(), [kvhoist::Tier::Host]);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub fn match_prefix(&self, keys: &[BlockKey]) -> PrefixMatch {
+        let mut state = self.inner.shared.lock();
+        if state.check_open().is_err() {
+            return PrefixMatch::default();
+        }
+        state.index.begin_request(keys.len());
+        let mut found = state.index.match_prefix(keys);
+        if !state.disk_service.reads() {
+            found.truncate_at(Tier::Disk);
+        }
+        found
+    }
+
+    /// The number of leading `keys` that are resident in some tier; 0 once the cache is closed. Allocates nothing while
+    /// the disk is in service.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let keys = kvhoist::PrefixChain::new("llama-3-8b bf16").extend_tokens(&[7; 128], 64)?;
+    /// # cache.store(&keys[0], None, &[0; 4096]).await?;
+    /// let resident = cache.match_len(&keys);
+    /// println!("{resident} of {} blocks need not be computed", keys.len());
+    /// # assert_eq!(resident, 1);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub fn match_len(&self, keys: &[BlockKey]) -> usize {
+        let mut state = self.inner.shared.lock();
+        if state.check_open().is_err() {
+            return 0;
+        }
+        state.index.begin_request(keys.len());
+        if state.disk_service.reads() {
+            return state.index.match_len(keys);
+        }
+        drop(state);
+        self.match_prefix(keys).len()
+    }
+
+    /// Starts to bring blocks into host memory; returns how many movements it started.
+    ///
+    /// Nobody waits for them: they go after the reads that someone awaits. Past
+    /// [`Config::background_max`] or with the queue full, the rest is refused and counted.
+    ///
+    /// # Errors
+    /// [`Error::Closed`].
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let folder = tempfile::tempdir().expect("a folder");
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20)
+    /// #     .direct_io(kvhoist::DirectIo::Prefer).disk(folder.path(), 4 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// // A request is queued: its blocks are on the way while it waits.
+    /// cache.prefetch(&[key])?;
+    /// let block = cache.fetch(&key).await?;
+    /// # assert!(block.is_some());
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
+        let shared = &self.inner.shared;
+        shared.lock().check_open()?;
+        let mut started = 0;
+        for (i, key) in keys.iter().enumerate() {
+            if shared.lock().flights.len() >= self.config().limits.background_max as usize {
+                shared.metrics.background_refused.add((keys.len() - i) as u64);
+                break;
+            }
+            let Ok(permit) = self.inner.commands.try_reserve() else {
+                shared.metrics.background_refused.add((keys.len() - i) as u64);
+                break;
+            };
+            if let (Promotion::Started(_nobody), _) =
+                shared.promote(key, Tier::Host, Class::Background, Use::Announced)?
+            {
+                permit.send(Command::Promote { key: *key, to: Tier::Host });
+                started += 1;
+            }
+        }
+        Ok(started)
+    }
+
+    /// Counts a use of every resident block of a chain, given in prefix order, as a load of it would. No I/O.
+    ///
+    /// For engines that keep a copy of their own and so never load what they use most. Blocks that are nowhere are
+    /// passed over.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// // The engine has the block in its own memory: it is in use, although nobody loads it.
+    /// cache.touch(&[key]);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub fn touch(&self, keys: &[BlockKey]) {
+        // From the end, as within each part: a chain's end is to be evicted before its beginning.
+        for part in keys.rchunks(TOUCHED_UNDER_ONE_LOCK) {
+            let mut state = self.inner.shared.lock();
+            let ids: Vec<_> = part.iter().filter_map(|key| state.index.find(key)).collect();
+            state.index.touch_chain(&ids);
+            ids.into_iter().for_each(|id| self.inner.shared.reconsider(&mut state, id));
+        }
+    }
+
+    /// A block in device memory, promoted where it must be; `None` if it is nowhere.
+    ///
+    /// # Errors
+    /// As [`fetch`](Cache::fetch); [`Error::Unavailable`] without a device tier.
+    ///
+    /// # Cancel safety
+    /// As [`fetch`](Cache::fetch).
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).device_blocks(4)
+    /// #     .device(kvhoist::DeviceKind::Simulated).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// if let Some(block) = cache.fetch_to_device(&key).await? {
+    ///     for segment in block.segments() {
+    ///         println!("{} bytes at {:p}", segment.len, segment.ptr);
+    ///     }
+    /// }
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn fetch_to_device(&self, key: &BlockKey) -> Result<Option<DeviceLease>> {
+        self.need_device()?;
+        Ok(self.pin(key, Tier::Device).await?.map(DeviceLease::new))
+    }
+
+    /// Copies a device block to the host: `buf` comes back with its bytes, resized to fit. Also a block that was
+    /// removed since it was leased.
+    ///
+    /// As many copies as [`Config::movements_max`] may be under way at once; who asks for more waits.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a lease of another cache, [`Error::Copy`] if the copy failed, [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops `buf`, once a copy that has begun has ended.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).device_blocks(4)
+    /// #     .device(kvhoist::DeviceKind::Simulated).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// let block = cache.fetch_to_device(&key).await?.expect("it was stored");
+    /// let bytes = cache.read_device(&block, Vec::new()).await?;
+    /// assert_eq!(bytes, [7; 4096]);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn read_device(&self, lease: &DeviceLease, buf: Vec<u8>) -> Result<Vec<u8>> {
+        let pin = lease.pin_of(self.shared())?;
+        // Not through the bounded channel, where those may be who wait for the leased slot; bounded all the same.
+        let permit = shield(Arc::clone(&self.inner.device_reads).acquire_owned()).await.map_err(|_| Error::Closed)?;
+        let (reply, receiver) = oneshot::channel();
+        self.send_urgent(Urgent::ReadDevice(DeviceRead { pin, buf, permit, reply }))?;
+        shield(receiver).await.unwrap_or(Err(Error::Closed))
+    }
+}

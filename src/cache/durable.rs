@@ -1,0 +1,144 @@
+//! What is to be true after the end of the process: removals, syncs, and the close.
+
+use super::Cache;
+use crate::{
+    block::BlockKey,
+    error::{Error, Result},
+    mover::{Command, Urgent},
+    shield::shield,
+    state::Removed,
+};
+
+impl Cache {
+    /// Forgets a block in every tier; true if it was resident. Readers keep their leases.
+    ///
+    /// Resolves when no record on disk names it any more, also where it was resident no longer: a write of the block
+    /// that is under way is waited for, and records that still name it are written anew. The removal then survives the
+    /// end of the process. A power cut may undo it until a [`sync`](Cache::sync) has followed; use
+    /// [`remove_durably`](Cache::remove_durably) where it must not.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block
+    /// is forgotten all the same, and may be back at the next start.
+    ///
+    /// # Cancel safety
+    /// The block is forgotten at the first poll. Dropped after that, only its record may come back at the next start.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// assert!(cache.remove(&key).await?);
+    /// assert!(!cache.contains(&key));
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
+        let shared = &self.inner.shared;
+        let Removed { resident, writing } = shared.remove(key)?;
+        // A write that failed has ended as well, and has left its record to be cleared.
+        if let Some(writing) = writing
+            && let Err(error) = shield(shared.written(writing)).await
+            && (error.is_transient() || matches!(error, Error::Closed))
+        {
+            return Err(error);
+        }
+        if shared.may_be_recorded(key) {
+            self.ask(|reply| Command::Forget { key: *key, reply }).await?;
+        }
+        Ok(resident)
+    }
+
+    /// As [`remove`](Cache::remove), and flushes: the removal survives a power cut too. It takes as long as the drive's
+    /// flush does, one for each path.
+    ///
+    /// # Errors
+    /// As [`remove`](Cache::remove); [`Error::Io`] also after a failed flush, as of [`sync`](Cache::sync).
+    ///
+    /// # Cancel safety
+    /// As [`remove`](Cache::remove).
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let folder = tempfile::tempdir().expect("a folder");
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20)
+    /// #     .direct_io(kvhoist::DirectIo::Prefer).disk(folder.path(), 4 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// // A user's data is to be forgotten, also after a power cut.
+    /// cache.remove_durably(&key).await?;
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn remove_durably(&self, key: &BlockKey) -> Result<bool> {
+        let resident = self.remove(key).await?;
+        self.ask(|reply| Command::Flush { reply }).await?;
+        Ok(resident)
+    }
+
+    /// Resolves when all that was stored before it is written and flushed: it survives a power cut.
+    ///
+    /// That is every block whose store has returned, or was dropped after the block became visible. With
+    /// `write_through_selective` it is only the blocks that were selected. With `by_value` every block that is not on
+    /// disk is decided on now, as if host memory let it go, and those that are worth a write, within the budget, are
+    /// written and flushed. The rest stays in host memory until its slots are needed, and does not survive the cache:
+    /// [`Stats::writes_declined`](crate::Stats::writes_declined) and
+    /// [`Stats::writes_over_budget`](crate::Stats::writes_over_budget) count it, and it is no error.
+    ///
+    /// # Errors
+    /// [`Error::Refused`] if the disk did not take blocks and no store has returned that error: write-backs, and writes
+    /// whose store was dropped. They are not tried again, and not reported to syncs that begin later: store them anew.
+    ///
+    /// [`Error::Io`] if records could not be written (the next sync tries again) or a flush failed. After a failed
+    /// flush every later sync, and the close, fails too: the kernel does not try again what it could not write, so
+    /// nobody can tell what survives a power cut. Reads go on; open the cache anew to sync again.
+    ///
+    /// [`Error::Timeout`] past [`Config::deadline_ms`](crate::Config::deadline_ms) (what was begun goes on),
+    /// [`Error::Closed`].
+    ///
+    /// # Cancel safety
+    /// The writes and the flush go on. Refused blocks are left for the next sync to report.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let folder = tempfile::tempdir().expect("a folder");
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20)
+    /// #     .direct_io(kvhoist::DirectIo::Prefer).disk(folder.path(), 4 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// cache.sync().await?;
+    /// // The block survives a power cut from here on.
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub async fn sync(&self) -> Result<()> {
+        let refusals = self.inner.shared.begin_report();
+        self.ask(|reply| Command::Sync { reply }).await?;
+        // Here and not on the reactor: what a caller that is gone was to be told, the next one is.
+        refusals.report()
+    }
+
+    /// Finishes what is under way, writes what is dirty, flushes, and releases the files. With `by_value` it writes
+    /// what a [`sync`](Cache::sync) would, and the rest is gone.
+    ///
+    /// Calls on other handles fail with [`Error::Closed`] from now on. Leases stay valid. However many callers close
+    /// the cache, and whenever they do, each waits until it has ended and gets the same result: registered memory may
+    /// be reused after any of them.
+    ///
+    /// # Errors
+    /// As [`sync`](Cache::sync); the cache is closed all the same.
+    ///
+    /// # Cancel safety
+    /// From the first poll on the close goes on.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// cache.close().await?;
+    /// assert!(matches!(cache.sync().await, Err(kvhoist::Error::Closed)));
+    /// # Ok::<_, kvhoist::Error>(()) }).expect("the example runs");
+    /// ```
+    pub async fn close(&self) -> Result<()> {
+        // Refused where it has ended.
+        drop(self.send_urgent(Urgent::Close));
+        self.ended().await
+    }
+}
