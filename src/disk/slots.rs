@@ -30,6 +30,7 @@ use super::{
 use crate::{
     bits::BitSet,
     block::{BlockKey, FileId},
+    error::{Error, Result},
 };
 
 /// Record pages (of each member) among which successive stores rotate.
@@ -82,11 +83,22 @@ pub struct DiskSlots {
 impl DiskSlots {
     /// The slot table of store `uuid`, with all slots free. `records_uses`: whether its records contain use counts
     /// ([`Superblock::records_uses`](super::format::superblock::Superblock::records_uses)).
-    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool) -> Self {
+    ///
+    /// # Errors
+    /// [`Error::Config`] if the system has no memory for it.
+    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool) -> Result<Self> {
+        let count = stripe.slots() as usize;
+        let mut slots = Vec::new();
+        slots.try_reserve_exact(count).map_err(|_| Error::Config {
+            field: "disks.blocks",
+            found: format!("{count} slots in all, whose table takes memory that the system refused"),
+            expected: "fewer slots, or a system with more memory".into(),
+        })?;
+        slots.resize(count, SlotMeta::FREE);
         let mut free = BitSet::new(stripe.slots());
         (0..stripe.slots()).for_each(|slot| assert!(free.insert(slot)));
-        DiskSlots {
-            slots: vec![SlotMeta::FREE; stripe.slots() as usize],
+        Ok(DiskSlots {
+            slots,
             stale: BitSet::new(stripe.pages()),
             quarantined_of: vec![0; stripe.members().len()],
             leftovers: Leftovers::default(),
@@ -97,7 +109,7 @@ impl DiskSlots {
             cursor: 0,
             full: 0,
             quarantined: 0,
-        }
+        })
     }
 
     /// Enters a recovered block: a free slot becomes full, and its page stays fresh.

@@ -235,7 +235,7 @@ fn check_balance(shared: &Shared) {
 async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender<Cache>) -> (End, Result<()>) {
     let stripe = Stripe::new(&config);
     let mut file = vec![0; stripe.members()[0].bytes as usize];
-    let mut slots = DiskSlots::new(stripe, [7; 16], true);
+    let mut slots = DiskSlots::new(stripe, [7; 16], true).expect("memory for a few slots");
     let mut index = Index::new(1);
     for n in 0..stored {
         let parent = (chain && n > 0).then(|| key(n - 1));

@@ -13,6 +13,7 @@ use crate::{
             stripe::{PageId, Stripe},
         },
     },
+    error::Result,
 };
 
 /// The record of a full slot.
@@ -60,17 +61,17 @@ pub(super) struct Collector<'a> {
 
 impl<'a> Collector<'a> {
     /// Accepts only records of store `uuid`.
-    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool, take: &'a mut RecordSink<'a>) -> Self {
-        Collector {
+    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool, take: &'a mut RecordSink<'a>) -> Result<Self> {
+        Ok(Collector {
             seals: (0..stripe.members().len() as u16).map(|member| RecordSeal::new(&uuid, member)).collect(),
-            slots: DiskSlots::new(stripe.clone(), uuid, records_uses),
+            slots: DiskSlots::new(stripe.clone(), uuid, records_uses)?,
             stripe,
             take,
             page: Vec::with_capacity(RECORDS_PER_PAGE),
             counts: Counts::default(),
             unreadable: Vec::new(),
             generation_next: 1,
-        }
+        })
     }
 
     fn take_in(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {

@@ -104,14 +104,14 @@ pub async fn open<S: Storage>(
             for ((file, member), state) in files(members).zip(states) {
                 repair(storage, file, member, state).await?;
             }
-            let mut collector = Collector::new(stripe.clone(), uuid, records_uses, take);
+            let mut collector = Collector::new(stripe.clone(), uuid, records_uses, take)?;
             read_tables(storage, members, &stripe, &mut collector).await?;
             Ok(collector.finish())
         }
         OpenPlan::Create => {
-            create(storage, members, config, uuid).await?;
             let counts = Counts { free: stripe.slots().into(), ..Counts::default() };
-            let slots = DiskSlots::new(stripe, uuid, true);
+            let slots = DiskSlots::new(stripe, uuid, true)?;
+            create(storage, members, config, uuid).await?;
             Ok(Recovered { slots, counts, next_generation: 1, is_new: true })
         }
     }

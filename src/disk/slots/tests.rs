@@ -15,7 +15,7 @@ const UUID: [u8; 16] = [3; 16];
 fn slots_of(blocks: &[u32]) -> DiskSlots {
     let disk = |(at, &blocks): (usize, &u32)| DiskPath::with_blocks(format!("d{at}"), blocks);
     let config = Config::default().disks(blocks.iter().enumerate().map(disk).collect());
-    DiskSlots::new(Stripe::new(&config), UUID, true)
+    DiskSlots::new(Stripe::new(&config), UUID, true).expect("memory for a few slots")
 }
 
 fn describe(entry: u32) -> (BlockKey, Option<BlockKey>, u64, u8) {
