@@ -30,6 +30,22 @@ impl Lru {
     pub(super) fn contains(&self, id: EntryId, last_use: u64) -> bool {
         self.in_order.contains(&id.0) || self.late.contains(&(last_use, id.0))
     }
+
+    /// Checks that both parts are in the order of `last_use`, with no entry in both.
+    pub(super) fn validate(&self, last_use: &dyn Fn(EntryId) -> u64) -> Result<(), String> {
+        let mut after = self.newest;
+        for (&id, &()) in &self.in_order {
+            let used = last_use(EntryId(id));
+            if used > after {
+                return Err(format!("entry {id}, last used at {used}, is listed before one used at {after}"));
+            }
+            after = used;
+        }
+        let is_wrong = |&(used, id): &(u64, u32)| used != last_use(EntryId(id)) || self.in_order.contains(&id);
+        self.late.iter().copied().find(is_wrong).map_or(Ok(()), |(used, id)| {
+            Err(format!("entry {id} is listed as a late arrival, used at {used}, or is listed twice"))
+        })
+    }
 }
 
 impl Default for Lru {

@@ -125,7 +125,7 @@ pub trait EvictionPolicy: Send {
         false
     }
 
-    /// A block was refused, in its first use. `at` is the low half of the clock.
+    /// A block was refused, which is a use. `at` is the low half of the clock.
     fn refused(&mut self, _hash: u64, _at: u32) {}
 
     /// True if a block that is in no tier is remembered, so that this is not its first use.

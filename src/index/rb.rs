@@ -90,18 +90,25 @@ impl Rb {
         self.lists[usize::from(used.again())].contains(id, used.last)
     }
 
-    pub(super) fn validate(&self) -> Result<(), String> {
-        if !(0.0..=HEAD_MAX * self.slots).contains(&self.head) {
-            return Err(format!("a head start of {}", self.head));
+    /// Checks the lists, the counts and the ghosts. `used` is what is known of an entry that is held.
+    pub(super) fn validate(&self, used: &dyn Fn(EntryId) -> Used) -> Result<(), String> {
+        for list in &self.lists {
+            list.validate(&|id| used(id).last)?;
         }
-        if !(SHARE_MIN..=1.0).contains(&self.share()) {
-            return Err(format!("{} of new blocks are taken", self.share()));
+        let is_count = |count: f64| count.is_finite() && count >= 0.0;
+        let Rb { head, slots, regrets, evictions, until_adapt, .. } = self;
+        if !(0.0..=HEAD_MAX * slots).contains(head) {
+            return Err(format!("a head start of {head} for {slots} slots"));
         }
-        let [once, again] = self.evictions;
-        if !(once >= 0.0 && again >= 0.0) || self.until_adapt == 0 || self.until_adapt > period(self.slots) {
-            return Err(format!("{once} and {again} evictions, {} until the next look", self.until_adapt));
+        if !regrets.iter().chain(evictions).copied().all(is_count) || !(1..=period(*slots)).contains(until_adapt) {
+            return Err(format!("regrets {regrets:?}, evictions {evictions:?}, {until_adapt} until the next look"));
         }
-        self.admission.as_ref().map_or(Ok(()), |admission| admission.accepted.validate())?;
+        if let Some(Admission { share, hits, time, accepted }) = &self.admission {
+            if !(SHARE_MIN..=1.0).contains(share) || !is_count(*hits) || !is_count(*time) {
+                return Err(format!("a share of {share}, {hits} hits in {time} uses"));
+            }
+            accepted.validate()?;
+        }
         self.ghosts.validate()
     }
 
@@ -239,7 +246,11 @@ impl EvictionPolicy for Rb {
     }
 
     fn refused(&mut self, hash: u64, at: u32) {
-        self.ghosts.push(hash, at, 1, true);
+        if let Some(admission) = &mut self.admission {
+            admission.accepted.take(hash);
+        }
+        let uses = self.returned(hash, at);
+        self.ghosts.push(hash, at, uses + 1, true);
         self.count();
     }
 
@@ -273,7 +284,7 @@ mod tests {
             rb.evicted(Used { last: now, uses: 2 }, now);
         }
         assert!((rb.share() - 1.0).abs() < 1e-9, "{}", rb.share());
-        rb.validate().expect("valid");
+        rb.validate(&|_| unreachable!("nothing is held")).expect("valid");
     }
 
     #[test]

@@ -11,6 +11,17 @@ fn as_date(clock: u64) -> u32 {
     (clock as u32).min(NONE - 1)
 }
 
+/// What a tier did with the block before a new one. A block without its parent is useless.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parent {
+    /// It was new as well, and admitted.
+    Taken,
+    /// It is in another tier only.
+    Elsewhere,
+    /// It is resident nowhere: it was refused, or evicted.
+    Refused,
+}
+
 impl Index {
     /// Begins a request for up to `blocks` blocks. With a policy that counts requests, each block counts as used once.
     pub fn begin_request(&mut self, blocks: usize) {
@@ -165,18 +176,24 @@ impl Index {
             return false;
         }
         let hash = self.hasher.hash(key);
-        let is_first = match self.find(key).map(|id| self.entry(id).used().uses) {
+        let entry = self.find(key).map(|id| self.entry(id)).filter(|entry| entry.occupies_any());
+        let is_first = match entry.map(|entry| entry.used().uses) {
             None | Some(0) => !policy.remembers(hash),
             Some(uses) => uses == 1,
         };
-        if !is_first {
-            return false;
-        }
+        let is_new = entry.is_none();
         let refuses = match self.parent_taken(parent, parent_comes, tier) {
-            Some(taken) => !taken,
+            Some(Parent::Refused) => true,
+            _ if !is_first => return false,
+            Some(Parent::Elsewhere) => true,
+            Some(Parent::Taken) => false,
             // Half of the hash chooses the place in the table; this mixes both.
             None => policy.refuses(hash.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ hash.rotate_left(32)),
         };
+        // The use of a block that is in another tier, or on its way there, is counted by that.
+        if refuses && is_new {
+            self.clock = self.clock.saturating_add(1);
+        }
         let at = self.now();
         let policy = &mut self.policies[tier as usize];
         if refuses {
@@ -187,17 +204,16 @@ impl Index {
         refuses
     }
 
-    /// Whether the block before a new one was new as well, and admitted: then the new one is. `None` if the parent does
-    /// not decide: it is used in other chains, or not known.
-    fn parent_taken(&self, parent: Option<&BlockKey>, comes: bool, tier: Tier) -> Option<bool> {
+    /// What became of the block before a new one. `None` if it does not decide: it is used in other chains, or not
+    /// known.
+    fn parent_taken(&self, parent: Option<&BlockKey>, comes: bool, tier: Tier) -> Option<Parent> {
         let (policy, hash) = (&self.policies[tier as usize], self.hasher.hash(parent?));
         let entry = self.find(parent?).map(|id| self.entry(id)).filter(|entry| entry.occupies_any());
         match entry {
-            Some(entry) if entry.occupies(tier) || comes => (!entry.used().again()).then_some(true),
-            _ if comes || policy.was_accepted(hash) => Some(true),
-            // A block without its parent is useless.
-            Some(_) => Some(false),
-            None => policy.remembers(hash).then_some(false),
+            Some(entry) if entry.occupies(tier) || comes => (!entry.used().again()).then_some(Parent::Taken),
+            _ if comes || policy.was_accepted(hash) => Some(Parent::Taken),
+            Some(_) => Some(Parent::Elsewhere),
+            None => policy.remembers(hash).then_some(Parent::Refused),
         }
     }
 

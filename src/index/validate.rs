@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{
-    EntryId, EvictionPolicy, Index, Policy,
+    EntryId, EvictionPolicy, Index, Policy, Used,
     entry::{DIRTY, Entry, FILLING, FULL, HELD, LISTED, List, NONE},
 };
 use crate::block::Tier;
@@ -145,9 +145,14 @@ impl Index {
             ensure!(counts.resident[at] == self.resident[at], "{tier}: resident {}", self.resident[at]);
             ensure!(counts.evictable[at] == evictable, "{tier}: {evictable} in the eviction list");
             ensure!(counts.dirty[at] == dirty, "{tier}: {dirty} in the dirty list");
-            if let Policy::Rb(rb) = &self.policies[at] {
-                rb.validate().map_err(|what| format!("{tier}: {what}"))?;
-            }
+            let used = |id: EntryId| self.entries.get(id.0 as usize).map_or(Used { last: 0, uses: 0 }, Entry::used);
+            let ordered = match &self.policies[at] {
+                Policy::Lru(lru) => lru.validate(&|id| used(id).last),
+                Policy::Rb(rb) => rb.validate(&used),
+                Policy::Other(_) => Ok(()),
+            };
+            let lists = self.lists.iter().map(|lists| lists[at].validate(&|id| used(id).last));
+            lists.fold(ordered, Result::and).map_err(|what| format!("{tier}: {what}"))?;
             let frontier = self.frontier[at].len();
             ensure!(counts.frontier[at] == frontier, "{tier}: {frontier} right above held ones");
             self.frontier[at].validate().map_err(|what| format!("{tier}: right above held ones: {what}"))?;

@@ -242,27 +242,25 @@ impl Pair {
         let (index, model) = (&mut self.index, &mut self.model);
         let may = index.share(tier) < 1.0;
         let refused = index.refuses(&block_key(key), parent.map(block_key).as_ref(), comes, tier);
-        let uses = model.live(key).map_or(0, |at| model.entity(at).uses);
+        let copies = |key: u8| model.live(key).map(|at| model.entity(at)).filter(|of| of.copies != [Copy::None; 3]);
+        let uses = copies(key).map_or(0, |entity| entity.uses);
         let is_first = uses == 1 || uses == 0 && !model.remembers(key, tier);
-        let copies = |at: usize| model.entity(at).copies;
-        let before = parent.and_then(|parent| model.live(parent)).filter(|&at| copies(at) != [Copy::None; Tier::COUNT]);
-        let expected = match (parent, before) {
-            _ if !may || !is_first => Some(false),
-            (Some(_), Some(at)) if comes || copies(at)[tier as usize] != Copy::None => {
-                (model.entity(at).uses <= 1).then_some(false)
+        let expected = match (parent, parent.and_then(copies)) {
+            _ if !may => Some(false),
+            (Some(_), Some(before)) if comes || before.copies[tier as usize] != Copy::None => {
+                (!is_first || before.uses <= 1).then_some(false)
             }
-            (Some(_), _) if comes => Some(false),
-            // Unless it was to be taken in, and did not come.
-            (Some(parent), _) => {
-                let gone = before.is_some() || model.remembers(parent, tier);
-                (gone && !self.accepted.contains(&(parent, tier))).then_some(true)
-            }
-            (None, _) => None,
+            (Some(parent), _) if comes || self.accepted.contains(&(parent, tier)) => Some(false),
+            (Some(_), Some(_)) => Some(is_first),
+            (Some(parent), None) if model.remembers(parent, tier) => Some(true),
+            _ => (!is_first).then_some(false),
         };
         assert!(expected.is_none_or(|expected| expected == refused), "{key} after {parent:?}: {refused}");
         if refused {
-            model.remember(key, tier, 1);
-        } else {
+            self.accepted.remove(&(key, tier));
+            let is_elsewhere = copies(key).is_some();
+            model.refuse(key, tier, is_elsewhere);
+        } else if may && is_first {
             self.accepted.insert((key, tier));
         }
     }

@@ -77,6 +77,13 @@ impl Model {
         self.ghosts[tier as usize].iter().flatten().any(|(of, _)| *of == key)
     }
 
+    /// A refusal is a use; that of a block in another tier is counted with its use there.
+    pub fn refuse(&mut self, key: u8, tier: Tier, is_elsewhere: bool) {
+        self.clock += u64::from(!is_elsewhere);
+        let uses = self.take_ghost(key, tier).map_or(0, |uses| uses.max(1));
+        self.remember(key, tier, (uses + 1).min(3));
+    }
+
     pub fn remember(&mut self, key: u8, tier: Tier, uses: u8) {
         let Some(room) = self.requests else { return };
         self.take_ghost(key, tier);

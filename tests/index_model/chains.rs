@@ -1,0 +1,131 @@
+//! Chains that are stored, read, evicted and removed.
+
+use kvhoist::{
+    Tier,
+    internals::index::{EntryId, Index},
+};
+
+use crate::{
+    common::{self, Rng, key},
+    full,
+};
+
+#[test]
+fn a_removed_block_lives_on_for_its_readers_only() {
+    let mut index = Index::new(1);
+    let old = index.insert(key(1), None);
+    assert!(index.begin_fill(old, Tier::Host) && index.complete_fill(old, Tier::Host, 7));
+    assert_eq!(index.pin(old, Tier::Host), Some(7));
+    assert_eq!(index.remove(old), [None; 3], "the slot is a reader's");
+    assert_eq!(index.find(&key(1)), None);
+    let new = index.insert(key(1), None);
+    assert_ne!(new, old);
+    assert!(index.begin_fill(new, Tier::Host) && index.complete_fill(new, Tier::Host, 8));
+    assert_eq!(index.unpin(old, Tier::Host), Some(7));
+    assert_eq!(index.slot(new, Tier::Host), Some(8));
+    index.validate().expect("valid");
+}
+
+#[test]
+fn a_fill_of_a_removed_block_is_refused() {
+    let mut index = Index::new(1);
+    let id = index.insert(key(1), Some(key(0)));
+    assert!(index.begin_fill(id, Tier::Disk));
+    assert_eq!(index.remove(id), [None; 3]);
+    assert!(!index.complete_fill(id, Tier::Disk, 3));
+    assert!(index.is_empty(), "nothing is left of it, nor of the parent that only it named");
+    index.validate().expect("valid");
+}
+
+#[test]
+fn a_pinned_tail_holds_back_itself_alone_and_its_chain_goes_from_its_end() {
+    let mut index = Index::new(1);
+    let ids: Vec<_> = (0..8).map(|n| full(&mut index, n, n.checked_sub(1), Tier::Host)).collect();
+    index.pin(ids[7], Tier::Host).expect("resident");
+    index.touch_chain(&ids);
+    for n in (0..7).rev() {
+        let victim = index.victim(Tier::Host).expect("only the tail is held");
+        assert_eq!(index.key(victim), key(n));
+        index.evict(victim, Tier::Host);
+        assert_eq!(index.match_len(&(0..8).map(key).collect::<Vec<_>>()), n as usize, "what is left is a prefix");
+        index.validate().unwrap_or_else(|what| panic!("{what}"));
+    }
+    assert_eq!(index.victim(Tier::Host), None, "the tail is held");
+    assert_eq!(index.unpin(ids[7], Tier::Host), None);
+    assert_eq!(index.victim(Tier::Host), Some(ids[7]));
+}
+
+#[test]
+fn a_free_leaf_goes_before_any_block_above_a_held_one() {
+    let mut index = Index::new(1);
+    let cold: Vec<_> = (0..3).map(|n| full(&mut index, n, n.checked_sub(1), Tier::Host)).collect();
+    let leaf = full(&mut index, 9, None, Tier::Host);
+    index.set_dirty(cold[2], Tier::Host, true);
+    assert_eq!(index.victim(Tier::Host), Some(leaf), "although it is the most recent");
+    index.evict(leaf, Tier::Host);
+    assert_eq!(index.victim(Tier::Host), Some(cold[1]));
+    // With the copy below held, the next one up becomes the victim.
+    assert!(index.begin_fill(cold[1], Tier::Device));
+    assert_eq!(index.victim(Tier::Host), Some(cold[0]), "a fill holds the copy that it may read from");
+}
+
+#[test]
+fn blocks_that_come_and_go_leave_no_ghosts_behind() {
+    let mut index = Index::new(1);
+    full(&mut index, 0, None, Tier::Host);
+    for n in 1..1000 {
+        full(&mut index, n, Some(n - 1), Tier::Host);
+        let above = index.find(&key(n - 1)).expect("it is named");
+        assert_eq!(index.remove(above)[Tier::Host as usize], Some(n as u32 - 1));
+        assert_eq!(index.len(), 2, "the block, and the one that it names");
+        index.validate().unwrap_or_else(|what| panic!("{what}"));
+    }
+    let last = index.find(&key(999)).expect("it is resident");
+    index.remove(last);
+    assert!(index.is_empty());
+}
+
+/// However chains are stored, evicted and removed, no more ghosts are kept than blocks.
+#[test]
+fn there_are_never_more_ghosts_than_blocks() {
+    let seed = common::seed();
+    let mut rng = Rng(seed);
+    let mut index = Index::new(seed);
+    for n in 0..20_000u64 {
+        let chain = rng.below(4) * 100_000;
+        full(&mut index, chain + n, n.checked_sub(1).map(|n| chain + n), Tier::Disk);
+        while index.resident(Tier::Disk) > 16 {
+            let at = chain + n - rng.below(16.min(n));
+            let at = index.find(&key(at)).filter(|id| index.best_tier(*id).is_some());
+            let victim = at.or_else(|| index.victim(Tier::Disk)).expect("none is held");
+            index.remove(victim);
+        }
+        assert!(index.len() <= 2 * index.resident(Tier::Disk), "{} entries after {n} blocks", index.len());
+    }
+    index.validate().unwrap_or_else(|what| panic!("{what}"));
+}
+
+#[test]
+fn absurd_parents_and_long_chains_are_survived() {
+    let mut index = Index::new(1);
+    let mut fill = |n: u64, parent: Option<u64>| -> EntryId {
+        let id = index.insert(key(n), parent.map(key));
+        if index.begin_fill(id, Tier::Disk) {
+            assert!(index.complete_fill(id, Tier::Disk, n as u32));
+        }
+        id
+    };
+    fill(1, Some(1));
+    fill(2, Some(3));
+    fill(3, Some(2));
+    let length = 100_000;
+    for n in 10..10 + length {
+        fill(n, Some(n + 1));
+    }
+    index.validate().expect("no rings");
+    while let Some(id) = index.victim(Tier::Disk) {
+        index.evict(id, Tier::Disk);
+    }
+    assert_eq!(index.resident(Tier::Disk), 0);
+    assert!(index.is_empty(), "ghosts go with the last that names them");
+}
