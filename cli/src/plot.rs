@@ -24,18 +24,31 @@ pub fn create(path: &Path) -> Result<OutputFile, Failure> {
     OutputFile::create("--plot", path)
 }
 
-/// The plot, as the text of an SVG file.
-pub fn draw(summary: &Summary) -> String {
+/// The plots of all traces below one another, as the text of an SVG file.
+pub fn draw(summaries: &[Summary]) -> String {
+    let height = HEIGHT * summaries.len().max(1) as f64;
+    let mut svg = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" \
+         font-size=\"13\">\n<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"white\"/>\n"
+    );
+    for (at, summary) in summaries.iter().enumerate() {
+        // Writing to a String cannot fail.
+        let _ = writeln!(svg, "<g transform=\"translate(0 {})\">", HEIGHT * at as f64);
+        draw_panel(&mut svg, summary);
+        svg.push_str("</g>\n");
+    }
+    svg.push_str("</svg>\n");
+    svg
+}
+
+fn draw_panel(svg: &mut String, summary: &Summary) {
     let shares = shares(&summary.tally.per_request);
-    let mut svg = String::new();
-    // Writing to a String cannot fail.
-    let _ = write!(
+    let (name, tally) = (summary.trace.replace('&', "&amp;").replace('<', "&lt;"), &summary.tally);
+    let _ = writeln!(
         svg,
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" font-family=\"sans-serif\" \
-         font-size=\"13\">\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"white\"/>\n\
-         <text x=\"{LEFT}\" y=\"24\" font-size=\"16\">Hits per tier: {} references, hit ratio {:.4}</text>\n",
-        summary.tally.references,
-        summary.tally.hit_ratio(),
+        "<text x=\"{LEFT}\" y=\"24\" font-size=\"16\">Hits per tier of {name}: {} references, hit ratio {:.4}</text>",
+        tally.references,
+        tally.hit_ratio(),
     );
     let mut floor = vec![0.0; shares.len()];
     for (series, (_, color)) in SERIES.iter().enumerate() {
@@ -43,10 +56,8 @@ pub fn draw(summary: &Summary) -> String {
         let _ = writeln!(svg, "<path d=\"{}\" fill=\"{color}\"/>", area(&floor, &ceiling));
         floor = ceiling;
     }
-    axes(&mut svg, summary.tally.per_request.len());
-    legend(&mut svg);
-    svg.push_str("</svg>\n");
-    svg
+    axes(svg, tally.per_request.len());
+    legend(svg);
 }
 
 /// The share of each series in each bucket of requests.

@@ -15,6 +15,14 @@ pub enum Progress {
     Quiet,
 }
 
+/// Says on standard error what comes now, unless it is to be quiet.
+pub fn announce(quiet: bool, what: &str) {
+    if !quiet {
+        // A closed output is no reason to stop.
+        drop(writeln!(io::stderr(), "{what}"));
+    }
+}
+
 const LINE_EVERY: Duration = Duration::from_secs(2);
 
 /// The bar that is on the terminal now, if any.

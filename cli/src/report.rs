@@ -5,9 +5,17 @@ use serde_json::{Value, json};
 
 use crate::{replay::Summary, size::show_bytes};
 
-/// One JSON object, or tables.
-pub fn text(summary: &Summary, json: bool) -> String {
-    if json { format!("{:#}\n", object(summary)) } else { table(summary) }
+/// One JSON object, or tables; of several traces a list of objects, or the tables one after another under their names.
+pub fn text(summaries: &[Summary], json: bool) -> String {
+    match (summaries, json) {
+        ([summary], true) => format!("{:#}\n", object(summary)),
+        ([summary], false) => table(summary),
+        (_, true) => format!("{:#}\n", json!({ "traces": summaries.iter().map(object).collect::<Vec<_>>() })),
+        (_, false) => {
+            let tables = summaries.iter().map(|summary| format!("{}\n{}", summary.trace, table(summary)));
+            tables.collect::<Vec<_>>().join("\n")
+        }
+    }
 }
 
 fn object(summary: &Summary) -> Value {
@@ -42,6 +50,7 @@ fn object(summary: &Summary) -> Value {
         })
         .collect();
     json!({
+        "trace": summary.trace,
         "requests": summary.requests,
         "requests_in_trace": summary.requests_in_trace,
         "complete": summary.requests == summary.requests_in_trace,

@@ -70,6 +70,31 @@ fn every_byte_of_a_trace_is_verified_and_a_kept_store_starts_warm() {
     assert_eq!(report(&args)["hits"], 480, "the second run starts warm");
 }
 
+/// Each begins with an empty store, although the ids of both are the same, and each has its progress.
+#[test]
+fn several_traces_are_replayed_one_after_another() {
+    let dir = directory();
+    let (trace, plot) = (small_trace(dir.path()), dir.path().join("plot.svg"));
+    let other = dir.path().join("other.jsonl");
+    fs::write(&other, "{\"hash_ids\": [0, 1]}\n{\"hash_ids\": [0, 1, 2]}\n").expect("write");
+    let [trace, other, plot] = [&trace, &other, &plot].map(|path| path.to_str().expect("UTF-8"));
+    let args = ["--trace", trace, "--trace", other, "--block-bytes", "8KiB", "--disk-blocks", "500", "--plot", plot];
+    let found = report(&args);
+    let figures = found["traces"].as_array().expect("traces").iter().map(|trace| {
+        assert_eq!(trace["verification_failures"], 0);
+        (trace["trace"].as_str().expect("a name"), trace["references"].as_u64(), trace["hits"].as_u64())
+    });
+    assert_eq!(figures.collect::<Vec<_>>(), [("trace.jsonl", Some(480), Some(240)), ("other.jsonl", Some(5), Some(2))]);
+    assert_eq!(fs::read_to_string(plot).expect("the plot").matches("<g ").count(), 2);
+
+    let shown = replay_to(&[&["replay"][..], &args].concat(), Stdio::piped(), Stdio::piped());
+    let [table, said] = [&shown.stdout, &shown.stderr].map(|text| String::from_utf8_lossy(text).into_owned());
+    assert!(shown.status.success(), "{said}");
+    assert_eq!(table.matches("verification failures             0").count(), 2, "{table}");
+    assert!(said.contains("trace.jsonl (trace 1 of 2)") && said.contains("120/120 requests"), "{said}");
+    assert!(said.contains("other.jsonl (trace 2 of 2)") && said.contains("2/2 requests"), "{said}");
+}
+
 #[test]
 fn the_built_in_workload_runs_anywhere_and_draws_its_plot() {
     let dir = directory();
@@ -96,6 +121,7 @@ fn wrong_input_is_one_line_and_status_2() {
     let path = |name: &str| dir.path().join(name).to_str().expect("UTF-8").to_owned();
     let good = "{\"hash_ids\": [1, 2]}\n";
     fs::write(path("cut.jsonl"), format!("{good}{good}{{\"hash_ids\": [1,")).expect("write");
+    fs::write(path("good.jsonl"), good).expect("write");
     fs::write(path("empty.jsonl"), "").expect("write");
     fs::write(path("foreign"), "this is no store, and must stay as it is").expect("write");
     fs::set_permissions(path("foreign"), fs::Permissions::from_mode(0o600)).expect("chmod");
@@ -127,6 +153,7 @@ fn wrong_input_is_one_line_and_status_2() {
         (&["--path", "/dev/null"], "block device"),
         (&["--plot", &path("plot.png")], ".svg"),
         (&["--plot", &path("no/such/plot.svg")], "plot.svg"),
+        (&["--trace", &path("good.jsonl"), "--trace", &path("good.jsonl"), "--path", &path("a")], "one store"),
         (&["--nonsense"], "nonsense"),
     ];
     for (args, wanted) in cases {
@@ -198,6 +225,7 @@ fn the_conversation_trace_hits_as_exact_lru_does() {
     assert!((exact - 0.1914).abs() < 0.0001, "the reference gives {exact}");
     let path = path.to_str().expect("UTF-8");
     let args = ["--trace", path, "--block-bytes", "4KiB", "--host-blocks", "1024", "--disk-blocks", "9139"];
+    let args = [&args[..], &["--policy", "lru"]].concat();
     let report = report(&args);
     let ratio = report["hit_ratio"].as_f64().expect("a number");
     println!("exact LRU {exact:.4}, replay {ratio:.4}");
@@ -396,6 +424,9 @@ fn write_policies_are_compared_by_hits_and_bytes_written() {
     let (trace, place) = (trace.to_str().expect("UTF-8"), dir.path().to_str().expect("UTF-8"));
     let args = ["--compare-writes", "by_value,write_back", "--trace", trace, "--shares", "10,50", "--path", place];
     let found = report(&args);
+    let shown = replay_to(&[&["replay"][..], &args].concat(), Stdio::piped(), Stdio::piped());
+    let said = String::from_utf8_lossy(&shown.stderr);
+    assert!(said.contains("by_value with 120 slots on disk (5 of 6)") && said.contains("120/120 requests"), "{said}");
     assert_eq!(found["traces"][0]["verification_failures"], 0);
     let rows = found["traces"][0]["rows"].as_array().expect("rows");
     assert_eq!(rows.iter().map(|row| &row["disk_blocks"]).collect::<Vec<_>>(), [24, 120]);

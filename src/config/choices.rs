@@ -48,11 +48,11 @@ impl WritePolicy {
 #[non_exhaustive]
 pub enum Eviction {
     /// The least recently used block.
-    #[default]
     Lru,
     /// Keeps blocks used in one request apart from blocks used in several, and evicts from the colder group, weighed by
     /// how often each group's evicted blocks are requested again (see [`Rb`](crate::index::Rb)). Better than `Lru` if
     /// many blocks are used once and the tier is small. Takes up to 48 bytes more per slot.
+    #[default]
     Rb,
     /// Like `Rb`, with admission control in the last tier (disk, or host memory without a disk tier): while evicted
     /// blocks are requested again more often than new ones, the tier refuses a part of the new blocks, each with the

@@ -11,7 +11,7 @@ use crate::{failure::Failure, size::parse_bytes};
 #[derive(clap::Args, Clone)]
 pub struct Args {
     /// Trace in Mooncake's format (JSON lines with hash_ids), as it is or compressed by gzip or zstd; -: standard
-    /// input. Without it a built-in workload runs. Several may be given to --compare.
+    /// input. Without it a built-in workload runs. Several are replayed one after the other, each with an empty store.
     #[arg(long, value_name = "FILE")]
     pub trace: Vec<PathBuf>,
     /// Compare eviction policies by their hit ratios over the capacity, each in a cache in host memory alone, beside
@@ -74,9 +74,9 @@ pub struct Args {
     /// takes 24 minutes.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub write_budget: Option<usize>,
-    /// Eviction policy.
-    #[arg(long, value_name = "POLICY", default_value = "lru")]
-    pub policy: Eviction,
+    /// Eviction policy [default: rb]
+    #[arg(long, value_name = "POLICY")]
+    pub policy: Option<Eviction>,
     /// Seed of the built-in workload.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
@@ -105,10 +105,6 @@ impl Args {
             return Err(Failure::usage(format!("--in-flight: found {found}, expected 1 to 65536 requests")));
         }
         let compares = !self.compare.is_empty() || !self.compare_writes.is_empty();
-        if !compares && self.trace.len() > 1 {
-            let found = self.trace.len();
-            return Err(Failure::usage(format!("--trace: found {found} files, expected one, or --compare")));
-        }
         if !compares && !self.shares.is_empty() {
             return Err(Failure::usage("--shares: expected --compare or --compare-writes with it"));
         }

@@ -27,6 +27,7 @@ use crate::{
     generator, interrupt,
     output::emit,
     plot,
+    progress::announce,
     shown::shown,
     trace::{self, Request},
 };
@@ -117,14 +118,16 @@ async fn compare(
     let references: u64 = requests.iter().map(|request| request.hash_ids.len() as u64).sum();
     let distinct = requests.iter().flat_map(|request| &request.hash_ids).collect::<HashSet<_>>().len();
     let mut compared = Compared { name, references, distinct, rows: Vec::new(), failures: 0 };
-    for &share in shares {
+    let of = shares.len() * policies.len();
+    for (row, &share) in shares.iter().enumerate() {
         let slots = ((distinct as f64 * share / 100.0) as u32).max(1);
         let mut cells = Vec::new();
         for &policy in policies {
-            if !args.quiet {
-                let policy = eviction_name(policy);
-                eprintln!("{}: {policy} with {slots} slots, {share} % of {distinct} blocks", compared.name);
-            }
+            let (name, at, policy_name) =
+                (&compared.name, row * policies.len() + cells.len() + 1, eviction_name(policy));
+            let what =
+                format!("{name}: {policy_name} with {slots} slots, {share} % of {distinct} blocks ({at} of {of})");
+            announce(args.quiet, &what);
             let (cell, failures) = cell(args, policy, slots, requests.to_vec(), references, interrupted).await?;
             compared.failures += failures;
             if interrupted.load(Ordering::Relaxed) {

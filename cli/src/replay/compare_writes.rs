@@ -19,7 +19,7 @@ use super::{
     args::{Policy, policy_name},
     compare, engine,
 };
-use crate::{failure::Failure, interrupt, output::emit, size::show_bytes, trace::Request};
+use crate::{failure::Failure, interrupt, output::emit, progress::announce, size::show_bytes, trace::Request};
 
 /// Host memory, percent of a trace's distinct blocks.
 const HOST_SHARE: f64 = 2.0;
@@ -88,17 +88,17 @@ async fn compare_one(
     let distinct = requests.iter().flat_map(|request| &request.hash_ids).collect::<HashSet<_>>().len();
     let mut compared = Compared { name, distinct, rows: Vec::new(), failures: 0 };
     let slots = |share: f64| ((distinct as f64 * share / 100.0) as u32).max(1);
-    for &share in shares {
+    let of = shares.len() * policies.len();
+    for (row, &share) in shares.iter().enumerate() {
         let (host_blocks, disk_blocks) = (slots(HOST_SHARE), slots(share));
         let mut cells = Vec::new();
         for &policy in policies {
-            if !args.quiet {
-                eprintln!("{}: {} with {disk_blocks} slots on disk", compared.name, policy_name(policy));
-            }
+            let (name, at, policy_name) = (&compared.name, row * policies.len() + cells.len() + 1, policy_name(policy));
+            announce(args.quiet, &format!("{name}: {policy_name} with {disk_blocks} slots on disk ({at} of {of})"));
             let config = Config::default()
                 .block_bytes(args.block_bytes.unwrap_or(compare::BLOCK_BYTES))
                 .host_blocks(host_blocks)
-                .eviction_policy(args.policy.into())
+                .eviction_policy(args.policy.map_or_else(Default::default, Into::into))
                 .write_policy(policy.into())
                 .namespace("replay")
                 .direct_io(args.direct_io.map_or(DirectIo::Prefer, Into::into))

@@ -24,13 +24,17 @@ use kvhoist::{Cache, Config, Stats};
 
 use crate::{
     failure::Failure,
-    generator, interrupt,
+    interrupt,
     output::{OutputFile, emit},
-    plot, report, trace,
+    plot,
+    progress::announce,
+    report, trace,
 };
 
-/// What a replay came to.
+/// What the replay of a trace came to.
 pub struct Summary {
+    /// The name of the trace.
+    pub trace: String,
     /// The settings of the cache.
     pub config: Config,
     /// Requests replayed.
@@ -54,26 +58,32 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     if !args.compare_writes.is_empty() {
         return compare_writes::run(args);
     }
-    let requests = match args.trace.first() {
-        Some(path) => trace::read(path)?,
-        None => generator::generate(args.seed),
-    };
-    let (config, place) = place::settings(args)?;
+    let traces = compare::traces(args)?;
     let interrupted = interrupt::catch()?;
     let plot_file = args.plot.as_deref().map(plot::create).transpose()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build();
     let runtime = runtime.map_err(|error| Failure::run(format!("cannot start a runtime: {error}")))?;
-    let summary = runtime.block_on(replay(args, config, requests, &interrupted, &place))?;
-    // The store goes before the report: nothing that the report meets keeps it on disk.
-    drop(place);
-    finish(args, &summary, plot_file)?;
+    let (mut summaries, of) = (Vec::new(), traces.len());
+    for (at, (name, requests)) in traces.into_iter().enumerate() {
+        let (config, place) = place::settings(args)?;
+        if of > 1 {
+            place.check_is_temporary(&config, of)?;
+            announce(args.quiet, &format!("{name} (trace {} of {of})", at + 1));
+        }
+        // The store goes before the report: nothing that the report meets keeps it on disk.
+        summaries.push(runtime.block_on(replay(args, config, (name, requests), &interrupted, &place))?);
+        if interrupted.load(Ordering::Relaxed) {
+            break;
+        }
+    }
+    finish(args, &summaries, plot_file)?;
     if interrupted.load(Ordering::Relaxed) { Err(Failure::interrupted()) } else { Ok(()) }
 }
 
 async fn replay(
     args: &Args,
     config: Config,
-    requests: Vec<trace::Request>,
+    (trace, requests): (String, Vec<trace::Request>),
     interrupted: &Arc<AtomicBool>,
     place: &Place,
 ) -> Result<Summary, Failure> {
@@ -87,15 +97,15 @@ async fn replay(
     let seconds = started.elapsed().as_secs_f64();
     let (requests, tally) = tally?;
     closed?;
-    Ok(Summary { config, requests, requests_in_trace, tally, seconds, stats })
+    Ok(Summary { trace, config, requests, requests_in_trace, tally, seconds, stats })
 }
 
-fn finish(args: &Args, summary: &Summary, plot_file: Option<OutputFile>) -> Result<(), Failure> {
+fn finish(args: &Args, summaries: &[Summary], plot_file: Option<OutputFile>) -> Result<(), Failure> {
     if let Some(file) = plot_file {
-        file.write(plot::draw(summary).as_bytes())?;
+        file.write(plot::draw(summaries).as_bytes())?;
     }
-    emit(&report::text(summary, args.json))?;
-    match summary.tally.verification_failures {
+    emit(&report::text(summaries, args.json))?;
+    match summaries.iter().map(|summary| summary.tally.verification_failures).sum() {
         0 => Ok(()),
         failures => Err(Failure::run(format!("{failures} blocks came back with wrong bytes"))),
     }

@@ -26,7 +26,7 @@ const DISK_BLOCKS: u32 = 18_279;
 /// Directories that a replay made. Dropped, the temporary one goes, and so do all where no store came to be in them.
 #[derive(Default)]
 pub struct Place {
-    _temporary: Option<TempDir>,
+    temporary: Option<TempDir>,
     made: Vec<PathBuf>,
     kept: Cell<bool>,
 }
@@ -35,6 +35,17 @@ impl Place {
     /// A store is in them.
     pub fn keep(&self) {
         self.kept.set(true);
+    }
+
+    /// Fails unless the store is a temporary one: each of several traces begins with an empty store.
+    pub fn check_is_temporary(&self, config: &Config, traces: usize) -> Result<(), Failure> {
+        if self.temporary.is_some() || config.disk.paths.is_empty() {
+            return Ok(());
+        }
+        Err(Failure::usage(format!(
+            "--trace: found {traces} files and a path for one store, expected one file, or no path: each trace begins \
+             with an empty store"
+        )))
     }
 
     /// Makes directories of the paths that do not exist; what they lie in must.
@@ -73,14 +84,14 @@ pub fn settings(args: &Args) -> Result<(Config, Place), Failure> {
             Failure::usage(format!("no temporary directory: {error}; name one with --path or TMPDIR"))
         })?;
         paths.push(made.path().to_owned());
-        place._temporary = Some(made);
+        place.temporary = Some(made);
     }
     if let Some(disks) = disks(args, &config, &paths)? {
         config.disk.paths = disks;
     }
     config.namespace = "replay".into();
     config.device.kind = args.device.into();
-    config.eviction_policy = args.policy.into();
+    config.eviction_policy = args.policy.map_or(config.eviction_policy, Into::into);
     config.disk.write_policy = args.write_policy.map_or(config.disk.write_policy, Into::into);
     config.disk.write_budget = args.write_budget.map(|bytes| bytes as u64).or(config.disk.write_budget);
     config.disk.storage = args.storage.map_or(config.disk.storage, Into::into);
