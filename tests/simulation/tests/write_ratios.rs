@@ -1,5 +1,6 @@
 //! Hits and bytes written by write policy, with host memory for 2 % of a trace's blocks and a disk for 10 %, in virtual
-//! time: `KVHOIST_TRACE` names a trace, `KVHOIST_SHARE` another percentage of the disk.
+//! time, LRU in both tiers: `KVHOIST_TRACE` names a trace, `KVHOIST_SHARE` another percentage of the disk,
+//! `KVHOIST_POLICY` another eviction policy for `by_value`.
 
 mod scene;
 #[path = "../../common/skip.rs"]
@@ -7,7 +8,7 @@ mod skip;
 
 use std::{collections::HashSet, time::Duration};
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, Tier, WritePolicy};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Eviction, Tier, WritePolicy};
 use kvhoist_simulation::sim::{self, Sim, SimOptions, Simulated, World};
 use tokio::time::Instant;
 
@@ -94,11 +95,18 @@ async fn serve(cache: &Cache, chain: &[BlockKey]) -> u64 {
     found as u64
 }
 
+/// What all are compared with is LRU that writes through.
+fn eviction(policy: WritePolicy) -> Eviction {
+    let name = std::env::var("KVHOIST_POLICY").ok().filter(|_| policy == WritePolicy::ByValue);
+    name.map_or(Eviction::Lru, |name| Eviction::from_name(&name).expect("lru, rb or rb_refuse"))
+}
+
 fn replay(requests: &[Request], host: u32, disk: u32, policy: WritePolicy, budget: Option<u64>) -> Figures {
     let config = Config::default()
         .block_bytes(BLOCK_BYTES)
         .host_blocks(host)
         .disks(vec![DiskPath::with_blocks("simulated", disk)])
+        .eviction_policy(eviction(policy))
         .write_policy(policy)
         .write_budget(budget);
     sim::block_on(async {
