@@ -10,7 +10,7 @@ use std::sync as primitives;
 
 pub(crate) use primitives::MutexGuard;
 
-/// A mutex whose holders never panic, so that it is never poisoned.
+/// A mutex that a panic of its holder poisons for good.
 pub(crate) struct Mutex<T>(primitives::Mutex<T>);
 
 impl<T> Mutex<T> {
@@ -21,6 +21,11 @@ impl<T> Mutex<T> {
     /// Locks. A poisoned lock means that an invariant is broken: continuing could serve wrong bytes, so the panic
     /// propagates.
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().expect("an invariant broke under the index lock")
+        self.lock_unless_poisoned().expect("an invariant broke under the index lock")
+    }
+
+    /// Locks; `None` if an invariant is broken.
+    pub(crate) fn lock_unless_poisoned(&self) -> Option<MutexGuard<'_, T>> {
+        self.0.lock().ok()
     }
 }

@@ -64,11 +64,12 @@ pub(super) async fn open(config: Config) -> Result<Cache> {
 fn run_reactor(config: Config, opened: oneshot::Sender<Result<Cache>>) {
     // Before any thread is started from here.
     refuse_size_signal();
+    // Declared before the reactor, so that the files are closed after it also where it panics.
+    let mut files = Vec::new();
     let reactor = match Reactor::new(&config) {
         Ok(reactor) => reactor,
         Err(error) => return drop(opened.send(Err(error))),
     };
-    let mut files = Vec::new();
     let ended = reactor.block_on(serve(&reactor, config, &mut files, opened));
     // The runtime waits for the kernel, then the files are closed and the store's lock released:
     // whoever is told that the cache is closed may open the store again.

@@ -298,6 +298,10 @@ struct Ended(Arc<Shared>);
 
 impl Drop for Ended {
     fn drop(&mut self) {
+        // Every waiter has been answered where a panic under the lock broke an invariant.
+        if self.0.lock_unless_broken().is_none() {
+            return;
+        }
         self.0.close();
         self.0.give_up_all_unverified();
         // Dropping the senders answers the waiters with `Error::Closed`.
@@ -345,7 +349,8 @@ impl<S: Storage, C: CopyEngine> Drop for Landing<S, C> {
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn land_panicked(self: &Rc<Self>, key: &BlockKey, tier: Tier, Started { number, entry: id }: Started) {
-        let mut state = self.shared.lock();
+        // A panic under the lock has answered every waiter.
+        let Some(mut state) = self.shared.lock_unless_broken() else { return };
         let flight = state.flights.get_mut(key, tier);
         // It has landed, or waits for its verification.
         if flight.is_none_or(|flight| flight.number != number || flight.unverified.is_some()) {

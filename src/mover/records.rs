@@ -83,7 +83,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// The task that wrote the page is gone: the page must be written again, and the drop of its waiters answers them.
     pub(super) fn give_up_page(&self, page: PageId) {
         let waiters = self.records.borrow_mut().0.remove(&page);
-        self.lock().disk_slots().page_failed(page);
+        if let Some(state) = self.shared.lock_unless_broken() {
+            self.noted(state).disk_slots().page_failed(page);
+        }
         drop(waiters);
     }
 
@@ -116,7 +118,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Locks the state, and notes in it the pages that were written.
     pub(super) fn lock(&self) -> Locked<'_> {
-        let mut state = self.shared.lock();
+        self.noted(self.shared.lock())
+    }
+
+    fn noted<'a>(&self, mut state: Locked<'a>) -> Locked<'a> {
         for page in self.written.borrow_mut().drain(..) {
             state.disk_slots().page_written(page);
         }

@@ -64,7 +64,7 @@ unsafe impl Readable for Filling {
 impl Drop for Filling {
     fn drop(&mut self) {
         let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
-        let mut state = shared.lock();
+        let Some(mut state) = shared.lock_unless_broken() else { return };
         if self.tier == Tier::Disk
             && let Some(entry) = state.disk_slots().meta(self.slot).map(|meta| EntryId::from_u32(meta.entry))
         {
@@ -131,8 +131,10 @@ impl Pin {
 
 impl Drop for Pin {
     fn drop(&mut self) {
-        if let Some(shared) = self.shared.take().and_then(Shared::at_home) {
-            shared.unpin(&mut shared.lock(), self.id, self.tier, self.is_leased);
+        if let Some(shared) = self.shared.take().and_then(Shared::at_home)
+            && let Some(mut state) = shared.lock_unless_broken()
+        {
+            shared.unpin(&mut state, self.id, self.tier, self.is_leased);
         }
     }
 }

@@ -1,19 +1,48 @@
 //! The one lock. Every unlock serves the requests for slots.
+//!
+//! A panic under the lock is a broken invariant. It answers every waiter with [`Error::Closed`] and poisons the lock:
+//! later calls panic, because they could be served wrong bytes. Owners of slots leave the state as it is when they are
+//! dropped after that.
 
 use std::ops::{Deref, DerefMut};
 
 use super::{Shared, State};
-use crate::sync::MutexGuard;
+use crate::{block::Tier, error::Error, sync::MutexGuard};
 
 impl Shared {
+    /// Locks the state.
+    ///
+    /// # Panics
+    /// If an earlier holder panicked.
     pub(crate) fn lock(&self) -> Locked<'_> {
-        let state = Some(self.state.lock());
-        #[cfg(feature = "sim")]
-        {
-            LOCKS_HELD.set(LOCKS_HELD.get() + 1);
-            LOCKS_TAKEN.set(LOCKS_TAKEN.get() + 1);
+        self.locked(self.state.lock())
+    }
+
+    /// Locks the state for the drop of an owner; `None` if a panic under the lock has broken an invariant.
+    pub(crate) fn lock_unless_broken(&self) -> Option<Locked<'_>> {
+        // Under the lock that this thread still holds while it unwinds, the drop would wait for itself.
+        if LOCKS_HELD.get() > 0 && std::thread::panicking() {
+            return None;
         }
-        Locked { shared: self, state }
+        self.state.lock_unless_poisoned().map(|state| self.locked(state))
+    }
+
+    fn locked<'a>(&'a self, state: MutexGuard<'a, State>) -> Locked<'a> {
+        LOCKS_HELD.set(LOCKS_HELD.get() + 1);
+        #[cfg(feature = "sim")]
+        LOCKS_TAKEN.set(LOCKS_TAKEN.get() + 1);
+        Locked { shared: self, state: Some(state), was_unwinding: std::thread::panicking() }
+    }
+
+    /// Answers all waiters, and unlocks for the last time.
+    #[cold]
+    fn abandon(&self, mut state: MutexGuard<'_, State>) {
+        let flights = state.flights.finish_all();
+        let requests = Tier::ALL.map(|tier| state.slot_requests.take_all(tier));
+        unlock(state);
+        requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
+        // Dropping the senders answers the waiters with `Error::Closed`.
+        drop(flights);
     }
 
     /// Grants available slots to the requests that wait, and wakes the task that raises priorities.
@@ -32,15 +61,14 @@ impl Shared {
 #[inline]
 fn unlock(state: MutexGuard<'_, State>) {
     drop(state);
-    #[cfg(feature = "sim")]
     LOCKS_HELD.set(LOCKS_HELD.get() - 1);
 }
 
-#[cfg(feature = "sim")]
 std::thread_local! {
     /// Index locks that this thread holds.
     static LOCKS_HELD: std::cell::Cell<u32> = const { std::cell::Cell::new(0) };
     /// Index locks that this thread has taken so far.
+    #[cfg(feature = "sim")]
     static LOCKS_TAKEN: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
@@ -66,6 +94,8 @@ pub(crate) struct Locked<'a> {
     shared: &'a Shared,
     /// `None` once unlocked.
     state: Option<MutexGuard<'a, State>>,
+    /// The thread panicked before it locked: it drops an owner, and breaks nothing here.
+    was_unwinding: bool,
 }
 
 impl Deref for Locked<'_> {
@@ -84,10 +114,87 @@ impl DerefMut for Locked<'_> {
 impl Drop for Locked<'_> {
     fn drop(&mut self) {
         let Some(state) = self.state.take() else { return };
+        if std::thread::panicking() && !self.was_unwinding {
+            return self.shared.abandon(state);
+        }
         if state.slot_requests.is_empty() && state.raised.is_empty() {
             unlock(state);
         } else {
             self.shared.unlock_and_serve(state);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        future::Future,
+        panic::{AssertUnwindSafe, catch_unwind},
+        pin::pin,
+        sync::Arc,
+        task::{Context, Poll, Waker},
+    };
+
+    use crate::{
+        block::{BlockKey, Route, Tier},
+        config::Config,
+        error::Error,
+        index::Index,
+        memory::Arena,
+        metrics::Metrics,
+        state::{Class, Pin, Purpose, Shared},
+    };
+
+    const BYTES: usize = 4096;
+
+    /// A cache of host memory alone, with one block.
+    fn with_a_block(key: &BlockKey) -> Arc<Shared> {
+        let config = Config::default().block_bytes(BYTES).host_blocks(2);
+        let arena = Arc::new(Arena::new(2, BYTES).expect("a little memory"));
+        let shared = Arc::new(Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new()));
+        let filling = shared.acquire_now(Tier::Host).expect("both slots are free");
+        assert!(shared.commit(key, None, filling, 0).is_ok(), "stored");
+        shared
+    }
+
+    fn pin(shared: &Arc<Shared>, key: &BlockKey) -> Pin {
+        let mut state = shared.lock();
+        let id = state.index.find(key).expect("stored");
+        Pin::take(shared, &mut state, id, Tier::Host, Route::HostHit).expect("in host memory")
+    }
+
+    #[test]
+    fn a_panic_under_the_lock_answers_the_waiters_and_lets_owners_be_dropped() {
+        let key = BlockKey::new([1; 32]);
+        let shared = with_a_block(&key);
+        let held = pin(&shared, &key);
+        let filling = shared.acquire_now(Tier::Host).expect("the other slot");
+        let mut for_a_slot = pin!(shared.acquire(Tier::Host, Purpose::Call));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(for_a_slot.as_mut().poll(&mut context).is_pending(), "both slots are held");
+        let mut for_a_block = {
+            let mut state = shared.lock();
+            let id = state.index.find(&key).expect("stored");
+            state.flights.begin(&key, Tier::Disk, id, Class::Awaited)
+        };
+
+        let broken = catch_unwind(AssertUnwindSafe(|| {
+            let mut state = shared.lock();
+            let id = state.index.find(&key).expect("stored");
+            // Dropped while this thread still holds the lock.
+            let _pin = Pin::take(&shared, &mut state, id, Tier::Host, Route::HostHit);
+            panic!("an invariant is broken");
+        }));
+
+        assert!(broken.is_err());
+        assert!(for_a_block.try_recv().is_err_and(|error| error == tokio::sync::oneshot::error::TryRecvError::Closed));
+        assert!(matches!(for_a_slot.as_mut().poll(&mut context), Poll::Ready(Err(Error::Closed))));
+        drop(filling);
+        // The pin is dropped by a caller that panics because of the lock: a second panic would end the process.
+        let refused = catch_unwind(AssertUnwindSafe(|| {
+            let _held = held;
+            drop(shared.lock());
+        }));
+        assert!(refused.is_err(), "no state is shown that may be wrong");
     }
 }

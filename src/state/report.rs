@@ -55,8 +55,10 @@ impl Reporter {
 
 impl Drop for Reporter {
     fn drop(&mut self) {
-        if let Some(shared) = self.shared.take().and_then(Shared::at_home) {
-            shared.lock().refusals.end(self.began);
+        if let Some(shared) = self.shared.take().and_then(Shared::at_home)
+            && let Some(mut state) = shared.lock_unless_broken()
+        {
+            state.refusals.end(self.began);
         }
     }
 }

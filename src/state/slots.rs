@@ -33,8 +33,10 @@ pub(crate) struct Grant {
 impl Grant {
     /// Gives the slot to the request, or back if the request is gone. Wakes a caller, so call it without the lock.
     pub(crate) fn send(self, shared: &Shared) {
-        if let Err(Ok(slot)) = self.request.answer.send(Ok(self.slot)) {
-            shared.lock().push_free(self.tier, slot);
+        if let Err(Ok(slot)) = self.request.answer.send(Ok(self.slot))
+            && let Some(mut state) = shared.lock_unless_broken()
+        {
+            state.push_free(self.tier, slot);
         }
     }
 }
@@ -214,7 +216,7 @@ impl Shared {
     /// Takes available slots for the requests that wait.
     pub(crate) fn grant_slots(&self, state: &mut State) -> Vec<Grant> {
         let mut granted = Vec::new();
-        // A panic under the lock has broken an invariant: no slot is granted while it unwinds.
+        // No slot is granted while a thread unwinds: wakers are callers' code, and a second panic ends the process.
         if state.slot_requests.is_empty() || std::thread::panicking() {
             return granted;
         }
@@ -328,7 +330,7 @@ impl Drop for SlotWait {
         if !self.shared.home.is_here() {
             return;
         }
-        let mut state = self.shared.lock();
+        let Some(mut state) = self.shared.lock_unless_broken() else { return };
         self.note(&mut state, None);
         let request = state.slot_requests.tiers[self.tier as usize].remove(self.number);
         // Sent just before the channel was closed: the slot has no owner.

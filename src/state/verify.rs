@@ -68,7 +68,7 @@ impl Ticket {
 impl Drop for Ticket {
     fn drop(&mut self) {
         let Some(shared) = self.shared.take().and_then(Shared::at_home) else { return };
-        let mut state = shared.lock();
+        let Some(mut state) = shared.lock_unless_broken() else { return };
         let mine = state.flights.get_mut(&self.key, Tier::Host).filter(|flight| flight.number == self.flight);
         let Some(flight) = mine else { return };
         flight.tickets -= 1;

@@ -36,6 +36,9 @@ struct Args {
     /// Failures after which no more seeds are run.
     #[arg(long, default_value_t = 10)]
     failures: usize,
+    /// Seconds after which a seed that has not ended has failed, and with it this program.
+    #[arg(long, default_value_t = 600)]
+    patience_s: u64,
 }
 
 fn seeds(text: &str) -> Result<Range<u64>, String> {
@@ -48,6 +51,8 @@ struct Work {
     next: AtomicU64,
     end: u64,
     done: Mutex<Done>,
+    /// The seed that each thread runs, and since when.
+    running: Vec<Mutex<Option<(u64, Instant)>>>,
 }
 
 #[derive(Default)]
@@ -62,16 +67,19 @@ fn main() -> ExitCode {
         return run_input(input, args.verbose);
     }
     let range = args.seed.map_or(args.seeds.clone(), |seed| seed..seed + 1);
-    let work = Work { next: AtomicU64::new(range.start), end: range.end, done: Mutex::default() };
+    let running = (0..args.jobs.max(1)).map(|_| Mutex::default()).collect();
+    let work = Work { next: AtomicU64::new(range.start), end: range.end, done: Mutex::default(), running };
     let started = Instant::now();
     std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..args.jobs.max(1)).map(|_| scope.spawn(|| serve(&work, &args))).collect();
+        let (work, args) = (&work, &args);
+        let threads: Vec<_> = work.running.iter().map(|own| scope.spawn(move || serve(work, own, args))).collect();
         let mut told = Instant::now();
         while !threads.iter().all(std::thread::ScopedJoinHandle::is_finished) {
             std::thread::sleep(Duration::from_millis(50));
+            end_if_stuck(work, Duration::from_secs(args.patience_s));
             if told.elapsed() > Duration::from_secs(10) {
                 told = Instant::now();
-                progress(&work, started);
+                progress(work, started);
             }
         }
     });
@@ -99,12 +107,25 @@ fn run_input(input: &Path, verbose: bool) -> ExitCode {
     }
 }
 
-fn serve(work: &Work, args: &Args) {
+/// Ends the program where a seed does not end: a thread that waits for a lock sees no virtual time pass.
+fn end_if_stuck(work: &Work, patience: Duration) {
+    for running in &work.running {
+        let running = *running.lock().expect("no thread panics under it");
+        let Some((seed, _)) = running.filter(|(_, since)| since.elapsed() > patience) else { continue };
+        let what = format!("it has not ended after {patience:?} of real time, and the program ends with it");
+        eprintln!("{}", Failure { seed, what });
+        std::process::exit(1);
+    }
+}
+
+fn serve(work: &Work, running: &Mutex<Option<(u64, Instant)>>, args: &Args) {
+    let set = |seed| *running.lock().expect("no thread panics under it") = seed;
     loop {
         let seed = work.next.fetch_add(1, Ordering::Relaxed);
         if seed >= work.end {
-            return;
+            return set(None);
         }
+        set(Some((seed, Instant::now())));
         let result = run(seed, args.verbose);
         let mut done = work.done.lock().expect("no thread panics under it");
         match result {

@@ -482,6 +482,48 @@ fn a_store_of_a_block_that_comes_from_the_device_is_written() {
 }
 
 #[test]
+fn a_write_that_follows_a_movement_joins_the_write_of_the_block_stored_anew() {
+    // The second time the write in flight is itself one of a removed block, and the new block's follows it.
+    for removals in [1, 2] {
+        sim::block_on(async {
+            // All that follows the start of a copy from the device happens before it ends, and before a write ends.
+            let (cache, reactor, disk) = open_with(config().device_blocks(1), 20, 10).await;
+            store(&cache, 100).await.expect("stored");
+            let on_device = cache.fetch_to_device(&key(100)).await.expect("copied").expect("it was stored");
+            fill(&cache).await;
+            assert_eq!(cache.match_prefix(&[key(100)]).tiers(), [Tier::Device], "evicted from host and disk");
+            let spawn_store = || {
+                let cache = cache.clone();
+                tokio::task::spawn_local(async move { store(&cache, 100).await })
+            };
+            let reader = cache.clone();
+            let fetched = tokio::task::spawn_local(async move { fetch(&reader, 100).await });
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            let mut stores = vec![spawn_store()];
+            let mut removes = Vec::new();
+            for _ in 0..removals {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                removes.push(spawn_remove(&cache, 100));
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                stores.push(spawn_store());
+            }
+            for store in stores {
+                store.await.expect("no panic").expect("acknowledged");
+            }
+            let (later, later_reactor, _) = open_killed(config(), &disk).await;
+            assert!(fetch(&later, 100).await.expect("served"), "the stores were acknowledged before the kill");
+            finish(later, later_reactor).await;
+            for remove in removes {
+                assert!(remove.await.expect("no panic").expect("removed"), "it was there");
+            }
+            fetched.await.expect("no panic").expect("a miss or a hit");
+            drop(on_device);
+            finish(cache, reactor).await;
+        });
+    }
+}
+
+#[test]
 fn the_end_of_a_cache_flushes_what_was_overdue() {
     sim::block_on(async {
         let settings = config().write_policy(WritePolicy::WriteBack);

@@ -1,14 +1,22 @@
-//! A movement that panics: its waiters are answered, and the cache serves on and closes.
+//! A movement that panics: its waiters are answered, and the cache serves on and closes. A panic under the lock ends the
+//! cache: its waiters are answered as well, and later calls panic.
 
 mod scene;
 
 use std::{
-    sync::atomic::{AtomicBool, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
 use kvhoist::{Error, WritePolicy, internals::io::OpKind};
-use kvhoist_simulation::sim::{self, Fault};
+use kvhoist_simulation::{
+    run,
+    sim::{self, Fault},
+};
+use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Recorder, SharedString, Unit};
 use scene::*;
 use tokio::time::timeout;
 use tracing::{Event, Level, Metadata, Subscriber, span};
@@ -81,4 +89,78 @@ fn a_write_back_that_panics_is_a_refusal() {
     let [stored, fetched, synced] = with_a_panic(WritePolicy::WriteBack, OpKind::Write);
     assert!(stored.is_ok() && fetched.is_ok(), "nobody waits for it: {stored:?}, {fetched:?}");
     assert!(matches!(&synced, Err(Error::Refused { .. })), "it is on no disk: {synced:?}");
+}
+
+/// Counts nothing, and panics at an eviction, which is counted under the lock.
+struct NoEvictions;
+
+impl CounterFn for NoEvictions {
+    fn increment(&self, _: u64) {
+        panic!("an eviction cannot be counted");
+    }
+
+    fn absolute(&self, _: u64) {}
+}
+
+impl Recorder for NoEvictions {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &metrics::Metadata<'_>) -> Counter {
+        match key.name() {
+            "kvhoist_evictions_total" => Counter::from_arc(Arc::new(NoEvictions)),
+            _ => Counter::noop(),
+        }
+    }
+
+    fn register_gauge(&self, _: &Key, _: &metrics::Metadata<'_>) -> Gauge {
+        Gauge::noop()
+    }
+
+    fn register_histogram(&self, _: &Key, _: &metrics::Metadata<'_>) -> Histogram {
+        Histogram::noop()
+    }
+}
+
+#[test]
+fn a_panic_under_the_lock_answers_the_waiters_and_the_close() {
+    sim::block_on(async {
+        let (filled, _reactor, disk) = open(config()).await;
+        fill(&filled).await;
+        let _recorder = metrics::set_default_local_recorder(&NoEvictions);
+        let (cache, _reactor, disk) = open_killed(config(), &disk).await;
+        for n in 0..3 {
+            assert!(fetch(&cache, n).await.expect("served"), "block {n}, in a free slot");
+        }
+        let spawn_fetch = |n| {
+            let cache = cache.clone();
+            tokio::task::spawn_local(async move { timeout(PATIENCE, fetch(&cache, n)).await.expect("answered") })
+        };
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let in_flight = spawn_fetch(3);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert_eq!(disk.stalled(), 1, "block 3 is being read");
+        // The reactor evicts a block for this one.
+        let evicting = spawn_fetch(4);
+        for waiter in [in_flight, evicting] {
+            let answer = waiter.await.expect("no panic");
+            assert!(matches!(answer, Err(Error::Closed)), "{answer:?}");
+        }
+        let later = spawn_fetch(0).await;
+        assert!(later.is_err_and(|error| error.is_panic()), "the state may be wrong: nothing is served from it");
+        let closed = timeout(PATIENCE, cache.close()).await.expect("a close ends");
+        assert!(matches!(closed, Err(Error::Closed)), "{closed:?}");
+    });
+}
+
+#[test]
+fn a_run_whose_reactor_panics_under_the_lock_fails_with_its_seed() {
+    let _recorder = metrics::set_default_local_recorder(&NoEvictions);
+    let failed = (0..100).find_map(|seed| run(seed, false).err().map(|failure| (seed, failure)));
+    let (seed, failure) = failed.expect("many of these runs evict a block");
+    assert_eq!(failure.seed, seed);
+    assert!(failure.what.contains("an eviction cannot be counted"), "{failure}");
 }

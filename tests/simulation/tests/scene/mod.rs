@@ -39,11 +39,16 @@ pub async fn fetch(cache: &Cache, n: u8) -> Result<bool, Error> {
 
 /// Opens a cache over quick disks, and a quick device.
 pub async fn open(config: Config) -> (Cache, Reactor, Sim) {
+    open_with(config, 1, 1).await
+}
+
+/// Opens a cache over disks and a device that take so many milliseconds.
+pub async fn open_with(config: Config, disk_ms: u64, copy_ms: u64) -> (Cache, Reactor, Sim) {
     kvhoist_simulation::log::watch();
     let mut world = World::new(1, Vec::new());
-    let latency = Duration::from_millis(1)..=Duration::from_millis(1);
-    world.copy = SimCopy::new(1, CopyOptions { latency: latency.clone(), ..CopyOptions::default() });
-    let options = SimOptions { latency, ..SimOptions::default() };
+    let latency = |ms| Duration::from_millis(ms)..=Duration::from_millis(ms);
+    world.copy = SimCopy::new(1, CopyOptions { latency: latency(copy_ms), ..CopyOptions::default() });
+    let options = SimOptions { latency: latency(disk_ms), ..SimOptions::default() };
     world.storage = Sim::new(1, sim::blank_files(&config), options);
     let Simulated { cache, reactor } = sim::open(config, &world).await.expect("blank files open");
     (cache, reactor, world.storage)
