@@ -13,6 +13,8 @@ mod imports;
 mod mask;
 #[path = "tidy/rules.rs"]
 mod rules;
+#[path = "tidy/walk.rs"]
+mod walk;
 
 use std::{
     collections::BTreeSet,
@@ -114,6 +116,20 @@ fn imports_go_one_way() {
         wrong.extend(allowed::check(group, &imports));
     }
     assert!(wrong.is_empty(), "{} imports to mend (tests/tidy/allowed.rs):\n{}", wrong.len(), wrong.join("\n"));
+}
+
+#[test]
+fn the_design_page_names_the_files_that_a_call_passes_through() {
+    let walks = walk::walks(&read(Path::new("docs/design.md")));
+    let titles: Vec<_> = walks.iter().map(|(title, _)| title.as_str()).collect();
+    assert_eq!(walks.len(), 5, "{titles:?}");
+    let code = |file: &str| {
+        let text = fs::read_to_string(root().join("src").join(file)).ok()?;
+        Some(rules::without_tests(&mask::mask(&text)))
+    };
+    let wrong: Vec<_> = walks.iter().flat_map(|(title, steps)| walk::check(title, steps, code)).collect();
+    assert!(walks.iter().all(|(_, steps)| steps.iter().any(|step| !step.functions.is_empty())));
+    assert!(wrong.is_empty(), "docs/design.md, the path of a call:\n{}", wrong.join("\n"));
 }
 
 #[test]

@@ -12,8 +12,9 @@ use crate::{
         ReadOnlyFile,
         format::{
             PAGE_BYTES, SUPERBLOCK_OFFSETS,
+            pair::SuperblockPair,
             stripe::{SLOTS_MAX, Stripe},
-            superblock::{State, Superblock, SuperblockError, SuperblockPair, VERSION},
+            superblock::{State, Superblock, SuperblockError, VERSION},
             survey::{Found, Hex, OpenPlan, survey},
         },
         open_read_only,

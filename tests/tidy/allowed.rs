@@ -138,7 +138,6 @@ pub const KNOWN_PAIRS: &[&str] = &[
     "src/lib.rs: device::cufile::open and device::cufile::worker",
     "src/lib.rs: device::gdr and device::gdr::calibrate",
     "src/lib.rs: device::gdr and device::gdr::completion",
-    "src/lib.rs: device::rdma::ports and device::rdma::verbs",
     "src/lib.rs: device::rdma::ports and device::rdma::sysfs",
     "src/lib.rs: disk::files and disk::files::path",
     "src/lib.rs: disk::files and disk::recovery",

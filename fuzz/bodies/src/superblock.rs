@@ -12,7 +12,8 @@ use kvhoist::{
         disk::{
             format::{
                 HEAD_BYTES, PAGE_BYTES,
-                superblock::{State, Superblock, SuperblockError, SuperblockPair, fingerprint},
+                pair::SuperblockPair,
+                superblock::{State, Superblock, SuperblockError, fingerprint},
                 survey::{Found, OpenPlan, survey},
             },
             recovery::{Member, Recovered, open},

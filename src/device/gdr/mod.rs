@@ -16,15 +16,17 @@ mod calibrate;
 mod completion;
 mod open;
 mod queue;
+mod recovery;
 mod regions;
 mod self_test;
 mod status;
+mod streams;
 
 pub use crate::config::GdrMode;
 pub use open::{GdrMemory, GdrOptions};
-pub use queue::Fence;
 pub use regions::DeviceAccess;
 pub use status::{GdrState, GdrStatus};
+pub use streams::Fence;
 
 use std::{
     any::Any,
@@ -39,9 +41,10 @@ use tokio::sync::{Mutex, Notify, oneshot};
 use self::{
     calibrate::Times,
     completion::Channel,
-    queue::{Accepted, Answer, Finished, Queue, failure},
+    queue::Queue,
     regions::Regions,
-    self_test::{Place, Scratch},
+    self_test::Scratch,
+    streams::{Accepted, Answer, Finished, failure},
 };
 use super::{CopyBatch, CopyEngine, CopyRegion};
 use crate::{
@@ -49,9 +52,6 @@ use crate::{
     device::{cuda::Gpu, rdma::MemoryRegion},
     error::Result,
 };
-
-/// Two failures within this time retire the engine.
-const SECOND_FAILURE: Duration = Duration::from_secs(60);
 
 /// How long posted work may take to be flushed after a failure.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -81,6 +81,16 @@ enum Phase {
     /// The connection was reset and its self-test runs.
     Testing,
     Retired,
+}
+
+impl Phase {
+    fn is_up(&self) -> bool {
+        matches!(self, Phase::Up)
+    }
+
+    fn is_testing(&self) -> bool {
+        matches!(self, Phase::Testing)
+    }
 }
 
 struct Inner {
@@ -183,16 +193,6 @@ pub(super) enum Offered {
     Copied(Result<()>, CopyBatch),
     /// The batch was not taken: part of its memory is not registered, or the engine is not up.
     Refused(CopyBatch),
-}
-
-impl Phase {
-    fn is_up(&self) -> bool {
-        matches!(self, Phase::Up)
-    }
-
-    fn is_testing(&self) -> bool {
-        matches!(self, Phase::Testing)
-    }
 }
 
 impl CopyEngine for GdrCopy {
@@ -336,95 +336,6 @@ impl Inner {
             // The receiver may be gone; the batch is dropped then.
             drop(answer.send((result, batch)));
         }
-    }
-
-    /// Enters the draining state after a failure.
-    fn failed(&self, reason: String) {
-        let mut phase = self.phase.borrow_mut();
-        if matches!(*phase, Phase::Draining { .. }) {
-            return;
-        }
-        tracing::warn!(reason, device = self.device, "copies through the RDMA device failed");
-        self.status.set(GdrState::Recovering(reason.clone()));
-        *phase = Phase::Draining { since: Instant::now(), reason };
-    }
-
-    /// While draining: resets the connection once all work is flushed or the time is over. Returns the failure's reason
-    /// when the NIC no longer holds memory, `None` before.
-    fn ended(&self) -> Option<String> {
-        let (since, reason) = match &*self.phase.borrow() {
-            Phase::Draining { since, reason } => (*since, reason.clone()),
-            _ => return None,
-        };
-        let mut finished = self.finished.take();
-        let mut queue = self.queue.borrow_mut();
-        let mut ended = None;
-        if queue.drained() || since.elapsed() > DRAIN {
-            // Only a reset or a destroyed queue pair guarantees that the device no longer touches the memory.
-            let gone = match queue.reset(&mut finished) {
-                Ok(()) => Ok(()),
-                Err(fault) => queue.destroy(&mut finished).map_err(|other| format!("{fault}; {other}")),
-            };
-            match gone {
-                Ok(()) => ended = Some(reason),
-                Err(fault) => {
-                    tracing::error!(fault, "the RDMA device does not release memory; it stays reserved");
-                    *self.phase.borrow_mut() = Phase::Draining { since: Instant::now(), reason };
-                }
-            }
-        }
-        drop(queue);
-        if ended.is_some() {
-            *self.phase.borrow_mut() = Phase::Testing;
-        }
-        self.answer(&mut finished);
-        self.finished.set(finished);
-        ended
-    }
-
-    /// Reconnects and repeats the self-test, or retires the engine.
-    async fn recover(self: Rc<Self>, reason: String) {
-        if self.retired.get() {
-            *self.phase.borrow_mut() = Phase::Retired;
-            return;
-        }
-        let now = Instant::now();
-        let before = self.failed_at.replace(Some(now));
-        if before.is_some_and(|before| now.duration_since(before) < SECOND_FAILURE) {
-            return self.retire(format!("it failed twice within {SECOND_FAILURE:?}, the second time with: {reason}"));
-        }
-        let connected = self.queue.borrow_mut().connect();
-        let tested = match connected {
-            Ok(()) => self.self_test(&self.scratch.own_place()).await,
-            Err(fault) => Err(fault),
-        };
-        match tested {
-            Ok(()) => {
-                tracing::info!(device = self.device, "the RDMA device copies again");
-                *self.phase.borrow_mut() = Phase::Up;
-                self.status.set(GdrState::On(self.detail.clone()));
-            }
-            Err(fault) => self.retire(format!("it failed ({reason}), and then failed its self-test: {fault}")),
-        }
-    }
-
-    fn retire(&self, reason: String) {
-        tracing::warn!(reason, device = self.device, "the RDMA device is retired");
-        self.retired.set(true);
-        if !matches!(*self.phase.borrow(), Phase::Draining { .. }) {
-            *self.phase.borrow_mut() = Phase::Retired;
-        }
-        self.status.set(GdrState::Retired(reason));
-    }
-
-    async fn self_test(self: &Rc<Self>, place: &Place) -> std::result::Result<(), String> {
-        let this = self;
-        let copy = async move |batch| match Rc::clone(this).submit(CopyOrder::default(), batch, Phase::is_testing).await
-        {
-            Offered::Copied(result, _) => result.map_err(|error| error.to_string()),
-            Offered::Refused(_) => Err("the connection has failed".to_owned()),
-        };
-        self.scratch.self_test(place, copy).await
     }
 }
 

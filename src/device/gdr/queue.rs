@@ -6,21 +6,14 @@
 
 use std::{
     collections::VecDeque,
-    rc::Rc,
     time::{Duration, Instant},
 };
 
-use tokio::sync::oneshot;
-
-use super::regions::{RegionRefs, Regions, Side};
-use crate::{
-    device::{
-        CopyBatch,
-        cuda::StreamMark,
-        rdma::{Completion, LoopbackPath, QueuePair, SIGNALLED, Sge, WorkRequest, status_text},
-    },
-    error::{Error, Result},
+use super::{
+    regions::{Regions, Side},
+    streams::{Accepted, Finished, Streams, failure},
 };
+use crate::device::rdma::{Completion, LoopbackPath, QueuePair, SIGNALLED, Sge, WorkRequest, status_text};
 
 /// Work requests per post.
 const CHAIN: usize = 64;
@@ -38,32 +31,6 @@ const SIGNAL_BYTES: usize = 1 << 20;
 /// Largest work request in bytes: larger ones are not faster, and complete late.
 const REQUEST_BYTES_MAX: usize = 1 << 20;
 
-pub(super) type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
-
-/// A condition that a stream waits for before its next batch may start.
-pub trait Fence {
-    /// True once the condition holds.
-    ///
-    /// # Errors
-    /// Why the condition can never hold; the batch fails with this error.
-    fn is_passed(&self) -> Result<bool>;
-}
-
-impl Fence for StreamMark {
-    fn is_passed(&self) -> Result<bool> {
-        self.is_passed()
-    }
-}
-
-/// An accepted batch: all its ranges are registered.
-pub(super) struct Accepted {
-    pub(super) batch: CopyBatch,
-    pub(super) regions: RegionRefs,
-    pub(super) answer: Answer,
-    /// The fence that it waits for.
-    pub(super) after: Option<Rc<dyn Fence>>,
-}
-
 /// A batch whose work requests are posted in part.
 struct Entering {
     accepted: Accepted,
@@ -79,15 +46,6 @@ struct PostedBatch {
     /// Why it failed, if it has.
     fault: Option<String>,
 }
-
-/// The waiting batches of one stream, in order.
-struct StreamQueue {
-    id: u64,
-    waiting: VecDeque<Accepted>,
-}
-
-/// Completed batches, with their results.
-pub(super) type Finished = Vec<(Accepted, Result<()>)>;
 
 pub(super) struct Queue {
     qp: QueuePair,
@@ -110,9 +68,7 @@ pub(super) struct Queue {
     flushed: u64,
     posted_batches: VecDeque<PostedBatch>,
     entering: Option<Entering>,
-    streams: Vec<StreamQueue>,
-    /// Index of the stream whose turn is next.
-    turn: usize,
+    streams: Streams,
     completions: Box<[Completion]>,
     /// Set by `fail`, until the next `connect`.
     failed: bool,
@@ -138,8 +94,7 @@ impl Queue {
             flushed: 0,
             posted_batches: VecDeque::with_capacity(CHAIN),
             entering: None,
-            streams: vec![StreamQueue { id: 0, waiting: VecDeque::with_capacity(CHAIN) }],
-            turn: 0,
+            streams: Streams::new(CHAIN),
             completions: vec![Completion::NONE; CHAIN].into(),
             failed: false,
             busy_since: Instant::now(),
@@ -155,10 +110,7 @@ impl Queue {
 
     /// Enqueues a batch; [`post_pending`](Self::post_pending) starts it.
     pub(super) fn accept(&mut self, stream: u64, accepted: Accepted) {
-        match self.streams.iter_mut().find(|queue| queue.id == stream) {
-            Some(stream) => stream.waiting.push_back(accepted),
-            None => self.streams.push(StreamQueue { id: stream, waiting: VecDeque::from([accepted]) }),
-        }
+        self.streams.push(stream, accepted);
     }
 
     /// True if the queue holds no batch.
@@ -178,14 +130,12 @@ impl Queue {
 
     /// True if batches wait for room or for a fence.
     pub(super) fn has_more(&self) -> bool {
-        self.entering.is_some()
-            || !self.unposted.is_empty()
-            || self.streams.iter().any(|stream| !stream.waiting.is_empty())
+        self.entering.is_some() || !self.unposted.is_empty() || !self.streams.is_empty()
     }
 
     /// True if a stream waits for a fence; fences raise no event when they open.
     pub(super) fn is_fenced(&self) -> bool {
-        self.streams.iter().any(|stream| stream.waiting.front().is_some_and(|front| front.after.is_some()))
+        self.streams.is_fenced()
     }
 
     /// Posts as much as there is room for, up to the limit of one turn of the reactor. True if there is more.
@@ -242,7 +192,8 @@ impl Queue {
         let room = (self.qp.depth() as usize).saturating_sub(in_flight).min(CHAIN);
         let mut count = 0;
         while count < room {
-            let Some(mut entering) = self.entering.take().or_else(|| self.next(finished)) else { break };
+            let next = || self.streams.next(finished).map(|accepted| Entering { accepted, op: 0, offset: 0 });
+            let Some(mut entering) = self.entering.take().or_else(next) else { break };
             let first = count;
             let fault = self.cut(&mut entering, regions, first, &mut count, room).err();
             if fault.is_none() && entering.op < entering.accepted.batch.ops().len() {
@@ -325,29 +276,6 @@ impl Queue {
         Ok(())
     }
 
-    /// The next batch whose stream is not fenced; streams take turns.
-    fn next(&mut self, finished: &mut Finished) -> Option<Entering> {
-        for _ in 0..self.streams.len() {
-            let at = self.turn % self.streams.len();
-            self.turn = at + 1;
-            let stream = &mut self.streams[at];
-            let Some(front) = stream.waiting.front() else { continue };
-            let passed = front.after.as_ref().map_or(Ok(true), |fence| fence.is_passed());
-            if matches!(passed, Ok(false)) {
-                continue;
-            }
-            let accepted = stream.waiting.pop_front().expect("it has a front");
-            if stream.waiting.is_empty() && stream.id != 0 {
-                self.streams.remove(at);
-            }
-            match passed {
-                Ok(_) => return Some(Entering { accepted, op: 0, offset: 0 }),
-                Err(error) => finished.push((accepted, Err(error))),
-            }
-        }
-        None
-    }
-
     /// Polls for completions and collects the finished batches. True if a completion arrived.
     ///
     /// # Errors
@@ -424,11 +352,8 @@ impl Queue {
             posted.end = posted.end.min(self.posted);
             posted.fault = Some(reason.to_owned());
         }
-        for stream in &mut self.streams {
-            let refused = |accepted| (accepted, Err(failure(reason.to_owned())));
-            finished.extend(stream.waiting.drain(..).map(refused));
-        }
-        self.streams.truncate(1);
+        finished
+            .extend(self.streams.take_all().into_iter().map(|accepted| (accepted, Err(failure(reason.to_owned())))));
     }
 
     /// True once all posted work requests have completed or were flushed.
@@ -475,8 +400,4 @@ impl Queue {
     pub(super) fn leak(&mut self) {
         std::mem::forget(std::mem::take(&mut self.posted_batches));
     }
-}
-
-pub(super) fn failure(reason: String) -> Error {
-    Error::Copy { engine: "gdr", reason }
 }

@@ -7,14 +7,17 @@
 mod discover;
 mod library;
 mod ports;
+mod queue_pair;
 mod sys;
 mod sysfs;
 mod verbs;
+mod work;
 
 pub(crate) use discover::open;
 pub use discover::{Device, Discovery, devices, discover};
 pub(crate) use ports::LoopbackPath;
 pub use ports::{Gid, GidKind, LinkLayer, Port};
-pub(crate) use sys::{Completion, SIGNALLED, Sge, WorkRequest};
+pub(crate) use queue_pair::QueuePair;
 pub use sysfs::Distance;
-pub(crate) use verbs::{CompletionQueue, MemoryRegion, ProtectionDomain, QueuePair, VerbsError, status_text};
+pub(crate) use verbs::{CompletionQueue, MemoryRegion, ProtectionDomain, VerbsError, status_text};
+pub(crate) use work::{Completion, SIGNALLED, Sge, WorkRequest};

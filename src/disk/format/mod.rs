@@ -43,6 +43,7 @@
 //! member proves that creation only needs to be finished. No whole superblock, with record tables of zeros, proves that
 //! nothing was ever stored; with records, it means that the superblocks are damaged.
 
+pub mod pair;
 pub mod record;
 pub mod stripe;
 pub mod superblock;

@@ -3,7 +3,7 @@
 //! [`format`](super) has the byte diagram and the meaning of the states.
 
 use super::{
-    HEAD_BYTES, PAGE_BYTES, array, get_u16, get_u32, get_u64, is_zero, put,
+    PAGE_BYTES, array, get_u16, get_u32, get_u64, is_zero, put,
     stripe::{MEMBERS_MAX, SLOTS_MAX},
 };
 use crate::{
@@ -237,92 +237,18 @@ pub fn fingerprint(config: &Config) -> u64 {
     digest.finish()
 }
 
-/// The meaning of a member's first 8 KiB.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum SuperblockPair {
-    /// All zero.
-    Blank,
-    /// An interrupted first write of a creation. A store with a damaged copy A and a zeroed copy B looks the same, but
-    /// has records.
-    Torn,
-    /// One of the copies is valid.
-    Valid {
-        /// The copy with the higher sequence number.
-        superblock: Superblock,
-        /// Which copy that is: 0 for A, 1 for B.
-        copy: usize,
-        /// The other copy is whole too, and an equal or older copy of this superblock: not another member's.
-        other_is_whole: bool,
-    },
-    /// Both copies are invalid; the more informative error.
-    Bad(SuperblockError),
-}
-
-impl SuperblockPair {
-    /// Decodes both copies. Never panics, whatever the bytes.
-    pub fn decode(bytes: &[u8; HEAD_BYTES]) -> Self {
-        let a_bytes: &[u8; PAGE_BYTES] = bytes.first_chunk().expect("a head has two pages");
-        let b_bytes: &[u8; PAGE_BYTES] = bytes.last_chunk().expect("a head has two pages");
-        match (Superblock::decode(a_bytes), Superblock::decode(b_bytes)) {
-            // A newer program was here, even if it wrote only one copy.
-            (Err(error @ SuperblockError::Newer(_)), _) | (_, Err(error @ SuperblockError::Newer(_))) => {
-                SuperblockPair::Bad(error)
-            }
-            (Ok(a), Ok(b)) if b.sequence > a.sequence => Self::valid(b, 1, Some(&a)),
-            (Ok(a), b) => Self::valid(a, 0, b.as_ref().ok()),
-            (Err(_), Ok(b)) => Self::valid(b, 1, None),
-            (Err(SuperblockError::Blank), Err(SuperblockError::Blank)) => SuperblockPair::Blank,
-            (Err(_), Err(SuperblockError::Blank)) if begins_like_a_store(a_bytes) => SuperblockPair::Torn,
-            (Err(error @ SuperblockError::Field(_)), Err(_)) | (Err(_), Err(error @ SuperblockError::Field(_))) => {
-                SuperblockPair::Bad(error)
-            }
-            (Err(SuperblockError::Damaged), Err(_)) | (Err(_), Err(SuperblockError::Damaged)) => {
-                SuperblockPair::Bad(SuperblockError::Damaged)
-            }
-            (Err(_), Err(_)) => SuperblockPair::Bad(SuperblockError::Foreign),
-        }
-    }
-
-    fn valid(superblock: Superblock, copy: usize, other: Option<&Superblock>) -> Self {
-        let (state, sequence) = (superblock.state, superblock.sequence);
-        let other_is_whole = other.is_some_and(|other| {
-            other.state == State::Whole && Superblock { state, sequence, ..other.clone() } == superblock
-        });
-        SuperblockPair::Valid { superblock, copy, other_is_whole }
-    }
-}
-
-/// Whether copy A looks like a torn first write: damaged as a whole, or part of the magic followed by zeros. If the
-/// creation went further, copy B is blank only if it was damaged.
-fn begins_like_a_store(bytes: &[u8; PAGE_BYTES]) -> bool {
-    let matching = bytes.iter().zip(MAGIC).take_while(|(byte, magic)| **byte == *magic).count();
-    match Superblock::decode(bytes) {
-        Err(SuperblockError::Damaged) => true,
-        _ => matching > 0 && is_zero(&bytes[matching..]),
-    }
-}
-
 #[cfg(test)]
-mod tests {
-    use proptest::prelude::*;
-
+pub(super) mod tests {
     use super::*;
     use crate::config::DiskPath;
 
-    fn sample() -> Superblock {
+    pub(in super::super) fn sample() -> Superblock {
         let disk = |blocks| DiskPath::with_blocks(format!("d{blocks}"), blocks);
         let config = Config::default().disks(vec![disk(10), disk(20)]).namespace("naïve");
         Superblock { state: State::Whole, ..Superblock::new(&config, [0xAB; 16], 1) }
     }
 
-    fn head(a: &[u8; PAGE_BYTES], b: &[u8; PAGE_BYTES]) -> SuperblockPair {
-        let mut bytes = [0; HEAD_BYTES];
-        put(&mut bytes, 0, a);
-        put(&mut bytes, PAGE_BYTES, b);
-        SuperblockPair::decode(&bytes)
-    }
-
-    fn seal(bytes: &mut [u8; PAGE_BYTES]) {
+    pub(in super::super) fn seal(bytes: &mut [u8; PAGE_BYTES]) {
         let crc = checksum(&bytes[..CRC]);
         put(bytes, CRC, &crc.to_le_bytes());
     }
@@ -393,75 +319,5 @@ mod tests {
         seal(&mut newer);
         newer[3000] = 1;
         assert_eq!(Superblock::decode(&newer), Err(SuperblockError::Newer(3)));
-        assert_eq!(head(&sample().encode(), &newer), SuperblockPair::Bad(SuperblockError::Newer(3)));
-    }
-
-    #[test]
-    fn a_torn_copy_leaves_the_other() {
-        let old = sample();
-        let new = Superblock { sequence: 2, ..sample() };
-        for torn_bytes in 0..PAGE_BYTES {
-            let mut torn = old.encode();
-            let new_bytes = Superblock { sequence: 3, uuid: [1; 16], ..sample() }.encode();
-            torn[..torn_bytes].copy_from_slice(&new_bytes[..torn_bytes]);
-            if torn == old.encode() || torn == new_bytes {
-                continue;
-            }
-            let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: false };
-            assert_eq!(head(&torn, &new.encode()), expected(1), "A torn after {torn_bytes}");
-            assert_eq!(head(&new.encode(), &torn), expected(0), "B torn after {torn_bytes}");
-        }
-    }
-
-    #[test]
-    fn the_higher_sequence_number_counts() {
-        let (old, new) = (sample(), Superblock { sequence: 2, ..sample() });
-        let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: true };
-        assert_eq!(head(&old.encode(), &new.encode()), expected(1));
-        assert_eq!(head(&new.encode(), &old.encode()), expected(0));
-    }
-
-    #[test]
-    fn the_copy_of_another_member_does_not_count_as_this_ones() {
-        let (new, other) = (Superblock { sequence: 2, ..sample() }, Superblock { member: 0, ..sample() });
-        let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: false };
-        assert_eq!(head(&other.encode(), &new.encode()), expected(1));
-        assert_eq!(head(&new.encode(), &other.encode()), expected(0));
-    }
-
-    #[test]
-    fn a_creation_torn_anywhere_is_blank_torn_or_forming() {
-        let forming = Superblock { state: State::Forming, ..sample() };
-        let blank = [0; PAGE_BYTES];
-        for torn_bytes in 0..=PAGE_BYTES {
-            let mut a = blank;
-            a[..torn_bytes].copy_from_slice(&forming.encode()[..torn_bytes]);
-            match head(&a, &blank) {
-                SuperblockPair::Blank => assert_eq!(torn_bytes, 0),
-                SuperblockPair::Torn => assert!(torn_bytes < ZERO_3),
-                SuperblockPair::Valid { superblock, .. } => {
-                    assert_eq!((superblock, a), (forming.clone(), forming.encode()));
-                }
-                other => panic!("{torn_bytes} bytes: {other:?}"),
-            }
-        }
-    }
-
-    proptest! {
-        #[test]
-        fn random_bytes_are_refused_and_never_panic(
-            bytes in prop::collection::vec(any::<u8>(), PAGE_BYTES),
-            at in 8usize..504,
-        ) {
-            let mut page: [u8; PAGE_BYTES] = bytes.try_into().expect("a page");
-            prop_assert!(Superblock::decode(&page).is_err());
-            // Passes the first checks: a valid beginning, a correct crc, and random bytes in between.
-            let sound = sample().encode();
-            put(&mut page, 0, &sound[..at]);
-            page[ZERO_3..].fill(0);
-            seal(&mut page);
-            let _ = head(&page, &sound);
-            let _ = head(&sound, &page);
-        }
     }
 }

@@ -4,8 +4,9 @@ use std::path::Path;
 
 use super::{
     HEAD_BYTES,
+    pair::SuperblockPair,
     stripe::{MemberGeometry, SLOTS_MAX, Stripe},
-    superblock::{State, Superblock, SuperblockError, SuperblockPair, VERSION, fingerprint},
+    superblock::{State, Superblock, SuperblockError, VERSION, fingerprint},
 };
 use crate::{
     config::Config,

@@ -11,9 +11,10 @@ use kvhoist::{
             Counts, DiskSlots, Member, PageId, Recovered, RecoveredRecord,
             format::{
                 HEAD_BYTES, PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
+                pair::SuperblockPair,
                 record::{Record, RecordSeal},
                 stripe::Stripe,
-                superblock::{SEQUENCE_MAX, State, Superblock, SuperblockPair},
+                superblock::{SEQUENCE_MAX, State, Superblock},
             },
             recovery,
         },
