@@ -141,7 +141,7 @@ fn a_panic_under_the_lock_answers_the_waiters_and_the_close() {
         };
         disk.script_next(OpKind::Read, Fault::Stall);
         let in_flight = spawn_fetch(3);
-        tokio::time::sleep(Duration::from_millis(5)).await;
+        tokio::time::sleep(DEADLINE / 4).await;
         assert_eq!(disk.stalled(), 1, "block 3 is being read");
         // The reactor evicts a block for this one.
         let evicting = spawn_fetch(4);
