@@ -1,4 +1,4 @@
-//! Making a filled host slot visible, and what the write policy wants done then.
+//! Stores: making a filled host slot visible, and the write that the policy wants.
 
 use std::sync::Arc;
 
@@ -12,32 +12,31 @@ use crate::{
     index::EntryId,
 };
 
-/// What a store has still to do.
+/// The next step of a store.
 pub(crate) enum Committed {
-    /// Nothing: the policy is satisfied.
+    /// None: the policy is satisfied.
     Done,
-    /// The write of its block is under way, or follows the movement that is; the outcome comes here.
+    /// Wait for the outcome of a write that is in flight, or follows the movement in flight.
     Wait(oneshot::Receiver<Message>),
-    /// The block must be written, by the reactor; the outcome comes here.
+    /// Send the write to the reactor, and wait for its outcome.
     Write(PendingWrite, oneshot::Receiver<Message>),
 }
 
-/// What a store begins with.
+/// The first step of a store.
 pub(crate) enum BegunStore {
     /// The block is resident already.
     Known(Committed),
-    /// The slot for its bytes.
+    /// A slot for its bytes.
     Slot(Filling),
-    /// Its bytes are needed, and a slot must be waited for.
+    /// Its bytes are needed, and no slot is available.
     NoSlot,
 }
 
-/// How a flight ended: the answers to its waiters, to be sent when the lock is released, and the write that
-/// follows it.
+/// The end of a flight: the answers to its waiters, sent after the lock is released, and the write that follows.
 pub(crate) type FlightEnd = (Vec<(oneshot::Sender<Message>, Outcome)>, Option<PendingWrite>);
 
 impl Shared {
-    /// What is to be done for a block that is resident already; `None` where its bytes are needed.
+    /// The next step for a block that is resident already; `None` if its bytes are needed.
     pub(crate) fn store_known(
         self: &Arc<Self>,
         key: &BlockKey,
@@ -103,7 +102,7 @@ impl Shared {
             self.metrics.stores.add(1);
             self.metrics.moved_untimed(Route::CallerToHost, self.config.block_bytes);
         } else {
-            // Stored by someone else meanwhile, or being read from disk: the same bytes either way.
+            // Another caller stored it meanwhile, or it is being read from disk: the bytes are the same.
             filling.release(&mut state);
             self.metrics.stores_known.add(1);
         }
@@ -132,12 +131,12 @@ impl Shared {
         }
     }
 
-    /// True where a store is to leave no trace: there is no disk tier, and host memory refuses the block.
+    /// True if a store leaves no trace: there is no disk tier, and host memory refuses the block.
     fn refuses_store(&self, state: &mut State, key: &BlockKey, parent: Option<&BlockKey>) -> bool {
         self.config.last_tier() == Tier::Host && self.refuses(state, key, parent, Tier::Host)
     }
 
-    /// True where `tier`, which is the last one and full, refuses a new block, which is then counted.
+    /// True if `tier`, the last one and full, refuses a new block; counts the refusal.
     pub(crate) fn refuses(&self, state: &mut State, key: &BlockKey, parent: Option<&BlockKey>, tier: Tier) -> bool {
         if self.config.eviction_policy != Eviction::RbRefuse || state.free_slots(tier) > 0 {
             return false;
@@ -148,10 +147,10 @@ impl Shared {
         refused
     }
 
-    /// A block is to be on disk, and nobody waits for that. Where the disk takes nothing that is a refusal.
+    /// Marks a block to be written, without a waiter. Notes a refusal if the disk takes no writes.
     fn must_be_written(&self, state: &mut State, id: EntryId, key: &BlockKey) {
         if state.index.slot(id, Tier::Host).is_none() {
-            // It is on its way to host memory, from the device.
+            // It is being copied from the device: the write follows.
             state.flights.join_next(key, Tier::Host, 0);
             return;
         }
@@ -161,13 +160,13 @@ impl Shared {
             return;
         }
         state.set_dirty(id, key);
-        // Nothing else tells of a block that must be written before it may make way for those who wait.
+        // No other event starts the write of a block whose slot a request waits for.
         if state.has_waiters(Tier::Host) {
             self.write_back.notify_one();
         }
     }
 
-    /// A use of a block that was not worth a write: it is decided on anew when host memory lets it go.
+    /// After a use of a block that was not worth a write: the write is decided again when host memory evicts it.
     pub(crate) fn reconsider(&self, state: &mut State, id: EntryId) {
         if self.config.values_writes()
             && state.index.best_tier(id) != Some(Tier::Disk)
@@ -184,13 +183,13 @@ impl Shared {
         }
     }
 
-    /// It was decided not to write a block: it may go.
+    /// Lets a block be evicted unwritten: its write was declined.
     pub(crate) fn decline_write(&self, state: &mut State, id: EntryId, key: &BlockKey) {
         state.dirty.remove(key);
         state.index.set_dirty(id, Tier::Host, false);
     }
 
-    /// Starts or joins the write of a block to disk. The pin in the answer is not to be dropped under the lock.
+    /// Starts or joins the write of a block to disk. Do not drop the pin in the result under the lock.
     pub(crate) fn begin_write(
         self: &Arc<Self>,
         state: &mut State,
@@ -201,7 +200,7 @@ impl Shared {
     ) -> Result<Committed> {
         let joined = match state.flights.entry(key, Tier::Disk) {
             Some(entry) if entry == id => state.join(key, Tier::Disk, class, waiters_max),
-            // Of a copy that was removed. The write of this one follows, whoever waits for it.
+            // The write of a removed block of this key. The write of this block follows, with or without waiters.
             Some(_) => {
                 state.set_dirty(id, key);
                 state.join_next(key, Tier::Disk, class, waiters_max)
@@ -212,23 +211,23 @@ impl Shared {
                     let started = state.flights.begin_started(key, Tier::Disk, id, class, vec![sender]);
                     return Ok(Committed::Write(PendingWrite { key: *key, pin, started }, receiver));
                 }
-                // It is on its way to host memory, from the device.
+                // It is being copied from the device: the write follows.
                 None => state.join_next(key, Tier::Host, class, waiters_max),
             },
         };
         match joined {
             Joined::Waiting(receiver) => Ok(Committed::Wait(receiver)),
-            // It is nowhere that it could be written from, or comes from disk.
+            // It is in no memory from which it could be written, or it comes from disk.
             Joined::None | Joined::Unverified => Ok(Committed::Done),
             Joined::Full => Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
             Joined::Overdue => Err(self.timeout("a movement of the block that is overdue")),
         }
     }
 
-    /// Pins a block where it can be written to disk from.
+    /// Pins a block in memory from which it can be written to disk.
     fn pin_source(self: &Arc<Self>, state: &mut State, id: EntryId, key: &BlockKey) -> Option<Pin> {
         let pin = Pin::take(self, state, id, Tier::Host, Route::HostHit);
-        // Only libcufile spares a block the way through host memory, where there may be no room for it.
+        // Only libcufile writes from the device; any other way goes through host memory, which may have no room.
         let from_device = state.cufile.writes() && state.device_service.reads();
         if pin.is_none() && from_device && !state.flights.contains(key, Tier::Host) {
             return Pin::take(self, state, id, Tier::Device, Route::DeviceHit);
@@ -251,7 +250,7 @@ impl Shared {
         let Finished { waiters, next } = state.flights.finish(key, tier);
         let mut answers = self.answers(state, waiters, tier, outcome);
         let Some(mut next) = next else { return (answers, None) };
-        // Or the block was removed, or is on disk.
+        // The result of the waiters for that write if none begins: the block was removed, or is on disk.
         let mut missed = Ok(());
         if let Some(id) = state.index.find(key)
             && state.index.slot(id, Tier::Disk).is_none()
@@ -262,7 +261,7 @@ impl Shared {
                 return (answers, None);
             }
             if let Some(entry) = state.flights.entry(key, Tier::Disk) {
-                // The block was removed and stored anew while this flight was under way, and that store writes it.
+                // The block was removed and stored again during this flight, and that store writes it.
                 if entry != id {
                     state.set_dirty(id, key);
                 }
@@ -282,7 +281,7 @@ impl Shared {
                 let started = state.flights.begin_started(key, Tier::Disk, id, class, next);
                 return (answers, Some(PendingWrite { key: *key, pin, started }));
             } else if let (Tier::Host, Err(error)) = (tier, outcome) {
-                // It did not arrive where it could be written from.
+                // It did not arrive in host memory, from which it would be written.
                 self.metrics.writes_refused.add(1);
                 state.refusals.add(*key, error.clone());
                 missed = Err(error.clone());
@@ -294,8 +293,8 @@ impl Shared {
 
     /// Ends the flight of the write of `id` as [`end_flight`](Self::end_flight) does, and gives its source back.
     ///
-    /// A block that was written, or that the disk refused, no longer waits to be written. A refusal is noted, and was
-    /// counted: a host tier that could never let go of its blocks would end all service.
+    /// The block is clean then, also if the disk refused it, which is noted: otherwise the host tier would fill with
+    /// blocks that cannot be evicted.
     pub(crate) fn end_write<'a>(
         self: &'a Arc<Self>,
         mut state: Locked<'a>,
@@ -308,7 +307,7 @@ impl Shared {
         match source.map(Arc::try_unwrap) {
             None => {}
             Some(Ok(pin)) => pin.release(&mut state),
-            // What a library has not given back keeps it. Not dropped under the lock.
+            // A library still holds it. The pin takes the lock when it is dropped.
             Some(Err(shared)) => {
                 drop(state);
                 drop(shared);
@@ -318,7 +317,7 @@ impl Shared {
         self.end_flight_locked(&mut state, key, Tier::Disk, outcome)
     }
 
-    /// Notes that the disk did not take a block whose write was lost.
+    /// Notes a refusal for a block whose write was lost.
     pub(crate) fn note_refused(&self, key: &BlockKey, id: EntryId, error: &Error) {
         self.lock().note_written(key, id, Some(error));
     }
@@ -328,11 +327,11 @@ impl Shared {
         self.settle(receiver).await.unwrap_or(Ok(None)).map(drop)
     }
 
-    /// Begins the write of a block that is not on disk and has been hit often enough, or was refused there and is used
-    /// again. Its outcome is nobody's.
+    /// Begins the write of a block that is not on disk and was hit often enough, or was refused and is used again.
+    /// Without a waiter.
     pub(crate) fn selected_for_disk(self: &Arc<Self>, key: &BlockKey) -> Option<PendingWrite> {
         let mut state = self.lock();
-        // The end waits for the writes under way, and takes no requests by then.
+        // The close waits for the writes in flight, and takes no requests by then.
         state.check_open().ok()?;
         let id = state.index.find(key)?;
         let often = match self.config.disk.write_policy {
@@ -355,14 +354,14 @@ impl Shared {
         let committed = self.begin_write(&mut state, id, key, Class::Background, self.config.limits.waiters_max);
         drop(state);
         match committed {
-            Ok(Committed::Write(write, _nobody)) => Some(write),
+            Ok(Committed::Write(write, _receiver)) => Some(write),
             _ => None,
         }
     }
 }
 
 impl State {
-    /// A block of the host tier is to be written to disk before it may go.
+    /// Marks a block of the host tier as dirty: it is written to disk before it may be evicted.
     pub(crate) fn set_dirty(&mut self, id: EntryId, key: &BlockKey) {
         if self.index.slot(id, Tier::Host).is_some() {
             self.index.set_dirty(id, Tier::Host, true);

@@ -1,4 +1,4 @@
-//! The disk slot of a block that is written: taken into the table, and made visible or given back.
+//! The disk slot of a block in flight to disk: entered in the table, then made visible or given back.
 
 use super::{Filling, Pin, State};
 use crate::{
@@ -15,15 +15,15 @@ pub(crate) struct DiskPlace {
     pub(crate) page: PageId,
 }
 
-/// A disk slot that has the bytes of a block and is not visible yet.
+/// A disk slot with the bytes of a block, not visible yet.
 pub(crate) struct DiskWrite {
     pub(crate) id: EntryId,
     pub(crate) filling: Filling,
 }
 
 impl State {
-    /// Notes how the write of `id` ended. A block that was removed meanwhile waits for nothing, and a block that was
-    /// stored under its key since is another.
+    /// Notes the end of the write of `id`; nothing if the block was removed meanwhile, also if another was stored under
+    /// its key since.
     pub(super) fn note_written(&mut self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
         if self.index.find(key) != Some(id) {
             return;
@@ -37,16 +37,16 @@ impl State {
         }
     }
 
-    /// Ends the write of a block to its disk slot; true if the block is visible there. Where the write failed, or the
-    /// block was removed meanwhile, the slot is given back. Its record page is stale then, and written when it next
-    /// comes due, or at `sync`.
+    /// Ends the write of a block to its disk slot; true if the block is visible there. If the write failed, or the
+    /// block was removed meanwhile, the slot is given back. Its record page is stale then: the next write of the page,
+    /// or a `sync`, clears the record.
     pub(crate) fn end_disk_write(&mut self, DiskWrite { id, filling }: DiskWrite, error: Option<&Error>) -> bool {
         let (key, slot) = (self.index.key(id), filling.slot());
         let is_visible = match error {
             None => self.index.complete_fill(id, Tier::Disk, slot),
             Some(error) => {
-                // While the entry is there: of a block that was removed there is nothing to tell, and a removal that
-                // comes later takes the note back.
+                // Only while the entry exists: the refusal of a removed block is not reported, and a later removal
+                // forgets it.
                 if self.index.find(&key) == Some(id) {
                     self.refusals.add(key, error.clone());
                 }

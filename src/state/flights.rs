@@ -58,19 +58,19 @@ pub(crate) struct Flight<M, U> {
     /// The entry that it moves. Where that was removed, the key may name another one by now.
     entry: EntryId,
     class: Class,
-    /// It has been started. A promotion begins with its caller, and starts when its command is served.
+    /// The reactor has started it. A promotion begins with its caller, and starts when its command is served.
     started: bool,
-    /// Its waiters were answered with a timeout.
+    /// Its waiters got a timeout.
     overdue: bool,
     /// The tier of which it waits for a slot.
     pub(crate) slot_wanted: Option<Tier>,
     pub(crate) waiters: Vec<oneshot::Sender<M>>,
-    /// `Some` where the block that the key names when this ends is to be written to disk then, and the waiters for
-    /// that write.
+    /// `Some` if a write to disk follows, of the block that the key names when this movement ends: the waiters for that
+    /// write.
     next: Option<Vec<oneshot::Sender<M>>>,
-    /// Read, to be verified by the first ticket that claims it. Claimed or not, its movement has ended.
+    /// The block as it was read, verified by the first ticket that claims it. Its movement has ended.
     pub(crate) unverified: Option<Arc<Unclaimed<U>>>,
-    /// Tickets given out and neither dropped nor redeemed in vain.
+    /// Tickets in flight: not dropped, and not redeemed after another ticket had claimed the block.
     pub(crate) tickets: u32,
 }
 
@@ -192,8 +192,8 @@ impl<M, U> Flights<M, U> {
         wait(&mut flight.waiters, waiters_max)
     }
 
-    /// Has the block that `key` names when the movement under way ends written to disk then, and waits for that write.
-    /// It follows whatever this answers, unless there is no movement or it comes from disk.
+    /// Requests a write of the block that `key` names when the movement in flight ends, and waits for that write. The
+    /// write follows whatever this returns, unless no movement is in flight or it comes from disk.
     pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
         if flight.is_unclaimed() {
@@ -293,7 +293,7 @@ impl<M, U> Flights<M, U> {
     }
 
     /// Marks the movement as started. `None` if there is none, or if it has been started already.
-    #[must_use = "whoever takes a movement on must end it"]
+    #[must_use = "a movement that is started must be ended"]
     pub(crate) fn start(&mut self, key: &BlockKey, tier: Tier) -> Option<Started> {
         let flight = self.by_target.get_mut(&(*key, tier)).filter(|flight| !flight.started)?;
         flight.started = true;
@@ -312,8 +312,8 @@ impl<M, U> Flights<M, U> {
         Finished { waiters: flight.waiters, next: flight.next }
     }
 
-    /// The waiters of movements up to the number `begun` that are still under way, and the tier of which the block
-    /// waits for a slot; they are overdue from now on.
+    /// Marks movements up to the number `begun` that are still in flight as overdue. Returns their waiters, each with
+    /// the tier of which its block waits for a slot.
     pub(crate) fn take_overdue(&mut self, begun: u64) -> Vec<(oneshot::Sender<M>, Option<Tier>)> {
         let mut waiters = Vec::new();
         while let Some(oldest) = self.by_age.first_entry()
@@ -322,7 +322,7 @@ impl<M, U> Flights<M, U> {
             let target = oldest.remove();
             // A block on its way to the device may be waiting for a slot of the host tier.
             let slot_wanted = Tier::ALL.into_iter().find_map(|tier| self.by_target.get(&(target.0, tier))?.slot_wanted);
-            let flight = self.by_target.get_mut(&target).expect("every movement by age is under way");
+            let flight = self.by_target.get_mut(&target).expect("every movement by age is in flight");
             // It was read in time: the first waiter to be polled ends it.
             if flight.is_unclaimed() {
                 continue;

@@ -1,4 +1,4 @@
-//! What owns a slot: a filling until its block is published, a pin while it is read.
+//! Owners of slots: a filling until its block is published, a pin while it is read.
 
 use std::sync::{Arc, atomic::Ordering};
 
@@ -10,7 +10,7 @@ use crate::{
 };
 
 impl Filling {
-    /// Of a slot that was just taken.
+    /// The owner of a slot that was just taken.
     pub(crate) fn new(shared: &Arc<Shared>, tier: Tier, slot: u32) -> Self {
         Filling { shared: Some(Arc::clone(shared)), tier, slot }
     }
@@ -23,7 +23,7 @@ impl Filling {
         self.slot
     }
 
-    /// The slot now belongs to the index. Call under the lock that published it.
+    /// Hands the slot to the index. Call it under the lock that published it.
     pub(crate) fn published(mut self) {
         self.shared = None;
     }
@@ -43,7 +43,7 @@ impl Filling {
         unsafe { std::slice::from_raw_parts(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
     }
 
-    /// The same, writable.
+    /// The block-sized start of a host slot, writable.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         assert_eq!(self.tier, Tier::Host, "only host slots are writable");
         let shared = self.shared.as_ref().expect("not published while it can be named");
@@ -53,7 +53,7 @@ impl Filling {
     }
 }
 
-// SAFETY: an unpublished slot of the arena, which nobody else reads or writes.
+// SAFETY: an unpublished slot of the arena, which nothing else reads or writes.
 unsafe impl Readable for Filling {
     fn segments(&self) -> Vec<Segment> {
         let bytes = self.bytes();
@@ -68,7 +68,7 @@ impl Drop for Filling {
         if self.tier == Tier::Disk
             && let Some(entry) = state.disk_slots().meta(self.slot).map(|meta| EntryId::from_u32(meta.entry))
         {
-            // A write that was dropped in mid-work: the books name a block that nobody will see.
+            // A write that was dropped before its end: the slot table names a block that is never visible.
             let key = state.index.key(entry);
             state.disk_slots().clear(self.slot, &key);
         }
@@ -77,7 +77,7 @@ impl Drop for Filling {
 }
 
 impl Pin {
-    /// Pins `id`, if it is resident in `tier`, for a holder of the lock.
+    /// Pins `id` if it is resident in `tier`, for a holder of the lock.
     pub(crate) fn take(shared: &Arc<Shared>, state: &mut State, id: EntryId, tier: Tier, route: Route) -> Option<Pin> {
         let slot = state.index.pin(id, tier)?;
         Some(Pin { shared: Some(Arc::clone(shared)), id, tier, slot, route, is_leased: false })
@@ -123,7 +123,7 @@ impl Pin {
     pub(crate) fn bytes(&self) -> &[u8] {
         assert_eq!(self.tier, Tier::Host, "only host slots are readable");
         let shared = self.shared();
-        // SAFETY: the slot is full and pinned, so nobody writes to it while `self` lives; the arena
+        // SAFETY: the slot is full and pinned, so nothing writes to it while `self` lives; the arena
         // lives as long as `shared`, and every slot has at least `block_bytes`.
         unsafe { std::slice::from_raw_parts(shared.host_ptr(self.slot).as_ptr(), shared.config.block_bytes) }
     }

@@ -10,11 +10,11 @@ use crate::{
     error::Result,
 };
 
-/// What a look-up came to.
+/// The result of a look-up.
 pub(crate) enum Found<P> {
     /// Resident in the wanted tier, and now pinned there.
     Hit(Pin),
-    /// Resident in another tier only. What asking for its promotion came to, where there was room for the command.
+    /// Resident in another tier only. The promotion that was requested, if the channel had room for the command.
     Elsewhere(Option<(Promotion, P)>),
     /// Resident nowhere.
     Miss,
@@ -25,30 +25,30 @@ pub(crate) enum Found<P> {
 pub(crate) struct Removed {
     /// It was resident until now.
     pub(crate) resident: bool,
-    /// The end of a write of it that is under way.
+    /// Receives the end of its write in flight.
     pub(crate) writing: Option<oneshot::Receiver<Message>>,
 }
 
-/// What asking for a promotion says of the uses of its block.
+/// How a request for a promotion counts as a use of the block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Use {
     /// A caller uses the block.
     Now,
-    /// A caller is about to: it prefetches.
+    /// A caller prefetches the block, to use it later.
     Announced,
-    /// The use was counted, or this is a step of a movement that has other reasons.
+    /// The use was counted before, or the request is a step of another movement.
     Counted,
 }
 
-/// What asking for a promotion came to.
+/// The result of a request for a promotion.
 pub(crate) enum Promotion {
-    /// It is there already.
+    /// Resident in the wanted tier, and now pinned there.
     Hit(Pin),
-    /// It is nowhere.
+    /// Resident nowhere.
     Miss,
-    /// A movement is under way; its outcome comes here.
+    /// A movement was in flight; the receiver gets its outcome.
     Joined(oneshot::Receiver<Message>),
-    /// The caller must start the movement; its outcome comes here.
+    /// The caller must send the command; the receiver gets the outcome of the movement.
     Started(oneshot::Receiver<Message>),
 }
 
@@ -100,7 +100,7 @@ impl Shared {
         if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
             let Some(room) = reserve() else { return Ok(Found::Elsewhere(None)) };
             let promotion = self.promote_locked(&mut state, key, tier, Class::Awaited, Use::Now);
-            // Before the room is given back, which may wake a caller.
+            // Before the room in the channel is given back, which may wake a caller.
             drop(state);
             let (promotion, source) = promotion?;
             self.metrics.looked_up(source);
@@ -165,7 +165,7 @@ impl Shared {
         Ok((Promotion::Started(state.flights.begin(key, tier, id, class)), source))
     }
 
-    /// A receiver that has a ticket already.
+    /// A receiver that already holds a ticket.
     pub(crate) fn ticket(self: &Arc<Self>, state: &mut State, key: &BlockKey) -> oneshot::Receiver<Message> {
         let (sender, receiver) = oneshot::channel();
         let flight = state.flights.get_mut(key, Tier::Host).expect("it was just joined");
@@ -176,28 +176,28 @@ impl Shared {
 
     /// Forgets `key`. Pinned copies stay until their last reader is done.
     ///
-    /// An error where a write of it is overdue: it is forgotten, and its record may be written yet.
+    /// Returns an error if its write is overdue: the block is forgotten, but its record may still be written.
     pub(crate) fn remove(&self, key: &BlockKey) -> Result<Removed> {
         let mut state = self.lock();
         state.check_open()?;
         let mut removed = Removed::default();
-        // Also of a block that went straight to the disk, and is nowhere since that refused it.
+        // A block that was written from a caller's memory and refused has an entry there, and none in the index.
         state.refusals.forget(key);
         if let Some(id) = state.index.find(key)
             && (state.index.best_tier(id).is_some() || Tier::ALL.iter().any(|&tier| state.index.is_filling(id, tier)))
         {
-            // Not where it is on its way from a caller's memory: nobody has seen it there.
+            // A block that is still being written from a caller's memory was never visible.
             removed.resident = state.index.best_tier(id).is_some();
             state.dirty.remove(key);
             if let Some(slot) = state.index.slot(id, Tier::Disk) {
-                // Its record must go now, although whoever reads the slot holds it for a while yet.
+                // The record must go now, although readers may hold the slot longer.
                 state.disk_slots().clear(slot, key);
             }
             for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
                 slot.into_iter().for_each(|slot| state.push_free(tier, slot));
             }
         }
-        // Bounded by the removals under way, each of which has a caller.
+        // Bounded by the removals in flight, each of which has a caller.
         match state.join(key, Tier::Disk, Class::Awaited, u32::MAX) {
             Joined::Waiting(receiver) => removed.writing = Some(receiver),
             Joined::Overdue => {
@@ -209,7 +209,7 @@ impl Shared {
         Ok(removed)
     }
 
-    /// True where a record on disk may name `key`, whose block is gone.
+    /// True if a record on disk may still name `key`, a removed block.
     pub(crate) fn may_be_recorded(&self, key: &BlockKey) -> bool {
         self.lock().disk.as_ref().is_some_and(|slots| slots.pages_naming(key).next().is_some())
     }

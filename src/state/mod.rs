@@ -58,13 +58,13 @@ use crate::{
     sync::Mutex,
 };
 
-/// Movements under way.
+/// Movements in flight.
 pub(crate) type Flights = flights::Flights<Message, Unverified>;
 /// The waiters of one movement.
 pub(crate) type Flight = flights::Flight<Message, Unverified>;
-/// What joining a movement came to.
+/// The result of joining a movement.
 pub(crate) type Joined = flights::Joined<Message>;
-/// What a movement leaves when it ends.
+/// The waiters that a movement leaves when it ends.
 pub(crate) type Finished = flights::Finished<Message>;
 
 /// State under the lock. No I/O, no await, no allocation that grows with the cache.
@@ -76,27 +76,27 @@ pub(crate) struct State {
     pub(crate) flights: Flights,
     /// Checksum of the block in each host slot.
     pub(crate) host_checksums: Vec<u64>,
-    /// Likewise in each device slot.
+    /// Checksum of the block in each device slot.
     pub(crate) device_checksums: Vec<u64>,
-    /// Of the route of libcufile, with the evidence or the reason.
+    /// The health of the route of libcufile, with the result of its self-test or the reason why it is out of service.
     pub(crate) cufile: Health,
     /// Generation of the next record.
     pub(crate) generation: u64,
     pub(crate) slot_requests: SlotRequests,
-    /// What the budget has not been told yet.
+    /// Movements to be raised in the budget.
     pub(crate) raised: Raised,
     pub(crate) disk_service: Health,
     pub(crate) device_service: Health,
-    /// Blocks of the host tier that the disk tier must take before they may go.
+    /// Blocks of the host tier that are written to disk before they may be evicted.
     pub(crate) dirty: BTreeSet<BlockKey>,
-    /// Those of them that were found to be worth a write, in the order in which they are written.
+    /// Dirty blocks that were found to be worth a write, in the order in which they are written.
     pub(crate) leaving: VecDeque<BlockKey>,
-    /// Blocks that the disk tier did not take, and nobody was told.
+    /// Blocks that the disk tier refused, and whose refusal no caller got.
     pub(crate) refusals: Refusals,
     closed: bool,
 }
 
-/// Of a tier's slots the share that may be kept, as a divisor.
+/// The share of a tier's slots that may be kept, as a divisor.
 const KEPT_PART: u64 = 4;
 
 /// What callers and the reactor share.
@@ -112,21 +112,21 @@ pub(crate) struct Shared {
     pub(crate) parked: AtomicU32,
     /// Leases that callers hold on blocks of the device and the host tier.
     pub(crate) leases: [AtomicU64; 2],
-    /// Wakes the task that tells the budget of what is raised.
+    /// Wakes the task that raises movements in the budget.
     pub(crate) raised: Notify,
     /// Wakes the write-back task.
     pub(crate) write_back: Notify,
-    /// Told when a caller has verified a block, and so ended its flight: the end of the cache waits for that.
+    /// Notified when a caller has verified a block, which ends its flight: the close waits for that.
     pub(crate) verified: Notify,
     /// The number of the latest movement.
     pub(crate) begun: Arc<AtomicU64>,
-    /// Wakes the task that watches the clock.
+    /// Wakes the task of the deadlines.
     pub(crate) watch: Notify,
-    /// How often it has looked at it.
+    /// Deadline ticks so far.
     pub(crate) looks: AtomicU64,
-    /// Requests that libcufile has not given back.
+    /// Requests that libcufile has not returned.
     pub(crate) cufile_stuck: Arc<AtomicI64>,
-    /// What the times of kept blocks count from.
+    /// The origin of the times of kept blocks.
     opened: Instant,
     pub(crate) home: Home,
 }
@@ -188,8 +188,7 @@ impl Shared {
         }
     }
 
-    /// Nothing in a forked child, where there is neither anybody to account to nor memory to give back: the share is
-    /// left as it is.
+    /// `None` in a forked child, which must release nothing of its parent's: the reference is leaked.
     pub(crate) fn at_home(self: Arc<Self>) -> Option<Arc<Self>> {
         if self.home.is_here() {
             return Some(self);
@@ -198,8 +197,7 @@ impl Shared {
         None
     }
 
-    /// True where too few host slots could be given up at once, and write-back could help.
-    /// `demoting` are on their way already.
+    /// True if too few host slots are available, and write-back could make more so. `demoting`: write-backs in flight.
     pub(crate) fn write_back_is_due(&self, state: &State, demoting: u32, watermark: f64) -> bool {
         if !self.config.writes_back() || state.index.demotable_len(Tier::Host) == 0 {
             return false;
@@ -207,7 +205,7 @@ impl Shared {
         let free = state.free[Tier::Host as usize].len();
         let evictable = state.index.evictable(Tier::Host);
         let available = match self.config.values_writes() && free + evictable > 0 {
-            // Later is better: more is known then. Of a chain one block after the other can go.
+            // A later decision knows more. The blocks of a chain can be evicted one after the other.
             true => free + state.index.resident(Tier::Host).saturating_sub(state.dirty.len()) + state.leaving.len(),
             false => free + evictable,
         };
@@ -217,7 +215,7 @@ impl Shared {
         (available as f64) < wanted
     }
 
-    /// Refuses every call from now on, and the requests for slots that may never come free.
+    /// Refuses every call from now on, and the requests for slots that may never become free.
     pub(crate) fn close(&self) {
         let mut state = self.lock();
         state.closed = true;
@@ -231,9 +229,9 @@ impl Shared {
         Error::Busy { what, limit, setting }
     }
 
-    /// Requests that libcufile has not given back.
+    /// Requests that libcufile has not returned.
     pub(crate) fn cufile_stuck(&self) -> u64 {
-        // A request that comes back just as it is given up on may be taken off before it is added.
+        // A request that returns at the moment of its timeout may be subtracted before it is added.
         u64::try_from(self.cufile_stuck.load(Ordering::SeqCst)).unwrap_or(0)
     }
 
@@ -253,8 +251,8 @@ impl State {
         if self.closed { Err(Error::Closed) } else { Ok(()) }
     }
 
-    /// After the close host and device slots may never come free: readers hold them for as long as
-    /// they like. Disk slots do, as the movements that hold them end; the last write-back needs them.
+    /// An error after the close, but for disk slots: readers may hold host and device slots for ever, while disk slots
+    /// become free as movements end, and the last write-back needs them.
     pub(crate) fn check_may_wait(&self, tier: Tier) -> Result<()> {
         match tier {
             Tier::Disk => Ok(()),
@@ -266,14 +264,14 @@ impl State {
         self.disk.as_mut().expect("only a cache with a disk tier has disk slots")
     }
 
-    /// Waits for the movement of `key` to `tier`, if one is under way. It is awaited from now on, if `class` is.
+    /// Waits for the movement of `key` to `tier`, if one is in flight, which is awaited from now on if `class` is.
     pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
         let joined = self.flights.join(key, tier, waiters_max);
         self.raise_joined(key, tier, class, &joined);
         joined
     }
 
-    /// Likewise for the write that follows it.
+    /// Waits for the write that follows the movement of `key` to `tier`, which is awaited from now on if `class` is.
     pub(crate) fn join_next(&mut self, key: &BlockKey, tier: Tier, class: Class, waiters_max: u32) -> Joined {
         let joined = self.flights.join_next(key, tier, waiters_max);
         self.raise_joined(key, tier, class, &joined);
@@ -309,7 +307,7 @@ impl State {
         }
     }
 
-    /// An error where blocks cannot go to `tier`.
+    /// An error if `tier` takes no blocks.
     pub(crate) fn check_service(&self, tier: Tier) -> Result<()> {
         match tier {
             Tier::Disk => self.disk_service.check_writes("disk"),
@@ -317,7 +315,7 @@ impl State {
         }
     }
 
-    /// An error where blocks of `tier` are on a device that is out of service.
+    /// An error if `tier` is the device's and the device is out of service.
     fn check_device(&self, tier: Tier) -> Result<()> {
         if tier == Tier::Device { self.device_service.check_writes("device") } else { Ok(()) }
     }
@@ -330,7 +328,7 @@ impl State {
     }
 }
 
-/// A slot that is being filled: nobody else's until it is published or dropped.
+/// The owner of a slot that is being filled, until it is published or dropped.
 pub(crate) struct Filling {
     /// `None` once published.
     shared: Option<Arc<Shared>>,
@@ -338,7 +336,7 @@ pub(crate) struct Filling {
     slot: u32,
 }
 
-/// A reader's hold on a full slot: it is neither evicted nor reused until this is dropped.
+/// A reader of a full slot, which is neither evicted nor reused until this is dropped.
 ///
 /// Never dropped under the lock: a holder of the lock [releases](Pin::release) it.
 pub(crate) struct Pin {
@@ -352,44 +350,44 @@ pub(crate) struct Pin {
     is_leased: bool,
 }
 
-/// A write to disk whose flight has begun, and which the reactor must be asked for.
+/// A write to disk whose flight has begun, to be sent to the reactor.
 pub(crate) struct PendingWrite {
     pub(crate) key: BlockKey,
-    /// What is written.
+    /// The block in memory.
     pub(crate) pin: Pin,
     pub(crate) started: Started,
 }
 
-/// A block that has been read from disk into its host slot, and not yet verified.
+/// A block that was read from disk into a host slot, and is not verified yet.
 pub(crate) struct Unverified {
-    /// Holds the disk slot that it came from.
+    /// Pins the disk slot that it was read from.
     pub(crate) source: Pin,
     pub(crate) filling: Filling,
-    /// What its checksum must be.
+    /// The checksum that it was stored with.
     pub(crate) checksum: u64,
-    /// What it is, where a worker has taken it.
+    /// The checksum that a worker computed, if one did.
     pub(crate) sum: Option<u64>,
     pub(crate) started: Instant,
 }
 
-/// The right to verify a block, and the duty to say so when it is not used.
+/// Permission to verify a block. The last ticket of a block that is dropped unused gives the block up.
 pub(crate) struct Ticket {
     /// `None` once redeemed.
     shared: Option<Arc<Shared>>,
     key: BlockKey,
     block: Arc<Unclaimed<Unverified>>,
-    /// The flight's number: by the time a ticket is used another may be under way.
+    /// The number of the flight: another flight of the key may be in flight when the ticket is used.
     flight: u64,
 }
 
-/// What a movement gives each of its waiters: a pin on the destination, or `None` for a miss.
-/// Movements to disk give `None`: nobody reads there.
+/// The outcome of a movement for each of its waiters: a pin in the destination, or `None` for a miss. Movements to disk
+/// give `None`, because blocks are not read there.
 pub(crate) type Outcome = Result<Option<Pin>>;
 
-/// What a waiter is told.
+/// The message to a waiter.
 pub(crate) enum Message {
     /// The movement has ended.
     Ended(Outcome),
-    /// The block has been read, and the first who is polled verifies it.
+    /// The block has been read, and the first waiter to be polled verifies it.
     Verify(Ticket),
 }

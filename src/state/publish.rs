@@ -1,4 +1,4 @@
-//! How a read ends: the block is published, or it is given up.
+//! The end of a read: the block is published, or given up.
 
 use std::sync::Arc;
 
@@ -9,8 +9,8 @@ use crate::{
 };
 
 impl Shared {
-    /// Makes a filled host or device slot visible, pinned for the first waiter; gives the source back. `None` if the
-    /// block was removed meanwhile.
+    /// Makes a filled host or device slot visible, and releases the source. Returns a pin for the first waiter; `None`
+    /// if the block was removed meanwhile.
     pub(crate) fn publish(
         self: &Arc<Self>,
         id: EntryId,
@@ -49,7 +49,7 @@ impl Shared {
         pin
     }
 
-    /// Ends a read that failed through no fault of the disk: the block stays there.
+    /// Ends a read that failed for lack of a resource, not because of the disk: the block stays on disk.
     pub(crate) fn abort_read(&self, pin: Pin, filling: Filling) {
         let mut state = self.lock();
         state.index.abort_fill(pin.id(), Tier::Host);
@@ -57,8 +57,8 @@ impl Shared {
         pin.release(&mut state);
     }
 
-    /// A block that cannot be had from its disk slot: forgotten there, and the slot set aside.
-    /// `filling` is the host slot that it was read into, if it was.
+    /// Gives up a block that cannot be read from its disk slot, and quarantines the slot. `filling` is the host slot
+    /// that the block was read into, if one was.
     pub(crate) fn unlink(&self, pin: Pin, filling: Option<Filling>, why: &str) {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
@@ -67,7 +67,7 @@ impl Shared {
             state.index.abort_fill(id, Tier::Host);
             filling.release(&mut state);
         }
-        // Of a block that was removed meanwhile this pin is the last trace: its slot is free already, its entry gone.
+        // If the block was removed meanwhile, this pin alone holds its entry: the slot is free once it is released.
         let removed = state.index.slot(id, Tier::Disk) != Some(slot);
         pin.release(&mut state);
         let mut quarantined = None;
@@ -78,7 +78,7 @@ impl Shared {
         }
         drop(state);
         match quarantined {
-            // A bad drive has many: one warning names it, the counters tell the rest.
+            // A bad drive has many: one warning per path, counters for the others.
             Some((file, 1, _)) => {
                 let path = &self.config.disk.paths[usize::from(file.0)].path;
                 tracing::warn!(

@@ -29,7 +29,7 @@ pub(super) struct Request {
 }
 
 /// Requests that get no slot, to be answered after the unlock.
-#[must_use = "whoever waits is to be answered"]
+#[must_use = "the requests wait for an answer"]
 pub(crate) struct Refused(pub(super) Vec<Request>);
 
 impl Queue {

@@ -11,13 +11,13 @@ impl Shared {
         self.lower_service(Health::Retired(reason));
     }
 
-    /// Takes the device tier out of service: what is on the device is out of reach. Host and disk keep serving.
+    /// Takes the device tier out of service: its blocks cannot be read any more. Host and disk keep serving.
     pub(crate) fn retire_device(&self, reason: String) {
         let mut state = self.lock();
         if !state.device_service.lower(Health::Retired(reason.clone())) {
             return;
         }
-        // What is leased goes when its last lease does.
+        // Leased blocks go with their last lease.
         while let Some(victim) = state.index.victim(Tier::Device) {
             let slot = state.index.evict(victim, Tier::Device);
             state.push_free(Tier::Device, slot);
@@ -45,7 +45,7 @@ impl Shared {
         }
     }
 
-    /// Counts the end of an operation on a file, and draws the conclusion.
+    /// Counts the end of an operation on a file, and lowers the service after too many failures in a row.
     pub(crate) fn account<T>(&self, failures: &[Failures], file: FileId, kind: OpKind, result: &io::Result<T>) {
         let Some(count) = failures[usize::from(file.0)].count(kind, result) else { return };
         if count < self.config.disk.failures_max {

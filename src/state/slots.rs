@@ -225,7 +225,7 @@ impl Shared {
             while state.has_waiters(tier)
                 && let Some(slot) = self.free_or_evicted(state, tier)
             {
-                let request = state.slot_requests.tiers[tier as usize].pop().expect("somebody waits");
+                let request = state.slot_requests.tiers[tier as usize].pop().expect("a request waits");
                 granted.push(Grant { tier, slot, request });
             }
             // Only if a slot was granted: the write-back task takes the lock too, and would wake itself for ever.
