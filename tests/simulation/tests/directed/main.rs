@@ -1,0 +1,8 @@
+//! Situations that seeds reach by chance only, made to happen.
+
+mod removals;
+#[path = "../scene/mod.rs"]
+mod scene;
+mod service;
+mod slots;
+mod stalls;

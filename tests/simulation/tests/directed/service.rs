@@ -1,0 +1,148 @@
+//! Failing disks and bad blocks: what takes a tier out of service, and what does not.
+
+use std::time::Duration;
+
+use kvhoist::{DiskPath, Error, Tier, WritePolicy, internals::io::OpKind};
+use kvhoist_simulation::sim::{self, Fault, FaultRates};
+
+use crate::scene::*;
+
+#[test]
+fn failing_writes_make_the_disk_read_only() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { write_error: 1.0, ..FaultRates::default() });
+        for n in 20..23 {
+            let result = store(&cache, n).await;
+            assert!(matches!(result, Err(Error::Io { op: "write", .. })), "{result:?}");
+        }
+        let stats = cache.stats();
+        let reason = stats.disk_read_only.expect("three writes failed in a row");
+        assert!(reason.contains("3 writes of simulated failed in a row"), "{reason}");
+        assert_eq!(stats.disk_retired, None, "it can still be read");
+        let writes = disk.counts().started[OpKind::Write as usize];
+        let result = store(&cache, 23).await;
+        assert!(matches!(result, Err(Error::Unavailable { tier: "disk", .. })), "{result:?}");
+        assert_eq!(disk.counts().started[OpKind::Write as usize], writes, "it is asked no more");
+        assert!(fetch(&cache, 23).await.expect("host memory serves it"), "stored and visible");
+        let survivors = (0..16).filter(|n| cache.match_len(&[key(*n)]) == 1).collect::<Vec<_>>();
+        assert!(survivors.len() >= 13, "each failed write took one slot at most: {survivors:?}");
+        for n in survivors {
+            assert!(fetch(&cache, n).await.expect("the disk serves on"), "block {n}");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn failures_that_are_not_in_a_row_change_nothing() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        for n in 0..12 {
+            let fails = n % 3 != 2;
+            if fails {
+                disk.script_next(OpKind::Write, Fault::Error(5));
+            }
+            assert_eq!(store(&cache, n).await.is_err(), fails, "block {n}");
+        }
+        assert_eq!(cache.stats().disk_read_only, None);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn failing_reads_take_the_disk_out_of_service() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { read_error: 1.0, ..FaultRates::default() });
+        for n in 0..3 {
+            let result = fetch(&cache, n).await;
+            assert!(matches!(result, Err(Error::Io { op: "read", .. })), "{result:?}");
+        }
+        let reason = cache.stats().disk_retired.expect("three reads failed in a row");
+        assert!(reason.contains("3 reads of simulated failed in a row"), "{reason}");
+        let reads = disk.counts().started[OpKind::Read as usize];
+        for n in 0..16 {
+            let served = cache.match_prefix(&[key(n)]).tiers() == [Tier::Host];
+            assert_eq!(fetch(&cache, n).await.expect("no error: a miss"), served, "block {n}");
+        }
+        assert_eq!(disk.counts().started[OpKind::Read as usize], reads, "it is asked no more");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn more_bad_blocks_than_may_be_quarantined_take_the_disk_out_of_service() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().quarantine_max(2)).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { bit_flip: 1.0, ..FaultRates::default() });
+        for n in 0..3 {
+            assert!(!fetch(&cache, n).await.expect("a miss"), "block {n} does not match its checksum");
+        }
+        let stats = cache.stats();
+        assert_eq!((stats.quarantined, stats.checksum_failures), (3, 3));
+        assert!(stats.disk_retired.expect("out of service").contains("quarantine_max = 2"));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_disk_tier_without_a_good_slot_is_out_of_service() {
+    sim::block_on(async {
+        let disks = vec![DiskPath::with_blocks("simulated", 2)];
+        let (cache, reactor, disk) = open(config().disks(disks).host_blocks(1)).await;
+        for n in 0..2 {
+            store(&cache, n).await.expect("stored");
+        }
+        disk.set_rates(FaultRates { read_error: 1.0, ..FaultRates::default() });
+        for n in 0..2 {
+            let result = fetch(&cache, n).await;
+            assert!(matches!(result, Err(Error::Io { op: "read", .. })), "{result:?}");
+        }
+        let reason = cache.stats().disk_retired;
+        assert!(reason.as_deref().is_some_and(|reason| reason.contains("all of its 2 slots")), "{reason:?}");
+        let (stored, took) = elapsed(store(&cache, 4)).await;
+        assert!(matches!(stored, Err(Error::Unavailable { .. })) && took < DEADLINE, "{stored:?} after {took:?}");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_wrong_block_is_never_on_the_device() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().device_blocks(2)).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { bit_flip: 1.0, ..FaultRates::default() });
+        for n in 0..3 {
+            let found = cache.fetch_to_device(&key(n)).await.expect("a miss");
+            assert!(found.is_none(), "block {n} does not match its checksum");
+        }
+        disk.set_rates(FaultRates::default());
+        let stats = cache.stats();
+        let device = stats.tier(Tier::Device);
+        assert_eq!((device.resident, device.free), (0, 2), "what was copied there is nobody's");
+        for n in 3..7 {
+            let lease = cache.fetch_to_device(&key(n)).await.expect("served").expect("on disk");
+            assert_eq!(cache.read_device(&lease, Vec::new()).await.expect("read back"), payload(n));
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn without_a_disk_no_block_is_selected_for_it() {
+    sim::block_on(async {
+        let settings = config().host_blocks(1).disks(Vec::new()).selective_hits(1);
+        let (cache, reactor, _) = open(settings.write_policy(WritePolicy::WriteThroughSelective)).await;
+        store(&cache, 0).await.expect("stored");
+        assert!(fetch(&cache, 0).await.expect("a hit"), "in host memory");
+        // Its slot is needed, and nobody holds it: no write to a disk that there is none of.
+        let (stored, took) = elapsed(store(&cache, 1)).await;
+        stored.expect("the only slot is free to be taken");
+        assert_eq!(took, Duration::ZERO);
+        finish(cache, reactor).await;
+    });
+}

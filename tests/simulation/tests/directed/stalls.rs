@@ -1,0 +1,164 @@
+//! Operations that stall: callers get a timeout, and memory stays with the disk.
+
+use std::time::Duration;
+
+use kvhoist::{Error, Tier, WritePolicy, internals::io::OpKind};
+use kvhoist_simulation::sim::{self, Fault, FaultRates, Simulated, World};
+
+use crate::scene::*;
+
+#[test]
+fn a_stalled_read_is_a_timeout_and_its_buffer_stays_with_the_disk() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let (first, took) = elapsed(fetch(&cache, 0)).await;
+        assert!(matches!(first, Err(Error::Timeout { .. })) && on_time(took), "{first:?} after {took:?}");
+        let (again, took) = elapsed(fetch(&cache, 0)).await;
+        assert!(matches!(again, Err(Error::Timeout { .. })), "{again:?}");
+        assert_eq!(took, Duration::ZERO, "the movement is known to be overdue");
+        // The slot that is being read into is nobody else's: the simulated disk fills it with garbage until the read is
+        // done, and these reads would show that.
+        for n in [1, 2, 3, 4, 5, 1, 2, 3] {
+            assert!(fetch(&cache, n).await.expect("other blocks are served"), "block {n}");
+        }
+        let stats = cache.stats();
+        let host = stats.tier(Tier::Host);
+        assert_eq!((disk.in_flight(), host.resident + host.free), (1, 3), "one slot is the disk's");
+        assert_eq!(disk.release(), 1);
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        assert!(fetch(&cache, 0).await.expect("served again"), "what was read late is there");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_stalled_write_is_a_timeout_and_the_block_stays_whole() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let (first, took) = elapsed(store(&cache, 0)).await;
+        assert!(matches!(first, Err(Error::Timeout { .. })) && on_time(took), "{first:?} after {took:?}");
+        // Its slot is pinned: these go through the other three, and the simulated disk panics if its memory changes.
+        for n in 1..8 {
+            store(&cache, n).await.expect("other writes go on");
+        }
+        let again = store(&cache, 0).await;
+        assert!(matches!(again, Err(Error::Timeout { .. })), "{again:?}");
+        assert!(fetch(&cache, 0).await.expect("host memory serves it"), "stored and visible");
+        disk.release();
+        tokio::time::sleep(Duration::from_millis(5)).await;
+        store(&cache, 0).await.expect("it is on disk by now");
+        assert_eq!(cache.stats().tier(Tier::Disk).resident, 8);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_stalled_flush_is_a_timeout_for_sync_and_close_waits_for_it() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        disk.script_next(OpKind::Sync, Fault::Stall);
+        let (result, took) = elapsed(cache.sync()).await;
+        assert!(matches!(result, Err(Error::Timeout { .. })) && took >= DEADLINE, "{result:?} after {took:?}");
+        assert_eq!(disk.in_flight(), 1, "the flush goes on");
+        disk.release();
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn when_every_movement_is_stalled_callers_get_an_error_in_time() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().movements_max(2)).await;
+        fill(&cache).await;
+        disk.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
+        let calls: Vec<_> = (0..8)
+            .map(|n| {
+                let cache = cache.clone();
+                tokio::task::spawn_local(async move { elapsed(fetch(&cache, n)).await })
+            })
+            .collect();
+        for call in calls {
+            let (result, took) = call.await.expect("no panic");
+            let told = matches!(result, Err(Error::Timeout { .. } | Error::Busy { .. }));
+            assert!(told && took < DEADLINE * 3, "{result:?} after {took:?}");
+        }
+        let (result, took) = elapsed(cache.remove(&key(12))).await;
+        assert!(matches!(result, Err(Error::Timeout { .. })) && took < DEADLINE * 2, "{result:?} after {took:?}");
+        disk.set_rates(FaultRates::default());
+        while disk.in_flight() > 0 {
+            disk.release();
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        for n in 0..8 {
+            assert!(fetch(&cache, n).await.expect("the disk is back"), "block {n}");
+        }
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn memory_of_a_load_to_the_device_is_the_callers_again_after_a_timeout() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().device_blocks(2)).await;
+        fill(&cache).await;
+        let mut memory = vec![0xee; BLOCK_BYTES];
+        // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
+        let lent = unsafe { kvhoist::Memory::device(memory.as_mut_ptr(), BLOCK_BYTES) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let segments = vec![vec![kvhoist::Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let loaded = cache.load_into(&[key(0)], &segments).await.expect("asked");
+        assert!(matches!(loaded[..], [Err(Error::Timeout { .. })]), "{loaded:?}");
+        disk.release();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        assert!(fetch(&cache, 0).await.expect("served"), "the read has landed");
+        assert!(memory == vec![0xee; BLOCK_BYTES], "somebody wrote there after the answer");
+        let loaded = cache.load_into(&[key(1)], &segments).await.expect("asked");
+        assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+        cache.unregister(&region).await.expect("its own region");
+        assert_eq!(memory, payload(1));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_remove_that_waits_for_an_overdue_write_is_a_timeout() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let (stored, _) = elapsed(store(&cache, 0)).await;
+        assert!(matches!(stored, Err(Error::Timeout { .. })), "{stored:?}");
+        let (removed, took) = elapsed(cache.remove(&key(0))).await;
+        assert!(matches!(removed, Err(Error::Timeout { .. })) && took == Duration::ZERO, "{removed:?} after {took:?}");
+        assert!(!fetch(&cache, 0).await.expect("served"), "forgotten all the same");
+        disk.release();
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn the_end_of_a_cache_flushes_what_was_overdue() {
+    sim::block_on(async {
+        let settings = config().write_policy(WritePolicy::WriteBack);
+        let (cache, reactor, disk) = open(settings.clone()).await;
+        for n in 0..3 {
+            store(&cache, n).await.expect("stored");
+        }
+        disk.script_next(OpKind::Write, Fault::Stall);
+        drop(cache);
+        tokio::time::sleep(DEADLINE * 3).await;
+        assert_eq!(disk.stalled(), 1, "a block is being written, and nobody waits for it any longer");
+        disk.release();
+        reactor.ended().await;
+        let world = World::new(3, disk.crash());
+        let Simulated { cache, reactor } = sim::open(settings, &world).await.expect("a store that was closed opens");
+        for n in 0..3 {
+            assert!(fetch(&cache, n).await.expect("served"), "block {n} was stored before the end");
+        }
+        finish(cache, reactor).await;
+    });
+}
