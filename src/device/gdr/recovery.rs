@@ -1,4 +1,5 @@
-//! After a failed copy: all work is flushed, the connection is reset, and the self-test decides whether it is used again.
+//! After a failed copy: all work is flushed, the connection is reset, and the self-test decides whether the engine is
+//! used again.
 
 use std::{
     rc::Rc,

@@ -1,5 +1,5 @@
-//! A movement that panics: its waiters are answered, and the cache serves on and closes. A panic under the lock ends the
-//! cache: its waiters are answered as well, and later calls panic.
+//! A movement that panics: its waiters are answered, and the cache serves on and closes. A panic under the lock ends
+//! the cache: its waiters are answered as well, and later calls panic.
 
 mod scene;
 
