@@ -118,17 +118,19 @@ def metrics() -> str:
     tree = ast.parse(source("python/kvhoist/metrics.py"))
     calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name) and n.func.id == "Metric"]
     python = {call.args[0].value: (call.args[1].value, call.args[2].value) for call in calls}
-    rows = ["| name | kind | Rust | Python | |", "|---|---|---|---|---|"]
-    for name in sorted(rust.keys() | python.keys()):
+    service = dict(re.findall(r'"(kvhoist_\w+)",\s*(?:help: )?"([^"]+)"', source("cli/src/http/figures.rs")))
+    rows = ["| name | kind | Rust | Python | service | |", "|---|---|---|---|---|---|"]
+    for name in sorted(rust.keys() | python.keys() | service.keys()):
         kind = "histogram" if name.endswith("_seconds") else "counter" if name.endswith("_total") else "gauge"
-        words = rust.get(name) or python[name][1]
-        rows.append(f"| `{name}` | {kind} | {'yes' if name in rust else ''} | {'yes' if name in python else ''} | {cell(words)} |")
+        words = rust.get(name) or service.get(name) or python[name][1]
+        exported = " | ".join("yes" if name in names else "" for names in (rust, python, service))
+        rows.append(f"| `{name}` | {kind} | {exported} | {cell(words)} |")
     return (
-        HEAD.format(source="src/metrics.rs and python/kvhoist/metrics.py")
+        HEAD.format(source="src/metrics.rs, python/kvhoist/metrics.py and cli/src/http/figures.rs")
         + "# Metrics\n\n*For operators.*\n\n"
-        "Rust programs export them through the recorder of the `metrics` crate installed before the cache is opened;\n"
-        "Python by [`kvhoist.metrics`](../monitoring.md), with the labels `cache` and `number`. Labels beside: `tier`,\n"
-        "`route`, `engine`, `reason`.\n\n" + "\n".join(rows) + "\n"
+        "Where to get them: [monitoring](../monitoring.md). The label `cache` is the namespace of a cache or the name of a\n"
+        "service's space; `number` tells two of the same name apart (not in Rust). Other labels: `tier`, `route`, `engine`,\n"
+        "`reason`, `path`, `drive`.\n\n" + "\n".join(rows) + "\n"
     )
 
 

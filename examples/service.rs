@@ -12,7 +12,7 @@ use axum::{
     routing::get,
 };
 use kvhoist::{BlockKey, Cache, Error};
-use metrics_exporter_prometheus::PrometheusBuilder;
+use metrics_exporter_prometheus::{PrometheusBuilder, PrometheusHandle};
 
 const BLOCK_BYTES: usize = 64 << 10;
 
@@ -23,9 +23,10 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let directory = tempfile::tempdir()?;
     let cache =
         Cache::builder().block_bytes(BLOCK_BYTES).host_bytes(64 << 20).disk(directory.path(), 256 << 20).open().await?;
+    let gauges = cache.clone();
     let app = Router::new()
         .route("/blocks/{key}", get(fetch).put(store))
-        .route("/metrics", get(move || async move { prometheus.render() }))
+        .route("/metrics", get(move || metrics(gauges.clone(), prometheus.clone())))
         .layer(DefaultBodyLimit::max(BLOCK_BYTES))
         .with_state(cache.clone());
     let listener = tokio::net::TcpListener::bind("127.0.0.1:8080").await?;
@@ -34,6 +35,11 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     axum::serve(listener, app).with_graceful_shutdown(stop).await?;
     cache.close().await?;
     Ok(())
+}
+
+async fn metrics(cache: Cache, prometheus: PrometheusHandle) -> String {
+    cache.export_gauges();
+    prometheus.render()
 }
 
 /// The block goes out as it lies in the cache: `Bytes` holds the lease, nothing is copied. A client that reads slowly

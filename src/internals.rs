@@ -8,6 +8,11 @@ pub use crate::{
     device::{cuda as gpu, rdma},
 };
 
+/// The state of a service, for the program that runs it.
+pub mod service {
+    pub use crate::service::report::{OpenSpace, ServiceReport};
+}
+
 macro_rules! export {
     ($($module:ident)*) => {
         $(pub mod $module {

@@ -72,11 +72,11 @@ pub(crate) struct CopyMetrics {
 }
 
 impl CopyMetrics {
-    fn new() -> Self {
+    fn new(of: &Of<'_>) -> Self {
         CopyMetrics {
-            batches: COPY_ENGINES.map(|engine| labelled("kvhoist_copies_total", "engine", engine)),
-            bytes: COPY_ENGINES.map(|engine| labelled("kvhoist_copied_bytes_total", "engine", engine)),
-            failovers: plain("kvhoist_gdr_failovers_total"),
+            batches: COPY_ENGINES.map(|engine| of.labelled("kvhoist_copies_total", "engine", engine)),
+            bytes: COPY_ENGINES.map(|engine| of.labelled("kvhoist_copied_bytes_total", "engine", engine)),
+            failovers: of.plain("kvhoist_gdr_failovers_total"),
         }
     }
 
@@ -181,45 +181,47 @@ const COUNTERS: [(&str, Unit, &str); 29] = [
 ];
 
 impl Metrics {
-    pub(crate) fn new() -> Self {
+    /// The metrics of the cache of a namespace, which is their label `cache`.
+    pub(crate) fn new(namespace: &str) -> Self {
         describe();
+        let of = Of(namespace);
         Metrics {
             tiers: Tier::ALL.map(|tier| TierMetrics {
-                hits: labelled("kvhoist_hits_total", "tier", tier.name()),
-                evictions: labelled("kvhoist_evictions_total", "tier", tier.name()),
-                refused: labelled("kvhoist_refused_total", "tier", tier.name()),
-                bytes_in: labelled("kvhoist_bytes_in_total", "tier", tier.name()),
-                bytes_out: labelled("kvhoist_bytes_out_total", "tier", tier.name()),
+                hits: of.labelled("kvhoist_hits_total", "tier", tier.name()),
+                evictions: of.labelled("kvhoist_evictions_total", "tier", tier.name()),
+                refused: of.labelled("kvhoist_refused_total", "tier", tier.name()),
+                bytes_in: of.labelled("kvhoist_bytes_in_total", "tier", tier.name()),
+                bytes_out: of.labelled("kvhoist_bytes_out_total", "tier", tier.name()),
             }),
             routes: Route::ALL.map(|route| RouteMetrics {
-                blocks: labelled("kvhoist_moved_blocks_total", "route", route.name()),
-                bytes: labelled("kvhoist_moved_bytes_total", "route", route.name()),
-                seconds: metrics::histogram!("kvhoist_movement_seconds", "route" => route.name()),
+                blocks: of.labelled("kvhoist_moved_blocks_total", "route", route.name()),
+                bytes: of.labelled("kvhoist_moved_bytes_total", "route", route.name()),
+                seconds: of.histogram("kvhoist_movement_seconds", route),
             }),
-            misses: plain("kvhoist_misses_total"),
-            stores: plain("kvhoist_stores_total"),
-            stores_known: plain("kvhoist_stores_known_total"),
-            stores_failed: plain("kvhoist_stores_failed_total"),
-            writes_refused: plain("kvhoist_writes_refused_total"),
-            writes_declined: DECLINED.map(|reason| labelled("kvhoist_writes_declined_total", "reason", reason)),
-            write_share: metrics::gauge!("kvhoist_write_share"),
-            checksum_failures: plain("kvhoist_checksum_failures_total"),
-            read_errors: plain("kvhoist_read_errors_total"),
-            write_errors: plain("kvhoist_write_errors_total"),
-            copy_errors: plain("kvhoist_copy_errors_total"),
-            quarantined: plain("kvhoist_quarantined_total"),
-            background_refused: plain("kvhoist_background_refused_total"),
-            released: plain("kvhoist_released_total"),
-            released_unwritten: plain("kvhoist_released_unwritten_total"),
-            busy: plain("kvhoist_busy_total"),
-            timeouts: plain("kvhoist_timeouts_total"),
-            record_writes: plain("kvhoist_record_writes_total"),
-            records_bad: plain("kvhoist_records_bad_total"),
-            cufile_errors: plain("kvhoist_cufile_errors_total"),
-            work_done: Arc::new(plain("kvhoist_work_done_total")),
-            copies: Arc::new(CopyMetrics::new()),
-            movements: metrics::gauge!("kvhoist_movements"),
-            cufile_in_use: metrics::gauge!("kvhoist_cufile_in_use"),
+            misses: of.plain("kvhoist_misses_total"),
+            stores: of.plain("kvhoist_stores_total"),
+            stores_known: of.plain("kvhoist_stores_known_total"),
+            stores_failed: of.plain("kvhoist_stores_failed_total"),
+            writes_refused: of.plain("kvhoist_writes_refused_total"),
+            writes_declined: DECLINED.map(|reason| of.labelled("kvhoist_writes_declined_total", "reason", reason)),
+            write_share: metrics::gauge!("kvhoist_write_share", "cache" => of.cache()),
+            checksum_failures: of.plain("kvhoist_checksum_failures_total"),
+            read_errors: of.plain("kvhoist_read_errors_total"),
+            write_errors: of.plain("kvhoist_write_errors_total"),
+            copy_errors: of.plain("kvhoist_copy_errors_total"),
+            quarantined: of.plain("kvhoist_quarantined_total"),
+            background_refused: of.plain("kvhoist_background_refused_total"),
+            released: of.plain("kvhoist_released_total"),
+            released_unwritten: of.plain("kvhoist_released_unwritten_total"),
+            busy: of.plain("kvhoist_busy_total"),
+            timeouts: of.plain("kvhoist_timeouts_total"),
+            record_writes: of.plain("kvhoist_record_writes_total"),
+            records_bad: of.plain("kvhoist_records_bad_total"),
+            cufile_errors: of.plain("kvhoist_cufile_errors_total"),
+            work_done: Arc::new(of.plain("kvhoist_work_done_total")),
+            copies: Arc::new(CopyMetrics::new(&of)),
+            movements: metrics::gauge!("kvhoist_movements", "cache" => of.cache()),
+            cufile_in_use: metrics::gauge!("kvhoist_cufile_in_use", "cache" => of.cache()),
         }
     }
 
@@ -290,24 +292,76 @@ pub(crate) fn drive_used(path: &Path) -> Gauge {
     metrics::gauge!("kvhoist_drive_used", "path" => path.display().to_string())
 }
 
-fn plain(name: &'static str) -> Count {
-    Count::new(metrics::counter!(name))
+/// Bytes written to a drive in its whole life, by a path on it.
+pub(crate) fn drive_written(path: &Path) -> Counter {
+    metrics::counter!("kvhoist_drive_written_bytes_total", "path" => path.display().to_string())
 }
 
-fn labelled(name: &'static str, label: &'static str, value: &'static str) -> Count {
-    Count::new(metrics::counter!(name, label => value))
+/// The namespace of a cache: the label `cache` of its metrics.
+pub(crate) struct Of<'a>(pub(crate) &'a str);
+
+impl Of<'_> {
+    fn cache(&self) -> String {
+        self.0.to_owned()
+    }
+
+    fn plain(&self, name: &'static str) -> Count {
+        Count::new(metrics::counter!(name, "cache" => self.cache()))
+    }
+
+    fn labelled(&self, name: &'static str, label: &'static str, value: &'static str) -> Count {
+        Count::new(metrics::counter!(name, "cache" => self.cache(), label => value))
+    }
+
+    fn histogram(&self, name: &'static str, route: Route) -> Histogram {
+        metrics::histogram!(name, "cache" => self.cache(), "route" => route.name())
+    }
+
+    pub(crate) fn gauge(&self, name: &'static str, tier: Option<Tier>) -> Gauge {
+        match tier {
+            Some(tier) => metrics::gauge!(name, "cache" => self.cache(), "tier" => tier.name()),
+            None => metrics::gauge!(name, "cache" => self.cache()),
+        }
+    }
 }
+
+/// Descriptions of the gauges that `Cache::export_gauges` sets.
+const GAUGES: [(&str, Unit, &str); 11] = [
+    ("kvhoist_resident_blocks", Unit::Count, "Blocks in a tier, by tier"),
+    ("kvhoist_slots", Unit::Count, "Slots of a tier, by tier"),
+    ("kvhoist_free_slots", Unit::Count, "Slots that hold nothing, by tier"),
+    ("kvhoist_dirty_blocks", Unit::Count, "Blocks of the host tier that are not on disk yet"),
+    ("kvhoist_retired", Unit::Count, "1 while a tier is out of service, by tier"),
+    ("kvhoist_read_only", Unit::Count, "1 while a tier takes no blocks, by tier"),
+    ("kvhoist_direct_io", Unit::Count, "1 if the disk is read and written directly"),
+    ("kvhoist_registered", Unit::Count, "1 if host memory is registered with the ring"),
+    ("kvhoist_workers", Unit::Count, "Threads that take checksums and copies"),
+    ("kvhoist_io_threads", Unit::Count, "Threads that read and write; 0 with io_uring"),
+    (
+        "kvhoist_write_budget_bytes",
+        Unit::Bytes,
+        "Bytes a day that may be written to disk: write_budget, or drive_writes_per_day times drive_bytes",
+    ),
+];
 
 fn describe() {
     for (name, unit, text) in COUNTERS {
         metrics::describe_counter!(name, unit, text);
     }
+    for (name, unit, text) in GAUGES {
+        metrics::describe_gauge!(name, unit, text);
+    }
+    metrics::describe_counter!(
+        "kvhoist_drive_written_bytes_total",
+        Unit::Bytes,
+        "Bytes written to an NVMe drive in its whole life, by path; none where it may not be asked"
+    );
     metrics::describe_counter!("kvhoist_records_bad_total", "Records refused at recovery: torn or damaged");
     metrics::describe_histogram!("kvhoist_movement_seconds", Unit::Seconds, "Duration of movements, by route");
     metrics::describe_gauge!("kvhoist_movements", "Movements in flight");
     metrics::describe_gauge!(
         "kvhoist_drive_used",
-        "Share of the life of an NVMe drive that was used at the open, by path; none where it may not be asked"
+        "Share of the life of an NVMe drive that is used, by path; none where it may not be asked"
     );
     metrics::describe_gauge!(
         "kvhoist_write_share",

@@ -7,10 +7,10 @@ use crate::shown::plain;
 /// What the exit statuses mean, for the end of every help text.
 pub const EXIT_STATUS: &str = "\
 Exit status:
-  0    it is done, and all is well
-  1    it failed, found damage, or something that is wanted is missing
-  2    wrong or missing flags, inputs or stores: correct them and try again
-  130  interrupted (Ctrl-C, SIGTERM, SIGHUP): it prints what it has";
+  0    success
+  1    failure, damage, or a missing feature that --want names
+  2    wrong or missing flag, input or store: correct it and try again
+  130  interrupted (Ctrl-C, SIGTERM, SIGHUP), after printing the results so far";
 
 /// What the command's flags are called for settings of the engine.
 const FLAGS: [(&str, &str); 16] = [
@@ -56,7 +56,7 @@ impl Failure {
         Failure { text: text.into(), status: Self::RUN }
     }
 
-    /// The user wanted no more: neither good nor bad news.
+    /// Interrupted by the user.
     pub fn interrupted() -> Self {
         Failure { text: "interrupted".into(), status: Self::INTERRUPTED }
     }

@@ -18,7 +18,7 @@ pub struct Args {
     store: StoreArgs,
 }
 
-/// Inspects a store and prints what it is. Damage is shown, but not what was asked about: no failure.
+/// Prints a store's format, settings and fill. Damage is printed too, and is no failure of this command.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let found = store::inspect(&args.store.paths, &args.store.options())?;
     emit(&if args.store.json { format!("{:#}\n", object(&found)) } else { table(&found) })

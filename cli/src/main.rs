@@ -30,7 +30,7 @@ use kvhoist_cli::{failure, shown, size, trace};
 
 use crate::failure::{EXIT_STATUS, Failure};
 
-/// The version, and the commit that it was built from where that is known.
+/// The version, and the commit that it was built from if it is known.
 const VERSION: &str = env!("KVHOIST_VERSION");
 
 /// Tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
@@ -46,25 +46,25 @@ enum Command {
     /// Replay a trace of prefix chains through the cache and verify every byte that comes back.
     #[command(after_help = EXIT_STATUS)]
     Replay(Box<replay::Args>),
-    /// Tell what this machine gives, which way bytes will go on it, and why not a better one.
+    /// Report the limits of this machine, the route that blocks take, and what prevents a faster one.
     #[command(after_help = EXIT_STATUS)]
     Doctor(doctor::Args),
-    /// Measure the routes of this machine against its bare hardware.
+    /// Measure the routes between disk, host memory and GPU against the bare hardware.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Bench(bench::Args),
-    /// Say what a store is and how full, from its superblocks and record tables. Changes nothing.
+    /// Print the format, the settings and the fill of a store. Changes nothing.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Inspect(inspect::Args),
-    /// Own the drives for all processes of this node: clients connect at a socket. SIGTERM drains, a second one ends.
+    /// Run one cache for all processes of this node. SIGTERM drains the service, a second one ends it at once.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Serve(serve::Args),
-    /// Say what a running service has and does: spaces, clients, hits.
+    /// Print the spaces, the clients and the figures of a running service.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Status(status::Args),
-    /// Change what spaces a running service has.
+    /// Remove a space of a running service.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Space(space::Args),
-    /// Show what a running service does, again and again, until it is interrupted.
+    /// Show the state and the rates of a running service until interrupted.
     #[command(after_help = EXIT_STATUS, arg_required_else_help = true)]
     Top(top::Args),
     /// Read a whole store and check every checksum. Changes nothing.
@@ -102,15 +102,15 @@ fn main() -> ExitCode {
     })
 }
 
-/// Says why it failed, if it did, and with what status.
+/// Prints the failure, if there is one. Returns the exit status.
 fn end(result: Result<(), Failure>) -> ExitCode {
     let Err(failure) = result else { return ExitCode::SUCCESS };
-    // The status says it where standard error cannot be written.
+    // If standard error cannot be written, the exit status is all that is left.
     drop(writeln!(std::io::stderr(), "kvhoist: {failure}"));
     ExitCode::from(failure.exit_status())
 }
 
-/// Wrong flags are one line like every other error; help and version are what clap makes of them.
+/// Wrong flags are one line, like every other error; help and version are printed as clap formats them.
 fn wrong_flags(error: &clap::Error) -> ExitCode {
     let text = error.to_string();
     match error.kind() {

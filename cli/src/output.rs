@@ -11,7 +11,7 @@ use tempfile::NamedTempFile;
 
 use crate::{failure::Failure, shown::shown};
 
-/// Writes a report to standard output. A reader that has gone is no reason to fail; all else is.
+/// Writes a report to standard output. A reader that closed its end is no failure.
 pub fn emit(text: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -22,7 +22,7 @@ pub fn emit(text: &str) -> Result<(), Failure> {
     }
 }
 
-/// A file that is written beside its place and takes it when it is whole: a run that fails leaves what was there.
+/// A file that is written under another name and renamed when complete, so that a failed run leaves the old one.
 #[derive(Debug)]
 pub struct OutputFile {
     flag: &'static str,
@@ -31,7 +31,7 @@ pub struct OutputFile {
 }
 
 impl OutputFile {
-    /// Finds out, before the run whose result it is to hold, that the file can be written; `flag` named it.
+    /// Checks before the run that the file, which `flag` names, can be written.
     pub fn create(flag: &'static str, path: &Path) -> Result<Self, Failure> {
         let refused =
             |what: String| Failure::usage(format!("{flag} {}: {what}; name a file that can be written", shown(path)));
@@ -50,7 +50,7 @@ impl OutputFile {
         Ok(OutputFile { flag, file, place })
     }
 
-    /// Writes all of it and puts it into its place.
+    /// Writes the contents and renames the file.
     pub fn write(mut self, bytes: &[u8]) -> Result<(), Failure> {
         let written = self.file.write_all(bytes).and_then(|()| self.file.as_file().sync_all());
         let placed = written.and_then(|()| self.file.persist(&self.place).map(drop).map_err(|error| error.error));

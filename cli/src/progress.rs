@@ -1,4 +1,4 @@
-//! What a person sees while a command runs.
+//! Progress of a running command.
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -8,7 +8,7 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-/// Progress on stderr: a bar on a terminal, a line now and then elsewhere. Dropped, the bar is gone without a trace.
+/// Progress on stderr: a bar on a terminal, a line every 2 s elsewhere. Dropping it clears the bar.
 pub enum Progress {
     Bar(ProgressBar),
     Lines { total: usize, unit: &'static str, started: Instant, last: Instant },
@@ -46,7 +46,7 @@ impl Progress {
         Progress::Lines { total, unit, started: now, last: now }
     }
 
-    /// `done` of them have ended; `say` tells what they came to.
+    /// `done` of them have ended; `say` describes the results so far.
     pub fn update(&mut self, done: usize, say: impl FnOnce() -> String) {
         match self {
             Progress::Bar(bar) => {
@@ -81,7 +81,7 @@ impl Drop for Progress {
     }
 }
 
-/// Standard error for messages: the bar, if there is one, makes way for each.
+/// Standard error for messages: hides the bar while a message is printed.
 pub struct BesideProgress;
 
 impl Write for BesideProgress {

@@ -36,11 +36,10 @@ use crate::{
 /// Flags of `kvhoist serve`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where clients connect. Made by the service, for its own user alone, for --socket-group and for --allow-uid.
+    /// The socket that the service creates for its clients: its own user, and those of --socket-group and --allow-uid.
     #[arg(long, value_name = "FILE")]
     socket: PathBuf,
-    /// A folder for stores, on a drive of its own; several times for several drives. The same ones in the same order
-    /// every time.
+    /// A directory for stores. Repeat it, once for each drive. The same directories in the same order every time.
     #[arg(long = "path", value_name = "DIR", required_unless_present = "config")]
     paths: Vec<PathBuf>,
     /// Disk for all spaces.
@@ -49,50 +48,55 @@ pub struct Args {
     /// Host memory for the blocks of all spaces.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, required_unless_present = "config")]
     host_bytes: Option<usize>,
-    /// Settings of the cache of every space, as JSON: those of the library, `path`, `capacity` and `host_bytes`. Flags
-    /// go before it.
+    /// JSON file with `path`, `capacity`, `host_bytes` and the library's settings for the cache of every space. Flags
+    /// override it.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Answer HTTP at this address: /metrics for Prometheus, /healthz, and a page at /. Whoever reaches it can read the
-    /// names of spaces and what they do, and nothing of their blocks.
+    /// Serve HTTP at this address: /metrics for Prometheus, /healthz, and a page at /. There is no password: everyone
+    /// who can reach it sees the names and the figures of spaces, but no blocks.
     #[arg(long, value_name = "IP:PORT")]
     http: Option<std::net::SocketAddr>,
-    /// A user that may connect beside the service's own; several times for several users.
+    /// Send the metrics to an OpenTelemetry collector: http://HOST:PORT, its OTLP over HTTP. Every minute, or as
+    /// OTEL_METRIC_EXPORT_INTERVAL says (milliseconds).
+    #[cfg(feature = "otel")]
+    #[arg(long, value_name = "URL")]
+    otlp: Option<String>,
+    /// Another user that may connect. Repeat it for several users.
     #[arg(long = "allow-uid", value_name = "UID")]
     uids: Vec<u32>,
     /// A group, by name or number, whose members may connect too. The socket has this group, and mode 0660.
     #[arg(long, value_name = "GROUP")]
     socket_group: Option<String>,
-    /// Memory that one client may lend.
+    /// The most memory that one client may lend.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1TiB")]
     region_bytes: usize,
-    /// Move all blocks through the service's host memory and keep them there: a block that several clients want is
-    /// then read once.
+    /// Move all blocks through the service's host memory and keep them there, so that a block that several clients
+    /// load is read once.
     #[arg(long)]
     keep_in_host: bool,
-    /// End by itself after so many seconds without a client.
+    /// End after this many seconds without a client.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     linger: Option<u64>,
-    /// Disk and host memory that a tenant's spaces get at least and at most, such as
-    /// llama-8b:disk=200GiB..1TiB,host=8GiB..16GiB: the space of this name and those whose names continue with "/". May
-    /// be given again for another tenant.
+    /// Minimum and maximum of the disk and host memory of a tenant's spaces, such as
+    /// llama-8b:disk=200GiB..1TiB,host=8GiB..16GiB. A tenant's spaces are the one of this name and those whose names
+    /// continue with "/". Repeat it for other tenants.
     #[arg(long = "share", value_name = "NAME:disk=MIN..MAX,host=MIN..MAX")]
     shares: Vec<Share>,
-    /// Pin no client's memory.
+    /// Do not pin clients' memory.
     #[arg(long)]
     no_pin: bool,
-    /// When blocks go to disk: `write_through`, or `by_value` when host memory needs their slots and only blocks that
-    /// are likely to be requested again [default: write_through]
+    /// When blocks are written to disk: write_through, when they are stored; by_value, when host memory needs their
+    /// slots, and only blocks that are likely to be requested again [default: write_through]
     #[arg(long, value_name = "POLICY")]
     write_policy: Option<Policy>,
-    /// Bytes a day that by_value may write to disk, of all spaces together: each has a share of it as it has of the
+    /// Bytes a day that by_value may write to disk, for all spaces together. A space has the same share of it as of the
     /// capacity.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     write_budget: Option<usize>,
-    /// What serves the reads and writes: `auto` where nothing is said.
+    /// How the disk is read and written [default: auto]
     #[arg(long, value_name = "ENGINE")]
     storage: Option<Engine>,
-    /// Whether a path without direct I/O is refused: `require` where nothing is said.
+    /// Whether a path without direct I/O is refused [default: require]
     #[arg(long, value_name = "MODE")]
     direct_io: Option<Direct>,
 }
@@ -142,16 +146,19 @@ impl Args {
 
 /// Serves until a signal ends it.
 pub fn run(args: &Args) -> Result<(), Failure> {
-    // Caught before there is something to end.
+    // Before the server starts: a signal in between would kill it undrained.
     let mut signals = Signals::new([SIGTERM, SIGINT, SIGHUP])
         .map_err(|error| Failure::run(format!("cannot catch signals: {error}")))?;
     let config = args.config()?;
     let paths = config.paths.clone();
     let server = Arc::new(Server::start(config)?);
+    let source = Arc::new(http::Source::new(Arc::clone(&server), paths));
     let mut said = format!("kvhoist: listening at {}\n", shown(&args.socket));
     if let Some(address) = args.http {
-        said += &format!("kvhoist: http://{}\n", http::start(address, args.socket.clone(), paths)?);
+        said += &format!("kvhoist: http://{}\n", http::start(address, Arc::clone(&source))?);
     }
+    #[cfg(feature = "otel")]
+    let _exporter = args.otlp.as_deref().map(|url| http::otlp::Exporter::start(url, source)).transpose()?;
     emit(&said)?;
     notify("READY=1");
     let draining = Arc::clone(&server);
@@ -169,7 +176,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     Ok(server.wait()?)
 }
 
-/// Tells systemd, where it wants to be told (sd_notify(3)).
+/// Notifies systemd, if it asks for it (sd_notify(3)).
 fn notify(state: &str) {
     let Some(name) = std::env::var_os("NOTIFY_SOCKET") else { return };
     let address = match name.as_bytes().strip_prefix(b"@") {
@@ -178,6 +185,6 @@ fn notify(state: &str) {
     };
     let sent = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
     if let Err(error) = sent {
-        drop(writeln!(std::io::stderr(), "kvhoist: the service manager was not told {state}: {error}"));
+        drop(writeln!(std::io::stderr(), "kvhoist: cannot notify the service manager of {state}: {error}"));
     }
 }

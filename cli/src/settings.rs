@@ -22,7 +22,7 @@ const SIZES: [&str; 7] = [
 ];
 
 /// Settings of the engines, and of their adapters, that say nothing about a cache.
-const OF_ENGINES: [&str; 12] = [
+const OF_ENGINES: [&str; 14] = [
     "backend_name",
     "module_path",
     "class_name",
@@ -35,6 +35,8 @@ const OF_ENGINES: [&str; 12] = [
     "tp_lcm_size",
     "revision",
     "pool_shares",
+    "service",
+    "linger_s",
 ];
 
 /// What a file of settings says.
@@ -48,6 +50,8 @@ pub struct Settings {
     pub paths: Vec<String>,
     /// Bytes on disk, of all paths together.
     pub capacity: Option<u64>,
+    /// Whether `capacity` is that of all ranks together (`capacity_total`), and not of each.
+    pub is_total: bool,
     /// Shares of the tenants of a service.
     pub shares: Vec<Share>,
 }
@@ -75,7 +79,8 @@ impl Settings {
         };
         OF_ENGINES.iter().for_each(|name| drop(given.remove(*name)));
         let paths = paths(given.remove("path"))?;
-        let capacity = given.remove("capacity").map(|value| bytes("capacity", &value)).transpose()?;
+        let (capacity, is_total) = capacity(&mut given)?;
+        keep_in_host(&mut given)?;
         let shares = shares(given.remove("shares"))?;
         for name in SIZES {
             if let Some(value) = given.get_mut(name) {
@@ -83,11 +88,11 @@ impl Settings {
             }
         }
         if paths.is_empty() == capacity.is_some() || (!paths.is_empty() && given.contains_key("disks")) {
-            return Err("expected `path` and `capacity`, or `disks`, or none of them".into());
+            return Err("expected `path` and `capacity` (or `capacity_total`), or `disks`, or none of them".into());
         }
         let has_block_bytes = given.contains_key("block_bytes");
         let config = engine(given)?;
-        Ok(Settings { config, has_block_bytes, paths, capacity, shares })
+        Ok(Settings { config, has_block_bytes, paths, capacity, is_total, shares })
     }
 
     /// Bytes of host memory, if the file has them.
@@ -96,6 +101,11 @@ impl Settings {
             Capacity::Bytes(bytes) => Some(bytes),
             Capacity::Blocks(_) => None,
         }
+    }
+
+    /// Bytes on disk of one of so many ranks.
+    pub fn capacity_of_rank(&self, ranks: u32) -> Option<u64> {
+        self.capacity.map(|bytes| if self.is_total { bytes / u64::from(ranks.max(1)) } else { bytes })
     }
 
     /// Their paths.
@@ -153,6 +163,32 @@ fn shares(given: Option<Value>) -> Result<Vec<Share>, String> {
     list.iter().map(|share| share.as_str().and_then(|text| text.parse().ok()).ok_or_else(|| wrong(share))).collect()
 }
 
+/// `capacity`, or `capacity_total` and true.
+fn capacity(given: &mut Map<String, Value>) -> Result<(Option<u64>, bool), String> {
+    let mut take = |name| given.remove(name).map(|value| bytes(name, &value)).transpose();
+    match (take("capacity")?, take("capacity_total")?) {
+        (Some(_), Some(total)) => {
+            Err(format!("capacity_total: found {total}, expected either it or capacity, which is for one rank"))
+        }
+        (capacity, None) => Ok((capacity, false)),
+        (None, total) => Ok((total, true)),
+    }
+}
+
+/// `keep_in_host` of SGLang's settings: a size stands for `host_bytes`.
+fn keep_in_host(given: &mut Map<String, Value>) -> Result<(), String> {
+    const NAME: &str = "keep_in_host";
+    let Some(value) = given.remove(NAME) else { return Ok(()) };
+    if value.is_boolean() || value == "true" || value == "false" {
+        return Ok(());
+    }
+    if given.contains_key("host_bytes") || given.contains_key("host_blocks") {
+        return Err(format!("{NAME}: found {value}, expected true or false beside host_bytes"));
+    }
+    given.insert("host_bytes".into(), bytes(NAME, &value)?.into());
+    Ok(())
+}
+
 fn json(value: Option<&Value>) -> String {
     value.map_or_else(String::new, Value::to_string)
 }
@@ -192,6 +228,15 @@ mod tests {
     }
 
     #[test]
+    fn settings_of_several_ranks_are_understood() {
+        let text = r#"{"path": "/a", "capacity_total": "3TiB", "keep_in_host": "256GiB", "service": "auto"}"#;
+        let total = Settings::parse(text).expect("settings");
+        assert_eq!((total.capacity_of_rank(8), total.host_bytes()), (Some(384 << 30), Some(256 << 30)));
+        let each = Settings::parse(r#"{"path": "/a", "capacity": "3TiB", "keep_in_host": true}"#).expect("settings");
+        assert_eq!((each.capacity_of_rank(8), each.capacity_of_rank(1)), (Some(3 << 40), Some(3 << 40)));
+    }
+
+    #[test]
     fn a_wrong_setting_is_named() {
         let cases = [
             ("{", "expected a JSON object"),
@@ -201,6 +246,9 @@ mod tests {
             (r#"{"path": [], "capacity": 1}"#, "path: found []"),
             (r#"{"path": "/a"}"#, "expected `path` and `capacity`"),
             (r#"{"capacity": 5}"#, "expected `path` and `capacity`"),
+            (r#"{"path": "/a", "capacity": 5, "capacity_total": 6}"#, "capacity_total: found 6, expected either"),
+            (r#"{"keep_in_host": "1GiB", "host_bytes": 5}"#, "keep_in_host: found \"1GiB\", expected true or false"),
+            (r#"{"keep_in_host": "much"}"#, "keep_in_host: found \"much\", expected a positive"),
             (r#"{"host_bytes": "1GiB", "host_blocks": 5}"#, "`host_bytes` and `host_blocks`"),
             (r#"{"deadline_ms": "soon"}"#, "deadline_ms: found \"soon\""),
             (r#"{"write_policy": "never"}"#, "write_policy: found \"never\""),

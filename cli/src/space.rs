@@ -4,7 +4,12 @@ use std::path::PathBuf;
 
 use kvhoist::service::{remove_space, status};
 
-use crate::{failure::Failure, output::emit, shown::shown, size::parse_bytes};
+use crate::{
+    failure::{EXIT_STATUS, Failure},
+    output::emit,
+    shown::shown,
+    size::parse_bytes,
+};
 
 /// Flags of `kvhoist space`.
 #[derive(clap::Args)]
@@ -15,24 +20,25 @@ pub struct Args {
 
 #[derive(clap::Subcommand)]
 enum Command {
-    /// Remove a space of this user with all its blocks, for good. No client may be attached to it.
+    /// Remove a space of this user with all its blocks. Refused while a client is attached to it.
+    #[command(after_help = EXIT_STATUS)]
     Rm {
-        /// Where the service listens.
+        /// The service's socket.
         #[arg(long, value_name = "FILE")]
         socket: PathBuf,
-        /// The size of its blocks, where several spaces have the name.
+        /// Block size of the space, if several spaces have the name.
         #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
         block_bytes: Option<usize>,
         /// Remove the space of this name that users share. The user who made it may, and the service's.
         #[arg(long)]
         shared: bool,
-        /// Its name.
+        /// Name of the space.
         #[arg(value_name = "NAME")]
         name: String,
     },
 }
 
-/// Does what the flags say.
+/// Runs the subcommand.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let Command::Rm { socket, block_bytes, shared, name } = &args.command;
     let sizes: Vec<u64> = status(socket)?
@@ -51,8 +57,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             "space rm: found no such space at {}, expected one that `kvhoist status` lists",
             shown(socket)
         ))),
-        _ => Err(Failure::usage(format!(
-            "space rm: found spaces of {sizes:?} bytes a block with this name, expected one; say --block-bytes"
-        ))),
+        _ => {
+            let sizes: Vec<String> = sizes.iter().map(u64::to_string).collect();
+            Err(Failure::usage(format!(
+                "space rm: found spaces with blocks of {} bytes under this name, expected one; add --block-bytes",
+                sizes.join(" and ")
+            )))
+        }
     }
 }

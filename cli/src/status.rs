@@ -1,4 +1,4 @@
-//! `kvhoist status`: what a running service has and does.
+//! `kvhoist status`: spaces, clients and figures of a running service.
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ pub struct Args {
     json: bool,
 }
 
-/// Asks a service and prints what it says.
+/// Prints the status of a service.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let status = status(&args.socket)?;
     emit(&if args.json { format!("{:#}\n", object(&status)) } else { table(&status) })

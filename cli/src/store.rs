@@ -11,22 +11,22 @@ use crate::{
     size::show_bytes,
 };
 
-/// Which store, and how to look at it.
+/// The store to examine, and how.
 #[derive(clap::Args)]
 pub struct StoreArgs {
     /// All directories, files or block devices of one store, in any order.
     #[arg(required = true, value_name = "PATH")]
     pub paths: Vec<PathBuf>,
-    /// Look at a store that a cache has open, too: blocks on the move then look damaged.
+    /// Examine the store even if a cache has it open. Blocks that are being written may then look damaged.
     #[arg(long)]
     pub allow_in_use: bool,
-    /// What serves the reads.
+    /// How the store is read.
     #[arg(long, value_name = "ENGINE", default_value = "auto")]
     pub storage: Engine,
     /// Whether a path without direct I/O is refused.
     #[arg(long, value_name = "MODE", default_value = "prefer")]
     pub direct_io: Direct,
-    /// Faults that are listed; all are counted.
+    /// Number of faults to list; all are counted.
     #[arg(long, value_name = "N", default_value_t = 20)]
     pub list: usize,
     /// Print one JSON object instead of a table.

@@ -1,4 +1,4 @@
-//! `kvhoist top`: what a running service does, again and again.
+//! `kvhoist top`: state and rates of a running service, refreshed.
 
 use std::{
     collections::BTreeMap,
@@ -16,7 +16,7 @@ use kvhoist::service::{
 
 use crate::{failure::Failure, interrupt, output::emit, shown::plain, size::show_bytes, status::table};
 
-/// To the upper left corner; what follows is cleared line by line, so that nothing flickers.
+/// Moves to the upper left corner. Lines are cleared one by one, because clearing the screen flickers.
 const HOME: &str = "\x1b[H";
 const CLEAR_LINE: &str = "\x1b[K\n";
 const CLEAR_BELOW: &str = "\x1b[J";
@@ -24,7 +24,7 @@ const CLEAR_BELOW: &str = "\x1b[J";
 const ENTER: &str = "\x1b[?1049h\x1b[?25l";
 const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
 
-/// How often a wait looks whether it was interrupted.
+/// How often a wait checks for an interrupt.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// Flags of `kvhoist top`.
@@ -33,10 +33,10 @@ pub struct Args {
     /// The service's socket.
     #[arg(long, value_name = "FILE")]
     socket: PathBuf,
-    /// Seconds between two looks.
+    /// Seconds between two refreshes.
     #[arg(long, value_name = "SECONDS", default_value_t = 2.0, value_parser = seconds)]
     every: f64,
-    /// End after so many looks.
+    /// End after this many refreshes.
     #[arg(long, value_name = "N")]
     count: Option<u64>,
 }
@@ -56,7 +56,7 @@ impl Drop for Screen {
     }
 }
 
-/// Shows the service until it is interrupted, has looked often enough, or the service is gone.
+/// Shows the service until an interrupt, the last refresh of `--count`, or the end of the service.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
     let mut before = None;
@@ -89,7 +89,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     Ok(())
 }
 
-/// False where nobody reads any more.
+/// False if the reader of standard output is gone.
 fn show(text: &str) -> Result<bool, Failure> {
     let mut out = stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -99,7 +99,7 @@ fn show(text: &str) -> Result<bool, Failure> {
     }
 }
 
-/// What each open space did between two looks, a second, and then the table of `kvhoist status`.
+/// The rates of each open space since the refresh before, then the table of `kvhoist status`.
 fn frame(before: Option<&(Instant, ServiceStatus)>, now: &(Instant, ServiceStatus)) -> String {
     let mut text = String::from("   hits/s  misses/s  stores/s  evictions/s  straight/s  hit ratio  space\n");
     let (since, old) = before.map_or((Duration::ZERO, BTreeMap::new()), |(then, status)| {
@@ -134,7 +134,7 @@ struct Figure<'a> {
     straight: u64,
 }
 
-/// The open spaces by their folders, which no two have in common.
+/// The open spaces by folder: no two have the same.
 fn figures(status: &ServiceStatus) -> BTreeMap<&str, Figure<'_>> {
     let open = status.spaces.iter().filter_map(|space| Some((space, space.stats.as_ref()?)));
     let figure = |namespace, stats: &SpaceStats| Figure {

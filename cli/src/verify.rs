@@ -20,7 +20,7 @@ use crate::{
 pub struct Args {
     #[command(flatten)]
     store: StoreArgs,
-    /// Slots that are read at the same time.
+    /// Slots to read at the same time.
     #[arg(long, value_name = "N", default_value_t = 32)]
     depth: u32,
     /// No progress on stderr.

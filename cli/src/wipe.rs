@@ -1,4 +1,4 @@
-//! `kvhoist wipe`: a store is removed for good.
+//! `kvhoist wipe`: removes a store.
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -21,7 +21,7 @@ pub struct Args {
     /// All directories, files or block devices of one store, in any order.
     #[arg(required = true, value_name = "PATH")]
     paths: Vec<PathBuf>,
-    /// Do not ask.
+    /// Remove the store without asking.
     #[arg(long)]
     yes: bool,
 }
@@ -57,7 +57,7 @@ fn describe(doomed: &Doomed) -> String {
 }
 
 fn is_meant(told: &str) -> bool {
-    // Who cannot see the question has not answered it.
+    // A question that cannot be printed is not answered.
     let asked = write!(io::stderr(), "Remove {told}, for good? Type yes: ").is_ok();
     let mut answer = String::new();
     asked && io::stdin().read_line(&mut answer).is_ok() && answer.trim() == "yes"

@@ -64,6 +64,28 @@ fn a_command_without_its_arguments_prints_its_help_and_fails() {
 }
 
 #[test]
+fn every_command_tells_its_exit_statuses() {
+    let commands = [
+        &["replay"][..],
+        &["doctor"],
+        &["inspect"],
+        &["verify"],
+        &["wipe"],
+        &["serve"],
+        &["status"],
+        &["top"],
+        &["bench", "disk"],
+        &["bench", "store"],
+        &["bench", "copy"],
+        &["space", "rm"],
+    ];
+    for command in commands {
+        let help = kvhoist(&[command, &["--help"]].concat());
+        assert!(help.status.success() && text(&help.stdout).contains("130  interrupted"), "{command:?}");
+    }
+}
+
+#[test]
 fn help_is_as_wide_as_the_terminal() {
     for command in ["replay", "doctor", "verify", "bench"] {
         let args = [command, "--help"];

@@ -392,7 +392,7 @@ fn policies_are_compared_between_their_bounds_and_every_byte_is_verified() {
     let dir = directory();
     let trace = small_trace(dir.path());
     let (trace, plot) = (trace.to_str().expect("UTF-8"), dir.path().join("curves.svg"));
-    let args = ["--compare", "rb,rb-refuse", "--trace", trace, "--trace", trace, "--shares", "10,50,100"];
+    let args = ["--compare", "rb,rb_refuse", "--trace", trace, "--trace", trace, "--shares", "10,50,100"];
     let found = report(&[&args[..], &["--plot", plot.to_str().expect("UTF-8")]].concat());
     let traces = found["traces"].as_array().expect("traces");
     assert_eq!(traces.len(), 2);
@@ -400,13 +400,13 @@ fn policies_are_compared_between_their_bounds_and_every_byte_is_verified() {
         traces[0]["rows"].as_array().expect("rows").iter().zip(traces[1]["rows"].as_array().expect("rows"))
     {
         let of = |row: &Value| [row["belady"].clone(), row["policies"]["lru"].clone(), row["policies"]["rb"].clone()];
-        assert_eq!(of(row), of(again), "but for the coins of rb-refuse a comparison is the same each time");
+        assert_eq!(of(row), of(again), "but for the coins of rb_refuse a comparison is the same each time");
     }
     assert_eq!((&traces[0]["references"], &traces[0]["distinct_blocks"]), (&480.into(), &240.into()));
     assert_eq!(traces[0]["verification_failures"], 0);
     for row in traces[0]["rows"].as_array().expect("rows") {
         let belady = row["belady"].as_f64().expect("a number");
-        for policy in ["lru", "rb", "rb-refuse"] {
+        for policy in ["lru", "rb", "rb_refuse"] {
             let ratio = row["policies"][policy]["hit_ratio"].as_f64().expect("a number");
             assert!(ratio <= belady, "{policy}: {row}");
         }

@@ -1,5 +1,8 @@
 //! `kvhoist serve` and `kvhoist status` as an operator runs them.
 
+#[cfg(feature = "otel")]
+#[path = "serve/otlp.rs"]
+mod otlp;
 #[path = "serve/page.rs"]
 mod page;
 #[path = "../../tests/common/skip.rs"]
@@ -47,6 +50,10 @@ impl Serving {
     }
 
     fn start_with(flags: &[&str]) -> Self {
+        Serving::start_in(flags, &[])
+    }
+
+    fn start_in(flags: &[&str], environment: &[(&str, &str)]) -> Self {
         let (place, store) = (tempfile::tempdir().expect("a directory"), stores());
         let manager = UnixDatagram::bind(place.path().join("notify")).expect("bound");
         manager.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
@@ -57,6 +64,7 @@ impl Serving {
             .arg(store.path())
             .args(flags)
             .env("NOTIFY_SOCKET", place.path().join("notify"))
+            .envs(environment.iter().copied())
             .stdout(Stdio::piped())
             .spawn()
             .expect("the command runs");
@@ -243,6 +251,8 @@ fn metrics_health_and_a_page_are_served_over_http() {
     assert!(has("kvhoist_stores_total{", r#"cache="a\"b""#, " 1"), "{metrics}");
     assert!(has("kvhoist_hits_total{", r#"tier="disk""#, " 1"), "{metrics}");
     assert!(has("kvhoist_service_clients ", "", " 1"), "{metrics}");
+    assert!(has("kvhoist_free_slots{", r#"tier="host""#, ""), "{metrics}");
+    assert!(has("kvhoist_info{", r#"storage=""#, " 1"), "{metrics}");
     names_are_described(&metrics);
     promtool_reads(&metrics);
 
@@ -276,14 +286,23 @@ fn metrics_health_and_a_page_are_served_over_http() {
     assert!(serving.child.wait().expect("an end").success());
 }
 
-/// What the board and the alerts are written for: names that the page of metrics has, or the service's own.
+/// The page of metrics says which ones a service exports, and the board and the alerts use those of the Python package:
+/// the service has them all.
 fn names_are_described(metrics: &str) {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace");
     let page = std::fs::read_to_string(root.join("docs/reference/metrics.md")).expect("the page of metrics");
-    let service = std::fs::read_to_string(root.join("docs/service.md")).expect("the service's page");
-    for name in metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()) {
-        let quoted = format!("`{name}`");
-        assert!(page.contains(&quoted) || service.contains(&quoted), "{name} is on no page");
+    let rows = page.lines().filter(|line| line.starts_with("| `kvhoist_"));
+    let rows: Vec<Vec<&str>> = rows.map(|row| row.split('|').map(str::trim).collect()).collect();
+    let exported: Vec<&str> =
+        metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
+    for row in rows {
+        // Name, kind, Rust, Python, service.
+        let name = row[1].trim_matches('`');
+        assert_eq!(exported.contains(&name), row[5] == "yes", "{name}");
+        assert!(row[4] != "yes" || row[5] == "yes", "{name}: a process exports it, and a service does not");
+    }
+    for name in exported {
+        assert!(page.contains(&format!("| `{name}`")), "{name} is not on the page");
     }
 }
 

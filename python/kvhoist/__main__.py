@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_argument("--engine", choices=tuple(TESTED), default="sglang", help="whose configuration it is")
     doctor.add_argument(
         "--config",
-        help="SGLang's extra config, vLLM's kv-transfer-config or LMCache's l2-adapter: JSON, or @FILE with it",
+        help="SGLang's extra config, vLLM's kv-transfer-config or LMCache's l2-adapter: JSON, or a file with it (FILE or @FILE)",
     )
     doctor.add_argument("--ranks", type=int, default=1, help="processes of this machine that open it: one a GPU")
     service.add_arguments(commands.add_parser("serve", help="own the drives for all processes of this node"))
@@ -69,8 +69,8 @@ class Doctor:
         self.shared_bytes = 0
         self.troubles = 0
         if config is not None:
-            if config.startswith("@"):
-                with open(config[1:], encoding="utf-8") as file:
+            if not config.lstrip().startswith(("{", "[")):
+                with open(config.removeprefix("@"), encoding="utf-8") as file:
                     config = file.read()
             given = json.loads(config)
             if engine == "vllm" and is_gpu_spec(given):
@@ -118,8 +118,9 @@ class Doctor:
             (self._say if free >= self.shared_bytes else self._trouble)("shared memory", text)
 
     def _machine(self) -> None:
-        disk_bytes, host_bytes = (self.config.capacity, self.config.host_bytes) if self.config else (0, 0)
-        for what, found, fix, is_trouble in _native.examine(self.paths, disk_bytes, host_bytes, self.ranks):
+        config = self.config
+        sizes = (config.capacity, config.host_bytes, self.ranks, config.write_budget or 0) if config else (0, 0, 1, 0)
+        for what, found, fix, is_trouble in _native.examine(self.paths, *sizes):
             (self._trouble if is_trouble else self._say)(what, found)
             if fix:
                 print(f"{'':<16}-> {printable(fix)}")

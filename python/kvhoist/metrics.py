@@ -13,7 +13,7 @@ In a program that has metrics already, an engine above all, the collector puts t
     import prometheus_client, kvhoist.metrics
     prometheus_client.REGISTRY.register(kvhoist.metrics.Collector())
 
-All figures are read when they are asked for: one short lock of each cache, and no I/O. Counters begin at 0 when a cache
+All figures are read when they are asked for: one short lock of each cache, and a question to each NVMe drive. Counters begin at 0 when a cache
 is opened. A cache has the labels ``cache``, its namespace, and ``number``, which tells caches of one namespace apart.
 ``docs/monitoring`` has a board for Grafana and rules for alerts.
 """
@@ -82,6 +82,15 @@ def _declined(stats: dict[str, Any]) -> Iterator[Sample]:
     yield Sample({"reason": "budget"}, float(stats["writes_over_budget"]))
 
 
+def _budget(stats: dict[str, Any]) -> Iterator[Sample]:
+    if stats["write_budget"] is not None:
+        yield Sample({}, float(stats["write_budget"]))
+
+
+def _wear(at: int) -> Callable[[dict[str, Any]], Iterator[Sample]]:
+    return lambda stats: (Sample({"path": drive[0]}, float(drive[at])) for drive in stats["drives"])
+
+
 def _info(stats: dict[str, Any]) -> Iterator[Sample]:
     yield Sample({"version": __version__, "storage": stats["storage"]}, 1.0)
 
@@ -91,6 +100,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvhoist_hits_total", "counter", "Blocks found, by the tier that had them", _by("tiers", "tier", "hits")),
     Metric("kvhoist_misses_total", "counter", "Blocks that no tier had", _one("misses")),
     Metric("kvhoist_evictions_total", "counter", "Slots given up to make room", _by("tiers", "tier", "evictions")),
+    Metric("kvhoist_refused_total", "counter", "New blocks that a full tier refused", _by("tiers", "tier", "refused")),
     Metric("kvhoist_bytes_in_total", "counter", "Bytes moved into a tier", _by("tiers", "tier", "bytes_in")),
     Metric("kvhoist_bytes_out_total", "counter", "Bytes moved out of a tier", _by("tiers", "tier", "bytes_out")),
     Metric("kvhoist_moved_blocks_total", "counter", "Blocks moved, by route", _by("routes", "route", "blocks")),
@@ -121,6 +131,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvhoist_registered", "gauge", "1 if host memory is registered with the ring", _one("registered")),
     Metric("kvhoist_retired", "gauge", "1 while a tier is out of service, and why", _retired),
     Metric("kvhoist_read_only", "gauge", "1 while a tier takes no blocks, and why", _reason("disk_read_only", "disk")),
+    Metric("kvhoist_write_budget_bytes", "gauge", "Bytes a day that may be written to disk, if limited", _budget),
+    Metric("kvhoist_drive_used", "gauge", "Share of the life of an NVMe drive that is used", _wear(1)),
+    Metric("kvhoist_drive_written_bytes_total", "counter", "Bytes written to an NVMe drive in its whole life", _wear(2)),
     Metric("kvhoist_info", "gauge", "Always 1: the version, and what serves the disk", _info),
 )  # fmt: skip
 
@@ -133,7 +146,7 @@ def samples(caches: list[Cache] | None = None) -> list[tuple[Metric, list[Sample
     found: list[tuple[Metric, list[Sample]]] = [(metric, []) for metric in METRICS]
     for number, cache in sorted(wanted, key=lambda each: each[0]):
         try:
-            stats = None if cache.closed else cache.stats()
+            stats = None if cache.closed else {**cache.stats(), "drives": cache.drives()}
         except Error:  # Inherited by a fork, or closed this moment.
             stats = None
         if stats is None:

@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{BlockKey, Cache, Error};
+use kvhoist::{BlockKey, Cache, DiskPath, Error, internals::machine::drive_wear};
 use pyo3::{
     PyTraverseError, PyVisit,
     prelude::*,
@@ -212,13 +212,13 @@ impl PyCache {
         Ok(())
     }
 
-    /// Says that a chain is over: its blocks go first. Gives how many are released.
+    /// Says that a chain is over: its blocks are evicted first. Returns the number of released blocks.
     fn release(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         Ok(py.detach(|| cache.release(&keys)))
     }
 
-    /// Keeps the resident blocks of a chain for so many seconds: they go last. Gives how many are kept.
+    /// Keeps the resident blocks of a chain for a time in seconds: they are evicted last. Returns their number.
     fn keep(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, seconds: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (cache, keys, time) = (self.use_it(py)?, keys::from_python(keys)?, seconds_of(seconds)?);
         Ok(py.detach(|| cache.keep(&keys, time)))
@@ -232,6 +232,7 @@ impl PyCache {
         PyList::new(py, found)
     }
 
+    /// Registers mapped memory of `nbytes` bytes at an address; `Cache.register_host` is its public face.
     fn register_address(
         &self,
         py: Python<'_>,
@@ -255,6 +256,7 @@ impl PyCache {
         PyRegion::new(py, &opened.cache, &opened.registrations, Memory::Device, at)
     }
 
+    /// Registers the memory of a buffer object; `Cache.register_host` is its public face.
     fn register_buffer(&self, py: Python<'_>, memory: &Bound<'_, PyAny>, pin: bool) -> PyResult<PyRegion> {
         let opened = self.opened.get(py)?;
         let buffer = Buffer::new(memory, true)?;
@@ -314,7 +316,7 @@ impl PyCache {
         Ok(lease.map(|lease| PyBytes::new(py, &lease)))
     }
 
-    /// Begins to bring blocks into host memory; returns how many movements it began.
+    /// Begins to bring blocks into host memory. Returns the number of begun movements.
     fn prefetch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (cache, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         py.detach(|| cache.prefetch(&keys)).map_err(|error| errors::to_python(py, &error))
@@ -328,7 +330,7 @@ impl PyCache {
         removed?.map_err(|error| errors::to_python(py, &error))
     }
 
-    /// Returns when all that was stored before is written and flushed.
+    /// Returns when all blocks that were stored before are written and flushed.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let cache = self.use_it(py)?;
         wait::interruptible(py, cache.sync())?.map_err(|error| errors::to_python(py, &error))
@@ -338,6 +340,17 @@ impl PyCache {
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let cache = self.use_it(py)?;
         convert::stats(py, &py.detach(|| cache.stats()), cache.config())
+    }
+
+    /// Of each path whose NVMe drive answers: the path, the share of the drive's life that is used, and the bytes
+    /// written to the drive in its whole life.
+    fn drives(&self, py: Python<'_>) -> PyResult<Vec<(String, f64, u64)>> {
+        let cache = self.use_it(py)?;
+        let wear = |disk: &DiskPath| {
+            let wear = drive_wear(&disk.path).ok()?;
+            Some((disk.path.display().to_string(), f64::from(wear.used_percent) / 100.0, wear.bytes_written))
+        };
+        Ok(py.detach(|| cache.config().disk.paths.iter().filter_map(wear).collect()))
     }
 
     /// Checks every invariant of the index, from scratch; slow. AssertionError with the first that is broken.

@@ -193,36 +193,43 @@ impl PyClient {
         Ok(!self.closed() && self.use_it(py)?.is_connected())
     }
 
+    /// How many leading keys are resident. Asks the service; no I/O, no use counted.
     fn match_prefix(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         self.asked(py, client.match_len(&keys))
     }
 
+    /// Whether a key is resident. Asks the service; no I/O, no use counted.
     fn contains(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let (client, key) = (self.use_it(py)?, [keys::one(key)?]);
         Ok(self.asked(py, client.match_len(&key))? == 1)
     }
 
+    /// Which keys are resident, in one request.
     fn contains_each(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         self.asked(py, client.contains(&keys))
     }
 
+    /// Counts a use of every resident block of a chain, as a load of it would. No I/O.
     fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         self.asked(py, client.touch(&keys))
     }
 
+    /// Says that a chain is over: its blocks are evicted first. Returns the number of released blocks.
     fn release(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         self.asked(py, client.release(&keys))
     }
 
+    /// Keeps the resident blocks of a chain for a time in seconds: they are evicted last. Returns their number.
     fn keep(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, seconds: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (client, keys, time) = (self.use_it(py)?, keys::from_python(keys)?, seconds_of(seconds)?);
         self.asked(py, client.keep(&keys, time))
     }
 
+    /// Lends mapped memory of `nbytes` bytes at an address; `Client.register_host` is its public face.
     #[pyo3(signature = (address, nbytes, memfd, pin))]
     fn register_address(
         &self,
@@ -235,6 +242,7 @@ impl PyClient {
         self.register(py, None, (whole(address, "address")?, whole(nbytes, "nbytes")?), memfd, pin)
     }
 
+    /// Lends the memory of a buffer object; `Client.register_host` is its public face.
     #[pyo3(signature = (memory, memfd, pin))]
     fn register_buffer(
         &self,
@@ -304,6 +312,7 @@ impl PyClient {
         Ok(loaded.then(|| PyBytes::new(py, &block)))
     }
 
+    /// Begins to bring blocks into the service's host memory. Returns the number of begun movements.
     fn prefetch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
         self.asked(py, client.prefetch(&keys))
@@ -314,6 +323,7 @@ impl PyClient {
         self.asked(py, async { if durable { client.remove_durably(&key).await } else { client.remove(&key).await } })
     }
 
+    /// Returns when all blocks of the space that were stored before are written and flushed.
     fn sync(&self, py: Python<'_>) -> PyResult<()> {
         let client = self.use_it(py)?;
         self.asked(py, client.sync())

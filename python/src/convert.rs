@@ -110,6 +110,7 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
     all.set_item("workers", config.worker_threads())?;
     let has_threads = stats.storage == "blocking";
     all.set_item("io_threads", if has_threads { config.disk.blocking_threads } else { 0 })?;
+    all.set_item("write_budget", config.write_budget_bytes())?;
     all.set_item("storage", stats.storage)?;
     all.set_item("direct_io", stats.direct_io)?;
     all.set_item("memory_align_bytes", stats.memory_align_bytes)?;

@@ -75,8 +75,9 @@ fn examine(
     disk_bytes: u64,
     host_bytes: u64,
     ranks: u32,
+    write_bytes_a_day: u64,
 ) -> Vec<(&'static str, String, Option<String>, bool)> {
-    let plan = Plan { ranks, paths, disk_bytes, host_bytes };
+    let plan = Plan { ranks, paths, disk_bytes, host_bytes, write_bytes_a_day };
     let findings = py.detach(|| machine::examine(&plan));
     findings.into_iter().map(|it| (it.what, it.found, it.fix, it.is_trouble)).collect()
 }

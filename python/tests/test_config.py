@@ -226,10 +226,9 @@ def test_every_method_says_what_it_does():
 
     import kvhoist
 
-    for owner in (kvhoist.Cache, kvhoist.Queue, kvhoist.Region, kvhoist.metrics.Server, kvhoist.metrics.Collector):
-        # `register_host` is these two's public face.
-        inner = ("register_address", "register_buffer")
-        public = [name for name in dir(owner) if not name.startswith("_") and name not in inner]
+    owners = (kvhoist.Cache, kvhoist.Client, kvhoist.Queue, kvhoist.Region, kvhoist.SharedMemory)
+    for owner in (*owners, kvhoist.metrics.Server, kvhoist.metrics.Collector):
+        public = [name for name in dir(owner) if not name.startswith("_")]
         silent = [name for name in public if not inspect.getdoc(getattr(owner, name))]
         assert inspect.getdoc(owner) and silent == [] and len(public) > 1, f"{owner.__name__}: {silent}"
 
@@ -320,6 +319,12 @@ def test_doctor_names_what_is_wrong_with_a_config(store_dir, capsys):
     assert "space           NO:" in (said := capsys.readouterr().out) and "16 rank(s)" in said
     assert main(["doctor", "--ranks", "0", "--path", str(store_dir)]) == 2
     assert main(["doctor", "--config", "@/no/such/file"]) == 2
+    assert main(["doctor", "--config", "/no/such/file"]) == 2
+    file = store_dir / "config.json"
+    file.write_text(json.dumps({"path": str(store_dir), "capacity_total": "900TiB"}))
+    for config in (str(file), f"@{file}"):
+        assert main(["doctor", "--ranks", "2", "--config", config]) == 1
+        assert "capacity 494780232499200" in capsys.readouterr().out
 
 
 def test_doctor_looks_nowhere_else_where_a_path_is_missing(store_dir, capsys):

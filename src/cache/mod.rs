@@ -7,6 +7,7 @@ mod blocks;
 mod compute;
 mod device;
 mod durable;
+mod gauges;
 mod hints;
 mod layers;
 mod lease;

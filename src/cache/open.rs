@@ -147,7 +147,7 @@ pub(super) struct Parts<S, C> {
 async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) -> Result<Started<AnyStorage, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes())?);
-    let metrics = Metrics::new();
+    let metrics = Metrics::new(&config.namespace);
     let rings = matches!(reactor, Reactor::Uring(_));
     let paths: Vec<_> = config.disk.paths.iter().map(|disk| disk.path.clone()).collect();
     let near = machine::near_node(&paths).map(|near| near.processors).unwrap_or_default();
@@ -157,7 +157,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies, host_copies).await?;
     if !config.disk.paths.is_empty() {
         *files = disk::open_files(&config)?;
-        tell_wear(&config);
+        export_wear(&config);
     }
     let direct_io = !files.is_empty() && files.iter().all(|file| file.direct);
     let memory_align_bytes = files.iter().map(|file| file.memory_align_bytes).max().unwrap_or(1);
@@ -265,11 +265,12 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
 }
 
-/// Shows how worn the drives of the disk tier are, where they say so.
-fn tell_wear(config: &Config) {
+/// Exports the wear of the disk tier's drives, of those that answer.
+pub(super) fn export_wear(config: &Config) {
     for disk in &config.disk.paths {
         if let Ok(wear) = machine::drive_wear(&disk.path) {
             metrics::drive_used(&disk.path).set(f64::from(wear.used_percent) / 100.0);
+            metrics::drive_written(&disk.path).absolute(wear.bytes_written);
         }
     }
 }

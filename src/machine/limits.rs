@@ -8,13 +8,13 @@ const CAP_IPC_LOCK: u32 = 14;
 pub(super) fn findings(plan: &Plan, kernel: &Kernel<'_>) -> Vec<Finding> {
     let wanted = plan.host_bytes.saturating_mul(plan.ranks.into());
     let mut findings = vec![ring(kernel), huge_pages(kernel)];
-    findings.extend(memory(kernel, wanted));
+    findings.extend(memory(kernel, plan.ranks, wanted));
     findings.push(locked_memory(kernel, wanted));
     findings
 }
 
 /// Available memory, and what the process's cgroup may still use.
-fn memory(kernel: &Kernel<'_>, wanted: u64) -> Vec<Finding> {
+fn memory(kernel: &Kernel<'_>, ranks: u32, wanted: u64) -> Vec<Finding> {
     let meminfo = |name| {
         let rest = kernel.field("proc/meminfo", name)?;
         Some(rest.trim_end_matches("kB").trim().parse::<u64>().ok()? << 10)
@@ -22,16 +22,22 @@ fn memory(kernel: &Kernel<'_>, wanted: u64) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let (Some(free), Some(total)) = (meminfo("MemAvailable:"), meminfo("MemTotal:")) {
         let found = format!("{} available of {}", shown(free), shown(total));
-        let fix = "lower host_bytes, or free memory: ps aux --sort=-rss | head";
-        findings.push(compared("memory", found, wanted, free, fix));
+        let fix = format!("{}, or free memory: ps aux --sort=-rss | head", lower_to(free, ranks));
+        findings.push(compared("memory", found, wanted, free, &fix));
     }
     if let Some((name, left, limit)) = cgroup(kernel) {
         let found = format!("{} of the limit of {} are left in the cgroup {name}", shown(left), shown(limit));
-        let fix = "raise it: docker --memory, resources.limits.memory in Kubernetes, MemoryMax= in systemd; or lower \
-                   host_bytes";
-        findings.push(compared("memory limit", found, wanted, left, fix));
+        let fix = format!(
+            "raise it: docker --memory, resources.limits.memory in Kubernetes, MemoryMax= in systemd; or {}",
+            lower_to(left, ranks)
+        );
+        findings.push(compared("memory limit", found, wanted, left, &fix));
     }
     findings
+}
+
+fn lower_to(free: u64, ranks: u32) -> String {
+    format!("lower host_bytes to {} a rank", shown(free / u64::from(ranks.max(1))))
 }
 
 fn compared(what: &'static str, found: String, wanted: u64, free: u64, fix: &str) -> Finding {

@@ -17,10 +17,20 @@ pub use wear::{DriveWear, drive_wear};
 pub fn examine(plan: &Plan) -> Vec<Finding> {
     let mut findings = examine_at(plan, Path::new("/"));
     let paths = plan.paths.iter().filter(|path| path.exists());
-    findings.extend(
-        paths.map(|path| Finding::note("wear", drive_wear(path).map_or_else(|why| why, |wear| wear.to_string()))),
-    );
+    findings.extend(paths.map(|path| {
+        let text = drive_wear(path).map_or_else(|why| why, |wear| worn(&wear, plan));
+        Finding::note("wear", text)
+    }));
     findings
+}
+
+/// The wear of a drive, and how long it lasts if all ranks write what they may.
+fn worn(wear: &DriveWear, plan: &Plan) -> String {
+    let a_day = plan.write_bytes_a_day.saturating_mul(plan.ranks.into()) / plan.paths.len().max(1) as u64;
+    match wear.years_left_at(a_day).filter(|_| a_day > 0) {
+        Some(years) => format!("{wear}; {years:.1} years at the configured {} a day", plan::shown(a_day)),
+        None => wear.to_string(),
+    }
 }
 
 /// Like [`examine`], with the kernel's files below another root.

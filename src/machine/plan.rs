@@ -16,6 +16,8 @@ pub struct Plan {
     pub disk_bytes: u64,
     /// Host memory bytes per rank. 0: unknown.
     pub host_bytes: u64,
+    /// Bytes that a rank may write to disk a day. 0: unknown, or no limit.
+    pub write_bytes_a_day: u64,
 }
 
 /// A finding about the machine.

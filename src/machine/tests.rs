@@ -24,7 +24,7 @@ fn machine(files: &[(&str, &str)]) -> tempfile::TempDir {
 }
 
 fn plan(ranks: u32, host_bytes: u64) -> Plan {
-    Plan { ranks, paths: Vec::new(), disk_bytes: 0, host_bytes }
+    Plan { ranks, paths: Vec::new(), disk_bytes: 0, host_bytes, write_bytes_a_day: 0 }
 }
 
 /// The troubles of a plan on such a machine, with their fixes.
@@ -40,8 +40,9 @@ fn a_sound_machine_has_no_troubles_and_each_limit_is_one() {
     let enough = plan(4, 8 << 30);
     assert_eq!(troubles(&enough, &[]), []);
     let limits = "Max locked memory         8388608              8388608              bytes";
-    let cases: [(&Plan, &str, &str, &str, &str); 8] = [
+    let cases: [(&Plan, &str, &str, &str, &str); 9] = [
         (&plan(8, 8 << 30), "proc/uptime", "", "memory", "32.0 GiB available of 64.0 GiB; 64.0 GiB are configured"),
+        (&plan(8, 8 << 30), "proc/uptime", "", "memory", "-> lower host_bytes to 4.0 GiB a rank, or free memory"),
         (
             &enough,
             "sys/fs/cgroup/memory.max",
@@ -89,7 +90,7 @@ fn space_is_summed_over_the_paths_and_ranks_of_a_file_system() {
     let (free, size) = places::free_bytes(dir.path()).expect("a file system");
     let usable = free - size / 100;
     let space = |ranks, disk_bytes| {
-        let plan = Plan { ranks, paths: paths.clone(), disk_bytes, host_bytes: 0 };
+        let plan = Plan { paths: paths.clone(), disk_bytes, ..plan(ranks, 0) };
         let all = examine_at(&plan, root.path());
         all.into_iter().find(|finding| finding.what == "space").expect("one for the file system")
     };
@@ -117,7 +118,7 @@ fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
     let fstab =
         format!("# a comment\n/dev/nvme9n1 {} ext4 defaults 0 2\n/dev/sda1 / ext4 defaults 0 1", point.display());
     let of = |path: &Path, files: &[(&str, &str)]| {
-        troubles(&Plan { ranks: 1, paths: vec![path.into()], disk_bytes: 1 << 60, host_bytes: 0 }, files)
+        troubles(&Plan { paths: vec![path.into()], disk_bytes: 1 << 60, ..plan(1, 0) }, files)
     };
     let found = of(&missing, &[("etc/fstab", &fstab), ("proc/self/mountinfo", &mounts("ext4", "rw"))]);
     assert_eq!(found.iter().map(|it| it.0).collect::<Vec<_>>(), ["mount", "path"], "and no space: {found:?}");
@@ -132,4 +133,16 @@ fn a_path_that_is_missing_or_not_mounted_is_never_looked_for_above() {
         let found = of(&there, &[("proc/self/mountinfo", &mounts(kind, options))]);
         assert!(found.len() == 2 && found[0].0 == "path" && found[0].1.contains(said), "{kind}: {found:?}");
     }
+}
+
+#[test]
+fn the_years_of_a_drive_count_what_all_ranks_may_write_to_it() {
+    let wear = DriveWear { drive: "nvme0n1".into(), used_percent: 20, bytes_written: 1 << 40, hours: 8766 };
+    let of = |ranks, write_bytes_a_day| {
+        let paths = vec![PathBuf::from("/a"), PathBuf::from("/b")];
+        worn(&wear, &Plan { paths, write_bytes_a_day, ..plan(ranks, 0) })
+    };
+    // 4 TiB are left. 8 ranks write 4 GiB of it a day: half of all, because the other half goes to the other drive.
+    assert!(of(8, 1 << 30).ends_with("2.8 years at the configured 4.0 GiB a day"), "{}", of(8, 1 << 30));
+    assert_eq!(of(8, 0), wear.to_string());
 }

@@ -12,6 +12,7 @@ use super::{
     blocks::Movers,
     config::ServerConfig,
     protocol::{ClientStatus, Limits, ServiceStatus},
+    report::ServiceReport,
     spaces::Spaces,
 };
 
@@ -105,6 +106,10 @@ impl House {
     /// The limits of one connection.
     pub(super) fn limits(&self) -> Limits {
         Limits::new(self.config.requests_max, self.config.regions_max, self.config.region_bytes_max)
+    }
+
+    pub(super) fn report(&self) -> ServiceReport {
+        ServiceReport { status: self.status(), spaces: self.spaces.opened() }
     }
 
     pub(super) fn status(&self) -> ServiceStatus {

@@ -15,6 +15,7 @@ mod peers;
 pub mod protocol;
 mod query;
 mod regions;
+pub(crate) mod report;
 mod server;
 mod session;
 mod shares;

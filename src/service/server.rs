@@ -27,6 +27,7 @@ use super::{
     house::House,
     peers::{admit, group_number},
     protocol::Failure,
+    report::{Ask, Asked, ServiceReport},
     session, socket,
     spaces::Spaces,
 };
@@ -40,6 +41,7 @@ const NO_DESCRIPTOR: Duration = Duration::from_millis(100);
 /// It runs on a thread of its own and on the threads of its spaces' caches. Dropping it drains it in the background.
 pub struct Server {
     draining: watch::Sender<bool>,
+    ask: Ask,
     thread: Mutex<Option<JoinHandle<Result<()>>>>,
     socket: PathBuf,
 }
@@ -58,16 +60,17 @@ impl Server {
             locks.push(lock(&path.join("kvhoist-service.lock"), path)?);
         }
         let (draining, drained) = watch::channel(false);
+        let (ask, asked) = Ask::channel();
         let (started, starts) = mpsc::channel();
         let socket = config.socket.clone();
         let run = move || {
             let _locks = locks;
-            run(config, drained, &started)
+            run(config, drained, asked, &started)
         };
         let failed = |error| Error::io("start the thread of", "the service", error);
         let thread = thread::Builder::new().name("kvhoist-service".into()).spawn(run).map_err(failed)?;
         match starts.recv() {
-            Ok(()) => Ok(Server { draining, thread: Mutex::new(Some(thread)), socket }),
+            Ok(()) => Ok(Server { draining, ask, thread: Mutex::new(Some(thread)), socket }),
             // The thread has ended before it listened, with the reason.
             Err(mpsc::RecvError) => Err(joined(thread).err().unwrap_or(Error::Closed)),
         }
@@ -86,6 +89,16 @@ impl Server {
     pub fn wait(&self) -> Result<()> {
         let thread = self.thread.lock().expect("nothing panics under it").take();
         thread.map_or(Ok(()), joined)
+    }
+
+    /// The state of the service, its open spaces and its clients. Blocks the thread until the service's own thread
+    /// answers, some microseconds as a rule; must not be called in an asynchronous task.
+    ///
+    /// # Errors
+    /// [`Error::Closed`] after the end of the service.
+    #[doc(hidden)]
+    pub fn report(&self) -> Result<ServiceReport> {
+        self.ask.report()
     }
 
     /// The socket that it listens at.
@@ -154,7 +167,12 @@ fn listen(config: &ServerConfig, group: Option<u32>) -> Result<StdListener> {
 }
 
 /// The service's thread.
-fn run(config: ServerConfig, draining: watch::Receiver<bool>, started: &mpsc::Sender<()>) -> Result<()> {
+fn run(
+    config: ServerConfig,
+    draining: watch::Receiver<bool>,
+    mut asked: Asked,
+    started: &mpsc::Sender<()>,
+) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
     let socket = config.socket.clone();
@@ -166,7 +184,7 @@ fn run(config: ServerConfig, draining: watch::Receiver<bool>, started: &mpsc::Se
             UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
         let _nobody_waits = started.send(());
         let house = Rc::new(House::new(config, spaces, draining));
-        serve(&house, listener, group).await;
+        serve(&house, listener, group, &mut asked).await;
         house.spaces.close().await
     });
     drop(fs::remove_file(socket));
@@ -174,7 +192,7 @@ fn run(config: ServerConfig, draining: watch::Receiver<bool>, started: &mpsc::Se
 }
 
 /// Admits clients until the service drains, or had no client for too long; then waits for all sessions.
-async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>) {
+async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>, asked: &mut Asked) {
     let mut draining = house.draining();
     let mut sessions = JoinSet::new();
     let linger = house.config.linger_ms.map(Duration::from_millis);
@@ -190,6 +208,7 @@ async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>) {
             // The sender is gone: the server was dropped.
             _ = draining.wait_for(|draining| *draining) => break,
             Some(_) = sessions.join_next(), if !sessions.is_empty() => alone_since = Instant::now(),
+            Some(sender) = asked.recv() => drop(sender.send(house.report())),
             accepted = listener.accept() => match accepted {
                 Ok((stream, _)) => let_in(house, stream, group, &mut sessions),
                 Err(error) => {
@@ -204,7 +223,12 @@ async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>) {
         }
     }
     drop(listener);
-    while sessions.join_next().await.is_some() {}
+    loop {
+        tokio::select! { biased;
+            ended = sessions.join_next() => if ended.is_none() { break },
+            Some(sender) = asked.recv() => drop(sender.send(house.report())),
+        }
+    }
 }
 
 fn let_in(house: &Rc<House>, stream: UnixStream, group: Option<u32>, sessions: &mut JoinSet<()>) {

@@ -30,37 +30,37 @@ use crate::{
 /// Flags of `kvhoist bench copy`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// What copies.
+    /// The engine to measure.
     #[arg(long, value_name = "ENGINE", default_value = "cuda")]
     engine: Engine,
     /// RDMA device, with --engine gdr. Default: the nearest to the GPU.
     #[arg(long, value_name = "NAME")]
     pub(super) gdr_device: Option<String>,
-    /// CUDA device.
+    /// Number of the CUDA device.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(super) device: u32,
     /// Sizes of the copies.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, value_delimiter = ',',
           default_value = "4KiB,16KiB,64KiB,256KiB,1MiB,16MiB")]
     bytes: Vec<usize>,
-    /// Bytes of one batch at most; it has 4096 copies at most.
+    /// Most bytes of one batch, which has at most 4096 copies.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "512MiB")]
     pub(super) batch_bytes: usize,
-    /// Thread blocks that the copy kernel may use; each is measured.
+    /// Numbers of thread blocks for the copy kernel; each is measured.
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "16,32,132")]
     blocks: Vec<u32>,
-    /// Measured rounds; the median counts.
+    /// Measured rounds, of which the median is printed.
     #[arg(long, value_name = "N", default_value_t = 7)]
     pub(super) rounds: usize,
     /// Print one JSON object instead of tables.
     #[arg(long)]
     pub(super) json: bool,
-    /// Draw what `auto` gives into this SVG file.
+    /// Draw the speeds of `auto` into this SVG file.
     #[arg(long, value_name = "FILE")]
     plot: Option<PathBuf>,
 }
 
-/// What can be measured.
+/// Engines that can be measured.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Engine {
     /// CUDA's three methods.
@@ -166,7 +166,7 @@ impl Memory {
     }
 }
 
-/// Where the copy of this number lies among so many places: each once, for strides that are prime to them.
+/// The place of a copy among `count`: a permutation if the stride and the count are coprime.
 pub(super) fn scattered(at: usize, stride: usize, places: usize) -> usize {
     let gcd = |mut a: usize, mut b: usize| {
         while b != 0 {
@@ -185,12 +185,12 @@ async fn timed(engine: &CudaCopy, batch: CopyBatch) -> Result<f64, Failure> {
     Ok(bytes / started.elapsed().as_secs_f64() / 1e9)
 }
 
-/// What the bus gives: one copy of the driver's, as long as all of a batch.
+/// The limit of the bus: one copy by the driver, as long as a whole batch.
 async fn ceiling(args: &Args, gpu: &Arc<Gpu>, memory: &Memory) -> Result<Table, Failure> {
     let options = CudaCopyOptions { method: Some(CopyMethod::Loop), blocks_max: 1 };
     let engine = CudaCopy::new(gpu, &memory.arena, options)?;
     let mut table = Table::new(format!("{}; one long copy", gpu.device()), vec!["bytes", "to device", "from device"]);
-    let mut cells = vec![json!(show_bytes(memory.bytes() as u64))];
+    let mut cells = vec![json!(memory.bytes())];
     for direction in [Direction::HostToDevice, Direction::DeviceToHost] {
         let mut rounds = Vec::new();
         for _ in 0..=args.rounds {
@@ -226,7 +226,7 @@ async fn measure(args: &Args, gpu: &Arc<Gpu>, memory: &Memory, blocks: u32, plot
     for &bytes in &args.bytes {
         let count = (memory.bytes() / bytes).min(COPIES_MAX);
         for (name, direction) in [("to device", Direction::HostToDevice), ("from device", Direction::DeviceToHost)] {
-            let mut cells = vec![json!(show_bytes(bytes as u64)), json!(count), json!(name)];
+            let mut cells = vec![json!(bytes), json!(count), json!(name)];
             let mut verified = true;
             for method in CopyMethod::ALL {
                 let options = CudaCopyOptions { method: Some(method), blocks_max: blocks };
@@ -274,8 +274,7 @@ async fn rounds(
     Ok(figures)
 }
 
-/// True if what goes to the device and back again is what it was: one way by the engine under test, the other way by
-/// another.
+/// True if the bytes are the same after a copy to the device and back, one of them by the engine under test.
 async fn verify(
     memory: &Memory,
     other: &CudaCopy,

@@ -23,7 +23,7 @@ use super::{
     median,
     table::{self, Table},
 };
-use crate::{failure::Failure, size::show_bytes};
+use crate::failure::Failure;
 
 /// Sizes of the published table, in bytes.
 const SIZES: [usize; 4] = [4 << 10, 16 << 10, 64 << 10, 1 << 20];
@@ -218,7 +218,7 @@ async fn measure(args: &Args, rig: Rc<Rig>, label: &str) -> Result<Table, Failur
             let published = PUBLISHED.iter().find(|(of, _)| to_device && *of == bytes);
             let published = |at: usize| published.map_or(Value::Null, |(_, figures)| json!(figures[at]));
             let direction = if to_device { "to device" } else { "from device" };
-            let mut cells = vec![json!(show_bytes(bytes as u64)), json!(count), json!(direction)];
+            let mut cells = vec![json!(bytes), json!(count), json!(direction)];
             cells.extend([&plain, &ordered, &other].map(|figures| json!(median(figures))));
             cells.extend([published(0), published(1), published(2), json!(true)]);
             table.row(cells);

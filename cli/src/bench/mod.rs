@@ -1,4 +1,4 @@
-//! `kvhoist bench`: what this machine's routes give, beside what the bare hardware gives in the same run.
+//! `kvhoist bench`: the routes of this machine beside its bare hardware, in one run.
 
 mod copy;
 mod gdr;
@@ -8,7 +8,7 @@ mod table;
 
 use clap::Subcommand;
 
-use crate::failure::Failure;
+use crate::failure::{EXIT_STATUS, Failure};
 
 /// What to measure.
 #[derive(clap::Args)]
@@ -21,10 +21,13 @@ pub struct Args {
 enum What {
     /// Copies between host memory and a CUDA device: by size, direction and method, or through an RDMA device. Every
     /// byte is verified.
+    #[command(after_help = EXIT_STATUS)]
     Copy(copy::Args),
     /// Cold blocks from disk to host memory and to the device, beside a bare ring loop on the same file.
+    #[command(after_help = EXIT_STATUS)]
     Disk(route::Args),
     /// Blocks from host memory and from the device to disk, written through, beside a bare ring loop.
+    #[command(after_help = EXIT_STATUS)]
     Store(route::Args),
 }
 

@@ -12,7 +12,7 @@ const BAR: f64 = 18.0;
 const GAP: f64 = 24.0;
 const COLORS: [&str; 6] = ["#9a9a9a", "#1b6ca8", "#3fa34d", "#e8a33d", "#b5403a", "#6a4c93"];
 
-/// Figures that are to be drawn, if anybody wants to see them.
+/// Figures for a plot, if one was requested.
 pub struct Plot {
     file: Option<OutputFile>,
     title: String,
@@ -24,13 +24,13 @@ pub struct Plot {
 }
 
 impl Plot {
-    /// With a file for it, where there is to be one: call when nothing else can be wrong with the flags.
+    /// Creates the file of the plot, if one was requested. Call it last of all checks of the flags.
     pub fn new(path: Option<&Path>, title: &str, unit: &'static str) -> Result<Self, Failure> {
         let file = path.map(plot::create).transpose()?;
         Ok(Plot { file, title: title.into(), unit, groups: Vec::new(), series: Vec::new(), bars: Vec::new() })
     }
 
-    /// Adds a bar. Groups and series appear in the order in which they were first named.
+    /// Adds a bar. Groups and series keep the order of their first bars.
     pub fn bar(&mut self, group: impl Into<String>, series: &str, figure: f64) {
         let place = |names: &mut Vec<String>, name: String| {
             names.iter().position(|known| *known == name).unwrap_or_else(|| {
@@ -107,7 +107,7 @@ impl Plot {
     }
 }
 
-/// Text of ours, and paths of users, inside an SVG element.
+/// Escapes text, which may contain users' paths, for an SVG element.
 fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;")
 }

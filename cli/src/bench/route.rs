@@ -29,8 +29,8 @@ use crate::{
 /// Flags of `kvhoist bench disk` and `kvhoist bench store`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Directory on the file system to measure; what is put there is removed afterwards. Default: the directory for
-    /// temporary files.
+    /// Directory on the file system to measure; its files are removed afterwards. Default: the directory for temporary
+    /// files.
     #[arg(long, value_name = "DIR")]
     path: Option<PathBuf>,
     /// Sizes of blocks, multiples of 4 KiB.
@@ -39,17 +39,17 @@ pub struct Args {
     /// Blocks in flight.
     #[arg(long, value_name = "N", value_delimiter = ',', default_value = "8,32")]
     in_flight: Vec<usize>,
-    /// Bytes of each of the two files, all of which are moved in every round. Reads need 8 times all blocks in flight:
-    /// with less, blocks of the round before would still be in memory.
+    /// Bytes of each of the two files; every round moves all of them. At least 8 times the bytes in flight for reads,
+    /// because otherwise memory still holds blocks of the round before.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "512MiB")]
     bytes: usize,
-    /// What the device is; auto: a CUDA device, or host memory where there is none.
+    /// Memory of the device tier; auto: a CUDA device, or host memory if there is none.
     #[arg(long, value_name = "KIND", default_value = "auto")]
     device: Device,
-    /// Measured rounds; the median counts.
+    /// Measured rounds, of which the median is printed.
     #[arg(long, value_name = "N", default_value_t = 5)]
     rounds: u64,
-    /// Microseconds that the cache's thread looks for more before it sleeps (`spin_us`).
+    /// Microseconds for which the cache's thread polls before it sleeps (`spin_us`).
     #[arg(long, value_name = "N", default_value_t = 0)]
     spin_us: u32,
     /// Draw the throughputs into this SVG file.
@@ -63,7 +63,7 @@ pub struct Args {
     quiet: bool,
 }
 
-/// Bytes of one file at most: there is a pool of that size on the device, too.
+/// Most bytes of one file; the device gets a pool of the same size.
 const BYTES_MAX: usize = 16 << 30;
 
 const BLOCK_BYTES_MAX: usize = 64 << 20;
@@ -81,7 +81,7 @@ pub fn store(args: &Args) -> Result<(), Failure> {
     run(args, "kvhoist bench store", device, [Way::HostToDisk, Way::DeviceToDisk(device)], 1)
 }
 
-/// `depths`: how many times as many blocks as are in flight a round needs.
+/// `depths`: the blocks of a round, in multiples of the blocks in flight.
 fn run(args: &Args, title: &str, device: DeviceKind, ways: [Way; 2], depths: usize) -> Result<(), Failure> {
     args.check(depths)?;
     let interrupted = interrupt::catch()?;
@@ -91,7 +91,18 @@ fn run(args: &Args, title: &str, device: DeviceKind, ways: [Way; 2], depths: usi
     let device = if device == DeviceKind::Simulated { "simulated" } else { "CUDA" };
     let mut table = Table::new(
         format!("{title}: MiB/s, medians of {} rounds; the device is {device}; all blocks verified", args.rounds),
-        vec!["route", "block", "in flight", "contender", "MiB/s", "min", "max", "of bare", "from disk", "CPU-s/GiB"],
+        vec![
+            "route",
+            "block bytes",
+            "in flight",
+            "contender",
+            "MiB/s",
+            "min",
+            "max",
+            "of bare",
+            "from disk",
+            "CPU-s/GiB",
+        ],
     );
     let all = shapes.iter().flat_map(|shape| ways.into_iter().map(move |way| (shape, way)));
     for (at, (shape, way)) in all.enumerate() {
@@ -126,7 +137,7 @@ fn enter(table: &mut Table, plot: &mut Plot, way: Way, shape: &Shape, report: &R
         plot.bar(format!("{}, {block} x{}", way.name(), shape.depth), contender(&series.name), speed.median);
         table.row(vec![
             json!(way.name()),
-            json!(block),
+            json!(shape.block_bytes),
             json!(shape.depth),
             json!(series.name),
             json!(speed.median),

@@ -1,10 +1,11 @@
-//! A table whose columns are as wide as what is in them.
+//! A table with columns as wide as their cells.
 
 use serde_json::{Value, json};
 
-use crate::{failure::Failure, output::emit};
+use crate::{failure::Failure, output::emit, size::show_bytes};
 
-/// Rows of cells under a heading, printed as text or as JSON.
+/// Rows of cells under a heading, printed as text or as JSON. Whole numbers in a column whose name ends in `bytes` are
+/// sizes: text shows them with a unit, JSON as they are.
 pub struct Table {
     title: String,
     columns: Vec<&'static str>,
@@ -33,15 +34,19 @@ impl Table {
     }
 
     fn text(&self) -> String {
-        let shown = |cell: &Value| match cell {
+        let shown = |(column, cell): (&&str, &Value)| match cell {
+            Value::Number(bytes) if column.ends_with("bytes") && bytes.is_u64() => {
+                show_bytes(bytes.as_u64().unwrap_or(0))
+            }
             Value::String(text) => text.clone(),
             Value::Number(number) if number.is_f64() => format!("{:.2}", number.as_f64().unwrap_or(f64::NAN)),
             Value::Null => "-".into(),
             other => other.to_string(),
         };
         let heads = self.columns.iter().map(|name| (*name).to_owned()).collect();
-        let lines: Vec<Vec<String>> =
-            std::iter::once(heads).chain(self.rows.iter().map(|row| row.iter().map(shown).collect())).collect();
+        let lines: Vec<Vec<String>> = std::iter::once(heads)
+            .chain(self.rows.iter().map(|row| self.columns.iter().zip(row).map(shown).collect()))
+            .collect();
         let width = |column: usize| lines.iter().map(|line| line[column].len()).max().unwrap_or(0);
         let widths: Vec<usize> = (0..self.columns.len()).map(width).collect();
         let mut text = format!("{}\n", self.title);

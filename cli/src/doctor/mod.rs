@@ -1,4 +1,4 @@
-//! `kvhoist doctor`: what this machine gives, which way bytes will go on it, and why not a better one.
+//! `kvhoist doctor`: the limits of this machine, the route that blocks take, and what prevents a faster one.
 
 mod cufile;
 mod disk;
@@ -25,21 +25,22 @@ use crate::{failure::Failure, interrupt, output::emit, settings::Settings, shown
 /// Flags of `kvhoist doctor`.
 #[derive(clap::Args)]
 pub struct Args {
-    /// Where a store is going to be: a directory. A store of 64 MiB is made, measured and removed there. May be given
-    /// again. Default: the configured paths, or the directory for temporary files.
+    /// Directory for a store, where a store of 64 MiB is created, measured and removed. Repeat it for several drives.
+    /// Default: the configured paths, or the directory for temporary files.
     #[arg(long, value_name = "DIR")]
     path: Vec<PathBuf>,
-    /// Settings in JSON, as of the engines' adapters (path, capacity, host_bytes, ...): the exit status is 1 where this
-    /// machine has no room for them.
+    /// JSON file with settings, as for the engines' adapters (path, capacity, host_bytes, ...). The exit status is 1 if
+    /// this machine has no room for them.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
-    /// Processes on this machine that open what is configured, one a GPU as a rule.
+    /// Processes of this machine that open this configuration: usually one per GPU; 1 if a service keeps the blocks of
+    /// all ranks.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// CUDA device.
+    /// Number of the CUDA device.
     #[arg(long, value_name = "N", default_value_t = 0)]
     device: u32,
-    /// What must be there; the exit status is 1 where it is not.
+    /// Required features; the exit status is 1 if one is missing.
     #[arg(long, value_name = "WHAT", value_delimiter = ',', default_value = "ring,direct-io")]
     want: Vec<Want>,
     /// Print one JSON object instead of a table.
@@ -47,7 +48,7 @@ pub struct Args {
     json: bool,
 }
 
-/// What can be wanted of a machine.
+/// Features that --want can require.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum Want {
     /// io_uring may be used.
@@ -68,27 +69,27 @@ enum Want {
 struct Finding {
     what: &'static str,
     found: String,
-    /// What to do to get more out of it.
+    /// How to fix or improve it.
     fix: Option<String>,
-    /// What it decides, and how.
+    /// The feature that this finding decides, and whether it is available.
     decides: Option<(Want, bool)>,
-    /// What is configured will not work so.
+    /// The configuration will not work.
     is_trouble: bool,
 }
 
 impl Finding {
-    /// Something to know.
+    /// A finding.
     fn note(what: &'static str, found: impl Into<String>) -> Self {
         Finding { what, found: found.into(), fix: None, decides: None, is_trouble: false }
     }
 
-    /// With what to do about it.
+    /// Adds a fix.
     fn fix(mut self, fix: impl Into<String>) -> Self {
         self.fix = Some(fix.into());
         self
     }
 
-    /// What the library found.
+    /// A finding of the library's.
     fn of_machine(finding: machine::Finding) -> Self {
         let machine::Finding { what, found, fix, is_trouble, .. } = finding;
         Finding { what, found, fix, decides: None, is_trouble }
@@ -100,7 +101,7 @@ impl Finding {
     }
 }
 
-/// Looks at everything and prints what was found.
+/// Examines the machine and prints the findings.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
     let plan = plan(args)?;
@@ -122,12 +123,12 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let troubles = findings().filter(|finding| finding.is_trouble).count();
     match missing.is_empty() {
         true if troubles == 0 || args.config.is_none() => Ok(()),
-        true => {
-            Err(Failure::run(format!("{troubles} things stand in the way of what is configured; each has its fix")))
-        }
+        true => Err(Failure::run(format!(
+            "found {troubles} problems with this configuration; the report has a fix for each"
+        ))),
         false => {
             let missing = missing.join(", ");
-            Err(Failure::run(format!("not on this machine: {missing}; see what is said to the fix of each")))
+            Err(Failure::run(format!("not available on this machine: {missing}; the report has a fix for each")))
         }
     }
 }
@@ -136,7 +137,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
 fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, sections: &mut Vec<Section>) -> Result<(), Failure> {
     let is_over = || interrupted.load(Ordering::Relaxed);
     let mut disk = Vec::new();
-    // A path that is missing was told of; what lies above it says nothing about it.
+    // A missing path is reported already; the file system above it is another one.
     for path in plan.paths.iter().filter(|path| args.config.is_none() || path.is_dir()) {
         if is_over() {
             break;
@@ -157,9 +158,10 @@ fn look(args: &Args, plan: &Plan, interrupted: &AtomicBool, sections: &mut Vec<S
     Ok(())
 }
 
-/// What is going to be opened, as far as anybody said.
+/// The caches that will be opened, as far as flags and settings say.
 fn plan(args: &Args) -> Result<Plan, Failure> {
-    let mut plan = Plan { ranks: args.ranks, paths: args.path.clone(), disk_bytes: 0, host_bytes: 0 };
+    let paths = args.path.clone();
+    let mut plan = Plan { ranks: args.ranks, paths, disk_bytes: 0, host_bytes: 0, write_bytes_a_day: 0 };
     if let Some(file) = &args.config {
         let settings = Settings::read(file)?;
         // Engines know how large a block is, their settings do not; sizes in bytes stay what they are.
@@ -174,7 +176,9 @@ fn plan(args: &Args) -> Result<Plan, Failure> {
             store::path_bytes(slots, config.block_bytes as u64)
         };
         plan.host_bytes = settings.host_bytes().unwrap_or(u64::from(config.host_slots()) * slot);
-        plan.disk_bytes = settings.capacity.unwrap_or_else(|| config.disk.paths.iter().map(on_disk).sum());
+        plan.write_bytes_a_day = config.write_budget_bytes().unwrap_or(0);
+        plan.disk_bytes =
+            settings.capacity_of_rank(args.ranks).unwrap_or_else(|| config.disk.paths.iter().map(on_disk).sum());
         if plan.paths.is_empty() {
             let of_disks = config.disk.paths.iter().map(|disk| disk.path.clone());
             plan.paths = if settings.paths.is_empty() { of_disks.collect() } else { settings.paths() };
@@ -185,7 +189,7 @@ fn plan(args: &Args) -> Result<Plan, Failure> {
     Ok(plan)
 }
 
-/// Which way bytes go, by what was found.
+/// The routes that follow from the findings.
 fn routes(disk: &[Finding], gpu: &[Finding], rdma: &[Finding]) -> Vec<Finding> {
     let has = |findings: &[Finding], want| findings.iter().any(|finding| finding.decides == Some((want, true)));
     let ring = if has(disk, Want::Ring) { "io_uring" } else { "a pool of threads" };

@@ -15,6 +15,8 @@ pub struct Drive {
     pub name: String,
     /// The share of its life that is used, 0 to 1 and more. `None` where the drive does not say, or may not be asked.
     pub used: Option<f64>,
+    /// Bytes written to it in its whole life, by everybody. `None` as above.
+    pub written: Option<u64>,
     /// The drive's answer in words, or why there is none.
     pub wear: String,
 }
@@ -27,6 +29,7 @@ impl Drive {
             Drive {
                 path: shown(path),
                 name: drive_name(path).unwrap_or_default(),
+                written: wear.as_ref().ok().map(|wear| wear.bytes_written),
                 used: wear.as_ref().ok().map(|wear| f64::from(wear.used_percent) / 100.0),
                 wear: wear.map_or_else(|why| why, |wear| wear.to_string()),
             }
@@ -36,6 +39,12 @@ impl Drive {
 
     /// An object for programs.
     pub fn object(&self) -> Value {
-        json!({ "path": self.path, "drive": self.name, "used": self.used, "wear": self.wear })
+        json!({
+            "path": self.path,
+            "drive": self.name,
+            "used": self.used,
+            "written_bytes": self.written,
+            "wear": self.wear,
+        })
     }
 }

@@ -2,6 +2,9 @@
 
 mod drives;
 mod exposition;
+mod figures;
+#[cfg(feature = "otel")]
+pub mod otlp;
 
 use std::{
     net::{SocketAddr, TcpListener},
@@ -17,34 +20,62 @@ use axum::{
     response::{Html, IntoResponse, Response},
     routing::get,
 };
-use kvhoist::service::{protocol::ServiceStatus, status};
+use kvhoist::{
+    internals::service::{OpenSpace, ServiceReport},
+    service::{Server, protocol::ServiceStatus},
+};
 use tokio::sync::Mutex;
 
-use self::drives::Drive;
+use self::{drives::Drive, figures::Metric};
 use crate::{failure::Failure, status::object};
 
 /// Scripts and pictures of the page itself, requests to the same address, and nothing else.
 const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'";
 
-/// Asks the service at a socket.
-struct Source {
-    socket: PathBuf,
+/// A service and its drives.
+pub struct Source {
+    server: Arc<Server>,
     /// Where its stores are.
     paths: Vec<PathBuf>,
-    /// Questions wait for one another: however many come by HTTP, the service answers one at a time.
-    turn: Mutex<()>,
+}
+
+/// What a service and its drives report.
+pub struct Seen {
+    status: ServiceStatus,
+    spaces: Vec<OpenSpace>,
+    drives: Vec<Drive>,
 }
 
 impl Source {
-    /// What the service says about itself, and its drives; the text for the client where it does not answer.
-    async fn ask(&self) -> Result<(ServiceStatus, Vec<Drive>), String> {
-        let _turn = self.turn.lock().await;
-        let (socket, paths) = (self.socket.clone(), self.paths.clone());
-        match tokio::task::spawn_blocking(move || Ok((status(&socket)?, Drive::of(&paths)))).await {
-            Ok(Ok(found)) => Ok(found),
-            Ok(Err::<_, kvhoist::Error>(error)) => Err(format!("{error}\n")),
-            Err(error) => Err(format!("{error}\n")),
-        }
+    pub fn new(server: Arc<Server>, paths: Vec<PathBuf>) -> Self {
+        Source { server, paths }
+    }
+
+    /// Asks the service and its drives. Blocks the thread.
+    pub fn ask(&self) -> kvhoist::Result<Seen> {
+        let ServiceReport { status, spaces, .. } = self.server.report()?;
+        Ok(Seen { status, spaces, drives: Drive::of(&self.paths) })
+    }
+}
+
+impl Seen {
+    /// Every metric.
+    pub fn metrics(&self) -> Vec<Metric> {
+        figures::collect(&self.status, &self.spaces, &self.drives)
+    }
+}
+
+/// The source of all requests. They wait for one another: the service answers one at a time.
+type Shared = Arc<Mutex<Arc<Source>>>;
+
+/// What the source reports, or the text for the client if it does not answer.
+async fn ask(source: &Shared) -> Result<Seen, String> {
+    let source = source.lock().await;
+    let asked = Arc::clone(&source);
+    match tokio::task::spawn_blocking(move || asked.ask()).await {
+        Ok(Ok(seen)) => Ok(seen),
+        Ok(Err(error)) => Err(format!("{error}\n")),
+        Err(error) => Err(format!("{error}\n")),
     }
 }
 
@@ -53,14 +84,14 @@ impl Source {
 ///
 /// # Errors
 /// [`Failure::USAGE`] where the address cannot be listened at.
-pub fn start(address: SocketAddr, socket: PathBuf, paths: Vec<PathBuf>) -> Result<SocketAddr, Failure> {
+pub fn start(address: SocketAddr, source: Arc<Source>) -> Result<SocketAddr, Failure> {
     let refused = |error: std::io::Error| {
         Failure::usage(format!("--http {address}: {error}; name an address of this machine and a port that is free"))
     };
     let listener = TcpListener::bind(address).map_err(refused)?;
     listener.set_nonblocking(true).map_err(refused)?;
     let address = listener.local_addr().map_err(refused)?;
-    let source = Arc::new(Source { socket, paths, turn: Mutex::new(()) });
+    let source: Shared = Arc::new(Mutex::new(source));
     let routes = Router::new()
         .route("/", get(page))
         .route("/metrics", get(metrics))
@@ -82,18 +113,18 @@ pub fn start(address: SocketAddr, socket: PathBuf, paths: Vec<PathBuf>) -> Resul
     Ok(address)
 }
 
-async fn metrics(State(source): State<Arc<Source>>) -> Response {
-    match source.ask().await {
-        Ok((status, drives)) => {
-            ([(header::CONTENT_TYPE, exposition::CONTENT_TYPE)], exposition::text(&status, &drives)).into_response()
+async fn metrics(State(source): State<Shared>) -> Response {
+    match ask(&source).await {
+        Ok(seen) => {
+            ([(header::CONTENT_TYPE, exposition::CONTENT_TYPE)], exposition::text(&seen.metrics())).into_response()
         }
         Err(away) => (StatusCode::SERVICE_UNAVAILABLE, away).into_response(),
     }
 }
 
-async fn figures(State(source): State<Arc<Source>>) -> Response {
-    match source.ask().await {
-        Ok((status, drives)) => {
+async fn figures(State(source): State<Shared>) -> Response {
+    match ask(&source).await {
+        Ok(Seen { status, drives, .. }) => {
             let mut object = object(&status);
             object["drives"] = drives.iter().map(Drive::object).collect();
             ([(header::CONTENT_TYPE, "application/json")], object.to_string()).into_response()
@@ -103,9 +134,9 @@ async fn figures(State(source): State<Arc<Source>>) -> Response {
 }
 
 /// 200 while all is well; 503 with the reasons, a line each, else.
-async fn health(State(source): State<Arc<Source>>) -> (StatusCode, String) {
-    match source.ask().await {
-        Ok((status, _)) => match troubles(&status).as_slice() {
+async fn health(State(source): State<Shared>) -> (StatusCode, String) {
+    match ask(&source).await {
+        Ok(seen) => match troubles(&seen.status).as_slice() {
             [] => (StatusCode::OK, "ok\n".into()),
             troubles => (StatusCode::SERVICE_UNAVAILABLE, troubles.join("\n") + "\n"),
         },

@@ -15,31 +15,32 @@ pub struct Args {
     #[arg(long, value_name = "FILE")]
     pub trace: Vec<PathBuf>,
     /// Compare eviction policies by their hit ratios over the capacity, each in a cache in host memory alone, beside
-    /// LRU and Belady's bound; --plot draws the curves. Of the other flags only --trace, --block-bytes (default 4KiB),
-    /// --shares, --seed, --json and --quiet count.
+    /// LRU and Belady's bound; --plot draws the curves. Uses only --trace, --block-bytes (default 4KiB), --shares,
+    /// --seed, --json and --quiet of the other flags.
     #[arg(long, value_name = "POLICY,...", value_delimiter = ',')]
     pub compare: Vec<Eviction>,
     /// Compare write policies by hit ratios and bytes written to disk, beside write_through, in caches with host memory
-    /// for 2 % of the blocks of a trace. Of the other flags only --trace, --shares (of the disk), --policy,
-    /// --write-budget, --path (a directory for the stores), --block-bytes, --storage, --direct-io, --speed, --seed,
-    /// --json and --quiet count.
+    /// for 2 % of the blocks of a trace. Uses only --trace, --shares (of the disk), --policy, --write-budget, --path (a
+    /// directory for the stores), --block-bytes, --storage, --direct-io, --speed, --seed, --json and --quiet of the
+    /// other flags.
     #[arg(long, value_name = "POLICY,...", value_delimiter = ',', conflicts_with = "compare")]
     pub compare_writes: Vec<Policy>,
     /// Capacities that --compare and --compare-writes try, percent of the distinct blocks of a trace [default:
     /// 1,2,5,10,20,40; 5,10,20]
     #[arg(long, value_name = "PERCENT,...", value_delimiter = ',', value_parser = parse_share)]
     pub shares: Vec<f64>,
-    /// Start each request at its timestamp (milliseconds), X times as fast as it was recorded. Without this a request
-    /// starts when there is room for it.
+    /// Start each request at its timestamp (milliseconds), X times as fast as recorded. Without this a request starts
+    /// as soon as fewer than --in-flight others are running.
     #[arg(long, value_name = "X", value_parser = parse_speed)]
     pub speed: Option<f64>,
-    /// Settings in JSON, as of the engines' adapters (path, capacity, host_bytes, write_policy, ...). Flags go first.
+    /// JSON file with settings, as for the engines' adapters (path, capacity, host_bytes, write_policy, ...). Flags
+    /// override it.
     #[arg(long, value_name = "FILE")]
     pub config: Option<PathBuf>,
     /// Bytes of a block, for example 1.5MiB [default: 64KiB]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub block_bytes: Option<usize>,
-    /// What the device tier is made of; auto: a CUDA device, or host memory where there is none.
+    /// Memory of the device tier; auto: a CUDA device, or host memory if there is none.
     #[arg(long, value_name = "KIND", default_value = "auto")]
     pub device: Device,
     /// Slots in device memory; 0: no device tier, blocks are fetched to the host [default: 256]
@@ -60,8 +61,8 @@ pub struct Args {
     /// Bytes on disk, over all paths and with the records, instead of slots.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with = "disk_blocks")]
     pub capacity: Option<usize>,
-    /// Directory, file or block device of the store, kept afterwards; several are striped. What does not exist is made
-    /// a directory. Default: a temporary directory, removed afterwards.
+    /// Directory, file or block device of the store, which is kept. Repeat it to stripe blocks over several. A path
+    /// that does not exist becomes a directory if its parent exists. Default: a temporary directory, removed afterwards.
     #[arg(long, value_name = "DIR")]
     pub path: Vec<PathBuf>,
     /// Requests in flight.
@@ -70,8 +71,8 @@ pub struct Args {
     /// When blocks go to disk [default: write_through]
     #[arg(long, value_name = "POLICY")]
     pub write_policy: Option<Policy>,
-    /// Bytes a day that by_value may write to disk. The day is one of the replay: with --speed 60 a day of the trace
-    /// takes 24 minutes.
+    /// Bytes a day that by_value may write to disk, in days of real time: with --speed 60 a day of the trace takes 24
+    /// minutes.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub write_budget: Option<usize>,
     /// Eviction policy [default: rb]
@@ -80,7 +81,7 @@ pub struct Args {
     /// Seed of the built-in workload.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// What serves the disk tier [default: auto]
+    /// How the disk is read and written [default: auto]
     #[arg(long, value_name = "ENGINE")]
     pub storage: Option<Engine>,
     /// Whether a path without direct I/O is refused [default: require]
@@ -98,7 +99,7 @@ pub struct Args {
 }
 
 impl Args {
-    /// What clap cannot check.
+    /// Checks that clap cannot make.
     pub fn check(&self) -> Result<(), Failure> {
         if !(1..=65_536).contains(&self.in_flight) {
             let found = self.in_flight;
@@ -156,6 +157,7 @@ impl From<Policy> for WritePolicy {
 
 /// Eviction policies that a replay can try.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
+#[value(rename_all = "snake_case")]
 pub enum Eviction {
     Lru,
     Rb,
@@ -167,7 +169,7 @@ pub fn eviction_name(policy: Eviction) -> &'static str {
     match policy {
         Eviction::Lru => "lru",
         Eviction::Rb => "rb",
-        Eviction::RbRefuse => "rb-refuse",
+        Eviction::RbRefuse => "rb_refuse",
     }
 }
 

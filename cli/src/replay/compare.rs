@@ -1,7 +1,7 @@
 //! `kvhoist replay --compare`: hit ratios over the capacity, by eviction policy, between two bounds.
 //!
 //! Each cell is a cache in host memory alone that replays the whole trace, one request at a time: what is in flight
-//! does not change what is evicted. The coins of `rb-refuse` differ from run to run. Every byte of every hit is
+//! does not change what is evicted. The coins of `rb_refuse` differ from run to run. Every byte of every hit is
 //! verified, as in any replay.
 
 use std::{

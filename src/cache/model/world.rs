@@ -250,7 +250,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
     let layout = || Layout::contiguous(BLOCK_BYTES).expect("one segment");
     let device =
         (config.device_slots() > 0).then(|| DevicePool::simulated(config.device_slots(), layout()).expect("few"));
-    let shared = Shared::new(config, arena, device, index, Some(slots), u64::from(stored) + 1, Metrics::new());
+    let shared = Shared::new(config, arena, device, index, Some(slots), u64::from(stored) + 1, Metrics::new("model"));
     let shared = Arc::new(shared);
     let storage = Memory(Rc::new(RefCell::new(file)));
     let mover = Mover::new(Arc::clone(&shared), storage, Memcpy::new(), Workers::none(), 1, true);

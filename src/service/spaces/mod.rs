@@ -22,6 +22,7 @@ use super::{
     config::ServerConfig,
     peers::own_uid,
     protocol::{Failure, SpaceStatus},
+    report::OpenSpace,
     shares::Ledger,
 };
 use crate::{
@@ -348,6 +349,19 @@ impl Spaces {
     /// Disk and host memory that no space has, bytes.
     pub(super) fn left(&self) -> (u64, u64) {
         (self.disk.left(), self.host.left())
+    }
+
+    /// The spaces that are open.
+    pub(super) fn opened(&self) -> Vec<OpenSpace> {
+        let entries = self.entries.borrow();
+        let opened = entries.iter().filter_map(|(folder, entry)| Some((folder, entry, entry.cache()?)));
+        let report = |(folder, entry, cache): (&String, &Entry, Cache)| OpenSpace {
+            namespace: entry.deed.namespace.clone(),
+            folder: folder.clone(),
+            config: cache.config().clone(),
+            stats: cache.stats(),
+        };
+        opened.map(report).collect()
     }
 
     pub(super) fn status(&self) -> Vec<SpaceStatus> {

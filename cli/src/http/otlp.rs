@@ -1,0 +1,132 @@
+//! `kvhoist serve --otlp URL`: metrics for an OpenTelemetry collector, by OTLP over HTTP.
+
+use std::{
+    sync::{Arc, Mutex},
+    time::{Duration, Instant},
+};
+
+use opentelemetry::{KeyValue, metrics::MeterProvider};
+use opentelemetry_http::{Bytes, HttpClient, HttpError, Request, Response, hyper::HyperClient};
+use opentelemetry_otlp::{MetricExporter, WithExportConfig, WithHttpConfig};
+use opentelemetry_sdk::{
+    Resource,
+    metrics::{PeriodicReader, SdkMeterProvider},
+};
+use tokio::runtime::Runtime;
+
+use super::{Source, figures::Metric};
+use crate::failure::Failure;
+
+/// All instruments of one export share what the service said within this time.
+const SAME_EXPORT: Duration = Duration::from_millis(50);
+
+/// A collector that does not answer within this time has missed an export.
+const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Exports until it is dropped, and once more then.
+pub struct Exporter(SdkMeterProvider);
+
+impl Exporter {
+    /// Begins to export: every minute, or as OTEL_METRIC_EXPORT_INTERVAL says (milliseconds).
+    ///
+    /// # Errors
+    /// [`Failure::USAGE`] for a URL that is not `http://HOST:PORT`.
+    pub fn start(url: &str, source: Arc<Source>) -> Result<Exporter, Failure> {
+        let wrong = |why: String| {
+            Failure::usage(format!("--otlp {url}: {why}, expected http://HOST:PORT, as of a collector on this machine"))
+        };
+        if !url.starts_with("http://") {
+            return Err(wrong("found another protocol".into()));
+        }
+        let failed = |error| Failure::run(format!("cannot start a thread: {error}"));
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let client =
+            OnRuntime { runtime: runtime.map_err(failed)?, client: HyperClient::with_default_connector(TIMEOUT, None) };
+        let exporter = MetricExporter::builder()
+            .with_http()
+            .with_http_client(client)
+            .with_endpoint(format!("{}/v1/metrics", url.trim_end_matches('/')))
+            .with_timeout(TIMEOUT)
+            .build()
+            .map_err(|error| wrong(error.to_string()))?;
+        let provider = SdkMeterProvider::builder()
+            .with_reader(PeriodicReader::builder(exporter).build())
+            .with_resource(Resource::builder().with_service_name("kvhoist").build())
+            .build();
+        instruments(&provider, source);
+        Ok(Exporter(provider))
+    }
+}
+
+impl Drop for Exporter {
+    fn drop(&mut self) {
+        if let Err(error) = self.0.shutdown() {
+            tracing::warn!(%error, "--otlp: the last figures were not sent");
+        }
+    }
+}
+
+/// An observable instrument for every metric, under the names and labels of /metrics.
+fn instruments(provider: &SdkMeterProvider, source: Arc<Source>) {
+    let meter = provider.meter("kvhoist");
+    let last = Arc::new(Last { source, seen: Mutex::default() });
+    for (at, metric) in last.metrics().iter().enumerate() {
+        let Metric { name, help, .. } = metric;
+        let last = Arc::clone(&last);
+        let observe = move |record: &dyn Fn(f64, &[KeyValue])| {
+            for sample in last.metrics().get(at).map(|metric| &metric.samples[..]).unwrap_or_default() {
+                let labels: Vec<KeyValue> =
+                    sample.labels.iter().map(|(name, value)| KeyValue::new(*name, value.clone())).collect();
+                record(sample.value, &labels);
+            }
+        };
+        if metric.is_counter() {
+            let counter = meter.f64_observable_counter(*name).with_description(*help);
+            counter.with_callback(move |to| observe(&|value, labels| to.observe(value, labels))).build();
+        } else {
+            let gauge = meter.f64_observable_gauge(*name).with_description(*help);
+            gauge.with_callback(move |to| observe(&|value, labels| to.observe(value, labels))).build();
+        }
+    }
+}
+
+/// What the service last said.
+struct Last {
+    source: Arc<Source>,
+    seen: Mutex<Option<(Instant, Arc<Vec<Metric>>)>>,
+}
+
+impl Last {
+    /// The metrics of this export: asked for by its first instrument. A service that has ended keeps its last ones.
+    fn metrics(&self) -> Arc<Vec<Metric>> {
+        let mut seen = self.seen.lock().expect("nothing panics under it");
+        if let Some((at, metrics)) = &*seen
+            && at.elapsed() < SAME_EXPORT
+        {
+            return Arc::clone(metrics);
+        }
+        let asked = self.source.ask().map(|found| Arc::new(found.metrics()));
+        let metrics = match (asked, &*seen) {
+            (Ok(metrics), _) => metrics,
+            (Err(_), Some((_, before))) => Arc::clone(before),
+            (Err(_), None) => Arc::default(),
+        };
+        *seen = Some((Instant::now(), Arc::clone(&metrics)));
+        metrics
+    }
+}
+
+/// Hyper's client needs a runtime, and the reader's thread has none.
+#[derive(Debug)]
+struct OnRuntime {
+    runtime: Runtime,
+    client: HyperClient,
+}
+
+#[async_trait::async_trait]
+impl HttpClient for OnRuntime {
+    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let client = self.client.clone();
+        self.runtime.spawn(async move { client.send_bytes(request).await }).await?
+    }
+}
