@@ -150,8 +150,8 @@ def errors() -> str:
             rows.append(f"| | `{name}` | {cell(words)} |")
     return (
         HEAD.format(source="src/error.rs and python/kvhoist/errors.py")
-        + "# Errors\n\n*For those who call a cache.*\n\n"
-        "Split by what the caller can do. In Python all are under `kvhoist.Error`.\n\n" + "\n".join(rows) + "\n"
+        + "# Errors\n\n*For developers who call a cache.*\n\n"
+        "Split by what the caller can do. In Python all are subclasses of `kvhoist.Error`.\n\n" + "\n".join(rows) + "\n"
     )
 
 
