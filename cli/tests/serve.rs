@@ -135,7 +135,7 @@ fn a_service_tells_what_it_has_and_ends_when_it_is_told_to() {
     assert!(ended.success() && !Path::new(&socket).exists(), "{ended:?}");
     let away = kvhoist(&["status", "--socket", &socket]);
     assert_eq!(away.status.code(), Some(1));
-    assert!(text(&away.stderr).contains("is `kvhoist serve` running there?"), "{}", text(&away.stderr));
+    assert!(text(&away.stderr).contains("start `kvhoist serve` there"), "{}", text(&away.stderr));
 }
 
 #[test]
