@@ -226,7 +226,7 @@ def test_every_method_says_what_it_does():
 
     import kvhoist
 
-    owners = (kvhoist.Cache, kvhoist.Client, kvhoist.Queue, kvhoist.Region, kvhoist.SharedMemory)
+    owners = (kvhoist.Cache, kvhoist.Client, kvhoist.Queue, kvhoist.Region)
     for owner in (*owners, kvhoist.metrics.Server, kvhoist.metrics.Collector):
         public = [name for name in dir(owner) if not name.startswith("_")]
         silent = [name for name in public if not inspect.getdoc(getattr(owner, name))]

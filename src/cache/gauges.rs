@@ -9,6 +9,14 @@ impl Cache {
     /// call. Gauges do, because setting them at each change would cost time on the path of a hit.
     ///
     /// Takes one short lock, and asks each NVMe drive for its wear, which may take a millisecond.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// // In the handler of /metrics, before the recorder renders its page:
+    /// cache.export_gauges();
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
     pub fn export_gauges(&self) {
         let (config, stats) = (self.config(), self.stats());
         let of = Of(&config.namespace);

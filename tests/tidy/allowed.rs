@@ -14,7 +14,7 @@ pub struct Group {
 pub const TOP: Group = Group {
     parent: &[],
     allowed: &[
-        ("internals", "cache device"),
+        ("internals", "cache device service"),
         ("service", "cache store config memory block error fork shield size"),
         (
             "cache",

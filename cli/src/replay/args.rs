@@ -62,7 +62,8 @@ pub struct Args {
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, conflicts_with = "disk_blocks")]
     pub capacity: Option<usize>,
     /// Directory, file or block device of the store, which is kept. Repeat it to stripe blocks over several. A path
-    /// that does not exist becomes a directory if its parent exists. Default: a temporary directory, removed afterwards.
+    /// that does not exist becomes a directory if its parent exists. Default: a temporary directory, removed
+    /// afterwards.
     #[arg(long, value_name = "DIR")]
     pub path: Vec<PathBuf>,
     /// Requests in flight.
