@@ -222,7 +222,7 @@ fn of_spaces(
     of: impl Fn(&OpenSpace) -> Vec<Labelled>,
 ) -> Metric {
     let of_space = |space: &OpenSpace| {
-        let own = vec![("cache", space.namespace.clone()), ("number", space.folder.clone())];
+        let own = [("cache", space.namespace.clone()), ("number", space.folder.clone())];
         let sample = move |(labels, value): Labelled| Sample {
             labels: own.iter().cloned().chain(labels).collect(),
             value: value as f64,
