@@ -1,6 +1,8 @@
 //! Worker threads in simulation: work takes virtual time, ends in any order, and is lost now and then.
 
-use kvhoist::{BlockKey, Config, DiskPath, Tier};
+use std::time::Duration;
+
+use kvhoist::{BlockKey, Config, DiskPath, Segment, Tier, internals::io::FileId};
 use kvhoist_simulation::sim;
 
 const BLOCKS: u8 = 24;
@@ -58,4 +60,62 @@ fn what_a_dying_worker_has_in_hand_is_done_again() {
     let steady: u64 = (0..32).map(|seed| run(seed, 0.0)).sum();
     let dying: u64 = (0..32).map(|seed| run(seed, 0.4)).sum();
     assert!(0 < dying && dying < steady, "{dying} pieces of work done by dying workers, {steady} by others");
+}
+
+#[repr(C, align(4096))]
+struct Pages([[u8; 4096]; BLOCKS as usize]);
+
+/// Stores blocks from a caller's memory and removes every other block meanwhile, then kills the process. Returns which
+/// blocks the cache had, which it has when it is opened again, and the pieces of work that workers did.
+fn remove_while_storing(seed: u64) -> (Vec<bool>, Vec<bool>, u64) {
+    let config = Config::default()
+        .block_bytes(4096)
+        .host_blocks(2)
+        .bypass_host(true)
+        .disks(vec![DiskPath::with_blocks("simulated", u32::from(BLOCKS))]);
+    let world = sim::World::new(seed, sim::blank_files(&config));
+    let keys: Vec<_> = (0..BLOCKS).map(key).collect();
+    let mut memory = Box::new(Pages(std::array::from_fn(|n| [n as u8; 4096])));
+    sim::block_on(async {
+        let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("open");
+        let start = memory.0.as_mut_ptr().cast::<u8>();
+        // SAFETY: the pages live for longer than the cache, and nobody touches them until they are unregistered.
+        let region = unsafe { cache.register_host(start, size_of::<Pages>()) }.expect("registered");
+        let places: Vec<_> =
+            (0..keys.len()).map(|n| vec![Segment { ptr: start.wrapping_add(n * 4096), len: 4096 }]).collect();
+        let remove = async {
+            for key in keys.iter().step_by(2) {
+                tokio::time::sleep(Duration::from_millis(seed % 4)).await;
+                cache.remove(key).await.expect("removed");
+            }
+        };
+        let (stored, ()) = tokio::join!(cache.store_from(&keys, None, &places), remove);
+        assert!(stored.expect("one call").iter().all(Result::is_ok));
+        let there = keys.iter().map(|key| cache.contains(key)).collect();
+        let killed = sim::World::new(seed, vec![world.storage.contents(FileId(0))]);
+
+        let work_done = cache.stats().work_done;
+        cache.unregister(&region).await.expect("unregistered");
+        cache.close().await.expect("close");
+        reactor.ended().await;
+        reactor.check_balance().expect("every slot is accounted for");
+
+        let sim::Simulated { cache, reactor } = sim::open(config, &killed).await.expect("open again");
+        let later = keys.iter().map(|key| cache.contains(key)).collect();
+        cache.close().await.expect("close");
+        reactor.ended().await;
+        (there, later, work_done)
+    })
+}
+
+#[test]
+fn a_block_that_is_removed_while_a_worker_writes_it_is_not_there_after_a_kill() {
+    let (mut work_done, mut removed) = (0, 0);
+    for seed in 0..64 {
+        let (there, later, work) = remove_while_storing(seed);
+        assert_eq!(there, later, "seed {seed}");
+        work_done += work;
+        removed += there.iter().filter(|there| !**there).count();
+    }
+    assert!(work_done > 0 && removed > 0, "{work_done} pieces of work by workers, {removed} blocks removed");
 }
