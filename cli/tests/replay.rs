@@ -78,7 +78,9 @@ fn several_traces_are_replayed_one_after_another() {
     let other = dir.path().join("other.jsonl");
     fs::write(&other, "{\"hash_ids\": [0, 1]}\n{\"hash_ids\": [0, 1, 2]}\n").expect("write");
     let [trace, other, plot] = [&trace, &other, &plot].map(|path| path.to_str().expect("UTF-8"));
+    // One request at a time: the second of `other` finds what the first has stored.
     let args = ["--trace", trace, "--trace", other, "--block-bytes", "8KiB", "--disk-blocks", "500", "--plot", plot];
+    let args = [&args[..], &["--in-flight", "1"]].concat();
     let found = report(&args);
     let figures = found["traces"].as_array().expect("traces").iter().map(|trace| {
         assert_eq!(trace["verification_failures"], 0);
