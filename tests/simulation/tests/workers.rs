@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Config, DiskPath, Segment, Tier, internals::io::FileId};
+use kvhoist::{BlockKey, Config, DiskPath, Memory, RegisterOptions, Segment, Tier, internals::io::FileId};
 use kvhoist_simulation::sim;
 
 const BLOCKS: u8 = 24;
@@ -75,12 +75,13 @@ fn remove_while_storing(seed: u64) -> (Vec<bool>, Vec<bool>, u64) {
         .disks(vec![DiskPath::with_blocks("simulated", u32::from(BLOCKS))]);
     let world = sim::World::new(seed, sim::blank_files(&config));
     let keys: Vec<_> = (0..BLOCKS).map(key).collect();
-    let mut memory = Box::new(Pages(std::array::from_fn(|n| [n as u8; 4096])));
+    let mut pages = Box::new(Pages(std::array::from_fn(|n| [n as u8; 4096])));
     sim::block_on(async {
         let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("open");
-        let start = memory.0.as_mut_ptr().cast::<u8>();
+        let start = pages.0.as_mut_ptr().cast::<u8>();
         // SAFETY: the pages live for longer than the cache, and nobody touches them until they are unregistered.
-        let region = unsafe { cache.register_host(start, size_of::<Pages>()) }.expect("registered");
+        let memory = unsafe { Memory::host(start, size_of::<Pages>()) };
+        let region = cache.register(memory, RegisterOptions::default()).await.expect("registered");
         let places: Vec<_> =
             (0..keys.len()).map(|n| vec![Segment { ptr: start.wrapping_add(n * 4096), len: 4096 }]).collect();
         let remove = async {
