@@ -82,6 +82,9 @@ pub struct Args {
     /// continue with "/". Repeat it for other tenants.
     #[arg(long = "share", value_name = "NAME:disk=MIN..MAX,host=MIN..MAX")]
     shares: Vec<Share>,
+    /// Give each space the host memory that its clients ask for, and no more: none moves between spaces.
+    #[arg(long)]
+    no_move_host: bool,
     /// Do not pin clients' memory.
     #[arg(long)]
     no_pin: bool,
@@ -126,6 +129,7 @@ impl Args {
         config.region_bytes_max = self.region_bytes as u64;
         config.linger_ms = self.linger.map(|seconds| seconds * 1000);
         config.pin = !self.no_pin;
+        config.move_host = !self.no_move_host;
         config.cache = file.map_or_else(Config::default, |file| file.config);
         config.cache.host.bypass = !self.keep_in_host;
         if let Some(storage) = self.storage {

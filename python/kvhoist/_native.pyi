@@ -259,7 +259,7 @@ class Server:
         sizes: tuple[int, int],
         shares: Sequence[str],
         linger_ms: int | None,
-        pin: bool,
+        memory: tuple[bool, bool],
         admitted: tuple[Sequence[int], str | None],
         settings: dict[str, Any],
     ) -> Self: ...

@@ -48,7 +48,7 @@ def is_writer(storage_config: Any) -> bool:
 
 def service_settings(config: HiCacheConfig) -> ServiceSettings:
     """The settings of the service of these paths, the same for every model: all disk and memory of the machine, of
-    which each space takes what it asks for."""
+    which each space takes what it asks for, and no more."""
     disk = 0
     for path in config.path:
         os.makedirs(path, mode=0o700, exist_ok=True)

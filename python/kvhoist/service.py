@@ -36,7 +36,7 @@ class ServiceSettings:
     paths: tuple[str, ...]
     #: Bytes on disk of all spaces.
     capacity: int
-    #: Bytes of host memory of all spaces.
+    #: Bytes of host memory that all spaces together may reserve; no other is used.
     host_bytes: int
     #: Seconds without a client after which it ends by itself.
     linger_s: int = 300
@@ -60,7 +60,7 @@ class ServiceSettings:
     def command(self) -> list[str]:
         """The command line of a service with these settings."""
         paths = [argument for path in self.paths for argument in ("--path", path)]
-        sizes = ["--capacity", str(self.capacity), "--host-bytes", str(self.host_bytes)]
+        sizes = ["--capacity", str(self.capacity), "--host-bytes", str(self.host_bytes), "--no-move-host"]
         more = ["--linger", str(self.linger_s), "--direct-io", self.direct_io, "--storage", self.storage]
         more += ["--write-policy", self.write_policy]
         more += ["--keep-in-host"] if self.keep_in_host else []
@@ -157,6 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--socket-group", metavar="GROUP", help="admit the members of a group too; it gets the socket")
     parser.add_argument("--write-policy", choices=SERVICE_WRITE_POLICIES, default="write_through")
     parser.add_argument("--write-budget", metavar="SIZE", help="bytes a day that by_value may write, of all spaces")
+    parser.add_argument("--no-move-host", action="store_true", help="give a space no more memory than it asks for")
     parser.add_argument("--no-pin", action="store_true", help="pin no client's memory")
 
 
@@ -178,9 +179,8 @@ def serve(given: argparse.Namespace) -> int:
     sizes = parse_bytes(given.capacity, "--capacity"), parse_bytes(given.host_bytes, "--host-bytes")
     linger_ms = None if given.linger is None else given.linger * 1000
     admitted = given.allow_uid, given.socket_group
-    server = _native.Server(
-        given.socket, given.path, sizes, given.share, linger_ms, not given.no_pin, admitted, settings
-    )
+    memory = not given.no_pin, not given.no_move_host
+    server = _native.Server(given.socket, given.path, sizes, given.share, linger_ms, memory, admitted, settings)
     failure: list[BaseException] = []
 
     def wait() -> None:

@@ -17,7 +17,7 @@ pub struct PyServer {
 impl PyServer {
     /// Starts to listen. `settings` are settings of the engine, for every space.
     #[new]
-    #[pyo3(signature = (socket, paths, sizes, shares, linger_ms, pin, admitted, settings))]
+    #[pyo3(signature = (socket, paths, sizes, shares, linger_ms, memory, admitted, settings))]
     #[expect(clippy::too_many_arguments, reason = "each is an argument of `python -m kvhoist serve`")]
     fn start(
         py: Python<'_>,
@@ -26,7 +26,7 @@ impl PyServer {
         sizes: (u64, u64),
         shares: Vec<String>,
         linger_ms: Option<u64>,
-        pin: bool,
+        memory: (bool, bool),
         admitted: (Vec<u32>, Option<String>),
         settings: &Bound<'_, PyDict>,
     ) -> PyResult<Self> {
@@ -37,7 +37,7 @@ impl PyServer {
             |text: String| text.parse::<Share>().map_err(|_| errors::config(py, "shares", &text, Share::EXPECTED));
         config.shares = shares.into_iter().map(share).collect::<PyResult<_>>()?;
         config.linger_ms = linger_ms;
-        config.pin = pin;
+        (config.pin, config.move_host) = memory;
         (config.uids, config.socket_group) = admitted;
         config.cache = options::config(py, settings)?;
         let server = py.detach(|| Server::start(config)).map_err(|error| errors::to_python(py, &error))?;

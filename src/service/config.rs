@@ -23,6 +23,9 @@ pub struct ServerConfig {
     pub capacity_bytes: u64,
     /// Host memory for the blocks of all spaces, bytes.
     pub host_bytes: u64,
+    /// Whether host memory that no client reserved moves to the spaces that use it most. Otherwise a space has what the
+    /// client that opened it asked for.
+    pub move_host: bool,
     /// The settings of every space's cache. `block_bytes`, `host_blocks`, `disks` and `namespace` are the
     /// space's own. The write policy is `write_through` or `by_value`. A write budget is that of the whole service:
     /// each space has the same share of it as of [`capacity_bytes`](Self::capacity_bytes).
@@ -63,6 +66,7 @@ impl ServerConfig {
             paths: Vec::new(),
             capacity_bytes: 0,
             host_bytes: 0,
+            move_host: true,
             cache: Config::default().bypass_host(true),
             shares: Vec::new(),
             uids: Vec::new(),

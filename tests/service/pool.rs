@@ -26,13 +26,17 @@ struct Service {
 
 impl Service {
     fn start(shares: &[String]) -> Self {
+        Self::with(|config| config.shares = shares.iter().map(|share| share.parse().expect("a share")).collect())
+    }
+
+    fn with(set: impl FnOnce(&mut ServerConfig)) -> Self {
         let folder = tempfile::tempdir().expect("a folder");
         let mut config = ServerConfig::new(folder.path().join("socket"));
         config.paths = vec![folder.path().to_owned()];
         config.capacity_bytes = 4 * kvhoist::store::path_bytes(BLOCKS, BLOCK_BYTES as u64);
         config.host_bytes = SLOTS * BLOCK_BYTES as u64;
         config.cache = Config::default().direct_io(DirectIo::Prefer);
-        config.shares = shares.iter().map(|share| share.parse().expect("a share")).collect();
+        set(&mut config);
         let socket = config.socket.clone();
         Service { _folder: folder, server: Server::start(config).expect("a service"), socket }
     }
@@ -157,5 +161,23 @@ fn memory_that_a_client_reserves_is_taken_back_and_kept() {
     let refused = block_on(Client::connect(&service.socket, options)).expect_err("one keeps a step");
     assert!(refused.to_string().contains("bytes of host memory left"), "{refused}");
     drop(reserved);
+    service.end();
+}
+
+#[test]
+fn memory_that_does_not_move_is_what_a_client_asked_for() {
+    // More than any machine has: no slots are made for it.
+    let service = Service::with(|config| (config.move_host, config.host_bytes) = (false, 1 << 60));
+    let mut options = options_of("one");
+    options.capacity_bytes = kvhoist::store::path_bytes(BLOCKS, BLOCK_BYTES as u64);
+    options.host_bytes = 8 * BLOCK_BYTES as u64;
+    let one = Guest::of(block_on(Client::connect(&service.socket, options)).expect("a service"));
+    one.store(0, POOL_BLOCKS).expect("a service").into_iter().for_each(|stored| assert!(stored.expect("stored")));
+    for _ in 0..BLOCKS {
+        assert_eq!(one.load(0, POOL_BLOCKS).expect("a service"), [true; POOL_BLOCKS as usize]);
+    }
+    let spaces = status(&service.socket).expect("a service").spaces;
+    assert_eq!(spaces.iter().map(|space| space.host_bytes).collect::<Vec<_>>(), [8 * BLOCK_BYTES as u64]);
+    assert_eq!(spaces[0].stats.as_ref().expect("open").tier(Tier::Host).slots, 8);
     service.end();
 }

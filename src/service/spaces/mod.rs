@@ -237,7 +237,7 @@ impl Spaces {
             .namespace(deed.namespace.clone());
         let slot_bytes = config.slot_bytes() as u64;
         let most = self.host.most(&deed.namespace);
-        config.host.parks = floor < most;
+        config.host.parks = self.config.move_host && floor < most;
         let most = if config.host.parks { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
         config.host.capacity = Capacity::Blocks(slots(bytes, slot_bytes)?.max(most));
         let paths = self.config.paths.len() as u64;

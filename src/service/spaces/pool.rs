@@ -30,7 +30,7 @@ impl Spaces {
     pub(in crate::service) fn balance(self: &Rc<Self>, space: &Rc<Space>) {
         let share = &space.host;
         let step = self.step(share.slot_bytes);
-        if self.moving.get() || share.evicted(&space.cache) < step {
+        if !self.config.move_host || self.moving.get() || share.evicted(&space.cache) < step {
             return;
         }
         self.open_spaces().iter().for_each(|space| space.host.note(&space.cache));
@@ -98,7 +98,7 @@ impl Spaces {
         let taken = self.host.take(space, wanted);
         self.moved();
         let bytes = taken?;
-        Ok((bytes, if wanted == 0 { least.min(bytes) } else { bytes }))
+        Ok((bytes, if wanted == 0 && self.config.move_host { least.min(bytes) } else { bytes }))
     }
 
     /// Waits until no memory moves.
