@@ -180,8 +180,9 @@ def test_a_drive_that_dies_is_a_drive_without_objects(store_dir):
 
 def test_stores_and_loads_of_many_requests_at_once(store_dir):
     """More blocks in a task than may be under way in the cache, and several tasks at a time."""
+    # Their 80 MB stay below the mark at which L1 evicts, which it also does before a block is stored.
     prompts = [keys_of(prompt, 200) for prompt in range(4)]
-    with Server(adapter_config(store_dir, capacity="256MiB"), l1_bytes=96 << 20, nbytes=100_000) as server:
+    with Server(adapter_config(store_dir, capacity="256MiB"), l1_bytes=160 << 20, nbytes=100_000) as server:
         for keys in prompts:
             server.write(keys)
         for keys in prompts:
