@@ -33,7 +33,11 @@ impl Worker {
 
     async fn try_to_connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
         let stream = UnixStream::connect(&self.socket).await;
-        let mut link = Link::new(stream.map_err(|error| cannot_connect(&self.socket, &error))?);
+        let failed = |error: std::io::Error| match error.kind() {
+            std::io::ErrorKind::PermissionDenied => cannot_connect(&self.socket, &error),
+            _ => away(&self.socket, error),
+        };
+        let mut link = Link::new(stream.map_err(failed)?);
         link.push(Hello::ours().encode(), None);
         let welcome = loop {
             if let Some(bytes) = link.take_bytes::<{ Welcome::BYTES }>() {
