@@ -21,15 +21,20 @@ pub struct Panel {
 
 /// The panels below one another, as the text of an SVG file.
 pub fn draw(panels: &[Panel]) -> String {
-    let height = HEIGHT * panels.len().max(1) as f64;
+    stack(panels, (WIDTH, HEIGHT), draw_panel)
+}
+
+/// Draws each item into a panel of this width and height, below the one before, and returns the text of an SVG file.
+pub fn stack<T>(items: &[T], (width, panel_height): (f64, f64), draw_panel: impl Fn(&mut String, &T)) -> String {
+    let height = panel_height * items.len().max(1) as f64;
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" \
-         font-size=\"13\">\n<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"white\"/>\n"
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {height}\" font-family=\"sans-serif\" \
+         font-size=\"13\">\n<rect width=\"{width}\" height=\"{height}\" fill=\"white\"/>\n"
     );
-    for (at, panel) in panels.iter().enumerate() {
+    for (at, item) in items.iter().enumerate() {
         // Writing to a String cannot fail.
-        let _ = writeln!(svg, "<g transform=\"translate(0 {})\">", HEIGHT * at as f64);
-        draw_panel(&mut svg, panel);
+        let _ = writeln!(svg, "<g transform=\"translate(0 {})\">", panel_height * at as f64);
+        draw_panel(&mut svg, item);
         svg.push_str("</g>\n");
     }
     svg.push_str("</svg>\n");

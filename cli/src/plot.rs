@@ -26,19 +26,7 @@ pub fn create(path: &Path) -> Result<OutputFile, Failure> {
 
 /// The plots of all traces below one another, as the text of an SVG file.
 pub fn draw(summaries: &[Summary]) -> String {
-    let height = HEIGHT * summaries.len().max(1) as f64;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" font-family=\"sans-serif\" \
-         font-size=\"13\">\n<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"white\"/>\n"
-    );
-    for (at, summary) in summaries.iter().enumerate() {
-        // Writing to a String cannot fail.
-        let _ = writeln!(svg, "<g transform=\"translate(0 {})\">", HEIGHT * at as f64);
-        draw_panel(&mut svg, summary);
-        svg.push_str("</g>\n");
-    }
-    svg.push_str("</svg>\n");
-    svg
+    crate::curves::stack(summaries, (WIDTH, HEIGHT), draw_panel)
 }
 
 fn draw_panel(svg: &mut String, summary: &Summary) {
