@@ -282,11 +282,6 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
     }
 }
 
-/// Whether copies go through an RDMA device.
-pub(crate) fn gdr_in_use() -> Gauge {
-    metrics::gauge!("kvhoist_gdr_in_use")
-}
-
 /// How much of a drive's life is used, by a path on it.
 pub(crate) fn drive_used(path: &Path) -> Gauge {
     metrics::gauge!("kvhoist_drive_used", "path" => path.display().to_string())
@@ -326,7 +321,7 @@ impl Of<'_> {
 }
 
 /// Descriptions of the gauges that `Cache::export_gauges` sets.
-const GAUGES: [(&str, Unit, &str); 11] = [
+const GAUGES: [(&str, Unit, &str); 12] = [
     ("kvhoist_resident_blocks", Unit::Count, "Blocks in a tier, by tier"),
     ("kvhoist_slots", Unit::Count, "Slots of a tier, by tier"),
     ("kvhoist_free_slots", Unit::Count, "Slots that hold nothing, by tier"),
@@ -337,6 +332,11 @@ const GAUGES: [(&str, Unit, &str); 11] = [
     ("kvhoist_registered", Unit::Count, "1 if host memory is registered with the ring"),
     ("kvhoist_workers", Unit::Count, "Threads that take checksums and copies"),
     ("kvhoist_io_threads", Unit::Count, "Threads that read and write; 0 with io_uring"),
+    (
+        "kvhoist_gdr_in_use",
+        Unit::Count,
+        "1 while copies go through an RDMA device, 0.5 while its self-test is repeated after a failure, 0 otherwise",
+    ),
     (
         "kvhoist_write_budget_bytes",
         Unit::Bytes,
@@ -366,10 +366,6 @@ fn describe() {
     metrics::describe_gauge!(
         "kvhoist_write_share",
         "Share of the chains in their first use that the budget of writes takes now, 0 to 1"
-    );
-    metrics::describe_gauge!(
-        "kvhoist_gdr_in_use",
-        "1 while copies go through an RDMA device, 0.5 while its self-test is repeated after a failure, 0 otherwise"
     );
     metrics::describe_gauge!(
         "kvhoist_cufile_in_use",

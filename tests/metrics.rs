@@ -37,6 +37,8 @@ fn counters_and_gauges_are_those_of_each_cache() {
         r#"kvhoist_retired{cache="disk",tier="disk"} 0"#,
         r#"kvhoist_write_budget_bytes{cache="disk"} 1099511627776"#,
         r#"kvhoist_io_threads{cache="memory"} 0"#,
+        r#"kvhoist_gdr_in_use{cache="disk"} 0"#,
+        r#"kvhoist_gdr_in_use{cache="memory"} 0"#,
     ] {
         assert!(page.lines().any(|found| found == line), "{line} in\n{page}");
     }

@@ -94,7 +94,8 @@ class Doctor:
         self._machine()
         for path in self.paths:
             self._path(path)
-        print(f"\n{self.troubles} things stand in the way" if self.troubles else "\nnothing stands in the way")
+        found = "1 problem" if self.troubles == 1 else f"{self.troubles or 'no'} problems"
+        print(f"\nfound {found}")
         return 1 if self.troubles else 0
 
     def _say(self, what: str, found: str) -> None:

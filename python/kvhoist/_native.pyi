@@ -256,12 +256,16 @@ class Server:
         cls,
         socket: str | os.PathLike[str],
         paths: Sequence[str | os.PathLike[str]],
-        sizes: tuple[int, int],
+        settings: dict[str, Any],
+        *,
+        capacity_bytes: int,
+        host_bytes: int,
         shares: Sequence[str],
         linger_ms: int | None,
-        memory: tuple[bool, bool],
-        admitted: tuple[Sequence[int], str | None],
-        settings: dict[str, Any],
+        pin: bool,
+        move_host: bool,
+        uids: Sequence[int],
+        socket_group: str | None,
     ) -> Self: ...
     def drain(self) -> None:
         """Takes no more work; `wait` returns when all requests are answered."""

@@ -176,11 +176,12 @@ def serve(given: argparse.Namespace) -> int:
         settings["write_budget"] = parse_bytes(given.write_budget, "--write-budget")
     if given.linger is not None and not 1 <= given.linger <= 86_400:
         raise config_error("--linger", given.linger, "1 to 86400 seconds")
-    sizes = parse_bytes(given.capacity, "--capacity"), parse_bytes(given.host_bytes, "--host-bytes")
-    linger_ms = None if given.linger is None else given.linger * 1000
-    admitted = given.allow_uid, given.socket_group
-    memory = not given.no_pin, not given.no_move_host
-    server = _native.Server(given.socket, given.path, sizes, given.share, linger_ms, memory, admitted, settings)
+    server = _native.Server(
+        given.socket, given.path, settings,
+        capacity_bytes=parse_bytes(given.capacity, "--capacity"), host_bytes=parse_bytes(given.host_bytes, "--host-bytes"),
+        shares=given.share, linger_ms=None if given.linger is None else given.linger * 1000,
+        pin=not given.no_pin, move_host=not given.no_move_host, uids=given.allow_uid, socket_group=given.socket_group,
+    )  # fmt: skip
     failure: list[BaseException] = []
 
     def wait() -> None:

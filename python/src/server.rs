@@ -17,28 +17,36 @@ pub struct PyServer {
 impl PyServer {
     /// Starts to listen. `settings` are settings of the engine, for every space.
     #[new]
-    #[pyo3(signature = (socket, paths, sizes, shares, linger_ms, memory, admitted, settings))]
+    #[pyo3(signature = (
+        socket, paths, settings, *, capacity_bytes, host_bytes, shares, linger_ms, pin, move_host, uids, socket_group
+    ))]
     #[expect(clippy::too_many_arguments, reason = "each is an argument of `python -m kvhoist serve`")]
     fn start(
         py: Python<'_>,
         socket: PathBuf,
         paths: Vec<PathBuf>,
-        sizes: (u64, u64),
+        settings: &Bound<'_, PyDict>,
+        capacity_bytes: u64,
+        host_bytes: u64,
         shares: Vec<String>,
         linger_ms: Option<u64>,
-        memory: (bool, bool),
-        admitted: (Vec<u32>, Option<String>),
-        settings: &Bound<'_, PyDict>,
+        pin: bool,
+        move_host: bool,
+        uids: Vec<u32>,
+        socket_group: Option<String>,
     ) -> PyResult<Self> {
         let mut config = ServerConfig::new(socket);
         config.paths = paths;
-        (config.capacity_bytes, config.host_bytes) = sizes;
+        config.capacity_bytes = capacity_bytes;
+        config.host_bytes = host_bytes;
         let share =
             |text: String| text.parse::<Share>().map_err(|_| errors::config(py, "shares", &text, Share::EXPECTED));
         config.shares = shares.into_iter().map(share).collect::<PyResult<_>>()?;
         config.linger_ms = linger_ms;
-        (config.pin, config.move_host) = memory;
-        (config.uids, config.socket_group) = admitted;
+        config.pin = pin;
+        config.move_host = move_host;
+        config.uids = uids;
+        config.socket_group = socket_group;
         config.cache = options::config(py, settings)?;
         let server = py.detach(|| Server::start(config)).map_err(|error| errors::to_python(py, &error))?;
         Ok(PyServer { server })

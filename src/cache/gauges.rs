@@ -5,7 +5,7 @@ use crate::{block::Tier, metrics::Of};
 
 impl Cache {
     /// Sets this cache's gauges of the `metrics` crate to its figures now: resident blocks, slots, dirty blocks, tiers
-    /// out of service, threads, the wear of its drives. Call it before each scrape. Counters need no
+    /// out of service, threads, use of an RDMA device, the wear of its drives. Call it before each scrape. Counters need no
     /// call. Gauges do, because setting them at each change would cost time on the path of a hit.
     ///
     /// Takes one short lock, and asks each NVMe drive for its wear, which may take a millisecond.
@@ -35,6 +35,7 @@ impl Cache {
         set("kvhoist_registered", None, stats.registered);
         let set = |name: &'static str, value: f64| of.gauge(name, None).set(value);
         set("kvhoist_dirty_blocks", stats.dirty as f64);
+        set("kvhoist_gdr_in_use", self.inner.gdr.get().in_use());
         set("kvhoist_workers", config.worker_threads().into());
         let io_threads = if stats.storage == "blocking" { config.disk.blocking_threads } else { 0 };
         set("kvhoist_io_threads", io_threads as f64);

@@ -123,9 +123,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let troubles = findings().filter(|finding| finding.is_trouble).count();
     match missing.is_empty() {
         true if troubles == 0 || args.config.is_none() => Ok(()),
-        true => Err(Failure::run(format!(
-            "found {troubles} problems with this configuration; the report has a fix for each"
-        ))),
+        true => {
+            let found = if troubles == 1 { "1 problem".into() } else { format!("{troubles} problems") };
+            Err(Failure::run(format!("found {found} with this configuration; the report has a fix for each")))
+        }
         false => {
             let missing = missing.join(", ");
             Err(Failure::run(format!("not available on this machine: {missing}; the report has a fix for each")))

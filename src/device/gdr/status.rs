@@ -5,8 +5,6 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use crate::metrics::{self, Gauge};
-
 /// Whether copies go through an RDMA device, with details or the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum GdrState {
@@ -24,6 +22,15 @@ impl GdrState {
     /// True while copies go through the engine.
     pub fn is_on(&self) -> bool {
         matches!(self, GdrState::On(_))
+    }
+
+    /// The figure of `kvhoist_gdr_in_use`.
+    pub(crate) fn in_use(&self) -> f64 {
+        match self {
+            GdrState::On(_) => 1.0,
+            GdrState::Recovering(_) => 0.5,
+            GdrState::Off(_) | GdrState::Retired(_) => 0.0,
+        }
     }
 
     /// Details while in service, the reason otherwise.
@@ -50,13 +57,11 @@ impl fmt::Display for GdrState {
 
 /// Shared handle to the state of an engine.
 #[derive(Clone)]
-pub struct GdrStatus(Arc<Mutex<GdrState>>, Gauge);
+pub struct GdrStatus(Arc<Mutex<GdrState>>);
 
 impl GdrStatus {
     pub(crate) fn new(state: GdrState) -> Self {
-        let status = GdrStatus(Arc::new(Mutex::new(state.clone())), metrics::gdr_in_use());
-        status.set(state);
-        status
+        GdrStatus(Arc::new(Mutex::new(state)))
     }
 
     /// The current state.
@@ -65,11 +70,6 @@ impl GdrStatus {
     }
 
     pub(crate) fn set(&self, state: GdrState) {
-        self.1.set(match state {
-            GdrState::On(_) => 1.0,
-            GdrState::Recovering(_) => 0.5,
-            GdrState::Off(_) | GdrState::Retired(_) => 0.0,
-        });
         *self.0.lock().expect("nothing panics under it") = state;
     }
 }
