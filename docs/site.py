@@ -28,7 +28,9 @@ LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)")
 
 def place(file: Path) -> Path:
     """Where a file of the repository lies in the site's source."""
-    return file.relative_to(DOCS if file.is_relative_to(DOCS) else ROOT)
+    path = file.relative_to(DOCS if file.is_relative_to(DOCS) else ROOT)
+    # mdBook makes index.html of a README.md, and does not change the links to it.
+    return path.with_name("index.md") if path.name == "README.md" and path.parent.name else path
 
 
 def stage(file: Path, staged: set[Path]) -> None:

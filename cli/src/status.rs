@@ -44,13 +44,13 @@ pub fn table(status: &ServiceStatus) -> String {
     }
     if !status.clients.is_empty() {
         table.line("");
-        table.line("   client      pid      uid  regions     lent  in flight  requests  space");
+        table.line("client      pid    uid  regions       lent  in flight  requests  space");
     }
     for client in &status.clients {
         let ClientStatus { id, pid, uid, namespace, regions, requests, region_bytes, bytes_in_flight } = client;
         let (lent, moving) = (show_bytes(*region_bytes), show_bytes(*bytes_in_flight));
         let space = plain(namespace);
-        table.line(format!("{id:>9}{pid:>9}{uid:>9}{regions:>9}{lent:>9}{moving:>11}{requests:>10}  {space}"));
+        table.line(format!("{id:>6}{pid:>9}{uid:>7}{regions:>9}{lent:>11}{moving:>11}{requests:>10}  {space}"));
     }
     table.text().to_owned()
 }

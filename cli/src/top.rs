@@ -21,8 +21,9 @@ const HOME: &str = "\x1b[H";
 const CLEAR_LINE: &str = "\x1b[K\n";
 const CLEAR_BELOW: &str = "\x1b[J";
 /// A second screen, so that the shell's own is back at the end.
-const ENTER: &str = "\x1b[?1049h\x1b[?25l";
-const LEAVE: &str = "\x1b[?25h\x1b[?1049l";
+/// Longer lines are cut, because wrapped ones would push the first ones out of sight.
+const ENTER: &str = "\x1b[?1049h\x1b[?25l\x1b[?7l";
+const LEAVE: &str = "\x1b[?7h\x1b[?25h\x1b[?1049l";
 
 /// How often a wait checks for an interrupt.
 const LOOK: Duration = Duration::from_millis(50);

@@ -83,9 +83,10 @@ pub fn parse(mut reader: impl BufRead) -> Result<Vec<Request>, String> {
             let text = error.to_string();
             // Its lines are those of this line alone.
             let what = text.strip_suffix(&format!(" at line {} column {}", error.line(), error.column()));
+            // A line that ends too early has its error in column 0 of the next one.
+            let column = if error.is_eof() { line.trim_ascii_end().len() } else { error.column() };
             format!(
-                "line {number}, column {}: found {}, expected an object with `hash_ids`, a list of numbers",
-                error.column(),
+                "line {number}, column {column}: found {}, expected an object with `hash_ids`, a list of numbers",
                 what.unwrap_or(&text)
             )
         })?;
@@ -116,6 +117,7 @@ mod tests {
             let error = parse(format!("{good}\n\n{bad}").as_bytes()).expect_err(bad);
             assert!(error.starts_with("line 3, column "), "{bad}: {error}");
             assert_eq!(error.matches("line").count(), 1, "one number of a line: {error}");
+            assert!(!error.contains("column 0"), "columns begin at 1: {error}");
         }
         assert_eq!(parse(good.as_bytes()).map(|requests| requests[0].hash_ids.clone()), Ok(vec![0, 1]));
         assert!(parse("".as_bytes()).is_err());

@@ -38,7 +38,10 @@ pub fn run(args: &Args) -> Result<(), Failure> {
             let total = usize::try_from(now.blocks).unwrap_or(usize::MAX);
             let progress = progress.get_or_insert_with(|| Progress::new(total, "blocks", args.quiet));
             let done = usize::try_from(now.blocks_done).unwrap_or(usize::MAX);
-            progress.update(done, || format!("{} read, {} faults", show_bytes(now.bytes_read), now.faults));
+            progress.update(done, || {
+                let faults = if now.faults == 1 { "1 fault".into() } else { format!("{} faults", now.faults) };
+                format!("{} read, {faults}", show_bytes(now.bytes_read))
+            });
         }
         match interrupted.load(Ordering::Relaxed) {
             true => ControlFlow::Break(()),
@@ -77,7 +80,7 @@ fn object(report: &Verification) -> Value {
         "in_use": report.in_use,
         "store": report.shape.as_ref().map(shape_object),
         "paths": report.paths.iter().map(|path| path.to_string_lossy()).collect::<Vec<_>>(),
-        "committed": report.committed,
+        "full": report.committed,
         "empty": report.empty,
         "records_bad": report.records_bad,
         "superseded": report.superseded,
@@ -101,7 +104,7 @@ fn table(report: &Verification) -> String {
     if let Some(shape) = &report.shape {
         table.shape(shape);
     }
-    table.row("committed", report.committed);
+    table.row("full", report.committed);
     table.row("empty", report.empty);
     table.row("records bad", report.records_bad);
     table.row("superseded", report.superseded);

@@ -178,11 +178,15 @@ fn a_store_of_another_shape_is_refused_and_untouched() {
     report(&[&base[..], &["8KiB", "--disk-blocks", "100"]].concat());
     let store = place.join("kvhoist.store");
     let before = fs::read(&store).expect("the store");
-    for (block_bytes, disk_blocks) in [("16KiB", "100"), ("8KiB", "200")] {
-        let output = replay(&[&base[..], &[block_bytes, "--disk-blocks", disk_blocks]].concat());
+    for (block_bytes, flag, size) in
+        [("16KiB", "--disk-blocks", "100"), ("8KiB", "--disk-blocks", "200"), ("8KiB", "--capacity", "9MiB")]
+    {
+        let output = replay(&[&base[..], &[block_bytes, flag, size]].concat());
         let stderr = String::from_utf8_lossy(&output.stderr);
         assert_eq!((output.status.code(), stderr.lines().count()), (Some(2), 1), "{stderr}");
         assert!(stderr.contains("expected") && !stderr.contains("disks"), "{stderr}");
+        let other = if flag == "--capacity" { "--disk-blocks" } else { "--capacity" };
+        assert!(!stderr.contains(other), "in the words of the flag that was given: {stderr}");
     }
     assert!(fs::read(&store).expect("the store") == before, "a refused store is untouched");
 }

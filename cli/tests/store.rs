@@ -150,7 +150,7 @@ fn a_sound_store_is_clean_and_stays_as_it_is() {
         let paths = ["--storage", engine, sample.path(1), sample.path(0)];
         let (report, status) = json("verify", &paths);
         assert_eq!((status, &report["clean"], &report["complete"]), (0, &true.into(), &true.into()), "{report:#}");
-        let counts = ["committed", "empty", "records_bad", "superseded", "payloads_good", "payloads_bad"];
+        let counts = ["full", "empty", "records_bad", "superseded", "payloads_good", "payloads_bad"];
         assert_eq!(counts.map(|name| report[name].as_u64().expect("a number")), [20, 10, 0, 0, 20, 0]);
         assert_eq!(report["paths"], serde_json::json!([sample.path(0), sample.path(1)]), "the store's own order");
         // Two record pages, and every block with its padding.

@@ -1,4 +1,4 @@
-"""A tiered cache for fixed-size blocks, KV-cache pages of LLM inference above all: host DRAM over NVMe.
+"""A tiered cache for fixed-size blocks, such as KV-cache pages of LLM inference, in host memory and on NVMe drives.
 
 >>> import tempfile, kvhoist
 >>> path = tempfile.mkdtemp()
@@ -8,11 +8,12 @@
 [True, True]
 2
 
-A key is a ``str`` of 64 hex characters or 32 ``bytes``; any other ``str`` or ``bytes`` is a name, and its digest the
-key. Keys name content: what is stored under a key once is not stored again.
+A key is a ``str`` of 64 hex characters or 32 ``bytes``; any other ``str`` or ``bytes`` is a name, and its digest is
+the key. Keys name content: a block that is stored under a key is not replaced by another store under it.
 
-Nothing here holds the interpreter's lock while it waits. ``kvhoist.sglang``, ``kvhoist.vllm`` and
-``kvhoist.lmcache`` have the adapters of these engines.
+``Cache`` is a cache of this process, ``connect`` attaches to a space of a node's service. ``kvhoist.metrics`` exports
+figures to Prometheus. ``kvhoist.sglang``, ``kvhoist.vllm`` and ``kvhoist.lmcache`` are adapters of these engines.
+No call holds the interpreter's lock while it waits.
 """
 
 from __future__ import annotations

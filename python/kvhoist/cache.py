@@ -79,17 +79,19 @@ def _disks(paths: list[str], capacity: Any, blocks: Any, block_bytes: int) -> li
 class Cache(AsyncFace, _native.Cache):
     """A tiered cache of fixed-size blocks.
 
-    Usable from any number of threads. ``path`` is a directory, a file or a block device, or a list of them (slots are
-    striped over the list); ``None`` is a cache in memory only. ``capacity`` are the bytes on disk, of all paths
-    together and with all that is written beside the blocks; they are preallocated, and opening fails where the space is
-    not there. ``host_bytes`` are the bytes in host memory (64 MiB where nothing is said). ``disk_blocks`` and
-    ``host_blocks`` say the same in blocks.
-    Sizes are numbers or strings such as ``"200GiB"``. ``settings`` are those of the engine, by their names there:
-    ``write_policy``, ``storage``, ``direct_io``, ``deadline_ms``, ``read_bytes_in_flight_max``, ...
+    ``path`` is a directory, a file or a block device, or a list of them, over which slots are striped; ``None`` is a
+    cache in memory only. ``capacity`` is the number of bytes on disk, of all paths together, records included. They are
+    allocated when a store is made, which fails if there is less space. ``host_bytes`` is the number of bytes in host
+    memory (64 MiB by default). ``disk_blocks`` and ``host_blocks`` give the same sizes in blocks. Sizes are numbers, or
+    strings such as ``"200GiB"``. ``settings`` are those of the engine: ``write_policy``, ``storage``, ``direct_io``,
+    ``deadline_ms``, ``read_bytes_in_flight_max``, ...
 
-    Raises ConfigError naming the wrong field, StoreError for what it finds in the store's place, IoError.
+    ``key in cache``, ``len(cache)``, ``for key in cache`` and ``cache.clear()`` work as in a dict. Calls may come from
+    any number of threads. As a context manager it closes itself at the end; so does dropping the last reference, which
+    waits for the close.
 
-    A context manager: leaving it closes the cache. The last reference gone closes it too, and waits for that.
+    Raises ConfigError with the wrong field, StoreError if the paths hold another store or none that can be opened, and
+    IoError.
     """
 
     _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopFace]
@@ -131,6 +133,7 @@ class Cache(AsyncFace, _native.Cache):
         super().__init__()
 
     def __enter__(self) -> "Cache":
+        """Returns the cache, which the end of the ``with`` block closes."""
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -148,6 +151,7 @@ class Cache(AsyncFace, _native.Cache):
     # Dunder methods say nothing in `help`; `contains` has the words.
 
     def __contains__(self, key: str | bytes) -> bool:
+        """Whether a key is resident. No I/O, no use counted."""
         return self.contains(key)
 
     # Memory

@@ -95,6 +95,7 @@ class Client(AsyncFace, _native.Client):
         super().__init__()
 
     def __enter__(self) -> "Client":
+        """Returns the client, which the end of the ``with`` block closes."""
         return self
 
     def __exit__(self, *_exception: object) -> None:
@@ -108,6 +109,7 @@ class Client(AsyncFace, _native.Client):
         return f"<kvhoist.Client of {self.namespace!r} at {self.socket}, {state}>"
 
     def __contains__(self, key: str | bytes) -> bool:
+        """Whether a key is resident, as the service answers."""
         return self.contains(key)
 
     def register_host(

@@ -87,7 +87,12 @@ async fn replay(
     interrupted: &Arc<AtomicBool>,
     place: &Place,
 ) -> Result<Summary, Failure> {
-    let cache = Cache::open(config.clone()).await?;
+    let opened = Cache::open(config.clone()).await;
+    let cache = opened.map_err(|error| match args.capacity {
+        // In the words of the flag that was given.
+        Some(_) => error.with_settings_named(&[("disks.blocks", "--capacity")]),
+        None => error,
+    })?;
     place.keep();
     let requests_in_trace = requests.len();
     let started = Instant::now();
