@@ -90,7 +90,9 @@ class Doctor:
         self._say("kvhoist", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
         self._engine()
         if self.config:
-            self._say("settings", ", ".join(f"{name} {value}" for name, value in vars(self.config).items()))
+            given = {name: value for name, value in vars(self.config).items() if value not in (None, "", {})}
+            given["path"] = ":".join(self.config.path)
+            self._say("settings", ", ".join(f"{name} {value}" for name, value in given.items()))
         self._machine()
         for path in self.paths:
             self._path(path)
