@@ -126,8 +126,8 @@ fn ring(kernel: &Kernel<'_>) -> Finding {
             .fix("sysctl -w kernel.io_uring_disabled=0, or kernel.io_uring_group to a group of this user"),
         _ if kernel.field("proc/self/status", "Seccomp:").as_deref() == Some("2") => {
             Finding::note(WHAT, format!("{found}, with system calls filtered (seccomp), as containers have it")).fix(
-                "allow io_uring_setup, io_uring_enter and io_uring_register in the profile: docker --security-opt \
-                      seccomp=FILE",
+                "if io_uring is refused: allow io_uring_setup, io_uring_enter and io_uring_register in the profile: \
+                      docker --security-opt seccomp=FILE",
             )
         }
         _ => Finding::note(WHAT, found),
