@@ -5,8 +5,8 @@ use crate::{block::Tier, metrics::Of};
 
 impl Cache {
     /// Sets this cache's gauges of the `metrics` crate to its figures now: resident blocks, slots, dirty blocks, tiers
-    /// out of service, threads, use of an RDMA device, the wear of its drives. Call it before each scrape. Counters need no
-    /// call. Gauges do, because setting them at each change would cost time on the path of a hit.
+    /// out of service, threads, use of an RDMA device, the wear of its drives. Call it before each scrape. Counters
+    /// need no call. Gauges do, because setting them at each change would cost time on the path of a hit.
     ///
     /// Takes one short lock, and asks each NVMe drive for its wear, which may take a millisecond.
     ///
