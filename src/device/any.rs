@@ -163,6 +163,13 @@ impl CopyEngine for AnyCopy {
         }
     }
 
+    fn checksums(&self) -> bool {
+        match &self.base {
+            Base::Memcpy(engine) => engine.checksums(),
+            Base::Cuda(engine) => engine.checksums(),
+        }
+    }
+
     async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
         match &self.base {
             // SAFETY: the caller upholds the same contract.

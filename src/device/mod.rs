@@ -166,6 +166,11 @@ pub trait CopyEngine: 'static {
         std::future::ready(())
     }
 
+    /// Whether the device can compute checksums of blocks, so that nobody else need compute them before.
+    fn checksums(&self) -> bool {
+        false
+    }
+
     /// Checksums `segments`, in order, on the device. `None` if the engine cannot; it has then done nothing. `owner` is
     /// dropped when the device is done with the memory.
     ///

@@ -91,7 +91,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Fills a host slot, and verifies it here: for movements, and for flights without waiters.
     async fn fill_host(self: &Rc<Self>, key: &BlockKey, next: Next) -> Outcome {
         let begun = self.begin_fill_now(&mut self.shared.lock(), key);
-        match self.fill_slot(key, begun).await? {
+        // A block on its way to a device that can compute checksums is verified there, once, after the copy.
+        let sum_bytes = match next {
+            Next::Device(_) if self.copy.checksums() => 0,
+            _ => self.shared.config.block_bytes,
+        };
+        match self.fill_slot(key, begun, sum_bytes).await? {
             Filled::Ended(pin) => Ok(pin),
             Filled::Unverified(unverified) => match next {
                 Next::Device(ahead) => self.copy_and_verify(unverified, &ahead).await,
@@ -116,7 +121,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             self.begin_fill_now(&mut state, key)
         };
-        let outcome = match self.fill_slot(key, begun).await {
+        let outcome = match self.fill_slot(key, begun, self.shared.config.block_bytes).await {
             Ok(Filled::Unverified(unverified)) => {
                 let mine = unverified.sum.is_some() || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
                 let left = if mine { Err(unverified) } else { self.shared.leave_unverified(key, unverified) };

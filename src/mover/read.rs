@@ -130,8 +130,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Source::Gone
     }
 
-    /// Brings a block into a host slot, with what could be had at once, or after waiting for it.
-    pub(super) async fn fill_slot(self: &Rc<Self>, key: &BlockKey, begun: Option<BegunRead>) -> Result<Filled> {
+    /// Brings a block into a host slot, with what could be had at once, or after waiting for it. Who reads it from disk
+    /// also computes the checksum of its first `sum_bytes` bytes, if that is a worker.
+    pub(super) async fn fill_slot(
+        self: &Rc<Self>,
+        key: &BlockKey,
+        begun: Option<BegunRead>,
+        sum_bytes: usize,
+    ) -> Result<Filled> {
         let started = Instant::now();
         let (filling, share, source) = match begun {
             Some(begun) => begun,
@@ -146,7 +152,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match source {
             Source::Host(pin) => Ok(Filled::Ended(Some(pin))),
             Source::Gone => Ok(Filled::Ended(None)),
-            Source::Disk(block) => self.read_to_host(block, filling, share, started).await.map(Filled::Unverified),
+            Source::Disk(block) => {
+                self.read_to_host(block, (filling, share), sum_bytes, started).await.map(Filled::Unverified)
+            }
             Source::Device(pin) => {
                 drop(share);
                 let outcome = self.copy_from_device(pin, filling).await?;
@@ -162,16 +170,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn read_to_host(
         self: &Rc<Self>,
         block: OnDisk,
-        filling: Filling,
-        share: Share,
+        (filling, share): (Filling, Share),
+        sum_bytes: usize,
         started: Instant,
     ) -> Result<Unverified> {
         let OnDisk { pin, file, offset, checksum } = block;
         let place = [self.place_of(filling.slot())];
         // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
-        let read = unsafe {
-            self.transfer(OpKind::Read, file, offset, &place, self.shared.config.block_bytes, (pin, filling))
-        };
+        let read = unsafe { self.transfer(OpKind::Read, file, offset, &place, sum_bytes, (pin, filling)) };
         let (result, (pin, filling)) = read.await;
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Read, &result);

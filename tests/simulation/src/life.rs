@@ -58,8 +58,13 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
         log_entries_max: if context.verbose { 1 << 16 } else { 0 },
         ..SimOptions::default()
     };
-    let copy = CopyOptions { latency: Duration::ZERO..=plan.copy_latency_max, failure: plan.copy_failure };
     let mut world = World::new(rng.next_u64(), Vec::new());
+    let copy = CopyOptions {
+        latency: Duration::ZERO..=plan.copy_latency_max,
+        failure: plan.copy_failure,
+        // By a draw of its own: all else of a seed stays as it is.
+        checksums: Rng::new(!world.seed).chance(0.5),
+    };
     world.storage = sim::Sim::new(rng.next_u64(), files, options);
     world.copy = sim::SimCopy::new(rng.next_u64(), copy);
     // By draws of its own: all else of a seed stays as it is.

@@ -64,6 +64,8 @@ pub struct Report {
     pub copies: u64,
     /// Copies that failed.
     pub copy_failures: u64,
+    /// Checksums that the device computed.
+    pub device_checksums: u64,
     /// Faults injected, by `OpKind as usize` and `FaultKind as usize`.
     pub faults: [[u64; FaultKind::COUNT]; 3],
     /// Of every answer and every operation, in order.
@@ -75,6 +77,7 @@ impl Report {
         self.disk_operations += storage.started.iter().sum::<u64>();
         self.copies += copies.started;
         self.copy_failures += copies.failed;
+        self.device_checksums += copies.sums;
         for (sum, counts) in self.faults.iter_mut().zip(storage.faults_by_kind) {
             sum.iter_mut().zip(counts).for_each(|(sum, count)| *sum += count);
         }
@@ -92,7 +95,7 @@ impl Report {
         self.digest = self.digest.rotate_left(1) ^ other.digest;
     }
 
-    fn numbers_mut(&mut self) -> [&mut u64; 26] {
+    fn numbers_mut(&mut self) -> [&mut u64; 27] {
         [
             &mut self.runs,
             &mut self.lives,
@@ -120,6 +123,7 @@ impl Report {
             &mut self.disk_operations,
             &mut self.copies,
             &mut self.copy_failures,
+            &mut self.device_checksums,
         ]
     }
 }
@@ -160,6 +164,6 @@ impl fmt::Display for Report {
                 write!(f, " {} {name} {count},", kind.name())?;
             }
         }
-        write!(f, " copy {} of {}", self.copy_failures, self.copies)
+        write!(f, " copy {} of {}; {} checksums by the device", self.copy_failures, self.copies, self.device_checksums)
     }
 }

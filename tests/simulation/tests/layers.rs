@@ -88,7 +88,7 @@ fn the_first_layer_does_not_wait_for_the_last() {
     let settings = settings().disks(Vec::new());
     let mut world = World::new(1, Vec::new());
     let latency = Duration::from_millis(10);
-    world.copy = SimCopy::new(1, CopyOptions { latency: latency..=latency, failure: 0.0 });
+    world.copy = SimCopy::new(1, CopyOptions { latency: latency..=latency, ..CopyOptions::default() });
     sim::block_on(async {
         let Simulated { cache, reactor: _reactor } = sim::open(settings, &world).await.expect("open");
         for n in 0..8 {

@@ -56,7 +56,15 @@ fn every_answer_is_what_the_model_allows() {
     println!("{sum}");
     assert!(failures.is_empty(), "{} seeds failed:\n{}", failures.len(), failures.join("\n"));
     // A simulation in which nothing happens proves nothing.
-    let rates = [sum.hits_promised, sum.misses_promised, sum.busy, sum.timeouts, sum.dropped, sum.checksum_failures];
+    let rates = [
+        sum.hits_promised,
+        sum.misses_promised,
+        sum.busy,
+        sum.timeouts,
+        sum.dropped,
+        sum.checksum_failures,
+        sum.device_checksums,
+    ];
     assert!(rates.into_iter().all(|count| count > 0), "{sum}");
     let ends = [
         sum.power_cuts,

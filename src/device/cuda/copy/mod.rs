@@ -230,6 +230,10 @@ impl CopyEngine for CudaCopy {
         answered.await.expect("the engine answers every accepted batch before it is dropped")
     }
 
+    fn checksums(&self) -> bool {
+        self.inner.checksums.is_some()
+    }
+
     async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
         let answered = self.inner.checksums.as_ref()?.submit(segments, owner)?;
         self.start_polling();

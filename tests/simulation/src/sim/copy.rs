@@ -5,10 +5,10 @@
 //! hardware does. It checks the contract of [`CopyBatch`]: destinations are filled with garbage until the copy is done,
 //! and a copy panics if its source changed while it was in flight.
 
-use std::{cell::RefCell, ops::RangeInclusive, rc::Rc, time::Duration};
+use std::{any::Any, cell::RefCell, ops::RangeInclusive, rc::Rc, sync::Arc, time::Duration};
 
 use kvhoist::{
-    Error, Result,
+    Error, Result, Segment,
     internals::{
         checksum::Digest,
         device::{CopyBatch, CopyEngine, Memcpy},
@@ -26,13 +26,15 @@ const GARBAGE: u8 = 0xdc;
 pub struct CopyOptions {
     /// Virtual time that a batch takes.
     pub latency: RangeInclusive<Duration>,
-    /// The probability that a batch fails, 0.0 to 1.0.
+    /// The probability that a batch fails, and that a checksum fails, 0.0 to 1.0.
     pub failure: f64,
+    /// Whether the device can compute checksums.
+    pub checksums: bool,
 }
 
 impl Default for CopyOptions {
     fn default() -> Self {
-        CopyOptions { latency: Duration::ZERO..=Duration::from_millis(3), failure: 0.0 }
+        CopyOptions { latency: Duration::ZERO..=Duration::from_millis(3), failure: 0.0, checksums: false }
     }
 }
 
@@ -45,6 +47,8 @@ pub struct CopyCounts {
     pub done: u64,
     /// Batches failed.
     pub failed: u64,
+    /// Checksums computed.
+    pub sums: u64,
 }
 
 struct State {
@@ -79,10 +83,9 @@ impl SimCopy {
         counts.started - counts.done - counts.failed
     }
 
-    fn start(&self) -> (Duration, bool) {
-        let mut state = self.0.borrow_mut();
-        let State { options, rng, counts } = &mut *state;
-        counts.started += 1;
+    /// Draws how long the next operation takes, and whether it fails.
+    fn draw(&self) -> (Duration, bool) {
+        let State { options, rng, .. } = &mut *self.0.borrow_mut();
         let (min, max) = (options.latency.start().as_nanos() as u64, options.latency.end().as_nanos() as u64);
         (Duration::from_nanos(rng.between(min, max)), rng.chance(options.failure))
     }
@@ -108,7 +111,8 @@ impl CopyEngine for SimCopy {
     }
 
     async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
-        let (latency, fails) = self.start();
+        self.0.borrow_mut().counts.started += 1;
+        let (latency, fails) = self.draw();
         let (answer, answered) = oneshot::channel();
         let this = self.clone();
         tokio::task::spawn_local(async move {
@@ -116,6 +120,39 @@ impl CopyEngine for SimCopy {
             drop(answer.send(this.finish(batch, latency, fails).await));
         });
         answered.await.expect("the task that answers lives as long as the runtime that polls this")
+    }
+
+    fn checksums(&self) -> bool {
+        self.0.borrow().options.checksums
+    }
+
+    async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+        if !self.checksums() {
+            return None;
+        }
+        let (latency, fails) = self.draw();
+        let segments = segments.to_vec();
+        let (answer, answered) = oneshot::channel();
+        let this = self.clone();
+        tokio::task::spawn_local(async move {
+            tokio::time::sleep(latency).await;
+            let mut digest = Digest::new();
+            for segment in segments.iter().filter(|segment| segment.len > 0) {
+                // SAFETY: the caller promises that the segments stay mapped and unwritten while `owner` lives; in
+                // simulation every address is host memory.
+                digest.update(unsafe { std::slice::from_raw_parts(segment.ptr.cast_const(), segment.len) });
+            }
+            drop(owner);
+            let sum = digest.finish();
+            this.0.borrow_mut().counts.sums += 1;
+            let answered = match fails {
+                false => Ok(sum),
+                true => Err(Error::Copy { engine: "sim", reason: "the simulation says so".into() }),
+            };
+            // The receiver may be gone.
+            drop(answer.send(answered));
+        });
+        Some(answered.await.expect("the task that answers lives as long as the runtime that polls this"))
     }
 
     fn cost(&self, _batch: &CopyBatch) -> Duration {
