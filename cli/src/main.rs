@@ -121,7 +121,8 @@ fn wrong_flags(error: &clap::Error) -> ExitCode {
             ExitCode::from(Failure::USAGE)
         }
         _ => {
-            let words: Vec<&str> = text.lines().map(str::trim).filter(|line| !line.is_empty()).collect();
+            let said = |line: &&str| !line.is_empty() && !line.starts_with("Usage:");
+            let words: Vec<&str> = text.lines().map(str::trim).filter(said).collect();
             let line = words.join("; ");
             end(Err(Failure::usage(line.strip_prefix("error: ").unwrap_or(&line))))
         }

@@ -10,6 +10,8 @@ const TOP: f64 = 50.0;
 const BOTTOM: f64 = 60.0;
 const BAR: f64 = 18.0;
 const GAP: f64 = 24.0;
+/// Most room that a letter of a group's name takes.
+const LETTER: f64 = 6.0;
 const COLORS: [&str; 6] = ["#9a9a9a", "#1b6ca8", "#3fa34d", "#e8a33d", "#b5403a", "#6a4c93"];
 
 /// Figures for a plot, if one was requested.
@@ -49,7 +51,9 @@ impl Plot {
     }
 
     fn draw(&self) -> String {
-        let group_width = self.series.len() as f64 * BAR + GAP;
+        let letters = self.groups.iter().flat_map(|name| lines(name)).map(|line| line.chars().count()).max();
+        let names_width = letters.unwrap_or(0) as f64 * LETTER + 6.0;
+        let group_width = (self.series.len() as f64 * BAR + GAP).max(names_width);
         let right = (LEFT + self.groups.len() as f64 * group_width).max(600.0);
         let (width, bottom) = (right + 20.0, HEIGHT - BOTTOM);
         let most = self.bars.iter().map(|bar| bar.2).fold(0.0, f64::max).max(f64::MIN_POSITIVE);
@@ -68,11 +72,14 @@ impl Plot {
             let share = f64::from(quarter) / 4.0;
             let y = bottom - (bottom - TOP) * share;
             let shown = most * share;
-            let _ = writeln!(svg, "<text x=\"{}\" y=\"{y}\" text-anchor=\"end\">{shown:.1}</text>", LEFT - 6.0);
+            let digits = usize::from(most < 100.0);
+            let x = LEFT - 6.0;
+            let _ = writeln!(svg, "<text x=\"{x}\" y=\"{y}\" text-anchor=\"end\">{shown:.digits$}</text>");
         }
         for &(group, series, figure) in &self.bars {
             let height = (bottom - TOP) * figure.max(0.0) / most;
-            let x = LEFT + GAP / 2.0 + group as f64 * group_width + series as f64 * BAR;
+            let bars = self.series.len() as f64 * BAR;
+            let x = LEFT + (group as f64 + 0.5) * group_width - bars / 2.0 + series as f64 * BAR;
             let (y, color) = (bottom - height, COLORS[series % COLORS.len()]);
             let _ = writeln!(
                 svg,
@@ -83,12 +90,11 @@ impl Plot {
         }
         for (at, name) in self.groups.iter().enumerate() {
             let x = LEFT + (at as f64 + 0.5) * group_width;
-            let _ = writeln!(
-                svg,
-                "<text x=\"{x}\" y=\"{}\" text-anchor=\"middle\" font-size=\"10\">{}</text>",
-                bottom + 16.0,
-                escaped(name)
-            );
+            for (line, y) in lines(name).zip([16.0, 29.0, 42.0]) {
+                let (y, line) = (bottom + y, escaped(line));
+                let _ =
+                    writeln!(svg, "<text x=\"{x}\" y=\"{y}\" text-anchor=\"middle\" font-size=\"10\">{line}</text>");
+            }
         }
         let mut x = LEFT;
         for (at, name) in self.series.iter().enumerate() {
@@ -105,6 +111,11 @@ impl Plot {
         svg.push_str("</svg>\n");
         svg
     }
+}
+
+/// The lines in which a group's name is drawn, three at most.
+fn lines(name: &str) -> impl Iterator<Item = &str> {
+    name.splitn(3, ", ")
 }
 
 /// Escapes text, which may contain users' paths, for an SVG element.
@@ -130,5 +141,21 @@ mod tests {
         for name in ["4 KiB", "1 MiB", "bare", "kvhoist"] {
             assert_eq!(drawn.matches(&format!(">{name}</text>")).count(), 1, "{name} in {drawn}");
         }
+    }
+
+    #[test]
+    fn names_of_groups_do_not_overlap() {
+        let mut plot = Plot::new(None, "routes", "MiB/s").expect("no file");
+        for group in ["disk to device, 128.0 KiB x32", "disk to device, 1.0 MiB x32"] {
+            plot.bar(group, "bare", 1.0);
+        }
+        let drawn = plot.draw();
+        let places: Vec<f64> = drawn
+            .lines()
+            .filter(|line| line.contains(">disk to device</text>"))
+            .filter_map(|line| line.split('"').nth(1)?.parse().ok())
+            .collect();
+        assert_eq!(places.len(), 2, "a line of its own for each part of a name: {drawn}");
+        assert!(places[1] - places[0] >= "disk to device".len() as f64 * LETTER, "{drawn}");
     }
 }
