@@ -1,11 +1,13 @@
 //! The bare ring loop as a servant: one round a line of its input, for benches in other languages to interleave.
 //!
-//!     cargo bench -p kvhoist --bench ring -- --dir DIR --block-bytes N --blocks N [--depth 16] [--plain]
+//!     cargo bench -p kvhoist --bench ring -- --dir DIR --block-bytes N --blocks N [--depth 16] [--places N]
+//!                                          [--plain]
 //!     cargo bench -p kvhoist --bench ring -- --file FILE --offset N --block-bytes N --blocks N ..
 //!
 //! On a file of its own in DIR, or on the blocks from an offset of FILE on: where a file lies on its disk can decide
-//! more than who reads it. What FILE holds there is lost by `write`. `--plain`: the buffers are not registered with the
-//! ring.
+//! more than who reads it. What FILE holds there is lost by `write`. `--places`: the buffers that operations use in turn,
+//! one for each in flight by default. A few stay in the processor's cache; blocks that a caller keeps have a place each.
+//! `--plain`: the buffers are not registered with the ring.
 //! `read N` or `write N` does a round of N operations on blocks in random order and answers with its seconds and its
 //! processor's seconds. The end of its input is its own.
 
@@ -31,6 +33,7 @@ struct Options {
     block_bytes: usize,
     blocks: u64,
     depth: usize,
+    places: usize,
     plain: bool,
 }
 
@@ -46,7 +49,7 @@ fn main() -> ExitCode {
 
 fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
     let (dir, file) = (PathBuf::new(), None);
-    let mut options = Options { dir, file, offset: 0, block_bytes: 0, blocks: 0, depth: 16, plain: false };
+    let mut options = Options { dir, file, offset: 0, block_bytes: 0, blocks: 0, depth: 16, places: 0, plain: false };
     while let Some(flag) = args.next() {
         let value =
             if flag == "--bench" || flag == "--plain" { String::new() } else { args.next().unwrap_or_default() };
@@ -60,9 +63,10 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
             "--block-bytes" => options.block_bytes = number()? as usize,
             "--blocks" => options.blocks = number()?,
             "--depth" => options.depth = number()? as usize,
+            "--places" => options.places = number()? as usize,
             _ => {
                 return Err(format!(
-                    "found {flag}, expected --dir, --file, --offset, --block-bytes, --blocks, --depth or --plain"
+                    "found {flag}, expected --dir, --file, --offset, --block-bytes, --blocks, --depth, --places or --plain"
                 ));
             }
         }
@@ -71,12 +75,13 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
     if no_place || options.block_bytes == 0 || options.blocks == 0 {
         return Err("expected --dir or --file, --block-bytes and --blocks".into());
     }
+    options.places = options.places.max(options.depth);
     options.block_bytes = options.block_bytes.next_multiple_of(4096);
     Ok(options)
 }
 
 fn serve(options: &Options) -> io::Result<()> {
-    let Options { block_bytes, blocks, depth, offset, .. } = *options;
+    let Options { block_bytes, blocks, depth, places, offset, .. } = *options;
     let scratch;
     let named: File;
     let file = match &options.file {
@@ -90,8 +95,8 @@ fn serve(options: &Options) -> io::Result<()> {
         }
     };
     let mut ring = match options.plain {
-        true => BareRing::open_plain(block_bytes, depth, Setup::Coop)?,
-        false => BareRing::open(block_bytes, depth, Setup::Coop)?,
+        true => BareRing::open_plain(block_bytes, depth, places, Setup::Coop)?,
+        false => BareRing::open_over(block_bytes, depth, places, Setup::Coop)?,
     };
     let mut out = io::stdout().lock();
     writeln!(out, "ready")?;

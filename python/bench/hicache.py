@@ -8,7 +8,8 @@ Each round every entrant gets the same pages: `get` reads batches of 128 pages t
 pages that were not. Bytes are compared after each get. The page cache helps nobody: kvhoist and nixl use O_DIRECT, the
 files of `file` are flushed and dropped from it before they are read. `ring` is the bare loop of `benches/ring.rs` at
 the page's size, on the blocks of kvhoist's own store (where a file lies on its disk can decide more than who reads it),
-`memcpy` the copy of as many bytes within memory. Ratios are within a round; medians and ranges are printed.
+with a buffer for each operation in flight, which may stay in the processor's cache; `places` is the same loop with a
+buffer for each page of a batch, as an engine has. `memcpy` the copy of as many bytes within memory. Ratios are within a round; medians and ranges are printed.
 """
 
 from __future__ import annotations
@@ -158,11 +159,10 @@ class Memcpy(Entrant):
 
 
 class Ring:
-    """The bare loop, in a process of its own."""
+    """The bare loop, in a process of its own, over a number of buffers."""
 
-    name = "ring"
-
-    def __init__(self, kvhoist: Kvhoist, options) -> None:
+    def __init__(self, name: str, places: int, kvhoist: Kvhoist, options) -> None:
+        self.name = name
         command = ["cargo", "bench", "-q", "-p", "kvhoist", "--bench", "ring", "--"]
         if options.ring_dir:
             command += ["--dir", options.ring_dir, "--blocks", str(options.pages)]
@@ -173,6 +173,7 @@ class Ring:
             offset = path.stat().st_size - slots * slot_bytes
             command += ["--file", str(path), "--offset", str(offset), "--blocks", str(slots)]
         command += ["--block-bytes", str(kvhoist.page_bytes), "--depth", str(options.depth)]
+        command += ["--places", str(places)]
         self.process = subprocess.Popen(
             command, cwd=HERE.parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -235,7 +236,7 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def contenders(geometry, folder: Path, options) -> tuple[list[Entrant], Ring | None]:
+def contenders(geometry, folder: Path, options) -> tuple[list[Entrant], list[Ring]]:
     classes: list[type[Entrant]] = [Kvhoist, File, Memcpy]
     try:
         import nixl  # noqa: F401
@@ -252,16 +253,18 @@ def contenders(geometry, folder: Path, options) -> tuple[list[Entrant], Ring | N
                 if cls is Kvhoist:
                     raise
                 print(f"{cls.name} did not start, left out: {error}")
-    ring = None
-    if (options.only is None or Ring.name in options.only) and entrants[0].name == Kvhoist.name:
-        ring = Ring(entrants[0], options)
-    return entrants, ring
+    rings = []
+    if entrants[0].name == Kvhoist.name:
+        places = {"ring": options.depth, "places": max(min(options.pages, BATCH), options.depth)}
+        wanted = [name for name in places if options.only is None or name in options.only]
+        rings = [Ring(name, places[name], entrants[0], options) for name in wanted]
+    return entrants, rings
 
 
 def compare(geometry, folder: Path, options) -> None:
     import torch
 
-    entrants, ring = contenders(geometry, folder, options)
+    entrants, rings = contenders(geometry, folder, options)
     page_bytes = entrants[0].page_bytes
     gib = options.pages * page_bytes / GIB
     figures: dict[tuple[str, str], list[tuple[float, float]]] = {}
@@ -288,7 +291,7 @@ def compare(geometry, folder: Path, options) -> None:
             if round_ > 0:  # The first round warms up.
                 figures.setdefault((entrant.name, "set"), []).append(wrote)
                 figures.setdefault((entrant.name, "get"), []).append(read)
-        if ring is not None:
+        for ring in rings:
             # What it writes over is of this round, and not read again.
             for what in ("get", "set"):
                 sample = ring.run(what, options.pages)
@@ -301,7 +304,7 @@ def compare(geometry, folder: Path, options) -> None:
         restart(folder / "restart", options.restart_pages)
     for entrant in entrants:
         entrant.close()
-    if ring is not None:
+    for ring in rings:
         ring.close()
 
 

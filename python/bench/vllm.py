@@ -6,7 +6,8 @@
 
 Each round every entrant stores a job of new chunks, and loads them into memory that was zeroed; every byte is compared.
 No entrant uses the page cache: both tiers use O_DIRECT, and the bench ends if `fs` does not. `ring` is the bare loop of
-`benches/ring.rs` on the blocks of kvhoist's own store. Ratios are within a round; medians and ranges are printed.
+`benches/ring.rs` on the blocks of kvhoist's own store, with a buffer for each operation in flight, which may stay in the
+processor's cache; `places` is the same loop with a buffer for each chunk of a job, as an engine has. Ratios are within a round; medians and ranges are printed.
 `lookup` is one call for each of 4,096 keys, as vLLM makes them, beside lookups in a dict. `KVHOIST_RING` names a
 built `ring` where there is no cargo.
 """
@@ -107,9 +108,8 @@ class Fs(Tier):
 class Ring:
     """The bare loop, in a process of its own, on the slots of kvhoist's store."""
 
-    name = "ring"
-
-    def __init__(self, kvhoist: Kvhoist, options) -> None:
+    def __init__(self, name: str, places: int, kvhoist: Kvhoist, options) -> None:
+        self.name = name
         (path,) = kvhoist.folder.rglob("kvhoist.store")
         self.count = options.chunks
         slots = kvhoist.tier.store.cache.stats()["tiers"]["disk"]["slots"]
@@ -119,7 +119,7 @@ class Ring:
         command += ["--file", str(path)]
         command += ["--offset", str(offset), "--blocks", str(slots), "--block-bytes", str(options.chunk_bytes)]
         self.process = subprocess.Popen(
-            [*command, "--depth", str(options.depth)],
+            [*command, "--depth", str(options.depth), "--places", str(places)],
             cwd=HERE.parents[1], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         if self.process.stdout.readline() != "ready\n":
@@ -161,7 +161,10 @@ def compare(folder: Path, options) -> None:
     entrants = [Kvhoist(folder, options), Fs(folder, options)]
     for entrant in entrants:
         entrant.check()
-    ring = None if options.no_ring else Ring(entrants[0], options)
+    rings = []
+    if not options.no_ring:
+        places = {"ring": options.depth, "places": max(options.chunks, options.depth)}
+        rings = [Ring(name, count, entrants[0], options) for name, count in places.items()]
     generator = torch.Generator().manual_seed(1)
     noise = torch.randint(
         -128, 128, (options.chunk_bytes + options.chunks * 17 + 64,), dtype=torch.int8, generator=generator
@@ -180,7 +183,7 @@ def compare(folder: Path, options) -> None:
             samples[entrant.name, "load"] = entrant.move(keys, True)
             if not same(entrant.memory, noise, round_):
                 raise SystemExit(f"{entrant.name} gave other bytes")
-        if ring is not None:
+        for ring in rings:
             samples[ring.name, "load"] = ring.run("read", options.chunks)
             samples[ring.name, "store"] = ring.run("write", options.chunks)
         if round_ > 0:  # The first round warms up.
@@ -188,7 +191,7 @@ def compare(folder: Path, options) -> None:
                 figures.setdefault(name, []).append(sample)
     report(figures, gib)
     lookups(entrants[0])
-    for entrant in (*entrants, *([ring] if ring is not None else [])):
+    for entrant in (*entrants, *rings):
         entrant.close()
 
 

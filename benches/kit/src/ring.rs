@@ -44,25 +44,32 @@ pub enum Op {
     Write,
 }
 
-/// A ring with `depth` buffers of `block_bytes` each.
+/// A ring with `depth` operations in flight, over buffers of `block_bytes` each that it uses in turn.
 pub struct BareRing {
     // Field order is drop order: the ring goes before the memory it has registered.
     ring: IoUring,
     slab: Slab,
     depth: usize,
+    places: usize,
     block_bytes: usize,
     registered: bool,
 }
 
 impl BareRing {
-    /// Sets the ring up and registers its buffers.
+    /// Sets the ring up and registers its buffers, one for each operation in flight: the least memory, which may stay
+    /// in the processor's cache.
     pub fn open(block_bytes: usize, depth: usize, setup: Setup) -> io::Result<BareRing> {
-        let mut ring = Self::open_plain(block_bytes, depth, setup)?;
+        Self::open_over(block_bytes, depth, depth, setup)
+    }
+
+    /// The same over `places` buffers: blocks that a caller keeps have a place each.
+    pub fn open_over(block_bytes: usize, depth: usize, places: usize, setup: Setup) -> io::Result<BareRing> {
+        let mut ring = Self::open_plain(block_bytes, depth, places, setup)?;
         // SAFETY: the buffers stay mapped until after the ring is closed (`BareRing`'s field order), and
         // the kernel keeps registered pages alive for operations that outlive even that.
         let registered = unsafe { ring.ring.submitter().register_buffers(&ring.slab.iovecs()) };
         registered.map_err(|error| {
-            let what = format!("registering {depth} buffers of {block_bytes} bytes: {error}");
+            let what = format!("registering {places} buffers of {block_bytes} bytes: {error}");
             io::Error::new(error.kind(), format!("{what}; raise `ulimit -l` if that is what refuses it"))
         })?;
         ring.registered = true;
@@ -70,8 +77,9 @@ impl BareRing {
     }
 
     /// The same with buffers that the kernel pins anew for each operation.
-    pub fn open_plain(block_bytes: usize, depth: usize, setup: Setup) -> io::Result<BareRing> {
+    pub fn open_plain(block_bytes: usize, depth: usize, places: usize, setup: Setup) -> io::Result<BareRing> {
         assert!((1..=4096).contains(&depth), "queue depth {depth}, expected 1 to 4096");
+        assert!((depth..=16_384).contains(&places), "{places} buffers, expected {depth} to 16384");
         let mut builder = IoUring::builder();
         builder.setup_single_issuer();
         match setup {
@@ -79,8 +87,8 @@ impl BareRing {
             Setup::Defer => builder.setup_defer_taskrun(),
         };
         let ring: IoUring = builder.build(depth as u32)?;
-        let slab = Slab::new(block_bytes, depth)?;
-        Ok(BareRing { ring, slab, depth, block_bytes, registered: false })
+        let slab = Slab::new(block_bytes, places)?;
+        Ok(BareRing { ring, slab, depth, places, block_bytes, registered: false })
     }
 
     /// Runs `op` at every offset, `depth` at a time, and measures it.
@@ -109,21 +117,21 @@ impl BareRing {
         offsets: &mut dyn Iterator<Item = u64>,
         on_block: &mut dyn FnMut(u64, &mut [u8]) -> io::Result<()>,
     ) -> io::Result<u64> {
-        let mut free: VecDeque<usize> = (0..self.depth).collect();
-        let mut offset_of = vec![0u64; self.depth];
+        let mut free: VecDeque<usize> = (0..self.places).collect();
+        let mut offset_of = vec![0u64; self.places];
         let mut blocks = 0;
         let mut failure = None;
         loop {
-            while failure.is_none() && !free.is_empty() {
+            while failure.is_none() && self.places - free.len() < self.depth {
                 let Some(offset) = offsets.next() else { break };
-                let index = free.pop_front().expect("checked by the loop");
+                let index = free.pop_front().expect("there are as many buffers as operations");
                 offset_of[index] = offset;
                 if let Err(error) = self.push(op, index, offset, on_block) {
                     free.push_back(index);
                     failure = Some(error);
                 }
             }
-            if free.len() == self.depth {
+            if free.len() == self.places {
                 return failure.map_or(Ok(blocks), Err);
             }
             match self.ring.submit_and_wait(1) {
@@ -170,7 +178,7 @@ impl BareRing {
         // SAFETY: the buffer lives as long as the ring, and is not touched again until
         // its completion puts `index` back on the free list in `drive`.
         unsafe { self.ring.submission().push(&sqe.user_data(index as u64)) }
-            .expect("the ring has one entry per buffer, and every pushed entry holds a buffer");
+            .expect("the ring has an entry for each operation in flight");
         Ok(())
     }
 }
