@@ -1,7 +1,7 @@
 //! The cache over an array of drives, beside threads that call `pread` and `pwrite` on the same places, in interleaved
 //! rounds.
 //!
-//!     cargo bench --bench array -- [load|store|fetch|qd1|qd32]... [--path PATH]... [--block-bytes N]...
+//!     cargo bench --bench array -- [load|store|fetch|device|qd1|qd32]... [--path PATH]... [--block-bytes N]...
 //!                                  [--drive-mib N] [--drives N]... [--rounds N] [--workers N] [--read-mib N]
 //!                                  [--write-mib N] [--csv FILE]
 //!
@@ -10,6 +10,8 @@
 //! threads that also take the checksum, threads that read into the places of the caller's pool as the cache does (the
 //! others each have one buffer, which may stay in the processor's cache), and the cache with one caller and with four.
 //! Every byte that the cache serves is verified by its checksum within the measured time, and by stamps after it.
+//!
+//! `device` runs only by name: loads into a pool on a CUDA device, where each block has another place in each round.
 //!
 //! `qd1` and `qd32` run only by name: fetches by one thread, without a peer beside them, whose system calls can be
 //! counted from outside. `--csv` appends the medians to a file, which docs/plots/draw.py draws.
@@ -32,8 +34,13 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Region, Route, Segment, block_on,
-    internals::{checksum::checksum, disk::format::stripe::Stripe},
+    BlockKey, Cache, Config, DeviceKind, DiskPath, Region, Route, Segment, block_on,
+    internals::{
+        checksum::checksum,
+        disk::format::stripe::Stripe,
+        gpu::{DeviceBuffer, Gpu},
+        memory::DeviceMemory,
+    },
 };
 use kvhoist_bench_kit::{
     drive::{each, fetch_stamped, key, measured, other, run_local},
@@ -104,7 +111,7 @@ fn options() -> io::Result<Options> {
             "--write-mib" => options.write_bytes = Some(number(value()?)? << 20),
             "--drives" => options.drives.push(number(value()?)? as usize),
             "--csv" => options.csv = Some(value()?.into()),
-            "load" | "store" | "fetch" | "qd1" | "qd32" => options.names.push(arg),
+            "load" | "store" | "fetch" | "device" | "qd1" | "qd32" => options.names.push(arg),
             _ => return Err(other(format!("found {arg}, expected a name or an option of the file's head"))),
         }
     }
@@ -131,7 +138,7 @@ fn run(options: &Options) -> io::Result<()> {
         }
         for &block_bytes in &options.block_bytes {
             for name in &options.names {
-                Array::open(options, &paths[..drives], block_bytes)?.measure(name, options)?;
+                Array::open(options, &paths[..drives], block_bytes, name == "device")?.measure(name, options)?;
             }
         }
     }
@@ -146,6 +153,13 @@ struct Peer {
     sums: bool,
     /// Into the blocks' places in the pool, and not into one buffer a thread.
     into_pool: bool,
+}
+
+/// Where blocks lie in memory: block `n` in place `n + shift` of as many as there are blocks.
+#[derive(Clone, Copy)]
+struct Places {
+    base: usize,
+    shift: u64,
 }
 
 /// A cache over some drives, and a pool of the caller's with room for every block.
@@ -163,7 +177,7 @@ struct Array {
 }
 
 impl Array {
-    fn open(options: &Options, paths: &[PathBuf], block_bytes: usize) -> io::Result<Array> {
+    fn open(options: &Options, paths: &[PathBuf], block_bytes: usize, on_device: bool) -> io::Result<Array> {
         let slots = (options.drive_bytes / block_bytes as u64) as u32;
         for path in paths {
             wipe(path)?;
@@ -178,6 +192,10 @@ impl Array {
             .workers(options.workers)
             .read_bytes_in_flight_max(options.read_bytes.unwrap_or(defaults.limits.read_bytes_in_flight_max))
             .write_bytes_in_flight_max(options.write_bytes.unwrap_or(defaults.limits.write_bytes_in_flight_max));
+        let settings = match on_device {
+            true => settings.device(DeviceKind::Cuda).device_blocks(1),
+            false => settings,
+        };
         let blocks = settings.disk_slots();
         let cache = block_on(Cache::open(settings.clone())).map_err(other)?;
         let mut pool = Slab::new(block_bytes, blocks as usize)?;
@@ -216,11 +234,12 @@ impl Array {
     fn measure(mut self, name: &str, options: &Options) -> io::Result<()> {
         let rounds = options.rounds;
         self.stamp_all();
-        self.call(0..self.blocks, 1, 0, true)?;
+        self.call(0..self.blocks, 1, 0, true, self.in_pool())?;
         block_on(self.cache.sync()).map_err(other)?;
         let series = match name {
             "load" => self.loads(rounds),
             "store" => self.stores(rounds),
+            "device" => self.device_loads(rounds),
             "qd1" => self.fetches_of_one_thread(rounds, 1),
             "qd32" => self.fetches_of_one_thread(rounds, 32),
             _ => self.fetches(rounds),
@@ -234,7 +253,7 @@ impl Array {
             println!("{} over {best}: {:.3}", ours.name, ratio(ours, &series[0], Sample::mib_per_s));
         }
         let stats = self.cache.stats();
-        let routes = [Route::DiskToRegion, Route::RegionToDisk, Route::DiskToHost]
+        let routes = [Route::DiskToRegion, Route::RegionToDisk, Route::DiskToHost, Route::HostToCaller]
             .map(|route| (route, stats.route(route).blocks));
         println!("blocks by route: {routes:?}; {} pieces of work done by workers\n", stats.work_done);
         let region = self.region.take().expect("unregistered once");
@@ -254,7 +273,7 @@ impl Array {
             Entrant::new(format!("kvhoist load_into, {callers} callers"), move |round| {
                 self.spoil();
                 let order: Vec<u64> = shuffled(!round, self.blocks).collect();
-                let sample = measured(self.bytes(), || self.call(order, callers, 0, false))?;
+                let sample = measured(self.bytes(), || self.call(order, callers, 0, false, self.in_pool()))?;
                 self.check()?;
                 Ok(sample)
             })
@@ -270,15 +289,44 @@ impl Array {
         entrants.extend([1, 4].map(|callers| {
             Entrant::new(format!("kvhoist store_from, {callers} callers"), move |_| {
                 let first = next.fetch_add(self.blocks, Ordering::Relaxed);
-                measured(self.bytes(), || self.call(0..self.blocks, callers, first, true))
+                measured(self.bytes(), || self.call(0..self.blocks, callers, first, true, self.in_pool()))
             })
         }));
         let series = interleave(rounds, &mut entrants)?;
         drop(entrants);
         self.spoil();
         let last = next.load(Ordering::Relaxed) - self.blocks;
-        self.call(0..self.blocks, 1, last, false)?;
+        self.call(0..self.blocks, 1, last, false, self.in_pool())?;
         self.check()?;
+        Ok(series)
+    }
+
+    /// Into memory of the device. Block `n` lies in another place each round, so what a load leaves out is found: the
+    /// blocks of the last round are stored from there, and fetched.
+    fn device_loads(&self, rounds: u64) -> io::Result<Vec<Series>> {
+        let buffer = Gpu::open(0).and_then(|gpu| DeviceBuffer::new(gpu, self.bytes() as usize)).map_err(other)?;
+        // SAFETY: the buffer outlives the cache's use of it (`unregister` below), and nothing else knows it.
+        let memory = unsafe { kvhoist::Memory::device(buffer.base().as_ptr(), buffer.bytes()) };
+        let region = block_on(self.cache.register(memory, Default::default())).map_err(other)?;
+        let base = buffer.base().as_ptr().expose_provenance();
+        let turn = &AtomicU64::new(0);
+        let mut entrants = vec![self.threads("pread", *THREADS.last().expect("some"), Peer::default())];
+        entrants.extend([1, 4].map(|callers| {
+            Entrant::new(format!("kvhoist load_into the device, {callers} callers"), move |round| {
+                let order: Vec<u64> = shuffled(!round, self.blocks).collect();
+                let places = Places { base, shift: turn.fetch_add(1, Ordering::Relaxed) + 1 };
+                measured(self.bytes(), || self.call(order, callers, 0, false, places))
+            })
+        }));
+        let series = interleave(rounds, &mut entrants)?;
+        drop(entrants);
+        let places = Places { base, shift: turn.load(Ordering::Relaxed) };
+        self.call(0..self.blocks, 1, self.blocks, true, places)?;
+        for n in 0..self.blocks {
+            let lease = block_on(self.cache.fetch(&key(n + self.blocks))).map_err(other)?;
+            verify(&lease.ok_or_else(|| other("a block is missing"))?, n)?;
+        }
+        block_on(self.cache.unregister(&region)).map_err(other)?;
         Ok(series)
     }
 
@@ -346,7 +394,9 @@ impl Array {
                 while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
                     let block = match peer.into_pool {
                         // SAFETY: the pool lives as long as `self`, and a round uses each of its places once.
-                        true => unsafe { std::slice::from_raw_parts_mut(self.place(n).ptr, self.block_bytes) },
+                        true => unsafe {
+                            std::slice::from_raw_parts_mut(self.place(self.in_pool(), n).ptr, self.block_bytes)
+                        },
                         false => slab.block(0),
                     };
                     let (file, at) = self.places[n as usize];
@@ -370,15 +420,22 @@ impl Array {
     }
 
     /// Loads, or stores, the blocks `order`, [`CALL_BLOCKS`] a call, from `callers` threads. Block `n` has the key of
-    /// `n + first` and lies in place `n` of the pool.
-    fn call(&self, order: impl IntoIterator<Item = u64>, callers: usize, first: u64, stores: bool) -> io::Result<()> {
+    /// `n + first`.
+    fn call(
+        &self,
+        order: impl IntoIterator<Item = u64>,
+        callers: usize,
+        first: u64,
+        stores: bool,
+        at: Places,
+    ) -> io::Result<()> {
         let order: Vec<u64> = order.into_iter().collect();
         let calls: Vec<&[u64]> = order.chunks(CALL_BLOCKS).collect();
         let next = AtomicUsize::new(0);
         let run = || -> io::Result<()> {
             while let Some(part) = calls.get(next.fetch_add(1, Ordering::Relaxed)) {
                 let keys: Vec<BlockKey> = part.iter().map(|&n| key(n + first)).collect();
-                let places: Vec<Vec<Segment>> = part.iter().map(|&n| vec![self.place(n)]).collect();
+                let places: Vec<Vec<Segment>> = part.iter().map(|&n| vec![self.place(at, n)]).collect();
                 let results = match stores {
                     true => block_on(self.cache.store_from(&keys, None, &places)),
                     false => block_on(self.cache.load_into(&keys, &places)),
@@ -397,8 +454,13 @@ impl Array {
         })
     }
 
-    fn place(&self, n: u64) -> Segment {
-        let address = self.base + n as usize * self.block_bytes;
+    /// Each block's place in the caller's pool.
+    fn in_pool(&self) -> Places {
+        Places { base: self.base, shift: 0 }
+    }
+
+    fn place(&self, Places { base, shift }: Places, n: u64) -> Segment {
+        let address = base + ((n + shift) % self.blocks) as usize * self.block_bytes;
         Segment { ptr: std::ptr::with_exposed_provenance_mut(address), len: self.block_bytes }
     }
 

@@ -5,9 +5,12 @@
 //!     cargo bench -p kvhoist --bench ring -- --file FILE --offset N --block-bytes N --blocks N ..
 //!
 //! On a file of its own in DIR, or on the blocks from an offset of FILE on: where a file lies on its disk can decide
-//! more than who reads it. What FILE holds there is lost by `write`. `--places`: the buffers that operations use in turn,
-//! one for each in flight by default. A few stay in the processor's cache; blocks that a caller keeps have a place each.
-//! `--plain`: the buffers are not registered with the ring.
+//! more than who reads it. What FILE holds there is lost by `write`.
+//!
+//! `--places`: the buffers that operations use in turn, by default one for each operation in flight. A few stay in the
+//! processor's cache; blocks that a caller keeps have a place each. `--plain`: the buffers are not registered with the
+//! ring.
+//!
 //! `read N` or `write N` does a round of N operations on blocks in random order and answers with its seconds and its
 //! processor's seconds. The end of its input is its own.
 
@@ -66,7 +69,8 @@ fn parse(mut args: impl Iterator<Item = String>) -> Result<Options, String> {
             "--places" => options.places = number()? as usize,
             _ => {
                 return Err(format!(
-                    "found {flag}, expected --dir, --file, --offset, --block-bytes, --blocks, --depth, --places or --plain"
+                    "found {flag}, expected --dir, --file, --offset, --block-bytes, --blocks, --depth, --places or \
+                     --plain"
                 ));
             }
         }
