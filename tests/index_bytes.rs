@@ -86,10 +86,38 @@ fn rb_costs_at_most_48_bytes_a_slot_more_than_lru() {
     }
 }
 
+/// Bytes that an index takes beyond what it reserved, while twice as many writes are decided on as it remembers.
+fn bytes_grown(slots: u64, values_writes: bool) -> usize {
+    let mut index = Index::new(1);
+    index.try_reserve(slots as usize).expect("there is memory");
+    if values_writes {
+        index.value_writes(slots as u32).expect("there is memory");
+    }
+    let before = LIVE_BYTES.load(Relaxed);
+    for n in 0..slots * 4 {
+        let slot = (n >= slots).then(|| index.victim(Tier::Host).expect("nothing is held"));
+        let slot = slot.map_or(n as u32, |victim| index.evict(victim, Tier::Host));
+        let id = index.insert(key(n), None);
+        assert!(index.begin_fill(id, Tier::Host) && index.complete_fill(id, Tier::Host, slot));
+        if values_writes {
+            assert!(index.worth(id, false).probability > 0.0);
+        }
+        index.decided(id);
+    }
+    LIVE_BYTES.load(Relaxed) - before
+}
+
+fn what_values_writes_grows_by_nothing() {
+    let [without, with] = [false, true].map(|values_writes| bytes_grown(10_000, values_writes));
+    println!("an index grew by {without} bytes, and by {with} where it values writes");
+    assert_eq!(with, without);
+}
+
 /// One test, because bytes are counted for the whole process.
 #[test]
 fn an_entry_costs_at_most_200_bytes_plus_its_key() {
     rb_costs_at_most_48_bytes_a_slot_more_than_lru();
+    what_values_writes_grows_by_nothing();
     // Tables double: just above a power of two is the worst, just below it the best.
     for entries in [100_000, 120_000, 230_000] {
         let disk = bytes_per_entry(entries, |_, tier| tier == Tier::Disk);

@@ -216,13 +216,14 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let mut is_new = false;
     if !config.disk.paths.is_empty() {
         let blocks = config.disk_slots();
-        index.try_reserve(blocks as usize).map_err(|bytes| {
+        let refused = |bytes: usize| {
             Error::config(
                 "disks.blocks",
                 format!("{blocks} slots in all, whose index takes {bytes} bytes of memory that the system refused"),
                 "fewer slots, or a system with more memory",
             )
-        })?;
+        };
+        index.try_reserve(blocks as usize).map_err(refused)?;
         let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
             index.prepare_restore(page.iter().map(|record| &record.key));
             page.iter().for_each(|record| restore(&mut index, slots, record));
@@ -234,7 +235,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         is_new = recovered.is_new;
         slots = Some(recovered.slots);
         if config.values_writes() {
-            index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX));
+            index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX)).map_err(refused)?;
         }
     }
     let storage_name = if config.disk.paths.is_empty() { "none" } else { storage.name() };
@@ -270,6 +271,9 @@ pub(super) fn export_wear(config: &Config) {
     for disk in &config.disk.paths {
         if let Ok(wear) = machine::drive_wear(&disk.path) {
             metrics::drive_used(&disk.path).set(f64::from(wear.used_percent) / 100.0);
+            if let Some(years) = wear.years_left() {
+                metrics::drive_years_left(&disk.path).set(years);
+            }
             metrics::drive_written(&disk.path).absolute(wear.bytes_written);
         }
     }

@@ -39,17 +39,23 @@ pub(super) struct WriteValues {
 }
 
 impl WriteValues {
-    pub(super) fn new(slots: u32) -> Self {
-        let decided = Ghosts::new(slots.saturating_mul(2));
-        WriteValues {
+    /// For a disk tier of `slots` slots and an index with room for `entries` entries. The error is the number of bytes
+    /// that the system refused.
+    pub(super) fn try_new(slots: u32, entries: usize) -> Result<Self, usize> {
+        let mut decided = Ghosts::new(slots.saturating_mul(2));
+        decided.try_reserve()?;
+        let (mut depths, mut chains) = (Vec::new(), Vec::new());
+        depths.try_reserve_exact(decided.room()).map_err(|_| decided.room())?;
+        chains.try_reserve_exact(entries).map_err(|_| entries.saturating_mul(size_of::<Chained>()))?;
+        Ok(WriteValues {
             classes: Default::default(),
             until_decay: decided.room(),
             decided,
-            depths: Vec::new(),
+            depths,
             count: 0,
             judged: 0,
-            chains: Vec::new(),
-        }
+            chains,
+        })
     }
 
     pub(super) fn chained(&mut self, id: u32) -> &mut Chained {

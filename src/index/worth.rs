@@ -41,10 +41,12 @@ pub struct Worth {
 
 impl Index {
     /// Values writes from now on, for a disk tier of `slots` slots. Uses are then counted by requests, whatever the
-    /// policies. Takes 32 bytes per slot, and 4 bytes per entry.
-    pub fn value_writes(&mut self, slots: u32) {
+    /// policies. Takes 30 bytes per slot, and 4 bytes per entry, all at once if [`try_reserve`](Self::try_reserve) was
+    /// called before. The error is the number of bytes that were refused.
+    pub fn value_writes(&mut self, slots: u32) -> Result<(), usize> {
+        self.values = Some(Box::new(WriteValues::try_new(slots, self.entries.capacity())?));
         self.counts_requests = true;
-        self.values = Some(Box::new(WriteValues::new(slots)));
+        Ok(())
     }
 
     /// The worth of a write of the block to disk. `full`: the disk tier is full.
@@ -144,7 +146,7 @@ mod tests {
     /// An index whose host tier holds the blocks, each the child of the one before.
     fn chain(slots: u32, blocks: std::ops::Range<u32>, parent: Option<u32>) -> (Index, Vec<EntryId>) {
         let mut index = Index::new(1);
-        index.value_writes(slots);
+        index.value_writes(slots).expect("there is memory");
         let ids = store(&mut index, blocks, parent);
         (index, ids)
     }
