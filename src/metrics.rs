@@ -287,6 +287,11 @@ pub(crate) fn drive_used(path: &Path) -> Gauge {
     metrics::gauge!("kvhoist_drive_used", "path" => path.display().to_string())
 }
 
+/// Years until all of a drive's life is used, by a path on it.
+pub(crate) fn drive_years_left(path: &Path) -> Gauge {
+    metrics::gauge!("kvhoist_drive_years_left", "path" => path.display().to_string())
+}
+
 /// Bytes written to a drive in its whole life, by a path on it.
 pub(crate) fn drive_written(path: &Path) -> Counter {
     metrics::counter!("kvhoist_drive_written_bytes_total", "path" => path.display().to_string())
@@ -359,6 +364,10 @@ fn describe() {
     metrics::describe_counter!("kvhoist_records_bad_total", "Records refused at recovery: torn or damaged");
     metrics::describe_histogram!("kvhoist_movement_seconds", Unit::Seconds, "Duration of movements, by route");
     metrics::describe_gauge!("kvhoist_movements", "Movements in flight");
+    metrics::describe_gauge!(
+        "kvhoist_drive_years_left",
+        "Years until the life of an NVMe drive is used, at the pace so far, by path; none where it may not be asked"
+    );
     metrics::describe_gauge!(
         "kvhoist_drive_used",
         "Share of the life of an NVMe drive that is used, by path; none where it may not be asked"

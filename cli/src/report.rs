@@ -103,18 +103,19 @@ fn table(summary: &Summary) -> String {
     line(format!("storage                {:>12}{}", stats.storage, if stats.direct_io { ", direct I/O" } else { "" }));
     line(String::new());
     line(format!(
-        "{:8}{:>10}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}",
-        "tier", "hits", "of refs", "resident", "slots", "evictions", "bytes in", "bytes out"
+        "{:8}{:>10}{:>12}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}",
+        "tier", "hits", "of refs", "resident", "slots", "evictions", "refused", "bytes in", "bytes out"
     ));
     for tier in Tier::ALL {
         let (hits, figures) = (tally.hits[tier as usize], stats.tier(tier));
         line(format!(
-            "{:8}{hits:>10}{:>12.4}{:>12}{:>12}{:>12}{:>14}{:>14}",
+            "{:8}{hits:>10}{:>12.4}{:>12}{:>12}{:>12}{:>12}{:>14}{:>14}",
             tier.name(),
             hits as f64 / (tally.references as f64).max(1.0),
             figures.resident,
             figures.slots,
             figures.evictions,
+            figures.refused,
             show_bytes(figures.bytes_in),
             show_bytes(figures.bytes_out),
         ));

@@ -11,7 +11,7 @@ use kvhoist::{
 };
 use serde_json::{Value, json};
 
-use crate::{failure::Failure, output::emit, shown::plain, size::show_bytes, store::Table};
+use crate::{failure::Failure, http::Drive, output::emit, shown::plain, size::show_bytes, store::Table};
 
 /// Flags of `kvhoist status`.
 #[derive(clap::Args)]
@@ -27,11 +27,19 @@ pub struct Args {
 /// Prints the status of a service.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let status = status(&args.socket)?;
-    emit(&if args.json { format!("{:#}\n", object(&status)) } else { table(&status) })
+    // The service itself does no such thing on its thread.
+    let drives = Drive::of(&status.paths.iter().map(PathBuf::from).collect::<Vec<_>>());
+    emit(&if args.json {
+        let mut object = object(&status);
+        object["drives"] = drives.iter().map(Drive::object).collect();
+        format!("{object:#}\n")
+    } else {
+        table(&status, &drives)
+    })
 }
 
 /// A table for people.
-pub fn table(status: &ServiceStatus) -> String {
+pub fn table(status: &ServiceStatus, drives: &[Drive]) -> String {
     let mut table = Table::default();
     table.row("version", plain(&status.version));
     table.row("process", status.pid);
@@ -39,6 +47,7 @@ pub fn table(status: &ServiceStatus) -> String {
     table.row("disk", format!("{}, {} left", show_bytes(status.capacity_bytes), show_bytes(status.capacity_left)));
     table.row("host memory", format!("{}, {} left", show_bytes(status.host_bytes), show_bytes(status.host_left)));
     table.row("clients cut off", status.cut_off);
+    drives.iter().for_each(|drive| table.row("drive", plain(&drive.wear)));
     for space in &status.spaces {
         space_rows(&mut table, space);
     }
@@ -71,6 +80,11 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
     }
     table.row("misses", stats.misses);
     table.row("stores", stats.stores);
+    table.row("written to disk", show_bytes(stats.tier(Tier::Disk).bytes_in));
+    let (declined, over, failed) = (stats.writes_declined, stats.writes_over_budget, stats.writes_refused);
+    let refused: u64 = stats.tiers.iter().map(|tier| tier.refused).sum();
+    table.row("not written", format!("{declined} not worth it, {over} over the budget, {failed} failed"));
+    table.row("refused by policy", refused);
     table.row("straight", show_bytes(stats.straight_bytes));
     table.row("read", show_bytes(stats.read_bytes));
     if stats.checksum_failures + stats.read_errors + stats.write_errors > 0 {
@@ -108,6 +122,8 @@ fn space_object(space: &SpaceStatus) -> Value {
                 "resident": tier.resident,
                 "slots": tier.slots,
                 "evictions": tier.evictions,
+                "refused": tier.refused,
+                "bytes_in": tier.bytes_in,
             });
             (name.to_owned(), figures)
         });
@@ -117,6 +133,8 @@ fn space_object(space: &SpaceStatus) -> Value {
             "stores": stats.stores,
             "stores_known": stats.stores_known,
             "writes_refused": stats.writes_refused,
+            "writes_declined": stats.writes_declined,
+            "writes_over_budget": stats.writes_over_budget,
             "checksum_failures": stats.checksum_failures,
             "read_errors": stats.read_errors,
             "write_errors": stats.write_errors,

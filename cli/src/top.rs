@@ -122,7 +122,7 @@ fn frame(before: Option<&(Instant, ServiceStatus)>, now: &(Instant, ServiceStatu
             plain(figure.namespace),
         );
     }
-    text + "\n" + &table(&now.1)
+    text + "\n" + &table(&now.1, &[])
 }
 
 /// Sums over the tiers of a space.

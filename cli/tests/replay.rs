@@ -398,7 +398,7 @@ fn policies_are_compared_between_their_bounds_and_every_byte_is_verified() {
     let dir = directory();
     let trace = small_trace(dir.path());
     let (trace, plot) = (trace.to_str().expect("UTF-8"), dir.path().join("curves.svg"));
-    let args = ["--compare", "rb,rb_refuse", "--trace", trace, "--trace", trace, "--shares", "10,50,100"];
+    let args = ["--compare", "rb,rb-refuse", "--trace", trace, "--trace", trace, "--shares", "10,50,100"];
     let found = report(&[&args[..], &["--plot", plot.to_str().expect("UTF-8")]].concat());
     let traces = found["traces"].as_array().expect("traces");
     assert_eq!(traces.len(), 2);

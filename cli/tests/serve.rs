@@ -39,7 +39,7 @@ fn text(bytes: &[u8]) -> &str {
 struct Serving {
     child: Child,
     place: TempDir,
-    _store: TempDir,
+    store: TempDir,
     /// Where it answers HTTP.
     http: Option<String>,
 }
@@ -76,7 +76,7 @@ impl Serving {
         let mut state = [0; 100];
         let len = manager.recv(&mut state).expect("a word for the manager");
         assert_eq!(&state[..len], b"READY=1");
-        Serving { child, place, _store: store, http }
+        Serving { child, place, store, http }
     }
 
     fn socket(&self) -> String {
@@ -122,13 +122,27 @@ fn a_service_tells_what_it_has_and_ends_when_it_is_told_to() {
     let space = &found["spaces"][0];
     assert_eq!((&space["namespace"], &space["capacity_bytes"]), (&"a\u{1b}[31m".into(), &(64 << 20).into()));
     assert_eq!((&space["stats"]["stores"], &space["stats"]["tiers"]["disk"]["hits"]), (&1.into(), &1.into()));
+    let disk = &space["stats"]["tiers"]["disk"];
+    assert_eq!((&disk["bytes_in"], &disk["refused"]), (&BLOCK_BYTES.into(), &0.into()));
+    assert_eq!((&space["stats"]["writes_declined"], &space["stats"]["writes_over_budget"]), (&0.into(), &0.into()));
+    // What a drive answers depends on the machine; some answer there is.
+    let drives = found["drives"].as_array().expect("drives");
+    assert_eq!(drives.len(), 1, "{drives:?}");
+    assert_eq!(drives[0]["path"], serving.store.path().display().to_string());
+    assert!(drives[0]["wear"].as_str().is_some_and(|wear| !wear.is_empty()), "{drives:?}");
     let own = &found["clients"][0];
     assert_eq!((&own["pid"], &own["regions"]), (&std::process::id().into(), &1.into()));
     assert_eq!((&own["region_bytes"], &own["bytes_in_flight"]), (&BLOCK_BYTES.into(), &0.into()));
 
     let table = kvhoist(&["status", "--socket", &socket]);
     assert!(table.status.success());
-    assert!(text(&table.stdout).contains("a\\u{1b}[31m") && !text(&table.stdout).contains('\u{1b}'));
+    let shown = text(&table.stdout);
+    assert!(shown.contains("a\\u{1b}[31m") && !shown.contains('\u{1b}'));
+    let has = |name: &str, value: &str| shown.lines().any(|line| line.starts_with(name) && line.ends_with(value));
+    assert!(has("drive ", drives[0]["wear"].as_str().expect("a text")), "{shown}");
+    assert!(has("written to disk ", &kvhoist_cli::size::show_bytes(BLOCK_BYTES as u64)), "{shown}");
+    assert!(has("not written ", "0 not worth it, 0 over the budget, 0 failed"), "{shown}");
+    assert!(has("refused by policy ", " 0"), "{shown}");
 
     serving.signal();
     let ended = serving.child.wait().expect("an end");
@@ -141,7 +155,7 @@ fn a_service_tells_what_it_has_and_ends_when_it_is_told_to() {
 #[test]
 fn a_killed_service_leaves_a_socket_that_the_next_one_replaces() {
     let mut serving = Serving::start();
-    let (socket, store) = (serving.socket(), serving._store.path().display().to_string());
+    let (socket, store) = (serving.socket(), serving.store.path().display().to_string());
     let second =
         kvhoist(&["serve", "--socket", &socket, "--path", &store, "--capacity", "1MiB", "--host-bytes", "1MiB"]);
     assert_eq!(second.status.code(), Some(2));

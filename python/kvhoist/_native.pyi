@@ -182,7 +182,7 @@ class Cache:
         """Returns when all that was stored before is written and flushed."""
     def stats(self) -> dict[str, Any]:
         """Figures of the cache since it was opened, and its residency."""
-    def drives(self) -> list[tuple[str, float, int]]:
+    def drives(self) -> list[tuple[str, float, int, float | None]]:
         """Of each path whose NVMe drive answers: the path, the share of the drive's life that is used, and the bytes
         written to the drive in its whole life."""
     def validate(self) -> None:

@@ -88,7 +88,12 @@ def _budget(stats: dict[str, Any]) -> Iterator[Sample]:
 
 
 def _wear(at: int) -> Callable[[dict[str, Any]], Iterator[Sample]]:
-    return lambda stats: (Sample({"path": drive[0]}, float(drive[at])) for drive in stats["drives"])
+    def samples(stats: dict[str, Any]) -> Iterator[Sample]:
+        for drive in stats["drives"]:
+            if drive[at] is not None:
+                yield Sample({"path": drive[0]}, float(drive[at]))
+
+    return samples
 
 
 def _info(stats: dict[str, Any]) -> Iterator[Sample]:
@@ -134,6 +139,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvhoist_write_budget_bytes", "gauge", "Bytes a day that may be written to disk, if limited", _budget),
     Metric("kvhoist_drive_used", "gauge", "Share of the life of an NVMe drive that is used", _wear(1)),
     Metric("kvhoist_drive_written_bytes_total", "counter", "Bytes written to an NVMe drive in its whole life", _wear(2)),
+    Metric("kvhoist_drive_years_left", "gauge", "Years until all of the life of an NVMe drive is used", _wear(3)),
     Metric("kvhoist_info", "gauge", "Always 1: the version, and what serves the disk", _info),
 )  # fmt: skip
 

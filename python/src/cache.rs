@@ -29,6 +29,9 @@ use crate::{
     wait,
 };
 
+/// A path, the share of its drive's life that is used, the bytes written to the drive, and the years that are left.
+type Worn = (String, f64, u64, Option<f64>);
+
 /// The native half of `kvhoist.Cache`.
 #[pyclass(frozen, subclass, module = "kvhoist._native", name = "Cache")]
 pub struct PyCache {
@@ -342,13 +345,14 @@ impl PyCache {
         convert::stats(py, &py.detach(|| cache.stats()), cache.config())
     }
 
-    /// Of each path whose NVMe drive answers: the path, the share of the drive's life that is used, and the bytes
-    /// written to the drive in its whole life.
-    fn drives(&self, py: Python<'_>) -> PyResult<Vec<(String, f64, u64)>> {
+    /// Of each path whose NVMe drive answers: the path, the share of the drive's life that is used, the bytes written
+    /// to the drive in its whole life, and the years that are left at the pace so far (None if too little is used).
+    fn drives(&self, py: Python<'_>) -> PyResult<Vec<Worn>> {
         let cache = self.use_it(py)?;
         let wear = |disk: &DiskPath| {
             let wear = drive_wear(&disk.path).ok()?;
-            Some((disk.path.display().to_string(), f64::from(wear.used_percent) / 100.0, wear.bytes_written))
+            let used = f64::from(wear.used_percent) / 100.0;
+            Some((disk.path.display().to_string(), used, wear.bytes_written, wear.years_left()))
         };
         Ok(py.detach(|| cache.config().disk.paths.iter().filter_map(wear).collect()))
     }

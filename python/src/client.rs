@@ -341,6 +341,8 @@ impl PyClient {
             one.set_item("resident", figures.resident)?;
             one.set_item("slots", figures.slots)?;
             one.set_item("evictions", figures.evictions)?;
+            one.set_item("refused", figures.refused)?;
+            one.set_item("bytes_in", figures.bytes_in)?;
             tiers.set_item(tier.name(), one)?;
         }
         all.set_item("tiers", tiers)?;
@@ -349,6 +351,8 @@ impl PyClient {
             ("stores", stats.stores),
             ("stores_known", stats.stores_known),
             ("writes_refused", stats.writes_refused),
+            ("writes_declined", stats.writes_declined),
+            ("writes_over_budget", stats.writes_over_budget),
             ("checksum_failures", stats.checksum_failures),
             ("read_errors", stats.read_errors),
             ("write_errors", stats.write_errors),

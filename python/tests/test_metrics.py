@@ -58,11 +58,13 @@ def test_the_wear_of_drives_and_the_budget_of_writes(store_dir, monkeypatch):
     sizes = dict(block_bytes=BLOCK, host_blocks=8, disk_blocks=8, direct_io="prefer")
     limit = dict(write_policy="by_value", drive_writes_per_day=0.5, drive_bytes=1 << 40)
     with kvhoist.Cache(store_dir, namespace="worn", **sizes, **limit) as cache:
-        assert all(path and 0 <= used and written >= 0 for path, used, written in cache.drives())
-        monkeypatch.setattr(type(cache), "drives", lambda self: [("/mnt/a", 0.25, 512_000)])
+        assert all(path and 0 <= used and written >= 0 for path, used, written, _ in cache.drives())
+        drives = [("/mnt/a", 0.25, 512_000, 4.5), ("/mnt/b", 0.0, 512_000, None)]
+        monkeypatch.setattr(type(cache), "drives", lambda self: drives)
         assert values("kvhoist_write_budget_bytes", cache) == {"": 1 << 39}
-        assert values("kvhoist_drive_used", cache) == {"/mnt/a": 0.25}
-        assert values("kvhoist_drive_written_bytes_total", cache) == {"/mnt/a": 512_000}
+        assert values("kvhoist_drive_used", cache) == {"/mnt/a": 0.25, "/mnt/b": 0}
+        assert values("kvhoist_drive_years_left", cache) == {"/mnt/a": 4.5}
+        assert values("kvhoist_drive_written_bytes_total", cache) == {"/mnt/a": 512_000, "/mnt/b": 512_000}
 
 
 def test_write_back_shows_what_is_not_on_disk_yet(store_dir):
@@ -92,7 +94,8 @@ def test_the_text_is_what_prometheus_reads(caches):
     registry.register(kvhoist.metrics.Collector())
     ours, theirs = figures(kvhoist.metrics.text(list(caches))), figures(client.generate_latest(registry).decode())
     # On a drive that answers, without a limit.
-    optional = {"kvhoist_write_budget_bytes", "kvhoist_drive_used", "kvhoist_drive_written_bytes_total"}
+    drives = {f"kvhoist_drive_{name}" for name in ("used", "years_left", "written_bytes_total")}
+    optional = {"kvhoist_write_budget_bytes"} | drives
     assert ours == theirs and NAMES - optional <= {name for name, _ in ours}
     assert all(kind == ("counter" if name.endswith("_total") else "gauge") for (name, _), (kind, _) in ours.items())
 

@@ -123,6 +123,7 @@ impl House {
             host_bytes: self.config.host_bytes,
             host_left,
             cut_off: self.cut_off.get(),
+            paths: self.config.paths.iter().map(|path| path.display().to_string()).collect(),
             spaces: self.spaces.status(),
             clients: self.guests.borrow().values().filter_map(|guest| Some(guest.upgrade()?.status())).collect(),
         }

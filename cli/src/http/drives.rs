@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::internals::machine;
+use kvhoist::internals::machine::{self, DriveWear};
 use serde_json::{Value, json};
 
 use crate::{doctor::drive_name, shown::shown};
@@ -15,6 +15,8 @@ pub struct Drive {
     pub name: String,
     /// The share of its life that is used, 0 to 1 and more. `None` where the drive does not say, or may not be asked.
     pub used: Option<f64>,
+    /// Years until all of its life is used, at the pace so far. `None` as above, and where too little of it is used.
+    pub years_left: Option<f64>,
     /// Bytes written to it in its whole life, by everybody. `None` as above.
     pub written: Option<u64>,
     /// The drive's answer in words, or why there is none.
@@ -29,6 +31,7 @@ impl Drive {
             Drive {
                 path: shown(path),
                 name: drive_name(path).unwrap_or_default(),
+                years_left: wear.as_ref().ok().and_then(DriveWear::years_left),
                 written: wear.as_ref().ok().map(|wear| wear.bytes_written),
                 used: wear.as_ref().ok().map(|wear| f64::from(wear.used_percent) / 100.0),
                 wear: wear.map_or_else(|why| why, |wear| wear.to_string()),
@@ -43,6 +46,7 @@ impl Drive {
             "path": self.path,
             "drive": self.name,
             "used": self.used,
+            "years_left": self.years_left,
             "written_bytes": self.written,
             "wear": self.wear,
         })

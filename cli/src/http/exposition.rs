@@ -58,6 +58,7 @@ mod tests {
             path: path.into(),
             name: name.into(),
             used,
+            years_left: used.map(|_| 4.5),
             written: used.map(|_| 512_000),
             wear: String::new(),
         };
@@ -76,6 +77,7 @@ mod tests {
             r#"kvhoist_io_threads{cache="b",number="space-2"} 0"#.to_owned(),
             "kvhoist_service_spaces 0".to_owned(),
             r#"kvhoist_drive_used{path="/a",drive="nvme0n1"} 0.25"#.to_owned(),
+            r#"kvhoist_drive_years_left{path="/a",drive="nvme0n1"} 4.5"#.to_owned(),
             r#"kvhoist_drive_written_bytes_total{path="/a",drive="nvme0n1"} 512000"#.to_owned(),
         ] {
             assert!(text.lines().any(|found| found == line), "{line} in\n{text}");

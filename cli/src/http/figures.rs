@@ -136,7 +136,7 @@ fn of_service(status: &ServiceStatus) -> Vec<Metric> {
 }
 
 /// SMART figures, of the drives that answer.
-fn of_drives(drives: &[Drive]) -> [Metric; 2] {
+fn of_drives(drives: &[Drive]) -> [Metric; 3] {
     let samples = |of: fn(&Drive) -> Option<f64>| {
         let sample = |drive: &Drive| {
             let labels = vec![("path", drive.path.clone()), ("drive", drive.name.clone())];
@@ -149,6 +149,11 @@ fn of_drives(drives: &[Drive]) -> [Metric; 2] {
             name: "kvhoist_drive_used",
             help: "Share of the life of an NVMe drive that is used, by path",
             samples: samples(|drive| drive.used),
+        },
+        Metric {
+            name: "kvhoist_drive_years_left",
+            help: "Years until all of the life of an NVMe drive is used, at the pace so far, by path",
+            samples: samples(|drive| drive.years_left),
         },
         Metric {
             name: "kvhoist_drive_written_bytes_total",

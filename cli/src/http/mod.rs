@@ -26,7 +26,8 @@ use kvhoist::{
 };
 use tokio::sync::Mutex;
 
-use self::{drives::Drive, figures::Metric};
+pub use self::drives::Drive;
+use self::figures::Metric;
 use crate::{failure::Failure, status::object};
 
 /// Scripts and pictures of the page itself, requests to the same address, and nothing else.

@@ -162,6 +162,7 @@ impl From<Policy> for WritePolicy {
 pub enum Eviction {
     Lru,
     Rb,
+    #[value(alias = "rb-refuse")]
     RbRefuse,
 }
 

@@ -132,7 +132,7 @@ fn a_browser_shows_what_the_service_does_and_follows_it() {
     );
     assert_eq!(browser.text(&cell("stored by clients", 1)), "64.0 KiB");
     assert_eq!(browser.text(&cell("read from the drives", 1)), "64.0 KiB");
-    let store = serving._store.path().display().to_string();
+    let store = serving.store.path().display().to_string();
     assert!(!browser.text(&cell(&store, 2)).is_empty(), "what is known of the wear of the drive");
     let (row, pid) = (cell(name, 1), std::process::id().to_string());
     assert_eq!((browser.text(&row), browser.text(&cell(name, 4))), (pid, "128.0 KiB".into()), "the client");

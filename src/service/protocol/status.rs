@@ -5,6 +5,7 @@ use crate::block::Tier;
 
 /// Spaces and clients in one status.
 const ROWS_MAX: usize = 4096;
+const TEXT_BYTES_MIN: usize = 2;
 const SPACE_BYTES_MIN: usize = 37;
 const CLIENT_BYTES_MIN: usize = 50;
 
@@ -19,6 +20,10 @@ pub struct TierFigures {
     pub slots: u64,
     /// Slots given up to make room.
     pub evictions: u64,
+    /// New blocks that it refused because it was full.
+    pub refused: u64,
+    /// Bytes of blocks that came into it.
+    pub bytes_in: u64,
 }
 
 /// A space's figures since the service opened it.
@@ -34,6 +39,10 @@ pub struct SpaceStats {
     pub stores_known: u64,
     /// Writes that the disk tier did not take.
     pub writes_refused: u64,
+    /// Blocks that were not worth a write to disk.
+    pub writes_declined: u64,
+    /// Blocks for whose write the budget had no room.
+    pub writes_over_budget: u64,
     /// Blocks read from disk whose checksum did not match.
     pub checksum_failures: u64,
     /// Reads of the disk tier that failed.
@@ -56,12 +65,14 @@ impl SpaceStats {
         &self.tiers[tier as usize]
     }
 
-    fn numbers(&self) -> [u64; 10] {
+    fn numbers(&self) -> [u64; 12] {
         [
             self.misses,
             self.stores,
             self.stores_known,
             self.writes_refused,
+            self.writes_declined,
+            self.writes_over_budget,
             self.checksum_failures,
             self.read_errors,
             self.write_errors,
@@ -73,7 +84,8 @@ impl SpaceStats {
 
     pub(super) fn encode(&self, writer: &mut Writer) {
         for tier in &self.tiers {
-            [tier.hits, tier.resident, tier.slots, tier.evictions].into_iter().for_each(|number| writer.u64(number));
+            let numbers = [tier.hits, tier.resident, tier.slots, tier.evictions, tier.refused, tier.bytes_in];
+            numbers.into_iter().for_each(|number| writer.u64(number));
         }
         self.numbers().into_iter().for_each(|number| writer.u64(number));
         writer.text(&self.disk_trouble, TEXT_BYTES_MAX);
@@ -83,7 +95,14 @@ impl SpaceStats {
         let mut number = || reader.u64("figure");
         let mut tiers = [TierFigures::default(); Tier::COUNT];
         for tier in &mut tiers {
-            *tier = TierFigures { hits: number()?, resident: number()?, slots: number()?, evictions: number()? };
+            *tier = TierFigures {
+                hits: number()?,
+                resident: number()?,
+                slots: number()?,
+                evictions: number()?,
+                refused: number()?,
+                bytes_in: number()?,
+            };
         }
         Ok(SpaceStats {
             tiers,
@@ -91,6 +110,8 @@ impl SpaceStats {
             stores: number()?,
             stores_known: number()?,
             writes_refused: number()?,
+            writes_declined: number()?,
+            writes_over_budget: number()?,
             checksum_failures: number()?,
             read_errors: number()?,
             write_errors: number()?,
@@ -165,6 +186,8 @@ pub struct ServiceStatus {
     pub host_left: u64,
     /// Connections that were cut off because of malformed frames or unread replies.
     pub cut_off: u64,
+    /// Its paths, as it was given them.
+    pub paths: Vec<String>,
     /// Its spaces.
     pub spaces: Vec<SpaceStatus>,
     /// Its connections, including the one of this request.
@@ -179,6 +202,8 @@ impl ServiceStatus {
         [self.capacity_bytes, self.capacity_left, self.host_bytes, self.host_left, self.cut_off]
             .into_iter()
             .for_each(|number| writer.u64(number));
+        writer.count(self.paths.len().min(ROWS_MAX));
+        self.paths.iter().take(ROWS_MAX).for_each(|path| writer.text(path, TEXT_BYTES_MAX));
         writer.count(self.spaces.len().min(ROWS_MAX));
         for space in self.spaces.iter().take(ROWS_MAX) {
             writer.text(&space.namespace, NAMESPACE_BYTES_MAX);
@@ -220,6 +245,9 @@ impl ServiceStatus {
             cut_off: reader.u64("figure")?,
             ..ServiceStatus::default()
         };
+        for _ in 0..reader.count("number of paths", ROWS_MAX, TEXT_BYTES_MIN)? {
+            status.paths.push(reader.text("path", TEXT_BYTES_MAX)?);
+        }
         for _ in 0..reader.count("number of spaces", ROWS_MAX, SPACE_BYTES_MIN)? {
             status.spaces.push(decode_space(reader)?);
         }

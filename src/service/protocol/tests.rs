@@ -61,11 +61,18 @@ fn failure() -> impl Strategy<Value = Failure> {
 }
 
 fn figures() -> impl Strategy<Value = TierFigures> {
-    any::<[u64; 4]>().prop_map(|[hits, resident, slots, evictions]| TierFigures { hits, resident, slots, evictions })
+    any::<[u64; 6]>().prop_map(|[hits, resident, slots, evictions, refused, bytes_in]| TierFigures {
+        hits,
+        resident,
+        slots,
+        evictions,
+        refused,
+        bytes_in,
+    })
 }
 
 fn stats() -> impl Strategy<Value = SpaceStats> {
-    ([figures(), figures(), figures()], any::<[u64; 10]>(), "\\PC{0,20}").prop_map(|(tiers, n, disk_trouble)| {
+    ([figures(), figures(), figures()], any::<[u64; 12]>(), "\\PC{0,20}").prop_map(|(tiers, n, disk_trouble)| {
         SpaceStats {
             tiers,
             misses: n[0],
@@ -78,6 +85,8 @@ fn stats() -> impl Strategy<Value = SpaceStats> {
             quarantined: n[7],
             straight_bytes: n[8],
             read_bytes: n[9],
+            writes_declined: n[10],
+            writes_over_budget: n[11],
             disk_trouble,
         }
     })
@@ -109,8 +118,9 @@ fn status() -> impl Strategy<Value = ServiceStatus> {
             bytes_in_flight,
         },
     );
-    (any::<[u64; 5]>(), any::<(u32, bool)>(), vec(space, 0..4), vec(client, 0..4)).prop_map(
-        |(n, (pid, draining), spaces, clients)| ServiceStatus {
+    let paths = vec("\\PC{0,20}", 0..4);
+    (any::<[u64; 5]>(), any::<(u32, bool)>(), paths, vec(space, 0..4), vec(client, 0..4)).prop_map(
+        |(n, (pid, draining), paths, spaces, clients)| ServiceStatus {
             version: "0.1.0".into(),
             pid,
             draining,
@@ -119,6 +129,7 @@ fn status() -> impl Strategy<Value = ServiceStatus> {
             host_bytes: n[2],
             host_left: n[3],
             cut_off: n[4],
+            paths,
             spaces,
             clients,
         },
