@@ -120,7 +120,7 @@ fn a_debian_package_holds_a_command_that_runs_and_its_unit() {
     let (version, control) = (String::from_utf8_lossy(&version), String::from_utf8_lossy(&control));
     assert!(control.contains(env!("CARGO_PKG_VERSION")) && version.contains(env!("CARGO_PKG_VERSION")), "{control}");
     assert!(control.contains("libc6 (>= 2."), "{control}");
-    let unit = fs::read_to_string(unpacked.join("lib/systemd/system/kvhoist.service")).expect("the unit");
+    let unit = fs::read_to_string(unpacked.join("usr/lib/systemd/system/kvhoist.service")).expect("the unit");
     let flags = part(&unit, "EnvironmentFile=", "\n");
     assert!(unpacked.join(flags.trim_start_matches('/')).exists(), "{flags}");
     let conffiles = run(Command::new("dpkg-deb").args(["--info", package, "conffiles"])).stdout;
