@@ -214,6 +214,16 @@ impl Error {
         Error::Copy { engine, reason: reason.to_string() }
     }
 
+    /// An [`Error::Busy`]: `what` has reached `limit`, which `setting` sets.
+    pub(crate) fn busy(what: &'static str, limit: u64, setting: &'static str) -> Self {
+        Error::Busy { what, limit, setting }
+    }
+
+    /// An [`Error::Timeout`]: the wait for `what` took longer than `limit`, while callers had the slots `held`.
+    pub(crate) fn timeout(what: &'static str, limit: std::time::Duration, held: Option<HeldSlots>) -> Self {
+        Error::Timeout { what, limit, held }
+    }
+
     /// An [`Error::Refused`].
     pub fn refused(reason: impl ToString) -> Self {
         Error::Refused { reason: reason.to_string() }

@@ -8,9 +8,13 @@ pub use crate::{
     device::{cuda as gpu, rdma},
 };
 
-/// The state of a service, for the program that runs it.
+/// The state of a service, for the program that runs it, and the bytes on its socket.
 pub mod service {
     pub use crate::service::report::{OpenSpace, ServiceReport};
+
+    pub mod protocol {
+        pub use crate::service::protocol::*;
+    }
 }
 
 macro_rules! export {

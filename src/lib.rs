@@ -1,6 +1,6 @@
 //! A tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
 //!
-//! [`Cache`] is the main type, [`Config`] its settings, [`PrefixChain`] makes keys, and [`store`] inspects a store on
+//! [`Cache`] is the main type, [`Config`] its settings, [`PrefixChain`] makes keys, and [`store::Store`] is a store on
 //! disk without a cache.
 //!
 //! Nothing here spawns onto the caller's runtime: the cache's own reactor thread moves the blocks, so its futures can
@@ -43,19 +43,19 @@ pub use config::{
     Capacity, Config, CopyMethod, CopyPrefer, CufileMode, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath,
     Eviction, GdrMode, HostConfig, Limits, StorageKind, WritePolicy,
 };
-pub use error::{Error, HeldSlots, Result, ServiceFault};
+pub use error::{Error, HeldSlots, Result};
 pub use index::PrefixMatch;
 pub use memory::{Memory, RegisterOptions};
 pub use mover::LayerDone;
 
 /// The CUDA devices of this machine.
 pub mod gpu {
-    pub use crate::device::cuda::{Device, devices};
+    pub use crate::device::cuda::Device;
 }
 
 /// The RDMA devices of this machine.
 pub mod rdma {
-    pub use crate::device::rdma::{Device, devices};
+    pub use crate::device::rdma::Device;
 }
 
 /// Checks that the README's program compiles.

@@ -95,41 +95,12 @@ fn assert_pinned(bytes: usize) {
     }
 }
 
-#[test]
-fn regions_are_pinned_and_given_back_while_blocks_move() {
-    let dir = directory();
-    let settings =
-        |storage| config(&dir, storage, BLOCKS as u32, 2 * BLOCKS as u32).block_bytes(BLOCK).bypass_host(true);
-    let cache = block_on(Cache::open(settings(StorageKind::Blocking))).expect("open");
-    let mut first = Pool::new();
-    let region = first.register(&cache);
-    assert!(!region.is_pinned(), "threads have no use for it");
-    first.store(&cache);
-    block_on(cache.unregister(&region)).expect("its own region");
-    block_on(cache.close()).expect("closed");
-
-    let Ok(cache) = block_on(Cache::open(settings(StorageKind::Uring))) else {
-        common::skip::skipped("this system refuses rings");
-        return;
-    };
-    if !cache.stats().registered {
-        common::skip::skipped("this system lets no memory be pinned");
-        return;
-    }
-    let arena = pinned();
-    let region = first.register(&cache);
-    assert!(region.is_pinned());
-    assert_pinned(arena + POOL);
-    assert!(block_on(pin_region(&cache, &region)).expect("answered"));
-    // Once, however often it is asked for.
-    assert_pinned(arena + POOL);
-    assert_eq!(first.load(&cache), BLOCKS);
-
-    // Others come and go, before and after it in the table, while it is in use.
+/// Other regions come and go, before and after the first in the table, while it is in use.
+fn others_come_and_go(cache: &Cache, first: &mut Pool, arena: usize) {
     let done = AtomicBool::new(false);
-    let (cache, done) = (&cache, &done);
+    let done = &done;
     std::thread::scope(|scope| {
-        let (used, ended) = (&mut first, SetOnDrop(done));
+        let (used, ended) = (first, SetOnDrop(done));
         let reader = scope.spawn(move || {
             let mut rounds = 0;
             while !done.load(Ordering::Relaxed) || rounds < 3 {
@@ -160,11 +131,11 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
         drop(ended);
         reader.join().expect("every load was right");
     });
-    let stats = cache.stats();
-    assert_eq!((stats.read_errors, stats.write_errors, stats.checksum_failures), (0, 0, 0));
+}
 
-    // The pages that were pinned are those that are read into: put others in their place and nothing arrives, so that
-    // all blocks are read again through host slots.
+/// Pages that are put in the place of pinned ones get nothing of what is read, so that all blocks are read again
+/// through host slots.
+fn pages_that_were_pinned_are_read_into(cache: &Cache, first: &mut Pool) {
     let mut other = Pool::new();
     let region_of_other = other.register(cache);
     assert!(region_of_other.is_pinned());
@@ -182,7 +153,43 @@ fn regions_are_pinned_and_given_back_while_blocks_move() {
     first.store(cache);
     block_on(cache.unregister(&region_of_other)).expect("its own region");
     assert_eq!(first.load(cache), BLOCKS, "the others were not harmed");
+}
 
+#[test]
+fn regions_are_pinned_and_given_back_while_blocks_move() {
+    let dir = directory();
+    let settings =
+        |storage| config(&dir, storage, BLOCKS as u32, 2 * BLOCKS as u32).block_bytes(BLOCK).bypass_host(true);
+    let cache = block_on(Cache::open(settings(StorageKind::Blocking))).expect("open");
+    let mut first = Pool::new();
+    let region = first.register(&cache);
+    assert!(!region.is_pinned(), "threads have no use for it");
+    first.store(&cache);
+    block_on(cache.unregister(&region)).expect("its own region");
+    block_on(cache.close()).expect("closed");
+
+    let Ok(cache) = block_on(Cache::open(settings(StorageKind::Uring))) else {
+        common::skip::skipped("this system refuses rings");
+        return;
+    };
+    if !cache.stats().registered {
+        common::skip::skipped("this system lets no memory be pinned");
+        return;
+    }
+    let arena = pinned();
+    let region = first.register(&cache);
+    assert!(region.is_pinned());
+    assert_pinned(arena + POOL);
+    assert!(block_on(pin_region(&cache, &region)).expect("answered"));
+    // Once, however often it is asked for.
+    assert_pinned(arena + POOL);
+    assert_eq!(first.load(&cache), BLOCKS);
+
+    others_come_and_go(&cache, &mut first, arena);
+    let stats = cache.stats();
+    assert_eq!((stats.read_errors, stats.write_errors, stats.checksum_failures), (0, 0, 0));
+
+    pages_that_were_pinned_are_read_into(&cache, &mut first);
     block_on(cache.unregister(&region)).expect("its own region");
     assert_pinned(arena);
     block_on(cache.close()).expect("closed");

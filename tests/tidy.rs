@@ -85,15 +85,17 @@ fn the_public_face_stays_small() {
 
 /// An example is what most readers look for first, and a doctest keeps it right.
 #[test]
-fn every_method_of_a_cache_has_an_example() {
-    let files: Vec<PathBuf> = rust_files().into_iter().filter(|file| file.starts_with("src/cache")).collect();
-    let mut methods = Vec::new();
-    for file in &files {
-        methods.extend(face::methods(&read(file)).into_iter().map(|(name, has_example)| (file, name, has_example)));
+fn every_method_of_a_cache_and_of_a_client_has_an_example() {
+    for (folder, name, count_min) in [("src/cache", "Cache", 25), ("src/service/client", "Client", 20)] {
+        let files: Vec<PathBuf> = rust_files().into_iter().filter(|file| file.starts_with(folder)).collect();
+        let mut methods = Vec::new();
+        for file in &files {
+            methods.extend(face::methods(&read(file), name).into_iter().map(|found| (file, found)));
+        }
+        assert!(methods.len() > count_min, "found {} methods of {name}, expected all of them", methods.len());
+        let bare: Vec<_> = methods.iter().filter(|(_, (_, has_example))| !has_example).collect();
+        assert!(bare.is_empty(), "methods of {name} without an example in their documentation: {bare:#?}");
     }
-    assert!(methods.len() > 25, "found {} methods of Cache, expected all of them", methods.len());
-    let bare: Vec<_> = methods.iter().filter(|(.., has_example)| !has_example).collect();
-    assert!(bare.is_empty(), "methods without an example in their documentation: {bare:#?}");
 }
 
 /// rustdoc lists methods in the order of the modules that have them, and of their lines in it.
@@ -101,7 +103,7 @@ fn every_method_of_a_cache_has_an_example() {
 fn open_fetch_and_store_come_first_on_the_page_of_a_cache() {
     let cache = read(Path::new("src/cache/mod.rs"));
     let first = cache.lines().find_map(|line| line.strip_prefix("mod ")?.strip_suffix(';')).expect("a module");
-    let methods = face::methods(&read(Path::new(&format!("src/cache/{first}.rs"))));
+    let methods = face::methods(&read(Path::new(&format!("src/cache/{first}.rs"))), "Cache");
     let names: Vec<&str> = methods.iter().take(3).map(|(name, _)| name.as_str()).collect();
     assert_eq!(names, ["open", "fetch", "store"], "the first methods in src/cache/{first}.rs");
 }

@@ -13,10 +13,8 @@ use std::{
 
 use kvhoist::{
     BlockKey, Segment, block_on,
-    service::{
-        Client, ClientOptions, SharedMemory,
-        protocol::{Hello, Request, Welcome},
-    },
+    internals::service::protocol::{Hello, Request, Welcome},
+    service::{Client, ClientOptions, SharedMemory},
 };
 
 use crate::{

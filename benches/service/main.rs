@@ -77,7 +77,7 @@ fn beside(options: &Options, folder: &Path) -> Outcome<()> {
     [&own, &shared].into_iter().try_for_each(fs::create_dir)?;
     let blocks = (options.rounds as u32 + 1) * PAGES as u32;
     let (bytes, host) = (options.block_bytes as u64, (3 * PAGES * options.block_bytes) as u64 / 2);
-    let capacity = kvhoist::store::path_bytes(u64::from(blocks), bytes);
+    let capacity = kvhoist::DiskPath::file_bytes(u64::from(blocks), bytes);
     let small = 64u64 << 20;
     let service = Service::start(&[shared], capacity + 2 * small, host + 2 * small)?;
     let config = Config::default()

@@ -71,7 +71,7 @@ pub fn same_pages(options: &Options, folder: &Path) -> Outcome<()> {
     let bytes = options.block_bytes as u64;
     let copy = PAGES as u64 * bytes;
     let host = (PAGES * options.block_bytes.next_multiple_of(4096)) as u64;
-    let capacity = kvhoist::store::path_bytes(PAGES as u64, bytes);
+    let capacity = kvhoist::DiskPath::file_bytes(PAGES as u64, bytes);
     let folder = folder.join("same");
     fs::create_dir(&folder)?;
     let numbers = |stores| [bytes, capacity, host, 0, 1, stores];
@@ -108,7 +108,7 @@ pub fn own_pages(options: &Options, folders: &[PathBuf], spaces: usize) -> Outco
     let bytes = options.block_bytes as u64;
     let paths = folders.len() as u64;
     let pages = (PAGES * CLIENTS / spaces) as u64 + 8 * paths;
-    let capacity = kvhoist::store::path_bytes(pages.div_ceil(paths), bytes) * paths;
+    let capacity = kvhoist::DiskPath::file_bytes(pages.div_ceil(paths), bytes) * paths;
     let host = 64 * bytes.next_multiple_of(4096);
     let folders: Vec<PathBuf> = folders.iter().map(|folder| folder.join(format!("own-{spaces}"))).collect();
     folders.iter().try_for_each(fs::create_dir)?;

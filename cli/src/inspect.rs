@@ -1,6 +1,6 @@
 //! `kvhoist inspect`: what a store is and how full.
 
-use kvhoist::store::{self, Inspection};
+use kvhoist::store::{Inspection, Member};
 use serde_json::{Value, json};
 
 use crate::{
@@ -20,7 +20,7 @@ pub struct Args {
 
 /// Prints a store's format, settings and fill. Damage is printed too, and is no failure of this command.
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let found = store::inspect(&args.store.paths, &args.store.options())?;
+    let found = args.store.store().inspect()?;
     emit(&if args.store.json { format!("{:#}\n", object(&found)) } else { table(&found) })
 }
 
@@ -30,7 +30,7 @@ fn fill(found: &Inspection) -> f64 {
 
 fn object(found: &Inspection) -> Value {
     let range = |range: Option<(u64, u64)>| range.map(|(low, high)| json!({ "lowest": low, "highest": high }));
-    let member = |member: &store::Member| {
+    let member = |member: &Member| {
         json!({
             "path": member.path.to_string_lossy(),
             "bytes": member.bytes,

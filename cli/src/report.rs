@@ -120,9 +120,15 @@ fn table(summary: &Summary) -> String {
             show_bytes(figures.bytes_out),
         ));
     }
+    routes(summary, &mut line);
+    text
+}
+
+/// A row for each route.
+fn routes(summary: &Summary, line: &mut impl FnMut(String)) {
     line(String::new());
     line(format!("{:24}{:>10}{:>14}{:>14}{:>12}{:>12}", "route", "blocks", "bytes", "bytes/s", "p50 us", "p99 us"));
-    for (route, figures) in &tally.routes {
+    for (route, figures) in &summary.tally.routes {
         let quantile = |q| figures.latency_ns.value_at_quantile(q) as f64 / 1e3;
         line(format!(
             "{:24}{:>10}{:>14}{:>14}{:>12.1}{:>12.1}",
@@ -134,5 +140,4 @@ fn table(summary: &Summary) -> String {
             quantile(0.99),
         ));
     }
-    text
 }

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::{Capacity, Config, DiskPath, internals::size, service::Share, store};
+use kvhoist::{Capacity, Config, DiskPath, internals::size, service::Share};
 use serde_json::{Map, Value};
 
 use crate::{failure::Failure, shown::shown};
@@ -136,9 +136,9 @@ pub fn disks(
     capacity: u64,
     block_bytes: usize,
 ) -> Result<Vec<DiskPath>, Failure> {
-    let blocks = store::slots_within(capacity / paths.len().max(1) as u64, block_bytes as u64);
+    let blocks = DiskPath::blocks_within(capacity / paths.len().max(1) as u64, block_bytes as u64);
     if blocks == 0 {
-        let least = store::path_bytes(1, block_bytes as u64) * paths.len() as u64;
+        let least = DiskPath::file_bytes(1, block_bytes as u64) * paths.len() as u64;
         return Err(Failure::usage(format!(
             "{name}: found {capacity} bytes, expected {least} at least, for one block of {block_bytes} on each path"
         )));
@@ -223,7 +223,7 @@ mod tests {
         let config = settings.config(8 << 20).expect("room");
         config.validate().expect("valid");
         assert_eq!((config.host_slots(), config.disk.paths.len()), (128, 2));
-        let bytes = store::path_bytes(config.slots(config.disk.paths[0].capacity).into(), 8 << 20);
+        let bytes = DiskPath::file_bytes(config.slots(config.disk.paths[0].capacity).into(), 8 << 20);
         assert!(bytes <= 200 << 30 && bytes > (200 << 30) - (9 << 20), "{bytes}");
     }
 

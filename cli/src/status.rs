@@ -4,10 +4,7 @@ use std::path::PathBuf;
 
 use kvhoist::{
     Tier,
-    service::{
-        protocol::{ClientStatus, ServiceStatus, SpaceStatus},
-        status,
-    },
+    service::{ClientStatus, ServiceStatus, SpaceStatus, status},
 };
 use serde_json::{Value, json};
 

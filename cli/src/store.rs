@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::store::{Fault, Faults, Options, Shape};
+use kvhoist::store::{Fault, Faults, Shape, Store};
 use serde_json::{Value, json};
 
 use crate::{
@@ -35,15 +35,13 @@ pub struct StoreArgs {
 }
 
 impl StoreArgs {
-    /// The library's options.
-    pub fn options(&self) -> Options {
-        Options {
-            storage: self.storage.into(),
-            direct_io: self.direct_io.into(),
-            allow_in_use: self.allow_in_use,
-            listed_max: self.list,
-            ..Options::default()
-        }
+    /// The store, to be read as the flags say.
+    pub fn store(&self) -> Store {
+        Store::at(&self.paths)
+            .storage(self.storage.into())
+            .direct_io(self.direct_io.into())
+            .allow_in_use(self.allow_in_use)
+            .listed_max(self.list)
     }
 }
 

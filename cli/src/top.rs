@@ -9,10 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use kvhoist::service::{
-    protocol::{ServiceStatus, SpaceStats},
-    status,
-};
+use kvhoist::service::{ServiceStatus, SpaceStats, status};
 
 use crate::{failure::Failure, interrupt, output::emit, shown::plain, size::show_bytes, status::table};
 
@@ -151,7 +148,7 @@ fn figures(status: &ServiceStatus) -> BTreeMap<&str, Figure<'_>> {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::service::protocol::SpaceStatus;
+    use kvhoist::service::SpaceStatus;
 
     use super::*;
 

@@ -2,7 +2,7 @@
 
 use std::{ops::ControlFlow, sync::atomic::Ordering};
 
-use kvhoist::store::{self, Verification};
+use kvhoist::store::{Duplicate, Verification};
 use serde_json::{Value, json};
 
 use crate::{
@@ -30,10 +30,9 @@ pub struct Args {
 
 /// Verifies a store and prints the report.
 pub fn run(args: &Args) -> Result<(), Failure> {
-    let options = store::Options { depth: args.depth, ..args.store.options() };
     let interrupted = interrupt::catch()?;
     let mut progress: Option<Progress> = None;
-    let report = store::verify(&args.store.paths, &options, |now| {
+    let report = args.store.store().depth(args.depth).verify(|now| {
         if now.blocks > 0 {
             let total = usize::try_from(now.blocks).unwrap_or(usize::MAX);
             let progress = progress.get_or_insert_with(|| Progress::new(total, "blocks", args.quiet));
@@ -65,7 +64,7 @@ fn bytes_per_second(report: &Verification) -> f64 {
 }
 
 fn object(report: &Verification) -> Value {
-    let duplicate = |duplicate: &store::Duplicate| {
+    let duplicate = |duplicate: &Duplicate| {
         json!({
             "key_prefix": duplicate.key_prefix,
             "slot": duplicate.slot,

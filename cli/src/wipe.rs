@@ -5,7 +5,7 @@ use std::{
     path::PathBuf,
 };
 
-use kvhoist::store::{self, Doomed};
+use kvhoist::store::{Shape, Store};
 
 use crate::{
     failure::Failure,
@@ -34,8 +34,8 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         ));
     }
     let mut told = String::new();
-    let wiped = store::wipe(&args.paths, |doomed| {
-        told = describe(doomed);
+    let wiped = Store::at(&args.paths).wipe(|shape, paths| {
+        told = describe(shape, paths);
         args.yes || is_meant(&told)
     })?;
     match wiped {
@@ -44,9 +44,9 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     }
 }
 
-fn describe(doomed: &Doomed) -> String {
-    let paths: Vec<String> = doomed.paths.iter().map(|path| shown(path)).collect();
-    let what = doomed.shape.as_ref().map_or_else(
+fn describe(shape: Option<&Shape>, paths: &[PathBuf]) -> String {
+    let paths: Vec<String> = paths.iter().map(|path| shown(path)).collect();
+    let what = shape.map_or_else(
         || "a damaged store".to_owned(),
         |shape| {
             let (namespace, block) = (plain(&shape.namespace), show_bytes(shape.block_bytes));

@@ -1,11 +1,8 @@
 //! `kvhoist.Cache`: the engine's cache, as Python holds it.
 
-use std::{
-    sync::{
-        Arc, Mutex, MutexGuard,
-        atomic::{AtomicBool, Ordering},
-    },
-    time::Duration,
+use std::sync::{
+    Arc, Mutex,
+    atomic::{AtomicBool, Ordering},
 };
 
 use kvhoist::{BlockKey, Cache, DiskPath, Error, internals::machine::drive_wear};
@@ -19,13 +16,14 @@ use crate::{
     answers::PyAnswers,
     blocks::Blocks,
     buffer::Buffer,
-    convert::{self, OnError, whole},
+    convert::{self, OnError, seconds_of, whole},
     errors, keys,
     listing::PyKeys,
+    opened::Opened,
     options,
     process::ProcessLocal,
     queue::PyQueue,
-    region::{Memory, PyRegion, Registrations},
+    region::{Memory, PyRegion},
     wait,
 };
 
@@ -39,35 +37,6 @@ pub struct PyCache {
     closed: AtomicBool,
     block_bytes: usize,
     namespace: String,
-}
-
-struct Opened {
-    cache: Cache,
-    registrations: Arc<Registrations>,
-    /// Memory of calls that a signal interrupted, for as long as their movements use it. Used with the interpreter's
-    /// lock only, and nothing of Python's is called under its own, for the collector of cycles.
-    interrupted: Mutex<Vec<Blocks>>,
-}
-
-impl Opened {
-    fn interrupted(&self) -> MutexGuard<'_, Vec<Blocks>> {
-        self.interrupted.lock().expect("nothing panics under it")
-    }
-
-    /// Lets go of the memory of interrupted calls whose movements have ended.
-    fn reap(&self) {
-        let (ended, going_on) =
-            std::mem::take(&mut *self.interrupted()).into_iter().partition(|blocks| blocks.loan.is_returned());
-        *self.interrupted() = going_on;
-        drop::<Vec<Blocks>>(ended);
-    }
-
-    /// Waits until no movement uses the program's memory, and releases it.
-    fn release(&self, py: Python<'_>) {
-        self.registrations.clear(py);
-        let interrupted = std::mem::take(&mut *self.interrupted());
-        drop(interrupted);
-    }
 }
 
 impl PyCache {
@@ -409,11 +378,4 @@ impl Drop for PyCache {
             }
         });
     }
-}
-
-/// A time.
-pub fn seconds_of(value: &Bound<'_, PyAny>) -> PyResult<Duration> {
-    let time = value.extract().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
-    let expected = "a number of seconds, 0 or more";
-    time.ok_or_else(|| errors::argument(value.py(), "seconds", errors::shown(value), expected))
 }

@@ -11,8 +11,8 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Error, Memory, RegisterOptions, Segment, ServiceFault, Tier, block_on,
-    service::{Client, ClientOptions, ClientRegion},
+    BlockKey, Error, Memory, RegisterOptions, Segment, Tier, block_on,
+    service::{Client, ClientOptions, ClientRegion, ServiceFault},
 };
 use pyo3::{
     PyTraverseError, PyVisit,
@@ -23,8 +23,8 @@ use pyo3::{
 use crate::{
     blocks,
     buffer::Buffer,
-    cache::{Movement, Places, seconds_of},
-    convert::{self, OnError, whole},
+    cache::{Movement, Places},
+    convert::{self, OnError, seconds_of, whole},
     errors, keys,
     process::ProcessLocal,
     region::{PyRegion, Registrations},
@@ -337,12 +337,10 @@ impl PyClient {
         let tiers = PyDict::new(py);
         for (tier, figures) in Tier::ALL.iter().zip(&stats.tiers) {
             let one = PyDict::new(py);
-            one.set_item("hits", figures.hits)?;
-            one.set_item("resident", figures.resident)?;
-            one.set_item("slots", figures.slots)?;
-            one.set_item("evictions", figures.evictions)?;
-            one.set_item("refused", figures.refused)?;
-            one.set_item("bytes_in", figures.bytes_in)?;
+            let (hits, resident, slots) = (figures.hits, figures.resident, figures.slots);
+            let named = [("hits", hits), ("resident", resident), ("slots", slots), ("evictions", figures.evictions)];
+            let more = [("refused", figures.refused), ("bytes_in", figures.bytes_in)];
+            named.into_iter().chain(more).try_for_each(|(name, value)| one.set_item(name, value))?;
             tiers.set_item(tier.name(), one)?;
         }
         all.set_item("tiers", tiers)?;

@@ -1,5 +1,7 @@
 //! Values between Rust and Python: results, figures, numbers.
 
+use std::time::Duration;
+
 use kvhoist::{Config, Error, Route, Stats, Tier};
 use pyo3::{
     prelude::*,
@@ -57,34 +59,8 @@ pub fn results<'py>(
 /// The figures of a cache as a dict of numbers, words and dicts.
 pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<Bound<'py, PyDict>> {
     let all = PyDict::new(py);
-    let tiers = PyDict::new(py);
-    for tier in Tier::ALL {
-        let figures = stats.tier(tier);
-        let one = PyDict::new(py);
-        let named = [
-            ("hits", figures.hits),
-            ("evictions", figures.evictions),
-            ("refused", figures.refused),
-            ("bytes_in", figures.bytes_in),
-            ("bytes_out", figures.bytes_out),
-            ("resident", figures.resident),
-            ("slots", figures.slots),
-            ("free", figures.free),
-            ("kept", figures.kept),
-        ];
-        named.into_iter().try_for_each(|(name, value)| one.set_item(name, value))?;
-        tiers.set_item(tier.name(), one)?;
-    }
-    all.set_item("tiers", tiers)?;
-    let routes = PyDict::new(py);
-    for route in Route::ALL {
-        let figures = stats.route(route);
-        let one = PyDict::new(py);
-        one.set_item("blocks", figures.blocks)?;
-        one.set_item("bytes", figures.bytes)?;
-        routes.set_item(route.name(), one)?;
-    }
-    all.set_item("routes", routes)?;
+    all.set_item("tiers", tiers(py, stats)?)?;
+    all.set_item("routes", routes(py, stats)?)?;
     let counts = [
         ("misses", stats.misses),
         ("stores", stats.stores),
@@ -126,8 +102,51 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
     Ok(all)
 }
 
+/// The figures of each tier.
+fn tiers<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+    let tiers = PyDict::new(py);
+    for tier in Tier::ALL {
+        let figures = stats.tier(tier);
+        let one = PyDict::new(py);
+        let named = [
+            ("hits", figures.hits),
+            ("evictions", figures.evictions),
+            ("refused", figures.refused),
+            ("bytes_in", figures.bytes_in),
+            ("bytes_out", figures.bytes_out),
+            ("resident", figures.resident),
+            ("slots", figures.slots),
+            ("free", figures.free),
+            ("kept", figures.kept),
+        ];
+        named.into_iter().try_for_each(|(name, value)| one.set_item(name, value))?;
+        tiers.set_item(tier.name(), one)?;
+    }
+    Ok(tiers)
+}
+
+/// The figures of each route.
+fn routes<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
+    let routes = PyDict::new(py);
+    for route in Route::ALL {
+        let figures = stats.route(route);
+        let one = PyDict::new(py);
+        one.set_item("blocks", figures.blocks)?;
+        one.set_item("bytes", figures.bytes)?;
+        routes.set_item(route.name(), one)?;
+    }
+    Ok(routes)
+}
+
 /// A number of bytes, or an address.
 pub fn whole(value: &Bound<'_, PyAny>, what: &'static str) -> PyResult<usize> {
     let expected = "a whole number that an address can be";
     value.extract().map_err(|_| errors::argument(value.py(), what, errors::shown(value), expected))
+}
+
+/// A time.
+pub fn seconds_of(value: &Bound<'_, PyAny>) -> PyResult<Duration> {
+    let time = value.extract().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+    let expected = "a number of seconds, 0 or more";
+    time.ok_or_else(|| errors::argument(value.py(), "seconds", errors::shown(value), expected))
 }

@@ -3,7 +3,7 @@
 //! The classes are Python's, so that some of them can be built-in exceptions as well: a bad setting is also a
 //! `ValueError`, a deadline also a `TimeoutError`.
 
-use kvhoist::{Error, ServiceFault};
+use kvhoist::{Error, service::ServiceFault};
 use pyo3::{prelude::*, sync::PyOnceLock, types::PyType};
 
 use crate::keys::type_name;

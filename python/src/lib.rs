@@ -13,6 +13,7 @@ mod errors;
 mod keys;
 mod listing;
 mod logs;
+mod opened;
 mod options;
 mod process;
 mod queue;
@@ -55,16 +56,16 @@ fn parse_bytes(text: &str) -> Option<u64> {
     kvhoist::internals::size::parse_bytes(text)
 }
 
-/// As [`kvhoist::store::path_bytes`].
+/// As [`kvhoist::DiskPath::file_bytes`].
 #[pyfunction]
 fn path_bytes(slots: u64, block_bytes: u64) -> u64 {
-    kvhoist::store::path_bytes(slots, block_bytes)
+    kvhoist::DiskPath::file_bytes(slots, block_bytes)
 }
 
-/// As [`kvhoist::store::slots_within`].
+/// As [`kvhoist::DiskPath::blocks_within`].
 #[pyfunction]
 fn slots_within(bytes: u64, block_bytes: u64) -> u32 {
-    kvhoist::store::slots_within(bytes, block_bytes)
+    kvhoist::DiskPath::blocks_within(bytes, block_bytes)
 }
 
 /// As [`kvhoist::internals::machine::examine`]: the check, its finding, the remedy, and whether it is trouble.

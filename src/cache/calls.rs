@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 
 use super::{Cache, DeviceLease, Lease, open};
 use crate::{
@@ -13,8 +13,11 @@ use crate::{
     index::PrefixMatch,
     mover::{Command, DeviceRead, Urgent},
     shield::shield,
-    state::{BegunStore, Class, Promotion, Purpose, Use},
+    state::{BegunStore, Class, Committed, Found, Outcome, Promotion, Purpose, Use},
 };
+
+/// Room for a command in the reactor's channel.
+type Room<'a> = mpsc::Permit<'a, Command>;
 
 /// Blocks that [`Cache::touch`] counts before it lets others at the index.
 const TOUCHED_UNDER_ONE_LOCK: usize = 256;
@@ -320,5 +323,78 @@ impl Cache {
         let (reply, receiver) = oneshot::channel();
         self.send_urgent(Urgent::ReadDevice(DeviceRead { pin, buf, permit, reply }))?;
         shield(receiver).await.unwrap_or(Err(Error::Closed))
+    }
+
+    /// Pins a block in `tier` for its caller, promoting it first where it must be.
+    pub(super) async fn pin(&self, key: &BlockKey, tier: Tier) -> Outcome {
+        let pin = match self.inner.shared.look_up(key, tier, || self.inner.commands.try_reserve().ok())? {
+            Found::Hit(pin) => Some(pin),
+            Found::Miss => None,
+            Found::Elsewhere(asked) => shield(self.promote(key, tier, asked)).await?,
+        };
+        if pin.is_some() && self.config().selects_for_disk() {
+            self.write_selected(key);
+        }
+        Ok(pin)
+    }
+
+    /// Promotes a block, or waits for its promotion: what was `asked` for, and room for the command, come first.
+    async fn promote(&self, key: &BlockKey, tier: Tier, mut asked: Option<(Promotion, Room<'_>)>) -> Outcome {
+        let shared = &self.inner.shared;
+        let mut usage = if asked.is_some() { Use::Counted } else { Use::Now };
+        loop {
+            let (promotion, permit) = match asked.take() {
+                Some(asked) => asked,
+                None => {
+                    let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
+                    let (promotion, source) = shared.promote(key, tier, Class::Awaited, usage)?;
+                    if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
+                        shared.metrics.looked_up(source);
+                    }
+                    (promotion, permit)
+                }
+            };
+            let (receiver, joined) = match promotion {
+                Promotion::Hit(pin) => return Ok(Some(pin)),
+                Promotion::Miss => return Ok(None),
+                Promotion::Joined(receiver) => {
+                    drop(permit);
+                    (receiver, true)
+                }
+                Promotion::Started(receiver) => {
+                    permit.send(Command::Promote { key: *key, to: tier });
+                    (receiver, false)
+                }
+            };
+            match shared.settle(receiver).await {
+                // The movement may have begun before the block was removed and stored anew: its miss is not ours.
+                Some(Ok(None)) if joined => {}
+                Some(outcome) => return outcome,
+                None => {}
+            }
+        }
+    }
+
+    /// Does what the write policy wants for a committed block.
+    pub(super) async fn finish_store(&self, key: &BlockKey, committed: Committed) -> Result<()> {
+        let receiver = match committed {
+            Committed::Done => return Ok(()),
+            Committed::Wait(receiver) => receiver,
+            Committed::Write(write, receiver) => {
+                self.send_urgent(Urgent::Write(write))?;
+                receiver
+            }
+        };
+        shield(self.inner.shared.written(receiver)).await.inspect_err(|error| {
+            self.inner.shared.metrics.stores_failed.add(1);
+            self.inner.shared.forget_reported_one(key, error);
+        })
+    }
+
+    fn write_selected(&self, key: &BlockKey) {
+        if let Some(write) = self.inner.shared.selected_for_disk(key) {
+            // Closing: the flight ends with the reactor.
+            drop(self.send_urgent(Urgent::Write(write)));
+        }
     }
 }

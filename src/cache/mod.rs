@@ -18,6 +18,7 @@ mod open;
 mod park;
 mod queue;
 mod region;
+mod regions;
 #[cfg(feature = "sim")]
 pub mod seams;
 mod stats;
@@ -29,7 +30,8 @@ pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
 pub(crate) use park::Parked;
 pub use queue::{Completion, CompletionQueue};
-pub use region::{Region, pin_region};
+pub use region::pin_region;
+pub use regions::Region;
 pub use stats::{CopyStats, RouteStats, Stats, TierStats, validate};
 
 use std::sync::Arc;
@@ -37,16 +39,12 @@ use std::sync::Arc;
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
 use crate::{
-    block::{BlockKey, Tier},
     error::{Error, Result},
     fork::HomeBound,
     mover::{Command, Urgent},
     shield::shield,
-    state::{Class, Committed, Found, Outcome, Pin, Promotion, Shared, Use},
+    state::{Pin, Shared},
 };
-
-/// Room for a command in the reactor's channel.
-type Room<'a> = mpsc::Permit<'a, Command>;
 
 /// A tiered cache of fixed-size blocks.
 ///
@@ -68,7 +66,7 @@ struct Inner {
     end: watch::Receiver<Option<Result<()>>>,
     /// A permit for each read of a device block that may be under way.
     device_reads: Arc<Semaphore>,
-    regions: region::Regions,
+    regions: regions::Regions,
     /// Blocks that callers compute.
     turns: turns::Turns,
     storage_name: &'static str,
@@ -95,56 +93,6 @@ impl Cache {
         shield(receiver).await.unwrap_or(Err(Error::Closed))
     }
 
-    /// Pins a block in `tier` for its caller, promoting it first where it must be.
-    async fn pin(&self, key: &BlockKey, tier: Tier) -> Outcome {
-        let pin = match self.inner.shared.look_up(key, tier, || self.inner.commands.try_reserve().ok())? {
-            Found::Hit(pin) => Some(pin),
-            Found::Miss => None,
-            Found::Elsewhere(asked) => shield(self.promote(key, tier, asked)).await?,
-        };
-        if pin.is_some() && self.config().selects_for_disk() {
-            self.write_selected(key);
-        }
-        Ok(pin)
-    }
-
-    /// Promotes a block, or waits for its promotion: what was `asked` for, and room for the command, come first.
-    async fn promote(&self, key: &BlockKey, tier: Tier, mut asked: Option<(Promotion, Room<'_>)>) -> Outcome {
-        let shared = &self.inner.shared;
-        let mut usage = if asked.is_some() { Use::Counted } else { Use::Now };
-        loop {
-            let (promotion, permit) = match asked.take() {
-                Some(asked) => asked,
-                None => {
-                    let permit = self.inner.commands.reserve().await.map_err(|_| Error::Closed)?;
-                    let (promotion, source) = shared.promote(key, tier, Class::Awaited, usage)?;
-                    if std::mem::replace(&mut usage, Use::Counted) == Use::Now {
-                        shared.metrics.looked_up(source);
-                    }
-                    (promotion, permit)
-                }
-            };
-            let (receiver, joined) = match promotion {
-                Promotion::Hit(pin) => return Ok(Some(pin)),
-                Promotion::Miss => return Ok(None),
-                Promotion::Joined(receiver) => {
-                    drop(permit);
-                    (receiver, true)
-                }
-                Promotion::Started(receiver) => {
-                    permit.send(Command::Promote { key: *key, to: tier });
-                    (receiver, false)
-                }
-            };
-            match shared.settle(receiver).await {
-                // The movement may have begun before the block was removed and stored anew: its miss is not ours.
-                Some(Ok(None)) if joined => {}
-                Some(outcome) => return outcome,
-                None => {}
-            }
-        }
-    }
-
     /// Refuses what is not one block.
     fn check_length(&self, data: &[u8]) -> Result<()> {
         let block_bytes = self.config().block_bytes;
@@ -152,29 +100,6 @@ impl Cache {
             return Ok(());
         }
         Err(Error::argument("data", format!("{} bytes", data.len()), format!("one block of {block_bytes} bytes")))
-    }
-
-    /// Does what the write policy wants for a committed block.
-    async fn finish_store(&self, key: &BlockKey, committed: Committed) -> Result<()> {
-        let receiver = match committed {
-            Committed::Done => return Ok(()),
-            Committed::Wait(receiver) => receiver,
-            Committed::Write(write, receiver) => {
-                self.send_urgent(Urgent::Write(write))?;
-                receiver
-            }
-        };
-        shield(self.inner.shared.written(receiver)).await.inspect_err(|error| {
-            self.inner.shared.metrics.stores_failed.add(1);
-            self.inner.shared.told(key, error);
-        })
-    }
-
-    fn write_selected(&self, key: &BlockKey) {
-        if let Some(write) = self.inner.shared.selected_for_disk(key) {
-            // Closing: the flight ends with the reactor.
-            drop(self.send_urgent(Urgent::Write(write)));
-        }
     }
 
     fn send_urgent(&self, request: Urgent) -> Result<()> {

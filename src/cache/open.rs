@@ -9,7 +9,7 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::{Cache, Inner, device::Opened, region::Regions, turns::Turns};
+use super::{Cache, Inner, device::Opened, regions::Regions, turns::Turns};
 use crate::{
     block::Tier,
     config::{Config, Eviction},
@@ -211,32 +211,11 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         seed,
     } = parts;
     let mut index = Index::with_policies(seed, |tier| policy(&config, tier));
-    let mut generation = 1;
-    let mut slots = None;
-    let mut is_new = false;
+    let (mut slots, mut generation, mut is_new) = (None, 1, false);
     if !config.disk.paths.is_empty() {
-        let blocks = config.disk_slots();
-        let refused = |bytes: usize| {
-            Error::config(
-                "disks.blocks",
-                format!("{blocks} slots in all, whose index takes {bytes} bytes of memory that the system refused"),
-                "fewer slots, or a system with more memory",
-            )
-        };
-        index.try_reserve(blocks as usize).map_err(refused)?;
-        let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
-            index.prepare_restore(page.iter().map(|record| &record.key));
-            page.iter().for_each(|record| restore(&mut index, slots, record));
-        };
-        let recovered = disk::recovery::open(&storage, &members, &config, uuid, enter).await?;
-        index.restored(Tier::Disk);
+        let recovered = recover(&storage, &members, &config, uuid, &mut index).await?;
         metrics.records_bad.add(recovered.counts.bad);
-        generation = recovered.next_generation;
-        is_new = recovered.is_new;
-        slots = Some(recovered.slots);
-        if config.values_writes() {
-            index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX)).map_err(refused)?;
-        }
+        (slots, generation, is_new) = (Some(recovered.slots), recovered.next_generation, recovered.is_new);
     }
     let storage_name = if config.disk.paths.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
@@ -264,6 +243,35 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     };
     let cache = Cache { inner: Arc::new(HomeBound::new(inner)) };
     Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
+}
+
+/// Enters the blocks of the disk tier into the index.
+async fn recover<S: Storage>(
+    storage: &S,
+    members: &[Member],
+    config: &Config,
+    uuid: [u8; 16],
+    index: &mut Index,
+) -> Result<disk::recovery::Recovered> {
+    let blocks = config.disk_slots();
+    let refused = |bytes: usize| {
+        Error::config(
+            "disks.blocks",
+            format!("{blocks} slots in all, whose index takes {bytes} bytes of memory that the system refused"),
+            "fewer slots, or a system with more memory",
+        )
+    };
+    index.try_reserve(blocks as usize).map_err(refused)?;
+    let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
+        index.prepare_restore(page.iter().map(|record| &record.key));
+        page.iter().for_each(|record| restore(index, slots, record));
+    };
+    let recovered = disk::recovery::open(storage, members, config, uuid, enter).await?;
+    index.restored(Tier::Disk);
+    if config.values_writes() {
+        index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX)).map_err(refused)?;
+    }
+    Ok(recovered)
 }
 
 /// Exports the wear of the disk tier's drives, of those that answer.

@@ -182,7 +182,7 @@ impl CompletionQueue {
         drop(all);
         self.inner.outstanding.fetch_sub(done.len(), Ordering::AcqRel);
         let take = |Done { completion, stored }| {
-            self.cache.shared().told_all(&stored, &completion.results);
+            self.cache.shared().forget_reported(&stored, &completion.results);
             completion
         };
         done.into_iter().map(take).collect()

@@ -1,38 +1,19 @@
-//! Foreign memory, registered once, then read and written in place.
-
-use std::sync::{
-    Arc, Mutex, MutexGuard,
-    atomic::{AtomicU64, Ordering},
-};
+//! The calls on registered memory: register it, load blocks into it, store blocks from it, take it back.
 
 use tokio::sync::oneshot;
 
-use super::{Cache, Loan};
+use super::{
+    Cache, Loan,
+    regions::{Region, Regions},
+};
 use crate::{
     block::{BlockKey, Segment},
     device::gdr::GdrState,
     error::{Error, Result},
     memory::{Memory, MemoryKind, RegisterOptions, huge},
-    mover::{Command, Job, RegionInner, RegionMemory, RegionUse, Reply, Urgent},
+    mover::{Command, Job, RegionInner, RegionMemory, Reply, Urgent},
     shield::shield,
 };
-
-/// A registered range of a caller's memory. Give it back with [`Cache::unregister`]: until that has resolved the memory
-/// must stay mapped.
-///
-/// Dropping it changes nothing: the range stays registered for the life of the cache.
-pub struct Region {
-    inner: Arc<RegionInner>,
-    /// The number of the cache's [`Regions`].
-    registry: u64,
-}
-
-impl Region {
-    /// Whether the kernel keeps the memory pinned ([`RegisterOptions::pinned`]).
-    pub fn is_pinned(&self) -> bool {
-        self.inner.is_fixed()
-    }
-}
 
 /// Forgets a region whose registration is dropped before its caller has it.
 struct Pending<'a> {
@@ -55,119 +36,6 @@ impl Drop for Pending<'_> {
 /// [`Error::Argument`] for a region of another cache, or one that was unregistered. [`Error::Closed`].
 pub async fn pin_region(cache: &Cache, region: &Region) -> Result<bool> {
     cache.pin_region(region).await
-}
-
-impl std::fmt::Debug for Region {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Region").field("len", &self.inner.len).field("memory", &self.inner.memory).finish()
-    }
-}
-
-/// Regions that may be registered at once.
-const REGIONS_MAX: usize = 4096;
-
-/// The regions of one cache.
-pub(super) struct Regions {
-    /// Tells them from those of every other cache of this process.
-    number: u64,
-    entries: Mutex<Vec<Arc<RegionInner>>>,
-}
-
-impl Regions {
-    pub(super) fn new() -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Regions { number: NEXT.fetch_add(1, Ordering::Relaxed), entries: Mutex::default() }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<RegionInner>>> {
-        self.entries.lock().expect("nothing panics under it")
-    }
-
-    fn add(&self, memory: Memory) -> Result<Region> {
-        let Memory { range: Segment { ptr: address, len }, kind } = memory;
-        let (memory, owner) = match kind {
-            MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
-            MemoryKind::Shared(owner) => (RegionMemory::Host, Some(owner)),
-            MemoryKind::Device => (RegionMemory::Device, None),
-        };
-        let start = address;
-        let start = start as usize;
-        if start == 0 || len == 0 || start.checked_add(len).is_none() {
-            return Err(Error::argument("region", format!("{len} bytes at {start:#x}"), "a range of memory"));
-        }
-        let mut regions = self.lock();
-        if regions.len() >= REGIONS_MAX {
-            return Err(Error::Busy { what: "registered regions", limit: REGIONS_MAX as u64, setting: "none" });
-        }
-        let shares = |region: &Arc<RegionInner>| start < region.start + region.len && region.start < start + len;
-        if regions.iter().any(shares) {
-            return Err(Error::argument(
-                "region",
-                format!("{len} bytes at {start:#x}, part of which is registered"),
-                "each range registered once",
-            ));
-        }
-        let inner = RegionInner::new(address, len, memory, owner);
-        regions.push(Arc::clone(&inner));
-        Ok(Region { inner, registry: self.number })
-    }
-
-    /// Refuses a region of another cache.
-    fn check(&self, region: &Region) -> Result<()> {
-        if region.registry == self.number {
-            return Ok(());
-        }
-        Err(Error::argument("region", "a region of another cache", "a region that this cache has registered"))
-    }
-
-    /// Holds a region, wherever its movements go.
-    fn hold_one(&self, region: &Region) -> Result<RegionUse> {
-        self.check(region)?;
-        let regions = self.lock();
-        if regions.iter().any(|other| Arc::ptr_eq(other, &region.inner)) {
-            // Under the lock: who forgets a region counts its users after that.
-            return Ok(region.inner.hold());
-        }
-        Err(Error::argument("region", "a region that was unregistered", "a region that is registered"))
-    }
-
-    /// Forgets a region, if it is not forgotten already: nothing begins to use it after that.
-    fn remove(&self, region: &Region) -> Result<()> {
-        self.check(region)?;
-        self.lock().retain(|other| !Arc::ptr_eq(other, &region.inner));
-        Ok(())
-    }
-
-    /// Holds the memory that `segments` lie in: lent for the call, or registered.
-    fn hold(&self, segments: &[Segment], block_bytes: usize, lent: Option<&Loan>) -> Result<Vec<RegionUse>> {
-        let bytes = segments.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
-        if bytes != Some(block_bytes) {
-            return Err(Error::argument(
-                "segments",
-                format!("{bytes:?} bytes in {} segments", segments.len()),
-                format!("one block of {block_bytes} bytes"),
-            ));
-        }
-        let regions = self.lock();
-        let mut held: Vec<RegionUse> = Vec::new();
-        for segment in segments {
-            let lent = lent.and_then(|loan| loan.region_of(segment));
-            let Some(region) = lent.or_else(|| regions.iter().find(|region| region.contains(segment))) else {
-                return Err(Error::argument(
-                    "segments",
-                    format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
-                    "registered memory",
-                ));
-            };
-            if held.first().is_some_and(|first| first.memory() != region.memory) {
-                return Err(Error::argument("segments", "host and device memory in one block", "one kind of memory"));
-            }
-            if !held.iter().any(|other| other.is_of(region)) {
-                held.push(region.hold());
-            }
-        }
-        Ok(held)
-    }
 }
 
 impl Cache {
@@ -230,7 +98,7 @@ impl Cache {
         let held = self.inner.regions.hold_one(region)?;
         let RegionInner { start, len, memory, .. } = *region.inner;
         if memory == RegionMemory::Host
-            && let Err(error) = huge::gather(start, len).await
+            && let Err(error) = huge::collapse(start, len).await
         {
             tracing::debug!(%error, start, len, "not all of a region could be moved into huge pages");
         }
@@ -363,7 +231,7 @@ impl Cache {
     pub(super) async fn store_jobs(&self, jobs: Vec<Job>) -> Result<Vec<Result<bool>>> {
         let keys: Vec<BlockKey> = jobs.iter().map(|job| job.key).collect();
         let results = self.ask_jobs(|reply| Command::StoreFrom { jobs, reply }).await?;
-        self.shared().told_all(&keys, &results);
+        self.shared().forget_reported(&keys, &results);
         Ok(results)
     }
 
@@ -405,33 +273,5 @@ impl Cache {
         let reply: Reply = Box::new(move |results| drop(sender.send(results)));
         shield(self.inner.commands.send(command(reply))).await.map_err(|_| Error::Closed)?;
         shield(receiver).await.map_err(|_| Error::Closed)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn at(address: usize) -> *mut u8 {
-        std::ptr::without_provenance_mut(address)
-    }
-
-    fn memory(address: usize, len: usize) -> Memory {
-        // SAFETY: nothing is loaded into it or stored from it.
-        unsafe { Memory::host(at(address), len) }
-    }
-
-    #[test]
-    fn no_memory_is_registered_twice() {
-        let regions = Regions::new();
-        let pool = regions.add(memory(4096, 8192)).expect("the first");
-        regions.add(memory(8192, 4096)).expect_err("part of it is registered");
-        regions.add(memory(12288, 4096)).expect("beside the pool");
-        regions.add(memory(0, 10)).expect_err("no memory lies there");
-
-        let segment = [Segment { ptr: at(4096), len: 10 }];
-        assert_eq!(regions.hold(&segment, 10, None).expect("registered").len(), 1);
-        regions.remove(&pool).expect("its own");
-        assert!(regions.hold(&segment, 10, None).is_err(), "the pool is gone");
     }
 }

@@ -102,7 +102,7 @@ impl CopyEngine for Memcpy {
         if batch.direction() != Direction::HostToHost {
             let reason =
                 format!("found a batch {:?}, expected HostToHost; use an engine of that device", batch.direction());
-            return (Err(Error::Copy { engine: self.name(), reason }), batch);
+            return (Err(Error::copy(self.name(), reason)), batch);
         }
         let batch = Arc::new(batch);
         if !self.copy_on_worker(&batch).await {
@@ -171,7 +171,7 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
             let (result, back) = runtime.block_on(batch.copy(&Memcpy::new()));
             result.expect("host to host");
-            assert!(Arc::ptr_eq(&owner, &back) && Arc::strong_count(&owner) == 2, "nobody else has it");
+            assert!(Arc::ptr_eq(&owner, &back) && Arc::strong_count(&owner) == 2, "no other owner is left");
             assert_eq!(src, dst, "{len} bytes");
         }
     }

@@ -48,11 +48,11 @@ where
         paired + left.into_iter().chain(others).map(|segment| segment.len as u128).sum::<u128>()
     };
     let (src_bytes, dst_bytes) = (total(from, &mut src), total(to, &mut dst));
-    Err(Error::Argument {
-        what: "segments",
-        found: format!("{src_bytes} bytes to copy into {dst_bytes} bytes"),
-        expected: "sources and destinations of equal length in all".into(),
-    })
+    Err(Error::argument(
+        "segments",
+        format!("{src_bytes} bytes to copy into {dst_bytes} bytes"),
+        "sources and destinations of equal length in all",
+    ))
 }
 
 /// What is left of a segment after its first `len` bytes.

@@ -76,11 +76,11 @@ impl PoolLayout {
 
 fn wrong_pool(slots: u32, layout: &Layout, reason: &dyn fmt::Display) -> Error {
     let (block_bytes, bytes) = (layout.block_bytes(), u128::from(slots) * layout.block_bytes() as u128);
-    Error::Config {
-        field: "device_blocks",
-        found: format!("{slots} slots of {block_bytes} bytes = {bytes} bytes ({reason})"),
-        expected: "1 slot at least, and no more than the device can give: change device_blocks or block_bytes".into(),
-    }
+    Error::config(
+        "device_blocks",
+        format!("{slots} slots of {block_bytes} bytes = {bytes} bytes ({reason})"),
+        "1 slot at least, and no more than the device can give: change device_blocks or block_bytes",
+    )
 }
 
 /// The slots of the device tier.
@@ -98,7 +98,7 @@ impl DevicePool {
     /// # Errors
     /// [`Error::Argument`] if `memory` is too short or not aligned to [`BUFFER_ALIGN`].
     pub fn new(memory: Box<dyn DeviceMemory>, layout: PoolLayout) -> Result<Self> {
-        let wrong = |found, expected| Err(Error::Argument { what: "memory", found, expected });
+        let wrong = |found, expected| Err(Error::argument("memory", found, expected));
         if memory.bytes() < layout.bytes() {
             return wrong(format!("{} bytes", memory.bytes()), format!("{} bytes at least", layout.bytes()));
         }

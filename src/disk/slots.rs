@@ -89,10 +89,12 @@ impl DiskSlots {
     pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool) -> Result<Self> {
         let count = stripe.slots() as usize;
         let mut slots = Vec::new();
-        slots.try_reserve_exact(count).map_err(|_| Error::Config {
-            field: "disks.blocks",
-            found: format!("{count} slots in all, whose table takes memory that the system refused"),
-            expected: "fewer slots, or a system with more memory".into(),
+        slots.try_reserve_exact(count).map_err(|_| {
+            Error::config(
+                "disks.blocks",
+                format!("{count} slots in all, whose table takes memory that the system refused"),
+                "fewer slots, or a system with more memory",
+            )
         })?;
         slots.resize(count, SlotMeta::FREE);
         let mut free = BitSet::new(stripe.slots());

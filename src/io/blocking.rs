@@ -89,7 +89,7 @@ impl Drop for Blocking {
         self.queue.close();
         for thread in self.threads.drain(..) {
             // The last owner of the pool may be memory that a worker just dropped: a thread that joins itself would
-            // wait for ever.
+            // wait without end.
             if thread.thread().id() != thread::current().id() && thread.join().is_err() {
                 tracing::error!("a storage thread panicked; its operations were answered nevertheless");
             }
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panicking_owner_harms_nobody() {
+    fn a_panicking_owner_harms_no_other_operation() {
         let pool = pool(1);
         abandon(&pool, lend(|| panic!("an owner that panics, on purpose")));
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");

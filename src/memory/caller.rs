@@ -13,7 +13,7 @@ use crate::block::Segment;
 /// has resolved, or until the cache or the client is closed and every call on it has returned:
 ///
 /// - The range stays mapped where it is, readable and writable.
-/// - Nobody else touches a segment while a block is loaded into it, and nobody writes to a segment while a block is
+/// - No other code touches a segment while a block is loaded into it, or writes to a segment while a block is
 ///   stored from it. A dropped future does not end its load: only its result or `unregister` does.
 #[derive(Debug)]
 pub struct Memory {
@@ -79,7 +79,7 @@ impl From<&Arc<SharedMemory>> for Memory {
 pub struct RegisterOptions {
     /// Ask the kernel to keep host memory pinned, as a buffer of the ring, for as long as it is registered.
     ///
-    /// Transfers that go straight between it and disk ([`Config::bypass_host`](crate::Config::bypass_host)) then take a
+    /// Direct transfers between it and disk ([`Config::bypass_host`](crate::Config::bypass_host)) then take a
     /// half to a quarter of the kernel's CPU time. Where there is no ring, or where the kernel refuses
     /// (`RLIMIT_MEMLOCK`), the region is registered without, and the log says so.
     ///

@@ -23,12 +23,12 @@ const CALL_BYTES: usize = 1 << 30;
 /// # Cancel safety
 /// The thread continues. Memory unmapped meanwhile is skipped; new memory mapped in its place may be moved too, which
 /// is harmless.
-pub(crate) async fn gather(start: usize, len: usize) -> io::Result<()> {
+pub(crate) async fn collapse(start: usize, len: usize) -> io::Result<()> {
     if whole_pages(start, len).next().is_none() {
         return Ok(());
     }
     let (reply, receiver) = oneshot::channel();
-    let all = move || drop(reply.send(each(whole_pages(start, len), gather_now)));
+    let all = move || drop(reply.send(each(whole_pages(start, len), collapse_now)));
     thread::Builder::new().name("kvhoist-huge".into()).spawn(all)?;
     receiver.await.unwrap_or_else(|_| Err(io::Error::other("the thread that collapses huge pages ended")))
 }
@@ -40,19 +40,19 @@ fn whole_pages(start: usize, len: usize) -> impl Iterator<Item = (usize, usize)>
     (first..end).step_by(CALL_BYTES).map(move |at| (at, CALL_BYTES.min(end - at)))
 }
 
-/// Calls `gather` for every piece, continuing after errors; returns the first error.
+/// Calls `collapse` for every piece, continuing after errors; returns the first error.
 fn each(
     pieces: impl Iterator<Item = (usize, usize)>,
-    mut gather: impl FnMut(usize, usize) -> io::Result<()>,
+    mut collapse: impl FnMut(usize, usize) -> io::Result<()>,
 ) -> io::Result<()> {
     let mut result = Ok(());
     for (start, len) in pieces {
-        result = result.and(gather(start, len));
+        result = result.and(collapse(start, len));
     }
     result
 }
 
-fn gather_now(start: usize, len: usize) -> io::Result<()> {
+fn collapse_now(start: usize, len: usize) -> io::Result<()> {
     // For pages touched later. Refused by kernels without huge pages, and for memory that already has its own.
     advise(start, len, libc::MADV_HUGEPAGE)?;
     // A page that is briefly busy is skipped; a second call moves most of those.
@@ -83,8 +83,8 @@ mod tests {
 
     #[test]
     fn a_range_without_a_whole_huge_page_takes_no_thread() {
-        let gathered = std::pin::pin!(gather(HUGE_PAGE_BYTES + 4096, 2 * HUGE_PAGE_BYTES - 4097));
-        let polled = gathered.poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
+        let collapsed = std::pin::pin!(collapse(HUGE_PAGE_BYTES + 4096, 2 * HUGE_PAGE_BYTES - 4097));
+        let polled = collapsed.poll(&mut std::task::Context::from_waker(std::task::Waker::noop()));
         assert!(polled.is_ready(), "it started a thread");
     }
 
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_not_mapped_is_an_error() {
-        let error = gather_now(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES).expect_err("the first pages are never mapped");
+        let error = collapse_now(HUGE_PAGE_BYTES, HUGE_PAGE_BYTES).expect_err("the first pages are never mapped");
         assert!(matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EINVAL)), "{error}");
     }
 }

@@ -177,7 +177,7 @@ impl AlignedBuf {
     /// The buffer, to be read into or written from.
     pub fn into_io(self) -> IoBuf<Self> {
         let (ptr, len) = (self.ptr, self.len);
-        // SAFETY: the buffer is moved into the `IoBuf`, so nobody else can reach it until it is taken apart.
+        // SAFETY: the buffer is moved into the `IoBuf`, so no other code can reach it until it is taken apart.
         unsafe { IoBuf::new(ptr, len, None, self) }
     }
 

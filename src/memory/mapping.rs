@@ -95,7 +95,7 @@ impl Mapping {
     /// Nothing else reads or writes the range, which begins and ends on pages.
     pub(crate) unsafe fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         assert!(offset <= self.len && len <= self.len - offset, "{len} bytes from {offset} of {}", self.len);
-        // SAFETY: within our own mapping, and the caller promises that nobody misses the contents.
+        // SAFETY: within our own mapping, and the caller promises that the contents are not needed.
         let rc = unsafe { libc::madvise(self.ptr.as_ptr().add(offset).cast(), len, libc::MADV_DONTNEED) };
         if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }

@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     fn copy_error() -> Error {
-        Error::Copy { engine: "test", reason: "on purpose".into() }
+        Error::copy("test", "on purpose")
     }
 
     #[test]

@@ -136,7 +136,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // Should the block be removed before it is written elsewhere, no record may name it.
         drop(self.write_record(disk_slot).await);
         // Others that store the same block meanwhile are told; this one goes on through host memory.
-        drop(self.end_write(&key, id, None, Err(Error::Unavailable { tier: "device", reason: fault })).await);
+        drop(self.end_write(&key, id, None, Err(Error::unavailable("device", fault))).await);
         Ok(Some(job))
     }
 

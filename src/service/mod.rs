@@ -12,7 +12,7 @@ mod house;
 mod link;
 mod memory;
 mod peers;
-pub mod protocol;
+pub(crate) mod protocol;
 mod query;
 mod regions;
 pub(crate) mod report;
@@ -24,8 +24,9 @@ mod spaces;
 
 pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
 pub use config::ServerConfig;
+pub use protocol::{ClientStatus, ServiceStatus, SpaceStats, SpaceStatus, TierFigures};
 pub use query::{remove_space, status};
 pub use server::Server;
 pub use shares::{Bounds, Share};
 
-pub use crate::memory::SharedMemory;
+pub use crate::{error::ServiceFault, memory::SharedMemory};

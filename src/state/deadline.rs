@@ -16,7 +16,7 @@ impl Shared {
 
     pub(crate) fn timeout(&self, what: &'static str) -> Error {
         self.metrics.timeouts.add(1);
-        Error::Timeout { what, limit: self.deadline(), held: None }
+        Error::timeout(what, self.deadline(), None)
     }
 
     /// Answers the waiters of the first `begun` movements; true if some of these are still in flight.

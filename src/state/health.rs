@@ -54,7 +54,7 @@ impl Health {
     pub(crate) fn check_writes(&self, tier: &'static str) -> Result<(), Error> {
         match self.reason() {
             None => Ok(()),
-            Some(reason) => Err(Error::Unavailable { tier, reason: reason.to_owned() }),
+            Some(reason) => Err(Error::unavailable(tier, reason.to_owned())),
         }
     }
 

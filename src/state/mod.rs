@@ -14,7 +14,6 @@ mod health;
 mod hints;
 mod lock;
 mod lookup;
-mod publish;
 mod refusals;
 mod report;
 mod requests;
@@ -226,7 +225,7 @@ impl Shared {
 
     pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
         self.metrics.busy.add(1);
-        Error::Busy { what, limit, setting }
+        Error::busy(what, limit, setting)
     }
 
     /// Requests that libcufile has not returned.

@@ -11,16 +11,16 @@ use crate::{
 impl Shared {
     /// Forgets a refusal whose error the caller of the store has taken. Not earlier: the answer may be dropped on its
     /// way.
-    pub(crate) fn told(&self, key: &BlockKey, error: &Error) {
+    pub(crate) fn forget_reported_one(&self, key: &BlockKey, error: &Error) {
         if says_refused(error) {
             self.lock().refusals.forget(key);
         }
     }
 
     /// Forgets the refusals whose results the caller of the stores has.
-    pub(crate) fn told_all(&self, keys: &[BlockKey], results: &[Result<bool>]) {
+    pub(crate) fn forget_reported(&self, keys: &[BlockKey], results: &[Result<bool>]) {
         for (key, result) in keys.iter().zip(results) {
-            result.as_ref().err().into_iter().for_each(|error| self.told(key, error));
+            result.as_ref().err().into_iter().for_each(|error| self.forget_reported_one(key, error));
         }
     }
 }
@@ -45,11 +45,9 @@ impl Reporter {
         let report = shared.lock().refusals.report(self.began);
         let Some((count, last)) = report else { return Ok(()) };
         let blocks = if count == 1 { "block is" } else { "blocks are" };
-        Err(Error::Refused {
-            reason: format!(
-                "{count} {blocks} stored and not on disk, which this reports once; the last because: {last}"
-            ),
-        })
+        Err(Error::refused(format!(
+            "{count} {blocks} stored and not on disk, which this reports once; the last because: {last}"
+        )))
     }
 }
 
@@ -78,8 +76,8 @@ mod tests {
     #[test]
     fn only_the_refusal_itself_tells_of_a_refusal() {
         let io = Error::io("write", "a store", std::io::ErrorKind::StorageFull.into());
-        assert!(says_refused(&io) && says_refused(&Error::Refused { reason: "read-only".into() }));
-        let copy = Error::Copy { engine: "memcpy", reason: "a reason".into() };
+        assert!(says_refused(&io) && says_refused(&Error::refused("read-only")));
+        let copy = Error::copy("memcpy", "a reason");
         assert!(!says_refused(&Error::Closed) && !says_refused(&copy));
     }
 }

@@ -259,7 +259,7 @@ impl Shared {
     pub(crate) fn slot_timeout(&self, tier: Tier, held: Option<HeldSlots>) -> Error {
         self.metrics.timeouts.add(1);
         let what = ["a device slot", "a host slot", "a disk slot"][tier as usize];
-        Error::Timeout { what, limit: self.deadline(), held }
+        Error::timeout(what, self.deadline(), held)
     }
 
     /// The slots of a tier that callers hold, if they hold any.

@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, thread};
 
-use super::{Options, open::Store};
+use super::{Options, open::OpenStore};
 use crate::{
     error::{Error, Result},
     io::AnyStorage,
@@ -15,7 +15,7 @@ const THREADS_MAX: usize = 64;
 /// Runs `work` on a new thread, inside a runtime and with a storage engine for the store's files: the caller may itself
 /// be inside a runtime, and a ring belongs to its thread.
 pub(super) fn on_a_runtime<T: Send>(
-    store: &Store,
+    store: &OpenStore,
     options: &Options,
     work: impl AsyncFnOnce(&AnyStorage) -> Result<T> + Send,
 ) -> Result<T> {

@@ -124,7 +124,7 @@ impl Faults {
         &self.counts
     }
 
-    /// The first faults found, at most [`listed_max`](super::Options::listed_max).
+    /// The first faults found, at most [`listed_max`](super::Store::listed_max).
     pub fn listed(&self) -> &[Fault] {
         &self.listed
     }

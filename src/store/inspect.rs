@@ -1,15 +1,12 @@
 //! Inspects a store: identity, geometry, and use.
 
-use std::{
-    ops::ControlFlow,
-    path::{Path, PathBuf},
-};
+use std::{ops::ControlFlow, path::PathBuf};
 
 use super::{
-    Options,
+    Options, Store,
     engine::on_a_runtime,
     fault::{FaultKind, Faults},
-    open::{Opened, Shape, Store, open},
+    open::{OpenStore, Opened, Shape, open},
     tables::{Tables, group_by_key},
 };
 use crate::{
@@ -66,31 +63,32 @@ pub struct Inspection {
     pub faults: Faults,
 }
 
-/// Inspects the store at `paths`: all of its files, directories or devices, in any order. Reads the superblocks and the
-/// record tables, 128 bytes per slot.
-///
-/// # Errors
-/// [`Error::Store`] if the paths are not exactly those of one store, if the store is too damaged to be opened, or if a
-/// cache has it open; [`Error::Argument`]; [`Error::Io`] if a system call fails.
-pub fn inspect<P: AsRef<Path>>(paths: &[P], options: &Options) -> Result<Inspection> {
-    options.validate()?;
-    let paths: Vec<&Path> = paths.iter().map(AsRef::as_ref).collect();
-    match open(&paths, options)? {
-        Opened::Store(store) => on_a_runtime(&store, options, async |storage| read(&store, storage, options).await),
-        Opened::Lost { faults, .. } => {
-            let fault = faults.into_iter().find(|fault| fault.kind != FaultKind::SuperblockCopy);
-            let fault = fault.expect("a store is lost for a reason");
-            Err(Error::store(
-                fault.path,
-                fault.kind.to_string(),
-                "a store that can be opened",
-                "check the disk; a cache cannot open this store either",
-            ))
+impl Store {
+    /// Reads the superblocks and the record tables, 128 bytes per slot.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the paths are not exactly those of one store, if the store is too damaged to be opened, or
+    /// if a cache has it open; [`Error::Argument`]; [`Error::Io`] if a system call fails.
+    pub fn inspect(&self) -> Result<Inspection> {
+        self.validate()?;
+        let options = &self.options;
+        match open(&self.paths(), options)? {
+            Opened::Store(store) => on_a_runtime(&store, options, async |storage| read(&store, storage, options).await),
+            Opened::Lost { faults, .. } => {
+                let fault = faults.into_iter().find(|fault| fault.kind != FaultKind::SuperblockCopy);
+                let fault = fault.expect("a store is lost for a reason");
+                Err(Error::store(
+                    fault.path,
+                    fault.kind.to_string(),
+                    "a store that can be opened",
+                    "check the disk; a cache cannot open this store either",
+                ))
+            }
         }
     }
 }
 
-async fn read<S: Storage>(store: &Store, storage: &S, options: &Options) -> Result<Inspection> {
+async fn read<S: Storage>(store: &OpenStore, storage: &S, options: &Options) -> Result<Inspection> {
     let mut faults = Faults::new(options.listed_max);
     faults.extend(store.faults.iter().cloned());
     let mut tables = Tables::new(store, faults, |_, _| ControlFlow::Continue(()));

@@ -44,7 +44,7 @@ pub struct Shape {
 }
 
 /// A store open for reading, its members in the store's order.
-pub(super) struct Store {
+pub(super) struct OpenStore {
     pub files: Vec<ReadOnlyFile>,
     pub superblocks: Vec<Superblock>,
     /// The settings of the store, as created.
@@ -55,7 +55,7 @@ pub(super) struct Store {
     pub faults: Vec<Fault>,
 }
 
-impl Store {
+impl OpenStore {
     /// The files, as the pass over the record tables needs them.
     pub fn members(&self) -> Vec<Member> {
         self.files.iter().map(ReadOnlyFile::member).collect()
@@ -69,7 +69,7 @@ impl Store {
 
 /// Result of opening the paths.
 pub(super) enum Opened {
-    Store(Box<Store>),
+    Store(Box<OpenStore>),
     /// A store of kvhoist, too damaged to be opened by a cache.
     Lost {
         files: Vec<ReadOnlyFile>,
@@ -141,7 +141,7 @@ pub(super) fn open(paths: &[&Path], options: &Options) -> Result<Opened> {
         slot_bytes: first.slot_bytes,
         slots: stripe.slots(),
     };
-    Ok(Opened::Store(Box::new(Store { files, superblocks, config, stripe, shape, faults })))
+    Ok(Opened::Store(Box::new(OpenStore { files, superblocks, config, stripe, shape, faults })))
 }
 
 fn refuse(path: &Path, found: impl ToString, expected: impl Into<String>) -> Error {

@@ -4,7 +4,7 @@ use std::{cmp::Reverse, ops::ControlFlow};
 
 use super::{
     fault::{Fault, FaultKind, Faults},
-    open::Store,
+    open::OpenStore,
 };
 use crate::{
     block::BlockKey,
@@ -39,7 +39,7 @@ impl Range {
 
 /// Visits all record tables of a store.
 pub(super) struct Tables<'a, F> {
-    store: &'a Store,
+    store: &'a OpenStore,
     seals: Vec<RecordSeal>,
     unreadable: Vec<PageId>,
     /// Called after every page; decides whether to continue.
@@ -58,7 +58,7 @@ pub(super) struct Tables<'a, F> {
 }
 
 impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
-    pub fn new(store: &'a Store, faults: Faults, go_on: F) -> Self {
+    pub fn new(store: &'a OpenStore, faults: Faults, go_on: F) -> Self {
         let members = store.files.len();
         Tables {
             store,

@@ -5,17 +5,17 @@ use std::{
     future::{Future, poll_fn},
     io,
     ops::ControlFlow,
-    path::{Path, PathBuf},
+    path::PathBuf,
     pin::Pin,
     task::Poll,
     time::{Duration, Instant},
 };
 
 use super::{
-    Options,
+    Options, Store,
     engine::on_a_runtime,
     fault::{Fault, FaultKind, Faults, key_prefix},
-    open::{Opened, Shape, Store, open},
+    open::{OpenStore, Opened, Shape, open},
     tables::{Committed, Tables, group_by_key},
 };
 use crate::{
@@ -73,7 +73,7 @@ pub struct Verification {
     pub records_bad: u64,
     /// Slots whose block has a newer copy in another slot. A cache never serves them; they are not read.
     pub superseded: u64,
-    /// The first superseded records, at most [`Options::listed_max`].
+    /// The first superseded records, at most [`Store::listed_max`].
     pub duplicates: Vec<Duplicate>,
     /// Blocks whose payload matches its checksum.
     pub payloads_good: u64,
@@ -123,39 +123,37 @@ impl Verification {
     }
 }
 
-/// Verifies the store at `paths` (all of its files, directories or devices, in any order): reads superblocks, record
-/// tables and the slot of every block that a cache would serve, and checks all checksums. Padding and free slots are
-/// not read; nothing depends on them.
-///
-/// `progress` is called after every read, and may stop the verification.
-///
-/// Memory: about 80 bytes per block, and a buffer of at most 1 MiB for each of [`Options::depth`] reads in flight.
-///
-/// # Errors
-/// [`Error::Store`](crate::Error::Store) if the paths are not exactly those of one store, or a cache has it open;
-/// [`Error::Argument`](crate::Error::Argument); [`Error::Io`](crate::Error::Io) if files cannot be opened. Damage is
-/// not an error but part of the result.
-pub fn verify<P: AsRef<Path>>(
-    paths: &[P],
-    options: &Options,
-    progress: impl FnMut(Progress) -> ControlFlow<()> + Send,
-) -> Result<Verification> {
-    options.validate()?;
-    let paths: Vec<&Path> = paths.iter().map(AsRef::as_ref).collect();
-    match open(&paths, options)? {
-        Opened::Store(store) => {
-            on_a_runtime(&store, options, async |storage| scrub(&store, storage, options, progress).await)
-        }
-        Opened::Lost { files, faults: found } => {
-            let mut faults = Faults::new(options.listed_max);
-            faults.extend(found);
-            Ok(Verification::of_a_lost_store(&files, faults))
+impl Store {
+    /// Reads superblocks, record tables and the slot of every block that a cache would serve, and checks all checksums.
+    /// Padding and free slots are not read; nothing depends on them.
+    ///
+    /// `progress` is called after every read, and may stop the verification.
+    ///
+    /// Memory: about 80 bytes per block, and a buffer of at most 1 MiB for each of [`depth`](Self::depth) reads in
+    /// flight.
+    ///
+    /// # Errors
+    /// [`Error::Store`](crate::Error::Store) if the paths are not exactly those of one store, or a cache has it open;
+    /// [`Error::Argument`](crate::Error::Argument); [`Error::Io`](crate::Error::Io) if files cannot be opened. Damage
+    /// is not an error but part of the result.
+    pub fn verify(&self, progress: impl FnMut(Progress) -> ControlFlow<()> + Send) -> Result<Verification> {
+        self.validate()?;
+        let options = &self.options;
+        match open(&self.paths(), options)? {
+            Opened::Store(store) => {
+                on_a_runtime(&store, options, async |storage| scrub(&store, storage, options, progress).await)
+            }
+            Opened::Lost { files, faults: found } => {
+                let mut faults = Faults::new(options.listed_max);
+                faults.extend(found);
+                Ok(Verification::of_a_lost_store(&files, faults))
+            }
         }
     }
 }
 
 async fn scrub<S: Storage>(
-    store: &Store,
+    store: &OpenStore,
     storage: &S,
     options: &Options,
     mut progress: impl FnMut(Progress) -> ControlFlow<()>,
@@ -238,7 +236,7 @@ struct Tally {
 
 /// State shared by the workers, all of which one task polls.
 struct Scrub<'a, S, F> {
-    store: &'a Store,
+    store: &'a OpenStore,
     storage: &'a S,
     blocks: &'a [Committed],
     next: Cell<usize>,

@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    Options,
+    Options, Store,
     open::{Opened, Shape, open},
 };
 use crate::{
@@ -15,38 +15,31 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The store that [`wipe`] would remove.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct Doomed {
-    /// Identity and geometry of the store; `None` if it is too damaged to be opened.
-    pub shape: Option<Shape>,
-    /// Its files and devices.
-    pub paths: Vec<PathBuf>,
-}
-
-/// Removes a store if `confirm` returns true: deletes its files, or clears the superblocks of its devices. Returns
-/// whether it did.
-///
-/// `paths` are all paths of one store, in any order. Other content of a directory stays. No process can open the store
-/// meanwhile. A device's blocks remain readable to users of the device: discard it (`blkdiscard`) if that matters.
-///
-/// # Errors
-/// [`Error::Store`] if the paths are not exactly those of one store, or a process has it open; [`Error::Io`], after
-/// which a part of the store may already be gone.
-pub fn wipe<P: AsRef<Path>>(paths: &[P], confirm: impl FnOnce(&Doomed) -> bool) -> Result<bool> {
-    let paths: Vec<&Path> = paths.iter().map(AsRef::as_ref).collect();
-    let (shape, files) = match open(&paths, &Options::default()).map_err(close_it)? {
-        Opened::Store(store) => (Some(store.shape), store.files),
-        Opened::Lost { files, .. } => (None, files),
-    };
-    files.iter().try_for_each(lock)?;
-    let doomed = Doomed { shape, paths: files.iter().map(|file| file.path.clone()).collect() };
-    if !confirm(&doomed) {
-        return Ok(false);
+impl Store {
+    /// Removes the store if `confirm` returns true: deletes its files, or clears the superblocks of its devices.
+    /// Returns whether it did.
+    ///
+    /// `confirm` gets the store's identity and geometry (`None` if it is too damaged to be opened), and its files and
+    /// devices. Other content of a directory stays. No process can open the store meanwhile. A device's blocks remain
+    /// readable to users of the device: discard it (`blkdiscard`) if that matters. How the store would be read
+    /// ([`allow_in_use`](Self::allow_in_use) and the rest) does not matter here.
+    ///
+    /// # Errors
+    /// [`Error::Store`] if the paths are not exactly those of one store, or a process has it open; [`Error::Io`], after
+    /// which a part of the store may already be gone.
+    pub fn wipe(&self, confirm: impl FnOnce(Option<&Shape>, &[PathBuf]) -> bool) -> Result<bool> {
+        let (shape, files) = match open(&self.paths(), &Options::default()).map_err(close_it)? {
+            Opened::Store(store) => (Some(store.shape), store.files),
+            Opened::Lost { files, .. } => (None, files),
+        };
+        files.iter().try_for_each(lock)?;
+        let paths: Vec<PathBuf> = files.iter().map(|file| file.path.clone()).collect();
+        if !confirm(shape.as_ref(), &paths) {
+            return Ok(false);
+        }
+        files.iter().try_for_each(remove)?;
+        Ok(true)
     }
-    files.iter().try_for_each(remove)?;
-    Ok(true)
 }
 
 /// Takes the exclusive lock, which also excludes readers.

@@ -33,7 +33,7 @@ use case::{Case, Cases, Finds, Outcome};
 use common::{Rng, directory, fetch_verified, key};
 use kvhoist::{
     Cache, Config, Error, StorageKind, Tier, block_on,
-    store::{self, Verification},
+    store::{Store, Verification},
 };
 use sample::{Image, Sample};
 use tempfile::TempDir;
@@ -143,7 +143,7 @@ fn random_damage() {
 struct Bench<'a> {
     sample: &'a Sample,
     config: Config,
-    options: store::Options,
+    storage: StorageKind,
     _directory: TempDir,
 }
 
@@ -160,8 +160,7 @@ impl<'a> Bench<'a> {
         let directory = directory();
         let slots: Vec<u32> = sample.config.disk.paths.iter().map(|disk| sample.config.slots(disk.capacity)).collect();
         let config = sample::config(storage, directory.path(), &slots);
-        let options = store::Options { storage, ..store::Options::default() };
-        Bench { sample, config, options, _directory: directory }
+        Bench { sample, config, storage, _directory: directory }
     }
 
     fn paths(&self) -> Vec<PathBuf> {
@@ -194,7 +193,7 @@ impl<'a> Bench<'a> {
     }
 
     fn verify(&self) -> kvhoist::Result<Verification> {
-        store::verify(&self.paths(), &self.options, |_| ControlFlow::Continue(()))
+        Store::at(self.paths()).storage(self.storage).verify(|_| ControlFlow::Continue(()))
     }
 
     fn attempt(&self, case: &Case) -> Result<(), String> {

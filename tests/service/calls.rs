@@ -7,8 +7,8 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Error, Segment, ServiceFault, Tier, block_on,
-    service::{Client, ClientOptions, SharedMemory},
+    BlockKey, Error, Segment, Tier, block_on,
+    service::{Client, ClientOptions, ServiceFault, SharedMemory},
 };
 
 use crate::{

@@ -100,7 +100,7 @@ async fn connect(socket: &Path, space: usize) -> Client {
 }
 
 fn capacity() -> u64 {
-    kvhoist::store::path_bytes(DISK_BLOCKS, BLOCK_BYTES as u64)
+    kvhoist::DiskPath::file_bytes(DISK_BLOCKS, BLOCK_BYTES as u64)
 }
 
 async fn lend(client: &Client) -> (Rc<Pool>, ClientRegion) {
@@ -173,7 +173,7 @@ fn segments(pool: &Pool, first: usize, count: usize) -> Vec<Vec<Segment>> {
 
 /// Whether a call failed because its client was closed, or its memory taken back, under it.
 fn is_expected(error: &kvhoist::Error) -> bool {
-    use kvhoist::{Error, ServiceFault};
+    use kvhoist::{Error, service::ServiceFault};
     matches!(
         error,
         Error::Closed

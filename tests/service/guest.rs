@@ -3,8 +3,8 @@
 use std::{path::Path, sync::Arc};
 
 use kvhoist::{
-    BlockKey, Error, Result, Segment, ServiceFault, block_on,
-    service::{Client, ClientRegion, SharedMemory},
+    BlockKey, Error, Result, Segment, block_on,
+    service::{Client, ClientRegion, ServiceFault, SharedMemory},
 };
 
 use crate::{

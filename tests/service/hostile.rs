@@ -7,8 +7,8 @@ use std::{
 };
 
 use kvhoist::{
-    ServiceFault,
-    service::protocol::{Blocks, FRAME_BYTES_MAX, Header, Hello, Place, RegionKind, Reply, Request},
+    internals::service::protocol::{Blocks, FRAME_BYTES_MAX, Header, Hello, Place, RegionKind, Reply, Request},
+    service::ServiceFault,
 };
 
 use crate::{
@@ -345,7 +345,7 @@ fn a_canceled_load_says_what_was_moved() {
     let (id, Reply::Results(results)) = raw.reply().expect("a reply") else { panic!("no results") };
     assert_eq!((id, results.len()), (3, 4000));
     let canceled = |result: &Result<bool, _>| match result {
-        Err(kvhoist::service::protocol::Failure { fault: ServiceFault::Canceled, .. }) => true,
+        Err(kvhoist::internals::service::protocol::Failure { fault: ServiceFault::Canceled, .. }) => true,
         Ok(there) => !*there,
         Err(_) => false,
     };

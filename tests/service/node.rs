@@ -11,7 +11,7 @@ use std::{
 
 use kvhoist::{
     Config, DirectIo,
-    service::{Client, ClientOptions, Server, ServerConfig, protocol::ServiceStatus, status},
+    service::{Client, ClientOptions, Server, ServerConfig, ServiceStatus, status},
 };
 use tempfile::TempDir;
 

@@ -4,7 +4,7 @@ use std::{path::PathBuf, time::Instant};
 
 use kvhoist::{
     Config, DirectIo, Tier, block_on,
-    service::{Client, Server, ServerConfig, protocol::SpaceStatus, status},
+    service::{Client, Server, ServerConfig, SpaceStatus, status},
 };
 
 use crate::{
@@ -33,7 +33,7 @@ impl Service {
         let folder = tempfile::tempdir().expect("a folder");
         let mut config = ServerConfig::new(folder.path().join("socket"));
         config.paths = vec![folder.path().to_owned()];
-        config.capacity_bytes = 4 * kvhoist::store::path_bytes(BLOCKS, BLOCK_BYTES as u64);
+        config.capacity_bytes = 4 * kvhoist::DiskPath::file_bytes(BLOCKS, BLOCK_BYTES as u64);
         config.host_bytes = SLOTS * BLOCK_BYTES as u64;
         config.cache = Config::default().direct_io(DirectIo::Prefer);
         set(&mut config);
@@ -44,7 +44,7 @@ impl Service {
     /// A client of a space that asks for all host memory that is left, with its blocks stored.
     fn attach(&self, space: &str) -> Guest {
         let mut options = options_of(space);
-        (options.capacity_bytes, options.host_bytes) = (kvhoist::store::path_bytes(BLOCKS, BLOCK_BYTES as u64), 0);
+        (options.capacity_bytes, options.host_bytes) = (kvhoist::DiskPath::file_bytes(BLOCKS, BLOCK_BYTES as u64), 0);
         let guest = Guest::of(block_on(Client::connect(&self.socket, options)).expect("a service"));
         for first in (0..BLOCKS).step_by(POOL_BLOCKS as usize) {
             let results = guest.store(first, POOL_BLOCKS).expect("a service");
@@ -149,14 +149,14 @@ fn memory_that_a_client_reserves_is_taken_back_and_kept() {
     let service = Service::start(&[]);
     let one = service.attach("one");
     let mut options = options_of("reserved");
-    options.capacity_bytes = kvhoist::store::path_bytes(BLOCKS, BLOCK_BYTES as u64);
+    options.capacity_bytes = kvhoist::DiskPath::file_bytes(BLOCKS, BLOCK_BYTES as u64);
     options.host_bytes = 48 * BLOCK_BYTES as u64;
     let reserved = block_on(Client::connect(&service.socket, options)).expect("what it asked for");
     assert_eq!((service.slots("reserved"), service.slots("one")), (48, 16));
     (0..20).for_each(|_| scan(&one));
     assert_eq!(service.slots("reserved"), 48, "idle, and reserved");
     let mut options = options_of("more");
-    options.capacity_bytes = kvhoist::store::path_bytes(BLOCKS, BLOCK_BYTES as u64);
+    options.capacity_bytes = kvhoist::DiskPath::file_bytes(BLOCKS, BLOCK_BYTES as u64);
     options.host_bytes = 16 * BLOCK_BYTES as u64;
     let refused = block_on(Client::connect(&service.socket, options)).expect_err("one keeps a step");
     assert!(refused.to_string().contains("bytes of host memory left"), "{refused}");
@@ -169,7 +169,7 @@ fn memory_that_does_not_move_is_what_a_client_asked_for() {
     // More than any machine has: no slots are made for it.
     let service = Service::with(|config| (config.move_host, config.host_bytes) = (false, 1 << 60));
     let mut options = options_of("one");
-    options.capacity_bytes = kvhoist::store::path_bytes(BLOCKS, BLOCK_BYTES as u64);
+    options.capacity_bytes = kvhoist::DiskPath::file_bytes(BLOCKS, BLOCK_BYTES as u64);
     options.host_bytes = 8 * BLOCK_BYTES as u64;
     let one = Guest::of(block_on(Client::connect(&service.socket, options)).expect("a service"));
     one.store(0, POOL_BLOCKS).expect("a service").into_iter().for_each(|stored| assert!(stored.expect("stored")));

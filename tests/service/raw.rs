@@ -9,7 +9,7 @@ use std::{
     path::Path,
 };
 
-use kvhoist::service::protocol::{HEADER_BYTES, Header, Hello, Reply, Request, Welcome};
+use kvhoist::internals::service::protocol::{HEADER_BYTES, Header, Hello, Reply, Request, Welcome};
 
 use crate::node::{BLOCK_BYTES, DISK_BLOCKS, HANG, HOST_BLOCKS};
 

@@ -1,9 +1,8 @@
 //! Floors and ceilings of tenants, in a service of this process.
 
 use kvhoist::{
-    BlockKey, Config, DirectIo, Error, ServiceFault, Tier, block_on,
-    service::{Client, Server, ServerConfig, remove_space, status},
-    store,
+    BlockKey, Config, DirectIo, DiskPath, Error, Tier, block_on,
+    service::{Client, Server, ServerConfig, ServiceFault, remove_space, status},
 };
 
 use crate::{
@@ -28,7 +27,7 @@ fn store_blocks(guest: &Guest, blocks: u64) {
 fn a_tenant_that_comes_late_has_its_floor_and_keeps_it() {
     let folder = tempfile::tempdir().expect("a folder");
     let host_bytes = HOST_BLOCKS * BLOCK_BYTES as u64;
-    let [floor, rest] = [2, 4].map(|pools| store::path_bytes(pools * POOL_BLOCKS, BLOCK_BYTES as u64));
+    let [floor, rest] = [2, 4].map(|pools| DiskPath::file_bytes(pools * POOL_BLOCKS, BLOCK_BYTES as u64));
     let mut config = ServerConfig::new(folder.path().join("socket"));
     config.paths = vec![folder.path().to_owned()];
     (config.capacity_bytes, config.host_bytes) = (floor + rest, 2 * host_bytes);
@@ -76,7 +75,7 @@ fn a_scan_evicts_nothing_of_a_tenants_host_memory() {
     let host_bytes = HOST_BLOCKS * BLOCK_BYTES as u64;
     let mut config = ServerConfig::new(folder.path().join("socket"));
     config.paths = vec![folder.path().to_owned()];
-    config.capacity_bytes = 2 * store::path_bytes(16 * POOL_BLOCKS, BLOCK_BYTES as u64);
+    config.capacity_bytes = 2 * DiskPath::file_bytes(16 * POOL_BLOCKS, BLOCK_BYTES as u64);
     config.host_bytes = 3 * host_bytes;
     config.cache = Config::default().direct_io(DirectIo::Prefer);
     config.shares = vec![format!("tenant:host={host_bytes}..{host_bytes}").parse().expect("a share")];
@@ -85,7 +84,7 @@ fn a_scan_evicts_nothing_of_a_tenants_host_memory() {
     let guest = |space: &str, host_bytes: u64| {
         let mut options = options_of(space);
         (options.capacity_bytes, options.host_bytes) =
-            (store::path_bytes(16 * POOL_BLOCKS, BLOCK_BYTES as u64), host_bytes);
+            (DiskPath::file_bytes(16 * POOL_BLOCKS, BLOCK_BYTES as u64), host_bytes);
         Guest::of(block_on(Client::connect(&socket, options)).expect("within its share"))
     };
     let (scanner, tenant) = (guest("scanner", 0), guest("tenant", 0));
@@ -140,7 +139,7 @@ fn available(spaces: &Spaces, of: usize, space: &str) -> u64 {
 #[test]
 fn drawn_spaces_keep_every_floor_and_ceiling() {
     let folder = tempfile::tempdir().expect("a folder");
-    let units = [store::path_bytes(8, BLOCK_BYTES as u64), 2 * BLOCK_BYTES as u64];
+    let units = [DiskPath::file_bytes(8, BLOCK_BYTES as u64), 2 * BLOCK_BYTES as u64];
     let mut config = ServerConfig::new(folder.path().join("socket"));
     config.paths = vec![folder.path().to_owned()];
     (config.capacity_bytes, config.host_bytes) = (UNITS * units[0], UNITS * units[1]);

@@ -15,7 +15,7 @@ pub const TOP: Group = Group {
     parent: &[],
     allowed: &[
         ("internals", "cache device service"),
-        ("service", "cache store config memory block error fork shield size"),
+        ("service", "cache config memory block error fork shield size"),
         (
             "cache",
             "mover state device disk runtime config index io machine memory workers metrics block checksum error fork \
@@ -59,7 +59,6 @@ pub const STATE: Group = Group {
         ("guards", "mod"),
         ("hints", "mod"),
         ("lock", "mod"),
-        ("publish", "mod"),
         ("verify", "mod flights"),
         ("mod", "flights health refusals requests"),
         ("flights", ""),
@@ -133,7 +132,6 @@ pub const KNOWN_PAIRS: &[&str] = &[
     "cli/src/lib.rs: replay and report",
     "python/src/lib.rs: cache and queue",
     "python/src/lib.rs: errors and keys",
-    "src/lib.rs: cache and cache::region",
     "src/lib.rs: device::cufile and device::cufile::queue",
     "src/lib.rs: device::cufile::open and device::cufile::worker",
     "src/lib.rs: device::gdr and device::gdr::calibrate",
@@ -154,8 +152,6 @@ pub const KNOWN_PAIRS: &[&str] = &[
     "tests/corruption/main.rs: the root and sample",
     "tests/guest/main.rs: faults and inside",
     "tests/guest/main.rs: inside and log",
-    "tests/simulation/src/lib.rs: caller and calls",
-    "tests/simulation/src/lib.rs: caller and chains",
     "tests/simulation/src/lib.rs: calls and chains",
     "tests/simulation/src/lib.rs: plan and trial",
 ];

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 /// At most so many public names in each module; what only tests and tools need belongs to `internals`.
-pub const NAMES_MAX: [(&str, usize); 5] = [("", 48), ("gpu", 2), ("rdma", 2), ("store", 16), ("service", 12)];
+pub const NAMES_MAX: [(&str, usize); 5] = [("", 47), ("gpu", 1), ("rdma", 1), ("store", 10), ("service", 17)];
 
 /// The public names of each module, from the root's code and `read`, which gives the code of a module's file.
 pub fn names(root: &str, read: impl Fn(&str) -> String) -> BTreeMap<String, Vec<String>> {
@@ -45,7 +45,9 @@ fn exported(item: &str) -> Vec<String> {
             leaves.map(|leaf| leaf.rsplit("::").next().unwrap_or(leaf).to_owned()).collect()
         }
         // A field or a method has no kind that begins an item at the margin.
-        "struct" | "enum" | "fn" | "trait" | "type" | "const" | "mod" => {
+        // A module within a module would hide names from the count.
+        "mod" => panic!("found a public module in a public module ({rest:.30}), expected names only"),
+        "struct" | "enum" | "fn" | "trait" | "type" | "const" => {
             let name = |c: char| c.is_alphanumeric() || c == '_';
             vec![rest.chars().take_while(|&c| name(c)).collect()]
         }
@@ -53,12 +55,14 @@ fn exported(item: &str) -> Vec<String> {
     }
 }
 
-/// The public methods in a file's `impl Cache` blocks, in order, and whether the documentation of each has an example.
-pub fn methods(text: &str) -> Vec<(String, bool)> {
+/// The public methods in a file's `impl` blocks of `name`, in order, and whether the documentation of each has an
+/// example.
+pub fn methods(text: &str, name: &str) -> Vec<(String, bool)> {
     let (mut methods, mut inside, mut has_example) = (Vec::new(), false, false);
+    let begin = format!("impl {name} {{");
     for line in text.lines() {
         match line {
-            "impl Cache {" => inside = true,
+            _ if line == begin => inside = true,
             "}" => inside = false,
             _ if !inside => {}
             _ if line.trim_start().starts_with("///") => has_example |= line.trim_start().starts_with("/// ```"),
@@ -83,7 +87,7 @@ mod tests {
         let text = "impl Cache {\n    /// One.\n    ///\n    /// ```\n    /// x\n    /// ```\n    #[inline]\n    \
                     pub fn one(&self) {\n    }\n\n    /// Two.\n    pub async unsafe fn two<T>() {\n    }\n    \
                     pub(crate) fn three() {}\n}\nimpl Other {\n    pub fn four() {}\n}\n";
-        assert_eq!(methods(text), [("one".to_owned(), true), ("two".to_owned(), false)]);
+        assert_eq!(methods(text, "Cache"), [("one".to_owned(), true), ("two".to_owned(), false)]);
     }
 
     #[test]

@@ -89,9 +89,13 @@ fn lines_and_files_have_a_limit() {
     assert_eq!(lines("benches/a.rs", &line(LINE_CHARS_MAX)), [0; 0]);
     assert_eq!(lines("benches/a.rs", &format!("\n{}", line(LINE_CHARS_MAX + 1))), [2]);
     assert_eq!(lines("benches/a.rs", &format!("// https://{}", line(LINE_CHARS_MAX))), [0; 0]);
-    assert_eq!(lines("src/a.rs", &"\n".repeat(SRC_LINES_MAX)), [0; 0]);
-    assert_eq!(lines("src/a.rs", &"\n".repeat(SRC_LINES_MAX + 1)), [SRC_LINES_MAX + 1]);
-    assert_eq!(lines("tests/a.rs", &"\n".repeat(SRC_LINES_MAX + 1)), [0; 0]);
+    let long = "\n".repeat(LINES_MAX + 1);
+    assert_eq!(lines("src/a.rs", &long[1..]), [0; 0]);
+    for file in ["src/a.rs", "tests/a.rs"] {
+        assert_eq!(lines(file, &long), [LINES_MAX + 1]);
+        assert_eq!(lines(file, &format!("{LONG}one table.{long}")), [0; 0]);
+        assert_eq!(lines(file, &format!("{LONG}{long}")), [LINES_MAX + 1], "no reason");
+    }
 }
 
 #[test]

@@ -15,24 +15,20 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Cache, Config, DeviceKind, DiskPath, Segment, Tier, block_on,
-    internals::{
-        disk::format::stripe::Stripe,
-        gpu::{DeviceBuffer, Gpu},
-        memory::DeviceMemory,
-    },
+    BlockKey, Cache, Config, DeviceKind, DiskPath, Segment, Tier, block_on, internals::disk::format::stripe::Stripe,
 };
 use tempfile::TempDir;
 
 use crate::{
     cufile,
     drive::{check_on_device, each, fetch_stamped, key, measured, other, run_local, store_stamped, to_device},
-    measure::{Entrant, Sample, Series, interleave_told, ratio, table},
+    measure::{Entrant, Sample, Series, interleave_told},
     pattern::{shuffled, stamp, verify},
     peers::{self, Places},
+    pool::{Home, Pool},
     ring::{BareRing, Op, Setup},
-    scratch::Slab,
 };
+pub use crate::{report::Report, way::Way};
 
 /// What is measured, and where.
 #[derive(Debug, Clone)]
@@ -51,23 +47,6 @@ pub struct Shape {
     pub spin_us: u32,
 }
 
-/// A route: where blocks come from and where they go.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Way {
-    /// Cold blocks to host memory.
-    DiskToHost,
-    /// Cold blocks to the device.
-    DiskToDevice(DeviceKind),
-    /// Blocks from host memory, written through.
-    HostToDisk,
-    /// Blocks of a caller's pool on the device, written through.
-    DeviceToDisk(DeviceKind),
-    /// Cold blocks straight to a caller's pool in host memory, in calls of [`CALL_BLOCKS`].
-    DiskToPool,
-    /// Blocks of a caller's pool in host memory, written straight to disk, in such calls.
-    PoolToDisk,
-}
-
 /// Blocks of one call where a route takes many: pages of one of SGLang's calls.
 pub const CALL_BLOCKS: usize = 128;
 
@@ -77,69 +56,6 @@ pub const COLD_DEPTHS: usize = 8;
 
 /// Of a hundred blocks of a round as many must come from disk for it to count as cold.
 const FROM_DISK_PERCENT_MIN: u64 = 95;
-
-/// What a route gave: the bare loop first, the cache second, others after them.
-pub struct Report {
-    /// Route, place, size and depth.
-    pub title: String,
-    /// Each contender's rounds.
-    pub series: Vec<Series>,
-    /// Record pages written per block stored, where blocks were stored.
-    pub record_writes: Option<f64>,
-    /// The share of the cache's blocks that came from disk, as its routes count, where blocks were read.
-    pub from_disk: Option<f64>,
-}
-
-impl Report {
-    /// Throughput of the cache over the bare loop's: the median over rounds.
-    pub fn over_bare(&self) -> f64 {
-        ratio(&self.series[1], &self.series[0], Sample::mib_per_s)
-    }
-
-    /// The table as text.
-    pub fn text(&self) -> String {
-        let mut text = table(&self.title, &self.series);
-        text += &format!("throughput of the bare loop: {:.3}; all blocks verified\n", self.over_bare());
-        if let Some(pages) = self.record_writes {
-            text += &format!("record pages written per block stored: {pages:.3}\n");
-        }
-        text
-    }
-}
-
-impl Way {
-    /// The name in tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Way::DiskToHost => "disk to host",
-            Way::DiskToDevice(_) => "disk to device",
-            Way::HostToDisk => "host to disk",
-            Way::DeviceToDisk(_) => "device to disk",
-            Way::DiskToPool => "disk to pool",
-            Way::PoolToDisk => "pool to disk",
-        }
-    }
-
-    fn device(self) -> Option<DeviceKind> {
-        match self {
-            Way::DiskToDevice(device) | Way::DeviceToDisk(device) => Some(device),
-            _ => None,
-        }
-    }
-
-    fn bypasses_host(self) -> bool {
-        matches!(self, Way::DiskToPool | Way::PoolToDisk)
-    }
-
-    /// The caller's pool that it needs.
-    fn pool(self) -> Option<Home> {
-        match self {
-            Way::DeviceToDisk(device) => Some(Home::Device(device)),
-            Way::DiskToPool | Way::PoolToDisk => Some(Home::Host),
-            _ => None,
-        }
-    }
-}
 
 impl Shape {
     fn blocks(&self) -> u64 {
@@ -233,6 +149,31 @@ impl<'a> World<'a> {
         Ok(())
     }
 
+    /// A pool in host memory, filled and stored from there directly: block `n` holds the stamps of `n`.
+    fn stored_pool(&self, home: Home) -> io::Result<Pool> {
+        let blocks = self.shape.blocks();
+        let mut pool = Pool::open(&self.cache, blocks, self.shape.block_bytes, home)?;
+        (0..blocks).for_each(|n| stamp(pool.block_mut(n), n));
+        let store = async |keys: &[BlockKey], places: &[Vec<Segment>]| self.cache.store_from(keys, None, places).await;
+        self.calls(0..blocks, &pool, store)?;
+        Ok(pool)
+    }
+
+    /// A pool on a device, filled by the cache: block `n` holds the stamps of `n`.
+    fn filled_pool(&self, home: Home) -> io::Result<Pool> {
+        let pool = Pool::open(&self.cache, self.shape.blocks(), self.shape.block_bytes, home)?;
+        let place = pool.place();
+        self.each(0..self.shape.blocks(), move |cache, n| {
+            let place = place(n);
+            async move {
+                store_stamped(cache.clone(), n).await?;
+                let loaded = cache.load_into(&[key(n)], &[place]).await.map_err(other)?;
+                loaded.into_iter().try_for_each(|result| result.map(drop)).map_err(other)
+            }
+        })?;
+        Ok(pool)
+    }
+
     /// The store's file, and where its blocks begin.
     fn data_file(&self) -> io::Result<(File, u64)> {
         let path = self.scratch.path().join("kvhoist.store");
@@ -260,9 +201,9 @@ impl<'a> World<'a> {
     /// Series, and the share of the cache's blocks that came from disk.
     fn reads(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<(Vec<Series>, f64)> {
         let Shape { block_bytes, depth, rounds, .. } = *self.shape;
-        let (blocks, round_bytes) = (self.shape.blocks(), self.shape.round_bytes());
+        let blocks = self.shape.blocks();
         let pool = match way.pool() {
-            Some(home) => Some(RefCell::new(Pool::stored(self, home)?)),
+            Some(home) => Some(RefCell::new(self.stored_pool(home)?)),
             None => None,
         };
         if pool.is_none() {
@@ -284,21 +225,7 @@ impl<'a> World<'a> {
             let order = coldest_first(shuffled(!round, blocks), &before.borrow(), 4 * depth);
             before.borrow_mut().clone_from(&order);
             let (order, from_disk) = (order.into_iter(), self.blocks_read());
-            let sample = match (way, &pool) {
-                (_, Some(pool)) => {
-                    pool.borrow_mut().spoil();
-                    let pool = pool.borrow();
-                    let load =
-                        async |keys: &[BlockKey], places: &[Vec<Segment>]| self.cache.load_into(keys, places).await;
-                    let sample = measured(round_bytes, || self.calls(order, &pool, load))?;
-                    (0..blocks).try_for_each(|n| verify(pool.block(n), n))?;
-                    sample
-                }
-                (Way::DiskToHost, _) => {
-                    measured(round_bytes, || self.each(order, |cache, n| fetch_stamped(cache, n, n)))?
-                }
-                _ => measured(round_bytes, || self.each(order, to_device))?,
-            };
+            let sample = self.read_round(way, pool.as_ref(), order)?;
             let from_disk = self.blocks_read() - from_disk;
             self.check_cold(from_disk)?;
             let (all_from_disk, all) = counted.get();
@@ -332,12 +259,29 @@ impl<'a> World<'a> {
         Ok((series, from_disk as f64 / all as f64))
     }
 
+    /// A round of the cache.
+    fn read_round(&self, way: Way, pool: Option<&RefCell<Pool>>, order: std::vec::IntoIter<u64>) -> io::Result<Sample> {
+        let round_bytes = self.shape.round_bytes();
+        match (way, pool) {
+            (_, Some(pool)) => {
+                pool.borrow_mut().spoil();
+                let pool = pool.borrow();
+                let load = async |keys: &[BlockKey], places: &[Vec<Segment>]| self.cache.load_into(keys, places).await;
+                let sample = measured(round_bytes, || self.calls(order, &pool, load))?;
+                (0..self.shape.blocks()).try_for_each(|n| verify(pool.block(n), n))?;
+                Ok(sample)
+            }
+            (Way::DiskToHost, _) => measured(round_bytes, || self.each(order, |cache, n| fetch_stamped(cache, n, n))),
+            _ => measured(round_bytes, || self.each(order, to_device)),
+        }
+    }
+
     fn writes(&self, way: Way, told: &mut dyn FnMut() -> io::Result<()>) -> io::Result<(Vec<Series>, f64)> {
         let Shape { block_bytes, depth, rounds, .. } = *self.shape;
         let (blocks, round_bytes) = (self.shape.blocks(), self.shape.round_bytes());
         let pool = match way.pool() {
-            Some(home @ Home::Host) => Some(Pool::stored(self, home)?),
-            Some(home @ Home::Device(_)) => Some(Pool::filled(self, home)?),
+            Some(home @ Home::Host) => Some(self.stored_pool(home)?),
+            Some(home @ Home::Device(_)) => Some(self.filled_pool(home)?),
             None => None,
         };
         if pool.is_none() {
@@ -396,107 +340,6 @@ fn coldest_first(order: impl Iterator<Item = u64>, before: &[u64], recent: usize
     let (warm, mut cold): (Vec<u64>, Vec<u64>) = order.partition(|n| recent.contains(n));
     cold.extend(warm);
     cold
-}
-
-/// Memory of a caller that blocks are loaded into and stored from.
-struct Pool {
-    base: usize,
-    block_bytes: usize,
-    region: kvhoist::Region,
-    memory: Memory,
-}
-
-/// Where a pool lies.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Home {
-    /// In host memory, as a buffer of the ring.
-    Host,
-    Device(DeviceKind),
-}
-
-enum Memory {
-    Device { _buffer: DeviceBuffer },
-    Host { slab: Slab },
-}
-
-impl Pool {
-    /// Room for as many blocks as the shape has.
-    fn open(world: &World<'_>, home: Home) -> io::Result<Pool> {
-        let (blocks, block_bytes) = (world.shape.blocks(), world.shape.block_bytes);
-        let (base, memory) = if matches!(home, Home::Host | Home::Device(DeviceKind::Simulated)) {
-            let mut slab = Slab::new(block_bytes, blocks as usize)?;
-            (slab.block(0).as_mut_ptr(), Memory::Host { slab })
-        } else {
-            let buffer = Gpu::open(0).and_then(|gpu| DeviceBuffer::new(gpu, blocks as usize * block_bytes));
-            let buffer = buffer.map_err(other)?;
-            (buffer.base().as_ptr(), Memory::Device { _buffer: buffer })
-        };
-        let (cache, bytes) = (&world.cache, blocks as usize * block_bytes);
-        // SAFETY: the pool outlives the cache's use of it (`unregister` in `writes`, or the end of the cache, which
-        // every way out of `measure` but an error has awaited), and nothing else knows it.
-        let lent = unsafe {
-            match home {
-                Home::Host => kvhoist::Memory::host(base, bytes),
-                Home::Device(_) => kvhoist::Memory::device(base, bytes),
-            }
-        };
-        let options = kvhoist::RegisterOptions::default().pinned(home == Home::Host);
-        let region = block_on(cache.register(lent, options)).map_err(other)?;
-        if home == Home::Host && !region.is_pinned() {
-            eprintln!("the pool is no buffer of the ring: raise `ulimit -l`");
-        }
-        Ok(Pool { base: base.expose_provenance(), block_bytes, region, memory })
-    }
-
-    /// The same in host memory, filled and stored from there, straight: block `n` holds the stamps of `n`.
-    fn stored(world: &World<'_>, home: Home) -> io::Result<Pool> {
-        let mut pool = Self::open(world, home)?;
-        let blocks = world.shape.blocks();
-        (0..blocks).for_each(|n| stamp(pool.block_mut(n), n));
-        let store = async |keys: &[BlockKey], places: &[Vec<Segment>]| world.cache.store_from(keys, None, places).await;
-        world.calls(0..blocks, &pool, store)?;
-        Ok(pool)
-    }
-
-    /// The same on a device, filled: block `n` holds the stamps of `n`, brought there by the cache itself.
-    fn filled(world: &World<'_>, home: Home) -> io::Result<Pool> {
-        let pool = Self::open(world, home)?;
-        let place = pool.place();
-        world.each(0..world.shape.blocks(), move |cache, n| {
-            let place = place(n);
-            async move {
-                store_stamped(cache.clone(), n).await?;
-                let loaded = cache.load_into(&[key(n)], &[place]).await.map_err(other)?;
-                loaded.into_iter().try_for_each(|result| result.map(drop)).map_err(other)
-            }
-        })?;
-        Ok(pool)
-    }
-
-    /// Where block `n` lies.
-    fn place(&self) -> impl Fn(u64) -> Vec<Segment> + 'static {
-        let (base, len) = (self.base, self.block_bytes);
-        move |n| vec![Segment { ptr: std::ptr::with_exposed_provenance_mut(base + n as usize * len), len }]
-    }
-
-    /// Block `n` of a pool in host memory that nothing moves to or from.
-    fn block(&self, n: u64) -> &[u8] {
-        let Segment { ptr, len } = self.place()(n)[0];
-        // SAFETY: within the pool, which is mapped and initialized, and no call on the cache is in flight.
-        unsafe { std::slice::from_raw_parts(ptr, len) }
-    }
-
-    fn block_mut(&mut self, n: u64) -> &mut [u8] {
-        let Segment { ptr, len } = self.place()(n)[0];
-        // SAFETY: as above, and borrowed exclusively.
-        unsafe { std::slice::from_raw_parts_mut(ptr, len) }
-    }
-
-    /// Makes every block of a pool in host memory another: what a load leaves out is found then.
-    fn spoil(&mut self) {
-        let Memory::Host { slab } = &self.memory else { return };
-        (0..slab.count() as u64).for_each(|n| stamp(self.block_mut(n), !n));
-    }
 }
 
 #[cfg(test)]

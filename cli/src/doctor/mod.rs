@@ -15,7 +15,6 @@ use clap::ValueEnum;
 use kvhoist::{
     DiskPath,
     internals::machine::{self, Plan},
-    store,
 };
 use serde_json::{Value, json};
 
@@ -174,7 +173,7 @@ fn plan(args: &Args) -> Result<Plan, Failure> {
         let slot = config.slot_bytes() as u64;
         let on_disk = |disk: &DiskPath| {
             let slots = u64::from(config.slots(disk.capacity));
-            store::path_bytes(slots, config.block_bytes as u64)
+            DiskPath::file_bytes(slots, config.block_bytes as u64)
         };
         plan.host_bytes = settings.host_bytes().unwrap_or(u64::from(config.host_slots()) * slot);
         plan.write_bytes_a_day = config.write_budget_bytes().unwrap_or(0);

@@ -32,8 +32,7 @@ fn escaped(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use kvhoist::{
-        BlockKey, Cache, Config, Stats, WritePolicy, block_on, internals::service::OpenSpace,
-        service::protocol::ServiceStatus,
+        BlockKey, Cache, Config, Stats, WritePolicy, block_on, internals::service::OpenSpace, service::ServiceStatus,
     };
 
     use super::*;

@@ -3,7 +3,7 @@
 use kvhoist::{
     Config, Route, RouteStats, Stats, Tier, TierStats,
     internals::service::OpenSpace,
-    service::protocol::{ClientStatus, ServiceStatus},
+    service::{ClientStatus, ServiceStatus},
 };
 
 use super::drives::Drive;

@@ -22,7 +22,7 @@ use axum::{
 };
 use kvhoist::{
     internals::service::{OpenSpace, ServiceReport},
-    service::{Server, protocol::ServiceStatus},
+    service::{Server, ServiceStatus},
 };
 use tokio::sync::Mutex;
 
@@ -163,7 +163,7 @@ async fn page() -> impl IntoResponse {
 
 #[cfg(test)]
 mod tests {
-    use kvhoist::service::protocol::{SpaceStats, SpaceStatus};
+    use kvhoist::service::{SpaceStats, SpaceStatus};
 
     use super::*;
 

@@ -68,12 +68,7 @@ impl Pair {
             Op::Fill { key, parent, tier: to } => self.fill(key % KEYS, parent.map(|p| p % KEYS), tier(to)),
             Op::Insert { key, parent, by_abort } => self.insert(key % KEYS, parent.map(|p| p % KEYS), by_abort),
             Op::Complete { pick } => self.complete(pick),
-            Op::Abort { pick } => {
-                if let Some((at, tier)) = self.model.filling(pick) {
-                    self.index.abort_fill(self.model.id(at), tier);
-                    self.model.vacate(at, tier);
-                }
-            }
+            Op::Abort { pick } => self.abort(pick),
             Op::Pin { pick, tier: at } => self.pin(pick, tier(at)),
             Op::Unpin { pick } => self.unpin(pick),
             Op::Touch { pick } => {
@@ -115,12 +110,7 @@ impl Pair {
                     assert_eq!(self.index.remove(self.model.id(at)), self.model.remove(at));
                 }
             }
-            Op::Restore { tier: to, ref records } => {
-                let keys = records.iter().flatten().map(|record| block_key(record.key % KEYS)).collect::<Vec<_>>();
-                self.index.prepare_restore(keys.iter());
-                records.iter().flatten().for_each(|record| self.restore(record, tier(to)));
-                self.index.restored(tier(to));
-            }
+            Op::Restore { tier: to, ref records } => self.restore_all(records, tier(to)),
             Op::Release { from, len } => self.release(from, len),
             Op::Keep { pick, time } => self.keep(pick, time),
             Op::Expire { time } => {
@@ -129,6 +119,20 @@ impl Pair {
             }
             Op::Reserve { entries } => self.index.try_reserve(entries.into()).expect("room for a few"),
         }
+    }
+
+    fn abort(&mut self, pick: u8) {
+        if let Some((at, tier)) = self.model.filling(pick) {
+            self.index.abort_fill(self.model.id(at), tier);
+            self.model.vacate(at, tier);
+        }
+    }
+
+    fn restore_all(&mut self, records: &[Option<Record>], to: Tier) {
+        let keys = records.iter().flatten().map(|record| block_key(record.key % KEYS)).collect::<Vec<_>>();
+        self.index.prepare_restore(keys.iter());
+        records.iter().flatten().for_each(|record| self.restore(record, to));
+        self.index.restored(to);
     }
 
     /// The index says what is released, since it knows of past forks: this checks only what the hint must not do.

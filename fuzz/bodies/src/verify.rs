@@ -1,4 +1,4 @@
-//! `store::verify` and `store::inspect`: a sound store with bytes from anywhere in it.
+//! `Store::verify` and `Store::inspect`: a sound store with bytes from anywhere in it.
 
 use std::{
     fs,
@@ -9,7 +9,9 @@ use std::{
 
 use arbitrary::{Arbitrary, Unstructured};
 use kvhoist::{
-    BlockKey, Cache, Config, DirectIo, DiskPath, StorageKind, block_on, internals::disk::format::stripe::Stripe, store,
+    BlockKey, Cache, Config, DirectIo, DiskPath, StorageKind, block_on,
+    internals::disk::format::stripe::Stripe,
+    store::{Store, Verification},
 };
 use tempfile::TempDir;
 
@@ -105,11 +107,11 @@ fn path_in(directory: &TempDir) -> PathBuf {
     directory.path().join("kvhoist.store")
 }
 
-fn look(path: &Path) -> kvhoist::Result<store::Verification> {
-    let options = store::Options { storage: StorageKind::Blocking, depth: 2, ..store::Options::default() };
+fn look(path: &Path) -> kvhoist::Result<Verification> {
+    let store = Store::at([path]).storage(StorageKind::Blocking).depth(2);
     // Not a word of the answer is promised; it comes.
-    drop(store::inspect(&[path], &options));
-    store::verify(&[path], &options, |_| ControlFlow::Continue(()))
+    drop(store.inspect());
+    store.verify(|_| ControlFlow::Continue(()))
 }
 
 /// A store with the edits of `data`: what is wrong is found, what is not is not, and nothing is changed.

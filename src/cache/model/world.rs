@@ -29,7 +29,7 @@ use crate::{
     cache::{
         Inner,
         open::{End, tell_end},
-        region::Regions,
+        regions::Regions,
         turns::Turns,
     },
     checksum::checksum,

@@ -30,7 +30,7 @@ impl Gpu {
     /// # Errors
     /// [`Error::Unavailable`] with the devices that are there instead.
     pub fn open(ordinal: u32) -> Result<Arc<Self>> {
-        let unavailable = |reason| Error::Unavailable { tier: "device", reason };
+        let unavailable = |reason| Error::unavailable("device", reason);
         let discovery = discover();
         let device = discovery.device(ordinal).map_err(unavailable)?.clone();
         let driver = Driver::get().map_err(unavailable)?;
@@ -65,7 +65,7 @@ impl Gpu {
     /// # Errors
     /// [`Error::Unavailable`] with the driver's error.
     pub fn make_current(&self) -> Result<()> {
-        self.bind().map_err(|fault| Error::Unavailable { tier: "device", reason: fault.to_string() })
+        self.bind().map_err(|fault| Error::unavailable("device", fault))
     }
 
     /// The form of the driver's batch copy, if it has one.
@@ -93,7 +93,7 @@ impl Gpu {
             // SAFETY: the function exists, the context is current, and the call writes two integers.
             check("cuMemGetInfo", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })
         });
-        queried.map_err(|fault| Error::Unavailable { tier: "device", reason: fault.to_string() })?;
+        queried.map_err(|fault| Error::unavailable("device", fault))?;
         Ok((free as u64, total as u64))
     }
 }

@@ -61,21 +61,23 @@ impl fmt::Display for Device {
     }
 }
 
-/// The GPUs that CUDA shows to this process, by ordinal. Loads the driver, which takes tens of milliseconds the first
-/// time; takes no device memory.
-///
-/// # Errors
-/// [`Error::Unavailable`] with the reason why the driver cannot be used.
-///
-/// ```
-/// match kvhoist::gpu::devices() {
-///     Ok(devices) => devices.iter().for_each(|device| println!("{device}")),
-///     Err(error) => println!("{error}"),
-/// }
-/// ```
-pub fn devices() -> error::Result<Vec<Device>> {
-    let Discovery { driver, devices } = discover();
-    driver.map(|_| devices).map_err(|reason| Error::Unavailable { tier: "device", reason })
+impl Device {
+    /// The GPUs that CUDA shows to this process, by ordinal. Loads the driver, which takes tens of milliseconds the
+    /// first time; takes no device memory.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the reason why the driver cannot be used.
+    ///
+    /// ```
+    /// match kvhoist::gpu::Device::all() {
+    ///     Ok(devices) => devices.iter().for_each(|device| println!("{device}")),
+    ///     Err(error) => println!("{error}"),
+    /// }
+    /// ```
+    pub fn all() -> error::Result<Vec<Self>> {
+        let Discovery { driver, devices } = discover();
+        driver.map(|_| devices).map_err(|reason| Error::unavailable("device", reason))
+    }
 }
 
 /// Loads the driver and queries its devices. Takes tens of milliseconds the first time, and no device memory.

@@ -83,20 +83,16 @@ impl Gates {
     /// Takes `count` gates. Pins more memory if too few are free; that waits for no stream.
     pub(crate) fn take(gpu: &Arc<Gpu>, count: usize) -> Result<Gates> {
         if !gpu.has_stream_waits() {
-            let reason = "the driver has no cuStreamWaitValue32_v2; install CUDA 11.7's or a newer one".into();
-            return Err(Error::Unavailable { tier: "device", reason });
+            let reason = "the driver has no cuStreamWaitValue32_v2; install CUDA 11.7's or a newer one";
+            return Err(Error::unavailable("device", reason));
         }
         let pool = Pool::of(&gpu.device().pci_address);
         let mut inner = pool.inner.lock().unwrap_or_else(PoisonError::into_inner);
         while inner.free.len() < count {
             if inner.slabs.len() * GATES_PER_SLAB >= GATES_MAX {
-                return Err(Error::Busy {
-                    what: "layers that streams wait for",
-                    limit: GATES_MAX as u64,
-                    setting: "none",
-                });
+                return Err(Error::busy("layers that streams wait for", GATES_MAX as u64, "none"));
             }
-            let unavailable = |fault: CudaError| Error::Unavailable { tier: "device", reason: fault.to_string() };
+            let unavailable = |fault: CudaError| Error::unavailable("device", fault);
             inner.grow(gpu).map_err(unavailable)?;
         }
         let at = inner.free.len() - count;

@@ -40,11 +40,10 @@ impl DeviceBuffer {
         allocated.map_err(|fault| {
             let free = gpu.memory_bytes().map_or_else(|_| "?".into(), |(free, _)| free.to_string());
             let reason = format!("{bytes} bytes of device memory were refused, {free} are free: {fault}");
-            Error::Unavailable { tier: "device", reason }
+            Error::unavailable("device", reason)
         })?;
         let base = NonNull::new(std::ptr::with_exposed_provenance_mut(address as usize));
-        let base =
-            base.ok_or_else(|| Error::Unavailable { tier: "device", reason: "cuMemAlloc gave address 0".into() })?;
+        let base = base.ok_or_else(|| Error::unavailable("device", "cuMemAlloc gave address 0"))?;
         Ok(DeviceBuffer { gpu, base, bytes })
     }
 }
@@ -125,9 +124,11 @@ impl HostPin {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Self> {
         // SAFETY: the caller vouches for the range.
-        unsafe { Self::register(gpu, start, bytes, owner) }.map_err(|fault| Error::Unavailable {
-            tier: "device",
-            reason: format!("{bytes} bytes of host memory could not be pinned for the device: {fault}"),
+        unsafe { Self::register(gpu, start, bytes, owner) }.map_err(|fault| {
+            Error::unavailable(
+                "device",
+                format!("{bytes} bytes of host memory could not be pinned for the device: {fault}"),
+            )
         })
     }
 

@@ -1,7 +1,7 @@
 //! NVIDIA GPUs, through the CUDA driver library.
 //!
 //! The library is loaded at run time, so the same binary runs on machines without it. Neither building nor running
-//! needs the CUDA toolkit. [`devices`] lists the GPUs.
+//! needs the CUDA toolkit. [`Device::all`] lists the GPUs.
 //!
 //! - [`Gpu`]: a device and its primary context, shared with all other users of the device in the process.
 //! - [`DeviceBuffer`]: plain device memory, the [`DeviceMemory`](crate::memory::DeviceMemory) of a pool.
@@ -20,7 +20,7 @@ mod stream;
 
 pub(crate) use checksum::{ChecksumKernel, PIECE_MULTIPLE, PieceBuffer, Plan};
 pub use context::Gpu;
-pub use discover::{Device, Discovery, devices, discover};
+pub use discover::{Device, Discovery, discover};
 pub use dma_buf::WriteFlush;
 pub(crate) use gates::Gates;
 pub use memory::{DeviceBuffer, HostPin};

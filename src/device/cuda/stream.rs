@@ -196,7 +196,7 @@ impl StreamMark {
 }
 
 fn refused(fault: CudaError) -> Error {
-    Error::Copy { engine: "cuda", reason: fault.to_string() }
+    Error::copy("cuda", fault)
 }
 
 impl Drop for Event {

@@ -5,7 +5,7 @@
 //! because libcufile drops completions beyond that.
 //!
 //! A request owns its slots, pins and regions. If libcufile does not complete it within the limit, the caller falls
-//! back to another route; the request keeps its slots and memory until libcufile returns it, possibly for ever.
+//! back to another route; the request keeps its slots and memory until libcufile returns it, which may be never.
 
 mod open;
 mod queue;

@@ -69,7 +69,7 @@ impl GdrCopy {
     /// [`Error::Unavailable`] if there is no usable device or the self-test fails; the reason says what is missing and
     /// what to do.
     pub async fn open(options: &GdrOptions, memory: GdrMemory) -> Result<Self> {
-        let unavailable = |reason| Error::Unavailable { tier: "gdr", reason };
+        let unavailable = |reason| Error::unavailable("gdr", reason);
         let pool = memory.pool.clone();
         let inner = prepare(options, memory).map_err(unavailable)?;
         let mut tested = inner.queue.borrow_mut().connect();
@@ -89,6 +89,33 @@ impl GdrCopy {
         tracing::info!(detail = inner.detail, "the RDMA device can copy");
         Ok(GdrCopy { inner })
     }
+}
+
+/// Registers the engine's own memory, the host arena and the device pool, and says how the device memory is reached.
+fn register(
+    regions: &Regions,
+    scratch: &Scratch,
+    arena: Option<&Arena>,
+    pool: Option<&dyn DeviceMemory>,
+    gpu: Option<&Gpu>,
+) -> std::result::Result<DeviceAccess, String> {
+    let mut access = DeviceAccess::Simulated;
+    let mut add = |start: usize, len: usize, gpu: Option<&Gpu>| {
+        // SAFETY: the scratch memory, the arena and the pool live as long as the engine, which drops the table first.
+        let how = unsafe { regions.add(start, len, gpu) }?;
+        access = how.unwrap_or(access);
+        Ok::<_, String>(())
+    };
+    let [host, device] = scratch.places();
+    add(host, SCRATCH_BYTES, None)?;
+    add(device, SCRATCH_BYTES, gpu)?;
+    for &(start, bytes) in arena.iter().flat_map(|arena| arena.chunks()) {
+        add(start.as_ptr().expose_provenance(), bytes, None)?;
+    }
+    if let Some(pool) = pool {
+        add(pool.base().as_ptr().expose_provenance(), pool.bytes(), gpu)?;
+    }
+    Ok(access)
 }
 
 fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<Inner>, String> {
@@ -116,26 +143,9 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
     let mut keep: Vec<Arc<dyn Any + Send + Sync>> = Vec::new();
     let scratch = Scratch::new(gpu.as_ref())?;
     let regions = Regions::new(&domain, limits.region_bytes, options.registered_max);
-    let mut access = DeviceAccess::Simulated;
-    let [host, scratch_device] = scratch.places();
-    let mut add = |start: usize, len: usize, gpu: Option<&Gpu>| {
-        // SAFETY: the scratch memory, the arena and the pool live as long as the engine, which drops the table first.
-        let how = unsafe { regions.add(start, len, gpu) }?;
-        access = how.unwrap_or(access);
-        Ok::<_, String>(())
-    };
-    add(host, SCRATCH_BYTES, None)?;
-    add(scratch_device, SCRATCH_BYTES, gpu.as_deref())?;
-    if let Some(arena) = arena {
-        keep.push(Arc::clone(&arena) as _);
-        for &(start, bytes) in arena.chunks() {
-            add(start.as_ptr().expose_provenance(), bytes, None)?;
-        }
-    }
-    if let Some(pool) = pool {
-        keep.push(Arc::new(Arc::clone(&pool)));
-        add(pool.base().as_ptr().expose_provenance(), pool.bytes(), gpu.as_deref())?;
-    }
+    keep.extend(arena.iter().map(|arena| Arc::clone(arena) as _));
+    keep.extend(pool.iter().map(|pool| Arc::new(Arc::clone(pool)) as _));
+    let access = register(&regions, &scratch, arena.as_deref(), pool.as_deref(), gpu.as_deref())?;
     let distance =
         gpu_address.map_or_else(String::new, |gpu| format!(", {} away from the GPU", device.distance_to(&gpu)));
     let detail = format!(

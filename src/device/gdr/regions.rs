@@ -54,7 +54,7 @@ struct Entry {
     rkey: u32,
     region: Rc<MemoryRegion>,
     /// Id of the caller's region, and the time of its last use.
-    foreign: Option<(u64, u64)>,
+    caller: Option<(u64, u64)>,
 }
 
 /// Result of a look-up.
@@ -111,11 +111,11 @@ impl Regions {
         Ok(how)
     }
 
-    fn insert(&self, start: usize, len: usize, region: MemoryRegion, foreign: Option<(u64, u64)>) {
+    fn insert(&self, start: usize, len: usize, region: MemoryRegion, caller: Option<(u64, u64)>) {
         let (lkey, rkey) = (region.lkey(), region.rkey());
         let mut entries = self.entries.borrow_mut();
         let at = entries.partition_point(|entry| entry.start < start);
-        entries.insert(at, Entry { start, end: start + len, lkey, rkey, region: Rc::new(region), foreign });
+        entries.insert(at, Entry { start, end: start + len, lkey, rkey, region: Rc::new(region), caller });
     }
 
     /// The region that contains this address.
@@ -162,7 +162,7 @@ impl Regions {
                     let place = self.place(&entries, side, at)?;
                     let entry = &mut entries[place];
                     at = entry.end;
-                    if let Some((_, used)) = &mut entry.foreign
+                    if let Some((_, used)) = &mut entry.caller
                         && !refs.iter().any(|used| Rc::ptr_eq(used, &entry.region))
                     {
                         *used = now;
@@ -211,11 +211,11 @@ impl Regions {
     /// limit.
     fn make_room(&self) -> Vec<MemoryRegion> {
         let mut entries = self.entries.borrow_mut();
-        let foreign = entries.iter().filter(|entry| entry.foreign.is_some()).count();
+        let callers = entries.iter().filter(|entry| entry.caller.is_some()).count();
         let mut evicted = Vec::new();
-        for _ in self.registered_max..=foreign {
+        for _ in self.registered_max..=callers {
             let unused = entries.iter().enumerate().filter(|(_, entry)| Rc::strong_count(&entry.region) == 1);
-            let oldest = unused.filter_map(|(at, entry)| Some((entry.foreign?.1, at))).min();
+            let oldest = unused.filter_map(|(at, entry)| Some((entry.caller?.1, at))).min();
             let Some((_, at)) = oldest else { break };
             evicted.extend(Rc::into_inner(entries.remove(at).region));
         }
@@ -226,7 +226,7 @@ impl Regions {
     pub(super) fn forget(&self, region: &CopyRegion) -> Option<MemoryRegion> {
         self.refused.borrow_mut().retain(|&id| id != region.id());
         let mut entries = self.entries.borrow_mut();
-        let at = entries.iter().position(|entry| entry.foreign.is_some_and(|(id, _)| id == region.id()))?;
+        let at = entries.iter().position(|entry| entry.caller.is_some_and(|(id, _)| id == region.id()))?;
         // If a batch of an overlapping region still uses it, that batch drops the last reference.
         Rc::into_inner(entries.remove(at).region)
     }

@@ -107,5 +107,5 @@ impl Streams {
 }
 
 pub(super) fn failure(reason: String) -> Error {
-    Error::Copy { engine: "gdr", reason }
+    Error::copy("gdr", reason)
 }

@@ -104,21 +104,23 @@ impl Discovery {
     }
 }
 
-/// The RDMA devices that libibverbs shows to this process. Loads the library and opens each device for its query, which
-/// takes milliseconds.
-///
-/// # Errors
-/// [`Error::Unavailable`] with the reason why libibverbs could not be loaded.
-///
-/// ```
-/// match kvhoist::rdma::devices() {
-///     Ok(devices) => devices.iter().for_each(|device| println!("{device}: {:?}", device.obstacle())),
-///     Err(error) => println!("{error}"),
-/// }
-/// ```
-pub fn devices() -> error::Result<Vec<Device>> {
-    let Discovery { library, devices } = discover();
-    library.map(|_| devices).map_err(|reason| Error::Unavailable { tier: "gdr", reason })
+impl Device {
+    /// The RDMA devices that libibverbs shows to this process. Loads the library and opens each device for its query,
+    /// which takes milliseconds.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the reason why libibverbs could not be loaded.
+    ///
+    /// ```
+    /// match kvhoist::rdma::Device::all() {
+    ///     Ok(devices) => devices.iter().for_each(|device| println!("{device}: {:?}", device.obstacle())),
+    ///     Err(error) => println!("{error}"),
+    /// }
+    /// ```
+    pub fn all() -> error::Result<Vec<Self>> {
+        let Discovery { library, devices } = discover();
+        library.map(|_| devices).map_err(|reason| Error::unavailable("gdr", reason))
+    }
 }
 
 /// Loads libibverbs and queries its devices; each is open only during its query. Takes milliseconds.

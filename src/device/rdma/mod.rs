@@ -1,6 +1,6 @@
 //! RDMA devices, through libibverbs (rdma-core).
 //!
-//! The library is loaded at run time, so the same binary runs on machines without it. [`devices`] lists them,
+//! The library is loaded at run time, so the same binary runs on machines without it. [`Device::all`] lists them,
 //! and each says why it cannot be used. Used for copies between host and device memory
 //! ([`device::gdr`](crate::device::gdr)).
 
@@ -14,7 +14,7 @@ mod verbs;
 mod work;
 
 pub(crate) use discover::open;
-pub use discover::{Device, Discovery, devices, discover};
+pub use discover::{Device, Discovery, discover};
 pub(crate) use ports::LoopbackPath;
 pub use ports::{Gid, GidKind, LinkLayer, Port};
 pub(crate) use queue_pair::QueuePair;

@@ -49,7 +49,7 @@ enum Sharing {
 
 /// Opens the configured path, creates a missing file, and waits for the exclusive lock.
 ///
-/// Retries if the path came to name another file meanwhile: another process may have been refused, and have removed the
+/// Retries if the path names another file by then: another process may have been refused, and have removed the
 /// file that it had created.
 pub(super) fn open_exclusive(configured: &Path) -> Result<Opened> {
     let give_up = Instant::now() + WAIT;
@@ -84,12 +84,12 @@ fn take(opened: &mut Opened, sharing: Sharing, give_up: Instant) -> Result<bool>
             Ok(()) => break,
             Err(TryLockError::WouldBlock) if Instant::now() < give_up => thread::sleep(POLL),
             Err(TryLockError::WouldBlock) => {
-                return Err(Error::Store {
-                    path: opened.path.clone(),
-                    found: "a lock on it: the store is open in another process, or a second time in this one".into(),
-                    expected: "a store that is not open".into(),
-                    action: "close the other cache first, or choose another path in `disks`".into(),
-                });
+                return Err(Error::store(
+                    opened.path.clone(),
+                    "a lock on it: the store is open in another process, or a second time in this one",
+                    "a store that is not open",
+                    "close the other cache first, or choose another path in `disks`",
+                ));
             }
             Err(TryLockError::Error(error)) if error.kind() == io::ErrorKind::Interrupted => {}
             Err(TryLockError::Error(error)) => return Err(Error::io("lock", &opened.path, error)),
@@ -100,10 +100,10 @@ fn take(opened: &mut Opened, sharing: Sharing, give_up: Instant) -> Result<bool>
 }
 
 fn replaced(path: &Path) -> Error {
-    Error::Store {
-        path: path.into(),
-        found: "another file than a moment ago: it was removed or replaced while it was opened".into(),
-        expected: "a file that stays in its place".into(),
-        action: "open again".into(),
-    }
+    Error::store(
+        path,
+        "another file than a moment ago: it was removed or replaced while it was opened",
+        "a file that stays in its place",
+        "open again",
+    )
 }

@@ -159,14 +159,12 @@ impl Opening {
         let path = &self.opened.path;
         let system = if self.opened.device { "a block device".into() } else { sys::file_system(&self.opened.file) };
         if wanted == DirectIo::Require {
-            return Err(Error::Store {
-                path: path.clone(),
-                found: format!("{system}, without direct I/O in units of {PAGE_BYTES} bytes ({reason})"),
-                expected: "direct I/O (O_DIRECT)".into(),
-                action:
-                    "put the store on a local ext4 or xfs file system or a raw device, or set direct_io = \"prefer\""
-                        .into(),
-            });
+            return Err(Error::store(
+                path.clone(),
+                format!("{system}, without direct I/O in units of {PAGE_BYTES} bytes ({reason})"),
+                "direct I/O (O_DIRECT)",
+                "put the store on a local ext4 or xfs file system or a raw device, or set direct_io = \"prefer\"",
+            ));
         }
         tracing::warn!(path = %path.display(), system, reason, "no direct I/O: going through the page cache");
         self.direct = false;
@@ -202,13 +200,12 @@ impl Opening {
         for start in ends {
             let read = read_up_to(&self.opened.file, &mut buf, start).map_err(self.io("read"))?;
             if let Some(at) = buf[..read].iter().position(|&byte| byte != 0) {
-                return Err(Error::Store {
-                    path: self.opened.path.clone(),
-                    found: format!("zeros at its start, but data at byte {}", start + at as u64),
-                    expected: "a store, or nothing but zeros".into(),
-                    action: "choose another path in `disks`, or wipe it (wipefs, blkdiscard) if its data is not needed"
-                        .into(),
-                });
+                return Err(Error::store(
+                    self.opened.path.clone(),
+                    format!("zeros at its start, but data at byte {}", start + at as u64),
+                    "a store, or nothing but zeros",
+                    "choose another path in `disks`, or wipe it (wipefs, blkdiscard) if its data is not needed",
+                ));
             }
         }
         Ok(())
@@ -223,14 +220,12 @@ impl Opening {
             let read = read_up_to(&self.opened.file, part, TABLE_OFFSET + start).map_err(self.io("read"))?;
             if let Some(at) = part[..read].iter().position(|&byte| byte != 0) {
                 let at = TABLE_OFFSET + start + at as u64;
-                return Err(Error::Store {
-                    path: self.opened.path.clone(),
-                    found: format!(
-                        "records of blocks (data at byte {at}), but no valid superblock (damaged or zeroed)"
-                    ),
-                    expected: "a sound superblock, or no record at all".into(),
-                    action: "check the disk, or remove the store's files (wipe its devices) to start empty".into(),
-                });
+                return Err(Error::store(
+                    self.opened.path.clone(),
+                    format!("records of blocks (data at byte {at}), but no valid superblock (damaged or zeroed)"),
+                    "a sound superblock, or no record at all",
+                    "check the disk, or remove the store's files (wipe its devices) to start empty",
+                ));
             }
         }
         Ok(())
@@ -242,14 +237,12 @@ impl Opening {
         if self.opened.device || wanted <= limit {
             return Ok(());
         }
-        Err(Error::Store {
-            path: self.opened.path.clone(),
-            found: format!("a limit of {limit} bytes on the files of this process (RLIMIT_FSIZE)"),
-            expected: format!("{wanted} bytes, the size of the store"),
-            action:
-                "raise it (ulimit -f unlimited, systemd LimitFSIZE=infinity), or lower `disks.blocks` for this path"
-                    .into(),
-        })
+        Err(Error::store(
+            self.opened.path.clone(),
+            format!("a limit of {limit} bytes on the files of this process (RLIMIT_FSIZE)"),
+            format!("{wanted} bytes, the size of the store"),
+            "raise it (ulimit -f unlimited, systemd LimitFSIZE=infinity), or lower `disks.blocks` for this path",
+        ))
     }
 
     /// Prepares an accepted member: size, preallocation, direct I/O.
@@ -311,12 +304,12 @@ impl Opening {
                 return Err(self.no_space(wanted, format!("a used up quota ({error})")));
             }
             Err(error) if matches!(error.raw_os_error(), Some(libc::EOPNOTSUPP | libc::EFBIG)) => {
-                return Err(Error::Store {
-                    path: self.opened.path.clone(),
-                    found: format!("{} that cannot reserve {wanted} bytes ({error})", sys::file_system(file)),
-                    expected: "a file system with fallocate and files of that size".into(),
-                    action: "put the store on ext4 or xfs or a raw device, or lower `disks.blocks`".into(),
-                });
+                return Err(Error::store(
+                    self.opened.path.clone(),
+                    format!("{} that cannot reserve {wanted} bytes ({error})", sys::file_system(file)),
+                    "a file system with fallocate and files of that size",
+                    "put the store on ext4 or xfs or a raw device, or lower `disks.blocks`",
+                ));
             }
             Err(error) => return Err(self.io("fallocate")(error)),
         }
@@ -325,12 +318,12 @@ impl Opening {
     }
 
     fn no_space(&self, wanted: u64, found: String) -> Error {
-        Error::Store {
-            path: self.opened.path.clone(),
-            found: format!("{found} on {}", sys::file_system(&self.opened.file)),
-            expected: format!("room for {wanted} bytes"),
-            action: "lower `disks.blocks` for this path, or free space".into(),
-        }
+        Error::store(
+            self.opened.path.clone(),
+            format!("{found} on {}", sys::file_system(&self.opened.file)),
+            format!("room for {wanted} bytes"),
+            "lower `disks.blocks` for this path, or free space",
+        )
     }
 
     /// Overwrites zeros with zeros and reads them back.

@@ -114,10 +114,6 @@ impl Drop for Opened {
     }
 }
 
-fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>, action: impl Into<String>) -> Error {
-    Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: action.into() }
-}
-
 /// Opens `configured`: a file, a device, or the store's file in a directory. Creates a missing file. `None` if the file
 /// was removed meanwhile.
 pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
@@ -146,7 +142,7 @@ pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
     let now = file.metadata().map_err(|error| Error::io("stat", &path, error))?.file_type();
     check_type(&path, now)?;
     if now != before {
-        return Err(refuse(&path, "a path that changed while it was opened", "a stable path", "open again"));
+        return Err(Error::store(&path, "a path that changed while it was opened", "a stable path", "open again"));
     }
     Ok(Some(Opened::new(path, file, now.is_block_device(), false)))
 }
@@ -170,7 +166,7 @@ pub(super) fn open_read_only(configured: &Path) -> Result<Opened> {
 fn check_private(path: &Path, metadata: &Metadata) -> Result<()> {
     let (owner, user, mode) = (metadata.uid(), sys::effective_user(), metadata.mode() & 0o7777);
     if owner != user {
-        return Err(refuse(
+        return Err(Error::store(
             path,
             format!("a file of user {owner}"),
             format!("a file of user {user}, the user of this process"),
@@ -178,7 +174,7 @@ fn check_private(path: &Path, metadata: &Metadata) -> Result<()> {
         ));
     }
     if mode & 0o077 != 0 {
-        return Err(refuse(
+        return Err(Error::store(
             path,
             format!("a file of mode {mode:04o}, which group or others may use"),
             format!("mode {MODE:04o}"),
@@ -187,7 +183,7 @@ fn check_private(path: &Path, metadata: &Metadata) -> Result<()> {
         ));
     }
     if metadata.nlink() != 1 {
-        return Err(refuse(
+        return Err(Error::store(
             path,
             format!("a file with {} hard links", metadata.nlink()),
             "a file with one name",
@@ -206,7 +202,7 @@ fn store_path(configured: &Path) -> Result<PathBuf> {
             // A trailing slash means a directory, whether it exists or not.
             let directory = if path.as_os_str().as_bytes().ends_with(b"/") { &path } else { parent(&path) };
             if !directory.is_dir() {
-                return Err(refuse(
+                return Err(Error::store(
                     &path,
                     format!("no directory {}", directory.display()),
                     "a directory that exists, or a file in one",
@@ -254,32 +250,32 @@ fn check_type(path: &Path, kind: FileType) -> Result<()> {
     } else {
         "choose another path in `disks`"
     };
-    Err(refuse(path, name, "a regular file or a block device", action))
+    Err(Error::store(path, name, "a regular file or a block device", action))
 }
 
 fn cannot_open(path: &Path, error: io::Error) -> Error {
     match error.raw_os_error() {
         // A link that appeared between the check and the open.
-        Some(libc::ELOOP) => refuse(path, "a symbolic link", "a regular file or a block device", "open again"),
-        Some(libc::EROFS) => refuse(
+        Some(libc::ELOOP) => Error::store(path, "a symbolic link", "a regular file or a block device", "open again"),
+        Some(libc::EROFS) => Error::store(
             path,
             format!("a read-only file system ({error})"),
             "a path that this process may create, read and write",
             "remount it for writing (after an error in it: check it first), or choose another path in `disks`",
         ),
-        Some(libc::EACCES | libc::EPERM) => refuse(
+        Some(libc::EACCES | libc::EPERM) => Error::store(
             path,
             format!("no permission ({error})"),
             "a path that this process may create, read and write",
             "run as the user who owns it, or change its owner or mode",
         ),
-        Some(libc::EBUSY) => refuse(
+        Some(libc::EBUSY) => Error::store(
             path,
             "a device in use (mounted, swap, or part of a volume)",
             "an unused device",
             "unmount it or take it out of its volume, if it is the right one",
         ),
-        Some(libc::ENOSPC | libc::EDQUOT) => refuse(
+        Some(libc::ENOSPC | libc::EDQUOT) => Error::store(
             path,
             format!("no room for another file ({error})"),
             "room for the store",

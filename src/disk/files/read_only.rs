@@ -62,8 +62,8 @@ pub fn open_read_only(configured: &Path, direct_io: DirectIo, allow_in_use: bool
 fn in_use_error(error: Error) -> Error {
     match error {
         Error::Store { path, found, expected, .. } => {
-            let action = "close the cache that has it open, or allow a store in use (--allow-in-use)".into();
-            Error::Store { path, found, expected, action }
+            let action = "close the cache that has it open, or allow a store in use (--allow-in-use)";
+            Error::store(path, found, expected, action)
         }
         other => other,
     }

@@ -80,35 +80,31 @@ pub fn survey(found: &[Found<'_>], config: &Config) -> Result<OpenPlan> {
     Ok(OpenPlan::Open(states))
 }
 
-fn refuse(path: &Path, found: impl Into<String>, expected: impl Into<String>, action: impl Into<String>) -> Error {
-    Error::Store { path: path.into(), found: found.into(), expected: expected.into(), action: action.into() }
-}
-
 const START_EMPTY: &str = "or remove the store's files (wipe its devices) to start empty";
 
 fn check_readable(member: &Found<'_>, head: &SuperblockPair) -> Result<()> {
     let SuperblockPair::Bad(error) = head else { return Ok(()) };
     let path = member.path;
     Err(match error {
-        SuperblockError::Foreign | SuperblockError::Blank => refuse(
+        SuperblockError::Foreign | SuperblockError::Blank => Error::store(
             path,
             format!("data that kvhoist did not write (it begins with {})", Hex(&member.head[..8])),
             "a store, or nothing but zeros",
             "choose another path in `disks`, or remove what is there if its data is not needed",
         ),
-        SuperblockError::Newer(version) => refuse(
+        SuperblockError::Newer(version) => Error::store(
             path,
             format!("a store of format version {version}"),
             format!("format version {VERSION}"),
             format!("open it with the newer kvhoist that wrote it, {START_EMPTY}"),
         ),
-        SuperblockError::Damaged => refuse(
+        SuperblockError::Damaged => Error::store(
             path,
             "a store whose two superblocks are both damaged (bad crc)",
             "at least one sound superblock",
             format!("check the disk, {START_EMPTY}"),
         ),
-        SuperblockError::Field(field) => refuse(
+        SuperblockError::Field(field) => Error::store(
             path,
             format!("a superblock with an impossible {field}"),
             format!("a superblock as format version {VERSION} writes it"),
@@ -125,7 +121,7 @@ fn check_room_for_new(member: &Found<'_>, wanted: u64) -> Result<()> {
     if member.bytes == 0 || member.bytes == wanted {
         return Ok(());
     }
-    Err(refuse(
+    Err(Error::store(
         member.path,
         format!("a file of {} bytes that holds no store", member.bytes),
         format!("no file, an empty file, or one of exactly {wanted} bytes left by a creation that was cut off"),
@@ -142,12 +138,12 @@ fn check_size(member: &Found<'_>, wanted: u64) -> Result<()> {
     } else {
         (format!("a file cut short to {} bytes", member.bytes), format!("restore the whole file, {START_EMPTY}"))
     };
-    Err(refuse(member.path, found, format!("at least {wanted} bytes"), action))
+    Err(Error::store(member.path, found, format!("at least {wanted} bytes"), action))
 }
 
 fn missing_member(member: &Found<'_>, head: &SuperblockPair, whole: &Superblock) -> Error {
     let found = if *head == SuperblockPair::Blank { "no superblock (all zeros)" } else { "a damaged superblock" };
-    refuse(
+    Error::store(
         member.path,
         found,
         format!("a member of store {}, which another path holds", Hex(&whole.uuid)),
@@ -166,23 +162,23 @@ fn check_family(
     if superblock.uuid != whole.uuid {
         let found = format!("a member of store {}", Hex(&superblock.uuid));
         let expected = format!("a member of store {}, like the other paths", Hex(&whole.uuid));
-        return Err(refuse(member.path, found, expected, put_back));
+        return Err(Error::store(member.path, found, expected, put_back));
     }
     if usize::from(superblock.members) != config.disk.paths.len() {
         let found = format!("a store of {} members", superblock.members);
         let expected = format!("one of {}, as many as `disks` has paths", config.disk.paths.len());
-        return Err(refuse(member.path, found, expected, put_back));
+        return Err(Error::store(member.path, found, expected, put_back));
     }
     if usize::from(superblock.member) != index {
         let found = format!("member {} of the store", superblock.member);
-        return Err(refuse(member.path, found, format!("member {index}, its place in `disks`"), put_back));
+        return Err(Error::store(member.path, found, format!("member {index}, its place in `disks`"), put_back));
     }
     Ok(())
 }
 
 fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, config: &Config) -> Result<()> {
     let differs = |setting: &str, found: &dyn std::fmt::Display, expected: &dyn std::fmt::Display| {
-        Err(refuse(
+        Err(Error::store(
             member.path,
             format!("a store with {setting} = {found}"),
             format!("{setting} = {expected}, as configured"),
@@ -201,7 +197,7 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
             let bytes = MemberGeometry::of(here.min(SLOTS_MAX) as u32, config.slot_bytes() as u64).bytes;
             format!("{here} slots on this path ({bytes} bytes), {all} in all")
         };
-        return Err(refuse(
+        return Err(Error::store(
             member.path,
             format!("a store of {}", size(superblock.slots, superblock.slots_all)),
             format!("{}, by `disks.blocks`", size(blocks, config.disk_slots())),
@@ -210,7 +206,7 @@ fn check_settings(member: &Found<'_>, superblock: &Superblock, index: usize, con
     }
     let (found, expected) = (superblock.fingerprint, fingerprint(config));
     if found != expected {
-        return Err(refuse(
+        return Err(Error::store(
             member.path,
             format!("a store with layout fingerprint {found:016x}"),
             format!("{expected:016x}, from block_bytes, namespace and the sizes of all members"),

@@ -89,7 +89,7 @@ impl Bell {
     /// Makes the current or next [`Lane::wait`] return.
     pub(crate) fn ring(&self) {
         let one = 1_u64;
-        // SAFETY: `one` is 8 bytes. It would take 2^64 rings that nobody heard to make this wait.
+        // SAFETY: `one` is 8 bytes. Only 2^64 signals that were not read could make this wait.
         unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), size_of::<u64>()) };
     }
 }
@@ -208,7 +208,7 @@ impl<T> Lane<T> {
         if let Err(error) = entered
             && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY))
         {
-            // Submitted operations go on; the next call submits the others.
+            // Operations that were submitted continue; the next call submits the others.
             tracing::warn!(%error, "the ring of a worker refused a call; retrying");
             std::thread::sleep(Duration::from_millis(10));
         }

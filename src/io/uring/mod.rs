@@ -15,8 +15,8 @@
 //! # Submission
 //! Operations are submitted when the runtime parks, many at a time; otherwise tokio-uring submits only when the ring is
 //! full. So a task that never lets the runtime park, because it loops over tokio's `yield_now`, keeps all I/O from
-//! being submitted, for ever if it waits for that I/O. [`yield_now`] of this module goes through the ring and lets the
-//! runtime park.
+//! being submitted, without end if it waits for that I/O. [`yield_now`] of this module goes through the ring and lets
+//! the runtime park.
 
 pub(crate) mod lane;
 mod op;

@@ -29,7 +29,7 @@ pub fn probe() -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
 
-/// Submits one empty operation. A seccomp filter may allow a ring but block its use, and its user would wait for ever.
+/// Submits one empty operation. A seccomp filter may allow a ring but block its use; its user would wait without end.
 fn enter(ring: &mut IoUring) -> io::Result<()> {
     // SAFETY: the operation touches no memory.
     unsafe { ring.submission().push(&opcode::Nop::new().build()) }.expect("a new ring has room for two");

@@ -79,7 +79,7 @@ impl<P: Pinner> Table<P> {
         let mut table = Table { entries, pinner };
         if let Err(error) = table.renew() {
             let refusal = memlock::Refusal { wanted_bytes, error: &error };
-            tracing::warn!(wanted_bytes, "{refusal}; reads and writes go on unregistered, which is slower");
+            tracing::warn!(wanted_bytes, "{refusal}; reads and writes continue unregistered, which is slower");
             // A later, smaller region may still be registered; together with these entries it would be refused too.
             table.entries.clear();
         }
@@ -152,7 +152,7 @@ impl<P: Pinner> Table<P> {
     fn renew_or_warn(&mut self) {
         if let Err(error) = self.renew() {
             let refusal = memlock::Refusal { wanted_bytes: bytes(&self.entries), error: &error };
-            tracing::warn!("{refusal}; reads and writes go on unregistered, which is slower");
+            tracing::warn!("{refusal}; reads and writes continue unregistered, which is slower");
         }
     }
 

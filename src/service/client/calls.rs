@@ -20,10 +20,9 @@ use super::{
     worker::{self, Worker},
 };
 use crate::{
-    block::{BlockKey, Tier},
     error::{Error, Result, ServiceFault},
     fork::Home,
-    service::protocol::{KEYS_MAX, NAMESPACE_BYTES_MAX, Reply, Request, SpaceStats},
+    service::protocol::{NAMESPACE_BYTES_MAX, Reply, Request},
     shield::shield,
 };
 
@@ -110,6 +109,22 @@ impl Client {
     ///
     /// # Cancel safety
     /// The connection is closed in the background.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let socket = dir.path().join("socket");
+    /// # kvhoist::block_on(async {
+    /// use kvhoist::service::{Client, ClientOptions, Server, ServerConfig};
+    ///
+    /// // A process of its own as a rule: `kvhoist serve`.
+    /// let mut config = ServerConfig::new(&socket);
+    /// config.host_bytes = 1 << 20;
+    /// let server = Server::start(config)?;
+    ///
+    /// let client = Client::connect(&socket, ClientOptions::new("llama-3-8b bf16", 4096)).await?;
+    /// assert!(client.is_connected());
+    /// # client.close().await }).expect("the example runs");
+    /// ```
     pub async fn connect(socket: impl Into<PathBuf>, options: ClientOptions) -> Result<Client> {
         let socket = socket.into();
         let ClientOptions { namespace, block_bytes, .. } = &options;
@@ -147,165 +162,56 @@ impl Client {
     }
 
     /// The service's socket.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// assert_eq!(client.socket(), server.socket());
+    /// # client.close().await }).expect("the example runs");
+    /// ```
     pub fn socket(&self) -> &Path {
         &self.inner.socket
     }
 
     /// Bytes of every block.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// assert_eq!(client.block_bytes(), 4096);
+    /// # client.close().await }).expect("the example runs");
+    /// ```
     pub fn block_bytes(&self) -> usize {
         self.inner.block_bytes
     }
 
     /// Whether the service can be reached now. It may be gone by the next call.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// if !client.is_connected() {
+    ///     println!("calls fail at once until {} is back", client.socket().display());
+    /// }
+    /// # client.close().await }).expect("the example runs");
+    /// ```
     pub fn is_connected(&self) -> bool {
         self.inner.home.is_here() && self.inner.line.is_up()
-    }
-
-    /// The number of leading `keys` that are resident in some tier.
-    ///
-    /// # Errors
-    /// [`Error::Service`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future changes nothing.
-    pub async fn match_len(&self, keys: &[BlockKey]) -> Result<usize> {
-        let mut leading = 0;
-        for keys in keys.chunks(KEYS_MAX) {
-            let Reply::Count(count) = self.ask(Request::MatchLen { keys: keys.to_vec() }).await? else {
-                return Err(worker::nonsense("a count was asked for"));
-            };
-            leading += count as usize;
-            if (count as usize) < keys.len() {
-                break;
-            }
-        }
-        Ok(leading)
-    }
-
-    /// The fastest tier of each of the leading `keys` that are resident.
-    ///
-    /// # Errors
-    /// As [`match_len`](Client::match_len).
-    ///
-    /// # Cancel safety
-    /// Dropping the future changes nothing.
-    pub async fn match_prefix(&self, keys: &[BlockKey]) -> Result<Vec<Tier>> {
-        let mut leading = Vec::new();
-        for keys in keys.chunks(KEYS_MAX) {
-            let Reply::Tiers(tiers) = self.ask(Request::MatchPrefix { keys: keys.to_vec() }).await? else {
-                return Err(worker::nonsense("tiers were asked for"));
-            };
-            let all = tiers.len() == keys.len();
-            leading.extend(tiers);
-            if !all {
-                break;
-            }
-        }
-        Ok(leading)
-    }
-
-    /// Which of `keys` are resident, whatever comes before them.
-    ///
-    /// # Errors
-    /// As [`match_len`](Client::match_len).
-    ///
-    /// # Cancel safety
-    /// Dropping the future changes nothing.
-    pub async fn contains(&self, keys: &[BlockKey]) -> Result<Vec<bool>> {
-        let mut there = Vec::with_capacity(keys.len());
-        for keys in keys.chunks(KEYS_MAX) {
-            match self.ask(Request::Contains { keys: keys.to_vec() }).await? {
-                Reply::Flags(flags) if flags.len() == keys.len() => there.extend(flags),
-                other => return Err(unexpected(&other)),
-            }
-        }
-        Ok(there)
-    }
-
-    /// Starts to bring blocks into the service's host memory; how many movements it started.
-    ///
-    /// # Errors
-    /// As [`match_len`](Client::match_len).
-    ///
-    /// # Cancel safety
-    /// The blocks are brought all the same, if the request was sent.
-    pub async fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
-        let mut started = 0;
-        for keys in keys.chunks(KEYS_MAX) {
-            match self.ask(Request::Prefetch { keys: keys.to_vec() }).await? {
-                Reply::Count(count) => started += count as usize,
-                other => return Err(unexpected(&other)),
-            }
-        }
-        Ok(started)
-    }
-
-    /// Counts a use of every resident block of a chain, as [`Cache::touch`](crate::Cache::touch).
-    ///
-    /// # Errors
-    /// As [`match_len`](Client::match_len).
-    ///
-    /// # Cancel safety
-    /// The uses are counted all the same, if the request was sent.
-    pub async fn touch(&self, keys: &[BlockKey]) -> Result<()> {
-        for keys in keys.chunks(KEYS_MAX) {
-            self.ask(Request::Touch { keys: keys.to_vec() }).await?;
-        }
-        Ok(())
-    }
-
-    /// Forgets a block in every tier, for all clients of the space; true if it was resident.
-    ///
-    /// # Errors
-    /// As [`Cache::remove`](crate::Cache::remove), as [`Error::Service`].
-    ///
-    /// # Cancel safety
-    /// The block may be forgotten all the same.
-    pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
-        self.remove_one(key, false).await
-    }
-
-    /// As [`remove`](Client::remove), and flushes: the removal survives a power cut too.
-    ///
-    /// # Errors
-    /// As [`remove`](Client::remove).
-    ///
-    /// # Cancel safety
-    /// As [`remove`](Client::remove).
-    pub async fn remove_durably(&self, key: &BlockKey) -> Result<bool> {
-        self.remove_one(key, true).await
-    }
-
-    async fn remove_one(&self, key: &BlockKey, durable: bool) -> Result<bool> {
-        match self.ask(Request::Remove { durable, keys: vec![*key] }).await? {
-            Reply::Results(mut results) if results.len() == 1 => results.remove(0).map_err(Error::from),
-            other => Err(unexpected(&other)),
-        }
-    }
-
-    /// Resolves when all that was stored in the space before it, by any client, is written and flushed.
-    ///
-    /// # Errors
-    /// As [`Cache::sync`](crate::Cache::sync), as [`Error::Service`].
-    ///
-    /// # Cancel safety
-    /// The writes and the flush go on.
-    pub async fn sync(&self) -> Result<()> {
-        self.ask(Request::Sync).await.map(drop)
-    }
-
-    /// The space's figures for all clients, since the service opened it.
-    ///
-    /// # Errors
-    /// [`Error::Service`].
-    ///
-    /// # Cancel safety
-    /// Dropping the future changes nothing.
-    pub async fn stats(&self) -> Result<SpaceStats> {
-        match self.ask(Request::Stats).await? {
-            Reply::Stats(stats) => Ok(*stats),
-            other => Err(unexpected(&other)),
-        }
     }
 
     /// Hangs up, and resolves when the service uses none of this client's memory any longer. Calls fail from then on.
@@ -315,6 +221,19 @@ impl Client {
     ///
     /// # Cancel safety
     /// From the first poll on it goes on.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// client.close().await?;
+    /// assert!(client.close().await.is_err(), "it is closed already");
+    /// # kvhoist::Result::<()>::Ok(()) }).expect("the example runs");
+    /// ```
     pub async fn close(&self) -> Result<()> {
         let (ended, end) = oneshot::channel();
         if !self.inner.home.is_here() {

@@ -50,12 +50,33 @@ impl Client {
     /// with one copy more, made in the polls of the calls; it is not pinned.
     ///
     /// # Errors
-    /// [`Error::Service`]: [`Memory`](crate::ServiceFault::Memory) if the service cannot map it,
-    /// [`Busy`](crate::ServiceFault::Busy) beyond its limits, [`Away`](crate::ServiceFault::Away). [`Error::Argument`]
-    /// for no memory, for memory that is registered already, and for device memory.
+    /// [`Error::Service`]: [`ServiceFault::Memory`] if the service cannot map it, [`ServiceFault::Busy`] beyond its
+    /// limits, [`ServiceFault::Away`]. [`Error::Argument`] for no memory, for memory that is registered already, and
+    /// for device memory.
+    ///
+    /// [`ServiceFault::Memory`]: crate::service::ServiceFault::Memory
+    /// [`ServiceFault::Busy`]: crate::service::ServiceFault::Busy
+    /// [`ServiceFault::Away`]: crate::service::ServiceFault::Away
     ///
     /// # Cancel safety
     /// The service gives the memory back by itself.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// use std::sync::Arc;
+    /// use kvhoist::{RegisterOptions, service::SharedMemory};
+    ///
+    /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
+    /// let region = client.register(&pool, RegisterOptions::default()).await?;
+    /// assert!(region.is_shared());
+    /// # client.close().await }).expect("the example runs");
+    /// ```
     pub async fn register(&self, memory: impl Into<Memory>, options: RegisterOptions) -> Result<ClientRegion> {
         let Memory { range, kind } = memory.into();
         let at = (range.ptr as usize, range.len);
@@ -139,6 +160,24 @@ impl Client {
     /// # Cancel safety
     /// The region is forgotten at the first poll. The service may still use it when the future is dropped: call again
     /// to wait.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// use std::sync::Arc;
+    /// use kvhoist::{RegisterOptions, service::SharedMemory};
+    ///
+    /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
+    /// let region = client.register(&pool, RegisterOptions::default()).await?;
+    /// client.unregister(&region).await?;
+    /// drop(pool);
+    /// # client.close().await }).expect("the example runs");
+    /// ```
     pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
         if region.client != self.inner.id {
             return Err(Error::argument("region", "a region of another client", "one that this client has registered"));

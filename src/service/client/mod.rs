@@ -10,6 +10,7 @@ mod moves;
 mod options;
 mod order;
 mod places;
+mod queries;
 mod worker;
 
 pub use calls::Client;

@@ -142,7 +142,7 @@ pub enum RegionKind {
     /// Host memory: a memfd.
     Host,
     /// Memory of a GPU: a handle that the client's driver has exported as a descriptor. No service takes it yet; it is
-    /// refused with [`ServiceFault::Memory`](crate::ServiceFault::Memory).
+    /// refused with [`ServiceFault::Memory`](crate::service::ServiceFault::Memory).
     Device,
 }
 

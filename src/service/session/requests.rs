@@ -58,7 +58,7 @@ impl Session {
 
     /// The reply, or `None` if a task will give it.
     fn answer(&mut self, id: u64, request: Request, fd: Option<OwnedFd>) -> Result<Option<Reply>, Failure> {
-        let request = match request {
+        match request {
             Request::Status => return Ok(Some(Reply::Status(Box::new(self.house.status())))),
             Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared } => {
                 let uid = self.guest.uid;
@@ -68,49 +68,32 @@ impl Session {
             Request::RemoveSpace { namespace, block_bytes, shared } => {
                 let (spaces, uid) = (Rc::clone(&self.house.spaces), self.guest.uid);
                 let wanted = Wanted { namespace, uid, shared, block_bytes, capacity_bytes: 0, host_bytes: 0 };
-                let remove = async move {
-                    match spaces.remove(wanted).await {
-                        Ok(()) => Reply::Done,
-                        Err(failure) => Reply::Failed(failure),
-                    }
-                };
+                let remove = async move { done(spaces.remove(wanted).await) };
                 self.spawn(id, remove, Cancel::default());
                 return Ok(None);
             }
-            other => other,
-        };
+            _ => {}
+        }
         let Some((_, movers)) = &self.attached else {
             return Err(Failure::new(ServiceFault::Argument, "no space: attach to one first"));
         };
         let movers = Rc::clone(movers);
-        let cache = movers.cache().clone();
-        let none = Cancel::default();
+        match answer_at_once(movers.cache(), request) {
+            Ok(answered) => answered.map(Some),
+            Err(request) => self.start(id, &movers, request, fd),
+        }
+    }
+
+    /// Starts a request in the client's space.
+    fn start(
+        &mut self,
+        id: u64,
+        movers: &Rc<Movers>,
+        request: Request,
+        fd: Option<OwnedFd>,
+    ) -> Result<Option<Reply>, Failure> {
+        let (movers, cache, none) = (Rc::clone(movers), movers.cache().clone(), Cancel::default());
         match request {
-            Request::MatchLen { keys } => return Ok(Some(Reply::Count(cache.match_len(&keys) as u32))),
-            Request::MatchPrefix { keys } => {
-                return Ok(Some(Reply::Tiers(cache.match_prefix(&keys).tiers().to_vec())));
-            }
-            Request::Contains { keys } => {
-                let there = |key: &BlockKey| cache.match_len(std::slice::from_ref(key)) == 1;
-                return Ok(Some(Reply::Flags(keys.iter().map(there).collect())));
-            }
-            Request::Prefetch { keys } => {
-                let started = cache.prefetch(&keys).map_err(|error| Failure::from(&error))?;
-                return Ok(Some(Reply::Count(started as u32)));
-            }
-            Request::Touch { keys } => {
-                cache.touch(&keys);
-                return Ok(Some(Reply::Done));
-            }
-            Request::Release { next, mut keys } => {
-                let count = keys.len();
-                keys.extend(next);
-                return Ok(Some(Reply::Count(cache.release_first(&keys, count) as u32)));
-            }
-            Request::Keep { ms, keys } => {
-                return Ok(Some(Reply::Count(cache.keep(&keys, Duration::from_millis(ms)) as u32)));
-            }
-            Request::Stats => return Ok(Some(Reply::Stats(Box::new(stats(&cache))))),
             Request::Register { region, kind, pin, offset, len } => {
                 check_kind(kind)?;
                 self.register(&movers, (region, offset, len), fd)?;
@@ -130,17 +113,10 @@ impl Session {
             Request::Store { parent, blocks } => self.move_blocks(id, &movers, Way::Store(parent), blocks)?,
             Request::Remove { durable, keys } => self.spawn(id, remove(cache, keys, durable), none),
             Request::Sync => {
-                let sync = async move {
-                    match cache.sync().await {
-                        Ok(()) => Reply::Done,
-                        Err(error) => Reply::Failed(Failure::from(&error)),
-                    }
-                };
+                let sync = async move { done(cache.sync().await.map_err(|error| Failure::from(&error))) };
                 self.spawn(id, sync, none);
             }
-            Request::Attach { .. } | Request::Status | Request::Cancel { .. } | Request::RemoveSpace { .. } => {
-                unreachable!("answered before")
-            }
+            _ => unreachable!("answered before"),
         }
         Ok(None)
     }
@@ -201,6 +177,41 @@ impl Session {
         self.spawn(id, async move { Reply::Results(run.await) }, cancel);
         Ok(())
     }
+}
+
+fn done(result: Result<(), Failure>) -> Reply {
+    match result {
+        Ok(()) => Reply::Done,
+        Err(failure) => Reply::Failed(failure),
+    }
+}
+
+/// Answers a look-up or a hint; any other request comes back.
+fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failure>, Request> {
+    Ok(Ok(match request {
+        Request::MatchLen { keys } => Reply::Count(cache.match_len(&keys) as u32),
+        Request::MatchPrefix { keys } => Reply::Tiers(cache.match_prefix(&keys).tiers().to_vec()),
+        Request::Contains { keys } => {
+            let there = |key: &BlockKey| cache.match_len(std::slice::from_ref(key)) == 1;
+            Reply::Flags(keys.iter().map(there).collect())
+        }
+        Request::Prefetch { keys } => match cache.prefetch(&keys) {
+            Ok(started) => Reply::Count(started as u32),
+            Err(error) => return Ok(Err(Failure::from(&error))),
+        },
+        Request::Touch { keys } => {
+            cache.touch(&keys);
+            Reply::Done
+        }
+        Request::Release { next, mut keys } => {
+            let count = keys.len();
+            keys.extend(next);
+            Reply::Count(cache.release_first(&keys, count) as u32)
+        }
+        Request::Keep { ms, keys } => Reply::Count(cache.keep(&keys, Duration::from_millis(ms)) as u32),
+        Request::Stats => Reply::Stats(Box::new(stats(cache))),
+        other => return Err(other),
+    }))
 }
 
 /// Refuses memory that the service cannot map.

@@ -4,23 +4,22 @@ mod deed;
 mod figures;
 mod host;
 mod pool;
+mod removal;
 
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
     fs,
-    path::PathBuf,
     rc::Rc,
 };
 
 use tokio::sync::{Notify, oneshot};
 
-use self::deed::{Deed, FILE_NAME, deeds, make_folder, remove_folder, write_whole};
+use self::deed::{Deed, FILE_NAME, deeds, make_folder, write_whole};
 pub(super) use self::figures::stats;
 use self::host::HostShare;
 use super::{
     config::ServerConfig,
-    peers::own_uid,
     protocol::{Failure, SpaceStatus},
     report::OpenSpace,
     shares::Ledger,
@@ -29,7 +28,6 @@ use crate::{
     cache::Cache,
     config::{Capacity, Config, DiskPath},
     error::{Error, Result, ServiceFault},
-    store,
 };
 
 /// Spaces of one service.
@@ -243,9 +241,9 @@ impl Spaces {
         let paths = self.config.paths.len() as u64;
         config.disk.paths.clear();
         for path in &self.config.paths {
-            let blocks = store::slots_within(deed.capacity_bytes / paths, deed.block_bytes);
+            let blocks = DiskPath::blocks_within(deed.capacity_bytes / paths, deed.block_bytes);
             if blocks == 0 {
-                let least = store::path_bytes(1, deed.block_bytes).saturating_mul(paths);
+                let least = DiskPath::file_bytes(1, deed.block_bytes).saturating_mul(paths);
                 let found = format!("{} bytes for a space", deed.capacity_bytes);
                 return Err(Error::config("capacity_bytes", found, format!("{least} or more")));
             }
@@ -273,66 +271,6 @@ impl Spaces {
                 drop(fs::remove_dir(folder));
             }
         }
-    }
-
-    /// Removes a space without clients: its cache, its stores, its share of disk and memory.
-    ///
-    /// # Cancel safety
-    /// Whoever attaches to it is refused until it is removed; call again.
-    pub(super) async fn remove(&self, wanted: Wanted) -> Result<(), Failure> {
-        self.moves_end().await;
-        let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
-        let deed = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 };
-        let folder = deed.folder();
-        let space = {
-            let mut entries = self.entries.borrow_mut();
-            let Some(entry) = entries.get_mut(&folder) else {
-                let whose = if shared { "that users share" } else { "of this user" };
-                let text = format!("space: found none {whose} with this name and {block_bytes} bytes a block");
-                return Err(Failure::new(ServiceFault::Argument, text + "; `kvhoist status` lists them"));
-            };
-            if uid != entry.deed.uid && uid != own_uid() {
-                let maker = entry.deed.uid;
-                let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");
-                return Err(Failure::new(ServiceFault::Permission, text));
-            }
-            let attached = match &entry.state {
-                // The entry has one, each session another.
-                State::Open(space) => Rc::strong_count(space) > 1,
-                State::Opening(waiters) => !waiters.is_empty(),
-                State::Closed => false,
-            };
-            if attached {
-                let text = "busy: clients are attached to the space; end them first, then remove it";
-                return Err(Failure::new(ServiceFault::Busy, text));
-            }
-            match std::mem::replace(&mut entry.state, State::Opening(Vec::new())) {
-                State::Open(space) => Some(space),
-                _ => None,
-            }
-        };
-        if let Some(space) = space {
-            if let Err(error) = space.cache.close().await {
-                tracing::warn!(%error, "the cache of a space that is removed");
-            }
-            self.host.give_back(&space.namespace, space.host.bytes());
-        }
-        // The first path has the file that makes it a space: last.
-        let folders: Vec<PathBuf> = self.config.paths.iter().rev().map(|path| path.join(&folder)).collect();
-        let removed = tokio::task::spawn_blocking(move || folders.iter().try_for_each(remove_folder)).await;
-        let removed = removed.unwrap_or(Err(Error::Closed)).map_err(|error| Failure::from(&error));
-        let mut entries = self.entries.borrow_mut();
-        let Some(entry) = entries.get_mut(&folder) else { return removed };
-        if let State::Opening(waiters) = std::mem::replace(&mut entry.state, State::Closed) {
-            let again = Failure::new(ServiceFault::Busy, "the space was just removed; attach again to make it anew");
-            waiters.into_iter().for_each(|waiter| drop(waiter.send(Err(again.clone()))));
-        }
-        if removed.is_ok()
-            && let Some(entry) = entries.remove(&folder)
-        {
-            self.disk.give_back(&entry.deed.namespace, entry.deed.capacity_bytes);
-        }
-        removed
     }
 
     /// Closes the caches of all spaces, which write and flush their blocks. Returns the first error.

@@ -1,23 +1,19 @@
-//! One caller: a task that makes calls of all kinds, one after the other, and holds leases meanwhile.
+//! One caller: what it has, and the leases that it keeps.
 
-use std::{rc::Rc, time::Duration};
+use std::rc::Rc;
 
 use crate::sim::{Rng, World};
 use kvhoist::{Cache, DeviceLease, Error, Lease};
-use tokio::time::Instant;
 
 use crate::{
-    calls,
     cancel::{Cancel, late, until},
-    chains,
     context::{Context, error_code},
     foreign::Memory,
-    plan::Call,
     stranger::Stranger,
 };
 
 /// Leases that a caller keeps at once.
-const LEASES_MAX: usize = 3;
+pub const LEASES_MAX: usize = 3;
 
 /// What a caller keeps while it does other things.
 pub enum Kept {
@@ -34,120 +30,13 @@ pub struct Caller {
     /// For hints: the draws of other calls do not depend on them.
     pub hints: Rng,
     pub memory: Memory,
-    /// More of it, for [`calls::regions`].
+    /// More of it, for the calls that register regions.
     pub spares: Vec<Memory>,
     pub stranger: Option<Rc<Stranger>>,
     pub kept: Vec<Kept>,
 }
 
 impl Caller {
-    /// Makes all its calls, unless the cache is closed before.
-    pub async fn run(mut self) {
-        for _ in 0..self.context.plan.calls_each {
-            if self.context.failed() || self.pause().await || self.call().await == Flow::Closed {
-                break;
-            }
-            if self.context.is_struck() {
-                // Nothing may come after what ends the life.
-                std::future::pending::<()>().await;
-            }
-        }
-        self.let_go(0);
-        self.memory.unregister(&self.cache).await;
-        for mut memory in std::mem::take(&mut self.spares) {
-            memory.unregister(&self.cache).await;
-            if !memory.is_left_alone() {
-                self.context.fail("somebody wrote to memory that was given back");
-            }
-        }
-    }
-
-    /// True where there is nothing left to do.
-    async fn pause(&mut self) -> bool {
-        let (pauses, long) = (self.rng.chance(self.context.plan.habits.pause), self.rng.chance(0.2));
-        let pause_ms = self.rng.between(0, if long { 300 } else { 5 });
-        if pauses {
-            tokio::time::sleep(Duration::from_millis(pause_ms)).await;
-        }
-        let keep = self.rng.below(LEASES_MAX as u64 + 1) as usize;
-        self.let_go(keep);
-        false
-    }
-
-    async fn call(&mut self) -> Flow {
-        if self.hints.chance(self.context.plan.habits.hint) {
-            self.context.report.borrow_mut().calls[Call::Hint as usize] += 1;
-            let end = chains::hint(self);
-            self.note(Call::Hint, &end, Instant::now());
-        }
-        let call = self.draw_call();
-        let cancel = Cancel::draw(&mut self.rng, self.context.plan.habits.cancel);
-        let began = Instant::now();
-        self.context.report.borrow_mut().calls[call as usize] += 1;
-        let end = match call {
-            Call::Store => calls::store(self, cancel).await,
-            Call::Reserve => calls::reserve(self, cancel).await,
-            Call::Fetch => calls::fetch(self, cancel).await,
-            Call::FetchToDevice => calls::fetch_to_device(self, cancel).await,
-            Call::Prefetch => calls::prefetch(self),
-            Call::Remove => calls::remove(self, cancel).await,
-            Call::Match => calls::match_prefix(self),
-            Call::Load => calls::load(self, cancel).await,
-            Call::StoreFrom => calls::store_from(self, cancel).await,
-            Call::Sync => calls::sync(self, cancel).await,
-            Call::Stats => calls::stats(self),
-            Call::Walk => chains::walk(self, cancel).await,
-            Call::Hurry => chains::hurry(self, cancel).await,
-            Call::Regions => calls::regions(self).await,
-            Call::Strangers => calls::strangers(self).await,
-            Call::Hint => unreachable!("it has no weight"),
-        };
-        self.note(call, &end, began);
-        self.context.call_ended();
-        if matches!(end, End::Error(Error::Closed)) { Flow::Closed } else { Flow::GoOn }
-    }
-
-    fn draw_call(&mut self) -> Call {
-        let weights = &self.context.plan.habits.weights;
-        let mut at = self.rng.below(weights.iter().sum());
-        for (call, weight) in Call::ALL.into_iter().zip(weights) {
-            if at < *weight {
-                return call;
-            }
-            at -= weight;
-        }
-        unreachable!("the draw is below the sum")
-    }
-
-    fn note(&self, call: Call, end: &End, began: Instant) {
-        let context = &self.context;
-        context.mix(self.number << 32 | (call as u64) << 16 | end.code());
-        context.mix(context.now_ms());
-        match end {
-            End::Dropped => context.report.borrow_mut().dropped += 1,
-            End::Error(error) => {
-                let closing = self.is_closing();
-                context.check_error(&format_args!("caller {}: {}", self.number, call.name()), error, closing);
-            }
-            End::Done(_) => {}
-        }
-        let took = began.elapsed();
-        context.say(|| format!("caller {} {} ended: {end:?} after {} ms", self.number, call.name(), took.as_millis()));
-        if took > context.patience(call) && !self.is_closing() {
-            context.fail(format!(
-                "caller {}: {} took {} ms, and the deadline is {} ms",
-                self.number,
-                call.name(),
-                took.as_millis(),
-                context.plan.config.limits.deadline_ms
-            ));
-        }
-    }
-
-    fn is_closing(&self) -> bool {
-        self.context.closing.get()
-    }
-
     /// Drops all but `keep` leases, in any order, after a last look at what they hold.
     pub fn let_go(&mut self, keep: usize) {
         while self.kept.len() > keep {
@@ -180,13 +69,6 @@ impl Caller {
     }
 }
 
-/// Whether a caller goes on.
-#[derive(PartialEq, Eq)]
-enum Flow {
-    GoOn,
-    Closed,
-}
-
 /// How a call ended.
 #[derive(Debug)]
 pub enum End {
@@ -197,7 +79,7 @@ pub enum End {
 }
 
 impl End {
-    fn code(&self) -> u64 {
+    pub fn code(&self) -> u64 {
         match self {
             End::Done(code) => *code,
             End::Error(error) => error_code(error),

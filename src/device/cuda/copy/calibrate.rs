@@ -50,7 +50,7 @@ pub(super) fn calibrate(gpu: &Arc<Gpu>, launcher: &Launcher) -> Result<Calibrati
 }
 
 fn unavailable(fault: CudaError) -> Error {
-    Error::Unavailable { tier: "device", reason: format!("calibration failed: {fault}") }
+    Error::unavailable("device", format!("calibration failed: {fault}"))
 }
 
 struct Scratch {

@@ -124,7 +124,7 @@ impl Checksums {
                 drop(owner);
                 let answered = match &result {
                     Ok(()) => Ok(plan.checksum(sums.map(|at| buffer.sum(at)))),
-                    Err(fault) => Err(Error::Copy { engine: "cuda", reason: fault.to_string() }),
+                    Err(fault) => Err(Error::copy("cuda", fault)),
                 };
                 // The receiver may be gone.
                 drop(answer.send(answered));
@@ -146,7 +146,7 @@ impl Checksums {
                 // Fails only the first block: for the next one there may be memory again.
                 if let Some(Job { owner, answer, .. }) = state.waiting.pop_front() {
                     drop(owner);
-                    drop(answer.send(Err(Error::Copy { engine: "cuda", reason: fault.to_string() })));
+                    drop(answer.send(Err(Error::copy("cuda", fault))));
                 }
                 return;
             }

@@ -122,11 +122,11 @@ impl CudaCopy {
     /// # Errors
     /// [`Error::Unavailable`] with the driver's error.
     pub fn new(gpu: &Arc<Gpu>, arena: &Arc<Arena>, options: CudaCopyOptions) -> Result<Self> {
-        let unavailable = |fault: CudaError| Error::Unavailable { tier: "device", reason: fault.to_string() };
+        let unavailable = |fault: CudaError| Error::unavailable("device", fault);
         let launcher = Launcher::new(gpu, options.blocks_max).map_err(unavailable)?;
         if let Some(method) = options.method.filter(|&method| !launcher.has(method)) {
             let reason = format!("found copy = {method}, which this device or driver does not have; expected auto");
-            return Err(Error::Unavailable { tier: "device", reason });
+            return Err(Error::unavailable("device", reason));
         }
         let key = format!("{} {}", gpu.device().pci_address, options.blocks_max);
         let calibration = method::kept(&key, || calibrate::calibrate(gpu, &launcher)).unwrap_or_else(|error| {
@@ -217,7 +217,7 @@ impl CopyEngine for CudaCopy {
             Direction::DeviceToHost => &self.inner.queues[1],
         };
         if let Some(reason) = self.inner.fault.borrow().clone() {
-            return (Err(Error::Copy { engine: "cuda", reason }), batch);
+            return (Err(Error::copy("cuda", reason)), batch);
         }
         let (answer, answered) = oneshot::channel();
         let idle = queue.borrow().is_idle();
@@ -372,7 +372,7 @@ fn answer(batches: Vec<(CopyBatch, Answer)>, fault: Option<&CudaError>) {
     for (batch, answer) in batches {
         let result = match fault {
             None => Ok(()),
-            Some(fault) => Err(Error::Copy { engine: "cuda", reason: fault.to_string() }),
+            Some(fault) => Err(Error::copy("cuda", fault)),
         };
         // The receiver may be gone; the batch is dropped then.
         drop(answer.send((result, batch)));

@@ -3,8 +3,9 @@
 
 use std::{future::Future, time::Duration};
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, internals::io::FileId};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, WritePolicy, internals::io::FileId};
 use kvhoist_simulation::sim::{self, CopyOptions, Reactor, Sim, SimCopy, SimOptions, Simulated, World};
+use tokio::task::{JoinHandle, spawn_local};
 
 pub const BLOCK_BYTES: usize = 4096;
 pub const DEADLINE: Duration = Duration::from_millis(400);
@@ -91,3 +92,40 @@ pub async fn elapsed<T>(future: impl Future<Output = T>) -> (T, Duration) {
 pub fn on_time(took: Duration) -> bool {
     (DEADLINE..=DEADLINE * 3 / 2).contains(&took)
 }
+
+pub fn write_back() -> Config {
+    config().write_policy(WritePolicy::WriteBack)
+}
+
+/// Runs a call on a handle of its own.
+pub fn spawn<T: 'static, F: Future<Output = T> + 'static>(
+    cache: &Cache,
+    call: impl FnOnce(Cache) -> F + 'static,
+) -> JoinHandle<T> {
+    spawn_local(call(cache.clone()))
+}
+
+/// Lets everything run that the disk does not hold up.
+pub async fn a_while() {
+    tokio::time::sleep(Duration::from_millis(10)).await;
+}
+
+/// What the next start finds if the power fails now.
+pub async fn open_after_power_cut(config: Config, disk: &Sim) -> (Cache, Reactor) {
+    let world = World::new(3, disk.crash());
+    let Simulated { cache, reactor } = sim::open(config, &world).await.expect("a store opens after a power cut");
+    (cache, reactor)
+}
+
+/// How often the block is there after a power cut, of so many.
+pub async fn found_after_power_cuts(config: &Config, disk: &Sim, n: u8) -> usize {
+    let mut found = 0;
+    for _ in 0..POWER_CUTS {
+        let (later, reactor) = open_after_power_cut(config.clone(), disk).await;
+        found += usize::from(fetch(&later, n).await.expect("served"));
+        finish(later, reactor).await;
+    }
+    found
+}
+
+pub const POWER_CUTS: usize = 12;

@@ -1,9 +1,11 @@
 //! One life of a cache: opened, used by several callers at once, and ended in one way or another.
 
+mod open;
+
 use std::{rc::Rc, time::Duration};
 
 use crate::sim::{self, CopyOptions, FaultRates, Reactor, Rng, SimOptions, Simulated, World};
-use kvhoist::{Cache, Error, Tier, WritePolicy, internals::io::OpKind};
+use kvhoist::{Cache, Tier, WritePolicy, internals::io::OpKind};
 use tokio::time::timeout;
 
 use crate::{
@@ -128,14 +130,7 @@ impl Life {
                 tokio::task::spawn_local(Caller { spares, stranger: stranger.clone(), ..caller }.run())
             })
             .collect();
-        let all_calls = self.context.plan.callers * self.context.plan.calls_each;
-        if self.context.plan.strikes && matches!(exit, Exit::Kill | Exit::PowerCut) {
-            self.context.strike_after(self.rng.between(1, 8));
-            self.wait_for_calls(u64::MAX, &callers).await;
-        } else if matches!(exit, Exit::CloseEarly | Exit::Kill | Exit::PowerCut) {
-            let calls = self.rng.below(all_calls + all_calls / 8);
-            self.wait_for_calls(calls, &callers).await;
-        }
+        self.wait_for_exit(exit, &callers).await;
         if matches!(exit, Exit::Kill | Exit::PowerCut) {
             return self.cut_off(exit, Some(&cache));
         }
@@ -160,19 +155,8 @@ impl Life {
             self.balance(&reactor).await;
         }
         let claims = if exit == Exit::Drop {
-            self.context.report.borrow_mut().drops += 1;
-            let mut claims = self.look_back(&cache);
-            // Nobody is told what the end came to: it is well where nothing went wrong before.
-            let failed = self.world.storage.counts().failed[OpKind::Sync as usize] > 0;
-            let flushed = !failed && self.context.plan.refusal.is_none();
-            sync = (claims.keeps && flushed).then(|| self.context.model.borrow().sync_begins());
-            drop(cache);
-            // What the last write-backs evict nobody sees.
-            let fits = self.context.plan.universe.len() as u64 <= self.context.plan.config.disk_slots();
-            // Nor what they decide against.
-            let fits = fits && self.context.plan.config.disk.write_policy != WritePolicy::ByValue;
-            claims = Claims { keeps: claims.keeps && fits, keeps_synced: claims.keeps_synced && fits, ..claims };
-            self.end(&reactor).await;
+            let (claims, began) = self.drop_handle(cache, &reactor).await;
+            sync = began;
             claims
         } else {
             if exit == Exit::Close {
@@ -189,6 +173,24 @@ impl Life {
         remains
     }
 
+    /// Drops the last handle. What can be claimed of the life, and what is durable.
+    async fn drop_handle(&mut self, cache: Cache, reactor: &Reactor) -> (Claims, Option<Vec<Began>>) {
+        self.context.report.borrow_mut().drops += 1;
+        let mut claims = self.look_back(&cache);
+        // No call reports the result of the end: it is good if nothing failed before.
+        let failed = self.world.storage.counts().failed[OpKind::Sync as usize] > 0;
+        let flushed = !failed && self.context.plan.refusal.is_none();
+        let sync = (claims.keeps && flushed).then(|| self.context.model.borrow().sync_begins());
+        drop(cache);
+        // What the last write-backs evict is in no figure.
+        let fits = self.context.plan.universe.len() as u64 <= self.context.plan.config.disk_slots();
+        // Nor is what they decide against.
+        let fits = fits && self.context.plan.config.disk.write_policy != WritePolicy::ByValue;
+        claims = Claims { keeps: claims.keeps && fits, keeps_synced: claims.keeps_synced && fits, ..claims };
+        self.end(reactor).await;
+        (claims, sync)
+    }
+
     fn draw_exit(&mut self) -> Exit {
         if self.context.plan.strikes {
             let exits = [Exit::Kill, Exit::Kill, Exit::PowerCut, Exit::Close];
@@ -197,88 +199,6 @@ impl Life {
         let exits = [Exit::Close, Exit::CloseEarly, Exit::Drop, Exit::Kill, Exit::PowerCut, Exit::PowerCut];
         let calm = self.context.plan.level == Level::Calm;
         exits[self.rng.below(if calm { 3 } else { exits.len() as u64 }) as usize]
-    }
-
-    /// Opens the cache; `None` where the life is over before that.
-    async fn open(&mut self, exit: Exit) -> Option<Simulated> {
-        let plan = &self.context.plan;
-        if matches!(exit, Exit::Kill | Exit::PowerCut) && self.rng.chance(0.1) {
-            let soon = Duration::from_millis(self.rng.below(20));
-            match timeout(soon, sim::open(plan.config.clone(), &self.world)).await {
-                Err(_) => return None,
-                // It was quicker, and is not wanted: the store is free when it has ended.
-                Ok(Ok(Simulated { cache, reactor })) => {
-                    drop(cache);
-                    reactor.ended().await;
-                }
-                Ok(Err(_)) => {}
-            }
-        }
-        for _ in 0..20 {
-            match timeout(PATIENCE, self.open_once()).await {
-                Err(_) => self.context.fail("the cache never opened"),
-                Ok(Ok(simulated)) => return Some(simulated),
-                Ok(Err(Error::Store { found, .. }))
-                    if self.context.has_lied(&self.world) || plan.rates.bit_flip > 0.0 =>
-                {
-                    self.context.say(|| format!("the store is refused: {found}"));
-                    return self.wipe().await;
-                }
-                Ok(Err(error)) => self.context.check_error(&"open", &error, false),
-            }
-            if self.context.failed() {
-                return None;
-            }
-            self.world.storage.set_rates(FaultRates { stall: plan.rates.stall, ..FaultRates::default() });
-        }
-        self.context.fail("the cache did not open in 20 attempts");
-        None
-    }
-
-    /// Opens the cache, perhaps beside another one that wants the same store.
-    async fn open_once(&self) -> kvhoist::Result<Simulated> {
-        let mut rng = self.rng.clone();
-        let open = || sim::open(self.context.plan.config.clone(), &self.world);
-        if !self.context.plan.second_opener || self.context.plan.config.disk.paths.is_empty() || rng.chance(0.3) {
-            return open().await;
-        }
-        let (gives_way, pause_ms) = (rng.chance(0.5), rng.below(300));
-        let first = async {
-            let first = open().await?;
-            if !gives_way {
-                return Ok::<_, Error>(Some(first));
-            }
-            tokio::time::sleep(Duration::from_millis(pause_ms)).await;
-            first.cache.close().await?;
-            Ok(None)
-        };
-        let (first, second) = tokio::join!(first, open());
-        self.context.report.borrow_mut().second_openers += 1;
-        match (first, second) {
-            (Ok(Some(first)), Err(Error::Store { .. })) => Ok(first),
-            (Ok(Some(_)), Ok(_)) => {
-                self.context.fail("two caches have the same store open");
-                Err(Error::Closed)
-            }
-            (Ok(Some(_)), Err(other)) => Err(other),
-            // It was closed again, or failed: in either case the store is free.
-            (Ok(None) | Err(_), second) => second,
-        }
-    }
-
-    /// Starts anew, as someone would whose store is refused.
-    async fn wipe(&mut self) -> Option<Simulated> {
-        self.context.model.borrow_mut().wipe();
-        self.context.report.borrow_mut().wipes += 1;
-        let config = self.context.plan.config.clone();
-        self.world.storage = sim::Sim::new(self.rng.next_u64(), sim::blank_files(&config), SimOptions::default());
-        match sim::open(config, &self.world).await {
-            Ok(simulated) => Some(simulated),
-            Err(error) => {
-                self.context.fail(format!("a blank store does not open: {error}"));
-                None
-            }
-        }
     }
 
     fn caller(&mut self, number: u64, cache: &Cache, pool: &mut Pool) -> Caller {
@@ -314,6 +234,18 @@ impl Life {
         let plan = &self.context.plan;
         let regions = if plan.habits.weights[Call::Regions as usize] > 0 { SPARE_REGIONS } else { 0 };
         (0..regions).map(|_| pool.take(plan.config.block_bytes, REGION_BLOCKS, false, plan.memory_shift)).collect()
+    }
+
+    /// Waits until the life is to end, if that is before its callers have done all that they came for.
+    async fn wait_for_exit(&mut self, exit: Exit, callers: &[tokio::task::JoinHandle<()>]) {
+        let all_calls = self.context.plan.callers * self.context.plan.calls_each;
+        if self.context.plan.strikes && matches!(exit, Exit::Kill | Exit::PowerCut) {
+            self.context.strike_after(self.rng.between(1, 8));
+            self.wait_for_calls(u64::MAX, callers).await;
+        } else if matches!(exit, Exit::CloseEarly | Exit::Kill | Exit::PowerCut) {
+            let calls = self.rng.below(all_calls + all_calls / 8);
+            self.wait_for_calls(calls, callers).await;
+        }
     }
 
     /// Waits until so many calls have ended, or all callers have, and then a little longer.

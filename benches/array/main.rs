@@ -16,27 +16,24 @@
 //! `qd1` and `qd32` run only by name: fetches by one thread, without a peer beside them, whose system calls can be
 //! counted from outside. `--csv` appends the medians to a file, which docs/plots/draw.py draws.
 
+mod contenders;
+mod options;
+
 use std::{
-    env,
     fs::{File, OpenOptions},
     io::{self, Seek, SeekFrom, Write},
-    os::{
-        fd::AsRawFd,
-        unix::fs::{FileExt, OpenOptionsExt},
-    },
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{
         Mutex,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
-    thread,
 };
 
 use kvhoist::{
-    BlockKey, Cache, Config, DeviceKind, DiskPath, Region, Route, Segment, block_on,
+    Cache, Config, DeviceKind, DiskPath, Region, Route, Segment, block_on,
     internals::{
-        checksum::checksum,
         disk::format::stripe::Stripe,
         gpu::{DeviceBuffer, Gpu},
         memory::DeviceMemory,
@@ -49,6 +46,8 @@ use kvhoist_bench_kit::{
     scratch::Slab,
 };
 
+use options::Options;
+
 /// Blocks of one call: pages of one of SGLang's calls.
 const CALL_BLOCKS: usize = 128;
 
@@ -59,69 +58,14 @@ const THREADS_SUM: usize = 24;
 /// Tasks that fetch, on a runtime of as many threads.
 const FETCHERS: usize = 16;
 
-struct Options {
-    names: Vec<String>,
-    paths: Vec<PathBuf>,
-    block_bytes: Vec<usize>,
-    drive_bytes: u64,
-    rounds: u64,
-    workers: Option<u32>,
-    /// Bytes that the cache may have in flight.
-    read_bytes: Option<u64>,
-    write_bytes: Option<u64>,
-    /// How many drives of the paths make an array.
-    drives: Vec<usize>,
-    csv: Option<PathBuf>,
-}
-
 fn main() -> ExitCode {
-    match options().and_then(|options| run(&options)) {
+    match Options::parse().and_then(|options| run(&options)) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("array: {error}");
             ExitCode::FAILURE
         }
     }
-}
-
-fn options() -> io::Result<Options> {
-    let mut options = Options {
-        names: Vec::new(),
-        paths: Vec::new(),
-        block_bytes: Vec::new(),
-        drive_bytes: 1 << 30,
-        rounds: 5,
-        workers: None,
-        read_bytes: None,
-        write_bytes: None,
-        drives: Vec::new(),
-        csv: None,
-    };
-    let mut args = env::args().skip(1).filter(|arg| arg != "--bench");
-    while let Some(arg) = args.next() {
-        let mut value = || args.next().ok_or_else(|| other(format!("{arg}: found nothing, expected a value")));
-        let number = |text: String| text.parse::<u64>().map_err(|_| other(format!("found {text}, expected a number")));
-        match arg.as_str() {
-            "--path" => options.paths.push(value()?.into()),
-            "--block-bytes" => options.block_bytes.push(number(value()?)? as usize),
-            "--drive-mib" => options.drive_bytes = number(value()?)? << 20,
-            "--rounds" => options.rounds = number(value()?)?.max(1),
-            "--workers" => options.workers = Some(number(value()?)? as u32),
-            "--read-mib" => options.read_bytes = Some(number(value()?)? << 20),
-            "--write-mib" => options.write_bytes = Some(number(value()?)? << 20),
-            "--drives" => options.drives.push(number(value()?)? as usize),
-            "--csv" => options.csv = Some(value()?.into()),
-            "load" | "store" | "fetch" | "device" | "qd1" | "qd32" => options.names.push(arg),
-            _ => return Err(other(format!("found {arg}, expected a name or an option of the file's head"))),
-        }
-    }
-    if options.names.is_empty() {
-        options.names = ["load", "store", "fetch"].map(String::from).to_vec();
-    }
-    if options.block_bytes.is_empty() {
-        options.block_bytes = vec![2_621_440, 128 << 10];
-    }
-    Ok(options)
 }
 
 fn run(options: &Options) -> io::Result<()> {
@@ -381,77 +325,6 @@ impl Array {
 
     fn bytes(&self) -> u64 {
         self.blocks * self.block_bytes as u64
-    }
-
-    /// Threads that each move one block after the other, in a random order over all of them.
-    fn threads(&self, name: &str, threads: usize, peer: Peer) -> Entrant<'_> {
-        let slabs: Vec<_> = (0..threads).map(|_| Slab::new(self.block_bytes, 1).map(Mutex::new)).collect();
-        Entrant::new(format!("{name}, {threads} threads"), move |round| {
-            let order: Vec<u64> = shuffled(round ^ (1 << 32), self.blocks).collect();
-            let next = AtomicUsize::new(0);
-            let one = |slab: &io::Result<Mutex<Slab>>| -> io::Result<()> {
-                let mut slab = slab.as_ref().map_err(other)?.lock().map_err(other)?;
-                while let Some(&n) = order.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let block = match peer.into_pool {
-                        // SAFETY: the pool lives as long as `self`, and a round uses each of its places once.
-                        true => unsafe {
-                            std::slice::from_raw_parts_mut(self.place(self.in_pool(), n).ptr, self.block_bytes)
-                        },
-                        false => slab.block(0),
-                    };
-                    let (file, at) = self.places[n as usize];
-                    match peer.writes {
-                        true => self.files[file].write_all_at(block, at)?,
-                        false => self.files[file].read_exact_at(block, at)?,
-                    }
-                    if peer.sums {
-                        std::hint::black_box(checksum(block));
-                    }
-                }
-                Ok(())
-            };
-            measured(self.bytes(), || {
-                thread::scope(|scope| {
-                    let running: Vec<_> = slabs.iter().map(|slab| scope.spawn(|| one(slab))).collect();
-                    running.into_iter().try_for_each(|thread| thread.join().expect("a peer does not panic"))
-                })
-            })
-        })
-    }
-
-    /// Loads, or stores, the blocks `order`, [`CALL_BLOCKS`] a call, from `callers` threads. Block `n` has the key of
-    /// `n + first`.
-    fn call(
-        &self,
-        order: impl IntoIterator<Item = u64>,
-        callers: usize,
-        first: u64,
-        stores: bool,
-        at: Places,
-    ) -> io::Result<()> {
-        let order: Vec<u64> = order.into_iter().collect();
-        let calls: Vec<&[u64]> = order.chunks(CALL_BLOCKS).collect();
-        let next = AtomicUsize::new(0);
-        let run = || -> io::Result<()> {
-            while let Some(part) = calls.get(next.fetch_add(1, Ordering::Relaxed)) {
-                let keys: Vec<BlockKey> = part.iter().map(|&n| key(n + first)).collect();
-                let places: Vec<Vec<Segment>> = part.iter().map(|&n| vec![self.place(at, n)]).collect();
-                let results = match stores {
-                    true => block_on(self.cache.store_from(&keys, None, &places)),
-                    false => block_on(self.cache.load_into(&keys, &places)),
-                };
-                for result in results.map_err(other)? {
-                    if !result.map_err(other)? {
-                        return Err(other("a block is missing"));
-                    }
-                }
-            }
-            Ok(())
-        };
-        thread::scope(|scope| {
-            let running: Vec<_> = (0..callers).map(|_| scope.spawn(run)).collect();
-            running.into_iter().try_for_each(|thread| thread.join().expect("a caller does not panic"))
-        })
     }
 
     /// Each block's place in the caller's pool.

@@ -4,9 +4,10 @@
 //! receives the replies, connects again, and does what has to wait: requests beyond the service's limits, bytes that
 //! the socket does not take, deadlines.
 
+mod thread;
+
 use std::{
     collections::{BTreeMap, VecDeque},
-    mem,
     sync::{Arc, Mutex, MutexGuard},
 };
 
@@ -20,10 +21,10 @@ use super::{
     places::Lent,
 };
 use crate::{
-    error::{Error, Result, ServiceFault},
+    error::{Error, Result},
     service::{
         link::Sender,
-        protocol::{Failure, Limits, Reply, Request},
+        protocol::{Reply, Request},
     },
 };
 
@@ -43,14 +44,14 @@ type Answer = oneshot::Sender<Result<Reply>>;
 /// Answers to callers, and what their calls held. Both run code of callers, so they are sent without the lock.
 #[derive(Default)]
 #[must_use]
-pub(super) struct Answers(Vec<(Option<Answer>, Result<Reply>, Option<Pending>)>);
+struct Answers(Vec<(Option<Answer>, Result<Reply>, Option<Pending>)>);
 
 impl Answers {
     fn add(&mut self, mut pending: Pending, result: Result<Reply>) {
         self.0.push((pending.reply.take(), result, Some(pending)));
     }
 
-    pub(super) fn send(self) {
+    fn send(self) {
         for (answer, result, _pending) in self.0 {
             drop(answer.map(|answer| answer.send(result)));
         }
@@ -102,13 +103,6 @@ pub(super) struct Line {
     /// The service's socket, for messages.
     name: String,
     deadline: Duration,
-}
-
-/// What the thread waits for beside replies.
-pub(super) struct Wait {
-    /// Bytes are left that the socket did not take.
-    pub(super) to_send: bool,
-    pub(super) until: Option<Instant>,
 }
 
 impl Line {
@@ -256,161 +250,5 @@ impl Line {
         drop(state);
         self.woken.notify_one();
         Ok(())
-    }
-}
-
-/// The thread's part.
-impl Line {
-    /// The thread begins to connect; regions that the service is to get. `None` if the client is being closed.
-    pub(super) fn connect(&self) -> Option<Vec<Lent>> {
-        let mut state = self.lock();
-        if state.closing.is_some() {
-            return None;
-        }
-        state.phase = Phase::Connecting;
-        Some(state.lent.values().cloned().collect())
-    }
-
-    /// The service has admitted the client, and has all of its regions.
-    pub(super) fn connected(&self, sender: Sender, limits: &Limits) {
-        let mut state = self.lock();
-        state.requests_max = (limits.requests as usize).max(1);
-        state.request_bytes_max = limits.request_bytes as usize;
-        if state.closing.is_some() {
-            sender.end();
-        }
-        state.phase = Phase::Up(sender);
-        state.away = None;
-        self.send(&mut state);
-    }
-
-    /// A reply has come.
-    pub(super) fn answered(&self, id: u64, reply: Reply) {
-        let mut state = self.lock();
-        // Requests of the thread itself have no caller.
-        let Some(mut pending) = state.pending.remove(&id) else { return };
-        state.sent = state.sent.saturating_sub(1);
-        state.sent_bytes = state.sent_bytes.saturating_sub(pending.frame_bytes);
-        let result = match reply {
-            Reply::Failed(Failure { fault, text }) => Err(Error::service(fault, text)),
-            reply => Ok(reply),
-        };
-        let registered = match &pending.what {
-            What::Register(lent) if result.is_ok() => Some(lent.number),
-            _ => None,
-        };
-        if let What::Register(lent) = &pending.what
-            && registered.is_some()
-        {
-            // Before the caller knows, who may take it back at once.
-            state.lent.insert(lent.number, lent.clone());
-        }
-        if !state.waiting.is_empty() {
-            self.send(&mut state);
-        }
-        drop(state);
-        let told = pending.reply.take().is_some_and(|answer| answer.send(result).is_ok());
-        if let Some(number) = registered.filter(|_| !told) {
-            self.take_back(number);
-        }
-    }
-
-    /// Takes back memory whose caller does not wait for it any more.
-    fn take_back(&self, number: u32) {
-        let mut state = self.lock();
-        state.lent.remove(&number);
-        state.own_id += 2;
-        let frame = Request::Unregister { region: number }.encode(state.own_id);
-        if let Phase::Up(sender) = &mut state.phase {
-            sender.push(frame, None);
-            self.flush(&mut state);
-        }
-    }
-
-    /// The service has said goodbye.
-    pub(super) fn parting(&self, why: Error) {
-        let mut state = self.lock();
-        state.away = Some(why);
-        state.phase = match mem::replace(&mut state.phase, Phase::Down) {
-            Phase::Up(sender) => Phase::Parting(sender),
-            other => other,
-        };
-    }
-
-    /// Before the thread waits for replies.
-    pub(super) fn wait(&self) -> Wait {
-        let mut state = self.lock();
-        let to_send = self.flush(&mut state);
-        while let Some((_, id)) = state.deadlines.front()
-            && !state.pending.contains_key(id)
-        {
-            state.deadlines.pop_front();
-        }
-        let now = Instant::now();
-        // A timer that is set stays: the next call then need not wake the thread for its own.
-        let set = state.timer.filter(|timer| *timer > now);
-        state.timer = state.deadlines.front().map(|(late, _)| *late).into_iter().chain(set).min();
-        Wait { to_send, until: state.timer }
-    }
-
-    /// Answers the calls that are late.
-    pub(super) fn late(&self) {
-        let (now, mut answers) = (Instant::now(), Answers::default());
-        let mut state = self.lock();
-        state.timer = None;
-        while let Some((_, id)) = state.deadlines.pop_front_if(|(late, _)| *late <= now) {
-            let Some(pending) = state.pending.get_mut(&id) else { continue };
-            let text = format!(
-                "{}: no reply within {:?}; what was begun goes on, and memory is in use until it is unregistered",
-                self.name, self.deadline
-            );
-            let answer = pending.reply.take();
-            let forgotten = self.cancel(&mut state, id);
-            answers.0.push((answer, Err(Error::service(ServiceFault::Timeout, text)), forgotten));
-        }
-        drop(state);
-        answers.send();
-    }
-
-    /// The connection is lost, or could not be made, and with it the service's hold on this process's memory: answers
-    /// all calls. True if the client is being closed.
-    pub(super) fn lost(&self, why: &Error) -> bool {
-        let mut answers = Answers::default();
-        let mut state = self.lock();
-        let sender = mem::replace(&mut state.phase, Phase::Down);
-        state.away = Some(why.clone());
-        for (_, pending) in mem::take(&mut state.pending) {
-            let result = match pending.what {
-                What::Unregister(_) => Ok(Reply::Done),
-                _ => Err(why.clone()),
-            };
-            answers.add(pending, result);
-        }
-        state.waiting.clear();
-        state.deadlines.clear();
-        (state.sent, state.sent_bytes, state.timer) = (0, 0, None);
-        let closing = state.closing.is_some();
-        drop(state);
-        drop(sender);
-        answers.send();
-        closing
-    }
-
-    /// Whether the client is being closed.
-    pub(super) fn is_closing(&self) -> bool {
-        self.lock().closing.is_some()
-    }
-
-    /// The thread ends: calls fail with [`Error::Closed`] from now on.
-    pub(super) fn closed(&self) {
-        let mut state = self.lock();
-        state.phase = Phase::Closed;
-        state.away = None;
-        state.lent.clear();
-        let closing = state.closing.take();
-        drop(state);
-        for waits in closing.into_iter().flatten() {
-            let _nobody_waits = waits.send(());
-        }
     }
 }

@@ -1,0 +1,325 @@
+//! Look-ups, prefetches, removals, and the space's figures.
+
+use super::{
+    calls::{Client, unexpected},
+    worker,
+};
+use crate::{
+    block::{BlockKey, Tier},
+    error::{Error, Result},
+    service::protocol::{KEYS_MAX, Reply, Request, SpaceStats},
+};
+
+impl Client {
+    /// The number of leading `keys` that are resident in some tier.
+    ///
+    /// # Errors
+    /// [`Error::Service`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// assert_eq!(client.match_len(&keys).await?, 1);
+    /// # client.close().await }).expect("the example runs");
+    /// ```
+    pub async fn match_len(&self, keys: &[BlockKey]) -> Result<usize> {
+        let mut leading = 0;
+        for keys in keys.chunks(KEYS_MAX) {
+            let Reply::Count(count) = self.ask(Request::MatchLen { keys: keys.to_vec() }).await? else {
+                return Err(worker::nonsense("a count was asked for"));
+            };
+            leading += count as usize;
+            if (count as usize) < keys.len() {
+                break;
+            }
+        }
+        Ok(leading)
+    }
+
+    /// The fastest tier of each of the leading `keys` that are resident.
+    ///
+    /// # Errors
+    /// As [`match_len`](Client::match_len).
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// assert_eq!(client.match_prefix(&keys).await?, [kvhoist::Tier::Host]);
+    /// # client.close().await }).expect("the example runs");
+    /// ```
+    pub async fn match_prefix(&self, keys: &[BlockKey]) -> Result<Vec<Tier>> {
+        let mut leading = Vec::new();
+        for keys in keys.chunks(KEYS_MAX) {
+            let Reply::Tiers(tiers) = self.ask(Request::MatchPrefix { keys: keys.to_vec() }).await? else {
+                return Err(worker::nonsense("tiers were asked for"));
+            };
+            let all = tiers.len() == keys.len();
+            leading.extend(tiers);
+            if !all {
+                break;
+            }
+        }
+        Ok(leading)
+    }
+
+    /// Which of `keys` are resident, whatever comes before them.
+    ///
+    /// # Errors
+    /// As [`match_len`](Client::match_len).
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// assert_eq!(client.contains(&keys).await?, [true, false]);
+    /// # client.close().await }).expect("the example runs");
+    /// ```
+    pub async fn contains(&self, keys: &[BlockKey]) -> Result<Vec<bool>> {
+        let mut there = Vec::with_capacity(keys.len());
+        for keys in keys.chunks(KEYS_MAX) {
+            match self.ask(Request::Contains { keys: keys.to_vec() }).await? {
+                Reply::Flags(flags) if flags.len() == keys.len() => there.extend(flags),
+                other => return Err(unexpected(&other)),
+            }
+        }
+        Ok(there)
+    }
+
+    /// Starts to bring blocks into the service's host memory; how many movements it started.
+    ///
+    /// # Errors
+    /// As [`match_len`](Client::match_len).
+    ///
+    /// # Cancel safety
+    /// The blocks are brought all the same, if the request was sent.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// // The first block is in host memory, and the second is nowhere: there is nothing to start.
+    /// assert_eq!(client.prefetch(&keys).await?, 0);
+    /// # client.close().await }).expect("the example runs");
+    /// ```
+    pub async fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
+        let mut started = 0;
+        for keys in keys.chunks(KEYS_MAX) {
+            match self.ask(Request::Prefetch { keys: keys.to_vec() }).await? {
+                Reply::Count(count) => started += count as usize,
+                other => return Err(unexpected(&other)),
+            }
+        }
+        Ok(started)
+    }
+
+    /// Counts a use of every resident block of a chain, as [`Cache::touch`](crate::Cache::touch).
+    ///
+    /// # Errors
+    /// As [`match_len`](Client::match_len).
+    ///
+    /// # Cancel safety
+    /// The uses are counted all the same, if the request was sent.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// client.touch(&keys).await?;
+    /// # client.close().await }).expect("the example runs");
+    /// ```
+    pub async fn touch(&self, keys: &[BlockKey]) -> Result<()> {
+        for keys in keys.chunks(KEYS_MAX) {
+            self.ask(Request::Touch { keys: keys.to_vec() }).await?;
+        }
+        Ok(())
+    }
+
+    /// Forgets a block in every tier, for all clients of the space; true if it was resident.
+    ///
+    /// # Errors
+    /// As [`Cache::remove`](crate::Cache::remove), as [`Error::Service`].
+    ///
+    /// # Cancel safety
+    /// The block may be forgotten all the same.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// assert!(client.remove(&keys[0]).await?);
+    /// assert!(!client.remove(&keys[0]).await?, "it is gone");
+    /// # client.close().await }).expect("the example runs");
+    /// ```
+    pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
+        self.remove_one(key, false).await
+    }
+
+    /// As [`remove`](Client::remove), and flushes: the removal survives a power cut too.
+    ///
+    /// # Errors
+    /// As [`remove`](Client::remove).
+    ///
+    /// # Cancel safety
+    /// As [`remove`](Client::remove).
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # (config.host_bytes, config.capacity_bytes) = (1 << 20, 64 << 20);
+    /// # config.paths.push(dir.path().to_owned());
+    /// # config.cache = config.cache.direct_io(kvhoist::DirectIo::Prefer);
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// client.remove_durably(&keys[0]).await?;
+    /// assert_eq!(client.contains(&keys).await?, [false, false]);
+    /// # client.close().await }).expect("the example runs");
+    /// # server.drain();
+    /// # server.wait().expect("a whole store");
+    /// ```
+    pub async fn remove_durably(&self, key: &BlockKey) -> Result<bool> {
+        self.remove_one(key, true).await
+    }
+
+    async fn remove_one(&self, key: &BlockKey, durable: bool) -> Result<bool> {
+        match self.ask(Request::Remove { durable, keys: vec![*key] }).await? {
+            Reply::Results(mut results) if results.len() == 1 => results.remove(0).map_err(Error::from),
+            other => Err(unexpected(&other)),
+        }
+    }
+
+    /// Resolves when all that was stored in the space before it, by any client, is written and flushed.
+    ///
+    /// # Errors
+    /// As [`Cache::sync`](crate::Cache::sync), as [`Error::Service`].
+    ///
+    /// # Cancel safety
+    /// The writes and the flush go on.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # (config.host_bytes, config.capacity_bytes) = (1 << 20, 64 << 20);
+    /// # config.paths.push(dir.path().to_owned());
+    /// # config.cache = config.cache.direct_io(kvhoist::DirectIo::Prefer);
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// client.sync().await?;
+    /// # client.close().await }).expect("the example runs");
+    /// # server.drain();
+    /// # server.wait().expect("a whole store");
+    /// ```
+    pub async fn sync(&self) -> Result<()> {
+        self.ask(Request::Sync).await.map(drop)
+    }
+
+    /// The space's figures for all clients, since the service opened it.
+    ///
+    /// # Errors
+    /// [`Error::Service`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future changes nothing.
+    ///
+    /// ```
+    /// # let dir = tempfile::tempdir().expect("a directory");
+    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
+    /// # config.host_bytes = 1 << 20;
+    /// # let server = kvhoist::service::Server::start(config).expect("a service");
+    /// # kvhoist::block_on(async {
+    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
+    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
+    /// # let mut block = vec![7; 4096];
+    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
+    /// # // SAFETY: the block lives until the call has ended.
+    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// let stats = client.stats().await?;
+    /// assert_eq!(stats.stores, 1);
+    /// # client.close().await }).expect("the example runs");
+    /// ```
+    pub async fn stats(&self) -> Result<SpaceStats> {
+        match self.ask(Request::Stats).await? {
+            Reply::Stats(stats) => Ok(*stats),
+            other => Err(unexpected(&other)),
+        }
+    }
+}
