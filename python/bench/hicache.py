@@ -9,7 +9,8 @@ pages that were not. Bytes are compared after each get. The page cache helps nob
 files of `file` are flushed and dropped from it before they are read. `ring` is the bare loop of `benches/ring.rs` at
 the page's size, on the blocks of kvhoist's own store (where a file lies on its disk can decide more than who reads it),
 with a buffer for each operation in flight, which may stay in the processor's cache; `places` is the same loop with a
-buffer for each page of a batch, as an engine has. `memcpy` the copy of as many bytes within memory. Ratios are within a round; medians and ranges are printed.
+buffer for each page of a batch, as an engine has; `memcpy` is the copy of as many bytes within memory. Ratios are
+within a round; medians and ranges are printed.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@
 
 Each round every entrant stores a job of new chunks, and loads them into memory that was zeroed; every byte is compared.
 No entrant uses the page cache: both tiers use O_DIRECT, and the bench ends if `fs` does not. `ring` is the bare loop of
-`benches/ring.rs` on the blocks of kvhoist's own store, with a buffer for each operation in flight, which may stay in the
-processor's cache; `places` is the same loop with a buffer for each chunk of a job, as an engine has. Ratios are within a round; medians and ranges are printed.
+`benches/ring.rs` on the blocks of kvhoist's own store, with a buffer for each operation in flight, which may stay in
+the processor's cache; `places` is the same loop with a buffer for each chunk of a job, as an engine has. Ratios are
+within a round; medians and ranges are printed.
 `lookup` is one call for each of 4,096 keys, as vLLM makes them, beside lookups in a dict. `KVHOIST_RING` names a
 built `ring` where there is no cargo.
 """
