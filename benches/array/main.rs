@@ -32,7 +32,7 @@ use std::{
 };
 
 use kvhoist::{
-    Cache, Config, DeviceKind, DiskPath, Region, Route, Segment, block_on,
+    Cache, Config, DeviceKind, DiskPath, Eviction, Region, Route, Segment, block_on,
     internals::{
         disk::format::stripe::Stripe,
         gpu::{DeviceBuffer, Gpu},
@@ -133,6 +133,8 @@ impl Array {
             .host_blocks((slots * paths.len() as u32 / 8).clamp(2 * FETCHERS as u32, 256))
             .disks(paths.iter().map(|path| DiskPath::with_blocks(path.clone(), slots)).collect())
             .bypass_host(true)
+            // As many slots as blocks: those stored last are to be found.
+            .eviction_policy(Eviction::Lru)
             .workers(options.workers)
             .read_bytes_in_flight_max(options.read_bytes.unwrap_or(defaults.limits.read_bytes_in_flight_max))
             .write_bytes_in_flight_max(options.write_bytes.unwrap_or(defaults.limits.write_bytes_in_flight_max));
