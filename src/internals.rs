@@ -3,9 +3,11 @@
 
 #[cfg(feature = "sim")]
 pub use crate::cache::seams;
+#[cfg(feature = "rdma")]
+pub use crate::device::rdma;
 pub use crate::{
     cache::{pin_region, validate},
-    device::{cuda as gpu, rdma},
+    device::cuda as gpu,
 };
 
 /// The state of a service, for the program that runs it, and the bytes on its socket.

@@ -5,6 +5,11 @@
 //!
 //! Nothing here spawns onto the caller's runtime: the cache's own reactor thread moves the blocks, so its futures can
 //! be awaited anywhere, and on a plain thread with [`block_on`].
+//!
+//! The cargo features `cuda`, `cufile` and `rdma` are on by default and have the engines for CUDA devices. A service
+//! without a GPU can leave them out.
+
+#![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod bits;
 mod block;
@@ -48,12 +53,14 @@ pub use index::PrefixMatch;
 pub use memory::{Memory, RegisterOptions};
 pub use mover::LayerDone;
 
-/// The CUDA devices of this machine.
+/// The CUDA devices of this machine. Only with the cargo feature `cuda`.
+#[cfg(feature = "cuda")]
 pub mod gpu {
     pub use crate::device::cuda::Device;
 }
 
-/// The RDMA devices of this machine.
+/// The RDMA devices of this machine. Only with the cargo feature `rdma`.
+#[cfg(feature = "rdma")]
 pub mod rdma {
     pub use crate::device::rdma::Device;
 }

@@ -166,9 +166,8 @@ impl LayerLoad {
         if self.progress.layer(layer).is_some() {
             return Ok(());
         }
-        let stream = std::ptr::with_exposed_provenance_mut(stream);
         // SAFETY: the caller's promise.
-        unsafe { gates.wait(layer, stream) }.map_err(|fault| Error::unavailable("device", fault.to_string()))
+        unsafe { gates.wait(layer, stream) }
     }
 
     /// Where kernels find what a layer came to: the device's address of a 32-bit word that is 0 where all blocks have

@@ -5,7 +5,6 @@ mod calls;
 
 mod blocks;
 mod compute;
-mod device;
 mod durable;
 mod gauges;
 mod hints;
@@ -76,7 +75,7 @@ struct Inner {
     /// The device, where it is a CUDA one.
     gpu: Option<Arc<crate::device::cuda::Gpu>>,
     /// Whether copies go through an RDMA device.
-    gdr: crate::device::gdr::GdrStatus,
+    gdr: crate::device::GdrStatus,
 }
 
 impl Cache {

@@ -9,15 +9,11 @@ use std::{
 
 use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 
-use super::{Cache, Inner, device::Opened, regions::Regions, turns::Turns};
+use super::{Cache, Inner, regions::Regions, turns::Turns};
 use crate::{
     block::Tier,
     config::{Config, Eviction},
-    device::{
-        AnyCopy, CopyEngine, DevicePool, Memcpy,
-        cuda::Gpu,
-        gdr::{GdrState, GdrStatus},
-    },
+    device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
     disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile},
     error::{Error, Result},
     fork::HomeBound,
@@ -154,7 +150,7 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
     let workers = Workers::start(config.worker_threads(), rings, &near, Arc::clone(&metrics.work_done))
         .map_err(|source| Error::io("start", "the worker threads", source))?;
     let host_copies = Memcpy::with_workers(Rc::clone(&workers));
-    let Opened { pool, gpu, copy, gdr } = super::device::open(&config, &arena, &metrics.copies, host_copies).await?;
+    let device::Opened { pool, gpu, copy, gdr } = device::open(&config, &arena, &metrics.copies, host_copies).await?;
     if !config.disk.paths.is_empty() {
         *files = disk::open_files(&config)?;
         export_wear(&config);

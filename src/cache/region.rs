@@ -8,7 +8,7 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Segment},
-    device::gdr::GdrState,
+    device::GdrState,
     error::{Error, Result},
     memory::{Memory, MemoryKind, RegisterOptions, huge},
     mover::{Command, Job, RegionInner, RegionMemory, Reply, Urgent},

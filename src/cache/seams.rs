@@ -74,7 +74,7 @@ pub async fn open<S: Storage, C: CopyEngine>(
             Some(pool) => Workers::stepped(pool, Arc::clone(&metrics.work_done)),
             None => Workers::none(),
         },
-        device: super::device::simulated(&config)?,
+        device: crate::device::open::simulated(&config)?,
         gpu: None,
         gdr: None,
         metrics,

@@ -5,7 +5,7 @@ use serde::{Serialize, Serializer};
 use super::Cache;
 use crate::{
     block::{Route, Tier},
-    device::gdr::GdrState,
+    device::GdrState,
     metrics::COPY_ENGINES,
 };
 

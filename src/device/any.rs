@@ -2,11 +2,7 @@
 
 use std::{any::Any, cell::Cell, sync::Arc, time::Duration};
 
-use super::{
-    CopyBatch, CopyEngine, CopyRegion, Memcpy,
-    cuda::copy::CudaCopy,
-    gdr::{CopyOrder, GdrCopy, Offered},
-};
+use super::{CopyBatch, CopyEngine, CopyRegion, Memcpy, Offered, cuda::CudaCopy, gdr::GdrCopy};
 use crate::{
     block::{Direction, Segment},
     config::{CopyPrefer, GdrMode},
@@ -129,7 +125,7 @@ impl CopyEngine for AnyCopy {
         let mut batch = batch;
         if let Some(gdr) = self.chosen(&batch) {
             let in_flight = InFlight::new(&gdr.in_flight, bytes);
-            let offered = gdr.engine.offer(CopyOrder::default(), batch).await;
+            let offered = gdr.engine.offer(batch).await;
             drop(in_flight);
             batch = match offered {
                 Offered::Copied(Ok(()), batch) => {

@@ -3,27 +3,53 @@
 //! [`DevicePool`] holds the slots of the device tier. [`AnyCopy`] is the engine chosen at run time: [`cuda`] or
 //! [`gdr`], or [`Memcpy`] where host memory plays the device. [`cufile`] reads and writes blocks between disk and
 //! device.
+//!
+//! A build can leave out the engines, each with its cargo feature ([`ENGINES`]). The modules in `absent/` then take
+//! their places: with the same names, and with types that have no values. So no other file needs to know what was left
+//! out.
 
 mod any;
+#[cfg_attr(not(feature = "cuda"), path = "absent/cuda.rs")]
 pub mod cuda;
+#[cfg_attr(not(feature = "cufile"), path = "absent/cufile.rs")]
 pub mod cufile;
+#[cfg_attr(not(feature = "rdma"), path = "absent/gdr.rs")]
 pub mod gdr;
 mod memcpy;
+pub(crate) mod open;
 mod pair;
 mod pool;
+#[cfg(feature = "rdma")]
 pub mod rdma;
 mod region;
+mod status;
 
 pub use crate::block::{CopyOp, Direction};
 pub use any::AnyCopy;
 pub use memcpy::Memcpy;
+pub(crate) use open::{Opened, open};
 pub use pair::pair_segments;
 pub use pool::{DevicePool, PoolLayout};
 pub use region::CopyRegion;
+pub use status::{GdrState, GdrStatus};
 
-use std::{any::Any, cell::Cell, future::Future, sync::Arc, time::Duration};
+use std::{any::Any, future::Future, sync::Arc, time::Duration};
 
 use crate::{block::Segment, error::Result};
+
+/// The cargo features of the engines, and whether this build has them.
+pub const ENGINES: [(&str, bool); 3] =
+    [("cuda", cfg!(feature = "cuda")), ("cufile", cfg!(feature = "cufile")), ("rdma", cfg!(feature = "rdma"))];
+
+/// Why the engine of this cargo feature cannot be used; `None` if this build has it.
+pub(crate) fn left_out(feature: &str) -> Option<String> {
+    let is_built = ENGINES.contains(&(feature, true));
+    (!is_built).then(|| not_built(feature))
+}
+
+fn not_built(feature: &str) -> String {
+    format!("this build of kvhoist has no cargo feature `{feature}`; build it with `--features {feature}`")
+}
 
 /// Copies that start together and complete together, with owners that keep their memory alive.
 pub struct CopyBatch {
@@ -134,13 +160,12 @@ impl<O: Send + Sync + 'static> OwnedBatch<O> {
     }
 }
 
-/// Clears an engine's polling flag when its polling task ends, including when the runtime drops the task.
-struct Polling<'a>(&'a Cell<bool>);
-
-impl Drop for Polling<'_> {
-    fn drop(&mut self) {
-        self.0.set(false);
-    }
+/// Result of offering a batch to an engine that may refuse it.
+pub enum Offered {
+    /// The batch was copied, or failed.
+    Copied(Result<()>, CopyBatch),
+    /// The batch was not taken: part of its memory is not registered, or the engine is not up.
+    Refused(CopyBatch),
 }
 
 /// Copies batches between memories; completes on the reactor.

@@ -15,7 +15,7 @@ use crate::{
         CopyEngine, OwnedBatch,
         cuda::Gpu,
         cufile::{Buffer, Cufile, Ended, Opened, Part, Setup},
-        pair_segments,
+        left_out, pair_segments,
     },
     error::{Error, Result},
     index::EntryId,
@@ -76,6 +76,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let config = &self.shared.config;
         if config.device.cufile == CufileMode::Off {
             return Err("cufile = off".into());
+        }
+        if let Some(reason) = left_out("cufile") {
+            return Err(reason);
         }
         if config.disk.paths.is_empty() {
             return Err("there is no disk tier".into());

@@ -109,7 +109,7 @@ fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>) {
 
 impl Workers {
     /// No workers: all work is done on the reactor.
-    #[cfg(any(test, feature = "sim"))]
+    #[cfg(feature = "sim")]
     pub(crate) fn none() -> Rc<Self> {
         Rc::new(Workers {
             kind: Kind::None,

@@ -12,7 +12,7 @@ use std::{
 use kvhoist::{
     Cache, Config, DeviceKind, GdrMode, block_on,
     internals::{
-        device::gdr::{GdrOptions, GdrState},
+        device::{GdrState, gdr::GdrOptions},
         rdma,
     },
 };

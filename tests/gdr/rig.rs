@@ -6,8 +6,8 @@ use kvhoist::{
     Error,
     internals::{
         device::{
-            CopyBatch, CopyOp, Direction,
-            gdr::{CopyOrder, Fence, GdrCopy, GdrMemory, GdrOptions, GdrState},
+            CopyBatch, CopyOp, Direction, GdrState,
+            gdr::{CopyOrder, Fence, GdrCopy, GdrMemory, GdrOptions},
         },
         gpu::{DeviceBuffer, Gpu},
         memory::{Arena, DeviceMemory},

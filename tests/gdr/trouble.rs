@@ -3,7 +3,7 @@
 
 use std::{rc::Rc, time::Duration};
 
-use kvhoist::internals::device::gdr::{GdrOptions, GdrState};
+use kvhoist::internals::device::{GdrState, gdr::GdrOptions};
 
 use crate::{
     common::{Rng, seed},

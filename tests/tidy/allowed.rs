@@ -102,14 +102,18 @@ pub const MOVER: Group = Group {
 pub const DEVICE: Group = Group {
     parent: &["device"],
     allowed: &[
+        ("open", "any gdr cuda memcpy pool status"),
         ("any", "gdr cuda memcpy mod region"),
-        ("gdr", "cuda mod rdma region"),
+        ("absent", "cuda memcpy mod status"),
+        ("gdr", "cuda mod rdma region status"),
         ("cufile", "cuda"),
         ("cuda", "memcpy mod"),
         ("memcpy", "mod"),
         ("mod", "region"),
+        ("pool", ""),
         ("rdma", ""),
         ("region", ""),
+        ("status", ""),
     ],
 };
 
@@ -121,7 +125,6 @@ pub const KNOWN_PAIRS: &[&str] = &[
     "benches/device/main.rs: the root and layers",
     "benches/kit/src/lib.rs: ring and scratch",
     "benches/peers/src/main.rs: the root and options",
-    "cli/src/lib.rs: bench and bench::copy",
     "cli/src/lib.rs: bench::copy and bench::gdr",
     "cli/src/lib.rs: doctor and doctor::cufile",
     "cli/src/lib.rs: doctor and doctor::disk",

@@ -14,9 +14,10 @@ use kvhoist::internals::{
 };
 
 use crate::{
+    cuda::{check_on_device, threads},
     drive::other,
     measure::Entrant,
-    peers::{self, Places, THREADS},
+    peers::{Places, THREADS},
 };
 
 /// How long its initialisation may take.
@@ -130,8 +131,8 @@ pub fn read(places: Places<'_>) -> io::Result<Entrant<'_>> {
     let one = move |lane: &Lane, block: u64| {
         handle.read(&lane.buffer, (places.data_offset + block * places.block_bytes as u64) as i64)
     };
-    let look = |lane: &Lane| peers::check_on_device(&lane.buffer);
-    Ok(peers::threads(format!("cuFileRead, {THREADS} threads"), gpu, places, lanes, one, look))
+    let look = |lane: &Lane| check_on_device(&lane.buffer);
+    Ok(threads(format!("cuFileRead, {THREADS} threads"), gpu, places, lanes, one, look))
 }
 
 fn handle(places: Places<'_>) -> io::Result<Handle> {

@@ -2,15 +2,9 @@
 
 use std::io;
 
-use kvhoist::{
-    Cache, DeviceKind, Segment, block_on,
-    internals::{
-        gpu::{DeviceBuffer, Gpu},
-        memory::DeviceMemory,
-    },
-};
+use kvhoist::{Cache, DeviceKind, Segment, block_on, internals::memory::DeviceMemory};
 
-use crate::{drive::other, pattern::stamp, scratch::Slab};
+use crate::{cuda, drive::other, pattern::stamp, scratch::Slab};
 
 /// Memory of a caller that blocks are loaded into and stored from.
 pub struct Pool {
@@ -31,7 +25,7 @@ pub enum Home {
 }
 
 enum Memory {
-    Device { _buffer: DeviceBuffer },
+    Device { _memory: Box<dyn DeviceMemory> },
     Host { slab: Slab },
 }
 
@@ -42,9 +36,8 @@ impl Pool {
             let mut slab = Slab::new(block_bytes, blocks as usize)?;
             (slab.block(0).as_mut_ptr(), Memory::Host { slab })
         } else {
-            let buffer = Gpu::open(0).and_then(|gpu| DeviceBuffer::new(gpu, blocks as usize * block_bytes));
-            let buffer = buffer.map_err(other)?;
-            (buffer.base().as_ptr(), Memory::Device { _buffer: buffer })
+            let memory = cuda::memory(blocks as usize * block_bytes)?;
+            (memory.base().as_ptr(), Memory::Device { _memory: memory })
         };
         let bytes = blocks as usize * block_bytes;
         // SAFETY: the pool outlives the cache's use of it (its user unregisters it, or waits for the end of

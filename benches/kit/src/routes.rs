@@ -20,7 +20,7 @@ use kvhoist::{
 use tempfile::TempDir;
 
 use crate::{
-    cufile,
+    cuda,
     drive::{check_on_device, each, fetch_stamped, key, measured, other, run_local, store_stamped, to_device},
     measure::{Entrant, Sample, Series, interleave_told},
     pattern::{shuffled, stamp, verify},
@@ -244,8 +244,9 @@ impl<'a> World<'a> {
         }
         if let Way::DiskToDevice(DeviceKind::Cuda) = way {
             let places = Places { file: &file, data_offset, block_bytes, blocks };
-            entrants.push(peers::pread_and_copy(places)?);
-            match cufile::read(places) {
+            entrants.push(cuda::pread_and_copy(places)?);
+            #[cfg(feature = "cufile")]
+            match crate::cufile::read(places) {
                 Ok(peer) => entrants.push(peer),
                 Err(why) => eprintln!("cuFileRead does not take part: {why}"),
             }

@@ -17,9 +17,7 @@ use serde_json::json;
 use tokio::task::LocalSet;
 
 use super::{
-    median,
     plot::Plot,
-    runtime,
     table::{self, Table},
 };
 use crate::{
@@ -35,6 +33,7 @@ pub struct Args {
     engine: Engine,
     /// RDMA device, with --engine gdr. Default: the nearest to the GPU.
     #[arg(long, value_name = "NAME")]
+    #[cfg_attr(not(feature = "rdma"), allow(dead_code, reason = "of `--engine gdr`, which this build refuses"))]
     pub(super) gdr_device: Option<String>,
     /// Number of the CUDA device.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -295,4 +294,24 @@ async fn verify(
     // SAFETY: as above; the copies have come back.
     let back = unsafe { std::slice::from_raw_parts(memory.host(1), memory.bytes()) };
     Ok(sent[..copied] == back[..copied] && back[copied..].iter().all(|&byte| byte == 0))
+}
+
+/// A current-thread runtime, as the reactor's is.
+fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
+    tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build()
+        .map_err(|error| Failure::run(format!("cannot start a runtime: {error}")))
+}
+
+/// The middle one of an odd number of values, or the mean of the middle two.
+pub(super) fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    if sorted.len().is_multiple_of(2) && middle > 0 {
+        f64::midpoint(sorted[middle - 1], sorted[middle])
+    } else {
+        sorted.get(middle).copied().unwrap_or(f64::NAN)
+    }
 }

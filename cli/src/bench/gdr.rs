@@ -19,8 +19,7 @@ use serde_json::{Value, json};
 use tokio::task::LocalSet;
 
 use super::{
-    copy::{Args, COPIES_MAX, scattered},
-    median,
+    copy::{Args, COPIES_MAX, median, scattered},
     table::{self, Table},
 };
 use crate::failure::Failure;

@@ -1,6 +1,9 @@
 //! `kvhoist bench`: the routes of this machine beside its bare hardware, in one run.
 
+#[cfg(feature = "cuda")]
 mod copy;
+#[cfg(feature = "cuda")]
+#[cfg_attr(not(feature = "rdma"), path = "absent.rs")]
 mod gdr;
 mod plot;
 mod route;
@@ -21,6 +24,7 @@ pub struct Args {
 enum What {
     /// Copies between host memory and a CUDA device: by size, direction and method, or through an RDMA device. Every
     /// byte is verified.
+    #[cfg(feature = "cuda")]
     #[command(after_help = EXIT_STATUS)]
     Copy(copy::Args),
     /// Cold blocks from disk to host memory and to the device, beside a bare ring loop on the same file.
@@ -34,28 +38,9 @@ enum What {
 /// Runs a benchmark and prints its table.
 pub fn run(args: &Args) -> Result<(), Failure> {
     match &args.what {
+        #[cfg(feature = "cuda")]
         What::Copy(args) => copy::run(args),
         What::Disk(args) => route::disk(args),
         What::Store(args) => route::store(args),
-    }
-}
-
-/// A current-thread runtime, as the reactor's is.
-fn runtime() -> Result<tokio::runtime::Runtime, Failure> {
-    tokio::runtime::Builder::new_current_thread()
-        .enable_time()
-        .build()
-        .map_err(|error| Failure::run(format!("cannot start a runtime: {error}")))
-}
-
-/// The middle one of an odd number of values, or the mean of the middle two.
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    let middle = sorted.len() / 2;
-    if sorted.len().is_multiple_of(2) && middle > 0 {
-        f64::midpoint(sorted[middle - 1], sorted[middle])
-    } else {
-        sorted.get(middle).copied().unwrap_or(f64::NAN)
     }
 }

@@ -10,7 +10,7 @@ use kvhoist::{
 use super::{
     Finding, Want,
     disk::{drive_name, scratch},
-    system::{has_module, kernel_version, read},
+    system::{has_module, read},
 };
 use crate::failure::Failure;
 
@@ -103,4 +103,11 @@ fn route(ordinal: u32, path: Option<&Path>) -> Result<Finding, Failure> {
     let finding = Finding::note("cuFile", format!("not used: {}{limits}", stats.cufile_reason));
     let finding = finding.decides(Want::Cufile, false);
     Ok(finding.fix("none needed to work; for the direct path what nvidia-fs or PCI P2PDMA needs, above"))
+}
+
+/// Major and minor number of the kernel.
+fn kernel_version() -> Option<(u32, u32)> {
+    let release = read("/proc/sys/kernel/osrelease")?;
+    let mut parts = release.split(|c: char| !c.is_ascii_digit()).map(|digits| digits.parse::<u32>().ok());
+    Some((parts.next()??, parts.next()??))
 }

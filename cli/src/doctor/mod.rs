@@ -1,8 +1,11 @@
 //! `kvhoist doctor`: the limits of this machine, the route that blocks take, and what prevents a faster one.
 
+#[cfg_attr(not(feature = "cufile"), path = "absent/cufile.rs")]
 mod cufile;
 mod disk;
+#[cfg_attr(not(feature = "cuda"), path = "absent/gpu.rs")]
 mod gpu;
+#[cfg_attr(not(feature = "rdma"), path = "absent/rdma.rs")]
 mod rdma;
 mod system;
 
@@ -80,6 +83,14 @@ impl Finding {
     /// A finding.
     fn note(what: &'static str, found: impl Into<String>) -> Self {
         Finding { what, found: found.into(), fix: None, decides: None, is_trouble: false }
+    }
+
+    /// An engine that this build left out, by the cargo feature that has it.
+    #[allow(dead_code, reason = "a build with all engines has none to report")]
+    fn left_out(what: &'static str, feature: &str, want: Want) -> Self {
+        Finding::note(what, format!("not in this build, which has no cargo feature `{feature}`"))
+            .decides(want, false)
+            .fix(format!("none needed without it; else build the command with `--features {feature}`"))
     }
 
     /// Adds a fix.

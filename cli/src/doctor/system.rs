@@ -2,14 +2,31 @@
 
 use std::fs;
 
-use kvhoist::internals::machine::{self, Plan};
+use kvhoist::internals::{
+    device::ENGINES,
+    machine::{self, Plan},
+};
 
 use super::Finding;
 
 pub fn findings(plan: &Plan) -> Vec<Finding> {
     let mut findings: Vec<Finding> = machine::examine(plan).into_iter().map(Finding::of_machine).collect();
     findings.push(numa());
+    findings.push(engines());
     findings
+}
+
+/// The engines of this build, and the cargo features that it left out.
+fn engines() -> Finding {
+    let names = |built| {
+        let names: Vec<&str> = ENGINES.iter().filter(|engine| engine.1 == built).map(|engine| engine.0).collect();
+        names.join(", ")
+    };
+    match (names(true).as_str(), names(false).as_str()) {
+        (built, "") => Finding::note("engines", format!("built with {built}")),
+        ("", left_out) => Finding::note("engines", format!("built without {left_out}")),
+        (built, left_out) => Finding::note("engines", format!("built with {built}; without {left_out}")),
+    }
 }
 
 /// A file of the kernel's, trimmed; nothing where there is none.
@@ -18,15 +35,9 @@ pub fn read(path: &str) -> Option<String> {
 }
 
 /// True if the kernel has a module loaded.
+#[allow(dead_code, reason = "a build that left out libcufile and RDMA devices looks for no module")]
 pub fn has_module(name: &str) -> bool {
     read("/proc/modules").is_some_and(|modules| modules.lines().any(|line| line.split(' ').next() == Some(name)))
-}
-
-/// Major and minor number of the kernel.
-pub fn kernel_version() -> Option<(u32, u32)> {
-    let release = read("/proc/sys/kernel/osrelease")?;
-    let mut parts = release.split(|c: char| !c.is_ascii_digit()).map(|digits| digits.parse::<u32>().ok());
-    Some((parts.next()??, parts.next()??))
 }
 
 fn numa() -> Finding {

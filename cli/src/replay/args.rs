@@ -231,7 +231,7 @@ impl From<Device> for DeviceKind {
     fn from(device: Device) -> Self {
         match device {
             // Chosen here, so that a replay without a GPU, as most are, has nothing to warn of.
-            Device::Auto if kvhoist::internals::device::cuda::discover().devices.is_empty() => DeviceKind::Simulated,
+            Device::Auto if !kvhoist::internals::device::cuda::has_device() => DeviceKind::Simulated,
             Device::Auto | Device::Cuda => DeviceKind::Cuda,
             Device::Simulated => DeviceKind::Simulated,
         }

@@ -33,10 +33,7 @@ use crate::{
         turns::Turns,
     },
     checksum::checksum,
-    device::{
-        DevicePool, Memcpy,
-        gdr::{GdrState, GdrStatus},
-    },
+    device::{DevicePool, GdrState, GdrStatus, Memcpy},
     disk::{DiskSlots, format::stripe::Stripe},
     fork::HomeBound,
     index::{Index, Used},

@@ -86,7 +86,7 @@ impl Gpu {
     ///
     /// # Errors
     /// The driver's error.
-    pub(crate) fn flush_writes(&self) -> Result<(), String> {
+    pub fn flush_writes(&self) -> Result<(), String> {
         let flushed = self.bind().and_then(|()| {
             // SAFETY: the caller has checked `write_flush`, so the function exists; the context is current.
             check("cuFlushGPUDirectRDMAWrites", unsafe {

@@ -118,17 +118,23 @@ impl Gates {
 
     /// Makes a stream wait for a gate.
     ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the driver's error.
+    ///
     /// # Safety
-    /// `stream` must be a stream of the device's primary context that exists during the call.
-    pub(crate) unsafe fn wait(&self, at: usize, stream: sys::CUstream) -> std::result::Result<(), CudaError> {
+    /// `stream` must be a `CUstream` of the device's primary context that exists during the call.
+    pub(crate) unsafe fn wait(&self, at: usize, stream: usize) -> Result<()> {
         let Taken { number, slab, value } = &self.gates[at];
         let geq = sys::CUstreamWaitValue_flags_enum::CU_STREAM_WAIT_VALUE_GEQ as u32;
-        self.gpu.bind()?;
-        // SAFETY: the function exists (checked in `take`); the word is pinned and never freed; the caller vouches for
-        // the stream.
-        check("cuStreamWaitValue32", unsafe {
-            sys::cuStreamWaitValue32_v2(stream, slab.address_of(*number), *value, geq)
-        })
+        let stream = std::ptr::with_exposed_provenance_mut(stream);
+        let waits = self.gpu.bind().and_then(|()| {
+            // SAFETY: the function exists (checked in `take`); the word is pinned and never freed; the caller vouches
+            // for the stream.
+            check("cuStreamWaitValue32", unsafe {
+                sys::cuStreamWaitValue32_v2(stream, slab.address_of(*number), *value, geq)
+            })
+        });
+        waits.map_err(|fault| Error::unavailable("device", fault))
     }
 
     /// Device address of a gate's poison word.

@@ -16,15 +16,20 @@ mod driver;
 mod gates;
 mod memory;
 mod module;
+mod open;
+mod polling;
 mod stream;
 
 pub(crate) use checksum::{ChecksumKernel, PIECE_MULTIPLE, PieceBuffer, Plan};
 pub use context::Gpu;
+pub(crate) use copy::CudaCopy;
 pub use discover::{Device, Discovery, discover};
 pub use dma_buf::WriteFlush;
 pub(crate) use gates::Gates;
 pub use memory::{DeviceBuffer, HostPin};
 pub(crate) use module::{CopyKernel, Tile};
+pub use open::has_device;
+pub(super) use polling::Polling;
 pub use stream::StreamMark;
 pub(crate) use stream::{BatchArrays, Event, Stream};
 

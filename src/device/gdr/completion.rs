@@ -9,7 +9,8 @@ use std::{
 
 use tokio::io::{Interest, unix::AsyncFd};
 
-use super::{super::Polling, Inner};
+use super::Inner;
+use crate::device::cuda::Polling;
 
 /// How long the task polls before it sleeps: about the time that waking the reactor takes.
 const SPIN: Duration = Duration::from_micros(30);

@@ -19,13 +19,11 @@ mod queue;
 mod recovery;
 mod regions;
 mod self_test;
-mod status;
 mod streams;
 
 pub use crate::config::GdrMode;
 pub use open::{GdrMemory, GdrOptions};
 pub use regions::DeviceAccess;
-pub use status::{GdrState, GdrStatus};
 pub use streams::Fence;
 
 use std::{
@@ -46,7 +44,7 @@ use self::{
     self_test::Scratch,
     streams::{Accepted, Answer, Finished, failure},
 };
-use super::{CopyBatch, CopyEngine, CopyRegion};
+use super::{CopyBatch, CopyEngine, CopyRegion, GdrStatus, Offered};
 use crate::{
     block::Direction,
     device::{cuda::Gpu, rdma::MemoryRegion},
@@ -164,7 +162,7 @@ impl GdrCopy {
 
     /// Copies all of `batch` in the given order; otherwise as [`CopyEngine::copy`].
     pub async fn copy_in(&self, order: CopyOrder, batch: CopyBatch) -> (Result<()>, CopyBatch) {
-        match self.offer(order, batch).await {
+        match self.offer_in(order, batch).await {
             Offered::Copied(result, batch) => (result, batch),
             Offered::Refused(batch) if self.is_up() => {
                 let reason = "memory that is not registered with the RDMA device";
@@ -174,8 +172,12 @@ impl GdrCopy {
         }
     }
 
-    /// Like [`copy_in`](Self::copy_in), but hands the batch back if the engine cannot take it.
-    pub(super) async fn offer(&self, order: CopyOrder, batch: CopyBatch) -> Offered {
+    /// Copies all of `batch` in any order, or hands it back if the engine cannot take it.
+    pub(super) async fn offer(&self, batch: CopyBatch) -> Offered {
+        self.offer_in(CopyOrder::default(), batch).await
+    }
+
+    async fn offer_in(&self, order: CopyOrder, batch: CopyBatch) -> Offered {
         if !self.is_up() {
             return Offered::Refused(batch);
         }
@@ -185,14 +187,6 @@ impl GdrCopy {
         };
         Rc::clone(&self.inner).submit(order, batch, Phase::is_up).await
     }
-}
-
-/// Result of offering a batch to the engine.
-pub(super) enum Offered {
-    /// The batch was copied, or failed.
-    Copied(Result<()>, CopyBatch),
-    /// The batch was not taken: part of its memory is not registered, or the engine is not up.
-    Refused(CopyBatch),
 }
 
 impl CopyEngine for GdrCopy {

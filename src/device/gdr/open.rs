@@ -11,13 +11,15 @@ use std::{
 use tokio::sync::{Mutex, Notify};
 
 use super::{
-    DeviceAccess, GdrCopy, GdrState, GdrStatus, Inner, Phase,
+    super::{GdrState, GdrStatus},
+    DeviceAccess, GdrCopy, Inner, Phase,
     completion::Channel,
     queue::Queue,
     regions::Regions,
     self_test::{Place, SCRATCH_BYTES, Scratch},
 };
 use crate::{
+    config::{DeviceConfig, GdrMode},
     device::{
         cuda::{Gpu, WriteFlush},
         rdma::{self, CompletionQueue, ProtectionDomain, QueuePair},
@@ -61,6 +63,30 @@ pub struct GdrMemory {
 }
 
 impl GdrCopy {
+    /// Opens the engine as `config` says. Unless it is to take every copy that it can, its copies are measured, so that
+    /// it takes those that it makes best.
+    ///
+    /// # Errors
+    /// As of [`open`](Self::open).
+    pub(crate) async fn open_for(
+        config: &DeviceConfig,
+        arena: &Arc<Arena>,
+        pool: Arc<dyn DeviceMemory>,
+        gpu: Option<Arc<Gpu>>,
+    ) -> Result<Self> {
+        let options = GdrOptions {
+            device: config.gdr_device.clone(),
+            stuck_after: Duration::from_millis(config.gdr_stuck_ms),
+            ..GdrOptions::default()
+        };
+        let memory = GdrMemory { arena: Some(Arc::clone(arena)), pool: Some(Arc::clone(&pool)), gpu };
+        let engine = Self::open(&options, memory).await?;
+        if config.gdr == GdrMode::Auto {
+            engine.calibrate(arena, &pool).await?;
+        }
+        Ok(engine)
+    }
+
     /// Opens the RDMA device, registers the memory, and runs the self-test at both ends of the pool, which overwrites
     /// what is there. Registration commits and pins all of the memory; it takes about 25 ms per GiB of huge pages. Must
     /// be called inside a runtime with I/O and time.

@@ -6,7 +6,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{CopyOrder, DRAIN, Inner, Offered, Phase, self_test::Place, status::GdrState};
+use super::{
+    super::{GdrState, Offered},
+    CopyOrder, DRAIN, Inner, Phase,
+    self_test::Place,
+};
 
 /// Two failures within this time retire the engine.
 const SECOND_FAILURE: Duration = Duration::from_secs(60);

@@ -34,8 +34,8 @@ use crate::{
     block::{CopyOp, Direction, Segment},
     config::CopyMethod,
     device::{
-        CopyBatch, CopyEngine, Memcpy, Polling,
-        cuda::{CudaError, Gpu, HostPin, Stream},
+        CopyBatch, CopyEngine, Memcpy,
+        cuda::{CudaError, Gpu, HostPin, Polling, Stream},
     },
     error::{Error, Result},
     memory::Arena,

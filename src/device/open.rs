@@ -1,18 +1,11 @@
 //! The device tier and what copies to it: a CUDA device, or host memory that plays one, with an RDMA device beside it.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
+use super::{AnyCopy, DevicePool, GdrState, GdrStatus, Memcpy, PoolLayout, cuda::Gpu, gdr::GdrCopy};
 use crate::{
     block::Layout,
-    config::{Config, CopyMethod, DeviceKind, GdrMode},
-    device::{
-        AnyCopy, DevicePool, Memcpy, PoolLayout,
-        cuda::{
-            DeviceBuffer, Gpu,
-            copy::{CudaCopy, CudaCopyOptions},
-        },
-        gdr::{GdrCopy, GdrMemory, GdrOptions, GdrState, GdrStatus},
-    },
+    config::{Config, CopyMethod, DeviceConfig, DeviceKind, GdrMode},
     error::{Error, Result},
     memory::Arena,
     metrics::CopyMetrics,
@@ -28,25 +21,25 @@ const GDR_VARIABLE: &str = "KVHOIST_GDR";
 const DEVICE_PAGE_BYTES: usize = 2 << 20;
 
 /// The device tier, if there is one, the device that it is on, and what copies.
-pub(super) struct Opened {
-    pub(super) pool: Option<DevicePool>,
-    pub(super) gpu: Option<Arc<Gpu>>,
-    pub(super) copy: AnyCopy,
-    pub(super) gdr: GdrStatus,
+pub(crate) struct Opened {
+    pub(crate) pool: Option<DevicePool>,
+    pub(crate) gpu: Option<Arc<Gpu>>,
+    pub(crate) copy: AnyCopy,
+    pub(crate) gdr: GdrStatus,
 }
 
 /// Opens the device that `config` wants.
-pub(super) async fn open(
+pub(crate) async fn open(
     config: &Config,
     arena: &Arc<Arena>,
     metrics: &Arc<CopyMetrics>,
     host_copies: Memcpy,
 ) -> Result<Opened> {
-    let mode = gdr_mode(config)?;
-    let (pool, gpu, copy) = open_base(config, arena, mode, metrics, host_copies)?;
+    let device = DeviceConfig { gdr: gdr_mode(config)?, ..config.device.clone() };
+    let (pool, gpu, copy) = open_base(config, arena, device.gdr, metrics, host_copies)?;
     let off = |reason: &str| GdrStatus::new(GdrState::Off(reason.into()));
-    let reason = match (mode, &pool, &gpu) {
-        (GdrMode::Off, ..) => Some("it is set to off"),
+    let memory = match (device.gdr, &pool, &gpu) {
+        (GdrMode::Off, ..) => Err("it is set to off"),
         (GdrMode::On, None, _) => {
             return Err(Error::config(
                 "gdr",
@@ -54,37 +47,21 @@ pub(super) async fn open(
                 "device_blocks of 1 at least, or gdr = auto or off",
             ));
         }
-        (_, None, _) => Some("there is no device tier"),
-        (GdrMode::Auto, _, None) => Some("host memory plays the device; the processor copies it better"),
-        _ => None,
+        (_, None, _) => Err("there is no device tier"),
+        (GdrMode::Auto, _, None) => Err("host memory plays the device; the processor copies it better"),
+        (_, Some(pool), _) => Ok(pool.shared_memory()),
     };
-    if let Some(reason) = reason {
-        return Ok(Opened { pool, gpu, copy, gdr: off(reason) });
-    }
-    let options = GdrOptions {
-        device: config.device.gdr_device.clone(),
-        stuck_after: Duration::from_millis(config.device.gdr_stuck_ms),
-        ..GdrOptions::default()
+    let memory = match memory {
+        Ok(memory) => memory,
+        Err(reason) => return Ok(Opened { pool, gpu, copy, gdr: off(reason) }),
     };
-    let memory = GdrMemory {
-        arena: Some(Arc::clone(arena)),
-        pool: pool.as_ref().map(DevicePool::shared_memory),
-        gpu: gpu.clone(),
-    };
-    let opened = async {
-        let engine = GdrCopy::open(&options, memory).await?;
-        if let (GdrMode::Auto, Some(pool)) = (mode, &pool) {
-            engine.calibrate(arena, &pool.shared_memory()).await?;
-        }
-        Ok::<_, Error>(engine)
-    };
-    match opened.await {
+    match GdrCopy::open_for(&device, arena, memory, gpu.clone()).await {
         Ok(engine) => {
             let gdr = engine.status().clone();
-            let copy = copy.with_gdr(engine, mode, config.device.copy_prefer);
+            let copy = copy.with_gdr(engine, device.gdr, device.copy_prefer);
             Ok(Opened { pool, gpu, copy, gdr })
         }
-        Err(error) if mode == GdrMode::Auto => {
+        Err(error) if device.gdr == GdrMode::Auto => {
             let reason = match error {
                 Error::Unavailable { reason, .. } => reason,
                 other => other.to_string(),
@@ -109,16 +86,15 @@ fn open_base(
     if config.device_slots() == 0 || config.device.kind == DeviceKind::Simulated {
         return simulated();
     }
-    let options = CudaCopyOptions { method: method(config)?, blocks_max: config.device.copy_blocks_max };
-    match Gpu::open(config.device.ordinal) {
+    let device = DeviceConfig { copy: method(config)?, ..config.device.clone() };
+    match Gpu::open(device.ordinal) {
         Ok(gpu) => {
             let layout = PoolLayout::new(config.device_slots(), layout(config)?)?;
             let page = if gdr == GdrMode::Off { 1 } else { DEVICE_PAGE_BYTES };
-            let memory = DeviceBuffer::new(Arc::clone(&gpu), layout.bytes().next_multiple_of(page))?;
-            let copy = CudaCopy::new(&gpu, arena, options)?;
-            tracing::info!(device = %gpu.device(), slots = config.device_slots(), "the device tier is a CUDA device");
-            let pool = DevicePool::new(Box::new(memory), layout)?;
-            Ok((Some(pool), Some(gpu), AnyCopy::cuda(copy.with_host(host_copies.clone()), Arc::clone(metrics))))
+            let bytes = layout.bytes().next_multiple_of(page);
+            let (memory, copy) = gpu.open_pool(&device, arena, bytes, host_copies.clone())?;
+            let pool = DevicePool::new(memory, layout)?;
+            Ok((Some(pool), Some(gpu), AnyCopy::cuda(copy, Arc::clone(metrics))))
         }
         Err(error) if config.device.kind == DeviceKind::Auto => {
             tracing::warn!(%error, "the device tier is simulated in host memory");
@@ -136,7 +112,7 @@ fn layout(config: &Config) -> Result<Layout> {
 }
 
 /// The pool in host memory, if there is to be one.
-pub(super) fn simulated(config: &Config) -> Result<Option<DevicePool>> {
+pub(crate) fn simulated(config: &Config) -> Result<Option<DevicePool>> {
     match config.device_slots() {
         0 => Ok(None),
         slots => DevicePool::simulated(slots, layout(config)?).map(Some),

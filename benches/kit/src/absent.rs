@@ -1,0 +1,19 @@
+//! What a build without the cargo feature `cuda` has in place of `cuda`: errors.
+
+use std::io;
+
+use kvhoist::internals::{gpu::Gpu, memory::DeviceMemory};
+
+use crate::{drive::other, measure::Entrant, peers::Places};
+
+pub fn memory(_bytes: usize) -> io::Result<Box<dyn DeviceMemory>> {
+    Err(absent())
+}
+
+pub fn pread_and_copy(_places: Places<'_>) -> io::Result<Entrant<'_>> {
+    Err(absent())
+}
+
+fn absent() -> io::Error {
+    Gpu::open(0).map_or_else(other, |gpu| match *gpu {})
+}

@@ -1,0 +1,12 @@
+//! The flag of an engine that a task polls.
+
+use std::cell::Cell;
+
+/// Clears an engine's polling flag when its polling task ends, including when the runtime drops the task.
+pub(in crate::device) struct Polling<'a>(pub(in crate::device) &'a Cell<bool>);
+
+impl Drop for Polling<'_> {
+    fn drop(&mut self) {
+        self.0.set(false);
+    }
+}
