@@ -84,6 +84,8 @@ class Served:
             worker.worker = Copies(gpu, view)
             self.workers.append(worker)
         self.blocks, self.names = itertools.count(1), itertools.count()
+        #: Steps in which a request was told to come again.
+        self.retries = 0
 
     def step(self, new=(), tokens=None, finished=()):
         """One step: the scheduler's plan, what the workers do, and what they report."""
@@ -117,6 +119,7 @@ class Served:
         )  # fmt: skip
         self.scheduler.on_new_request(request)
         while (found := self.scheduler.get_num_new_matched_tokens(request, 0))[0] is None:
+            self.retries += 1
             self.step()
             self.engine.wait()
         hits = found[0] // TOKENS
@@ -151,6 +154,28 @@ def test_a_prompt_comes_back_to_the_gpus_over_restarts(store_dir):
         with Engine([tier_config(store_dir)]) as engine:
             served = Served(engine)
             assert [served.serve(prompt) for prompt in ("a", "b")] == ([0, 0] if restart == 0 else [CHUNKS, CHUNKS])
+
+
+def wait_for_fs(tier) -> None:
+    """Returns when `fs` has done what it was asked for: transfers, and look-ups, which its thread answers."""
+    tier.drain_jobs()
+    lookups = tier._lookup_manager
+    if any(getattr(state, "result", state) is None for state in lookups._lookup_state.values()):
+        lookups._pending_results.put(lookups._pending_results.get(timeout=30))
+
+
+def test_a_prompt_is_usable_a_step_earlier_than_with_fs(store_dir):
+    retries = {}
+    for config in (tier_config(store_dir / "kvhoist"), {"type": "fs", "root_dir": str(store_dir / "fs")}):
+        # Another engine than the one that stored it: nothing is in vLLM's own memory.
+        for hits in (0, CHUNKS):
+            with Engine([config]) as engine:
+                if config["type"] == "fs":
+                    engine.wait = lambda tier=engine.tier: wait_for_fs(tier)
+                served = Served(engine)
+                assert served.serve("a") == hits
+        retries[config["type"]] = served.retries
+    assert retries["KvhoistTier"] + 1 == retries["fs"], "steps from the first look-up to the use of the blocks"
 
 
 def test_a_damaged_chunk_is_computed_again_and_nothing_stops(store_dir):

@@ -38,7 +38,7 @@ fn memory_that_may_not_be_locked_is_used_unregistered_with_a_warning() {
         assert_eq!(cache.stats().storage, "uring");
         serves(&cache);
         let text = warnings.text();
-        assert!(text.contains("RLIMIT_MEMLOCK is 786432 bytes") && text.contains("go on unregistered"), "{text}");
+        assert!(text.contains("RLIMIT_MEMLOCK is 786432 bytes") && text.contains("continue unregistered"), "{text}");
     });
 }
 
