@@ -191,7 +191,7 @@ pub trait CopyEngine: 'static {
         std::future::ready(())
     }
 
-    /// Whether the device can compute checksums of blocks, so that nobody else need compute them before.
+    /// Whether the device can compute checksums of blocks. A block on its way there is then verified there alone.
     fn checksums(&self) -> bool {
         false
     }

@@ -130,8 +130,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Source::Gone
     }
 
-    /// Brings a block into a host slot, with what could be had at once, or after waiting for it. Who reads it from disk
-    /// also computes the checksum of its first `sum_bytes` bytes, if that is a worker.
+    /// Brings a block into a host slot, with what could be had at once, or after waiting for it. A worker that reads it
+    /// from disk also computes the checksum of its first `sum_bytes` bytes; 0: none.
     pub(super) async fn fill_slot(
         self: &Rc<Self>,
         key: &BlockKey,
