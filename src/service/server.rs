@@ -18,7 +18,7 @@ use std::{
 use tokio::{
     net::{UnixListener, UnixStream},
     sync::watch,
-    task::{JoinSet, LocalSet},
+    task::{JoinSet, LocalSet, yield_now},
     time::{Instant, sleep_until},
 };
 
@@ -210,7 +210,12 @@ async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>, as
             Some(_) = sessions.join_next(), if !sessions.is_empty() => alone_since = Instant::now(),
             Some(sender) = asked.recv() => drop(sender.send(house.report())),
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => let_in(house, stream, group, &mut sessions),
+                Ok((stream, _)) => {
+                    let_in(house, stream, group, &mut sessions);
+                    // The thread looks at its other sockets before the next connection: a flood of connections must not
+                    // keep requests waiting.
+                    yield_now().await;
+                }
                 Err(error) => {
                     tracing::warn!(%error, "a connection could not be accepted");
                     tokio::time::sleep(NO_DESCRIPTOR).await;

@@ -3,7 +3,12 @@
 use std::{
     fs::File,
     io,
-    os::fd::{AsFd, FromRawFd, OwnedFd},
+    os::{
+        fd::{AsFd, FromRawFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed},
+    thread,
 };
 
 use kvhoist::{
@@ -290,6 +295,35 @@ fn connections_past_the_limit_are_told_so() {
         raw.send(&Hello::ours().encode());
         assert_eq!(raw.welcome().answer, Err(ServiceFault::Busy));
     }
+    street.check();
+}
+
+#[test]
+fn a_request_waits_for_few_of_the_connections_that_come_and_go() {
+    const REQUESTS: u64 = 100;
+    let street = Street::new("10000 64");
+    let socket = street.node.socket();
+    let mut raw = street.attached();
+    let (ended, connected) = (AtomicBool::new(false), AtomicU64::new(0));
+    let during = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !ended.load(Relaxed) {
+                drop(UnixStream::connect(&socket).expect("a service that listens"));
+                connected.fetch_add(1, Relaxed);
+            }
+        });
+        while connected.load(Relaxed) < 1_000 {
+            thread::yield_now();
+        }
+        let before = connected.load(Relaxed);
+        for id in 0..REQUESTS {
+            raw.ask(2 + id, &Request::Contains { keys: vec![key(0)] });
+        }
+        ended.store(true, Relaxed);
+        connected.load(Relaxed) - before
+    });
+    // A few a request; thousands where the service accepts connections for as long as there are any.
+    assert!(during < REQUESTS * 100, "{during} connections in {REQUESTS} requests");
     street.check();
 }
 
