@@ -14,6 +14,11 @@ pub use crate::{
 pub mod service {
     pub use crate::service::report::{OpenSpace, ServiceReport};
 
+    #[cfg(feature = "sim")]
+    pub mod seams {
+        pub use crate::service::seams::*;
+    }
+
     pub mod protocol {
         pub use crate::service::protocol::*;
     }

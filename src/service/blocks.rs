@@ -69,7 +69,7 @@ impl Movers {
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
         Movers {
-            regions: Regions::new(cache.clone()),
+            regions: Regions::new(cache.clone(), Rc::clone(&space.system)),
             cache,
             sharers: Rc::clone(&space.clients),
             permits: Arc::new(Semaphore::new(blocks)),

@@ -6,7 +6,7 @@ use std::{
     rc::Rc,
 };
 
-use tokio::sync::watch;
+use tokio::sync::Notify;
 
 use super::{
     blocks::Movers,
@@ -54,7 +54,10 @@ pub(super) struct House {
     pub(super) config: ServerConfig,
     pub(super) spaces: Rc<Spaces>,
     pub(super) cut_off: Cell<u64>,
-    draining: watch::Receiver<bool>,
+    /// The service takes no more work.
+    draining: Cell<bool>,
+    /// Wakes the sessions when that begins.
+    drain_began: Notify,
     guests: RefCell<BTreeMap<u64, std::rc::Weak<Guest>>>,
     /// Guests that are alive.
     connections: Cell<u32>,
@@ -62,21 +65,34 @@ pub(super) struct House {
 }
 
 impl House {
-    pub(super) fn new(config: ServerConfig, spaces: Spaces, draining: watch::Receiver<bool>) -> Self {
+    pub(super) fn new(config: ServerConfig, spaces: Spaces) -> Self {
         House {
             config,
             spaces: Rc::new(spaces),
             cut_off: Cell::new(0),
-            draining,
+            draining: Cell::new(false),
+            drain_began: Notify::new(),
             guests: RefCell::default(),
             connections: Cell::new(0),
             next_id: Cell::new(1),
         }
     }
 
-    /// Becomes true when the service takes no more work.
-    pub(super) fn draining(&self) -> watch::Receiver<bool> {
-        self.draining.clone()
+    /// The service takes no more work.
+    pub(super) fn drain(&self) {
+        self.draining.set(true);
+        self.drain_began.notify_waiters();
+    }
+
+    pub(super) fn is_draining(&self) -> bool {
+        self.draining.get()
+    }
+
+    /// Resolves when the service takes no more work.
+    pub(super) async fn drains(&self) {
+        while !self.draining.get() {
+            self.drain_began.notified().await;
+        }
     }
 
     /// Admits a connection.
@@ -117,7 +133,7 @@ impl House {
         ServiceStatus {
             version: env!("CARGO_PKG_VERSION").into(),
             pid: std::process::id(),
-            draining: *self.draining.borrow(),
+            draining: self.is_draining(),
             capacity_bytes: if self.config.paths.is_empty() { 0 } else { self.config.capacity_bytes },
             capacity_left,
             host_bytes: self.config.host_bytes,

@@ -2,16 +2,15 @@
 
 use std::{
     collections::VecDeque,
+    future::poll_fn,
     io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, OwnedFd},
     sync::Arc,
 };
 
-use tokio::{io::Interest, net::UnixStream};
-
 use super::{
     protocol::{HEADER_BYTES, Header, Malformed},
-    socket,
+    wire::Wire,
 };
 
 /// Room for bytes that come, at least.
@@ -91,13 +90,13 @@ struct Outgoing {
 
 /// The receiving half of a connection's end.
 pub(super) struct Receiver {
-    stream: Arc<UnixStream>,
+    wire: Arc<dyn Wire>,
     inbox: Inbox,
 }
 
 /// The sending half.
 pub(super) struct Sender {
-    stream: Arc<UnixStream>,
+    wire: Arc<dyn Wire>,
     outbox: VecDeque<Outgoing>,
     outbox_bytes: usize,
 }
@@ -131,11 +130,8 @@ impl Sender {
     pub(super) fn flush(&mut self) -> Result<usize, LinkError> {
         let mut flushed = 0;
         while let Some(first) = self.outbox.front_mut() {
-            let sent = self.stream.try_io(Interest::WRITABLE, || {
-                let fd = first.fd.as_ref().map(|fd| fd.as_fd());
-                socket::send(self.stream.as_fd(), &first.bytes[first.sent..], fd)
-            });
-            match sent {
+            let fd = first.fd.as_ref().map(|fd| fd.as_fd());
+            match self.wire.send(&first.bytes[first.sent..], fd) {
                 Ok(sent) => {
                     first.fd = None;
                     first.sent += sent;
@@ -155,28 +151,16 @@ impl Sender {
 
     /// Says that nothing more comes from here. The peer's bytes are still taken.
     pub(super) fn end(&self) {
-        // SAFETY: plain system call on a descriptor that the stream owns.
-        let _gone_already = unsafe { libc::shutdown(self.stream.as_raw_fd(), libc::SHUT_WR) };
+        self.wire.end();
     }
 }
 
 impl Receiver {
     /// Receives available bytes; false if there are none.
     pub(super) fn receive(&mut self) -> Result<bool, LinkError> {
-        let Receiver { stream, inbox } = self;
+        let Receiver { wire, inbox } = self;
         inbox.make_room();
-        let (room, fds, mut part) = (inbox.bytes.len() - inbox.filled, inbox.fds.len(), None);
-        let received = stream.try_io(Interest::READABLE, || {
-            let len = socket::receive(stream.as_fd(), &mut inbox.bytes[inbox.filled..], &mut inbox.fds)?;
-            if len > 0 && len < room && inbox.fds.len() == fds {
-                // The socket is empty, which another call would have to find out. More bytes wake the reactor again. A
-                // message with descriptors ends a call, whatever comes after it.
-                part = Some(len);
-                return Err(io::ErrorKind::WouldBlock.into());
-            }
-            Ok(len)
-        });
-        match part.map_or(received, Ok) {
+        match wire.receive(&mut inbox.bytes[inbox.filled..], &mut inbox.fds) {
             Ok(0) => Err(LinkError::Gone(io::ErrorKind::UnexpectedEof.into())),
             Ok(len) => {
                 inbox.filled += len;
@@ -219,16 +203,14 @@ impl Receiver {
     /// # Cancel safety
     /// Nothing is lost.
     pub(super) async fn ready(&self, to_send: bool) -> Result<(), LinkError> {
-        let wanted = if to_send { Interest::READABLE | Interest::WRITABLE } else { Interest::READABLE };
-        self.stream.ready(wanted).await.map(drop).map_err(LinkError::Gone)
+        poll_fn(|context| self.wire.poll_ready(context, true, to_send)).await.map_err(LinkError::Gone)
     }
 }
 
 impl Link {
-    pub(super) fn new(stream: UnixStream) -> Self {
-        let stream = Arc::new(stream);
-        let sender = Sender { stream: Arc::clone(&stream), outbox: VecDeque::new(), outbox_bytes: 0 };
-        Link { receiver: Receiver { stream, inbox: Inbox::default() }, sender }
+    pub(super) fn new(wire: Arc<dyn Wire>) -> Self {
+        let sender = Sender { wire: Arc::clone(&wire), outbox: VecDeque::new(), outbox_bytes: 0 };
+        Link { receiver: Receiver { wire, inbox: Inbox::default() }, sender }
     }
 
     /// Its halves. The peer sees the hang-up when both are dropped.
@@ -280,10 +262,8 @@ impl Link {
     /// # Cancel safety
     /// Nothing is lost.
     pub(super) async fn ready(&self, listen: bool) -> Result<(), LinkError> {
-        let to_send = self.sender.bytes() > 0;
-        if listen {
-            return self.receiver.ready(to_send).await;
-        }
-        self.sender.stream.ready(Interest::WRITABLE).await.map(drop).map_err(LinkError::Gone)
+        let to_send = !listen || self.sender.bytes() > 0;
+        let wire = &self.sender.wire;
+        poll_fn(|context| wire.poll_ready(context, listen, to_send)).await.map_err(LinkError::Gone)
     }
 }

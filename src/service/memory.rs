@@ -11,7 +11,7 @@ use std::{
     os::fd::{AsRawFd, OwnedFd},
 };
 
-use super::{guard::Guard, protocol::Failure};
+use super::{guard::Guard, protocol::Failure, system::System};
 use crate::error::ServiceFault;
 
 /// Memory of another process, which may write to it at any time. Its content is not trusted.
@@ -38,26 +38,18 @@ impl Mapped {
         self.guard.borrow().as_ref().is_some_and(Guard::is_spoiled)
     }
 
-    /// Unmaps it on a blocking thread, because large mappings take long.
+    /// Unmaps it.
     ///
     /// # Safety
     /// Nothing uses the memory any longer, nothing will, and this was not called before.
     ///
     /// # Cancel safety
     /// It is unmapped all the same.
-    pub(super) async unsafe fn unmap(&self) {
-        let (start, len) = (self.start as usize, self.len);
+    pub(super) async unsafe fn unmap(&self, system: &dyn System) {
         // The addresses may soon be another's.
         drop(self.guard.borrow_mut().take());
-        let unmap = move || {
-            // SAFETY: mapped by `map` with this length; the caller promises that it is in use nowhere.
-            let refused = unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(start), len) };
-            if refused != 0 {
-                tracing::error!(error = %io::Error::last_os_error(), len, "a client's memory could not be unmapped");
-            }
-        };
-        // Lost with the runtime only, and the process's memory with it.
-        drop(tokio::task::spawn_blocking(unmap).await);
+        // SAFETY: mapped by `map` with this length; the caller promises that it is in use nowhere.
+        unsafe { system.unmap(self.start, self.len) }.await;
     }
 }
 

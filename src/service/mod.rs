@@ -16,11 +16,15 @@ pub(crate) mod protocol;
 mod query;
 mod regions;
 pub(crate) mod report;
+#[cfg(feature = "sim")]
+pub(crate) mod seams;
 mod server;
 mod session;
 mod shares;
 mod socket;
 mod spaces;
+mod system;
+mod wire;
 
 pub use client::{Client, ClientLoan, ClientOptions, ClientRegion};
 pub use config::ServerConfig;

@@ -10,7 +10,7 @@ use std::{
 
 use tokio::net::UnixStream;
 
-use super::{config::ServerConfig, protocol::Failure};
+use super::protocol::Failure;
 use crate::error::{Error, Result, ServiceFault};
 
 /// Most supplementary groups of a process (`NGROUPS_MAX`).
@@ -19,9 +19,11 @@ const GROUPS_MAX: usize = 65_536;
 const ENTRY_BYTES_MAX: usize = 1 << 20;
 
 /// The process at the other end of a connection, as the kernel knew it when it connected.
-pub(super) struct Peer {
-    pub(super) pid: u32,
-    pub(super) uid: u32,
+pub struct Peer {
+    /// Its process.
+    pub pid: u32,
+    /// Its user.
+    pub uid: u32,
 }
 
 /// The user of this process.
@@ -34,7 +36,7 @@ pub(super) fn own_uid() -> u32 {
 ///
 /// # Errors
 /// [`ServiceFault::Permission`] for all others.
-pub(super) fn admit(stream: &UnixStream, config: &ServerConfig, group: Option<u32>) -> Result<Peer, Failure> {
+pub(super) fn admit(stream: &UnixStream, uids: &[u32], group: Option<u32>) -> Result<Peer, Failure> {
     let unknown = |error: io::Error| {
         let text = format!("user: found none ({error}), expected the kernel to name the process that connects");
         Failure::new(ServiceFault::Permission, text)
@@ -43,7 +45,7 @@ pub(super) fn admit(stream: &UnixStream, config: &ServerConfig, group: Option<u3
     let (uid, own) = (found.uid(), own_uid());
     let has_group = |group: u32| -> io::Result<bool> { Ok(found.gid() == group || groups(stream)?.contains(&group)) };
     let admitted =
-        uid == own || config.uids.contains(&uid) || group.map(has_group).transpose().map_err(unknown)?.unwrap_or(false);
+        uid == own || uids.contains(&uid) || group.map(has_group).transpose().map_err(unknown)?.unwrap_or(false);
     if admitted {
         let pid = found.pid().and_then(|pid| u32::try_from(pid).ok()).unwrap_or(0);
         return Ok(Peer { pid, uid });

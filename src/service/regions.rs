@@ -9,6 +9,7 @@ use std::{
 use super::{
     memory::Mapped,
     protocol::{Failure, Place},
+    system::System,
 };
 use crate::{
     block::Segment,
@@ -29,12 +30,13 @@ struct Held {
 /// A client's regions, by the client's numbers.
 pub(super) struct Regions {
     cache: Cache,
+    system: Rc<dyn System>,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
 }
 
 impl Regions {
-    pub(super) fn new(cache: Cache) -> Self {
-        Regions { cache, held: RefCell::default() }
+    pub(super) fn new(cache: Cache, system: Rc<dyn System>) -> Self {
+        Regions { cache, system, held: RefCell::default() }
     }
 
     /// The number of regions, including those that are being released.
@@ -65,9 +67,10 @@ impl Regions {
                 Ok(())
             }
             Err(error) => {
+                let system = Rc::clone(&self.system);
                 tokio::task::spawn_local(async move {
                     // SAFETY: no cache knows it, and it is unmapped here only.
-                    unsafe { mapped.unmap() }.await;
+                    unsafe { mapped.unmap(&*system) }.await;
                 });
                 Err(Failure::from(&error))
             }
@@ -127,7 +130,7 @@ impl Regions {
             self.held.borrow_mut().remove(&number);
             // SAFETY: `unregister` has resolved, so that the cache uses it no longer; `leaving` keeps others from
             // naming it; and it was not unmapped before.
-            unsafe { held.mapped.unmap() }.await;
+            unsafe { held.mapped.unmap(&*self.system) }.await;
         }
     }
 

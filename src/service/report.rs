@@ -45,9 +45,10 @@ impl Ask {
         (Ask(ask), asked)
     }
 
-    pub(super) fn report(&self) -> Result<ServiceReport> {
+    /// The report comes when the service's thread answers.
+    pub(super) fn report(&self) -> Result<oneshot::Receiver<ServiceReport>> {
         let (sender, report) = oneshot::channel();
         self.0.send(sender).map_err(|_| Error::Closed)?;
-        report.blocking_recv().map_err(|_| Error::Closed)
+        Ok(report)
     }
 }

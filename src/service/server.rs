@@ -10,13 +10,13 @@ use std::{
     },
     path::{Path, PathBuf},
     rc::Rc,
-    sync::{Mutex, mpsc},
+    sync::{Arc, Mutex, mpsc},
     thread::{self, JoinHandle},
     time::Duration,
 };
 
 use tokio::{
-    net::{UnixListener, UnixStream},
+    net::UnixListener,
     sync::watch,
     task::{JoinSet, LocalSet, yield_now},
     time::{Instant, sleep_until},
@@ -25,11 +25,13 @@ use tokio::{
 use super::{
     config::ServerConfig,
     house::House,
-    peers::{admit, group_number},
+    peers::{Peer, admit, group_number},
     protocol::Failure,
     report::{Ask, Asked, ServiceReport},
     session, socket,
     spaces::Spaces,
+    system::Machine,
+    wire::Wire,
 };
 use crate::error::{Error, Result, ServiceFault};
 
@@ -98,7 +100,7 @@ impl Server {
     /// [`Error::Closed`] after the end of the service.
     #[doc(hidden)]
     pub fn report(&self) -> Result<ServiceReport> {
-        self.ask.report()
+        self.ask.report()?.blocking_recv().map_err(|_| Error::Closed)
     }
 
     /// The socket that it listens at.
@@ -167,33 +169,52 @@ fn listen(config: &ServerConfig, group: Option<u32>) -> Result<StdListener> {
 }
 
 /// The service's thread.
-fn run(
-    config: ServerConfig,
-    draining: watch::Receiver<bool>,
-    mut asked: Asked,
-    started: &mpsc::Sender<()>,
-) -> Result<()> {
+fn run(config: ServerConfig, drained: watch::Receiver<bool>, asked: Asked, started: &mpsc::Sender<()>) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
     let socket = config.socket.clone();
     let group = config.socket_group.as_deref().map(group_number).transpose()?;
-    let spaces = Spaces::load(config.clone())?;
+    let spaces = Spaces::load(config.clone(), Rc::new(Machine))?;
     let listener = listen(&config, group)?;
     let result = LocalSet::new().block_on(&runtime, async move {
         let listener =
             UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
         let _nobody_waits = started.send(());
-        let house = Rc::new(House::new(config, spaces, draining));
-        serve(&house, listener, group, &mut asked).await;
-        house.spaces.close().await
+        let uids = config.uids.clone();
+        let accept = async move || {
+            let (stream, _) = listener.accept().await?;
+            let peer = admit(&stream, &uids, group);
+            Ok((Arc::new(stream) as Arc<dyn Wire>, peer))
+        };
+        hold(config, spaces, accept, drained, asked).await
     });
     drop(fs::remove_file(socket));
     result
 }
 
+/// A connection, and who is at its other end or why it is refused.
+pub type Caller = (Arc<dyn Wire>, Result<Peer, Failure>);
+
+/// Serves the connections that `accept` returns until the service ends, and closes the spaces. `accept` is cancel safe.
+pub(super) async fn hold(
+    config: ServerConfig,
+    spaces: Spaces,
+    accept: impl AsyncFnMut() -> io::Result<Caller>,
+    drained: watch::Receiver<bool>,
+    mut asked: Asked,
+) -> Result<()> {
+    let house = Rc::new(House::new(config, spaces));
+    serve(&house, accept, drained, &mut asked).await;
+    house.spaces.close().await
+}
+
 /// Admits clients until the service drains, or had no client for too long; then waits for all sessions.
-async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>, asked: &mut Asked) {
-    let mut draining = house.draining();
+async fn serve(
+    house: &Rc<House>,
+    mut accept: impl AsyncFnMut() -> io::Result<Caller>,
+    mut drained: watch::Receiver<bool>,
+    asked: &mut Asked,
+) {
     let mut sessions = JoinSet::new();
     let linger = house.config.linger_ms.map(Duration::from_millis);
     let mut alone_since = Instant::now();
@@ -206,12 +227,12 @@ async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>, as
         };
         tokio::select! { biased;
             // The sender is gone: the server was dropped.
-            _ = draining.wait_for(|draining| *draining) => break,
+            _ = drained.wait_for(|drained| *drained) => break,
             Some(_) = sessions.join_next(), if !sessions.is_empty() => alone_since = Instant::now(),
             Some(sender) = asked.recv() => drop(sender.send(house.report())),
-            accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => {
-                    let_in(house, stream, group, &mut sessions);
+            accepted = accept() => match accepted {
+                Ok(caller) => {
+                    let_in(house, caller, &mut sessions);
                     // The thread looks at its other sockets before the next connection: a flood of connections must not
                     // keep requests waiting.
                     yield_now().await;
@@ -227,7 +248,8 @@ async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>, as
             }
         }
     }
-    drop(listener);
+    drop(accept);
+    house.drain();
     loop {
         tokio::select! { biased;
             ended = sessions.join_next() => if ended.is_none() { break },
@@ -236,8 +258,8 @@ async fn serve(house: &Rc<House>, listener: UnixListener, group: Option<u32>, as
     }
 }
 
-fn let_in(house: &Rc<House>, stream: UnixStream, group: Option<u32>, sessions: &mut JoinSet<()>) {
-    let admitted = admit(&stream, &house.config, group).and_then(|peer| {
+fn let_in(house: &Rc<House>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
+    let admitted = peer.and_then(|peer| {
         if house.connections() < house.config.connections_max {
             return Ok(peer);
         }
@@ -247,11 +269,11 @@ fn let_in(house: &Rc<House>, stream: UnixStream, group: Option<u32>, sessions: &
     match admitted {
         Err(failure) => {
             tracing::warn!(reason = %failure.text, "a connection was refused");
-            sessions.spawn_local(session::refuse(Rc::clone(house), stream, failure));
+            sessions.spawn_local(session::refuse(Rc::clone(house), wire, failure));
         }
         Ok(peer) => {
             let guest = house.enter(peer.pid, peer.uid);
-            sessions.spawn_local(session::serve(Rc::clone(house), guest, stream));
+            sessions.spawn_local(session::serve(Rc::clone(house), guest, wire));
         }
     }
 }

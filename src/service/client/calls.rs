@@ -9,7 +9,10 @@ use std::{
     thread,
 };
 
-use tokio::sync::{OnceCell, oneshot};
+use tokio::{
+    net::UnixStream,
+    sync::{OnceCell, oneshot},
+};
 
 use super::{
     bounce::{Bounce, Taken},
@@ -17,12 +20,15 @@ use super::{
     options::ClientOptions,
     order::{Call, Counted, What},
     places::Places,
-    worker::{self, Worker},
+    worker::{self, Dial, Worker},
 };
 use crate::{
     error::{Error, Result, ServiceFault},
     fork::Home,
-    service::protocol::{NAMESPACE_BYTES_MAX, Reply, Request},
+    service::{
+        protocol::{NAMESPACE_BYTES_MAX, Reply, Request},
+        wire::Wire,
+    },
     shield::shield,
 };
 
@@ -127,6 +133,23 @@ impl Client {
     /// ```
     pub async fn connect(socket: impl Into<PathBuf>, options: ClientOptions) -> Result<Client> {
         let socket = socket.into();
+        let path = socket.clone();
+        let dial = async move || Ok(Arc::new(UnixStream::connect(&path).await?) as Arc<dyn Wire>);
+        let on_thread = |worker, first| {
+            let failed = |error| Error::io("start the thread of", "a client", error);
+            let run = move || run(worker, first);
+            thread::Builder::new().name("kvhoist-client".into()).spawn(run).map(drop).map_err(failed)
+        };
+        Client::start(socket, options, dial, on_thread).await
+    }
+
+    /// Connects by `dial`. `run` runs the client's worker, on a thread or in a task.
+    pub(in crate::service) async fn start<D: Dial>(
+        socket: PathBuf,
+        options: ClientOptions,
+        dial: D,
+        run: impl FnOnce(Worker<D>, oneshot::Sender<Result<()>>) -> Result<()>,
+    ) -> Result<Client> {
         let ClientOptions { namespace, block_bytes, .. } = &options;
         if namespace.is_empty() || namespace.len() > NAMESPACE_BYTES_MAX || *block_bytes == 0 || *block_bytes > 1 << 30
         {
@@ -138,10 +161,9 @@ impl Client {
         }
         let (block_bytes, bounce_bytes) = (options.block_bytes, options.bounce_bytes);
         let line = Arc::new(Line::new(socket.display().to_string(), options.deadline));
-        let worker = Worker { socket: socket.clone(), options, line: Arc::clone(&line) };
+        let worker = Worker { socket: socket.clone(), options, line: Arc::clone(&line), dial };
         let (first, connected) = oneshot::channel();
-        let failed = |error| Error::io("start the thread of", "a client", error);
-        thread::Builder::new().name("kvhoist-client".into()).spawn(move || run(worker, first)).map_err(failed)?;
+        run(worker, first)?;
         static NEXT_CLIENT: AtomicU64 = AtomicU64::new(0);
         let inner = Inner {
             id: NEXT_CLIENT.fetch_add(1, Ordering::Relaxed),
@@ -275,7 +297,7 @@ impl std::fmt::Debug for Client {
 }
 
 /// The client's thread.
-fn run(worker: Worker, first: oneshot::Sender<Result<()>>) {
+fn run(worker: Worker<impl Dial>, first: oneshot::Sender<Result<()>>) {
     match tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build() {
         Ok(runtime) => runtime.block_on(worker.run(first)),
         Err(error) => drop(first.send(Err(Error::io("start the runtime of", "a client", error)))),

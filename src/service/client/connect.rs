@@ -2,12 +2,12 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use tokio::{net::UnixStream, time::timeout};
+use tokio::time::timeout;
 
 use super::{
     options::ClientOptions,
     places::Lent,
-    worker::{Worker, away, nonsense},
+    worker::{Dial, Worker, away, nonsense},
 };
 use crate::{
     error::{Error, Result},
@@ -21,7 +21,7 @@ use crate::{
 /// A request's id, on a connection that has no other request.
 const ONLY_ID: u64 = 1;
 
-impl Worker {
+impl<D: Dial> Worker<D> {
     /// Connects, attaches, and registers memory that was registered before. It has a deadline.
     pub(super) async fn connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
         let deadline = self.options.deadline;
@@ -32,12 +32,11 @@ impl Worker {
     }
 
     async fn try_to_connect(&self, lent: &[Lent]) -> Result<(Receiver, Sender, Limits)> {
-        let stream = UnixStream::connect(&self.socket).await;
         let failed = |error: std::io::Error| match error.kind() {
             std::io::ErrorKind::PermissionDenied => cannot_connect(&self.socket, &error),
             _ => away(&self.socket, error),
         };
-        let mut link = Link::new(stream.map_err(failed)?);
+        let mut link = Link::new((self.dial)().await.map_err(failed)?);
         link.push(Hello::ours().encode(), None);
         let welcome = loop {
             if let Some(bytes) = link.take_bytes::<{ Welcome::BYTES }>() {

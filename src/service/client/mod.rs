@@ -17,3 +17,5 @@ pub use calls::Client;
 pub use lending::ClientRegion;
 pub use moves::ClientLoan;
 pub use options::ClientOptions;
+#[cfg(feature = "sim")]
+pub(super) use worker::Worker;

@@ -1,6 +1,6 @@
 //! A client's thread: it connects, receives replies, and begins anew when the service is gone.
 
-use std::{future::pending, path::PathBuf, sync::Arc, time::Duration};
+use std::{future::pending, io, path::PathBuf, sync::Arc, time::Duration};
 
 use tokio::{
     sync::oneshot,
@@ -13,21 +13,28 @@ use crate::{
     service::{
         link::{LinkError, Receiver},
         protocol::Reply,
+        wire::Wire,
     },
 };
 
 /// How long to wait before the first new attempt to connect; each further one waits twice as long.
 const BACKOFF_MIN: Duration = Duration::from_millis(10);
 
-pub(super) struct Worker {
+/// How a client reaches the service: makes a stream to it.
+pub(in crate::service) trait Dial: AsyncFn() -> io::Result<Arc<dyn Wire>> {}
+
+impl<D: AsyncFn() -> io::Result<Arc<dyn Wire>>> Dial for D {}
+
+pub(in crate::service) struct Worker<D> {
+    pub(super) dial: D,
     pub(super) socket: PathBuf,
     pub(super) options: ClientOptions,
     pub(super) line: Arc<Line>,
 }
 
-impl Worker {
+impl<D: Dial> Worker<D> {
     /// Runs until the client is closed. `first` gets the result of the first attempt to connect; a failure ends it.
-    pub(super) async fn run(self, first: oneshot::Sender<Result<()>>) {
+    pub(in crate::service) async fn run(self, first: oneshot::Sender<Result<()>>) {
         let mut first = Some(first);
         let mut backoff = BACKOFF_MIN;
         while let Some(lent) = self.line.connect() {

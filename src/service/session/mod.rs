@@ -2,11 +2,9 @@
 
 mod requests;
 
-use std::{collections::BTreeMap, future::pending, rc::Rc, time::Duration};
+use std::{collections::BTreeMap, future::pending, rc::Rc, sync::Arc, time::Duration};
 
 use tokio::{
-    net::UnixStream,
-    sync::watch,
     task::JoinSet,
     time::{Instant, sleep_until, timeout},
 };
@@ -17,6 +15,7 @@ use super::{
     link::{Link, LinkError},
     protocol::{Failure, Header, Hello, Reply, Request, Welcome},
     spaces::Space,
+    wire::Wire,
 };
 use crate::error::ServiceFault;
 
@@ -61,7 +60,6 @@ struct Session {
     house: Rc<House>,
     guest: Rc<Guest>,
     link: Link,
-    draining: watch::Receiver<bool>,
     tasks: JoinSet<Ended>,
     /// Requests in flight.
     requests: BTreeMap<u64, Cancel>,
@@ -77,10 +75,9 @@ struct Session {
 }
 
 /// Serves a connection until it ends, and unmaps the client's memory before it hangs up.
-pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, stream: UnixStream) {
+pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire>) {
     let mut session = Session {
-        draining: house.draining(),
-        link: Link::new(stream),
+        link: Link::new(wire),
         tasks: JoinSet::new(),
         requests: BTreeMap::new(),
         request_bytes: BTreeMap::new(),
@@ -99,8 +96,8 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, stream: UnixStream
 }
 
 /// Sends a connection the reason why it is refused.
-pub(super) async fn refuse(house: Rc<House>, stream: UnixStream, failure: Failure) {
-    let mut link = Link::new(stream);
+pub(super) async fn refuse(house: Rc<House>, wire: Arc<dyn Wire>, failure: Failure) {
+    let mut link = Link::new(wire);
     link.push(refusal(&house, failure), None);
     tell(&mut link).await;
 }
@@ -137,7 +134,7 @@ impl Session {
                 break bytes;
             }
             tokio::select! { biased;
-                _ = self.draining.wait_for(|draining| *draining) => return Err(End::Drained),
+                () = self.house.drains() => return Err(End::Drained),
                 ready = self.link.ready(true) => ready?,
                 () = sleep_until(deadline) => {
                     return Err(End::Cut(Failure::new(ServiceFault::Timeout, "no hello came in time")));
@@ -167,7 +164,7 @@ impl Session {
 
     /// Handles received frames, sends replies, and waits for more of either.
     async fn turn(&mut self) -> Result<(), End> {
-        let draining = *self.draining.borrow();
+        let draining = self.house.is_draining();
         let listens = !draining && self.link.outbox_bytes() <= OUTBOX_BYTES_MAX;
         let mut frames = if listens { FRAMES_PER_TURN } else { 0 };
         while frames > 0 {
@@ -205,7 +202,7 @@ impl Session {
                 }
                 Ok(())
             }
-            changed = self.draining.changed(), if !draining => changed.map_err(|_| End::Drained),
+            () = self.house.drains(), if !draining => Ok(()),
             () = sleep_until(stalled), if outbox > 0 => {
                 let text = format!("{outbox} bytes of replies were not taken for {:?}", self.stall());
                 Err(End::Cut(Failure::new(ServiceFault::Timeout, text)))

@@ -1,23 +1,19 @@
 //! The file that describes a space, and the folders of spaces.
 
-use std::{
-    fs,
-    io::Write,
-    os::unix::fs::DirBuilderExt,
-    path::{Path, PathBuf},
-};
+use std::path::PathBuf;
 
 use sha2::{Digest, Sha256};
 
 use crate::{
     error::{Error, Result},
-    service::{config::ServerConfig, protocol::NAMESPACE_BYTES_MAX},
+    service::{
+        config::ServerConfig,
+        protocol::NAMESPACE_BYTES_MAX,
+        system::{FOLDER_PREFIX, System},
+    },
 };
 
-/// The name of a space's file, in its folder below the first path.
-pub(super) const FILE_NAME: &str = "space";
 const FILE_HEADER: &str = "kvhoist space 1";
-const FOLDER_PREFIX: &str = "space-";
 /// Stands for all users in the name of a folder. No user has this number.
 const EVERYONE: u32 = u32::MAX;
 
@@ -81,58 +77,21 @@ impl Deed {
 }
 
 /// The spaces below the first path, each with its file.
-pub(super) fn deeds(config: &ServerConfig) -> Result<Vec<(PathBuf, Deed)>> {
+pub(super) fn deeds(system: &dyn System, config: &ServerConfig) -> Result<Vec<(PathBuf, Deed)>> {
     let Some(path) = config.paths.first() else { return Ok(Vec::new()) };
-    let entries = fs::read_dir(path).map_err(|error| Error::io("open", path, error))?;
-    let mut deeds = Vec::new();
-    for entry in entries {
-        let entry = entry.map_err(|error| Error::io("read", path, error))?;
-        let name = entry.file_name();
-        let file = entry.path().join(FILE_NAME);
-        if !name.to_string_lossy().starts_with(FOLDER_PREFIX) || !file.exists() {
-            continue;
+    let read = |(file, text): (PathBuf, String)| {
+        let folder = file.parent().and_then(|folder| folder.file_name());
+        match Deed::parse(&text).filter(|deed| folder.is_some_and(|folder| *deed.folder() == *folder)) {
+            Some(deed) => Ok((file, deed)),
+            None => Err(Error::store(
+                file,
+                "a file that describes no space, or another one",
+                format!("`{FILE_HEADER}` and the space of this folder"),
+                "put the file back, or delete the space's folder below every path",
+            )),
         }
-        let text = fs::read_to_string(&file).map_err(|error| Error::io("read", &file, error))?;
-        match Deed::parse(&text).filter(|deed| *deed.folder() == *name) {
-            Some(deed) => deeds.push((file, deed)),
-            None => {
-                return Err(Error::store(
-                    file,
-                    "a file that describes no space, or another one",
-                    format!("`{FILE_HEADER}` and the space of this folder"),
-                    "put the file back, or delete the space's folder below every path",
-                ));
-            }
-        }
-    }
-    Ok(deeds)
-}
-
-pub(super) fn remove_folder(path: &PathBuf) -> Result<()> {
-    match fs::remove_dir_all(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(Error::io("remove", path, error)),
-        _ => Ok(()),
-    }
-}
-
-pub(super) fn make_folder(path: &Path) -> Result<()> {
-    match fs::DirBuilder::new().mode(0o700).create(path) {
-        Err(error) if error.kind() != std::io::ErrorKind::AlreadyExists => Err(Error::io("create", path, error)),
-        _ => Ok(()),
-    }
-}
-
-/// Writes a file that is complete or absent after a crash at any moment.
-pub(super) fn write_whole(path: &Path, bytes: &[u8]) -> Result<()> {
-    let (temporary, failed) = (path.with_extension("new"), |error| Error::io("write", path, error));
-    let mut file = fs::File::create(&temporary).map_err(failed)?;
-    file.write_all(bytes).and_then(|()| file.sync_all()).map_err(failed)?;
-    fs::rename(&temporary, path).map_err(failed)?;
-    let folder = path.parent().unwrap_or(Path::new("."));
-    for folder in [Some(folder), folder.parent()].into_iter().flatten() {
-        fs::File::open(folder).and_then(|folder| folder.sync_all()).map_err(failed)?;
-    }
-    Ok(())
+    };
+    system.spaces(path)?.into_iter().map(read).collect()
 }
 
 #[cfg(test)]

@@ -5,7 +5,10 @@ use std::{
     sync::{Arc, Mutex},
 };
 
-use crate::cache::{Cache, Parked};
+use crate::{
+    cache::{Cache, Parked},
+    service::system::{System, on_thread},
+};
 
 /// What a byte served out of host memory counts for, in evicted bytes.
 const HIT_WEIGHT: f64 = 16.0;
@@ -58,7 +61,7 @@ impl HostShare {
 
     /// Parks slots, or puts them back into use, until the slots of `wanted` bytes are in use; as far as they can be
     /// parked at once. Returns the bytes that it has then.
-    pub(super) async fn resize(&self, cache: &Cache, wanted: u64) -> u64 {
+    pub(super) async fn resize(&self, cache: &Cache, wanted: u64, system: &dyn System) -> u64 {
         let (slots, before) = (wanted / self.slot_bytes, self.slots.get());
         let parked = Arc::clone(&self.parked);
         let change = move || {
@@ -69,7 +72,7 @@ impl HostShare {
             }
         };
         // Of many slots it takes milliseconds.
-        let now = tokio::task::spawn_blocking(change).await.unwrap_or(before);
+        let now = on_thread(system, change).await.unwrap_or(before);
         self.slots.set(now);
         self.bytes.set(if now == slots { wanted } else { now * self.slot_bytes });
         // Parked blocks count as evicted.

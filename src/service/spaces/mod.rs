@@ -9,13 +9,13 @@ mod removal;
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
-    fs,
+    path::PathBuf,
     rc::Rc,
 };
 
 use tokio::sync::{Notify, oneshot};
 
-use self::deed::{Deed, FILE_NAME, deeds, make_folder, write_whole};
+use self::deed::{Deed, deeds};
 pub(super) use self::figures::stats;
 use self::host::HostShare;
 use super::{
@@ -23,6 +23,7 @@ use super::{
     protocol::{Failure, SpaceStatus},
     report::OpenSpace,
     shares::Ledger,
+    system::System,
 };
 use crate::{
     cache::Cache,
@@ -42,6 +43,7 @@ pub(super) struct Space {
     pub(super) capacity_bytes: u64,
     host: HostShare,
     pub(super) cache: Cache,
+    pub(super) system: Rc<dyn System>,
     /// Connections attached to it.
     pub(super) clients: Rc<Cell<u32>>,
 }
@@ -80,6 +82,7 @@ pub(super) struct Wanted {
 /// All spaces of a service, by folder.
 pub(super) struct Spaces {
     config: ServerConfig,
+    system: Rc<dyn System>,
     entries: RefCell<BTreeMap<String, Entry>>,
     disk: Ledger,
     host: Ledger,
@@ -94,12 +97,12 @@ impl Spaces {
     ///
     /// # Errors
     /// [`Error::Store`] for a space whose file cannot be understood, or that has more disk than it may have now.
-    pub(super) fn load(config: ServerConfig) -> Result<Self> {
+    pub(super) fn load(config: ServerConfig, system: Rc<dyn System>) -> Result<Self> {
         let mut entries = BTreeMap::new();
         let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
         let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
         let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
-        for (path, deed) in deeds(&config)? {
+        for (path, deed) in deeds(&*system, &config)? {
             let bytes = deed.capacity_bytes;
             disk.take(&deed.namespace, bytes).map_err(|failure| {
                 Error::store(
@@ -112,7 +115,7 @@ impl Spaces {
             entries.insert(deed.folder(), Entry { deed, state: State::Closed });
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
-        Ok(Spaces { disk, host, entries: RefCell::new(entries), config, moving, move_ended })
+        Ok(Spaces { disk, host, entries: RefCell::new(entries), config, system, moving, move_ended })
     }
 
     /// Finds, opens or makes the space that a client wants.
@@ -189,7 +192,8 @@ impl Spaces {
         };
         let opened = opened.map(|(cache, host)| {
             let Deed { namespace, block_bytes, capacity_bytes, .. } = deed.clone();
-            Rc::new(Space { namespace, block_bytes, capacity_bytes, host, cache, clients: Rc::default() })
+            let system = Rc::clone(&self.system);
+            Rc::new(Space { namespace, block_bytes, capacity_bytes, host, cache, system, clients: Rc::default() })
         });
         let mut entries = self.entries.borrow_mut();
         let state = match &opened {
@@ -203,7 +207,7 @@ impl Spaces {
         if opened.is_err() && is_new {
             entries.remove(&folder);
             self.disk.give_back(&deed.namespace, deed.capacity_bytes);
-            self.forget(&folder);
+            self.system.forget_space(&self.folders(&folder));
         }
         for waiter in waiters {
             drop(waiter.send(opened.clone()));
@@ -213,15 +217,10 @@ impl Spaces {
     async fn open_cache(&self, deed: &Deed, bytes: u64, floor: u64, is_new: bool) -> Result<(Cache, HostShare)> {
         let config = self.cache_config(deed, bytes, floor)?;
         config.validate()?;
-        for disk in &config.disk.paths {
-            make_folder(&disk.path)?;
-        }
-        if let Some(disk) = config.disk.paths.first().filter(|_| is_new) {
-            write_whole(&disk.path.join(FILE_NAME), deed.text().as_bytes())?;
-        }
-        let cache = Cache::open(config).await?;
+        self.system.make_space(&self.folders(&deed.folder()), is_new.then(|| deed.text()).as_deref())?;
+        let cache = self.system.open_cache(config).await?;
         let share = HostShare::new(&cache, floor, bytes);
-        share.resize(&cache, bytes).await;
+        share.resize(&cache, bytes, &*self.system).await;
         Ok((cache, share))
     }
 
@@ -261,16 +260,9 @@ impl Spaces {
         Ok(config)
     }
 
-    /// Removes the folders of a space that could not be made, but never a store.
-    fn forget(&self, folder: &str) {
-        for path in &self.config.paths {
-            let folder = path.join(folder);
-            // A folder with a store is kept, and is a space again at the next start.
-            if !folder.join("kvhoist.store").exists() {
-                drop(fs::remove_file(folder.join(FILE_NAME)));
-                drop(fs::remove_dir(folder));
-            }
-        }
+    /// The folders of a space, below every path.
+    fn folders(&self, folder: &str) -> Vec<PathBuf> {
+        self.config.paths.iter().map(|path| path.join(folder)).collect()
     }
 
     /// Closes the caches of all spaces, which write and flush their blocks. Returns the first error.

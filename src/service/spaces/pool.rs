@@ -59,7 +59,7 @@ impl Spaces {
         };
         let bytes = wanted.min(self.host.available(&space.namespace));
         if bytes > 0 && self.host.take(&space.namespace, bytes).is_ok() {
-            space.host.resize(&space.cache, space.host.bytes() + bytes).await;
+            space.host.resize(&space.cache, space.host.bytes() + bytes, &*self.system).await;
         }
         drop(space);
         self.moved();
@@ -68,7 +68,8 @@ impl Spaces {
     /// Takes up to `wanted` spare bytes of a space; how many it took.
     async fn shrink(&self, donor: &Space, wanted: u64) -> u64 {
         let before = donor.host.bytes();
-        let taken = before - donor.host.resize(&donor.cache, before - wanted.min(donor.host.spare())).await;
+        let wanted = before - wanted.min(donor.host.spare());
+        let taken = before - donor.host.resize(&donor.cache, wanted, &*self.system).await;
         self.host.give_back(&donor.namespace, taken);
         taken
     }

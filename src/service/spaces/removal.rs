@@ -2,12 +2,9 @@
 
 use std::{path::PathBuf, rc::Rc};
 
-use super::{
-    Spaces, State, Wanted,
-    deed::{Deed, remove_folder},
-};
+use super::{Spaces, State, Wanted, deed::Deed};
 use crate::{
-    error::{Error, ServiceFault},
+    error::ServiceFault,
     service::{peers::own_uid, protocol::Failure},
 };
 
@@ -56,8 +53,7 @@ impl Spaces {
         }
         // The first path has the file that makes it a space: last.
         let folders: Vec<PathBuf> = self.config.paths.iter().rev().map(|path| path.join(&folder)).collect();
-        let removed = tokio::task::spawn_blocking(move || folders.iter().try_for_each(remove_folder)).await;
-        let removed = removed.unwrap_or(Err(Error::Closed)).map_err(|error| Failure::from(&error));
+        let removed = self.system.remove_space(folders).await.map_err(|error| Failure::from(&error));
         let mut entries = self.entries.borrow_mut();
         let Some(entry) = entries.get_mut(&folder) else { return removed };
         if let State::Opening(waiters) = std::mem::replace(&mut entry.state, State::Closed) {
