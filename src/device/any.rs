@@ -18,7 +18,7 @@ pub struct AnyCopy {
     metrics: Arc<CopyMetrics>,
 }
 
-/// The engine that takes every batch the RDMA device does not take.
+/// The engine for all batches that the RDMA device does not take.
 enum Base {
     /// The processor: without a device, or with a simulated one.
     Memcpy(Memcpy),
@@ -58,9 +58,10 @@ impl AnyCopy {
     /// The RDMA device, if it should take this batch.
     fn chosen(&self, batch: &CopyBatch) -> Option<&Gdr> {
         let gdr = self.gdr.as_ref()?;
-        // Host-to-host copies run on the processor, unless host memory plays the device.
-        let at_home = matches!(self.base, Base::Cuda(_)) && batch.direction() == Direction::HostToHost;
-        if at_home || !gdr.engine.is_up() {
+        // With a CUDA device the processor makes host-to-host copies; with a simulated device all copies are such
+        // copies.
+        let on_processor = matches!(self.base, Base::Cuda(_)) && batch.direction() == Direction::HostToHost;
+        if on_processor || !gdr.engine.is_up() {
             return None;
         }
         let choice = || Choice {
@@ -170,7 +171,7 @@ impl CopyEngine for AnyCopy {
         match &self.base {
             // SAFETY: the caller upholds the same contract.
             Base::Memcpy(engine) => unsafe { engine.checksum(segments, owner) }.await,
-            // SAFETY: as above.
+            // SAFETY: the caller upholds the same contract.
             Base::Cuda(engine) => unsafe { engine.checksum(segments, owner) }.await,
         }
     }

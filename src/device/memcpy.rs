@@ -13,7 +13,7 @@ use crate::{
 /// leave it under 50 us.
 const QUANTUM_BYTES: usize = 256 << 10;
 
-/// Bytes that a copy counts for at least: a small copy costs a cache miss rather than its length.
+/// Smallest number of bytes that a copy counts as: the cost of a small copy is a cache miss, not its length.
 const OP_BYTES_MIN: usize = 512;
 
 /// Assumed copy rate of one server core with neither side in its caches, for [`CopyEngine::cost`]. Not measured on this
@@ -26,8 +26,8 @@ const BYTES_PER_SECOND: u64 = 10_000_000_000;
 /// workers, copies that arrive while the reactor is busy run on a worker: such a copy continues when its future is
 /// dropped, and the batch lives until the copy has ended.
 ///
-/// Takes only batches of [`Direction::HostToHost`] and refuses others with [`Error::Copy`], because their addresses may
-/// not be host addresses.
+/// Accepts only batches of [`Direction::HostToHost`] and refuses others with [`Error::Copy`], because their addresses
+/// may not be host addresses.
 #[derive(Clone, Default)]
 pub struct Memcpy {
     workers: Option<Rc<Workers>>,

@@ -1,12 +1,10 @@
 //! Device memory, and the copy engines between host and device memory, behind one trait.
 //!
 //! [`DevicePool`] holds the slots of the device tier. [`AnyCopy`] is the engine chosen at run time: [`cuda`] or
-//! [`gdr`], or [`Memcpy`] where host memory plays the device. [`cufile`] reads and writes blocks between disk and
-//! device.
+//! [`gdr`], or [`Memcpy`] with a simulated device. [`cufile`] transfers blocks between disk and device.
 //!
-//! A build can leave out the engines, each with its cargo feature ([`ENGINES`]). The modules in `absent/` then take
-//! their places: with the same names, and with types that have no values. So no other file needs to know what was left
-//! out.
+//! A build can leave out each engine by its cargo feature ([`ENGINES`]). A module in `absent/` then takes the engine's
+//! place, with the same names, for types that have no values. So no code outside this folder depends on the features.
 
 mod any;
 #[cfg_attr(not(feature = "cuda"), path = "absent/cuda.rs")]
@@ -23,6 +21,7 @@ mod pool;
 pub mod rdma;
 mod region;
 mod status;
+mod transfer;
 
 pub use crate::block::{CopyOp, Direction};
 pub use any::AnyCopy;

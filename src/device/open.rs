@@ -1,4 +1,4 @@
-//! The device tier and what copies to it: a CUDA device, or host memory that plays one, with an RDMA device beside it.
+//! Opens the device tier (a CUDA device, or a simulated one) and its copy engine, with an RDMA device beside it.
 
 use std::sync::Arc;
 
@@ -11,24 +11,25 @@ use crate::{
     metrics::CopyMetrics,
 };
 
-/// The variable that goes before [`Config::copy`].
+/// The environment variable that takes precedence over [`DeviceConfig::copy`].
 const COPY_VARIABLE: &str = "KVHOIST_COPY";
 
-/// The variable that goes before [`Config::gdr`].
+/// The environment variable that takes precedence over [`DeviceConfig::gdr`].
 const GDR_VARIABLE: &str = "KVHOIST_GDR";
 
-/// Memory of the device is exported by its own pages.
+/// Device memory is exported to RDMA devices in pages of this size.
 const DEVICE_PAGE_BYTES: usize = 2 << 20;
 
-/// The device tier, if there is one, the device that it is on, and what copies.
+/// The opened device tier.
 pub(crate) struct Opened {
+    /// The slots, if there is a device tier.
     pub(crate) pool: Option<DevicePool>,
     pub(crate) gpu: Option<Arc<Gpu>>,
     pub(crate) copy: AnyCopy,
     pub(crate) gdr: GdrStatus,
 }
 
-/// Opens the device that `config` wants.
+/// Opens the device tier of `config`.
 pub(crate) async fn open(
     config: &Config,
     arena: &Arc<Arena>,
@@ -48,7 +49,7 @@ pub(crate) async fn open(
             ));
         }
         (_, None, _) => Err("there is no device tier"),
-        (GdrMode::Auto, _, None) => Err("host memory plays the device; the processor copies it better"),
+        (GdrMode::Auto, _, None) => Err("the device is simulated in host memory, which the processor copies faster"),
         (_, Some(pool), _) => Ok(pool.shared_memory()),
     };
     let memory = match memory {
@@ -111,7 +112,7 @@ fn layout(config: &Config) -> Result<Layout> {
     }
 }
 
-/// The pool in host memory, if there is to be one.
+/// The pool of a simulated device, if `config` has a device tier.
 pub(crate) fn simulated(config: &Config) -> Result<Option<DevicePool>> {
     match config.device_slots() {
         0 => Ok(None),

@@ -85,8 +85,8 @@ fn wrong_pool(slots: u32, layout: &Layout, reason: &dyn fmt::Display) -> Error {
 
 /// The slots of the device tier.
 ///
-/// A pool only hands out addresses: the owner of a slot decides who may read or write it. Keep the pool alive (in an
-/// `Arc`) for as long as an address is in use.
+/// A pool only hands out addresses; the owner of a slot decides which code reads and writes it. Keep the pool alive (in
+/// an `Arc`) for as long as an address is in use.
 pub struct DevicePool {
     layout: PoolLayout,
     memory: Arc<dyn DeviceMemory>,
@@ -108,7 +108,7 @@ impl DevicePool {
         Ok(DevicePool { layout, memory: Arc::from(memory) })
     }
 
-    /// A pool in host memory that plays the device, for machines without a device and for tests.
+    /// A pool of a simulated device, in host memory, for machines without a device and for tests.
     ///
     /// # Errors
     /// [`Error::Config`] on `device_blocks` if there is no slot, or if the system cannot map the memory.
@@ -171,6 +171,12 @@ impl fmt::Debug for DevicePool {
 
 struct Simulated(Mapping);
 
+/// Host memory of a simulated device.
+#[cfg_attr(not(feature = "rdma"), expect(dead_code, reason = "the self-test of an RDMA device uses it"))]
+pub(super) fn simulated_memory(bytes: usize) -> std::io::Result<Arc<dyn DeviceMemory>> {
+    Ok(Arc::new(Simulated(Mapping::anonymous(bytes)?)))
+}
+
 // SAFETY: one mapping, fixed in place and length until dropped, that the host can read and write.
 unsafe impl DeviceMemory for Simulated {
     fn kind(&self) -> &'static str {
@@ -185,7 +191,7 @@ unsafe impl DeviceMemory for Simulated {
         self.0.len()
     }
 
-    // Host memory plays the device; an engine must not take these addresses for device addresses.
+    // These are host addresses, which an engine must not take for device addresses.
     fn promote_direction(&self) -> Direction {
         Direction::HostToHost
     }
@@ -256,7 +262,7 @@ mod tests {
         }
         for slot in 0..9_u8 {
             for segment in pool.segments(slot.into()) {
-                // SAFETY: as above, written just now.
+                // SAFETY: a segment of the pool, known to this test only, and initialized by the loop above.
                 let bytes = unsafe { std::slice::from_raw_parts(segment.ptr, segment.len) };
                 assert!(bytes.iter().all(|&byte| byte == slot));
             }

@@ -24,7 +24,7 @@ impl GdrState {
         matches!(self, GdrState::On(_))
     }
 
-    /// The figure of `kvhoist_gdr_in_use`.
+    /// Value of the metric `kvhoist_gdr_in_use`.
     pub(crate) fn in_use(&self) -> f64 {
         match self {
             GdrState::On(_) => 1.0,

@@ -1,6 +1,6 @@
 //! Records that the medium may still contain after their blocks were removed: a removal waits until they are cleared.
 //!
-//! A record is left over from when its slot is cleared until a page write that was encoded after that has succeeded:
+//! A record is left over from the time its slot is cleared until a page image encoded after that has been written:
 //!
 //! ```text
 //!             add            encoded           written
@@ -23,7 +23,7 @@ const KEYS_MAX: usize = 4 * RECORDS_PER_PAGE;
 /// A key's tag, or `None` for any key.
 type Tag = Option<u64>;
 
-/// Which pages may name which removed blocks.
+/// The pages that may name removed blocks, by key and by page.
 #[derive(Debug, Default)]
 pub(super) struct Leftovers {
     by_key: BTreeSet<(Tag, PageId)>,
@@ -127,7 +127,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_left_over_until_a_write_that_began_after_it_was_cleared_has_ended() {
+    fn a_record_is_left_over_until_a_page_encoded_after_its_clearing_is_written() {
         let mut left = Leftovers::default();
         left.add(PAGE, Some(&key(1)));
         assert_eq!(pages(&left, 1), [(PAGE, true)]);
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_with_too_many_of_them_may_name_any_block() {
+    fn a_page_with_too_many_leftovers_may_name_any_block() {
         let mut left = Leftovers::default();
         (0..=KEYS_MAX).for_each(|n| left.add(PAGE, Some(&key(n))));
         assert_eq!(pages(&left, KEYS_MAX + 9), [(PAGE, true)]);

@@ -13,7 +13,7 @@
 //! the end of the write makes the page stale again, so no change is lost.
 //!
 //! A slot may be reused before its stale record is overwritten: the payload checksum exposes a stale record, and
-//! writing stale pages only avoids those misses. But while the payload is still there, a removed block's record must be
+//! writing stale pages only avoids those misses. But as long as the payload is intact, a removed block's record must be
 //! cleared before the removal completes: [`DiskSlots::pages_naming`].
 
 #[cfg(test)]
@@ -53,7 +53,7 @@ pub struct SlotMeta {
     pub generation: u64,
     /// The index entry of the block.
     pub entry: u32,
-    // In the padding, so that a slot takes 24 bytes.
+    // Here and not in a table of its own: it lies in the padding, so that a slot takes 24 bytes.
     state: State,
 }
 
@@ -72,7 +72,7 @@ pub struct DiskSlots {
     free: BitSet,
     stale: BitSet,
     leftovers: Leftovers,
-    /// Where the search for a free slot continues.
+    /// Slot at which the search for a free slot continues.
     cursor: u32,
     full: u32,
     quarantined: u32,
@@ -130,13 +130,16 @@ impl DiskSlots {
     /// a store seldom has to wait for a write of its page that is in flight.
     pub fn alloc(&mut self) -> Option<u32> {
         let slot = self.free.next(self.cursor).or_else(|| self.free.next(0))?;
-        assert!(self.free.remove(slot) && self.state(slot) == State::Free, "the set of free slots is right");
+        assert!(
+            self.free.remove(slot) && self.state(slot) == State::Free,
+            "the set of free slots agrees with the states"
+        );
         self.slots[slot as usize].state = State::Filling;
         self.cursor = self.after(slot);
         Some(slot)
     }
 
-    /// Where the search continues after `slot`.
+    /// The slot at which the search continues after `slot`.
     fn after(&self, slot: u32) -> u32 {
         let page = RECORDS_PER_PAGE as u32 * self.stripe.members().len() as u32;
         let group = page * PAGES_AT_ONCE;

@@ -89,7 +89,7 @@ impl Drop for Blocking {
         self.queue.close();
         for thread in self.threads.drain(..) {
             // The last owner of the pool may be memory that a worker just dropped: a thread that joins itself would
-            // wait without end.
+            // never return.
             if thread.thread().id() != thread::current().id() && thread.join().is_err() {
                 tracing::error!("a storage thread panicked; its operations were answered nevertheless");
             }
@@ -115,9 +115,8 @@ impl Job {
         let result = call(kind, &file, offset, buf.as_ref());
         drop(file);
         drop(permit);
-        if let Err(abandoned) = answer.send((result, buf)) {
-            drop(abandoned);
-        }
+        // If the caller is gone, this drops the memory.
+        drop(answer.send((result, buf)));
     }
 }
 
@@ -129,7 +128,8 @@ fn call(kind: OpKind, file: &File, offset: u64, buf: Option<&Lent>) -> io::Resul
         // SAFETY: the descriptor is open while `file` lives; by the contract of `Lent`, `len` bytes at `ptr` are mapped
         // and ours alone to write.
         OpKind::Read => unsafe { libc::pread(fd, ptr.cast(), len, offset) },
-        // SAFETY: as for the read; by the same contract nothing else writes to the range.
+        // SAFETY: the descriptor is open while `file` lives; by the contract of `Lent`, `len` bytes at `ptr` are mapped
+        // and nothing else writes to them.
         OpKind::Write => unsafe { libc::pwrite(fd, ptr.cast(), len, offset) },
         // SAFETY: the descriptor is open while `file` lives.
         OpKind::Sync => unsafe { libc::fdatasync(fd) as isize },
@@ -248,7 +248,7 @@ mod tests {
         let (go, may_go) = mpsc::channel::<()>();
         let (gone, is_gone) = mpsc::channel();
         let may_go = Mutex::new(may_go);
-        // The only worker hangs in the drop of the first operation's memory ...
+        // The only worker blocks in the drop of the first operation's memory.
         abandon(
             &pool,
             lend(move || {
@@ -257,7 +257,7 @@ mod tests {
             }),
         );
         has_entered.recv().expect("the worker dropped the memory");
-        // ... so the second has not run, and its memory must live.
+        // The second operation cannot have run, so its memory must still live.
         start_and_drop(&pool, lend(move || gone.send(()).expect("the test listens")));
         assert!(is_gone.try_recv().is_err());
         go.send(()).expect("the worker waits");
@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panicking_owner_harms_no_other_operation() {
+    fn a_panic_of_an_owner_affects_no_other_operation() {
         let pool = pool(1);
         abandon(&pool, lend(|| panic!("an owner that panics, on purpose")));
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_the_pool_runs_what_is_queued() {
+    fn dropping_the_pool_runs_the_queued_operations() {
         let pool = pool(2);
         let (gone, is_gone) = mpsc::channel();
         for _ in 0..100 {

@@ -78,7 +78,7 @@ async fn transfer<S: Storage>(
         let (result, back) = match kind {
             OpKind::Read => storage.read(file, at, buf).await,
             OpKind::Write => storage.write(file, at, buf).await,
-            OpKind::Sync => unreachable!("only read_full and write_full come here"),
+            OpKind::Sync => unreachable!("only read_full and write_full call this"),
         };
         buf = back.rewind().skip(already_skipped);
         if let Err(error) = progress.account(result) {
@@ -115,7 +115,7 @@ impl Progress {
             Ok(0) => Err(self.ended()),
             Ok(moved) if moved > self.len - self.done => Err(self.error(
                 io::ErrorKind::InvalidData,
-                &format!("the storage engine reported {moved} bytes for {} asked", self.len - self.done),
+                &format!("the storage engine reported {moved} bytes for {} requested", self.len - self.done),
             )),
             Ok(moved) => self.advance(moved),
             Err(error) if matches!(error.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {

@@ -49,6 +49,6 @@ mod tests {
         assert!(text.contains("123456 bytes") && text.contains("RLIMIT_MEMLOCK"), "{text}");
         let error = io::Error::from_raw_os_error(libc::EFAULT);
         let text = Refusal { wanted_bytes: 1, error: &error }.to_string();
-        assert!(!text.contains("RLIMIT_MEMLOCK"), "a bad address is no matter of limits: {text}");
+        assert!(!text.contains("RLIMIT_MEMLOCK"), "a bad address has nothing to do with the limit: {text}");
     }
 }

@@ -83,13 +83,17 @@ pub(crate) fn is_shortage(error: &io::Error) -> bool {
     error.raw_os_error().is_some_and(|errno| SHORTAGES.contains(&errno))
 }
 
-/// The file with this id, or an error with the number of files.
+/// The file with this id.
+///
+/// # Errors
+/// Names the id and the number of files.
 fn file_at(files: &[Arc<File>], file: FileId) -> io::Result<&Arc<File>> {
     files.get(usize::from(file.0)).ok_or_else(|| no_such_file(file, files.len()))
 }
 
 fn no_such_file(file: FileId, files: usize) -> io::Error {
-    let text = format!("file {} was asked for, but the storage engine was opened with {files} files", file.0);
+    let text =
+        format!("found an operation on file {}, expected one of the {files} files of the storage engine", file.0);
     io::Error::new(io::ErrorKind::InvalidInput, text)
 }
 

@@ -16,14 +16,14 @@ const CHUNK_BYTES_MAX: usize = FIXED_BYTES_MAX;
 /// The memory is page-aligned, zeroed, backed by huge pages where the system has them, and
 /// divided into *chunks* of at most 1 GiB, each of which a ring can register as one buffer. No slot
 /// straddles two chunks. Chunks lie one after another in one mapping, so that a slot's address is
-/// one multiplication away, and the system refuses at once what is more than the machine has.
+/// one multiplication away, and a request for more than the machine can map fails at once.
 ///
 /// The memory is committed on first use, or by [`populate`](Self::populate). It is not inherited by
 /// `fork`, because pages shared copy-on-write would break direct I/O: a forked child must not use
 /// the cache, and a process that starts another program (`std::process::Command`) is not affected.
 ///
-/// An arena hands out addresses and nothing else: who may read or write a slot is decided by the
-/// owner of the slot. Keep the arena alive (in an `Arc`) for as long as an address is in use.
+/// An arena only hands out addresses; the owner of a slot decides which code reads and writes it.
+/// Keep the arena alive (in an `Arc`) for as long as an address is in use.
 pub struct Arena {
     chunks: Box<[(NonNull<u8>, usize)]>,
     slots: u32,
@@ -34,8 +34,8 @@ pub struct Arena {
 
 // SAFETY: `chunks` are addresses in `memory`, which is Send and which this value owns.
 unsafe impl Send for Arena {}
-// SAFETY: through `&self` addresses and sizes are read, which never change, and no memory behind
-// them is touched. Exclusive use of a slot is kept by its owner, not by this type.
+// SAFETY: methods on `&self` read addresses and sizes, which never change, and touch no memory behind
+// them. The owner of a slot, not this type, ensures its exclusive use.
 unsafe impl Sync for Arena {}
 
 impl Arena {
@@ -118,7 +118,7 @@ impl Arena {
         self.slots as usize * self.slot_bytes
     }
 
-    /// Where `slot` begins. Valid while the arena lives.
+    /// Address of the first byte of `slot`, valid while the arena lives.
     ///
     /// # Panics
     /// If there is no such slot: slot numbers come from this crate, never from users or files.
@@ -137,7 +137,7 @@ impl Arena {
     /// The caller owns the slot, and no device and no ring has its memory registered.
     pub(crate) unsafe fn discard(&self, slot: u32) -> std::io::Result<()> {
         assert!(slot < self.slots, "slot {slot} of {}", self.slots);
-        // SAFETY: slots consist of whole pages, and the caller owns this one.
+        // SAFETY: a slot consists of whole pages, and the caller owns it.
         unsafe { self.memory.discard(slot as usize * self.slot_bytes, self.slot_bytes) }
     }
 
@@ -191,8 +191,8 @@ mod tests {
     }
 
     proptest! {
-        /// Every slot lies within its chunk, aligned for direct I/O, and chunks cover the slots without gaps, none too
-        /// long.
+        /// Every slot lies within its chunk, aligned for direct I/O. Chunks cover the slots without gaps, and none
+        /// exceeds the limit.
         #[test]
         fn slots_lie_whole_in_their_chunks(slots in 1..2000_u32, pages in 1..20_usize, chunk_pages in 20..3000_usize) {
             let (slot_bytes, chunk_bytes_max) = (pages * IO_ALIGN, chunk_pages * IO_ALIGN);
@@ -246,7 +246,7 @@ mod tests {
             unsafe { arena.slot_ptr(slot.into()).write_bytes(slot + 1, 4 * KIB) };
         }
         for slot in 0..5_u8 {
-            // SAFETY: as above, written just now.
+            // SAFETY: a slot of the arena, known to this test only, and initialized by the loop above.
             let bytes = unsafe { std::slice::from_raw_parts(arena.slot_ptr(slot.into()).as_ptr(), 4 * KIB) };
             assert!(bytes.iter().all(|&byte| byte == slot + 1));
         }
@@ -266,10 +266,10 @@ mod tests {
             // SAFETY: a slot of the arena, known to this test only.
             unsafe { arena.slot_ptr(slot).write_bytes(7, 64 * KIB) };
         }
-        // SAFETY: as above; nothing is registered.
-        unsafe { arena.discard(1) }.expect("the system's");
+        // SAFETY: only this test knows the slot, and nothing is registered.
+        unsafe { arena.discard(1) }.expect("anonymous memory");
         assert_eq!([0, 1, 2].map(resident), [16, 0, 16]);
-        // SAFETY: as above.
+        // SAFETY: mapped slots that only this test knows.
         let [before, between, after] = [0, 1, 2].map(|slot| unsafe { arena.slot_ptr(slot).read() });
         assert_eq!((before, between, after), (7, 0, 7));
     }

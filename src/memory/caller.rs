@@ -40,8 +40,8 @@ impl Memory {
         Memory { range: Segment { ptr: start, len }, kind: MemoryKind::Host }
     }
 
-    /// Device memory, by device addresses; without a GPU, host memory that plays it. A
-    /// [`Client`](crate::service::Client) refuses it.
+    /// Device memory, by device addresses; with a simulated device, host memory. A [`Client`](crate::service::Client)
+    /// refuses it.
     ///
     /// # Safety
     /// As of [`Memory`], for device addresses.
@@ -54,7 +54,8 @@ impl Memory {
     /// shrinking.
     ///
     /// # Safety
-    /// As of [`Memory`]; and the range is mapped from there: the service gets a segment as its place in the memfd.
+    /// As of [`Memory`]. In addition, `start` must be a mapping of the memfd from `offset` on: the service finds a
+    /// segment by its offset in the memfd.
     pub unsafe fn memfd(fd: OwnedFd, offset: u64, start: *mut u8, len: usize) -> Self {
         Memory { range: Segment { ptr: start, len }, kind: MemoryKind::Memfd { fd, offset } }
     }
@@ -80,14 +81,14 @@ pub struct RegisterOptions {
     /// Ask the kernel to keep host memory pinned, as a buffer of the ring, for as long as it is registered.
     ///
     /// Direct transfers between it and disk ([`Config::bypass_host`](crate::Config::bypass_host)) then take a
-    /// half to a quarter of the kernel's CPU time. Where there is no ring, or where the kernel refuses
-    /// (`RLIMIT_MEMLOCK`), the region is registered without, and the log says so.
+    /// half to a quarter of the kernel's CPU time. Without a ring, or if the kernel refuses (`RLIMIT_MEMLOCK`), the
+    /// region is registered unpinned, and the log says so.
     ///
-    /// Before that the memory is moved into huge pages, as far as the system lets it (Linux 6.1 or later; never what a
-    /// device has pinned): a drive gets larger requests, and fewer of them. Contents and addresses stay. Moving takes
-    /// some 0.2 s a GiB, more where free memory is fragmented, beside everything else. Pinning takes some 30 ms a GiB,
-    /// for this region and all that are pinned already, in which the cache moves nothing: do it before there is
-    /// traffic.
+    /// The memory is first moved into huge pages, if the system can do so (Linux 6.1 or later; memory that a device
+    /// has pinned is not moved), because a drive then gets fewer and larger requests. Contents and addresses stay the
+    /// same. Moving takes about 0.2 s per GiB, more if free memory is fragmented, and the cache continues meanwhile.
+    /// Pinning takes about 30 ms per GiB, for this region and for all that are pinned already, and the cache moves no
+    /// block meanwhile: register before there is traffic.
     pub pinned: bool,
 }
 

@@ -4,10 +4,10 @@ use std::ptr::NonNull;
 
 use crate::block::Direction;
 
-/// Every buffer of a pool begins at a multiple of this, as device allocations do.
+/// Alignment of every buffer of a pool, which is that of device allocations.
 pub const BUFFER_ALIGN: usize = 256;
 
-/// Memory of a [`DevicePool`](crate::device::DevicePool): a device's own, or host memory that plays the device.
+/// Memory of a [`DevicePool`](crate::device::DevicePool): a device's own, or host memory of a simulated device.
 ///
 /// # Safety
 /// [`base`](Self::base) must be the start of one allocation of [`bytes`](Self::bytes) bytes that copies in the two

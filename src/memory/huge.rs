@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 
 use super::mapping::HUGE_PAGE_BYTES;
 
-/// Bytes per system call: a call cannot be interrupted, and takes a second for some gigabytes.
+/// Bytes per system call. A call cannot be interrupted, and takes about a second for several gigabytes.
 const CALL_BYTES: usize = 1 << 30;
 
 /// Moves `len` bytes from `start` into huge pages, and advises huge pages for later first uses. Contents are kept. Runs
@@ -89,7 +89,7 @@ mod tests {
     }
 
     #[test]
-    fn a_piece_that_cannot_be_moved_keeps_no_other_from_it() {
+    fn a_piece_that_cannot_be_moved_does_not_stop_the_others() {
         let mut asked = Vec::new();
         let ended = each([(1, 1), (2, 1), (3, 1)].into_iter(), |start, _| {
             asked.push(start);

@@ -153,7 +153,7 @@ pub struct AlignedBuf {
 
 // SAFETY: the buffer is owned and has no interior mutability.
 unsafe impl Send for AlignedBuf {}
-// SAFETY: as above; shared access is read-only.
+// SAFETY: the buffer is owned, and shared access is read-only.
 unsafe impl Sync for AlignedBuf {}
 
 impl AlignedBuf {
@@ -177,7 +177,7 @@ impl AlignedBuf {
     /// The buffer, to be read into or written from.
     pub fn into_io(self) -> IoBuf<Self> {
         let (ptr, len) = (self.ptr, self.len);
-        // SAFETY: the buffer is moved into the `IoBuf`, so no other code can reach it until it is taken apart.
+        // SAFETY: the buffer is moved into the `IoBuf`, so no other code can reach it until `into_owner` returns it.
         unsafe { IoBuf::new(ptr, len, None, self) }
     }
 
@@ -189,7 +189,7 @@ impl AlignedBuf {
         unsafe { Lent::new(ptr, len, None, Arc::new(self)) }
     }
 
-    /// Takes back a [lent](Self::lend) buffer, however far it was skipped.
+    /// Takes back a [lent](Self::lend) buffer, whatever part of it was skipped.
     ///
     /// # Panics
     /// If `lent` was not made by [`AlignedBuf::lend`].

@@ -24,7 +24,7 @@ pub(crate) struct Mapping {
 // SAFETY: the mapping is owned, and only hands out addresses. The owners of slots decide who may access them, under the
 // contracts of `Lent::new` and `CopyBatch::new`.
 unsafe impl Send for Mapping {}
-// SAFETY: as above; no method reads or writes the memory through `&self`.
+// SAFETY: no method reads or writes the memory through `&self`.
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
@@ -89,7 +89,7 @@ impl Mapping {
         if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// Gives the memory of `len` bytes from `offset` on to the system. They read as zeros from now on.
+    /// Gives the memory of `len` bytes from `offset` on back to the system. They read as zeros from now on.
     ///
     /// # Safety
     /// Nothing else reads or writes the range, which begins and ends on pages.
@@ -213,7 +213,7 @@ mod tests {
         unsafe { mapping.ptr().write(7) };
         mapping.populate().expect("12 KiB");
         mapping.touch();
-        // SAFETY: as above.
+        // SAFETY: mapped, and used only by this test.
         assert_eq!(unsafe { mapping.ptr().read() }, 7);
     }
 

@@ -1,4 +1,4 @@
-//! Memory for I/O and copies: aligned buffers, buffers lent to operations, the host arena, huge pages, device memory.
+//! Memory for I/O and copies: aligned and lent buffers, the host arena, callers' memory, huge pages, device memory.
 
 mod arena;
 mod caller;

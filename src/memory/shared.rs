@@ -10,21 +10,22 @@ use crate::error::{Error, Result};
 
 /// A memfd, sealed against shrinking, mapped as a whole, for a [`Client`](crate::service::Client) to register.
 ///
-/// The memory is zero at first, begins at a page and is given back with the last holder: the service, while it has it
-/// mapped, is one. Another process writes to it while blocks are loaded, so it is read and written by copies.
+/// The memory is zero at first and begins at a page. The system frees it when this value has been dropped and the
+/// service has unmapped it. The service writes to it while blocks are loaded, so there is no reference to its bytes:
+/// [`read`](Self::read) and [`write`](Self::write) copy them.
 pub struct SharedMemory {
     fd: OwnedFd,
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: an address of memory that lives as long as the value; all access is by copies through pointers.
+// SAFETY: the mapping lives as long as the value, and its bytes are only copied through pointers.
 unsafe impl Send for SharedMemory {}
-// SAFETY: as above.
+// SAFETY: the mapping lives as long as the value, and its bytes are only copied through pointers.
 unsafe impl Sync for SharedMemory {}
 
 impl SharedMemory {
-    /// Takes `len` bytes from the system.
+    /// Allocates `len` bytes.
     ///
     /// # Errors
     /// [`Error::Argument`] for no bytes, [`Error::Io`] if the system refuses them.
@@ -54,17 +55,17 @@ impl SharedMemory {
         Ok(SharedMemory { fd: file.into(), start: start.cast(), len })
     }
 
-    /// Its first byte.
+    /// Address of the first byte.
     pub fn as_ptr(&self) -> *mut u8 {
         self.start
     }
 
-    /// Its bytes.
+    /// Length in bytes.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Never: see [`new`](SharedMemory::new).
+    /// Always false: [`new`](SharedMemory::new) refuses 0 bytes.
     pub fn is_empty(&self) -> bool {
         false
     }
@@ -74,21 +75,21 @@ impl SharedMemory {
         self.fd.as_fd()
     }
 
-    /// Copies bytes out of it.
+    /// Copies the bytes from `offset` on to `to`.
     ///
     /// # Panics
-    /// Where the range is not wholly within the memory.
+    /// If the range does not lie within the memory.
     pub fn read(&self, offset: usize, to: &mut [u8]) {
         assert!(offset <= self.len && to.len() <= self.len - offset, "a range within the memory");
-        // SAFETY: the range is mapped. Another process may write to it meanwhile, which makes the bytes a mix of old
-        // and new ones: any bytes are valid.
+        // SAFETY: the range is mapped. The service may write to it meanwhile; `to` then has a mix of old and new bytes,
+        // all of which are valid.
         unsafe { std::ptr::copy_nonoverlapping(self.start.add(offset).cast_const(), to.as_mut_ptr(), to.len()) };
     }
 
-    /// Copies bytes into it.
+    /// Copies `from` to the bytes from `offset` on.
     ///
     /// # Panics
-    /// Where the range is not wholly within the memory.
+    /// If the range does not lie within the memory.
     pub fn write(&self, offset: usize, from: &[u8]) {
         assert!(offset <= self.len && from.len() <= self.len - offset, "a range within the memory");
         // SAFETY: the range is mapped, and no reference to it exists.

@@ -14,7 +14,7 @@ use crate::{
     device::{
         CopyEngine, OwnedBatch,
         cuda::Gpu,
-        cufile::{Buffer, Cufile, Ended, Opened, Part, Setup},
+        cufile::{Buffer, Cufile, Ended, Part, SelfTest, Setup},
         left_out, pair_segments,
     },
     error::{Error, Result},
@@ -50,7 +50,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Err(reason) => Err(reason),
         };
         match opened {
-            Ok(Opened { cufile, evidence, direct }) => {
+            Ok((cufile, SelfTest { evidence, direct })) => {
                 tracing::info!(evidence, "blocks go between disk and device by libcufile");
                 self.shared.lock().cufile = Health::Up(evidence);
                 self.shared.metrics.cufile_in_use.set(if direct { 1.0 } else { 0.5 });
@@ -62,9 +62,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 tracing::info!(reason, "blocks go between disk and device through host memory");
                 self.shared.lock().cufile = Health::Retired(reason.clone());
                 match self.shared.config.device.cufile {
-                    CufileMode::On => {
-                        Err(Error::Unavailable { tier: "device", reason: format!("cufile = on: {reason}") })
-                    }
+                    CufileMode::On => Err(Error::unavailable("device", format!("cufile = on: {reason}"))),
                     CufileMode::Auto | CufileMode::Off => Ok(()),
                 }
             }
@@ -101,7 +99,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(gpu)
     }
 
-    async fn prove_direct(self: &Rc<Self>, gpu: Arc<Gpu>, files: Vec<Arc<File>>) -> Result<Opened, String> {
+    async fn prove_direct(self: &Rc<Self>, gpu: Arc<Gpu>, files: Vec<Arc<File>>) -> Result<(Cufile, SelfTest), String> {
         let shared = &self.shared;
         let pool = shared.device.as_ref().expect("there is a device");
         let limit = std::time::Duration::from_millis(shared.config.device.cufile_stuck_ms);
@@ -123,20 +121,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         // SAFETY: the probe is a slot that nobody else has and that `probe_owner` keeps; all of it lies in the pool,
         // which `shared` keeps.
-        let opened = unsafe { Cufile::open(setup).await }?;
+        let (cufile, proof) = unsafe { Cufile::open(setup).await }?;
         // Every file was read into the same place: what is there now is the start of the last one.
         let wanted = AlignedBuf::zeroed(PROBE_BYTES);
         let (read, wanted) = read_into(&self.storage, last, 0, wanted.into_io()).await;
         read.map_err(|error| format!("the store cannot be read: {error}"))?;
         let found = self.copy_to_host(&[Segment { ptr: segment.ptr, len }], filling).await;
         match found {
-            Ok(found) if found[..] == wanted[..len] => Ok(opened),
+            Ok(found) if found[..] == wanted[..len] => Ok((cufile, proof)),
             Ok(_) => {
-                opened.cufile.close().await;
+                cufile.close().await;
                 Err("libcufile reported a read, and the device does not hold what is in the file".into())
             }
             Err(error) => {
-                opened.cufile.close().await;
+                cufile.close().await;
                 Err(error.to_string())
             }
         }

@@ -133,7 +133,7 @@ fn the_device_that_is_named_is_taken() {
 fn off_does_not_look_and_auto_does_not_with_a_simulated_device() {
     with_double("opening::off_does_not_look_and_auto_does_not_with_a_simulated_device", &["late"], |_| {
         for (cuda, gdr, told) in
-            [(false, GdrMode::Off, "off"), (false, GdrMode::Auto, "plays the device"), (true, GdrMode::Off, "off")]
+            [(false, GdrMode::Off, "off"), (false, GdrMode::Auto, "is simulated"), (true, GdrMode::Off, "off")]
         {
             let cache = open(config(cuda).gdr(gdr));
             round_trips(&cache, 20);

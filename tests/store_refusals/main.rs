@@ -95,7 +95,7 @@ fn assert_refused(dir: &Path, path: &Path, words: &str) {
     let before = snapshot(dir);
     let new = dir.join("new.store");
     // Cut short, a store may still be one that misses its other members: alone only.
-    let alone = words.contains("cut short");
+    let alone = words.contains("truncated to");
     for paths in [&[path][..], &[&new, path], &[path, &new]].into_iter().take(if alone { 1 } else { 3 }) {
         let (found, expected, action) = refusal(path, open_files(&config(paths)));
         let text = format!("found {found}, expected {expected}; {action}");
@@ -205,9 +205,9 @@ fn foreign_files_are_refused_and_stay_as_they_are() {
             }),
             "data at byte ",
         ),
-        (with("cut", &|b| b.truncate(b.len() - 1)), "a file cut short to"),
-        (with("cut to a head", &|b| b.truncate(8192)), "a file cut short to 8192 bytes"),
-        (with("cut into the head", &|b| b.truncate(4097)), "a file cut short to 4097 bytes"),
+        (with("cut", &|b| b.truncate(b.len() - 1)), "a file truncated to"),
+        (with("cut to a head", &|b| b.truncate(8192)), "a file truncated to 8192 bytes"),
+        (with("cut into the head", &|b| b.truncate(4097)), "a file truncated to 4097 bytes"),
         (
             with("damaged", &|b| {
                 b[50] ^= 1;

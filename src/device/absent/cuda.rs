@@ -16,7 +16,7 @@ pub enum Gpu {}
 /// The copy engine of a CUDA device.
 pub enum CudaCopy {}
 
-/// What streams of a CUDA device wait for.
+/// Semaphores of streams of a CUDA device.
 pub(crate) enum Gates {}
 
 /// Whether the machine has a CUDA device that this build can use.

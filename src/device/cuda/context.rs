@@ -21,14 +21,14 @@ pub struct Gpu {
 
 // SAFETY: handles of a library that may be called from any thread; `bind` makes the context current before each use.
 unsafe impl Send for Gpu {}
-// SAFETY: as above; nothing is changed through `&self`.
+// SAFETY: the library may be called from any thread, and nothing is changed through `&self`.
 unsafe impl Sync for Gpu {}
 
 impl Gpu {
     /// Opens the device with this ordinal and retains its primary context.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with the devices that are there instead.
+    /// [`Error::Unavailable`] with the number of devices that the driver shows.
     pub fn open(ordinal: u32) -> Result<Arc<Self>> {
         let unavailable = |reason| Error::unavailable("device", reason);
         let discovery = discover();

@@ -85,12 +85,12 @@ pub(crate) struct CudaError {
 }
 
 impl CudaError {
-    /// Success, if the error says that the memory is already pinned.
+    /// Success if the error is that the memory is already pinned.
     pub(super) fn unless_pinned(self) -> Result<(), CudaError> {
         if self.code == CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED { Ok(()) } else { Err(self) }
     }
 
-    /// True if the error took the context down: every later call on the context fails too.
+    /// True if the error has invalidated the context: every later call on it fails too.
     pub(crate) fn is_sticky(&self) -> bool {
         matches!(
             self.code,

@@ -19,13 +19,10 @@ use super::{
     driver::{CudaError, check},
     memory::HostPin,
 };
-use crate::{
-    error::{Error, Result},
-    memory::AlignedBuf,
-};
+use crate::error::{Error, Result};
 
-/// Gates pinned at once (128 KiB). The first slab is pinned before any stream waits, and a second should never be
-/// needed: pinning may wait for the device, which may be blocked in one of our waits.
+/// Gates pinned at once (128 KiB). The first slab is pinned before any stream waits. A second should never be needed:
+/// pinning may wait for the device, which may be blocked in a wait for one of these gates.
 const GATES_PER_SLAB: usize = 16_384;
 
 /// Largest number of gates per device.
@@ -36,7 +33,7 @@ const GATES_MAX: usize = 4 * GATES_PER_SLAB;
 struct Gate {
     /// Incremented each time the gate opens.
     opened: AtomicU32,
-    /// Written before that: 0, or the error status that waiting kernels read.
+    /// Written before `opened`: 0, or the error status that waiting kernels read.
     poison: AtomicU32,
 }
 
@@ -50,7 +47,7 @@ struct Slab {
 
 // SAFETY: the gates are atomics, in memory that is never freed.
 unsafe impl Send for Slab {}
-// SAFETY: as above.
+// SAFETY: the gates are atomics, in memory that is never freed.
 unsafe impl Sync for Slab {}
 
 /// The gates of one device.
@@ -177,11 +174,8 @@ impl Pool {
 
 impl Inner {
     fn grow(&mut self, gpu: &Arc<Gpu>) -> std::result::Result<(), CudaError> {
-        let bytes = GATES_PER_SLAB * size_of::<Gate>();
-        let mut memory = AlignedBuf::zeroed(bytes);
-        let start = NonNull::from(&mut *memory).cast::<u8>();
-        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
-        let pin = unsafe { HostPin::register(Arc::clone(gpu), start, bytes, Arc::new(memory))? };
+        let pin = HostPin::zeroed(gpu, GATES_PER_SLAB * size_of::<Gate>())?;
+        let start = pin.start();
         let mut address = 0;
         // SAFETY: memory registered above; the call writes one address.
         check("cuMemHostGetDevicePointer", unsafe {

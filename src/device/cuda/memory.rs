@@ -11,7 +11,7 @@ use super::{
 use crate::{
     block::Direction,
     error::{Error, Result},
-    memory::DeviceMemory,
+    memory::{AlignedBuf, DeviceMemory},
 };
 
 /// One allocation of device memory (`cuMemAlloc`), freed when dropped.
@@ -23,7 +23,7 @@ pub struct DeviceBuffer {
 
 // SAFETY: an address that the host never dereferences, and a handle that may be used from any thread.
 unsafe impl Send for DeviceBuffer {}
-// SAFETY: as above; nothing is changed through `&self`.
+// SAFETY: nothing is changed through `&self`.
 unsafe impl Sync for DeviceBuffer {}
 
 impl DeviceBuffer {
@@ -105,7 +105,7 @@ pub struct HostPin {
 
 // SAFETY: an address that is not dereferenced here, and a handle that may be used from any thread.
 unsafe impl Send for HostPin {}
-// SAFETY: as above; nothing is changed through `&self`.
+// SAFETY: nothing is changed through `&self`.
 unsafe impl Sync for HostPin {}
 
 impl HostPin {
@@ -132,9 +132,17 @@ impl HostPin {
         })
     }
 
+    /// Allocates `bytes` bytes of zeroed, page-aligned memory and pins it.
+    pub(crate) fn zeroed(gpu: &Arc<Gpu>, bytes: usize) -> std::result::Result<Self, CudaError> {
+        let mut memory = AlignedBuf::zeroed(bytes);
+        let start = NonNull::from(&mut *memory).cast();
+        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
+        unsafe { Self::register(Arc::clone(gpu), start, bytes, Arc::new(memory)) }
+    }
+
     /// # Safety
     /// As [`new`](Self::new).
-    pub(crate) unsafe fn register(
+    unsafe fn register(
         gpu: Arc<Gpu>,
         start: NonNull<u8>,
         bytes: usize,

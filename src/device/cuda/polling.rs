@@ -1,4 +1,4 @@
-//! The flag of an engine that a task polls.
+//! The flag that an engine's polling task runs.
 
 use std::cell::Cell;
 

@@ -14,10 +14,9 @@ mod worker;
 
 pub use sys::{Counters, CufileError, Driver, Library};
 
-pub(crate) use open::{Buffer, Opened, Setup};
+pub(crate) use super::transfer::{Buffer, Ended, Owner, Part, SelfTest, Setup};
 
 use std::{
-    any::Any,
     cell::RefCell,
     sync::{
         Arc,
@@ -30,30 +29,6 @@ use tokio::{sync::oneshot, time::timeout};
 
 use self::queue::{Answer, Queue, Request};
 use crate::block::{FileId, OpKind};
-
-/// Keeps memory and slots in place while libcufile may touch them.
-pub(crate) type Owner = Box<dyn Any + Send>;
-
-/// A contiguous part of a request: device memory and an offset in the file.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Part {
-    pub(crate) ptr: *mut u8,
-    pub(crate) len: usize,
-    pub(crate) offset: u64,
-}
-
-// SAFETY: an address and two numbers; the contract of `Cufile::transfer` governs their use.
-unsafe impl Send for Part {}
-
-/// Result of a request.
-pub(crate) enum Ended<O> {
-    /// All bytes were transferred.
-    Done(O),
-    /// The transfer failed for this reason; the destination is undefined.
-    Failed(O, String),
-    /// libcufile did not complete the request in time, or its worker is gone. The request keeps what it owns.
-    Stuck(String),
-}
 
 /// The reactor's handle to the worker. Dropping it ends the worker once libcufile has returned every transfer; the drop
 /// does not wait.

@@ -1,80 +1,26 @@
 //! Starts a worker with its files, and runs the self-test that shows which path its reads take.
 
 use std::{
-    any::Any,
     cell::RefCell,
-    fs::File,
-    sync::{
-        Arc,
-        atomic::{AtomicI64, Ordering},
-    },
+    sync::{Arc, atomic::Ordering},
     thread,
-    time::Duration,
 };
 
 use tokio::{sync::oneshot, time::timeout};
 
 use super::{
-    Cufile, Owner, Part,
+    Cufile, Part, SelfTest, Setup,
     queue::Queue,
     worker::{Ranges, Submission, Transfers, Worker},
 };
 use crate::{
-    block::{OpKind, Segment},
+    block::OpKind,
     config::CufileMode,
-    device::{
-        cuda::Gpu,
-        cufile::sys::{Batch, Counters, Driver, Handle},
-    },
+    device::cufile::sys::{Batch, Counters, CufileError, Driver, Handle},
 };
 
 /// Largest number of transfers in a batch: more are not faster, and libcufile's own limit is 256.
 const CAPACITY_MAX: u32 = 128;
-
-/// What a worker needs.
-pub(crate) struct Setup {
-    pub(crate) gpu: Arc<Gpu>,
-    /// The store's files, in the storage's order.
-    pub(crate) files: Vec<Arc<File>>,
-    /// `Auto` requires a direct path, `On` accepts any.
-    pub(crate) mode: CufileMode,
-    /// Free device memory, and the range of each file to read into it.
-    pub(crate) probe: Part,
-    /// Reserves that memory for the self-test.
-    pub(crate) probe_owner: Owner,
-    /// The device memory of later requests.
-    pub(crate) buffers: Vec<Buffer>,
-    /// Keeps all of that memory mapped.
-    pub(crate) keep: Arc<dyn Any + Send + Sync>,
-    /// Time limit of any call.
-    pub(crate) limit: Duration,
-    /// Number of requests that libcufile has not completed in time.
-    pub(crate) stuck: Arc<AtomicI64>,
-}
-
-/// Consecutive segments of equal length in device memory.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Buffer {
-    /// The first segment.
-    pub(crate) segment: Segment,
-    /// Number of segments.
-    pub(crate) count: usize,
-}
-
-/// A worker that is ready.
-pub(crate) struct Opened {
-    pub(crate) cufile: Cufile,
-    /// The path its reads take, with the counts that show it.
-    pub(crate) evidence: String,
-    /// True if all reads go from the drive to the device.
-    pub(crate) direct: bool,
-}
-
-/// Result of the self-test.
-struct Ready {
-    evidence: String,
-    direct: bool,
-}
 
 impl Cufile {
     /// Starts a worker and waits until its self-test is done, or the time limit is over.
@@ -85,13 +31,13 @@ impl Cufile {
     ///
     /// # Errors
     /// Why the route cannot be used.
-    pub(crate) async unsafe fn open(setup: Setup) -> Result<Opened, String> {
+    pub(crate) async unsafe fn open(setup: Setup) -> Result<(Cufile, SelfTest), String> {
         let (ready, is_ready) = oneshot::channel();
         let (ended, has_ended) = oneshot::channel();
         let queue = Arc::new(Queue::default());
         let (limit, stuck) = (setup.limit, Arc::clone(&setup.stuck));
         // One limit to open the library, one for everything after that.
-        let patience = limit * 2;
+        let limit_of_both = limit * 2;
         let cufile = Cufile { queue: Arc::clone(&queue), stuck, limit, worker: RefCell::new(Some(has_ended)) };
         let thread = thread::Builder::new().name("kvhoist-cufile".into());
         let main = move || {
@@ -99,8 +45,8 @@ impl Cufile {
             drop(ended);
         };
         thread.spawn(main).map_err(|error| format!("no thread for libcufile: {error}"))?;
-        match timeout(patience, is_ready).await {
-            Ok(Ok(Ok(Ready { evidence, direct }))) => Ok(Opened { cufile, evidence, direct }),
+        match timeout(limit_of_both, is_ready).await {
+            Ok(Ok(Ok(found))) => Ok((cufile, found)),
             Ok(Ok(Err(reason))) => {
                 cufile.close().await;
                 Err(reason)
@@ -108,14 +54,16 @@ impl Cufile {
             Ok(Err(_)) => Err("its thread has ended".into()),
             Err(_) => {
                 cufile.stuck.fetch_add(1, Ordering::SeqCst);
-                Err(format!("libcufile has not returned from its first calls within {patience:?}; look at cufile.log"))
+                Err(format!(
+                    "libcufile has not returned from its first calls within {limit_of_both:?}; look at cufile.log"
+                ))
             }
         }
     }
 }
 
 /// The worker's thread.
-fn run(setup: Setup, queue: Arc<Queue>, ready: oneshot::Sender<Result<Ready, String>>) {
+fn run(setup: Setup, queue: Arc<Queue>, ready: oneshot::Sender<Result<SelfTest, String>>) {
     let keep = Arc::clone(&setup.keep);
     match prepare(setup, queue) {
         Ok((mut worker, found)) => {
@@ -130,10 +78,10 @@ fn run(setup: Setup, queue: Arc<Queue>, ready: oneshot::Sender<Result<Ready, Str
     drop(keep);
 }
 
-fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, Ready), String> {
+fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, SelfTest), String> {
     let Setup { gpu, files, mode, probe, probe_owner, buffers, limit, .. } = setup;
     let driver = Driver::open(limit)?;
-    let text = |fault: crate::device::cufile::sys::CufileError| fault.to_string();
+    let text = |fault: CufileError| fault.to_string();
     let mut worker = Worker {
         submission: None,
         ranges: Ranges::none(),
@@ -149,7 +97,7 @@ fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, Ready), String> {
         worker.handles.push(Handle::new(driver, file).map_err(text)?);
     }
     let found = self_test(driver, &worker.handles, probe);
-    // Only now: a call that never returns keeps the memory reserved.
+    // Dropped only here, so that a call that never returns keeps the memory reserved.
     drop(probe_owner);
     let found = found?;
     if mode != CufileMode::On && !found.direct {
@@ -167,8 +115,8 @@ fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, Ready), String> {
 }
 
 /// Reads from each file, and compares libcufile's own counters before and after.
-fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<Ready, String> {
-    let text = |fault: crate::device::cufile::sys::CufileError| fault.to_string();
+fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result<SelfTest, String> {
+    let text = |fault: CufileError| fault.to_string();
     let _counting = driver.start_counting().map_err(text)?;
     let before = driver.counters().map_err(text)?;
     for handle in handles {
@@ -182,7 +130,7 @@ fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result
     let name = driver.name();
     let (Some(before), Some(after)) = (before, after) else {
         let evidence = format!("{name} has no cuFileGetStatsL3, which alone shows a direct path; use 1.15 or later");
-        return Ok(Ready { evidence, direct: false });
+        return Ok(SelfTest { evidence, direct: false });
     };
     let Counters { read_bytes, reads_p2p, reads_nvfs, reads_posix, .. } = after.since(before);
     let counted = format!(
@@ -191,7 +139,7 @@ fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result
         handles.len()
     );
     if read_bytes != (probe.len * handles.len()) as u64 {
-        return Ok(Ready {
+        return Ok(SelfTest {
             evidence: format!("{counted}, but not the bytes of the self-test: the layout of its statistics is unknown"),
             direct: false,
         });
@@ -202,5 +150,5 @@ fn self_test(driver: &'static Driver, handles: &[Handle], probe: Part) -> Result
         (true, false) => "direct by PCI peer-to-peer",
         (false, _) => "compat mode (reads into host memory, then copies; load nvidia-fs for the direct path)",
     };
-    Ok(Ready { evidence: format!("{path}; {counted}"), direct })
+    Ok(SelfTest { evidence: format!("{path}; {counted}"), direct })
 }

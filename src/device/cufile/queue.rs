@@ -18,7 +18,7 @@ use crate::block::OpKind;
 pub(super) enum Answer {
     Done(Owner),
     Failed(Owner, String),
-    /// libcufile will never complete the request; what it owns stays reserved for good.
+    /// libcufile will never complete the request; its memory and slots stay reserved.
     Lost(String),
 }
 

@@ -12,14 +12,14 @@ use crate::{
     block::IO_ALIGN,
     device::{
         cuda::Gpu,
-        cufile::sys::{Batch, BatchEntry, BatchEvent, Driver, Handle, Registration},
+        cufile::sys::{Batch, BatchEntry, BatchEvent, CufileError, Driver, Handle, Registration},
     },
 };
 
 /// How long the worker waits for new requests before it polls for completions again: a poll takes 1 to 20 us.
 const POLL: Duration = Duration::from_micros(30);
 
-/// Empty polls at that pace; then the interval grows, so that a stuck transfer does not occupy a core.
+/// Empty polls at that interval; then it grows to `POLL_MAX`, so that a stuck transfer does not occupy a core.
 const POLLS_EAGER: u32 = 256;
 const POLL_MAX: Duration = Duration::from_millis(10);
 
@@ -62,7 +62,7 @@ struct Piece {
     no_progress: u32,
 }
 
-/// Fields drop in this order: batches before files and memory.
+/// The worker's state. Fields drop in order of declaration: batches before files and memory.
 pub(super) struct Worker {
     pub(super) submission: Option<Submission>,
     pub(super) ranges: Ranges,
@@ -93,16 +93,16 @@ impl Worker {
     /// Serves requests until the queue is closed and all of them have completed.
     pub(super) fn serve(&mut self) {
         loop {
-            // Requests that exceed the capacity stay in the queue, from where they can still be taken back.
+            // Requests beyond the capacity stay in the queue, where `Queue::close` can still take them back.
             let room = self.capacity.saturating_sub(self.state.in_flight.len() + self.state.backlog.len());
             let wait = match (self.state.in_flight.is_empty(), self.state.backlog.is_empty()) {
                 (true, true) => Wait::ForEver,
-                (false, _) if room > 0 => Wait::For(self.state.patience()),
+                (false, _) if room > 0 => Wait::For(self.state.poll_delay()),
                 _ => Wait::No,
             };
             let (requests, closed) = self.queue.take(room, wait);
             if requests.is_empty() && !self.state.in_flight.is_empty() && (closed || room == 0) {
-                thread::sleep(self.state.patience());
+                thread::sleep(self.state.poll_delay());
             }
             let idle = requests.is_empty() && self.state.actives.is_empty();
             if closed && idle {
@@ -117,7 +117,7 @@ impl Worker {
                     self.submit();
                     self.reap();
                 }
-                Some(Submission::OneByOne) => self.move_one(),
+                Some(Submission::OneByOne) => self.transfer_one(),
                 None => self.refuse_all(),
             }
         }
@@ -160,7 +160,7 @@ impl Worker {
         }
     }
 
-    fn submit_pieces(&mut self, pieces: &[Piece]) -> Result<(), crate::device::cufile::sys::CufileError> {
+    fn submit_pieces(&mut self, pieces: &[Piece]) -> Result<(), CufileError> {
         let Some(Submission::Batch(batch)) = &mut self.submission else { return Ok(()) };
         let cookies: Vec<usize> = pieces.iter().map(|piece| self.state.in_flight.insert(*piece)).collect();
         let (handles, actives) = (&self.handles, &self.state.actives);
@@ -209,7 +209,7 @@ impl Worker {
     }
 
     /// Transfers one piece synchronously.
-    fn move_one(&mut self) {
+    fn transfer_one(&mut self) {
         let Some(piece) = self.state.backlog.pop_front() else { return };
         let Request { kind, file, .. } = self.state.actives[piece.active].request;
         let Part { ptr, len, offset } = piece.part;
@@ -221,8 +221,8 @@ impl Worker {
         self.state.finish(piece, moved.map_err(|fault| fault.to_string()));
     }
 
-    /// Takes the worker out of service because libcufile no longer reports completions; its transfers keep their memory
-    /// for good.
+    /// Takes the worker out of service because libcufile no longer reports completions. The memory of its transfers is
+    /// never freed.
     fn lose_all(&mut self, reason: &str) {
         tracing::error!(reason, pieces = self.state.in_flight.len(), "libcufile keeps the memory of its transfers");
         // Destroying the batch would wait for transfers that never end.
@@ -256,7 +256,7 @@ impl Worker {
 
 impl Transfers {
     /// How long to wait before the next poll.
-    fn patience(&self) -> Duration {
+    fn poll_delay(&self) -> Duration {
         let doublings = (self.quiet.saturating_sub(POLLS_EAGER) / 16).min(16);
         (POLL * (1 << doublings)).min(POLL_MAX)
     }
@@ -273,7 +273,9 @@ impl Transfers {
         let part = &mut piece.part;
         let fault = match result {
             Err(fault) => Some(fault),
-            Ok(moved) if moved > part.len => Some(format!("{moved} bytes were reported for {} asked", part.len)),
+            Ok(moved) if moved > part.len => {
+                Some(format!("libcufile reported {moved} bytes for {} requested", part.len))
+            }
             Ok(moved) if moved == part.len => None,
             Ok(moved) => {
                 // Resumes at a multiple of the alignment of direct I/O.
@@ -309,7 +311,7 @@ impl Ranges {
         let mut all: Vec<(usize, usize)> = Vec::new();
         for Buffer { segment, count } in buffers {
             let (start, at_once) = (segment.ptr.expose_provenance(), bytes_max / segment.len);
-            // Segments longer than that go through libcufile's own buffers in any case.
+            // Segments longer than `bytes_max` go through libcufile's own buffers, registered or not.
             let firsts = (0..*count).step_by(at_once.max(1)).filter(|_| at_once > 0);
             all.extend(firsts.map(|first| (start + first * segment.len, at_once.min(count - first) * segment.len)));
         }
@@ -346,7 +348,7 @@ impl Drop for Worker {
         if self.state.in_flight.is_empty() {
             return;
         }
-        // Only a panic leads here: memory that libcufile holds is never freed.
+        // Only a panic drops a worker with transfers in flight: libcufile still uses their memory.
         self.lose_all("its worker thread panicked");
     }
 }
@@ -357,7 +359,7 @@ mod tests {
     use crate::block::Segment;
 
     #[test]
-    fn ranges_are_of_whole_segments_and_no_longer_than_allowed() {
+    fn ranges_consist_of_whole_segments_and_respect_the_limit() {
         let buffer = |start: usize, len, count| Buffer {
             segment: Segment { ptr: std::ptr::without_provenance_mut(start), len },
             count,

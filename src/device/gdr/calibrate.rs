@@ -25,7 +25,7 @@ const BYTES_MAX: usize = 16 << 20;
 /// Runs per measurement. The fastest counts: interference only adds time.
 const ROUNDS: usize = 3;
 
-/// Measured batches: to the device, and from it.
+/// Measured batches to the device, and from it.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub(super) struct Times {
     points: [Vec<Point>; 2],

@@ -21,7 +21,7 @@ const TICK: Duration = Duration::from_millis(500);
 /// Longest sleep while a fence blocks a stream: fences raise no event when they open.
 const FENCED_TICK: Duration = Duration::from_millis(1);
 
-/// How long the task polls while a fence blocks a stream, before it sleeps between looks.
+/// How long the task polls while a fence blocks a stream, before it sleeps between polls.
 const FENCED_SPIN: Duration = Duration::from_micros(200);
 
 /// The completion channel, registered with the runtime.
@@ -41,12 +41,12 @@ impl Inner {
     /// Polls until the queue is idle.
     pub(super) async fn poll(self: Rc<Self>) {
         let _polling = Polling(&self.polling);
-        let (mut looked, mut completed) = (Instant::now(), Instant::now());
+        let (mut active, mut completed) = (Instant::now(), Instant::now());
         loop {
             // Lets other tasks of this turn add copies first.
             crate::io::yield_now().await;
             if self.turn() {
-                (looked, completed) = (Instant::now(), Instant::now());
+                (active, completed) = (Instant::now(), Instant::now());
             }
             if self.queue.borrow().has_failed() {
                 match self.ended() {
@@ -54,24 +54,23 @@ impl Inner {
                         tokio::task::spawn_local(Rc::clone(&self).recover(reason));
                         return;
                     }
-                    // The queue pair is in the error state; the device flushes its work at once, or takes long.
-                    None if looked.elapsed() > SPIN => tokio::time::sleep(Duration::from_millis(1)).await,
+                    // The device usually flushes the work of a failed queue pair at once: sleep only if it does not.
+                    None if active.elapsed() > SPIN => tokio::time::sleep(Duration::from_millis(1)).await,
                     None => {}
                 }
                 continue;
             }
             if self.queue.borrow().is_idle() {
-                if looked.elapsed() > SPIN {
+                if active.elapsed() > SPIN {
                     return;
                 }
                 continue;
             }
             let fenced = self.queue.borrow().is_fenced();
-            if looked.elapsed() < if fenced { FENCED_SPIN } else { SPIN } {
+            if active.elapsed() < if fenced { FENCED_SPIN } else { SPIN } {
                 continue;
             }
-            // Only time in which work was in flight counts, and not the time in which this thread was kept from
-            // polling.
+            // Counts from the last completion, or from when the queue became busy, whichever was later.
             let stuck = {
                 let queue = self.queue.borrow();
                 queue.has_posted() && completed.elapsed().min(queue.busy_for()) > self.stuck_after
@@ -81,7 +80,7 @@ impl Inner {
                 continue;
             }
             if self.sleep(if fenced { FENCED_TICK } else { TICK }).await {
-                looked = Instant::now();
+                active = Instant::now();
             }
         }
     }

@@ -23,7 +23,6 @@ mod streams;
 
 pub use crate::config::GdrMode;
 pub use open::{GdrMemory, GdrOptions};
-pub use regions::DeviceAccess;
 pub use streams::Fence;
 
 use std::{
@@ -101,7 +100,6 @@ struct Inner {
     status: GdrStatus,
     /// Status text while the engine is up.
     detail: String,
-    access: DeviceAccess,
     device: String,
     /// Set when the engine must not recover.
     retired: Cell<bool>,
@@ -142,22 +140,6 @@ impl GdrCopy {
     /// Name of the RDMA device.
     pub fn device(&self) -> &str {
         &self.inner.device
-    }
-
-    /// How device memory is registered with the NIC.
-    pub fn device_access(&self) -> DeviceAccess {
-        self.inner.access
-    }
-
-    /// Whether every range of the batch lies in registered memory, or in a region that can be registered.
-    pub fn covers(&self, batch: &CopyBatch) -> bool {
-        let lies_in = |at: usize, len: usize, region: &CopyRegion| {
-            at >= region.start() && at - region.start() <= region.len() && len <= region.len() - (at - region.start())
-        };
-        let known = |at: usize, len: usize| {
-            self.inner.regions.contains(at, len) || batch.regions().iter().any(|region| lies_in(at, len, region))
-        };
-        batch.ops().iter().all(|op| known(op.src.addr(), op.len) && known(op.dst.addr(), op.len))
     }
 
     /// Copies all of `batch` in the given order; otherwise as [`CopyEngine::copy`].

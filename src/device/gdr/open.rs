@@ -12,10 +12,10 @@ use tokio::sync::{Mutex, Notify};
 
 use super::{
     super::{GdrState, GdrStatus},
-    DeviceAccess, GdrCopy, Inner, Phase,
+    GdrCopy, Inner, Phase,
     completion::Channel,
     queue::Queue,
-    regions::Regions,
+    regions::{DeviceAccess, Regions},
     self_test::{Place, SCRATCH_BYTES, Scratch},
 };
 use crate::{
@@ -56,15 +56,15 @@ impl Default for GdrOptions {
 pub struct GdrMemory {
     /// Host memory.
     pub arena: Option<Arc<Arena>>,
-    /// Device memory, or host memory that plays the device.
+    /// Device memory, or host memory of a simulated device.
     pub pool: Option<Arc<dyn DeviceMemory>>,
     /// The GPU of `pool`, if it is a CUDA device.
     pub gpu: Option<Arc<Gpu>>,
 }
 
 impl GdrCopy {
-    /// Opens the engine as `config` says. Unless it is to take every copy that it can, its copies are measured, so that
-    /// it takes those that it makes best.
+    /// Opens the engine with the settings of `config`. In mode `auto` it measures its copies, so that it takes those
+    /// that it makes faster than the other engine.
     ///
     /// # Errors
     /// As of [`open`](Self::open).
@@ -117,7 +117,8 @@ impl GdrCopy {
     }
 }
 
-/// Registers the engine's own memory, the host arena and the device pool, and says how the device memory is reached.
+/// Registers the engine's own memory, the host arena and the device pool, and returns how the device memory is
+/// registered.
 fn register(
     regions: &Regions,
     scratch: &Scratch,
@@ -189,7 +190,6 @@ fn prepare(options: &GdrOptions, memory: GdrMemory) -> std::result::Result<Rc<In
         phase: RefCell::new(Phase::Testing),
         status: GdrStatus::new(GdrState::Off("not tested yet".into())),
         detail,
-        access,
         device: device.name.clone(),
         retired: Cell::new(false),
         failed_at: Cell::new(None),

@@ -15,8 +15,8 @@ use crate::device::{
 
 /// How device memory is registered with the NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum DeviceAccess {
-    /// Host memory plays the device.
+pub(super) enum DeviceAccess {
+    /// The device is simulated in host memory.
     Simulated,
     /// Through a dma-buf.
     DmaBuf,
@@ -26,7 +26,7 @@ pub enum DeviceAccess {
 
 impl DeviceAccess {
     /// Name in reports.
-    pub fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         ["simulated", "dma-buf", "nvidia-peermem"][self as usize]
     }
 }
@@ -35,7 +35,7 @@ impl DeviceAccess {
 pub(super) struct Regions {
     /// Sorted by start.
     entries: RefCell<Vec<Entry>>,
-    /// Where the last look-up of each side ended: the next one usually hits the same entry.
+    /// Index of the entry that the last look-up of each side found; the next look-up usually finds the same one.
     last: [Cell<usize>; 2],
     /// Ids of callers' regions that could not be registered.
     refused: RefCell<Vec<u64>>,
@@ -137,17 +137,6 @@ impl Regions {
             self.last[side as usize].set(at);
             at
         })
-    }
-
-    /// Whether a range is registered.
-    pub(super) fn contains(&self, start: usize, len: usize) -> bool {
-        let Some(end) = start.checked_add(len) else { return false };
-        let mut at = start;
-        while at < end {
-            let Some(keys) = self.find(Side::Source, at) else { return false };
-            at = keys.end;
-        }
-        true
     }
 
     /// Handles of the callers' regions that the batch's ranges lie in; `None` if a range is not registered.

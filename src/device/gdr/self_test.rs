@@ -12,8 +12,9 @@ use crate::{
     device::{
         CopyBatch,
         cuda::{DeviceBuffer, Gpu, Stream},
+        pool::simulated_memory,
     },
-    memory::{AlignedBuf, DeviceMemory},
+    memory::DeviceMemory,
 };
 
 /// Bytes on each side: one half per direction.
@@ -22,51 +23,17 @@ const HALF_BYTES: usize = 32 << 10;
 
 /// Scratch memory of the self-test, on both sides.
 pub(super) struct Scratch {
-    host: Arc<HostSide>,
+    host: Arc<dyn DeviceMemory>,
     device: Arc<dyn DeviceMemory>,
     gpu: Option<(Arc<Gpu>, Stream)>,
 }
 
-struct HostSide(NonNull<u8>, #[expect(dead_code, reason = "keeps the memory")] AlignedBuf);
-
-// SAFETY: an address into memory that it owns; the self-test decides who may touch it.
-unsafe impl Send for HostSide {}
-// SAFETY: as above.
-unsafe impl Sync for HostSide {}
-
-// SAFETY: one allocation of SCRATCH_BYTES, owned, aligned to pages.
-unsafe impl DeviceMemory for HostSide {
-    fn kind(&self) -> &'static str {
-        "simulated"
-    }
-
-    fn base(&self) -> NonNull<u8> {
-        self.0
-    }
-
-    fn bytes(&self) -> usize {
-        SCRATCH_BYTES
-    }
-
-    fn promote_direction(&self) -> Direction {
-        Direction::HostToHost
-    }
-
-    fn demote_direction(&self) -> Direction {
-        Direction::HostToHost
-    }
-}
-
-fn host_side() -> HostSide {
-    let mut memory = AlignedBuf::zeroed(SCRATCH_BYTES);
-    HostSide(NonNull::from(&mut *memory).cast(), memory)
-}
-
 impl Scratch {
-    /// Scratch memory for a test of `gpu`; without a GPU, host memory plays the device.
+    /// Scratch memory for a test of `gpu`, or of a simulated device.
     pub(super) fn new(gpu: Option<&Arc<Gpu>>) -> Result<Self, String> {
-        let host = Arc::new(host_side());
-        let Some(gpu) = gpu else { return Ok(Scratch { host, device: Arc::new(host_side()), gpu: None }) };
+        let host_memory = || simulated_memory(SCRATCH_BYTES).map_err(|error| error.to_string());
+        let host = host_memory()?;
+        let Some(gpu) = gpu else { return Ok(Scratch { host, device: host_memory()?, gpu: None }) };
         let device = DeviceBuffer::new(Arc::clone(gpu), SCRATCH_BYTES).map_err(|error| error.to_string())?;
         let stream = Stream::new(gpu).map_err(|fault| fault.to_string())?;
         Ok(Scratch { host, device: Arc::new(device), gpu: Some((Arc::clone(gpu), stream)) })
@@ -86,7 +53,7 @@ impl Scratch {
                 Ok(())
             }
             Some((gpu, stream)) => {
-                // SAFETY: as above; the stream is synchronized before the ranges are used again.
+                // SAFETY: ranges of the two scratch memories; the stream is synchronized before they are used again.
                 let copied = gpu.bind().and_then(|()| unsafe { stream.copy(op) });
                 copied.and_then(|()| stream.synchronize()).map_err(|fault| fault.to_string())
             }
@@ -126,7 +93,7 @@ impl Scratch {
             len: cut[1] - cut[0],
         };
         let owners: Vec<Arc<dyn std::any::Any + Send + Sync>> =
-            vec![Arc::clone(&self.host) as _, Arc::new(Arc::clone(&place.owner))];
+            vec![Arc::new(Arc::clone(&self.host)), Arc::new(Arc::clone(&place.owner))];
         // SAFETY: halves of the scratch memory and of the place, which the owners keep and only the self-test uses.
         unsafe { CopyBatch::new(cuts.windows(2).map(op).collect(), direction, owners) }
     }

@@ -76,7 +76,7 @@ impl fmt::Display for Device {
 
 impl Discovery {
     /// Picks the device to copy through: the device called `name`, or else the usable device nearest to the GPU at PCI
-    /// address `gpu`. The error lists what is there instead and says what to do.
+    /// address `gpu`. The error lists the devices that exist and says what to do.
     pub fn choose(&self, name: Option<&str>, gpu: Option<&str>) -> Result<&Device, String> {
         if let Err(reason) = &self.library {
             return Err(reason.clone());
@@ -140,7 +140,7 @@ pub fn discover() -> Discovery {
 /// Opens the device with this name.
 pub(crate) fn open(name: &str) -> Result<(Arc<Context>, DeviceLimits), String> {
     let library = Library::get()?;
-    let mut opened = Err(format!("no RDMA device {name}: it went away"));
+    let mut opened = Err(format!("no RDMA device {name}: it has disappeared since it was listed"));
     each(library, |other, open| {
         let found = other == name;
         if found {
@@ -182,7 +182,7 @@ fn describe(name: &str, open: Open<'_>) -> Device {
     let numa_node = pci_address.as_deref().and_then(sysfs::numa_node);
     let mut device =
         Device { name: name.to_owned(), pci_address, numa_node, work_requests_max: 0, ports: vec![], fault: None };
-    let asked = open().and_then(|context| {
+    let queried = open().and_then(|context| {
         let limits = context.limits().map_err(|fault| fault.to_string())?;
         device.work_requests_max = limits.work_requests;
         for number in 1..=limits.ports {
@@ -193,7 +193,7 @@ fn describe(name: &str, open: Open<'_>) -> Device {
         }
         Ok(())
     });
-    if let Err(reason) = asked {
+    if let Err(reason) = queried {
         device.fault = Some(reason);
     }
     device

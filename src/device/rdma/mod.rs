@@ -1,7 +1,7 @@
 //! RDMA devices, through libibverbs (rdma-core).
 //!
-//! The library is loaded at run time, so the same binary runs on machines without it. [`Device::all`] lists them,
-//! and each says why it cannot be used. Used for copies between host and device memory
+//! The library is loaded at run time, so the same binary runs on machines without it. [`Device::all`] lists the
+//! devices, and [`Device::obstacle`] says why one cannot be used. Used for copies between host and device memory
 //! ([`device::gdr`](crate::device::gdr)).
 
 mod discover;

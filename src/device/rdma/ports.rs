@@ -185,13 +185,13 @@ pub(super) fn query(context: &Arc<Context>, device: &str, number: u8) -> Result<
 fn gid(context: &Arc<Context>, device: &str, port: u8, index: u8) -> Option<Gid> {
     let functions = &context.library.functions;
     let mut entry = RawGidEntry { gid: [0; 16], index: 0, port: 0, kind: u32::MAX, interface: 0 };
-    let asked = functions.query_gid_ex.is_some_and(|query| {
+    let has_kind = functions.query_gid_ex.is_some_and(|query| {
         let (port, index) = (u32::from(port), u32::from(index));
         // SAFETY: an open context; the call writes one structure of the size passed to it.
         unsafe { query(context.raw(), port, index, &mut entry, 0, size_of::<RawGidEntry>()) == 0 }
     });
     let mut octets = entry.gid;
-    if !asked {
+    if !has_kind {
         // SAFETY: an open context; the call writes sixteen bytes.
         let given = unsafe { (functions.query_gid)(context.raw(), port, i32::from(index), &mut octets) };
         if given != 0 {
@@ -202,7 +202,7 @@ fn gid(context: &Arc<Context>, device: &str, port: u8, index: u8) -> Option<Gid>
     if octets[8..] == [0; 8] {
         return None;
     }
-    let kind = match (asked, entry.kind) {
+    let kind = match (has_kind, entry.kind) {
         (true, 0) => GidKind::InfiniBand,
         (true, 1) => GidKind::RoceV1,
         (true, 2) => GidKind::RoceV2,
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn the_gid_is_a_routed_one_of_roce_v2_wherever_it_stands() {
+    fn a_routed_gid_of_roce_v2_is_preferred_at_any_index() {
         let gids = vec![
             gid(0, "fe80::1", GidKind::RoceV1),
             gid(1, "fe80::1", GidKind::RoceV2),
@@ -251,7 +251,7 @@ mod tests {
     }
 
     #[test]
-    fn infiniband_goes_by_its_lid() {
+    fn infiniband_is_addressed_by_lid() {
         let mut port = port(vec![gid(0, "fe80::1", GidKind::InfiniBand)]);
         (port.link_layer, port.lid) = (LinkLayer::InfiniBand, 7);
         let path = port.path().expect("a path");

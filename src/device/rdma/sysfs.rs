@@ -1,4 +1,4 @@
-//! What sysfs says about devices: PCI address, NUMA node, distance between two devices.
+//! Facts about devices from sysfs: PCI address, NUMA node, distance between two devices.
 
 use std::{
     fmt,
@@ -20,7 +20,7 @@ pub enum Distance {
     Node,
     /// Between NUMA nodes.
     System,
-    /// The kernel does not say.
+    /// The kernel does not report it.
     Unknown,
 }
 

@@ -76,8 +76,6 @@ pub(crate) struct DeviceLimits {
     pub(crate) sges: u32,
     pub(crate) completions: u32,
     pub(crate) region_bytes: u64,
-    pub(crate) vendor: u32,
-    pub(crate) part: u32,
 }
 
 /// An open device.
@@ -118,8 +116,6 @@ impl Context {
             sges: positive(attributes.max_sge),
             completions: positive(attributes.max_cqe),
             region_bytes: attributes.max_mr_size,
-            vendor: attributes.vendor,
-            part: attributes.part,
         })
     }
 }

@@ -38,24 +38,15 @@ impl Drop for Lock {
     }
 }
 
-/// Sharing of the lock.
-#[derive(Debug, Clone, Copy)]
-enum Sharing {
-    /// One writer.
-    Exclusive,
-    /// Any number of readers.
-    Shared,
-}
-
 /// Opens the configured path, creates a missing file, and waits for the exclusive lock.
 ///
-/// Retries if the path names another file by then: another process may have been refused, and have removed the
-/// file that it had created.
+/// Retries if the path names another file once the lock is held: the process that created this file may have been
+/// refused and have removed it.
 pub(super) fn open_exclusive(configured: &Path) -> Result<Opened> {
     let give_up = Instant::now() + WAIT;
     loop {
         if let Some(mut opened) = path::open(configured)?
-            && take(&mut opened, Sharing::Exclusive, give_up)?
+            && take(&mut opened, File::try_lock, give_up)?
         {
             return Ok(opened);
         }
@@ -67,20 +58,20 @@ pub(super) fn open_exclusive(configured: &Path) -> Result<Opened> {
 
 /// Waits for the shared lock of readers.
 pub(super) fn shared(opened: &mut Opened) -> Result<()> {
-    if take(opened, Sharing::Shared, Instant::now() + WAIT)? { Ok(()) } else { Err(replaced(&opened.path)) }
+    if take(opened, File::try_lock_shared, Instant::now() + WAIT)? { Ok(()) } else { Err(replaced(&opened.path)) }
 }
 
-/// Takes the lock. False if the path no longer names the locked file.
+/// Takes the lock with `try_lock`. False if the path no longer names the locked file.
 ///
 /// After a crash the kernel ends a killed process's I/O, and releases its lock, shortly after the process is gone: an
 /// immediate restart waits for that instead of failing.
-fn take(opened: &mut Opened, sharing: Sharing, give_up: Instant) -> Result<bool> {
+fn take(
+    opened: &mut Opened,
+    try_lock: fn(&File) -> std::result::Result<(), TryLockError>,
+    give_up: Instant,
+) -> Result<bool> {
     loop {
-        let taken = match sharing {
-            Sharing::Exclusive => opened.file.try_lock(),
-            Sharing::Shared => opened.file.try_lock_shared(),
-        };
-        match taken {
+        match try_lock(&opened.file) {
             Ok(()) => break,
             Err(TryLockError::WouldBlock) if Instant::now() < give_up => thread::sleep(POLL),
             Err(TryLockError::WouldBlock) => {
@@ -102,7 +93,7 @@ fn take(opened: &mut Opened, sharing: Sharing, give_up: Instant) -> Result<bool>
 fn replaced(path: &Path) -> Error {
     Error::store(
         path,
-        "another file than a moment ago: it was removed or replaced while it was opened",
+        "a file that was removed or replaced while it was opened",
         "a file that stays in its place",
         "open again",
     )

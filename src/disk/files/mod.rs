@@ -44,7 +44,7 @@ pub struct StoreFile {
     pub path: PathBuf,
     /// Open for reading and writing.
     pub file: Arc<File>,
-    /// Whether `O_DIRECT` is set and was seen to work.
+    /// Whether `O_DIRECT` is set, and a read with it has succeeded.
     pub direct: bool,
     /// Required alignment of I/O memory: [`IO_ALIGN`] or a smaller power of 2.
     pub memory_align_bytes: usize,
@@ -63,6 +63,7 @@ pub struct StoreFile {
 /// Opens the files of the configured disk tier, in the order of `config.disk.paths`. Files that do not
 /// exist are created (mode 0600) and preallocated. Blocks, for up to a second on a lock.
 ///
+/// # Errors
 /// [`Error::Config`] for invalid settings; [`Error::Store`] if a path is not a member of this store and must not become
 /// one; [`Error::Io`] if a system call fails. After an error nothing has changed.
 pub fn open_files(config: &Config) -> Result<Vec<StoreFile>> {
@@ -113,16 +114,16 @@ struct Opening {
 impl Opening {
     fn new(mut opened: Opened, wanted: DirectIo) -> Result<Self> {
         opened.claim()?;
-        let opening = Self::look(opened, wanted)?;
+        let opening = Self::inspect(opened, wanted)?;
         opening.check_blank()?;
         Ok(opening)
     }
 
-    /// Reads what is needed to validate the file; the caller holds the lock if it matters.
-    fn look(opened: Opened, wanted: DirectIo) -> Result<Self> {
+    /// Reads what is needed to validate the file. The caller holds the lock, except for a read of a store in use.
+    fn inspect(opened: Opened, wanted: DirectIo) -> Result<Self> {
         let bytes = size(&opened)?;
         let mut opening = Opening { opened, direct: false, bytes, head: AlignedBuf::zeroed(HEAD_BYTES) };
-        opening.turn_direct(wanted)?;
+        opening.enable_direct(wanted)?;
         opening.read_head(wanted)?;
         Ok(opening)
     }
@@ -141,10 +142,10 @@ impl Opening {
         move |error| Error::io(op, path, error)
     }
 
-    fn turn_direct(&mut self, wanted: DirectIo) -> Result<()> {
+    fn enable_direct(&mut self, wanted: DirectIo) -> Result<()> {
         let system = sys::file_system(&self.opened.file);
         let refused = match sys::set_direct(&self.opened.file, true) {
-            Ok(()) if system == sys::NFS => "a server's disk is not this machine's".to_owned(),
+            Ok(()) if system == sys::NFS => "O_DIRECT does not bypass the caches of the server".to_owned(),
             Ok(()) => {
                 self.direct = true;
                 return Ok(());
@@ -174,7 +175,7 @@ impl Opening {
     fn read_head(&mut self, wanted: DirectIo) -> Result<()> {
         let read = read_up_to(&self.opened.file, &mut self.head, 0);
         let read = match read {
-            // Accepting the flag is no proof: a device may have larger sectors.
+            // The kernel accepts the flag even if the device has sectors larger than this read.
             Err(error) if self.direct && error.raw_os_error() == Some(libc::EINVAL) => {
                 self.without_direct(wanted, &error.to_string())?;
                 read_up_to(&self.opened.file, &mut self.head, 0)
@@ -189,8 +190,8 @@ impl Opening {
         Ok(())
     }
 
-    /// Zeros at the start alone are no proof of an empty device: some file systems and volume managers leave the first
-    /// sectors unused, others keep metadata at the end.
+    /// Refuses a file with data behind zeros. Zeros at the start do not prove that a device is empty: some file systems
+    /// and volume managers leave the first sectors unused, others keep metadata at the end.
     fn check_blank(&self) -> Result<()> {
         if self.bytes == 0 || !is_zero(&self.head) {
             return Ok(());
@@ -211,8 +212,9 @@ impl Opening {
         Ok(())
     }
 
-    /// A creation clears the record table before it writes the first superblock. So records behind blank superblocks,
-    /// or behind those of an interrupted creation, belong to a store with damaged superblocks.
+    /// Refuses a file with records. A creation clears the record table before it writes the first superblock, so
+    /// records behind blank superblocks, or behind those of an interrupted creation, belong to a store with damaged
+    /// superblocks.
     fn check_no_records(&self, table_bytes: u64) -> Result<()> {
         let mut buf = AlignedBuf::zeroed(DATA_ALIGN as usize);
         for start in (0..table_bytes.min(self.bytes)).step_by(buf.len()) {
@@ -231,7 +233,7 @@ impl Opening {
         Ok(())
     }
 
-    /// A write past the limit would end the process with SIGXFSZ.
+    /// Refuses sizes above `RLIMIT_FSIZE`: a write past that limit would end the process with SIGXFSZ.
     fn check_size_limit(&self, wanted: u64) -> Result<()> {
         let limit = sys::file_bytes_max().map_err(self.io("find the limit (RLIMIT_FSIZE) of"))?;
         if self.opened.device || wanted <= limit {
@@ -273,16 +275,16 @@ impl Opening {
         if !self.direct {
             return 1;
         }
-        let Some(said) = sys::direct_memory_align_bytes(&self.opened.file) else { return IO_ALIGN };
-        if !said.is_power_of_two() || said >= IO_ALIGN {
+        let Some(reported) = sys::direct_memory_align_bytes(&self.opened.file) else { return IO_ALIGN };
+        if !reported.is_power_of_two() || reported >= IO_ALIGN {
             return IO_ALIGN;
         }
         let mut buf = AlignedBuf::zeroed(2 * PAGE_BYTES);
-        match self.opened.file.read_exact_at(&mut buf[said..][..PAGE_BYTES], 0) {
-            Ok(()) => said,
+        match self.opened.file.read_exact_at(&mut buf[reported..][..PAGE_BYTES], 0) {
+            Ok(()) => reported,
             Err(error) => {
                 let path = self.opened.path.display();
-                tracing::warn!(%path, said, %error, "direct I/O fails at the memory alignment that the kernel reports");
+                tracing::warn!(%path, reported, %error, "direct I/O fails at the memory alignment that the kernel reports");
                 IO_ALIGN
             }
         }
@@ -298,7 +300,7 @@ impl Opening {
         match sys::preallocate(file, wanted) {
             Ok(()) => {}
             Err(error) if error.raw_os_error() == Some(libc::ENOSPC) => {
-                return Err(self.no_space(wanted, format!("{available} bytes available, not all of them for a file,")));
+                return Err(self.no_space(wanted, format!("{available} bytes available, fewer for a single file,")));
             }
             Err(error) if error.raw_os_error() == Some(libc::EDQUOT) => {
                 return Err(self.no_space(wanted, format!("a used up quota ({error})")));
@@ -326,7 +328,7 @@ impl Opening {
         )
     }
 
-    /// Overwrites zeros with zeros and reads them back.
+    /// Checks that the file can be written and read, by overwriting zeros with zeros.
     fn probe_write(&mut self, wanted: DirectIo) -> Result<()> {
         let probe = |file: &File| {
             let mut buf = AlignedBuf::zeroed(PAGE_BYTES);

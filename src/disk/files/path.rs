@@ -40,7 +40,7 @@ pub(super) struct Opened {
     /// Created by this call.
     created: bool,
     undo: Undo,
-    // Dropped last: the lock is released after everything has been undone.
+    // Declared last, and so dropped last: the lock is released after everything has been undone.
     lock: Option<Arc<Lock>>,
 }
 
@@ -131,8 +131,7 @@ pub(super) fn open(configured: &Path) -> Result<Option<Opened>> {
         Err(error) => return Err(cannot_open(&path, error)),
     };
     check_type(&path, before)?;
-    // On a block device, and only there, O_EXCL without O_CREAT has a meaning: it is not mounted and not part of a
-    // volume.
+    // On a block device, O_EXCL without O_CREAT fails if the device is mounted or part of a volume.
     let exclusive = if before.is_block_device() { libc::O_EXCL } else { 0 };
     let file = match options.custom_flags(flags | exclusive).open(&path) {
         Ok(file) => file,

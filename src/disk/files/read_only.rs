@@ -28,7 +28,7 @@ pub struct ReadOnlyFile {
     pub path: PathBuf,
     /// Open for reading. Holds the readers' lock while this lives, unless it is [in use](Self::in_use).
     pub file: Arc<File>,
-    /// Whether `O_DIRECT` is set and was seen to work.
+    /// Whether `O_DIRECT` is set, and a read with it has succeeded.
     pub direct: bool,
     /// Whether it is a block device.
     pub device: bool,
@@ -53,7 +53,7 @@ pub fn open_read_only(configured: &Path, direct_io: DirectIo, allow_in_use: bool
     if !in_use {
         lock::shared(&mut opened).map_err(in_use_error)?;
     }
-    let Opening { opened, direct, bytes, head } = Opening::look(opened, direct_io)?;
+    let Opening { opened, direct, bytes, head } = Opening::inspect(opened, direct_io)?;
     let (path, file, lock) = (opened.path.clone(), Arc::clone(&opened.file), opened.lock());
     Ok(ReadOnlyFile { path, file, direct, device: opened.device, bytes, in_use, head, _lock: lock })
 }
@@ -70,7 +70,7 @@ fn in_use_error(error: Error) -> Error {
 }
 
 impl ReadOnlyFile {
-    /// Its first bytes, padded with zeros.
+    /// The first bytes of the file, padded with zeros.
     pub(crate) fn head(&self) -> &[u8; HEAD_BYTES] {
         self.head.first_chunk().expect("the buffer has the length of a head")
     }

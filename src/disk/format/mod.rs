@@ -23,7 +23,7 @@
 //!   8  generation                     8      64  parent          32
 //!  16  payload checksum               8      96  zero            24
 //!                                           120  crc              8
-//! flags: 1 full, 2 has a parent, 4 and 8 in how many requests it was used: 1, 2, 3 for more, 0 not known
+//! flags: 1 full; 2 has a parent; 4 and 8 number of requests that used the block (3 or more: 3; unknown: 0)
 //! ```
 //!
 //! All checksums are CRC-64/NVME (`checksum.rs`). A record's crc is taken over its first 120
@@ -37,11 +37,11 @@
 //! - 1: records have no use count. Flags 4 and 8 are zero.
 //! - 2: records have a use count.
 //!
-//! **States.** *Forming* (1): the store is being created and holds no block. *Whole* (2): every member was at least
-//! forming on the medium. Creation runs in steps, each over all members before the next: zero the record tables and
-//! superblocks B, sync; write A forming, sync; write B whole, sync; write A whole, sync. So one whole superblock on any
-//! member proves that creation only needs to be finished. No whole superblock, with record tables of zeros, proves that
-//! nothing was ever stored; with records, it means that the superblocks are damaged.
+//! **States.** *Forming* (1): the store is being created and holds no block. *Whole* (2): when this state was written,
+//! every member was at least forming on the medium. Creation runs in steps, each over all members before the next: zero
+//! the record tables and superblocks B, sync; write A forming, sync; write B whole, sync; write A whole, sync. So one
+//! whole superblock on any member proves that creation only needs to be finished. No whole superblock, with record
+//! tables of zeros, proves that nothing was ever stored; with records, it means that the superblocks are damaged.
 
 pub mod pair;
 pub mod record;

@@ -32,7 +32,7 @@ impl SuperblockPair {
         let a_bytes: &[u8; PAGE_BYTES] = bytes.first_chunk().expect("a head has two pages");
         let b_bytes: &[u8; PAGE_BYTES] = bytes.last_chunk().expect("a head has two pages");
         match (Superblock::decode(a_bytes), Superblock::decode(b_bytes)) {
-            // A newer program was here, even if it wrote only one copy.
+            // A newer program has written to this member, even if only one copy.
             (Err(error @ SuperblockError::Newer(_)), _) | (_, Err(error @ SuperblockError::Newer(_))) => {
                 SuperblockPair::Bad(error)
             }
@@ -60,8 +60,8 @@ impl SuperblockPair {
     }
 }
 
-/// Whether copy A looks like a torn first write: damaged as a whole, or part of the magic followed by zeros. If the
-/// creation went further, copy B is blank only if it was damaged.
+/// Whether copy A looks like a torn first write: a bad crc, or part of the magic followed by zeros. After a creation
+/// got further than that write, copy B is blank only if it was damaged.
 fn begins_like_a_store(bytes: &[u8; PAGE_BYTES]) -> bool {
     let matching = bytes.iter().zip(MAGIC).take_while(|(byte, magic)| **byte == *magic).count();
     match Superblock::decode(bytes) {
@@ -82,7 +82,7 @@ mod tests {
         *,
     };
 
-    /// The first byte behind the sector that is in use.
+    /// The first byte after the sector that is in use.
     const UNUSED: usize = 512;
 
     fn head(a: &[u8; PAGE_BYTES], b: &[u8; PAGE_BYTES]) -> SuperblockPair {
@@ -93,7 +93,7 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_version_in_one_copy_is_told_from_damage() {
+    fn a_newer_version_in_one_copy_is_not_taken_for_damage() {
         let mut newer = sample().encode();
         newer[8] = 3;
         seal(&mut newer);
@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn the_higher_sequence_number_counts() {
+    fn the_copy_with_the_higher_sequence_number_is_used() {
         let (old, new) = (sample(), Superblock { sequence: 2, ..sample() });
         let expected = |copy| SuperblockPair::Valid { superblock: new.clone(), copy, other_is_whole: true };
         assert_eq!(head(&old.encode(), &new.encode()), expected(1));

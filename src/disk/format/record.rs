@@ -23,8 +23,8 @@ const FLAG_USES: u32 = (USES_MAX as u32) << FLAG_USES_SHIFT;
 /// Largest use count in a record; higher counts are stored as this.
 pub const USES_MAX: u8 = 3;
 
-/// Largest generation and last use, so that the next value never overflows. No store counts that far, but a record may
-/// be forged; after one, all new records carry this value.
+/// Largest generation and last use, so that the next value never overflows. No store counts that far, but a forged
+/// record may have this value, and then all new records have it too.
 pub const COUNTER_MAX: u64 = (1 << 63) - 1;
 
 /// The content of a full slot's record.
@@ -138,10 +138,11 @@ impl RecordSeal {
     }
 }
 
-/// For a record that is invalid in its place: the member and slot of store `uuid` that it was written for. The caller
-/// checks both against the store's sizes, and so distinguishes a misdirected write or a swap from corruption.
+/// The member and slot of store `uuid` for which a record was written that is invalid in its place. The caller checks
+/// both against the store's sizes, to distinguish a misdirected or swapped record from a corrupted one.
 pub fn written_for(uuid: &[u8; 16], bytes: &[u8; RECORD_BYTES]) -> (u16, u64) {
-    // The crc is a bijection of the seal at the end of its input: run the last 8 bytes backwards.
+    // For equal bytes before it, the seal at the end of the input determines the crc and is determined by it: the last
+    // 8 bytes are computed backwards.
     let mut state = !get_u64(bytes, CRC);
     for _ in 0..64 {
         let carried = state >> 63;
@@ -235,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn counters_stay_at_their_end() {
+    fn counters_saturate() {
         let last = Record { generation: COUNTER_MAX, last_use: COUNTER_MAX, ..sample() };
         let past = Record { generation: COUNTER_MAX + 1, last_use: u64::MAX, ..sample() };
         assert_eq!(SEAL.decode(1, 4096, &SEAL.encode(1, &past)), Ok(Some(last)));
@@ -248,7 +249,7 @@ mod tests {
         }
 
         #[test]
-        fn a_record_counts_only_where_it_was_written(
+        fn a_record_is_valid_only_where_it_was_written(
             record in record(), uuid: [u8; 16], other_uuid: [u8; 16],
             local in 0u32..1 << 31, other_local in 0u32..1 << 31, member in 0u16..64, other_member in 0u16..64,
         ) {
@@ -265,7 +266,7 @@ mod tests {
         }
 
         #[test]
-        fn a_record_tells_where_it_was_written_for(
+        fn the_intended_slot_of_a_record_can_be_computed(
             record in record(), uuid: [u8; 16], local in 0u32..1 << 31, member in 0u16..64,
         ) {
             let bytes = RecordSeal::new(&uuid, member).encode(local, &record);

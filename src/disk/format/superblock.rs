@@ -58,7 +58,7 @@ pub struct Superblock {
     pub state: State,
     /// Random id, the same in all members of a store.
     pub uuid: [u8; 16],
-    /// Rises with every write; the copy with the higher number is valid.
+    /// Rises with every write; of two valid copies, the one with the higher number is used.
     pub sequence: u64,
     /// Bytes of a block.
     pub block_bytes: u64,
@@ -312,7 +312,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_newer_version_is_told_from_damage() {
+    fn a_newer_version_is_not_taken_for_damage() {
         let mut newer = sample().encode();
         newer[VERSION_AT] = 3;
         assert_eq!(Superblock::decode(&newer), Err(SuperblockError::Damaged));

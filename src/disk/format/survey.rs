@@ -13,7 +13,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// A member, as found.
+/// A member as found on the medium.
 #[derive(Debug, Clone, Copy)]
 pub struct Found<'a> {
     /// Name in errors.
@@ -124,7 +124,7 @@ fn check_room_for_new(member: &Found<'_>, wanted: u64) -> Result<()> {
     Err(Error::store(
         member.path,
         format!("a file of {} bytes that holds no store", member.bytes),
-        format!("no file, an empty file, or one of exactly {wanted} bytes left by a creation that was cut off"),
+        format!("no file, an empty file, or one of exactly {wanted} bytes left by an interrupted creation"),
         "choose another path in `disks`, or remove the file if its data is not needed",
     ))
 }
@@ -136,7 +136,7 @@ fn check_size(member: &Found<'_>, wanted: u64) -> Result<()> {
     let (found, action) = if member.device {
         (format!("a device of {} bytes", member.bytes), "lower `disks.blocks` for this path".to_owned())
     } else {
-        (format!("a file cut short to {} bytes", member.bytes), format!("restore the whole file, {START_EMPTY}"))
+        (format!("a file truncated to {} bytes", member.bytes), format!("restore the whole file, {START_EMPTY}"))
     };
     Err(Error::store(member.path, found, format!("at least {wanted} bytes"), action))
 }
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn every_reason_to_refuse_has_its_own_words() {
+    fn each_refusal_names_its_reason() {
         let c = config(&[5, 6]);
         let whole = |config: &Config, uuid, member| head(config, uuid, member, WHOLE);
         let foreign = Box::new([0xEE; HEAD_BYTES]);
@@ -345,7 +345,7 @@ mod tests {
         let survey_members =
             |head: &Bytes, bytes, device| survey(&[Found { path: Path::new("d"), bytes, device, head }], &c);
         let whole = head(&c, 1, 0, WHOLE);
-        assert!(refusal(survey_members(&whole, wanted - 1, false)).contains("cut short"));
+        assert!(refusal(survey_members(&whole, wanted - 1, false)).contains("truncated to"));
         assert!(refusal(survey_members(&blank(), wanted - 1, false)).contains("holds no store"));
         assert!(refusal(survey_members(&blank(), wanted + 1, false)).contains("holds no store"));
         assert!(refusal(survey_members(&blank(), wanted - 1, true)).contains("lower `disks.blocks`"));

@@ -38,11 +38,11 @@ pub struct RecoveredRecord {
 /// Number of slots by state of their record; the counts sum to the store's slots.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// With a record that names a block.
+    /// Slots with a record that names a block.
     pub valid: u64,
-    /// Without a record.
+    /// Slots without a record.
     pub free: u64,
-    /// With a record that is torn, corrupted, from another slot or store, or unreadable. The slot is free now.
+    /// Slots with a record that is torn, corrupted, from another slot or store, or unreadable. They are free now.
     pub bad: u64,
 }
 
@@ -50,7 +50,7 @@ pub(super) struct Collector<'a> {
     stripe: Stripe,
     slots: DiskSlots,
     seals: Vec<RecordSeal>,
-    take: &'a mut RecordSink<'a>,
+    sink: &'a mut RecordSink<'a>,
     /// The records of the current page.
     page: Vec<RecoveredRecord>,
     counts: Counts,
@@ -61,12 +61,12 @@ pub(super) struct Collector<'a> {
 
 impl<'a> Collector<'a> {
     /// Accepts only records of store `uuid`.
-    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool, take: &'a mut RecordSink<'a>) -> Result<Self> {
+    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool, sink: &'a mut RecordSink<'a>) -> Result<Self> {
         Ok(Collector {
             seals: (0..stripe.members().len() as u16).map(|member| RecordSeal::new(&uuid, member)).collect(),
             slots: DiskSlots::new(stripe.clone(), uuid, records_uses)?,
             stripe,
-            take,
+            sink,
             page: Vec::with_capacity(RECORDS_PER_PAGE),
             counts: Counts::default(),
             unreadable: Vec::new(),
@@ -74,7 +74,7 @@ impl<'a> Collector<'a> {
         })
     }
 
-    fn take_in(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
+    fn collect(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
         let (file, first, count) = self.stripe.page_slots(page);
         if self.unreadable.contains(&page) {
             self.counts.bad += u64::from(count);
@@ -107,7 +107,7 @@ impl<'a> Collector<'a> {
                 }
             }
         }
-        (self.take)(&mut self.slots, &self.page);
+        (self.sink)(&mut self.slots, &self.page);
         self.page.clear();
         if stale {
             self.slots.mark_leftover(page, None);
@@ -130,7 +130,7 @@ impl PageVisitor for Collector<'_> {
     }
 
     fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()> {
-        self.take_in(page, bytes);
+        self.collect(page, bytes);
         ControlFlow::Continue(())
     }
 }

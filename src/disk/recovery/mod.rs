@@ -4,7 +4,6 @@
 //! superblocks and makes one sequential pass over the record tables; it reads no payload.
 
 mod collect;
-mod ordered;
 mod table;
 
 pub use collect::{Counts, RecoveredRecord};
@@ -72,10 +71,10 @@ pub async fn recover<S: Storage>(
     storage: &S,
     files: &[StoreFile],
     config: &Config,
-    take: &mut RecordSink<'_>,
+    sink: &mut RecordSink<'_>,
 ) -> Result<Recovered> {
     let members: Vec<Member> = files.iter().map(StoreFile::member).collect();
-    open(storage, &members, config, random_uuid()?, take).await
+    open(storage, &members, config, random_uuid()?, sink).await
 }
 
 /// Opens the store on these members, or creates it (with this id) if none of them ever held a block.
@@ -85,7 +84,7 @@ pub async fn recover<S: Storage>(
 /// the storage failed.
 ///
 /// # Cancel safety
-/// May be dropped at any point: like a crash, that leaves no store or a complete one.
+/// May be dropped at any point, which, like a crash, leaves no store or a complete one.
 ///
 /// # Panics
 /// If there is not one member for each of `config.disk.paths`, or `config` is not valid.
@@ -94,7 +93,7 @@ pub async fn open<S: Storage>(
     members: &[Member],
     config: &Config,
     uuid: [u8; 16],
-    take: &mut RecordSink<'_>,
+    sink: &mut RecordSink<'_>,
 ) -> Result<Recovered> {
     let stripe = Stripe::new(config);
     match survey_members(storage, members, config).await? {
@@ -104,7 +103,7 @@ pub async fn open<S: Storage>(
             for ((file, member), state) in files(members).zip(states) {
                 repair(storage, file, member, state).await?;
             }
-            let mut collector = Collector::new(stripe.clone(), uuid, records_uses, take)?;
+            let mut collector = Collector::new(stripe.clone(), uuid, records_uses, sink)?;
             read_tables(storage, members, &stripe, &mut collector).await?;
             Ok(collector.finish())
         }
@@ -151,7 +150,7 @@ async fn create<S: Storage>(storage: &S, members: &[Member], config: &Config, uu
         if !member.zeroed {
             zero_table(storage, file, geometry.table_bytes()).await.map_err(|e| write_failed(member, e))?;
         }
-        // Clears what an interrupted creation left: a torn copy A is recognizable only while B is blank.
+        // An interrupted creation may have left a copy B: a torn copy A is recognizable only while B is blank.
         write_page(storage, file, SUPERBLOCK_OFFSETS[1], &[0; PAGE_BYTES])
             .await
             .map_err(|e| write_failed(member, e))?;

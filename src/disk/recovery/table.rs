@@ -2,7 +2,9 @@
 
 use std::{io, ops::ControlFlow};
 
-use super::{Member, ordered::OrderedFutures};
+use futures_util::stream::{FuturesOrdered, StreamExt};
+
+use super::Member;
 use crate::{
     block::FileId,
     disk::format::{
@@ -52,18 +54,18 @@ pub(crate) async fn read_tables<S: Storage, P: PageVisitor>(
     pages: &mut P,
 ) -> Result<()> {
     let chunks = chunks(stripe);
-    // In pop order. A small store takes no more memory than its table.
+    // Reversed, because buffers are taken from the end. A small store takes no more memory than its table.
     let first = chunks.iter().take(CHUNKS_IN_FLIGHT).rev();
     let mut buffers: Vec<AlignedBuf> = first.map(|chunk| AlignedBuf::zeroed(chunk.bytes)).collect();
     let mut chunks = chunks.into_iter();
-    let mut reads = OrderedFutures::new();
+    let mut reads = FuturesOrdered::new();
     let mut unreadable = 0;
     loop {
         while !buffers.is_empty()
             && let Some(chunk) = chunks.next()
         {
             let buffer = buffers.pop().expect("there is one");
-            reads.push(read_chunk(storage, chunk, buffer));
+            reads.push_back(read_chunk(storage, chunk, buffer));
         }
         let Some((chunk, result, mut buffer)) = reads.next().await else { break };
         if result.is_err() {
@@ -107,8 +109,8 @@ async fn read_chunk<S: Storage>(storage: &S, chunk: Chunk, buffer: AlignedBuf) -
     (chunk, result, buffer)
 }
 
-/// After a failed read of the chunk, reads its pages one by one. Unreadable pages become zeros, are counted and marked
-/// stale: rewriting them often heals them. Returns their number.
+/// After a failed read of the chunk, reads its pages one by one. Unreadable pages become zeros and are reported to the
+/// visitor. Returns their number.
 async fn read_pages<S: Storage, P: PageVisitor>(
     storage: &S,
     chunk: &Chunk,

@@ -46,7 +46,7 @@ fn a_slot_costs_less_than_32_bytes() {
 }
 
 #[test]
-fn slots_are_handed_out_over_a_few_pages_in_turn_and_each_once() {
+fn slots_are_allocated_from_a_few_pages_in_turn_and_each_once() {
     let mut slots = slots_of(&[200]);
     let first: Vec<u32> = std::iter::from_fn(|| slots.alloc()).collect();
     let start: Vec<u32> = (0..32).flat_map(|i| [i, 32 + i, 64 + i, 96 + i]).collect();
@@ -78,7 +78,7 @@ fn a_page_that_changes_while_it_is_written_stays_stale() {
 }
 
 #[test]
-fn a_quarantined_slot_is_gone_for_good_and_its_record_too() {
+fn a_quarantined_slot_is_never_used_again_and_its_record_is_cleared() {
     let mut slots = slots_of(&[1]);
     let slot = slots.alloc().expect("free");
     slots.commit(slot, 1, 2, 3);
@@ -121,19 +121,20 @@ fn op() -> impl Strategy<Value = Op> {
         2 => Just(Write)]
 }
 
-/// Every slot is full, being filled, lost or free. `filling`, `lost`: what the model says.
+/// Every slot is full, filling, quarantined or free, as many of each as in the model.
 fn check_counts(
     slots: &DiskSlots,
     full: &BTreeMap<u32, u32>,
-    (filling, lost): (usize, u32),
+    (filling, quarantined): (usize, u32),
 ) -> Result<(), TestCaseError> {
     prop_assert_eq!(slots.full_count() as usize, full.len());
-    prop_assert_eq!(slots.quarantined_count(), lost);
-    prop_assert_eq!(slots.free_count() as usize + filling + full.len() + lost as usize, slots.stripe.slots() as usize);
+    prop_assert_eq!(slots.quarantined_count(), quarantined);
+    prop_assert_eq!(slots.free_count() + filling as u32 + full.len() as u32 + quarantined, slots.stripe.slots());
     Ok(())
 }
 
-/// Until a page is written it may name blocks that are gone, and the table knows it; afterwards it has the model's.
+/// The medium names no block that is gone, except on pages for which the table reports it. Once all stale pages are
+/// written, the medium has exactly the model's blocks.
 fn check_medium(
     slots: &mut DiskSlots,
     full: &BTreeMap<u32, u32>,
@@ -164,12 +165,12 @@ fn check_medium(
 
 proptest! {
     #[test]
-    fn the_medium_says_what_the_model_says(
+    fn the_medium_agrees_with_the_model(
         blocks in prop::collection::vec(1u32..80, 1..4),
         ops in prop::collection::vec((op(), any::<prop::sample::Index>()), 0..300),
     ) {
         let mut slots = slots_of(&blocks);
-        let (mut filling, mut full, mut lost) = (BTreeSet::new(), BTreeMap::new(), 0);
+        let (mut filling, mut full, mut quarantined) = (BTreeSet::new(), BTreeMap::new(), 0);
         let mut medium = vec![[0; PAGE_BYTES]; slots.stripe.pages() as usize];
         for (at, (op, pick)) in (0..).zip(ops) {
             let some_filling = (!filling.is_empty()).then(|| *pick.get(&Vec::from_iter(filling.clone())));
@@ -198,7 +199,7 @@ proptest! {
                     slots.quarantine(slot, &describe(full.get(&slot).copied().unwrap_or(0)).0);
                     full.remove(&slot);
                     filling.remove(&slot);
-                    lost += 1;
+                    quarantined += 1;
                 }
                 (Op::Write, ..) => {
                     let page = slots.stale_pages().next();
@@ -217,7 +218,7 @@ proptest! {
             }
         }
         slots.validate().expect("valid");
-        let counts = (filling.len(), lost);
+        let counts = (filling.len(), quarantined);
         check_counts(&slots, &full, counts)?;
         check_medium(&mut slots, &full, medium)?;
     }

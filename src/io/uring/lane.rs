@@ -25,13 +25,13 @@ use crate::{
     memory::Lent,
 };
 
-/// Entries of a lane's ring: more than are ever queued between two submissions.
+/// Entries of a lane's ring: more than can be queued between two submissions.
 const ENTRIES: u32 = 64;
 
 /// Largest number of transfers in flight in a lane.
 pub(crate) const TRANSFERS_MAX: usize = 32;
 
-/// User data of the read of the bell; no slab index has this value.
+/// User data of the read of the bell's eventfd; no slab index has this value.
 const BELL: u64 = u64::MAX;
 
 /// A complete read or write.
@@ -42,7 +42,7 @@ pub struct Transfer {
     pub file: Arc<File>,
     /// The file's id in errors.
     pub id: FileId,
-    /// Where in the file.
+    /// Offset in the file.
     pub offset: u64,
     /// The memory.
     pub buf: Lent,
@@ -52,15 +52,16 @@ pub struct Transfer {
 pub struct Completed<T> {
     /// The memory.
     pub buf: Lent,
-    /// Result, as of [`read_full`](crate::io::read_full) and [`write_full`](crate::io::write_full).
+    /// The result that [`read_full`](crate::io::read_full) or [`write_full`](crate::io::write_full) would give.
     pub result: io::Result<()>,
     /// The owner of the transfer.
     pub tag: T,
 }
 
-/// A transfer in flight. Fields drop in order: the memory before the tag, whose drop reports that the memory is free.
+/// A transfer in flight. `buf` is declared before `tag`, and so dropped first: dropping the tag reports that the memory
+/// is free.
 struct InFlight<T> {
-    /// `None` while it is being inspected.
+    /// Taken only while its range is changed.
     buf: Option<Lent>,
     file: Arc<File>,
     kind: OpKind,
@@ -98,9 +99,9 @@ impl Bell {
 pub(crate) struct Lane<T> {
     ring: IoUring,
     bell: Bell,
-    /// The ring reads the bell, which silences it without a system call of its own.
+    /// The ring has a read of the bell in flight. Its completion resets the bell without another system call.
     listens: bool,
-    /// Where the ring reads the bell to: shared with the kernel until the read has completed.
+    /// The target of that read: shared with the kernel until the read has completed.
     heard: Box<u64>,
     in_flight: Slab<InFlight<T>>,
     /// Bytes in flight.
@@ -181,12 +182,12 @@ impl<T> Lane<T> {
     }
 
     fn push(&mut self, entry: &io_uring::squeue::Entry) -> bool {
-        // SAFETY: `in_flight` keeps what the entry names until its completion, and the lane keeps the bell and what it
-        // is read to until `drop` has seen the end of that read.
+        // SAFETY: `in_flight` keeps the file and the memory of the entry until its completion; `drop` waits for the
+        // read of the bell, whose descriptor and target belong to the lane.
         unsafe { self.ring.submission().push(entry) }.is_ok()
     }
 
-    /// Queues the next operation of a transfer, or fails the transfer.
+    /// Queues the next operation of a transfer; if the ring is full, the transfer ends with an error.
     fn submit(&mut self, at: usize) {
         let in_flight = &self.in_flight[at];
         let buf = in_flight.buf.as_ref().expect("put back before it is submitted");
@@ -247,7 +248,7 @@ impl<T> Lane<T> {
 impl<T> Drop for Lane<T> {
     /// Waits for the kernel, which may still write to the memory of transfers in flight.
     fn drop(&mut self) {
-        // Ends the read of the bell.
+        // Completes the read of the bell.
         self.bell.ring();
         while self.listens || !self.in_flight.is_empty() {
             let entered = self.ring.submit_and_wait(1);
@@ -288,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn many_transfers_end_each_with_its_own_bytes() {
+    fn each_of_many_transfers_gets_its_own_bytes() {
         let file = pages(64);
         let mut lane = Lane::new().expect("a ring");
         for round in 0..2_u64 {
@@ -317,7 +318,7 @@ mod tests {
     }
 
     #[test]
-    fn what_comes_in_parts_is_read_to_its_end() {
+    fn a_transfer_that_arrives_in_parts_is_completed() {
         let (from, mut to) = io::pipe().expect("a pipe");
         let file = Arc::new(File::from(OwnedFd::from(from)));
         let mut lane = Lane::new().expect("a ring");
@@ -335,7 +336,7 @@ mod tests {
     }
 
     #[test]
-    fn the_bell_wakes_a_lane_that_waits_and_one_that_is_about_to() {
+    fn the_bell_ends_the_current_wait_or_the_next_one() {
         let mut lane = Lane::<()>::new().expect("a ring");
         let bell = lane.bell();
         bell.ring();
@@ -346,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lane_that_is_dropped_waits_for_the_kernel() {
+    fn dropping_a_lane_waits_for_the_kernel() {
         let (from, mut to) = io::pipe().expect("a pipe");
         let file = Arc::new(File::from(OwnedFd::from(from)));
         let memory = Arc::new([0_u8; 4096]);
@@ -356,11 +357,11 @@ mod tests {
         let mut lane = Lane::new().expect("a ring");
         lane.start(read(&file, 1, lent), ());
         lane.poll();
-        assert_eq!(Arc::strong_count(&memory), 2, "the lane has it");
+        assert_eq!(Arc::strong_count(&memory), 2, "the lane keeps the memory");
         let writer = thread::spawn(move || to.write_all(&[7; 4096]));
         drop(lane);
-        assert_eq!(Arc::strong_count(&memory), 1, "the lane has given it back");
-        assert_eq!(*memory, [7; 4096], "and not before the kernel was done");
+        assert_eq!(Arc::strong_count(&memory), 1, "the lane dropped the memory");
+        assert_eq!(*memory, [7; 4096], "only after the kernel was done");
         writer.join().expect("no panic").expect("written");
     }
 }

@@ -57,9 +57,9 @@ pub struct Uring {
     files: Vec<Arc<File>>,
     ring: Rc<Ring>,
     permits: Arc<Semaphore>,
-    /// Registered memory. Operations on it, identified by `Lent::fixed`, use fixed buffers.
+    /// Registered memory. Operations on it use fixed buffers, identified by `Lent::fixed`.
     table: RefCell<Table<RingBuffers>>,
-    /// The owner of the memory, kept as long as operations can be submitted.
+    /// Keeps the registered memory mapped as long as operations can be submitted.
     _keep_alive: Arc<dyn Any + Send + Sync>,
 }
 
@@ -67,15 +67,15 @@ impl Uring {
     /// An engine for `files` on the ring of the current [`Runtime`].
     ///
     /// Region `i` has the [`Lent::fixed`] number `Some(i)`; the kernel takes at most 1 GiB per region and
-    /// [`REGIONS_MAX`] regions. If the kernel refuses them, a warning gives the reason and all operations are plain
-    /// ones. A ring registers once: a second engine on it is unregistered.
+    /// [`REGIONS_MAX`] regions. If the kernel refuses them, a warning gives the reason and no operation uses a fixed
+    /// buffer. A ring registers one table: a second engine on it has no registered memory.
     ///
     /// # Errors
     /// Called outside [`Runtime::block_on`].
     ///
     /// # Safety
-    /// Every region must stay mapped, and to the same memory, while `keep_alive` lives. It is kept
-    /// until engine and runtime are dropped.
+    /// Every region must stay mapped, and to the same memory, while `keep_alive` lives. The engine and the runtime keep
+    /// it until both are dropped.
     pub unsafe fn new(
         files: Vec<Arc<File>>,
         regions: Vec<(NonNull<u8>, usize)>,

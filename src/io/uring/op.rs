@@ -46,7 +46,7 @@ impl OneshotOutputTransform for OpOutput {
     }
 }
 
-/// The state of an empty operation.
+/// The result of an empty operation.
 pub(super) struct Nothing;
 
 impl OneshotOutputTransform for Nothing {

@@ -29,7 +29,8 @@ pub fn probe() -> io::Result<()> {
     Err(io::Error::new(io::ErrorKind::Unsupported, text))
 }
 
-/// Submits one empty operation. A seccomp filter may allow a ring but block its use; its user would wait without end.
+/// Submits one empty operation: a seccomp filter may allow making a ring but block its use, and operations would never
+/// complete.
 fn enter(ring: &mut IoUring) -> io::Result<()> {
     // SAFETY: the operation touches no memory.
     unsafe { ring.submission().push(&opcode::Nop::new().build()) }.expect("a new ring has room for two");

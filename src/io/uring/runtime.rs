@@ -82,7 +82,7 @@ thread_local! {
     static CURRENT: RefCell<Option<Rc<Ring>>> = const { RefCell::new(None) };
 }
 
-/// Restores the previous ring.
+/// Restores the previous ring when dropped.
 struct CurrentGuard(Option<Rc<Ring>>);
 
 impl Drop for CurrentGuard {
@@ -123,7 +123,7 @@ impl Ring {
         Arc::clone(&self.permits)
     }
 
-    /// Frees an operation's data, now or after the ring is closed.
+    /// Frees an operation's data: now, or after the ring is closed if the runtime is shutting down.
     pub(super) fn release(&self, buf: Option<Lent>, file: Option<Arc<File>>) {
         if self.closing.get() {
             self.deferred.borrow_mut().push(ManuallyDrop::new((buf, file)));

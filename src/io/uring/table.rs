@@ -1,6 +1,6 @@
 //! The table of registered buffers: first the arena's chunks, then regions that are added and removed.
 //!
-//! Generic over the [`Pinner`], so that a simulation can refuse like a kernel.
+//! Generic over the [`Pinner`], so that the simulation can refuse to pin, as a kernel may.
 //!
 //! tokio-uring registers whole tables and cannot change an entry, so every change unregisters the table and registers a
 //! new one: the kernel pins everything again, some 30 ms per GiB, on the caller's thread. Operations in flight keep the
@@ -43,12 +43,12 @@ impl Entry {
         Entry::new(ptr::null_mut(), 0, None)
     }
 
-    /// The first byte.
+    /// Address of the first byte.
     pub fn start(&self) -> *mut u8 {
         self.start
     }
 
-    /// Its length.
+    /// Length in bytes.
     pub fn bytes(&self) -> usize {
         self.len
     }
@@ -57,7 +57,7 @@ impl Entry {
         self.start.is_null()
     }
 
-    /// Whether the range lies in this one.
+    /// Whether a range lies in this entry.
     pub fn contains(&self, start: usize, len: usize) -> bool {
         let begin = self.start.addr();
         start >= begin && len <= self.len && start - begin <= self.len - len
@@ -73,7 +73,7 @@ pub struct Table<P> {
 }
 
 impl<P: Pinner> Table<P> {
-    /// Registers all entries, or none and logs the reason.
+    /// Registers all entries. If that fails, logs the reason and keeps none.
     pub fn new(entries: Vec<Entry>, pinner: P) -> Self {
         let wanted_bytes = bytes(&entries);
         let mut table = Table { entries, pinner };

@@ -6,7 +6,6 @@ use super::model::{CONSTANTS, Piece};
 use crate::{
     block::IO_ALIGN,
     device::cuda::{CudaError, Gpu, HostPin, Stream, module::Loaded},
-    memory::AlignedBuf,
 };
 
 /// `kernels/checksum.cu` for compute capability 8.0 and later.
@@ -53,7 +52,7 @@ impl PieceBuffer {
 impl ChecksumKernel {
     pub(crate) fn load(gpu: &Arc<Gpu>) -> Result<Self, CudaError> {
         let loaded = Loaded::new(gpu, PTX, c"kvhoist_checksum")?;
-        // One thread block per multiprocessor: a launch lasts microseconds, and fewer blocks would last longer.
+        // One thread block per multiprocessor: a launch takes microseconds, and with fewer blocks it would take longer.
         let blocks_max = u32::try_from(gpu.device().multiprocessors).unwrap_or(1).max(1);
         Ok(ChecksumKernel { loaded, blocks_max })
     }
@@ -62,13 +61,10 @@ impl ChecksumKernel {
     pub(crate) fn buffer(&self) -> Result<PieceBuffer, CudaError> {
         let sums_at = (PieceBuffer::PIECES * size_of::<Piece>()).next_multiple_of(IO_ALIGN);
         let bytes = (sums_at + PieceBuffer::PIECES * size_of::<u64>()).next_multiple_of(IO_ALIGN);
-        let mut memory = AlignedBuf::zeroed(bytes);
-        let start = NonNull::from(&mut *memory).cast::<u8>();
-        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
-        let pin = unsafe { HostPin::register(Arc::clone(self.loaded.gpu()), start, bytes, Arc::new(memory))? };
+        let pin = HostPin::zeroed(self.loaded.gpu(), bytes)?;
         // SAFETY: within the buffer.
-        let sums = unsafe { start.add(sums_at) };
-        Ok(PieceBuffer { pieces: start.cast(), sums: sums.cast(), _pin: pin })
+        let sums = unsafe { pin.start().add(sums_at) };
+        Ok(PieceBuffer { pieces: pin.start().cast(), sums: sums.cast(), _pin: pin })
     }
 
     /// Queues the sums of the first `count` pieces of `buffer`. The context must be current.

@@ -95,7 +95,7 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// `None` if a length is no multiple of [`PIECE_MULTIPLE`], or there would be more than `pieces_max` pieces.
+    /// `None` if a length is not a multiple of [`PIECE_MULTIPLE`], or if there would be more than `pieces_max` pieces.
     pub(crate) fn new(lengths: impl Iterator<Item = usize>, pieces_max: usize) -> Option<Self> {
         let lengths: Box<[usize]> = lengths.collect();
         let bytes: usize = lengths.iter().sum();
@@ -230,7 +230,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_kernel_cannot_take_has_no_plan() {
+    fn a_block_that_the_kernel_cannot_sum_has_no_plan() {
         assert_eq!(Plan::new([512, 100].into_iter(), 64), None);
         assert_eq!(Plan::new([512; 64].into_iter(), 64), None);
         let plan = Plan::new([1 << 30].into_iter(), 4096).expect("longer pieces");

@@ -1,7 +1,6 @@
 //! Measures the copy methods on the device.
 
 use std::{
-    ptr::NonNull,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -15,7 +14,7 @@ use crate::{
     config::CopyMethod,
     device::cuda::{CudaError, DeviceBuffer, Gpu, HostPin, Stream},
     error::{Error, Result},
-    memory::{AlignedBuf, DeviceMemory},
+    memory::DeviceMemory,
 };
 
 /// Scratch memory on each side: holds every measured batch, and is much larger than the fixed cost of a launch.
@@ -30,7 +29,7 @@ const COUNTS: [usize; 5] = [1, 8, 64, 512, 4096];
 /// Runs per measurement. The fastest counts: interference only adds time.
 const ROUNDS: usize = 3;
 
-/// Measures every method on this device. Takes some hundred milliseconds.
+/// Measures every method on this device. Takes several hundred milliseconds.
 pub(super) fn calibrate(gpu: &Arc<Gpu>, launcher: &Launcher) -> Result<Calibration> {
     let scratch = Scratch::new(gpu)?;
     let stream = Stream::new(gpu).map_err(unavailable)?;
@@ -54,19 +53,14 @@ fn unavailable(fault: CudaError) -> Error {
 }
 
 struct Scratch {
-    // Fields drop in this order: the pin before its memory.
-    host: NonNull<u8>,
-    _pin: HostPin,
+    host: HostPin,
     device: DeviceBuffer,
 }
 
 impl Scratch {
     fn new(gpu: &Arc<Gpu>) -> Result<Self> {
-        let mut memory = AlignedBuf::zeroed(SCRATCH_BYTES);
-        let host = NonNull::from(&mut *memory).cast::<u8>();
-        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
-        let pin = unsafe { HostPin::new(Arc::clone(gpu), host, SCRATCH_BYTES, Arc::new(memory))? };
-        Ok(Scratch { host, _pin: pin, device: DeviceBuffer::new(Arc::clone(gpu), SCRATCH_BYTES)? })
+        let host = HostPin::zeroed(gpu, SCRATCH_BYTES).map_err(unavailable)?;
+        Ok(Scratch { host, device: DeviceBuffer::new(Arc::clone(gpu), SCRATCH_BYTES)? })
     }
 
     /// Copies between scattered places on both sides.
@@ -75,7 +69,7 @@ impl Scratch {
         // An odd step is coprime to the number of places, a power of two, so that each place is used once.
         let place = |at: usize, step: usize| (at * step) % places * bytes;
         let op = |at| {
-            let host = self.host.as_ptr().wrapping_add(place(at, 7919));
+            let host = self.host.start().as_ptr().wrapping_add(place(at, 7919));
             let device = self.device.base().as_ptr().wrapping_add(place(at, 104_729));
             match direction {
                 Direction::HostToDevice => CopyOp { src: host, dst: device, len: bytes },

@@ -1,5 +1,5 @@
 //! Checksums of device memory, computed by the device. Blocks submitted while a launch is in flight share the next
-//! launch: a launch has a fixed cost of summing some MiB.
+//! launch: the fixed cost of a launch is that of summing a few MiB.
 
 use std::{any::Any, cell::RefCell, collections::VecDeque, sync::Arc};
 
@@ -11,7 +11,7 @@ use crate::{
     error::{Error, Result},
 };
 
-/// Launches in flight: while one ends, the next is queued.
+/// Launches in flight: one that runs, and one queued behind it.
 const LAUNCHES: usize = 2;
 
 /// Bytes per launch, unless one block is larger. One launch for everything would take the device the least time, but
@@ -33,7 +33,7 @@ struct Job {
 /// A launch in flight.
 struct Launch {
     result: std::result::Result<(), CudaError>,
-    /// `None` if nothing was queued that could be waited for.
+    /// `None` if no event could be recorded; the launch was then waited for.
     event: Option<Event>,
     buffer: PieceBuffer,
     jobs: Vec<Job>,
@@ -53,15 +53,15 @@ struct State {
     launches: VecDeque<Launch>,
     /// Buffers and events of finished launches.
     spare: Vec<(PieceBuffer, Event)>,
-    /// The plan of the last block: all blocks of a cache are alike.
+    /// The plan of the last block: all blocks of a cache have the same layout.
     plan: Option<Arc<Plan>>,
 }
 
 impl Checksums {
     pub(super) fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, CudaError> {
         let (kernel, stream) = (ChecksumKernel::load(gpu)?, Stream::new(gpu)?);
-        // Pinned now: later, pinning might wait for the device while the device waits for us, at a layer gate. If
-        // pinning fails now, the first launch tries again.
+        // Pinned here, because pinning can wait for the device, and the device may later wait for a layer gate that
+        // only this thread opens. If pinning fails here, the first launch tries again.
         let spare = || Some((kernel.buffer().ok()?, Event::new(gpu).ok()?));
         let spare = (0..LAUNCHES).map_while(|_| spare()).collect();
         let state = RefCell::new(State { spare, ..State::default() });
@@ -120,7 +120,7 @@ impl Checksums {
             for Job { plan, owner, answer, .. } in jobs {
                 let sums = at..at + plan.len();
                 at = sums.end;
-                // Dropped before the answer: its receiver may take the owner apart.
+                // Dropped before the answer: its receiver expects to hold the only reference.
                 drop(owner);
                 let answered = match &result {
                     Ok(()) => Ok(plan.checksum(sums.map(|at| buffer.sum(at)))),
@@ -143,7 +143,7 @@ impl Checksums {
         let (mut buffer, event) = match spare {
             Ok(spare) => spare,
             Err(fault) => {
-                // Fails only the first block: for the next one there may be memory again.
+                // Fails only the first block: memory may be available again for the next one.
                 if let Some(Job { owner, answer, .. }) = state.waiting.pop_front() {
                     drop(owner);
                     drop(answer.send(Err(Error::copy("cuda", fault))));

@@ -6,7 +6,6 @@ use crate::{
     block::{CopyOp, Direction},
     config::CopyMethod,
     device::cuda::{BatchArrays, CopyKernel, CudaError, Event, Gpu, HostPin, Stream, Tile},
-    memory::AlignedBuf,
 };
 
 /// Tiles per buffer.
@@ -32,12 +31,8 @@ pub(super) struct TileBuffer {
 
 impl TileBuffer {
     fn new(gpu: &Arc<Gpu>) -> std::result::Result<Self, CudaError> {
-        let bytes = TILES_PER_BUFFER * size_of::<Tile>();
-        let mut memory = AlignedBuf::zeroed(bytes);
-        let start = NonNull::from(&mut *memory).cast::<u8>();
-        // SAFETY: the buffer's memory stays in place when the buffer is moved, and lives as long as its owner.
-        let pin = unsafe { HostPin::register(Arc::clone(gpu), start, bytes, Arc::new(memory))? };
-        Ok(TileBuffer { tiles: start.cast(), _pin: pin })
+        let pin = HostPin::zeroed(gpu, TILES_PER_BUFFER * size_of::<Tile>())?;
+        Ok(TileBuffer { tiles: pin.start().cast(), _pin: pin })
     }
 
     /// Writes descriptor number `at`.
@@ -231,8 +226,8 @@ impl Launcher {
         }
     }
 
-    /// Pins the buffers of as many launches as can be in flight: later, pinning might wait for the device while the
-    /// device waits for us, at a layer gate.
+    /// Pins the buffers of as many launches as can be in flight. Pinning can wait for the device, and the device may
+    /// later wait for a layer gate that only this thread opens.
     pub(super) fn reserve(&self, launches: usize) {
         if self.kernel.is_none() {
             return;
@@ -241,8 +236,8 @@ impl Launcher {
         while tiles.len() < launches {
             match TileBuffer::new(&self.gpu) {
                 Ok(buffer) => tiles.push(buffer),
-                // The kernel stays unused then: the blocks could not be pinned either.
-                Err(fault) => return tracing::debug!(%fault, "no memory for descriptions of copies was pinned"),
+                // The kernel stays unused: then the blocks cannot be pinned either.
+                Err(fault) => return tracing::debug!(%fault, "no memory for tile descriptors was pinned"),
             }
         }
     }

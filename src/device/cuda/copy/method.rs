@@ -145,7 +145,7 @@ mod tests {
     }
 
     #[test]
-    fn names_go_there_and_back() {
+    fn each_method_is_found_by_its_name() {
         for method in CopyMethod::ALL {
             assert_eq!(CopyMethod::from_name(method.name()), Some(method));
         }

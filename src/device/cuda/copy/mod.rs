@@ -4,7 +4,7 @@
 //! launch has a fixed cost of microseconds, as much as copying 128 KiB. The method for each number and size of copies
 //! is measured when a cache is opened ([`CopyMethod`], [`Calibration`]).
 //!
-//! A task polls for completion as long as something is in flight: querying an event takes about a microsecond, and a
+//! A task polls for completions as long as a launch is in flight: querying an event takes about a microsecond, and a
 //! wake-up by a host function of the driver takes twice the time of a small copy. An idle engine has no task.
 
 mod calibrate;
@@ -41,7 +41,7 @@ use crate::{
     memory::Arena,
 };
 
-/// Streams per direction: while one ends, the other already copies.
+/// Streams per direction, so that one copies while the other ends.
 const STREAMS: usize = 2;
 
 /// Launches per stream; later batches wait and share the next launch.
@@ -53,8 +53,8 @@ const LAUNCH_BYTES: u64 = 32 << 20;
 /// Bytes per launch that contains a prompt batch: 40 us on the bus.
 const PROMPT_BYTES: u64 = 2 << 20;
 
-/// How long the task keeps polling after the last copy: about the time that waking the reactor takes, which a sequence
-/// of single copies then saves.
+/// How long the task keeps polling after the last copy: about the time of waking the reactor, so that a sequence of
+/// single copies needs no wake-ups.
 const LINGER: Duration = Duration::from_micros(30);
 
 type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
@@ -87,7 +87,7 @@ struct Inner {
     options: CudaCopyOptions,
     /// The polling task runs.
     polling: Cell<bool>,
-    /// Why nothing can be copied any more.
+    /// Why the device can no longer copy.
     fault: RefCell<Option<String>>,
     gpu: Arc<Gpu>,
 }
@@ -130,7 +130,7 @@ impl CudaCopy {
         }
         let key = format!("{} {}", gpu.device().pci_address, options.blocks_max);
         let calibration = method::kept(&key, || calibrate::calibrate(gpu, &launcher)).unwrap_or_else(|error| {
-            // Without pinned memory only one method works.
+            // Without measurements `Loop` is used, the only method that works without pinned memory.
             tracing::warn!(%error, "the copy methods could not be measured; each copy is a separate driver call");
             Arc::default()
         });
@@ -144,7 +144,7 @@ impl CudaCopy {
         let checksums = match gpu.device().host_addresses {
             // The kernel reads descriptors by their host addresses.
             true => Checksums::new(gpu).map_err(|error| {
-                tracing::warn!(%error, "the device cannot verify blocks; they are copied to the host for it");
+                tracing::warn!(%error, "the device cannot verify blocks; they are copied to the host to be verified");
             }),
             false => Err(()),
         };

@@ -24,7 +24,7 @@ pub struct Driver {
 enum Opening {
     NotTried,
     /// The thread runs; `given_up` once the first caller has timed out.
-    UnderWay {
+    InProgress {
         given_up: bool,
     },
     Open(&'static Driver),
@@ -38,8 +38,8 @@ impl Driver {
     /// Initializes libcufile once per process, and waits at most `limit`. Blocks the thread.
     ///
     /// # Errors
-    /// The missing library or function, libcufile's own error, or that it did not return in time. After a timeout, a
-    /// later call returns the driver if libcufile has returned since.
+    /// Names the missing library or function, libcufile's own error, or the timeout. After a timeout, a later call
+    /// returns the driver if libcufile has returned since.
     pub fn open(limit: Duration) -> Result<&'static Driver, String> {
         let library = Library::get()?;
         // 1.16 to 1.20 read /proc/modules in an endless loop if it does not exist.
@@ -52,16 +52,16 @@ impl Driver {
         if matches!(*opening, Opening::NotTried) {
             let thread = thread::Builder::new().name("kvhoist-cufile-open".into());
             thread.spawn(move || finish(library)).map_err(|error| format!("no thread to open libcufile: {error}"))?;
-            *opening = Opening::UnderWay { given_up: false };
+            *opening = Opening::InProgress { given_up: false };
         }
         // Only the first caller waits; after a timeout, later calls only check.
-        let awaited = |opening: &mut Opening| matches!(opening, Opening::UnderWay { given_up: false });
+        let awaited = |opening: &mut Opening| matches!(opening, Opening::InProgress { given_up: false });
         let waited = OPENED.wait_timeout_while(opening, limit, awaited);
         let (mut opening, _) = waited.unwrap_or_else(PoisonError::into_inner);
         match &mut *opening {
             Opening::Open(driver) => return Ok(driver),
             Opening::Failed(reason) => return Err(reason.clone()),
-            Opening::UnderWay { given_up } => *given_up |= !limit.is_zero(),
+            Opening::InProgress { given_up } => *given_up |= !limit.is_zero(),
             Opening::NotTried => {}
         }
         Err("cuFileDriverOpen has not returned; look at cufile.log, and try another version of libcufile".into())
@@ -88,7 +88,7 @@ impl Driver {
         (nvfs_major > 0).then_some((nvfs_major, nvfs_minor))
     }
 
-    /// Largest direct transfer in bytes; longer registrations are of no use.
+    /// Largest direct transfer in bytes; no transfer uses more of a registration.
     pub fn direct_bytes_max(&self) -> usize {
         // libcufile counts in KiB.
         self.properties.max_direct_io.saturating_mul(1024).min(DIRECT_BYTES_MAX)

@@ -74,7 +74,7 @@ impl Handle {
         let (call, moved) = match kind {
             // SAFETY: the caller vouches for the range; a file's offset fits.
             OpKind::Read => ("cuFileRead", unsafe { (functions.read)(self.raw, ptr.cast(), len, at, 0) }),
-            // SAFETY: as above.
+            // SAFETY: the caller vouches for the range; a file's offset fits.
             OpKind::Write => ("cuFileWrite", unsafe { (functions.write)(self.raw, ptr.cast(), len, at, 0) }),
             OpKind::Sync => unreachable!("only reads and writes move bytes"),
         };

@@ -1,4 +1,4 @@
-//! Loads libcufile and finds its functions, once per process; explains its errors.
+//! Loads libcufile and finds its functions, once per process; describes its errors.
 
 use std::{
     ffi::{c_int, c_uint, c_void},
@@ -253,12 +253,12 @@ fn explained(status: i32) -> (&'static str, &'static str) {
         5008 => ("IO_NOT_SUPPORTED", "put the store on ext4 or xfs on an NVMe drive"),
         5009 => ("DEVICE_NOT_SUPPORTED", "this GPU has no GPUDirect Storage"),
         5010 => ("NVFS_DRIVER_ERROR", "look at dmesg for nvidia-fs"),
-        5011 => ("CUDA_DRIVER_ERROR", "look at what the driver says: nvidia-smi, dmesg"),
-        5012..=5015 => ("CUDA_POINTER", "device memory of another context, or none"),
+        5011 => ("CUDA_DRIVER_ERROR", "look at nvidia-smi and dmesg"),
+        5012..=5015 => ("CUDA_POINTER", "the address is not device memory of this context"),
         5018 => ("INVALID_FILE_TYPE", "put the store on a regular file or a block device"),
-        5019 => ("INVALID_FILE_OPEN_FLAG", "the file is open with a flag that libcufile refuses, O_NOFOLLOW say"),
+        5019 => ("INVALID_FILE_OPEN_FLAG", "the file is open with a flag that libcufile refuses, such as O_NOFOLLOW"),
         5020 => ("DIO_NOT_SET", "the file must be open with O_DIRECT: direct_io = require"),
-        5022 => ("INVALID_VALUE", "an offset, a length or an address that it does not take"),
+        5022 => ("INVALID_VALUE", "libcufile refuses this offset, length or address"),
         5023 => ("MEMORY_ALREADY_REGISTERED", "nothing else may register the same memory"),
         5025 => ("PERMISSION_DENIED", "check the rights on /dev/nvidia-fs*"),
         5027 => (
@@ -271,7 +271,7 @@ fn explained(status: i32) -> (&'static str, &'static str) {
         5033 => ("NVFS_SETUP_ERROR", "load nvidia-fs, and look at dmesg"),
         5034 => ("IO_DISABLED", "allow it in cufile.json"),
         5035 => ("BATCH_SUBMIT_FAILED", "look at cufile.log"),
-        5036 => ("GPU_MEMORY_PINNING_FAILED", "less device memory, or a larger BAR1"),
+        5036 => ("GPU_MEMORY_PINNING_FAILED", "use less device memory, or enlarge BAR1"),
         5037 => ("BATCH_FULL", "raise io_batchsize in cufile.json"),
         _ => ("", "look at cufile.log"),
     }
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fault_names_its_status_and_what_helps() {
+    fn an_error_names_its_status_and_the_fix() {
         let text = CufileError::new("cuFileHandleRegister", 5027).to_string();
         assert!(text.starts_with("cuFileHandleRegister: 5027 (CU_FILE_HANDLE_NOT_REGISTERED); "), "{text}");
         assert!(text.contains("/run/udev/data/b<major>:<minor>"), "{text}");

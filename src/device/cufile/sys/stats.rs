@@ -22,17 +22,14 @@ const GPU_COUNT_AT: [(u32, usize); 2] = [(0, 128), (1190, 142)];
 /// Number of GPU entries in the answer.
 const GPUS_MAX: usize = 16;
 
-/// Words per GPU entry, and the indices of its counters; the first two words are its id.
+/// Words per GPU entry, and the indices of its counters of reads; the first two words are its id.
 const GPU_WORDS: usize = 31;
 const READ_BYTES: usize = 2;
 const READS_P2P: usize = 7;
 const READS_NVFS: usize = 8;
 const READS_POSIX: usize = 9;
-const WRITES_P2P: usize = 20;
-const WRITES_NVFS: usize = 21;
-const WRITES_POSIX: usize = 22;
 
-/// Transfers so far in this process, over all GPUs.
+/// Reads so far in this process, over all GPUs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Bytes read.
@@ -43,12 +40,6 @@ pub struct Counters {
     pub reads_nvfs: u64,
     /// Reads into host memory with a copy to the device (compat mode).
     pub reads_posix: u64,
-    /// Writes from device memory to the drive, by PCI peer-to-peer.
-    pub writes_p2p: u64,
-    /// Writes from device memory to the drive, by nvidia-fs.
-    pub writes_nvfs: u64,
-    /// Copies to host memory with a write to the drive (compat mode).
-    pub writes_posix: u64,
 }
 
 impl Counters {
@@ -60,20 +51,12 @@ impl Counters {
             reads_p2p: self.reads_p2p.wrapping_sub(earlier.reads_p2p),
             reads_nvfs: self.reads_nvfs.wrapping_sub(earlier.reads_nvfs),
             reads_posix: self.reads_posix.wrapping_sub(earlier.reads_posix),
-            writes_p2p: self.writes_p2p.wrapping_sub(earlier.writes_p2p),
-            writes_nvfs: self.writes_nvfs.wrapping_sub(earlier.writes_nvfs),
-            writes_posix: self.writes_posix.wrapping_sub(earlier.writes_posix),
         }
     }
 
     /// True if there were reads and all of them went from the drive into device memory.
     pub fn proves_reads(&self) -> bool {
         self.reads_p2p + self.reads_nvfs > 0 && self.reads_posix == 0
-    }
-
-    /// True if there were writes and all of them went from device memory to the drive.
-    pub fn proves_writes(&self) -> bool {
-        self.writes_p2p + self.writes_nvfs > 0 && self.writes_posix == 0
     }
 
     fn decode(answer: &[u64; ANSWER_WORDS], version: Option<u32>) -> Counters {
@@ -87,9 +70,6 @@ impl Counters {
             counters.reads_p2p += gpu[READS_P2P];
             counters.reads_nvfs += gpu[READS_NVFS];
             counters.reads_posix += gpu[READS_POSIX];
-            counters.writes_p2p += gpu[WRITES_P2P];
-            counters.writes_nvfs += gpu[WRITES_NVFS];
-            counters.writes_posix += gpu[WRITES_POSIX];
         }
         counters
     }
@@ -147,7 +127,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_counts_of_all_gpus_are_added_up_where_the_version_has_them() {
+    fn the_counters_of_all_gpus_are_added_up_at_the_offsets_of_the_version() {
         for (version, at) in [(None, 128), (Some(1150), 128), (Some(1180), 128), (Some(1190), 142), (Some(1200), 142)] {
             let mut answer = [0; ANSWER_WORDS];
             answer[at] = 2 | (7 << 32);
@@ -156,18 +136,16 @@ mod tests {
                 answer[start + 2] = 4096;
                 answer[start + 7] = 1;
                 answer[start + 9] = 10;
-                answer[start + 21] = 100;
             }
             let counters = Counters::decode(&answer, version);
-            let expected =
-                Counters { read_bytes: 8192, reads_p2p: 2, reads_posix: 20, writes_nvfs: 200, ..Counters::default() };
+            let expected = Counters { read_bytes: 8192, reads_p2p: 2, reads_nvfs: 0, reads_posix: 20 };
             assert_eq!(counters, expected, "version {version:?}");
-            assert!(!counters.proves_reads() && counters.proves_writes());
+            assert!(!counters.proves_reads());
         }
     }
 
     #[test]
-    fn only_reads_that_all_went_directly_prove_anything() {
+    fn the_path_is_direct_only_if_all_reads_were() {
         let posix = Counters { reads_posix: 1, ..Counters::default() };
         let direct = Counters { reads_nvfs: 1, ..Counters::default() };
         let mixed = Counters { reads_nvfs: 2, ..posix };
