@@ -284,7 +284,7 @@ impl Opening {
             Ok(()) => reported,
             Err(error) => {
                 let path = self.opened.path.display();
-                tracing::warn!(%path, reported, %error, "direct I/O fails at the memory alignment that the kernel reports");
+                tracing::warn!(%path, reported, %error, "direct I/O fails at the alignment that the kernel reports");
                 IO_ALIGN
             }
         }
