@@ -126,23 +126,18 @@ impl Settings {
     }
 }
 
-/// As many slots on each path as have room in its share of the bytes.
+/// As many slots on each path as have room in its share of the bytes. `name`: what the user calls them.
 ///
 /// # Errors
-/// Where there is none.
+/// [`Failure::USAGE`]: there is no room for a block on each path, or for too many.
 pub fn disks(
-    name: &str,
+    name: &'static str,
     paths: &[impl AsRef<Path>],
     capacity: u64,
     block_bytes: usize,
 ) -> Result<Vec<DiskPath>, Failure> {
-    let blocks = DiskPath::blocks_within(capacity / paths.len().max(1) as u64, block_bytes as u64);
-    if blocks == 0 {
-        let least = DiskPath::file_bytes(1, block_bytes as u64) * paths.len() as u64;
-        return Err(Failure::usage(format!(
-            "{name}: found {capacity} bytes, expected {least} at least, for one block of {block_bytes} on each path"
-        )));
-    }
+    let blocks = DiskPath::blocks_on_each(capacity, paths.len(), block_bytes as u64)
+        .map_err(|error| Failure::usage(error.with_settings_named(&[("capacity", name)]).to_string()))?;
     Ok(paths.iter().map(|path| DiskPath::with_blocks(path.as_ref(), blocks)).collect())
 }
 

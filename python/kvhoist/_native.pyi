@@ -27,14 +27,14 @@ __all__ = [
     "examine",
     "parse_bytes",
     "path_bytes",
-    "slots_within",
+    "slots_on_each",
 ]
 __version__: str
 BYTES_EXPECTED: str
 
 def parse_bytes(text: str) -> int | None: ...
 def path_bytes(slots: int, block_bytes: int) -> int: ...
-def slots_within(bytes: int, block_bytes: int) -> int: ...
+def slots_on_each(capacity: int, paths: int, block_bytes: int) -> int: ...
 def examine(
     paths: list[str], disk_bytes: int, host_bytes: int, ranks: int, write_bytes_a_day: int
 ) -> list[tuple[str, str, str | None, bool]]: ...

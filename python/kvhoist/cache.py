@@ -44,9 +44,10 @@ def store_bytes(slots: int, block_bytes: int) -> int:
     return _native.path_bytes(slots, block_bytes)
 
 
-def slots_within(capacity: int, block_bytes: int) -> int:
-    """The most slots whose store's file is no longer than `capacity` bytes; 0 where there is no room for one."""
-    return _native.slots_within(max(capacity, 0), block_bytes)
+def slots_on_each(capacity: int, paths: int, block_bytes: int) -> int:
+    """The most slots of each path of a store whose files have at most `capacity` bytes in all. ConfigError if a path has
+    no room for one, or all paths have room for more than a store can have."""
+    return _native.slots_on_each(max(capacity, 0), paths, block_bytes)
 
 
 def _paths(path: Any) -> list[str]:
@@ -69,10 +70,7 @@ def _disks(paths: list[str], capacity: Any, blocks: Any, block_bytes: int) -> li
         return [(p, blocks // len(paths) + (at < blocks % len(paths))) for at, p in enumerate(paths)]
     if capacity is None:
         raise config_error("capacity", capacity, "bytes on disk, such as '200GiB', or disk_blocks")
-    count = slots_within(parse_bytes(capacity, "capacity") // len(paths), block_bytes)
-    if count < 1:
-        least = store_bytes(1, block_bytes) * len(paths)
-        raise config_error("capacity", capacity, f"{least} bytes at least, for one block of {block_bytes} on each path")
+    count = slots_on_each(parse_bytes(capacity, "capacity"), len(paths), block_bytes)
     return [(p, count) for p in paths]
 
 

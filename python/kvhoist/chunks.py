@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Callable, Collection, Iterable, Mapping, Sequence
 
 from ._native import chunk_keys
-from .cache import Cache, slot_bytes, slots_within, store_bytes
+from .cache import Cache, slot_bytes, slots_on_each, store_bytes
 from .config import DEFAULT_HOST_BYTES, HiCacheConfig, config_error
 from .hicache import _make_directory, _slug
 
@@ -90,13 +90,10 @@ class Place:
         return [os.path.join(path, name, _slug(self.replica)) for path in paths]
 
 
-def open_store(config: HiCacheConfig, place: Place, block_bytes: int, unit: str, **more: Any) -> Cache:
-    """Opens the cache of an engine with memory of its own. `unit` is the engine's word for a block, `more` are further
-    settings of the cache."""
+def open_store(config: HiCacheConfig, place: Place, block_bytes: int, **more: Any) -> Cache:
+    """Opens the cache of an engine with memory of its own. `more` are further settings of the cache."""
     directories, slot = place.directories(config.path), slot_bytes(block_bytes)
-    slots = slots_within(config.capacity // len(directories), block_bytes)
-    if slots < 1:
-        raise config_error("capacity", config.capacity, f"room for one {unit} of {block_bytes} bytes on each path")
+    slots = slots_on_each(config.capacity, len(directories), block_bytes)
     for directory in directories:
         _make_directory(directory, store_bytes(slots, block_bytes))
     return Cache(
@@ -279,7 +276,7 @@ class ChunkStore(ChunkJobs):
     def __init__(self, config: HiCacheConfig, place: Place, chunk_bytes: int, memory: Any) -> None:
         """Opens the store. `memory` is a writable buffer object, kept until `close`."""
         self.directories = place.directories(config.path)
-        cache = open_store(config, place, chunk_bytes, "chunk")
+        cache = open_store(config, place, chunk_bytes)
         try:
             self.region = cache.register_host(memory, pin=True)
             super().__init__(cache, chunk_bytes)

@@ -136,7 +136,7 @@ class DeviceChunks(Jobs):
             in_flight = settings.store.read_bytes_in_flight_max + settings.store.write_bytes_in_flight_max
             staged = max(in_flight // slot_bytes(self.chunk_bytes), 2)
         return open_store(
-            settings.store, place, self.chunk_bytes, "chunk", device="simulated" if self.device is None else "cuda",
+            settings.store, place, self.chunk_bytes, device="simulated" if self.device is None else "cuda",
             device_ordinal=self.device or 0, device_blocks=staged, copy_blocks_max=settings.copy_blocks_max,
             cufile=cufile,
         )  # fmt: skip

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from ._native import Region
-from .cache import Cache, slot_bytes, slots_within, store_bytes
+from .cache import Cache, slot_bytes, slots_on_each, store_bytes
 from .client import Client
 from .config import HiCacheConfig, config_error, printable
-from .errors import ClosedError, RefusedError, StoreError
+from .errors import ClosedError, ConfigError, RefusedError, StoreError
 from .hicache_identity import Identity
 from .hicache_service import connect_pool
 
@@ -158,11 +158,12 @@ class PoolStore:
         return [os.path.join(path, f"{model}-{digest[:12]}", rank, pool) for path in self.config.path]
 
     def _open(self) -> Cache:
-        page, paths = self.geometry.page_bytes, len(self.directories)
-        slot, slots = slot_bytes(page), slots_within(self.capacity // paths, page)
-        if slots < 1:
-            expected = f"room for one page of {page} bytes of pool {self.name!r} on each of {paths} paths"
-            raise config_error("capacity", self.capacity, expected)
+        page = self.geometry.page_bytes
+        slot = slot_bytes(page)
+        try:
+            slots = slots_on_each(self.capacity, len(self.directories), page)
+        except ConfigError as error:
+            raise config_error("capacity", self.capacity, f"room for pages of pool {self.name!r}: {error}") from None
         if self.config.host_bytes < slot:
             expected = f"room for one page of {slot} bytes of pool {self.name!r}"
             raise config_error("host_bytes", self.config.host_bytes, expected)

@@ -82,7 +82,7 @@ class ObjectStore:
         self.block_bytes = block_bytes
         self.directories = place.directories(config.path)
         if config.service == "off":
-            self.cache: Any = open_store(config, place, block_bytes, "block")
+            self.cache: Any = open_store(config, place, block_bytes)
         else:
             self.cache = ServiceSpace(config, place.namespace(), block_bytes)
             self.directories = [self.cache.socket]

@@ -33,7 +33,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("BYTES_EXPECTED", kvhoist::internals::size::EXPECTED)?;
     module.add_function(wrap_pyfunction!(parse_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(path_bytes, module)?)?;
-    module.add_function(wrap_pyfunction!(slots_within, module)?)?;
+    module.add_function(wrap_pyfunction!(slots_on_each, module)?)?;
     module.add_function(wrap_pyfunction!(examine, module)?)?;
     module.add_class::<cache::PyCache>()?;
     module.add_class::<client::PyClient>()?;
@@ -62,10 +62,10 @@ fn path_bytes(slots: u64, block_bytes: u64) -> u64 {
     kvhoist::DiskPath::file_bytes(slots, block_bytes)
 }
 
-/// As [`kvhoist::DiskPath::blocks_within`].
+/// As [`kvhoist::DiskPath::blocks_on_each`].
 #[pyfunction]
-fn slots_within(bytes: u64, block_bytes: u64) -> u32 {
-    kvhoist::DiskPath::blocks_within(bytes, block_bytes)
+fn slots_on_each(py: Python<'_>, capacity: u64, paths: usize, block_bytes: u64) -> PyResult<u32> {
+    kvhoist::DiskPath::blocks_on_each(capacity, paths, block_bytes).map_err(|error| errors::to_python(py, &error))
 }
 
 /// As [`kvhoist::internals::machine::examine`]: the check, its finding, the remedy, and whether it is trouble.

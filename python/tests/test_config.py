@@ -12,7 +12,7 @@ import pytest
 import kvhoist.metrics
 from kvhoist import ConfigError, parse_bytes
 from kvhoist.__main__ import main
-from kvhoist.cache import slots_within, store_bytes
+from kvhoist.cache import slots_on_each, store_bytes
 from kvhoist.config import HiCacheConfig
 from kvhoist.hicache import _make_private_folders
 
@@ -253,9 +253,26 @@ def test_unknown_keys_are_named():
 @pytest.mark.parametrize("block", [1, 654, 4096, 70_272, 8 << 20])
 @pytest.mark.parametrize("capacity", [1 << 20, (1 << 20) + 4096, 5 << 20, 7_654_321, 1 << 30, (200 << 30) + 17])
 def test_as_many_slots_as_fit_and_not_one_more(block, capacity):
-    slots = slots_within(capacity, block)
-    assert slots >= 0 and (slots == 0 or store_bytes(slots, block) <= capacity)
+    try:
+        slots = slots_on_each(capacity, 1, block)
+    except ConfigError as error:
+        slots = 0
+        assert error.field == "capacity"
+    assert slots == 0 or store_bytes(slots, block) <= capacity
     assert store_bytes(slots + 1, block) > capacity
+
+
+@pytest.mark.parametrize("paths", [1, 3])
+def test_more_than_a_store_can_have_is_refused_in_words_of_the_capacity(store_dir, paths):
+    import kvhoist
+
+    folders = [store_dir / str(n) for n in range(paths)]
+    for folder in folders:
+        folder.mkdir()
+    with pytest.raises(ConfigError, match="^capacity: found .* bytes or less: .* larger blocks") as refused:
+        kvhoist.Cache(folders, block_bytes=4096, capacity="9TiB")
+    assert refused.value.field == "capacity"
+    assert not any(os.listdir(folder) for folder in folders)
 
 
 def test_the_file_is_as_long_as_was_reckoned(store_dir):
@@ -266,7 +283,7 @@ def test_the_file_is_as_long_as_was_reckoned(store_dir):
         path.mkdir()
         kvhoist.Cache(path, block_bytes=block, capacity=capacity, host_bytes="1MiB", direct_io="prefer").close()
         (store,) = path.iterdir()
-        assert store.stat().st_size == store_bytes(slots_within(capacity, block), block) <= capacity
+        assert store.stat().st_size == store_bytes(slots_on_each(capacity, 1, block), block) <= capacity
 
 
 def test_tiers_are_sized_in_blocks_too(store_dir):

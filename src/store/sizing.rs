@@ -3,6 +3,7 @@
 use crate::{
     config::DiskPath,
     disk::format::stripe::{MemberGeometry, SLOTS_MAX},
+    error::{Error, Result},
     io::IO_ALIGN,
 };
 
@@ -14,20 +15,40 @@ impl DiskPath {
     /// ```
     /// use kvhoist::DiskPath;
     /// let bytes = DiskPath::file_bytes(1000, 64 << 10);
-    /// assert_eq!(DiskPath::blocks_within(bytes, 64 << 10), 1000);
+    /// assert_eq!(DiskPath::blocks_on_each(2 * bytes, 2, 64 << 10)?, 1000);
+    /// # Ok::<(), kvhoist::Error>(())
     /// ```
     pub fn file_bytes(blocks: u64, block_bytes: u64) -> u64 {
         MemberGeometry::of(blocks.min(SLOTS_MAX) as u32, slot_bytes(block_bytes)).bytes
     }
 
-    /// Largest number of slots of one path whose file or device has `file_bytes`; 0 if none fits.
-    pub fn blocks_within(file_bytes: u64, block_bytes: u64) -> u32 {
-        let (mut fits, mut too_many) = (0, SLOTS_MAX + 1);
+    /// Largest number of slots of each path of a store whose files or devices have `capacity_bytes` in all.
+    ///
+    /// # Errors
+    /// [`Error::Config`] for `capacity`: a path has no room for a block, or all paths together have room for more than
+    /// the 2^31 - 1 blocks that a store can have.
+    pub fn blocks_on_each(capacity_bytes: u64, paths: usize, block_bytes: u64) -> Result<u32> {
+        let paths = paths.max(1) as u64;
+        let (share, blocks_max) = (capacity_bytes / paths, SLOTS_MAX / paths);
+        let wrong = |expected: String| Error::config("capacity", format!("{capacity_bytes} bytes"), expected);
+        let of_all = |blocks: u64| Self::file_bytes(blocks, block_bytes).saturating_mul(paths);
+        if Self::file_bytes(blocks_max, block_bytes) + slot_bytes(block_bytes) <= share {
+            let most = of_all(blocks_max);
+            return Err(wrong(format!(
+                "{most} bytes or less: a store has at most {SLOTS_MAX} blocks, here of {block_bytes} bytes; larger \
+                 blocks make use of more"
+            )));
+        }
+        let (mut fits, mut too_many) = (0, blocks_max + 1);
         while too_many - fits > 1 {
             let middle = u64::midpoint(fits, too_many);
-            if Self::file_bytes(middle, block_bytes) <= file_bytes { fits = middle } else { too_many = middle }
+            if Self::file_bytes(middle, block_bytes) <= share { fits = middle } else { too_many = middle }
         }
-        fits as u32
+        if fits == 0 {
+            let least = of_all(1);
+            return Err(wrong(format!("{least} bytes or more, for one block of {block_bytes} bytes on each path")));
+        }
+        Ok(fits as u32)
     }
 }
 
@@ -43,18 +64,47 @@ mod tests {
 
     proptest! {
         #[test]
-        fn one_slot_more_would_not_fit(bytes in 0u64..1 << 62, block_bytes in 1u64..=1 << 30) {
-            let slots = u64::from(DiskPath::blocks_within(bytes, block_bytes));
-            prop_assert!(slots == 0 || DiskPath::file_bytes(slots, block_bytes) <= bytes);
-            prop_assert!(slots == SLOTS_MAX || DiskPath::file_bytes(slots + 1, block_bytes) > bytes);
+        fn one_slot_more_would_not_fit(bytes in 0u64..1 << 62, paths in 1usize..=64, block_bytes in 1u64..=1 << 30) {
+            let share = bytes / paths as u64;
+            let blocks_max = SLOTS_MAX / paths as u64;
+            match DiskPath::blocks_on_each(bytes, paths, block_bytes) {
+                Ok(slots) => {
+                    let slots = u64::from(slots);
+                    prop_assert!(slots > 0 && slots <= blocks_max);
+                    prop_assert!(DiskPath::file_bytes(slots, block_bytes) <= share);
+                    prop_assert!(slots == blocks_max || DiskPath::file_bytes(slots + 1, block_bytes) > share);
+                }
+                Err(_) => {
+                    let [least, most] = [1, blocks_max].map(|slots| DiskPath::file_bytes(slots, block_bytes));
+                    prop_assert!(share < least || share > most);
+                }
+            }
         }
     }
 
     #[test]
     fn the_records_count() {
         assert_eq!(DiskPath::file_bytes(1, 4096), (1 << 20) + 4096);
-        assert_eq!(DiskPath::blocks_within((1 << 20) + 4096, 1), 1);
-        assert_eq!(DiskPath::blocks_within((1 << 20) + 4095, 4096), 0);
-        assert_eq!((DiskPath::blocks_within(u64::MAX, 1), DiskPath::blocks_within(0, u64::MAX)), (SLOTS_MAX as u32, 0));
+        assert_eq!(DiskPath::blocks_on_each((1 << 20) + 4096, 1, 1).expect("room"), 1);
+    }
+
+    #[test]
+    fn too_little_and_too_much_are_refused_in_the_words_of_the_capacity() {
+        let said = |bytes, paths, block_bytes| {
+            DiskPath::blocks_on_each(bytes, paths, block_bytes).expect_err("refused").to_string()
+        };
+        let little = said((1 << 20) + 4095, 1, 4096);
+        assert!(little.contains("capacity") && little.contains("found 1052671 bytes"), "{little}");
+        assert!(little.contains("1052672 bytes or more"), "{little}");
+        assert!(said(0, 3, u64::MAX).contains("on each path"));
+        // 2^31 - 1 blocks and one more, on one path and on three.
+        for paths in [1, 3] {
+            let most = DiskPath::file_bytes(SLOTS_MAX / paths, 4096) * paths;
+            let blocks = DiskPath::blocks_on_each(most, paths as usize, 4096).expect("the largest store");
+            assert_eq!(u64::from(blocks), SLOTS_MAX / paths);
+            let much = said(most + 4096 * paths, paths as usize, 4096);
+            assert!(much.contains(&format!("{most} bytes or less")) && much.contains("larger blocks"), "{much}");
+        }
+        assert!(said(u64::MAX, 1, 1).contains("2147483647 blocks"));
     }
 }

@@ -148,6 +148,7 @@ fn wrong_input_is_one_line_and_status_2() {
         (&["--disk-blocks", "1", "--path", &path("a"), "--path", &path("b")], "--disk-blocks: found 1 for 2 paths"),
         (&["--host-bytes", "1KiB"], "--host-bytes: found 1024 bytes"),
         (&["--capacity", "1KiB"], "--capacity: found 1024 bytes"),
+        (&["--capacity", "9TiB", "--block-bytes", "4096"], "larger blocks make use of more"),
         (&["--host-bytes", "1MiB", "--host-blocks", "5"], "--host-blocks"),
         (&["--speed", "0"], "--speed"),
         (&["--config", &path("foreign")], "JSON object"),

@@ -237,16 +237,12 @@ impl Spaces {
         config.host.parks = self.config.move_host && floor < most;
         let most = if config.host.parks { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
         config.host.capacity = Capacity::Blocks(slots(bytes, slot_bytes)?.max(most));
-        let paths = self.config.paths.len() as u64;
         config.disk.paths.clear();
-        for path in &self.config.paths {
-            let blocks = DiskPath::blocks_within(deed.capacity_bytes / paths, deed.block_bytes);
-            if blocks == 0 {
-                let least = DiskPath::file_bytes(1, deed.block_bytes).saturating_mul(paths);
-                let found = format!("{} bytes for a space", deed.capacity_bytes);
-                return Err(Error::config("capacity_bytes", found, format!("{least} or more")));
-            }
-            config.disk.paths.push(DiskPath::with_blocks(path.join(deed.folder()), blocks));
+        if !self.config.paths.is_empty() {
+            let blocks = DiskPath::blocks_on_each(deed.capacity_bytes, self.config.paths.len(), deed.block_bytes)
+                .map_err(|error| error.with_settings_named(&[("capacity", "capacity_bytes")]))?;
+            let paths = self.config.paths.iter().map(|path| path.join(deed.folder()));
+            config.disk.paths.extend(paths.map(|path| DiskPath::with_blocks(path, blocks)));
         }
         if let Some(bytes) = config.write_budget_bytes() {
             let all = u128::from(self.config.capacity_bytes.max(1));
