@@ -4,7 +4,7 @@ mod common;
 
 use bytes::Bytes;
 use common::{BLOCK_BYTES, config, directory, fetch_verified, key, payload, store};
-use kvhoist::{BlockKey, Cache, Error, PrefixChain, Route, StorageKind, Tier, WritePolicy, block_on};
+use kvhoist::{BlockKey, Cache, DirectIo, Error, PrefixChain, Route, StorageKind, Tier, WritePolicy, block_on};
 
 /// Runs a test over each storage engine.
 macro_rules! over_both_engines {
@@ -320,6 +320,45 @@ async fn prefetched_blocks_become_host_hits(storage: StorageKind) {
     }
     assert_eq!(cache.stats().route(Route::DiskToHost).blocks, 4, "each was read once");
     cache.close().await.expect("close");
+}
+
+/// On one processor, and with a caller that gives way to the reactor, a movement may have ended before the call that
+/// started it has.
+#[test]
+fn a_prefetch_keeps_its_block_however_soon_the_movement_ends() {
+    const ROUNDS: u64 = 1000;
+    // SAFETY: plain calls with memory of this frame. They apply to this thread, and to those that it starts.
+    unsafe {
+        let mut one: libc::cpu_set_t = std::mem::zeroed();
+        libc::CPU_SET(libc::sched_getcpu().try_into().expect("a processor"), &mut one);
+        assert_eq!(libc::sched_setaffinity(0, size_of::<libc::cpu_set_t>(), &raw const one), 0);
+    }
+    // Reads of memory complete at once.
+    let dir = tempfile::tempdir_in("/dev/shm").expect("a directory in memory");
+    let settings = config(&dir, StorageKind::Auto, ROUNDS as u32, ROUNDS as u32).direct_io(DirectIo::Prefer);
+    block_on(async {
+        let cache = Cache::open(settings.clone()).await.expect("open");
+        for n in 0..ROUNDS {
+            store(&cache, n).await;
+        }
+        cache.close().await.expect("close");
+    });
+    let cache = block_on(Cache::open(settings)).expect("open again, with nothing in host memory");
+    // SAFETY: a plain call, for this thread alone: the reactor has been started.
+    assert_eq!(unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 19) }, 0);
+    for n in 0..ROUNDS {
+        assert_eq!(cache.prefetch(&[key(n)]).expect("open"), 1);
+    }
+    let begun = std::time::Instant::now();
+    let resident = || cache.stats().tier(Tier::Host).resident;
+    while resident() < ROUNDS && begun.elapsed().as_secs() < 20 {
+        std::thread::yield_now();
+    }
+    assert_eq!(resident(), ROUNDS, "blocks were read and given up");
+    for n in 0..ROUNDS {
+        assert!(block_on(fetch_verified(&cache, n)));
+    }
+    block_on(cache.close()).expect("close");
 }
 
 async fn several_paths_are_striped(storage: StorageKind) {

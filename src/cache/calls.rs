@@ -202,8 +202,9 @@ impl Cache {
 
     /// Starts to bring blocks into host memory; returns how many movements it started.
     ///
-    /// Nobody waits for them: they go after the reads that someone awaits. Past
-    /// [`Config::background_max`] or with the queue full, the rest is refused and counted.
+    /// Reads that a caller awaits go first. With [`Config::background_max`] movements in flight, or a full queue, the
+    /// rest of the call is refused and counted. A fetch that joins such a movement and is then dropped may leave the
+    /// block on disk.
     ///
     /// # Errors
     /// [`Error::Closed`].
@@ -226,17 +227,16 @@ impl Cache {
         shared.lock().check_open()?;
         let mut started = 0;
         for (i, key) in keys.iter().enumerate() {
-            if shared.lock().flights.len() >= self.config().limits.background_max as usize {
-                shared.metrics.background_refused.add((keys.len() - i) as u64);
-                break;
-            }
-            let Ok(permit) = self.inner.commands.try_reserve() else {
+            let has_room = shared.lock().flights.len() < self.config().limits.background_max as usize;
+            let Some(permit) = self.inner.commands.try_reserve().ok().filter(|_| has_room) else {
                 shared.metrics.background_refused.add((keys.len() - i) as u64);
                 break;
             };
-            if let (Promotion::Started(_nobody), _) =
+            if let (Promotion::Started(nobody), _) =
                 shared.promote(key, Tier::Host, Class::Background, Use::Announced)?
             {
+                // First: the reactor would leave the block to a waiter, and a waiter that leaves gives it up.
+                drop(nobody);
                 permit.send(Command::Promote { key: *key, to: Tier::Host });
                 started += 1;
             }
