@@ -2,6 +2,8 @@
 //!
 //! Each counter is kept twice: in an atomic that [`Cache::stats`](crate::Cache::stats) reads, and in a handle of the
 //! `metrics` crate, acquired once at open. Install the recorder before opening a cache.
+//!
+//! The recorder is the user's code, and runs also under the index lock. If it panics, only that figure is lost.
 
 use std::{
     path::Path,
@@ -12,10 +14,12 @@ use std::{
     time::Duration,
 };
 
-pub(crate) use metrics::Gauge;
 use metrics::{Counter, Histogram, Unit};
 
-use crate::block::{Route, Tier};
+use crate::{
+    block::{Route, Tier},
+    shield::caught,
+};
 
 /// A counter, with its handle in the `metrics` crate.
 pub(crate) struct Count {
@@ -24,23 +28,36 @@ pub(crate) struct Count {
 }
 
 impl Count {
-    fn new(exported: Counter) -> Self {
-        Count { own: AtomicU64::new(0), exported }
+    fn new(exported: Option<Counter>) -> Self {
+        Count { own: AtomicU64::new(0), exported: exported.unwrap_or(Counter::noop()) }
     }
 
     /// A counter that is not exported.
     #[cfg(any(test, feature = "sim"))]
     pub(crate) fn unexported() -> Self {
-        Count::new(Counter::noop())
+        Count::new(None)
     }
 
     pub(crate) fn add(&self, n: u64) {
         self.own.fetch_add(n, Relaxed);
-        self.exported.increment(n);
+        _ = caught(|| self.exported.increment(n));
     }
 
     pub(crate) fn get(&self) -> u64 {
         self.own.load(Relaxed)
+    }
+}
+
+/// A gauge of the `metrics` crate.
+pub(crate) struct Gauge(metrics::Gauge);
+
+impl Gauge {
+    pub(crate) fn set(&self, value: f64) {
+        _ = caught(|| self.0.set(value));
+    }
+
+    pub(crate) fn add(&self, n: f64) {
+        _ = caught(|| self.0.increment(n));
     }
 }
 
@@ -183,7 +200,7 @@ const COUNTERS: [(&str, Unit, &str); 29] = [
 impl Metrics {
     /// The metrics of the cache of a namespace, which is their label `cache`.
     pub(crate) fn new(namespace: &str) -> Self {
-        describe();
+        _ = caught(describe);
         let of = Of(namespace);
         Metrics {
             tiers: Tier::ALL.map(|tier| TierMetrics {
@@ -204,7 +221,7 @@ impl Metrics {
             stores_failed: of.plain("kvhoist_stores_failed_total"),
             writes_refused: of.plain("kvhoist_writes_refused_total"),
             writes_declined: DECLINED.map(|reason| of.labelled("kvhoist_writes_declined_total", "reason", reason)),
-            write_share: metrics::gauge!("kvhoist_write_share", "cache" => of.cache()),
+            write_share: of.gauge("kvhoist_write_share", None),
             checksum_failures: of.plain("kvhoist_checksum_failures_total"),
             read_errors: of.plain("kvhoist_read_errors_total"),
             write_errors: of.plain("kvhoist_write_errors_total"),
@@ -220,8 +237,8 @@ impl Metrics {
             cufile_errors: of.plain("kvhoist_cufile_errors_total"),
             work_done: Arc::new(of.plain("kvhoist_work_done_total")),
             copies: Arc::new(CopyMetrics::new(&of)),
-            movements: metrics::gauge!("kvhoist_movements", "cache" => of.cache()),
-            cufile_in_use: metrics::gauge!("kvhoist_cufile_in_use", "cache" => of.cache()),
+            movements: of.gauge("kvhoist_movements", None),
+            cufile_in_use: of.gauge("kvhoist_cufile_in_use", None),
         }
     }
 
@@ -246,7 +263,7 @@ impl Metrics {
 
     /// Counts a moved block and its duration.
     pub(crate) fn moved(&self, route: Route, bytes: usize, took: Duration) {
-        self.routes[route as usize].seconds.record(took.as_secs_f64());
+        _ = caught(|| self.routes[route as usize].seconds.record(took.as_secs_f64()));
         self.moved_untimed(route, bytes);
     }
 
@@ -282,19 +299,17 @@ fn ends(route: Route) -> (Option<Tier>, Option<Tier>) {
     }
 }
 
-/// How much of a drive's life is used, by a path on it.
-pub(crate) fn drive_used(path: &Path) -> Gauge {
-    metrics::gauge!("kvhoist_drive_used", "path" => path.display().to_string())
-}
-
-/// Years until all of a drive's life is used, by a path on it.
-pub(crate) fn drive_years_left(path: &Path) -> Gauge {
-    metrics::gauge!("kvhoist_drive_years_left", "path" => path.display().to_string())
-}
-
-/// Bytes written to a drive in its whole life, by a path on it.
-pub(crate) fn drive_written(path: &Path) -> Counter {
-    metrics::counter!("kvhoist_drive_written_bytes_total", "path" => path.display().to_string())
+/// Sets the gauges and the counter of a drive's wear, by a path on it: the share of its life that is used, the years
+/// until all of it is used, and the bytes written to it.
+pub(crate) fn export_wear(path: &Path, used: f64, years_left: Option<f64>, bytes_written: u64) {
+    let path = || path.display().to_string();
+    _ = caught(|| {
+        metrics::gauge!("kvhoist_drive_used", "path" => path()).set(used);
+        if let Some(years) = years_left {
+            metrics::gauge!("kvhoist_drive_years_left", "path" => path()).set(years);
+        }
+        metrics::counter!("kvhoist_drive_written_bytes_total", "path" => path()).absolute(bytes_written);
+    });
 }
 
 /// The namespace of a cache: the label `cache` of its metrics.
@@ -306,22 +321,24 @@ impl Of<'_> {
     }
 
     fn plain(&self, name: &'static str) -> Count {
-        Count::new(metrics::counter!(name, "cache" => self.cache()))
+        Count::new(caught(|| metrics::counter!(name, "cache" => self.cache())))
     }
 
     fn labelled(&self, name: &'static str, label: &'static str, value: &'static str) -> Count {
-        Count::new(metrics::counter!(name, "cache" => self.cache(), label => value))
+        Count::new(caught(|| metrics::counter!(name, "cache" => self.cache(), label => value)))
     }
 
     fn histogram(&self, name: &'static str, route: Route) -> Histogram {
-        metrics::histogram!(name, "cache" => self.cache(), "route" => route.name())
+        let histogram = caught(|| metrics::histogram!(name, "cache" => self.cache(), "route" => route.name()));
+        histogram.unwrap_or(Histogram::noop())
     }
 
     pub(crate) fn gauge(&self, name: &'static str, tier: Option<Tier>) -> Gauge {
-        match tier {
+        let gauge = caught(|| match tier {
             Some(tier) => metrics::gauge!(name, "cache" => self.cache(), "tier" => tier.name()),
             None => metrics::gauge!(name, "cache" => self.cache()),
-        }
+        });
+        Gauge(gauge.unwrap_or(metrics::Gauge::noop()))
     }
 }
 

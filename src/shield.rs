@@ -1,6 +1,6 @@
-//! Isolates panics of callers' wakers. A waker is the caller's code, and runs on the reactor or on another caller's
-//! thread, whichever answers a future, frees a slot or makes room in a channel. A panic there must not affect those
-//! threads.
+//! Isolates panics of users' code that kvhoist calls: wakers, and the recorder of metrics. A waker runs on the reactor
+//! or on another caller's thread, whichever answers a future, frees a slot or makes room in a channel; a recorder runs
+//! on any thread, also under the index lock. A panic there must not affect those threads.
 
 use std::{
     future::{Future, poll_fn},
@@ -34,7 +34,7 @@ impl Wake for Shield {
 
     fn wake_by_ref(self: &Arc<Self>) {
         if let Some(waker) = &self.waker {
-            caught(|| waker.wake_by_ref());
+            _ = caught(|| waker.wake_by_ref());
         }
     }
 }
@@ -42,16 +42,15 @@ impl Wake for Shield {
 impl Drop for Shield {
     fn drop(&mut self) {
         let waker = self.waker.take();
-        caught(|| drop(waker));
+        _ = caught(|| drop(waker));
     }
 }
 
-/// Runs the caller's code. If its waker panics, the task is not woken; that is the fault of the caller's executor.
-fn caught(run: impl FnOnce()) {
-    if let Err(panic) = catch_unwind(AssertUnwindSafe(run)) {
-        // The panic payload is the caller's too, and dropping it may panic.
-        std::mem::forget(panic);
-    }
+/// Runs a user's code. `None` if it panics: a task is not woken then, or a figure not recorded.
+#[inline]
+pub(crate) fn caught<T>(run: impl FnOnce() -> T) -> Option<T> {
+    // The panic's payload is the user's too, and dropping it may panic.
+    catch_unwind(AssertUnwindSafe(run)).map_err(std::mem::forget).ok()
 }
 
 #[cfg(test)]

@@ -274,11 +274,8 @@ async fn recover<S: Storage>(
 pub(super) fn export_wear(config: &Config) {
     for disk in &config.disk.paths {
         if let Ok(wear) = machine::drive_wear(&disk.path) {
-            metrics::drive_used(&disk.path).set(f64::from(wear.used_percent) / 100.0);
-            if let Some(years) = wear.years_left() {
-                metrics::drive_years_left(&disk.path).set(years);
-            }
-            metrics::drive_written(&disk.path).absolute(wear.bytes_written);
+            let used = f64::from(wear.used_percent) / 100.0;
+            metrics::export_wear(&disk.path, used, wear.years_left(), wear.bytes_written);
         }
     }
 }

@@ -12,7 +12,7 @@ pub use crate::{
         lane::{Completed, Transfer},
         table::{Entry, Pinner, Table},
     },
-    state::{holds_lock, locks_taken},
+    state::{holds_lock, locks_taken, panic_under_lock},
     workers::{
         pool::{Pool, Step},
         seat::{Bell, Seat},

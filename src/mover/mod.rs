@@ -280,7 +280,7 @@ impl<S: Storage, C: CopyEngine> Active<S, C> {
             mover.shared.watch.notify_one();
             mover.begun.notify_one();
         }
-        mover.shared.metrics.movements.increment(1.0);
+        mover.shared.metrics.movements.add(1.0);
         Active(Rc::clone(mover))
     }
 }
@@ -288,7 +288,7 @@ impl<S: Storage, C: CopyEngine> Active<S, C> {
 impl<S: Storage, C: CopyEngine> Drop for Active<S, C> {
     fn drop(&mut self) {
         self.0.active.set(self.0.active.get() - 1);
-        self.0.shared.metrics.movements.decrement(1.0);
+        self.0.shared.metrics.movements.add(-1.0);
         self.0.settled.notify_one();
     }
 }
@@ -312,8 +312,8 @@ impl Drop for Ended {
 
 /// Lands the flight of a movement that panics. The first value of the movement, so that it is dropped last.
 ///
-/// A movement has no reason to panic, but it calls code that is not its own: subscribers of the log and recorders of
-/// metrics, which may write to a pipe that nobody reads. Its waiters are answered all the same, its block can be asked
+/// A movement has no reason to panic, but it calls code that is not its own: subscribers of the log, which may write to
+/// a pipe that nobody reads. Its waiters are answered all the same, its block can be asked
 /// for again, and the cache can be closed.
 struct Landing<S: Storage, C: CopyEngine> {
     mover: Rc<Mover<S, C>>,

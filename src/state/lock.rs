@@ -29,9 +29,10 @@ impl Shared {
 
     fn locked<'a>(&'a self, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
+        let locked = Locked { shared: self, state: Some(state), was_unwinding: std::thread::panicking() };
         #[cfg(feature = "sim")]
-        LOCKS_TAKEN.set(LOCKS_TAKEN.get() + 1);
-        Locked { shared: self, state: Some(state), was_unwinding: std::thread::panicking() }
+        count_lock();
+        locked
     }
 
     /// Answers all waiters, and unlocks for the last time.
@@ -70,6 +71,25 @@ std::thread_local! {
     /// Index locks that this thread has taken so far.
     #[cfg(feature = "sim")]
     static LOCKS_TAKEN: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
+    /// The lock of this thread under which it panics, counted as [`LOCKS_TAKEN`].
+    #[cfg(feature = "sim")]
+    static PANIC_AT: std::cell::Cell<Option<u64>> = const { std::cell::Cell::new(None) };
+}
+
+/// Counts a lock of this thread, and panics under it if a test wants that.
+#[cfg(feature = "sim")]
+fn count_lock() {
+    LOCKS_TAKEN.set(LOCKS_TAKEN.get() + 1);
+    if PANIC_AT.get() == Some(LOCKS_TAKEN.get()) {
+        PANIC_AT.set(None);
+        panic!("a panic under the index lock, on purpose");
+    }
+}
+
+/// Makes this thread panic under the `n`th index lock that it takes from now on: for tests.
+#[cfg(feature = "sim")]
+pub fn panic_under_lock(n: u64) {
+    PANIC_AT.set(Some(LOCKS_TAKEN.get() + n));
 }
 
 /// Number of index locks that this thread has taken so far.

@@ -28,7 +28,7 @@ pub(crate) use flights::{Class, Raised, Started, Unclaimed, Urgency};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
-pub use lock::{holds_lock, locks_taken};
+pub use lock::{holds_lock, locks_taken, panic_under_lock};
 pub(crate) use lookup::{Found, Promotion, Removed, Use};
 pub(crate) use slots::Purpose;
 

@@ -33,7 +33,7 @@ pub const TOP: Group = Group {
         ("machine", ""),
         ("io", "memory block"),
         ("memory", "block error fork"),
-        ("metrics", "block"),
+        ("metrics", "block shield"),
         ("block", "error"),
         ("bits", ""),
         ("checksum", ""),

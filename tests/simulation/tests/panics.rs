@@ -1,5 +1,5 @@
-//! A movement that panics: its waiters are answered, and the cache serves on and closes. A panic under the lock ends
-//! the cache: its waiters are answered as well, and later calls panic.
+//! A movement that panics: its waiters are answered, and the cache continues and closes. A recorder of metrics that
+//! panics affects nothing. A panic under the lock ends the cache: its waiters are answered, and later calls panic.
 
 mod scene;
 
@@ -11,12 +11,12 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{Error, WritePolicy, internals::io::OpKind};
+use kvhoist::{Error, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::{
     run,
     sim::{self, Fault},
 };
-use metrics::{Counter, CounterFn, Gauge, Histogram, Key, KeyName, Recorder, SharedString, Unit};
+use metrics::{Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Recorder, SharedString, Unit};
 use scene::*;
 use tokio::time::timeout;
 use tracing::{Event, Level, Metadata, Subscriber, span};
@@ -91,38 +91,80 @@ fn a_write_back_that_panics_is_a_refusal() {
     assert!(matches!(&synced, Err(Error::Refused { .. })), "it is on no disk: {synced:?}");
 }
 
-/// Counts nothing, and panics at an eviction, which is counted under the lock.
-struct NoEvictions;
+/// A recorder whose every counter, gauge and histogram panics, whenever it is used.
+struct Broken;
 
-impl CounterFn for NoEvictions {
+impl CounterFn for Broken {
     fn increment(&self, _: u64) {
-        panic!("an eviction cannot be counted");
+        panic!("a counter, on purpose");
     }
 
-    fn absolute(&self, _: u64) {}
+    fn absolute(&self, _: u64) {
+        panic!("a counter, on purpose");
+    }
 }
 
-impl Recorder for NoEvictions {
-    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+impl GaugeFn for Broken {
+    fn increment(&self, _: f64) {
+        panic!("a gauge, on purpose");
+    }
+
+    fn decrement(&self, _: f64) {
+        panic!("a gauge, on purpose");
+    }
+
+    fn set(&self, _: f64) {
+        panic!("a gauge, on purpose");
+    }
+}
+
+impl HistogramFn for Broken {
+    fn record(&self, _: f64) {
+        panic!("a histogram, on purpose");
+    }
+}
+
+impl Recorder for Broken {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {
+        panic!("a description, on purpose");
+    }
 
     fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
 
     fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
 
     fn register_counter(&self, key: &Key, _: &metrics::Metadata<'_>) -> Counter {
-        match key.name() {
-            "kvhoist_evictions_total" => Counter::from_arc(Arc::new(NoEvictions)),
-            _ => Counter::noop(),
-        }
+        assert_ne!(key.name(), "kvhoist_misses_total", "a registration, on purpose");
+        Counter::from_arc(Arc::new(Broken))
     }
 
     fn register_gauge(&self, _: &Key, _: &metrics::Metadata<'_>) -> Gauge {
-        Gauge::noop()
+        Gauge::from_arc(Arc::new(Broken))
     }
 
     fn register_histogram(&self, _: &Key, _: &metrics::Metadata<'_>) -> Histogram {
-        Histogram::noop()
+        Histogram::from_arc(Arc::new(Broken))
     }
+}
+
+#[test]
+fn a_recorder_that_panics_costs_its_figures_and_nothing_else() {
+    let _recorder = metrics::set_default_local_recorder(&Broken);
+    sim::block_on(async {
+        let (cache, reactor, _disk) = open(config()).await;
+        // More blocks than host memory has slots: evictions are counted under the lock.
+        fill(&cache).await;
+        for n in 0..6 {
+            assert!(fetch(&cache, n).await.expect("served"), "block {n}");
+        }
+        assert!(!fetch(&cache, 200).await.expect("a miss"), "never stored");
+        cache.export_gauges();
+        let stats = cache.stats();
+        assert!(stats.tier(Tier::Host).evictions > 0 && stats.tier(Tier::Disk).hits > 0, "counted here: {stats:?}");
+        reactor.settle(PATIENCE).await.expect("balanced");
+        timeout(PATIENCE, cache.close()).await.expect("a close ends").expect("whole");
+        reactor.ended().await;
+    });
 }
 
 #[test]
@@ -130,7 +172,6 @@ fn a_panic_under_the_lock_answers_the_waiters_and_the_close() {
     sim::block_on(async {
         let (filled, _reactor, disk) = open(config()).await;
         fill(&filled).await;
-        let _recorder = metrics::set_default_local_recorder(&NoEvictions);
         let (cache, _reactor, disk) = open_killed(config(), &disk).await;
         for n in 0..3 {
             assert!(fetch(&cache, n).await.expect("served"), "block {n}, in a free slot");
@@ -143,9 +184,10 @@ fn a_panic_under_the_lock_answers_the_waiters_and_the_close() {
         let in_flight = spawn_fetch(3);
         tokio::time::sleep(DEADLINE / 4).await;
         assert_eq!(disk.stalled(), 1, "block 3 is being read");
-        // The reactor evicts a block for this one.
-        let evicting = spawn_fetch(4);
-        for waiter in [in_flight, evicting] {
+        // The first lock of this fetch is its caller's, the second the reactor's.
+        kvhoist::internals::seams::panic_under_lock(2);
+        let begun = spawn_fetch(4);
+        for waiter in [in_flight, begun] {
             let answer = waiter.await.expect("no panic");
             assert!(matches!(answer, Err(Error::Closed)), "{answer:?}");
         }
@@ -158,9 +200,9 @@ fn a_panic_under_the_lock_answers_the_waiters_and_the_close() {
 
 #[test]
 fn a_run_whose_reactor_panics_under_the_lock_fails_with_its_seed() {
-    let _recorder = metrics::set_default_local_recorder(&NoEvictions);
+    kvhoist::internals::seams::panic_under_lock(500);
     let failed = (0..100).find_map(|seed| run(seed, false).err().map(|failure| (seed, failure)));
-    let (seed, failure) = failed.expect("many of these runs evict a block");
+    let (seed, failure) = failed.expect("these runs take more locks");
     assert_eq!(failure.seed, seed);
-    assert!(failure.what.contains("an eviction cannot be counted"), "{failure}");
+    assert!(failure.what.contains("a panic under the index lock, on purpose"), "{failure}");
 }
