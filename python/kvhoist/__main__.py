@@ -88,6 +88,7 @@ class Doctor:
     def run(self) -> int:
         """Prints what it finds, a line each."""
         self._say("kvhoist", f"{__version__}, Python {platform.python_version()}, Linux {platform.release()}")
+        self._say("engines", _native.ENGINES)
         self._engine()
         if self.config:
             given = {name: value for name, value in vars(self.config).items() if value not in (None, "", {})}

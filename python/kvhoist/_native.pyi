@@ -15,6 +15,7 @@ __all__ = [
     "BYTES_EXPECTED",
     "Cache",
     "Client",
+    "ENGINES",
     "Keys",
     "Queue",
     "Region",
@@ -31,6 +32,8 @@ __all__ = [
 ]
 __version__: str
 BYTES_EXPECTED: str
+#: The engines of this build, and those that it left out, in words.
+ENGINES: str
 
 def parse_bytes(text: str) -> int | None: ...
 def path_bytes(slots: int, block_bytes: int) -> int: ...

@@ -31,6 +31,7 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("__version__", env!("CARGO_PKG_VERSION"))?;
     module.add("BYTES_EXPECTED", kvhoist::internals::size::EXPECTED)?;
+    module.add("ENGINES", kvhoist::internals::device::engines_in_words())?;
     module.add_function(wrap_pyfunction!(parse_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(path_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(slots_on_each, module)?)?;

@@ -317,6 +317,8 @@ def test_doctor_looks_at_a_drive_and_leaves_nothing(store_dir, capsys):
     status = main(["doctor", "--path", str(store_dir)])
     said = capsys.readouterr().out
     assert "read at" in said and "io_uring" in said
+    (engines,) = [line for line in said.splitlines() if line.startswith("engines ")]
+    assert "built with" in engines and all(name in engines for name in ("cuda", "cufile", "rdma"))
     assert status == (1 if "NO:" in said else 0)
     assert list(store_dir.iterdir()) == []
 

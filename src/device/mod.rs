@@ -40,6 +40,19 @@ use crate::{block::Segment, error::Result};
 pub const ENGINES: [(&str, bool); 3] =
     [("cuda", cfg!(feature = "cuda")), ("cufile", cfg!(feature = "cufile")), ("rdma", cfg!(feature = "rdma"))];
 
+/// The engines of this build, and those that it left out, in words.
+pub fn engines_in_words() -> String {
+    let names = |built| {
+        let names: Vec<&str> = ENGINES.iter().filter(|engine| engine.1 == built).map(|engine| engine.0).collect();
+        names.join(", ")
+    };
+    match (names(true).as_str(), names(false).as_str()) {
+        (built, "") => format!("built with {built}"),
+        ("", left_out) => format!("built without {left_out}"),
+        (built, left_out) => format!("built with {built}; without {left_out}"),
+    }
+}
+
 /// Why the engine of this cargo feature cannot be used; `None` if this build has it.
 pub(crate) fn left_out(feature: &str) -> Option<String> {
     let is_built = ENGINES.contains(&(feature, true));

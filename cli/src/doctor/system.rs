@@ -3,7 +3,7 @@
 use std::fs;
 
 use kvhoist::internals::{
-    device::ENGINES,
+    device::engines_in_words,
     machine::{self, Plan},
 };
 
@@ -12,21 +12,8 @@ use super::Finding;
 pub fn findings(plan: &Plan) -> Vec<Finding> {
     let mut findings: Vec<Finding> = machine::examine(plan).into_iter().map(Finding::of_machine).collect();
     findings.push(numa());
-    findings.push(engines());
+    findings.push(Finding::note("engines", engines_in_words()));
     findings
-}
-
-/// The engines of this build, and the cargo features that it left out.
-fn engines() -> Finding {
-    let names = |built| {
-        let names: Vec<&str> = ENGINES.iter().filter(|engine| engine.1 == built).map(|engine| engine.0).collect();
-        names.join(", ")
-    };
-    match (names(true).as_str(), names(false).as_str()) {
-        (built, "") => Finding::note("engines", format!("built with {built}")),
-        ("", left_out) => Finding::note("engines", format!("built without {left_out}")),
-        (built, left_out) => Finding::note("engines", format!("built with {built}; without {left_out}")),
-    }
 }
 
 /// A file of the kernel's, trimmed; nothing where there is none.

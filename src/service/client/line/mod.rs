@@ -4,6 +4,8 @@
 //! receives the replies, connects again, and does what has to wait: requests beyond the service's limits, bytes that
 //! the socket does not take, deadlines.
 
+#[cfg(test)]
+mod tests;
 mod thread;
 
 use std::{
