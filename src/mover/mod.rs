@@ -1,9 +1,8 @@
 //! The futures that move blocks between tiers: store, promote, demote, evict.
 //!
-//! All of it runs on the reactor's thread, as tasks of a current-thread runtime; nothing here is
-//! `Send` or locked but [`Shared`], which callers use too. Generic over the storage and the copy
-//! engine, it runs unchanged over the ring, over threads, and in simulation, for whose sake it has
-//! no wall clock, no random hasher and no thread of its own.
+//! All of it runs on the reactor's thread, as tasks of a current-thread runtime; nothing here is `Send` or locked but
+//! [`Shared`], which callers use too. It is generic over the storage and the copy engine, and so runs in simulation
+//! too: therefore it has no wall clock, no random hasher and no thread of its own.
 
 mod ahead;
 mod allowance;
@@ -19,6 +18,7 @@ mod layers;
 mod offload;
 mod overdue;
 mod pages;
+mod panicked;
 mod progress;
 mod promote;
 mod read;
@@ -53,7 +53,7 @@ use crate::{
     disk::PageId,
     error::{Error, Result},
     io::Storage,
-    state::{Failures, Message, Shared, Started, State},
+    state::{Failures, FlightEnd, Message, Outcome, Shared, Started, State},
     workers::Workers,
 };
 
@@ -215,7 +215,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     fn start(self: &Rc<Self>, command: Command) {
         let this = Rc::clone(self);
         match command {
-            Command::Promote { key, to } => self.spawn(this.promote(key, to)),
+            Command::Promote { key, to: Tier::Host } => self.spawn(this.fill_host_for_waiters(key)),
+            Command::Promote { key, to: Tier::Device } => self.spawn(this.promote_to_device(key)),
+            Command::Promote { to: Tier::Disk, .. } => unreachable!("copies to disk are writes"),
             Command::Load { jobs, reply } => self.spawn(async move {
                 reply(this.load(jobs).await);
             }),
@@ -258,6 +260,43 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }),
             // It is already closing.
             Urgent::Close => {}
+        }
+    }
+
+    /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error. Starts the write that follows it.
+    pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
+        let ended = self.shared.end_flight(key, tier, &outcome);
+        drop(outcome);
+        self.answer_all(ended);
+    }
+
+    /// Answers the waiters of a flight that has ended, and starts the write that follows it.
+    pub(super) fn answer_all(self: &Rc<Self>, (answers, next): FlightEnd) {
+        self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
+        if let Some(write) = next {
+            self.spawn(Rc::clone(self).write(write));
+        }
+    }
+
+    /// Answers waiters when the tasks that are ready now have run. Movements that completed together
+    /// then wake their callers together: waking a thread costs more than most of what it then does.
+    fn answer(self: &Rc<Self>, answers: Vec<(oneshot::Sender<Message>, Message)>) {
+        let first = {
+            let mut waiting = self.answers.borrow_mut();
+            let first = waiting.is_empty();
+            waiting.extend(answers);
+            first && !waiting.is_empty()
+        };
+        if first {
+            let this = Rc::clone(self);
+            self.spawn(async move {
+                tokio::task::yield_now().await;
+                let answers = this.answers.take();
+                // Not under the lock: a waiter that is gone drops its pin here, which takes the lock.
+                for (waiter, answer) in answers {
+                    drop(waiter.send(answer));
+                }
+            });
         }
     }
 
@@ -344,38 +383,6 @@ impl<S: Storage, C: CopyEngine> Drop for Landing<S, C> {
             crate::io::yield_now().await;
             mover.land_panicked(&key, tier, started);
         });
-    }
-}
-
-impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    fn land_panicked(self: &Rc<Self>, key: &BlockKey, tier: Tier, Started { number, entry: id }: Started) {
-        // A panic under the lock has answered every waiter.
-        let Some(mut state) = self.shared.lock_unless_broken() else { return };
-        let flight = state.flights.get_mut(key, tier);
-        // It has landed, or waits for its verification.
-        if flight.is_none_or(|flight| flight.number != number || flight.unverified.is_some()) {
-            return;
-        }
-        // Or its entry is gone: the block was removed, or given up.
-        if state.index.find(key) == Some(id) && state.index.is_filling(id, tier) {
-            if tier == Tier::Disk {
-                // The slot itself is given back by the operation that may still write to it.
-                let slots = state.disk_slots();
-                let named = |slot: &u32| slots.meta(*slot).is_some_and(|meta| meta.entry == id.as_u32());
-                if let Some(slot) = (0..slots.stripe().slots()).find(named) {
-                    slots.clear(slot, key);
-                }
-            }
-            state.index.abort_fill(id, tier);
-        }
-        drop(state);
-        let source = std::io::Error::other("its movement panicked, which is a defect; the panic message says where");
-        let error = Error::io("move", "a block", source);
-        if tier == Tier::Disk {
-            self.shared.metrics.writes_refused.add(1);
-            self.shared.note_refused(key, id, &error);
-        }
-        self.land(key, tier, Err(error));
     }
 }
 

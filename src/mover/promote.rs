@@ -2,7 +2,7 @@
 
 use std::{rc::Rc, sync::Arc};
 
-use tokio::{sync::oneshot, time::Instant};
+use tokio::time::Instant;
 
 use super::{
     Landing, Mover,
@@ -14,7 +14,7 @@ use crate::{
     device::{CopyEngine, DevicePool, OwnedBatch, pair_segments},
     error::Result,
     io::Storage,
-    state::{Class, Filling, FlightEnd, Message, Outcome, Pin, Promotion, Purpose, Unverified, Use, verify},
+    state::{Class, Filling, Outcome, Pin, Promotion, Purpose, Use},
 };
 
 /// Where a block goes from host memory.
@@ -35,56 +35,13 @@ pub(super) enum Asked {
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Makes `key` resident in `to` and answers its waiters.
-    pub(super) async fn promote(self: Rc<Self>, key: BlockKey, to: Tier) {
-        let landing = Landing::new(&self, &key, to, None);
-        match to {
-            Tier::Host => self.fill_host_for_waiters(&key, &landing).await,
-            Tier::Device => {
-                // Otherwise a movement that could not wait for this command has started it.
-                if landing.start(&mut self.shared.lock()) {
-                    let outcome = self.fill_device(&key).await;
-                    self.land(&key, to, outcome);
-                }
-            }
-            Tier::Disk => unreachable!("copies to disk are writes"),
-        }
-    }
-
-    /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error. Starts the write that follows it.
-    pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
-        let ended = self.shared.end_flight(key, tier, &outcome);
-        drop(outcome);
-        self.answer_all(ended);
-    }
-
-    /// Answers the waiters of a flight that has ended, and starts the write that follows it.
-    pub(super) fn answer_all(self: &Rc<Self>, (answers, next): FlightEnd) {
-        self.answer(answers.into_iter().map(|(waiter, answer)| (waiter, Message::Ended(answer))).collect());
-        if let Some(write) = next {
-            self.spawn(Rc::clone(self).write(write));
-        }
-    }
-
-    /// Answers waiters when the tasks that are ready now have run. Movements that completed together
-    /// then wake their callers together: waking a thread costs more than most of what it then does.
-    fn answer(self: &Rc<Self>, answers: Vec<(oneshot::Sender<Message>, Message)>) {
-        let first = {
-            let mut waiting = self.answers.borrow_mut();
-            let first = waiting.is_empty();
-            waiting.extend(answers);
-            first && !waiting.is_empty()
-        };
-        if first {
-            let this = Rc::clone(self);
-            self.spawn(async move {
-                tokio::task::yield_now().await;
-                let answers = this.answers.take();
-                // Not under the lock: a waiter that is gone drops its pin here, which takes the lock.
-                for (waiter, answer) in answers {
-                    drop(waiter.send(answer));
-                }
-            });
+    /// Makes a block resident on the device, and answers its waiters.
+    pub(super) async fn promote_to_device(self: Rc<Self>, key: BlockKey) {
+        let landing = Landing::new(&self, &key, Tier::Device, None);
+        // If it cannot start, a movement that could not wait for this command has started it.
+        if landing.start(&mut self.shared.lock()) {
+            let outcome = self.fill_device(&key).await;
+            self.land(&key, Tier::Device, outcome);
         }
     }
 
@@ -103,40 +60,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Next::Elsewhere => self.verify_here(unverified).await,
             },
         }
-    }
-
-    pub(super) async fn verify_here(&self, unverified: Unverified) -> Outcome {
-        let (sum, wanted) = (unverified.sum, unverified.checksum);
-        let (is_right, unverified) = self.is_right(unverified, sum, wanted).await;
-        self.shared.finish_read(unverified, is_right)
-    }
-
-    /// Fills a host slot, and leaves the verification to the waiters.
-    async fn fill_host_for_waiters(self: &Rc<Self>, key: &BlockKey, landing: &Landing<S, C>) {
-        let begun = {
-            let mut state = self.shared.lock();
-            // Otherwise a movement that could not wait for this command has started it.
-            if !landing.start(&mut state) {
-                return;
-            }
-            self.begin_fill_now(&mut state, key)
-        };
-        let outcome = match self.fill_slot(key, begun, self.shared.config.block_bytes).await {
-            Ok(Filled::Unverified(unverified)) => {
-                let mine = unverified.sum.is_some() || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
-                let left = if mine { Err(unverified) } else { self.shared.leave_unverified(key, unverified) };
-                match left {
-                    Ok(tickets) => {
-                        let messages = tickets.into_iter().map(|(waiter, ticket)| (waiter, Message::Verify(ticket)));
-                        return self.answer(messages.collect());
-                    }
-                    Err(unverified) => self.verify_here(unverified).await,
-                }
-            }
-            Ok(Filled::Ended(pin)) => Ok(pin),
-            Err(error) => Err(error),
-        };
-        self.land(key, Tier::Host, outcome);
     }
 
     pub(super) async fn copy_from_device(&self, pin: Pin, filling: Filling) -> Outcome {

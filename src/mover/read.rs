@@ -9,7 +9,7 @@ use std::rc::Rc;
 use tokio::time::Instant;
 
 use super::{
-    Mover,
+    Landing, Mover,
     budget::{Kind, Share},
     region::Job,
 };
@@ -19,7 +19,7 @@ use crate::{
     error::{Error, Result},
     io::Storage,
     memory::Readable,
-    state::{Filling, Outcome, Pin, Purpose, State, Unverified, blames_disk},
+    state::{Filling, Message, Outcome, Pin, Purpose, State, Unverified, blames_disk, verify},
 };
 
 /// Where a block is to be read to.
@@ -192,6 +192,42 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Err(Error::io("read", self.path_of(file), source))
             }
         }
+    }
+
+    /// Verifies a block in a host slot, and makes it visible or gives it up.
+    pub(super) async fn verify_here(&self, unverified: Unverified) -> Outcome {
+        let (sum, wanted) = (unverified.sum, unverified.checksum);
+        let (is_right, unverified) = self.is_right(unverified, sum, wanted).await;
+        self.shared.finish_read(unverified, is_right)
+    }
+
+    /// Fills a host slot for the waiters of a flight, and leaves the verification to them.
+    pub(super) async fn fill_host_for_waiters(self: Rc<Self>, key: BlockKey) {
+        let landing = Landing::new(&self, &key, Tier::Host, None);
+        let begun = {
+            let mut state = self.shared.lock();
+            // If it cannot start, a movement that could not wait for this command has started it.
+            if !landing.start(&mut state) {
+                return;
+            }
+            self.begin_fill_now(&mut state, &key)
+        };
+        let outcome = match self.fill_slot(&key, begun, self.shared.config.block_bytes).await {
+            Ok(Filled::Unverified(unverified)) => {
+                let mine = unverified.sum.is_some() || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
+                let left = if mine { Err(unverified) } else { self.shared.leave_unverified(&key, unverified) };
+                match left {
+                    Ok(tickets) => {
+                        let messages = tickets.into_iter().map(|(waiter, ticket)| (waiter, Message::Verify(ticket)));
+                        return self.answer(messages.collect());
+                    }
+                    Err(unverified) => self.verify_here(unverified).await,
+                }
+            }
+            Ok(Filled::Ended(pin)) => Ok(pin),
+            Err(error) => Err(error),
+        };
+        self.land(&key, Tier::Host, outcome);
     }
 
     /// Reads a block to its caller's memory. Returns the job if the block must go through a host slot.

@@ -85,6 +85,7 @@ pub const MOVER: Group = Group {
         ("read", "mod budget region"),
         ("offload", "mod budget"),
         ("overdue", "mod command"),
+        ("panicked", "mod"),
         ("records", "mod pages"),
         ("shutdown", "mod command"),
         ("spin", "mod"),
