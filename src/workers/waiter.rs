@@ -31,6 +31,12 @@ impl Waiter {
         (Waiter { sum_bytes, sum: None, answer }, answered)
     }
 
+    /// Bytes to checksum: after a read, before a write. 0: none.
+    #[cfg(feature = "sim")]
+    pub fn sum_bytes(&self) -> usize {
+        self.sum_bytes
+    }
+
     /// Notes the checksum of a block that is about to be written.
     pub(super) fn with_sum(self, sum: u64) -> Waiter {
         Waiter { sum: Some(sum), ..self }

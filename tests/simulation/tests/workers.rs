@@ -62,6 +62,55 @@ fn what_a_dying_worker_has_in_hand_is_done_again() {
     assert!(0 < dying && dying < steady, "{dying} pieces of work done by dying workers, {steady} by others");
 }
 
+/// Loads blocks from disk to a device, all at once. Returns how many checksums the device computed, and how many bytes
+/// workers checksummed after they had read them.
+fn sums_of_loads(seed: u64, device_has_checksums: bool) -> (u64, usize) {
+    let config = Config::default()
+        .block_bytes(4096)
+        .host_blocks(u32::from(BLOCKS))
+        .device_blocks(u32::from(BLOCKS))
+        .disks(vec![DiskPath::with_blocks("simulated", u32::from(BLOCKS))]);
+    let mut world = sim::World::new(seed, sim::blank_files(&config));
+    world.deaths = 0.0;
+    let options = sim::CopyOptions { checksums: device_has_checksums, ..sim::CopyOptions::default() };
+    world.copy = sim::SimCopy::new(seed, options);
+    sim::block_on(async {
+        let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("open");
+        for n in 0..BLOCKS {
+            cache.store(&key(n), None, &[n; 4096]).await.expect("store");
+        }
+        cache.close().await.expect("close");
+        reactor.ended().await;
+
+        let sim::Simulated { cache, reactor } = sim::open(config, &world).await.expect("open again");
+        let load = |n| {
+            let cache = cache.clone();
+            tokio::task::spawn_local(async move {
+                let lease = cache.fetch_to_device(&key(n)).await.expect("fetch").expect("stored");
+                assert_eq!(cache.read_device(&lease, Vec::new()).await.expect("read"), [n; 4096]);
+            })
+        };
+        let loads: Vec<_> = (0..BLOCKS).map(load).collect();
+        for load in loads {
+            load.await.expect("no panic");
+        }
+        cache.close().await.expect("close");
+        reactor.ended().await;
+    });
+    (world.copy.counts().sums, world.read_sum_bytes.get())
+}
+
+#[test]
+fn a_block_bound_for_a_device_is_checksummed_once_on_the_device_if_it_can() {
+    for seed in 0..32 {
+        assert_eq!(sums_of_loads(seed, true), (u64::from(BLOCKS), 0), "seed {seed}");
+    }
+    let without: Vec<_> = (0..32).map(|seed| sums_of_loads(seed, false)).collect();
+    assert!(without.iter().all(|(by_device, _)| *by_device == 0), "{without:?}");
+    // Without that, workers checksum what they read: so the counter counts.
+    assert!(without.iter().any(|(_, by_workers)| *by_workers > 4096 * usize::from(BLOCKS) / 2), "{without:?}");
+}
+
 #[repr(C, align(4096))]
 struct Pages([[u8; 4096]; BLOCKS as usize]);
 

@@ -3,7 +3,13 @@
 //! The queue, the list of sleepers, the wake-ups and the answers to the reactor are those of production. The seed draws
 //! how many workers there are, how long each step takes, when a completed transfer is noticed, and when a worker dies.
 
-use std::{cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc, time::Duration};
+use std::{
+    cell::{Cell, RefCell},
+    collections::VecDeque,
+    rc::Rc,
+    sync::Arc,
+    time::Duration,
+};
 
 use kvhoist::internals::{
     io::{OpKind, read_full, write_full},
@@ -95,12 +101,20 @@ struct Ring {
     started: Vec<(Transfer, Waiter)>,
     kernel: Rc<RefCell<Kernel>>,
     bell: Arc<Notify>,
+    /// As of [`World::read_sum_bytes`].
+    read_sum_bytes: Rc<Cell<usize>>,
 }
 
 impl Ring {
     fn new(world: &World) -> Self {
-        let (disks, transfers_max) = (world.storage.clone(), world.transfers_max);
-        Ring { disks, transfers_max, started: Vec::new(), kernel: Rc::default(), bell: Arc::default() }
+        Ring {
+            disks: world.storage.clone(),
+            transfers_max: world.transfers_max,
+            started: Vec::new(),
+            kernel: Rc::default(),
+            bell: Arc::default(),
+            read_sum_bytes: Rc::clone(&world.read_sum_bytes),
+        }
     }
 
     /// Drops all transfers, those in flight once the disk is done with their memory.
@@ -122,6 +136,9 @@ impl Seat for Ring {
     }
 
     fn start(&mut self, transfer: Transfer, waiter: Waiter) {
+        if transfer.kind == OpKind::Read {
+            self.read_sum_bytes.set(self.read_sum_bytes.get() + waiter.sum_bytes());
+        }
         self.started.push((transfer, waiter));
     }
 

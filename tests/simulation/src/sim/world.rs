@@ -1,5 +1,7 @@
 //! What a simulated cache stands on: its disk, its copies, and its seed.
 
+use std::{cell::Cell, rc::Rc};
+
 use super::{
     copy::{CopyOptions, SimCopy},
     storage::{Rng, Sim, SimOptions},
@@ -18,6 +20,8 @@ pub struct World {
     pub deaths: f64,
     /// Transfers that a worker has in flight at most.
     pub transfers_max: usize,
+    /// Bytes of blocks that workers checksum after a read.
+    pub read_sum_bytes: Rc<Cell<usize>>,
 }
 
 impl World {
@@ -30,6 +34,7 @@ impl World {
             seed: rng.next_u64(),
             deaths: 1.0 / 64.0,
             transfers_max: 32,
+            read_sum_bytes: Rc::default(),
         }
     }
 }
