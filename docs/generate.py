@@ -101,6 +101,8 @@ def default(value: str, kind: str, text: str) -> str:
         variants = block(text, f"pub enum {kind} {{")
         variant = re.search(r"#\[default\]\s+(\w+)", variants)[1]
         return f"`{snake(variant)}`"
+    if choice := re.fullmatch(rf"{kind}::(\w+)", value):
+        return f"`{snake(choice[1])}`"
     value = value.removesuffix(".into()").replace("_", "").replace('"', "")
     if shifted := re.fullmatch(r"(\d+) << (10|20|30)", value):
         return f"{shifted[1]} {dict(zip(('10', '20', '30'), ('KiB', 'MiB', 'GiB')))[shifted[2]]}"

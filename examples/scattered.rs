@@ -1,11 +1,10 @@
 //! A layer-first load: one block's layers land far apart in a pool of device memory.
 
-use kvhoist::{Attention, BlockGeometry, Cache, Memory, PrefixChain, RegisterOptions, Segment, block_on};
+use kvhoist::{BlockGeometry, Cache, Memory, PrefixChain, RegisterOptions, Segment, block_on};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // A small model: 4 layers, 2 KV heads of 64, 16 tokens a block, 2-byte elements.
-    let attention = Attention::Mha { kv_heads: 2, head_dim: 64 };
-    let geometry = BlockGeometry { attention, layers: 4, tokens: 16, dtype_bytes: 2 };
+    let geometry = BlockGeometry::Mha { kv_heads: 2, head_dim: 64, layers: 4, tokens: 16, dtype_bytes: 2 };
     let (block_bytes, layout) = (geometry.block_bytes()?, geometry.layer_first()?);
     let cache = block_on(
         Cache::builder()

@@ -57,15 +57,25 @@ pub enum Error {
         setting: &'static str,
     },
 
+    #[error(
+        "timeout: waited for {what} longer than {limit:?} (setting `deadline_ms`); {}",
+        timeout_advice(*leases, *reservations, *slots, setting)
+    )]
     /// The call took longer than `deadline_ms`. The awaited work continues. Retry later: the disk is slow or stuck.
-    #[error("timeout: waited for {what} longer than {limit:?} (setting `deadline_ms`); {}", timeout_advice(held))]
     Timeout {
         /// What was awaited.
         what: &'static str,
         /// The time limit.
         limit: std::time::Duration,
-        /// Slots that callers held, if the call waited for a slot and callers held any.
-        held: Option<HeldSlots>,
+        /// Leases on slots of the awaited tier, if the call waited for a slot. Several may be for one block.
+        leases: u64,
+        /// Reservations of slots of the awaited tier that are not yet committed.
+        reservations: u64,
+        /// Slots of the awaited tier; 0 if callers held none of them.
+        slots: u64,
+        /// The [`Config`](crate::Config) field to raise: that of the number of slots if callers held some, otherwise
+        /// `deadline_ms`.
+        setting: &'static str,
     },
 
     /// The disk tier refused a block. The block may still be resident in a faster tier.
@@ -159,28 +169,23 @@ impl ServiceFault {
     }
 }
 
-/// Slots of a tier that callers held while another caller waited for one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct HeldSlots {
-    /// Leases alive. Several may be for one block.
-    pub leases: u64,
-    /// Reservations not yet committed.
-    pub reservations: u64,
-    /// Slots of the tier.
-    pub slots: u64,
-    /// The [`Config`](crate::Config) field for the number of slots.
-    pub setting: &'static str,
+/// Slots of a tier that callers held while another caller waited for one, as in [`Error::Timeout`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct HeldSlots {
+    pub(crate) leases: u64,
+    pub(crate) reservations: u64,
+    pub(crate) slots: u64,
+    pub(crate) setting: &'static str,
 }
 
-fn timeout_advice(held: &Option<HeldSlots>) -> String {
-    match held {
-        None => "retry later, or look at the disk".into(),
-        Some(HeldSlots { leases, reservations, slots, setting }) => format!(
-            "callers held {leases} leases and {reservations} reservations, and there are {slots} slots (setting \
-             `{setting}`); drop them sooner, copy out what slow readers are sent, or raise `{setting}`"
-        ),
+fn timeout_advice(leases: u64, reservations: u64, slots: u64, setting: &str) -> String {
+    if slots == 0 {
+        return "retry later, or look at the disk".into();
     }
+    format!(
+        "callers held {leases} leases and {reservations} reservations, and there are {slots} slots (setting \
+         `{setting}`); drop them sooner, copy out what slow readers are sent, or raise `{setting}`"
+    )
 }
 
 impl Error {
@@ -221,7 +226,9 @@ impl Error {
 
     /// An [`Error::Timeout`]: the wait for `what` took longer than `limit`, while callers had the slots `held`.
     pub(crate) fn timeout(what: &'static str, limit: std::time::Duration, held: Option<HeldSlots>) -> Self {
-        Error::Timeout { what, limit, held }
+        let none = HeldSlots { leases: 0, reservations: 0, slots: 0, setting: "deadline_ms" };
+        let HeldSlots { leases, reservations, slots, setting } = held.unwrap_or(none);
+        Error::Timeout { what, limit, leases, reservations, slots, setting }
     }
 
     /// An [`Error::Refused`].
@@ -255,13 +262,11 @@ impl Error {
                 [found, expected].into_iter().for_each(rename);
             }
             Error::Store { found, expected, action, .. } => [found, expected, action].into_iter().for_each(rename),
-            Error::Busy { setting, .. } | Error::Timeout { held: Some(HeldSlots { setting, .. }), .. } => {
-                *setting = known(setting);
-            }
+            Error::Busy { setting, .. } | Error::Timeout { setting, .. } => *setting = known(setting),
             Error::Refused { reason } | Error::Unavailable { reason, .. } | Error::Copy { reason, .. } => {
                 rename(reason);
             }
-            Error::Timeout { .. } | Error::Io { .. } | Error::Service { .. } | Error::Closed => {}
+            Error::Io { .. } | Error::Service { .. } | Error::Closed => {}
         }
         self
     }

@@ -38,18 +38,17 @@ pub mod store;
 mod sync;
 mod workers;
 
-pub use block::{Attention, BlockGeometry, BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
+pub use block::{BlockGeometry, BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
 pub use block_on::block_on;
 pub use cache::{
-    Cache, Completion, CompletionQueue, CopyStats, DeviceLease, Keys, LayerLoad, Lease, Loan, Region, Reservation,
-    RouteStats, Stats, TierStats,
+    Cache, CompletionQueue, CopyStats, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation, RouteStats, Stats,
+    TierStats,
 };
 pub use config::{
-    Capacity, Config, CopyMethod, CopyPrefer, CufileMode, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath,
-    Eviction, GdrMode, HostConfig, Limits, StorageKind, WritePolicy,
+    Capacity, Config, CopyMethod, CopyPrefer, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath, EngineMode,
+    Eviction, HostConfig, Limits, StorageKind, WritePolicy,
 };
-pub use error::{Error, HeldSlots, Result};
-pub use index::PrefixMatch;
+pub use error::{Error, Result};
 pub use memory::{Memory, RegisterOptions};
 pub use mover::LayerDone;
 

@@ -82,7 +82,7 @@ async fn blocks_survive_a_restart(storage: StorageKind) {
     let cache = Cache::open(config(&dir, storage, 4, 64)).await.expect("open again");
     let found = cache.match_prefix(&chain);
     assert_eq!(found.len(), 40);
-    assert!(found.tiers().iter().all(|tier| *tier == Tier::Disk));
+    assert!(found.iter().all(|tier| *tier == Tier::Disk));
     for (n, key) in chain.iter().enumerate() {
         let lease = cache.fetch(key).await.expect("fetch").expect("stored before the restart");
         assert!(lease[..] == payload(n as u64, BLOCK_BYTES)[..]);

@@ -56,7 +56,7 @@ async fn load(cache: &Cache, way: Way, blocks: &[u64], places: &[Vec<Segment>]) 
                 std::thread::yield_now();
                 done = queue.drain();
             }
-            let results = done.pop().expect("not empty").results;
+            let (_, results) = done.pop().expect("not empty");
             results.into_iter().map(|result| result.expect("loaded")).collect()
         }
         Way::LoadLayers => {

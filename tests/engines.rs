@@ -2,8 +2,7 @@
 //! that the build has, the error is about the machine.
 
 use kvhoist::{
-    BlockKey, Cache, Config, CufileMode, DeviceKind, DirectIo, DiskPath, Error, GdrMode, block_on,
-    internals::device::ENGINES,
+    BlockKey, Cache, Config, DeviceKind, DirectIo, DiskPath, EngineMode, Error, block_on, internals::device::ENGINES,
 };
 
 fn base() -> Config {
@@ -33,8 +32,8 @@ fn an_engine_that_was_left_out_is_refused_by_the_name_of_its_feature() {
     for (feature, is_built) in ENGINES {
         let refused = refusal(match feature {
             "cuda" => base().device(DeviceKind::Cuda),
-            "cufile" => base().cufile(CufileMode::On).disks(vec![DiskPath::with_blocks(store.path(), 4)]),
-            "rdma" => base().gdr(GdrMode::On),
+            "cufile" => base().cufile(EngineMode::On).disks(vec![DiskPath::with_blocks(store.path(), 4)]),
+            "rdma" => base().gdr(EngineMode::On),
             other => panic!("no setting of this test insists on {other}"),
         });
         let names_it = refused.as_ref().is_some_and(|reason| reason.contains(&format!("`--features {feature}`")));

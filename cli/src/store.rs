@@ -85,7 +85,7 @@ impl Table {
         for fault in faults.listed() {
             let slot = fault.slot.map(|slot| format!(" slot {slot}")).unwrap_or_default();
             let key = fault.key_prefix.as_ref().map(|key| format!(" key {key}..")).unwrap_or_default();
-            self.line(format!("{} at {}{slot}{key}: {}", shown(&fault.path), fault.offset, fault.kind));
+            self.line(format!("{} at {}{slot}{key}: {}", shown(&fault.path), fault.offset, fault));
         }
         let more = faults.count() - faults.listed().len() as u64;
         if more > 0 {
@@ -128,7 +128,7 @@ fn fault_object(fault: &Fault) -> Value {
         "offset": fault.offset,
         "slot": fault.slot,
         "key_prefix": fault.key_prefix,
-        "kind": fault.kind.name(),
-        "text": fault.kind.to_string(),
+        "kind": fault.kind(),
+        "text": fault.to_string(),
     })
 }

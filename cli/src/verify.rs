@@ -33,12 +33,15 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let interrupted = interrupt::catch()?;
     let mut progress: Option<Progress> = None;
     let report = args.store.store().depth(args.depth).verify(|now| {
-        if now.blocks > 0 {
-            let total = usize::try_from(now.blocks).unwrap_or(usize::MAX);
+        if now.blocks() > 0 {
+            let total = usize::try_from(now.blocks()).unwrap_or(usize::MAX);
             let progress = progress.get_or_insert_with(|| Progress::new(total, "blocks", args.quiet));
-            let done = usize::try_from(now.blocks_done).unwrap_or(usize::MAX);
+            let done = usize::try_from(now.blocks_read()).unwrap_or(usize::MAX);
             progress.update(done, || {
-                let faults = if now.faults == 1 { "1 fault".into() } else { format!("{} faults", now.faults) };
+                let faults = match now.faults.count() {
+                    1 => "1 fault".to_owned(),
+                    count => format!("{count} faults"),
+                };
                 format!("{} read, {faults}", show_bytes(now.bytes_read))
             });
         }

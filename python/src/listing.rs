@@ -2,7 +2,7 @@
 
 use std::sync::Mutex;
 
-use kvhoist::Keys;
+use kvhoist::BlockKey;
 use pyo3::{prelude::*, types::PyBytes};
 
 use crate::process::ProcessLocal;
@@ -11,9 +11,11 @@ use crate::process::ProcessLocal;
 #[pyclass(frozen, module = "kvhoist._native", name = "Keys")]
 pub struct PyKeys(ProcessLocal<Mutex<Keys>>);
 
+type Keys = Box<dyn Iterator<Item = BlockKey> + Send>;
+
 impl PyKeys {
-    pub fn new(keys: Keys) -> Self {
-        PyKeys(ProcessLocal::new(Mutex::new(keys)))
+    pub fn new(keys: impl Iterator<Item = BlockKey> + Send + 'static) -> Self {
+        PyKeys(ProcessLocal::new(Mutex::new(Box::new(keys))))
     }
 }
 

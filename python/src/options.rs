@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvhoist::{Config, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, StorageKind, WritePolicy};
+use kvhoist::{Config, DeviceKind, DirectIo, DiskPath, EngineMode, Eviction, StorageKind, WritePolicy};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyList, PyTuple},
@@ -86,7 +86,7 @@ fn choose(config: Config, name: &str, value: &Bound<'_, PyAny>) -> PyResult<Conf
             config.device(word(value, "device", &kinds)?)
         }
         _ => {
-            let modes = [("off", CufileMode::Off), ("auto", CufileMode::Auto), ("on", CufileMode::On)];
+            let modes = [("off", EngineMode::Off), ("auto", EngineMode::Auto), ("on", EngineMode::On)];
             config.cufile(word(value, "cufile", &modes)?)
         }
     })

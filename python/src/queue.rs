@@ -140,13 +140,13 @@ impl PyQueue {
         let done = submissions.queue.drain();
         let ended = {
             let mut under_way = submissions.under_way();
-            done.iter().filter_map(|completion| under_way.remove(&completion.ticket)).collect::<Vec<_>>()
+            done.iter().filter_map(|(ticket, _)| under_way.remove(ticket)).collect::<Vec<_>>()
         };
         drop(ended);
         let all = PyList::empty(py);
-        for completion in done {
-            let results = convert::results(py, completion.results, OnError::Return)?;
-            all.append(PyTuple::new(py, [completion.ticket.into_pyobject(py)?.into_any(), results.into_any()])?)?;
+        for (ticket, results) in done {
+            let results = convert::results(py, results, OnError::Return)?;
+            all.append(PyTuple::new(py, [ticket.into_pyobject(py)?.into_any(), results.into_any()])?)?;
         }
         Ok(all)
     }

@@ -5,25 +5,6 @@ use serde::{Deserialize, Serialize};
 use super::layout::{Layout, wrong};
 use crate::error::Result;
 
-/// What an attention layer stores per token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Attention {
-    /// Multi-head or grouped-query attention: a key and a value vector for every KV head.
-    Mha {
-        /// KV heads of one layer *on this device*: the model's KV heads divided by the tensor-parallel size.
-        kv_heads: usize,
-        /// Elements of one head's vector.
-        head_dim: usize,
-    },
-    /// Multi-head latent attention: one compressed vector for all heads.
-    Mla {
-        /// Elements of the vector: `kv_lora_rank` plus `qk_rope_head_dim`, 512 + 64 in DeepSeek-V3.
-        latent_dim: usize,
-    },
-}
-
 /// The shape of a block of KV cache: all layers of `tokens` consecutive tokens.
 ///
 /// Bytes of a block: `2 * layers * tokens * kv_heads * head_dim * dtype_bytes` (MHA) or
@@ -36,25 +17,41 @@ pub enum Attention {
 /// which is another order, and blocks of such pools do not mix with these.
 ///
 /// ```
-/// use kvhoist::{Attention, BlockGeometry};
-/// let attention = Attention::Mha { kv_heads: 8, head_dim: 128 };
-/// let llama_8b = BlockGeometry { attention, layers: 32, tokens: 64, dtype_bytes: 2 };
+/// use kvhoist::BlockGeometry;
+/// let llama_8b = BlockGeometry::Mha { kv_heads: 8, head_dim: 128, layers: 32, tokens: 64, dtype_bytes: 2 };
 /// assert_eq!(llama_8b.block_bytes()?, 8 << 20);
 /// assert_eq!(llama_8b.layer_first()?.segments().len(), 64);
 /// assert_eq!(llama_8b.page_first()?.segments(), [4 << 20, 4 << 20]);
 /// # Ok::<(), kvhoist::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct BlockGeometry {
-    /// What a layer stores per token.
-    pub attention: Attention,
-    /// Number of layers with KV cache.
-    pub layers: usize,
-    /// Tokens per block (the engine's page size).
-    pub tokens: usize,
-    /// Bytes per element: 2 for bf16 and fp16, 1 for fp8.
-    pub dtype_bytes: usize,
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+#[non_exhaustive]
+pub enum BlockGeometry {
+    /// Multi-head or grouped-query attention: a layer stores a key and a value vector for every KV head.
+    Mha {
+        /// KV heads of one layer *on this device*: the model's KV heads divided by the tensor-parallel size.
+        kv_heads: usize,
+        /// Elements of one head's vector.
+        head_dim: usize,
+        /// Number of layers with KV cache.
+        layers: usize,
+        /// Tokens per block (the engine's page size).
+        tokens: usize,
+        /// Bytes per element: 2 for bf16 and fp16, 1 for fp8.
+        dtype_bytes: usize,
+    },
+    /// Multi-head latent attention: a layer stores one compressed vector for all heads.
+    Mla {
+        /// Elements of the vector: `kv_lora_rank` plus `qk_rope_head_dim`, 512 + 64 in DeepSeek-V3.
+        latent_dim: usize,
+        /// Number of layers with KV cache.
+        layers: usize,
+        /// Tokens per block (the engine's page size).
+        tokens: usize,
+        /// Bytes per element: 2 for bf16 and fp16, 1 for fp8.
+        dtype_bytes: usize,
+    },
 }
 
 impl BlockGeometry {
@@ -64,7 +61,7 @@ impl BlockGeometry {
     /// [`Error::Argument`](crate::Error::Argument) naming a field that is 0, or if a block of this shape exceeds the
     /// address space.
     pub fn block_bytes(&self) -> Result<usize> {
-        self.product(&[self.segments_of_a_layer(), self.layers]).map(|(bytes, _)| bytes)
+        self.bytes().map(|(block, _)| block)
     }
 
     /// One segment per layer and half (keys, values), or one per layer for MLA: for engines with one tensor per layer.
@@ -73,22 +70,21 @@ impl BlockGeometry {
     /// As [`block_bytes`](Self::block_bytes), and if there are more than
     /// [`Layout::SEGMENTS_MAX`] segments.
     pub fn layer_first(&self) -> Result<Layout> {
-        let (_, layer_bytes) = self.product(&[self.segments_of_a_layer(), self.layers])?;
-        let segments = self.segments_of_a_layer().saturating_mul(self.layers);
+        let (_, segment_bytes) = self.bytes()?;
+        let segments = self.segments_of_a_layer().saturating_mul(self.layers());
         if segments > Layout::SEGMENTS_MAX {
             let expected = format!("{} segments a block at most", Layout::SEGMENTS_MAX);
-            return Err(wrong("layers", format!("{} ({segments} segments)", self.layers), expected));
+            return Err(wrong("layers", format!("{} ({segments} segments)", self.layers()), expected));
         }
-        Layout::new(vec![layer_bytes; segments])
+        Layout::new(vec![segment_bytes; segments])
     }
 
     /// The layer of every segment of [`layer_first`](Self::layer_first), in the form that
     /// [`Cache::load_layers`](crate::Cache::load_layers) takes.
     ///
     /// ```
-    /// use kvhoist::{Attention, BlockGeometry};
-    /// let attention = Attention::Mha { kv_heads: 8, head_dim: 128 };
-    /// let model = BlockGeometry { attention, layers: 3, tokens: 64, dtype_bytes: 2 };
+    /// use kvhoist::BlockGeometry;
+    /// let model = BlockGeometry::Mha { kv_heads: 8, head_dim: 128, layers: 3, tokens: 64, dtype_bytes: 2 };
     /// assert_eq!(model.layer_of_segments()?, [0, 1, 2, 0, 1, 2]);
     /// # Ok::<(), kvhoist::Error>(())
     /// ```
@@ -97,7 +93,7 @@ impl BlockGeometry {
     /// As [`layer_first`](Self::layer_first).
     pub fn layer_of_segments(&self) -> Result<Vec<usize>> {
         let segments = self.layer_first()?.segments().len();
-        Ok((0..segments).map(|segment| segment % self.layers).collect())
+        Ok((0..segments).map(|segment| segment % self.layers()).collect())
     }
 
     /// One segment for all keys and one for all values (MLA: one segment): for engines that keep all layers of a page
@@ -111,30 +107,41 @@ impl BlockGeometry {
         Layout::new(vec![bytes / halves; halves])
     }
 
-    fn segments_of_a_layer(&self) -> usize {
-        match self.attention {
-            Attention::Mha { .. } => 2,
-            Attention::Mla { .. } => 1,
+    fn layers(&self) -> usize {
+        match *self {
+            BlockGeometry::Mha { layers, .. } | BlockGeometry::Mla { layers, .. } => layers,
         }
     }
 
-    /// Bytes of one layer's keys, and that product times `factors`.
-    fn product(&self, factors: &[usize]) -> Result<(usize, usize)> {
-        let heads = match self.attention {
-            Attention::Mha { kv_heads, head_dim } => [("kv_heads", kv_heads), ("head_dim", head_dim)],
-            Attention::Mla { latent_dim } => [("latent_dim", latent_dim), ("latent_dim", 1)],
+    fn segments_of_a_layer(&self) -> usize {
+        match self {
+            BlockGeometry::Mha { .. } => 2,
+            BlockGeometry::Mla { .. } => 1,
+        }
+    }
+
+    /// Bytes of a block, and of one segment of a layer.
+    fn bytes(&self) -> Result<(usize, usize)> {
+        let (vector, tokens, dtype_bytes) = match *self {
+            BlockGeometry::Mha { kv_heads, head_dim, tokens, dtype_bytes, .. } => {
+                ([("kv_heads", kv_heads), ("head_dim", head_dim)], tokens, dtype_bytes)
+            }
+            BlockGeometry::Mla { latent_dim, tokens, dtype_bytes, .. } => {
+                ([("latent_dim", latent_dim), ("latent_dim", 1)], tokens, dtype_bytes)
+            }
         };
-        let rest = [("tokens", self.tokens), ("dtype_bytes", self.dtype_bytes), ("layers", self.layers)];
-        for (name, value) in heads.into_iter().chain(rest) {
+        let rest = [("tokens", tokens), ("dtype_bytes", dtype_bytes), ("layers", self.layers())];
+        for (name, value) in vector.into_iter().chain(rest) {
             if value == 0 {
                 return Err(wrong(name, "0", "at least 1"));
             }
         }
         let multiply = |product: usize, factor: usize| product.checked_mul(factor);
-        let layer = [heads[0].1, heads[1].1, self.tokens, self.dtype_bytes].into_iter().try_fold(1, multiply);
-        let block = layer.and_then(|layer| factors.iter().copied().try_fold(layer, multiply));
-        match (layer, block.filter(|&bytes| isize::try_from(bytes).is_ok())) {
-            (Some(layer), Some(block)) => Ok((block, layer)),
+        let segment = [vector[0].1, vector[1].1, tokens, dtype_bytes].into_iter().try_fold(1, multiply);
+        let factors = [self.segments_of_a_layer(), self.layers()];
+        let block = segment.and_then(|segment| factors.into_iter().try_fold(segment, multiply));
+        match (segment, block.filter(|&bytes| isize::try_from(bytes).is_ok())) {
+            (Some(segment), Some(block)) => Ok((block, segment)),
             _ => Err(wrong("geometry", format!("{self:?}"), format!("a block of {} bytes at most", isize::MAX))),
         }
     }
@@ -146,11 +153,11 @@ mod tests {
     use crate::error::Error;
 
     fn mha(layers: usize, kv_heads: usize, head_dim: usize) -> BlockGeometry {
-        BlockGeometry { attention: Attention::Mha { kv_heads, head_dim }, layers, tokens: 64, dtype_bytes: 2 }
+        BlockGeometry::Mha { kv_heads, head_dim, layers, tokens: 64, dtype_bytes: 2 }
     }
 
     fn deepseek_v3(tokens: usize) -> BlockGeometry {
-        BlockGeometry { attention: Attention::Mla { latent_dim: 576 }, layers: 61, tokens, dtype_bytes: 2 }
+        BlockGeometry::Mla { latent_dim: 576, layers: 61, tokens, dtype_bytes: 2 }
     }
 
     #[test]
@@ -180,8 +187,8 @@ mod tests {
             ("kv_heads", mha(32, 0, 128)),
             ("head_dim", mha(32, 8, 0)),
             ("tokens", deepseek_v3(0)),
-            ("dtype_bytes", BlockGeometry { dtype_bytes: 0, ..mha(1, 1, 1) }),
-            ("latent_dim", BlockGeometry { attention: Attention::Mla { latent_dim: 0 }, ..mha(1, 1, 1) }),
+            ("dtype_bytes", BlockGeometry::Mha { kv_heads: 1, head_dim: 1, layers: 1, tokens: 1, dtype_bytes: 0 }),
+            ("latent_dim", BlockGeometry::Mla { latent_dim: 0, layers: 1, tokens: 1, dtype_bytes: 2 }),
         ];
         for (name, geometry) in cases {
             for result in [geometry.block_bytes().map(|_| ()), geometry.layer_first().map(|_| ())] {

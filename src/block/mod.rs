@@ -10,7 +10,7 @@ mod route;
 
 pub use chain::{Namespace, PrefixChain};
 pub use copy::{CopyOp, Direction};
-pub use geometry::{Attention, BlockGeometry};
+pub use geometry::BlockGeometry;
 pub use ids::{FIXED_BYTES_MAX, FileId, IO_ALIGN, OpKind};
 pub use key::BlockKey;
 pub use layout::{Layout, Segment};

@@ -1,6 +1,6 @@
 //! Calls about many blocks, or all of them.
 
-use std::{pin::pin, sync::Arc, vec};
+use std::{iter, pin::pin, sync::Arc};
 
 use futures_util::{StreamExt, stream};
 
@@ -8,57 +8,10 @@ use super::{Cache, Lease};
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
-    state::Shared,
 };
 
 /// Removals that [`Cache::clear`] keeps in flight: those of neighboring slots share a write of their records.
 const REMOVALS_IN_FLIGHT: usize = 256;
-
-/// The keys of resident blocks, by [`Cache::keys`].
-///
-/// It looks at one page of the index at a time and holds nothing in between: neither the lock, nor a block, nor the
-/// cache.
-#[must_use = "iterators do nothing unless they are consumed"]
-pub struct Keys {
-    shared: Arc<Shared>,
-    found: vec::IntoIter<BlockKey>,
-    /// The page that follows; `None` after the last.
-    page: Option<u32>,
-}
-
-impl Iterator for Keys {
-    type Item = BlockKey;
-
-    fn next(&mut self) -> Option<BlockKey> {
-        loop {
-            if let Some(key) = self.found.next() {
-                return Some(key);
-            }
-            let page = self.page.take()?;
-            let state = self.shared.lock();
-            if state.check_open().is_err() {
-                return None;
-            }
-            let is_disk_read = state.disk_service.reads();
-            let mut found = Vec::new();
-            self.page = state.index.visit_page(page, |key, tier| {
-                if tier != Tier::Disk || is_disk_read {
-                    found.push(key);
-                }
-            });
-            drop(state);
-            self.found = found.into_iter();
-        }
-    }
-}
-
-impl std::iter::FusedIterator for Keys {}
-
-impl std::fmt::Debug for Keys {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Keys").field("page", &self.page).finish_non_exhaustive()
-    }
-}
 
 impl Cache {
     /// Whether a block is resident in some tier that is in service; false once the cache is closed. One lock, no I/O.
@@ -117,10 +70,11 @@ impl Cache {
 
     /// The keys of all resident blocks, in no particular order. No I/O, no use counted.
     ///
-    /// The lock is taken once for some thousand blocks, for some tens of microseconds, and other callers go on in
-    /// between. A block that is resident from the first call of `next` to the last is yielded exactly once; one that
-    /// comes or goes meanwhile may be yielded or not, and one that goes and comes back may be yielded twice. The
-    /// iterator ends where the cache is closed.
+    /// The iterator looks at one page of the index at a time, a few thousand blocks, and holds the lock for some tens of
+    /// microseconds; between pages it holds neither the lock nor a block. A block that is resident from the first call
+    /// of `next` to the last is yielded exactly once. A block that becomes resident or is removed meanwhile may be
+    /// yielded or not; one that is removed and stored again may be yielded twice. The iterator ends when the cache is
+    /// closed.
     ///
     /// ```
     /// # kvhoist::block_on(async {
@@ -133,8 +87,23 @@ impl Cache {
     /// }
     /// # cache.close().await }).expect("the example runs");
     /// ```
-    pub fn keys(&self) -> Keys {
-        Keys { shared: Arc::clone(self.shared()), found: Vec::new().into_iter(), page: Some(0) }
+    pub fn keys(&self) -> impl Iterator<Item = BlockKey> + Send + use<> {
+        let shared = Arc::clone(self.shared());
+        let mut next = Some(0);
+        let pages = iter::from_fn(move || {
+            let page = next.take()?;
+            let state = shared.lock();
+            state.check_open().ok()?;
+            let is_disk_read = state.disk_service.reads();
+            let mut found = Vec::new();
+            next = state.index.visit_page(page, |key, tier| {
+                if tier != Tier::Disk || is_disk_read {
+                    found.push(key);
+                }
+            });
+            Some(found)
+        });
+        pages.flatten()
     }
 
     /// Forgets every block that is resident when it is called, as [`remove`](Cache::remove) forgets one; how many there

@@ -10,7 +10,6 @@ use crate::{
     checksum::checksum,
     config::Config,
     error::{Error, Result},
-    index::PrefixMatch,
     mover::{Command, DeviceRead, Urgent},
     shield::shield,
     state::{BegunStore, Class, Committed, Found, Outcome, Promotion, Purpose, Use},
@@ -145,8 +144,8 @@ impl Cache {
         &self.inner.shared.config
     }
 
-    /// The leading blocks of `keys` that are resident, and where; none once the cache is closed. One lock, no I/O, no
-    /// use counted.
+    /// The leading blocks of `keys` that are resident: the fastest tier of each, none once the cache is closed. One lock,
+    /// no I/O, no use counted.
     ///
     /// A request begins, for eviction policies that count uses by requests ([`Eviction::Rb`](crate::Eviction::Rb)):
     /// until the next match a block counts as used once, however often it is fetched or loaded.
@@ -157,21 +156,20 @@ impl Cache {
     /// # let keys = kvhoist::PrefixChain::new("llama-3-8b bf16").extend_tokens(&[7; 128], 64)?;
     /// # cache.store(&keys[0], None, &[0; 4096]).await?;
     /// // Two blocks long; only the first was stored.
-    /// let found = cache.match_prefix(&keys);
-    /// assert_eq!(found.tiers(), [kvhoist::Tier::Host]);
+    /// assert_eq!(cache.match_prefix(&keys), [kvhoist::Tier::Host]);
     /// # cache.close().await }).expect("the example runs");
     /// ```
-    pub fn match_prefix(&self, keys: &[BlockKey]) -> PrefixMatch {
+    pub fn match_prefix(&self, keys: &[BlockKey]) -> Vec<Tier> {
         let mut state = self.inner.shared.lock();
         if state.check_open().is_err() {
-            return PrefixMatch::default();
+            return Vec::new();
         }
         state.index.begin_request(keys.len());
-        let mut found = state.index.match_prefix(keys);
+        let mut tiers = state.index.match_prefix(keys).into_tiers();
         if !state.disk_service.reads() {
-            found.truncate_at(Tier::Disk);
+            tiers.truncate(tiers.iter().position(|&tier| tier == Tier::Disk).unwrap_or(tiers.len()));
         }
-        found
+        tiers
     }
 
     /// The number of leading `keys` that are resident in some tier; 0 once the cache is closed. Allocates nothing while

@@ -23,12 +23,11 @@ pub mod seams;
 mod stats;
 mod turns;
 
-pub use blocks::Keys;
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
 pub(crate) use park::Parked;
-pub use queue::{Completion, CompletionQueue};
+pub use queue::CompletionQueue;
 pub use region::pin_region;
 pub use regions::Region;
 pub use stats::{CopyStats, RouteStats, Stats, TierStats, validate};

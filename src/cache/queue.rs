@@ -18,16 +18,6 @@ use crate::{
     mover::{Command, Job, Reply},
 };
 
-/// What became of one submission.
-#[derive(Debug)]
-#[non_exhaustive]
-pub struct Completion {
-    /// What `submit_*` returned for it.
-    pub ticket: u64,
-    /// One result per block, as of [`Cache::load_into`] and [`Cache::store_from`].
-    pub results: Vec<Result<bool>>,
-}
-
 /// Submissions without futures: nothing here waits.
 ///
 /// The [eventfd](CompletionQueue::event_fd) becomes readable when a submission has completed.
@@ -40,7 +30,8 @@ pub struct CompletionQueue {
 
 /// A completion that is not drained yet.
 struct Done {
-    completion: Completion,
+    ticket: u64,
+    results: Vec<Result<bool>>,
     /// The keys of a store.
     stored: Vec<BlockKey>,
 }
@@ -64,7 +55,7 @@ impl Inner {
     }
 
     fn complete(&self, ticket: u64, results: Vec<Result<bool>>, stored: Vec<BlockKey>) {
-        let done = Done { completion: Completion { ticket, results }, stored };
+        let done = Done { ticket, results, stored };
         // One lock for both, as in `drain`: the descriptor is readable just while there is something to drain.
         let mut all = self.done.lock().expect("nothing panics under it");
         all.push_back(done);
@@ -173,17 +164,18 @@ impl CompletionQueue {
         Arc::ptr_eq(&self.cache.inner, &cache.inner)
     }
 
-    /// Takes all completions, oldest first, and makes the eventfd unreadable.
-    pub fn drain(&self) -> Vec<Completion> {
+    /// Takes all completions, oldest first, and makes the eventfd unreadable. A completion is the ticket that `submit_*`
+    /// returned, and one result per block, as of [`Cache::load_into`] and [`Cache::store_from`].
+    pub fn drain(&self) -> Vec<(u64, Vec<Result<bool>>)> {
         let mut all = self.inner.done.lock().expect("nothing panics under it");
         // Nothing to read is no error.
         let _ = (&self.inner.event).read(&mut [0; 8]);
         let done: Vec<_> = all.drain(..).collect();
         drop(all);
         self.inner.outstanding.fetch_sub(done.len(), Ordering::AcqRel);
-        let take = |Done { completion, stored }| {
-            self.cache.shared().forget_reported(&stored, &completion.results);
-            completion
+        let take = |Done { ticket, results, stored }: Done| {
+            self.cache.shared().forget_reported(&stored, &results);
+            (ticket, results)
         };
         done.into_iter().map(take).collect()
     }
@@ -246,7 +238,7 @@ mod tests {
         assert_eq!((&inner.event).write(&full).expect("the largest count there is"), full.len());
         inner.complete(7, vec![Ok(true)], Vec::new());
         let done = inner.done.into_inner().expect("no panic");
-        assert!(done.iter().map(|done| done.completion.ticket).eq([7]));
+        assert!(done.iter().map(|done| done.ticket).eq([7]));
         assert_eq!((&inner.event).read(&mut [0; 8]).expect("readable"), 8);
     }
 }

@@ -132,39 +132,23 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// Whether libcufile transfers blocks between disk and a CUDA device.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
+/// Whether an engine is used that not every machine has: an RDMA device ([`gdr`](super::DeviceConfig::gdr)), or libcufile
+/// ([`cufile`](super::DeviceConfig::cufile)).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum CufileMode {
-    /// If a self-test at open shows that libcufile bypasses host memory; through host memory otherwise. A process that
-    /// has run the self-test with libcufile 1.15 may crash in libcufile when it exits.
+pub enum EngineMode {
+    /// If it passes its self-test when the cache is opened.
     Auto,
-    /// Always libcufile, or an error when the cache is opened. Includes its compat mode, which is slower than host
-    /// memory: for tests.
+    /// Always, or an error when the cache is opened.
     On,
-    /// Always through host memory. libcufile is not loaded.
-    #[default]
+    /// Never. Its library is not loaded.
     Off,
 }
 
-/// Whether an RDMA device makes copies between host and device (GPUDirect RDMA).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
-#[serde(rename_all = "snake_case")]
-pub enum GdrMode {
-    /// If a device passes its self-test at open, and for copies that it was measured to make faster; never for host
-    /// memory that plays a device.
-    #[default]
-    Auto,
-    /// Every copy that it can make, or an error when the cache is opened.
-    On,
-    /// Never. RDMA devices are not looked for.
-    Off,
-}
-
-impl GdrMode {
+impl EngineMode {
     /// The mode with this name.
     pub fn from_name(name: &str) -> Option<Self> {
-        [("auto", GdrMode::Auto), ("on", GdrMode::On), ("off", GdrMode::Off)]
+        [("auto", EngineMode::Auto), ("on", EngineMode::On), ("off", EngineMode::Off)]
             .into_iter()
             .find_map(|(known, mode)| (known == name).then_some(mode))
     }

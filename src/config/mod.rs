@@ -5,9 +5,7 @@ mod groups;
 mod settings;
 mod validate;
 
-pub use choices::{
-    CopyMethod, CopyPrefer, CufileMode, DeviceKind, DirectIo, Eviction, GdrMode, StorageKind, WritePolicy,
-};
+pub use choices::{CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, Eviction, StorageKind, WritePolicy};
 pub use groups::{Capacity, DeviceConfig, DiskConfig, DiskPath, HostConfig, Limits};
 
 use crate::block::{IO_ALIGN, Tier};

@@ -5,8 +5,8 @@ use std::path::PathBuf;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
 use super::{
-    Capacity, Config, CopyMethod, CopyPrefer, CufileMode, DeviceKind, DirectIo, DiskPath, Eviction, GdrMode,
-    StorageKind, WritePolicy,
+    Capacity, Config, CopyMethod, CopyPrefer, DeviceKind, DirectIo, DiskPath, EngineMode, Eviction, StorageKind,
+    WritePolicy,
 };
 use crate::block::Layout;
 
@@ -93,10 +93,10 @@ settings! {
     copy(Option<CopyMethod>) => device.copy;
     copy_blocks_max(u32) => device.copy_blocks_max;
     copy_prefer(CopyPrefer) => device.copy_prefer;
-    gdr(GdrMode) => device.gdr;
+    gdr(EngineMode) => device.gdr;
     gdr_device(Option<String>) => device.gdr_device;
     gdr_stuck_ms(u64) => device.gdr_stuck_ms;
-    cufile(CufileMode) => device.cufile;
+    cufile(EngineMode) => device.cufile;
     cufile_stuck_ms(u64) => device.cufile_stuck_ms;
     disks(Vec<DiskPath>) => disk.paths;
     write_policy(WritePolicy) => disk.write_policy;

@@ -5,7 +5,7 @@ use std::{any::Any, cell::Cell, sync::Arc, time::Duration};
 use super::{CopyBatch, CopyEngine, CopyRegion, Memcpy, Offered, cuda::CudaCopy, gdr::GdrCopy};
 use crate::{
     block::{Direction, Segment},
-    config::{CopyPrefer, GdrMode},
+    config::{CopyPrefer, EngineMode},
     error::Result,
     metrics::CopyMetrics,
 };
@@ -28,7 +28,7 @@ enum Base {
 
 struct Gdr {
     engine: GdrCopy,
-    mode: GdrMode,
+    mode: EngineMode,
     prefer: CopyPrefer,
     in_flight: Cell<u64>,
 }
@@ -44,7 +44,7 @@ impl AnyCopy {
 
     /// Adds an RDMA device, which takes the copies that `mode` and `prefer` select.
     #[must_use]
-    pub(crate) fn with_gdr(self, engine: GdrCopy, mode: GdrMode, prefer: CopyPrefer) -> Self {
+    pub(crate) fn with_gdr(self, engine: GdrCopy, mode: EngineMode, prefer: CopyPrefer) -> Self {
         AnyCopy { gdr: Some(Gdr { engine, mode, prefer, in_flight: Cell::new(0) }), ..self }
     }
 
@@ -68,7 +68,7 @@ impl AnyCopy {
             times: [gdr.engine.cost(batch), self.base_cost(batch)],
             in_flight: [gdr.in_flight.get(), self.base_in_flight.get()],
         };
-        (gdr.mode == GdrMode::On || choice().takes_gdr(gdr.prefer)).then_some(gdr)
+        (gdr.mode == EngineMode::On || choice().takes_gdr(gdr.prefer)).then_some(gdr)
     }
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::{AnyCopy, DevicePool, GdrState, GdrStatus, Memcpy, PoolLayout, cuda::Gpu, gdr::GdrCopy};
 use crate::{
     block::Layout,
-    config::{Config, CopyMethod, DeviceConfig, DeviceKind, GdrMode},
+    config::{Config, CopyMethod, DeviceConfig, DeviceKind, EngineMode},
     error::{Error, Result},
     memory::Arena,
     metrics::CopyMetrics,
@@ -40,8 +40,8 @@ pub(crate) async fn open(
     let (pool, gpu, copy) = open_base(config, arena, device.gdr, metrics, host_copies)?;
     let off = |reason: &str| GdrStatus::new(GdrState::Off(reason.into()));
     let memory = match (device.gdr, &pool, &gpu) {
-        (GdrMode::Off, ..) => Err("it is set to off"),
-        (GdrMode::On, None, _) => {
+        (EngineMode::Off, ..) => Err("it is set to off"),
+        (EngineMode::On, None, _) => {
             return Err(Error::config(
                 "gdr",
                 "on, without a device tier",
@@ -49,7 +49,7 @@ pub(crate) async fn open(
             ));
         }
         (_, None, _) => Err("there is no device tier"),
-        (GdrMode::Auto, _, None) => Err("the device is simulated in host memory, which the processor copies faster"),
+        (EngineMode::Auto, _, None) => Err("the device is simulated in host memory, which the processor copies faster"),
         (_, Some(pool), _) => Ok(pool.shared_memory()),
     };
     let memory = match memory {
@@ -62,7 +62,7 @@ pub(crate) async fn open(
             let copy = copy.with_gdr(engine, device.gdr, device.copy_prefer);
             Ok(Opened { pool, gpu, copy, gdr })
         }
-        Err(error) if device.gdr == GdrMode::Auto => {
+        Err(error) if device.gdr == EngineMode::Auto => {
             let reason = match error {
                 Error::Unavailable { reason, .. } => reason,
                 other => other.to_string(),
@@ -79,7 +79,7 @@ type Base = (Option<DevicePool>, Option<Arc<Gpu>>, AnyCopy);
 fn open_base(
     config: &Config,
     arena: &Arc<Arena>,
-    gdr: GdrMode,
+    gdr: EngineMode,
     metrics: &Arc<CopyMetrics>,
     host_copies: Memcpy,
 ) -> Result<Base> {
@@ -91,7 +91,7 @@ fn open_base(
     match Gpu::open(device.ordinal) {
         Ok(gpu) => {
             let layout = PoolLayout::new(config.device_slots(), layout(config)?)?;
-            let page = if gdr == GdrMode::Off { 1 } else { DEVICE_PAGE_BYTES };
+            let page = if gdr == EngineMode::Off { 1 } else { DEVICE_PAGE_BYTES };
             let bytes = layout.bytes().next_multiple_of(page);
             let (memory, copy) = gpu.open_pool(&device, arena, bytes, host_copies.clone())?;
             let pool = DevicePool::new(memory, layout)?;
@@ -130,9 +130,9 @@ fn method(config: &Config) -> Result<Option<CopyMethod>> {
     }
 }
 
-fn gdr_mode(config: &Config) -> Result<GdrMode> {
+fn gdr_mode(config: &Config) -> Result<EngineMode> {
     let Some(name) = std::env::var_os(GDR_VARIABLE) else { return Ok(config.device.gdr) };
     name.to_str()
-        .and_then(GdrMode::from_name)
+        .and_then(EngineMode::from_name)
         .ok_or_else(|| Error::config(GDR_VARIABLE, name.to_string_lossy().into_owned(), "auto, on or off"))
 }

@@ -206,11 +206,10 @@ mod tests {
     use proptest::{collection::vec, prelude::*};
 
     use super::*;
-    use crate::block::{Attention, BlockGeometry};
+    use crate::block::BlockGeometry;
 
     fn small() -> BlockGeometry {
-        let attention = Attention::Mha { kv_heads: 2, head_dim: 64 };
-        BlockGeometry { attention, layers: 3, tokens: 4, dtype_bytes: 2 }
+        BlockGeometry::Mha { kv_heads: 2, head_dim: 64, layers: 3, tokens: 4, dtype_bytes: 2 }
     }
 
     proptest! {

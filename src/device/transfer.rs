@@ -10,7 +10,7 @@ use std::{
 };
 
 use super::cuda::Gpu;
-use crate::{block::Segment, config::CufileMode};
+use crate::{block::Segment, config::EngineMode};
 
 /// Keeps memory and slots in place while libcufile may touch them.
 pub(crate) type Owner = Box<dyn Any + Send>;
@@ -51,7 +51,7 @@ pub(crate) struct Setup {
     /// The store's files, in the storage's order.
     pub(crate) files: Vec<Arc<File>>,
     /// `Auto` requires a direct path, `On` accepts any.
-    pub(crate) mode: CufileMode,
+    pub(crate) mode: EngineMode,
     /// Free device memory, and the range of each file to read into it.
     pub(crate) probe: Part,
     /// Reserves that memory for the self-test.

@@ -29,11 +29,9 @@ impl PrefixMatch {
         &self.tiers
     }
 
-    /// Ends the match before the first block whose fastest tier is `tier`.
-    pub fn truncate_at(&mut self, tier: Tier) {
-        let len = self.tiers.iter().position(|&found| found == tier).unwrap_or(self.tiers.len());
-        self.tiers.truncate(len);
-        self.ids.truncate(len);
+    /// The fastest tier of each block, as a list.
+    pub fn into_tiers(self) -> Vec<Tier> {
+        self.tiers
     }
 
     /// The entry of each block, good until the index next changes; for [`Index::touch_chain`] above all.

@@ -10,7 +10,7 @@ use super::{Direct, Mover, read::OnDisk};
 use crate::{
     block::{BlockKey, FileId, IO_ALIGN, OpKind, Segment, Tier},
     checksum::checksum,
-    config::CufileMode,
+    config::EngineMode,
     device::{
         CopyEngine, OwnedBatch,
         cuda::Gpu,
@@ -38,7 +38,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// `files` are those of the storage, and `direct_io` says whether all of them are open for direct I/O.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where [`CufileMode::On`] wants it and it cannot be had.
+    /// [`Error::Unavailable`] where [`EngineMode::On`] wants it and it cannot be had.
     pub(crate) async fn open_direct(
         self: &Rc<Self>,
         gpu: Option<Arc<Gpu>>,
@@ -62,8 +62,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 tracing::info!(reason, "blocks go between disk and device through host memory");
                 self.shared.lock().cufile = Health::Retired(reason.clone());
                 match self.shared.config.device.cufile {
-                    CufileMode::On => Err(Error::unavailable("device", format!("cufile = on: {reason}"))),
-                    CufileMode::Auto | CufileMode::Off => Ok(()),
+                    EngineMode::On => Err(Error::unavailable("device", format!("cufile = on: {reason}"))),
+                    EngineMode::Auto | EngineMode::Off => Ok(()),
                 }
             }
         }
@@ -72,7 +72,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// What can be said without asking the library.
     fn may_open_direct(&self, gpu: Option<Arc<Gpu>>, direct_io: bool) -> Result<Arc<Gpu>, String> {
         let config = &self.shared.config;
-        if config.device.cufile == CufileMode::Off {
+        if config.device.cufile == EngineMode::Off {
             return Err("cufile = off".into());
         }
         if let Some(reason) = left_out("cufile") {

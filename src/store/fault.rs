@@ -15,14 +15,26 @@ pub struct Fault {
     pub slot: Option<u32>,
     /// The first four bytes of the block's key in hex, if known. The whole key would reveal the prompt.
     pub key_prefix: Option<String>,
-    /// What is wrong.
-    pub kind: FaultKind,
+    pub(super) kind: FaultKind,
+}
+
+impl Fault {
+    /// What is wrong, as a name for programs, in snake case. [`Display`](fmt::Display) says it in words.
+    pub fn kind(&self) -> &'static str {
+        self.kind.name()
+    }
+}
+
+/// What is wrong, in words.
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.kind.fmt(f)
+    }
 }
 
 /// The kind of a fault.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum FaultKind {
+pub(super) enum FaultKind {
     /// One copy of the superblock is invalid, the other is valid: repaired when a cache next opens the store.
     SuperblockCopy,
     /// Both copies of the superblock are invalid: the store cannot be opened.
@@ -56,8 +68,7 @@ pub enum FaultKind {
 }
 
 impl FaultKind {
-    /// A name for programs, in snake case.
-    pub fn name(&self) -> &'static str {
+    fn name(&self) -> &'static str {
         match self {
             FaultKind::SuperblockCopy => "superblock_copy",
             FaultKind::Superblocks => "superblocks",
@@ -119,7 +130,7 @@ impl Faults {
         self.counts.values().sum()
     }
 
-    /// Number of faults of each kind, by [`FaultKind::name`].
+    /// Number of faults of each [kind](Fault::kind).
     pub fn counts(&self) -> &BTreeMap<&'static str, u64> {
         &self.counts
     }

@@ -78,8 +78,8 @@ impl Store {
                 let fault = faults.into_iter().find(|fault| fault.kind != FaultKind::SuperblockCopy);
                 let fault = fault.expect("a store is lost for a reason");
                 Err(Error::store(
-                    fault.path,
-                    fault.kind.to_string(),
+                    &fault.path,
+                    fault.to_string(),
                     "a store that can be opened",
                     "check the disk; a cache cannot open this store either",
                 ))

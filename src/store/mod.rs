@@ -36,10 +36,10 @@ mod wipe;
 
 use std::path::{Path, PathBuf};
 
-pub use fault::{Fault, FaultKind, Faults};
+pub use fault::{Fault, Faults};
 pub use inspect::{Inspection, Member};
 pub use open::Shape;
-pub use verify::{Duplicate, Progress, Verification};
+pub use verify::{Duplicate, Verification};
 
 use crate::{
     config::{DirectIo, StorageKind},

@@ -29,19 +29,6 @@ use crate::{
 /// Bytes per read: a slot is read in pieces, which bounds memory for any block size.
 const PIECE_BYTES: usize = 1 << 20;
 
-/// Progress of a verification.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Progress {
-    /// Blocks read.
-    pub blocks_done: u64,
-    /// Blocks to read in all; 0 while the record tables are being read.
-    pub blocks: u64,
-    /// Bytes read so far.
-    pub bytes_read: u64,
-    /// Faults found so far.
-    pub faults: u64,
-}
-
 /// Two records of one key: the block was stored again before the record of its first copy was cleared.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Duplicate {
@@ -83,7 +70,7 @@ pub struct Verification {
     pub faults: Faults,
     /// Bytes read: record tables and slots.
     pub bytes_read: u64,
-    /// How long it took.
+    /// How long it took; zero until the end.
     pub elapsed: Duration,
     /// The storage engine used.
     pub storage: &'static str,
@@ -91,7 +78,7 @@ pub struct Verification {
     pub direct_io: bool,
     /// Whether a cache had the store open: faults may be blocks that were being written.
     pub in_use: bool,
-    /// Whether everything was read; false if the caller stopped early.
+    /// Whether everything was read; false until the end, and if the caller stopped early.
     pub complete: bool,
 }
 
@@ -101,7 +88,18 @@ impl Verification {
         self.complete && self.faults.count() == 0
     }
 
-    fn of_a_lost_store(files: &[ReadOnlyFile], faults: Faults) -> Self {
+    /// Blocks to read in all: those that a cache would serve. 0 while the record tables are being read.
+    pub fn blocks(&self) -> u64 {
+        self.committed - self.superseded
+    }
+
+    /// Blocks read so far.
+    pub fn blocks_read(&self) -> u64 {
+        self.payloads_good + self.payloads_bad
+    }
+
+    /// Of these files, of which nothing was read yet.
+    fn new(files: &[ReadOnlyFile], faults: Faults) -> Self {
         Verification {
             shape: None,
             paths: files.iter().map(|file| file.path.clone()).collect(),
@@ -118,7 +116,7 @@ impl Verification {
             storage: "none",
             direct_io: false,
             in_use: files.iter().any(|file| file.in_use),
-            complete: true,
+            complete: false,
         }
     }
 }
@@ -127,7 +125,7 @@ impl Store {
     /// Reads superblocks, record tables and the slot of every block that a cache would serve, and checks all checksums.
     /// Padding and free slots are not read; nothing depends on them.
     ///
-    /// `progress` is called after every read, and may stop the verification.
+    /// `progress` is called after every read with the result so far, and may stop the verification.
     ///
     /// Memory: about 80 bytes per block, and a buffer of at most 1 MiB for each of [`depth`](Self::depth) reads in
     /// flight.
@@ -136,7 +134,7 @@ impl Store {
     /// [`Error::Store`](crate::Error::Store) if the paths are not exactly those of one store, or a cache has it open;
     /// [`Error::Argument`](crate::Error::Argument); [`Error::Io`](crate::Error::Io) if files cannot be opened. Damage
     /// is not an error but part of the result.
-    pub fn verify(&self, progress: impl FnMut(Progress) -> ControlFlow<()> + Send) -> Result<Verification> {
+    pub fn verify(&self, progress: impl FnMut(&Verification) -> ControlFlow<()> + Send) -> Result<Verification> {
         self.validate()?;
         let options = &self.options;
         match open(&self.paths(), options)? {
@@ -146,7 +144,7 @@ impl Store {
             Opened::Lost { files, faults: found } => {
                 let mut faults = Faults::new(options.listed_max);
                 faults.extend(found);
-                Ok(Verification::of_a_lost_store(&files, faults))
+                Ok(Verification { complete: true, ..Verification::new(&files, faults) })
             }
         }
     }
@@ -156,52 +154,42 @@ async fn scrub<S: Storage>(
     store: &OpenStore,
     storage: &S,
     options: &Options,
-    mut progress: impl FnMut(Progress) -> ControlFlow<()>,
+    mut progress: impl FnMut(&Verification) -> ControlFlow<()>,
 ) -> Result<Verification> {
     let started = Instant::now();
     let mut faults = Faults::new(options.listed_max);
     faults.extend(store.faults.iter().cloned());
+    let mut report = Verification {
+        shape: Some(store.shape.clone()),
+        storage: storage.name(),
+        direct_io: store.files.iter().all(|file| file.direct),
+        ..Verification::new(&store.files, faults.clone())
+    };
     let mut tables = Tables::new(store, faults, |bytes_read, faults: &Faults| {
-        progress(Progress { blocks_done: 0, blocks: 0, bytes_read, faults: faults.count() })
+        report.bytes_read = bytes_read;
+        report.faults.clone_from(faults);
+        progress(&report)
     });
     read_tables(storage, &store.members(), &store.stripe, &mut tables).await?;
     let Tables { mut committed, empty, bad, faults, bytes, stopped, .. } = tables;
-    let committed_count = committed.len() as u64;
-    let (superseded, duplicates) = drop_superseded(&mut committed, options.listed_max);
+    report.committed = committed.len() as u64;
+    (report.superseded, report.duplicates) = drop_superseded(&mut committed, options.listed_max);
+    (report.empty, report.records_bad, report.bytes_read, report.faults) = (empty, bad, bytes, faults);
     // In slot order, offsets ascend on every member.
     committed.sort_unstable_by_key(|block| block.slot);
-    let tally = Tally { good: 0, bad: 0, bytes_read: bytes, faults };
     let scrub = Scrub {
         store,
         storage,
         blocks: &committed,
         next: Cell::new(0),
         stopped: Cell::new(stopped),
-        tally: RefCell::new(tally),
+        report: RefCell::new(report),
         progress: RefCell::new(progress),
     };
     let depth = committed.len().min(options.depth as usize);
     all((0..depth).map(|_| Box::pin(scrub.work()) as _).collect()).await;
     let complete = !scrub.stopped.get();
-    let Tally { good, bad: payloads_bad, bytes_read, faults } = scrub.tally.into_inner();
-    Ok(Verification {
-        shape: Some(store.shape.clone()),
-        paths: store.files.iter().map(|file| file.path.clone()).collect(),
-        committed: committed_count,
-        empty,
-        records_bad: bad,
-        superseded,
-        duplicates,
-        payloads_good: good,
-        payloads_bad,
-        faults,
-        bytes_read,
-        elapsed: started.elapsed(),
-        storage: storage.name(),
-        direct_io: store.files.iter().all(|file| file.direct),
-        in_use: store.in_use(),
-        complete,
-    })
+    Ok(Verification { elapsed: started.elapsed(), complete, ..scrub.report.into_inner() })
 }
 
 /// Keeps the valid record of each key. Returns the number of superseded records, and the first of them.
@@ -227,13 +215,6 @@ fn drop_superseded(committed: &mut Vec<Committed>, listed_max: usize) -> (u64, V
     (count, listed)
 }
 
-struct Tally {
-    good: u64,
-    bad: u64,
-    bytes_read: u64,
-    faults: Faults,
-}
-
 /// State shared by the workers, all of which one task polls.
 struct Scrub<'a, S, F> {
     store: &'a OpenStore,
@@ -241,18 +222,19 @@ struct Scrub<'a, S, F> {
     blocks: &'a [Committed],
     next: Cell<usize>,
     stopped: Cell<bool>,
-    tally: RefCell<Tally>,
+    /// The result so far.
+    report: RefCell<Verification>,
     progress: RefCell<F>,
 }
 
-impl<S: Storage, F: FnMut(Progress) -> ControlFlow<()>> Scrub<'_, S, F> {
+impl<S: Storage, F: FnMut(&Verification) -> ControlFlow<()>> Scrub<'_, S, F> {
     /// Checks blocks until none is left.
     async fn work(&self) {
         let mut buffer = None;
         while let Some(block) = self.blocks.get(self.next.replace(self.next.get() + 1)) {
             let Some(outcome) = self.check(block, &mut buffer).await else { break };
             self.count(block, outcome);
-            self.report();
+            self.report_progress();
         }
     }
 
@@ -275,27 +257,27 @@ impl<S: Storage, F: FnMut(Progress) -> ControlFlow<()>> Scrub<'_, S, F> {
             }
             digest.update(&piece[..len.min(block_bytes - start)]);
             *buffer = Some(piece);
-            self.tally.borrow_mut().bytes_read += len as u64;
+            self.report.borrow_mut().bytes_read += len as u64;
             if start + len < slot_bytes {
-                self.report();
+                self.report_progress();
             }
         }
         Some(Ok(digest.finish() == block.checksum))
     }
 
     fn count(&self, block: &Committed, outcome: io::Result<bool>) {
-        let mut tally = self.tally.borrow_mut();
+        let mut report = self.report.borrow_mut();
         let kind = match outcome {
             Ok(true) => {
-                tally.good += 1;
+                report.payloads_good += 1;
                 return;
             }
             Ok(false) => FaultKind::Payload,
             Err(error) => FaultKind::PayloadUnreadable { error: error.to_string() },
         };
         let (file, offset) = self.store.stripe.locate(block.slot);
-        tally.bad += 1;
-        tally.faults.add(Fault {
+        report.payloads_bad += 1;
+        report.faults.add(Fault {
             path: self.store.files[usize::from(file.0)].path.clone(),
             offset,
             slot: Some(block.slot),
@@ -304,16 +286,8 @@ impl<S: Storage, F: FnMut(Progress) -> ControlFlow<()>> Scrub<'_, S, F> {
         });
     }
 
-    fn report(&self) {
-        let tally = self.tally.borrow();
-        let now = Progress {
-            blocks_done: tally.good + tally.bad,
-            blocks: self.blocks.len() as u64,
-            bytes_read: tally.bytes_read,
-            faults: tally.faults.count(),
-        };
-        drop(tally);
-        if (self.progress.borrow_mut())(now).is_break() {
+    fn report_progress(&self) {
+        if (self.progress.borrow_mut())(&self.report.borrow()).is_break() {
             self.stopped.set(true);
         }
     }

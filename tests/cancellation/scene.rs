@@ -57,7 +57,7 @@ impl Scene {
     pub async fn cold(&self) -> u64 {
         for _ in 0..4 * STORED {
             let n = self.next.fetch_add(1, Ordering::Relaxed) % STORED;
-            if self.cache.match_prefix(&[key(n)]).tiers() == [Tier::Disk] {
+            if self.cache.match_prefix(&[key(n)]) == [Tier::Disk] {
                 return n;
             }
             // What is read last pushes out what was read first.

@@ -1,12 +1,11 @@
 //! Loads that complete layer by layer, and the memory that they fill.
 
-use kvhoist::{Attention, BlockGeometry, Cache, Config, LayerLoad, Region, Segment};
+use kvhoist::{BlockGeometry, Cache, Config, LayerLoad, Region, Segment};
 
 use super::{BLOCK_BYTES, key, payload};
 
 /// 4 layers of keys and values.
-pub const MODEL: BlockGeometry =
-    BlockGeometry { attention: Attention::Mha { kv_heads: 2, head_dim: 64 }, layers: 4, tokens: 8, dtype_bytes: 2 };
+pub const MODEL: BlockGeometry = BlockGeometry::Mha { kv_heads: 2, head_dim: 64, layers: 4, tokens: 8, dtype_bytes: 2 };
 pub const LAYERS: usize = 4;
 pub const SEGMENT: usize = BLOCK_BYTES / LAYERS / 2;
 

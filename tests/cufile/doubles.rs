@@ -7,7 +7,7 @@ use std::{
     sync::OnceLock,
 };
 
-use kvhoist::{Cache, Config, CufileMode, DeviceKind, DiskPath, Layout, Stats, block_on};
+use kvhoist::{Cache, Config, DeviceKind, DiskPath, EngineMode, Layout, Stats, block_on};
 use tempfile::TempDir;
 
 use crate::{
@@ -104,13 +104,13 @@ pub fn config(directory: &TempDir) -> Config {
         .device(DeviceKind::Cuda)
         .device_layout(Layout::new(vec![4096, 8192, 4096]).expect("16 KiB"))
         .disks(vec![DiskPath::with_blocks(directory.path(), 256)])
-        .cufile(CufileMode::Auto)
+        .cufile(EngineMode::Auto)
         .cufile_stuck_ms(if comes_back { 20_000 } else { 300 })
 }
 
 /// A cache whose blocks are on disk and nowhere else.
 pub fn cold(config: Config) -> Cache {
-    let cache = open(config.clone().cufile(CufileMode::Off));
+    let cache = open(config.clone().cufile(EngineMode::Off));
     for n in 0..BLOCKS {
         block_on(common::store(&cache, n));
     }

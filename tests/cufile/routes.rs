@@ -1,6 +1,6 @@
 //! Which way is taken, where everything works or is not there.
 
-use kvhoist::{Cache, CufileMode, Error, Layout, Route, WritePolicy, block_on};
+use kvhoist::{Cache, EngineMode, Error, Layout, Route, WritePolicy, block_on};
 
 use crate::{
     common::{self, key},
@@ -69,7 +69,7 @@ fn through_host_memory(why: &str) {
     fetch_all(&cache);
     block_on(cache.close()).expect("close");
     drop(cache);
-    match block_on(Cache::open(config(&directory).cufile(CufileMode::On))) {
+    match block_on(Cache::open(config(&directory).cufile(EngineMode::On))) {
         Err(Error::Unavailable { tier: "device", reason }) => {
             assert!(reason.starts_with("cufile = on: ") && reason.contains(why), "{reason}");
         }
@@ -118,7 +118,7 @@ fn compat_mode_is_taken_only_when_it_is_forced() {
         assert_eq!(fetch(&cache, 0), "disk_to_host_to_device");
         block_on(cache.close()).expect("close");
         drop(cache);
-        let cache = open(config(&directory).cufile(CufileMode::On));
+        let cache = open(config(&directory).cufile(EngineMode::On));
         assert!(cache.stats().cufile_reason.starts_with("compat mode"));
         assert_eq!(fetch(&cache, 0), "disk_to_device");
         fetch_all(&cache);
@@ -142,7 +142,7 @@ fn without_statistics_nothing_is_proven() {
 fn off_is_off() {
     with_double("routes::off_is_off", &["direct"], |_| {
         let directory = common::directory();
-        let cache = cold(config(&directory).cufile(CufileMode::Off));
+        let cache = cold(config(&directory).cufile(EngineMode::Off));
         assert_eq!(cache.stats().cufile_reason, "cufile = off");
         assert_eq!(fetch(&cache, 0), "disk_to_host_to_device");
     });
@@ -210,7 +210,7 @@ fn what_only_the_device_holds_is_written_from_there() {
                 ask("release");
             }
             close(cache);
-            let cache = open(config.cufile(CufileMode::Off));
+            let cache = open(config.cufile(EngineMode::Off));
             let on_disk = (0..on_device).filter(|&n| block_on(common::fetch_verified(&cache, n))).count() as u64;
             assert!(on_disk >= expected, "{on_disk} blocks are on disk, whole");
             assert!(block_on(cache.fetch(&key(100))).expect("fetch").is_none(), "that one was never stored");

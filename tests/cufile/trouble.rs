@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvhoist::{Cache, CufileMode, Route, Stats, Tier, block_on};
+use kvhoist::{Cache, EngineMode, Route, Stats, Tier, block_on};
 
 use crate::{
     common,
@@ -212,7 +212,7 @@ fn a_library_that_does_not_come_back_from_its_first_calls_is_left_alone() {
             if mode == "open" {
                 // It has come back meanwhile, or does soon.
                 let opened = (0..50).find_map(|_| {
-                    let cache = open(config(&directory).cufile(CufileMode::Auto));
+                    let cache = open(config(&directory).cufile(EngineMode::Auto));
                     if cache.stats().cufile {
                         return Some(cache);
                     }

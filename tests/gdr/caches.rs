@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use kvhoist::{
-    Cache, Config, DeviceKind, DiskPath, GdrMode, Layout, Route, Segment, Tier, block_on,
+    Cache, Config, DeviceKind, DiskPath, EngineMode, Layout, Route, Segment, Tier, block_on,
     internals::{
         gpu::{DeviceBuffer, Gpu},
         memory::DeviceMemory,
@@ -28,7 +28,7 @@ pub fn config(cuda: bool) -> Config {
         .device(if cuda { DeviceKind::Cuda } else { DeviceKind::Simulated })
         // Segments that begin anywhere, in pools layer by layer.
         .device_layout(Layout::new(vec![4096, 4096 + 4, 100, BLOCK_BYTES - 8296]).expect("it is one block"))
-        .gdr(GdrMode::On)
+        .gdr(EngineMode::On)
 }
 
 pub fn open(config: Config) -> Cache {

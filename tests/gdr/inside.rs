@@ -10,7 +10,7 @@ use std::{
 };
 
 use kvhoist::{
-    Cache, Config, DeviceKind, GdrMode, block_on,
+    Cache, Config, DeviceKind, EngineMode, block_on,
     internals::{
         device::{GdrState, gdr::GdrOptions},
         rdma,
@@ -224,7 +224,7 @@ fn replay(seed: u64) {
         .host_blocks(48)
         .device_blocks(16)
         .device(DeviceKind::Simulated)
-        .gdr(GdrMode::On);
+        .gdr(EngineMode::On);
     let cache = block_on(Cache::open(config)).unwrap_or_else(|error| panic!("soft-RoCE: {error}"));
     let mut rng = Rng(seed);
     let mut lengths = [0u64; 6];

@@ -1,7 +1,7 @@
 //! Opening: `on` without a working NIC is an error that says what is missing, `auto` uses another engine and says why,
 //! `off` looks for nothing.
 
-use kvhoist::{Cache, Config, CopyPrefer, DeviceKind, Error, GdrMode, block_on};
+use kvhoist::{Cache, Config, CopyPrefer, DeviceKind, EngineMode, Error, block_on};
 
 use crate::{
     caches::{config, copies, moved, open, round_trips},
@@ -10,14 +10,14 @@ use crate::{
 
 /// The error of an open where it is `on`, and the reason of one where it is `auto`.
 fn refused(config: Config) -> (String, String) {
-    let error = match block_on(Cache::open(config.clone().gdr(GdrMode::On))) {
+    let error = match block_on(Cache::open(config.clone().gdr(EngineMode::On))) {
         Err(error @ Error::Unavailable { tier: "gdr", .. }) => error.to_string(),
         other => panic!("{:?}", other.map(|cache| cache.stats())),
     };
     until_forgotten();
     // What happens once only, or so many times, happens again.
     set(&std::env::var("IBV_DOUBLE").expect("the case says it"));
-    let cache = open(config.gdr(GdrMode::Auto));
+    let cache = open(config.gdr(EngineMode::Auto));
     let stats = cache.stats();
     assert!(!stats.gdr && stats.gdr_reason.starts_with("off: "), "{stats:?}");
     round_trips(&cache, 40);
@@ -70,7 +70,7 @@ fn without_the_library_it_is_told_where_to_get_it() {
         let Err(error) = block_on(Cache::open(config(true))) else { panic!("there is no library") };
         let error = error.to_string();
         assert!(error.contains("libibverbs.so.1 was not found") && error.contains("libibverbs1"), "{error}");
-        let cache = open(config(true).gdr(GdrMode::Auto));
+        let cache = open(config(true).gdr(EngineMode::Auto));
         let stats = cache.stats();
         assert!(!stats.gdr && stats.gdr_reason.contains("libibverbs.so.1 was not found"), "{stats:?}");
         round_trips(&cache, 40);
@@ -133,7 +133,7 @@ fn the_device_that_is_named_is_taken() {
 fn off_does_not_look_and_auto_does_not_with_a_simulated_device() {
     with_double("opening::off_does_not_look_and_auto_does_not_with_a_simulated_device", &["late"], |_| {
         for (cuda, gdr, told) in
-            [(false, GdrMode::Off, "off"), (false, GdrMode::Auto, "is simulated"), (true, GdrMode::Off, "off")]
+            [(false, EngineMode::Off, "off"), (false, EngineMode::Auto, "is simulated"), (true, EngineMode::Off, "off")]
         {
             let cache = open(config(cuda).gdr(gdr));
             round_trips(&cache, 20);
@@ -154,7 +154,7 @@ fn the_environment_goes_before_the_settings() {
     let cases = ["late KVHOIST_GDR=off", "late KVHOIST_GDR=on", "none KVHOIST_GDR=on", "late KVHOIST_GDR=maybe"];
     with_double("opening::the_environment_goes_before_the_settings", &cases, |case| {
         // The opposite of each.
-        let gdr = if case.ends_with("=off") { GdrMode::On } else { GdrMode::Off };
+        let gdr = if case.ends_with("=off") { EngineMode::On } else { EngineMode::Off };
         let opened = block_on(Cache::open(config(false).gdr(gdr)));
         match (case, opened) {
             ("late KVHOIST_GDR=off", Ok(cache)) => assert!(!cache.stats().gdr),
@@ -172,7 +172,7 @@ fn the_environment_goes_before_the_settings() {
 fn auto_on_a_cuda_device_is_right_whatever_it_prefers() {
     with_double("opening::auto_on_a_cuda_device_is_right_whatever_it_prefers", &["now DOUBLE_ORDERING=0"], |_| {
         for copy_prefer in [CopyPrefer::Latency, CopyPrefer::Throughput, CopyPrefer::SpareGpu] {
-            let cache = open(config(true).gdr(GdrMode::Auto).copy_prefer(copy_prefer).device(DeviceKind::Cuda));
+            let cache = open(config(true).gdr(EngineMode::Auto).copy_prefer(copy_prefer).device(DeviceKind::Cuda));
             round_trips(&cache, 60);
             let stats = cache.stats();
             assert!(stats.gdr, "it is there, and takes part: {stats:?}");

@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use kvhoist::{
-    CufileMode, Error, Layout, Route, Segment,
+    EngineMode, Error, Layout, Route, Segment,
     internals::{
         checksum::checksum,
         device::{
@@ -104,14 +104,14 @@ fn libcufile_brings_the_right_bytes_and_says_how() {
     let block_bytes = 128 << 10;
     let layout = Layout::new(vec![block_bytes / 4; 4]).expect("a layout");
     let settings = config(&directory, block_bytes, 16, 64).direct_io(DirectIo::Require).device_layout(layout);
-    let cache = open(settings.clone().cufile(CufileMode::Off));
+    let cache = open(settings.clone().cufile(EngineMode::Off));
     (0..64).for_each(|n| block_on(common::store(&cache, n)));
     block_on(cache.close()).expect("close");
     drop(cache);
-    for mode in [CufileMode::Auto, CufileMode::On] {
+    for mode in [EngineMode::Auto, EngineMode::On] {
         let cache = match block_on(Cache::open(settings.clone().cufile(mode))) {
             Ok(cache) => cache,
-            Err(Error::Unavailable { reason, .. }) if mode == CufileMode::On => {
+            Err(Error::Unavailable { reason, .. }) if mode == EngineMode::On => {
                 common::skip::skipped(reason);
                 return;
             }

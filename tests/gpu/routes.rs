@@ -1,6 +1,6 @@
 //! Blocks through the cache: disk, host memory, device slots, a caller's pool, for every layout and method.
 
-use kvhoist::{Attention, BlockGeometry, BlockKey, CopyMethod, Layout, Segment, Tier};
+use kvhoist::{BlockGeometry, BlockKey, CopyMethod, Layout, Segment, Tier};
 
 use super::*;
 use crate::common::{key, payload};
@@ -10,13 +10,8 @@ const SLOTS: u32 = 6;
 
 /// Layouts of one block each, with the name that a failure shows.
 fn layouts() -> Vec<(&'static str, Layout)> {
-    let mha = BlockGeometry {
-        attention: Attention::Mha { kv_heads: 2, head_dim: 64 },
-        layers: 16,
-        tokens: 16,
-        dtype_bytes: 2,
-    };
-    let mla = BlockGeometry { attention: Attention::Mla { latent_dim: 576 }, layers: 5, tokens: 16, dtype_bytes: 2 };
+    let mha = BlockGeometry::Mha { kv_heads: 2, head_dim: 64, layers: 16, tokens: 16, dtype_bytes: 2 };
+    let mla = BlockGeometry::Mla { latent_dim: 576, layers: 5, tokens: 16, dtype_bytes: 2 };
     vec![
         ("one piece", Layout::contiguous(128 << 10).expect("a layout")),
         ("MHA, layer first", mha.layer_first().expect("a layout")),

@@ -256,10 +256,9 @@ fn stalls(storage: StorageKind, _: &mut Rng) {
     const DEADLINE: Duration = Duration::from_secs(4);
     let disk = Disk::new();
     let cache = filled_with(disk.config(storage).deadline_ms(DEADLINE.as_millis() as u64));
-    let on_disk = (0..40).find(|n| cache.match_prefix(&[key(*n)]).tiers() == [Tier::Disk]).expect("most of them");
+    let on_disk = (0..40).find(|n| cache.match_prefix(&[key(*n)]) == [Tier::Disk]).expect("most of them");
     // The last used, which no store pushes out.
-    let in_memory =
-        (0..40).rev().find(|n| cache.match_prefix(&[key(*n)]).tiers() == [Tier::Host]).expect("some of them");
+    let in_memory = (0..40).rev().find(|n| cache.match_prefix(&[key(*n)]) == [Tier::Host]).expect("some of them");
     disk.mapped.suspend();
     match block_on(cache.fetch(&key(on_disk))) {
         Err(Error::Timeout { limit, .. }) => assert_eq!(limit, DEADLINE),

@@ -162,7 +162,7 @@ fn damage(path: &Path, say: &mut impl FnMut(&dyn Debug)) {
     flip(path, record.expect("a full slot") + 40);
     let report = verify(path).expect("a store");
     assert_eq!(report.faults.count(), 3, "{report:?}");
-    report.faults.listed().iter().for_each(|fault| say(&fault.kind.to_string()));
+    report.faults.listed().iter().for_each(|fault| say(&fault.to_string()));
     say(&report);
     say(&Store::at([path]).inspect().expect("a store"));
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use kvhoist::{
-    Cache, Config, CufileMode, DeviceKind, DirectIo, DiskPath, block_on,
+    Cache, Config, DeviceKind, DirectIo, DiskPath, EngineMode, block_on,
     internals::device::cufile::{Driver, Library},
 };
 
@@ -81,7 +81,7 @@ fn route(ordinal: u32, path: Option<&Path>) -> Result<Finding, Failure> {
         .device_blocks(4)
         .device(DeviceKind::Cuda)
         .device_ordinal(ordinal)
-        .cufile(CufileMode::Auto)
+        .cufile(EngineMode::Auto)
         .direct_io(DirectIo::Prefer)
         .disks(vec![DiskPath::with_blocks(directory.path(), 4)]);
     let cache = match block_on(Cache::open(config)) {

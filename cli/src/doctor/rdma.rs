@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvhoist::{
-    Cache, Config, DeviceKind, GdrMode, block_on,
+    Cache, Config, DeviceKind, EngineMode, block_on,
     internals::{
         device::rdma::discover,
         gpu::{DeviceBuffer, Gpu, WriteFlush},
@@ -112,7 +112,7 @@ fn self_test(ordinal: u32, has_device: bool, has_nic: bool) -> Finding {
         .device_blocks(4)
         .device(if has_device { DeviceKind::Cuda } else { DeviceKind::Simulated })
         .device_ordinal(ordinal)
-        .gdr(GdrMode::On);
+        .gdr(EngineMode::On);
     let opened = block_on(Cache::open(config)).and_then(|cache| {
         let stats = cache.stats();
         block_on(cache.close())?;

@@ -1,7 +1,7 @@
 //! Settings: text from anywhere, and numbers from anywhere under the right names.
 
 use arbitrary::{Arbitrary, Unstructured};
-use kvhoist::{Attention, BlockGeometry, Cache, Config, DiskPath, Error, Layout};
+use kvhoist::{BlockGeometry, Cache, Config, DiskPath, Error, Layout};
 
 use crate::memory::bounded;
 
@@ -124,10 +124,11 @@ fn builder(numbers: &Numbers) {
 
 /// A model's shape gives a size as in wide numbers, or an error if a field is 0 or the size is out of range.
 fn geometry([one, two, layers, tokens, dtype_bytes]: [usize; 5]) {
-    let shapes =
-        [(Attention::Mha { kv_heads: one, head_dim: two }, 2, two), (Attention::Mla { latent_dim: one }, 1, 1)];
-    for (attention, halves, factor) in shapes {
-        let geometry = BlockGeometry { attention, layers, tokens, dtype_bytes };
+    let shapes = [
+        (BlockGeometry::Mha { kv_heads: one, head_dim: two, layers, tokens, dtype_bytes }, 2, two),
+        (BlockGeometry::Mla { latent_dim: one, layers, tokens, dtype_bytes }, 1, 1),
+    ];
+    for (geometry, halves, factor) in shapes {
         let factors = [one, factor, layers, tokens, dtype_bytes, halves];
         let bytes = factors.iter().try_fold(1u128, |product, &factor| product.checked_mul(factor as u128));
         let bytes = bytes.filter(|&bytes| bytes > 0 && bytes <= isize::MAX as u128);

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     block::OpKind,
-    config::CufileMode,
+    config::EngineMode,
     device::cufile::sys::{Batch, Counters, CufileError, Driver, Handle},
 };
 
@@ -100,7 +100,7 @@ fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, SelfTest), String
     // Dropped only here, so that a call that never returns keeps the memory reserved.
     drop(probe_owner);
     let found = found?;
-    if mode != CufileMode::On && !found.direct {
+    if mode != EngineMode::On && !found.direct {
         return Err(found.evidence);
     }
     if found.direct {

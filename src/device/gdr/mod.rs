@@ -21,7 +21,7 @@ mod regions;
 mod self_test;
 mod streams;
 
-pub use crate::config::GdrMode;
+pub use crate::config::EngineMode;
 pub use open::{GdrMemory, GdrOptions};
 pub use streams::Fence;
 

@@ -19,7 +19,7 @@ use super::{
     self_test::{Place, SCRATCH_BYTES, Scratch},
 };
 use crate::{
-    config::{DeviceConfig, GdrMode},
+    config::{DeviceConfig, EngineMode},
     device::{
         cuda::{Gpu, WriteFlush},
         rdma::{self, CompletionQueue, ProtectionDomain, QueuePair},
@@ -81,7 +81,7 @@ impl GdrCopy {
         };
         let memory = GdrMemory { arena: Some(Arc::clone(arena)), pool: Some(Arc::clone(&pool)), gpu };
         let engine = Self::open(&options, memory).await?;
-        if config.gdr == GdrMode::Auto {
+        if config.gdr == EngineMode::Auto {
             engine.calibrate(arena, &pool).await?;
         }
         Ok(engine)

@@ -190,7 +190,7 @@ fn done(result: Result<(), Failure>) -> Reply {
 fn answer_at_once(cache: &Cache, request: Request) -> Result<Result<Reply, Failure>, Request> {
     Ok(Ok(match request {
         Request::MatchLen { keys } => Reply::Count(cache.match_len(&keys) as u32),
-        Request::MatchPrefix { keys } => Reply::Tiers(cache.match_prefix(&keys).tiers().to_vec()),
+        Request::MatchPrefix { keys } => Reply::Tiers(cache.match_prefix(&keys)),
         Request::Contains { keys } => {
             let there = |key: &BlockKey| cache.match_len(std::slice::from_ref(key)) == 1;
             Reply::Flags(keys.iter().map(there).collect())

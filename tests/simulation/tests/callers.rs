@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, HeldSlots};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error};
 use kvhoist_simulation::sim::{self, Reactor, Sim, SimOptions, Simulated, World};
 use tokio::task::spawn_local;
 
@@ -127,16 +127,17 @@ fn who_waits_for_a_slot_that_callers_hold_is_told_what_they_hold() {
         }
         let reservation = cache.reserve().await.expect("the last slot");
         let error = cache.fetch(&key(0)).await.expect_err("no slot comes free");
-        let Error::Timeout { what: "a host slot", held: Some(found), .. } = &error else { panic!("{error:?}") };
-        let HeldSlots { leases, reservations, slots, setting, .. } = *found;
+        let Error::Timeout { what: "a host slot", leases, reservations, slots, setting, .. } = error else {
+            panic!("{error:?}")
+        };
         assert_eq!((leases, reservations, slots, setting), (3, 1, 3, "host_blocks"));
         let text = error.to_string();
         assert!(text.contains("3 leases and 1 reservations") && text.contains("`host_blocks`"), "{text}");
         drop((held, reservation));
         let on_device = cache.fetch_to_device(&key(0)).await.expect("a slot is free").expect("stored");
         let error = cache.fetch_to_device(&key(1)).await.expect_err("the only device slot is leased");
-        let Error::Timeout { held: Some(found), .. } = &error else { panic!("{error:?}") };
-        assert_eq!((found.leases, found.reservations, found.setting), (1, 0, "device_blocks"));
+        let Error::Timeout { leases, reservations, setting, .. } = error else { panic!("{error:?}") };
+        assert_eq!((leases, reservations, setting), (1, 0, "device_blocks"));
         drop(on_device);
         finish(cache, reactor).await;
     });

@@ -154,7 +154,7 @@ async fn stored_while_it_comes_from_the_device(config: Config, dropped: bool) {
     fill(&cache).await;
     cache.sync().await.expect("a sound disk");
     fill(&cache).await;
-    assert_eq!(cache.match_prefix(&[key(100)]).tiers(), [Tier::Device], "evicted from host and disk");
+    assert_eq!(cache.match_prefix(&[key(100)]), [Tier::Device], "evicted from host and disk");
     let fetched = spawn(&cache, async |cache| fetch(&cache, 100).await);
     tokio::time::sleep(Duration::from_micros(500)).await;
     let mut stored = spawn(&cache, async |cache| store(&cache, 100).await);

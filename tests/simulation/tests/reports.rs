@@ -141,7 +141,7 @@ fn a_sync_reports_refusals_whose_answer_nobody_took() {
             let queue = cache.completion_queue(1).expect("a queue");
             queue.submit_store(&[key(1)], None, &places).expect("submitted");
             a_while().await;
-            assert!(queue.drain()[0].results[0].is_err(), "the disk did not take it");
+            assert!(queue.drain()[0].1[0].is_err(), "the disk did not take it");
         });
         drained.await.expect("it was reported by the queue");
     });

@@ -145,7 +145,7 @@ fn a_store_of_a_block_that_comes_from_the_device_is_written() {
         store(&cache, 100).await.expect("stored");
         let on_device = cache.fetch_to_device(&key(100)).await.expect("copied").expect("it was stored");
         fill(&cache).await;
-        assert_eq!(cache.match_prefix(&[key(100)]).tiers(), [Tier::Device], "evicted from host and disk");
+        assert_eq!(cache.match_prefix(&[key(100)]), [Tier::Device], "evicted from host and disk");
         // The store has its bytes, and finds the host slot taken by a copy under way.
         let reader = cache.clone();
         let fetched = tokio::task::spawn_local(async move { fetch(&reader, 100).await });
@@ -170,7 +170,7 @@ fn a_write_that_follows_a_movement_joins_the_write_of_the_block_stored_anew() {
             store(&cache, 100).await.expect("stored");
             let on_device = cache.fetch_to_device(&key(100)).await.expect("copied").expect("it was stored");
             fill(&cache).await;
-            assert_eq!(cache.match_prefix(&[key(100)]).tiers(), [Tier::Device], "evicted from host and disk");
+            assert_eq!(cache.match_prefix(&[key(100)]), [Tier::Device], "evicted from host and disk");
             let spawn_store = || {
                 let cache = cache.clone();
                 tokio::task::spawn_local(async move { store(&cache, 100).await })

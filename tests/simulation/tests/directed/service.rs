@@ -65,7 +65,7 @@ fn failing_reads_take_the_disk_out_of_service() {
         assert!(reason.contains("3 reads of simulated failed in a row"), "{reason}");
         let reads = disk.counts().started[OpKind::Read as usize];
         for n in 0..16 {
-            let served = cache.match_prefix(&[key(n)]).tiers() == [Tier::Host];
+            let served = cache.match_prefix(&[key(n)]) == [Tier::Host];
             assert_eq!(fetch(&cache, n).await.expect("no error: a miss"), served, "block {n}");
         }
         assert_eq!(disk.counts().started[OpKind::Read as usize], reads, "it is asked no more");
