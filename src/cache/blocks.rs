@@ -70,9 +70,9 @@ impl Cache {
 
     /// The keys of all resident blocks, in no particular order. No I/O, no use counted.
     ///
-    /// The iterator looks at one page of the index at a time, a few thousand blocks, and holds the lock for some tens of
-    /// microseconds; between pages it holds neither the lock nor a block. A block that is resident from the first call
-    /// of `next` to the last is yielded exactly once. A block that becomes resident or is removed meanwhile may be
+    /// The iterator looks at one page of the index at a time, a few thousand blocks, and holds the lock for some tens
+    /// of microseconds; between pages it holds neither the lock nor a block. A block that is resident from the first
+    /// call of `next` to the last is yielded exactly once. A block that becomes resident or is removed meanwhile may be
     /// yielded or not; one that is removed and stored again may be yielded twice. The iterator ends when the cache is
     /// closed.
     ///

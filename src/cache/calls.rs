@@ -144,8 +144,8 @@ impl Cache {
         &self.inner.shared.config
     }
 
-    /// The leading blocks of `keys` that are resident: the fastest tier of each, none once the cache is closed. One lock,
-    /// no I/O, no use counted.
+    /// The leading blocks of `keys` that are resident: the fastest tier of each, none once the cache is closed. One
+    /// lock, no I/O, no use counted.
     ///
     /// A request begins, for eviction policies that count uses by requests ([`Eviction::Rb`](crate::Eviction::Rb)):
     /// until the next match a block counts as used once, however often it is fetched or loaded.

@@ -164,8 +164,8 @@ impl CompletionQueue {
         Arc::ptr_eq(&self.cache.inner, &cache.inner)
     }
 
-    /// Takes all completions, oldest first, and makes the eventfd unreadable. A completion is the ticket that `submit_*`
-    /// returned, and one result per block, as of [`Cache::load_into`] and [`Cache::store_from`].
+    /// Takes all completions, oldest first, and makes the eventfd unreadable. A completion is the ticket that
+    /// `submit_*` returned, and one result per block, as of [`Cache::load_into`] and [`Cache::store_from`].
     pub fn drain(&self) -> Vec<(u64, Vec<Result<bool>>)> {
         let mut all = self.inner.done.lock().expect("nothing panics under it");
         // Nothing to read is no error.

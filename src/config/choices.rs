@@ -132,8 +132,8 @@ pub enum DeviceKind {
     Cuda,
 }
 
-/// Whether an engine is used that not every machine has: an RDMA device ([`gdr`](super::DeviceConfig::gdr)), or libcufile
-/// ([`cufile`](super::DeviceConfig::cufile)).
+/// Whether an engine is used that not every machine has: an RDMA device ([`gdr`](super::DeviceConfig::gdr)), or
+/// libcufile ([`cufile`](super::DeviceConfig::cufile)).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EngineMode {

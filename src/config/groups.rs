@@ -88,8 +88,8 @@ pub struct DeviceConfig {
     pub copy_blocks_max: u32,
     /// Which copy engine to prefer if two are about equally fast.
     pub copy_prefer: CopyPrefer,
-    /// Whether an RDMA device makes copies between host and device memory (GPUDirect RDMA). `auto`: those copies that it
-    /// was measured to make faster; none with a simulated device. `on`: every copy that it can make. The environment
+    /// Whether an RDMA device makes copies between host and device memory (GPUDirect RDMA). `auto`: those copies that
+    /// it was measured to make faster; none with a simulated device. `on`: every copy that it can make. The environment
     /// variable `KVHOIST_GDR` (`auto`, `on`, `off`) takes precedence.
     pub gdr: EngineMode,
     /// Name of the RDMA device (`mlx5_0`). `None`: the one nearest to the GPU.
@@ -98,9 +98,9 @@ pub struct DeviceConfig {
     /// The device itself reports an error after half a second of retries. Set it well below `deadline_ms`. 1 to
     /// 86,400,000.
     pub gdr_stuck_ms: u64,
-    /// Whether libcufile transfers blocks between disk and a CUDA device. `auto`: if the self-test shows that it bypasses
-    /// host memory; a process that has run the self-test with libcufile 1.15 may crash in libcufile when it exits.
-    /// `on`: also in its compat mode, which is slower than transfers through host memory: for tests.
+    /// Whether libcufile transfers blocks between disk and a CUDA device. `auto`: if the self-test shows that it
+    /// bypasses host memory; a process that has run the self-test with libcufile 1.15 may crash in libcufile when it
+    /// exits. `on`: also in its compat mode, which is slower than transfers through host memory: for tests.
     pub cufile: EngineMode,
     /// Milliseconds after which a call or a batch of libcufile counts as stuck; this block and all later ones then go
     /// through host memory. Set it well below `deadline_ms`. 1 to 86,400,000.
