@@ -18,7 +18,7 @@ from .cache import Cache, slot_bytes, slots_on_each, store_bytes
 from .client import Client
 from .config import HiCacheConfig, config_error, printable
 from .errors import ClosedError, ConfigError, RefusedError, StoreError
-from .hicache_identity import Identity
+from .hicache_identity import Identity, holds_draft
 from .hicache_service import connect_pool
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,8 @@ class PoolStore:
 
     def namespace(self) -> str:
         """The cache's namespace: readable words, then a digest of everything that the bytes depend on."""
-        what = {"format": FORMAT, "pool": self.name, **self.identity.digested(), **asdict(self.geometry)}
+        identity = self.identity.digested(holds_draft(self.name, self.pool))
+        what = {"format": FORMAT, "pool": self.name, **identity, **asdict(self.geometry)}
         digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
         return f"{_slug(self.identity.model_name)[:80]}/{self.identity.rank_name()}/{_slug(self.name)}/{digest[:32]}"
 

@@ -24,6 +24,8 @@ class Identity:
     dcp_rank: int = 0
     #: Pairs of a name and a value that differ between weights served under one name.
     weights: tuple[tuple[str, str], ...] = ()
+    #: The same of a draft model's weights (speculative decoding). They enter the digest of pools with its pages only.
+    draft: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, config: Any, server_args: Any = None, revision: str = "") -> "Identity":
@@ -44,13 +46,19 @@ class Identity:
             dcp_size=getattr(config, "dcp_size", 1),
             dcp_rank=getattr(config, "dcp_rank", 0),
             weights=_weights(config.model_name, server_args, revision),
+            draft=_draft(server_args),
         )
 
-    def digested(self) -> dict[str, Any]:
-        """The fields that enter the digest. Empty `weights` are left out, as versions before them had none."""
+    def digested(self, has_draft: bool = False) -> dict[str, Any]:
+        """The fields that enter the digest of a pool; `has_draft` if its pages hold a draft model's KV.
+
+        Empty `weights` and an empty `draft` are left out, as versions before them had none.
+        """
         fields = asdict(self)
         if not self.weights:
             del fields["weights"]
+        if not self.draft or not has_draft:
+            del fields["draft"]
         return fields
 
     def shared(self) -> "Identity":
@@ -74,6 +82,26 @@ class Identity:
 
 #: SGLang's server arguments that change the values in a page, but neither its key nor its geometry.
 _WEIGHTS_ARGS = ("revision", "quantization", "json_model_override_args")
+
+
+#: The arguments that name a draft model's weights, each with the one of the target that the digest has already.
+_DRAFT_ARGS = {
+    "speculative_draft_model_path": "model_path",
+    "speculative_draft_model_revision": "revision",
+    "speculative_draft_model_quantization": "quantization",
+}
+
+
+def holds_draft(name: str, pool: Any) -> bool:
+    """Whether the pages of a host pool hold a draft model's KV: in a pool of its own, or behind the target's layers."""
+    layers, of_target = getattr(pool, "layer_num", None), getattr(pool, "target_layer_num", None)
+    return name.startswith("draft") or (of_target is not None and layers != of_target)
+
+
+def _draft(server_args: Any) -> tuple[tuple[str, str], ...]:
+    """The arguments in which a draft model differs from its target; none for a draft in the target's checkpoint."""
+    found = ((name, getattr(server_args, name, None), target) for name, target in _DRAFT_ARGS.items())
+    return tuple((name, str(value)) for name, value, target in found if value != getattr(server_args, target, None))
 
 
 def _weights(model_name: str | None, server_args: Any, revision: str) -> tuple[tuple[str, str], ...]:

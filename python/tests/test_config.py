@@ -114,7 +114,7 @@ def test_absurd_numbers_in_a_call_are_wrong_arguments():
 # What separates two stores
 
 
-def _folder(revision="", model_name="meta/tiny", **server_args):
+def _folder(revision="", model_name="meta/tiny", pool="kv", draft_layers=0, **server_args):
     """The folder's name of the stores of a server with these arguments."""
     from types import SimpleNamespace
 
@@ -123,7 +123,8 @@ def _folder(revision="", model_name="meta/tiny", **server_args):
     storage = SimpleNamespace(model_name=model_name, tp_rank=0, tp_size=1, is_mla_model=False, dp_rank=0)
     args = SimpleNamespace(**server_args) if server_args else None
     store = PoolStore.__new__(PoolStore)
-    store.name, store.geometry = "kv", Geometry(4096, 16, 2, "page_first", "torch.bfloat16")
+    store.name, store.geometry = pool, Geometry(4096, 16, 2, "page_first", "torch.bfloat16")
+    store.pool = SimpleNamespace(target_layer_num=4, layer_num=4 + draft_layers)
     store.identity = Identity.of(storage, args, revision)
     return store.namespace()
 
@@ -155,12 +156,40 @@ def test_weights_that_differ_have_stores_of_their_own():
     assert _folder(**swapped) == folders[-1]
 
 
+def test_draft_models_that_differ_have_stores_of_their_own():
+    target = dict(model_path="meta/tiny", revision="abc", quantization="fp8")
+    same = {
+        "speculative_draft_model_path": "meta/tiny",
+        "speculative_draft_model_revision": "abc",
+        "speculative_draft_model_quantization": "fp8",
+    }
+    drafts = [
+        same,
+        {**same, "speculative_draft_model_path": "/models/draft-1"},
+        {**same, "speculative_draft_model_path": "/models/draft-2"},
+        {**same, "speculative_draft_model_revision": "main"},
+        {**same, "speculative_draft_model_revision": None},
+        {**same, "speculative_draft_model_quantization": None},
+    ]
+    # Pools of the draft's own, and a pool of the target with the draft's layers behind its own.
+    for pool in (dict(pool="draft"), dict(pool="draft_swa"), dict(draft_layers=1)):
+        folders = [_folder(**pool, **target, **draft) for draft in drafts]
+        assert len(set(folders)) == len(drafts), pool
+        assert folders == [_folder(**pool, **target, **draft) for draft in drafts]
+    # The others are as they were before drafts were told apart.
+    for pool in ("kv", "mamba"):
+        assert {_folder(pool=pool, **target, **draft) for draft in drafts} == {_folder(pool=pool, **target)}
+
+
 def test_stores_of_earlier_versions_are_found():
     """Where the new settings say nothing, the identity is as it was."""
     plain = _folder()
     assert plain == "meta-tiny/tp0of1-pp0of1-cp0of1-dp0/kv/95dce8752012293fafdc98bb370364a6"
     defaults = dict(quantization=None, json_model_override_args="{}", lora_paths=None)
     assert _folder(model_path="meta/tiny", **defaults) == plain
+    # A draft in the target's checkpoint.
+    bundled = dict(speculative_draft_model_path="meta/tiny", speculative_draft_model_revision=None)
+    assert _folder(model_path="meta/tiny", draft_layers=1, **bundled) == plain
 
 
 def test_sglangs_own_keys_are_left_alone_and_the_environment_stands_in():
