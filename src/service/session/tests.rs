@@ -1,0 +1,151 @@
+//! A session over a stream of the test's own.
+
+use std::{
+    collections::VecDeque,
+    io,
+    os::fd::{BorrowedFd, OwnedFd},
+    rc::Rc,
+    sync::{Arc, Mutex, MutexGuard},
+    task::{Context, Poll, Waker},
+    time::Duration,
+};
+
+use tokio::{
+    sync::Notify,
+    task::{LocalSet, spawn_local, yield_now},
+    time::timeout,
+};
+
+use super::{House, serve};
+use crate::service::{
+    config::ServerConfig,
+    protocol::{HEADER_BYTES, Header, Hello, Request, Welcome},
+    spaces::Spaces,
+    system::Machine,
+    wire::Wire,
+};
+
+/// Virtual time: the clock moves when every task waits.
+const HANG: Duration = Duration::from_secs(3600);
+
+#[derive(Default)]
+struct Stream {
+    to_service: VecDeque<u8>,
+    to_client: Vec<u8>,
+    /// The client takes its replies, all at once.
+    takes: bool,
+    hung_up: bool,
+    /// The service waits to send, and for nothing else.
+    only_sends: bool,
+    waker: Option<Waker>,
+}
+
+#[derive(Default)]
+struct Ends {
+    stream: Mutex<Stream>,
+    sent: Notify,
+}
+
+impl Ends {
+    fn lock(&self) -> MutexGuard<'_, Stream> {
+        self.stream.lock().expect("nothing panics under it")
+    }
+
+    /// Changes the client's end.
+    fn change(&self, change: impl FnOnce(&mut Stream)) {
+        let mut stream = self.lock();
+        change(&mut stream);
+        stream.waker.take().into_iter().for_each(Waker::wake);
+    }
+
+    /// Waits until the client has that many replies.
+    async fn replies(&self, wanted: usize) {
+        while replies(&self.lock().to_client) < wanted {
+            self.sent.notified().await;
+        }
+    }
+}
+
+impl Wire for Ends {
+    fn send(&self, bytes: &[u8], _fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+        let mut stream = self.lock();
+        if !stream.takes {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        stream.to_client.extend_from_slice(bytes);
+        self.sent.notify_one();
+        Ok(bytes.len())
+    }
+
+    fn receive(&self, buf: &mut [u8], _fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+        let mut stream = self.lock();
+        if stream.to_service.is_empty() && !stream.hung_up {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        io::Read::read(&mut stream.to_service, buf)
+    }
+
+    fn end(&self) {}
+
+    fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>> {
+        let mut stream = self.lock();
+        stream.only_sends = !receive;
+        if receive && (stream.hung_up || !stream.to_service.is_empty()) || send && stream.takes {
+            return Poll::Ready(Ok(()));
+        }
+        stream.waker = Some(context.waker().clone());
+        Poll::Pending
+    }
+}
+
+/// Whole replies behind the welcome.
+fn replies(bytes: &[u8]) -> usize {
+    let (mut rest, mut count) = (bytes.get(Welcome::BYTES..).unwrap_or_default(), 0);
+    while let Some(header) = rest.first_chunk::<HEADER_BYTES>() {
+        let header = Header::decode(header).expect("a header");
+        rest = &rest[HEADER_BYTES + header.body_bytes as usize..];
+        count += 1;
+    }
+    count
+}
+
+/// A client does not read until the service stops to listen, then reads all replies at once. `more`: requests that the
+/// service has received, and not answered, at that time.
+async fn read_all_at_once(more: usize) {
+    let config = ServerConfig::new("unused");
+    let spaces = Spaces::load(config.clone(), Rc::new(Machine)).expect("no spaces");
+    let house = Rc::new(House::new(config, spaces));
+    let guest = house.enter(1, 1);
+    let ends = Arc::new(Ends::default());
+    let session = spawn_local(serve(house, guest, Arc::<Ends>::clone(&ends)));
+    ends.change(|stream| stream.to_service.extend(Hello::ours().encode()));
+    let mut asked = 0;
+    // Answered with an error: the client has no space.
+    let mut ask = |count| {
+        for _ in 0..count {
+            asked += 1;
+            ends.change(|stream| stream.to_service.extend(Request::Sync.encode(asked as u64)));
+        }
+        asked
+    };
+    while !ends.lock().only_sends {
+        if ends.lock().to_service.is_empty() {
+            ask(1 + more);
+        }
+        yield_now().await;
+    }
+    ends.change(|stream| stream.takes = true);
+    let wanted = ask(0);
+    timeout(HANG, ends.replies(wanted)).await.expect("all replies");
+    let wanted = ask(1);
+    timeout(HANG, ends.replies(wanted)).await.expect("a reply to a request that came afterwards");
+    ends.change(|stream| stream.hung_up = true);
+    timeout(HANG, session).await.expect("the hang-up is seen").expect("no panic");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_reads_all_its_replies_at_once_is_served_on() {
+    for more in [0, 100] {
+        LocalSet::new().run_until(read_all_at_once(more)).await;
+    }
+}
