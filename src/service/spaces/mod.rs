@@ -5,6 +5,8 @@ mod figures;
 mod host;
 mod pool;
 mod removal;
+#[cfg(test)]
+mod tests;
 
 use std::{
     cell::{Cell, RefCell},
@@ -48,14 +50,15 @@ pub(super) struct Space {
     pub(super) clients: Rc<Cell<u32>>,
 }
 
-/// Clients that wait for a space that is being opened.
-type Waiters = Vec<oneshot::Sender<Result<Rc<Space>, Failure>>>;
+/// Callers that wait until a space is open, or removed.
+type Waiters<T> = Vec<oneshot::Sender<Result<T, Failure>>>;
 
 enum State {
     /// Its store exists, and no client has attached since the service started.
     Closed,
-    Opening(Waiters),
+    Opening(Waiters<Rc<Space>>),
     Open(Rc<Space>),
+    Removing(Waiters<()>),
 }
 
 struct Entry {
@@ -150,6 +153,10 @@ impl Spaces {
             Some(Entry { state: State::Opening(waiters), .. }) => {
                 waiters.push(sender);
                 return Ok(Begun::Opening(receiver));
+            }
+            Some(Entry { state: State::Removing(_), .. }) => {
+                let text = "busy: the space is being removed; attach again later to make it anew";
+                return Err(Failure::new(ServiceFault::Busy, text));
             }
             Some(entry) => {
                 deed = entry.deed.clone();
@@ -261,9 +268,11 @@ impl Spaces {
         self.config.paths.iter().map(|path| path.join(folder)).collect()
     }
 
-    /// Closes the caches of all spaces, which write and flush their blocks. Returns the first error.
+    /// Closes the caches of all spaces, which write and flush their blocks. Removals end before. Returns the first
+    /// error.
     pub(super) async fn close(&self) -> Result<()> {
         self.moves_end().await;
+        self.removals_end().await;
         let caches: Vec<Cache> = self.entries.borrow().values().filter_map(Entry::cache).collect();
         let mut result = Ok(());
         for cache in caches {
@@ -326,6 +335,14 @@ impl Entry {
             State::Open(space) => Some(space.cache.clone()),
             _ => None,
         }
+    }
+
+    /// Resolves when the space is removed; `None` if it is not being removed.
+    fn removal(&mut self) -> Option<oneshot::Receiver<Result<(), Failure>>> {
+        let State::Removing(waiters) = &mut self.state else { return None };
+        let (sender, receiver) = oneshot::channel();
+        waiters.push(sender);
+        Some(receiver)
     }
 }
 

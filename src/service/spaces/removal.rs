@@ -2,49 +2,65 @@
 
 use std::{path::PathBuf, rc::Rc};
 
-use super::{Spaces, State, Wanted, deed::Deed};
+use tokio::sync::oneshot;
+
+use super::{Entry, Space, Spaces, State, Wanted, deed::Deed};
 use crate::{
     error::ServiceFault,
     service::{peers::own_uid, protocol::Failure},
 };
 
 impl Spaces {
-    /// Removes a space without clients: its cache, its stores, its share of disk and memory.
+    /// Removes a space without clients: its cache, its stores, its share of disk and memory. A call during the removal
+    /// waits for its end too.
     ///
     /// # Cancel safety
-    /// Clients that attach to it are refused until it is removed; call again.
-    pub(in crate::service) async fn remove(&self, wanted: Wanted) -> Result<(), Failure> {
+    /// A removal that has begun continues to its end. Clients that attach meanwhile are refused.
+    pub(in crate::service) async fn remove(self: &Rc<Self>, wanted: Wanted) -> Result<(), Failure> {
         self.moves_end().await;
+        let ended = self.begin_removal(wanted)?;
+        ended.await.unwrap_or_else(|_| Err(Failure::new(ServiceFault::Draining, "the service is ending")))
+    }
+
+    /// Begins to remove a space, in a task of its own: the caller may go.
+    fn begin_removal(self: &Rc<Self>, wanted: Wanted) -> Result<oneshot::Receiver<Result<(), Failure>>, Failure> {
         let Wanted { namespace, uid, shared, block_bytes, .. } = wanted;
-        let deed = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 };
-        let folder = deed.folder();
-        let space = {
-            let mut entries = self.entries.borrow_mut();
-            let Some(entry) = entries.get_mut(&folder) else {
-                let whose = if shared { "that users share" } else { "of this user" };
-                let text = format!("space: found none {whose} with this name and {block_bytes} bytes a block");
-                return Err(Failure::new(ServiceFault::Argument, text + "; `kvhoist status` lists them"));
-            };
-            if uid != entry.deed.uid && uid != own_uid() {
-                let maker = entry.deed.uid;
-                let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");
-                return Err(Failure::new(ServiceFault::Permission, text));
-            }
-            let attached = match &entry.state {
-                // The entry has one, each session another.
-                State::Open(space) => Rc::strong_count(space) > 1,
-                State::Opening(waiters) => !waiters.is_empty(),
-                State::Closed => false,
-            };
-            if attached {
-                let text = "busy: clients are attached to the space; end them first, then remove it";
-                return Err(Failure::new(ServiceFault::Busy, text));
-            }
-            match std::mem::replace(&mut entry.state, State::Opening(Vec::new())) {
-                State::Open(space) => Some(space),
-                _ => None,
-            }
+        let folder = Deed { namespace, uid, shared, block_bytes, capacity_bytes: 0 }.folder();
+        let mut entries = self.entries.borrow_mut();
+        let Some(entry) = entries.get_mut(&folder) else {
+            let whose = if shared { "that users share" } else { "of this user" };
+            let text = format!("space: found none {whose} with this name and {block_bytes} bytes a block");
+            return Err(Failure::new(ServiceFault::Argument, text + "; `kvhoist status` lists them"));
         };
+        if uid != entry.deed.uid && uid != own_uid() {
+            let maker = entry.deed.uid;
+            let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");
+            return Err(Failure::new(ServiceFault::Permission, text));
+        }
+        let attached = match &entry.state {
+            // The entry has one, each session another.
+            State::Open(space) => Rc::strong_count(space) > 1,
+            State::Opening(_) => true,
+            State::Closed | State::Removing(_) => false,
+        };
+        if attached {
+            let text = "busy: clients are attached to the space; end them first, then remove it";
+            return Err(Failure::new(ServiceFault::Busy, text));
+        }
+        if let Some(ended) = entry.removal() {
+            return Ok(ended);
+        }
+        let (sender, receiver) = oneshot::channel();
+        let space = match std::mem::replace(&mut entry.state, State::Removing(vec![sender])) {
+            State::Open(space) => Some(space),
+            _ => None,
+        };
+        tokio::task::spawn_local(Rc::clone(self).finish_removal(folder, space));
+        Ok(receiver)
+    }
+
+    /// Removes a space, and answers the waiters.
+    async fn finish_removal(self: Rc<Self>, folder: String, space: Option<Rc<Space>>) {
         if let Some(space) = space {
             if let Err(error) = space.cache.close().await {
                 tracing::warn!(%error, "the cache of a space that is removed");
@@ -52,19 +68,29 @@ impl Spaces {
             self.host.give_back(&space.namespace, space.host.bytes());
         }
         // The first path has the file that makes it a space: last.
-        let folders: Vec<PathBuf> = self.config.paths.iter().rev().map(|path| path.join(&folder)).collect();
+        let folders: Vec<PathBuf> = self.folders(&folder).into_iter().rev().collect();
         let removed = self.system.remove_space(folders).await.map_err(|error| Failure::from(&error));
         let mut entries = self.entries.borrow_mut();
-        let Some(entry) = entries.get_mut(&folder) else { return removed };
-        if let State::Opening(waiters) = std::mem::replace(&mut entry.state, State::Closed) {
-            let again = Failure::new(ServiceFault::Busy, "the space was just removed; attach again to make it anew");
-            waiters.into_iter().for_each(|waiter| drop(waiter.send(Err(again.clone()))));
-        }
+        let entry = entries.get_mut(&folder).expect("entries that are being removed stay");
+        let State::Removing(waiters) = std::mem::replace(&mut entry.state, State::Closed) else {
+            unreachable!("only this call ends the removal");
+        };
         if removed.is_ok()
             && let Some(entry) = entries.remove(&folder)
         {
             self.disk.give_back(&entry.deed.namespace, entry.deed.capacity_bytes);
         }
-        removed
+        for waiter in waiters {
+            drop(waiter.send(removed.clone()));
+        }
+    }
+
+    /// Waits until no space is being removed.
+    pub(super) async fn removals_end(&self) {
+        let begun: Vec<_> = self.entries.borrow_mut().values_mut().filter_map(Entry::removal).collect();
+        for ended in begun {
+            // The client that asked for the removal has the result.
+            drop(ended.await);
+        }
     }
 }

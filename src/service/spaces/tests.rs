@@ -1,0 +1,129 @@
+//! Removals of spaces, over this machine's files.
+
+use std::{
+    path::{Path, PathBuf},
+    pin::pin,
+    rc::Rc,
+};
+
+use futures_util::{
+    FutureExt,
+    future::{Either, select},
+};
+use tokio::{sync::Semaphore, task::LocalSet};
+
+use super::{Spaces, Wanted};
+use crate::{
+    block::BlockKey,
+    cache::Cache,
+    config::{Config, DirectIo},
+    error::{Result, ServiceFault},
+    service::{
+        config::ServerConfig,
+        system::{Later, Machine, System},
+    },
+};
+
+const BLOCK_BYTES: usize = 4096;
+
+/// This machine, which deletes the folders of a space when a test lets it.
+struct Gated {
+    deletions: Rc<Semaphore>,
+}
+
+impl System for Gated {
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, String)>> {
+        Machine.spaces(path)
+    }
+
+    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()> {
+        Machine.make_space(folders, text)
+    }
+
+    fn forget_space(&self, folders: &[PathBuf]) {
+        Machine.forget_space(folders);
+    }
+
+    fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
+        let deletions = Rc::clone(&self.deletions);
+        Box::pin(async move {
+            deletions.acquire().await.expect("nobody closes it").forget();
+            Machine.remove_space(folders).await
+        })
+    }
+
+    fn open_cache(&self, config: Config) -> Later<Result<Cache>> {
+        Machine.open_cache(config)
+    }
+
+    fn run(&self, work: Box<dyn FnOnce() + Send>) {
+        Machine.run(work);
+    }
+
+    unsafe fn unmap(&self, start: *mut u8, len: usize) -> Later<()> {
+        // SAFETY: the caller's promise is the same.
+        unsafe { Machine.unmap(start, len) }
+    }
+}
+
+fn load(folder: &Path) -> (Rc<Spaces>, Rc<Semaphore>) {
+    let mut config = ServerConfig::new(folder.join("socket"));
+    config.paths = vec![folder.to_owned()];
+    (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
+    config.cache = Config::default().direct_io(DirectIo::Prefer);
+    let deletions = Rc::new(Semaphore::new(0));
+    let spaces = Spaces::load(config, Rc::new(Gated { deletions: Rc::clone(&deletions) }));
+    (Rc::new(spaces.expect("loaded")), deletions)
+}
+
+fn wanted() -> Wanted {
+    let (namespace, block_bytes) = ("tests".into(), BLOCK_BYTES as u64);
+    Wanted { namespace, uid: 1, shared: false, block_bytes, capacity_bytes: 0, host_bytes: 0 }
+}
+
+#[tokio::test]
+async fn a_removal_whose_caller_has_gone_continues_to_its_end() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let (spaces, deletions) = load(folder.path());
+    let run = async {
+        let before = spaces.left();
+        drop(spaces.attach(wanted()).await.expect("attached"));
+        assert!(spaces.remove(wanted()).now_or_never().is_none(), "the cache has to be closed first");
+        let refused = spaces.attach(wanted()).now_or_never().expect("an answer at once");
+        assert_eq!(refused.err().map(|failure| failure.fault), Some(ServiceFault::Busy));
+        deletions.add_permits(1);
+        spaces.remove(wanted()).await.expect("the end of the removal");
+        assert_eq!(spaces.left(), before);
+        drop(spaces.attach(wanted()).await.expect("made anew"));
+        assert!(spaces.remove(wanted()).now_or_never().is_none(), "the cache has to be closed first");
+        deletions.add_permits(1);
+        spaces.close().await.expect("closed, after the removal");
+        assert_eq!(spaces.left(), before);
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+#[tokio::test]
+async fn two_removals_at_a_time_remove_a_space_once() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let (key, block) = (BlockKey::new([7; 32]), [7; BLOCK_BYTES]);
+    let (spaces, deletions) = load(folder.path());
+    let run = async {
+        drop(spaces.attach(wanted()).await.expect("attached"));
+        let (first, second) = (pin!(spaces.remove(wanted())), pin!(spaces.remove(wanted())));
+        deletions.add_permits(1);
+        let (Either::Left((removed, other)) | Either::Right((removed, other))) = select(first, second).await;
+        removed.expect("removed");
+        let space = spaces.attach(wanted()).await.expect("made anew");
+        space.cache.store(&key, None, &block).await.expect("stored");
+        deletions.add_permits(1);
+        other.await.expect("removed before");
+        drop(space);
+        spaces.close().await.expect("closed");
+        let (spaces, _) = load(folder.path());
+        let space = spaces.attach(wanted()).await.expect("the space that was made anew");
+        let lease = space.cache.fetch(&key).await.expect("served").expect("the block stays");
+        assert_eq!(lease[..], block);
+    };
+    LocalSet::new().run_until(run).await;
+}
