@@ -22,13 +22,15 @@ use crate::{
 /// A ring whose transfers complete while its worker sleeps, or when the checker likes.
 struct Modelled {
     rung: Rung,
+    /// Transfers that it takes at once.
+    transfers_max: usize,
     in_flight: Vec<Completed<Waiter>>,
     completed: VecDeque<Completed<Waiter>>,
 }
 
 impl Modelled {
-    fn new() -> Self {
-        Modelled { rung: Arc::default(), in_flight: Vec::new(), completed: VecDeque::new() }
+    fn new(transfers_max: usize) -> Self {
+        Modelled { rung: Arc::default(), transfers_max, in_flight: Vec::new(), completed: VecDeque::new() }
     }
 
     fn complete_one(&mut self) {
@@ -41,7 +43,7 @@ impl Modelled {
 
 impl Seat for Modelled {
     fn room(&self) -> usize {
-        2 - self.in_flight.len()
+        self.transfers_max - self.in_flight.len()
     }
 
     fn in_flight(&self) -> usize {
@@ -88,13 +90,15 @@ fn below(limit: usize) -> usize {
     shuttle::rand::thread_rng().gen_range(0..limit)
 }
 
-/// Workers over modelled rings, and the reactor's side of `blocks` transfers, some with work between them.
-fn hand_over(workers: u32, blocks: u8) {
-    let pool = Arc::new(Pool::new(workers, super::pool::WAKE_BYTES));
-    let threads: Vec<_> = (0..workers)
-        .map(|worker| {
+/// Workers over modelled rings that take so many transfers at once, and the reactor's side of `blocks` transfers, some
+/// with work between them.
+fn hand_over<const N: usize>(transfers_max: [usize; N], blocks: u8) {
+    let pool = Arc::new(Pool::new(N as u32, super::pool::WAKE_BYTES));
+    let threads: Vec<_> = (0..)
+        .zip(transfers_max)
+        .map(|(worker, transfers_max)| {
             let pool = Arc::clone(&pool);
-            shuttle::thread::spawn(move || pool.run(worker, &mut Modelled::new()))
+            shuttle::thread::spawn(move || pool.run(worker, &mut Modelled::new(transfers_max)))
         })
         .collect();
     let reactor = {
@@ -144,10 +148,16 @@ fn check(model: fn()) {
 
 #[test]
 fn every_transfer_is_answered_however_workers_fall_asleep() {
-    check(|| hand_over(2, 3));
+    check(|| hand_over([2, 2], 3));
+}
+
+#[test]
+fn a_transfer_waits_for_no_worker_without_room() {
+    check(|| hand_over([2, 0], 3));
+    check(|| hand_over([0, 1, 0], 2));
 }
 
 #[test]
 fn a_close_ends_workers_wherever_they_are() {
-    check(|| hand_over(3, 1));
+    check(|| hand_over([2, 2, 2], 1));
 }

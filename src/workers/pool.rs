@@ -105,6 +105,11 @@ impl Queue {
         if awake > 0 && self.bytes <= self.wake_bytes * awake {
             return None;
         }
+        self.any_sleeper(for_transfer)
+    }
+
+    /// Returns a worker to wake, if one is asleep that can do it.
+    fn any_sleeper(&mut self, for_transfer: bool) -> Option<Sleeper> {
         let at = self.asleep.iter().rposition(|sleeper| sleeper.has_room || !for_transfer)?;
         Some(self.asleep.remove(at))
     }
@@ -193,18 +198,22 @@ impl Pool {
         Step::Next
     }
 
-    /// Enters the worker in the list of sleepers, unless there is work.
+    /// Enters the worker in the list of sleepers, unless there is work. A worker without room for the queued transfers
+    /// wakes one that has room: no worker was woken for them while this one was awake.
     fn fall_asleep(&self, worker: u32, seat: &impl Seat) -> Step {
         let has_room = seat.room() > 0;
         let mut queue = self.lock();
         if queue.has_for(has_room) {
             return Step::Next;
         }
-        if queue.closed && seat.in_flight() == 0 {
-            return Step::End;
+        let with_room = if queue.has_for(true) { queue.any_sleeper(true) } else { None };
+        let ends = queue.closed && seat.in_flight() == 0;
+        if !ends {
+            queue.asleep.push(Sleeper { worker, bell: seat.bell(), has_room });
         }
-        queue.asleep.push(Sleeper { worker, bell: seat.bell(), has_room });
-        Step::Sleep
+        drop(queue);
+        with_room.iter().for_each(|sleeper| sleeper.bell.ring());
+        if ends { Step::End } else { Step::Sleep }
     }
 
     /// Ends the sleep of a worker: a caller that wakes it removes it from the list, but a completed transfer does not.
