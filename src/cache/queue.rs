@@ -1,4 +1,4 @@
-//! The embedding face: submit, an eventfd, drain. For engines with a loop of their own.
+//! Submissions without futures: submit, an eventfd, drain. For engines with an event loop of their own.
 
 use std::{
     collections::VecDeque,
@@ -18,7 +18,7 @@ use crate::{
     mover::{Command, Job, Reply},
 };
 
-/// Submissions without futures: nothing here waits.
+/// A queue of loads and stores whose completions are drained; no call waits.
 ///
 /// The [eventfd](CompletionQueue::event_fd) becomes readable when a submission has completed.
 pub struct CompletionQueue {
@@ -49,23 +49,23 @@ impl Inner {
         if fd < 0 {
             return Err(Error::io("eventfd", "", std::io::Error::last_os_error()));
         }
-        // SAFETY: a descriptor just made, owned by nobody else.
+        // SAFETY: a new descriptor that nothing else owns.
         let event = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
         Ok(Inner { done: Mutex::default(), outstanding: AtomicUsize::new(0), event })
     }
 
     fn complete(&self, ticket: u64, results: Vec<Result<bool>>, stored: Vec<BlockKey>) {
         let done = Done { ticket, results, stored };
-        // One lock for both, as in `drain`: the descriptor is readable just while there is something to drain.
+        // One lock for the list and the descriptor, as in `drain`: it is readable exactly while there is a completion.
         let mut all = self.done.lock().expect("nothing panics under it");
         all.push_back(done);
-        // Refused only where the counter is full, since whoever has the descriptor may write to it, too: then it is
-        // readable already.
+        // Fails only if the counter is full, because other code with the descriptor may write to it; then the
+        // descriptor is readable already.
         let _ = (&self.event).write(&1u64.to_ne_bytes());
     }
 }
 
-/// Answers its submission exactly once, also when the reactor ends without running it.
+/// Answers its submission exactly once, even if the reactor ends without running it.
 struct Ticket {
     inner: Arc<Inner>,
     ticket: u64,
@@ -112,13 +112,13 @@ impl Cache {
     /// let place = Segment { ptr: pool.as_mut_ptr(), len: 4096 };
     /// let ticket = queue.submit_store(&[key], None, &[vec![place]])?;
     /// // An engine polls `queue.event_fd()` in its own loop.
-    /// let done = loop {
+    /// let (done, results) = loop {
     ///     match queue.drain().pop() {
     ///         Some(done) => break done,
     ///         None => std::thread::yield_now(),
     ///     }
     /// };
-    /// assert!(done.ticket == ticket && matches!(done.results[..], [Ok(true)]));
+    /// assert!(done == ticket && matches!(results[..], [Ok(true)]));
     /// cache.unregister(&region).await?;
     /// # cache.close().await }).expect("the example runs");
     /// ```
@@ -129,7 +129,7 @@ impl Cache {
 }
 
 impl CompletionQueue {
-    /// Readable when [`drain`](CompletionQueue::drain) has something to give.
+    /// Readable while [`drain`](CompletionQueue::drain) has a completion to return.
     pub fn event_fd(&self) -> BorrowedFd<'_> {
         self.inner.event.as_fd()
     }
@@ -137,8 +137,8 @@ impl CompletionQueue {
     /// Submits a [load](Cache::load_into); returns its ticket.
     ///
     /// # Errors
-    /// [`Error::Busy`] with `depth` submissions outstanding or the reactor's queue full: nothing
-    /// was submitted. Else as [`Cache::load_into`].
+    /// [`Error::Busy`] if `depth` submissions are outstanding or the reactor's queue is full; nothing was submitted
+    /// then. Otherwise as [`Cache::load_into`].
     pub fn submit_load(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<u64> {
         self.submit_load_jobs(self.cache.jobs(keys, None, segments, None)?)
     }
@@ -168,7 +168,7 @@ impl CompletionQueue {
     /// `submit_*` returned, and one result per block, as of [`Cache::load_into`] and [`Cache::store_from`].
     pub fn drain(&self) -> Vec<(u64, Vec<Result<bool>>)> {
         let mut all = self.inner.done.lock().expect("nothing panics under it");
-        // Nothing to read is no error.
+        // The read fails if there was no completion.
         let _ = (&self.inner.event).read(&mut [0; 8]);
         let done: Vec<_> = all.drain(..).collect();
         drop(all);
@@ -231,9 +231,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_completion_is_delivered_also_where_the_event_cannot_count_it() {
+    fn a_completion_is_delivered_even_if_the_event_counter_is_full() {
         let inner = Inner::new().expect("an eventfd");
-        // Whoever has the descriptor may write to it.
+        // Other code with the descriptor may write to it.
         let full = (u64::MAX - 1).to_ne_bytes();
         assert_eq!((&inner.event).write(&full).expect("the largest count there is"), full.len());
         inner.complete(7, vec![Ok(true)], Vec::new());

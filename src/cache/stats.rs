@@ -1,4 +1,4 @@
-//! What a cache has done so far.
+//! Figures of a cache since it was opened.
 
 use serde::{Serialize, Serializer};
 
@@ -13,23 +13,23 @@ use crate::{
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct TierStats {
-    /// Blocks [fetched](Cache::fetch) or [loaded](Cache::load_into) that were found here: one count a block of a call.
+    /// Blocks [fetched](Cache::fetch) or [loaded](Cache::load_into) that were found here, each block of each call.
     pub hits: u64,
-    /// Slots given up to make room.
+    /// Blocks evicted.
     pub evictions: u64,
-    /// New blocks that it did not take in, being full ([`Eviction::RbRefuse`](crate::Eviction::RbRefuse)).
+    /// New blocks that the full tier refused ([`Eviction::RbRefuse`](crate::Eviction::RbRefuse)).
     pub refused: u64,
-    /// Bytes moved into it.
+    /// Bytes moved into the tier.
     pub bytes_in: u64,
-    /// Bytes moved out of it.
+    /// Bytes moved out of the tier.
     pub bytes_out: u64,
-    /// Blocks in it now.
+    /// Resident blocks.
     pub resident: u64,
-    /// Slots it has.
+    /// Number of slots.
     pub slots: u64,
-    /// Slots that hold nothing now.
+    /// Free slots.
     pub free: u64,
-    /// Blocks in it that are [kept](Cache::keep).
+    /// Resident blocks that are [kept](Cache::keep).
     pub kept: u64,
 }
 
@@ -37,9 +37,9 @@ pub struct TierStats {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[non_exhaustive]
 pub struct RouteStats {
-    /// Blocks that went this way.
+    /// Blocks that took this route.
     pub blocks: u64,
-    /// Their bytes.
+    /// Bytes of these blocks.
     pub bytes: u64,
 }
 
@@ -50,13 +50,13 @@ pub struct CopyStats {
     /// The engine: `memcpy`, `cuda` or `gdr`.
     #[serde(skip)]
     pub engine: &'static str,
-    /// Batches of copies that it has made.
+    /// Batches of copies that the engine has made.
     pub batches: u64,
-    /// Their bytes.
+    /// Bytes of these batches.
     pub bytes: u64,
 }
 
-/// What a cache has done since it was opened.
+/// Figures of a cache since it was opened.
 ///
 /// Figures of tiers, routes and copy engines are read by method. Serialized, they are maps named `tiers`, `routes` and
 /// `copies`, with the names of tiers, routes and engines for keys; all other figures have the names of their fields.
@@ -75,7 +75,7 @@ pub struct Stats {
     pub stores: u64,
     /// Stores of blocks that were resident already.
     pub stores_known: u64,
-    /// Writes that the disk tier did not take.
+    /// Writes that the disk tier refused.
     pub writes_refused: u64,
     /// Blocks that were dropped because they were not worth a write to the disk tier
     /// ([`WritePolicy::ByValue`](crate::WritePolicy::ByValue)).
@@ -91,7 +91,7 @@ pub struct Stats {
     pub write_errors: u64,
     /// Disk slots taken out of use.
     pub quarantined: u64,
-    /// Prefetches and background writes refused for want of room.
+    /// Prefetches and background writes refused because their queue was full.
     pub background_refused: u64,
     /// Blocks that were [released](Cache::release).
     pub released: u64,
@@ -107,37 +107,37 @@ pub struct Stats {
     pub work_done: u64,
     /// Blocks of the host tier that are not on disk yet and must be.
     pub dirty: u64,
-    /// What serves the disk tier: `uring`, `blocking`, or `none`.
+    /// The storage engine: `uring`, `blocking`, or `none`.
     pub storage: &'static str,
     /// True if every path of the disk tier is open for direct I/O.
     pub direct_io: bool,
-    /// Memory goes straight to and from the disk tier ([`Config::bypass_host`](crate::Config::bypass_host)) where it
-    /// begins at a multiple of this, bytes: what the drives ask for, 4096 where the kernel does not say, 1 where the
-    /// page cache is in between.
+    /// Alignment, in bytes, of memory that is transferred directly to and from the disk tier
+    /// ([`Config::bypass_host`](crate::Config::bypass_host)): what the drives require, 4096 if the kernel does not
+    /// report it, 1 without direct I/O.
     pub memory_align_bytes: usize,
     /// True if the memory of the host tier is registered with the ring.
     pub registered: bool,
     /// Calls answered with `Error::Timeout`.
     pub timeouts: u64,
-    /// Whether libcufile moves blocks between disk and device, without host memory.
+    /// Whether libcufile transfers blocks between disk and device, without host memory.
     pub cufile: bool,
-    /// The evidence that it does, or the reason why it does not.
+    /// The evidence for that, or the reason why it does not.
     pub cufile_reason: String,
     /// Requests that libcufile failed; their blocks went through host memory.
     pub cufile_errors: u64,
-    /// Requests that libcufile has not given back. Their slots and files stay reserved until it does.
+    /// Requests that libcufile has not returned. Their slots and files stay reserved until it does.
     pub cufile_stuck: u64,
     /// Whether copies go through an RDMA device now.
     pub gdr: bool,
-    /// Its state (off, on, recovering, retired), with the evidence or the reason.
+    /// State of that route (off, on, recovering, retired), with the evidence or the reason.
     pub gdr_reason: String,
-    /// Batches of copies that the RDMA device failed, and another engine copied.
+    /// Batches of copies that failed on the RDMA device and were copied by another engine.
     pub gdr_failovers: u64,
     /// Why the device tier is out of service, if it is.
     pub device_retired: Option<String>,
     /// Why the disk tier is out of service, if it is.
     pub disk_retired: Option<String>,
-    /// Why the disk tier takes no more blocks, if it does not: its writes failed, or it is out of service.
+    /// Why the disk tier accepts no more blocks, if it does not: its writes failed, or it is out of service.
     pub disk_read_only: Option<String>,
 }
 
@@ -176,7 +176,7 @@ fn by_engine<S: Serializer>(copies: &[CopyStats], serializer: S) -> Result<S::Ok
 }
 
 impl Cache {
-    /// What the cache has done since it was opened. One short lock.
+    /// Figures since the cache was opened. One short lock.
     ///
     /// ```
     /// # kvhoist::block_on(async {

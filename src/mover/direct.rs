@@ -1,8 +1,8 @@
-//! The route between disk and device that leaves host memory out: libcufile, where it is proven to be direct.
+//! The route between disk and device that bypasses host memory: libcufile, if a self-test has shown that it is direct.
 //!
-//! Everything here has a way out. What fails goes through host memory instead, in the same movement, and its callers
-//! notice nothing but the time; what fails again and again, gives wrong bytes or does not come back ends the route for
-//! as long as the cache is open, with a reason that [`Stats`](crate::Stats) shows.
+//! A request that fails is repeated through host memory, in the same movement; its callers only wait longer. Repeated
+//! failures, wrong bytes, or a call that does not return retire the route until the cache is opened again, with a
+//! reason that [`Stats`](crate::Stats) shows.
 
 use std::{cell::Cell, fs::File, rc::Rc, sync::Arc};
 
@@ -24,21 +24,21 @@ use crate::{
     state::{DiskPlace, DiskWrite, Filling, Health, Pin, Purpose, Shared, State},
 };
 
-/// Requests that may fail in a row before the route is given up.
+/// Consecutive failed requests after which the route is retired.
 const FAILURES_MAX: u32 = 3;
 
-/// Bytes of a file that are read to see which way they go: what every store begins with.
+/// Bytes of each file that the self-test reads: the superblocks.
 const PROBE_BYTES: usize = 2 * IO_ALIGN;
 
-/// A block that the library reads, or has read: its disk slot, pinned, and the device slot it goes to.
+/// A block that libcufile reads or has read: the pin on its disk slot, and the device slot that it is read to.
 pub(super) type Reading = (Pin, Filling);
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
-    /// Takes the route into service if it is wanted and proves itself; its [`Health`] says what came of it.
-    /// `files` are those of the storage, and `direct_io` says whether all of them are open for direct I/O.
+    /// Takes the route into service if the settings ask for it and it passes its self-test; its [`Health`] has the
+    /// result. `files` are those of the storage; `direct_io`: all of them are open for direct I/O.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where [`EngineMode::On`] wants it and it cannot be had.
+    /// [`Error::Unavailable`] if the mode is [`EngineMode::On`] and the route cannot be used.
     pub(crate) async fn open_direct(
         self: &Rc<Self>,
         gpu: Option<Arc<Gpu>>,
@@ -69,7 +69,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// What can be said without asking the library.
+    /// Checks all that can be checked without a call of libcufile. Returns the device, or why the route cannot be used.
     fn may_open_direct(&self, gpu: Option<Arc<Gpu>>, direct_io: bool) -> Result<Arc<Gpu>, String> {
         let config = &self.shared.config;
         if config.device.cufile == EngineMode::Off {
@@ -119,10 +119,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             limit,
             stuck: Arc::clone(&shared.cufile_stuck),
         };
-        // SAFETY: the probe is a slot that nobody else has and that `probe_owner` keeps; all of it lies in the pool,
+        // SAFETY: the probe is an unpublished slot, which `probe_owner` keeps; it and all buffers lie in the pool,
         // which `shared` keeps.
         let (cufile, proof) = unsafe { Cufile::open(setup).await }?;
-        // Every file was read into the same place: what is there now is the start of the last one.
+        // Every file was read into the same memory, which now has the start of the last one.
         let wanted = AlignedBuf::zeroed(PROBE_BYTES);
         let (read, wanted) = read_into(&self.storage, last, 0, wanted.into_io()).await;
         read.map_err(|error| format!("the store cannot be read: {error}"))?;
@@ -140,8 +140,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Has the library read a block into a device slot. Where it did not, the block goes through host memory; what the
-    /// read owned comes back unless the library still holds it.
+    /// Reads a block into a device slot by libcufile. After an error the block goes through host memory; the error has
+    /// what the read owned, unless libcufile still holds it.
     pub(super) async fn read_directly(
         &self,
         direct: &Direct,
@@ -169,7 +169,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// A read through host memory was right, where one by libcufile of the same block was not.
+    /// Retires the route because a read by libcufile gave wrong bytes and one through host memory the right ones.
     pub(super) fn convict_direct(&self) {
         if let Some(direct) = self.direct.get() {
             self.shared.metrics.cufile_errors.add(1);
@@ -178,7 +178,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Writes a block that only the device holds. `None`: it is to go through host memory.
+    /// Writes a block that only the device holds. `None` if it must go through host memory.
     pub(super) async fn write_directly(
         self: &Rc<Self>,
         key: &BlockKey,
@@ -215,13 +215,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         };
         self.shared.abort_direct_write(id, slot, fault);
-        // Should the block be removed before it is written elsewhere, no record may name it. An error leaves the page
-        // stale, and whoever removes the block finds it so.
+        // If the block is removed before it is written elsewhere, no record may name it. After an error the page stays
+        // stale, and a removal of the block writes it again.
         drop(self.write_record(slot).await);
         None
     }
 
-    /// The pieces of a block: one for each segment of its device slot.
+    /// The parts of a block: one for each segment of its device slot.
     pub(super) fn parts(&self, slot: u32, offset: u64) -> Vec<Part> {
         let mut at = offset;
         let segments = self.device_segments(slot).into_iter();
@@ -234,11 +234,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             .collect()
     }
 
-    /// The checksum of what is in a device slot: by the device where it can, else of a copy in host memory.
+    /// The checksum of a block in a device slot: computed by the device if it can, otherwise from a copy in host
+    /// memory.
     pub(super) async fn checksum_on_device(&self, filling: Filling) -> (Result<u64>, Filling) {
         let segments = self.device_segments(filling.slot());
         let filling = Arc::new(filling);
-        // SAFETY: an unpublished slot of the pool, which its `Filling` keeps; what was read into it has ended.
+        // SAFETY: an unpublished slot of the pool, which its `Filling` keeps; the read into it has ended.
         let sum = unsafe { self.copy.checksum(&segments, Arc::clone(&filling) as _) };
         let result = match sum.await {
             Some(result) => result,
@@ -251,14 +252,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     async fn copy_to_host(&self, segments: &[Segment], owner: Arc<Filling>) -> Result<Vec<u8>> {
         let mut buf = vec![0; segments.iter().map(|segment| segment.len).sum()];
         let ops = pair_segments(segments, &[Segment { ptr: buf.as_mut_ptr(), len: buf.len() }])?;
-        // SAFETY: the slot is nobody else's, and `buf` is owned: both travel with the batch, and a moved Vec keeps its
-        // heap memory where it is.
+        // SAFETY: the slot is unpublished and `buf` is owned: both travel with the batch, and a moved Vec keeps its
+        // heap memory in place.
         let batch = unsafe { OwnedBatch::new(ops, self.demote_direction(), (owner, buf)) };
         let (result, (_owner, buf)) = self.copied(batch).await;
         result.map(|()| buf)
     }
 
-    /// Counts a request that failed; ends the route after too many.
+    /// Counts a failed request; retires the route after too many in a row.
     pub(super) fn direct_failed(&self, direct: &Direct, reason: &str) {
         self.shared.metrics.cufile_errors.add(1);
         direct.failures.set(direct.failures.get() + 1);
@@ -268,7 +269,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Ends the route; what the library does not have yet goes through host memory.
+    /// Retires the route; requests that libcufile has not taken yet go through host memory.
     pub(super) fn retire_direct(&self, direct: &Direct, reason: String) {
         if !self.shared.lock().cufile.lower(Health::Retired(reason.clone())) {
             return;
@@ -278,7 +279,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         direct.cufile.retire();
     }
 
-    /// Ends the worker. What does not come back keeps its files, slots and memory.
+    /// Ends the worker. Transfers that libcufile does not return keep their files, slots and memory.
     pub(super) async fn close_direct(&self) {
         let Some(direct) = self.direct.get() else { return };
         if !direct.cufile.close().await {
@@ -290,7 +291,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 }
 
 impl State {
-    /// True where a block is on disk and in no faster tier, nor on its way to host memory.
+    /// True if libcufile may read the block: it is on disk, in no faster tier, and not being read to host memory.
     pub(super) fn is_for_cufile(&self, key: &BlockKey) -> bool {
         let Some(id) = self.index.find(key) else { return false };
         self.cufile.reads()
@@ -301,7 +302,7 @@ impl State {
 }
 
 impl Shared {
-    /// Ends a read that failed. `None` for its pin and slot if the library still uses them.
+    /// Ends a failed read. `reading` is `None` if libcufile still uses its pin and slot.
     pub(super) fn abort_direct_read(&self, id: EntryId, reading: Option<Reading>) {
         let mut state = self.lock();
         state.index.abort_fill(id, Tier::Device);
@@ -311,7 +312,7 @@ impl Shared {
         }
     }
 
-    /// Ends a write that failed. `None` for its slot if the library still uses it.
+    /// Ends a failed write. `filling` is `None` if libcufile still uses its slot.
     pub(super) fn abort_direct_write(&self, id: EntryId, slot: u32, filling: Option<Filling>) {
         let mut state = self.lock();
         let key = state.index.key(id);

@@ -1,4 +1,4 @@
-//! Copying up: disk -> host, host -> device, and device -> host where only the device has a block.
+//! Promotion: to the device, and into host memory as a step of another movement.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -17,7 +17,7 @@ use crate::{
     state::{Class, Filling, Outcome, Pin, Promotion, Purpose, Use},
 };
 
-/// Where a block goes from host memory.
+/// The destination of a block after host memory.
 #[derive(Clone)]
 pub(super) enum Next {
     /// To the device, where it may be copied before it is verified.
@@ -28,9 +28,9 @@ pub(super) enum Next {
 /// Why a block is requested in host memory.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Asked {
-    /// A caller wants it, and that is to be counted as a hit or a miss.
+    /// By a caller: counted as a hit or a miss.
     ByCaller,
-    /// As one step of a movement.
+    /// As one step of a movement: not counted.
     InPassing,
 }
 
@@ -115,7 +115,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(pin)
     }
 
-    /// Copies a pinned host block into a device slot whose fill has begun; ends the fill where that fails.
+    /// Copies a pinned host block into a device slot whose fill has begun; ends the fill if that fails.
     async fn copy_to_device(&self, source: Pin, filling: Filling) -> Result<(Pin, Filling)> {
         let (from, to) = ([self.host_segment(source.slot())], self.device_segments(filling.slot()));
         let (source, filling, result) = self.copy_owned(&from, &to, self.promote_direction(), source, filling).await;
@@ -130,7 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok((source, filling))
     }
 
-    /// Pins `key` in host memory, promoting it first where it must be.
+    /// Pins `key` in host memory, after promoting it if necessary.
     pub(super) async fn obtain_host(
         self: &Rc<Self>,
         key: &BlockKey,
@@ -145,10 +145,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let mut state = self.shared.lock();
                 let (promotion, source) = self.shared.promote_locked(&mut state, key, Tier::Host, class, usage)?;
                 let started = match promotion {
-                    // Also a flight that a caller began: its command may wait in the channel for movements like this
-                    // one to end.
+                    // Also a flight that a caller began: its command may be queued behind movements like this one.
                     Promotion::Joined(_) | Promotion::Started(_) => state.flights.start(key, Tier::Host),
-                    // A movement under way, to a block that was stored since, is its command's to carry out.
+                    // A movement in flight, to a block that was stored since, is carried out by its command.
                     Promotion::Hit(_) | Promotion::Miss => None,
                 };
                 (promotion, source, started)
@@ -163,7 +162,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 Promotion::Started(receiver) => (receiver, false),
             };
             if started.is_some() {
-                // A movement of its own: it may be overdue, and then we go on without it.
+                // A task of its own: if the movement becomes overdue, this one continues without it.
                 let (this, key, next) = (Rc::clone(self), *key, next.clone());
                 self.spawn(async move {
                     let _landing = Landing::new(&this, &key, Tier::Host, started);
@@ -172,7 +171,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 });
             }
             match self.shared.settle(receiver).await {
-                // As in `Cache::promote`: it may have begun before the block was removed and stored anew.
+                // The joined flight may have begun before the block was removed and stored again: look it up again.
                 Some(Ok(None)) if joined => {}
                 Some(outcome) => return outcome,
                 None => {}
@@ -212,14 +211,14 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (source, filling, result)
     }
 
-    /// A device block's bytes, for a caller on the host.
+    /// Copies a device block to `buf`, for a caller on the host.
     pub(super) async fn read_device(&self, pin: Arc<Pin>, buf: Vec<u8>) -> Result<Vec<u8>> {
         let mut buf = buf;
         buf.resize(self.shared.config.block_bytes, 0);
         let to = [Segment { ptr: buf.as_mut_ptr(), len: buf.len() }];
         let ops = pair_segments(&self.device_segments(pin.slot()), &to)?;
-        // SAFETY: the device slot is pinned and `buf` is owned: both travel with the batch, and a
-        // moved Vec keeps its heap memory where it is.
+        // SAFETY: the device slot is pinned and `buf` is owned: both travel with the batch, and a moved Vec keeps its
+        // heap memory in place.
         let batch = unsafe { OwnedBatch::new(ops, self.demote_direction(), (pin, buf)) };
         let started = Instant::now();
         let (result, (_pin, buf)) = self.copied(batch).await;
@@ -240,12 +239,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.device.as_ref().expect("device slots and regions exist only with a device")
     }
 
-    /// Which way a copy from the host to the device goes: simulated devices are host memory.
+    /// The direction of copies from the host to the device: a simulated device is host memory.
     pub(super) fn promote_direction(&self) -> Direction {
         self.device().memory().promote_direction()
     }
 
-    /// Which way a copy from the device to the host goes.
+    /// The direction of copies from the device to the host.
     pub(super) fn demote_direction(&self) -> Direction {
         self.device().memory().demote_direction()
     }

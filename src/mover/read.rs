@@ -1,8 +1,9 @@
-//! Reading a block from disk, wherever it goes: to a host slot, to a device slot, or to a caller's memory.
+//! Reads a block from disk: to a host slot, to a device slot, or to a caller's memory.
 //!
-//! The steps are the same: the disk slot is pinned, the bytes are moved, and their checksum is compared. Only a host
-//! slot is memory that nothing else writes to and that the kernel always reaches, so only a read to a host slot proves
-//! anything about the disk. A block that is wrong after a read to one of the other two is read again to a host slot.
+//! The steps are the same for each: pin the disk slot, transfer the bytes, compare their checksum. Only a host slot is
+//! memory that nothing else writes to and that the kernel can always reach, so only a read to a host slot proves
+//! anything about the disk. A block that is wrong after a read to a device slot or to a caller's memory is read again
+//! to a host slot.
 
 use std::rc::Rc;
 
@@ -22,7 +23,7 @@ use crate::{
     state::{Filling, Message, Outcome, Pin, Purpose, State, Unverified, blames_disk, verify},
 };
 
-/// Where a block is to be read to.
+/// The memory to read a block to.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Destination {
     HostSlot,
@@ -37,49 +38,49 @@ pub(super) struct OnDisk {
     pub(super) pin: Pin,
     pub(super) file: FileId,
     pub(super) offset: u64,
-    /// What its checksum must be.
+    /// The checksum that it must have.
     pub(super) checksum: u64,
 }
 
-/// Where a host slot is filled from.
+/// The source to fill a host slot from.
 pub(super) enum Source {
-    /// The block is in the host tier after all.
+    /// The block has become resident in the host tier.
     Host(Pin),
     Disk(OnDisk),
     Device(Pin),
-    /// The block is nowhere any more.
+    /// The block is no longer resident.
     Gone,
 }
 
-/// What a read to a host slot has taken: its slot, its share of the bytes in flight, and where the block is.
+/// What a read to a host slot has taken: its slot, its share of the bytes in flight, and its source.
 pub(super) type BegunRead = (Filling, Share, Source);
 
-/// The end of the fill of a host slot.
+/// Result of the fill of a host slot.
 pub(super) enum Filled {
-    /// A pin on the block, or nothing: no checksum is wanted.
+    /// A pin on the block, which needs no verification, or `None` for a miss.
     Ended(Option<Pin>),
-    /// It came from disk.
+    /// The block came from disk and must be verified.
     Unverified(Unverified),
 }
 
-/// The end of a read to a device slot.
+/// Result of a read to a device slot.
 pub(super) enum Tried {
     Ended(Outcome),
-    /// The block is to go through host memory.
+    /// The block must go through host memory.
     Elsewhere,
-    /// The bytes were wrong: if the block is right in host memory, libcufile is to blame.
+    /// The bytes were wrong. If a read through host memory gives the right ones, libcufile is at fault.
     Suspect,
 }
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// A block's share of the bytes in flight.
     pub(super) async fn share(&self, kind: Kind, purpose: Purpose<'_>) -> Share {
-        // Asked here: a movement that is raised later is in the budget's queue by then.
+        // Read here: a movement that is raised later is in the budget's queue by then.
         let urgency = self.shared.lock().holder_urgency(purpose);
         self.budget.take(kind, urgency, self.shared.config.slot_bytes() as u64).await
     }
 
-    /// Pins a block that is to be read from disk to such a destination, and begins the fill of its slot.
+    /// Pins a block to be read from disk to a destination of this kind, and begins the fill of its slot.
     pub(super) fn begin_read(&self, state: &mut State, key: &BlockKey, to: Destination) -> Option<OnDisk> {
         let id = state.index.find(key).filter(|_| state.disk_service.reads())?;
         let (is_wanted, route, filled) = match to {
@@ -102,7 +103,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Some(OnDisk { pin, file, offset, checksum })
     }
 
-    /// Everything that the fill of a host slot needs, if all of it can be had at once: under one lock.
+    /// Takes everything that the fill of a host slot needs, if all of it is available now: under one lock.
     pub(super) fn begin_fill_now(&self, state: &mut State, key: &BlockKey) -> Option<BegunRead> {
         let urgency = state.holder_urgency(Purpose::Movement(key, Tier::Host));
         let slot = || self.shared.acquire_locked(state, Tier::Host);
@@ -111,7 +112,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Some((filling, share, self.choose_source(state, key)))
     }
 
-    /// Pins where `key` is, and begins the fill of its host slot.
+    /// Pins the source of `key`, and begins the fill of its host slot.
     fn choose_source(&self, state: &mut State, key: &BlockKey) -> Source {
         let Some(id) = state.index.find(key) else { return Source::Gone };
         if let Some(pin) = Pin::take(&self.shared, state, id, Tier::Host, Route::HostHit) {
@@ -130,8 +131,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Source::Gone
     }
 
-    /// Brings a block into a host slot, with what could be had at once, or after waiting for it. A worker that reads it
-    /// from disk also computes the checksum of its first `sum_bytes` bytes; 0: none.
+    /// Brings a block into a host slot, with what `begun` has taken, or after waiting for it. A worker that reads the
+    /// block from disk also computes the checksum of its first `sum_bytes` bytes; 0: none.
     pub(super) async fn fill_slot(
         self: &Rc<Self>,
         key: &BlockKey,
@@ -142,7 +143,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (filling, share, source) = match begun {
             Some(begun) => begun,
             None => {
-                // The slot first: while it is waited for nothing is pinned that others could wait for.
+                // The slot first: a movement that waits for it must not hold a pin for which others may wait.
                 let filling = self.shared.acquire(Tier::Host, Purpose::Movement(key, Tier::Host)).await?;
                 let share = self.share(Kind::Read, Purpose::Movement(key, Tier::Host)).await;
                 let source = self.choose_source(&mut self.shared.lock(), key);
@@ -166,7 +167,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Reads a block to a host slot. One that cannot be read is given up, if that is the disk's fault.
+    /// Reads a block to a host slot. A block that cannot be read is unlinked if the error is the disk's.
     async fn read_to_host(
         self: &Rc<Self>,
         block: OnDisk,
@@ -232,12 +233,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Reads a block to its caller's memory. Returns the job if the block must go through a host slot.
     ///
-    /// Ends when the kernel has given the memory back, however long that takes: the caller uses it once it has the
+    /// Ends when the kernel has released the memory, however long that takes, because the caller uses it after the
     /// answer.
     ///
-    /// A failure here may be the memory's fault: other code may write to it meanwhile, for example if many blocks are
-    /// loaded into one place, and the kernel may not be able to reach it. So it proves nothing about the disk: the
-    /// block is read again through a host slot, and given up if it is wrong there.
+    /// The memory may cause a failure: other code may write to it meanwhile, for example if many blocks are loaded into
+    /// one place, or the kernel may not be able to reach it. So a failure proves nothing about the disk: the block is
+    /// read again through a host slot, and unlinked if it is wrong there.
     pub(super) async fn read_to_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
         if !self.shared.config.host.bypass || !job.may_bypass_host(self.memory_align_bytes) {
             return Ok(Some(job));
@@ -258,7 +259,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 self.shared.account(&self.failures, file, OpKind::Read, &Ok(()));
                 sum
             }
-            // The processor could not write there either.
+            // The memory is not mapped writable: the processor could not write to it either.
             Err(source) if source.raw_os_error() == Some(libc::EFAULT) => {
                 self.shared.metrics.looked_up(Some(Tier::Disk));
                 return Err(Error::io("read into the caller's memory from", self.path_of(file), source));
@@ -273,7 +274,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             tracing::debug!("a block read into a caller's memory is not what it should be; it is read again");
             return Ok(Some(job));
         }
-        // Not before: a block that goes through a host slot is looked up, and counted, there.
+        // Only here: a block that goes through a host slot is looked up and counted there.
         {
             let mut state = self.shared.lock();
             state.index.touch(pin.id());
@@ -285,7 +286,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         Ok(None)
     }
 
-    /// Reads a block to a device slot by libcufile, where that is in service, verifies it there, and makes it visible.
+    /// Reads a block to a device slot by libcufile, if that is in service, verifies it there, and makes it visible.
     pub(super) async fn read_to_device(self: &Rc<Self>, key: &BlockKey) -> Tried {
         let Some(direct) = self.direct.get() else { return Tried::Elsewhere };
         if !self.shared.lock().is_for_cufile(key) {
