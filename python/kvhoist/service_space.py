@@ -20,9 +20,6 @@ _ASK_MS = 1000
 #: Seconds without questions after one that failed.
 _AWAY_S = 1.0
 
-#: Loads and stores have no deadline: after one, the service could still write to the engine's memory.
-_NO_DEADLINE_MS = 86_400_000
-
 _BOUNCE_BYTES_MAX = 256 << 20
 
 _COUNTERS = ("checksum_failures", "read_errors", "write_errors", "writes_refused")
@@ -38,7 +35,7 @@ class ServiceSpace:
             space=space, block_bytes=block_bytes, capacity=config.capacity, host_bytes=config.host_bytes,
             bounce_bytes=max(block_bytes, min(config.host_bytes, _BOUNCE_BYTES_MAX)),
         )  # fmt: skip
-        self._client = self._connect(_NO_DEADLINE_MS)
+        self._client = self._connect(config.deadline_ms)
         try:
             self._index = self._connect(_ASK_MS)
         except BaseException:

@@ -11,6 +11,7 @@ mod guest;
 mod hints;
 mod hostile;
 mod kills;
+mod late;
 mod neighbor;
 mod node;
 mod pool;

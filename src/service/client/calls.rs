@@ -1,11 +1,14 @@
 //! [`Client`], the handle of callers.
 
 use std::{
+    future::poll_fn,
     path::{Path, PathBuf},
+    pin::pin,
     sync::{
         Arc,
         atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
     },
+    task::Poll,
     thread,
 };
 
@@ -271,6 +274,22 @@ impl Client {
 
     /// One request. The service has `slots` of the bounce buffer until it has replied, or the connection is lost.
     pub(super) async fn call(&self, request: Request, what: What, slots: Option<Arc<Taken>>) -> Result<Reply> {
+        self.begin(|id| request.encode(id), what, slots).await
+    }
+
+    /// The output of `wait`, unless the deadline comes first or the connection is lost.
+    pub(super) async fn in_time<T>(&self, wait: impl Future<Output = Result<T>>) -> Result<T> {
+        let (mut wait, mut late) = (pin!(wait), pin!(self.begin(|_| Vec::new(), What::Wait, None)));
+        poll_fn(|context| match wait.as_mut().poll(context) {
+            // The first poll sets the timer.
+            Poll::Pending => late.as_mut().poll(context).map(|ended| Err(ended.err().unwrap_or(Error::Closed))),
+            ended => ended,
+        })
+        .await
+    }
+
+    /// Begins a call with the frame of its id, and waits for its end.
+    async fn begin(&self, frame: impl FnOnce(u64) -> Vec<u8>, what: What, slots: Option<Arc<Taken>>) -> Result<Reply> {
         let inner = &*self.inner;
         if !inner.home.is_here() {
             return Err(Error::Closed);
@@ -281,7 +300,7 @@ impl Client {
         };
         let id = inner.next_id.fetch_add(2, Ordering::Relaxed);
         let (reply, receiver) = oneshot::channel();
-        let call = Call { id, frame: request.encode(id), what, reply, keeps: (counted, slots) };
+        let call = Call { id, frame: frame(id), what, reply, keeps: (counted, slots) };
         inner.line.begin(call)?;
         let mut given = Given { inner, id: Some(id) };
         let answer = shield(receiver).await.unwrap_or(Err(Error::Closed));

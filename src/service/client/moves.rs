@@ -130,10 +130,14 @@ impl Client {
     /// [`Error::Argument`] before anything moved; [`Error::Service`] if the service is away or did not answer in
     /// time. A block's own error is in its result; its segments then hold anything.
     ///
+    /// When the call has ended, the service uses none of its segments, whatever the results: blocks that are not begun
+    /// at the [deadline](super::ClientOptions::deadline) fail with
+    /// [`ServiceFault::Timeout`](crate::service::ServiceFault::Timeout), and those in flight are waited for, as long as
+    /// the connection lasts.
+    ///
     /// # Cancel safety
     /// The service begins no more of its blocks. Movements in flight continue, and their segments stay in use until
-    /// [`unregister`](Client::unregister) resolves, or the connection is lost. The same holds after
-    /// [`ServiceFault::Timeout`](crate::service::ServiceFault::Timeout).
+    /// [`unregister`](Client::unregister) resolves, or the connection is lost.
     ///
     /// ```
     /// # let dir = tempfile::tempdir().expect("a directory");
@@ -226,7 +230,8 @@ impl Client {
                 }
                 _ => {
                     let places = found[run].iter().map(|one| one.places().to_vec()).collect();
-                    Box::pin(self.results(way.request(Blocks { keys: keys.to_vec(), places }), keys.len(), None))
+                    let request = way.request(Blocks { keys: keys.to_vec(), places });
+                    Box::pin(self.results(request, What::Move, keys.len(), None))
                 }
             });
         }
@@ -245,7 +250,7 @@ impl Client {
         segments: &[Vec<Segment>],
         bounce: &Bounce,
     ) -> Result<Vec<Result<bool>>> {
-        let taken = Arc::new(bounce.take(keys.len()).await?);
+        let taken = Arc::new(self.in_time(bounce.take(keys.len())).await?);
         let slots: Vec<_> = (0..keys.len()).map(|at| taken.slot(at, self.block_bytes())).collect();
         if matches!(way, Way::Store(_)) {
             for (at, segments) in segments.iter().enumerate() {
@@ -256,7 +261,8 @@ impl Client {
         }
         let places = slots.iter().map(|slot| self.places().place(slot).map(|place| vec![place]));
         let blocks = Blocks { keys: keys.to_vec(), places: places.collect::<Result<_>>()? };
-        let results = self.results(way.request(blocks), keys.len(), Some(Arc::clone(&taken))).await?;
+        let request = way.request(blocks);
+        let results = self.results(request, What::Plain, keys.len(), Some(Arc::clone(&taken))).await?;
         if matches!(way, Way::Load) {
             for (at, (segments, result)) in segments.iter().zip(&results).enumerate() {
                 if matches!(result, Ok(true)) {
@@ -270,8 +276,14 @@ impl Client {
     }
 
     /// One request that answers for each of its blocks. The service has `slots` until it has replied.
-    async fn results(&self, request: Request, blocks: usize, slots: Option<Arc<Taken>>) -> Result<Vec<Result<bool>>> {
-        match self.call(request, What::Plain, slots).await? {
+    async fn results(
+        &self,
+        request: Request,
+        what: What,
+        blocks: usize,
+        slots: Option<Arc<Taken>>,
+    ) -> Result<Vec<Result<bool>>> {
+        match self.call(request, what, slots).await? {
             Reply::Results(results) if results.len() == blocks => {
                 Ok(results.into_iter().map(|result| result.map_err(Error::from)).collect())
             }

@@ -18,7 +18,8 @@ pub struct ClientOptions {
     pub capacity_bytes: u64,
     /// Host memory for the space, bytes, if this client is the first since the service started. 0: all that is left.
     pub host_bytes: u64,
-    /// After this calls are answered with [`ServiceFault::Timeout`](crate::service::ServiceFault::Timeout).
+    /// After this calls are answered with [`ServiceFault::Timeout`](crate::service::ServiceFault::Timeout). Loads and
+    /// stores of registered memory begin no more blocks then, and wait for those that the service is moving.
     pub deadline: Duration,
     /// Memory of the client's own for blocks whose memory cannot be passed to the service: taken for the first of them,
     /// one block at least. So much of it moves at a time.

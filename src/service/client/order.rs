@@ -26,6 +26,12 @@ pub(super) type Keeps = (Counted, Option<Arc<Taken>>);
 /// The kind of a call, which decides what its reply changes.
 pub(super) enum What {
     Plain,
+    /// Blocks between memory that the service has and its space. The caller uses that memory after the call, so it is
+    /// answered when the service has replied or the connection is lost, whatever the deadline.
+    Move,
+    /// A wait for something else than the service. It is never sent, and ends at its deadline or when the connection is
+    /// lost.
+    Wait,
     /// Memory that is the service's once the reply says so, and again after each reconnection.
     Register(Lent),
     /// Memory that is given back: it needs no service, and has no deadline.

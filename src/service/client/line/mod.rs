@@ -9,7 +9,7 @@ mod tests;
 mod thread;
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     sync::{Arc, Mutex, MutexGuard},
 };
 
@@ -38,7 +38,10 @@ struct Pending {
     /// Until it is sent.
     frame: Option<Vec<u8>>,
     frame_bytes: usize,
-    _keeps: Keeps,
+    /// When it is late; `None` once it is, or if it has no deadline.
+    deadline: Option<Instant>,
+    /// `None` if it has no caller.
+    _keeps: Option<Keeps>,
 }
 
 type Answer = oneshot::Sender<Result<Reply>>;
@@ -82,8 +85,8 @@ struct State {
     pending: BTreeMap<u64, Pending>,
     /// Calls that are not sent yet, in order.
     waiting: VecDeque<u64>,
-    /// When each call is late, in order of time.
-    deadlines: VecDeque<(Instant, u64)>,
+    /// When each call without a reply is late.
+    deadlines: BTreeSet<(Instant, u64)>,
     /// When the thread wakes up by itself.
     timer: Option<Instant>,
     /// Calls that the service has, and the bytes of their frames.
@@ -95,6 +98,17 @@ struct State {
     own_id: u64,
     /// Who waits for the close, once it has begun.
     closing: Option<Vec<oneshot::Sender<()>>>,
+}
+
+impl State {
+    /// Takes a call out, with its deadline.
+    fn take(&mut self, id: u64) -> Option<Pending> {
+        let pending = self.pending.remove(&id)?;
+        if let Some(late) = pending.deadline {
+            self.deadlines.remove(&(late, id));
+        }
+        Some(pending)
+    }
 }
 
 /// A connection's state, with its lock.
@@ -115,7 +129,7 @@ impl Line {
             lent: BTreeMap::new(),
             pending: BTreeMap::new(),
             waiting: VecDeque::new(),
-            deadlines: VecDeque::new(),
+            deadlines: BTreeSet::new(),
             timer: None,
             sent: 0,
             sent_bytes: 0,
@@ -152,18 +166,16 @@ impl Line {
         if matches!(state.phase, Phase::Closed) || (taken_back.is_none() && state.closing.is_some()) {
             return Err(Error::Closed);
         }
-        if let Some(number) = taken_back {
+        let deadline = if let Some(number) = taken_back {
             // Not given to a service that comes after this one.
             state.lent.remove(&number);
+            None
         } else {
-            let late = Instant::now() + self.deadline;
-            state.deadlines.push_back((late, id));
-            if state.timer.is_none_or(|timer| timer > late) {
-                self.woken.notify_one();
-            }
-        }
-        let frame_bytes = frame.len();
-        let mut pending = Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, _keeps: keeps };
+            Some(Instant::now() + self.deadline)
+        };
+        let (frame_bytes, keeps) = (frame.len(), Some(keeps));
+        let mut pending =
+            Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, deadline, _keeps: keeps };
         match state.phase {
             // The service has none of this process's memory.
             Phase::Down => {
@@ -176,9 +188,16 @@ impl Line {
             // The memory is the caller's again at the hang-up.
             Phase::Parting(_) => pending.frame = None,
             Phase::Up(_) if state.closing.is_some() => pending.frame = None,
+            _ if matches!(pending.what, What::Wait) => {}
             Phase::Connecting | Phase::Up(_) | Phase::Closed => state.waiting.push_back(id),
         }
         state.pending.insert(id, pending);
+        if let Some(late) = deadline {
+            state.deadlines.insert((late, id));
+            if state.timer.is_none_or(|timer| timer > late) {
+                self.woken.notify_one();
+            }
+        }
         self.send(&mut state);
         Ok(())
     }
@@ -230,7 +249,7 @@ impl Line {
     fn cancel(&self, state: &mut State, id: u64) -> Option<Pending> {
         let pending = state.pending.get_mut(&id)?;
         if pending.frame.is_some() {
-            return state.pending.remove(&id);
+            return state.take(id);
         }
         if let Phase::Up(sender) = &mut state.phase {
             sender.push(Request::Cancel { request: id }.encode(0), None);

@@ -1,4 +1,4 @@
-//! Requests over a real socket that takes few bytes at a time.
+//! Requests over real sockets, among them one that takes few bytes at a time.
 
 use std::{
     io::{self, Read, Write},
@@ -16,10 +16,14 @@ use super::Line;
 use crate::{
     block::BlockKey,
     error::Result,
+    memory::SharedMemory,
     service::{
-        client::order::{Call, Counted, What},
+        client::{
+            order::{Call, Counted, What},
+            places::Lent,
+        },
         link::Link,
-        protocol::{Limits, Reply, Request},
+        protocol::{Limits, RegionKind, Reply, Request},
     },
 };
 
@@ -50,9 +54,13 @@ fn read_available(mut from: &UnixStream, to: &mut Vec<u8>) {
 }
 
 fn begin(line: &Line, id: u64, request: &Request) -> oneshot::Receiver<Result<Reply>> {
+    begin_as(line, id, request, What::Plain)
+}
+
+fn begin_as(line: &Line, id: u64, request: &Request, what: What) -> oneshot::Receiver<Result<Reply>> {
     let (reply, answer) = oneshot::channel();
     let counted = Counted::new(&Arc::new(AtomicUsize::new(0)), 1).expect("the first");
-    let call = Call { id, frame: request.encode(id), what: What::Plain, reply, keeps: (counted, None) };
+    let call = Call { id, frame: request.encode(id), what, reply, keeps: (counted, None) };
     line.begin(call).expect("the line is up");
     answer
 }
@@ -105,4 +113,48 @@ async fn sends_a_frame_in_parts() {
 fn a_frame_that_the_socket_takes_in_part_arrives_whole() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async { timeout(PATIENCE, sends_a_frame_in_parts()).await.expect("no hang") });
+}
+
+#[test]
+fn a_call_that_is_answered_leaves_no_deadline_behind() {
+    let line = Line::new("a test".into(), PATIENCE);
+    let _never_answered = begin(&line, 2, &Request::Sync);
+    for id in (4..100).step_by(2) {
+        let _answer = begin(&line, id, &Request::Sync);
+        line.answered(id, Reply::Done);
+        assert_eq!(line.lock().deadlines.len(), 1);
+    }
+}
+
+async fn takes_back_memory_within_the_limit_of_requests() {
+    let (ours, theirs) = UnixStream::pair().expect("two sockets");
+    for socket in [&ours, &theirs] {
+        socket.set_nonblocking(true).expect("set");
+    }
+    let line = Line::new("a test".into(), PATIENCE);
+    assert!(line.connect().is_some_and(|lent| lent.is_empty()));
+    let (receiver, sender) = Link::new(Arc::new(AsyncStream::from_std(ours).expect("a reactor"))).split();
+    receiver.ready(true).await.expect("connected");
+    line.connected(sender, &Limits::new(1, 8, 0));
+    let memory = SharedMemory::new(4096).expect("memory");
+    let fd = Arc::new(memory.as_fd().try_clone_to_owned().expect("a descriptor"));
+    let lent = Lent { number: 7, start: memory.as_ptr() as usize, len: 4096, offset: 0, pin: false, fd };
+    let register = Request::Register { region: 7, kind: RegionKind::Host, pin: false, offset: 0, len: 4096 };
+    drop(begin_as(&line, 2, &register, What::Register(lent)));
+    let _other = begin(&line, 4, &Request::Sync);
+    // The other call has the one place; nobody waits for the memory any more.
+    line.answered(2, Reply::Done);
+    let mut came = Vec::new();
+    read_available(&theirs, &mut came);
+    assert!(came == [register.encode(2), Request::Sync.encode(4)].concat(), "one request at a time");
+    line.answered(4, Reply::Done);
+    came.clear();
+    read_available(&theirs, &mut came);
+    assert!(came == Request::Unregister { region: 7 }.encode(3));
+}
+
+#[test]
+fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    runtime.block_on(takes_back_memory_within_the_limit_of_requests());
 }

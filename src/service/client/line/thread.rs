@@ -4,13 +4,13 @@ use std::mem;
 
 use tokio::time::Instant;
 
-use super::{Answers, Line, Phase};
+use super::{Answers, Line, Pending, Phase};
 use crate::{
     error::{Error, ServiceFault},
     service::{
         client::{order::What, places::Lent},
         link::Sender,
-        protocol::{Failure, Limits, Reply, Request},
+        protocol::{BlockResult, Failure, Limits, Reply, Request},
     },
 };
 
@@ -49,11 +49,15 @@ impl Line {
     pub(in crate::service::client) fn answered(&self, id: u64, reply: Reply) {
         let mut state = self.lock();
         // Requests of the thread itself have no caller.
-        let Some(mut pending) = state.pending.remove(&id) else { return };
+        let Some(mut pending) = state.take(id) else { return };
         state.sent = state.sent.saturating_sub(1);
         state.sent_bytes = state.sent_bytes.saturating_sub(pending.frame_bytes);
         let result = match reply {
             Reply::Failed(Failure { fault, text }) => Err(Error::service(fault, text)),
+            Reply::Results(results) if matches!(pending.what, What::Move) && pending.deadline.is_none() => {
+                let told = |result: BlockResult| result.map_err(|failure| self.late_block(failure));
+                Ok(Reply::Results(results.into_iter().map(told).collect()))
+            }
             reply => Ok(reply),
         };
         let registered = match &pending.what {
@@ -80,11 +84,27 @@ impl Line {
     fn take_back(&self, number: u32) {
         let mut state = self.lock();
         state.lent.remove(&number);
+        if !matches!(state.phase, Phase::Up(_)) {
+            return;
+        }
         state.own_id += 2;
-        let frame = Request::Unregister { region: number }.encode(state.own_id);
-        if let Phase::Up(sender) = &mut state.phase {
-            sender.push(frame, None);
-            self.flush(&mut state);
+        let (id, what) = (state.own_id, What::Unregister(number));
+        let frame = Request::Unregister { region: number }.encode(id);
+        let frame_bytes = frame.len();
+        let pending = Pending { what, reply: None, frame: Some(frame), frame_bytes, deadline: None, _keeps: None };
+        state.pending.insert(id, pending);
+        state.waiting.push_back(id);
+        self.send(&mut state);
+    }
+
+    /// The failure of a block whose call was canceled by its deadline, not by its caller.
+    fn late_block(&self, failure: Failure) -> Failure {
+        match failure.fault {
+            ServiceFault::Canceled => {
+                let text = format!("{}: not begun within {:?}", self.name, self.deadline);
+                Failure::new(ServiceFault::Timeout, text)
+            }
+            _ => failure,
         }
     }
 
@@ -102,31 +122,29 @@ impl Line {
     pub(in crate::service::client) fn wait(&self) -> Wait {
         let mut state = self.lock();
         let to_send = self.flush(&mut state);
-        while let Some((_, id)) = state.deadlines.front()
-            && !state.pending.contains_key(id)
-        {
-            state.deadlines.pop_front();
-        }
         let now = Instant::now();
         // A timer that is set stays: the next call then need not wake the thread for its own.
         let set = state.timer.filter(|timer| *timer > now);
-        state.timer = state.deadlines.front().map(|(late, _)| *late).into_iter().chain(set).min();
+        state.timer = state.deadlines.first().map(|(late, _)| *late).into_iter().chain(set).min();
         Wait { to_send, until: state.timer }
     }
 
-    /// Answers the calls that are late.
+    /// Cancels the calls that are late, and answers those whose caller may go on: not those whose memory the service
+    /// may still read or write.
     pub(in crate::service::client) fn late(&self) {
         let (now, mut answers) = (Instant::now(), Answers::default());
         let mut state = self.lock();
         state.timer = None;
-        while let Some((_, id)) = state.deadlines.pop_front_if(|(late, _)| *late <= now) {
+        while let Some(&(late, id)) = state.deadlines.first()
+            && late <= now
+        {
+            state.deadlines.pop_first();
             let Some(pending) = state.pending.get_mut(&id) else { continue };
-            let text = format!(
-                "{}: no reply within {:?}; what was begun goes on, and memory is in use until it is unregistered",
-                self.name, self.deadline
-            );
-            let answer = pending.reply.take();
+            pending.deadline = None;
+            let is_moving = matches!(pending.what, What::Move) && pending.frame.is_none();
+            let answer = if is_moving { None } else { pending.reply.take() };
             let forgotten = self.cancel(&mut state, id);
+            let text = format!("{}: no reply within {:?}; what was begun goes on", self.name, self.deadline);
             answers.0.push((answer, Err(Error::service(ServiceFault::Timeout, text)), forgotten));
         }
         drop(state);

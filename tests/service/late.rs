@@ -1,0 +1,137 @@
+//! Calls that are late: what ends at the deadline, and what waits for the service.
+
+use std::{
+    future::poll_fn,
+    pin::Pin,
+    sync::{Arc, mpsc},
+    task::Poll,
+    thread,
+    time::Duration,
+};
+
+use kvhoist::{
+    Error, Result, Segment, block_on,
+    service::{Client, ServiceFault},
+};
+
+use crate::{
+    common::{key, payload},
+    guest::Guest,
+    node::{BLOCK_BYTES, HANG, Node, options},
+};
+
+const DEADLINE: Duration = Duration::from_secs(2);
+
+/// A client with a short deadline. Its block 0 is stored.
+fn hasty(node: &Node, bounce_bytes: usize) -> Guest {
+    let mut options = options();
+    (options.deadline, options.bounce_bytes) = (HANG, bounce_bytes);
+    let patient = Guest::of(block_on(Client::connect(&node.socket(), options.clone())).expect("a service"));
+    assert!(patient.store(0, 1).expect("a service").remove(0).expect("stored"));
+    options.deadline = DEADLINE;
+    // Attaching may take longer than the deadline of its calls.
+    loop {
+        match block_on(Client::connect(&node.socket(), options.clone())) {
+            Ok(client) => return Guest::of(client),
+            Err(error) => assert!(is_late(&error) || is_away(&error), "{error}"),
+        }
+    }
+}
+
+fn is_late(error: &Error) -> bool {
+    matches!(error, Error::Service { fault: ServiceFault::Timeout, .. })
+}
+
+fn is_away(error: &Error) -> bool {
+    matches!(error, Error::Service { fault: ServiceFault::Away, .. })
+}
+
+/// Polls a call once; whether it goes on.
+async fn waits<F: Future>(call: &mut Pin<Box<F>>) -> bool {
+    poll_fn(|context| Poll::Ready(call.as_mut().poll(context).is_pending())).await
+}
+
+/// A process that does not run, until dropped.
+struct Stopped(libc::pid_t);
+
+impl Stopped {
+    fn new(node: &Node) -> Self {
+        let pid = libc::pid_t::try_from(node.process.pid()).expect("a process");
+        // SAFETY: plain system call.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
+        Stopped(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // SAFETY: plain system call.
+        unsafe { libc::kill(self.0, libc::SIGCONT) };
+    }
+}
+
+/// Callers use their memory again when a call has ended. A slow service must not write to it then, or store what is
+/// there then.
+#[test]
+fn a_late_call_ends_when_the_service_no_longer_uses_its_memory() {
+    let node = Node::new();
+    let guest = hasty(&node, 1 << 20);
+    guest.pool.write(0, &vec![0xa5; BLOCK_BYTES]);
+    guest.pool.write(BLOCK_BYTES, &payload(1, BLOCK_BYTES));
+    let (load, store) = ([guest.place(0)], [guest.place(1)]);
+    let stopped = Stopped::new(&node);
+    let moved: [Result<Vec<Result<bool>>>; 2] = block_on(async {
+        let keys = [key(0), key(1)];
+        let mut load = Box::pin(guest.client.load_into(&keys[..1], &load));
+        let mut store = Box::pin(guest.client.store_from(&keys[1..], None, &store));
+        assert!(waits(&mut load).await && waits(&mut store).await);
+        // Its deadline is later than theirs, and it has no memory.
+        assert!(is_late(&guest.client.contains(&[key(0)]).await.expect_err("the service is stopped")));
+        assert!(waits(&mut load).await && waits(&mut store).await, "the service has their memory");
+        drop(stopped);
+        [load.await, store.await]
+    });
+    let [loaded, stored] = moved.map(|results| results.expect("answered").remove(0));
+    match loaded {
+        Ok(found) => {
+            let mut bytes = vec![0; BLOCK_BYTES];
+            guest.pool.read(0, &mut bytes);
+            assert!(found && bytes == payload(0, BLOCK_BYTES), "WRONG BYTES");
+        }
+        Err(error) => assert!(is_late(&error), "{error}"),
+    }
+    assert!(stored.unwrap_or_else(|error| is_late(&error)));
+    // From now on it is the caller's: what the caller writes there stays, and is not stored.
+    guest.pool.write(0, &vec![0x5a; 2 * BLOCK_BYTES]);
+    let patient = Guest::new(&node.socket());
+    if patient.load(1, 1).expect("a service") == [true] {
+        let mut bytes = vec![0; BLOCK_BYTES];
+        patient.pool.read(0, &mut bytes);
+        assert!(bytes == payload(1, BLOCK_BYTES), "WRONG BYTES");
+    }
+    let mut bytes = vec![0; 2 * BLOCK_BYTES];
+    guest.pool.read(0, &mut bytes);
+    assert!(bytes == vec![0x5a; 2 * BLOCK_BYTES], "the service wrote after the call");
+}
+
+/// The slots of late calls are the service's until it replies; the next call waits for them until its deadline.
+#[test]
+fn a_call_waits_for_slots_to_copy_through_until_its_deadline() {
+    let node = Node::new();
+    let guest = hasty(&node, BLOCK_BYTES);
+    let mut memory = vec![0; BLOCK_BYTES];
+    let place = [vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
+    // SAFETY: it outlives the loan, and nobody else uses it.
+    let loan = Arc::new(unsafe { guest.client.lend(&place[0]) });
+    // The buffer is there from the first call on.
+    while block_on(loan.load_into(&[key(0)], &place)).is_err() {}
+    let stopped = Stopped::new(&node);
+    assert!(is_late(&block_on(loan.load_into(&[key(0)], &place)).expect_err("the service is stopped")));
+    let (tell, told) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(|| tell.send(block_on(loan.load_into(&[key(0)], &place))).expect("wanted"));
+        let second = told.recv_timeout(HANG);
+        drop(stopped);
+        assert!(is_late(&second.expect("it has a deadline").expect_err("no slot is free")));
+    });
+}
