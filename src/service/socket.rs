@@ -44,10 +44,11 @@ pub(super) fn receive(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut VecDeque
     let Ok(received) = usize::try_from(received) else { return Err(io::Error::last_os_error()) };
     take_fds(&message, fds);
     if message.msg_flags & libc::MSG_CTRUNC != 0 {
-        return Err(io::Error::new(
-            io::ErrorKind::InvalidData,
-            format!("more than {FDS_MAX} descriptors in a message"),
-        ));
+        let text = format!(
+            "descriptors of a message were lost: it had more than {FDS_MAX}, or this process may open no more (raise \
+             LimitNOFILE, `ulimit -n`)"
+        );
+        return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
     Ok(received)
 }

@@ -6,6 +6,7 @@ mod common;
 mod calls;
 mod child;
 mod deaths;
+mod descriptors;
 mod drawn;
 mod guest;
 mod hints;
