@@ -1,5 +1,8 @@
 //! Blocks between a client's memory and its space, some at a time.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     cell::{Cell, RefCell},
     rc::Rc,
@@ -53,8 +56,6 @@ pub(super) enum Way {
 /// Moves blocks for one connection: its memory, its space's cache, and its share of bytes in flight.
 pub(super) struct Movers {
     cache: Cache,
-    /// Connections attached to the space.
-    sharers: Rc<Cell<u32>>,
     pub(super) regions: Regions,
     /// A permit a block.
     permits: Arc<Semaphore>,
@@ -69,9 +70,8 @@ impl Movers {
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
         Movers {
-            regions: Regions::new(cache.clone(), Rc::clone(&space.system)),
+            regions: Regions::new(cache.clone(), Rc::clone(&space.system), Rc::clone(&space.lenders)),
             cache,
-            sharers: Rc::clone(&space.clients),
             permits: Arc::new(Semaphore::new(blocks)),
             per_call: BLOCKS_PER_CALL.min(blocks),
             moving: Cell::new(0),
@@ -139,15 +139,15 @@ impl Movers {
         // Polled before other tasks of this thread: the call holds the segments' regions from its first poll on,
         // and a region that leaves is waited for.
         let ended = match way {
-            Way::Load if self.sharers.get() > 1 => {
-                // Other clients may load the same blocks: they are read once, into host memory, and copied to each
-                // client. The load joins the movement; blocks without room in host memory are loaded directly.
-                match self.cache.prefetch(keys) {
-                    Ok(_started) => self.cache.load_into(keys, &segments).await,
-                    Err(error) => Err(error),
+            Way::Load => {
+                if self.regions.lenders() > 1 {
+                    // Other clients may load the same blocks: they are read once, into host memory, and copied to each
+                    // client. The load joins the movements; other blocks are loaded directly: those without room in
+                    // host memory, and those behind one that cannot be prefetched, whose error is no other block's.
+                    let _error_of_one_block = self.cache.prefetch(keys);
                 }
+                self.cache.load_into(keys, &segments).await
             }
-            Way::Load => self.cache.load_into(keys, &segments).await,
             Way::Store(_) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
         };
         if let Some(region) = self.regions.spoiled(places) {

@@ -31,12 +31,19 @@ struct Held {
 pub(super) struct Regions {
     cache: Cache,
     system: Rc<dyn System>,
+    lenders: Rc<Cell<u32>>,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
 }
 
 impl Regions {
-    pub(super) fn new(cache: Cache, system: Rc<dyn System>) -> Self {
-        Regions { cache, system, held: RefCell::default() }
+    /// `lenders`: the connections of the space that have regions.
+    pub(super) fn new(cache: Cache, system: Rc<dyn System>, lenders: Rc<Cell<u32>>) -> Self {
+        Regions { cache, system, lenders, held: RefCell::default() }
+    }
+
+    /// The number of connections of the space that have regions.
+    pub(super) fn lenders(&self) -> u32 {
+        self.lenders.get()
     }
 
     /// The number of regions, including those that are being released.
@@ -63,7 +70,11 @@ impl Regions {
         match self.cache.add_region(memory) {
             Ok(region) => {
                 let held = Held { mapped, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
-                self.held.borrow_mut().insert(number, Rc::new(held));
+                let mut all = self.held.borrow_mut();
+                if all.is_empty() {
+                    self.lenders.set(self.lenders.get() + 1);
+                }
+                all.insert(number, Rc::new(held));
                 Ok(())
             }
             Err(error) => {
@@ -128,6 +139,9 @@ impl Regions {
         }
         if !held.unmapped.replace(true) {
             self.held.borrow_mut().remove(&number);
+            if self.count() == 0 {
+                self.lenders.set(self.lenders.get() - 1);
+            }
             // SAFETY: `unregister` has resolved, so that the cache uses it no longer; `leaving` keeps others from
             // naming it; and it was not unmapped before.
             unsafe { held.mapped.unmap(&*self.system) }.await;

@@ -14,7 +14,7 @@ use kvhoist::{
 use crate::{
     common::{key, payload},
     guest::{BLOCKS, Guest, POOL_BLOCKS},
-    node::{BLOCK_BYTES, DISK_BLOCKS, HANG, Node, Process, options, options_of},
+    node::{BLOCK_BYTES, DISK_BLOCKS, HANG, Node, Process, connect, options, options_of},
 };
 
 fn keys(numbers: std::ops::Range<u64>) -> Vec<BlockKey> {
@@ -109,6 +109,19 @@ fn a_block_that_many_clients_want_is_read_once() {
     assert_eq!(alone.load(0, 1).expect("a service"), [true]);
     let after = block_on(alone.client.stats()).expect("a service");
     assert_eq!(after.straight_bytes - stats.straight_bytes, 2 * BLOCK_BYTES as u64);
+}
+
+#[test]
+fn clients_without_memory_leave_the_loads_of_others_straight() {
+    let node = Node::new();
+    let (guest, asks) = (Guest::new(&node.socket()), connect(&node.socket()));
+    guest.store(0, 12).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+    let straight = || block_on(asks.stats()).expect("a service").straight_bytes / BLOCK_BYTES as u64 - 12;
+    assert_eq!((guest.load(0, 4).expect("a service"), straight()), (vec![true; 4], 4));
+    let other = Guest::of(connect(&node.socket()));
+    assert_eq!((guest.load(4, 4).expect("a service"), straight()), (vec![true; 4], 4));
+    block_on(other.client.unregister(&other.region)).expect("unregistered");
+    assert_eq!((guest.load(8, 4).expect("a service"), straight()), (vec![true; 4], 8));
 }
 
 #[test]

@@ -47,7 +47,9 @@ pub(super) struct Space {
     pub(super) cache: Cache,
     pub(super) system: Rc<dyn System>,
     /// Connections attached to it.
-    pub(super) clients: Rc<Cell<u32>>,
+    pub(super) clients: Cell<u32>,
+    /// Connections that have lent memory.
+    pub(super) lenders: Rc<Cell<u32>>,
 }
 
 /// Callers that wait until a space is open, or removed.
@@ -200,7 +202,8 @@ impl Spaces {
         let opened = opened.map(|(cache, host)| {
             let Deed { namespace, block_bytes, capacity_bytes, .. } = deed.clone();
             let system = Rc::clone(&self.system);
-            Rc::new(Space { namespace, block_bytes, capacity_bytes, host, cache, system, clients: Rc::default() })
+            let (clients, lenders) = (Cell::default(), Rc::default());
+            Rc::new(Space { namespace, block_bytes, capacity_bytes, host, cache, system, clients, lenders })
         });
         let mut entries = self.entries.borrow_mut();
         let state = match &opened {

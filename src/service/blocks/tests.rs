@@ -1,0 +1,83 @@
+//! Loads of clients that share a space.
+
+use std::rc::Rc;
+
+use futures_util::FutureExt;
+use tokio::task::LocalSet;
+
+use super::{Cancel, Movers, Way};
+use crate::{
+    block::BlockKey,
+    config::{Config, DirectIo},
+    memory::SharedMemory,
+    service::{
+        config::ServerConfig,
+        memory::map,
+        protocol::{Blocks, Place},
+        spaces::{Space, Spaces, Wanted},
+        system::Machine,
+    },
+};
+
+const BLOCK_BYTES: usize = 4096;
+const BLOCKS: u8 = 8;
+
+fn key(block: u8) -> BlockKey {
+    BlockKey::new([block; 32])
+}
+
+/// A client with room for all blocks.
+fn client(space: &Space) -> Rc<Movers> {
+    let movers = Movers::new(space, 1 << 20);
+    let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
+    let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
+    let mapped = map(&fd, 0, pool.len() as u64).expect("mapped");
+    movers.regions.add(1, mapped).expect("registered");
+    Rc::new(movers)
+}
+
+fn blocks() -> Blocks {
+    let offset = |block| u64::from(block) * BLOCK_BYTES as u64;
+    let place = |block| vec![Place { region: 1, len: BLOCK_BYTES as u32, offset: offset(block) }];
+    Blocks { keys: (0..BLOCKS).map(key).collect(), places: (0..BLOCKS).map(place).collect() }
+}
+
+#[tokio::test]
+async fn a_block_that_cannot_be_prefetched_costs_no_other_block() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let mut config = ServerConfig::new(folder.path().join("socket"));
+    config.paths = vec![folder.path().to_owned()];
+    (config.capacity_bytes, config.host_bytes) = (16 << 20, 2 * BLOCK_BYTES as u64);
+    config.cache = Config::default().bypass_host(true).direct_io(DirectIo::Prefer).waiters_max(1);
+    config.move_host = false;
+    let wanted = Wanted {
+        namespace: "tests".into(),
+        uid: 1,
+        shared: false,
+        block_bytes: BLOCK_BYTES as u64,
+        capacity_bytes: 0,
+        host_bytes: 0,
+    };
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(wanted).await.expect("attached");
+        let (one, other) = (client(&space), client(&space));
+        let stored = Rc::clone(&one).run(Way::Store(None), blocks(), Cancel::default()).await;
+        assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
+        // Its movement cannot end: no slot is free. It has as many waiters as it may have.
+        let leases = space.cache.fetch_many(&[key(6), key(7)]).await;
+        let first = key(0);
+        let mut waits = Box::pin(space.cache.fetch(&first));
+        assert!((&mut waits).now_or_never().is_none(), "all slots are pinned");
+        space.cache.prefetch(&[first]).expect_err("too many waiters");
+        let loaded = Rc::clone(&one).run(Way::Load, blocks(), Cancel::default()).await;
+        assert!(loaded[1..].iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
+        drop(leases);
+        assert!(waits.await.expect("served").is_some());
+        one.regions.release_all().await;
+        other.regions.release_all().await;
+        drop((one, other, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
