@@ -79,7 +79,7 @@ fn beside(options: &Options, folder: &Path) -> Outcome<()> {
     let (bytes, host) = (options.block_bytes as u64, (3 * PAGES * options.block_bytes) as u64 / 2);
     let capacity = kvhoist::DiskPath::file_bytes(u64::from(blocks), bytes);
     let small = 64u64 << 20;
-    let service = Service::start(&[shared], capacity + 2 * small, host + 2 * small)?;
+    let service = Service::start(&[shared], capacity + 3 * small, host + 3 * small)?;
     let config = Config::default()
         .block_bytes(options.block_bytes)
         .host_blocks((host / bytes) as u32)
