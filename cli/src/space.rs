@@ -1,8 +1,8 @@
 //! `kvhoist space`: the spaces of a running service.
 
-use std::path::PathBuf;
+use std::{collections::BTreeSet, path::PathBuf};
 
-use kvhoist::service::{remove_space, status};
+use kvhoist::service::{SpaceStatus, remove_space, status};
 
 use crate::{
     failure::{EXIT_STATUS, Failure},
@@ -41,13 +41,7 @@ enum Command {
 /// Runs the subcommand.
 pub fn run(args: &Args) -> Result<(), Failure> {
     let Command::Rm { socket, block_bytes, shared, name } = &args.command;
-    let sizes: Vec<u64> = status(socket)?
-        .spaces
-        .iter()
-        .filter(|space| space.namespace == *name && space.shared == *shared)
-        .map(|space| space.block_bytes)
-        .filter(|size| block_bytes.is_none_or(|wanted| wanted as u64 == *size))
-        .collect();
+    let sizes = sizes(&status(socket)?.spaces, name, *shared, *block_bytes);
     match sizes[..] {
         [size] => {
             remove_space(socket, name, size, *shared)?;
@@ -64,5 +58,35 @@ pub fn run(args: &Args) -> Result<(), Failure> {
                 sizes.join(" and ")
             )))
         }
+    }
+}
+
+/// The block sizes of the spaces of this name, each once. Users have spaces of their own: the service removes the one
+/// of the user that asks. With user namespaces only the service knows that user by the number that `status` shows.
+fn sizes(spaces: &[SpaceStatus], name: &str, shared: bool, block_bytes: Option<usize>) -> Vec<u64> {
+    let named = spaces.iter().filter(|space| space.namespace == name && space.shared == shared);
+    let sizes: BTreeSet<u64> = named.map(|space| space.block_bytes).collect();
+    sizes.into_iter().filter(|size| block_bytes.is_none_or(|wanted| wanted as u64 == *size)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn spaces_of_several_users_with_one_name_and_block_size_are_one_choice() {
+        let space = |uid, block_bytes, shared| SpaceStatus {
+            namespace: "a".into(),
+            uid,
+            block_bytes,
+            shared,
+            ..SpaceStatus::default()
+        };
+        let spaces = [space(1, 4096, false), space(2, 4096, false), space(2, 8192, false), space(2, 16384, true)];
+        assert_eq!(sizes(&spaces[..2], "a", false, None), [4096]);
+        assert_eq!(sizes(&spaces, "a", false, None), [4096, 8192]);
+        assert_eq!(sizes(&spaces, "a", false, Some(4096)), [4096]);
+        assert_eq!(sizes(&spaces, "a", true, None), [16384]);
+        assert!(sizes(&spaces, "b", false, None).is_empty());
     }
 }
