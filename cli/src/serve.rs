@@ -48,8 +48,8 @@ pub struct Args {
     /// Host memory for the blocks of all spaces.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, required_unless_present = "config")]
     host_bytes: Option<usize>,
-    /// JSON file with `path`, `capacity`, `host_bytes` and the library's settings for the cache of every space. Flags
-    /// override it.
+    /// JSON file with `path`, `capacity`, `host_bytes`, `shares` and the library's settings for the cache of every
+    /// space. Flags override it. A space's name, block size and part of the disk and host memory are its clients'.
     #[arg(long, value_name = "FILE")]
     config: Option<PathBuf>,
     /// Serve HTTP at this address: /metrics for Prometheus, /healthz, and a page at /. There is no password: everyone
@@ -130,8 +130,9 @@ impl Args {
         config.linger_ms = self.linger.map(|seconds| seconds * 1000);
         config.pin = !self.no_pin;
         config.move_host = !self.no_move_host;
+        let bypass_host = file.as_ref().and_then(|file| file.bypass_host).unwrap_or(true);
         config.cache = file.map_or_else(Config::default, |file| file.config);
-        config.cache.host.bypass = !self.keep_in_host;
+        config.cache.host.bypass = bypass_host && !self.keep_in_host;
         if let Some(storage) = self.storage {
             config.cache.disk.storage = storage.into();
         }
@@ -190,5 +191,54 @@ fn notify(state: &str) {
     let sent = address.and_then(|address| UnixDatagram::unbound()?.send_to_addr(state.as_bytes(), &address));
     if let Err(error) = sent {
         drop(writeln!(std::io::stderr(), "kvhoist: cannot notify the service manager of {state}: {error}"));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: Args,
+    }
+
+    fn config(flags: &[&str]) -> ServerConfig {
+        let command = Command::parse_from([&["serve", "--socket", "s"], flags].concat());
+        command.args.config().unwrap_or_else(|failure| panic!("{failure}"))
+    }
+
+    #[test]
+    fn flags_override_the_file_where_they_are_given() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("settings.json");
+        let with = |settings: &str, flags: &[&str]| {
+            let text = format!(r#"{{"path": "/a", "capacity": "1GiB", "host_bytes": "1MiB"{settings}}}"#);
+            std::fs::write(&path, text).expect("written");
+            config(&[&["--config", path.to_str().expect("UTF-8")], flags].concat())
+        };
+        let bypasses = |settings, flags: &[&str]| with(settings, flags).cache.host.bypass;
+        assert!(bypasses("", &[]), "the default of a service");
+        assert!(!bypasses(r#", "bypass_host": false"#, &[]));
+        assert!(!bypasses(r#", "keep_in_host": true"#, &[]));
+        assert!(bypasses(r#", "keep_in_host": false"#, &[]));
+        assert!(!bypasses(r#", "bypass_host": true"#, &["--keep-in-host"]));
+        assert!(config(&["--path", "/a", "--capacity", "1GiB", "--host-bytes", "1MiB"]).cache.host.bypass);
+
+        let shares = ["a:disk=1MiB.."].map(|share| share.parse().expect("a share"));
+        let settings = r#", "shares": ["a:disk=1MiB.."], "write_policy": "by_value", "write_budget": "1GiB""#;
+        let from_file = with(settings, &[]);
+        assert_eq!((from_file.capacity_bytes, from_file.host_bytes), (1 << 30, 1 << 20));
+        assert_eq!((from_file.paths, from_file.shares), (vec![PathBuf::from("/a")], shares.to_vec()));
+        assert_eq!(from_file.cache.disk.write_budget, Some(1 << 30));
+        let flags = ["--path", "/b", "--capacity", "2GiB", "--host-bytes", "2MiB", "--write-budget", "2GiB"];
+        let from_flags = with(settings, &flags);
+        assert_eq!((from_flags.capacity_bytes, from_flags.host_bytes), (2 << 30, 2 << 20));
+        assert_eq!((from_flags.paths, from_flags.shares), (vec![PathBuf::from("/b")], shares.to_vec()));
+        assert_eq!(from_flags.cache.disk.write_budget, Some(2 << 30));
+        assert_eq!(from_flags.cache.disk.write_policy, from_file.cache.disk.write_policy);
     }
 }

@@ -52,6 +52,8 @@ pub struct Settings {
     pub capacity: Option<u64>,
     /// Whether `capacity` is that of all ranks together (`capacity_total`), and not of each.
     pub is_total: bool,
+    /// What the file says of `bypass_host`, or of `keep_in_host`.
+    pub bypass_host: Option<bool>,
     /// Shares of the tenants of a service.
     pub shares: Vec<Share>,
 }
@@ -91,8 +93,10 @@ impl Settings {
             return Err("expected `path` and `capacity` (or `capacity_total`), or `disks`, or none of them".into());
         }
         let has_block_bytes = given.contains_key("block_bytes");
+        let says_bypass = given.contains_key("bypass_host");
         let config = engine(given)?;
-        Ok(Settings { config, has_block_bytes, paths, capacity, is_total, shares })
+        let bypass_host = says_bypass.then_some(config.host.bypass);
+        Ok(Settings { config, has_block_bytes, paths, capacity, is_total, bypass_host, shares })
     }
 
     /// Bytes of host memory, if the file has them.
@@ -170,17 +174,21 @@ fn capacity(given: &mut Map<String, Value>) -> Result<(Option<u64>, bool), Strin
     }
 }
 
-/// `keep_in_host` of SGLang's settings: a size stands for `host_bytes`.
+/// `keep_in_host` of SGLang's settings: the contrary of `bypass_host`. A size is true, and stands for `host_bytes`.
 fn keep_in_host(given: &mut Map<String, Value>) -> Result<(), String> {
     const NAME: &str = "keep_in_host";
     let Some(value) = given.remove(NAME) else { return Ok(()) };
-    if value.is_boolean() || value == "true" || value == "false" {
-        return Ok(());
+    if given.contains_key("bypass_host") {
+        return Err(format!("{NAME}: found {value}, expected either it or bypass_host, its contrary"));
     }
-    if given.contains_key("host_bytes") || given.contains_key("host_blocks") {
-        return Err(format!("{NAME}: found {value}, expected true or false beside host_bytes"));
+    let said = value.as_bool().or_else(|| value.as_str()?.parse().ok());
+    if said.is_none() {
+        if given.contains_key("host_bytes") || given.contains_key("host_blocks") {
+            return Err(format!("{NAME}: found {value}, expected true or false beside host_bytes"));
+        }
+        given.insert("host_bytes".into(), bytes(NAME, &value)?.into());
     }
-    given.insert("host_bytes".into(), bytes(NAME, &value)?.into());
+    given.insert("bypass_host".into(), (said == Some(false)).into());
     Ok(())
 }
 
@@ -232,6 +240,22 @@ mod tests {
     }
 
     #[test]
+    fn keep_in_host_is_the_contrary_of_bypass_host() {
+        let cases = [
+            (r"{}", None),
+            (r#"{"bypass_host": true}"#, Some(true)),
+            (r#"{"bypass_host": false}"#, Some(false)),
+            (r#"{"keep_in_host": true}"#, Some(false)),
+            (r#"{"keep_in_host": "false"}"#, Some(true)),
+            (r#"{"keep_in_host": "1GiB"}"#, Some(false)),
+        ];
+        for (text, bypass) in cases {
+            let settings = Settings::parse(text).expect(text);
+            assert_eq!((settings.bypass_host, settings.config.host.bypass), (bypass, bypass == Some(true)), "{text}");
+        }
+    }
+
+    #[test]
     fn a_wrong_setting_is_named() {
         let cases = [
             ("{", "expected a JSON object"),
@@ -243,6 +267,7 @@ mod tests {
             (r#"{"capacity": 5}"#, "expected `path` and `capacity`"),
             (r#"{"path": "/a", "capacity": 5, "capacity_total": 6}"#, "capacity_total: found 6, expected either"),
             (r#"{"keep_in_host": "1GiB", "host_bytes": 5}"#, "keep_in_host: found \"1GiB\", expected true or false"),
+            (r#"{"keep_in_host": true, "bypass_host": true}"#, "keep_in_host: found true, expected either it or"),
             (r#"{"keep_in_host": "much"}"#, "keep_in_host: found \"much\", expected a positive"),
             (r#"{"host_bytes": "1GiB", "host_blocks": 5}"#, "`host_bytes` and `host_blocks`"),
             (r#"{"deadline_ms": "soon"}"#, "deadline_ms: found \"soon\""),
