@@ -57,7 +57,9 @@ def connect(
     that the service admits. ``capacity`` is the disk of a space
     that is made now, ``host_bytes`` its share of host memory where this is the first client since the service began;
     ``None`` is all that is left. ``bounce_bytes`` are for blocks whose memory the service cannot map; they are taken
-    for the first of them. Calls end after ``deadline_ms``, with a DeadlineError.
+    for the first of them. Calls end after ``deadline_ms``, with a DeadlineError. Loads and stores of memory that the
+    service maps then fail for the blocks that are not begun, and wait for those in flight: when such a call has ended,
+    the service uses none of its memory.
 
     Raises UnavailableError where no service answers, StoreError where too little is left for a new space, ConfigError.
     """
@@ -119,8 +121,9 @@ class Client(AsyncFace, _native.Client):
 
         ``memory`` is a `SharedMemory`, a writable buffer object, or an address with ``nbytes``. The service maps a
         `SharedMemory`, and other memory where ``fd`` is the memfd that it is mapped from: blocks then go straight
-        between the drive and it. Blocks of all other memory are copied through ``bounce_bytes`` of the client's own,
-        and ``Region.copied`` says so. ``pin`` has the service's kernel keep it pinned.
+        between the drive and it, except loads while several clients of the space have registered memory: these go through
+        the service's host memory. Blocks of all other memory are copied through ``bounce_bytes`` of the client's own, and
+        ``Region.copied`` says so. ``pin`` has the service's kernel keep it pinned.
 
         An address must stay mapped until ``Region.unregister`` or ``close`` has returned; objects are kept.
 
@@ -147,7 +150,7 @@ class Client(AsyncFace, _native.Client):
         parent: str | bytes | None = None,
         errors: str = "raise",
     ) -> list:
-        """As `Cache.store`: True once the service's disk has taken the block."""
+        """As `Cache.store`: True once the service's disk has taken the block; with ``by_value``, its memory."""
         return super().store(keys, blocks, parent, errors)
 
     def load_pages(self, keys: list, addresses: list[int], sizes: list[int], *, errors: str = "raise") -> list:
