@@ -289,8 +289,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         };
         if first {
             let this = Rc::clone(self);
+            // Runs after the tasks that are ready now.
             self.spawn(async move {
-                tokio::task::yield_now().await;
                 let answers = this.answers.take();
                 // Not under the lock: a waiter that is gone drops its pin here, which takes the lock.
                 for (waiter, answer) in answers {

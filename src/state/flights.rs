@@ -87,7 +87,7 @@ impl<U> Unclaimed<U> {
         self.0.lock().take()
     }
 
-    fn is_claimed(&self) -> bool {
+    pub(crate) fn is_claimed(&self) -> bool {
         self.0.lock().is_none()
     }
 }

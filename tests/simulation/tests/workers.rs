@@ -169,3 +169,108 @@ fn a_block_that_is_removed_while_a_worker_writes_it_is_not_there_after_a_kill() 
     }
     assert!(work_done > 0 && removed > 0, "{work_done} pieces of work by workers, {removed} blocks removed");
 }
+
+/// The end of a run whose cache was closed while workers had work.
+struct Closed {
+    /// Pieces of work that workers had done when the close began, and at the end.
+    work_done: [u64; 2],
+    /// Blocks that were served, of those requested.
+    served: usize,
+    /// Blocks that the cache has when it is opened again.
+    later: usize,
+}
+
+/// Stores every block, and closes the cache.
+async fn store_all(config: &Config, world: &sim::World) {
+    let sim::Simulated { cache, reactor } = sim::open(config.clone(), world).await.expect("open");
+    for n in 0..BLOCKS {
+        cache.store(&key(n), None, &[n; 4096]).await.expect("store");
+    }
+    cache.close().await.expect("close");
+    reactor.ended().await;
+}
+
+/// Fetches half of the blocks and loads the others into a caller's memory, and closes the cache meanwhile, `after` some
+/// time. Each step kills its worker with the probability `deaths`.
+fn close_while_workers_work(seed: u64, after: Duration, deaths: f64) -> Closed {
+    let config = Config::default()
+        .block_bytes(4096)
+        .host_blocks(u32::from(BLOCKS))
+        .bypass_host(true)
+        .disks(vec![DiskPath::with_blocks("simulated", u32::from(BLOCKS))]);
+    let mut world = sim::World::new(seed, sim::blank_files(&config));
+    let keys: Vec<_> = (0..BLOCKS).map(key).collect();
+    let mut pages = Box::new(Pages([[0xee; 4096]; BLOCKS as usize]));
+    sim::block_on(async {
+        store_all(&config, &world).await;
+        world.deaths = deaths;
+        let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("open again");
+        let start = pages.0.as_mut_ptr().cast::<u8>();
+        // SAFETY: the pages live for longer than the cache, and are touched only after its close.
+        let memory = unsafe { Memory::host(start, size_of::<Pages>()) };
+        let _region = cache.register(memory, RegisterOptions::default()).await.expect("registered");
+        let (loaded, fetched) = keys.split_at(keys.len() / 2);
+        let places: Vec<_> =
+            (0..loaded.len()).map(|n| vec![Segment { ptr: start.wrapping_add(n * 4096), len: 4096 }]).collect();
+        let fetches: Vec<_> = fetched
+            .iter()
+            .map(|key| {
+                let (cache, key) = (cache.clone(), *key);
+                tokio::task::spawn_local(
+                    async move { cache.fetch(&key).await.map(|lease| lease.map(|lease| lease[0])) },
+                )
+            })
+            .collect();
+        let close = async {
+            tokio::time::sleep(after).await;
+            let before = cache.stats().work_done;
+            cache.close().await.expect("close");
+            before
+        };
+        let (loads, before) = tokio::join!(cache.load_into(loaded, &places), close);
+        // The caller's memory is its own again after the close.
+        let here = pages.0.to_vec();
+        let loads = loads.into_iter().flatten().enumerate().filter(|(_, result)| matches!(result, Ok(true)));
+        let mut served = loads.map(|(n, _)| assert_eq!(here[n], [n as u8; 4096], "block {n}")).count();
+        for (n, fetch) in (loaded.len()..).zip(fetches) {
+            match fetch.await.expect("no panic") {
+                Ok(first) => assert_eq!(first, Some(n as u8), "block {n}"),
+                Err(error) => {
+                    assert!(matches!(error, kvhoist::Error::Closed), "{error}");
+                    continue;
+                }
+            }
+            served += 1;
+        }
+        let ended = tokio::time::timeout(Duration::from_secs(60), reactor.ended()).await;
+        ended.expect("the close waits for the workers, and they end");
+        reactor.check_balance().expect("every slot is accounted for");
+        let work_done = [before, cache.stats().work_done];
+        drop((cache, reactor));
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        assert!(here == pages.0, "a worker wrote to the caller's memory after the close");
+
+        let sim::Simulated { cache, reactor } = sim::open(config, &world).await.expect("open a third time");
+        let later = keys.iter().filter(|key| cache.contains(key)).count();
+        cache.close().await.expect("close");
+        reactor.ended().await;
+        Closed { work_done, served, later }
+    })
+}
+
+#[test]
+fn a_close_waits_for_the_work_of_workers_also_of_those_that_die() {
+    for deaths in [0.0, 0.3] {
+        let (mut afterwards, mut served, mut refused) = (0, 0, 0);
+        for seed in 0..48 {
+            let ended = close_while_workers_work(seed, Duration::from_micros(seed * 197 % 2000), deaths);
+            assert_eq!(ended.later, usize::from(BLOCKS), "seed {seed}");
+            afterwards += ended.work_done[1] - ended.work_done[0];
+            served += ended.served;
+            refused += usize::from(BLOCKS) - ended.served;
+        }
+        let all =
+            format!("{deaths}: {afterwards} pieces of work after the close began, {served} served, {refused} refused");
+        assert!(afterwards > 0 && served > 0 && refused > 0, "{all}");
+    }
+}
