@@ -38,12 +38,14 @@ impl Array {
                         false => slab.block(0),
                     };
                     let (file, at) = self.places[n as usize];
-                    match peer.writes {
-                        true => self.files[file].write_all_at(block, at)?,
-                        false => self.files[file].read_exact_at(block, at)?,
+                    if !peer.writes {
+                        self.files[file].read_exact_at(block, at)?;
                     }
                     if peer.sums {
                         std::hint::black_box(checksum(block));
+                    }
+                    if peer.writes {
+                        self.files[file].write_all_at(block, at)?;
                     }
                 }
                 Ok(())

@@ -1,7 +1,7 @@
 //! The cache over an array of drives, beside threads that call `pread` and `pwrite` on the same places, in interleaved
 //! rounds.
 //!
-//!     cargo bench --bench array -- [load|store|fetch|device|qd1|qd32]... [--path PATH]... [--block-bytes N]...
+//!     cargo bench --bench array -- [load|store|fetch|device|syscalls]... [--path PATH]... [--block-bytes N]...
 //!                                  [--drive-mib N] [--drives N]... [--rounds N] [--workers N] [--read-mib N]
 //!                                  [--write-mib N] [--csv FILE]
 //!
@@ -9,13 +9,16 @@
 //! drive. For each number of drives (1, 2, 4, .. up to all of them) and each block size, a table: threads alone,
 //! threads that also take the checksum, threads that read into the places of the caller's pool as the cache does (the
 //! others each have one buffer, which may stay in the processor's cache), and the cache with one caller and with four.
-//! Every byte that the cache serves is verified by its checksum within the measured time, and by stamps after it.
+//! The ratios are those to threads with a buffer each, and, as a second ceiling, those to threads that move the same
+//! memory as the cache. Every byte that the cache serves is verified by its checksum within the measured time, and by
+//! stamps after it.
 //!
 //! `device` runs only by name: loads into a pool on a CUDA device, where each block has another place in each round.
 //!
-//! `qd1` and `qd32` run only by name: fetches by one thread, without a peer beside them, whose system calls can be
-//! counted from outside. `--csv` appends the medians to a file, which docs/plots/draw.py draws.
+//! `syscalls` runs only by name: the system calls of all threads for each block of fetches by one thread, 1 and 32 at a
+//! time, of loads and of stores. It needs root. `--csv` appends the medians to a file, which docs/plots/draw.py draws.
 
+mod calls;
 mod contenders;
 mod options;
 
@@ -40,7 +43,7 @@ use kvhoist::{
     },
 };
 use kvhoist_bench_kit::{
-    drive::{each, fetch_stamped, key, measured, other, run_local},
+    drive::{key, measured, other},
     measure::{Entrant, Sample, Series, Spread, interleave, ratio, table},
     pattern::{shuffled, stamp, verify},
     scratch::Slab,
@@ -95,7 +98,7 @@ struct Peer {
     writes: bool,
     /// They also take the checksum.
     sums: bool,
-    /// Into the blocks' places in the pool, and not into one buffer a thread.
+    /// Into or from the blocks' places in the pool, and not one buffer a thread.
     into_pool: bool,
 }
 
@@ -186,17 +189,19 @@ impl Array {
             "load" => self.loads(rounds),
             "store" => self.stores(rounds),
             "device" => self.device_loads(rounds),
-            "qd1" => self.fetches_of_one_thread(rounds, 1),
-            "qd32" => self.fetches_of_one_thread(rounds, 32),
+            "syscalls" => self.count_calls(rounds),
             _ => self.fetches(rounds),
         }?;
         if let Some(csv) = &options.csv {
             self.append(csv, name, &series)?;
         }
         println!("{}", table(&format!("{name}, {}", self.title), &series));
-        let best = series[0].name.clone();
-        for ours in series.iter().filter(|series| series.name.starts_with("kvhoist")) {
-            println!("{} over {best}: {:.3}", ours.name, ratio(ours, &series[0], Sample::mib_per_s));
+        let (ours, peers): (Vec<_>, Vec<_>) = series.iter().partition(|series| series.name.starts_with("kvhoist"));
+        let ceilings = peers.iter().enumerate().filter(|(at, peer)| *at == 0 || peer.name.contains("the pool"));
+        for (_, ceiling) in ceilings {
+            for ours in &ours {
+                println!("{} over {}: {:.3}", ours.name, ceiling.name, ratio(ours, ceiling, Sample::mib_per_s));
+            }
         }
         let stats = self.cache.stats();
         let routes = [Route::DiskToRegion, Route::RegionToDisk, Route::DiskToHost, Route::HostToCaller]
@@ -232,6 +237,10 @@ impl Array {
         let mut entrants =
             vec![self.threads("pwrite", *THREADS.last().expect("some"), Peer { writes: true, ..Peer::default() })];
         entrants.push(self.threads("pwrite", 4, Peer { writes: true, ..Peer::default() }));
+        let from_pool = Peer { writes: true, into_pool: true, sums: false };
+        entrants.push(self.threads("pwrite from the pool", *THREADS.last().expect("some"), from_pool));
+        let sums = Peer { sums: true, ..from_pool };
+        entrants.push(self.threads("checksum + pwrite from the pool", THREADS_SUM, sums));
         entrants.extend([1, 4].map(|callers| {
             Entrant::new(format!("kvhoist store_from, {callers} callers"), move |_| {
                 let first = next.fetch_add(self.blocks, Ordering::Relaxed);
@@ -256,7 +265,9 @@ impl Array {
         let region = block_on(self.cache.register(memory, Default::default())).map_err(other)?;
         let base = buffer.base().as_ptr().expose_provenance();
         let turn = &AtomicU64::new(0);
-        let mut entrants = vec![self.threads("pread", *THREADS.last().expect("some"), Peer::default())];
+        let threads = *THREADS.last().expect("some");
+        let mut entrants = vec![self.threads("pread", threads, Peer::default())];
+        entrants.push(self.threads("pread into the pool", threads, Peer { into_pool: true, ..Peer::default() }));
         entrants.extend([1, 4].map(|callers| {
             Entrant::new(format!("kvhoist load_into the device, {callers} callers"), move |round| {
                 let order: Vec<u64> = shuffled(!round, self.blocks).collect();
@@ -280,6 +291,8 @@ impl Array {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(FETCHERS).build()?;
         let runtime = &runtime;
         let mut entrants = vec![self.threads("pread", 32, Peer::default())];
+        let sums = Peer { sums: true, into_pool: true, writes: false };
+        entrants.push(self.threads("pread into the pool + checksum", FETCHERS, sums));
         entrants.push(Entrant::new(format!("kvhoist fetch, {FETCHERS} tasks"), move |round| {
             let order: std::sync::Arc<Vec<u64>> = std::sync::Arc::new(shuffled(!round, self.blocks).collect());
             let next = std::sync::Arc::new(AtomicUsize::new(0));
@@ -299,15 +312,6 @@ impl Array {
             })
         }));
         interleave(rounds, &mut entrants)
-    }
-
-    /// Fetches by one thread, so many at a time, and nothing beside them.
-    fn fetches_of_one_thread(&self, rounds: u64, depth: usize) -> io::Result<Vec<Series>> {
-        let fetch = move |round: u64| {
-            let (cache, order) = (self.cache.clone(), shuffled(!round, self.blocks).collect::<Vec<_>>().into_iter());
-            measured(self.bytes(), || run_local(each(order, depth, move |n| fetch_stamped(cache.clone(), n, n))))
-        };
-        interleave(rounds, &mut [Entrant::new(format!("kvhoist fetch, 1 thread, QD{depth}"), fetch)])
     }
 
     /// Appends the medians to a table of comma-separated values.

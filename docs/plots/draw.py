@@ -48,7 +48,7 @@ def array(name: str) -> list[list[Panel]]:
             lines.setdefault(row["contender"], {})[int(row["drives"])] = float(row["mib_per_s"]) / 1024
     return [
         [(f"{bench}, blocks of {size / 1024:g} KiB: GiB/s", "drives", panels[size, bench])
-         for bench in ("load", "store", "fetch") if (size, bench) in panels]
+         for bench in ("load", "store", "fetch", "device") if (size, bench) in panels]
         for size in sorted({size for size, _ in panels}, reverse=True)
     ]  # fmt: skip
 

@@ -1,7 +1,7 @@
 //! What benches measure with: [`ring`], the bare loop that is the machine's ceiling; [`measure`], rounds that are
 //! fair on a noisy machine; [`pattern`], which blocks are touched and what is in them; [`routes`], the ways of blocks
 //! through the cache as contenders beside that loop; [`peers`], other ways to the device;
-//! [`drive`], what the contenders are driven by.
+//! [`drive`], what the contenders are driven by; [`syscalls`], how many system calls all of it makes.
 //!
 //! `kvhoist bench` and the benches of the library are thin on top of it. Not for use elsewhere.
 
@@ -18,4 +18,5 @@ mod report;
 pub mod ring;
 pub mod routes;
 pub mod scratch;
+pub mod syscalls;
 mod way;

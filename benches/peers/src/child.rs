@@ -132,13 +132,13 @@ pub fn serve(name: &str, options: &Options) -> io::Result<()> {
     if name == "kvhoist" {
         let dir = tempfile::tempdir_in(dir)?;
         let runtime = Runtime::new()?;
-        let cache = runtime.block_on(kvhoist_cache::open(dir.path(), options.block_bytes, options.blocks))?;
+        let cache = runtime.block_on(kvhoist_cache::open(dir.path(), depth, options.block_bytes, options.blocks))?;
         return serve_contender(&runtime, &cache, depth, options);
     }
     let io = if name == "foyer-psync" { IoKind::Psync } else { IoKind::Uring };
     let dir = tempfile::tempdir_in(dir)?;
     let runtime = Runtime::new()?;
-    let cache = runtime.block_on(foyer_cache::open(dir.path(), io, options.block_bytes, options.blocks))?;
+    let cache = runtime.block_on(foyer_cache::open(dir.path(), (io, depth), options.block_bytes, options.blocks))?;
     serve_contender(&runtime, &cache, depth, options)
 }
 

@@ -37,7 +37,14 @@ impl FoyerCache {
     ///
     /// Direct I/O, no compression, no recovery. Everything not named here is foyer's default, except for two flushers
     /// and larger write buffers, so that fewer blocks are lost when they are stored at full speed.
-    pub async fn open(dir: &Path, io: IoKind, block_bytes: usize, blocks: u64) -> io::Result<FoyerCache> {
+    ///
+    /// `io` is the engine with the reads in flight.
+    pub async fn open(
+        dir: &Path,
+        (io, depth): (IoKind, usize),
+        block_bytes: usize,
+        blocks: u64,
+    ) -> io::Result<FoyerCache> {
         let capacity = (2 * blocks as usize * block_bytes).max(1 << 30);
         let device = FsDeviceBuilder::new(dir).with_capacity(capacity).with_direct(true).build().map_err(other)?;
         let engine = BlockEngineConfig::new(device)
@@ -46,7 +53,7 @@ impl FoyerCache {
             .with_submit_queue_size_threshold(256 << 20);
         let io_config: Box<dyn IoEngineConfig> = match io {
             IoKind::Psync => PsyncIoEngineConfig::new().boxed(),
-            IoKind::Uring => UringIoEngineConfig::new().with_io_depth(64).boxed(),
+            IoKind::Uring => UringIoEngineConfig::new().with_io_depth(depth.max(64)).boxed(),
         };
         let cache = HybridCacheBuilder::new()
             .with_policy(HybridCachePolicy::WriteOnInsertion)
@@ -122,7 +129,7 @@ fn other(error: foyer::Error) -> io::Error {
 }
 
 /// Opens foyer in a directory of its own.
-pub async fn open(dir: &Path, io: IoKind, block_bytes: usize, blocks: u64) -> io::Result<Arc<FoyerCache>> {
+pub async fn open(dir: &Path, io: (IoKind, usize), block_bytes: usize, blocks: u64) -> io::Result<Arc<FoyerCache>> {
     Ok(Arc::new(FoyerCache::open(dir, io, block_bytes, blocks).await?))
 }
 

@@ -11,17 +11,18 @@ use crate::contender::{Contender, Found};
 /// Stores in flight while preparing.
 const STORES: u64 = 32;
 
-/// Host slots: twice the deepest queue, far below the blocks stored.
-const HOST_BLOCKS: u32 = 64;
+/// Fewest host slots.
+const HOST_BLOCKS_MIN: u32 = 64;
 
 /// A cache of `blocks` blocks on disk.
 pub struct KvhoistCache(Cache);
 
-/// Opens it in `dir`.
-pub async fn open(dir: &Path, block_bytes: usize, blocks: u64) -> io::Result<Arc<KvhoistCache>> {
+/// Opens it in `dir`, for `depth` reads in flight: with twice as many host slots, far below the blocks stored.
+pub async fn open(dir: &Path, depth: usize, block_bytes: usize, blocks: u64) -> io::Result<Arc<KvhoistCache>> {
     let blocks = u32::try_from(blocks).map_err(io::Error::other)?;
     let disks = vec![DiskPath::with_blocks(dir, blocks)];
-    let config = Config::default().block_bytes(block_bytes).host_blocks(HOST_BLOCKS).disks(disks);
+    let host_blocks = HOST_BLOCKS_MIN.max(2 * depth as u32);
+    let config = Config::default().block_bytes(block_bytes).host_blocks(host_blocks).disks(disks);
     Ok(Arc::new(KvhoistCache(Cache::open(config).await.map_err(io::Error::other)?)))
 }
 

@@ -66,7 +66,7 @@ impl Options {
             options.dirs = vec![concat!(env!("CARGO_MANIFEST_DIR"), "/target").into(), "/dev/shm".into()];
         }
         if options.depths.is_empty() {
-            options.depths = vec![8, 32];
+            options.depths = vec![8, 32, 128];
         }
         options.blocks = (file_mib << 20) / options.block_bytes as u64;
         Ok(options)
