@@ -233,7 +233,7 @@ def test_capacity_bounds_the_disk_and_the_coldest_leaves_go(store_dir):
 def test_a_full_file_system_is_refused_before_anything_is_made(store_dir):
     pool = filled(sgl.MHA)
     with pytest.raises(StoreError, match="bytes free, expected"):
-        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir, capacity="900TiB"))
+        sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir, capacity="60TiB"))
     assert [name for _, _, names in os.walk(store_dir) for name in names] == []
 
 
