@@ -79,9 +79,9 @@ impl Cache {
     ///
     /// That is every block whose store has returned, or was dropped after the block became visible. With
     /// `write_through_selective` it is only the blocks that were selected. With `by_value` every block that is not on
-    /// disk is decided on now, as if host memory let it go, and those that are worth a write, within the budget, are
-    /// written and flushed. The rest stays in host memory until its slots are needed, and does not survive the cache:
-    /// [`Stats::writes_declined`](crate::Stats::writes_declined) and
+    /// disk, and was used since it was last decided on, is decided on now, as if host memory let it go, and those that
+    /// are worth a write, within the budget, are written and flushed. The rest stays in host memory until its slots are
+    /// needed, and does not survive the cache: [`Stats::writes_declined`](crate::Stats::writes_declined) and
     /// [`Stats::writes_over_budget`](crate::Stats::writes_over_budget) count it, and it is no error.
     ///
     /// # Errors

@@ -19,7 +19,7 @@ use super::{
     entry::{FILLING, FULL, NONE},
     values::WriteValues,
 };
-use crate::block::Tier;
+use crate::block::{BlockKey, Tier};
 
 /// A block is written if it is requested again with at least this probability.
 const THRESHOLD: f64 = 0.25;
@@ -78,11 +78,12 @@ impl Index {
     }
 
     /// The block and its ancestors that are in host memory and neither on disk nor being written, the topmost first; up
-    /// to the first that is, and `max` at most.
-    pub fn unwritten_chain(&self, id: EntryId, max: usize) -> Vec<EntryId> {
+    /// to the first that is or for which `is_known` is true, and `max` at most.
+    pub fn unwritten_chain(&self, id: EntryId, max: usize, is_known: impl Fn(&BlockKey) -> bool) -> Vec<EntryId> {
         let is_unwritten = |id: EntryId| {
             let entry = self.entry(id);
-            entry.has(Tier::Host, FULL) && !entry.has(Tier::Disk, FULL | FILLING) && !entry.is_removed()
+            let is_written = entry.has(Tier::Disk, FULL | FILLING);
+            entry.has(Tier::Host, FULL) && !is_written && !entry.is_removed() && !is_known(&entry.key)
         };
         let mut chain: Vec<_> =
             std::iter::successors(Some(id), |&id| self.parent(id).filter(|above| is_unwritten(*above)))
@@ -135,7 +136,6 @@ impl Index {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::block::BlockKey;
 
     fn key(n: u32) -> BlockKey {
         let mut bytes = [0; 32];
@@ -195,8 +195,9 @@ mod tests {
     fn the_unwritten_part_of_a_chain_comes_from_its_top() {
         let (mut index, ids) = chain(16, 0..6, None);
         assert!(index.begin_fill(ids[1], Tier::Disk) && index.complete_fill(ids[1], Tier::Disk, 0));
-        assert_eq!(index.unwritten_chain(ids[4], usize::MAX), ids[2..5]);
-        assert_eq!(index.unwritten_chain(ids[0], usize::MAX), ids[..1]);
+        assert_eq!(index.unwritten_chain(ids[4], usize::MAX, |_| false), ids[2..5]);
+        assert_eq!(index.unwritten_chain(ids[0], usize::MAX, |_| false), ids[..1]);
+        assert_eq!(index.unwritten_chain(ids[5], usize::MAX, |above| *above == key(3)), ids[4..6]);
     }
 
     #[test]

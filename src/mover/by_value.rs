@@ -1,8 +1,9 @@
 //! Deciding which blocks of host memory are worth a write to disk.
 //!
 //! A block is decided on when host memory lets it go: the coldest one that is not on disk, or all of them at a `sync`
-//! or the close. A block worth a write is written after the unwritten blocks above it in its chain, because a suffix
-//! without its prefix is useless. Any other block may be evicted; a use before that makes it undecided again.
+//! or the close. With a block worth a write the unwritten blocks above it in its chain are written, because a suffix
+//! without its prefix is useless: before it, except at a `sync`, which writes all in the order of their keys. Any other
+//! block may be evicted; a use before that makes it undecided again.
 
 use std::{collections::BTreeSet, rc::Rc};
 
@@ -57,7 +58,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     return true;
                 }
                 let Some((id, key)) = self.coldest_dirty(&state) else { return false };
-                self.decide(&mut state, id, key);
+                self.decide(&mut state, id, key, &BTreeSet::new());
             }
             crate::io::yield_now().await;
         }
@@ -66,48 +67,55 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Decides on every block of host memory that is not on disk and was not decided on, the coldest first. Returns all
     /// that must be written.
     pub(super) async fn decide_all(self: &Rc<Self>) -> BTreeSet<BlockKey> {
-        let (mut wanted, mut undecided) = {
+        let mut dirty: Vec<(u64, BlockKey)> = {
             let state = self.shared.lock();
             let used = |key: &BlockKey| state.index.find(key).map_or(0, |id| state.index.last_use(id));
-            let wanted: BTreeSet<BlockKey> = state.leaving.iter().copied().collect();
-            let undecided = state.dirty.iter().filter(|key| !wanted.contains(*key));
-            let undecided: Vec<(u64, BlockKey)> = undecided.map(|key| (used(key), *key)).collect();
-            (wanted, undecided)
+            state.dirty.iter().map(|key| (used(key), *key)).collect()
         };
-        undecided.sort_unstable();
-        for keys in undecided.chunks(AT_ONCE) {
-            let mut state = self.shared.lock();
+        dirty.sort_unstable();
+        let mut wanted = BTreeSet::new();
+        for keys in dirty.chunks(AT_ONCE) {
             for (_, key) in keys {
-                // Or it is being written, was removed, or was decided on meanwhile.
-                if state.dirty.contains(key)
-                    && !wanted.contains(key)
-                    && !state.flights.contains(key, Tier::Disk)
-                    && let Some(id) = state.index.find(key)
-                {
-                    wanted.extend(self.decide(&mut state, id, *key));
+                let mut state = self.shared.lock();
+                if wanted.contains(key) || !state.dirty.contains(key) {
+                    continue;
+                }
+                if state.leaving.contains(key) || state.flights.contains(key, Tier::Disk) {
+                    wanted.insert(*key);
+                } else if let Some(id) = state.index.find(key) {
+                    let decided = self.decide(&mut state, id, *key, &wanted);
+                    wanted.extend(decided);
                 }
             }
-            drop(state);
             crate::io::yield_now().await;
         }
         wanted
     }
 
-    /// Decides on a block that is not on disk. Returns the blocks of its chain that must be written: they are dirty and
-    /// [leaving](State).
-    fn decide(&self, state: &mut State, id: EntryId, key: BlockKey) -> Vec<BlockKey> {
+    /// Decides on a block that is not on disk. Returns the blocks of its chain that must be written, up to the first
+    /// that is among `known`: they are dirty and [leaving](State).
+    fn decide(&self, state: &mut State, id: EntryId, key: BlockKey, known: &BTreeSet<BlockKey>) -> Vec<BlockKey> {
         let shared = &self.shared;
         let full = state.free_slots(Tier::Disk) == 0;
         let worth = state.index.worth(id, full);
-        let mut chain = state.index.unwritten_chain(id, CHAIN_MAX);
-        chain.retain(|&above| !state.flights.contains(&state.index.key(above), Tier::Disk));
+        let mut chain = state.index.unwritten_chain(id, CHAIN_MAX, |above| known.contains(above));
+        let mut wanted = Vec::new();
+        chain.retain(|&above| {
+            let above = state.index.key(above);
+            let is_decided = state.leaving.contains(&above);
+            if is_decided {
+                wanted.push(above);
+            }
+            // The budget is charged once for each block.
+            !is_decided && !state.flights.contains(&above, Tier::Disk)
+        });
         let [by_value, by_budget] = &shared.metrics.writes_declined;
         let taken = match &self.allowance {
             // Its chain is over, and it says nothing about other blocks of its class.
             _ if state.index.is_released(id) => {
                 by_value.add(1);
                 shared.decline_write(state, id, &key);
-                return Vec::new();
+                return wanted;
             }
             // Whatever happens to its class, this block was used again.
             Some(allowance) if worth.is_enough || worth.again => {
@@ -124,7 +132,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         };
         state.index.decided(id);
-        let mut wanted = Vec::with_capacity(taken);
         for &above in &chain[..taken] {
             let above_key = state.index.key(above);
             if above != id {

@@ -3,7 +3,7 @@
 //!
 //! The types of this file refer to each other (the state holds flights, these hold pins, and a pin holds the shared
 //! state). So they are defined here together, and what they do is in the files beside, which import nothing of each
-//! other but pure data: `flights`, `requests`, `refusals`, `health`.
+//! other but pure data: `flights`, `requests`, `refusals`, `leaving`, `health`.
 
 mod commit;
 mod deadline;
@@ -12,6 +12,7 @@ mod flights;
 mod guards;
 mod health;
 mod hints;
+mod leaving;
 mod lock;
 mod lookup;
 mod refusals;
@@ -33,7 +34,7 @@ pub(crate) use lookup::{Found, Promotion, Removed, Use};
 pub(crate) use slots::Purpose;
 
 use std::{
-    collections::{BTreeSet, VecDeque},
+    collections::BTreeSet,
     ptr::NonNull,
     sync::{
         Arc,
@@ -43,7 +44,7 @@ use std::{
 
 use tokio::{sync::Notify, time::Instant};
 
-use self::{refusals::Refusals, requests::SlotRequests};
+use self::{leaving::Leaving, refusals::Refusals, requests::SlotRequests};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::Config,
@@ -88,8 +89,8 @@ pub(crate) struct State {
     pub(crate) device_service: Health,
     /// Blocks of the host tier that are written to disk before they may be evicted.
     pub(crate) dirty: BTreeSet<BlockKey>,
-    /// Dirty blocks that were found to be worth a write, in the order in which they are written.
-    pub(crate) leaving: VecDeque<BlockKey>,
+    /// Dirty blocks that were found to be worth a write.
+    pub(crate) leaving: Leaving,
     /// Blocks that the disk tier refused, and whose refusal no caller got.
     pub(crate) refusals: Refusals,
     closed: bool,
@@ -162,7 +163,7 @@ impl Shared {
             disk_service: Health::default(),
             device_service: Health::default(),
             dirty: BTreeSet::new(),
-            leaving: VecDeque::new(),
+            leaving: Leaving::default(),
             refusals: Refusals::default(),
             closed: false,
         };

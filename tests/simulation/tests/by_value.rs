@@ -164,6 +164,34 @@ fn a_sync_and_a_close_write_and_flush_what_is_worth_it_and_count_the_rest() {
 }
 
 #[test]
+fn a_sync_charges_the_budget_once_for_each_block_of_a_chain() {
+    sim::block_on(async {
+        // A block a second: the bucket of a new store has 360.
+        let settings = by_value()
+            .host_blocks(256)
+            .disks(vec![DiskPath::with_blocks("simulated", 256)])
+            .write_budget(86_400 * WRITTEN_BYTES);
+        for closes in [false, true] {
+            let (cache, reactor, disk) = open(settings.clone()).await;
+            for n in 0..100 {
+                store(&cache, n, n.checked_sub(1)).await;
+            }
+            let at_first = disk.counts().started[OpKind::Write as usize];
+            let again = cache.clone();
+            match closes {
+                false => cache.sync().await.expect("a sound disk"),
+                true => again.close().await.expect("a sound disk"),
+            }
+            let stats = cache.stats();
+            assert_eq!((stats.writes_over_budget, stats.writes_declined, stats.dirty), (0, 0, 0));
+            assert_eq!(stats.tier(Tier::Disk).resident, 100);
+            assert!(disk.counts().started[OpKind::Write as usize] >= at_first + 100, "each block is a write");
+            finish(cache, reactor).await;
+        }
+    });
+}
+
+#[test]
 fn what_is_used_again_before_it_is_dropped_is_decided_on_anew() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(by_value().host_blocks(8)).await;
