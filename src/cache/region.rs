@@ -2,10 +2,7 @@
 
 use tokio::sync::oneshot;
 
-use super::{
-    Cache, Loan,
-    regions::{Region, Regions},
-};
+use super::{Cache, Loan, regions::Region};
 use crate::{
     block::{BlockKey, Segment},
     device::GdrState,
@@ -17,7 +14,7 @@ use crate::{
 
 /// Forgets a region whose registration is dropped before its caller has it.
 struct Pending<'a> {
-    regions: &'a Regions,
+    cache: &'a Cache,
     region: &'a Region,
     registered: bool,
 }
@@ -25,7 +22,9 @@ struct Pending<'a> {
 impl Drop for Pending<'_> {
     fn drop(&mut self) {
         if !self.registered {
-            self.regions.remove(self.region).expect("a region of this cache");
+            self.cache.inner.regions.remove(self.region).expect("a region of this cache");
+            // The reactor may have pinned it. A cache that has ended has unpinned all regions.
+            drop(self.cache.send_urgent(Urgent::GiveBack { region: self.region.inner.hold() }));
         }
     }
 }
@@ -49,7 +48,7 @@ impl Cache {
     ///
     /// # Cancel safety
     /// Dropped before it resolves, the memory is not registered: no call that begins later uses it. The kernel may keep
-    /// it pinned until the cache is closed.
+    /// its pages pinned for a moment longer; the memory may be unmapped nevertheless.
     ///
     /// ```
     /// # kvhoist::block_on(async {
@@ -71,7 +70,7 @@ impl Cache {
     pub async fn register(&self, memory: impl Into<Memory>, options: RegisterOptions) -> Result<Region> {
         let region = self.add_region(memory.into())?;
         if options.pinned {
-            let mut pending = Pending { regions: &self.inner.regions, region: &region, registered: false };
+            let mut pending = Pending { cache: self, region: &region, registered: false };
             self.pin_region(&region).await?;
             pending.registered = true;
         }
@@ -134,16 +133,11 @@ impl Cache {
     pub async fn unregister(&self, region: &Region) -> Result<()> {
         self.inner.regions.remove(region)?;
         shield(region.inner.wait_unused()).await;
-        // Both requests hold the region until they are done, or lost with the reactor. Of two callers whose requests go
-        // out at once each waits for both.
-        let mut refused = false;
-        if region.inner.lasting.is_some() && !matches!(self.inner.gdr.get(), GdrState::Off(_)) {
-            refused |= self.send_urgent(Urgent::GiveBack { region: region.inner.hold() }).is_err();
-        }
-        if region.inner.is_fixed() {
-            refused |=
-                shield(self.inner.commands.send(Command::Unregister { region: region.inner.hold() })).await.is_err();
-        }
+        // The request holds the region until it is done, or lost with the reactor. Of two callers whose requests go out
+        // at once each waits for both.
+        let may_have_gdr = region.inner.lasting.is_some() && !matches!(self.inner.gdr.get(), GdrState::Off(_));
+        let is_known = may_have_gdr || region.inner.is_fixed();
+        let refused = is_known && self.send_urgent(Urgent::GiveBack { region: region.inner.hold() }).is_err();
         shield(region.inner.wait_unused()).await;
         if refused || region.inner.is_fixed() {
             // A cache that has ended has let go of all regions.

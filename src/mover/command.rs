@@ -26,8 +26,6 @@ pub(crate) enum Command {
     StoreFrom { jobs: Vec<Job>, reply: Reply },
     /// Register a region with the storage; the answer says whether the kernel has pinned it.
     Register { region: RegionUse, reply: oneshot::Sender<bool> },
-    /// Unregister a region that no movement uses. Done when the hold is dropped.
-    Unregister { region: RegionUse },
     /// Write the record pages that name a block that was removed.
     Forget { key: BlockKey, reply: oneshot::Sender<Result<()>> },
     /// Flush what is written.
@@ -41,7 +39,7 @@ pub(crate) enum Command {
 pub(crate) enum Urgent {
     /// Write a block to disk.
     Write(PendingWrite),
-    /// Make the copy engine forget foreign memory that no movement uses. Done when the hold is dropped.
+    /// Make the storage and the copy engine forget foreign memory that no movement uses. Done when the hold is dropped.
     GiveBack { region: RegionUse },
     /// Copy a device block into `buf`, which is resized to fit.
     ReadDevice(DeviceRead),

@@ -55,7 +55,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let start = NonNull::new(std::ptr::with_exposed_provenance_mut(region.start)).expect("no region begins at 0");
         if region.memory == RegionMemory::Host && !region.is_fixed() {
             // SAFETY: the owner of the region promised at its registration to keep it mapped until `Cache::unregister`
-            // has resolved. That waits for the hold on it which came with this request, and then for `unregister`.
+            // has resolved. That waits for the hold on it which came with this request, and then for `unregister`. If
+            // the registration was dropped meanwhile, nothing is read into the region, and `GiveBack` follows.
             if let Some(first) = unsafe { self.storage.register(start, region.len) } {
                 region.fixed.store(u32::from(first), Ordering::Release);
             }

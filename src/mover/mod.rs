@@ -225,12 +225,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::StoreFrom { jobs, reply } => self.spawn(async move {
                 reply(this.store_from(jobs).await);
             }),
-            // A caller that is gone does not want the answer.
+            // If its caller is gone, the memory may be unmapped.
+            Command::Register { reply, .. } if reply.is_closed() => {}
             Command::Register { region, reply } => {
                 self.register(&region);
                 let _ = reply.send(region.is_fixed());
             }
-            Command::Unregister { region } => self.unregister(&region),
             Command::Forget { key, reply } => self.spawn(async move {
                 drop(reply.send(this.forget_records(&key).await));
             }),
@@ -248,6 +248,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         match request {
             Urgent::Write(write) => self.spawn(this.write(write)),
             Urgent::GiveBack { region } => self.spawn(async move {
+                this.unregister(&region);
                 if let Some(known) = region.lasting() {
                     this.copy.forget(&known).await;
                 }

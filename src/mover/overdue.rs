@@ -48,7 +48,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 reply(jobs.iter().map(|_| Err(error.clone())).collect());
             }
             Command::LoadLayers(load) => load.refuse(&error),
-            Command::Register { .. } | Command::Unregister { .. } => self.start(command),
+            Command::Register { .. } => self.start(command),
             Command::Forget { reply, .. } | Command::Flush { reply } | Command::Sync { reply } => {
                 drop(reply.send(Err(error)));
             }

@@ -97,6 +97,12 @@ impl<P: Pinner> Table<P> {
         &self.pinner
     }
 
+    /// The pinner.
+    #[cfg(feature = "sim")]
+    pub fn pinner_mut(&mut self) -> &mut P {
+        &mut self.pinner
+    }
+
     /// The registered buffer that contains `buf`, if there is one.
     pub fn fixed(&self, buf: &Lent) -> Option<u16> {
         buf.fixed().filter(|&place| self.entry_contains(place, buf.as_ptr(), buf.len()))

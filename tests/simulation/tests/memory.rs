@@ -153,6 +153,40 @@ fn a_registration_that_is_dropped_while_it_pins_leaves_no_region() {
 }
 
 #[test]
+fn memory_of_a_dropped_registration_may_be_unmapped_and_others_are_pinned_after_it() {
+    // Dropped before the reactor has the request, and after its answer.
+    for answered in [false, true] {
+        sim::block_on(async {
+            let (cache, reactor, world) = open(config()).await;
+            let mut memory = Memory::new(1);
+            // SAFETY: the memory outlives the cache, and nothing touches it while a call is under way.
+            let lent = unsafe { kvhoist::Memory::host(memory.start(), BLOCK_BYTES) };
+            let mut register = Box::pin(cache.register(lent, RegisterOptions::default().pinned(true)));
+            let mut context = Context::from_waker(Waker::noop());
+            assert!(register.as_mut().poll(&mut context).is_pending(), "it waits for the reactor");
+            if answered {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            drop(register);
+            tokio::time::sleep(Duration::from_millis(20)).await;
+            let start = memory.start().addr();
+            world.storage.unmap(start..start + BLOCK_BYTES);
+            let mut other = Memory::new(1);
+            // SAFETY: as above.
+            let lent = unsafe { kvhoist::Memory::host(other.start(), BLOCK_BYTES) };
+            let pinned = RegisterOptions::default().pinned(true);
+            let region = cache.register(lent, pinned).await.expect("registered");
+            assert!(region.is_pinned(), "the table has no entry of memory that is gone");
+            let loaded = cache.load_into(&[key(1)], &[other.place(0)]).await.expect("registered");
+            assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
+            cache.unregister(&region).await.expect("its own");
+            assert_eq!(world.storage.pins_refused(), 0);
+            finish(cache, reactor).await;
+        });
+    }
+}
+
+#[test]
 fn everyone_who_unregisters_a_region_waits_until_it_is_unused() {
     for bypass_host in [false, true] {
         sim::block_on(async {

@@ -24,7 +24,7 @@ pub use log::{Counts, Event, LogEntry};
 pub use memory::Memory;
 pub use rng::Rng;
 
-use std::{any::Any, cell::RefCell, fs::File, io, ptr::NonNull, rc::Rc, sync::Arc};
+use std::{any::Any, cell::RefCell, fs::File, io, ops::Range, ptr::NonNull, rc::Rc, sync::Arc};
 
 use kvhoist::internals::{
     io::{FileId, Lent, OpKind, Storage},
@@ -188,6 +188,11 @@ impl Sim {
     /// How often the kernel has refused to pin memory, for the cache that has the files open.
     pub fn pins_refused(&self) -> u64 {
         self.0.borrow().table.pinner().refused()
+    }
+
+    /// Refuses to pin this memory from now on, as a kernel does where nothing is mapped.
+    pub fn unmap(&self, range: Range<usize>) {
+        self.0.borrow_mut().table.pinner_mut().unmap(range);
     }
 
     /// An operation on memory that the kernel is said to have under a number fails where it has not.

@@ -1,6 +1,6 @@
 //! A kernel that pins buffers, or refuses to.
 
-use std::io;
+use std::{io, ops::Range};
 
 use kvhoist::internals::{
     io::Lent,
@@ -16,13 +16,21 @@ pub(super) struct Pins {
     rng: Rng,
     pinned: Option<Vec<Entry>>,
     refused: u64,
+    /// Memory that is not mapped any more.
+    unmapped: Vec<Range<usize>>,
 }
 
 impl Pins {
     pub(super) fn new(seed: u64, options: &SimOptions) -> Self {
         // By draws of its own: all else of a seed stays as it is.
         let rng = Rng::new(seed ^ 0x9122_ed00_0000_0000);
-        Pins { bytes_max: options.pinned_bytes_max, refusals: options.pin_refusals, rng, pinned: None, refused: 0 }
+        let (bytes_max, refusals) = (options.pinned_bytes_max, options.pin_refusals);
+        Pins { bytes_max, refusals, rng, pinned: None, refused: 0, unmapped: Vec::new() }
+    }
+
+    /// Refuses tables with an entry in this memory from now on.
+    pub(super) fn unmap(&mut self, range: Range<usize>) {
+        self.unmapped.push(range);
     }
 
     /// What the kernel has under that number, if all of the range lies in it.
@@ -43,6 +51,14 @@ impl Pinner for Pins {
         if bytes > self.bytes_max || self.rng.chance(self.refusals) {
             self.refused += 1;
             return Err(io::Error::from_raw_os_error(libc::ENOMEM));
+        }
+        let is_unmapped = |entry: &Entry| {
+            let (start, end) = (entry.start().addr(), entry.start().addr() + entry.bytes());
+            self.unmapped.iter().any(|range| start < range.end && range.start < end)
+        };
+        if entries.iter().any(is_unmapped) {
+            self.refused += 1;
+            return Err(io::Error::from_raw_os_error(libc::EFAULT));
         }
         self.pinned = Some(entries.to_vec());
         Ok(())
