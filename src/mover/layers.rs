@@ -84,6 +84,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let pin = Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit)?;
         state.index.touch(id);
         state.index.hit(id);
+        self.shared.reconsider(&mut state, id);
         drop(state);
         self.shared.metrics.looked_up(Some(Tier::Host));
         Some(pin)

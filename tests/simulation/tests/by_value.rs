@@ -5,7 +5,7 @@ mod scene;
 use std::time::Duration;
 
 use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Tier, WritePolicy,
+    BlockKey, Cache, Config, DiskPath, Memory, RegisterOptions, Segment, Tier, WritePolicy,
     internals::io::{FileId, OpKind},
 };
 use kvhoist_simulation::sim::{self, Fault, Sim, Simulated, World};
@@ -201,6 +201,30 @@ fn what_is_used_again_before_it_is_dropped_is_decided_on_anew() {
         assert!(found_after_kill(&disk, 1..2).await.is_empty(), "it was decided against");
         assert_eq!(cache.stats().dirty, 0);
         assert!(fetch(&cache, 1).await);
+        assert_eq!(cache.stats().dirty, 1, "it is to be decided on anew");
+        cache.sync().await.expect("a sound disk");
+        assert_eq!(found_after_kill(&disk, 1..2).await, [1], "of blocks in their second use nothing bad is known");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn what_is_loaded_by_layers_before_it_is_dropped_is_decided_on_anew() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(by_value().host_blocks(8)).await;
+        learn_that_nobody_comes_back(&cache).await;
+        store(&cache, 1, None).await;
+        cache.sync().await.expect("a sound disk");
+        assert!(found_after_kill(&disk, 1..2).await.is_empty(), "it was decided against");
+        let mut memory = vec![0; BLOCK_BYTES];
+        // SAFETY: the memory lives until `unregister` has resolved, and nothing touches it before.
+        let lent = unsafe { Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
+        let region = cache.register(lent, RegisterOptions::default()).await.expect("registered");
+        let place = Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES };
+        let load = cache.load_layers(&[key(1)], &[vec![place]], &[0]).await.expect("taken on");
+        assert!(matches!(load.blocks().await[..], [Ok(true)]));
+        cache.unregister(&region).await.expect("its own");
+        assert_eq!(memory, payload(1));
         assert_eq!(cache.stats().dirty, 1, "it is to be decided on anew");
         cache.sync().await.expect("a sound disk");
         assert_eq!(found_after_kill(&disk, 1..2).await, [1], "of blocks in their second use nothing bad is known");
