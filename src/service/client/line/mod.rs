@@ -5,6 +5,8 @@
 //! the socket does not take, deadlines.
 
 #[cfg(test)]
+mod full_socket;
+#[cfg(test)]
 mod tests;
 mod thread;
 
@@ -108,6 +110,13 @@ impl State {
             self.deadlines.remove(&(late, id));
         }
         Some(pending)
+    }
+
+    /// Sends bytes; true if the socket does not take all of them now. The thread finds out that a socket is broken: it
+    /// reads all that has come.
+    fn flush(&mut self) -> bool {
+        let Phase::Up(sender) = &mut self.phase else { return false };
+        sender.flush().is_ok() && sender.bytes() > 0
     }
 }
 
@@ -228,14 +237,11 @@ impl Line {
         self.flush(state);
     }
 
-    /// Sends bytes that are left. A socket that is broken is found out by the thread, which reads all that has come.
-    fn flush(&self, state: &mut State) -> bool {
-        let Phase::Up(sender) = &mut state.phase else { return false };
-        let left = sender.flush().is_ok() && sender.bytes() > 0;
-        if left {
+    /// Sends bytes that are left, and wakes the thread for those that the socket does not take.
+    fn flush(&self, state: &mut State) {
+        if state.flush() {
             self.woken.notify_one();
         }
-        left
     }
 
     /// Cancels a call that was dropped: the service begins no more of its blocks.

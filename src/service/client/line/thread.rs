@@ -121,7 +121,8 @@ impl Line {
     /// Before the thread waits for replies.
     pub(in crate::service::client) fn wait(&self) -> Wait {
         let mut state = self.lock();
-        let to_send = self.flush(&mut state);
+        // Without waking the thread, which is this one: it would not wait.
+        let to_send = state.flush();
         let now = Instant::now();
         // A timer that is set stays: the next call then need not wake the thread for its own.
         let set = state.timer.filter(|timer| *timer > now);
