@@ -11,13 +11,13 @@ use std::{
     os::fd::{AsRawFd, OwnedFd},
 };
 
-use super::{guard::Guard, protocol::Failure, system::System};
+use super::{guard::Guard, protocol::Failure};
 use crate::error::ServiceFault;
 
 /// Memory of another process, which may write to it at any time. Its content is not trusted.
 ///
 /// Dropping it does not unmap it: a movement may still write to it.
-pub(super) struct Mapped {
+pub struct Mapped {
     start: *mut u8,
     len: usize,
     /// The guard of a file that can shrink.
@@ -25,11 +25,14 @@ pub(super) struct Mapped {
 }
 
 impl Mapped {
-    pub(super) fn start(&self) -> *mut u8 {
+    /// Its first byte.
+    pub fn start(&self) -> *mut u8 {
         self.start
     }
 
-    pub(super) fn len(&self) -> usize {
+    /// Its bytes.
+    #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
+    pub fn len(&self) -> usize {
         self.len
     }
 
@@ -38,18 +41,9 @@ impl Mapped {
         self.guard.borrow().as_ref().is_some_and(Guard::is_spoiled)
     }
 
-    /// Unmaps it.
-    ///
-    /// # Safety
-    /// Nothing uses the memory any longer, nothing will, and this was not called before.
-    ///
-    /// # Cancel safety
-    /// It is unmapped all the same.
-    pub(super) async unsafe fn unmap(&self, system: &dyn System) {
-        // The addresses may soon be another's.
+    /// Ends the guard. Before the memory is unmapped: the addresses may soon be another's.
+    pub(super) fn end_guard(&self) {
         drop(self.guard.borrow_mut().take());
-        // SAFETY: mapped by `map` with this length; the caller promises that it is in use nowhere.
-        unsafe { system.unmap(self.start, self.len) }.await;
     }
 }
 
@@ -58,7 +52,7 @@ impl Mapped {
 /// # Errors
 /// [`ServiceFault::Memory`] for a file that is no plain memory, for a range beyond its end, and if the system
 /// refuses to map it.
-pub(super) fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
+pub fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
     let refused = |found: String, expected: &str| {
         Failure::new(ServiceFault::Memory, format!("memory: found {found}, expected {expected}"))
     };

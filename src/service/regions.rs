@@ -3,6 +3,7 @@
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
+    os::fd::OwnedFd,
     rc::Rc,
 };
 
@@ -61,8 +62,9 @@ impl Regions {
         self.held.borrow().contains_key(&number)
     }
 
-    /// Registers a client's memory under a number that no region has.
-    pub(super) fn add(&self, number: u32, mapped: Mapped) -> Result<(), Failure> {
+    /// Maps and registers a client's memory under a number that no region has.
+    pub(super) fn add(&self, number: u32, fd: &OwnedFd, offset: u64, len: u64) -> Result<(), Failure> {
+        let mapped = self.system.map(fd, offset, len)?;
         // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
@@ -81,7 +83,7 @@ impl Regions {
                 let system = Rc::clone(&self.system);
                 tokio::task::spawn_local(async move {
                     // SAFETY: no cache knows it, and it is unmapped here only.
-                    unsafe { mapped.unmap(&*system) }.await;
+                    unsafe { unmap(&*system, &mapped) }.await;
                 });
                 Err(Failure::from(&error))
             }
@@ -144,7 +146,7 @@ impl Regions {
             }
             // SAFETY: `unregister` has resolved, so that the cache uses it no longer; `leaving` keeps others from
             // naming it; and it was not unmapped before.
-            unsafe { held.mapped.unmap(&*self.system) }.await;
+            unsafe { unmap(&*self.system, &held.mapped) }.await;
         }
     }
 
@@ -158,4 +160,14 @@ impl Regions {
             self.release(number).await;
         }
     }
+}
+
+/// Unmaps a client's memory. After the first poll it is unmapped in any case.
+///
+/// # Safety
+/// Nothing uses the memory any longer, nothing will, and this was not called before.
+async unsafe fn unmap(system: &dyn System, mapped: &Mapped) {
+    mapped.end_guard();
+    // SAFETY: `System::map` made it with this length; the caller promises that it is in use nowhere.
+    unsafe { system.unmap(mapped.start(), mapped.len()) }.await;
 }

@@ -15,6 +15,7 @@ use super::{
     spaces::Spaces,
 };
 pub use super::{
+    memory::{Mapped, map},
     peers::Peer,
     server::Caller,
     system::{Later, System},

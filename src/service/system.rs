@@ -3,12 +3,17 @@
 use std::{
     fs,
     io::{self, Write},
-    os::unix::fs::DirBuilderExt,
+    os::{fd::OwnedFd, unix::fs::DirBuilderExt},
     path::{Path, PathBuf},
     pin::Pin,
 };
 
 use tokio::sync::oneshot;
+
+use super::{
+    memory::{Mapped, map},
+    protocol::Failure,
+};
 
 use crate::{
     cache::Cache,
@@ -49,6 +54,12 @@ pub trait System {
 
     /// Runs work that takes milliseconds on another thread.
     fn run(&self, work: Box<dyn FnOnce() + Send>);
+
+    /// Maps a range of a client's memfd, which is sealed or guarded.
+    ///
+    /// # Errors
+    /// As [`map`].
+    fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure>;
 
     /// Unmaps memory of a client. After its first poll the future may be dropped.
     ///
@@ -121,6 +132,10 @@ impl System for Machine {
 
     fn run(&self, work: Box<dyn FnOnce() + Send>) {
         drop(tokio::task::spawn_blocking(work));
+    }
+
+    fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
+        map(fd, offset, len)
     }
 
     unsafe fn unmap(&self, start: *mut u8, len: usize) -> Later<()> {

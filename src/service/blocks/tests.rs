@@ -12,7 +12,6 @@ use crate::{
     memory::SharedMemory,
     service::{
         config::ServerConfig,
-        memory::map,
         protocol::{Blocks, Place},
         spaces::{Space, Spaces, Wanted},
         system::Machine,
@@ -31,8 +30,7 @@ fn client(space: &Space) -> Rc<Movers> {
     let movers = Movers::new(space, 1 << 20);
     let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
     let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
-    let mapped = map(&fd, 0, pool.len() as u64).expect("mapped");
-    movers.regions.add(1, mapped).expect("registered");
+    movers.regions.add(1, &fd, 0, pool.len() as u64).expect("registered");
     Rc::new(movers)
 }
 

@@ -9,7 +9,6 @@ use crate::{
     error::ServiceFault,
     service::{
         blocks::{Cancel, Movers, Way},
-        memory,
         protocol::{Blocks, Failure, RegionKind, Reply, Request},
         spaces::{Wanted, stats},
     },
@@ -159,7 +158,7 @@ impl Session {
             );
             return Err(Failure::new(ServiceFault::Busy, text));
         }
-        regions.add(region, memory::map(&fd, offset, len)?)
+        regions.add(region, &fd, offset, len)
     }
 
     fn move_blocks(&mut self, id: u64, movers: &Rc<Movers>, way: Way, blocks: Blocks) -> Result<(), Failure> {

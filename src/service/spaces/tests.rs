@@ -1,6 +1,7 @@
 //! Removals of spaces, over this machine's files.
 
 use std::{
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     pin::pin,
     rc::Rc,
@@ -20,6 +21,8 @@ use crate::{
     error::{Result, ServiceFault},
     service::{
         config::ServerConfig,
+        memory::Mapped,
+        protocol::Failure,
         system::{Later, Machine, System},
     },
 };
@@ -58,6 +61,10 @@ impl System for Gated {
 
     fn run(&self, work: Box<dyn FnOnce() + Send>) {
         Machine.run(work);
+    }
+
+    fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
+        Machine.map(fd, offset, len)
     }
 
     unsafe fn unmap(&self, start: *mut u8, len: usize) -> Later<()> {

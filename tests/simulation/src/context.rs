@@ -154,21 +154,7 @@ impl Context {
 
     /// What can be claimed now.
     pub fn claims(&self, cache: &Cache, world: &World) -> Claims {
-        let stats = cache.stats();
-        let honest = !self.has_lied(world);
-        let of_reads = world.storage.counts().faults_by_kind[OpKind::Read as usize];
-        let read_well = of_reads[FaultKind::Error as usize] + of_reads[FaultKind::BitFlip as usize] == 0;
-        let keeps_synced = honest
-            && read_well
-            && stats.read_errors == 0
-            && stats.disk_retired.is_none()
-            && stats.writes_declined + stats.writes_over_budget == 0
-            && stats.tier(Tier::Disk).evictions == 0
-            && stats.released_unwritten == 0;
-        let keeps = keeps_synced
-            && (self.plan.config.disk.write_policy == WritePolicy::WriteThrough
-                || (stats.writes_refused == 0 && stats.disk_read_only.is_none()));
-        Claims { keeps, keeps_synced, honest }
+        claims_of(cache, world, self.has_lied(world))
     }
 
     /// What a sync or a close that begins now will have made durable.
@@ -216,6 +202,24 @@ impl Context {
             self.fail(format!("{what} failed, and nothing in this run explains it: {error}"));
         }
     }
+}
+
+/// What a cache must keep, given what has gone wrong so far, and whether a disk has lied.
+pub fn claims_of(cache: &Cache, world: &World, lied: bool) -> Claims {
+    let (stats, honest) = (cache.stats(), !lied);
+    let of_reads = world.storage.counts().faults_by_kind[OpKind::Read as usize];
+    let read_well = of_reads[FaultKind::Error as usize] + of_reads[FaultKind::BitFlip as usize] == 0;
+    let keeps_synced = honest
+        && read_well
+        && stats.read_errors == 0
+        && stats.disk_retired.is_none()
+        && stats.writes_declined + stats.writes_over_budget == 0
+        && stats.tier(Tier::Disk).evictions == 0
+        && stats.released_unwritten == 0;
+    let keeps = keeps_synced
+        && (cache.config().disk.write_policy == WritePolicy::WriteThrough
+            || (stats.writes_refused == 0 && stats.disk_read_only.is_none()));
+    Claims { keeps, keeps_synced, honest }
 }
 
 /// A number for the digest that tells errors apart.

@@ -7,7 +7,14 @@ use std::{
     sync::Once,
 };
 
-use crate::{context::Context, life, plan::Plan, report::Report, sim};
+use crate::{
+    context::Context,
+    life,
+    plan::Plan,
+    report::Report,
+    service::{self, SERVICE_SEEDS},
+    sim,
+};
 
 /// A run in which something was wrong.
 #[derive(Debug, Clone)]
@@ -53,7 +60,11 @@ thread_local! {
 /// # Errors
 /// The first promise that was broken, a panic, or books that do not balance.
 pub fn run(seed: u64, verbose: bool) -> Result<Report, Failure> {
-    run_plan(Plan::new(seed), verbose).map_err(|what| Failure { seed, what })
+    let result = match seed >= SERVICE_SEEDS {
+        true => watched(|| service::run(seed, verbose)),
+        false => watched(|| run_lives(Plan::new(seed), verbose)),
+    };
+    result.map_err(|what| Failure { seed, what })
 }
 
 /// Runs what the bytes of a fuzzer choose.
@@ -61,15 +72,16 @@ pub fn run(seed: u64, verbose: bool) -> Result<Report, Failure> {
 /// # Errors
 /// As [`run`].
 pub fn run_bytes(bytes: &[u8], verbose: bool) -> Result<Report, String> {
-    run_plan(Plan::from_bytes(bytes), verbose)
+    watched(|| run_lives(Plan::from_bytes(bytes), verbose))
 }
 
-fn run_plan(plan: Plan, verbose: bool) -> Result<Report, String> {
+/// Makes a run; a panic of any task is what was wrong.
+fn watched(run: impl FnOnce() -> Result<Report, String>) -> Result<Report, String> {
     note_panics();
     crate::log::watch();
     RUNNING.with(|running| *running.borrow_mut() = true);
     PANICS.with(|panics| panics.borrow_mut().clear());
-    let result = catch_unwind(AssertUnwindSafe(|| run_lives(plan, verbose)));
+    let result = catch_unwind(AssertUnwindSafe(run));
     RUNNING.with(|running| *running.borrow_mut() = false);
     let panics = PANICS.with(RefCell::take);
     match (panics.first(), result) {

@@ -40,6 +40,13 @@ impl Universe {
         Universe(blocks.collect())
     }
 
+    /// The same keys with other contents.
+    pub fn twin(&self, rng: &mut Rng) -> Self {
+        let other =
+            |block: &Block| Block { key: block.key, parent: block.parent, payload: payload(rng, block.payload.len()) };
+        Universe(self.0.iter().map(other).collect())
+    }
+
     pub fn len(&self) -> usize {
         self.0.len()
     }

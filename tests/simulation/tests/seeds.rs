@@ -3,11 +3,12 @@
 use std::{collections::BTreeSet, ops::Range};
 
 use kvhoist_simulation::{
-    LAYERED_SEEDS, MEMORY_SEEDS, PROMPT_SEEDS, Report, STRAIGHT_SEEDS, TRIAL_SEEDS, run, run_bytes, sim::Rng,
+    LAYERED_SEEDS, MEMORY_SEEDS, PROMPT_SEEDS, Report, SERVICE_SEEDS, STRAIGHT_SEEDS, TRIAL_SEEDS, run, run_bytes,
+    sim::Rng,
 };
 
 /// Seeds in which something was wrong once, and what.
-const NAMED: [(u64, &str); 16] = [
+const NAMED: [(u64, &str); 17] = [
     (0, "a disk slot was given back twice when the write that filled it was dropped"),
     (309, "the books counted a removed parent as held"),
     (463, "a load and the promotion that it joined waited for each other"),
@@ -23,6 +24,7 @@ const NAMED: [(u64, &str); 16] = [
     (1586, "a block stored anew was taken for its damaged copy, which had gone to the device before it was verified"),
     (1345, "a block that was removed while its bad copy was read was looked up once more"),
     (6750, "a sync reported writes that had run into `waiters_max`, and the model did not expect it"),
+    (SERVICE_SEEDS, "a client's thread went on without waiting while the socket was full"),
     (3007066, "no block was decided on for a caller's slot where those worth a write had been written by a sync"),
 ];
 
@@ -81,6 +83,24 @@ fn every_answer_is_what_the_model_allows() {
     assert!(ends.into_iter().all(|count| count > 0), "{sum}");
 }
 
+/// The node's service with several clients, over sockets, drives and mappings of the simulation.
+#[test]
+fn clients_of_a_service_get_what_the_model_allows() {
+    let mut sum = Report::default();
+    let mut failures = Vec::new();
+    for seed in SERVICE_SEEDS..SERVICE_SEEDS + 150 {
+        match run(seed, false) {
+            Ok(report) => sum.add(&report),
+            Err(failure) => failures.push(failure.to_string()),
+        }
+    }
+    println!("{sum}");
+    assert!(failures.is_empty(), "{} seeds failed:\n{}", failures.len(), failures.join("\n"));
+    let rates = [sum.hits_promised, sum.misses_promised, sum.busy, sum.timeouts, sum.dropped];
+    let ends = [sum.power_cuts, sum.kills, sum.closes, sum.evictions, sum.checksum_failures];
+    assert!(rates.into_iter().chain(ends).all(|count| count > 0), "{sum}");
+}
+
 #[test]
 fn seeds_that_found_something_find_it_no_more() {
     for (seed, what) in NAMED {
@@ -92,7 +112,7 @@ fn seeds_that_found_something_find_it_no_more() {
 
 #[test]
 fn the_same_seed_gives_the_same_run() {
-    for seed in [1, 2, 3, 5, 8, 13] {
+    for seed in [1, 2, 3, 5, 8, 13, SERVICE_SEEDS + 1, SERVICE_SEEDS + 2, SERVICE_SEEDS + 5] {
         let [first, second] = [run(seed, false), run(seed, false)].map(|result| result.expect("a sound run"));
         assert!(first == second, "seed {seed}: {:016x} and {:016x}", first.digest, second.digest);
     }

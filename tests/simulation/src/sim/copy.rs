@@ -5,7 +5,7 @@
 //! hardware does. It checks the contract of [`CopyBatch`]: destinations are filled with garbage until the copy is done,
 //! and a copy panics if its source changed while it was in flight.
 
-use std::{any::Any, cell::RefCell, ops::RangeInclusive, rc::Rc, sync::Arc, time::Duration};
+use std::{any::Any, cell::RefCell, collections::BTreeMap, ops::RangeInclusive, rc::Rc, sync::Arc, time::Duration};
 
 use kvhoist::{
     Error, Result, Segment,
@@ -55,6 +55,9 @@ struct State {
     options: CopyOptions,
     rng: Rng,
     counts: CopyCounts,
+    /// The memory of each batch in flight, by the number of its start.
+    memory: BTreeMap<u64, Vec<(usize, usize)>>,
+    memory_may_change: bool,
 }
 
 /// A simulated copy engine and its handle; clones share all state.
@@ -64,12 +67,18 @@ pub struct SimCopy(Rc<RefCell<State>>);
 impl SimCopy {
     /// An engine that draws latencies and failures from `seed`.
     pub fn new(seed: u64, options: CopyOptions) -> Self {
-        SimCopy(Rc::new(RefCell::new(State { options, rng: Rng::new(seed), counts: CopyCounts::default() })))
+        let (rng, counts, memory) = (Rng::new(seed), CopyCounts::default(), BTreeMap::new());
+        SimCopy(Rc::new(RefCell::new(State { options, rng, counts, memory, memory_may_change: false })))
     }
 
     /// Changes the failure probability of later batches.
     pub fn set_failure(&self, failure: f64) {
         self.0.borrow_mut().options.failure = failure;
+    }
+
+    /// Whether a source may change while it is copied: its owner is another process. Otherwise that is a panic.
+    pub fn set_memory_may_change(&self, may: bool) {
+        self.0.borrow_mut().memory_may_change = may;
     }
 
     /// Batches so far, by result.
@@ -83,6 +92,12 @@ impl SimCopy {
         counts.started - counts.done - counts.failed
     }
 
+    /// True if a batch in flight uses a part of the range of memory.
+    pub(crate) fn uses(&self, start: usize, len: usize) -> bool {
+        let state = self.0.borrow();
+        state.memory.values().flatten().any(|&(first, bytes)| first < start + len && start < first + bytes)
+    }
+
     /// Draws how long the next operation takes, and whether it fails.
     fn draw(&self) -> (Duration, bool) {
         let State { options, rng, .. } = &mut *self.0.borrow_mut();
@@ -94,7 +109,8 @@ impl SimCopy {
         let before = digest(&batch);
         spoil(&batch);
         tokio::time::sleep(latency).await;
-        assert!(before == digest(&batch), "the source of a copy changed while it was in flight");
+        let is_same = self.0.borrow().memory_may_change || before == digest(&batch);
+        assert!(is_same, "the source of a copy changed while it was in flight");
         if fails {
             self.0.borrow_mut().counts.failed += 1;
             return (Err(Error::Copy { engine: "sim", reason: "the simulation says so".into() }), batch);
@@ -111,13 +127,21 @@ impl CopyEngine for SimCopy {
     }
 
     async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
-        self.0.borrow_mut().counts.started += 1;
+        let ends = batch.ops().iter().flat_map(|op| [(op.src.addr(), op.len), (op.dst.addr(), op.len)]).collect();
+        let number = {
+            let State { counts, memory, .. } = &mut *self.0.borrow_mut();
+            counts.started += 1;
+            memory.insert(counts.started, ends);
+            counts.started
+        };
         let (latency, fails) = self.draw();
         let (answer, answered) = oneshot::channel();
         let this = self.clone();
         tokio::task::spawn_local(async move {
+            let done = this.clone().finish(batch, latency, fails).await;
+            this.0.borrow_mut().memory.remove(&number);
             // The receiver may be gone; sending fails then, and dropping the batch frees the memory.
-            drop(answer.send(this.finish(batch, latency, fails).await));
+            drop(answer.send(done));
         });
         answered.await.expect("the task that answers lives as long as the runtime that polls this")
     }

@@ -25,6 +25,8 @@ pub struct SimOptions {
     pub pin_refusals: f64,
     /// It never pins more than this: `RLIMIT_MEMLOCK`.
     pub pinned_bytes_max: u64,
+    /// Memory under a write may change: its owner is another process. Otherwise that is a panic.
+    pub memory_may_change: bool,
     /// Entries of the operation log that are kept; older ones only count in its digest.
     pub log_entries_max: usize,
 }
@@ -39,6 +41,7 @@ impl Default for SimOptions {
             file_bytes_max: 1 << 30,
             pin_refusals: 0.0,
             pinned_bytes_max: u64::MAX,
+            memory_may_change: false,
             log_entries_max: 1 << 16,
         }
     }

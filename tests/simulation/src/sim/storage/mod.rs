@@ -80,6 +80,11 @@ impl Sim {
         self.0.borrow().in_flight()
     }
 
+    /// True if an operation in flight uses a part of the range of memory.
+    pub(crate) fn uses(&self, start: usize, len: usize) -> bool {
+        self.0.borrow().uses(start, len)
+    }
+
     /// What addresses of reads and writes must be multiples of.
     pub fn memory_align_bytes(&self) -> usize {
         self.0.borrow().memory_align_bytes()

@@ -34,6 +34,8 @@ struct InFlight {
     file: FileId,
     offset: u64,
     len: usize,
+    /// The address of its memory.
+    memory: usize,
     /// What a write writes, as it was when it started.
     data: Vec<u8>,
     /// What a sync will have made durable.
@@ -120,6 +122,11 @@ impl State {
         self.in_flight.len()
     }
 
+    /// True if an operation in flight uses a part of the range.
+    pub(super) fn uses(&self, start: usize, len: usize) -> bool {
+        self.in_flight.values().any(|op| op.memory < start + len && start < op.memory + op.len)
+    }
+
     pub(super) fn counts(&self) -> Counts {
         self.counts
     }
@@ -158,7 +165,8 @@ impl State {
             self.counts.faults += 1;
             self.counts.faults_by_kind[kind as usize][fault.kind() as usize] += 1;
         }
-        let mut in_flight = InFlight { kind, file, offset, len, data: Vec::new(), sync_point: None };
+        let memory = buf.map_or(0, |buf| buf.as_ptr().addr());
+        let mut in_flight = InFlight { kind, file, offset, len, memory, data: Vec::new(), sync_point: None };
         match (kind, buf) {
             (OpKind::Read, Some(buf)) => fill(buf, GARBAGE),
             (OpKind::Write, Some(buf)) => in_flight.data = bytes_of(buf).to_vec(),
@@ -187,7 +195,8 @@ impl State {
         let result = match (in_flight.kind, buf) {
             (OpKind::Read, Some(buf)) => Self::finish_read(self.disk(in_flight.file), &in_flight, buf, fault, &mut rng),
             (OpKind::Write, Some(buf)) => {
-                assert!(bytes_of(buf) == in_flight.data, "memory lent to a write changed while it was in flight");
+                let is_same = self.options.memory_may_change || bytes_of(buf) == in_flight.data;
+                assert!(is_same, "memory lent to a write changed while it was in flight");
                 self.finish_write(&in_flight, fault, &mut rng)
             }
             _ => self.finish_sync(&mut in_flight, fault),
