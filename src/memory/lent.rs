@@ -116,6 +116,11 @@ impl<O: Send + Sync + 'static> IoBuf<O> {
         IoBuf { ptr, len, fixed, owner: Arc::new(owner) }
     }
 
+    /// Length in bytes.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
     /// Lends the memory to a storage engine.
     ///
     /// # Safety

@@ -8,8 +8,8 @@ use crate::{
     checksum::Digest,
     device::CopyEngine,
     io::{Storage, read_into, uring::Transfer, write_from},
-    memory::{IoBuf, Lent, Readable},
-    workers::{Deliver, Transferred},
+    memory::{IoBuf, Readable},
+    workers::Transferred,
 };
 
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
@@ -58,9 +58,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let [(segment, fixed)] = places {
             // SAFETY: the caller's promise.
             let buf = unsafe { IoBuf::new(start(segment), segment.len, *fixed, guard) };
-            // SAFETY: its only `Lent`: where the worker loses it, it has been dropped when that is known.
-            let lend = || unsafe { buf.lend() };
-            return match self.transfer_on_worker(kind, (file, offset), segment.len, lend, sum_bytes, None).await {
+            return match self.transfer_on_worker(kind, file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
                 None => self.transfer_here(kind, file, offset, buf).await,
             };
@@ -83,7 +81,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (result, Arc::into_inner(guard).expect("every operation has given its share back"))
     }
 
-    pub(super) async fn transfer_here<O: Send + Sync + 'static>(
+    async fn transfer_here<O: Send + Sync + 'static>(
         &self,
         kind: OpKind,
         file: FileId,
@@ -97,20 +95,18 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (result.map(|()| None), owner)
     }
 
-    /// Reads or writes the `len` bytes of `lend` on a worker, with the checksum of the first `sum_bytes` bytes, which
-    /// the worker gives to `deliver`. `None` if the reactor is to do it: there is no worker, the block is alone and
-    /// handing it over would only take time, or its worker died. A block whose worker died during a write is written
-    /// again, the same bytes to the same place; one whose worker died during a read may have been delivered.
-    pub(super) async fn transfer_on_worker(
+    /// Reads or writes on a worker, with the checksum of the first `sum_bytes` bytes. `None` if the reactor is to do
+    /// it: there is no worker, the block is alone and handing it over would only take time, or its worker died. A block
+    /// whose worker died during a write is written again, the same bytes to the same place.
+    async fn transfer_on_worker<O: Send + Sync + 'static>(
         &self,
         kind: OpKind,
-        (file, offset): (FileId, u64),
-        len: usize,
-        lend: impl FnOnce() -> Lent,
+        file: FileId,
+        offset: u64,
+        buf: &IoBuf<O>,
         sum_bytes: usize,
-        deliver: Option<Deliver>,
-    ) -> Option<Transferred> {
-        let bytes = len as u64;
+    ) -> Option<io::Result<Option<u64>>> {
+        let bytes = buf.len() as u64;
         let in_flight = self.budget.in_flight(Kind::Read) + self.budget.in_flight(Kind::Write);
         let is_alone = !self.workers.is_busy() && in_flight <= bytes;
         if is_alone || !self.workers.take(bytes) {
@@ -121,7 +117,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let handle = self.storage.file(file).filter(|_| self.workers.transfers())?;
         let _busy = self.workers.enter();
-        self.workers.transfer(Transfer { kind, file: handle, id: file, offset, buf: lend() }, sum_bytes, deliver).await
+        // SAFETY: its only `Lent`: where the worker loses it, it has been dropped when that is known.
+        let buf = unsafe { buf.lend() };
+        let transfer = Transfer { kind, file: handle, id: file, offset, buf };
+        self.workers.transfer(transfer, sum_bytes).await.map(|Transferred { buf, result }| {
+            drop(buf);
+            result
+        })
     }
 
     /// The checksum of a block in memory that `guard` keeps, which is returned.

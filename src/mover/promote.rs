@@ -53,9 +53,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Next::Device(_) if self.copy.checksums() => 0,
             _ => self.shared.config.block_bytes,
         };
-        match self.fill_slot(key, begun, sum_bytes, None).await? {
+        match self.fill_slot(key, begun, sum_bytes).await? {
             Filled::Ended(pin) => Ok(pin),
-            Filled::Delivered => unreachable!("only with its flight"),
             Filled::Unverified(unverified) => match next {
                 Next::Device(ahead) => self.copy_and_verify(unverified, &ahead).await,
                 Next::Elsewhere => self.verify_here(unverified).await,

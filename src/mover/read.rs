@@ -5,7 +5,7 @@
 //! anything about the disk. A block that is wrong after a read to a device slot or to a caller's memory is read again
 //! to a host slot.
 
-use std::{ptr::NonNull, rc::Rc, sync::Arc};
+use std::rc::Rc;
 
 use tokio::time::Instant;
 
@@ -19,9 +19,8 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
-    memory::{IoBuf, Lent, Readable},
-    state::{Filling, Message, Outcome, Pin, Purpose, State, Unclaimed, Unverified, blames_disk, verify},
-    workers::Deliver,
+    memory::Readable,
+    state::{Filling, Message, Outcome, Pin, Purpose, State, Unverified, blames_disk, verify},
 };
 
 /// The memory to read a block to.
@@ -62,8 +61,6 @@ pub(super) enum Filled {
     Ended(Option<Pin>),
     /// The block came from disk and must be verified.
     Unverified(Unverified),
-    /// It came from disk, and the worker that read it has verified it and ended the flight.
-    Delivered,
 }
 
 /// Result of a read to a device slot.
@@ -135,14 +132,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     /// Brings a block into a host slot, with what `begun` has taken, or after waiting for it. A worker that reads the
-    /// block from disk also computes the checksum of its first `sum_bytes` bytes; 0: none. If that is right, the worker
-    /// publishes the block and ends the `flight`, if there is one.
+    /// block from disk also computes the checksum of its first `sum_bytes` bytes; 0: none.
     pub(super) async fn fill_slot(
         self: &Rc<Self>,
         key: &BlockKey,
         begun: Option<BegunRead>,
         sum_bytes: usize,
-        flight: Option<u64>,
     ) -> Result<Filled> {
         let started = Instant::now();
         let (filling, share, source) = match begun {
@@ -159,8 +154,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Source::Host(pin) => Ok(Filled::Ended(Some(pin))),
             Source::Gone => Ok(Filled::Ended(None)),
             Source::Disk(block) => {
-                let flight = flight.map(|number| (*key, number));
-                self.read_to_host(block, (filling, share), sum_bytes, flight, started).await
+                self.read_to_host(block, (filling, share), sum_bytes, started).await.map(Filled::Unverified)
             }
             Source::Device(pin) => {
                 drop(share);
@@ -173,43 +167,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// Reads a block to a host slot. A block that cannot be read is unlinked if the error is the disk's. A worker that
-    /// reads it verifies and publishes it, and ends the `flight` of its key, if there is one.
+    /// Reads a block to a host slot. A block that cannot be read is unlinked if the error is the disk's.
     async fn read_to_host(
         self: &Rc<Self>,
-        OnDisk { pin, file, offset, checksum }: OnDisk,
+        block: OnDisk,
         (filling, share): (Filling, Share),
         sum_bytes: usize,
-        flight: Option<(BlockKey, u64)>,
         started: Instant,
-    ) -> Result<Filled> {
-        let (segment, fixed) = self.place_of(filling.slot());
-        let start = NonNull::new(segment.ptr).expect("no memory begins at 0");
-        let block = Unclaimed::new(Unverified { source: pin, filling, checksum, sum: None, started });
-        // SAFETY: an unpublished slot, which the block keeps, and the arena with it. It is claimed when the read has
-        // ended and the memory has been dropped.
-        let lend = || unsafe { Lent::new(start, segment.len, fixed, Arc::clone(&block) as _) };
-        let deliver = flight.map(|(key, number)| -> Deliver {
-            let (shared, block) = (Arc::clone(&self.shared), Arc::clone(&block));
-            Box::new(move |sum| sum == checksum && shared.deliver(&key, number, &block))
-        });
-        let by_worker = self.transfer_on_worker(OpKind::Read, (file, offset), segment.len, lend, sum_bytes, deliver);
-        let result = match by_worker.await {
-            Some(result) => result,
-            // The worker died after it had published the block, whose slot may have another block by now.
-            None if block.is_claimed() => Ok(None),
-            None => {
-                // SAFETY: as above, and no worker has the memory.
-                let buf = unsafe { IoBuf::new(start, segment.len, fixed, Arc::clone(&block)) };
-                self.transfer_here(OpKind::Read, file, offset, buf).await.0
-            }
-        };
+    ) -> Result<Unverified> {
+        let OnDisk { pin, file, offset, checksum } = block;
+        let place = [self.place_of(filling.slot())];
+        // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
+        let read = unsafe { self.transfer(OpKind::Read, file, offset, &place, sum_bytes, (pin, filling)) };
+        let (result, (pin, filling)) = read.await;
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Read, &result);
-        let Some(block) = block.claim() else { return Ok(Filled::Delivered) };
-        let Unverified { source: pin, filling, .. } = block;
         match result {
-            Ok(sum) => Ok(Filled::Unverified(Unverified { source: pin, filling, checksum, sum, started })),
+            Ok(sum) => Ok(Unverified { source: pin, filling, checksum, sum, started }),
             Err(source) => {
                 self.shared.metrics.read_errors.add(1);
                 match blames_disk(&source) {
@@ -239,8 +213,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             self.begin_fill_now(&mut state, &key)
         };
-        let flight = landing.started.get().map(|started| started.number);
-        let outcome = match self.fill_slot(&key, begun, self.shared.config.block_bytes, flight).await {
+        let outcome = match self.fill_slot(&key, begun, self.shared.config.block_bytes).await {
             Ok(Filled::Unverified(unverified)) => {
                 let mine = unverified.sum.is_some() || self.shared.config.block_bytes > verify::BLOCK_BYTES_MAX;
                 let left = if mine { Err(unverified) } else { self.shared.leave_unverified(&key, unverified) };
@@ -252,7 +225,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                     Err(unverified) => self.verify_here(unverified).await,
                 }
             }
-            Ok(Filled::Delivered) => return,
             Ok(Filled::Ended(pin)) => Ok(pin),
             Err(error) => Err(error),
         };

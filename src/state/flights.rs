@@ -87,7 +87,7 @@ impl<U> Unclaimed<U> {
         self.0.lock().take()
     }
 
-    pub(crate) fn is_claimed(&self) -> bool {
+    fn is_claimed(&self) -> bool {
         self.0.lock().is_none()
     }
 }

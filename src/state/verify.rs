@@ -10,7 +10,7 @@
 
 use std::{ops::ControlFlow, sync::Arc};
 
-use tokio::{sync::oneshot, time::Instant};
+use tokio::sync::oneshot;
 
 use super::{Filling, Finished, Flight, Joined, Message, Outcome, Pin, Shared, State, Ticket, Unclaimed, Unverified};
 use crate::{
@@ -97,58 +97,25 @@ impl Shared {
 
     /// Verifies a block and ends its flight.
     fn verify(self: &Arc<Self>, key: &BlockKey, mut unverified: Unverified) -> Outcome {
-        if checksum(unverified.filling.bytes_mut()) == unverified.checksum {
-            let started = unverified.started;
-            let (outcome, answers) = self.publish_for_waiters(&mut self.lock(), key, unverified);
-            self.count_and_answer(started, answers);
-            return outcome;
-        }
-        let outcome = self.finish_read(unverified, false);
-        let answers = self.take_answers(&mut self.lock(), key, &outcome);
-        self.answer_read(answers);
-        outcome
-    }
-
-    /// Publishes a block whose checksum is right, ends its flight and answers the waiters, who need not wait for the
-    /// reactor: for the worker that read it. False if the block is left to the reactor: a write follows the flight.
-    pub(crate) fn deliver(self: &Arc<Self>, key: &BlockKey, flight: u64, block: &Unclaimed<Unverified>) -> bool {
-        let mut state = self.lock();
-        let mine = state.flights.get_mut(key, Tier::Host).filter(|mine| mine.number == flight && !mine.is_followed());
-        let Some(unverified) = mine.and_then(|_| block.claim()) else { return false };
-        let started = unverified.started;
-        let (outcome, answers) = self.publish_for_waiters(&mut state, key, unverified);
-        if let Ok(Some(pin)) = outcome {
-            pin.release(&mut state);
-        }
-        drop(state);
-        self.count_and_answer(started, answers);
-        true
-    }
-
-    /// Publishes a block whose checksum is right, and ends its flight. Returns a pin, and the answers to its waiters.
-    fn publish_for_waiters(
-        self: &Arc<Self>,
-        state: &mut State,
-        key: &BlockKey,
-        Unverified { source, filling, checksum, .. }: Unverified,
-    ) -> (Outcome, Vec<(oneshot::Sender<Message>, Outcome)>) {
-        let outcome = Ok(self.publish_locked(state, source.id(), filling, checksum, Route::DiskToHost, source));
-        let answers = self.take_answers(state, key, &outcome);
-        (outcome, answers)
-    }
-
-    /// Counts a block that was read, and answers its waiters. Counted first, so that the figures cover every block that
-    /// was returned.
-    fn count_and_answer(&self, started: Instant, answers: Vec<(oneshot::Sender<Message>, Outcome)>) {
-        self.metrics.moved(Route::DiskToHost, self.config.block_bytes, started.elapsed());
-        self.answer_read(answers);
-    }
-
-    fn answer_read(&self, answers: Vec<(oneshot::Sender<Message>, Outcome)>) {
+        let matches = checksum(unverified.filling.bytes_mut()) == unverified.checksum;
+        let (outcome, answers) = if matches {
+            self.metrics.moved(Route::DiskToHost, self.config.block_bytes, unverified.started.elapsed());
+            let Unverified { source, filling, checksum, .. } = unverified;
+            let mut state = self.lock();
+            let pin = self.publish_locked(&mut state, source.id(), filling, checksum, Route::DiskToHost, source);
+            let outcome = Ok(pin);
+            let answers = self.take_answers(&mut state, key, &outcome);
+            (outcome, answers)
+        } else {
+            let outcome = self.finish_read(unverified, false);
+            let answers = self.take_answers(&mut self.lock(), key, &outcome);
+            (outcome, answers)
+        };
         for (waiter, answer) in answers {
             drop(waiter.send(Message::Ended(answer)));
         }
         self.verified.notify_one();
+        outcome
     }
 
     /// Publishes a block that matched, or gives it up for good. Returns a pin for the waiter that verified it.

@@ -25,7 +25,7 @@ use std::{
 
 use tokio::{sync::oneshot, task::AbortHandle};
 
-pub(crate) use self::waiter::{Deliver, Transferred};
+pub(crate) use self::waiter::Transferred;
 use self::{
     pool::{Pool, WAKE_BYTES},
     seat::Ringless,
@@ -219,21 +219,17 @@ impl Workers {
     }
 
     /// Reads or writes all of a buffer on a worker, which also computes the checksum of its first `sum_bytes` bytes: of
-    /// what it has read, or before it writes. If it succeeds, `deliver` is called with the checksum, on the worker.
-    /// `None` if no worker has a ring, or if the worker died: the kernel is then done with the memory, which has been
-    /// dropped; a block that was written may be there, in part, or not at all; and `deliver` may have been called.
+    /// what it has read, or before it writes. `None` if no worker has a ring, or if the worker died: the kernel is then
+    /// done with the memory, which has been dropped, and a block that was written may be there, in part, or not at all.
     ///
     /// Dropping the future does not stop the transfer, which keeps its memory.
-    pub(crate) async fn transfer(
-        &self,
-        transfer: Transfer,
-        sum_bytes: usize,
-        deliver: Option<Deliver>,
-    ) -> Option<Transferred> {
+    pub(crate) async fn transfer(&self, transfer: Transfer, sum_bytes: usize) -> Option<Transferred> {
         let Kind::Threads { pool, rings: true, .. } = &self.kind else { return None };
-        let (waiter, answered) = Waiter::new(sum_bytes, deliver, Arc::clone(&self.done));
+        let (waiter, answered) = Waiter::new(sum_bytes);
         pool.push_transfer(transfer, waiter);
-        answered.await.ok()
+        let transferred = answered.await.ok()?;
+        self.done.add(1);
+        Some(transferred)
     }
 }
 

@@ -10,14 +10,13 @@ use tokio::sync::oneshot;
 use super::{
     pool::Pool,
     seat::{Bell, Rung, Seat},
-    waiter::{Deliver, Waiter},
+    waiter::Waiter,
 };
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
     io::uring::{Completed, Transfer},
     memory::AlignedBuf,
-    metrics::Count,
 };
 
 /// A ring whose transfers complete while its worker sleeps, or when the checker likes.
@@ -119,9 +118,7 @@ async fn transfers(pool: &Arc<Pool>, blocks: u8) {
         buf.fill(n);
         let kind = if n % 2 == 0 { OpKind::Read } else { OpKind::Write };
         let transfer = Transfer { kind, file: Arc::clone(&file), id: FileId(0), offset: 0, buf: buf.lend() };
-        // The answer of a block that was delivered is quiet.
-        let deliver = (kind == OpKind::Read).then(|| -> Deliver { Box::new(move |sum| sum == checksum(&[n; 4096])) });
-        let (waiter, transferred) = Waiter::new(4096, deliver, Arc::new(Count::unexported()));
+        let (waiter, transferred) = Waiter::new(4096);
         pool.push_transfer(transfer, waiter);
         let (answer, worked) = oneshot::channel();
         pool.push_work(0, Box::new(move || Box::new(move || answer.send(n).expect("it is awaited"))));
@@ -130,7 +127,7 @@ async fn transfers(pool: &Arc<Pool>, blocks: u8) {
     let all = async {
         for (n, transferred, worked) in answered {
             let transferred = transferred.await.expect("no worker died");
-            assert_eq!(transferred.expect("transferred"), Some(checksum(&[n; 4096])));
+            assert_eq!(transferred.result.expect("transferred"), Some(checksum(&[n; 4096])));
             assert_eq!(worked.await, Ok(n));
         }
     };

@@ -18,26 +18,16 @@ use crate::{
 /// reactor some microseconds, so small blocks wait for a worker that is already awake.
 pub(super) const WAKE_BYTES: u64 = 256 << 10;
 
-/// Answers that nobody waits for, above which the reactor is woken for them.
-const QUIET_MAX: usize = 8;
-
 /// A unit of work. Returns what the reactor runs afterwards.
 pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
 
 /// State shared by the reactor and the threads.
 pub struct Pool {
     queue: Mutex<Queue>,
-    answers: Mutex<Answers>,
-    /// Wakes the reactor, which then takes all answers.
+    /// Answers that the reactor has not taken yet.
+    answers: Mutex<Vec<Answer>>,
+    /// Wakes the reactor for the first answer; it then takes all of them.
     answered: Notify,
-}
-
-/// Answers that the reactor has not taken yet.
-#[derive(Default)]
-struct Answers {
-    list: Vec<Answer>,
-    /// The reactor has been woken for them.
-    is_woken: bool,
 }
 
 struct Queue {
@@ -138,7 +128,7 @@ impl Pool {
             asleep: Vec::new(),
             closed: false,
         };
-        Pool { queue: Mutex::new(queue), answers: Mutex::new(Answers::default()), answered: Notify::new() }
+        Pool { queue: Mutex::new(queue), answers: Mutex::new(Vec::new()), answered: Notify::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, Queue> {
@@ -195,14 +185,13 @@ impl Pool {
         }
         // What was taken is done first: a completion that the submission has found can wait.
         if let Some(work) = work {
-            self.answer(work(), false);
+            self.answer(work());
         } else if let Some((transfer, waiter)) = unsummed {
             let sum = waiter::checksum_of(&transfer.buf, waiter.sum_bytes);
             seat.start(transfer, waiter.with_sum(sum));
             *unsubmitted = true;
         } else if let Some(ended) = seat.take_completed() {
-            let (answer, is_delivered) = waiter::answer(ended);
-            self.answer(answer, is_delivered);
+            self.answer(waiter::answer(ended));
         } else {
             return self.fall_asleep(worker, seat);
         }
@@ -213,11 +202,6 @@ impl Pool {
     /// wakes one that has room: no worker was woken for them while this one was awake.
     fn fall_asleep(&self, worker: u32, seat: &impl Seat) -> Step {
         let has_room = seat.room() > 0;
-        if self.lock().has_for(has_room) {
-            return Step::Next;
-        }
-        // The last chance for quiet answers.
-        self.wake_for_more_than(0, self.answers.lock());
         let mut queue = self.lock();
         if queue.has_for(has_room) {
             return Step::Next;
@@ -245,18 +229,12 @@ impl Pool {
         queue.bytes -= lost.as_ref().map_or(0, |(bytes, _)| *bytes);
     }
 
-    /// Hands an answer to the reactor. A quiet one, which nobody waits for, wakes it only together with others, or
-    /// before this worker falls asleep. By then the reactor is often awake, because the next call has woken it.
-    fn answer(&self, answer: Answer, is_quiet: bool) {
+    fn answer(&self, answer: Answer) {
         let mut answers = self.answers.lock();
-        answers.list.push(answer);
-        self.wake_for_more_than(if is_quiet { QUIET_MAX } else { 0 }, answers);
-    }
-
-    /// Wakes the reactor for the answers, if there are more than `count` and it has not been woken for them.
-    fn wake_for_more_than(&self, count: usize, mut answers: MutexGuard<'_, Answers>) {
-        if answers.list.len() > count && !std::mem::replace(&mut answers.is_woken, true) {
-            drop(answers);
+        answers.push(answer);
+        let is_first = answers.len() == 1;
+        drop(answers);
+        if is_first {
             self.answered.notify_one();
         }
     }
@@ -266,7 +244,7 @@ impl Pool {
         loop {
             self.answered.notified().await;
             let answers = std::mem::take(&mut *self.answers.lock());
-            answers.list.into_iter().for_each(|answer| answer());
+            answers.into_iter().for_each(|answer| answer());
         }
     }
 

@@ -96,7 +96,7 @@ async fn transfer(workers: &Workers, kind: OpKind, file: &Arc<File>, offset: u64
     let mut buf = AlignedBuf::zeroed(4096);
     buf.fill(fill);
     let transfer = Transfer { kind, file: Arc::clone(file), id: FileId(0), offset, buf: buf.lend() };
-    workers.transfer(transfer, 4096, None).await
+    workers.transfer(transfer, 4096).await
 }
 
 #[test]
@@ -120,13 +120,13 @@ fn a_worker_that_dies_loses_what_it_transfers_and_another_takes_its_place() {
             pool.push_work(0, Box::new(|| std::panic::resume_unwind(Box::new("on purpose"))));
             // The kernel owns the memory until then.
             drop((to, from.take()));
-            assert!(lost.await.is_none_or(|transferred| transferred.is_err()), "{kind:?}");
+            assert!(lost.await.is_none_or(|transferred| transferred.result.is_err()), "{kind:?}");
 
             let mut file = tempfile::tempfile().expect("a file");
             io::Write::write_all(&mut file, &[7; 8192]).expect("written");
             let file = Arc::new(file);
             let transferred = transfer(&workers, kind, &file, 4096, 7).await.expect("there is a worker");
-            assert_eq!(transferred.expect("transferred"), Some(checksum(&[7; 4096])), "{kind:?}");
+            assert_eq!(transferred.result.expect("transferred"), Some(checksum(&[7; 4096])), "{kind:?}");
         }
     });
 }
@@ -149,7 +149,7 @@ fn blocks_are_written_with_the_checksum_of_what_was_written() {
                 let (offset, fill) = (u64::from(n) * 4096, n.wrapping_mul(7).wrapping_add(round));
                 tokio::task::spawn_local(async move {
                     let transferred = transfer(&workers, OpKind::Write, &file, offset, fill).await;
-                    let sum = transferred.expect("there is a worker").expect("written");
+                    let sum = transferred.expect("there is a worker").result.expect("written");
                     assert_eq!(sum, Some(checksum(&[fill; 4096])));
                 })
             };
