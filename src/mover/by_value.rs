@@ -67,11 +67,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Decides on every block of host memory that is not on disk and was not decided on, the coldest first. Returns all
     /// that must be written.
     pub(super) async fn decide_all(self: &Rc<Self>) -> BTreeSet<BlockKey> {
-        let mut dirty: Vec<(u64, BlockKey)> = {
-            let state = self.shared.lock();
-            let used = |key: &BlockKey| state.index.find(key).map_or(0, |id| state.index.last_use(id));
-            state.dirty.iter().map(|key| (used(key), *key)).collect()
-        };
+        let last_use = |state: &State, key| state.index.find(&key).map_or(0, |id| state.index.last_use(id));
+        let mut dirty = self.each_dirty(|state, key| (last_use(state, key), key)).await;
         dirty.sort_unstable();
         let mut wanted = BTreeSet::new();
         for keys in dirty.chunks(AT_ONCE) {

@@ -1,6 +1,6 @@
 //! What `sync` does: every block that is to be on disk is written, then the records, and the files are flushed.
 
-use std::{collections::BTreeSet, io, rc::Rc, sync::Arc};
+use std::{collections::BTreeSet, io, ops::Bound, rc::Rc, sync::Arc};
 
 use tokio::sync::{OwnedSemaphorePermit, oneshot};
 
@@ -10,8 +10,19 @@ use crate::{
     device::CopyEngine,
     error::{Error, Result},
     io::Storage,
-    state::{Class, Committed, Message},
+    state::{Class, Committed, Message, State},
 };
+
+/// Dirty blocks that are listed under one lock: some tens of microseconds.
+const LISTED_PER_LOCK: usize = 256;
+
+impl State {
+    /// The next dirty blocks after this one, in the order of their keys. Empty after the last.
+    fn dirty_after(&self, last: Option<BlockKey>) -> Vec<BlockKey> {
+        let from = last.map_or(Bound::Unbounded, Bound::Excluded);
+        self.dirty.range((from, Bound::Unbounded)).take(LISTED_PER_LOCK).copied().collect()
+    }
+}
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Writes every block that is dirty, waits for those that are being written, writes the record pages that are out
@@ -19,12 +30,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ///
     /// A refusal of the disk is not among the errors, but with the [refusals](crate::state::refusals).
     pub(super) async fn sync(self: &Rc<Self>) -> Result<()> {
-        let wanted = match self.shared.config.values_writes() {
-            true => self.decide_all().await,
-            false => self.shared.lock().dirty.clone(),
-        };
+        // Before the dirty blocks: one that is being copied from the device is in flight now, and may be dirty later.
         let mut keys: BTreeSet<BlockKey> = self.shared.lock().flights.writes().collect();
-        keys.extend(wanted);
+        match self.shared.config.values_writes() {
+            true => keys.append(&mut self.decide_all().await),
+            false => keys.extend(self.each_dirty(|_, key| key).await),
+        }
         let keys: Vec<BlockKey> = keys.into_iter().collect();
         let mut transient = None;
         for batch in keys.chunks(DEMOTING_MAX as usize) {
@@ -46,6 +57,23 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.write_stale_records().await?;
         self.flush().await?;
         transient.map_or(Ok(()), Err)
+    }
+
+    /// What `look` returns for each dirty block. A block that becomes dirty meanwhile may be among them.
+    pub(super) async fn each_dirty<T>(&self, look: impl Fn(&State, BlockKey) -> T) -> Vec<T> {
+        let (mut found, mut last) = (Vec::new(), None);
+        loop {
+            {
+                let state = self.shared.lock();
+                let page = state.dirty_after(last);
+                last = page.last().copied();
+                found.extend(page.into_iter().map(|key| look(&state, key)));
+            }
+            if last.is_none() {
+                return found;
+            }
+            crate::io::yield_now().await;
+        }
     }
 
     /// Starts the write of a dirty block, or joins the one in flight; `None` if there is nothing to wait for.
@@ -106,5 +134,37 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         });
         // The other end is dropped when it is done.
         drop(end.await);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LISTED_PER_LOCK;
+    use crate::{block::BlockKey, config::Config, index::Index, memory::Arena, metrics::Metrics, state::Shared};
+
+    #[test]
+    fn dirty_blocks_are_listed_some_at_a_time_and_each_once() {
+        let config = Config::default().block_bytes(4096).host_blocks(2);
+        let arena = std::sync::Arc::new(Arena::new(2, 4096).expect("a little memory"));
+        let shared = Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new(""));
+        let mut state = shared.lock();
+        let keys = (0..3 * LISTED_PER_LOCK as u64 + 1).map(|n| {
+            let mut key = [0; 32];
+            key[..8].copy_from_slice(&n.to_be_bytes());
+            BlockKey::new(key)
+        });
+        let keys: Vec<BlockKey> = keys.collect();
+        state.dirty.extend(&keys);
+        let (mut found, mut last) = (Vec::new(), None);
+        loop {
+            let page = state.dirty_after(last);
+            assert!(page.len() <= LISTED_PER_LOCK, "{} blocks under one lock", page.len());
+            last = page.last().copied();
+            found.extend(page);
+            if last.is_none() {
+                break;
+            }
+        }
+        assert_eq!(found, keys);
     }
 }

@@ -2,8 +2,11 @@
 
 use std::io;
 
-use super::{Failures, Health, Shared};
+use super::{Failures, Health, Shared, State};
 use crate::block::{FileId, OpKind, Tier};
+
+/// Blocks that are evicted under one lock: some tens of microseconds.
+const EVICTED_PER_LOCK: usize = 256;
 
 impl Shared {
     /// Takes the disk tier out of service. Host and device keep serving.
@@ -17,16 +20,13 @@ impl Shared {
         if !state.device_service.lower(Health::Retired(reason.clone())) {
             return;
         }
-        // Leased blocks go with their last lease.
-        while let Some(victim) = state.index.victim(Tier::Device) {
-            let slot = state.index.evict(victim, Tier::Device);
-            state.push_free(Tier::Device, slot);
-        }
         let refused = state.slot_requests.take_all(Tier::Device);
         let error = state.check_service(Tier::Device);
         drop(state);
         tracing::error!(reason, "the device tier is out of service");
         refused.refuse(&error.expect_err("the device tier was just taken out of service"));
+        // Leased blocks go with their last lease.
+        while self.lock().evict_some(Tier::Device) {}
     }
 
     /// Lowers the service of the disk tier; it never rises again.
@@ -58,5 +58,53 @@ impl Shared {
             OpKind::Read => self.retire_disk(reason),
             OpKind::Write | OpKind::Sync => self.lower_service(Health::ReadOnly(reason)),
         }
+    }
+}
+
+impl State {
+    /// Evicts some of the blocks of a tier in memory that can be evicted; false if there may be no more.
+    fn evict_some(&mut self, tier: Tier) -> bool {
+        for _ in 0..EVICTED_PER_LOCK {
+            let Some(victim) = self.index.victim(tier) else { return false };
+            let slot = self.index.evict(victim, tier);
+            self.push_free(tier, slot);
+        }
+        true
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use std::sync::Arc;
+
+    use super::EVICTED_PER_LOCK;
+    use crate::{
+        block::{BlockKey, Tier},
+        config::Config,
+        index::Index,
+        memory::Arena,
+        metrics::Metrics,
+        state::{Shared, locks_taken},
+    };
+
+    #[test]
+    fn a_device_tier_that_goes_out_of_service_is_emptied_in_steps() {
+        const BLOCKS: usize = 3 * EVICTED_PER_LOCK;
+        let config = Config::default().block_bytes(4096).host_blocks(2).device_blocks(BLOCKS as u32);
+        let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
+        let shared = Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new(""));
+        let mut state = shared.lock();
+        for n in 0..BLOCKS as u64 {
+            let mut key = [0; 32];
+            key[..8].copy_from_slice(&n.to_le_bytes());
+            let id = state.index.insert(BlockKey::new(key), None);
+            let slot = state.pop_free(Tier::Device).expect("a slot for each block");
+            assert!(state.index.begin_fill(id, Tier::Device) && state.index.complete_fill(id, Tier::Device, slot));
+        }
+        drop(state);
+        let before = locks_taken();
+        shared.retire_device("a test retires it".into());
+        assert!(locks_taken() - before > 3, "no lock is held for all blocks");
+        assert_eq!(shared.lock().free_slots(Tier::Device), BLOCKS);
     }
 }

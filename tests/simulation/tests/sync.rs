@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Config, DiskPath, Error, WritePolicy};
+use kvhoist::{BlockKey, Config, DiskPath, Error, Tier, WritePolicy};
 use kvhoist_simulation::sim;
 
 fn config(waiters_max: u32) -> Config {
@@ -41,6 +41,26 @@ fn stored_synced_and_cut(blocks: u8, waiters_max: u32) -> (Result<(), Error>, us
         left
     });
     (synced, left)
+}
+
+#[test]
+fn a_sync_writes_every_dirty_block_however_many_there_are() {
+    const BLOCKS: u16 = 700;
+    let config = config(65_536).host_blocks(1024).disks(vec![DiskPath::with_blocks("simulated", 1024)]);
+    let config = config.low_watermark(0.1).high_watermark(0.2);
+    let world = sim::World::new(3, sim::blank_files(&config));
+    sim::block_on(async {
+        let sim::Simulated { cache, .. } = sim::open(config, &world).await.expect("a new store");
+        for block in 0..BLOCKS {
+            let mut key = [7; 32];
+            key[..2].copy_from_slice(&block.to_le_bytes());
+            cache.store(&BlockKey::new(key), None, &[1; 4096]).await.expect("stored");
+        }
+        assert_eq!(cache.stats().dirty, u64::from(BLOCKS), "host memory has room for all");
+        cache.sync().await.expect("nothing goes wrong");
+        let stats = cache.stats();
+        assert_eq!((stats.dirty, stats.tier(Tier::Disk).resident), (0, u64::from(BLOCKS)));
+    });
 }
 
 #[test]
