@@ -38,10 +38,14 @@ def tier_settings(given: Mapping[str, Any]) -> HiCacheConfig:
             raise config_error(name, given[name], f"nothing: {why}")
     if "service" not in given and not os.environ.get("KVHOIST_SERVICE"):
         given["service"] = "off"
-    if "host_bytes" not in given and not os.environ.get("KVHOIST_HOST_BYTES"):
+    if not {"host_bytes", "keep_in_host"} & given.keys() and not os.environ.get("KVHOIST_HOST_BYTES"):
         policy = given.get("write_policy") or os.environ.get("KVHOIST_WRITE_POLICY") or "write_through"
         given["host_bytes"] = STRAIGHT_HOST_BYTES if policy == "write_through" else DEFAULT_HOST_BYTES
-    return HiCacheConfig.load(given)
+    config = HiCacheConfig.load(given)
+    if config.keep_in_host and config.service == "off":
+        expected = "nothing, or a `service`: without one the engine's memory is the only tier of host memory"
+        raise config_error("keep_in_host", given.get("keep_in_host", True), expected)
+    return config
 
 
 @dataclass

@@ -56,6 +56,14 @@ class DeviceSettings:
         given = dict(given)
         if "pool_shares" in given:
             raise config_error("pool_shares", given["pool_shares"], "nothing: the KV cache is one pool")
+        for name, otherwise, expected in (
+            ("service", "off", "'off': a service cannot map a GPU's memory, so the engine has a store of its own"),
+            ("keep_in_host", False, "nothing: `host_bytes` keeps the hottest chunks in any case"),
+        ):
+            if given.get(name, otherwise) not in (otherwise, "false"):
+                raise config_error(name, given[name], expected)
+            # Those of the environment are for other engines of the node.
+            given[name] = otherwise
         own: dict[str, Any] = {}
         if "gds_mode" in given:
             mode = given.pop("gds_mode")

@@ -501,3 +501,25 @@ def test_doctor_reads_a_configuration_as_lmcache_does(store_dir, capsys):
 def test_doctor_names_what_lmcache_would_refuse(wrong, named, capsys):
     assert main(["doctor", "--engine", "lmcache", "--config", json.dumps(wrong)]) == 2
     assert f"doctor: {named}: found" in capsys.readouterr().err
+
+
+def test_settings_that_would_do_nothing_for_an_engine_are_refused(monkeypatch):
+    from kvhoist.chunks import tier_settings
+    from kvhoist.device_settings import DeviceSettings
+
+    given = {"path": "/a", "capacity": "1GiB"}
+    for wrong in (True, "8GiB"):
+        with pytest.raises(ConfigError, match="^keep_in_host: found .*expected nothing, or a `service`"):
+            tier_settings({**given, "keep_in_host": wrong})
+    kept = tier_settings({**given, "keep_in_host": "8GiB", "service": "auto"})
+    assert (kept.keep_in_host, kept.host_bytes) == (True, 8 << 30)
+    assert not tier_settings({**given, "keep_in_host": False}).keep_in_host
+
+    for name, wrong in (("service", "auto"), ("service", "/run/s"), ("keep_in_host", True), ("keep_in_host", "8GiB")):
+        with pytest.raises(ConfigError, match=f"^{name}: found"):
+            DeviceSettings.load({**given, name: wrong})
+    monkeypatch.setenv("KVHOIST_SERVICE", "/run/s")
+    assert DeviceSettings.load({**given, "service": "off", "keep_in_host": "false"}).store.service == "off"
+    # Not a store at the root of the file system.
+    with pytest.raises(ConfigError, match="^path: found None"):
+        DeviceSettings.load({"capacity": "1GiB"})
