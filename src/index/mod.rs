@@ -118,6 +118,9 @@ const ANCESTORS_MAX: usize = 1 << 14;
 pub struct EntryId(u32);
 
 impl EntryId {
+    /// The id of no entry.
+    pub const NONE: EntryId = EntryId(NONE);
+
     /// The entry of this number.
     pub const fn from_u32(id: u32) -> Self {
         EntryId(id)

@@ -318,6 +318,7 @@ impl Shared {
         let key = state.index.key(id);
         state.index.abort_fill(id, Tier::Disk);
         state.disk_slots().clear(slot, &key);
+        state.note_given_up(&key, id);
         if let Some(filling) = filling {
             filling.release(&mut state);
         }

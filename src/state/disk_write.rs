@@ -22,10 +22,10 @@ pub(crate) struct DiskWrite {
 }
 
 impl State {
-    /// Notes the end of the write of `id`; nothing if the block was removed meanwhile, also if another was stored under
-    /// its key since.
+    /// Notes the end of the write of `id`, whose flight has not ended; nothing if the block was removed meanwhile, also
+    /// if another was stored under its key since, even one with the same id.
     pub(super) fn note_written(&mut self, key: &BlockKey, id: EntryId, error: Option<&Error>) {
-        if self.index.find(key) != Some(id) {
+        if self.index.find(key) != Some(id) || self.flights.entry(key, Tier::Disk) != Some(id) {
             return;
         }
         if self.dirty.remove(key) {
@@ -61,8 +61,17 @@ impl State {
                 self.disk_slots().clear(slot, &key);
             }
             filling.release(self);
+            self.note_given_up(&key, id);
         }
         is_visible
+    }
+
+    /// Notes in its flight that a write was given up, if its entry went with it: only a source's pin keeps an entry
+    /// that is resident nowhere.
+    pub(crate) fn note_given_up(&mut self, key: &BlockKey, id: EntryId) {
+        if self.index.find(key) != Some(id) {
+            self.flights.forget_entry(key, Tier::Disk);
+        }
     }
 
     /// Begins to write a block to a disk slot, and enters it in the table if its checksum is known. `None` if it was

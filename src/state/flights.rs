@@ -55,7 +55,7 @@ impl Raised {
 pub(crate) struct Flight<M, U> {
     /// Tells it from earlier and later ones of the same key.
     pub(crate) number: u64,
-    /// The entry that it moves. Where that was removed, the key may name another one by now.
+    /// The entry that it moves; [`EntryId::NONE`] once that is gone. If it was removed, the key may name another one.
     entry: EntryId,
     class: Class,
     /// The reactor has started it. A promotion begins with its caller, and starts when its command is served.
@@ -101,8 +101,8 @@ pub(crate) struct Started {
 
 /// Movements in flight, by key and destination.
 ///
-/// The hasher has fixed keys, for the simulation's sake. That is safe: the map never holds more
-/// than the movements that [`Config::movements_max`](crate::Config::movements_max) allows.
+/// The hasher has fixed keys, for the simulation's sake. That is safe: the map stays small. Commands are bounded by
+/// [`Config::movements_max`](crate::Config::movements_max), and a write from memory pins a slot.
 pub(crate) struct Flights<M, U> {
     by_target: HashMap<(BlockKey, Tier), Flight<M, U>, BuildHasherDefault<DefaultHasher>>,
     /// Movements that may become overdue, by number, the oldest first.
@@ -161,6 +161,13 @@ impl<M, U> Flights<M, U> {
     /// The entry that the movement of `key` to `tier` moves, while it is in flight.
     pub(crate) fn entry(&self, key: &BlockKey, tier: Tier) -> Option<EntryId> {
         self.by_target.get(&(*key, tier)).map(|flight| flight.entry)
+    }
+
+    /// Notes that the entry of a movement is gone while the movement is in flight: another block may get its id.
+    pub(crate) fn forget_entry(&mut self, key: &BlockKey, tier: Tier) {
+        if let Some(flight) = self.by_target.get_mut(&(*key, tier)) {
+            flight.entry = EntryId::NONE;
+        }
     }
 
     /// True if the block of `key` is being written, or will be when the movement in flight ends.

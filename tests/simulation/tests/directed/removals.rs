@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{Tier, WritePolicy, internals::io::OpKind};
+use kvhoist::{Memory, Segment, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, Fault};
 
 use crate::scene::*;
@@ -218,6 +218,44 @@ fn a_remove_waits_for_the_write_that_already_carries_it() {
         assert!(!fetch(&killed, 0).await.expect("a miss"), "a removed block is back");
         finish(killed, its_reactor).await;
         storing.await.expect("no panic").expect("stored");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_store_during_the_write_of_a_removed_block_from_a_callers_memory_is_written() {
+    sim::block_on(async {
+        let config = config().bypass_host(true);
+        let (cache, reactor, disk) = open(config.clone()).await;
+        let mut memory = vec![1u8; 2 * BLOCK_BYTES];
+        let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(BLOCK_BYTES));
+        // SAFETY: the memory outlives the cache, and nothing writes to it.
+        let lent = unsafe { Memory::host(start, BLOCK_BYTES) };
+        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
+        // The payload stalls, and so does the write that clears its record, which was written meanwhile.
+        let next = disk.counts().started[OpKind::Write as usize];
+        for nth in [next, next + 2] {
+            disk.script(OpKind::Write, nth, Fault::Stall);
+        }
+        let storing = spawn(&cache, async move |cache| cache.store_from(&[key(1)], None, &places).await);
+        a_while().await;
+        assert_eq!(disk.stalled(), 1, "the payload is being written");
+        let removal = spawn_remove(&cache, 1);
+        a_while().await;
+        disk.release();
+        a_while().await;
+        assert_eq!(disk.stalled(), 1, "the record is being cleared");
+        // The index may give this block the entry id of the removed one.
+        let stored = spawn(&cache, async |cache| store(&cache, 1).await);
+        a_while().await;
+        disk.release();
+        stored.await.expect("no panic").expect("a sound disk");
+        let (killed, its_reactor, _) = open_killed(config, &disk).await;
+        assert!(fetch(&killed, 1).await.expect("served"), "the store was acknowledged before the kill");
+        finish(killed, its_reactor).await;
+        drop((storing.await.expect("no panic"), removal.await.expect("no panic")));
+        cache.unregister(&region).await.expect("its own region");
         finish(cache, reactor).await;
     });
 }
