@@ -151,11 +151,14 @@ impl DiskSlots {
         }
     }
 
-    /// Frees a slot that will not be filled.
+    /// Frees a slot that will not be filled. A quarantined slot stays quarantined: readers held it until now.
     ///
     /// # Panics
-    /// If the slot is not filling.
+    /// If the slot is free or full.
     pub fn release(&mut self, slot: u32) {
+        if self.state(slot) == State::Quarantined {
+            return;
+        }
         self.expect(slot, State::Filling);
         self.slots[slot as usize] = SlotMeta::FREE;
         assert!(self.free.insert(slot), "a filling slot is not in the set of free slots");

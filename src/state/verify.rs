@@ -255,8 +255,10 @@ impl Shared {
         pin.release(&mut state);
     }
 
-    /// Gives up a block that cannot be read from its disk slot, and quarantines the slot. `filling` is the host slot
-    /// that the block was read into, if one was.
+    /// Gives up a block that cannot be read from its disk slot, and quarantines the slot, unless the block was removed
+    /// meanwhile. `filling` is the host slot that the block was read into, if one was.
+    ///
+    /// If other readers hold the disk slot, the whole block is removed: a store must find it missing and keep its data.
     pub(crate) fn unlink(&self, pin: Pin, filling: Option<Filling>, why: &str) {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
@@ -265,38 +267,40 @@ impl Shared {
             state.index.abort_fill(id, Tier::Host);
             filling.release(&mut state);
         }
-        // If the block was removed meanwhile, this pin alone holds its entry: the slot is free once it is released.
+        // If the block was removed meanwhile, its last reader frees the slot.
         let removed = state.index.slot(id, Tier::Disk) != Some(slot);
         pin.release(&mut state);
-        let mut quarantined = None;
-        if !removed && state.index.drop_copy(id, Tier::Disk).is_some() {
-            let slots = state.disk_slots();
-            let (file, of_path) = slots.quarantine(slot, &key);
-            quarantined = Some((file, of_path, slots.quarantined_count()));
+        if removed {
+            return;
         }
+        if state.index.drop_copy(id, Tier::Disk).is_none() {
+            for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
+                slot.into_iter().for_each(|slot| state.push_free(tier, slot));
+            }
+        }
+        let slots = state.disk_slots();
+        let (file, of_path) = slots.quarantine(slot, &key);
+        let count = slots.quarantined_count();
         drop(state);
-        match quarantined {
-            // A bad drive has many: one warning per path, counters for the others.
-            Some((file, 1, _)) => {
-                let path = &self.config.disk.paths[usize::from(file.0)].path;
-                tracing::warn!(
-                    ?path,
-                    slot,
-                    why,
-                    "a block on disk was given up and its slot quarantined; the next ones of this path are counted, \
-                     and logged at level DEBUG"
-                );
-            }
-            _ => tracing::debug!(slot, why, "a block on disk was given up and its slot quarantined"),
+        self.metrics.quarantined.add(1);
+        // A bad drive has many: one warning per path, counters for the others.
+        if of_path == 1 {
+            let path = &self.config.disk.paths[usize::from(file.0)].path;
+            tracing::warn!(
+                ?path,
+                slot,
+                why,
+                "a block on disk was given up and its slot quarantined; the next ones of this path are counted, and \
+                 logged at level DEBUG"
+            );
+        } else {
+            tracing::debug!(slot, why, "a block on disk was given up and its slot quarantined");
         }
-        if let Some((.., count)) = quarantined {
-            self.metrics.quarantined.add(1);
-            let limit = self.config.disk.quarantine_max;
-            if count > limit {
-                self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
-            } else if u64::from(count) == self.config.disk_slots() {
-                self.retire_disk(format!("all of its {count} slots are quarantined"));
-            }
+        let limit = self.config.disk.quarantine_max;
+        if count > limit {
+            self.retire_disk(format!("{count} slots are quarantined, more than quarantine_max = {limit}"));
+        } else if u64::from(count) == self.config.disk_slots() {
+            self.retire_disk(format!("all of its {count} slots are quarantined"));
         }
     }
 }

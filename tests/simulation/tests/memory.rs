@@ -322,6 +322,42 @@ fn blocks_loaded_into_one_place_at_once_are_not_taken_for_damaged() {
 }
 
 #[test]
+fn a_damaged_block_can_be_stored_anew_while_another_reader_holds_its_slot() {
+    sim::block_on(async {
+        let config = config().bypass_host(true);
+        let (cache, reactor, world) = open(config.clone()).await;
+        world.storage.script_next(OpKind::Write, Fault::Lost);
+        cache.store(&key(20), None, &payload(20)).await.expect("the disk lies");
+        cache.close().await.expect("a sound disk");
+        reactor.ended().await;
+        let Simulated { cache, reactor } = sim::open(config, &world).await.expect("opens again");
+        let mut memory = Memory::new(1);
+        let region = memory.register(&cache);
+        world.storage.script_next(OpKind::Read, Fault::Stall);
+        let (loading, place) = (cache.clone(), memory.place(0));
+        let load = tokio::task::spawn_local(async move { loading.load_into(&[key(20)], &[place]).await });
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        assert_eq!(world.storage.stalled(), 1, "the other reader");
+        assert!(cache.fetch(&key(20)).await.expect("served").is_none(), "the disk lost it");
+        assert!(!cache.contains(&key(20)), "a miss, although its slot is held");
+        cache.store(&key(20), None, &payload(20)).await.expect("a sound disk");
+        world.storage.release();
+        let loaded = load.await.expect("no panic").expect("asked");
+        assert!(matches!(loaded[..], [Ok(true)]), "found damaged, and then in host memory: {loaded:?}");
+        // Host memory evicts it: the disk serves the second copy.
+        for n in 0..8 {
+            drop(cache.fetch(&key(n)).await.expect("served").expect("on disk"));
+        }
+        let lease = cache.fetch(&key(20)).await.expect("served").expect("its store was acknowledged");
+        assert_eq!(*lease, payload(20)[..]);
+        drop(lease);
+        assert_eq!(cache.stats().quarantined, 1);
+        cache.unregister(&region).await.expect("its own");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
 fn a_block_that_is_damaged_on_disk_is_found_out_on_the_way_to_a_callers_memory() {
     sim::block_on(async {
         let config = config().bypass_host(true);
