@@ -1,6 +1,9 @@
-//! Isolates panics of users' code that kvhoist calls: wakers, and the recorder of metrics. A waker runs on the reactor
-//! or on another caller's thread, whichever answers a future, frees a slot or makes room in a channel; a recorder runs
-//! on any thread, also under the index lock. A panic there must not affect those threads.
+//! Isolates panics of users' code that kvhoist calls: wakers, the recorder of metrics, and subscribers of the log. A
+//! waker runs on the reactor or on another caller's thread, whichever answers a future, frees a slot or makes room in a
+//! channel; a recorder runs on any thread, also under the index lock. A panic there must not affect those threads.
+//!
+//! A subscriber that panics in a movement fails that movement (`mover::Landing`); its panic is caught here where no
+//! movement contains it.
 
 use std::{
     future::{Future, poll_fn},

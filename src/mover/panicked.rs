@@ -6,9 +6,8 @@ use super::Mover;
 use crate::{
     block::{BlockKey, Tier},
     device::CopyEngine,
-    error::Error,
     io::Storage,
-    state::Started,
+    state::{Started, verify::panicked},
 };
 
 impl<S: Storage, C: CopyEngine> Mover<S, C> {
@@ -34,8 +33,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             state.index.abort_fill(id, tier);
         }
         drop(state);
-        let source = std::io::Error::other("its movement panicked, which is a defect; the panic message says where");
-        let error = Error::io("move", "a block", source);
+        let error = panicked();
         if tier == Tier::Disk {
             self.shared.metrics.writes_refused.add(1);
             self.shared.note_refused(key, id, &error);

@@ -3,7 +3,7 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use super::{Message, Shared};
-use crate::{block::Tier, error::Error};
+use crate::{block::Tier, error::Error, shield::caught};
 
 /// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
 pub(crate) const LOOKS_PER_DEADLINE: u32 = 4;
@@ -27,7 +27,10 @@ impl Shared {
             (state.flights.take_overdue(begun), state.flights.any_overdue(), held)
         };
         if !waiters.is_empty() {
-            tracing::warn!(waiters = waiters.len(), deadline = ?self.deadline(), "movements are overdue");
+            // A subscriber that panics must not end the deadlines.
+            _ = caught(|| {
+                tracing::warn!(waiters = waiters.len(), deadline = ?self.deadline(), "movements are overdue");
+            });
         }
         for (waiter, slot_wanted) in waiters {
             let error = match slot_wanted {

@@ -19,7 +19,14 @@ use crate::{
     error::Error,
     index::EntryId,
     memory::Readable,
+    shield::caught,
 };
+
+/// The error of the waiters for a movement that panicked.
+pub(crate) fn panicked() -> Error {
+    let source = std::io::Error::other("its movement panicked, which is a defect; the panic message says where");
+    Error::io("move", "a block", source)
+}
 
 /// Larger blocks are verified on the reactor, in pieces: at most about 100 us in one poll.
 pub(crate) const BLOCK_BYTES_MAX: usize = 1 << 20;
@@ -107,7 +114,8 @@ impl Shared {
             let answers = self.take_answers(&mut state, key, &outcome);
             (outcome, answers)
         } else {
-            let outcome = self.finish_read(unverified, false);
+            // Subscribers of the log may panic, also on a caller's thread: the flight ends all the same.
+            let outcome = caught(|| self.finish_read(unverified, false)).unwrap_or_else(|| Err(panicked()));
             let answers = self.take_answers(&mut self.lock(), key, &outcome);
             (outcome, answers)
         };
