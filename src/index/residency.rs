@@ -160,7 +160,7 @@ impl Index {
         slot
     }
 
-    /// Drops the copy in `tier`, whose slot is corrupt, even if it has children there or is dirty. Returns the slot;
+    /// Drops the copy in `tier`, which cannot be read, even if it has children there or is dirty. Returns the slot;
     /// `None` if it is not full, or is pinned.
     pub fn drop_copy(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
         let entry = self.entry(id);

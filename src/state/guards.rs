@@ -144,7 +144,12 @@ impl Shared {
         if is_leased {
             self.leases[tier as usize].fetch_sub(1, Ordering::Relaxed);
         }
-        if let Some(slot) = state.index.unpin(id, tier) {
+        let mut freed = state.index.unpin(id, tier);
+        if tier == Tier::Device && freed.is_none() && !state.device_service.reads() {
+            // It cannot be read any more: with its last reader the copy is gone.
+            freed = state.index.drop_copy(id, tier);
+        }
+        if let Some(slot) = freed {
             state.push_free(tier, slot);
         }
         if tier == Tier::Host && state.has_waiters(tier) && self.write_back_is_due(state, 0, 0.0) {

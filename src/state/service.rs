@@ -2,11 +2,11 @@
 
 use std::io;
 
-use super::{Failures, Health, Shared, State};
+use super::{Failures, Health, Shared};
 use crate::block::{FileId, OpKind, Tier};
 
-/// Blocks that are evicted under one lock: some tens of microseconds.
-const EVICTED_PER_LOCK: usize = 256;
+/// Copies that are dropped under one lock: some tens of microseconds.
+const DROPPED_PER_LOCK: usize = 256;
 
 impl Shared {
     /// Takes the disk tier out of service. Host and device keep serving.
@@ -25,8 +25,28 @@ impl Shared {
         drop(state);
         tracing::error!(reason, "the device tier is out of service");
         refused.refuse(&error.expect_err("the device tier was just taken out of service"));
-        // Leased blocks go with their last lease.
-        while self.lock().evict_some(Tier::Device) {}
+        self.drop_device_copies();
+    }
+
+    /// Drops every copy in the device tier that has no reader. The last unpin drops each of the others, also of those
+    /// that are published later.
+    fn drop_device_copies(&self) {
+        let mut next = Some(0);
+        while let Some(page) = next {
+            let mut keys = Vec::new();
+            // The device is the fastest tier of every block that has a copy there.
+            let visit = |key, tier| keys.extend((tier == Tier::Device).then_some(key));
+            next = self.lock().index.visit_page(page, visit);
+            for keys in keys.chunks(DROPPED_PER_LOCK) {
+                let mut state = self.lock();
+                for key in keys {
+                    let id = state.index.find(key);
+                    if let Some(slot) = id.and_then(|id| state.index.drop_copy(id, Tier::Device)) {
+                        state.push_free(Tier::Device, slot);
+                    }
+                }
+            }
+        }
     }
 
     /// Lowers the service of the disk tier; it never rises again.
@@ -61,23 +81,11 @@ impl Shared {
     }
 }
 
-impl State {
-    /// Evicts some of the blocks of a tier in memory that can be evicted; false if there may be no more.
-    fn evict_some(&mut self, tier: Tier) -> bool {
-        for _ in 0..EVICTED_PER_LOCK {
-            let Some(victim) = self.index.victim(tier) else { return false };
-            let slot = self.index.evict(victim, tier);
-            self.push_free(tier, slot);
-        }
-        true
-    }
-}
-
 #[cfg(all(test, feature = "sim"))]
 mod tests {
     use std::sync::Arc;
 
-    use super::EVICTED_PER_LOCK;
+    use super::DROPPED_PER_LOCK;
     use crate::{
         block::{BlockKey, Tier},
         config::Config,
@@ -89,7 +97,7 @@ mod tests {
 
     #[test]
     fn a_device_tier_that_goes_out_of_service_is_emptied_in_steps() {
-        const BLOCKS: usize = 3 * EVICTED_PER_LOCK;
+        const BLOCKS: usize = 3 * DROPPED_PER_LOCK;
         let config = Config::default().block_bytes(4096).host_blocks(2).device_blocks(BLOCKS as u32);
         let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
         let shared = Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new(""));

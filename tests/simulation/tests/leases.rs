@@ -2,8 +2,8 @@
 
 mod scene;
 
-use kvhoist::{Cache, DiskPath, Error};
-use kvhoist_simulation::sim;
+use kvhoist::{Cache, DiskPath, Error, Eviction, Tier};
+use kvhoist_simulation::sim::{self, Simulated, World};
 use scene::{DEADLINE, config, elapsed, finish, key, open, payload, store};
 
 /// Stores `blocks` as one chain.
@@ -53,5 +53,30 @@ fn one_lease_on_a_chains_tail_holds_back_no_other_slot() {
             drop(lease(&cache, 3).await.expect("what was held stays, and can be read by its key"));
             finish(cache, reactor).await;
         }
+    });
+}
+
+#[test]
+fn a_device_out_of_service_keeps_no_block_beyond_its_last_lease() {
+    sim::block_on(async {
+        let config = config().disks(Vec::new()).device_blocks(2).eviction_policy(Eviction::Lru);
+        let world = World::new(1, Vec::new());
+        let Simulated { cache, reactor } = sim::open(config, &world).await.expect("there are no files");
+        store(&cache, 14).await.expect("there is room");
+        store(&cache, 15).await.expect("there is room");
+        let leased = cache.fetch_to_device(&key(15)).await.expect("served").expect("in host memory");
+        drop(cache.fetch_to_device(&key(14)).await.expect("served").expect("in host memory"));
+        for n in 20..24 {
+            store(&cache, n).await.expect("there is room");
+        }
+        assert_eq!(cache.len(), 6, "four blocks are in host memory, and only the device has blocks 14 and 15");
+        world.copy.stop();
+        let copied = cache.read_device(&leased, Vec::new()).await;
+        assert!(copied.is_err() && cache.stats().device_retired.is_some(), "{copied:?}");
+        assert!(!cache.contains(&key(14)), "it cannot be read any more");
+        drop(leased);
+        assert!(!cache.contains(&key(15)), "it cannot be read any more");
+        assert_eq!((cache.len(), cache.stats().tier(Tier::Device).resident), (4, 0));
+        finish(cache, reactor).await;
     });
 }

@@ -58,6 +58,7 @@ struct State {
     /// The memory of each batch in flight, by the number of its start.
     memory: BTreeMap<u64, Vec<(usize, usize)>>,
     memory_may_change: bool,
+    stopped: bool,
 }
 
 /// A simulated copy engine and its handle; clones share all state.
@@ -68,7 +69,8 @@ impl SimCopy {
     /// An engine that draws latencies and failures from `seed`.
     pub fn new(seed: u64, options: CopyOptions) -> Self {
         let (rng, counts, memory) = (Rng::new(seed), CopyCounts::default(), BTreeMap::new());
-        SimCopy(Rc::new(RefCell::new(State { options, rng, counts, memory, memory_may_change: false })))
+        let state = State { options, rng, counts, memory, memory_may_change: false, stopped: false };
+        SimCopy(Rc::new(RefCell::new(state)))
     }
 
     /// Changes the failure probability of later batches.
@@ -79,6 +81,12 @@ impl SimCopy {
     /// Whether a source may change while it is copied: its owner is another process. Otherwise that is a panic.
     pub fn set_memory_may_change(&self, may: bool) {
         self.0.borrow_mut().memory_may_change = may;
+    }
+
+    /// Fails every later batch, and reports that the device has stopped for good.
+    pub fn stop(&self) {
+        let State { options, stopped, .. } = &mut *self.0.borrow_mut();
+        (options.failure, *stopped) = (1.0, true);
     }
 
     /// Batches so far, by result.
@@ -144,6 +152,10 @@ impl CopyEngine for SimCopy {
             drop(answer.send(done));
         });
         answered.await.expect("the task that answers lives as long as the runtime that polls this")
+    }
+
+    fn fault(&self) -> Option<String> {
+        self.0.borrow().stopped.then(|| "the simulation stopped it".into())
     }
 
     fn checksums(&self) -> bool {
