@@ -154,8 +154,9 @@ impl Cache {
     /// `segments[i]` are the places of block `i`, in the order of its bytes, one block long in all.
     ///
     /// # Errors
-    /// [`Error::Argument`] before anything moved: lengths, or a segment outside every region. A
-    /// block's own error is in its result; its segments then hold anything.
+    /// [`Error::Argument`] before anything moved: lengths, a segment outside every region, or more than
+    /// [`Config::movements_max`](crate::Config::movements_max) blocks. A block's own error is in its result; its
+    /// segments then hold anything.
     ///
     /// # Cancel safety
     /// The loads go on: their segments stay in use until [`unregister`](Cache::unregister) resolves.
@@ -247,7 +248,8 @@ impl Cache {
         }
         let jobs_max = self.config().limits.movements_max;
         if keys.len() > jobs_max as usize {
-            return Err(self.shared().busy("blocks of one call", u64::from(jobs_max), "movements_max"));
+            let most = format!("at most {jobs_max} in one call (`movements_max`): call once for each part of them");
+            return Err(Error::argument("keys", keys.len(), most));
         }
         let mut parent = chain.flatten().copied();
         let mut jobs = Vec::with_capacity(keys.len());

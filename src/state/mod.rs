@@ -67,7 +67,7 @@ pub(crate) type Joined = flights::Joined<Message>;
 /// The waiters that a movement leaves when it ends.
 pub(crate) type Finished = flights::Finished<Message>;
 
-/// State under the lock. No I/O, no await, no allocation that grows with the cache.
+/// State under the lock. Nothing does I/O or awaits while it holds the lock.
 pub(crate) struct State {
     pub(crate) index: Index,
     /// Free slots of the device and the host tier; the disk's are kept by [`DiskSlots`].

@@ -130,6 +130,23 @@ fn a_region_is_pinned_and_given_back_by_the_cache_that_registered_it_and_by_no_o
 }
 
 #[test]
+fn a_call_with_more_blocks_than_it_may_have_says_how_many_it_may_have() {
+    sim::block_on(async {
+        let (cache, reactor, _) = open(config().movements_max(3)).await;
+        let mut memory = Memory::new(4);
+        let region = memory.register(&cache);
+        let (keys, places): (Vec<_>, Vec<_>) = (0..4).map(|n| (key(n), memory.place(n.into()))).unzip();
+        let loaded = cache.load_into(&keys, &places).await;
+        assert!(is_wrong(&loaded, "keys", "4"), "{loaded:?}");
+        assert!(loaded.is_err_and(|error| error.to_string().contains("at most 3")));
+        let loaded = cache.load_into(&keys[..3], &places[..3]).await.expect("within the limit");
+        assert!(matches!(loaded[..], [Ok(true), Ok(true), Ok(true)]), "{loaded:?}");
+        cache.unregister(&region).await.expect("its own");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
 fn a_registration_that_is_dropped_while_it_pins_leaves_no_region() {
     sim::block_on(async {
         let (cache, reactor, _) = open(config()).await;
