@@ -57,8 +57,14 @@ struct Stopped(libc::pid_t);
 impl Stopped {
     fn new(node: &Node) -> Self {
         let pid = libc::pid_t::try_from(node.process.pid()).expect("a process");
-        // SAFETY: plain system call.
-        assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
+        let mut status = 0;
+        // SAFETY: plain system calls; the process is this one's child, and `status` outlives the call. Its threads may
+        // run on until it is reported as stopped.
+        unsafe {
+            assert_eq!(libc::kill(pid, libc::SIGSTOP), 0);
+            assert_eq!(libc::waitpid(pid, &raw mut status, libc::WUNTRACED), pid);
+        }
+        assert!(libc::WIFSTOPPED(status), "{status}");
         Stopped(pid)
     }
 }
