@@ -262,10 +262,12 @@ impl Client {
     /// Resolves when all that was stored in the space before it, by any client, is written and flushed.
     ///
     /// # Errors
-    /// As [`Cache::sync`](crate::Cache::sync), as [`Error::Service`].
+    /// As [`Cache::sync`](crate::Cache::sync), as [`Error::Service`]. A sync that ends with
+    /// [`ServiceFault::Timeout`](crate::service::ServiceFault::Timeout), or with a lost connection, may have taken the
+    /// report of refused blocks with it: no later sync repeats it.
     ///
     /// # Cancel safety
-    /// The writes and the flush go on.
+    /// The writes and the flush go on. A report of refused blocks may be lost, as above.
     ///
     /// ```
     /// # let dir = tempfile::tempdir().expect("a directory");

@@ -354,15 +354,15 @@ impl Caller {
         self.run.say(|| format!("caller {} syncs space {}", self.number, self.space));
         let (client, life) = (self.client.clone(), self.run.life.get());
         let began = self.run.models[self.space].borrow().sync_begins();
-        let Some(synced) = self.made(client.sync()).await else { return Ok(()) };
+        let synced = self.made(client.sync()).await;
         let mut model = self.run.models[self.space].borrow_mut();
         match &synced {
             _ if self.run.life.get() != life => {}
-            Ok(()) => model.sync_ends(began),
-            Err(Error::Service { fault: ServiceFault::Refused, .. }) => model.sync_reports(),
-            Err(_) => {}
+            Some(Ok(())) => model.sync_ends(began),
+            // A reply that nobody waited for may have reported refused blocks: no later sync does.
+            _ => model.sync_reports(),
         }
-        synced
+        synced.unwrap_or(Ok(()))
     }
 
     /// What changes no answer.
