@@ -31,7 +31,7 @@ impl Mapped {
     }
 
     /// Its bytes.
-    #[expect(clippy::len_without_is_empty, reason = "it is never empty")]
+    #[allow(clippy::len_without_is_empty, reason = "it is never empty; public with the feature `sim` only")]
     pub fn len(&self) -> usize {
         self.len
     }
