@@ -28,6 +28,9 @@ use rules::{Finding, check_rust, check_text, test_modules};
 /// Top folders that hold Rust of this project.
 const RUST_FOLDERS: [&str; 7] = ["src", "cli", "tests", "benches", "examples", "fuzz", "python"];
 
+/// Files that a fetch from disk may pass through.
+const FETCH_FILES_MAX: usize = 8;
+
 #[test]
 fn rust_files_keep_the_house_rules() {
     let files = rust_files();
@@ -131,6 +134,10 @@ fn the_design_page_names_the_files_that_a_call_passes_through() {
     };
     let wrong: Vec<_> = walks.iter().flat_map(|(title, steps)| walk::check(title, steps, code)).collect();
     assert!(walks.iter().all(|(_, steps)| steps.iter().any(|step| !step.functions.is_empty())));
+    let (title, fetch) = &walks[0];
+    assert_eq!(title, "Fetch, block on disk");
+    let long = walk::check_length(title, fetch, FETCH_FILES_MAX);
+    assert!(long.is_empty(), "docs/design.md, the path of a call:\n{}", long.join("\n"));
     assert!(wrong.is_empty(), "docs/design.md, the path of a call:\n{}", wrong.join("\n"));
 }
 
