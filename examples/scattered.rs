@@ -1,6 +1,6 @@
 //! A layer-first load: one block's layers land far apart in a pool of device memory.
 
-use kvhoist::{BlockGeometry, Cache, Memory, PrefixChain, RegisterOptions, Segment, block_on};
+use kvhoist::{BlockGeometry, Cache, Memory, PrefixChain, Segment, block_on};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     // A small model: 4 layers, 2 KV heads of 64, 16 tokens a block, 2-byte elements.
@@ -25,7 +25,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         // SAFETY: the pool outlives the cache's use of it, which ends with `unregister` below; nothing
         // touches it while it is loaded.
         let memory = unsafe { Memory::device(buffer.as_mut_ptr(), buffer.len()) };
-        regions.push(block_on(cache.register(memory, RegisterOptions::default()))?);
+        regions.push(block_on(cache.register(memory))?);
     }
     let places: Vec<Vec<Segment>> = (0..keys.len())
         .map(|n| {

@@ -3,7 +3,7 @@
 use std::{io, path::PathBuf, sync::Arc};
 
 /// The result type of this crate's fallible functions.
-pub type Result<T, E = Error> = std::result::Result<T, E>;
+pub(crate) type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Why a call failed, grouped by what the caller can do about it.
 ///

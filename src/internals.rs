@@ -32,4 +32,4 @@ macro_rules! export {
     };
 }
 
-export! { block checksum device disk error index io machine memory size }
+export! { block checksum device disk index io machine memory size }

@@ -40,17 +40,13 @@ mod workers;
 
 pub use block::{BlockGeometry, BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};
 pub use block_on::block_on;
-pub use cache::{
-    Cache, CompletionQueue, CopyStats, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation, RouteStats, Stats,
-    TierStats,
-};
+pub use cache::{Cache, CompletionQueue, DeviceLease, LayerLoad, Lease, Loan, Region, Reservation, Stats, TierStats};
 pub use config::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceConfig, DeviceKind, DirectIo, DiskConfig, DiskPath, EngineMode,
     Eviction, HostConfig, Limits, StorageKind, WritePolicy,
 };
-pub use error::{Error, Result};
-pub use memory::{Memory, RegisterOptions};
-pub use mover::LayerDone;
+pub use error::Error;
+pub use memory::Memory;
 
 /// The CUDA devices of this machine. Only with the cargo feature `cuda`.
 #[cfg(feature = "cuda")]

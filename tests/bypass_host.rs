@@ -32,7 +32,7 @@ impl Pool {
     fn register(&mut self, cache: &Cache) -> Region {
         // SAFETY: the pool outlives the cache in every test, and is looked at where no call is in flight.
         let lent = unsafe { kvhoist::Memory::host(self.0.as_mut_ptr(), self.0.len()) };
-        kvhoist::block_on(cache.register(lent, Default::default())).expect("register")
+        kvhoist::block_on(cache.register(lent)).expect("register")
     }
 
     /// Two segments a block, each `shift` bytes off its place.
@@ -142,7 +142,7 @@ fn cached_pages(path: &Path) -> usize {
 }
 
 fn went(cache: &Cache, route: Route) -> u64 {
-    cache.stats().route(route).blocks
+    cache.stats().route_blocks(route)
 }
 
 #[test]

@@ -64,7 +64,7 @@ async fn a_stored_block_is_fetched_from_every_tier(storage: StorageKind) {
     let stats = cache.stats();
     assert_eq!(stats.misses, 1);
     assert_eq!(stats.tier(Tier::Disk).resident, 16);
-    assert_eq!(stats.route(Route::DiskToHost).blocks, 2);
+    assert_eq!(stats.route_blocks(Route::DiskToHost), 2);
     assert!(stats.direct_io, "a real file system has direct I/O");
     kvhoist::internals::validate(&cache).expect("valid");
     cache.close().await.expect("close");
@@ -318,7 +318,7 @@ async fn prefetched_blocks_become_host_hits(storage: StorageKind) {
         let lease = cache.fetch(&key(n)).await.expect("fetch").expect("resident");
         assert_eq!(lease.route(), Route::HostHit);
     }
-    assert_eq!(cache.stats().route(Route::DiskToHost).blocks, 4, "each was read once");
+    assert_eq!(cache.stats().route_blocks(Route::DiskToHost), 4, "each was read once");
     cache.close().await.expect("close");
 }
 

@@ -81,7 +81,7 @@ async fn one_read_serves_all_who_wait_for_it() {
     for n in 0..16 {
         store(&cache, n).await;
     }
-    let before = cache.stats().route(Route::DiskToHost).blocks;
+    let before = cache.stats().route_blocks(Route::DiskToHost);
     let barrier = Arc::new(tokio::sync::Barrier::new(100));
     let tasks: Vec<_> = (0..100)
         .map(|_| {
@@ -96,7 +96,7 @@ async fn one_read_serves_all_who_wait_for_it() {
     for task in tasks {
         task.await.expect("no task panics");
     }
-    assert_eq!(cache.stats().route(Route::DiskToHost).blocks - before, 1);
+    assert_eq!(cache.stats().route_blocks(Route::DiskToHost) - before, 1);
     cache.close().await.expect("close");
 }
 
@@ -137,7 +137,7 @@ fn a_plain_thread_submits_polls_an_eventfd_and_drains() {
     // SAFETY: `pool` outlives the cache's use of it, which ends with `unregister` below, and is
     // touched only between submissions.
     let lent = unsafe { kvhoist::Memory::host(pool.as_mut_ptr(), pool.len()) };
-    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("register");
+    let region = kvhoist::block_on(cache.register(lent)).expect("register");
     let base = pool.as_mut_ptr();
     // Two segments a block, the second half first: lists are followed in their own order.
     let halves = |slot: usize| {
@@ -171,7 +171,7 @@ fn a_plain_thread_submits_polls_an_eventfd_and_drains() {
     block_on(cache.close()).expect("close");
 }
 
-fn wait_one(queue: &kvhoist::CompletionQueue) -> (u64, Vec<kvhoist::Result<bool>>) {
+fn wait_one(queue: &kvhoist::CompletionQueue) -> (u64, Vec<Result<bool, kvhoist::Error>>) {
     loop {
         let mut poll = libc::pollfd { fd: queue.event_fd().as_raw_fd(), events: libc::POLLIN, revents: 0 };
         // SAFETY: one pollfd, valid for the call.

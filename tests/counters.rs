@@ -11,8 +11,7 @@ fn looked_up(stats: &Stats) -> [u64; 3] {
 }
 
 fn went(stats: &Stats, route: Route) -> [u64; 2] {
-    let figures = stats.route(route);
-    [figures.blocks, figures.bytes / BLOCK_BYTES as u64]
+    [stats.route_blocks(route), stats.route_bytes(route) / BLOCK_BYTES as u64]
 }
 
 /// A pool of the caller's. Leaked, so that it never moves and outlives every movement.
@@ -80,7 +79,7 @@ fn every_way_to_load_counts_each_block_once_where_it_was_found() {
                 let (memory, places) = pool(8);
                 // SAFETY: the memory is leaked, and nothing reads it.
                 let lent = unsafe { kvhoist::Memory::host(memory, 8 * BLOCK_BYTES) };
-                let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+                let region = kvhoist::block_on(cache.register(lent)).expect("registered");
                 for n in 0..8 {
                     store(&cache, n).await;
                 }
@@ -113,7 +112,7 @@ fn what_is_stored_from_a_region_and_read_from_the_device_has_a_route() {
         unsafe { memory.copy_from_nonoverlapping(payload(1, BLOCK_BYTES).as_ptr(), BLOCK_BYTES) };
         // SAFETY: as above.
         let lent = unsafe { kvhoist::Memory::host(memory, BLOCK_BYTES) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         let stored = cache.store_from(&[key(1)], None, &places).await.expect("taken on");
         assert!(stored.into_iter().all(|result| result.expect("stored")));
         assert_eq!(went(&cache.stats(), Route::CallerToHost), [1, 1]);
@@ -138,7 +137,7 @@ fn loads_are_uses_that_select_a_block_for_the_disk() {
             let (memory, places) = pool(1);
             // SAFETY: the memory is leaked, and nothing reads it.
             let lent = unsafe { kvhoist::Memory::host(memory, BLOCK_BYTES) };
-            let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+            let region = kvhoist::block_on(cache.register(lent)).expect("registered");
             store(&cache, 1).await;
             load(&cache, way, &[1], &places).await;
             cache.sync().await.expect("flushed");

@@ -38,7 +38,7 @@ fn hold(cache: Cache, last: Last) -> Held {
     let mut memory = AlignedBuf::zeroed(BLOCK_BYTES);
     // SAFETY: nothing is loaded into it.
     let lent = unsafe { kvhoist::Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
-    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+    let region = kvhoist::block_on(cache.register(lent)).expect("registered");
     let lease = block_on(cache.fetch(&key(0))).expect("served").expect("stored");
     let device = block_on(cache.fetch_to_device(&key(1))).expect("served").expect("stored");
     let addresses = [lease.as_ptr().addr(), device.segments()[0].ptr.addr()].map(|address| address & !4095);

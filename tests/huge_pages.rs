@@ -1,4 +1,4 @@
-//! `RegisterOptions::pinned` moves a caller's memory into huge pages, and changes nothing of what it holds.
+//! `Memory::pinned` moves a caller's memory into huge pages, and changes nothing of what it holds.
 
 mod common;
 
@@ -10,7 +10,7 @@ use std::{
 };
 
 use common::{SetOnDrop, config, directory, key, payload};
-use kvhoist::{BlockKey, Cache, Memory, RegisterOptions, Segment, StorageKind, block_on};
+use kvhoist::{BlockKey, Cache, Memory, Segment, StorageKind, block_on};
 
 const HUGE: usize = 2 << 20;
 const BLOCK: usize = 256 << 10;
@@ -132,7 +132,7 @@ fn a_pinned_region_lies_in_huge_pages_and_holds_what_it_held() {
         assert_eq!(pool.huge(), 0, "small pages were asked for");
         // SAFETY: the pool outlives the cache.
         let memory = unsafe { Memory::host(pool.start, POOL) };
-        block_on(cache.register(memory, RegisterOptions::default().pinned(true))).expect("registered");
+        block_on(cache.register(memory.pinned(true))).expect("registered");
         assert_eq!(pool.huge(), (POOL - BLOCK / 2) / HUGE * HUGE, "all that is wholly its own, and no more");
         assert!(pool.bytes(0..BLOCKS) == before, "no byte has changed");
         block_on(cache.close()).expect("closed");
@@ -151,7 +151,7 @@ fn moving_a_region_that_is_in_use_spoils_nothing() {
         };
         // SAFETY: the pool outlives the cache.
         let memory = unsafe { Memory::host(pool.start, POOL) };
-        let region = block_on(cache.register(memory, RegisterOptions::default())).expect("registered");
+        let region = block_on(cache.register(memory)).expect("registered");
         let (from, to): (Vec<_>, Vec<_>) = (0..half).map(|n| (pool.place(n), pool.place(half + n))).unzip();
         let ended = AtomicBool::new(false);
         thread::scope(|scope| {

@@ -26,8 +26,8 @@ fn every_layer_is_right_when_it_is_said_to_be_there() {
                 let load = load(&cache, &pool, &wanted).await;
                 assert_eq!(load.layers(), LAYERS);
                 for layer in 0..LAYERS {
-                    let done = load.layer(layer).await.expect("a layer");
-                    assert!(done.leading == wanted.len() && done.error.is_none(), "{done:?}");
+                    let (leading, error) = load.layer(layer).await.expect("a layer");
+                    assert!(leading == wanted.len() && error.is_none(), "{leading}, {error:?}");
                     wanted.iter().enumerate().for_each(|(place, &n)| pool.assert_layer(place, n, layer));
                 }
                 assert!(load.blocks().await.into_iter().all(|result| result.expect("loaded")));
@@ -51,14 +51,14 @@ fn a_missing_block_is_told_of_in_every_layer() {
         let region = pool.register(&cache, false);
         let load = load(&cache, &pool, &[0, 1, 2, 99, 4, 5]).await;
         for layer in 0..LAYERS {
-            let done = load.layer(layer).await.expect("a layer");
-            assert!(done.leading == 3 && done.error.is_none(), "{done:?}");
+            let (leading, error) = load.layer(layer).await.expect("a layer");
+            assert!(leading == 3 && error.is_none(), "{leading}, {error:?}");
             (0..3).for_each(|n| pool.assert_layer(n as usize, n, layer));
         }
         let blocks: Vec<bool> = load.blocks().await.into_iter().map(|result| result.expect("no error")).collect();
         assert_eq!(blocks, [true, true, true, false, true, true], "those behind it are there too");
         let nothing = cache.load_layers(&[], &[], &[0]).await.expect("nothing to load");
-        assert_eq!((nothing.layer(0).await.expect("a layer").leading, nothing.blocks().await.len()), (0, 0));
+        assert_eq!((nothing.layer(0).await.expect("a layer").0, nothing.blocks().await.len()), (0, 0));
         cache.unregister(&region).await.expect("its own region");
         cache.close().await.expect("close");
     });

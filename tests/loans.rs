@@ -45,7 +45,7 @@ fn only_a_loans_own_calls_use_its_memory() {
     let outside = Segment { ptr: start.wrapping_add(1), len: BLOCK_BYTES };
     // SAFETY: the vector outlives the cache's use, which is waited for below; nothing touches it meanwhile.
     let [loan, again] = [(); 2].map(|()| unsafe { cache.lend(&[whole]) }.expect("lent twice"));
-    let refused = |result: kvhoist::Result<_>| matches!(result, Err(Error::Argument { .. }));
+    let refused = |result: Result<_, kvhoist::Error>| matches!(result, Err(Error::Argument { .. }));
     assert!(refused(block_on(cache.store_from(&[key(1)], None, &[vec![whole]]))), "it is not registered");
     assert!(refused(block_on(loan.store_from(&[key(1)], None, &[vec![outside]]))), "one byte is not lent");
     let queue = other.completion_queue(1).expect("an eventfd");

@@ -44,7 +44,11 @@ fn descriptors_of(file: &File) -> usize {
 
 /// Runs `while_waiting` when an open with these settings has the empty store file open and waits for its lock. `None`
 /// where that took longer than the open waits.
-fn open_while_locked(config: Config, path: &Path, while_waiting: impl FnOnce(&File)) -> Option<kvhoist::Result<Cache>> {
+fn open_while_locked(
+    config: Config,
+    path: &Path,
+    while_waiting: impl FnOnce(&File),
+) -> Option<Result<Cache, kvhoist::Error>> {
     let winner = create_empty(path);
     winner.lock().expect("not locked elsewhere");
     let opened = thread::scope(|scope| {

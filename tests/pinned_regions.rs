@@ -1,4 +1,4 @@
-//! `RegisterOptions::pinned`: a caller's memory as buffers of the ring, coming and going while blocks move.
+//! `Memory::pinned`: a caller's memory as buffers of the ring, coming and going while blocks move.
 //!
 //! One test, for what is pinned is counted for the whole process.
 
@@ -11,7 +11,7 @@ use std::{
 
 use common::{SetOnDrop, config, directory, key, payload};
 use kvhoist::{
-    BlockKey, Cache, Memory, Region, RegisterOptions, Route, Segment, StorageKind, block_on,
+    BlockKey, Cache, Memory, Region, Route, Segment, StorageKind, block_on,
     internals::{io::AlignedBuf, pin_region},
 };
 
@@ -39,7 +39,7 @@ impl Pool {
     fn register(&mut self, cache: &Cache) -> Region {
         // SAFETY: the pool outlives the cache, and is looked at where no call on it is in flight.
         let memory = unsafe { Memory::host(self.memory.as_mut_ptr(), POOL) };
-        block_on(cache.register(memory, RegisterOptions::default().pinned(true))).expect("registered")
+        block_on(cache.register(memory.pinned(true))).expect("registered")
     }
 
     /// Loads all blocks: how many were there. Those have the right bytes.
@@ -143,7 +143,7 @@ fn pages_that_were_pinned_are_read_into(cache: &Cache, first: &mut Pool) {
     let before = cache.stats();
     assert_eq!(other.load(cache), BLOCKS);
     let stats = cache.stats();
-    let went = |route: Route| stats.route(route).blocks - before.route(route).blocks;
+    let went = |route: Route| stats.route_blocks(route) - before.route_blocks(route);
     let went = [Route::DiskToRegion, Route::DiskToHost].map(went);
     assert_eq!(went, [0, BLOCKS as u64], "they were read through the page tables");
     assert_eq!((stats.checksum_failures, stats.quarantined), (0, 0), "the disk is not to blame");

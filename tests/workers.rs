@@ -22,7 +22,7 @@ impl Pool {
     fn register(&mut self, cache: &Cache) -> Region {
         // SAFETY: the pool outlives the cache in every test, and is looked at where no call is in flight.
         let lent = unsafe { kvhoist::Memory::host(self.0.as_mut_ptr(), self.0.len()) };
-        kvhoist::block_on(cache.register(lent, Default::default())).expect("register")
+        kvhoist::block_on(cache.register(lent)).expect("register")
     }
 
     /// Each block as so many segments, so that it goes straight to disk (one) or through a host slot (many).
@@ -47,7 +47,7 @@ fn keys() -> Vec<BlockKey> {
     (0..BLOCKS as u64).map(key).collect()
 }
 
-fn all(results: Vec<kvhoist::Result<bool>>) -> Vec<bool> {
+fn all(results: Vec<Result<bool, kvhoist::Error>>) -> Vec<bool> {
     results.into_iter().map(|result| result.expect("no error")).collect()
 }
 

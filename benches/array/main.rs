@@ -151,8 +151,7 @@ impl Array {
         let base = pool.block(0).as_mut_ptr();
         // SAFETY: the pool outlives the cache's use of it: `measure` unregisters the region before it drops either.
         let memory = unsafe { kvhoist::Memory::host(base, block_bytes * blocks as usize) };
-        let region =
-            block_on(cache.register(memory, kvhoist::RegisterOptions::default().pinned(true))).map_err(other)?;
+        let region = block_on(cache.register(memory.pinned(true))).map_err(other)?;
         if !region.is_pinned() {
             eprintln!("the pool is no buffer of the ring: raise `ulimit -l`");
         }
@@ -205,7 +204,7 @@ impl Array {
         }
         let stats = self.cache.stats();
         let routes = [Route::DiskToRegion, Route::RegionToDisk, Route::DiskToHost, Route::HostToCaller]
-            .map(|route| (route, stats.route(route).blocks));
+            .map(|route| (route, stats.route_blocks(route)));
         println!("blocks by route: {routes:?}; {} pieces of work done by workers\n", stats.work_done);
         let region = self.region.take().expect("unregistered once");
         block_on(self.cache.unregister(&region)).map_err(other)?;
@@ -262,7 +261,7 @@ impl Array {
         let buffer = Gpu::open(0).and_then(|gpu| DeviceBuffer::new(gpu, self.bytes() as usize)).map_err(other)?;
         // SAFETY: the buffer outlives the cache's use of it (`unregister` below), and nothing else knows it.
         let memory = unsafe { kvhoist::Memory::device(buffer.base().as_ptr(), buffer.bytes()) };
-        let region = block_on(self.cache.register(memory, Default::default())).map_err(other)?;
+        let region = block_on(self.cache.register(memory)).map_err(other)?;
         let base = buffer.base().as_ptr().expose_provenance();
         let turn = &AtomicU64::new(0);
         let threads = *THREADS.last().expect("some");

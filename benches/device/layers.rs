@@ -62,7 +62,7 @@ fn rounds(
 ) -> io::Result<()> {
     // SAFETY: the pool outlives the cache's use of it (`unregister` below), and nothing else knows it.
     let lent = unsafe { kvhoist::Memory::device(pool.buffer.base().as_ptr(), pool.buffer.bytes()) };
-    let region = kvhoist::block_on(cache.register(lent, Default::default())).map_err(other)?;
+    let region = kvhoist::block_on(cache.register(lent)).map_err(other)?;
     let mut times: [Vec<[f64; 2]>; 2] = Default::default();
     for round in 0..=options.rounds {
         let first = first_block(round);
@@ -164,8 +164,8 @@ impl Pool {
 }
 
 fn wait_by_host(load: &LayerLoad, layer: usize) -> io::Result<()> {
-    let done = block_on(load.layer(layer)).map_err(other)?;
-    if done.leading == BLOCKS as usize { Ok(()) } else { Err(other(format!("layer {layer}: {done:?}"))) }
+    let (leading, error) = block_on(load.layer(layer)).map_err(other)?;
+    if leading == BLOCKS as usize { Ok(()) } else { Err(other(format!("layer {layer}: {leading}, {error:?}"))) }
 }
 
 impl Drop for Pool {

@@ -98,7 +98,7 @@ fn load(options: &Options, gpu: &Arc<Gpu>) -> io::Result<()> {
     let pool = DeviceBuffer::new(Arc::clone(gpu), block_bytes * blocks as usize).map_err(other)?;
     // SAFETY: the pool outlives the cache's use of it (`unregister` below), and nothing else knows it.
     let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
-    let region = kvhoist::block_on(cache.register(lent, Default::default())).map_err(other)?;
+    let region = kvhoist::block_on(cache.register(lent)).map_err(other)?;
     let keys: Vec<BlockKey> = (0..blocks).map(key).collect();
     for segments_per_block in [1_usize, 64, 256] {
         let len = block_bytes / segments_per_block;

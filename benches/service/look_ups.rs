@@ -30,7 +30,7 @@ pub fn look_ups(socket: &Path, small: u64) -> Outcome<()> {
     let client = block_on(Client::connect(socket, wanted))?;
     let keys: Vec<BlockKey> = (0..LOOKED_UP as u64).map(key).collect();
     let block = Arc::new(SharedMemory::new(BLOCK_BYTES)?);
-    block_on(client.register(&block, kvhoist::RegisterOptions::default().pinned(true)))?;
+    block_on(client.register(kvhoist::Memory::from(&block).pinned(true)))?;
     let places = vec![vec![Segment { ptr: block.as_ptr(), len: BLOCK_BYTES }]; LOOKED_UP];
     all_done(&block_on(client.store_from(&keys, None, &places))?)?;
     let mut times = Vec::new();

@@ -43,7 +43,7 @@ impl Pool {
     }
 }
 
-pub fn all_done(results: &[kvhoist::Result<bool>]) -> Outcome<()> {
+pub fn all_done(results: &[Result<bool, kvhoist::Error>]) -> Outcome<()> {
     match results.iter().position(|result| !matches!(result, Ok(true))) {
         None => Ok(()),
         Some(at) => Err(format!("page {at}: {:?}", results[at]).into()),

@@ -36,7 +36,7 @@ pub fn client(words: &[String]) -> Outcome<()> {
     (wanted.capacity_bytes, wanted.host_bytes) = (capacity, host_bytes);
     let client = block_on(Client::connect(socket, wanted))?;
     let pool = Pool::new(block_bytes as usize)?;
-    block_on(client.register(&pool.memory, kvhoist::RegisterOptions::default().pinned(true)))?;
+    block_on(client.register(kvhoist::Memory::from(&pool.memory).pinned(true)))?;
     let keys: Vec<BlockKey> = (first..first + PAGES as u64).map(key).collect();
     pool.fill(seed);
     if stores == 1 {

@@ -56,7 +56,7 @@ fn object(found: &Inspection) -> Value {
         "generations": range(found.generations),
         "last_uses": range(found.last_uses),
         "in_use": found.in_use,
-        "faults": faults_object(&found.faults),
+        "faults": faults_object(found.faults(), found.fault_counts()),
     })
 }
 
@@ -80,6 +80,6 @@ fn table(found: &Inspection) -> String {
         let (sequence, path) = (member.sequence, shown(&member.path));
         table.line(format!("{at:>6}{slots:>12}{full:>12}{size:>14}{sequence:>10}  {path}"));
     }
-    table.faults(&found.faults);
+    table.faults(found.faults(), found.fault_counts());
     table.text().to_owned()
 }

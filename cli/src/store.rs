@@ -1,8 +1,8 @@
 //! What `inspect` and `verify` have in common: flags, and how they show a store.
 
-use std::path::PathBuf;
+use std::{collections::BTreeMap, path::PathBuf};
 
-use kvhoist::store::{Fault, Faults, Shape, Store};
+use kvhoist::store::{Fault, Shape, Store};
 use serde_json::{Value, json};
 
 use crate::{
@@ -10,6 +10,9 @@ use crate::{
     shown::{plain, shown},
     size::show_bytes,
 };
+
+/// Number of faults of each kind.
+type FaultCounts = BTreeMap<&'static str, u64>;
 
 /// The store to examine, and how.
 #[derive(clap::Args)]
@@ -73,21 +76,21 @@ impl Table {
     }
 
     /// The listed faults.
-    pub fn faults(&mut self, faults: &Faults) {
-        if faults.count() == 0 {
+    pub fn faults(&mut self, listed: &[Fault], counts: &FaultCounts) {
+        if counts.is_empty() {
             return;
         }
         self.line("");
-        for (kind, count) in faults.counts() {
+        for (kind, count) in counts {
             self.row(kind, count);
         }
         self.line("");
-        for fault in faults.listed() {
+        for fault in listed {
             let slot = fault.slot.map(|slot| format!(" slot {slot}")).unwrap_or_default();
             let key = fault.key_prefix.as_ref().map(|key| format!(" key {key}..")).unwrap_or_default();
             self.line(format!("{} at {}{slot}{key}: {}", shown(&fault.path), fault.offset, fault));
         }
-        let more = faults.count() - faults.listed().len() as u64;
+        let more = total(counts) - listed.len() as u64;
         if more > 0 {
             self.line(format!("and {more} more; --list N lists more"));
         }
@@ -117,9 +120,14 @@ pub fn shape_object(shape: &Shape) -> Value {
 }
 
 /// The faults, as an object.
-pub fn faults_object(faults: &Faults) -> Value {
-    let listed: Vec<Value> = faults.listed().iter().map(fault_object).collect();
-    json!({ "count": faults.count(), "by_kind": faults.counts(), "listed": listed })
+pub fn faults_object(listed: &[Fault], counts: &FaultCounts) -> Value {
+    let listed: Vec<Value> = listed.iter().map(fault_object).collect();
+    json!({ "count": total(counts), "by_kind": counts, "listed": listed })
+}
+
+/// Number of all faults.
+pub fn total(counts: &FaultCounts) -> u64 {
+    counts.values().sum()
 }
 
 fn fault_object(fault: &Fault) -> Value {

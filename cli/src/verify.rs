@@ -12,7 +12,7 @@ use crate::{
     progress::Progress,
     shown::shown,
     size::show_bytes,
-    store::{StoreArgs, Table, faults_object, shape_object},
+    store::{StoreArgs, Table, faults_object, shape_object, total},
 };
 
 /// Flags of `kvhoist verify`.
@@ -34,11 +34,11 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let mut progress: Option<Progress> = None;
     let report = args.store.store().depth(args.depth).verify(|now| {
         if now.blocks() > 0 {
-            let total = usize::try_from(now.blocks()).unwrap_or(usize::MAX);
-            let progress = progress.get_or_insert_with(|| Progress::new(total, "blocks", args.quiet));
+            let blocks = usize::try_from(now.blocks()).unwrap_or(usize::MAX);
+            let progress = progress.get_or_insert_with(|| Progress::new(blocks, "blocks", args.quiet));
             let done = usize::try_from(now.blocks_read()).unwrap_or(usize::MAX);
             progress.update(done, || {
-                let faults = match now.faults.count() {
+                let faults = match total(now.fault_counts()) {
                     1 => "1 fault".to_owned(),
                     count => format!("{count} faults"),
                 };
@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
         progress.finish();
     }
     emit(&if args.store.json { format!("{:#}\n", object(&report)) } else { table(&report) })?;
-    match report.faults.count() {
+    match total(report.fault_counts()) {
         _ if !report.complete => Err(Failure::interrupted()),
         0 => Ok(()),
         1 => Err(Failure::run("1 fault found")),
@@ -89,7 +89,7 @@ fn object(report: &Verification) -> Value {
         "duplicates": report.duplicates.iter().map(duplicate).collect::<Vec<_>>(),
         "payloads_good": report.payloads_good,
         "payloads_bad": report.payloads_bad,
-        "faults": faults_object(&report.faults),
+        "faults": faults_object(report.faults(), report.fault_counts()),
         "bytes_read": report.bytes_read,
         "seconds": report.elapsed.as_secs_f64(),
         "gb_per_second": bytes_per_second(report) / 1e9,
@@ -126,7 +126,7 @@ fn table(report: &Verification) -> String {
     if report.in_use {
         table.line("a cache had the store open: blocks on the move look damaged");
     }
-    table.faults(&report.faults);
+    table.faults(report.faults(), report.fault_counts());
     if !report.complete {
         table.line("interrupted: the rest was not read");
     }

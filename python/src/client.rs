@@ -11,7 +11,7 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Error, Memory, RegisterOptions, Segment, Tier, block_on,
+    BlockKey, Error, Memory, Segment, Tier, block_on,
     service::{Client, ClientOptions, ClientRegion, ServiceFault},
 };
 use pyo3::{
@@ -127,7 +127,7 @@ fn register(
         let fd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
         // SAFETY: a buffer object keeps the memory mapped, or the caller does, as documented.
         let memory = unsafe { Memory::memfd(fd, offset, start, nbytes) };
-        match block_on(client.register(memory, RegisterOptions::default().pinned(pin))) {
+        match block_on(client.register(memory.pinned(pin))) {
             Err(Error::Service { fault: ServiceFault::Memory, text }) => {
                 tracing::warn!(reason = %text, "memory cannot be shared with the service: its blocks are copied");
             }
@@ -136,7 +136,7 @@ fn register(
     }
     // SAFETY: as above.
     let memory = unsafe { Memory::host(start, nbytes) };
-    block_on(client.register(memory, RegisterOptions::default()))
+    block_on(client.register(memory))
 }
 
 #[pymethods]

@@ -94,7 +94,7 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
     all.set_item("cufile", stats.cufile)?;
     all.set_item("cufile_reason", stats.cufile_reason.as_str())?;
     let copies = PyDict::new(py);
-    stats.copies().iter().try_for_each(|figures| copies.set_item(figures.engine, figures.bytes))?;
+    stats.copied_bytes().into_iter().try_for_each(|(engine, bytes)| copies.set_item(engine, bytes))?;
     all.set_item("copied_bytes", copies)?;
     all.set_item("device_retired", stats.device_retired.as_deref())?;
     all.set_item("disk_retired", stats.disk_retired.as_deref())?;
@@ -129,10 +129,9 @@ fn tiers<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
 fn routes<'py>(py: Python<'py>, stats: &Stats) -> PyResult<Bound<'py, PyDict>> {
     let routes = PyDict::new(py);
     for route in Route::ALL {
-        let figures = stats.route(route);
         let one = PyDict::new(py);
-        one.set_item("blocks", figures.blocks)?;
-        one.set_item("bytes", figures.bytes)?;
+        one.set_item("blocks", stats.route_blocks(route))?;
+        one.set_item("bytes", stats.route_bytes(route))?;
         routes.set_item(route.name(), one)?;
     }
     Ok(routes)

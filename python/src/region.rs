@@ -7,7 +7,7 @@ use std::{
     task::{Context, Poll},
 };
 
-use kvhoist::{Cache, RegisterOptions, block_on};
+use kvhoist::{Cache, block_on};
 use pyo3::{PyTraverseError, PyVisit, prelude::*};
 
 use crate::{buffer::Buffer, process::ProcessLocal, wait};
@@ -149,7 +149,7 @@ impl PyRegion {
             Memory::Device => (unsafe { kvhoist::Memory::device(start, nbytes) }, None, false),
         };
         // Not interruptible: an interrupted call would have registered memory without a handle to unregister it.
-        let region = py.detach(|| block_on(cache.register(lent, RegisterOptions::default().pinned(pin))));
+        let region = py.detach(|| block_on(cache.register(lent.pinned(pin))));
         let region = region.map_err(|error| crate::errors::to_python(py, &error))?;
         let pinned = region.is_pinned();
         let cache = cache.clone();

@@ -8,7 +8,7 @@ use crate::{
     device::cuda::{Gates, Gpu},
     error::{Error, Result},
     fork::HomeBound,
-    mover::{Command, LayerBoard, LayerDone, LayerJobs, LayerProgress},
+    mover::{Command, LayerBoard, LayerJobs, LayerProgress},
     shield::shield,
 };
 
@@ -47,20 +47,20 @@ impl Cache {
     /// ```
     /// # kvhoist::block_on(async {
     /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    /// use kvhoist::{Memory, Segment};
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
     /// # cache.store(&key, None, &[9; 4096]).await?;
     /// let mut pool = vec![7; 16 * 4096];
     /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
     /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
-    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// let region = cache.register(memory).await?;
     /// // A model of two layers: half of the block is the first one's.
     /// let [first, second] = [0, 2048].map(|at| Segment { ptr: pool[at..].as_mut_ptr(), len: 2048 });
     /// let load = cache.load_layers(&[key], &[vec![first, second]], &[0, 1]).await?;
     /// for layer in 0..load.layers() {
-    ///     let done = load.layer(layer).await?;
-    ///     println!("layer {layer} of {} blocks is in place", done.leading);
+    ///     let (leading, _) = load.layer(layer).await?;
+    ///     println!("layer {layer} of {leading} blocks is in place");
     /// }
     /// cache.unregister(&region).await?;
     /// # cache.close().await }).expect("the example runs");
@@ -120,14 +120,17 @@ impl LayerLoad {
         self.layers
     }
 
-    /// Waits until it is known of every block what became of this layer. Layers may complete in any order.
+    /// Waits until the result of this layer is known for every block. Layers may complete in any order.
+    ///
+    /// Returns the number of leading blocks whose bytes of this layer are in place, and the error of the next block.
+    /// `None`: all blocks are in place, or the next one is resident nowhere.
     ///
     /// # Errors
-    /// [`Error::Argument`] where there is no such layer. What went wrong with a block is in [`LayerDone`].
+    /// [`Error::Argument`] if there is no such layer.
     ///
     /// # Cancel safety
     /// Dropping the future changes nothing.
-    pub async fn layer(&self, layer: usize) -> Result<LayerDone> {
+    pub async fn layer(&self, layer: usize) -> Result<(usize, Option<Error>)> {
         self.check(layer)?;
         Ok(shield(self.progress.wait(|progress| progress.layer(layer))).await)
     }

@@ -30,7 +30,7 @@ pub(crate) use park::Parked;
 pub use queue::CompletionQueue;
 pub use region::pin_region;
 pub use regions::Region;
-pub use stats::{CopyStats, RouteStats, Stats, TierStats, validate};
+pub use stats::{Stats, TierStats, validate};
 
 use std::sync::Arc;
 

@@ -101,13 +101,13 @@ impl Cache {
     /// ```
     /// # kvhoist::block_on(async {
     /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    /// use kvhoist::{Memory, Segment};
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
     /// let mut pool = vec![7; 16 * 4096];
     /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
     /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
-    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// let region = cache.register(memory).await?;
     /// let queue = cache.completion_queue(64)?;
     /// let place = Segment { ptr: pool.as_mut_ptr(), len: 4096 };
     /// let ticket = queue.submit_store(&[key], None, &[vec![place]])?;

@@ -7,7 +7,7 @@ use crate::{
     block::{BlockKey, Segment},
     device::GdrState,
     error::{Error, Result},
-    memory::{Memory, MemoryKind, RegisterOptions, huge},
+    memory::{Memory, MemoryKind, huge},
     mover::{Command, Job, RegionInner, RegionMemory, Reply, Urgent},
     shield::shield,
 };
@@ -40,7 +40,7 @@ pub async fn pin_region(cache: &Cache, region: &Region) -> Result<bool> {
 impl Cache {
     /// Registers memory of the caller's, to be the source and target of [`load_into`](Cache::load_into) and
     /// [`store_from`](Cache::store_from). Resolves at the first poll, unless the memory is to be
-    /// [pinned](RegisterOptions::pinned).
+    /// [pinned](Memory::pinned).
     ///
     /// # Errors
     /// [`Error::Argument`] for an empty range or one that overlaps another region. [`Error::Busy`] past 4,096 regions.
@@ -52,7 +52,7 @@ impl Cache {
     ///
     /// ```
     /// # kvhoist::block_on(async {
-    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    /// use kvhoist::{Memory, Segment};
     ///
     /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
     /// # let key = kvhoist::BlockKey::new([1; 32]);
@@ -60,16 +60,18 @@ impl Cache {
     /// let mut pool = vec![0; 16 * 4096];
     /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
     /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
-    /// let region = cache.register(memory, RegisterOptions::default().pinned(true)).await?;
+    /// let region = cache.register(memory.pinned(true)).await?;
     /// let place = Segment { ptr: pool[3 * 4096..].as_mut_ptr(), len: 4096 };
     /// let loaded = cache.load_into(&[key], &[vec![place]]).await?;
     /// cache.unregister(&region).await?;
     /// assert!(matches!(loaded[..], [Ok(true)]) && pool[3 * 4096..4 * 4096] == [7; 4096]);
     /// # cache.close().await }).expect("the example runs");
     /// ```
-    pub async fn register(&self, memory: impl Into<Memory>, options: RegisterOptions) -> Result<Region> {
-        let region = self.add_region(memory.into())?;
-        if options.pinned {
+    pub async fn register(&self, memory: impl Into<Memory>) -> Result<Region> {
+        let memory = memory.into();
+        let pinned = memory.pinned;
+        let region = self.add_region(memory)?;
+        if pinned {
             let mut pending = Pending { cache: self, region: &region, registered: false };
             self.pin_region(&region).await?;
             pending.registered = true;
@@ -119,13 +121,13 @@ impl Cache {
     /// ```
     /// # kvhoist::block_on(async {
     /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// use kvhoist::{Memory, RegisterOptions};
+    /// use kvhoist::Memory;
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
     /// let mut pool = vec![7; 16 * 4096];
     /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
     /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
-    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// let region = cache.register(memory).await?;
     /// cache.unregister(&region).await?;
     /// drop(pool);
     /// # cache.close().await }).expect("the example runs");
@@ -164,14 +166,14 @@ impl Cache {
     /// ```
     /// # kvhoist::block_on(async {
     /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    /// use kvhoist::{Memory, Segment};
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
     /// # cache.store(&key, None, &[9; 4096]).await?;
     /// let mut pool = vec![7; 16 * 4096];
     /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
     /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
-    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// let region = cache.register(memory).await?;
     /// // The block's first half goes to the end of the pool, its second half to the beginning.
     /// let [end, begin] = [pool.len() - 2048, 0].map(|at| Segment { ptr: pool[at..].as_mut_ptr(), len: 2048 });
     /// let loaded = cache.load_into(&[key], &[vec![end, begin]]).await?;
@@ -197,13 +199,13 @@ impl Cache {
     /// ```
     /// # kvhoist::block_on(async {
     /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// use kvhoist::{Memory, RegisterOptions, Segment};
+    /// use kvhoist::{Memory, Segment};
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
     /// let mut pool = vec![7; 16 * 4096];
     /// // SAFETY: the pool lives until `unregister` has resolved, and nobody touches it while a block is on its way.
     /// let memory = unsafe { Memory::host(pool.as_mut_ptr(), pool.len()) };
-    /// let region = cache.register(memory, RegisterOptions::default()).await?;
+    /// let region = cache.register(memory).await?;
     /// let place = Segment { ptr: pool.as_mut_ptr(), len: 4096 };
     /// let stored = cache.store_from(&[key], None, &[vec![place]]).await?;
     /// cache.unregister(&region).await?;

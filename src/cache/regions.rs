@@ -24,7 +24,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// Whether the kernel keeps the memory pinned ([`RegisterOptions::pinned`](crate::RegisterOptions::pinned)).
+    /// Whether the kernel keeps the memory pinned ([`Memory::pinned`](crate::Memory::pinned)).
     pub fn is_pinned(&self) -> bool {
         self.inner.is_fixed()
     }
@@ -57,7 +57,7 @@ impl Regions {
     }
 
     pub(super) fn add(&self, memory: Memory) -> Result<Region> {
-        let Memory { range: Segment { ptr: address, len }, kind } = memory;
+        let Memory { range: Segment { ptr: address, len }, kind, .. } = memory;
         let (memory, owner) = match kind {
             MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
             MemoryKind::Shared(owner) => (RegionMemory::Host, Some(owner)),

@@ -1,5 +1,7 @@
 //! Figures of a cache since it was opened.
 
+use std::collections::BTreeMap;
+
 use serde::{Serialize, Serializer};
 
 use super::Cache;
@@ -35,25 +37,16 @@ pub struct TierStats {
 
 /// One route's figures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct RouteStats {
-    /// Blocks that took this route.
-    pub blocks: u64,
-    /// Bytes of these blocks.
-    pub bytes: u64,
+struct RouteFigures {
+    blocks: u64,
+    bytes: u64,
 }
 
 /// One copy engine's figures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
-#[non_exhaustive]
-pub struct CopyStats {
-    /// The engine: `memcpy`, `cuda` or `gdr`.
-    #[serde(skip)]
-    pub engine: &'static str,
-    /// Batches of copies that the engine has made.
-    pub batches: u64,
-    /// Bytes of these batches.
-    pub bytes: u64,
+struct CopyFigures {
+    batches: u64,
+    bytes: u64,
 }
 
 /// Figures of a cache since it was opened.
@@ -66,9 +59,9 @@ pub struct Stats {
     #[serde(serialize_with = "by_tier")]
     tiers: [TierStats; Tier::COUNT],
     #[serde(serialize_with = "by_route")]
-    routes: [RouteStats; Route::COUNT],
+    routes: [RouteFigures; Route::COUNT],
     #[serde(serialize_with = "by_engine")]
-    copies: [CopyStats; COPY_ENGINES.len()],
+    copies: [CopyFigures; COPY_ENGINES.len()],
     /// Blocks fetched or loaded that no tier had.
     pub misses: u64,
     /// Blocks stored.
@@ -147,19 +140,24 @@ impl Stats {
         &self.tiers[tier as usize]
     }
 
-    /// A route's figures.
-    pub fn route(&self, route: Route) -> &RouteStats {
-        &self.routes[route as usize]
+    /// Blocks that took a route.
+    pub fn route_blocks(&self, route: Route) -> u64 {
+        self.routes[route as usize].blocks
     }
 
-    /// Copies between memories, engine by engine: `memcpy`, `cuda`, `gdr`.
-    pub fn copies(&self) -> &[CopyStats] {
-        &self.copies
+    /// Bytes of the blocks that took a route.
+    pub fn route_bytes(&self, route: Route) -> u64 {
+        self.routes[route as usize].bytes
     }
 
-    /// A copy engine's figures, by its name; zeros for a name that no engine has.
-    pub fn copies_by(&self, engine: &str) -> CopyStats {
-        self.copies.iter().find(|figures| figures.engine == engine).copied().unwrap_or_default()
+    /// Batches of copies between memories, by engine: `memcpy`, `cuda`, `gdr`.
+    pub fn copied_batches(&self) -> BTreeMap<&'static str, u64> {
+        COPY_ENGINES.into_iter().zip(self.copies.map(|figures| figures.batches)).collect()
+    }
+
+    /// Bytes of copies between memories, by engine: `memcpy`, `cuda`, `gdr`.
+    pub fn copied_bytes(&self) -> BTreeMap<&'static str, u64> {
+        COPY_ENGINES.into_iter().zip(self.copies.map(|figures| figures.bytes)).collect()
     }
 }
 
@@ -167,12 +165,12 @@ fn by_tier<S: Serializer>(tiers: &[TierStats; Tier::COUNT], serializer: S) -> Re
     serializer.collect_map(Tier::ALL.iter().map(|tier| tier.name()).zip(tiers))
 }
 
-fn by_route<S: Serializer>(routes: &[RouteStats; Route::COUNT], serializer: S) -> Result<S::Ok, S::Error> {
+fn by_route<S: Serializer>(routes: &[RouteFigures; Route::COUNT], serializer: S) -> Result<S::Ok, S::Error> {
     serializer.collect_map(Route::ALL.iter().map(|route| route.name()).zip(routes))
 }
 
-fn by_engine<S: Serializer>(copies: &[CopyStats], serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_map(copies.iter().map(|figures| (figures.engine, figures)))
+fn by_engine<S: Serializer>(copies: &[CopyFigures; COPY_ENGINES.len()], serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.collect_map(COPY_ENGINES.into_iter().zip(copies))
 }
 
 impl Cache {
@@ -188,7 +186,7 @@ impl Cache {
     /// cache.fetch(&key).await?;
     /// let stats = cache.stats();
     /// assert_eq!((stats.tier(Tier::Host).hits, stats.misses), (1, 0));
-    /// assert_eq!(stats.route(Route::HostHit).bytes, 4096);
+    /// assert_eq!(stats.route_bytes(Route::HostHit), 4096);
     /// println!("{}", serde_json::to_string(&stats).expect("numbers, words and maps"));
     /// # cache.close().await }).expect("the example runs");
     /// ```
@@ -211,7 +209,7 @@ impl Cache {
                 free: state.free_slots(tier) as u64,
                 kept: state.index.kept(tier) as u64,
             }),
-            routes: Route::ALL.map(|route| RouteStats {
+            routes: Route::ALL.map(|route| RouteFigures {
                 blocks: metrics.routes[route as usize].blocks.get(),
                 bytes: metrics.routes[route as usize].bytes.get(),
             }),
@@ -244,7 +242,7 @@ impl Cache {
             cufile_stuck: shared.cufile_stuck(),
             copies: std::array::from_fn(|at| {
                 let (batches, bytes) = metrics.copies.of(at);
-                CopyStats { engine: COPY_ENGINES[at], batches, bytes }
+                CopyFigures { batches, bytes }
             }),
             gdr: gdr.is_on(),
             gdr_reason: gdr.to_string(),
@@ -278,7 +276,7 @@ mod tests {
         let mut stats = Stats { stores: 3, storage: "uring", ..Stats::default() };
         stats.tiers[Tier::Disk as usize].hits = 5;
         stats.routes[Route::DiskToHost as usize].bytes = 7;
-        stats.copies[1] = CopyStats { engine: COPY_ENGINES[1], batches: 2, bytes: 9 };
+        stats.copies[1] = CopyFigures { batches: 2, bytes: 9 };
         let json = serde_json::to_value(&stats).expect("numbers, words and maps");
         assert_eq!(json["tiers"]["disk"]["hits"], 5);
         assert_eq!(json["tiers"].as_object().map(serde_json::Map::len), Some(Tier::COUNT));

@@ -19,6 +19,7 @@ use crate::block::Segment;
 pub struct Memory {
     pub(crate) range: Segment,
     pub(crate) kind: MemoryKind,
+    pub(crate) pinned: bool,
 }
 
 /// What the memory is, and how another process gets it.
@@ -37,7 +38,7 @@ impl Memory {
     /// # Safety
     /// As of [`Memory`].
     pub unsafe fn host(start: *mut u8, len: usize) -> Self {
-        Memory { range: Segment { ptr: start, len }, kind: MemoryKind::Host }
+        Memory::of(start, len, MemoryKind::Host)
     }
 
     /// Device memory, by device addresses; with a simulated device, host memory. A [`Client`](crate::service::Client)
@@ -46,7 +47,7 @@ impl Memory {
     /// # Safety
     /// As of [`Memory`], for device addresses.
     pub unsafe fn device(start: *mut u8, len: usize) -> Self {
-        Memory { range: Segment { ptr: start, len }, kind: MemoryKind::Device }
+        Memory::of(start, len, MemoryKind::Device)
     }
 
     /// Host memory that a service can map: `len` bytes that the caller has mapped at `start` from `offset` of a memfd
@@ -57,28 +58,11 @@ impl Memory {
     /// As of [`Memory`]. In addition, `start` must be a mapping of the memfd from `offset` on: the service finds a
     /// segment by its offset in the memfd.
     pub unsafe fn memfd(fd: OwnedFd, offset: u64, start: *mut u8, len: usize) -> Self {
-        Memory { range: Segment { ptr: start, len }, kind: MemoryKind::Memfd { fd, offset } }
+        Memory::of(start, len, MemoryKind::Memfd { fd, offset })
     }
-}
 
-/// The memory is kept mapped for as long as it is registered.
-impl From<Arc<SharedMemory>> for Memory {
-    fn from(memory: Arc<SharedMemory>) -> Self {
-        Memory { range: Segment { ptr: memory.as_ptr(), len: memory.len() }, kind: MemoryKind::Shared(memory) }
-    }
-}
-
-impl From<&Arc<SharedMemory>> for Memory {
-    fn from(memory: &Arc<SharedMemory>) -> Self {
-        Arc::clone(memory).into()
-    }
-}
-
-/// How memory is registered: by default it is not pinned.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RegisterOptions {
-    /// Ask the kernel to keep host memory pinned, as a buffer of the ring, for as long as it is registered.
+    /// Whether the kernel is asked to keep host memory pinned, as a buffer of the ring, for as long as it is
+    /// registered; not by default.
     ///
     /// Direct transfers between it and disk ([`Config::bypass_host`](crate::Config::bypass_host)) then take a
     /// half to a quarter of the kernel's CPU time. Without a ring, or if the kernel refuses (`RLIMIT_MEMLOCK`), the
@@ -89,14 +73,26 @@ pub struct RegisterOptions {
     /// same. Moving takes about 0.2 s per GiB, more if free memory is fragmented, and the cache continues meanwhile.
     /// Pinning takes about 30 ms per GiB, for this region and for all that are pinned already, and the cache moves no
     /// block meanwhile: register before there is traffic.
-    pub pinned: bool,
-}
-
-impl RegisterOptions {
-    /// Sets [`pinned`](Self::pinned).
     #[must_use]
     pub fn pinned(mut self, pinned: bool) -> Self {
         self.pinned = pinned;
         self
+    }
+
+    fn of(ptr: *mut u8, len: usize, kind: MemoryKind) -> Self {
+        Memory { range: Segment { ptr, len }, kind, pinned: false }
+    }
+}
+
+/// The memory is kept mapped for as long as it is registered.
+impl From<Arc<SharedMemory>> for Memory {
+    fn from(memory: Arc<SharedMemory>) -> Self {
+        Memory::of(memory.as_ptr(), memory.len(), MemoryKind::Shared(memory))
+    }
+}
+
+impl From<&Arc<SharedMemory>> for Memory {
+    fn from(memory: &Arc<SharedMemory>) -> Self {
+        Arc::clone(memory).into()
     }
 }

@@ -10,8 +10,8 @@ mod readable;
 mod shared;
 
 pub use arena::Arena;
+pub use caller::Memory;
 pub(crate) use caller::MemoryKind;
-pub use caller::{Memory, RegisterOptions};
 pub use device::{BUFFER_ALIGN, DeviceMemory};
 pub use lent::{AlignedBuf, IoBuf, Lent};
 pub(crate) use mapping::Mapping;

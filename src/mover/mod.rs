@@ -30,7 +30,6 @@ mod staged;
 mod write;
 
 pub(crate) use command::{Command, DeviceRead, Reply, Urgent};
-pub use progress::LayerDone;
 pub(crate) use progress::{LayerBoard, LayerJobs, LayerProgress};
 pub(crate) use region::{Job, RegionInner, RegionMemory, RegionUse};
 

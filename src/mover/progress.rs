@@ -10,16 +10,9 @@ use crate::{
     error::{Error, Result},
 };
 
-/// The result of a layer of a load.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct LayerDone {
-    /// Number of leading blocks whose bytes of this layer are in place.
-    pub leading: usize,
-    /// Why the bytes of the next block are not, if that was an error. `None` if all are in place, or if the next block
-    /// is resident nowhere.
-    pub error: Option<Error>,
-}
+/// The result of a layer of a load: the number of leading blocks whose bytes of this layer are in place, and the error
+/// of the next block, if it has one.
+type LayerResult = (usize, Option<Error>);
 
 /// The caller's side of a load.
 pub(crate) struct LayerProgress {
@@ -28,7 +21,7 @@ pub(crate) struct LayerProgress {
 }
 
 struct State {
-    layers: Vec<Option<LayerDone>>,
+    layers: Vec<Option<LayerResult>>,
     blocks: Option<Vec<Result<bool>>>,
     /// Streams wait, or may.
     gates: Option<Arc<Gates>>,
@@ -47,7 +40,7 @@ impl LayerProgress {
     }
 
     /// The result of a layer, once it is known.
-    pub(crate) fn layer(&self, layer: usize) -> Option<LayerDone> {
+    pub(crate) fn layer(&self, layer: usize) -> Option<LayerResult> {
         self.lock().layers[layer].clone()
     }
 
@@ -89,16 +82,16 @@ impl LayerProgress {
         // Those that were complete before there were gates; the others are opened when they are.
         for (layer, done) in state.layers.iter().enumerate() {
             if let Some(done) = done {
-                gates.open(layer, poison(done, state.count));
+                gates.open(layer, poison(done.0, state.count));
             }
         }
         Ok(gates)
     }
 
-    fn complete(&self, layer: usize, done: LayerDone) {
+    fn complete(&self, layer: usize, done: LayerResult) {
         let mut state = self.lock();
         if let Some(gates) = &state.gates {
-            gates.open(layer, poison(&done, state.count));
+            gates.open(layer, poison(done.0, state.count));
         }
         state.layers[layer] = Some(done);
         drop(state);
@@ -112,8 +105,8 @@ impl LayerProgress {
 }
 
 /// The value that a kernel finds: 0, or one more than the leading blocks that are there.
-fn poison(done: &LayerDone, count: usize) -> u32 {
-    if done.leading == count { 0 } else { u32::try_from(done.leading).map_or(u32::MAX, |leading| leading + 1) }
+fn poison(leading: usize, count: usize) -> u32 {
+    if leading == count { 0 } else { u32::try_from(leading).map_or(u32::MAX, |leading| leading + 1) }
 }
 
 /// The reactor's side of a load: what is known of which layer of which block.
@@ -187,7 +180,7 @@ impl LayerBoard {
             Some(Some(Err(error))) => Some(error.clone()),
             _ => None,
         };
-        self.progress.complete(layer, LayerDone { leading, error });
+        self.progress.complete(layer, (leading, error));
     }
 }
 
@@ -240,10 +233,10 @@ mod tests {
         board.layer_ended(0, [0, 2].into_iter(), &Ok(()));
         assert!(progress.layer(0).is_none(), "block 1 is not known");
         board.block_ended(1, Ok(true));
-        assert_eq!(progress.layer(0).expect("complete").leading, 3);
+        assert_eq!(progress.layer(0).expect("complete").0, 3);
         board.layer_ended(1, [0, 2].into_iter(), &Err(copy_error()));
         let done = progress.layer(1).expect("complete");
-        assert!(done.leading == 0 && matches!(done.error, Some(Error::Copy { .. })), "{done:?}");
+        assert!(matches!(done, (0, Some(Error::Copy { .. }))), "{done:?}");
         assert!(progress.blocks().is_none(), "not before the end");
         drop(board);
         let blocks = progress.blocks().expect("the end");
@@ -259,8 +252,8 @@ mod tests {
         drop(board);
         let leading = [2, 1, 0];
         for (layer, leading) in leading.into_iter().enumerate() {
-            let done = progress.layer(layer).expect("complete");
-            assert_eq!((done.leading, done.error.is_some()), (leading, leading < 2), "layer {layer}: {done:?}");
+            let (found, error) = progress.layer(layer).expect("complete");
+            assert_eq!((found, error.is_some()), (leading, leading < 2), "layer {layer}: {error:?}");
         }
         let blocks = progress.blocks().expect("the end");
         assert!(matches!(blocks[..], [Err(Error::Closed), Err(Error::Closed)]), "{blocks:?}");
@@ -270,12 +263,12 @@ mod tests {
     fn a_load_that_is_refused_ends() {
         let progress = LayerProgress::new(2, 0);
         assert_eq!(LayerBoard::new(Arc::clone(&progress)).left, [0, 0]);
-        assert!(progress.layer(1).is_some_and(|done| done.leading == 0 && done.error.is_none()), "of no blocks");
+        assert!(matches!(progress.layer(1), Some((0, None))), "of no blocks");
         let progress = LayerProgress::new(1, 1);
         let job = Job { key: crate::block::BlockKey::new([1; 32]), parent: None, segments: vec![], regions: vec![] };
         let board = LayerBoard::new(Arc::clone(&progress));
         LayerJobs { jobs: vec![job], layers: vec![vec![]], board }.refuse(&copy_error());
-        assert!(matches!(progress.layer(0).expect("complete").error, Some(Error::Copy { .. })));
+        assert!(matches!(progress.layer(0), Some((0, Some(Error::Copy { .. })))));
         assert!(matches!(progress.blocks().expect("the end")[..], [Err(Error::Copy { .. })]));
     }
 }

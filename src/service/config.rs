@@ -37,7 +37,7 @@ pub struct ServerConfig {
     /// A group, by name or number, whose members may connect too.
     pub socket_group: Option<String>,
     /// Whether the kernel keeps clients' regions pinned, if a client asks for it
-    /// ([`RegisterOptions::pinned`](crate::RegisterOptions::pinned)).
+    /// ([`Memory::pinned`](crate::Memory::pinned)).
     pub pin: bool,
     /// Connections at a time. 1 to 4,096.
     pub connections_max: u32,

@@ -103,10 +103,10 @@ impl fmt::Display for FaultKind {
 
 /// The faults of a store: all are counted, the first ones listed.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Faults {
-    listed: Vec<Fault>,
+pub(super) struct Faults {
+    pub(super) listed: Vec<Fault>,
     listed_max: usize,
-    counts: BTreeMap<&'static str, u64>,
+    pub(super) counts: BTreeMap<&'static str, u64>,
 }
 
 impl Faults {
@@ -123,21 +123,6 @@ impl Faults {
 
     pub(super) fn extend(&mut self, faults: impl IntoIterator<Item = Fault>) {
         faults.into_iter().for_each(|fault| self.add(fault));
-    }
-
-    /// Number of faults.
-    pub fn count(&self) -> u64 {
-        self.counts.values().sum()
-    }
-
-    /// Number of faults of each [kind](Fault::kind).
-    pub fn counts(&self) -> &BTreeMap<&'static str, u64> {
-        &self.counts
-    }
-
-    /// The first faults found, at most [`listed_max`](super::Store::listed_max).
-    pub fn listed(&self) -> &[Fault] {
-        &self.listed
     }
 }
 

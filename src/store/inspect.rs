@@ -1,11 +1,12 @@
 //! Inspects a store: identity, geometry, and use.
 
+use std::collections::BTreeMap;
 use std::{ops::ControlFlow, path::PathBuf};
 
 use super::{
     Options, Store,
     engine::on_a_runtime,
-    fault::{FaultKind, Faults},
+    fault::{Fault, FaultKind, Faults},
     open::{OpenStore, Opened, Shape, open},
     tables::{Tables, group_by_key},
 };
@@ -59,8 +60,19 @@ pub struct Inspection {
     pub last_uses: Option<(u64, u64)>,
     /// Whether a cache has the store open.
     pub in_use: bool,
-    /// Faults of the superblocks and record tables.
-    pub faults: Faults,
+    pub(super) faults: Faults,
+}
+
+impl Inspection {
+    /// The first faults found, at most [`listed_max`](Store::listed_max).
+    pub fn faults(&self) -> &[Fault] {
+        &self.faults.listed
+    }
+
+    /// Number of faults of each [kind](Fault::kind).
+    pub fn fault_counts(&self) -> &BTreeMap<&'static str, u64> {
+        &self.faults.counts
+    }
 }
 
 impl Store {

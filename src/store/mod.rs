@@ -7,7 +7,7 @@
 //! (`tokio::task::spawn_blocking`).
 //!
 //! ```
-//! # fn main() -> kvhoist::Result<()> {
+//! # fn main() -> Result<(), kvhoist::Error> {
 //! # let dir = tempfile::tempdir().expect("a directory");
 //! # let config = kvhoist::Config::default().direct_io(kvhoist::DirectIo::Prefer).disk(dir.path(), 1 << 20);
 //! # let cache = kvhoist::block_on(kvhoist::Cache::open(config))?;
@@ -20,7 +20,7 @@
 //! let store = Store::at([path]);
 //! println!("{} blocks", store.inspect()?.full);
 //! let report = store.verify(|_| ControlFlow::Continue(()))?;
-//! assert!(report.is_clean(), "{:?}", report.faults.listed());
+//! assert!(report.is_clean(), "{:?}", report.faults());
 //! # Ok(())
 //! # }
 //! ```
@@ -36,7 +36,7 @@ mod wipe;
 
 use std::path::{Path, PathBuf};
 
-pub use fault::{Fault, Faults};
+pub use fault::Fault;
 pub use inspect::{Inspection, Member};
 pub use open::Shape;
 pub use verify::{Duplicate, Verification};

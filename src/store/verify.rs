@@ -2,6 +2,7 @@
 
 use std::{
     cell::{Cell, RefCell},
+    collections::BTreeMap,
     future::{Future, poll_fn},
     io,
     ops::ControlFlow,
@@ -66,8 +67,7 @@ pub struct Verification {
     pub payloads_good: u64,
     /// Blocks whose payload does not match, or is unreadable.
     pub payloads_bad: u64,
-    /// All faults found.
-    pub faults: Faults,
+    pub(super) faults: Faults,
     /// Bytes read: record tables and slots.
     pub bytes_read: u64,
     /// How long it took; zero until the end.
@@ -85,7 +85,17 @@ pub struct Verification {
 impl Verification {
     /// True if everything was read and nothing is wrong.
     pub fn is_clean(&self) -> bool {
-        self.complete && self.faults.count() == 0
+        self.complete && self.faults.counts.is_empty()
+    }
+
+    /// The first faults found, at most [`listed_max`](Store::listed_max).
+    pub fn faults(&self) -> &[Fault] {
+        &self.faults.listed
+    }
+
+    /// Number of faults of each [kind](Fault::kind).
+    pub fn fault_counts(&self) -> &BTreeMap<&'static str, u64> {
+        &self.faults.counts
     }
 
     /// Blocks to read in all: those that a cache would serve. 0 while the record tables are being read.

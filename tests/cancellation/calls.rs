@@ -292,8 +292,8 @@ fn load_layers_and_what_it_gives() {
                 };
                 if let Some(load) = load.filter(|_| done) {
                     for layer in 0..2 {
-                        let told = load.layer(layer).await.expect("a layer");
-                        assert!(told.leading == 1 && told.error.is_none(), "{told:?}");
+                        let (leading, error) = load.layer(layer).await.expect("a layer");
+                        assert!(leading == 1 && error.is_none(), "{leading}, {error:?}");
                     }
                     let results: Vec<bool> =
                         load.blocks().await.into_iter().map(|result| result.expect("load")).collect();

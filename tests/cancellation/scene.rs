@@ -143,7 +143,7 @@ impl Pool {
     pub fn register(&self, cache: &Cache) -> kvhoist::Region {
         // SAFETY: the memory is leaked; the tests touch it only when no movement uses it.
         let lent = unsafe { kvhoist::Memory::host(self.memory, self.blocks * BLOCK_BYTES) };
-        kvhoist::block_on(cache.register(lent, Default::default())).expect("register")
+        kvhoist::block_on(cache.register(lent)).expect("register")
     }
 
     /// The place of one block, in two segments.

@@ -3,7 +3,7 @@
 use std::{future::Future, pin::Pin, task::Context, task::Poll, task::Waker};
 
 use bytes::Bytes;
-use kvhoist::{Cache, Error, Result, StorageKind, WritePolicy};
+use kvhoist::{Cache, Error, StorageKind, WritePolicy};
 
 use crate::{
     common::{BLOCK_BYTES, config, directory, fetch_verified, key, payload, store},
@@ -12,7 +12,7 @@ use crate::{
 };
 
 /// A call in flight, on a handle of its own.
-type Call = Pin<Box<dyn Future<Output = Result<()>>>>;
+type Call = Pin<Box<dyn Future<Output = Result<(), Error>>>>;
 
 /// Polls of a call before the cache is closed around it.
 const PHASES: u32 = 4;
@@ -71,14 +71,14 @@ async fn calls(scene: &Scene, pool: &Pool) -> Vec<(&'static str, Call)> {
     ]
 }
 
-fn poll(call: &mut Call) -> Option<Result<()>> {
+fn poll(call: &mut Call) -> Option<Result<(), Error>> {
     match call.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
         Poll::Ready(result) => Some(result),
         Poll::Pending => None,
     }
 }
 
-fn answered(what: &str, result: Result<()>) {
+fn answered(what: &str, result: Result<(), Error>) {
     match result {
         Ok(()) | Err(Error::Closed) => {}
         Err(error) => panic!("{what}: {error}"),

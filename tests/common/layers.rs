@@ -33,7 +33,7 @@ impl Pool {
                 false => kvhoist::Memory::host(self.memory, self.bytes()),
             }
         };
-        kvhoist::block_on(cache.register(memory, Default::default())).expect("register")
+        kvhoist::block_on(cache.register(memory)).expect("register")
     }
 
     /// Segment `s` of all blocks lie together.

@@ -192,7 +192,7 @@ impl<'a> Bench<'a> {
         self.paths().iter().zip(image).all(|(path, wanted)| std::fs::read(path).expect("readable") == *wanted)
     }
 
-    fn verify(&self) -> kvhoist::Result<Verification> {
+    fn verify(&self) -> Result<Verification, kvhoist::Error> {
         Store::at(self.paths()).storage(self.storage).verify(|_| ControlFlow::Continue(()))
     }
 
@@ -226,7 +226,7 @@ impl<'a> Bench<'a> {
         match (self.verify(), &case.finds) {
             (Ok(report), Finds::Faults(kinds)) => {
                 let wanted: BTreeMap<&str, u64> = kinds.iter().copied().collect();
-                ensure!(*report.faults.counts() == wanted, "found {:?}, expected {wanted:?}", report.faults);
+                ensure!(*report.fault_counts() == wanted, "found {:?}, expected {wanted:?}", report.faults());
                 ensure!(report.is_clean() == wanted.is_empty(), "{report:?}");
                 Ok(Some(report))
             }
@@ -301,7 +301,7 @@ impl<'a> Bench<'a> {
     /// What a cache has had open is sound.
     fn check_mended(&self, blocks: u64) -> Result<(), String> {
         let report = self.verify().map_err(|error| error.to_string())?;
-        ensure!(report.is_clean(), "not mended: {:?}", report.faults);
+        ensure!(report.is_clean(), "not mended: {:?}", report.faults());
         ensure!(report.committed == blocks && report.superseded == 0, "{blocks} blocks, then {report:?}");
         Ok(())
     }

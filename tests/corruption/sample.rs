@@ -7,7 +7,7 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Result, StorageKind, WritePolicy, block_on,
+    BlockKey, Cache, Config, DiskPath, Error, StorageKind, WritePolicy, block_on,
     internals::{
         checksum::checksum,
         disk::format::{
@@ -72,7 +72,7 @@ pub struct Sample {
 
 impl Sample {
     /// Over members with this many slots.
-    pub fn new(storage: StorageKind, slots: &[u32]) -> Result<Self> {
+    pub fn new(storage: StorageKind, slots: &[u32]) -> Result<Self, Error> {
         let dir = directory();
         let config = config(storage, dir.path(), slots);
         let all = u64::from(slots.iter().sum::<u32>());

@@ -38,7 +38,7 @@ impl Engine {
         assert_eq!(created, sys::CUresult::CUDA_SUCCESS);
         // SAFETY: the pool lives until the cache is closed, and nothing else uses it.
         let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         Engine { gpu, pool, seen, stream, region }
     }
 
@@ -137,8 +137,8 @@ fn a_stream_goes_on_when_its_layer_is_there() {
                 assert_eq!(engine.synchronize(), sys::CUresult::CUDA_SUCCESS);
                 for layer in 0..LAYERS {
                     (0..BLOCKS).for_each(|block| engine.assert_seen(block, wanted[block], layer));
-                    let done = block_on(load.layer(layer)).expect("a layer");
-                    assert!(done.leading == BLOCKS && done.error.is_none(), "{done:?}");
+                    let (leading, error) = block_on(load.layer(layer)).expect("a layer");
+                    assert!(leading == BLOCKS && error.is_none(), "{leading}, {error:?}");
                     assert_eq!(poison(&load, layer), 0);
                 }
                 assert!(block_on(load.blocks()).into_iter().all(|result| result.expect("loaded")));
@@ -159,7 +159,7 @@ fn layers_are_complete_one_by_one() {
         engine.look_at(&load, 0);
         assert_eq!(engine.synchronize(), sys::CUresult::CUDA_SUCCESS);
         (0..BLOCKS).for_each(|block| engine.assert_seen(block, ALL[block], 0));
-        assert_eq!(block_on(load.layer(0)).expect("a layer").leading, BLOCKS);
+        assert_eq!(block_on(load.layer(0)).expect("a layer").0, BLOCKS);
         let mut context = Context::from_waker(Waker::noop());
         for layer in 1..LAYERS {
             let later = std::pin::pin!(load.layer(layer));
@@ -191,7 +191,7 @@ fn long_layers_do_not_wait_for_each_other() {
         let pool = DeviceBuffer::new(gpu, 16 * block_bytes).expect("memory");
         // SAFETY: the pool lives until the cache is closed, and nothing else uses it.
         let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         (0..16).for_each(|n| block_on(common::store(&cache, n)));
         let keys: Vec<_> = (0..16).map(key).collect();
         let len = block_bytes / LAYERS;
@@ -204,7 +204,7 @@ fn long_layers_do_not_wait_for_each_other() {
             allow_events(complete as i32);
             let load = block_on(cache.load_layers(&keys, &places, &[0, 1, 2, 3, 4, 5, 6, 7])).expect("taken on");
             for layer in 0..complete {
-                assert_eq!(block_on(load.layer(layer)).expect("a layer").leading, 16);
+                assert_eq!(block_on(load.layer(layer)).expect("a layer").0, 16);
             }
             let next = std::pin::pin!(load.layer(complete));
             assert!(matches!(next.poll(&mut Context::from_waker(Waker::noop())), Poll::Pending));
@@ -227,8 +227,8 @@ fn a_block_that_is_missing_poisons_its_layers_and_lets_streams_go() {
         (0..LAYERS).for_each(|layer| engine.look_at(&load, layer));
         assert_eq!(engine.synchronize(), sys::CUresult::CUDA_SUCCESS);
         for layer in 0..LAYERS {
-            let done = block_on(load.layer(layer)).expect("a layer");
-            assert!(done.leading == 5 && done.error.is_none(), "{done:?}");
+            let (leading, error) = block_on(load.layer(layer)).expect("a layer");
+            assert!(leading == 5 && error.is_none(), "{leading}, {error:?}");
             assert_eq!(poison(&load, layer), 6);
             (0..5).for_each(|block| engine.assert_seen(block, wanted[block], layer));
         }
@@ -276,8 +276,8 @@ fn a_block_that_cannot_be_read_poisons_its_layers_and_lets_streams_go() {
                 matches!(blocks[lost], Err(Error::Io { .. }))
             });
             for layer in 0..LAYERS {
-                let done = block_on(load.layer(layer)).expect("a layer");
-                assert!(done.leading == lost && done.error.is_none() == rotten, "{done:?}");
+                let (leading, error) = block_on(load.layer(layer)).expect("a layer");
+                assert!(leading == lost && error.is_none() == rotten, "{leading}, {error:?}");
                 assert_eq!(poison(&load, layer), lost as u32 + 1);
                 (0..lost).for_each(|block| engine.assert_seen(block, ALL[block], layer));
             }
@@ -304,9 +304,9 @@ fn a_load_that_nobody_holds_lets_its_streams_go() {
                 block_on(cache.close()).expect("close");
                 assert_eq!(engine.synchronize(), sys::CUresult::CUDA_SUCCESS);
                 for layer in 0..LAYERS {
-                    let done = block_on(load.layer(layer)).expect("a layer");
-                    assert_eq!(poison(&load, layer) == 0, done.leading == BLOCKS, "{done:?}");
-                    (0..done.leading).for_each(|block| engine.assert_seen(block, ALL[block], layer));
+                    let (leading, error) = block_on(load.layer(layer)).expect("a layer");
+                    assert_eq!(poison(&load, layer) == 0, leading == BLOCKS, "{leading}, {error:?}");
+                    (0..leading).for_each(|block| engine.assert_seen(block, ALL[block], layer));
                 }
             }
             engine.end(&cache);
@@ -348,18 +348,18 @@ fn a_device_that_stops_ends_every_load() {
         allow_events(1);
         let load = engine.load(&cache, &ALL);
         engine.look_at(&load, LAYERS - 1);
-        assert_eq!(block_on(load.layer(0)).expect("a layer").leading, BLOCKS);
+        assert_eq!(block_on(load.layer(0)).expect("a layer").0, BLOCKS);
         stop_device();
         for layer in 1..LAYERS {
-            let done = block_on(load.layer(layer)).expect("a layer");
-            assert!(done.leading == 0 && matches!(done.error, Some(Error::Copy { .. })), "{done:?}");
+            let (leading, error) = block_on(load.layer(layer)).expect("a layer");
+            assert!(leading == 0 && matches!(error, Some(Error::Copy { .. })), "{leading}, {error:?}");
             assert_eq!(poison(&load, layer), 1, "opened, and poisoned");
         }
         assert!(block_on(load.blocks()).iter().all(|result| matches!(result, Err(Error::Copy { .. }))));
         // The next load has nowhere to go, and says so.
         let next = engine.load(&cache, &ALL);
-        let done = block_on(next.layer(0)).expect("a layer");
-        assert!(done.leading == 0 && done.error.is_some(), "{done:?}");
+        let (leading, error) = block_on(next.layer(0)).expect("a layer");
+        assert!(leading == 0 && error.is_some(), "{leading}, {error:?}");
         block_on(cache.unregister(&engine.region)).expect("its own region");
         block_on(cache.close()).expect("close");
     });

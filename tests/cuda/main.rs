@@ -174,7 +174,7 @@ fn a_pool_of_the_caller_is_filled_and_stored_from() {
         let pool = DeviceBuffer::new(gpu, 16 * BLOCK_BYTES).expect("memory");
         // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
         let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         common::load_and_store(&cache, pool.base().as_ptr());
         block_on(cache.unregister(&region)).expect("its own region");
         block_on(cache.close()).expect("close");

@@ -60,7 +60,7 @@ impl Pool {
     fn lend<R>(&self, cache: &Cache, run: impl FnOnce() -> R) -> R {
         // SAFETY: the pool lives until the region is given back, and nothing else uses it until then.
         let lent = unsafe { kvhoist::Memory::device(self.0.base().as_ptr(), self.0.bytes()) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         let result = run();
         block_on(cache.unregister(&region)).expect("its own region");
         result
@@ -101,12 +101,12 @@ fn a_pool_is_filled_and_stored_without_host_memory() {
         let cache = open(config(&directory));
         pool.store(&cache);
         let stats = end(cache);
-        assert_eq!(stats.route(Route::DeviceToDisk).blocks, BLOCKS, "{stats:?}");
+        assert_eq!(stats.route_blocks(Route::DeviceToDisk), BLOCKS, "{stats:?}");
         assert_eq!((stats.tier(Tier::Host).bytes_in, stats.stores), (0, BLOCKS));
         let cache = open(config(&directory));
         pool.load(&cache);
         let stats = end(cache);
-        assert_eq!(stats.route(Route::DiskToDevice).blocks, BLOCKS, "{stats:?}");
+        assert_eq!(stats.route_blocks(Route::DiskToDevice), BLOCKS, "{stats:?}");
         assert_eq!((stats.tier(Tier::Host).bytes_in, stats.cufile_errors, stats.checksum_failures), (0, 0, 0));
     });
 }

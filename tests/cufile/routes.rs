@@ -26,10 +26,10 @@ fn a_proven_path_is_taken() {
         assert!((2..=8).contains(&most), "{most} transfers at once");
         assert!(buffers > 0, "the device's slots are registered");
         let launches = checksum_launches();
-        assert!(launches > 0 && launches <= cache.stats().route(Route::DiskToDevice).blocks, "{launches} checksums");
+        assert!(launches > 0 && launches <= cache.stats().route_blocks(Route::DiskToDevice), "{launches} checksums");
         let stats = close(cache);
-        let route = stats.route(Route::DiskToDevice);
-        assert!(route.blocks >= BLOCKS && ask("direct") >= 3 * route.blocks, "{stats:?}");
+        let blocks = stats.route_blocks(Route::DiskToDevice);
+        assert!(blocks >= BLOCKS && ask("direct") >= 3 * blocks, "{stats:?}");
         assert_eq!(stats.tier(kvhoist::Tier::Host).bytes_in, 0, "nothing went through host memory");
         assert_eq!((stats.cufile_errors, stats.cufile_stuck, stats.checksum_failures), (0, 0, 0));
     });
@@ -55,7 +55,7 @@ fn without_registrations_it_is_taken_too() {
         fetch_all(&cache);
         assert_eq!(ask("buffers"), 0);
         let stats = close(cache);
-        assert!(stats.cufile && stats.route(Route::DiskToHostToDevice).blocks == 0, "{stats:?}");
+        assert!(stats.cufile && stats.route_blocks(Route::DiskToHostToDevice) == 0, "{stats:?}");
     });
 }
 
@@ -186,7 +186,7 @@ fn what_only_the_device_holds_is_written_from_there() {
             // Three failures end the route, and nothing but the route writes from the device.
             let expected = if mode == "event" { 3 } else { on_device };
             let written = |stats: &kvhoist::Stats| {
-                (stats.route(Route::DeviceToDisk).blocks, stats.route(Route::HostToDisk).blocks)
+                (stats.route_blocks(Route::DeviceToDisk), stats.route_blocks(Route::HostToDisk))
             };
             // A block is counted a moment after it can be seen.
             let stats = loop {

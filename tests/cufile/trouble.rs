@@ -16,7 +16,7 @@ fn short_transfers_are_resumed() {
         let cache = cold(config(&directory));
         fetch_all(&cache);
         let stats = close(cache);
-        assert!(stats.cufile && stats.route(Route::DiskToHostToDevice).blocks == 0, "{stats:?}");
+        assert!(stats.cufile && stats.route_blocks(Route::DiskToHostToDevice) == 0, "{stats:?}");
         assert_eq!((stats.cufile_errors, stats.checksum_failures), (0, 0));
     });
 }
@@ -69,8 +69,8 @@ fn failures_now_and_then_do_not_end_the_route() {
         }
         let stats = close(cache);
         assert!(stats.cufile && stats.cufile_errors == 3, "{stats:?}");
-        assert_eq!(stats.route(Route::DiskToHostToDevice).blocks, 3);
-        assert_eq!(stats.route(Route::DiskToDevice).blocks, BLOCKS - 3);
+        assert_eq!(stats.route_blocks(Route::DiskToHostToDevice), 3);
+        assert_eq!(stats.route_blocks(Route::DiskToDevice), BLOCKS - 3);
     });
 }
 

@@ -37,14 +37,14 @@ pub fn open(config: Config) -> Cache {
 
 /// Batches that an engine copied.
 pub fn copies(cache: &Cache, engine: &str) -> u64 {
-    cache.stats().copies_by(engine).batches
+    cache.stats().copied_batches()[engine]
 }
 
 /// Blocks that were copied between host and device memory.
 pub fn moved(cache: &Cache) -> u64 {
     let stats = cache.stats();
     [Route::HostToDevice, Route::DiskToHostToDevice, Route::DeviceToHost]
-        .map(|route| stats.route(route).blocks)
+        .map(|route| stats.route_blocks(route))
         .iter()
         .sum()
 }
@@ -235,11 +235,11 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
                 DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), 16 * BLOCK_BYTES).expect("memory");
             // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
             let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
-            let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+            let region = kvhoist::block_on(cache.register(lent)).expect("registered");
             common::load_and_store(&cache, pool.base().as_ptr());
             let copied = copies(&cache, "gdr");
             common::load_and_store(&cache, pool.base().as_ptr());
-            assert!(copied >= 32 && copies(&cache, "gdr") > copied, "{:?}", cache.stats().copies());
+            assert!(copied >= 32 && copies(&cache, "gdr") > copied, "{:?}", cache.stats().copied_batches());
             assert_eq!((get("regions"), get("registered")), (before.0 + 1, before.1 + 1), "once");
             block_on(cache.unregister(&region)).expect("its own region");
         } else {
@@ -247,7 +247,7 @@ fn pools_of_the_caller_are_registered_once_and_given_back_before_they_may_go() {
             let base = memory.as_mut_ptr();
             // SAFETY: as above.
             let lent = unsafe { kvhoist::Memory::host(base, 16 * BLOCK_BYTES) };
-            let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+            let region = kvhoist::block_on(cache.register(lent)).expect("registered");
             common::load_and_store(&cache, base);
             common::load_and_store(&cache, base);
             block_on(cache.unregister(&region)).expect("its own region");
@@ -268,7 +268,7 @@ fn a_pool_that_cannot_be_registered_is_copied_another_way() {
         let pool = DeviceBuffer::new(Gpu::open(0).expect("the double is a device"), 16 * BLOCK_BYTES).expect("memory");
         // SAFETY: the pool lives until the region is given back below, and nothing else uses it.
         let lent = unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         common::load_and_store(&cache, pool.base().as_ptr());
         let stats = cache.stats();
         assert!(stats.gdr && copies(&cache, "cuda") >= 32, "{stats:?}");
@@ -292,7 +292,7 @@ fn many_pools_come_and_go() {
             let pools: Vec<_> = (0..20).map(|_| DeviceBuffer::new(gpu.clone(), BLOCK_BYTES).expect("memory")).collect();
             // SAFETY: the pools live until their regions are given back below, and nothing else uses them.
             let lent = |pool: &DeviceBuffer| unsafe { kvhoist::Memory::device(pool.base().as_ptr(), pool.bytes()) };
-            let register = |pool: &DeviceBuffer| kvhoist::block_on(cache.register(lent(pool), Default::default()));
+            let register = |pool: &DeviceBuffer| kvhoist::block_on(cache.register(lent(pool)));
             let regions: Vec<_> = pools.iter().map(|pool| register(pool).expect("registered")).collect();
             for (n, pool) in pools.iter().enumerate() {
                 let place = vec![vec![Segment { ptr: pool.base().as_ptr(), len: BLOCK_BYTES }]];

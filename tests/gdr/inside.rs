@@ -249,8 +249,8 @@ fn replay(seed: u64) {
         }
     }
     let stats = cache.stats();
-    assert!(stats.gdr && stats.gdr_failovers == 0 && stats.copies_by("gdr").batches > 30, "{stats:?}");
-    println!("{hits} hits, {stored} stored, {:?}", stats.copies_by("gdr"));
+    assert!(stats.gdr && stats.gdr_failovers == 0 && stats.copied_batches()["gdr"] > 30, "{stats:?}");
+    println!("{hits} hits, {stored} stored, {:?}", stats.copied_bytes());
     kvhoist::internals::validate(&cache).expect("valid");
     block_on(cache.close()).expect("close");
 }

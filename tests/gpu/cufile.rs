@@ -124,7 +124,7 @@ fn libcufile_brings_the_right_bytes_and_says_how() {
             assert_same(&bytes, &payload(n, block_bytes), &format!("block {n} by {}", lease.route()));
         }
         let stats = cache.stats();
-        let direct = stats.route(Route::DiskToDevice).blocks;
+        let direct = stats.route_blocks(Route::DiskToDevice);
         let (errors, stuck) = (stats.cufile_errors, stats.cufile_stuck);
         println!("{mode:?}: {direct} blocks straight to the device, {errors} failed, {stuck} stuck");
         assert_eq!(direct > 0, stats.cufile, "{stats:?}");

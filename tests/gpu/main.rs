@@ -122,7 +122,7 @@ impl Pool {
         let base = NonNull::new(self.base()).expect("an allocation");
         // SAFETY: the tests unregister before they drop the pool, and touch no segment in flight.
         let lent = unsafe { kvhoist::Memory::device(base.as_ptr(), self.bytes()) };
-        kvhoist::block_on(cache.register(lent, Default::default())).expect("registered")
+        kvhoist::block_on(cache.register(lent)).expect("registered")
     }
 }
 

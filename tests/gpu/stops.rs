@@ -77,8 +77,8 @@ fn a_device_that_stops_takes_nothing_else_with_it() {
         let places: Vec<_> = (0..16).map(place).collect();
         let load = block_on(cache.load_layers(&keys, &places, &[0, 1])).expect("taken on");
         for layer in 0..2 {
-            let done = block_on(load.layer(layer)).expect("a layer");
-            assert!(done.leading == 0 && done.error.is_some(), "{done:?}");
+            let (leading, error) = block_on(load.layer(layer)).expect("a layer");
+            assert!(leading == 0 && error.is_some(), "{leading}, {error:?}");
         }
         let error = block_on(cache.fetch_to_device(&key(1))).expect_err("the device stopped");
         assert!(matches!(error, Error::Unavailable { tier: "device", .. }), "{error}");

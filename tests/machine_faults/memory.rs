@@ -47,7 +47,7 @@ fn register(cache: &Cache, memory: &mut AlignedBuf) -> (Region, Vec<Vec<Segment>
     let place = Segment { ptr: memory.as_mut_ptr(), len: memory.len() };
     // SAFETY: each test keeps the memory for longer than its cache, and looks at it where no call is in flight.
     let lent = unsafe { kvhoist::Memory::host(place.ptr, place.len) };
-    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+    let region = kvhoist::block_on(cache.register(lent)).expect("registered");
     (region, vec![vec![place]])
 }
 

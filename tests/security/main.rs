@@ -34,14 +34,14 @@ use tempfile::TempDir;
 
 const CHILD: &str = "KVHOIST_SECURITY_CHILD";
 
-fn refusal<T>(result: kvhoist::Result<T>) -> String {
+fn refusal<T>(result: Result<T, kvhoist::Error>) -> String {
     match result.err().expect("a refusal") {
         error @ Error::Store { .. } => error.to_string(),
         other => panic!("not a refusal of a store: {other}"),
     }
 }
 
-fn verify(path: &Path) -> kvhoist::Result<Verification> {
+fn verify(path: &Path) -> Result<Verification, kvhoist::Error> {
     Store::at([path]).verify(|_| ControlFlow::Continue(()))
 }
 
@@ -161,8 +161,8 @@ fn damage(path: &Path, say: &mut impl FnMut(&dyn Debug)) {
     let record = (0..16).map(|slot| TABLE_OFFSET + slot * 128).rev().find(|at| bytes[*at as usize] != 0);
     flip(path, record.expect("a full slot") + 40);
     let report = verify(path).expect("a store");
-    assert_eq!(report.faults.count(), 3, "{report:?}");
-    report.faults.listed().iter().for_each(|fault| say(&fault.to_string()));
+    assert_eq!(report.fault_counts().values().sum::<u64>(), 3, "{report:?}");
+    report.faults().iter().for_each(|fault| say(&fault.to_string()));
     say(&report);
     say(&Store::at([path]).inspect().expect("a store"));
 }

@@ -134,7 +134,7 @@ fn memory_that_cannot_be_passed_is_copied() {
     (0..16).for_each(|at| own[at * BLOCK_BYTES..][..BLOCK_BYTES].copy_from_slice(&payload(at as u64, BLOCK_BYTES)));
     // SAFETY: it lives until it is unregistered.
     let memory = unsafe { kvhoist::Memory::host(own.as_mut_ptr(), own.len()) };
-    let region = block_on(client.register(memory, Default::default())).expect("registered");
+    let region = block_on(client.register(memory)).expect("registered");
     assert!(!region.is_shared() && !region.is_pinned());
     let start = own.as_mut_ptr();
     let segment = |at: usize, len| Segment { ptr: start.wrapping_add(at), len };
@@ -205,7 +205,7 @@ fn a_space_is_removed_when_nobody_has_it() {
     guest.store(0, POOL_BLOCKS).expect("a service");
     let before = node.status();
     let remove = |name, bytes| kvhoist::service::remove_space(&node.socket(), name, bytes, false);
-    let fault = |result: kvhoist::Result<()>| match result {
+    let fault = |result: Result<(), kvhoist::Error>| match result {
         Err(Error::Service { fault, .. }) => fault,
         other => panic!("{other:?}"),
     };
@@ -269,7 +269,7 @@ fn blocks_may_lie_in_pieces_of_several_regions_at_any_address() {
     let node = Node::new();
     let guest = Guest::new(&node.socket());
     let other = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
-    block_on(guest.client.register(&other, kvhoist::RegisterOptions::default().pinned(true))).expect("registered");
+    block_on(guest.client.register(kvhoist::Memory::from(&other).pinned(true))).expect("registered");
     let bytes = payload(1, BLOCK_BYTES);
     let (left, right) = bytes.split_at(1001);
     guest.pool.write(77, left);

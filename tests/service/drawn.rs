@@ -105,7 +105,7 @@ fn capacity() -> u64 {
 
 async fn lend(client: &Client) -> (Rc<Pool>, ClientRegion) {
     let memory = Arc::new(SharedMemory::new(PLACES * BLOCK_BYTES).expect("memory"));
-    let region = client.register(&memory, kvhoist::RegisterOptions::default().pinned(true)).await.expect("registered");
+    let region = client.register(kvhoist::Memory::from(&memory).pinned(true)).await.expect("registered");
     (Rc::new(Pool { memory, returned: Cell::new(false) }), region)
 }
 

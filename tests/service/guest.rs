@@ -3,7 +3,7 @@
 use std::{path::Path, sync::Arc};
 
 use kvhoist::{
-    BlockKey, Error, Result, Segment, block_on,
+    BlockKey, Error, Segment, block_on,
     service::{Client, ClientRegion, ServiceFault, SharedMemory},
 };
 
@@ -33,8 +33,7 @@ impl Guest {
 
     pub fn of(client: Client) -> Self {
         let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
-        let region =
-            block_on(client.register(&pool, kvhoist::RegisterOptions::default().pinned(true))).expect("registered");
+        let region = block_on(client.register(kvhoist::Memory::from(&pool).pinned(true))).expect("registered");
         Guest { client, pool, region }
     }
 
@@ -43,7 +42,7 @@ impl Guest {
     }
 
     /// Stores the blocks `first..first + count`.
-    pub fn store(&self, first: u64, count: u64) -> Result<Vec<Result<bool>>> {
+    pub fn store(&self, first: u64, count: u64) -> Result<Vec<Result<bool, Error>>, Error> {
         let numbers: Vec<u64> = (first..first + count).collect();
         for (at, number) in numbers.iter().enumerate() {
             self.pool.write(at * BLOCK_BYTES, &payload(*number, BLOCK_BYTES));
@@ -55,7 +54,7 @@ impl Guest {
     }
 
     /// Loads the blocks `first..first + count` and compares their bytes; which were there.
-    pub fn load(&self, first: u64, count: u64) -> Result<Vec<bool>> {
+    pub fn load(&self, first: u64, count: u64) -> Result<Vec<bool>, Error> {
         self.pool.write(0, &vec![0xa5; count as usize * BLOCK_BYTES]);
         let keys: Vec<BlockKey> = (first..first + count).map(key).collect();
         let places: Vec<_> = (0..count).map(|at| self.place(at)).collect();
@@ -105,13 +104,13 @@ pub fn run(socket: &str, seed: u64, may_be_away: bool) {
         }
     };
     let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
-    let checked = |result: Result<()>| {
+    let checked = |result: Result<(), Error>| {
         if let Err(error) = result {
             assert!(may_be_away && is_away(&error), "{error}");
         }
     };
     let region = loop {
-        match block_on(client.register(&pool, kvhoist::RegisterOptions::default().pinned(true))) {
+        match block_on(client.register(kvhoist::Memory::from(&pool).pinned(true))) {
             Ok(region) => break region,
             error => checked(error.map(drop)),
         }
@@ -125,7 +124,7 @@ pub fn run(socket: &str, seed: u64, may_be_away: bool) {
 }
 
 /// One of a client's calls.
-fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<()> {
+fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<(), Error> {
     let count = 1 + rng.below(POOL_BLOCKS);
     let shared = rng.below(BLOCKS - count);
     // Removed and stored again by all that are drawn from, so that stores write.
@@ -140,7 +139,7 @@ fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<()> {
         3 | 4 => guest.load(shared, count).map(drop),
         5 => {
             let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
-            let region = block_on(guest.client.register(&more, kvhoist::RegisterOptions::default().pinned(true)))?;
+            let region = block_on(guest.client.register(kvhoist::Memory::from(&more).pinned(true)))?;
             block_on(guest.client.unregister(&region))
         }
         _ => block_on(guest.client.prefetch(&[key(shared), key(passing)])).map(drop),

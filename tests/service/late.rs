@@ -10,7 +10,7 @@ use std::{
 };
 
 use kvhoist::{
-    Error, Result, Segment, block_on,
+    Error, Segment, block_on,
     service::{Client, ServiceFault},
 };
 
@@ -86,7 +86,7 @@ fn a_late_call_ends_when_the_service_no_longer_uses_its_memory() {
     guest.pool.write(BLOCK_BYTES, &payload(1, BLOCK_BYTES));
     let (load, store) = ([guest.place(0)], [guest.place(1)]);
     let stopped = Stopped::new(&node);
-    let moved: [Result<Vec<Result<bool>>>; 2] = block_on(async {
+    let moved: [Result<Vec<Result<bool, Error>>, Error>; 2] = block_on(async {
         let keys = [key(0), key(1)];
         let mut load = Box::pin(guest.client.load_into(&keys[..1], &load));
         let mut store = Box::pin(guest.client.store_from(&keys[1..], None, &store));

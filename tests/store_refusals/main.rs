@@ -18,7 +18,7 @@ use std::{
 
 use common::write_private;
 use kvhoist::{
-    Capacity, Config, DirectIo, DiskPath, Error, Result,
+    Capacity, Config, DirectIo, DiskPath, Error,
     internals::{
         disk::{
             StoreFile,
@@ -53,7 +53,7 @@ struct Seen {
 }
 
 /// Opens the files and then the store in them; both are closed when this returns.
-fn open_store(config: &Config) -> Result<Seen> {
+fn open_store(config: &Config) -> Result<Seen, Error> {
     let files = open_files(config)?;
     let storage = Blocking::new(files.iter().map(|file| file.file.clone()).collect(), 2).expect("threads");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
@@ -66,7 +66,7 @@ fn open_store(config: &Config) -> Result<Seen> {
 }
 
 /// The found, expected and action parts of a refusal of `path`, none of them empty.
-fn refusal<T>(path: &Path, result: Result<T>) -> (String, String, String) {
+fn refusal<T>(path: &Path, result: Result<T, Error>) -> (String, String, String) {
     match result.err().expect("a refusal") {
         Error::Store { path: of, found, expected, action } => {
             assert_eq!(of, path);

@@ -48,8 +48,7 @@ impl Pool {
                 Home::Device(_) => kvhoist::Memory::device(base, bytes),
             }
         };
-        let options = kvhoist::RegisterOptions::default().pinned(home == Home::Host);
-        let region = block_on(cache.register(lent, options)).map_err(other)?;
+        let region = block_on(cache.register(lent.pinned(home == Home::Host))).map_err(other)?;
         if home == Home::Host && !region.is_pinned() {
             eprintln!("the pool is no buffer of the ring: raise `ulimit -l`");
         }

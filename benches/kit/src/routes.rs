@@ -133,7 +133,7 @@ impl<'a> World<'a> {
         &self,
         order: impl Iterator<Item = u64>,
         pool: &Pool,
-        call: impl AsyncFn(&[BlockKey], &[Vec<Segment>]) -> Result<Vec<kvhoist::Result<bool>>, kvhoist::Error>,
+        call: impl AsyncFn(&[BlockKey], &[Vec<Segment>]) -> Result<Vec<Result<bool, kvhoist::Error>>, kvhoist::Error>,
     ) -> io::Result<()> {
         let (order, blocks): (Vec<_>, _) = (order.collect(), self.shape.blocks());
         for part in order.chunks(CALL_BLOCKS) {

@@ -110,7 +110,7 @@ async fn throughput(cache: &Cache) -> Result<(f64, f64), Failure> {
     Ok((write, mib / started.elapsed().as_secs_f64()))
 }
 
-async fn in_flight<F: Future<Output = kvhoist::Result<()>>>(task: impl Fn(u32) -> F) -> Result<(), Failure> {
+async fn in_flight<F: Future<Output = Result<(), kvhoist::Error>>>(task: impl Fn(u32) -> F) -> Result<(), Failure> {
     for first in (0..BLOCKS).step_by(DEPTH) {
         let mut tasks: Vec<_> = (first..(first + DEPTH as u32).min(BLOCKS)).map(|n| Box::pin(task(n))).collect();
         std::future::poll_fn(|context| {

@@ -1,7 +1,7 @@
 //! The metrics of a running service: names, descriptions and samples, for every format that exports them.
 
 use kvhoist::{
-    Config, Route, RouteStats, Stats, Tier, TierStats,
+    Config, Route, Stats, Tier, TierStats,
     internals::service::OpenSpace,
     service::{ClientStatus, ServiceStatus},
 };
@@ -31,6 +31,9 @@ impl Metric {
 /// Name, description, and the figure's place.
 type Of<T> = (&'static str, &'static str, fn(&T) -> u64);
 
+/// The same of a route.
+type OfRoute = (&'static str, &'static str, fn(&Stats, Route) -> u64);
+
 const OF_TIERS: [Of<TierStats>; 8] = [
     ("kvhoist_hits_total", "Blocks fetched or loaded from a tier, by tier", |tier| tier.hits),
     ("kvhoist_evictions_total", "Blocks evicted, by tier", |tier| tier.evictions),
@@ -42,9 +45,9 @@ const OF_TIERS: [Of<TierStats>; 8] = [
     ("kvhoist_free_slots", "Slots that hold nothing, by tier", |tier| tier.free),
 ];
 
-const OF_ROUTES: [Of<RouteStats>; 2] = [
-    ("kvhoist_moved_blocks_total", "Blocks served or moved, by route", |route| route.blocks),
-    ("kvhoist_moved_bytes_total", "Bytes served or moved, by route", |route| route.bytes),
+const OF_ROUTES: [OfRoute; 2] = [
+    ("kvhoist_moved_blocks_total", "Blocks served or moved, by route", Stats::route_blocks),
+    ("kvhoist_moved_bytes_total", "Bytes served or moved, by route", Stats::route_bytes),
 ];
 
 const OF_SPACES: [Of<Stats>; 20] = [
@@ -76,7 +79,7 @@ const OF_SPACES: [Of<Stats>; 20] = [
     ("kvhoist_direct_io", "1 if the disk is read and written directly", |stats| stats.direct_io.into()),
     ("kvhoist_registered", "1 if host memory is registered with the ring", |stats| stats.registered.into()),
     ("kvhoist_service_straight_bytes_total", "Bytes moved directly between disk and clients' memory", |stats| {
-        stats.route(Route::DiskToRegion).bytes + stats.route(Route::RegionToDisk).bytes
+        stats.route_bytes(Route::DiskToRegion) + stats.route_bytes(Route::RegionToDisk)
     }),
 ];
 
@@ -116,7 +119,7 @@ pub fn collect(status: &ServiceStatus, spaces: &[OpenSpace], drives: &[Drive]) -
     }));
     metrics.extend(OF_ROUTES.map(|(name, help, of)| {
         of_spaces(name, help, spaces, |space| {
-            routes.clone().map(|route| (vec![("route", route.name().into())], of(space.stats.route(route)))).collect()
+            routes.clone().map(|route| (vec![("route", route.name().into())], of(&space.stats, route))).collect()
         })
     }));
     metrics.extend(

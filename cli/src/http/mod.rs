@@ -66,7 +66,7 @@ impl Source {
     }
 
     /// Asks the service and its drives. Blocks the thread.
-    pub fn ask(&self) -> kvhoist::Result<Seen> {
+    pub fn ask(&self) -> Result<Seen, kvhoist::Error> {
         let ServiceReport { status, spaces, .. } = self.server.report()?;
         Ok(Seen { status, spaces, drives: Drive::of(&self.paths) })
     }

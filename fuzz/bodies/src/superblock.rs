@@ -214,7 +214,7 @@ fn opened(
     members: &[Member],
     config: &Config,
     uuid: [u8; 16],
-) -> (kvhoist::Result<Recovered>, Vec<Vec<u8>>) {
+) -> (Result<Recovered, kvhoist::Error>, Vec<Vec<u8>>) {
     let storage = Memory::new(files);
     // Four reads of a megabyte in flight, and what the members' records take.
     let result = bounded(16 << 20, || block_on(open(&storage, members, config, uuid, &mut |_, _| ())));

@@ -107,7 +107,7 @@ fn path_in(directory: &TempDir) -> PathBuf {
     directory.path().join("kvhoist.store")
 }
 
-fn look(path: &Path) -> kvhoist::Result<Verification> {
+fn look(path: &Path) -> Result<Verification, kvhoist::Error> {
     let store = Store::at([path]).storage(StorageKind::Blocking).depth(2);
     // Not a word of the answer is promised; it comes.
     drop(store.inspect());

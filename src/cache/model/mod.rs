@@ -19,7 +19,7 @@ use shuttle::{future::block_on, thread::JoinHandle};
 use tokio::sync::oneshot;
 use world::{World, assert_is, below, check, config, give_up_some_time, key, payload};
 
-use crate::{Cache, Error, Lease, Result, Tier, WritePolicy};
+use crate::{Cache, Error, Lease, Tier, WritePolicy, error::Result};
 
 /// Fetches, and holds the lease for a while.
 async fn fetch(cache: &Cache, n: u32) -> bool {

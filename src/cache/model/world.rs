@@ -24,7 +24,7 @@ use tokio::{
 };
 
 use crate::{
-    BlockKey, Cache, Config, DiskPath, Layout, Result, Tier,
+    BlockKey, Cache, Config, DiskPath, Layout, Tier,
     block::FileId,
     cache::{
         Inner,
@@ -35,6 +35,7 @@ use crate::{
     checksum::checksum,
     device::{DevicePool, GdrState, GdrStatus, Memcpy},
     disk::{DiskSlots, format::stripe::Stripe},
+    error::Result,
     fork::HomeBound,
     index::{Index, Used},
     io::Storage,

@@ -49,12 +49,12 @@ const CALLS_MAX: usize = 4096;
 ///
 /// ```no_run
 /// use std::sync::Arc;
-/// use kvhoist::{BlockKey, RegisterOptions, Segment, service::{Client, ClientOptions, SharedMemory}};
+/// use kvhoist::{BlockKey, Memory, Segment, service::{Client, ClientOptions, SharedMemory}};
 ///
 /// # async fn run(key: BlockKey) -> Result<(), kvhoist::Error> {
 /// let client = Client::connect("/run/kvhoist.sock", ClientOptions::new("llama-3-8b bf16", 1 << 20)).await?;
 /// let pool = Arc::new(SharedMemory::new(64 << 20)?);
-/// let region = client.register(&pool, RegisterOptions::default().pinned(true)).await?;
+/// let region = client.register(Memory::from(&pool).pinned(true)).await?;
 /// let place = vec![Segment { ptr: pool.as_ptr(), len: 1 << 20 }];
 /// if client.load_into(&[key], &[place.clone()]).await?[0].as_ref().is_ok_and(|there| !there) {
 ///     pool.write(0, &[7; 1 << 20]);
@@ -257,7 +257,7 @@ impl Client {
     /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
     /// client.close().await?;
     /// assert!(client.close().await.is_err(), "it is closed already");
-    /// # kvhoist::Result::<()>::Ok(()) }).expect("the example runs");
+    /// # Ok::<_, kvhoist::Error>(()) }).expect("the example runs");
     /// ```
     pub async fn close(&self) -> Result<()> {
         let (ended, end) = oneshot::channel();

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    memory::{Memory, MemoryKind, RegisterOptions, SharedMemory},
+    memory::{Memory, MemoryKind, SharedMemory},
     service::protocol::{Reply, Request},
 };
 
@@ -70,23 +70,21 @@ impl Client {
     /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
     /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
     /// use std::sync::Arc;
-    /// use kvhoist::{RegisterOptions, service::SharedMemory};
+    /// use kvhoist::service::SharedMemory;
     ///
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
-    /// let region = client.register(&pool, RegisterOptions::default()).await?;
+    /// let region = client.register(&pool).await?;
     /// assert!(region.is_shared());
     /// # client.close().await }).expect("the example runs");
     /// ```
-    pub async fn register(&self, memory: impl Into<Memory>, options: RegisterOptions) -> Result<ClientRegion> {
-        let Memory { range, kind } = memory.into();
+    pub async fn register(&self, memory: impl Into<Memory>) -> Result<ClientRegion> {
+        let Memory { range, kind, pinned } = memory.into();
         let at = (range.ptr as usize, range.len);
         match kind {
             MemoryKind::Shared(memory) => {
-                self.register_range(at, (memory.as_fd(), 0), options.pinned, Some(Arc::clone(&memory))).await
+                self.register_range(at, (memory.as_fd(), 0), pinned, Some(Arc::clone(&memory))).await
             }
-            MemoryKind::Memfd { fd, offset } => {
-                self.register_range(at, (fd.as_fd(), offset), options.pinned, None).await
-            }
+            MemoryKind::Memfd { fd, offset } => self.register_range(at, (fd.as_fd(), offset), pinned, None).await,
             MemoryKind::Host => self.register_copied(at),
             MemoryKind::Device => Err(Error::argument(
                 "memory",
@@ -121,7 +119,7 @@ impl Client {
         let make = || async {
             let bounce = Bounce::new(self.inner.bounce_bytes, self.inner.block_bytes)?;
             // Never unregistered: it is lent for as long as the client lives.
-            self.register(bounce.memory(), RegisterOptions::default().pinned(true)).await?;
+            self.register(Memory::from(bounce.memory()).pinned(true)).await?;
             Ok(bounce)
         };
         self.inner.bounce.get_or_try_init(make).await
@@ -170,10 +168,10 @@ impl Client {
     /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
     /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
     /// use std::sync::Arc;
-    /// use kvhoist::{RegisterOptions, service::SharedMemory};
+    /// use kvhoist::service::SharedMemory;
     ///
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
-    /// let region = client.register(&pool, RegisterOptions::default()).await?;
+    /// let region = client.register(&pool).await?;
     /// client.unregister(&region).await?;
     /// drop(pool);
     /// # client.close().await }).expect("the example runs");

@@ -148,7 +148,7 @@ impl Client {
     /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
     /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
     /// use std::sync::Arc;
-    /// use kvhoist::{RegisterOptions, Segment, service::SharedMemory};
+    /// use kvhoist::{Segment, service::SharedMemory};
     ///
     /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
     /// # let mut block = vec![7; 4096];
@@ -156,7 +156,7 @@ impl Client {
     /// # // SAFETY: the block lives until the call has ended.
     /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
-    /// let region = client.register(&pool, RegisterOptions::default()).await?;
+    /// let region = client.register(&pool).await?;
     /// let places = [0, 1].map(|n| vec![Segment { ptr: pool.as_ptr().wrapping_add(n * 4096), len: 4096 }]);
     /// let loaded = client.load_into(&keys, &places).await?;
     /// assert!(matches!(loaded[..], [Ok(true), Ok(false)]), "the second block is nowhere");
@@ -189,11 +189,11 @@ impl Client {
     /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
     /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
     /// use std::sync::Arc;
-    /// use kvhoist::{RegisterOptions, Segment, service::SharedMemory};
+    /// use kvhoist::{Segment, service::SharedMemory};
     ///
     /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
-    /// let region = client.register(&pool, RegisterOptions::default()).await?;
+    /// let region = client.register(&pool).await?;
     /// pool.write(0, &[7; 8192]);
     /// let places = [0, 1].map(|n| vec![Segment { ptr: pool.as_ptr().wrapping_add(n * 4096), len: 4096 }]);
     /// let stored = client.store_from(&keys, None, &places).await?;

@@ -9,8 +9,8 @@ use crate::{
 /// The figures of a space's cache.
 pub(in crate::service) fn stats(cache: &Cache) -> SpaceStats {
     let stats = cache.stats();
-    let reads = [Route::DiskToHost, Route::DiskToRegion].map(|route| stats.route(route).bytes);
-    let straight = [Route::DiskToRegion, Route::RegionToDisk].map(|route| stats.route(route).bytes);
+    let reads = [Route::DiskToHost, Route::DiskToRegion].map(|route| stats.route_bytes(route));
+    let straight = [Route::DiskToRegion, Route::RegionToDisk].map(|route| stats.route_bytes(route));
     SpaceStats {
         tiers: Tier::ALL.map(|tier| {
             let figures = stats.tier(tier);

@@ -1,7 +1,7 @@
 //! A caller's own memory, registered with the cache.
 
 use crate::sim::Rng;
-use kvhoist::{Cache, Config, Error, Region, RegisterOptions, Segment, internals::io::IO_ALIGN};
+use kvhoist::{Cache, Config, Error, Region, Segment, internals::io::IO_ALIGN};
 
 /// What memory holds that nothing was loaded into.
 const UNTOUCHED: u8 = 0x55;
@@ -64,7 +64,7 @@ impl Memory {
         self.region.as_ref()
     }
 
-    pub async fn register(&mut self, cache: &Cache, options: RegisterOptions) -> Result<(), Error> {
+    pub async fn register(&mut self, cache: &Cache, pinned: bool) -> Result<(), Error> {
         self.given_back = false;
         let len = self.block_bytes * self.blocks;
         // SAFETY: the pool keeps the memory mapped for longer than the cache lives, and nobody touches a block of it
@@ -76,7 +76,7 @@ impl Memory {
                 false => kvhoist::Memory::host(self.start, len),
             }
         };
-        self.region = Some(cache.register(memory, options).await?);
+        self.region = Some(cache.register(memory.pinned(pinned)).await?);
         Ok(())
     }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Cache, Error, RegisterOptions, Segment};
+use kvhoist::{BlockKey, Cache, Error, Segment};
 use tokio::task::spawn_local;
 
 use crate::{
@@ -38,7 +38,7 @@ async fn prepare(caller: &mut Caller) -> Result<(), Error> {
     if caller.memory.is_registered() {
         return Ok(());
     }
-    caller.memory.register(&caller.cache, RegisterOptions::default()).await
+    caller.memory.register(&caller.cache, false).await
 }
 
 pub async fn load(caller: &mut Caller, cancel: Cancel) -> End {
@@ -99,8 +99,8 @@ async fn load_by_layer(
     let segments: Vec<_> = (0..blocks.len()).map(|at| memory.layers(at, LAYERS)).collect();
     let load = cache.load_layers(keys, &segments, &std::array::from_fn::<usize, LAYERS, _>(|layer| layer)).await?;
     for layer in 0..LAYERS {
-        let done = load.layer(layer).await?;
-        for (at, &block) in blocks.iter().enumerate().take(done.leading) {
+        let (leading, _) = load.layer(layer).await?;
+        for (at, &block) in blocks.iter().enumerate().take(leading) {
             if !memory.holds_layer(at, layer, LAYERS, &context.plan.universe.block(block).payload) {
                 context.fail(format!("layer {layer} of block {block} is said to be there and is not"));
             }
@@ -182,7 +182,7 @@ async fn use_region(caller: &mut Caller, memory: &mut Memory) -> Result<End, Err
     }
     let pinned = caller.rng.chance(0.6);
     if !memory.is_registered() {
-        memory.register(&caller.cache, RegisterOptions::default().pinned(pinned)).await?;
+        memory.register(&caller.cache, pinned).await?;
     } else if let Some(region) = memory.region().filter(|_| pinned) {
         kvhoist::internals::pin_region(&caller.cache, region).await?;
     }

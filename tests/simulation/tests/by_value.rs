@@ -5,7 +5,7 @@ mod scene;
 use std::time::Duration;
 
 use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Memory, RegisterOptions, Segment, Tier, WritePolicy,
+    BlockKey, Cache, Config, DiskPath, Memory, Segment, Tier, WritePolicy,
     internals::io::{FileId, OpKind},
 };
 use kvhoist_simulation::sim::{self, Fault, Sim, Simulated, World};
@@ -219,7 +219,7 @@ fn what_is_loaded_by_layers_before_it_is_dropped_is_decided_on_anew() {
         let mut memory = vec![0; BLOCK_BYTES];
         // SAFETY: the memory lives until `unregister` has resolved, and nothing touches it before.
         let lent = unsafe { Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
-        let region = cache.register(lent, RegisterOptions::default()).await.expect("registered");
+        let region = cache.register(lent).await.expect("registered");
         let place = Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES };
         let load = cache.load_layers(&[key(1)], &[vec![place]], &[0]).await.expect("taken on");
         assert!(matches!(load.blocks().await[..], [Ok(true)]));

@@ -78,7 +78,7 @@ impl Loads {
         let mut memory = vec![0; usize::from(blocks) * BLOCK_BYTES];
         // SAFETY: the memory outlives the region, and nobody touches it while a load is under way.
         let lent = unsafe { kvhoist::Memory::host(memory.as_mut_ptr(), memory.len()) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         let stop = Rc::new(RefCell::new(false));
         let tasks = (0..blocks).map(|n| {
             let (cache, stop) = (cache.clone(), Rc::clone(&stop));

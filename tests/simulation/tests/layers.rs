@@ -61,12 +61,12 @@ fn run(seed: u64) -> [u32; 3] {
                 continue;
             }
             for layer in 0..LAYERS {
-                let done = load.layer(layer).await.expect("a layer");
-                assert!(done.leading <= wanted.len() && (done.error.is_none() || done.leading < wanted.len()));
-                (0..done.leading).for_each(|place| pool.assert_layer(place, wanted[place], layer));
+                let (leading, error) = load.layer(layer).await.expect("a layer");
+                assert!(leading <= wanted.len() && (error.is_none() || leading < wanted.len()));
+                (0..leading).for_each(|place| pool.assert_layer(place, wanted[place], layer));
                 counts[0] += 1;
-                counts[1] += u32::from(done.error.is_some());
-                counts[2] += u32::from(done.leading > 0 && done.leading < wanted.len());
+                counts[1] += u32::from(error.is_some());
+                counts[2] += u32::from(leading > 0 && leading < wanted.len());
             }
             for (place, result) in load.blocks().await.into_iter().enumerate() {
                 if matches!(result, Ok(true)) {

@@ -6,9 +6,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{
-    BlockKey, Cache, Config, DiskPath, Error, Region, RegisterOptions, Segment, Tier, internals::io::OpKind,
-};
+use kvhoist::{BlockKey, Cache, Config, DiskPath, Error, Region, Segment, Tier, internals::io::OpKind};
 use kvhoist_simulation::sim::{self, CopyOptions, Fault, Reactor, Sim, SimCopy, SimOptions, Simulated, World};
 
 const BLOCK_BYTES: usize = 4096;
@@ -73,7 +71,7 @@ impl Memory {
         let len = self.0.len() - BLOCK_BYTES;
         // SAFETY: each test keeps the memory for longer than its cache, and looks at it where no call is under way.
         let lent = unsafe { kvhoist::Memory::host(self.start(), len) };
-        kvhoist::block_on(cache.register(lent, Default::default())).expect("registered")
+        kvhoist::block_on(cache.register(lent)).expect("registered")
     }
 
     fn bytes(&mut self, block: usize) -> &[u8] {
@@ -155,13 +153,13 @@ fn a_registration_that_is_dropped_while_it_pins_leaves_no_region() {
         // SAFETY: the memory outlives the cache, and nothing touches it while a call is under way.
         let lent = || unsafe { kvhoist::Memory::host(place[0].ptr, len) };
         // The reactor is a task of this thread: the first poll sends the request, and nobody has answered it.
-        let mut register = Box::pin(cache.register(lent(), RegisterOptions::default().pinned(true)));
+        let mut register = Box::pin(cache.register(lent().pinned(true)));
         let mut context = Context::from_waker(Waker::noop());
         assert!(register.as_mut().poll(&mut context).is_pending(), "it waits for the reactor");
         drop(register);
         let loaded = cache.load_into(&[key(1)], std::slice::from_ref(&place)).await;
         assert!(is_wrong(&loaded, "segments", "in no registered region"), "{loaded:?}");
-        let region = cache.register(lent(), RegisterOptions::default()).await.expect("the range is free again");
+        let region = cache.register(lent()).await.expect("the range is free again");
         let loaded = cache.load_into(&[key(1)], &[place]).await.expect("registered");
         assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
         cache.unregister(&region).await.expect("its own");
@@ -178,7 +176,7 @@ fn memory_of_a_dropped_registration_may_be_unmapped_and_others_are_pinned_after_
             let mut memory = Memory::new(1);
             // SAFETY: the memory outlives the cache, and nothing touches it while a call is under way.
             let lent = unsafe { kvhoist::Memory::host(memory.start(), BLOCK_BYTES) };
-            let mut register = Box::pin(cache.register(lent, RegisterOptions::default().pinned(true)));
+            let mut register = Box::pin(cache.register(lent.pinned(true)));
             let mut context = Context::from_waker(Waker::noop());
             assert!(register.as_mut().poll(&mut context).is_pending(), "it waits for the reactor");
             if answered {
@@ -191,8 +189,7 @@ fn memory_of_a_dropped_registration_may_be_unmapped_and_others_are_pinned_after_
             let mut other = Memory::new(1);
             // SAFETY: as above.
             let lent = unsafe { kvhoist::Memory::host(other.start(), BLOCK_BYTES) };
-            let pinned = RegisterOptions::default().pinned(true);
-            let region = cache.register(lent, pinned).await.expect("registered");
+            let region = cache.register(lent.pinned(true)).await.expect("registered");
             assert!(region.is_pinned(), "the table has no entry of memory that is gone");
             let loaded = cache.load_into(&[key(1)], &[other.place(0)]).await.expect("registered");
             assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");

@@ -280,7 +280,7 @@ fn a_block_removed_while_it_goes_straight_to_disk_does_not_come_back() {
         let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
         // SAFETY: the memory outlives the cache, and nobody writes to it.
         let lent = unsafe { kvhoist::Memory::host(start, BLOCK_BYTES) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         disk.script_next(OpKind::Write, Fault::Stall);
         let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
         let storing = spawn(&cache, async move |cache| cache.store_from(&[key(1)], None, &places).await);
@@ -295,7 +295,7 @@ fn a_block_removed_while_it_goes_straight_to_disk_does_not_come_back() {
         assert!(!fetch(&killed, 1).await.expect("served"), "a removed block is back");
         finish(killed, its_reactor).await;
         drop(storing.await.expect("no panic"));
-        assert_eq!(cache.stats().route(Route::RegionToDisk).blocks, 0, "it went straight, and not in");
+        assert_eq!(cache.stats().route_blocks(Route::RegionToDisk), 0, "it went straight, and not in");
         cache.unregister(&region).await.expect("its own region");
         finish(cache, reactor).await;
     });

@@ -5,7 +5,7 @@ use std::{future::Future, time::Instant};
 use proptest::prelude::*;
 
 use kvhoist::{
-    BlockKey, Config, DiskPath, Result,
+    BlockKey, Config, DiskPath, Error,
     internals::{
         disk::{
             Counts, DiskSlots, Member, PageId, Recovered, RecoveredRecord,
@@ -88,7 +88,12 @@ fn enter(records: &mut Vec<RecoveredRecord>) -> impl FnMut(&mut DiskSlots, &[Rec
 }
 
 /// Opens a store and ignores its records.
-async fn open<S: Storage>(storage: &S, members: &[Member], config: &Config, uuid: [u8; 16]) -> Result<Recovered> {
+async fn open<S: Storage>(
+    storage: &S,
+    members: &[Member],
+    config: &Config,
+    uuid: [u8; 16],
+) -> Result<Recovered, Error> {
     recovery::open(storage, members, config, uuid, &mut |_, _| ()).await
 }
 

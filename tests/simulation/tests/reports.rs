@@ -102,7 +102,7 @@ async fn sync_after_refused_store<F: Future<Output = ()>>(
     let (cache, reactor, disk) = open(config()).await;
     // SAFETY: the memory outlives the cache, and nobody writes to it.
     let lent = unsafe { kvhoist::Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
-    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+    let region = kvhoist::block_on(cache.register(lent)).expect("registered");
     disk.script_next(OpKind::Write, Fault::Error(5));
     ask(cache.clone(), vec![vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]]).await;
     assert_eq!(cache.stats().writes_refused, 1);
@@ -188,7 +188,7 @@ fn a_store_that_the_close_cut_off_takes_no_earlier_refusal_along() {
         let start = memory.as_mut_ptr();
         // SAFETY: the memory outlives the cache, and nobody writes to it.
         let lent = unsafe { kvhoist::Memory::host(start, BLOCK_BYTES) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
         // The reactor sees both at once, and the close first.
         let storing = spawn(&cache, async move |cache| cache.store_from(&[key(0)], None, &places).await);
@@ -209,7 +209,7 @@ async fn sync_after_refused_straight_store(removes: fn(&Sim) -> bool) -> Result<
     let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096));
     // SAFETY: the memory outlives the cache, and nobody writes to it.
     let lent = unsafe { kvhoist::Memory::host(start, BLOCK_BYTES) };
-    let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+    let region = kvhoist::block_on(cache.register(lent)).expect("registered");
     disk.script_next(OpKind::Write, Fault::StalledError(5));
     let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
     let storing = spawn(&cache, async move |cache| cache.store_from(&[key(1)], None, &places).await);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Config, DiskPath, Memory, RegisterOptions, Segment, Tier, internals::io::FileId};
+use kvhoist::{BlockKey, Config, DiskPath, Memory, Segment, Tier, internals::io::FileId};
 use kvhoist_simulation::sim;
 
 const BLOCKS: u8 = 24;
@@ -130,7 +130,7 @@ fn remove_while_storing(seed: u64) -> (Vec<bool>, Vec<bool>, u64) {
         let start = pages.0.as_mut_ptr().cast::<u8>();
         // SAFETY: the pages live for longer than the cache, and nobody touches them until they are unregistered.
         let memory = unsafe { Memory::host(start, size_of::<Pages>()) };
-        let region = cache.register(memory, RegisterOptions::default()).await.expect("registered");
+        let region = cache.register(memory).await.expect("registered");
         let places: Vec<_> =
             (0..keys.len()).map(|n| vec![Segment { ptr: start.wrapping_add(n * 4096), len: 4096 }]).collect();
         let remove = async {
@@ -208,7 +208,7 @@ fn close_while_workers_work(seed: u64, after: Duration, deaths: f64) -> Closed {
         let start = pages.0.as_mut_ptr().cast::<u8>();
         // SAFETY: the pages live for longer than the cache, and are touched only after its close.
         let memory = unsafe { Memory::host(start, size_of::<Pages>()) };
-        let _region = cache.register(memory, RegisterOptions::default()).await.expect("registered");
+        let _region = cache.register(memory).await.expect("registered");
         let (loaded, fetched) = keys.split_at(keys.len() / 2);
         let places: Vec<_> =
             (0..loaded.len()).map(|n| vec![Segment { ptr: start.wrapping_add(n * 4096), len: 4096 }]).collect();

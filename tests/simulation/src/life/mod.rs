@@ -293,7 +293,7 @@ impl Life {
     }
 
     /// Closes the cache once more, at the same time or a little later.
-    async fn close_again(&self, cache: &Cache, reactor: &Reactor) -> Option<kvhoist::Result<()>> {
+    async fn close_again(&self, cache: &Cache, reactor: &Reactor) -> Option<Result<(), kvhoist::Error>> {
         if !self.context.plan.second_close {
             return None;
         }

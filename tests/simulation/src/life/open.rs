@@ -46,7 +46,7 @@ impl Life {
     }
 
     /// Opens the cache, perhaps beside another one that wants the same store.
-    async fn open_once(&self) -> kvhoist::Result<Simulated> {
+    async fn open_once(&self) -> Result<Simulated, kvhoist::Error> {
         let mut rng = self.rng.clone();
         let open = || sim::open(self.context.plan.config.clone(), &self.world);
         if !self.context.plan.second_opener || self.context.plan.config.disk.paths.is_empty() || rng.chance(0.3) {

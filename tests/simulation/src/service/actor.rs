@@ -38,7 +38,12 @@ pub struct Process {
 
 impl Process {
     /// Connects; fails as [`Client::connect`].
-    pub async fn connect(run: &Rc<Run>, space: usize, deadline: Duration, rng: &mut Rng) -> kvhoist::Result<Self> {
+    pub async fn connect(
+        run: &Rc<Run>,
+        space: usize,
+        deadline: Duration,
+        rng: &mut Rng,
+    ) -> Result<Self, kvhoist::Error> {
         let wanted = &run.plan.spaces[space];
         let mut options = ClientOptions::new(wanted.namespace, wanted.block_bytes);
         options.shared = wanted.shared;

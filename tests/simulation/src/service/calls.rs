@@ -3,7 +3,7 @@
 use std::{cell::RefCell, rc::Rc, time::Duration};
 
 use kvhoist::{
-    BlockKey, Error, Result, Segment,
+    BlockKey, Error, Segment,
     service::{Client, ServiceFault},
 };
 use tokio::time::{sleep, timeout};
@@ -165,7 +165,7 @@ impl Caller {
         &self,
         blocks: &[usize],
         asked: &Asked,
-        results: Vec<Result<bool>>,
+        results: Vec<Result<bool, Error>>,
         holds: impl Fn(usize, &[u8]) -> bool,
     ) {
         if results.len() != blocks.len() {
@@ -185,7 +185,7 @@ impl Caller {
         }
     }
 
-    fn stored(&self, asked: Asked, results: Vec<Result<bool>>) {
+    fn stored(&self, asked: Asked, results: Vec<Result<bool, Error>>) {
         let end = |at: usize| match results.get(at) {
             Some(Ok(true)) => StoreEnd::Acknowledged,
             Some(Err(Error::Service { fault: ServiceFault::Timeout, .. })) | None => StoreEnd::GoesOn,
@@ -200,7 +200,7 @@ impl Caller {
         asked.stored(end);
     }
 
-    async fn load(&mut self) -> Result<()> {
+    async fn load(&mut self) -> Result<(), Error> {
         let (blocks, keys) = self.draw(false);
         let segments = self.segments(blocks.len());
         (0..blocks.len()).for_each(|at| self.memory.clear(at));
@@ -213,7 +213,7 @@ impl Caller {
         Ok(())
     }
 
-    async fn store(&mut self) -> Result<()> {
+    async fn store(&mut self) -> Result<(), Error> {
         let (blocks, keys) = self.draw(true);
         let segments = self.segments(blocks.len());
         let universe = &self.run.plan.spaces[self.space].universe;
@@ -234,7 +234,7 @@ impl Caller {
     }
 
     /// After a call without an answer the service may still use the memory.
-    async fn unanswered<T>(&mut self, ended: Option<Result<T>>) -> Result<()> {
+    async fn unanswered<T>(&mut self, ended: Option<Result<T, Error>>) -> Result<(), Error> {
         self.renew_memory().await;
         ended.map_or(Ok(()), |ended| ended.map(drop))
     }
@@ -254,7 +254,7 @@ impl Caller {
     }
 
     /// Takes memory back while blocks are loaded into it.
-    async fn take_back_in_use(&mut self) -> Result<()> {
+    async fn take_back_in_use(&mut self) -> Result<(), Error> {
         let (blocks, keys) = self.draw(false);
         let segments = self.segments(blocks.len());
         let (client, pause) = (self.client.clone(), Duration::from_millis(self.rng.below(8)));
@@ -278,7 +278,7 @@ impl Caller {
     }
 
     /// Moves blocks from and to memory that the service does not have.
-    async fn copied(&mut self) -> Result<()> {
+    async fn copied(&mut self) -> Result<(), Error> {
         let (blocks, keys) = self.draw(true);
         let universe = &self.run.plan.spaces[self.space].universe;
         let bytes = self.run.plan.spaces[self.space].block_bytes;
@@ -307,7 +307,7 @@ impl Caller {
         Ok(())
     }
 
-    async fn look_up(&mut self) -> Result<()> {
+    async fn look_up(&mut self) -> Result<(), Error> {
         let chain = self.rng.chance(0.5);
         let (blocks, keys) = self.draw(chain);
         let (asked, client) = (self.ask(&blocks), self.client.clone());
@@ -326,7 +326,7 @@ impl Caller {
         Ok(())
     }
 
-    async fn prefetch(&mut self) -> Result<()> {
+    async fn prefetch(&mut self) -> Result<(), Error> {
         let (_, keys) = self.draw(false);
         let client = self.client.clone();
         if let Some(started) = self.made(client.prefetch(&keys)).await
@@ -337,7 +337,7 @@ impl Caller {
         Ok(())
     }
 
-    async fn remove(&mut self) -> Result<()> {
+    async fn remove(&mut self) -> Result<(), Error> {
         let (blocks, keys) = self.draw(false);
         let (client, life) = (self.client.clone(), self.run.life.get());
         self.run.say(|| format!("caller {} removes block {} of space {}", self.number, blocks[0], self.space));
@@ -350,7 +350,7 @@ impl Caller {
         removed.map(|found| self.run.mix(u64::from(found)))
     }
 
-    async fn sync(&mut self) -> Result<()> {
+    async fn sync(&mut self) -> Result<(), Error> {
         self.run.say(|| format!("caller {} syncs space {}", self.number, self.space));
         let (client, life) = (self.client.clone(), self.run.life.get());
         let began = self.run.models[self.space].borrow().sync_begins();
@@ -366,7 +366,7 @@ impl Caller {
     }
 
     /// What changes no answer.
-    async fn hint(&mut self) -> Result<()> {
+    async fn hint(&mut self) -> Result<(), Error> {
         let (_, keys) = self.draw(true);
         let client = self.client.clone();
         match pick(&mut self.rng, &[0, 1, 2]) {

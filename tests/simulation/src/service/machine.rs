@@ -10,7 +10,7 @@ use std::{
 };
 
 use kvhoist::{
-    Cache, Config, Result, Tier,
+    Cache, Config, Error, Tier,
     internals::service::{
         protocol::Failure,
         seams::{Later, Mapped, System, map},
@@ -114,7 +114,7 @@ impl Machine {
 
     /// Resolves when nothing is in flight in any cache and its balance holds, or with what is wrong with it. No client
     /// is connected.
-    pub async fn settle(&self) -> std::result::Result<(), String> {
+    pub async fn settle(&self) -> Result<(), String> {
         let opened = std::mem::take(&mut self.state.borrow_mut().opened);
         let mut settled = Ok(());
         for Opened { reactor, .. } in opened.values() {
@@ -159,7 +159,7 @@ impl Machine {
         report.add(&self.state.borrow().report);
     }
 
-    async fn open(self: Rc<Self>, config: Config) -> Result<Cache> {
+    async fn open(self: Rc<Self>, config: Config) -> Result<Cache, Error> {
         let path = config.disk.paths.first().map(|disk| disk.path.clone()).unwrap_or_default();
         let folder = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let (mut world, storage_seed) = {
@@ -199,13 +199,13 @@ impl Machine {
 pub struct Handle(pub Rc<Machine>);
 
 impl System for Handle {
-    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, String)>> {
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
         let state = self.0.state.borrow();
         let below = state.texts.iter().filter(|(folder, _)| folder.parent() == Some(path));
         Ok(below.map(|(folder, text)| (folder.join("space"), text.clone())).collect())
     }
 
-    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<()> {
+    fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<(), Error> {
         if let (Some(folder), Some(text)) = (folders.first(), text) {
             self.0.state.borrow_mut().texts.insert(folder.clone(), text.into());
         }
@@ -222,7 +222,7 @@ impl System for Handle {
         }
     }
 
-    fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<()>> {
+    fn remove_space(&self, folders: Vec<PathBuf>) -> Later<Result<(), Error>> {
         let machine = Rc::clone(&self.0);
         let pause = Duration::from_millis(machine.rng.borrow_mut().below(20));
         Box::pin(async move {
@@ -239,7 +239,7 @@ impl System for Handle {
         })
     }
 
-    fn open_cache(&self, config: Config) -> Later<Result<Cache>> {
+    fn open_cache(&self, config: Config) -> Later<Result<Cache, Error>> {
         Box::pin(Rc::clone(&self.0).open(config))
     }
 
@@ -251,7 +251,7 @@ impl System for Handle {
         });
     }
 
-    fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> std::result::Result<Mapped, Failure> {
+    fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
         let mapped = map(fd, offset, len)?;
         self.0.state.borrow_mut().mapped.insert(mapped.start().expose_provenance(), mapped.len());
         Ok(mapped)

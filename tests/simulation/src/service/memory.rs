@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvhoist::{
-    Error, RegisterOptions, Segment,
+    Error, Segment,
     service::{Client, ClientRegion, SharedMemory},
 };
 
@@ -34,7 +34,7 @@ impl Memory {
     }
 
     pub async fn register(&mut self, client: &Client, pinned: bool) -> Result<(), Error> {
-        let region = client.register(&self.shared, RegisterOptions::default().pinned(pinned)).await?;
+        let region = client.register(kvhoist::Memory::from(&self.shared).pinned(pinned)).await?;
         self.region = Some(region);
         Ok(())
     }

@@ -21,7 +21,7 @@ use crate::{
 /// A process of the service.
 pub struct Process {
     pub service: Service,
-    ended: JoinHandle<kvhoist::Result<()>>,
+    ended: JoinHandle<Result<(), kvhoist::Error>>,
     task: JoinHandle<()>,
 }
 

@@ -8,7 +8,7 @@
 use std::{any::Any, cell::RefCell, collections::BTreeMap, ops::RangeInclusive, rc::Rc, sync::Arc, time::Duration};
 
 use kvhoist::{
-    Error, Result, Segment,
+    Error, Segment,
     internals::{
         checksum::Digest,
         device::{CopyBatch, CopyEngine, Memcpy},
@@ -113,7 +113,7 @@ impl SimCopy {
         (Duration::from_nanos(rng.between(min, max)), rng.chance(options.failure))
     }
 
-    async fn finish(self, batch: CopyBatch, latency: Duration, fails: bool) -> (Result<()>, CopyBatch) {
+    async fn finish(self, batch: CopyBatch, latency: Duration, fails: bool) -> (Result<(), Error>, CopyBatch) {
         let before = digest(&batch);
         spoil(&batch);
         tokio::time::sleep(latency).await;
@@ -134,7 +134,7 @@ impl CopyEngine for SimCopy {
         "sim"
     }
 
-    async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
+    async fn copy(&self, batch: CopyBatch) -> (Result<(), Error>, CopyBatch) {
         let ends = batch.ops().iter().flat_map(|op| [(op.src.addr(), op.len), (op.dst.addr(), op.len)]).collect();
         let number = {
             let State { counts, memory, .. } = &mut *self.0.borrow_mut();
@@ -162,7 +162,11 @@ impl CopyEngine for SimCopy {
         self.0.borrow().options.checksums
     }
 
-    async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
+    async unsafe fn checksum(
+        &self,
+        segments: &[Segment],
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Option<Result<u64, Error>> {
         if !self.checksums() {
             return None;
         }

@@ -36,7 +36,7 @@ pub use world::World;
 use std::{any::Any, cell::Cell, future::Future, rc::Rc, sync::Arc, time::Duration};
 
 use kvhoist::{
-    Cache, Config, Error, Result,
+    Cache, Config, Error,
     internals::{
         disk::{
             Member,
@@ -95,7 +95,7 @@ const LOCK_POLL: Duration = Duration::from_millis(5);
 ///
 /// # Errors
 /// As [`Cache::open`].
-pub async fn open(config: Config, world: &World) -> Result<Simulated> {
+pub async fn open(config: Config, world: &World) -> Result<Simulated, Error> {
     config.validate()?;
     // Virtual time stands still while the reactor spins.
     let config = config.spin_us(0);
@@ -126,7 +126,7 @@ pub async fn open(config: Config, world: &World) -> Result<Simulated> {
 }
 
 /// Waits until nobody else has the files open.
-async fn lock(config: &Config, storage: &Sim) -> Result<Option<Locked>> {
+async fn lock(config: &Config, storage: &Sim) -> Result<Option<Locked>, Error> {
     let Some(disk) = config.disk.paths.first() else { return Ok(None) };
     let give_up = tokio::time::Instant::now() + LOCK_WAIT;
     loop {
@@ -204,7 +204,7 @@ impl Reactor {
     ///
     /// # Errors
     /// As [`check_balance`](Self::check_balance).
-    pub async fn settle(&self, patience: Duration) -> std::result::Result<(), String> {
+    pub async fn settle(&self, patience: Duration) -> Result<(), String> {
         let give_up = tokio::time::Instant::now() + patience;
         let mut pause = Duration::from_millis(1);
         loop {
@@ -223,7 +223,7 @@ impl Reactor {
     ///
     /// # Errors
     /// The first of it that does not hold, in words.
-    pub fn check_balance(&self) -> std::result::Result<(), String> {
+    pub fn check_balance(&self) -> Result<(), String> {
         let (io, copies) = (self.world.storage.in_flight(), self.world.copy.in_flight());
         if io > 0 || copies > 0 {
             return Err(format!("{io} operations and {copies} copies are in flight"));

@@ -231,7 +231,7 @@ fn a_store_during_the_write_of_a_removed_block_from_a_callers_memory_is_written(
         let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(BLOCK_BYTES));
         // SAFETY: the memory outlives the cache, and nothing writes to it.
         let lent = unsafe { Memory::host(start, BLOCK_BYTES) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         let places = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
         // The payload stalls, and so does the write that clears its record, which was written meanwhile.
         let next = disk.counts().started[OpKind::Write as usize];

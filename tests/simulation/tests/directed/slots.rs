@@ -64,7 +64,7 @@ fn a_load_does_not_wait_for_a_promotion_that_waits_for_it() {
         let mut memory = vec![0u8; BLOCK_BYTES];
         // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
         let lent = unsafe { kvhoist::Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         let segments = vec![vec![kvhoist::Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
         // Both are polled before the reactor is: the load is first in the channel, the promotion has begun.
         let (keys, wanted) = ([key(0)], key(0));
@@ -116,7 +116,7 @@ fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
             let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(4096) + shift);
             // SAFETY: the memory outlives the cache, and is looked at where no call is under way.
             let lent = unsafe { kvhoist::Memory::host(start, 6 * BLOCK_BYTES) };
-            let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+            let region = kvhoist::block_on(cache.register(lent)).expect("registered");
             let places: Vec<_> =
                 (0..6).map(|n| vec![Segment { ptr: start.wrapping_add(n * BLOCK_BYTES), len: BLOCK_BYTES }]).collect();
             let keys: Vec<_> = (0..6).map(key).collect();
@@ -131,7 +131,7 @@ fn memory_goes_straight_where_the_disk_allows_and_through_a_slot_where_not() {
             assert!(loaded.iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
             assert!(*bytes() == *want, "the right bytes");
             let stats = cache.stats();
-            let blocks = |route| stats.route(route).blocks;
+            let blocks = |route| stats.route_blocks(route);
             assert_eq!(
                 [blocks(Route::RegionToDisk), blocks(Route::DiskToRegion)],
                 [if straight { 6 } else { 0 }; 2],

@@ -108,7 +108,7 @@ fn memory_of_a_load_to_the_device_is_the_callers_again_after_a_timeout() {
         let mut memory = vec![0xee; BLOCK_BYTES];
         // SAFETY: the memory outlives the cache, and nobody touches it before the load has ended.
         let lent = unsafe { kvhoist::Memory::device(memory.as_mut_ptr(), BLOCK_BYTES) };
-        let region = kvhoist::block_on(cache.register(lent, Default::default())).expect("registered");
+        let region = kvhoist::block_on(cache.register(lent)).expect("registered");
         let segments = vec![vec![kvhoist::Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
         disk.script_next(OpKind::Read, Fault::Stall);
         let loaded = cache.load_into(&[key(0)], &segments).await.expect("asked");
