@@ -10,6 +10,7 @@ mod cuda;
 #[cfg(feature = "cufile")]
 mod cufile;
 pub mod drive;
+pub mod examples;
 pub mod measure;
 pub mod pattern;
 pub mod peers;

@@ -189,15 +189,9 @@ impl Client {
     /// The service's socket.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// assert_eq!(client.socket(), server.socket());
-    /// # client.close().await }).expect("the example runs");
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
+    /// println!("blocks of {}", client.socket().display());
+    /// # Ok(()) });
     /// ```
     pub fn socket(&self) -> &Path {
         &self.inner.socket
@@ -206,15 +200,9 @@ impl Client {
     /// Bytes of every block.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// assert_eq!(client.block_bytes(), 4096);
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn block_bytes(&self) -> usize {
         self.inner.block_bytes
@@ -223,17 +211,11 @@ impl Client {
     /// Whether the service can be reached now. It may be gone by the next call.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// if !client.is_connected() {
     ///     println!("calls fail at once until {} is back", client.socket().display());
     /// }
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn is_connected(&self) -> bool {
         self.inner.home.is_here() && self.inner.line.is_up()
@@ -248,16 +230,10 @@ impl Client {
     /// From the first poll on it goes on.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// client.close().await?;
     /// assert!(client.close().await.is_err(), "it is closed already");
-    /// # Ok::<_, kvhoist::Error>(()) }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn close(&self) -> Result<()> {
         let (ended, end) = oneshot::channel();

@@ -62,20 +62,14 @@ impl Client {
     /// The service gives the memory back by itself.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// use std::sync::Arc;
     /// use kvhoist::service::SharedMemory;
     ///
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
     /// let region = client.register(&pool).await?;
     /// assert!(region.is_shared());
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn register(&self, memory: impl Into<Memory>) -> Result<ClientRegion> {
         let Memory { range, kind, pinned } = memory.into();
@@ -160,13 +154,7 @@ impl Client {
     /// to wait.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// use std::sync::Arc;
     /// use kvhoist::service::SharedMemory;
     ///
@@ -174,7 +162,7 @@ impl Client {
     /// let region = client.register(&pool).await?;
     /// client.unregister(&region).await?;
     /// drop(pool);
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn unregister(&self, region: &ClientRegion) -> Result<()> {
         if region.client != self.inner.id {

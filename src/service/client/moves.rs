@@ -101,13 +101,7 @@ impl Client {
     /// lives.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
     /// use kvhoist::Segment;
     ///
@@ -117,7 +111,7 @@ impl Client {
     /// let loan = unsafe { client.lend(&[place]) };
     /// let stored = loan.store_from(&keys[..1], None, &[vec![place]]).await?;
     /// assert!(matches!(stored[..], [Ok(true)]));
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub unsafe fn lend(&self, memory: &[Segment]) -> ClientLoan {
         ClientLoan { client: self.clone(), memory: memory.to_vec() }
@@ -140,31 +134,20 @@ impl Client {
     /// [`unregister`](Client::unregister) resolves, or the connection is lost.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
     /// use std::sync::Arc;
     /// use kvhoist::{Segment, service::SharedMemory};
     ///
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
     /// let region = client.register(&pool).await?;
     /// let places = [0, 1].map(|n| vec![Segment { ptr: pool.as_ptr().wrapping_add(n * 4096), len: 4096 }]);
-    /// let loaded = client.load_into(&keys, &places).await?;
+    /// let loaded = client.load_into(keys, &places).await?;
     /// assert!(matches!(loaded[..], [Ok(true), Ok(false)]), "the second block is nowhere");
     /// let mut block = [0; 4096];
     /// pool.read(0, &mut block);
     /// assert_eq!(block, [7; 4096]);
     /// client.unregister(&region).await?;
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn load_into(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
         self.moved(Way::Load, keys, segments, &[]).await
@@ -181,13 +164,7 @@ impl Client {
     /// As [`load_into`](Client::load_into).
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
+    /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// use std::sync::Arc;
     /// use kvhoist::{Segment, service::SharedMemory};
     ///
@@ -199,7 +176,7 @@ impl Client {
     /// let stored = client.store_from(&keys, None, &places).await?;
     /// assert!(matches!(stored[..], [Ok(true), Ok(true)]));
     /// client.unregister(&region).await?;
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn store_from(
         &self,

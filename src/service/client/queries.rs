@@ -20,29 +20,16 @@ impl Client {
     /// Dropping the future changes nothing.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
-    /// assert_eq!(client.match_len(&keys).await?, 1);
-    /// # client.close().await }).expect("the example runs");
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
+    /// assert_eq!(client.match_len(keys).await?, 1);
+    /// # Ok(()) });
     /// ```
     pub async fn match_len(&self, keys: &[BlockKey]) -> Result<usize> {
         let mut leading = 0;
         for keys in keys.chunks(KEYS_MAX) {
-            let Reply::Count(count) = self.ask(Request::MatchLen { keys: keys.to_vec() }).await? else {
-                return Err(worker::nonsense("a count was asked for"));
-            };
-            leading += count as usize;
-            if (count as usize) < keys.len() {
+            let count = self.count(Request::MatchLen { keys: keys.to_vec() }).await?;
+            leading += count;
+            if count < keys.len() {
                 break;
             }
         }
@@ -58,20 +45,9 @@ impl Client {
     /// Dropping the future changes nothing.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
-    /// assert_eq!(client.match_prefix(&keys).await?, [kvhoist::Tier::Host]);
-    /// # client.close().await }).expect("the example runs");
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
+    /// assert_eq!(client.match_prefix(keys).await?, [kvhoist::Tier::Disk]);
+    /// # Ok(()) });
     /// ```
     pub async fn match_prefix(&self, keys: &[BlockKey]) -> Result<Vec<Tier>> {
         let mut leading = Vec::new();
@@ -97,20 +73,9 @@ impl Client {
     /// Dropping the future changes nothing.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
-    /// assert_eq!(client.contains(&keys).await?, [true, false]);
-    /// # client.close().await }).expect("the example runs");
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
+    /// assert_eq!(client.contains(keys).await?, [true, false]);
+    /// # Ok(()) });
     /// ```
     pub async fn contains(&self, keys: &[BlockKey]) -> Result<Vec<bool>> {
         let mut there = Vec::with_capacity(keys.len());
@@ -132,29 +97,15 @@ impl Client {
     /// The blocks are brought all the same, if the request was sent.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
-    /// // The first block is in host memory, and the second is nowhere: there is nothing to start.
-    /// assert_eq!(client.prefetch(&keys).await?, 0);
-    /// # client.close().await }).expect("the example runs");
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
+    /// // The first block is on disk, and the second is nowhere.
+    /// assert_eq!(client.prefetch(keys).await?, 1);
+    /// # Ok(()) });
     /// ```
     pub async fn prefetch(&self, keys: &[BlockKey]) -> Result<usize> {
         let mut started = 0;
         for keys in keys.chunks(KEYS_MAX) {
-            match self.ask(Request::Prefetch { keys: keys.to_vec() }).await? {
-                Reply::Count(count) => started += count as usize,
-                other => return Err(unexpected(&other)),
-            }
+            started += self.count(Request::Prefetch { keys: keys.to_vec() }).await?;
         }
         Ok(started)
     }
@@ -168,20 +119,9 @@ impl Client {
     /// The uses are counted all the same, if the request was sent.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
-    /// client.touch(&keys).await?;
-    /// # client.close().await }).expect("the example runs");
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
+    /// client.touch(keys).await?;
+    /// # Ok(()) });
     /// ```
     pub async fn touch(&self, keys: &[BlockKey]) -> Result<()> {
         for keys in keys.chunks(KEYS_MAX) {
@@ -199,21 +139,10 @@ impl Client {
     /// The block may be forgotten all the same.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
     /// assert!(client.remove(&keys[0]).await?);
     /// assert!(!client.remove(&keys[0]).await?, "it is gone");
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
         self.remove_one(key, false).await
@@ -228,25 +157,10 @@ impl Client {
     /// As [`remove`](Client::remove).
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # (config.host_bytes, config.capacity_bytes) = (1 << 20, 64 << 20);
-    /// # config.paths.push(dir.path().to_owned());
-    /// # config.cache = config.cache.direct_io(kvhoist::DirectIo::Prefer);
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
     /// client.remove_durably(&keys[0]).await?;
-    /// assert_eq!(client.contains(&keys).await?, [false, false]);
-    /// # client.close().await }).expect("the example runs");
-    /// # server.drain();
-    /// # server.wait().expect("a whole store");
+    /// assert_eq!(client.contains(keys).await?, [false, false]);
+    /// # Ok(()) });
     /// ```
     pub async fn remove_durably(&self, key: &BlockKey) -> Result<bool> {
         self.remove_one(key, true).await
@@ -270,24 +184,9 @@ impl Client {
     /// The writes and the flush go on. A report of refused blocks may be lost, as above.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # (config.host_bytes, config.capacity_bytes) = (1 << 20, 64 << 20);
-    /// # config.paths.push(dir.path().to_owned());
-    /// # config.cache = config.cache.direct_io(kvhoist::DirectIo::Prefer);
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
     /// client.sync().await?;
-    /// # client.close().await }).expect("the example runs");
-    /// # server.drain();
-    /// # server.wait().expect("a whole store");
+    /// # Ok(()) });
     /// ```
     pub async fn sync(&self) -> Result<()> {
         self.ask(Request::Sync).await.map(drop)
@@ -302,21 +201,10 @@ impl Client {
     /// Dropping the future changes nothing.
     ///
     /// ```
-    /// # let dir = tempfile::tempdir().expect("a directory");
-    /// # let mut config = kvhoist::service::ServerConfig::new(dir.path().join("socket"));
-    /// # config.host_bytes = 1 << 20;
-    /// # let server = kvhoist::service::Server::start(config).expect("a service");
-    /// # kvhoist::block_on(async {
-    /// # let options = kvhoist::service::ClientOptions::new("model", 4096);
-    /// # let client = kvhoist::service::Client::connect(server.socket(), options).await?;
-    /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
-    /// # let mut block = vec![7; 4096];
-    /// # let place = kvhoist::Segment { ptr: block.as_mut_ptr(), len: 4096 };
-    /// # // SAFETY: the block lives until the call has ended.
-    /// # unsafe { client.lend(&[place]) }.store_from(&keys[..1], None, &[vec![place]]).await?;
+    /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
     /// let stats = client.stats().await?;
     /// assert_eq!(stats.stores, 1);
-    /// # client.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn stats(&self) -> Result<SpaceStats> {
         match self.ask(Request::Stats).await? {
