@@ -1,6 +1,9 @@
 //! The handshake: the only bytes that are the same in every version.
 
-use super::wire::{FRAME_BYTES_MAX, KEYS_MAX, Malformed, PLACES_MAX, Reader, Writer, malformed};
+use super::{
+    table::{fields, get, put},
+    wire::{FRAME_BYTES_MAX, KEYS_MAX, Malformed, PLACES_MAX, Reader, Wire, Writer, malformed},
+};
 use crate::error::ServiceFault;
 
 /// The first bytes of both ends.
@@ -32,9 +35,8 @@ impl Hello {
     pub fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::plain(Self::BYTES);
         writer.bytes(&MAGIC);
-        writer.u16(self.version_min);
-        writer.u16(self.version_max);
-        writer.u32(0);
+        [self.version_min, self.version_max].put(&mut writer);
+        0u32.put(&mut writer);
         writer.into_bytes()
     }
 
@@ -45,7 +47,8 @@ impl Hello {
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, Malformed> {
         let mut reader = Reader::new(bytes);
         check_magic(&mut reader)?;
-        Ok(Hello { version_min: reader.u16("version")?, version_max: reader.u16("version")? })
+        let [version_min, version_max] = Wire::get(&mut reader, "version")?;
+        Ok(Hello { version_min, version_max })
     }
 
     /// The newest version that this build and the client both speak.
@@ -118,17 +121,10 @@ impl Welcome {
     pub fn encode(&self) -> Vec<u8> {
         let mut writer = Writer::plain(Self::BYTES);
         writer.bytes(&MAGIC);
-        writer.u16(self.version_min);
-        writer.u16(self.version_max);
-        writer.u16(self.answer.unwrap_or(0));
-        writer.u16(self.answer.err().map_or(0, fault_code));
-        writer.u32(self.limits.frame_bytes);
-        writer.u32(self.limits.keys);
-        writer.u32(self.limits.places);
-        writer.u32(self.limits.requests);
-        writer.u32(self.limits.regions);
-        writer.u32(self.limits.request_bytes);
-        writer.u64(self.limits.region_bytes);
+        let codes = [self.answer.unwrap_or(0), self.answer.err().map_or(0, fault_code)];
+        [self.version_min, self.version_max].put(&mut writer);
+        codes.put(&mut writer);
+        self.limits.put(&mut writer);
         writer.into_bytes()
     }
 
@@ -139,26 +135,21 @@ impl Welcome {
     pub fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self, Malformed> {
         let mut reader = Reader::new(bytes);
         check_magic(&mut reader)?;
-        let (version_min, version_max) = (reader.u16("version")?, reader.u16("version")?);
-        let answer = match (reader.u16("version")?, reader.u16("fault")?) {
+        let [version_min, version_max] = Wire::get(&mut reader, "version")?;
+        let [version, code] = Wire::get(&mut reader, "version or fault")?;
+        let answer = match (version, code) {
             (0, code) => Err(fault_of(code)),
             (version, 0) => Ok(version),
             (version, code) => {
                 return Err(malformed("answer", format!("version {version} and fault {code}"), "one of the two"));
             }
         };
-        let limits = Limits {
-            frame_bytes: reader.u32("limit")?,
-            keys: reader.u32("limit")?,
-            places: reader.u32("limit")?,
-            requests: reader.u32("limit")?,
-            regions: reader.u32("limit")?,
-            request_bytes: reader.u32("limit")?,
-            region_bytes: reader.u64("limit")?,
-        };
+        let limits = Wire::get(&mut reader, "limits")?;
         Ok(Welcome { version_min, version_max, answer, limits })
     }
 }
+
+fields!(Limits { frame_bytes, keys, places, requests, regions, request_bytes, region_bytes });
 
 fn check_magic(reader: &mut Reader<'_>) -> Result<(), Malformed> {
     let found = reader.take("first bytes", MAGIC.len())?;

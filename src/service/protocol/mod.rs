@@ -7,6 +7,7 @@ mod hello;
 mod reply;
 mod request;
 mod status;
+mod table;
 #[cfg(test)]
 mod tests;
 mod wire;

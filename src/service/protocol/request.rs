@@ -1,6 +1,9 @@
 //! Requests of a client.
 
-use super::wire::{KEYS_MAX, Malformed, NAMESPACE_BYTES_MAX, PLACES_MAX, Reader, Writer, malformed};
+use super::{
+    table::{fields, get, messages, put},
+    wire::{Malformed, NAMESPACE_BYTES_MAX, PLACES_MAX, Reader, Wire, Writer, malformed},
+};
 use crate::block::BlockKey;
 
 /// A range of a registered region.
@@ -146,205 +149,64 @@ pub enum RegionKind {
     Device,
 }
 
-const ATTACH: u16 = 1;
-const REGISTER: u16 = 2;
-const UNREGISTER: u16 = 3;
-const MATCH_LEN: u16 = 4;
-const MATCH_PREFIX: u16 = 5;
-const CONTAINS: u16 = 6;
-const LOAD: u16 = 7;
-const STORE: u16 = 8;
-const PREFETCH: u16 = 9;
-const REMOVE: u16 = 10;
-const SYNC: u16 = 11;
-const STATS: u16 = 12;
-const CANCEL: u16 = 13;
-const STATUS: u16 = 14;
-const TOUCH: u16 = 15;
-const REMOVE_SPACE: u16 = 16;
-const RELEASE: u16 = 17;
-const KEEP: u16 = 18;
+messages!(Request("kind of request", "1 to 18") {
+    1 => Attach { block_bytes, capacity_bytes, host_bytes, shared, namespace <= NAMESPACE_BYTES_MAX },
+    2 => Register { region, pin as u16, kind, offset, len },
+    3 => Unregister { region },
+    4 => MatchLen { keys },
+    5 => MatchPrefix { keys },
+    6 => Contains { keys },
+    7 => Load(blocks),
+    8 => Store { parent, blocks },
+    9 => Prefetch { keys },
+    10 => Remove { durable, keys },
+    11 => Sync,
+    12 => Stats,
+    13 => Cancel { request },
+    14 => Status,
+    15 => Touch { keys },
+    16 => RemoveSpace { block_bytes, shared, namespace <= NAMESPACE_BYTES_MAX },
+    17 => Release { next, keys },
+    18 => Keep { ms, keys },
+});
 
-impl Request {
-    fn kind(&self) -> u16 {
-        match self {
-            Request::Attach { .. } => ATTACH,
-            Request::Register { .. } => REGISTER,
-            Request::Unregister { .. } => UNREGISTER,
-            Request::MatchLen { .. } => MATCH_LEN,
-            Request::MatchPrefix { .. } => MATCH_PREFIX,
-            Request::Contains { .. } => CONTAINS,
-            Request::Load(_) => LOAD,
-            Request::Store { .. } => STORE,
-            Request::Prefetch { .. } => PREFETCH,
-            Request::Remove { .. } => REMOVE,
-            Request::Sync => SYNC,
-            Request::Stats => STATS,
-            Request::Cancel { .. } => CANCEL,
-            Request::Status => STATUS,
-            Request::Touch { .. } => TOUCH,
-            Request::RemoveSpace { .. } => REMOVE_SPACE,
-            Request::Release { .. } => RELEASE,
-            Request::Keep { .. } => KEEP,
+impl Wire for RegionKind {
+    fn put(&self, writer: &mut Writer) {
+        (*self as u16).put(writer);
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        match u16::get(reader, what)? {
+            0 => Ok(RegionKind::Host),
+            1 => Ok(RegionKind::Device),
+            kind => Err(malformed(what, kind, "0 (host) or 1 (device)")),
         }
     }
+}
 
-    /// The whole frame.
-    pub fn encode(&self, id: u64) -> Vec<u8> {
-        let mut writer = Writer::frame(self.kind(), id);
-        match self {
-            Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared } => {
-                writer.u64(*block_bytes);
-                writer.u64(*capacity_bytes);
-                writer.u64(*host_bytes);
-                writer.u8(u8::from(*shared));
-                writer.text(namespace, NAMESPACE_BYTES_MAX);
-            }
-            Request::Register { region, kind, pin, offset, len } => {
-                writer.u32(*region);
-                writer.u16(u16::from(*pin));
-                writer.u16(*kind as u16);
-                writer.u64(*offset);
-                writer.u64(*len);
-            }
-            Request::Unregister { region } => writer.u32(*region),
-            Request::MatchLen { keys }
-            | Request::MatchPrefix { keys }
-            | Request::Contains { keys }
-            | Request::Prefetch { keys }
-            | Request::Touch { keys } => writer.keys(keys),
-            Request::Load(blocks) => encode_blocks(&mut writer, blocks),
-            Request::Store { parent, blocks } => {
-                encode_key(&mut writer, parent.as_ref());
-                encode_blocks(&mut writer, blocks);
-            }
-            Request::Release { next, keys } => {
-                encode_key(&mut writer, next.as_ref());
-                writer.keys(keys);
-            }
-            Request::Keep { ms, keys } => {
-                writer.u64(*ms);
-                writer.keys(keys);
-            }
-            Request::Remove { durable, keys } => {
-                writer.u8(u8::from(*durable));
-                writer.keys(keys);
-            }
-            Request::Cancel { request } => writer.u64(*request),
-            Request::RemoveSpace { namespace, block_bytes, shared } => {
-                writer.u64(*block_bytes);
-                writer.u8(u8::from(*shared));
-                writer.text(namespace, NAMESPACE_BYTES_MAX);
-            }
-            Request::Sync | Request::Stats | Request::Status => {}
+fields!(Place { region, len, offset });
+
+/// The keys, the number of all places, the number of each block's places, and the places.
+impl Wire for Blocks {
+    fn put(&self, writer: &mut Writer) {
+        let places: usize = self.places.iter().map(Vec::len).sum();
+        self.keys.put(writer);
+        writer.reserve(4 + self.places.len() * 4 + places * PLACE_BYTES);
+        writer.count(places);
+        self.places.iter().for_each(|places| writer.count(places.len()));
+        self.places.iter().flatten().for_each(|place| place.put(writer));
+    }
+
+    fn get(reader: &mut Reader<'_>, _: &'static str) -> Result<Self, Malformed> {
+        let keys = Vec::<BlockKey>::get(reader, "keys")?;
+        let total = reader.count("number of places", PLACES_MAX, PLACE_BYTES)?;
+        let counts = (0..keys.len()).map(|_| u32::get(reader, "places of a block"));
+        let counts: Vec<u32> = counts.collect::<Result<_, _>>()?;
+        let sum: u64 = counts.iter().map(|&count| u64::from(count)).sum();
+        if sum != total as u64 {
+            return Err(malformed("places of all blocks", sum, format!("{total}, the number before them")));
         }
-        writer.finish()
+        let places_of = |count| (0..count).map(|_| Place::get(reader, "place")).collect();
+        Ok(Blocks { keys, places: counts.into_iter().map(places_of).collect::<Result<_, _>>()? })
     }
-
-    /// Reads the body of a frame of `kind`.
-    ///
-    /// # Errors
-    /// [`Malformed`] for anything but a request, and past every limit.
-    pub fn decode(kind: u16, body: &[u8]) -> Result<Request, Malformed> {
-        let mut reader = Reader::new(body);
-        let request = match kind {
-            ATTACH => Request::Attach {
-                block_bytes: reader.u64("block size")?,
-                capacity_bytes: reader.u64("capacity")?,
-                host_bytes: reader.u64("host memory")?,
-                shared: reader.flag("shared")?,
-                namespace: reader.text("name", NAMESPACE_BYTES_MAX)?,
-            },
-            REGISTER => Request::Register {
-                region: reader.u32("region")?,
-                pin: match reader.u16("flags")? {
-                    flags @ (0 | 1) => flags == 1,
-                    flags => return Err(malformed("flags", flags, "0 or 1")),
-                },
-                kind: match reader.u16("kind of memory")? {
-                    0 => RegionKind::Host,
-                    1 => RegionKind::Device,
-                    kind => return Err(malformed("kind of memory", kind, "0 (host) or 1 (device)")),
-                },
-                offset: reader.u64("offset")?,
-                len: reader.u64("length")?,
-            },
-            UNREGISTER => Request::Unregister { region: reader.u32("region")? },
-            MATCH_LEN => Request::MatchLen { keys: reader.keys()? },
-            MATCH_PREFIX => Request::MatchPrefix { keys: reader.keys()? },
-            CONTAINS => Request::Contains { keys: reader.keys()? },
-            LOAD => Request::Load(decode_blocks(&mut reader)?),
-            STORE => Request::Store { parent: decode_key(&mut reader, "parent")?, blocks: decode_blocks(&mut reader)? },
-            PREFETCH => Request::Prefetch { keys: reader.keys()? },
-            REMOVE => Request::Remove { durable: reader.flag("durable")?, keys: reader.keys()? },
-            SYNC => Request::Sync,
-            STATS => Request::Stats,
-            CANCEL => Request::Cancel { request: reader.u64("request id")? },
-            STATUS => Request::Status,
-            TOUCH => Request::Touch { keys: reader.keys()? },
-            REMOVE_SPACE => Request::RemoveSpace {
-                block_bytes: reader.u64("block size")?,
-                shared: reader.flag("shared")?,
-                namespace: reader.text("name", NAMESPACE_BYTES_MAX)?,
-            },
-            RELEASE => Request::Release { next: decode_key(&mut reader, "next")?, keys: reader.keys()? },
-            KEEP => Request::Keep { ms: reader.u64("time")?, keys: reader.keys()? },
-            other => return Err(malformed("kind of request", other, format!("{ATTACH} to {KEEP}"))),
-        };
-        reader.end()?;
-        Ok(request)
-    }
-}
-
-/// A key, if there is one, after a byte that says so.
-fn encode_key(writer: &mut Writer, key: Option<&BlockKey>) {
-    writer.u8(u8::from(key.is_some()));
-    if let Some(key) = key {
-        writer.bytes(key.as_bytes());
-    }
-}
-
-fn decode_key(reader: &mut Reader<'_>, what: &'static str) -> Result<Option<BlockKey>, Malformed> {
-    if reader.flag(what)? { reader.key().map(Some) } else { Ok(None) }
-}
-
-fn encode_blocks(writer: &mut Writer, blocks: &Blocks) {
-    let places: usize = blocks.places.iter().map(Vec::len).sum();
-    writer.keys(&blocks.keys);
-    writer.reserve(4 + blocks.places.len() * 4 + places * PLACE_BYTES);
-    writer.count(places);
-    for places in &blocks.places {
-        writer.count(places.len());
-    }
-    for place in blocks.places.iter().flatten() {
-        writer.u32(place.region);
-        writer.u32(place.len);
-        writer.u64(place.offset);
-    }
-}
-
-fn decode_blocks(reader: &mut Reader<'_>) -> Result<Blocks, Malformed> {
-    let keys = reader.keys()?;
-    debug_assert!(keys.len() <= KEYS_MAX, "checked when they were read");
-    let total = reader.count("number of places", PLACES_MAX, PLACE_BYTES)?;
-    let mut counts = Vec::with_capacity(keys.len());
-    let mut sum = 0usize;
-    for _ in 0..keys.len() {
-        let count = reader.u32("places of a block")? as usize;
-        sum = sum.saturating_add(count);
-        counts.push(count);
-    }
-    if sum != total {
-        return Err(malformed("places of all blocks", sum, format!("{total}, the number before them")));
-    }
-    let mut places = Vec::with_capacity(keys.len());
-    for count in counts {
-        let mut of_block = Vec::with_capacity(count);
-        for _ in 0..count {
-            let (region, len) = (reader.u32("region")?, reader.u32("length")?);
-            of_block.push(Place { region, len, offset: reader.u64("offset")? });
-        }
-        places.push(of_block);
-    }
-    Ok(Blocks { keys, places })
 }

@@ -1,13 +1,13 @@
 //! Figures of a service, its spaces and its clients.
 
-use super::wire::{Malformed, NAMESPACE_BYTES_MAX, Reader, TEXT_BYTES_MAX, Writer};
+use super::{
+    table::{fields, get, put},
+    wire::{Item, Malformed, NAMESPACE_BYTES_MAX, Reader, Wire, Writer},
+};
 use crate::block::Tier;
 
-/// Spaces and clients in one status.
+/// Paths, spaces and clients in one status, each.
 const ROWS_MAX: usize = 4096;
-const TEXT_BYTES_MIN: usize = 2;
-const SPACE_BYTES_MIN: usize = 37;
-const CLIENT_BYTES_MIN: usize = 50;
 
 /// One tier of a space.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -63,63 +63,6 @@ impl SpaceStats {
     /// A tier's figures.
     pub fn tier(&self, tier: Tier) -> &TierFigures {
         &self.tiers[tier as usize]
-    }
-
-    fn numbers(&self) -> [u64; 12] {
-        [
-            self.misses,
-            self.stores,
-            self.stores_known,
-            self.writes_refused,
-            self.writes_declined,
-            self.writes_over_budget,
-            self.checksum_failures,
-            self.read_errors,
-            self.write_errors,
-            self.quarantined,
-            self.straight_bytes,
-            self.read_bytes,
-        ]
-    }
-
-    pub(super) fn encode(&self, writer: &mut Writer) {
-        for tier in &self.tiers {
-            let numbers = [tier.hits, tier.resident, tier.slots, tier.evictions, tier.refused, tier.bytes_in];
-            numbers.into_iter().for_each(|number| writer.u64(number));
-        }
-        self.numbers().into_iter().for_each(|number| writer.u64(number));
-        writer.text(&self.disk_trouble, TEXT_BYTES_MAX);
-    }
-
-    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Self, Malformed> {
-        let mut number = || reader.u64("figure");
-        let mut tiers = [TierFigures::default(); Tier::COUNT];
-        for tier in &mut tiers {
-            *tier = TierFigures {
-                hits: number()?,
-                resident: number()?,
-                slots: number()?,
-                evictions: number()?,
-                refused: number()?,
-                bytes_in: number()?,
-            };
-        }
-        Ok(SpaceStats {
-            tiers,
-            misses: number()?,
-            stores: number()?,
-            stores_known: number()?,
-            writes_refused: number()?,
-            writes_declined: number()?,
-            writes_over_budget: number()?,
-            checksum_failures: number()?,
-            read_errors: number()?,
-            write_errors: number()?,
-            quarantined: number()?,
-            straight_bytes: number()?,
-            read_bytes: number()?,
-            disk_trouble: reader.text("reason", TEXT_BYTES_MAX)?,
-        })
     }
 }
 
@@ -194,95 +137,58 @@ pub struct ServiceStatus {
     pub clients: Vec<ClientStatus>,
 }
 
-impl ServiceStatus {
-    pub(super) fn encode(&self, writer: &mut Writer) {
-        writer.text(&self.version, TEXT_BYTES_MAX);
-        writer.u32(self.pid);
-        writer.u8(u8::from(self.draining));
-        [self.capacity_bytes, self.capacity_left, self.host_bytes, self.host_left, self.cut_off]
-            .into_iter()
-            .for_each(|number| writer.u64(number));
-        writer.count(self.paths.len().min(ROWS_MAX));
-        self.paths.iter().take(ROWS_MAX).for_each(|path| writer.text(path, TEXT_BYTES_MAX));
-        writer.count(self.spaces.len().min(ROWS_MAX));
-        for space in self.spaces.iter().take(ROWS_MAX) {
-            writer.text(&space.namespace, NAMESPACE_BYTES_MAX);
-            writer.text(&space.folder, NAMESPACE_BYTES_MAX);
-            writer.u32(space.uid);
-            writer.u8(u8::from(space.shared));
-            let sizes = [space.block_bytes, space.capacity_bytes, space.host_bytes];
-            sizes.into_iter().for_each(|number| writer.u64(number));
-            writer.u32(space.clients);
-            writer.u8(u8::from(space.stats.is_some()));
-            if let Some(stats) = &space.stats {
-                stats.encode(writer);
-            }
-        }
-        writer.count(self.clients.len().min(ROWS_MAX));
-        for client in self.clients.iter().take(ROWS_MAX) {
-            writer.u64(client.id);
-            writer.u32(client.pid);
-            writer.u32(client.uid);
-            writer.text(&client.namespace, NAMESPACE_BYTES_MAX);
-            writer.u32(client.regions);
-            writer.u32(client.requests);
-            writer.u64(client.region_bytes);
-            writer.u64(client.bytes_in_flight);
-            // Room for what a later version has to say about one.
-            writer.u64(0);
-        }
-    }
+fields!(TierFigures { hits, resident, slots, evictions, refused, bytes_in });
+fields!(SpaceStats {
+    tiers,
+    misses,
+    stores,
+    stores_known,
+    writes_refused,
+    writes_declined,
+    writes_over_budget,
+    checksum_failures,
+    read_errors,
+    write_errors,
+    quarantined,
+    straight_bytes,
+    read_bytes,
+    disk_trouble
+});
+fields!(SpaceStatus {
+    namespace <= NAMESPACE_BYTES_MAX, folder <= NAMESPACE_BYTES_MAX, uid, shared, block_bytes, capacity_bytes,
+    host_bytes, clients, stats
+});
+fields!(ClientStatus {
+    id, pid, uid, namespace <= NAMESPACE_BYTES_MAX, regions, requests, region_bytes, bytes_in_flight, .. u64
+});
+fields!(ServiceStatus {
+    version,
+    pid,
+    draining,
+    capacity_bytes,
+    capacity_left,
+    host_bytes,
+    host_left,
+    cut_off,
+    paths,
+    spaces,
+    clients
+});
 
-    pub(super) fn decode(reader: &mut Reader<'_>) -> Result<Self, Malformed> {
-        let mut status = ServiceStatus {
-            version: reader.text("version", TEXT_BYTES_MAX)?,
-            pid: reader.u32("process")?,
-            draining: reader.flag("draining")?,
-            capacity_bytes: reader.u64("figure")?,
-            capacity_left: reader.u64("figure")?,
-            host_bytes: reader.u64("figure")?,
-            host_left: reader.u64("figure")?,
-            cut_off: reader.u64("figure")?,
-            ..ServiceStatus::default()
-        };
-        for _ in 0..reader.count("number of paths", ROWS_MAX, TEXT_BYTES_MIN)? {
-            status.paths.push(reader.text("path", TEXT_BYTES_MAX)?);
-        }
-        for _ in 0..reader.count("number of spaces", ROWS_MAX, SPACE_BYTES_MIN)? {
-            status.spaces.push(decode_space(reader)?);
-        }
-        for _ in 0..reader.count("number of clients", ROWS_MAX, CLIENT_BYTES_MIN)? {
-            status.clients.push(decode_client(reader)?);
-        }
-        Ok(status)
-    }
-}
-
-fn decode_space(reader: &mut Reader<'_>) -> Result<SpaceStatus, Malformed> {
-    Ok(SpaceStatus {
-        namespace: reader.text("name", NAMESPACE_BYTES_MAX)?,
-        folder: reader.text("folder", NAMESPACE_BYTES_MAX)?,
-        uid: reader.u32("user")?,
-        shared: reader.flag("shared")?,
-        block_bytes: reader.u64("figure")?,
-        capacity_bytes: reader.u64("figure")?,
-        host_bytes: reader.u64("figure")?,
-        clients: reader.u32("clients")?,
-        stats: if reader.flag("open")? { Some(SpaceStats::decode(reader)?) } else { None },
-    })
-}
-
-fn decode_client(reader: &mut Reader<'_>) -> Result<ClientStatus, Malformed> {
-    let client = ClientStatus {
-        id: reader.u64("client")?,
-        pid: reader.u32("process")?,
-        uid: reader.u32("user")?,
-        namespace: reader.text("name", NAMESPACE_BYTES_MAX)?,
-        regions: reader.u32("regions")?,
-        requests: reader.u32("requests")?,
-        region_bytes: reader.u64("figure")?,
-        bytes_in_flight: reader.u64("figure")?,
+/// Makes rows of a status.
+macro_rules! rows {
+    ($($type:ident $names:expr, $bytes_min:literal;)*) => {
+        $(impl Item for $type {
+            const NAMES: [&'static str; 2] = $names;
+            const BYTES_MIN: usize = $bytes_min;
+            const COUNT_MAX: usize = ROWS_MAX;
+            const CUT: bool = true;
+        })*
     };
-    reader.u64("reserved bytes")?;
-    Ok(client)
+}
+
+rows! {
+    String ["path", "number of paths"], 2;
+    SpaceStatus ["space", "number of spaces"], 37;
+    ClientStatus ["client", "number of clients"], 50;
 }

@@ -1,4 +1,4 @@
-//! Numbers, texts and keys as bytes: little-endian, every length checked before it is used.
+//! Values as bytes: little-endian, every length checked before it is used.
 
 use crate::block::BlockKey;
 
@@ -14,8 +14,6 @@ pub const PLACES_MAX: usize = 65_536;
 pub const NAMESPACE_BYTES_MAX: usize = 255;
 /// Bytes of an error's text; longer ones are cut off.
 pub const TEXT_BYTES_MAX: usize = 1024;
-
-const KEY_BYTES: usize = 32;
 
 /// Bytes that the protocol does not know.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -61,8 +59,8 @@ impl Header {
     /// [`Malformed`] for a body that is too long, and for reserved bytes that are not 0.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Header, Malformed> {
         let mut reader = Reader::new(bytes);
-        let (body_bytes, kind) = (reader.u32("frame length")?, reader.u16("frame kind")?);
-        let (reserved, id) = (reader.u16("reserved bytes")?, reader.u64("request id")?);
+        let (body_bytes, kind) = (u32::get(&mut reader, "frame length")?, u16::get(&mut reader, "frame kind")?);
+        let (reserved, id) = (u16::get(&mut reader, "reserved bytes")?, u64::get(&mut reader, "request id")?);
         if body_bytes as usize > FRAME_BYTES_MAX {
             return Err(malformed("frame length", format!("{body_bytes} bytes"), format!("at most {FRAME_BYTES_MAX}")));
         }
@@ -73,13 +71,145 @@ impl Header {
     }
 }
 
+/// A value of a frame.
+pub(super) trait Wire: Sized {
+    fn put(&self, writer: &mut Writer);
+
+    /// Reads the value, which errors call `what`.
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed>;
+}
+
+/// An item of a list, whose number comes first.
+pub(super) trait Item: Wire {
+    /// What errors call the item, and the number of items.
+    const NAMES: [&'static str; 2];
+    /// Bytes that each item takes at least: a list is not read if the frame has no room for it.
+    const BYTES_MIN: usize;
+    const COUNT_MAX: usize;
+    /// Whether items past the limit are left out when a list is written. Otherwise the reader refuses such a list.
+    const CUT: bool = false;
+}
+
+macro_rules! numbers {
+    ($($type:ident)*) => {
+        $(impl Wire for $type {
+            fn put(&self, writer: &mut Writer) {
+                writer.bytes(&self.to_le_bytes());
+            }
+
+            fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+                Ok($type::from_le_bytes(reader.array(what)?))
+            }
+        })*
+    };
+}
+
+numbers! { u8 u16 u32 u64 }
+
+impl Wire for bool {
+    fn put(&self, writer: &mut Writer) {
+        u8::from(*self).put(writer);
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        match u8::get(reader, what)? {
+            0 => Ok(false),
+            1 => Ok(true),
+            other => Err(malformed(what, other, "0 or 1")),
+        }
+    }
+}
+
+impl Item for bool {
+    const NAMES: [&'static str; 2] = ["answer", "number of answers"];
+    const BYTES_MIN: usize = 1;
+    const COUNT_MAX: usize = KEYS_MAX;
+}
+
+impl Wire for BlockKey {
+    fn put(&self, writer: &mut Writer) {
+        writer.bytes(self.as_bytes());
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        Ok(BlockKey::new(reader.array(what)?))
+    }
+}
+
+impl Item for BlockKey {
+    const NAMES: [&'static str; 2] = ["key", "number of keys"];
+    const BYTES_MIN: usize = 32;
+    const COUNT_MAX: usize = KEYS_MAX;
+}
+
+impl Wire for String {
+    fn put(&self, writer: &mut Writer) {
+        writer.text(self, TEXT_BYTES_MAX);
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        reader.text(what, TEXT_BYTES_MAX)
+    }
+}
+
+/// A byte that says whether there is a value, and the value.
+impl<T: Wire> Wire for Option<T> {
+    fn put(&self, writer: &mut Writer) {
+        self.is_some().put(writer);
+        self.iter().for_each(|value| value.put(writer));
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        bool::get(reader, what)?.then(|| T::get(reader, what)).transpose()
+    }
+}
+
+impl<T: Wire> Wire for Box<T> {
+    fn put(&self, writer: &mut Writer) {
+        T::put(self, writer);
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        T::get(reader, what).map(Box::new)
+    }
+}
+
+impl<T: Wire + Copy + Default, const N: usize> Wire for [T; N] {
+    fn put(&self, writer: &mut Writer) {
+        self.iter().for_each(|value| value.put(writer));
+    }
+
+    fn get(reader: &mut Reader<'_>, what: &'static str) -> Result<Self, Malformed> {
+        let mut values = [T::default(); N];
+        for value in &mut values {
+            *value = T::get(reader, what)?;
+        }
+        Ok(values)
+    }
+}
+
+impl<T: Item> Wire for Vec<T> {
+    fn put(&self, writer: &mut Writer) {
+        let items = &self[..self.len().min(if T::CUT { T::COUNT_MAX } else { usize::MAX })];
+        writer.reserve(4 + items.len() * T::BYTES_MIN);
+        writer.count(items.len());
+        items.iter().for_each(|item| item.put(writer));
+    }
+
+    fn get(reader: &mut Reader<'_>, _: &'static str) -> Result<Self, Malformed> {
+        let [item, number] = T::NAMES;
+        let count = reader.count(number, T::COUNT_MAX, T::BYTES_MIN)?;
+        (0..count).map(|_| T::get(reader, item)).collect()
+    }
+}
+
 /// A frame that is being written.
 pub(super) struct Writer(Vec<u8>);
 
 impl Writer {
-    /// A frame of `kind` whose body follows.
-    pub(super) fn frame(kind: u16, id: u64) -> Self {
-        Writer(Header { body_bytes: 0, kind, id }.encode().to_vec())
+    /// A frame whose body follows.
+    pub(super) fn frame(id: u64) -> Self {
+        Writer(Header { body_bytes: 0, kind: 0, id }.encode().to_vec())
     }
 
     /// Bytes without a header.
@@ -87,10 +217,11 @@ impl Writer {
         Writer(Vec::with_capacity(capacity))
     }
 
-    /// The frame, with its length in its header.
-    pub(super) fn finish(mut self) -> Vec<u8> {
+    /// The frame, with its kind and its length in its header.
+    pub(super) fn finish(mut self, kind: u16) -> Vec<u8> {
         let body = u32::try_from(self.0.len() - HEADER_BYTES).unwrap_or(u32::MAX);
         self.0[..4].copy_from_slice(&body.to_le_bytes());
+        self.0[4..6].copy_from_slice(&kind.to_le_bytes());
         self.0
     }
 
@@ -106,39 +237,15 @@ impl Writer {
         self.0.extend_from_slice(bytes);
     }
 
-    pub(super) fn u8(&mut self, value: u8) {
-        self.0.push(value);
-    }
-
-    pub(super) fn u16(&mut self, value: u16) {
-        self.bytes(&value.to_le_bytes());
-    }
-
-    pub(super) fn u32(&mut self, value: u32) {
-        self.bytes(&value.to_le_bytes());
-    }
-
-    pub(super) fn u64(&mut self, value: u64) {
-        self.bytes(&value.to_le_bytes());
-    }
-
     /// A number of items. More than fit never pass the limits of a frame.
     pub(super) fn count(&mut self, items: usize) {
-        self.u32(u32::try_from(items).unwrap_or(u32::MAX));
-    }
-
-    pub(super) fn keys(&mut self, keys: &[BlockKey]) {
-        self.reserve(4 + keys.len() * KEY_BYTES);
-        self.count(keys.len());
-        for key in keys {
-            self.bytes(key.as_bytes());
-        }
+        u32::try_from(items).unwrap_or(u32::MAX).put(self);
     }
 
     /// A text of at most `max` bytes; the rest is cut off.
     pub(super) fn text(&mut self, text: &str, max: usize) {
         let text = cut(text, max.min(usize::from(u16::MAX)));
-        self.u16(text.len() as u16);
+        (text.len() as u16).put(self);
         self.bytes(text.as_bytes());
     }
 }
@@ -176,33 +283,9 @@ impl<'a> Reader<'a> {
         Ok(bytes)
     }
 
-    pub(super) fn u8(&mut self, what: &'static str) -> Result<u8, Malformed> {
-        Ok(u8::from_le_bytes(self.array(what)?))
-    }
-
-    pub(super) fn u16(&mut self, what: &'static str) -> Result<u16, Malformed> {
-        Ok(u16::from_le_bytes(self.array(what)?))
-    }
-
-    pub(super) fn u32(&mut self, what: &'static str) -> Result<u32, Malformed> {
-        Ok(u32::from_le_bytes(self.array(what)?))
-    }
-
-    pub(super) fn u64(&mut self, what: &'static str) -> Result<u64, Malformed> {
-        Ok(u64::from_le_bytes(self.array(what)?))
-    }
-
-    pub(super) fn flag(&mut self, what: &'static str) -> Result<bool, Malformed> {
-        match self.u8(what)? {
-            0 => Ok(false),
-            1 => Ok(true),
-            other => Err(malformed(what, other, "0 or 1")),
-        }
-    }
-
     /// A number of items of at least `item_bytes` each, which the rest of the body must have room for.
     pub(super) fn count(&mut self, what: &'static str, max: usize, item_bytes: usize) -> Result<usize, Malformed> {
-        let count = self.u32(what)? as usize;
+        let count = u32::get(self, what)? as usize;
         if count > max {
             return Err(malformed(what, count, format!("at most {max}")));
         }
@@ -212,17 +295,8 @@ impl<'a> Reader<'a> {
         Ok(count)
     }
 
-    pub(super) fn key(&mut self) -> Result<BlockKey, Malformed> {
-        Ok(BlockKey::new(self.array("key")?))
-    }
-
-    pub(super) fn keys(&mut self) -> Result<Vec<BlockKey>, Malformed> {
-        let count = self.count("number of keys", KEYS_MAX, KEY_BYTES)?;
-        (0..count).map(|_| self.key()).collect()
-    }
-
     pub(super) fn text(&mut self, what: &'static str, max: usize) -> Result<String, Malformed> {
-        let len = usize::from(self.u16(what)?);
+        let len = usize::from(u16::get(self, what)?);
         if len > max {
             return Err(malformed(what, format!("{len} bytes"), format!("at most {max}")));
         }
