@@ -52,6 +52,13 @@ impl Storage for AnyStorage {
         }
     }
 
+    fn is_blocking(&self, file: FileId) -> bool {
+        match self {
+            AnyStorage::Uring(engine) => engine.is_blocking(file),
+            AnyStorage::Blocking(engine) => engine.is_blocking(file),
+        }
+    }
+
     async fn sync(&self, file: FileId) -> io::Result<()> {
         match self {
             AnyStorage::Uring(engine) => engine.sync(file).await,

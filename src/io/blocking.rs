@@ -120,10 +120,11 @@ impl Job {
     }
 }
 
-fn call(kind: OpKind, file: &File, offset: u64, buf: Option<&Lent>) -> io::Result<usize> {
+/// Reads, writes or flushes by one system call. `offset` has been checked by [`check_offset`].
+pub(super) fn call(kind: OpKind, file: &File, offset: u64, buf: Option<&Lent>) -> io::Result<usize> {
     let fd = file.as_raw_fd();
     let (ptr, len) = buf.map_or((std::ptr::null_mut(), 0), |buf| (buf.as_ptr(), buf.len().min(TRANSFER_BYTES_MAX)));
-    let offset = libc::off_t::try_from(offset).expect("checked by `check_offset` before the job was queued");
+    let offset = libc::off_t::try_from(offset).expect("checked by `check_offset`");
     let result = match kind {
         // SAFETY: the descriptor is open while `file` lives; by the contract of `Lent`, `len` bytes at `ptr` are mapped
         // and ours alone to write.

@@ -58,6 +58,13 @@ pub trait Storage: 'static {
         None
     }
 
+    /// True if the kernel makes every operation on the file by blocking a thread, as it does for files in memory. A
+    /// ring hands such an operation to a thread of its own, so a worker makes it by a system call instead.
+    fn is_blocking(&self, file: FileId) -> bool {
+        let _ = file;
+        false
+    }
+
     /// Registers memory with the kernel, which makes operations on it cheaper. Returns the value of [`Lent::fixed`] for
     /// its first [`FIXED_BYTES_MAX`] bytes; each further part has the next number. `None` if this engine has no
     /// registration, or if it failed, which is logged. Blocks while the memory is pinned, some 30 ms per GiB.

@@ -60,7 +60,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let buf = unsafe { IoBuf::new(start(segment), segment.len, *fixed, guard) };
             return match self.transfer_on_worker(kind, file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
-                None => self.transfer_here(kind, file, offset, buf).await,
+                // Boxed: every movement would have room for it.
+                None => Box::pin(self.transfer_here(kind, file, offset, buf)).await,
             };
         }
         let guard = Arc::new(guard);
@@ -119,7 +120,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let _busy = self.workers.enter();
         // SAFETY: its only `Lent`: where the worker loses it, it has been dropped when that is known.
         let buf = unsafe { buf.lend() };
-        let transfer = Transfer { kind, file: handle, id: file, offset, buf };
+        let is_blocking = self.storage.is_blocking(file);
+        let transfer = Transfer { kind, file: handle, id: file, is_blocking, offset, buf };
         self.workers.transfer(transfer, sum_bytes).await.map(|Transferred { buf, result }| {
             drop(buf);
             result

@@ -82,6 +82,10 @@ impl Bell {
 
 impl Seat for Lane<Waiter> {
     fn room(&self) -> usize {
+        // Other workers may be free to make the next calls.
+        if self.has_calls() {
+            return 0;
+        }
         let (count, bytes) = Lane::in_flight(self);
         let more = if count < 2 { 2 - count } else { IN_FLIGHT_BYTES_MAX.saturating_sub(bytes) * count / bytes.max(1) };
         more.min(TRANSFERS_MAX - count)

@@ -95,7 +95,8 @@ fn work_that_panics_is_lost_with_what_it_owned_and_the_worker_goes_on() {
 async fn transfer(workers: &Workers, kind: OpKind, file: &Arc<File>, offset: u64, fill: u8) -> Option<Transferred> {
     let mut buf = AlignedBuf::zeroed(4096);
     buf.fill(fill);
-    let transfer = Transfer { kind, file: Arc::clone(file), id: FileId(0), offset, buf: buf.lend() };
+    let transfer =
+        Transfer { kind, file: Arc::clone(file), id: FileId(0), is_blocking: false, offset, buf: buf.lend() };
     workers.transfer(transfer, 4096).await
 }
 

@@ -6,6 +6,9 @@
 //!
 //! A transfer's memory and file stay in the lane until the kernel is done with them, even if the lane is dropped.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     collections::VecDeque,
     fs::File,
@@ -21,7 +24,7 @@ use slab::Slab;
 use super::{entry, probe::probe};
 use crate::{
     block::{FileId, OpKind},
-    io::{check_offset, full::Progress},
+    io::{blocking::call, check_offset, full::Progress},
     memory::Lent,
 };
 
@@ -42,6 +45,8 @@ pub struct Transfer {
     pub file: Arc<File>,
     /// The file's id in errors.
     pub id: FileId,
+    /// Made by a system call of the worker's ([`Storage::is_blocking`](crate::io::Storage::is_blocking)).
+    pub is_blocking: bool,
     /// Offset in the file.
     pub offset: u64,
     /// The memory.
@@ -70,6 +75,22 @@ struct InFlight<T> {
     skipped: usize,
     progress: Progress,
     tag: T,
+}
+
+impl<T> InFlight<T> {
+    /// Makes the transfer by system calls.
+    fn make(mut self) -> Completed<T> {
+        let mut result = Ok(());
+        while result.is_ok() && self.progress.done < self.progress.len {
+            let buf = self.buf.take().expect("put back after every part").rewind();
+            let buf = self.buf.insert(buf.skip(self.skipped + self.progress.done));
+            let moved = call(self.kind, &self.file, self.offset + self.progress.done as u64, Some(buf));
+            result = self.progress.account(moved);
+        }
+        let InFlight { buf, skipped, tag, .. } = self;
+        let buf = buf.expect("put back after every part").rewind().skip(skipped);
+        Completed { buf, result, tag }
+    }
 }
 
 /// Wakes the lane's thread from [`Lane::wait`]; usable from any thread.
@@ -107,6 +128,9 @@ pub(crate) struct Lane<T> {
     /// Bytes in flight.
     bytes: usize,
     completed: VecDeque<Completed<T>>,
+    /// Transfers to be made by system calls, each when it is taken as completed: its bytes are still in the processor's
+    /// cache then.
+    calls: VecDeque<InFlight<T>>,
 }
 
 impl<T> Lane<T> {
@@ -124,7 +148,8 @@ impl<T> Lane<T> {
             other => other?,
         };
         let (in_flight, completed) = (Slab::with_capacity(TRANSFERS_MAX), VecDeque::with_capacity(TRANSFERS_MAX));
-        Ok(Lane { ring, bell: Bell::new()?, listens: false, heard: Box::new(0), in_flight, bytes: 0, completed })
+        let (bell, heard, calls) = (Bell::new()?, Box::new(0), VecDeque::new());
+        Ok(Lane { ring, bell, listens: false, heard, in_flight, bytes: 0, completed, calls })
     }
 
     pub(crate) fn bell(&self) -> Bell {
@@ -133,35 +158,53 @@ impl<T> Lane<T> {
 
     /// Transfers in flight, and their bytes.
     pub(crate) fn in_flight(&self) -> (usize, usize) {
-        (self.in_flight.len(), self.bytes)
+        (self.in_flight.len() + self.calls.len(), self.bytes)
     }
 
-    /// Whether completed transfers wait to be taken.
+    /// Whether transfers wait that will be made by system calls.
+    pub(crate) fn has_calls(&self) -> bool {
+        !self.calls.is_empty()
+    }
+
+    /// Whether transfers wait to be taken.
     pub(crate) fn has_completed(&self) -> bool {
-        !self.completed.is_empty()
+        !self.completed.is_empty() || self.has_calls()
     }
 
-    /// Takes the next completed transfer, in order of completion.
+    /// Takes the next completed transfer, in order of completion; if there is none, makes one by system calls.
     pub(crate) fn take_completed(&mut self) -> Option<Completed<T>> {
+        if self.completed.is_empty()
+            && let Some(call) = self.calls.pop_front()
+        {
+            self.bytes -= call.progress.len;
+            return Some(call.make());
+        }
         self.completed.pop_front()
     }
 
     /// Starts a transfer at the next [`poll`](Self::poll) or [`wait`](Self::wait). At most [`TRANSFERS_MAX`] may be in
     /// flight.
     pub(crate) fn start(&mut self, transfer: Transfer, tag: T) {
-        let Transfer { kind, file, id, offset, buf } = transfer;
+        let Transfer { kind, file, id, is_blocking, offset, buf } = transfer;
         if let Err(error) = check_offset(offset, buf.len()) {
             return self.completed.push_back(Completed { buf, result: Err(error), tag });
         }
         let (skipped, progress) = (buf.skipped(), Progress::new(kind, id, offset, &buf));
         self.bytes += buf.len();
-        let at = self.in_flight.insert(InFlight { buf: Some(buf), file, kind, offset, skipped, progress, tag });
+        let transfer = InFlight { buf: Some(buf), file, kind, offset, skipped, progress, tag };
+        if is_blocking {
+            return self.calls.push_back(transfer);
+        }
+        let at = self.in_flight.insert(transfer);
         self.submit(at);
     }
 
     /// Submits the started transfers and collects completions, without sleeping.
     pub(crate) fn poll(&mut self) {
         let queued = self.ring.submission().len() as u32;
+        if queued == 0 && self.in_flight.is_empty() {
+            return;
+        }
         // The kernel's `IORING_ENTER_GETEVENTS`: with deferred task work nothing completes without it.
         const GETEVENTS: u32 = 1;
         // SAFETY: every queued entry names memory and a descriptor that `in_flight` keeps until its completion.
@@ -254,114 +297,5 @@ impl<T> Drop for Lane<T> {
             let entered = self.ring.submit_and_wait(1);
             self.reap(entered);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::{io::Write, os::fd::OwnedFd, ptr::NonNull, thread};
-
-    use super::*;
-    use crate::memory::AlignedBuf;
-
-    /// A file of `count` pages, each filled with its number.
-    fn pages(count: u8) -> Arc<File> {
-        let mut file = tempfile::tempfile().expect("a file");
-        (0..count).for_each(|page| file.write_all(&[page; 4096]).expect("written"));
-        Arc::new(file)
-    }
-
-    fn read(file: &Arc<File>, offset: u64, buf: Lent) -> Transfer {
-        Transfer { kind: OpKind::Read, file: Arc::clone(file), id: FileId(0), offset, buf }
-    }
-
-    /// Waits for `count` transfers, and returns them by tag.
-    fn ended<T: Ord + Copy>(lane: &mut Lane<T>, count: usize) -> Vec<Completed<T>> {
-        let mut all = Vec::new();
-        while all.len() < count {
-            all.extend(std::iter::from_fn(|| lane.take_completed()));
-            if all.len() < count {
-                lane.wait();
-            }
-        }
-        all.sort_by_key(|ended| ended.tag);
-        all
-    }
-
-    #[test]
-    fn each_of_many_transfers_gets_its_own_bytes() {
-        let file = pages(64);
-        let mut lane = Lane::new().expect("a ring");
-        for round in 0..2_u64 {
-            for page in 0..TRANSFERS_MAX as u64 {
-                lane.start(read(&file, (round * 32 + page) << 12, AlignedBuf::zeroed(4096).lend()), page);
-            }
-            lane.poll();
-            for Completed { buf, result, tag } in ended(&mut lane, TRANSFERS_MAX) {
-                result.expect("read");
-                assert_eq!(*AlignedBuf::from_lent(buf), [(round * 32 + tag) as u8; 4096]);
-            }
-            assert_eq!(lane.in_flight(), (0, 0));
-        }
-    }
-
-    #[test]
-    fn the_end_of_the_file_and_an_impossible_offset_are_errors_and_give_the_memory_back() {
-        let file = pages(1);
-        let mut lane = Lane::new().expect("a ring");
-        lane.start(read(&file, 0, AlignedBuf::zeroed(8192).lend()), 0);
-        lane.start(read(&file, u64::MAX, AlignedBuf::zeroed(4096).lend()), 1);
-        let [short, nowhere] = ended(&mut lane, 2).try_into().map_err(|_| ()).expect("two");
-        assert_eq!(short.result.expect_err("too long").kind(), io::ErrorKind::UnexpectedEof);
-        assert_eq!(AlignedBuf::from_lent(short.buf)[..4096], [0; 4096]);
-        assert_eq!(nowhere.result.expect_err("past all files").kind(), io::ErrorKind::InvalidInput);
-    }
-
-    #[test]
-    fn a_transfer_that_arrives_in_parts_is_completed() {
-        let (from, mut to) = io::pipe().expect("a pipe");
-        let file = Arc::new(File::from(OwnedFd::from(from)));
-        let mut lane = Lane::new().expect("a ring");
-        // Not a multiple of a page: the transfer is resumed where it ended.
-        lane.start(read(&file, 1, AlignedBuf::zeroed(8192).lend()), ());
-        lane.poll();
-        for part in 0..4_u8 {
-            to.write_all(&[part; 2048]).expect("written");
-            lane.wait();
-        }
-        let Completed { buf, result, .. } = lane.take_completed().expect("four parts are all of it");
-        result.expect("read");
-        let bytes = AlignedBuf::from_lent(buf);
-        assert!((0..8192).all(|at| usize::from(bytes[at]) == at / 2048));
-    }
-
-    #[test]
-    fn the_bell_ends_the_current_wait_or_the_next_one() {
-        let mut lane = Lane::<()>::new().expect("a ring");
-        let bell = lane.bell();
-        bell.ring();
-        lane.wait();
-        let ringer = thread::spawn(move || bell.ring());
-        lane.wait();
-        ringer.join().expect("no panic");
-    }
-
-    #[test]
-    fn dropping_a_lane_waits_for_the_kernel() {
-        let (from, mut to) = io::pipe().expect("a pipe");
-        let file = Arc::new(File::from(OwnedFd::from(from)));
-        let memory = Arc::new([0_u8; 4096]);
-        let start = NonNull::new(memory.as_ptr().cast_mut()).expect("not null");
-        // SAFETY: the array lives as long as its owner, and is read after the lane is gone.
-        let lent = unsafe { Lent::new(start, 4096, None, Arc::clone(&memory) as _) };
-        let mut lane = Lane::new().expect("a ring");
-        lane.start(read(&file, 1, lent), ());
-        lane.poll();
-        assert_eq!(Arc::strong_count(&memory), 2, "the lane keeps the memory");
-        let writer = thread::spawn(move || to.write_all(&[7; 4096]));
-        drop(lane);
-        assert_eq!(Arc::strong_count(&memory), 1, "the lane dropped the memory");
-        assert_eq!(*memory, [7; 4096], "only after the kernel was done");
-        writer.join().expect("no panic").expect("written");
     }
 }

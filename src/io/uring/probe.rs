@@ -1,6 +1,6 @@
 //! Checks whether the kernel and its configuration allow io_uring.
 
-use std::io;
+use std::{fs::File, io, os::fd::AsRawFd};
 
 use io_uring::{IoUring, Probe, opcode};
 
@@ -71,6 +71,17 @@ fn explain(error: &io::Error, io_uring_disabled: Option<u8>) -> io::Error {
         error.kind(),
         format!("io_uring is not available: {error}: {cause}; or use the blocking storage engine"),
     )
+}
+
+/// Whether the kernel makes every operation on `file` by blocking a thread: by the flag (`FMODE_NOWAIT`) that io_uring
+/// looks at too. A kernel that knows no such flag counts as one that blocks no thread.
+pub(super) fn is_blocking(file: &File) -> bool {
+    let mut byte = 0_u8;
+    let part = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
+    // SAFETY: one range of one byte, which nothing else uses; the descriptor is open while `file` lives. Without the
+    // flag it fails before it reads.
+    let read = unsafe { libc::preadv2(file.as_raw_fd(), &raw const part, 1, 0, libc::RWF_NOWAIT) };
+    read < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP)
 }
 
 #[cfg(test)]
