@@ -40,6 +40,7 @@ use std::{
     sync::Arc,
 };
 
+use futures_util::FutureExt;
 use tokio::{
     sync::{Notify, Semaphore, mpsc, oneshot},
     time::Instant,
@@ -265,9 +266,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Ends a flight: each waiter gets a pin of its own, or the miss, or the error. Starts the write that follows it.
     pub(super) fn land(self: &Rc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) {
-        let ended = self.shared.end_flight(key, tier, &outcome);
-        drop(outcome);
-        self.answer_all(ended);
+        self.answer_all(self.shared.end_flight(key, tier, outcome));
     }
 
     /// Answers the waiters of a flight that has ended, and starts the write that follows it.
@@ -303,10 +302,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// Runs a movement to its end, with or without waiters.
     fn spawn(self: &Rc<Self>, movement: impl Future<Output = ()> + 'static) {
         let active = Active::new(self);
-        tokio::task::spawn_local(async move {
-            movement.await;
-            drop(active);
-        });
+        // An `async` block would have room for the movement twice.
+        tokio::task::spawn_local(movement.map(move |()| drop(active)));
     }
 }
 

@@ -158,7 +158,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
             Source::Device(pin) => {
                 drop(share);
-                let outcome = self.copy_from_device(pin, filling).await?;
+                // Boxed: every read would have room for it.
+                let outcome = Box::pin(self.copy_from_device(pin, filling)).await?;
                 if outcome.is_some() {
                     self.shared.metrics.moved(Route::DeviceToHost, self.shared.config.block_bytes, started.elapsed());
                 }
@@ -178,8 +179,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let OnDisk { pin, file, offset, checksum } = block;
         let place = [self.place_of(filling.slot())];
         // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
-        let read = unsafe { self.transfer(OpKind::Read, file, offset, &place, sum_bytes, (pin, filling)) };
-        let (result, (pin, filling)) = read.await;
+        let (result, (pin, filling)) =
+            unsafe { self.transfer(OpKind::Read, file, offset, &place, sum_bytes, (pin, filling)) }.await;
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Read, &result);
         match result {
@@ -222,7 +223,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                         let messages = tickets.into_iter().map(|(waiter, ticket)| (waiter, Message::Verify(ticket)));
                         return self.answer(messages.collect());
                     }
-                    Err(unverified) => self.verify_here(unverified).await,
+                    Err(unverified) => {
+                        let (sum, wanted) = (unverified.sum, unverified.checksum);
+                        let (is_right, unverified) = self.is_right(unverified, sum, wanted).await;
+                        return self.answer_all(self.shared.end_read(&key, unverified, is_right));
+                    }
                 }
             }
             Ok(Filled::Ended(pin)) => Ok(pin),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Filling, Finished, Joined, Locked, Message, Outcome, PendingWrite, Pin, Shared, State};
+use super::{Class, Filling, Finished, Joined, Locked, Message, Outcome, PendingWrite, Pin, Shared, State, Unverified};
 use crate::{
     block::{BlockKey, Route, Tier},
     config::{Eviction, WritePolicy},
@@ -236,17 +236,39 @@ impl Shared {
     }
 
     /// Ends a flight, and begins the write that follows it.
-    pub(crate) fn end_flight(self: &Arc<Self>, key: &BlockKey, tier: Tier, outcome: &Outcome) -> FlightEnd {
+    pub(crate) fn end_flight(self: &Arc<Self>, key: &BlockKey, tier: Tier, outcome: Outcome) -> FlightEnd {
         self.end_flight_locked(&mut self.lock(), key, tier, outcome)
     }
 
+    /// Ends a read that has been verified, and its flight: under one lock if the block matched.
+    pub(crate) fn end_read(self: &Arc<Self>, key: &BlockKey, unverified: Unverified, matches: bool) -> FlightEnd {
+        if !matches {
+            let outcome = self.finish_read(unverified, false);
+            return self.end_flight(key, Tier::Host, outcome);
+        }
+        self.metrics.moved(Route::DiskToHost, self.config.block_bytes, unverified.started.elapsed());
+        let Unverified { source, filling, checksum, .. } = unverified;
+        let mut state = self.lock();
+        let pin = self.publish_locked(&mut state, source.id(), filling, checksum, Route::DiskToHost, source);
+        self.end_flight_locked(&mut state, key, Tier::Host, Ok(pin))
+    }
+
+    /// As [`end_flight`](Self::end_flight), for a holder of the lock.
     fn end_flight_locked(
         self: &Arc<Self>,
         state: &mut State,
         key: &BlockKey,
         tier: Tier,
-        outcome: &Outcome,
+        outcome: Outcome,
     ) -> FlightEnd {
+        let ended = self.answer_flight(state, key, tier, &outcome);
+        if let Ok(Some(pin)) = outcome {
+            pin.release(state);
+        }
+        ended
+    }
+
+    fn answer_flight(self: &Arc<Self>, state: &mut State, key: &BlockKey, tier: Tier, outcome: &Outcome) -> FlightEnd {
         let Finished { waiters, next } = state.flights.finish(key, tier);
         let mut answers = self.answers(state, waiters, tier, outcome);
         let Some(mut next) = next else { return (answers, None) };
@@ -314,7 +336,7 @@ impl Shared {
                 state = self.lock();
             }
         }
-        self.end_flight_locked(&mut state, key, Tier::Disk, outcome)
+        self.answer_flight(&mut state, key, Tier::Disk, outcome)
     }
 
     /// Notes a refusal for a block whose write was lost.
