@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use common::{Rng, key};
 use kvhoist::{
     BlockKey, Tier,
-    internals::index::{EvictionPolicy as _, Index, Lru, Policy, Rb},
+    internals::index::{EntryId, EvictionPolicy as _, Index, Lru, Policy, Rb},
 };
 
 /// One tier of the index alone, in which every missing block of a request is stored.
@@ -31,18 +31,17 @@ impl Tiered {
     }
 
     fn request(&mut self, chain: &[BlockKey]) {
-        let found = self.index.match_prefix(chain);
+        let here = &chain[..self.index.match_len(chain)];
+        let mut held: Vec<EntryId> = here.iter().map(|key| self.index.find(key).expect("resident")).collect();
         self.index.begin_request(chain.len());
-        self.index.touch_chain(found.ids());
-        self.hits += found.len() as u64;
+        self.index.touch_chain(&held);
+        self.hits += here.len() as u64;
         self.uses += chain.len() as u64;
         // What the request has is held while the rest comes, as by the request's leases.
-        let mut held = Vec::new();
-        for &id in found.ids() {
+        for &id in &held {
             self.index.pin(id, Tier::Disk).expect("resident");
-            held.push(id);
         }
-        for at in found.len()..chain.len() {
+        for at in here.len()..chain.len() {
             let parent = at.checked_sub(1).map(|parent| chain[parent]);
             if self.index.resident(Tier::Disk) == self.slots {
                 if self.index.refuses(&chain[at], parent.as_ref(), false, Tier::Disk) {

@@ -165,7 +165,7 @@ impl Cache {
             return Vec::new();
         }
         state.index.begin_request(keys.len());
-        let mut tiers = state.index.match_prefix(keys).into_tiers();
+        let mut tiers = state.index.match_prefix(keys);
         if !state.disk_service.reads() {
             tiers.truncate(tiers.iter().position(|&tier| tier == Tier::Disk).unwrap_or(tiers.len()));
         }

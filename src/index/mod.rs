@@ -88,7 +88,6 @@ mod worth;
 
 pub use lru::Lru;
 pub use policy::{EvictionPolicy, Policy, Used};
-pub use prefix::PrefixMatch;
 pub use rb::Rb;
 pub use worth::Worth;
 

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use kvhoist::{
     BlockKey, Tier,
-    internals::index::{Index, Lru, Policy, Rb},
+    internals::index::{EntryId, Index, Lru, Policy, Rb},
 };
 
 use crate::common::{self, Rng, key};
@@ -186,12 +186,13 @@ impl Both {
 
     fn request(&mut self, chain: &[u64]) {
         let keys: Vec<BlockKey> = chain.iter().copied().map(key).collect();
-        let found = self.index.match_prefix(&keys);
+        let found = self.index.match_len(&keys);
         let resident = chain.iter().take_while(|n| self.reference.resident.contains_key(n)).count();
-        assert_eq!(found.len(), resident, "{chain:?}");
+        assert_eq!(found, resident, "{chain:?}");
+        let ids: Vec<EntryId> = keys[..found].iter().map(|key| self.index.find(key).expect("resident")).collect();
         self.index.begin_request(chain.len());
-        self.index.touch_chain(found.ids());
-        for (&id, &block) in found.ids().iter().zip(chain).rev() {
+        self.index.touch_chain(&ids);
+        for (&id, &block) in ids.iter().zip(chain).rev() {
             self.index.pin(id, TIER).expect("resident");
             self.reference.use_block(block);
             self.reference.pinned.insert(block);

@@ -223,10 +223,11 @@ impl Pair {
         let expected: Vec<usize> =
             keys.iter().take_while(resident).map(|key| self.model.live(key.as_bytes()[0]).expect("resident")).collect();
         assert_eq!((self.index.match_len(&keys), found.len()), (expected.len(), expected.len()));
-        assert!(found.ids().iter().copied().eq(expected.iter().map(|&at| self.model.id(at))));
         let tiers = expected.iter().map(|&at| self.model.best_tier(at).expect("resident"));
-        assert!(found.tiers().iter().copied().eq(tiers));
-        self.index.touch_chain(found.ids());
+        assert!(found.into_iter().eq(tiers));
+        let ids: Vec<EntryId> = expected.iter().map(|&at| self.model.id(at)).collect();
+        assert!(keys.iter().zip(&ids).all(|(key, id)| self.index.find(key) == Some(*id)));
+        self.index.touch_chain(&ids);
         expected.into_iter().rev().for_each(|at| self.model.touch(at));
     }
 
