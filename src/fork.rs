@@ -38,6 +38,7 @@ impl Home {
     }
 
     /// False in a forked child of that process.
+    #[inline]
     pub(crate) fn is_here(self) -> bool {
         self.0 == FORKS.load(Ordering::Relaxed)
     }

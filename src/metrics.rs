@@ -1,65 +1,24 @@
 //! All metrics, with their names and descriptions.
 //!
-//! Each counter is kept twice: in an atomic that [`Cache::stats`](crate::Cache::stats) reads, and in a handle of the
+//! Each counter is kept twice: in a tally that [`Cache::stats`](crate::Cache::stats) reads, and in a handle of the
 //! `metrics` crate, acquired once at open. Install the recorder before opening a cache.
 //!
 //! The recorder is the user's code, and runs also under the index lock. If it panics, only that figure is lost.
 
-use std::{
-    path::Path,
-    sync::{
-        Arc,
-        atomic::{AtomicU64, Ordering::Relaxed},
-    },
-    time::Duration,
-};
+mod count;
+mod tally;
 
-use metrics::{Counter, Histogram, Unit};
+pub(crate) use count::{Count, Gauge};
+pub(crate) use tally::{Held, Tally};
+
+use std::{path::Path, sync::Arc, time::Duration};
+
+use metrics::{Histogram, Unit};
 
 use crate::{
     block::{Route, Tier},
     shield::caught,
 };
-
-/// A counter, with its handle in the `metrics` crate.
-pub(crate) struct Count {
-    own: AtomicU64,
-    exported: Counter,
-}
-
-impl Count {
-    fn new(exported: Option<Counter>) -> Self {
-        Count { own: AtomicU64::new(0), exported: exported.unwrap_or(Counter::noop()) }
-    }
-
-    /// A counter that is not exported.
-    #[cfg(any(test, feature = "sim"))]
-    pub(crate) fn unexported() -> Self {
-        Count::new(None)
-    }
-
-    pub(crate) fn add(&self, n: u64) {
-        self.own.fetch_add(n, Relaxed);
-        _ = caught(|| self.exported.increment(n));
-    }
-
-    pub(crate) fn get(&self) -> u64 {
-        self.own.load(Relaxed)
-    }
-}
-
-/// A gauge of the `metrics` crate.
-pub(crate) struct Gauge(metrics::Gauge);
-
-impl Gauge {
-    pub(crate) fn set(&self, value: f64) {
-        _ = caught(|| self.0.set(value));
-    }
-
-    pub(crate) fn add(&self, n: f64) {
-        _ = caught(|| self.0.increment(n));
-    }
-}
 
 /// Counters of one tier.
 pub(crate) struct TierMetrics {
@@ -254,11 +213,21 @@ impl Metrics {
         }
     }
 
-    /// Counts a block that was already where the caller needs it.
-    pub(crate) fn hit(&self, route: Route, bytes: usize) {
+    /// Counts a hit in `tier` by `add`; also as a block served, if it is lent to the caller where it is.
+    #[inline]
+    pub(crate) fn hit(&self, tier: Tier, lent: Option<Route>, bytes: usize, mut add: impl FnMut(&Count, u64)) {
+        add(&self.tier(tier).hits, 1);
+        if let Some(route) = lent {
+            self.took(route, bytes, add);
+        }
+    }
+
+    /// Counts a block that took `route`.
+    #[inline]
+    fn took(&self, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
         let metrics = &self.routes[route as usize];
-        metrics.blocks.add(1);
-        metrics.bytes.add(bytes as u64);
+        add(&metrics.blocks, 1);
+        add(&metrics.bytes, bytes as u64);
     }
 
     /// Counts a moved block and its duration.
@@ -269,7 +238,7 @@ impl Metrics {
 
     /// Counts a block moved on a caller's thread, which takes no time stamps.
     pub(crate) fn moved_untimed(&self, route: Route, bytes: usize) {
-        self.hit(route, bytes);
+        self.took(route, bytes, Count::add);
         let (from, to) = ends(route);
         if let Some(tier) = from {
             self.tier(tier).bytes_out.add(bytes as u64);
@@ -338,7 +307,7 @@ impl Of<'_> {
             Some(tier) => metrics::gauge!(name, "cache" => self.cache(), "tier" => tier.name()),
             None => metrics::gauge!(name, "cache" => self.cache()),
         });
-        Gauge(gauge.unwrap_or(metrics::Gauge::noop()))
+        Gauge::new(gauge)
     }
 }
 

@@ -20,11 +20,13 @@ impl<T> Mutex<T> {
 
     /// Locks. A poisoned lock means that an invariant is broken: continuing could serve wrong bytes, so the panic
     /// propagates.
+    #[inline]
     pub(crate) fn lock(&self) -> MutexGuard<'_, T> {
         self.lock_unless_poisoned().expect("an invariant broke under the index lock")
     }
 
     /// Locks; `None` if an invariant is broken.
+    #[inline]
     pub(crate) fn lock_unless_poisoned(&self) -> Option<MutexGuard<'_, T>> {
         self.0.lock().ok()
     }

@@ -18,9 +18,6 @@ use crate::{
 /// Room for a command in the reactor's channel.
 type Room<'a> = mpsc::Permit<'a, Command>;
 
-/// Blocks that [`Cache::touch`] counts before it lets others at the index.
-const TOUCHED_UNDER_ONE_LOCK: usize = 256;
-
 impl Cache {
     /// Opens a cache: takes the memory, opens or creates the store, reads its records.
     ///
@@ -242,30 +239,6 @@ impl Cache {
         Ok(started)
     }
 
-    /// Counts a use of every resident block of a chain, given in prefix order, as a load of it would. No I/O.
-    ///
-    /// For engines that keep a copy of their own and so never load what they use most. Blocks that are nowhere are
-    /// passed over.
-    ///
-    /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// # let key = kvhoist::BlockKey::new([1; 32]);
-    /// # cache.store(&key, None, &[7; 4096]).await?;
-    /// // The engine has the block in its own memory: it is in use, although nobody loads it.
-    /// cache.touch(&[key]);
-    /// # cache.close().await }).expect("the example runs");
-    /// ```
-    pub fn touch(&self, keys: &[BlockKey]) {
-        // From the end, as within each part: a chain's end is to be evicted before its beginning.
-        for part in keys.rchunks(TOUCHED_UNDER_ONE_LOCK) {
-            let mut state = self.inner.shared.lock();
-            let ids: Vec<_> = part.iter().filter_map(|key| state.index.find(key)).collect();
-            state.index.touch_chain(&ids);
-            ids.into_iter().for_each(|id| self.inner.shared.reconsider(&mut state, id));
-        }
-    }
-
     /// A block in device memory, promoted where it must be; `None` if it is nowhere.
     ///
     /// # Errors
@@ -325,13 +298,17 @@ impl Cache {
 
     /// Pins a block in `tier` for its caller, promoting it first where it must be.
     pub(super) async fn pin(&self, key: &BlockKey, tier: Tier) -> Outcome {
-        let pin = match self.inner.shared.look_up(key, tier, || self.inner.commands.try_reserve().ok())? {
-            Found::Hit(pin) => Some(pin),
-            Found::Miss => None,
-            Found::Elsewhere(asked) => shield(self.promote(key, tier, asked)).await?,
+        let asked = match self.inner.shared.look_up(key, tier, || self.inner.commands.try_reserve().ok())? {
+            Found::Hit(pin) => {
+                self.write_if_selected(key);
+                return Ok(Some(pin));
+            }
+            Found::Miss => return Ok(None),
+            Found::Elsewhere(asked) => asked,
         };
-        if pin.is_some() && self.config().selects_for_disk() {
-            self.write_selected(key);
+        let pin = shield(self.promote(key, tier, asked)).await?;
+        if pin.is_some() {
+            self.write_if_selected(key);
         }
         Ok(pin)
     }
@@ -389,8 +366,12 @@ impl Cache {
         })
     }
 
-    fn write_selected(&self, key: &BlockKey) {
-        if let Some(write) = self.inner.shared.selected_for_disk(key) {
+    /// Begins the write of a block that was used, if its uses decide on that.
+    #[inline]
+    fn write_if_selected(&self, key: &BlockKey) {
+        if self.config().selects_for_disk()
+            && let Some(write) = self.inner.shared.selected_for_disk(key)
+        {
             // Closing: the flight ends with the reactor.
             drop(self.send_urgent(Urgent::Write(write)));
         }

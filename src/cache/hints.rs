@@ -1,9 +1,12 @@
-//! Hints: what callers know of chains and the cache cannot. One is over, or will be requested again.
+//! Hints: what callers know of chains and the cache cannot. One is over, will be requested again, or is in use.
 
 use std::time::Duration;
 
 use super::Cache;
 use crate::block::BlockKey;
+
+/// Blocks that [`Cache::touch`] counts before it lets others at the index.
+const TOUCHED_UNDER_ONE_LOCK: usize = 256;
 
 impl Cache {
     /// Releases the chain of `keys`, given in prefix order, because it is over: its blocks are evicted first, in every
@@ -62,5 +65,29 @@ impl Cache {
     /// ```
     pub fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
         self.inner.shared.keep(keys, time)
+    }
+
+    /// Counts a use of every resident block of a chain, given in prefix order, as a load of it would. No I/O.
+    ///
+    /// For engines that keep a copy of their own and so never load what they use most. Blocks that are nowhere are
+    /// passed over.
+    ///
+    /// ```
+    /// # kvhoist::block_on(async {
+    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # let key = kvhoist::BlockKey::new([1; 32]);
+    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// // The engine has the block in its own memory: it is in use, although nobody loads it.
+    /// cache.touch(&[key]);
+    /// # cache.close().await }).expect("the example runs");
+    /// ```
+    pub fn touch(&self, keys: &[BlockKey]) {
+        // From the end, as within each part: a chain's end is to be evicted before its beginning.
+        for part in keys.rchunks(TOUCHED_UNDER_ONE_LOCK) {
+            let mut state = self.inner.shared.lock();
+            let ids: Vec<_> = part.iter().filter_map(|key| state.index.find(key)).collect();
+            state.index.touch_chain(&ids);
+            ids.into_iter().for_each(|id| self.inner.shared.reconsider(&mut state, id));
+        }
     }
 }

@@ -136,11 +136,13 @@ impl Config {
     }
 
     /// Blocks are written to disk if they are worth it.
+    #[inline]
     pub(crate) fn values_writes(&self) -> bool {
         !self.disk.paths.is_empty() && self.disk.write_policy == WritePolicy::ByValue
     }
 
     /// Whether blocks that are used again may be in host memory only, before they are written to disk.
+    #[inline]
     pub(crate) fn selects_for_disk(&self) -> bool {
         let policy = self.disk.write_policy;
         !self.disk.paths.is_empty()

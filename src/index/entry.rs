@@ -146,6 +146,7 @@ impl Entry {
         self.flags.has(Flags::ANNOUNCED)
     }
 
+    #[inline]
     pub(super) fn set_announced(&mut self, announced: bool) {
         self.flags = self.flags.with_one(Flags::ANNOUNCED, announced);
     }
@@ -194,12 +195,14 @@ impl Entry {
     }
 
     /// Takes the low half of the clock at the eviction of the copy in `tier`, unless there is a copy again.
+    #[inline]
     pub(super) fn take_evicted_at(&mut self, tier: Tier) -> Option<u32> {
-        if self.has(tier, FULL) {
+        let at = self.place(tier).slot;
+        if at == NONE || self.has(tier, FULL) {
             return None;
         }
-        let at = std::mem::replace(&mut self.place_mut(tier).slot, NONE);
-        (at != NONE).then_some(at)
+        self.place_mut(tier).slot = NONE;
+        Some(at)
     }
 
     /// Clears the uses of a block that is resident nowhere: the policies remember them.

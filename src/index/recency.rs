@@ -41,10 +41,10 @@ impl Index {
         if self.counts_requests {
             return self.touch_once_a_request(id);
         }
-        let from = self.entry(id).used();
-        self.use_again(id, from, from.uses);
+        self.use_again(id, 0);
     }
 
+    #[inline]
     fn touch_once_a_request(&mut self, id: EntryId) {
         let entry = self.entry_mut(id);
         let announced = entry.is_announced();
@@ -80,15 +80,17 @@ impl Index {
         }
         let from = entry.used();
         let uses = self.recall(id, from);
-        self.use_again(id, from, uses);
+        self.use_again(id, uses);
     }
 
-    /// Counts one use more than `uses`.
+    /// Counts one use more than it has, or than the `recalled` ones if they are more.
     #[inline]
-    fn use_again(&mut self, id: EntryId, from: Used, uses: u8) {
-        self.clock = self.clock.saturating_add(1);
-        let to = Used { last: self.clock, uses: uses.saturating_add(1).min(USES_MAX) };
+    fn use_again(&mut self, id: EntryId, recalled: u8) {
+        let clock = self.clock.saturating_add(1);
+        self.clock = clock;
         let entry = self.entry_mut(id);
+        let from = entry.used();
+        let to = Used { last: clock, uses: from.uses.max(recalled).saturating_add(1).min(USES_MAX) };
         entry.set_used(to);
         if entry.is_listed_anywhere() {
             self.retime(id, from, to);
@@ -110,6 +112,7 @@ impl Index {
     }
 
     /// Reports a use that is about to be counted to the policies. Returns the remembered uses before it.
+    #[inline]
     fn recall(&mut self, id: EntryId, from: Used) -> u8 {
         let clock = self.clock.saturating_add(1);
         let now = as_date(clock);
@@ -137,6 +140,7 @@ impl Index {
         self.note_return_at(id, self.now());
     }
 
+    #[inline]
     fn note_return_at(&mut self, id: EntryId, now: u32) {
         let Index { entries, policies, .. } = self;
         let entry = &mut entries[id.0 as usize];
@@ -247,6 +251,7 @@ impl Index {
     }
 
     /// Counts a hit. Returns the count, at most 255.
+    #[inline]
     pub fn hit(&mut self, id: EntryId) -> u8 {
         let hits = &mut self.entry_mut(id).hits;
         *hits = hits.saturating_add(1);

@@ -108,6 +108,15 @@ impl Index {
         Some(slot)
     }
 
+    /// Pins the copy in `tier` for a call that asked for the block: a [use](Self::touch) and a [hit](Self::hit).
+    #[inline]
+    pub fn pin_used(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
+        let slot = self.pin(id, tier)?;
+        self.touch(id);
+        self.hit(id);
+        Some(slot)
+    }
+
     /// Ends one pin. A use. Returns the slot if the entry was removed and this was its last pin: it is free, and the
     /// caller gives it back.
     ///

@@ -30,7 +30,7 @@ impl Shared {
         let flights = state.flights.len();
         ensure!(flights == 0, "{flights} flights are under way");
         let waiting = Tier::ALL.map(|tier| state.slot_requests.len(tier));
-        let leases = [0, 1].map(|tier: usize| self.leases[tier].load(std::sync::atomic::Ordering::Relaxed));
+        let leases = [0, 1].map(|tier: usize| self.leases[tier].get());
         ensure!(leases == [0; 2], "{leases:?} leases are counted and none is alive");
         let reservations = self.reservations.load(std::sync::atomic::Ordering::Relaxed);
         ensure!(reservations == 0, "{reservations} reservations are counted and none is alive");

@@ -167,6 +167,7 @@ impl Shared {
     }
 
     /// After a use of a block that was not worth a write: the write is decided again when host memory evicts it.
+    #[inline]
     pub(crate) fn reconsider(&self, state: &mut State, id: EntryId) {
         if self.config.values_writes()
             && state.index.best_tier(id) != Some(Tier::Disk)

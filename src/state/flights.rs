@@ -46,6 +46,7 @@ pub(crate) struct Raised {
 }
 
 impl Raised {
+    #[inline]
     pub(crate) fn is_empty(&self) -> bool {
         self.flights.is_empty() && !self.holders
     }

@@ -1,6 +1,6 @@
 //! Owners of slots: a filling until its block is published, a pin while it is read.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::Arc;
 
 use super::{Filling, Pin, Shared, State};
 use crate::{
@@ -110,7 +110,7 @@ impl Pin {
     #[inline]
     pub(crate) fn count_as_lease(&mut self) {
         if !self.is_leased {
-            self.shared().leases[self.tier as usize].fetch_add(1, Ordering::Relaxed);
+            self.shared().leases[self.tier as usize].add(1);
             self.is_leased = true;
         }
     }
@@ -140,9 +140,10 @@ impl Drop for Pin {
 }
 
 impl Shared {
+    #[inline]
     fn unpin(&self, state: &mut State, id: EntryId, tier: Tier, is_leased: bool) {
         if is_leased {
-            self.leases[tier as usize].fetch_sub(1, Ordering::Relaxed);
+            self.leases[tier as usize].sub_locked(1, state);
         }
         let mut freed = state.index.unpin(id, tier);
         if tier == Tier::Device && freed.is_none() && !state.device_service.reads() {

@@ -25,6 +25,7 @@ impl Default for Health {
 }
 
 impl Health {
+    #[inline]
     pub(crate) fn reads(&self) -> bool {
         !matches!(self, Health::Retired(_))
     }

@@ -6,7 +6,7 @@
 
 use std::ops::{Deref, DerefMut};
 
-use super::{Shared, State};
+use super::{Flight, Shared, State, requests::Refused, slots::Grant};
 use crate::{block::Tier, error::Error, sync::MutexGuard};
 
 impl Shared {
@@ -14,11 +14,13 @@ impl Shared {
     ///
     /// # Panics
     /// If an earlier holder panicked.
+    #[inline]
     pub(crate) fn lock(&self) -> Locked<'_> {
         self.locked(self.state.lock())
     }
 
     /// Locks the state for the drop of an owner; `None` if a panic under the lock has broken an invariant.
+    #[inline(always)] // each drop of a lease pays for it
     pub(crate) fn lock_unless_broken(&self) -> Option<Locked<'_>> {
         // Under the lock that this thread still holds while it unwinds, the drop would wait for itself.
         if LOCKS_HELD.get() > 0 && std::thread::panicking() {
@@ -27,42 +29,31 @@ impl Shared {
         self.state.lock_unless_poisoned().map(|state| self.locked(state))
     }
 
+    #[inline(always)]
     fn locked<'a>(&'a self, state: MutexGuard<'a, State>) -> Locked<'a> {
         LOCKS_HELD.set(LOCKS_HELD.get() + 1);
-        let locked = Locked { shared: self, state: Some(state), was_unwinding: std::thread::panicking() };
+        let was_unwinding = std::thread::panicking();
+        let locked = Locked { state, was_unwinding, after: AfterUnlock { shared: self, work: None } };
         #[cfg(feature = "sim")]
         count_lock();
         locked
     }
 
-    /// Answers all waiters, and unlocks for the last time.
+    /// Takes all waiters, who are answered after the last unlock.
     #[cold]
-    fn abandon(&self, mut state: MutexGuard<'_, State>) {
+    fn abandon(&self, state: &mut State) -> Box<Work> {
         let flights = state.flights.finish_all();
         let requests = Tier::ALL.map(|tier| state.slot_requests.take_all(tier));
-        unlock(state);
-        requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
-        // Dropping the senders answers the waiters with `Error::Closed`.
-        drop(flights);
+        Box::new(Work::Abandon { flights, requests })
     }
 
-    /// Grants available slots to the requests that wait, and wakes the task that raises priorities.
+    /// Grants available slots to the requests that wait.
     #[cold]
-    fn unlock_and_serve(&self, mut state: MutexGuard<'_, State>) {
-        let granted = self.grant_slots(&mut state);
+    fn serve(&self, state: &mut State) -> Option<Box<Work>> {
+        let granted = self.grant_slots(state);
         let is_raised = !state.raised.is_empty();
-        unlock(state);
-        if is_raised {
-            self.raised.notify_one();
-        }
-        granted.into_iter().for_each(|grant| grant.send(self));
+        (is_raised || !granted.is_empty()).then(|| Box::new(Work::Serve { granted, is_raised }))
     }
-}
-
-#[inline]
-fn unlock(state: MutexGuard<'_, State>) {
-    drop(state);
-    LOCKS_HELD.set(LOCKS_HELD.get() - 1);
 }
 
 std::thread_local! {
@@ -111,36 +102,78 @@ pub fn holds_lock() -> bool {
 /// suffix its prefix. None of them looks for requests. Wakers run after the unlock: they are callers' code, and may
 /// drop a future that locks.
 pub(crate) struct Locked<'a> {
-    shared: &'a Shared,
-    /// `None` once unlocked.
-    state: Option<MutexGuard<'a, State>>,
+    // Declared, and so dropped, before what follows the unlock.
+    state: MutexGuard<'a, State>,
+    after: AfterUnlock<'a>,
     /// The thread panicked before it locked: it drops an owner, and breaks nothing here.
     was_unwinding: bool,
 }
 
 impl Deref for Locked<'_> {
     type Target = State;
+    #[inline]
     fn deref(&self) -> &State {
-        self.state.as_ref().expect("locked until it is dropped")
+        &self.state
     }
 }
 
 impl DerefMut for Locked<'_> {
+    #[inline]
     fn deref_mut(&mut self) -> &mut State {
-        self.state.as_mut().expect("locked until it is dropped")
+        &mut self.state
     }
 }
 
 impl Drop for Locked<'_> {
+    #[inline]
     fn drop(&mut self) {
-        let Some(state) = self.state.take() else { return };
-        if std::thread::panicking() && !self.was_unwinding {
-            return self.shared.abandon(state);
+        let Locked { state, after, was_unwinding } = self;
+        if std::thread::panicking() && !*was_unwinding {
+            after.work = Some(after.shared.abandon(state));
+        } else if !state.slot_requests.is_empty() || !state.raised.is_empty() {
+            after.work = after.shared.serve(state);
         }
-        if state.slot_requests.is_empty() && state.raised.is_empty() {
-            unlock(state);
-        } else {
-            self.shared.unlock_and_serve(state);
+    }
+}
+
+/// What follows the unlock.
+struct AfterUnlock<'a> {
+    shared: &'a Shared,
+    work: Option<Box<Work>>,
+}
+
+enum Work {
+    /// Sends the granted slots, and wakes the task that raises priorities.
+    Serve { granted: Vec<Grant>, is_raised: bool },
+    /// Answers all waiters.
+    Abandon { flights: Vec<Flight>, requests: [Refused; Tier::COUNT] },
+}
+
+impl Drop for AfterUnlock<'_> {
+    #[inline]
+    fn drop(&mut self) {
+        LOCKS_HELD.set(LOCKS_HELD.get() - 1);
+        if let Some(work) = self.work.take() {
+            (*work).run(self.shared);
+        }
+    }
+}
+
+impl Work {
+    #[cold]
+    fn run(self, shared: &Shared) {
+        match self {
+            Work::Serve { granted, is_raised } => {
+                if is_raised {
+                    shared.raised.notify_one();
+                }
+                granted.into_iter().for_each(|grant| grant.send(shared));
+            }
+            Work::Abandon { flights, requests } => {
+                requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
+                // Dropping the senders answers the waiters with `Error::Closed`.
+                drop(flights);
+            }
         }
     }
 }

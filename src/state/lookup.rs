@@ -1,13 +1,15 @@
 //! Where a block is: looking it up, asking for its promotion, removing it.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::sync::Arc;
 
 use tokio::sync::oneshot;
 
-use super::{Class, Joined, Message, Pin, Shared, State, Ticket};
+use super::{Class, Joined, Locked, Message, Pin, Shared, State, Ticket};
 use crate::{
     block::{BlockKey, Route, Tier},
     error::Result,
+    index::EntryId,
+    metrics::Count,
 };
 
 /// The result of a look-up.
@@ -56,6 +58,7 @@ impl Shared {
     /// Looks `key` up for a fetch: pins it in `tier` if it is resident there, and asks for its promotion if it is
     /// elsewhere and `reserve` has room for the command. Counts the use, and the hit or the miss, unless it is
     /// elsewhere and there is no room.
+    #[inline(always)] // the pin of a hit is made where its caller wants it
     pub(crate) fn look_up<P>(
         self: &Arc<Self>,
         key: &BlockKey,
@@ -71,6 +74,7 @@ impl Shared {
         self.look_up_and_pin(key, tier, false, || None)
     }
 
+    #[inline(always)]
     fn look_up_and_pin<P>(
         self: &Arc<Self>,
         key: &BlockKey,
@@ -81,22 +85,30 @@ impl Shared {
         let mut state = self.lock();
         state.check_open()?;
         state.check_device(tier)?;
-        let Some(id) = state.index.find(key) else {
-            drop(state);
-            self.metrics.looked_up(None);
-            return Ok(Found::Miss);
-        };
-        if let Some(slot) = state.pin_used(id, tier) {
+        let Some(id) = state.index.find(key) else { return Ok(self.miss(state)) };
+        if let Some(slot) = state.index.pin_used(id, tier) {
             self.reconsider(&mut state, id);
-            self.leases[tier as usize].fetch_add(u64::from(is_leased), Ordering::Relaxed);
-            drop(state);
             let route = if tier == Tier::Device { Route::DeviceHit } else { Route::HostHit };
-            self.metrics.looked_up(Some(tier));
-            if is_leased {
-                self.metrics.hit(route, self.config.block_bytes);
-            }
+            let (lent, bytes) = (is_leased.then_some(route), self.config.block_bytes);
+            self.leases[tier as usize].add_locked(u64::from(is_leased), &mut *state);
+            self.metrics.hit(tier, lent, bytes, |count, n| count.add_locked(n, &mut *state));
+            drop(state);
+            self.metrics.hit(tier, lent, bytes, Count::export);
             return Ok(Found::Hit(Pin { shared: Some(Arc::clone(self)), id, tier, slot, route, is_leased }));
         }
+        self.look_elsewhere(state, key, id, tier, reserve)
+    }
+
+    /// Asks for the promotion of a block that is not resident in `tier`.
+    #[inline(never)]
+    fn look_elsewhere<P>(
+        self: &Arc<Self>,
+        mut state: Locked<'_>,
+        key: &BlockKey,
+        id: EntryId,
+        tier: Tier,
+        reserve: impl FnOnce() -> Option<P>,
+    ) -> Result<Found<P>> {
         if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
             let Some(room) = reserve() else { return Ok(Found::Elsewhere(None)) };
             let promotion = self.promote_locked(&mut state, key, tier, Class::Awaited, Use::Now);
@@ -106,9 +118,15 @@ impl Shared {
             self.metrics.looked_up(source);
             return Ok(Found::Elsewhere(Some((promotion, room))));
         }
+        Ok(self.miss(state))
+    }
+
+    /// Counts a miss.
+    fn miss<P>(&self, mut state: Locked<'_>) -> Found<P> {
+        self.metrics.misses.add_locked(1, &mut *state);
         drop(state);
-        self.metrics.looked_up(None);
-        Ok(Found::Miss)
+        self.metrics.misses.export(1);
+        Found::Miss
     }
 
     /// Starts or joins the movement that makes `key` resident in `tier`; also says where it was

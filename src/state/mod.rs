@@ -54,7 +54,7 @@ use crate::{
     fork::Home,
     index::{EntryId, Index},
     memory::Arena,
-    metrics::Metrics,
+    metrics::{Held, Metrics, Tally},
     sync::Mutex,
 };
 
@@ -96,6 +96,9 @@ pub(crate) struct State {
     closed: bool,
 }
 
+// Only behind the lock does anyone have it.
+impl Held for State {}
+
 /// The share of a tier's slots that may be kept, as a divisor.
 const KEPT_PART: u64 = 4;
 
@@ -111,7 +114,7 @@ pub(crate) struct Shared {
     /// Host slots that are parked.
     pub(crate) parked: AtomicU32,
     /// Leases that callers hold on blocks of the device and the host tier.
-    pub(crate) leases: [AtomicU64; 2],
+    pub(crate) leases: [Tally; 2],
     /// Wakes the task that raises movements in the budget.
     pub(crate) raised: Notify,
     /// Wakes the write-back task.
@@ -189,6 +192,7 @@ impl Shared {
     }
 
     /// `None` in a forked child, which must release nothing of its parent's: the reference is leaked.
+    #[inline]
     pub(crate) fn at_home(self: Arc<Self>) -> Option<Arc<Self>> {
         if self.home.is_here() {
             return Some(self);
@@ -247,6 +251,7 @@ impl Shared {
 }
 
 impl State {
+    #[inline]
     pub(crate) fn check_open(&self) -> Result<()> {
         if self.closed { Err(Error::Closed) } else { Ok(()) }
     }
@@ -292,14 +297,6 @@ impl State {
         }
     }
 
-    /// Pins `id` where it is resident in `tier`, and counts the use in every tier.
-    fn pin_used(&mut self, id: EntryId, tier: Tier) -> Option<u32> {
-        let slot = self.index.pin(id, tier)?;
-        self.index.touch(id);
-        self.index.hit(id);
-        Some(slot)
-    }
-
     pub(crate) fn pop_free(&mut self, tier: Tier) -> Option<u32> {
         match tier {
             Tier::Disk => self.disk.as_mut()?.alloc(),
@@ -316,6 +313,7 @@ impl State {
     }
 
     /// An error if `tier` is the device's and the device is out of service.
+    #[inline]
     fn check_device(&self, tier: Tier) -> Result<()> {
         if tier == Tier::Device { self.device_service.check_writes("device") } else { Ok(()) }
     }

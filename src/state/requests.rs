@@ -33,6 +33,7 @@ pub(super) struct Request {
 pub(crate) struct Refused(pub(super) Vec<Request>);
 
 impl Queue {
+    #[inline]
     fn len(&self) -> usize {
         self.awaited.len() + self.background.len()
     }
@@ -54,11 +55,13 @@ impl Queue {
 }
 
 impl SlotRequests {
+    #[inline]
     pub(crate) fn is_empty(&self) -> bool {
-        self.tiers.iter().all(|queue| queue.len() == 0)
+        self.tiers.iter().map(Queue::len).sum::<usize>() == 0
     }
 
     /// Requests that wait for a slot of `tier`.
+    #[inline]
     pub(crate) fn len(&self, tier: Tier) -> usize {
         self.tiers[tier as usize].len()
     }

@@ -43,6 +43,7 @@ impl Grant {
 
 impl State {
     /// True if a request waits for a slot of `tier`.
+    #[inline]
     pub(crate) fn has_waiters(&self, tier: Tier) -> bool {
         self.slot_requests.len(tier) > 0
     }
@@ -269,7 +270,7 @@ impl Shared {
             Tier::Host => (self.reservations.load(Ordering::Relaxed), self.host_slots(), "host_blocks"),
             Tier::Disk => return None,
         };
-        let leases = self.leases[tier as usize].load(Ordering::Relaxed);
+        let leases = self.leases[tier as usize].get();
         (leases + reservations > 0).then_some(HeldSlots { leases, reservations, slots: u64::from(slots), setting })
     }
 }

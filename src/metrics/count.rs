@@ -1,0 +1,62 @@
+//! Counters and gauges, with their handles in the `metrics` crate.
+
+use metrics::Counter;
+
+use super::tally::{Held, Tally};
+use crate::shield::caught;
+
+/// A counter, with its handle in the `metrics` crate.
+pub(crate) struct Count {
+    own: Tally,
+    exported: Counter,
+}
+
+impl Count {
+    pub(super) fn new(exported: Option<Counter>) -> Self {
+        Count { own: Tally::default(), exported: exported.unwrap_or(Counter::noop()) }
+    }
+
+    /// A counter that is not exported.
+    #[cfg(any(test, feature = "sim"))]
+    pub(crate) fn unexported() -> Self {
+        Count::new(None)
+    }
+
+    pub(crate) fn add(&self, n: u64) {
+        self.own.add(n);
+        self.export(n);
+    }
+
+    /// Counts, for the holder of the index lock, who calls [`export`](Self::export) after the unlock.
+    #[inline]
+    pub(crate) fn add_locked(&self, n: u64, held: &mut impl Held) {
+        self.own.add_locked(n, held);
+    }
+
+    /// Reports what was counted to the recorder.
+    #[inline]
+    pub(crate) fn export(&self, n: u64) {
+        _ = caught(|| self.exported.increment(n));
+    }
+
+    pub(crate) fn get(&self) -> u64 {
+        self.own.get()
+    }
+}
+
+/// A gauge of the `metrics` crate.
+pub(crate) struct Gauge(metrics::Gauge);
+
+impl Gauge {
+    pub(super) fn new(exported: Option<metrics::Gauge>) -> Self {
+        Gauge(exported.unwrap_or(metrics::Gauge::noop()))
+    }
+
+    pub(crate) fn set(&self, value: f64) {
+        _ = caught(|| self.0.set(value));
+    }
+
+    pub(crate) fn add(&self, n: f64) {
+        _ = caught(|| self.0.increment(n));
+    }
+}
