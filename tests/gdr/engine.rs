@@ -8,7 +8,7 @@ use kvhoist::internals::device::{CopyEngine, gdr::GdrOptions};
 use crate::{
     common::{Rng, seed},
     double::{WITHOUT_DMA_BUF, get, is_forgotten, set, with_double, with_part},
-    rig::{Gate, Place, Rig, SIDE_BYTES, Way, after, in_stream, on_reactor, scattered},
+    rig::{Place, Rig, SIDE_BYTES, Way, on_reactor, scattered},
     scenes::{self, Scale},
 };
 
@@ -118,43 +118,11 @@ fn addresses_and_sizes_are_the_ones_that_the_port_has() {
 }
 
 #[test]
-fn what_is_held_holds_its_own_stream_only() {
-    with_double("engine::what_is_held_holds_its_own_stream_only", &["late", "now", "late DOUBLE_ORDERING=0"], |case| {
-        on_reactor(async {
-            let rig = Rc::new(Rig::open(is_cuda(case)).await.expect("the double is a device"));
-            let (gate, ended) = (Rc::new(Gate::default()), Rc::new(RefCell::new(Vec::new())));
-            let start = |order, n: usize| {
-                let (rig, ended) = (Rc::clone(&rig), Rc::clone(&ended));
-                tokio::task::spawn_local(async move {
-                    let at = n << 20;
-                    let places = [Place { host: at, device: at, len: 100_000 }];
-                    rig.copy_in(order, Way::ToDevice, &places, n as u64).await.expect("copied");
-                    ended.borrow_mut().push(n);
-                })
-            };
-            // The first stream is held; what comes behind it in that stream is, too.
-            let held = [start(after(1, &gate), 0), start(in_stream(1), 1), start(in_stream(1), 2)];
-            let free = [start(in_stream(2), 3), start(in_stream(0), 4), start(in_stream(2), 5), start(in_stream(0), 6)];
-            for task in free {
-                task.await.expect("no panic");
-            }
-            assert_eq!(ended.borrow().len(), 4, "the others have ended: {ended:?}");
-            assert!(ended.borrow().iter().all(|n| *n >= 3), "and only those: {ended:?}");
-            gate.0.set(true);
-            for task in held {
-                task.await.expect("no panic");
-            }
-            assert_eq!(ended.borrow()[4..], [0, 1, 2], "in their order");
-        });
-    });
-}
-
-#[test]
-fn batches_of_a_stream_end_in_order() {
-    with_double("engine::batches_of_a_stream_end_in_order", &["late,burst=7", "now", "late,depth=16"], |_| {
+fn batches_end_in_order() {
+    with_double("engine::batches_end_in_order", &["late,burst=7", "now", "late,depth=16"], |_| {
         on_reactor(async {
             let rig = Rc::new(Rig::open(false).await.expect("the double is a device"));
-            let ended = Rc::new(RefCell::new(vec![Vec::new(); 4]));
+            let ended = Rc::new(RefCell::new(Vec::new()));
             let mut rng = Rng(seed());
             let mut places = scattered(&mut rng, 4000, 5000, 0..SIDE_BYTES).into_iter();
             let tasks: Vec<_> = (0..200)
@@ -162,19 +130,16 @@ fn batches_of_a_stream_end_in_order() {
                     let count = 1 + rng.below(19) as usize;
                     let (rig, ended, places) =
                         (Rc::clone(&rig), Rc::clone(&ended), places.by_ref().take(count).collect::<Vec<_>>());
-                    let stream = n % 3 + 1;
                     tokio::task::spawn_local(async move {
-                        rig.copy_in(in_stream(stream), Way::ToHost, &places, n).await.expect("copied");
-                        ended.borrow_mut()[stream as usize].push(n);
+                        rig.copy(Way::ToHost, &places, n).await.expect("copied");
+                        ended.borrow_mut().push(n);
                     })
                 })
                 .collect();
             for task in tasks {
                 task.await.expect("no panic");
             }
-            for ended in ended.borrow().iter() {
-                assert!(ended.is_sorted(), "{ended:?}");
-            }
+            assert!(ended.borrow().is_sorted(), "{ended:?}");
         });
     });
 }
@@ -282,14 +247,6 @@ fn time_without_work_is_no_time_in_which_nothing_completes() {
                 // Another task keeps the reactor busy while the engine still polls.
                 std::thread::sleep(STUCK + STUCK / 5);
             }
-            let gate = Rc::new(Gate::default());
-            let held = tokio::task::spawn_local({
-                let (rig, order) = (Rc::clone(&rig), after(1, &gate));
-                async move { rig.copy_in(order, Way::ToDevice, &side_by_side(3), 2).await }
-            });
-            tokio::time::sleep(STUCK + STUCK / 5).await;
-            gate.0.set(true);
-            held.await.expect("no panic").expect("copied");
             assert!(rig.state().is_on() && get("resets") == 0, "{}", rig.state());
         });
     });

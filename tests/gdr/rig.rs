@@ -1,13 +1,13 @@
 //! An engine between host memory and a device's, and copies through it whose every byte is looked at.
 
-use std::{any::Any, cell::Cell, future::Future, ptr::NonNull, rc::Rc, sync::Arc};
+use std::{any::Any, future::Future, ptr::NonNull, sync::Arc};
 
 use kvhoist::{
     Error,
     internals::{
         device::{
-            CopyBatch, CopyOp, Direction, GdrState,
-            gdr::{CopyOrder, Fence, GdrCopy, GdrMemory, GdrOptions},
+            CopyBatch, CopyEngine, CopyOp, Direction, GdrState,
+            gdr::{GdrCopy, GdrMemory, GdrOptions},
         },
         gpu::{DeviceBuffer, Gpu},
         memory::{Arena, DeviceMemory},
@@ -189,14 +189,10 @@ impl Rig {
 
     /// Copies, and compares.
     pub async fn copy(&self, way: Way, places: &[Place], number: u64) -> Result<(), Error> {
-        self.copy_in(CopyOrder::default(), way, places, number).await
-    }
-
-    pub async fn copy_in(&self, order: CopyOrder, way: Way, places: &[Place], number: u64) -> Result<(), Error> {
         for (at, place) in places.iter().enumerate() {
             self.prepare(way, *place, mix(number) + at as u64);
         }
-        let (result, batch) = self.engine.copy_in(order, self.batch(way, places)).await;
+        let (result, batch) = self.engine.copy(self.batch(way, places)).await;
         drop(batch);
         result?;
         for (at, place) in places.iter().enumerate() {
@@ -236,25 +232,6 @@ pub fn scattered(rng: &mut Rng, count: usize, len_max: usize, within: std::ops::
             Place { host: at(rng, hosts[n], len), device: at(rng, devices[n], len), len }
         })
         .collect()
-}
-
-/// Something that is over when a test says so.
-#[derive(Default)]
-pub struct Gate(pub Cell<bool>);
-
-impl Fence for Gate {
-    fn is_passed(&self) -> Result<bool, Error> {
-        Ok(self.0.get())
-    }
-}
-
-/// The order of a stream, which waits for a gate.
-pub fn after(stream: u64, gate: &Rc<Gate>) -> CopyOrder {
-    CopyOrder { stream, after: Some(Rc::clone(gate) as Rc<dyn Fence>) }
-}
-
-pub fn in_stream(stream: u64) -> CopyOrder {
-    CopyOrder { stream, after: None }
 }
 
 /// Whether an error is the engine's own.

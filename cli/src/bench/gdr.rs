@@ -8,7 +8,7 @@ use kvhoist::{
         device::{
             CopyBatch, CopyEngine, CopyOp, DevicePool, Memcpy,
             cuda::copy::{CudaCopy, CudaCopyOptions},
-            gdr::{CopyOrder, GdrCopy, GdrMemory, GdrOptions},
+            gdr::{GdrCopy, GdrMemory, GdrOptions},
             rdma::discover,
         },
         gpu::{DeviceBuffer, Gpu},
@@ -39,7 +39,7 @@ const PUBLISHED: [(usize, [f64; 3]); 4] = [
 /// Bytes of a batch on an RDMA device of software: it is looked at for correctness only, and takes its time.
 const SOFTWARE_BYTES: usize = 4 << 20;
 
-/// Copies of one batch of a stream.
+/// Copies of one batch of those that end in their order.
 const STREAM_COPIES: usize = 64;
 
 const SLOT_BYTES: usize = 1 << 20;
@@ -169,7 +169,7 @@ async fn in_stream(rig: &Rc<Rig>, to_device: bool, bytes: usize, count: usize) -
             let rig = Rc::clone(rig);
             tokio::task::spawn_local(async move {
                 let batch = rig.batch(to_device, 0, bytes, count, first..(first + STREAM_COPIES).min(count));
-                rig.gdr.copy_in(CopyOrder { stream: 1, after: None }, batch).await.0
+                rig.gdr.copy(batch).await.0
             })
         })
         .collect();

@@ -30,7 +30,6 @@ pub use memory::{DeviceBuffer, HostPin};
 pub(crate) use module::{CopyKernel, Tile};
 pub use open::has_device;
 pub(super) use polling::Polling;
-pub use stream::StreamMark;
 pub(crate) use stream::{BatchArrays, Event, Stream};
 
 pub(crate) use driver::CudaError;

@@ -11,10 +11,7 @@ use super::{
     context::Gpu,
     driver::{BatchForm, CudaError, check},
 };
-use crate::{
-    block::{CopyOp, Direction},
-    error::{Error, Result},
-};
+use crate::block::{CopyOp, Direction};
 
 /// A CUDA stream: a queue of device work that runs in order.
 pub(crate) struct Stream {
@@ -163,40 +160,6 @@ impl Event {
             code => check("cuEventQuery", code).map(|()| true),
         }
     }
-}
-
-/// A position in a caller's stream that copies through an RDMA device can wait for
-/// ([`CopyOrder::after`](crate::device::gdr::CopyOrder)).
-pub struct StreamMark(Event);
-
-impl StreamMark {
-    /// Records the current position of a stream: a `CUstream` (or `cudaStream_t`) of the device's primary context, as a
-    /// number.
-    ///
-    /// # Safety
-    /// The stream must not be destroyed during the call.
-    ///
-    /// # Errors
-    /// [`Error::Copy`] with the driver's error.
-    pub unsafe fn record(gpu: &Arc<Gpu>, stream: usize) -> Result<Self> {
-        let event = Event::new(gpu).map_err(refused)?;
-        let raw: CUstream = std::ptr::with_exposed_provenance_mut(stream);
-        // SAFETY: our own event; the caller vouches for the stream. `new` has made the context current.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(event.raw, raw) }).map_err(refused)?;
-        Ok(StreamMark(event))
-    }
-
-    /// Whether the device has passed the position.
-    ///
-    /// # Errors
-    /// [`Error::Copy`] with the driver's error.
-    pub fn is_passed(&self) -> Result<bool> {
-        self.0.gpu.bind().and_then(|()| self.0.is_reached()).map_err(refused)
-    }
-}
-
-fn refused(fault: CudaError) -> Error {
-    Error::copy("cuda", fault)
 }
 
 impl Drop for Event {

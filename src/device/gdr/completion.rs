@@ -18,12 +18,6 @@ const SPIN: Duration = Duration::from_micros(30);
 /// Longest sleep without an event, so that a lost event cannot stop the engine.
 const TICK: Duration = Duration::from_millis(500);
 
-/// Longest sleep while a fence blocks a stream: fences raise no event when they open.
-const FENCED_TICK: Duration = Duration::from_millis(1);
-
-/// How long the task polls while a fence blocks a stream, before it sleeps between polls.
-const FENCED_SPIN: Duration = Duration::from_micros(200);
-
 /// The completion channel, registered with the runtime.
 pub(super) struct Channel(AsyncFd<OwnedFd>);
 
@@ -66,8 +60,7 @@ impl Inner {
                 }
                 continue;
             }
-            let fenced = self.queue.borrow().is_fenced();
-            if active.elapsed() < if fenced { FENCED_SPIN } else { SPIN } {
+            if active.elapsed() < SPIN {
                 continue;
             }
             // Counts from the last completion, or from when the queue became busy, whichever was later.
@@ -79,14 +72,14 @@ impl Inner {
                 self.stuck();
                 continue;
             }
-            if self.sleep(if fenced { FENCED_TICK } else { TICK }).await {
+            if self.sleep().await {
                 active = Instant::now();
             }
         }
     }
 
-    /// Sleeps until a completion or another event arrives, for at most `tick`. True if there was work before it slept.
-    async fn sleep(self: &Rc<Self>, tick: Duration) -> bool {
+    /// Sleeps until a completion or another event arrives, for at most [`TICK`]. True if there was work before it slept.
+    async fn sleep(self: &Rc<Self>) -> bool {
         if let Err(fault) = self.queue.borrow().qp().completions().arm() {
             tracing::debug!(%fault, "the completion queue was not armed");
         }
@@ -104,7 +97,7 @@ impl Inner {
                 }
             }
             () = self.wake.notified() => {}
-            () = tokio::time::sleep(tick) => {}
+            () = tokio::time::sleep(TICK) => {}
         }
         self.sleeping.set(false);
         false

@@ -19,11 +19,9 @@ mod queue;
 mod recovery;
 mod regions;
 mod self_test;
-mod streams;
 
 pub use crate::config::EngineMode;
 pub use open::{GdrMemory, GdrOptions};
-pub use streams::Fence;
 
 use std::{
     any::Any,
@@ -38,10 +36,9 @@ use tokio::sync::{Mutex, Notify, oneshot};
 use self::{
     calibrate::Times,
     completion::Channel,
-    queue::Queue,
+    queue::{Accepted, Answer, Finished, Queue, failure},
     regions::Regions,
     self_test::Scratch,
-    streams::{Accepted, Answer, Finished, failure},
 };
 use super::{CopyBatch, CopyEngine, CopyRegion, GdrStatus, Offered};
 use crate::{
@@ -53,16 +50,8 @@ use crate::{
 /// How long posted work may take to be flushed after a failure.
 const DRAIN: Duration = Duration::from_secs(2);
 
-/// Ordering of a batch relative to others.
-#[derive(Clone, Default)]
-pub struct CopyOrder {
-    /// Batches of one stream complete in submission order. Stream 0 has no order.
-    pub stream: u64,
-    /// A fence that the batch waits for; later batches of its stream wait behind it, other streams do not.
-    pub after: Option<Rc<dyn Fence>>,
-}
-
-/// The GDR copy engine. Lives on the reactor's thread, inside a runtime with I/O.
+/// The GDR copy engine. Lives on the reactor's thread, inside a runtime with I/O. Batches complete in the order in which
+/// they were submitted.
 pub struct GdrCopy {
     inner: Rc<Inner>,
 }
@@ -142,24 +131,8 @@ impl GdrCopy {
         &self.inner.device
     }
 
-    /// Copies all of `batch` in the given order; otherwise as [`CopyEngine::copy`].
-    pub async fn copy_in(&self, order: CopyOrder, batch: CopyBatch) -> (Result<()>, CopyBatch) {
-        match self.offer_in(order, batch).await {
-            Offered::Copied(result, batch) => (result, batch),
-            Offered::Refused(batch) if self.is_up() => {
-                let reason = "memory that is not registered with the RDMA device";
-                (Err(failure(reason.into())), batch)
-            }
-            Offered::Refused(batch) => (Err(failure(self.inner.status.get().to_string())), batch),
-        }
-    }
-
-    /// Copies all of `batch` in any order, or hands it back if the engine cannot take it.
+    /// Copies all of `batch`, or hands it back if the engine cannot take it.
     pub(super) async fn offer(&self, batch: CopyBatch) -> Offered {
-        self.offer_in(CopyOrder::default(), batch).await
-    }
-
-    async fn offer_in(&self, order: CopyOrder, batch: CopyBatch) -> Offered {
         if !self.is_up() {
             return Offered::Refused(batch);
         }
@@ -167,7 +140,7 @@ impl GdrCopy {
             [] => batch,
             _ => self.inner.register(batch).await,
         };
-        Rc::clone(&self.inner).submit(order, batch, Phase::is_up).await
+        Rc::clone(&self.inner).submit(batch, Phase::is_up).await
     }
 }
 
@@ -177,7 +150,14 @@ impl CopyEngine for GdrCopy {
     }
 
     async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
-        self.copy_in(CopyOrder::default(), batch).await
+        match self.offer(batch).await {
+            Offered::Copied(result, batch) => (result, batch),
+            Offered::Refused(batch) if self.is_up() => {
+                let reason = "memory that is not registered with the RDMA device";
+                (Err(failure(reason.into())), batch)
+            }
+            Offered::Refused(batch) => (Err(failure(self.inner.status.get().to_string())), batch),
+        }
     }
 
     fn fault(&self) -> Option<String> {
@@ -247,15 +227,15 @@ impl Inner {
         batch
     }
 
-    async fn submit(self: Rc<Self>, order: CopyOrder, batch: CopyBatch, may: fn(&Phase) -> bool) -> Offered {
+    async fn submit(self: Rc<Self>, batch: CopyBatch, may: fn(&Phase) -> bool) -> Offered {
         if !may(&self.phase.borrow()) {
             return Offered::Refused(batch);
         }
         let Some(regions) = self.regions.cover(&batch) else { return Offered::Refused(batch) };
         let (answer, answered): (Answer, _) = oneshot::channel();
-        let accepted = Accepted { batch, regions, answer, after: order.after };
+        let accepted = Accepted { batch, regions, answer };
         let was_idle = !self.queue.borrow().has_posted();
-        self.queue.borrow_mut().accept(order.stream, accepted);
+        self.queue.borrow_mut().accept(accepted);
         // While work is in flight, the polling task gathers the batches of one turn.
         if was_idle || self.sleeping.get() {
             self.turn();
@@ -263,7 +243,7 @@ impl Inner {
         if !self.polling.replace(true) {
             tokio::task::spawn_local(Rc::clone(&self).poll());
         } else if self.sleeping.get() && self.queue.borrow().has_more() {
-            // The fence may have opened; completions wake the task anyway.
+            // One turn posts only so many; completions wake the task anyway.
             self.wake.notify_one();
         }
         drop(self);
@@ -279,7 +259,7 @@ impl Inner {
         let mut any = false;
         let mut result = queue.poll_cq(&mut finished).map(|completed| any = completed);
         if !queue.has_failed() {
-            result = result.and_then(|()| queue.post_pending(&self.regions, &mut finished).map(|more| any |= more));
+            result = result.and_then(|()| queue.post_pending(&self.regions).map(|more| any |= more));
             if let Err(reason) = &result {
                 queue.fail(reason, &mut finished);
             }
@@ -307,7 +287,7 @@ impl Inner {
                 Err(reason) if accepted.batch.direction() == Direction::HostToDevice => Err(failure(reason.clone())),
                 _ => result,
             };
-            let Accepted { batch, regions, answer, .. } = accepted;
+            let Accepted { batch, regions, answer } = accepted;
             drop(regions);
             // The receiver may be gone; the batch is dropped then.
             drop(answer.send((result, batch)));

@@ -8,7 +8,7 @@ use std::{
 
 use super::{
     super::{GdrState, Offered},
-    CopyOrder, DRAIN, Inner, Phase,
+    DRAIN, Inner, Phase,
     self_test::Place,
 };
 
@@ -97,8 +97,7 @@ impl Inner {
 
     pub(super) async fn self_test(self: &Rc<Self>, place: &Place) -> std::result::Result<(), String> {
         let this = self;
-        let copy = async move |batch| match Rc::clone(this).submit(CopyOrder::default(), batch, Phase::is_testing).await
-        {
+        let copy = async move |batch| match Rc::clone(this).submit(batch, Phase::is_testing).await {
             Offered::Copied(result, _) => result.map_err(|error| error.to_string()),
             Offered::Refused(_) => Err("the connection has failed".to_owned()),
         };

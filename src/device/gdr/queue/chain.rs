@@ -2,10 +2,7 @@
 
 use super::{CHAIN, Entering, PostedBatch, Queue};
 use crate::device::{
-    gdr::{
-        regions::{Regions, Side},
-        streams::Finished,
-    },
+    gdr::regions::{Regions, Side},
     rdma::{SIGNALLED, Sge},
 };
 
@@ -18,12 +15,12 @@ const SIGNAL_BYTES: usize = 1 << 20;
 
 impl Queue {
     /// Builds a chain from the waiting batches and returns its length.
-    pub(super) fn build(&mut self, regions: &Regions, finished: &mut Finished) -> usize {
+    pub(super) fn build(&mut self, regions: &Regions) -> usize {
         let in_flight = usize::try_from(self.posted - self.done).unwrap_or(usize::MAX);
         let room = (self.qp.depth() as usize).saturating_sub(in_flight).min(CHAIN);
         let mut count = 0;
         while count < room {
-            let next = || self.streams.next(finished).map(|accepted| Entering { accepted, op: 0, offset: 0 });
+            let next = || self.waiting.pop_front().map(|accepted| Entering { accepted, op: 0, offset: 0 });
             let Some(mut entering) = self.entering.take().or_else(next) else { break };
             let first = count;
             let fault = self.cut(&mut entering, regions, first, &mut count, room).err();

@@ -11,11 +11,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{
-    regions::Regions,
-    streams::{Accepted, Finished, Streams, failure},
+use tokio::sync::oneshot;
+
+use super::regions::{RegionRefs, Regions};
+use crate::{
+    device::{
+        CopyBatch,
+        rdma::{Completion, LoopbackPath, QueuePair, SIGNALLED, Sge, WorkRequest, status_text},
+    },
+    error::{Error, Result},
 };
-use crate::device::rdma::{Completion, LoopbackPath, QueuePair, SIGNALLED, Sge, WorkRequest, status_text};
 
 /// Work requests per post.
 const CHAIN: usize = 64;
@@ -25,6 +30,18 @@ const CHAINS_PER_TURN: usize = 4;
 
 /// Largest work request in bytes: larger ones are not faster, and complete late.
 const REQUEST_BYTES_MAX: usize = 1 << 20;
+
+pub(super) type Answer = oneshot::Sender<(Result<()>, CopyBatch)>;
+
+/// An accepted batch: all its ranges are registered.
+pub(super) struct Accepted {
+    pub(super) batch: CopyBatch,
+    pub(super) regions: RegionRefs,
+    pub(super) answer: Answer,
+}
+
+/// Completed batches, with their results.
+pub(super) type Finished = Vec<(Accepted, Result<()>)>;
 
 /// A batch whose work requests are posted in part.
 struct Entering {
@@ -63,7 +80,8 @@ pub(super) struct Queue {
     flushed: u64,
     posted_batches: VecDeque<PostedBatch>,
     entering: Option<Entering>,
-    streams: Streams,
+    /// Batches of which no work request is posted, in order.
+    waiting: VecDeque<Accepted>,
     completions: Box<[Completion]>,
     /// Set by `fail`, until the next `connect`.
     failed: bool,
@@ -89,7 +107,7 @@ impl Queue {
             flushed: 0,
             posted_batches: VecDeque::with_capacity(CHAIN),
             entering: None,
-            streams: Streams::new(CHAIN),
+            waiting: VecDeque::with_capacity(CHAIN),
             completions: vec![Completion::NONE; CHAIN].into(),
             failed: false,
             busy_since: Instant::now(),
@@ -104,8 +122,8 @@ impl Queue {
     }
 
     /// Enqueues a batch; [`post_pending`](Self::post_pending) starts it.
-    pub(super) fn accept(&mut self, stream: u64, accepted: Accepted) {
-        self.streams.push(stream, accepted);
+    pub(super) fn accept(&mut self, accepted: Accepted) {
+        self.waiting.push_back(accepted);
     }
 
     /// True if the queue holds no batch.
@@ -123,24 +141,19 @@ impl Queue {
         self.busy_since.elapsed()
     }
 
-    /// True if batches wait for room or for a fence.
+    /// True if batches wait for room.
     pub(super) fn has_more(&self) -> bool {
-        self.entering.is_some() || !self.unposted.is_empty() || !self.streams.is_empty()
-    }
-
-    /// True if a stream waits for a fence; fences raise no event when they open.
-    pub(super) fn is_fenced(&self) -> bool {
-        self.streams.is_fenced()
+        self.entering.is_some() || !self.unposted.is_empty() || !self.waiting.is_empty()
     }
 
     /// Posts as much as there is room for, up to the limit of one turn of the reactor. True if there is more.
     ///
     /// # Errors
     /// Why the connection is broken.
-    pub(super) fn post_pending(&mut self, regions: &Regions, finished: &mut Finished) -> Result<bool, String> {
+    pub(super) fn post_pending(&mut self, regions: &Regions) -> Result<bool, String> {
         for _ in 0..CHAINS_PER_TURN {
             if self.unposted.is_empty() {
-                let count = self.build(regions, finished);
+                let count = self.build(regions);
                 self.unposted = 0..count;
             }
             if self.unposted.is_empty() || !self.post()? {
@@ -257,8 +270,7 @@ impl Queue {
             posted.end = posted.end.min(self.posted);
             posted.fault = Some(reason.to_owned());
         }
-        finished
-            .extend(self.streams.take_all().into_iter().map(|accepted| (accepted, Err(failure(reason.to_owned())))));
+        finished.extend(self.waiting.drain(..).map(|accepted| (accepted, Err(failure(reason.to_owned())))));
     }
 
     /// True once all posted work requests have completed or were flushed.
@@ -305,4 +317,8 @@ impl Queue {
     pub(super) fn leak(&mut self) {
         std::mem::forget(std::mem::take(&mut self.posted_batches));
     }
+}
+
+pub(super) fn failure(reason: String) -> Error {
+    Error::copy("gdr", reason)
 }
