@@ -7,6 +7,8 @@
 //! place, with the same names, for types that have no values. So no code outside this folder depends on the features.
 
 mod any;
+#[cfg(feature = "cuda")]
+mod cost;
 #[cfg_attr(not(feature = "cuda"), path = "absent/cuda.rs")]
 pub mod cuda;
 #[cfg_attr(not(feature = "cufile"), path = "absent/cufile.rs")]

@@ -349,8 +349,8 @@ impl Drop for Ended {
 /// Lands the flight of a movement that panics. The first value of the movement, so that it is dropped last.
 ///
 /// A movement has no reason to panic, but it calls code that is not its own: subscribers of the log, which may write to
-/// a pipe that nobody reads. Its waiters are answered all the same, its block can be asked
-/// for again, and the cache can be closed.
+/// a pipe that nobody reads. Its waiters are answered all the same, its block can be requested again, and the cache can
+/// be closed.
 struct Landing<S: Storage, C: CopyEngine> {
     mover: Rc<Mover<S, C>>,
     key: BlockKey,

@@ -15,7 +15,7 @@ use tokio::{
 };
 
 use super::{
-    protocol::{BlockResult, Blocks, Failure, Place},
+    protocol::{BlockResult, Blocks, Failure, Place, Way},
     regions::Regions,
     spaces::Space,
 };
@@ -43,14 +43,6 @@ impl Cancel {
             self.0.1.notified().await;
         }
     }
-}
-
-/// The direction of a movement.
-#[derive(Clone, Copy)]
-pub(super) enum Way {
-    Load,
-    /// With the key before the first one.
-    Store(Option<BlockKey>),
 }
 
 /// Moves blocks for one connection: its memory, its space's cache, and its share of bytes in flight.
@@ -108,11 +100,8 @@ impl Movers {
             let (this, blocks, results) = (Rc::clone(&self), Rc::clone(&blocks), Rc::clone(&results));
             calls.spawn_local(async move {
                 let range = first..last;
-                let parent = match way {
-                    Way::Store(parent) => first.checked_sub(1).map(|before| blocks.keys[before]).or(parent),
-                    Way::Load => None,
-                };
-                let ended = this.call(way, parent, &blocks.keys[range.clone()], &blocks.places[range.clone()]).await;
+                let way = way.of_part(&blocks.keys, first);
+                let ended = this.call(way, &blocks.keys[range.clone()], &blocks.places[range.clone()]).await;
                 results.borrow_mut()[range].clone_from_slice(&ended);
                 drop(permits);
             });
@@ -123,13 +112,7 @@ impl Movers {
     }
 
     /// One call of the cache.
-    async fn call(
-        &self,
-        way: Way,
-        parent: Option<BlockKey>,
-        keys: &[BlockKey],
-        places: &[Vec<Place>],
-    ) -> Vec<BlockResult> {
+    async fn call(&self, way: Way, keys: &[BlockKey], places: &[Vec<Place>]) -> Vec<BlockResult> {
         let refuse = |failure: Failure| vec![Err(failure); keys.len()];
         let segments = places.iter().map(|places| self.regions.segments(places));
         let segments: Vec<Vec<Segment>> = match segments.collect() {
@@ -149,7 +132,7 @@ impl Movers {
                 }
                 self.cache.load_into(keys, &segments).await
             }
-            Way::Store(_) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
+            Way::Store(parent) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
         };
         if let Some(region) = self.regions.spoiled(places) {
             if matches!(way, Way::Store(_)) {

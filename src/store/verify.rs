@@ -3,14 +3,13 @@
 use std::{
     cell::{Cell, RefCell},
     collections::BTreeMap,
-    future::{Future, poll_fn},
     io,
     ops::ControlFlow,
     path::PathBuf,
-    pin::Pin,
-    task::Poll,
     time::{Duration, Instant},
 };
+
+use futures_util::future::join_all;
 
 use super::{
     Options, Store,
@@ -197,7 +196,7 @@ async fn scrub<S: Storage>(
         progress: RefCell::new(progress),
     };
     let depth = committed.len().min(options.depth as usize);
-    all((0..depth).map(|_| Box::pin(scrub.work()) as _).collect()).await;
+    join_all((0..depth).map(|_| scrub.work())).await;
     let complete = !scrub.stopped.get();
     Ok(Verification { elapsed: started.elapsed(), complete, ..scrub.report.into_inner() })
 }
@@ -301,13 +300,4 @@ impl<S: Storage, F: FnMut(&Verification) -> ControlFlow<()>> Scrub<'_, S, F> {
             self.stopped.set(true);
         }
     }
-}
-
-/// Drives all futures to completion within one task: they share data that is not `Sync`.
-async fn all(mut futures: Vec<Pin<Box<dyn Future<Output = ()> + '_>>>) {
-    poll_fn(|context| {
-        futures.retain_mut(|future| future.as_mut().poll(context).is_pending());
-        if futures.is_empty() { Poll::Ready(()) } else { Poll::Pending }
-    })
-    .await;
 }

@@ -34,7 +34,7 @@ use std::{
 use tokio::sync::{Mutex, Notify, oneshot};
 
 use self::{
-    calibrate::Times,
+    calibrate::TimesByWay,
     completion::Channel,
     queue::{Accepted, Answer, Finished, Queue, failure},
     regions::Regions,
@@ -105,7 +105,7 @@ struct Inner {
     /// Copies have failed if nothing completes for this long.
     stuck_after: Duration,
     /// Measured copy durations, once calibrated.
-    times: OnceCell<Arc<Times>>,
+    times: OnceCell<Arc<TimesByWay>>,
     /// The device must be flushed before it may read what was written.
     flush: bool,
     /// Completed batches not yet answered. Kept for its capacity.
@@ -172,7 +172,10 @@ impl CopyEngine for GdrCopy {
         let to_device = batch.direction() != Direction::DeviceToHost;
         let (count, bytes) = (batch.ops().len(), batch.bytes());
         match self.inner.times.get() {
-            Some(times) => times.estimate(to_device, count, bytes),
+            Some(times) => {
+                let mean_bytes = usize::try_from(bytes / count.max(1) as u64).unwrap_or(usize::MAX);
+                times[usize::from(!to_device)].estimate(mean_bytes, count).unwrap_or(Duration::MAX)
+            }
             // Before calibration: a fixed cost per batch and 40 GB/s.
             None => Duration::from_nanos(5_000 + bytes / 40),
         }

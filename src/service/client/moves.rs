@@ -1,12 +1,8 @@
 //! Loads and stores: blocks whose memory the service has go straight, the others through a bounce buffer.
 
-use std::{
-    future::{Future, poll_fn},
-    ops::Range,
-    pin::Pin,
-    sync::Arc,
-    task::Poll,
-};
+use std::{ops::Range, sync::Arc};
+
+use futures_util::future::{Either, join_all};
 
 use super::{
     bounce::{Bounce, Direction, Taken},
@@ -17,7 +13,7 @@ use super::{
 use crate::{
     block::{BlockKey, Segment},
     error::{Error, Result},
-    service::protocol::{Blocks, KEYS_MAX, PLACES_MAX, Place, Reply, Request},
+    service::protocol::{Blocks, KEYS_MAX, PLACES_MAX, Place, Reply, Request, Way},
 };
 
 /// Memory that a client's calls copy into and from, lent with [`Client::lend`].
@@ -63,34 +59,6 @@ impl std::fmt::Debug for ClientLoan {
         f.debug_struct("ClientLoan").field("segments", &self.memory.len()).finish_non_exhaustive()
     }
 }
-
-/// Which way blocks go.
-#[derive(Clone, Copy)]
-enum Way {
-    Load,
-    /// With the key before the first one.
-    Store(Option<BlockKey>),
-}
-
-impl Way {
-    /// The same for blocks that follow the block `before`.
-    fn after(self, before: Option<&BlockKey>) -> Self {
-        match (self, before) {
-            (Way::Store(_), Some(before)) => Way::Store(Some(*before)),
-            (way, _) => way,
-        }
-    }
-
-    fn request(self, blocks: Blocks) -> Request {
-        match self {
-            Way::Load => Request::Load(blocks),
-            Way::Store(parent) => Request::Store { parent, blocks },
-        }
-    }
-}
-
-/// The results of blocks that are moved in one request.
-type Moved<'a> = Pin<Box<dyn Future<Output = Result<Vec<Result<bool>>>> + Send + 'a>>;
 
 impl Client {
     /// Lends memory that is not registered for calls of the loan: their blocks go through a bounce buffer of
@@ -197,23 +165,23 @@ impl Client {
     ) -> Result<Vec<Result<bool>>> {
         let (found, _keeps) = self.places().find(keys.len(), segments, self.block_bytes(), loan)?;
         let bounce = if found.contains(&Found::Copied) { Some(self.bounce().await?) } else { None };
-        let mut calls: Vec<Moved<'_>> = Vec::new();
+        let mut calls = Vec::new();
         for run in runs(&found, bounce.as_ref().map_or(1, |bounce| bounce.blocks_per_call())) {
-            let way = way.after(run.start.checked_sub(1).map(|before| &keys[before]));
+            let way = way.of_part(keys, run.start);
             let keys = &keys[run.clone()];
             calls.push(match &bounce {
                 Some(bounce) if found[run.start] == Found::Copied => {
-                    Box::pin(self.move_copied(way, keys, &segments[run], bounce))
+                    Either::Left(self.move_copied(way, keys, &segments[run], bounce))
                 }
                 _ => {
                     let places = found[run].iter().map(|one| one.places().to_vec()).collect();
                     let request = way.request(Blocks { keys: keys.to_vec(), places });
-                    Box::pin(self.results(request, What::Move, keys.len(), None))
+                    Either::Right(self.results(request, What::Move, keys.len(), None))
                 }
             });
         }
         let mut results = Vec::with_capacity(keys.len());
-        for ended in all(calls).await {
+        for ended in join_all(calls).await {
             results.extend(ended?);
         }
         Ok(results)
@@ -290,24 +258,6 @@ fn runs(found: &[Found], copied_max: usize) -> Vec<Range<usize>> {
         }
     }
     runs
-}
-
-/// Runs futures at once, and ends with the last.
-async fn all<T>(mut futures: Vec<Pin<Box<dyn Future<Output = T> + Send + '_>>>) -> Vec<T> {
-    let mut outputs: Vec<Option<T>> = futures.iter().map(|_| None).collect();
-    poll_fn(move |context| {
-        let mut ready = true;
-        for (future, output) in futures.iter_mut().zip(&mut outputs) {
-            if output.is_none() {
-                match future.as_mut().poll(context) {
-                    Poll::Ready(found) => *output = Some(found),
-                    Poll::Pending => ready = false,
-                }
-            }
-        }
-        if ready { Poll::Ready(outputs.iter_mut().filter_map(Option::take).collect()) } else { Poll::Pending }
-    })
-    .await
 }
 
 impl Found {

@@ -28,6 +28,33 @@ pub struct Blocks {
     pub places: Vec<Vec<Place>>,
 }
 
+/// The direction of a movement of blocks.
+#[derive(Debug, Clone, Copy)]
+pub enum Way {
+    /// Into the client's memory.
+    Load,
+    /// Out of it, with the key before the first one in its prefix chain.
+    Store(Option<BlockKey>),
+}
+
+impl Way {
+    /// The same for the blocks from `first` on: their parent is the block before them.
+    pub fn of_part(self, keys: &[BlockKey], first: usize) -> Self {
+        match (self, first.checked_sub(1)) {
+            (Way::Store(_), Some(before)) => Way::Store(Some(keys[before])),
+            (way, _) => way,
+        }
+    }
+
+    /// The request that moves blocks this way.
+    pub fn request(self, blocks: Blocks) -> Request {
+        match self {
+            Way::Load => Request::Load(blocks),
+            Way::Store(parent) => Request::Store { parent, blocks },
+        }
+    }
+}
+
 /// A client's request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Request {

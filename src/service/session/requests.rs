@@ -8,8 +8,8 @@ use crate::{
     cache::Cache,
     error::ServiceFault,
     service::{
-        blocks::{Cancel, Movers, Way},
-        protocol::{Blocks, Failure, RegionKind, Reply, Request},
+        blocks::{Cancel, Movers},
+        protocol::{Blocks, Failure, RegionKind, Reply, Request, Way},
         spaces::{Wanted, stats},
     },
 };

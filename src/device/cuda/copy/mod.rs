@@ -129,11 +129,15 @@ impl CudaCopy {
             return Err(Error::unavailable("device", reason));
         }
         let key = format!("{} {}", gpu.device().pci_address, options.blocks_max);
-        let calibration = method::kept(&key, || calibrate::calibrate(gpu, &launcher)).unwrap_or_else(|error| {
-            // Without measurements `Loop` is used, the only method that works without pinned memory.
-            tracing::warn!(%error, "the copy methods could not be measured; each copy is a separate driver call");
-            Arc::default()
-        });
+        let measured = || match calibrate::calibrate(gpu, &launcher) {
+            Ok(measured) => method::KEPT.keep(key.clone(), measured),
+            Err(error) => {
+                // Without measurements `Loop` is used, the only method that works without pinned memory.
+                tracing::warn!(%error, "the copy methods could not be measured; each copy is a separate driver call");
+                Arc::default()
+            }
+        };
+        let calibration = method::KEPT.get(&key).unwrap_or_else(measured);
         launcher.reserve(2 * STREAMS * LAUNCHES_PER_STREAM);
         let (pins, pinned) = pin(gpu, arena);
         let queue = |direction| -> Result<_> {
