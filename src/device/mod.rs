@@ -13,6 +13,8 @@ mod cost;
 pub mod cuda;
 #[cfg_attr(not(feature = "cufile"), path = "absent/cufile.rs")]
 pub mod cufile;
+#[cfg(any(feature = "cufile", feature = "rdma"))]
+mod dynamic;
 #[cfg_attr(not(feature = "rdma"), path = "absent/gdr.rs")]
 pub mod gdr;
 mod memcpy;

@@ -183,9 +183,9 @@ pub(super) fn query(context: &Arc<Context>, device: &str, number: u8) -> Result<
 
 /// The GID at this index, if there is one.
 fn gid(context: &Arc<Context>, device: &str, port: u8, index: u8) -> Option<Gid> {
-    let functions = &context.library.functions;
+    let library = context.library;
     let mut entry = RawGidEntry { gid: [0; 16], index: 0, port: 0, kind: u32::MAX, interface: 0 };
-    let has_kind = functions.query_gid_ex.is_some_and(|query| {
+    let has_kind = library.query_gid_ex.is_some_and(|query| {
         let (port, index) = (u32::from(port), u32::from(index));
         // SAFETY: an open context; the call writes one structure of the size passed to it.
         unsafe { query(context.raw(), port, index, &mut entry, 0, size_of::<RawGidEntry>()) == 0 }
@@ -193,7 +193,7 @@ fn gid(context: &Arc<Context>, device: &str, port: u8, index: u8) -> Option<Gid>
     let mut octets = entry.gid;
     if !has_kind {
         // SAFETY: an open context; the call writes sixteen bytes.
-        let given = unsafe { (functions.query_gid)(context.raw(), port, i32::from(index), &mut octets) };
+        let given = unsafe { (library.functions.query_gid)(context.raw(), port, i32::from(index), &mut octets) };
         if given != 0 {
             return None;
         }

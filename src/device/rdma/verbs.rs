@@ -190,7 +190,7 @@ impl MemoryRegion {
         start: usize,
         bytes: usize,
     ) -> Result<Self, VerbsError> {
-        let Some(register) = domain.context.library.functions.register_dma_buf else {
+        let Some(register) = domain.context.library.register_dma_buf else {
             return Err(VerbsError { call: "ibv_reg_dmabuf_mr", errno: libc::ENOSYS });
         };
         // SAFETY: our own domain; the kernel checks the descriptor and keeps the dma-buf's memory while the region

@@ -6,7 +6,7 @@ use std::{
     sync::OnceLock,
 };
 
-use libloading::os::unix::{Library as Loaded, RTLD_LAZY, RTLD_LOCAL};
+use crate::device::dynamic::{Dynamic, functions};
 
 /// Names of the library: the unversioned link is missing where only the run-time package is installed.
 const NAMES: [&str; 2] = ["libcufile.so.0", "libcufile.so"];
@@ -79,75 +79,41 @@ pub(super) struct RawProperties {
 
 type Timespec = libc::timespec;
 
-macro_rules! functions {
-    ($($field:ident = $name:literal: fn($($argument:ty),*) $(-> $result:ty)?;)*) => {
-        /// The libcufile functions that this crate calls.
-        pub(super) struct Functions {
-            $(pub(super) $field: unsafe extern "C" fn($($argument),*) $(-> $result)?,)*
-            /// Since libcufile 1.15: shows which path transfers took.
-            pub(super) statistics: Option<Statistics>,
-        }
-
-        impl Functions {
-            fn find(loaded: &Loaded) -> Result<Self, String> {
-                Ok(Functions {
-                    $($field: find(loaded, $name)?,)*
-                    statistics: Statistics::find(loaded).ok(),
-                })
-            }
-        }
-    };
-}
-
 functions! {
-    driver_open = "cuFileDriverOpen": fn() -> RawResult;
-    driver_properties = "cuFileDriverGetProperties": fn(*mut RawProperties) -> RawResult;
-    handle_register = "cuFileHandleRegister": fn(*mut *mut c_void, *mut RawDescription) -> RawResult;
-    handle_deregister = "cuFileHandleDeregister": fn(*mut c_void);
-    buffer_register = "cuFileBufRegister": fn(*const c_void, usize, c_int) -> RawResult;
-    buffer_deregister = "cuFileBufDeregister": fn(*const c_void) -> RawResult;
-    read = "cuFileRead": fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
-    write = "cuFileWrite": fn(*mut c_void, *const c_void, usize, i64, i64) -> isize;
-    batch_set_up = "cuFileBatchIOSetUp": fn(*mut *mut c_void, c_uint) -> RawResult;
-    batch_submit = "cuFileBatchIOSubmit": fn(*mut c_void, c_uint, *mut RawEntry, c_uint) -> RawResult;
-    batch_status = "cuFileBatchIOGetStatus": fn(*mut c_void, u32, *mut u32, *mut RawEvent, *mut Timespec) -> RawResult;
-    batch_destroy = "cuFileBatchIODestroy": fn(*mut c_void);
-}
-
-/// The statistics functions. Without them no direct path can be shown.
-pub(super) struct Statistics {
-    pub(super) set_level: unsafe extern "C" fn(c_int) -> RawResult,
-    pub(super) start: unsafe extern "C" fn() -> RawResult,
-    pub(super) stop: unsafe extern "C" fn() -> RawResult,
-    pub(super) level_3: unsafe extern "C" fn(*mut c_void) -> RawResult,
-}
-
-impl Statistics {
-    fn find(loaded: &Loaded) -> Result<Self, String> {
-        Ok(Statistics {
-            set_level: find(loaded, "cuFileSetStatsLevel")?,
-            start: find(loaded, "cuFileStatsStart")?,
-            stop: find(loaded, "cuFileStatsStop")?,
-            level_3: find(loaded, "cuFileGetStatsL3")?,
-        })
+    /// The libcufile functions that this crate calls.
+    Functions {
+        driver_open = "cuFileDriverOpen": fn() -> RawResult;
+        driver_properties = "cuFileDriverGetProperties": fn(*mut RawProperties) -> RawResult;
+        handle_register = "cuFileHandleRegister": fn(*mut *mut c_void, *mut RawDescription) -> RawResult;
+        handle_deregister = "cuFileHandleDeregister": fn(*mut c_void);
+        buffer_register = "cuFileBufRegister": fn(*const c_void, usize, c_int) -> RawResult;
+        buffer_deregister = "cuFileBufDeregister": fn(*const c_void) -> RawResult;
+        read = "cuFileRead": fn(*mut c_void, *mut c_void, usize, i64, i64) -> isize;
+        write = "cuFileWrite": fn(*mut c_void, *const c_void, usize, i64, i64) -> isize;
+        batch_set_up = "cuFileBatchIOSetUp": fn(*mut *mut c_void, c_uint) -> RawResult;
+        batch_submit = "cuFileBatchIOSubmit": fn(*mut c_void, c_uint, *mut RawEntry, c_uint) -> RawResult;
+        batch_status = "cuFileBatchIOGetStatus": fn(*mut c_void, u32, *mut u32, *mut RawEvent, *mut Timespec) -> RawResult;
+        batch_destroy = "cuFileBatchIODestroy": fn(*mut c_void);
     }
 }
 
-/// Finds a function by name. `F` must be its type.
-fn find<F: Copy>(loaded: &Loaded, name: &str) -> Result<F, String> {
-    // SAFETY: NVIDIA's cufile.h declares the symbol as a function of type `F`, above. The library is never unloaded.
-    unsafe { loaded.get::<F>(name.as_bytes()) }
-        .map(|function| *function)
-        .map_err(|_| format!("libcufile.so has no {name}; install a newer libcufile (CUDA 12 or later has it)"))
+functions! {
+    /// The functions that show which path transfers took, since libcufile 1.15. Without them no direct path can be
+    /// shown.
+    Statistics {
+        set_level = "cuFileSetStatsLevel": fn(c_int) -> RawResult;
+        start = "cuFileStatsStart": fn() -> RawResult;
+        stop = "cuFileStatsStop": fn() -> RawResult;
+        level_3 = "cuFileGetStatsL3": fn(*mut c_void) -> RawResult;
+    }
 }
 
-/// libcufile, loaded until the process ends.
+/// libcufile.
 pub struct Library {
     pub(super) functions: Functions,
+    pub(super) statistics: Option<Statistics>,
     name: &'static str,
     version: Option<u32>,
-    // Never unloaded: it has threads of its own.
-    _loaded: std::mem::ManuallyDrop<Loaded>,
 }
 
 impl Library {
@@ -158,17 +124,16 @@ impl Library {
     }
 
     fn load() -> Result<Library, String> {
-        let open = |name: &&'static str| {
-            // SAFETY: loads a system library by name and runs its constructors, which are trusted like those of any
-            // linked library.
-            Some((*name, unsafe { Loaded::open(Some(*name), RTLD_LAZY | RTLD_LOCAL) }.ok()?))
-        };
-        let (name, loaded) = NAMES.iter().find_map(open).ok_or_else(|| {
+        let update = "install a newer libcufile (CUDA 12 or later has it)";
+        let library = Dynamic::load(&NAMES, update).ok_or_else(|| {
             "libcufile.so was not found; it comes with the CUDA toolkit (package libcufile or gds-tools)".to_owned()
         })?;
-        let functions = Functions::find(&loaded)?;
-        let version = version(&loaded);
-        Ok(Library { functions, name, version, _loaded: std::mem::ManuallyDrop::new(loaded) })
+        Ok(Library {
+            functions: Functions::find(&library)?,
+            statistics: Statistics::find(&library).ok(),
+            name: library.name,
+            version: version(&library),
+        })
     }
 
     /// File name of the library.
@@ -183,7 +148,7 @@ impl Library {
 
     /// True if libcufile can report which path its transfers took.
     pub fn has_statistics(&self) -> bool {
-        self.functions.statistics.is_some()
+        self.statistics.is_some()
     }
 }
 
@@ -193,8 +158,9 @@ impl fmt::Debug for Library {
     }
 }
 
-fn version(loaded: &Loaded) -> Option<u32> {
-    let get: unsafe extern "C" fn(*mut c_int) -> RawResult = find(loaded, "cuFileGetVersion").ok()?;
+fn version(library: &Dynamic) -> Option<u32> {
+    // SAFETY: the type is that of the header.
+    let get: unsafe extern "C" fn(*mut c_int) -> RawResult = unsafe { library.find("cuFileGetVersion") }.ok()?;
     let mut version = 0;
     // SAFETY: writes one integer, and needs no initialized driver.
     let result = unsafe { get(&mut version) };

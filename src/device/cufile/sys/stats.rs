@@ -7,7 +7,7 @@ use std::{
 
 use super::{
     driver::Driver,
-    library::{CufileError, Functions, Library, check},
+    library::{CufileError, Library, check},
 };
 
 /// Level 3: everything, per GPU. Lower levels do not distinguish the paths.
@@ -82,7 +82,7 @@ pub(crate) struct Counting {
 
 /// Runs at process exit, before libcufile's own exit handler: 1.15 crashes there if it still counts.
 extern "C" fn stop_counting() {
-    if let Ok(Library { functions: Functions { statistics: Some(statistics), .. }, .. }) = Library::get() {
+    if let Ok(Library { statistics: Some(statistics), .. }) = Library::get() {
         // SAFETY: takes no arguments; the driver is open, or counting would not have started.
         unsafe { (statistics.stop)() };
     }
@@ -93,7 +93,7 @@ impl Driver {
     /// time. `None` before libcufile 1.15, which has no statistics.
     pub(crate) fn start_counting(&self) -> Result<Option<Counting>, CufileError> {
         static COUNTS: Mutex<bool> = Mutex::new(false);
-        let Some(statistics) = &self.library().functions.statistics else { return Ok(None) };
+        let Some(statistics) = &self.library().statistics else { return Ok(None) };
         let mut counts = COUNTS.lock().unwrap_or_else(PoisonError::into_inner);
         if !*counts {
             // SAFETY: the functions take an integer and nothing; the driver is open. The exit handler takes nothing and
@@ -113,7 +113,7 @@ impl Driver {
     /// # Errors
     /// libcufile's error.
     pub fn counters(&self) -> Result<Option<Counters>, CufileError> {
-        let Some(statistics) = &self.library().functions.statistics else { return Ok(None) };
+        let Some(statistics) = &self.library().statistics else { return Ok(None) };
         let mut answer = Box::new([0_u64; ANSWER_WORDS]);
         let place: *mut c_void = answer.as_mut_ptr().cast();
         // SAFETY: the function writes one structure, for which there is more than enough room.
