@@ -27,6 +27,21 @@ impl BitSet {
         }
     }
 
+    /// The set of all integers below `limit`.
+    pub fn full(limit: u32) -> Self {
+        let mut set = BitSet { len: limit, ..BitSet::new(limit) };
+        let mut bits = limit;
+        for level in &mut set.levels {
+            let (whole, rest) = ((bits / BITS) as usize, bits % BITS);
+            level[..whole].fill(u64::MAX);
+            if rest > 0 {
+                level[whole] = bit(rest) - 1;
+            }
+            bits = bits.div_ceil(BITS);
+        }
+        set
+    }
+
     /// Raises the limit; a lower limit has no effect.
     pub fn grow(&mut self, limit: u32) {
         if limit <= self.limit {
@@ -193,10 +208,12 @@ mod tests {
 
     #[test]
     fn a_full_set_lists_every_number() {
-        let mut set = BitSet::new(4097);
-        (0..4097).for_each(|number| assert!(set.insert(number)));
-        set.validate().expect("valid");
-        assert!(set.iter().eq(0..4097));
+        for limit in [0, 1, 63, 64, 65, 4095, 4096, 4097, 262_144, 262_145] {
+            let set = BitSet::full(limit);
+            set.validate().expect("valid");
+            assert!(set.iter().eq(0..limit), "below {limit}");
+        }
+        let set = BitSet::full(4097);
         assert!(set.heap_bytes() * 8 < 4097 + 64 * 5, "about a bit a number");
     }
 }

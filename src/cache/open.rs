@@ -14,13 +14,13 @@ use crate::{
     block::Tier,
     config::{Config, Eviction},
     device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
-    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile},
+    disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads},
     error::{Error, Result},
     fork::HomeBound,
     index::{Index, Lru, Policy, Rb, Used},
     io::{AnyStorage, Storage},
     machine,
-    memory::Arena,
+    memory::{Arena, huge},
     metrics::{self, Metrics},
     mover::{Command, Mover, Urgent},
     runtime::{Reactor, refuse_size_signal},
@@ -209,7 +209,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     let mut index = Index::with_policies(seed, |tier| policy(&config, tier));
     let (mut slots, mut generation, mut is_new) = (None, 1, false);
     if !config.disk.paths.is_empty() {
-        let recovered = recover(&storage, &members, &config, uuid, &mut index).await?;
+        let recovered = recover(&storage, &members, &config, uuid, &workers, &mut index).await?;
         metrics.records_bad.add(recovered.counts.bad);
         (slots, generation, is_new) = (Some(recovered.slots), recovered.next_generation, recovered.is_new);
     }
@@ -241,12 +241,28 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     Ok(Started { cache, mover, commands, urgent: urgent_requests, end })
 }
 
+/// Records are decoded by the workers, if there are any.
+impl Threads for Workers {
+    fn take(&self, bytes: u64) -> bool {
+        Workers::take(self, bytes)
+    }
+
+    fn run<T: Send + 'static>(
+        &self,
+        bytes: u64,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> impl Future<Output = Option<T>> {
+        Workers::run(self, bytes, work)
+    }
+}
+
 /// Enters the blocks of the disk tier into the index.
 async fn recover<S: Storage>(
     storage: &S,
     members: &[Member],
     config: &Config,
     uuid: [u8; 16],
+    workers: &Workers,
     index: &mut Index,
 ) -> Result<disk::recovery::Recovered> {
     let blocks = config.disk_slots();
@@ -258,11 +274,14 @@ async fn recover<S: Storage>(
         )
     };
     index.try_reserve(blocks as usize).map_err(refused)?;
+    for (start, len) in index.reserved() {
+        huge::prefer(start, len);
+    }
     let enter = &mut |slots: &mut DiskSlots, page: &[RecoveredRecord]| {
-        index.prepare_restore(page.iter().map(|record| &record.key));
+        index.prepare_restore(page.iter().flat_map(|record| [Some(&record.key), record.parent.as_ref()]).flatten());
         page.iter().for_each(|record| restore(index, slots, record));
     };
-    let recovered = disk::recovery::open(storage, members, config, uuid, enter).await?;
+    let recovered = disk::recovery::open(storage, members, config, uuid, workers, enter).await?;
     index.restored(Tier::Disk);
     if config.values_writes() {
         index.value_writes(u32::try_from(blocks).unwrap_or(u32::MAX)).map_err(refused)?;

@@ -9,6 +9,6 @@ pub mod slots;
 pub(crate) use files::random_uuid;
 pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub use format::stripe::PageId;
-pub use recovery::{Counts, Member, RecordSink, Recovered, RecoveredRecord, recover};
+pub use recovery::{Counts, Member, RecordSink, Recovered, RecoveredRecord, Threads, recover};
 pub(crate) use recovery::{PageVisitor, read_tables};
 pub use slots::DiskSlots;

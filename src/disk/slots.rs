@@ -31,6 +31,7 @@ use crate::{
     bits::BitSet,
     block::{BlockKey, FileId},
     error::{Error, Result},
+    memory::huge,
 };
 
 /// Record pages (of each member) among which successive stores rotate.
@@ -88,7 +89,7 @@ impl DiskSlots {
     /// [`Error::Config`] if the system has no memory for it.
     pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool) -> Result<Self> {
         let count = stripe.slots() as usize;
-        let mut slots = Vec::new();
+        let mut slots = Vec::<SlotMeta>::new();
         slots.try_reserve_exact(count).map_err(|_| {
             Error::config(
                 "disks.blocks",
@@ -96,15 +97,14 @@ impl DiskSlots {
                 "fewer slots, or a system with more memory",
             )
         })?;
+        huge::prefer(slots.as_ptr().addr(), count * size_of::<SlotMeta>());
         slots.resize(count, SlotMeta::FREE);
-        let mut free = BitSet::new(stripe.slots());
-        (0..stripe.slots()).for_each(|slot| assert!(free.insert(slot)));
         Ok(DiskSlots {
             slots,
             stale: BitSet::new(stripe.pages()),
             quarantined_of: vec![0; stripe.members().len()],
             leftovers: Leftovers::default(),
-            free,
+            free: BitSet::full(stripe.slots()),
             stripe,
             uuid,
             records_uses,

@@ -114,9 +114,23 @@ impl Place {
 }
 
 impl Entry {
-    pub(super) fn new(key: BlockKey) -> Self {
-        let flags = Flags(Flags::NONE);
-        Entry { marks: 0, hits: 0, flags, parent: NONE, key, last_use: 0, places: [Place::EMPTY; Tier::COUNT] }
+    /// An entry without a key, resident nowhere.
+    pub(super) const EMPTY: Entry = Entry {
+        marks: 0,
+        hits: 0,
+        flags: Flags(Flags::NONE),
+        parent: NONE,
+        key: BlockKey::new([0; 32]),
+        last_use: 0,
+        places: [Place::EMPTY; Tier::COUNT],
+    };
+
+    /// Puts the block of this new entry in `slot` of `tier`, with these uses, at least one.
+    #[inline]
+    pub(super) fn make_resident(&mut self, tier: Tier, slot: u32, used: Used) {
+        self.marks = FULL << shift(tier);
+        self.place_mut(tier).slot = slot;
+        self.set_used(Used { uses: used.uses.max(1), ..used });
     }
 
     #[inline]
@@ -356,7 +370,7 @@ mod tests {
 
     #[test]
     fn the_fastest_full_tier_is_the_best() {
-        let mut entry = Entry::new(BlockKey::new([0; 32]));
+        let mut entry = Entry::EMPTY;
         assert_eq!(entry.best_tier(), None);
         for tier in [Tier::Disk, Tier::Host, Tier::Device] {
             entry.set(tier, FILLING | LISTED | DIRTY | HELD);

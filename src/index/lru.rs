@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use lru::LruCache;
 
-use super::{EntryId, EvictionPolicy, Used, hash::BuildIdHasher};
+use super::{EntryId, EvictionPolicy, Restored, Used, hash::BuildIdHasher};
 
 /// Evicts the entry that was used longest ago. Exact, also for entries that arrive out of order.
 ///
@@ -24,6 +24,12 @@ impl Lru {
     /// An empty order.
     pub fn new() -> Self {
         Lru { in_order: LruCache::unbounded_with_hasher(BuildIdHasher::default()), late: BTreeSet::new(), newest: 0 }
+    }
+
+    /// Enters many at once, in ascending order of last use.
+    pub(super) fn append<'a>(&mut self, entries: impl Iterator<Item = &'a Restored>) {
+        let mut entries: BTreeSet<(u64, u32)> = entries.map(|entry| (entry.used().last, entry.id().0)).collect();
+        self.late.append(&mut entries);
     }
 
     /// True if `id` is held. `last_use` is its last known one.
@@ -90,9 +96,8 @@ impl EvictionPolicy for Lru {
         Some(EntryId(id))
     }
 
-    fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, Used)>) {
-        let mut entries: BTreeSet<(u64, u32)> = entries.map(|(id, used)| (used.last, id.0)).collect();
-        self.late.append(&mut entries);
+    fn fill(&mut self, entries: &[Restored]) {
+        self.append(entries.iter());
     }
 
     fn len(&self) -> usize {
@@ -161,7 +166,8 @@ mod tests {
                         let new: BTreeSet<u32> = ids.into_iter().filter(|id| !model.contains_key(id)).collect();
                         let entries: Vec<_> = new.into_iter().zip(time..).collect();
                         model.extend(entries.iter().copied());
-                        lru.fill(&mut entries.into_iter().map(|(id, time)| (EntryId(id), at(time))));
+                        let restored = |&(id, time): &(u32, u64)| Restored::new(EntryId(id), at(time));
+                        lru.fill(&entries.iter().map(restored).collect::<Vec<_>>());
                     }
                     Op::Evict => {
                         if let Some(id) = lru.victim(&|id| model[&id.0]) {

@@ -87,7 +87,7 @@ mod values;
 mod worth;
 
 pub use lru::Lru;
-pub use policy::{EvictionPolicy, Policy, Used};
+pub use policy::{EvictionPolicy, Policy, Restored, Used};
 pub use rb::Rb;
 pub use worth::Worth;
 
@@ -272,17 +272,29 @@ impl Index {
     }
 
     fn find_or_create(&mut self, key: BlockKey) -> EntryId {
+        self.find_or_create_with(&key, |_| ()).0
+    }
+
+    /// Finds the entry of `key`, or creates one and has it set up. True if it was created.
+    #[inline]
+    fn find_or_create_with(&mut self, key: &BlockKey, set_up: impl FnOnce(&mut Entry)) -> (EntryId, bool) {
         let Index { entries, map, hasher, .. } = self;
         let capacity = entries.capacity();
         let entry = map.entry(
-            hasher.hash(&key),
-            |&id| entries[id as usize].key == key,
+            hasher.hash(key),
+            |&id| entries[id as usize].key == *key,
             |&id| hasher.hash(&entries[id as usize].key),
         );
         match entry {
-            hash_table::Entry::Occupied(found) => EntryId(*found.get()),
+            hash_table::Entry::Occupied(found) => (EntryId(*found.get()), false),
             hash_table::Entry::Vacant(place) => {
-                let id = u32::try_from(entries.insert(Entry::new(key))).expect("memory ends long before ids do");
+                // Set up where it lies: copied from the stack, its fields would be read before they have reached the
+                // processor's cache, and every entry would wait for the stores before it.
+                let at = entries.insert(Entry::EMPTY);
+                let entry = &mut entries[at];
+                entry.key = *key;
+                set_up(entry);
+                let id = u32::try_from(at).expect("memory ends long before ids do");
                 assert!(id != NONE, "memory ends long before ids do");
                 place.insert(id);
                 if entries.capacity() != capacity {
@@ -291,7 +303,7 @@ impl Index {
                 if let Some(values) = &mut self.values {
                     values.forget_chain(id);
                 }
-                EntryId(id)
+                (EntryId(id), true)
             }
         }
     }

@@ -18,6 +18,31 @@ impl Used {
     }
 }
 
+/// An entry that a restart found, in 16 bytes: there may be millions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Restored {
+    last: u64,
+    id: EntryId,
+    uses: u8,
+}
+
+impl Restored {
+    /// An entry and its known uses.
+    pub fn new(id: EntryId, Used { last, uses }: Used) -> Self {
+        Restored { last, id, uses }
+    }
+
+    /// The entry.
+    pub fn id(&self) -> EntryId {
+        self.id
+    }
+
+    /// Its known uses.
+    pub fn used(&self) -> Used {
+        Used { last: self.last, uses: self.uses }
+    }
+}
+
 /// Chooses which entry a tier evicts next.
 ///
 /// The index has one policy per tier and holds in it exactly the entries that *may* be evicted from that tier now:
@@ -70,8 +95,8 @@ pub trait EvictionPolicy: Send {
     fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId>;
 
     /// Enters many at once, none of them held before, in ascending order of last use: the blocks of a restart.
-    fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, Used)>) {
-        entries.for_each(|(id, used)| self.insert(id, used));
+    fn fill(&mut self, entries: &[Restored]) {
+        entries.iter().for_each(|entry| self.insert(entry.id(), entry.used()));
     }
 
     /// Number of entries held.
@@ -175,7 +200,7 @@ impl EvictionPolicy for Policy {
         each!(self, policy => policy.victim(last_use))
     }
 
-    fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, Used)>) {
+    fn fill(&mut self, entries: &[Restored]) {
         each!(self, policy => policy.fill(entries));
     }
 

@@ -10,7 +10,7 @@
 //! share of the blocks in their first use. The share falls while evicted blocks would bring more hits, for the time
 //! that they would occupy a slot, than new blocks do.
 
-use super::{EntryId, EvictionPolicy, Lru, Used, ghosts::Ghosts};
+use super::{EntryId, EvictionPolicy, Lru, Restored, Used, ghosts::Ghosts};
 
 /// The head start at first, and at most, as multiples of the tier's slots.
 const HEAD_FIRST: f64 = 0.5;
@@ -177,11 +177,10 @@ impl EvictionPolicy for Rb {
         Some(if is_once { once } else { again })
     }
 
-    fn fill(&mut self, entries: &mut dyn Iterator<Item = (EntryId, Used)>) {
-        let (again, once): (Vec<_>, Vec<_>) = entries.partition(|(_, used)| used.again());
-        let [list_once, list_again] = &mut self.lists;
-        list_once.fill(&mut once.into_iter());
-        list_again.fill(&mut again.into_iter());
+    fn fill(&mut self, entries: &[Restored]) {
+        for (again, list) in [false, true].into_iter().zip(&mut self.lists) {
+            list.append(entries.iter().filter(|entry| entry.used().again() == again));
+        }
     }
 
     fn len(&self) -> usize {

@@ -1,8 +1,8 @@
 //! Recovery: blocks enter in any order, and are put in the order of eviction at the end.
 
 use super::{
-    EntryId, EvictionPolicy, Index, Used,
-    entry::{FULL, LISTED, List, NONE, USES_MAX},
+    EntryId, EvictionPolicy, Index, Restored, Used,
+    entry::{Entry, FULL, LISTED, List, NONE, USES_MAX},
     radix,
 };
 use crate::block::{BlockKey, Tier};
@@ -11,10 +11,39 @@ impl Index {
     /// Loads into the processor's caches what [`restore`](Self::restore) will need for these keys. One key at a time,
     /// half of its time would be waiting for memory; here the waits overlap.
     pub fn prepare_restore<'a>(&self, keys: impl Iterator<Item = &'a BlockKey>) {
+        let values = self.map_values();
+        let mask = self.map.num_buckets().wrapping_sub(1);
         for key in keys {
+            let hash = self.hasher.hash(key);
             // No id is ever `NONE`: this looks at the places of the key and finds nothing.
-            std::hint::black_box(self.map.find(self.hasher.hash(key), |&id| id == NONE).is_some());
+            std::hint::black_box(self.map.find(hash, |&id| id == NONE).is_some());
+            // A new id is most likely stored here, and a store that waits for memory holds up all that follow it.
+            if let Some(end) = values {
+                prefetch(end.wrapping_sub((hash as usize & mask) + 1));
+            }
         }
+    }
+
+    /// The end of the map's values, which lie before it in the order of their buckets, the first one last. Where an
+    /// entry's id lies tells it. It is good for hints only: the layout is the map's own affair.
+    fn map_values(&self) -> Option<*const u32> {
+        let (_, entry) = self.entries.iter().next()?;
+        let bucket = self
+            .map
+            .find_bucket_index(self.hasher.hash(&entry.key), |&id| self.entries[id as usize].key == entry.key)?;
+        Some(std::ptr::from_ref(self.map.get_bucket(bucket)?).wrapping_add(bucket + 1))
+    }
+
+    /// Where the memory is that [`try_reserve`](Self::try_reserve) reserved, as address and bytes, for advice to the
+    /// system: the entries and the map.
+    pub fn reserved(&mut self) -> [(usize, usize); 2] {
+        // Any entry tells where the others are.
+        let id = self.find_or_create(BlockKey::new([0; 32]));
+        let entries = std::ptr::from_ref(self.entry(id)).wrapping_sub(id.0 as usize).addr();
+        let buckets = self.map.num_buckets();
+        let map = self.map_values().map_or(0, |end| end.wrapping_sub(buckets).addr());
+        self.collect(id);
+        [(entries, self.entries.capacity() * size_of::<Entry>()), (map, self.map.allocation_size())]
     }
 
     /// Recovery: makes the block resident in `slot` of `tier`, with these uses; in any order. If no use is known, it
@@ -30,10 +59,23 @@ impl Index {
         slot: u32,
         used: Used,
     ) -> Result<EntryId, EntryId> {
-        let id = self.find_or_create(key);
+        let (id, is_new) = self.find_or_create_with(&key, |entry| entry.make_resident(tier, slot, used));
+        if is_new {
+            self.resident[tier as usize] += 1;
+            self.blocks += 1;
+            self.clock = self.clock.max(used.last);
+        }
         if let Some(parent) = parent.filter(|parent| *parent != key) {
             self.link(id, parent, Self::is_above);
         }
+        match is_new {
+            true => Ok(id),
+            false => self.restore_known(id, tier, slot, used),
+        }
+    }
+
+    /// Makes the block of an entry that was there already resident in `slot` of `tier`.
+    fn restore_known(&mut self, id: EntryId, tier: Tier, slot: u32, used: Used) -> Result<EntryId, EntryId> {
         if self.entry(id).occupies(tier) {
             return Err(id);
         }
@@ -84,24 +126,18 @@ impl Index {
     /// entries.
     pub fn restored(&mut self, tier: Tier) {
         self.tops = Tops::default();
-        let (mut ids, mut last_uses, mut uses) = (Vec::new(), Vec::new(), Vec::new());
+        let mut leaves = Vec::new();
         for (id, entry) in &mut self.entries {
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
                 entry.set(tier, LISTED);
-                let list = entry.list(tier);
-                if list != List::Policy {
-                    self.lists[list as usize][tier as usize].insert(EntryId(id as u32), entry.used());
-                    continue;
+                let (id, used) = (EntryId(id as u32), entry.used());
+                match entry.list(tier) {
+                    List::Policy => leaves.push(Restored::new(id, used)),
+                    list => self.lists[list as usize][tier as usize].insert(id, used),
                 }
-                ids.push(id as u32);
-                last_uses.push(entry.last_use);
-                uses.push(entry.used().uses);
             }
         }
-        let order = radix::order(&last_uses);
-        let used = |at: usize| Used { last: last_uses[at], uses: uses[at] };
-        let mut coldest_first = order.iter().map(|&at| (EntryId(ids[at as usize]), used(at as usize)));
-        self.policies[tier as usize].fill(&mut coldest_first);
+        self.policies[tier as usize].fill(&radix::sort(leaves));
     }
 
     /// True where `id` is `of` or above it. Records come in any order: from each one whose child came before it a walk
@@ -148,4 +184,17 @@ impl Tops {
         }
         top
     }
+}
+
+/// Hints that the memory at `place` is about to be written.
+#[inline]
+fn prefetch(place: *const u32) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_ET0, _mm_prefetch};
+        // SAFETY: a hint, which reads and writes nothing and cannot fault, whatever the address.
+        unsafe { _mm_prefetch::<_MM_HINT_ET0>(place.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = place;
 }

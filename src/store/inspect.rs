@@ -11,7 +11,7 @@ use super::{
     tables::{Tables, group_by_key},
 };
 use crate::{
-    disk::{ReadOnlyFile, read_tables},
+    disk::ReadOnlyFile,
     error::{Error, Result},
     io::Storage,
 };
@@ -104,7 +104,7 @@ async fn read<S: Storage>(store: &OpenStore, storage: &S, options: &Options) -> 
     let mut faults = Faults::new(options.listed_max);
     faults.extend(store.faults.iter().cloned());
     let mut tables = Tables::new(store, faults, |_, _| ControlFlow::Continue(()));
-    read_tables(storage, &store.members(), &store.stripe, &mut tables).await?;
+    tables.read(storage).await?;
     group_by_key(&mut tables.committed);
     let superseded = tables.committed.windows(2).filter(|pair| pair[0].key == pair[1].key).count() as u64;
     let member = |(at, file): (usize, &ReadOnlyFile)| Member {

@@ -1,6 +1,6 @@
 //! Reads the record tables.
 
-use std::{cmp::Reverse, ops::ControlFlow};
+use std::{cmp::Reverse, convert::Infallible, ops::ControlFlow};
 
 use super::{
     fault::{Fault, FaultKind, Faults},
@@ -14,7 +14,10 @@ use crate::{
             PAGE_BYTES, RECORD_BYTES, is_zero,
             record::{RecordError, RecordSeal, written_for},
         },
+        read_tables,
     },
+    error::Result,
+    io::Storage,
 };
 
 /// A slot whose record names a block.
@@ -76,6 +79,12 @@ impl<'a, F: FnMut(u64, &Faults) -> ControlFlow<()>> Tables<'a, F> {
             bytes: 0,
             stopped: false,
         }
+    }
+
+    /// Reads the tables until the caller stops it.
+    pub async fn read<S: Storage>(&mut self, storage: &S) -> Result<()> {
+        let store = self.store;
+        read_tables(storage, &store.members(), &store.stripe, async |_, bytes| (None, bytes), self).await
     }
 
     fn take_in(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
@@ -142,6 +151,9 @@ impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> PageVisitor for Tables<'_, F> {
     // Unlimited: reading bad disks is the purpose of this pass.
     const UNREADABLE_MAX: u64 = u64::MAX;
 
+    /// This pass is for people, and has no threads.
+    type Parsed = Infallible;
+
     fn unreadable(&mut self, page: PageId) {
         self.unreadable.push(page);
     }
@@ -151,6 +163,10 @@ impl<F: FnMut(u64, &Faults) -> ControlFlow<()>> PageVisitor for Tables<'_, F> {
         let flow = (self.go_on)(self.bytes, &self.faults);
         self.stopped = flow.is_break();
         flow
+    }
+
+    async fn parsed(&mut self, chunk: Infallible) {
+        match chunk {}
     }
 }
 

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     checksum::Digest,
-    disk::{ReadOnlyFile, read_tables},
+    disk::ReadOnlyFile,
     error::Result,
     io::{Storage, read_into},
     memory::AlignedBuf,
@@ -179,7 +179,7 @@ async fn scrub<S: Storage>(
         report.faults.clone_from(faults);
         progress(&report)
     });
-    read_tables(storage, &store.members(), &store.stripe, &mut tables).await?;
+    tables.read(storage).await?;
     let Tables { mut committed, empty, bad, faults, bytes, stopped, .. } = tables;
     report.committed = committed.len() as u64;
     (report.superseded, report.duplicates) = drop_superseded(&mut committed, options.listed_max);

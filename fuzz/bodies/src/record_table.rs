@@ -120,8 +120,8 @@ impl Store {
                 records.push(*record);
             }
         };
-        let opening = || block_on(open(&storage, &members(&self.config), &self.config, UUID, take));
-        // Four reads of a megabyte in flight, and 200 bytes a slot.
+        let opening = || block_on(open(&storage, &members(&self.config), &self.config, UUID, &(), take));
+        // Eight reads of a megabyte in flight, and 200 bytes a slot.
         let recovered = bounded((16 << 20) + 200 * slots, opening).expect("the superblocks are sound");
         self.files = storage.into_files();
         (recovered, records)

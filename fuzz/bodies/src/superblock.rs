@@ -217,6 +217,6 @@ fn opened(
 ) -> (Result<Recovered, kvhoist::Error>, Vec<Vec<u8>>) {
     let storage = Memory::new(files);
     // Four reads of a megabyte in flight, and what the members' records take.
-    let result = bounded(16 << 20, || block_on(open(&storage, members, config, uuid, &mut |_, _| ())));
+    let result = bounded(16 << 20, || block_on(open(&storage, members, config, uuid, &(), &mut |_, _| ())));
     (result, storage.into_files())
 }

@@ -1,8 +1,8 @@
 //! Decodes record pages and counts invalid records. No I/O.
 
-use std::ops::ControlFlow;
+use std::{future::Future, ops::ControlFlow, sync::Arc};
 
-use super::{PageVisitor, RecordSink, Recovered};
+use super::{PageVisitor, RecordSink, Recovered, table::PAGES_PER_YIELD};
 use crate::{
     block::BlockKey,
     disk::{
@@ -13,7 +13,7 @@ use crate::{
             stripe::{PageId, Stripe},
         },
     },
-    error::Result,
+    memory::AlignedBuf,
 };
 
 /// The record of a full slot.
@@ -46,52 +46,103 @@ pub struct Counts {
     pub bad: u64,
 }
 
-pub(super) struct Collector<'a> {
-    stripe: Stripe,
-    slots: DiskSlots,
-    seals: Vec<RecordSeal>,
-    sink: &'a mut RecordSink<'a>,
-    /// The records of the current page.
-    page: Vec<RecoveredRecord>,
-    counts: Counts,
-    /// Pages replaced by zeros because they could not be read.
-    unreadable: Vec<PageId>,
-    generation_next: u64,
+/// Pure work may run beside its caller: on the workers of a cache.
+pub trait Threads {
+    /// True if there is a thread and this many bytes are worth handing over.
+    fn take(&self, bytes: u64) -> bool;
+
+    /// Runs `work`; `bytes` is its size. `None` if no thread did: it has been dropped, or is about to be.
+    fn run<T: Send + 'static>(
+        &self,
+        bytes: u64,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> impl Future<Output = Option<T>>;
 }
 
-impl<'a> Collector<'a> {
-    /// Accepts only records of store `uuid`.
-    pub fn new(stripe: Stripe, uuid: [u8; 16], records_uses: bool, sink: &'a mut RecordSink<'a>) -> Result<Self> {
-        Ok(Collector {
-            seals: (0..stripe.members().len() as u16).map(|member| RecordSeal::new(&uuid, member)).collect(),
-            slots: DiskSlots::new(stripe.clone(), uuid, records_uses)?,
-            stripe,
-            sink,
-            page: Vec::with_capacity(RECORDS_PER_PAGE),
-            counts: Counts::default(),
-            unreadable: Vec::new(),
-            generation_next: 1,
-        })
+/// No threads: the caller does the work.
+impl Threads for () {
+    fn take(&self, _bytes: u64) -> bool {
+        false
     }
 
-    fn collect(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) {
-        let (file, first, count) = self.stripe.page_slots(page);
-        if self.unreadable.contains(&page) {
-            self.counts.bad += u64::from(count);
-            self.slots.mark_leftover(page, None);
-            return;
+    async fn run<T: Send + 'static>(&self, _bytes: u64, _work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        None
+    }
+}
+
+/// What is needed to decode a record.
+pub(super) struct Decoder {
+    stripe: Stripe,
+    seals: Vec<RecordSeal>,
+}
+
+/// Decoded pages.
+#[derive(Default)]
+pub(super) struct Decoded {
+    records: Vec<RecoveredRecord>,
+    counts: Counts,
+    /// Pages with invalid records.
+    stale: Vec<PageId>,
+}
+
+impl Decoded {
+    fn clear(&mut self) {
+        self.records.clear();
+        self.stale.clear();
+        self.counts = Counts::default();
+    }
+}
+
+impl Decoder {
+    /// Accepts only records of store `uuid`.
+    pub fn new(stripe: Stripe, uuid: [u8; 16]) -> Self {
+        let seals = (0..stripe.members().len() as u16).map(|member| RecordSeal::new(&uuid, member)).collect();
+        Decoder { stripe, seals }
+    }
+
+    /// Has consecutive pages decoded by one of the threads, if there are any. Returns the pages.
+    pub async fn decode_on(
+        self: &Arc<Self>,
+        threads: &impl Threads,
+        first: PageId,
+        pages: AlignedBuf,
+    ) -> (Option<Decoded>, AlignedBuf) {
+        let bytes = pages.len() as u64;
+        if !threads.take(bytes) {
+            return (None, pages);
         }
+        let pages = Arc::new(pages);
+        let (this, shared) = (Arc::clone(self), Arc::clone(&pages));
+        let work = move || {
+            let mut decoded =
+                Decoded { records: Vec::with_capacity(shared.len() / RECORD_BYTES), ..Decoded::default() };
+            for (page, bytes) in (first.0..).map(PageId).zip(shared.as_chunks::<PAGE_BYTES>().0) {
+                this.decode(page, bytes, &mut decoded);
+            }
+            decoded
+        };
+        let decoded = threads.run(bytes, work).await;
+        // Work that no thread did may still be about to be dropped.
+        let pages = Arc::try_unwrap(pages).unwrap_or_else(|shared| {
+            let mut copy = AlignedBuf::zeroed(shared.len());
+            copy.copy_from_slice(&shared);
+            copy
+        });
+        (decoded, pages)
+    }
+
+    fn decode(&self, page: PageId, bytes: &[u8; PAGE_BYTES], into: &mut Decoded) {
+        let (file, first, count) = self.stripe.page_slots(page);
         let (records, _) = bytes.as_chunks::<RECORD_BYTES>();
         let (records, past_the_end) = records.split_at(count as usize);
         let seal = self.seals[usize::from(file.0)];
         let mut stale = !past_the_end.iter().all(|record| is_zero(record));
         for (local, bytes) in (first..).zip(records) {
             match seal.decode(local, self.stripe.block_bytes(), bytes) {
-                Ok(None) => self.counts.free += 1,
+                Ok(None) => into.counts.free += 1,
                 Ok(Some(record)) => {
-                    self.counts.valid += 1;
-                    self.generation_next = self.generation_next.max(record.generation + 1);
-                    self.page.push(RecoveredRecord {
+                    into.counts.valid += 1;
+                    into.records.push(RecoveredRecord {
                         key: record.key,
                         parent: record.parent,
                         slot: self.stripe.slot(file, local),
@@ -102,27 +153,70 @@ impl<'a> Collector<'a> {
                     });
                 }
                 Err(_) => {
-                    self.counts.bad += 1;
+                    into.counts.bad += 1;
                     stale = true;
                 }
             }
         }
-        (self.sink)(&mut self.slots, &self.page);
-        self.page.clear();
         if stale {
-            self.slots.mark_leftover(page, None);
+            into.stale.push(page);
         }
+    }
+}
+
+pub(super) struct Collector<'a> {
+    slots: DiskSlots,
+    decoder: Arc<Decoder>,
+    sink: &'a mut RecordSink<'a>,
+    /// The current page.
+    page: Decoded,
+    counts: Counts,
+    /// Pages replaced by zeros because they could not be read.
+    unreadable: Vec<PageId>,
+    generation_next: u64,
+}
+
+impl<'a> Collector<'a> {
+    /// Collects what `decoder` accepts.
+    pub fn new(decoder: &Arc<Decoder>, slots: DiskSlots, sink: &'a mut RecordSink<'a>) -> Self {
+        Collector {
+            slots,
+            decoder: Arc::clone(decoder),
+            sink,
+            page: Decoded::default(),
+            counts: Counts::default(),
+            unreadable: Vec::new(),
+            generation_next: 1,
+        }
+    }
+
+    /// Enters the records of a page.
+    fn enter(&mut self, records: &[RecoveredRecord]) {
+        let newest = records.iter().map(|record| record.generation).max();
+        self.generation_next = self.generation_next.max(newest.map_or(1, |newest| newest + 1));
+        (self.sink)(&mut self.slots, records);
+    }
+
+    /// Counts the records of pages, and marks those with invalid ones.
+    fn count(&mut self, Decoded { counts, stale, .. }: &Decoded) {
+        self.counts.valid += counts.valid;
+        self.counts.free += counts.free;
+        self.counts.bad += counts.bad;
+        stale.iter().for_each(|&page| self.slots.mark_leftover(page, None));
     }
 
     /// Returns the recovered store.
     pub fn finish(self) -> Recovered {
         let sum = self.counts.valid + self.counts.free + self.counts.bad;
-        assert_eq!(sum, u64::from(self.stripe.slots()), "every slot was counted once: {:?}", self.counts);
+        let slots = self.slots.stripe().slots();
+        assert_eq!(sum, u64::from(slots), "every slot was counted once: {:?}", self.counts);
         Recovered { slots: self.slots, counts: self.counts, next_generation: self.generation_next, is_new: false }
     }
 }
 
 impl PageVisitor for Collector<'_> {
+    type Parsed = Decoded;
+
     const UNREADABLE_MAX: u64 = 64;
 
     fn unreadable(&mut self, page: PageId) {
@@ -130,7 +224,28 @@ impl PageVisitor for Collector<'_> {
     }
 
     fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()> {
-        self.collect(page, bytes);
+        if self.unreadable.contains(&page) {
+            let (_, _, count) = self.slots.stripe().page_slots(page);
+            self.counts.bad += u64::from(count);
+            self.slots.mark_leftover(page, None);
+            return ControlFlow::Continue(());
+        }
+        let mut decoded = std::mem::take(&mut self.page);
+        self.decoder.decode(page, bytes, &mut decoded);
+        self.enter(&decoded.records);
+        self.count(&decoded);
+        decoded.clear();
+        self.page = decoded;
         ControlFlow::Continue(())
+    }
+
+    async fn parsed(&mut self, chunk: Decoded) {
+        for (at, records) in chunk.records.chunks(RECORDS_PER_PAGE).enumerate() {
+            self.enter(records);
+            if at % PAGES_PER_YIELD == PAGES_PER_YIELD - 1 {
+                crate::io::yield_now().await;
+            }
+        }
+        self.count(&chunk);
     }
 }

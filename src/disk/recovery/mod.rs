@@ -6,12 +6,12 @@
 mod collect;
 mod table;
 
-pub use collect::{Counts, RecoveredRecord};
+pub use collect::{Counts, RecoveredRecord, Threads};
 pub(crate) use table::{PageVisitor, read_tables};
 
-use std::{io, path::PathBuf};
+use std::{io, path::PathBuf, sync::Arc};
 
-use collect::Collector;
+use collect::{Collector, Decoder};
 
 use super::{
     files::{StoreFile, random_uuid},
@@ -71,13 +71,15 @@ pub async fn recover<S: Storage>(
     storage: &S,
     files: &[StoreFile],
     config: &Config,
+    threads: &impl Threads,
     sink: &mut RecordSink<'_>,
 ) -> Result<Recovered> {
     let members: Vec<Member> = files.iter().map(StoreFile::member).collect();
-    open(storage, &members, config, random_uuid()?, sink).await
+    open(storage, &members, config, random_uuid()?, threads, sink).await
 }
 
-/// Opens the store on these members, or creates it (with this id) if none of them ever held a block.
+/// Opens the store on these members, or creates it (with this id) if none of them ever held a block. `threads` check
+/// and decode records; those that arrive at the `sink`, and their order, do not depend on them.
 ///
 /// # Errors
 /// [`Error::Store`] if the members are not one store with these settings; nothing was written then. [`Error::Io`] if
@@ -93,6 +95,7 @@ pub async fn open<S: Storage>(
     members: &[Member],
     config: &Config,
     uuid: [u8; 16],
+    threads: &impl Threads,
     sink: &mut RecordSink<'_>,
 ) -> Result<Recovered> {
     let stripe = Stripe::new(config);
@@ -103,8 +106,10 @@ pub async fn open<S: Storage>(
             for ((file, member), state) in files(members).zip(states) {
                 repair(storage, file, member, state).await?;
             }
-            let mut collector = Collector::new(stripe.clone(), uuid, records_uses, sink)?;
-            read_tables(storage, members, &stripe, &mut collector).await?;
+            let decoder = Arc::new(Decoder::new(stripe.clone(), uuid));
+            let mut collector = Collector::new(&decoder, DiskSlots::new(stripe.clone(), uuid, records_uses)?, sink);
+            let decode = async |first, pages| decoder.decode_on(threads, first, pages).await;
+            read_tables(storage, members, &stripe, decode, &mut collector).await?;
             Ok(collector.finish())
         }
         OpenPlan::Create => {

@@ -19,15 +19,18 @@ use crate::{
 /// Bytes per read: 8192 records.
 pub(super) const CHUNK_BYTES: usize = 1 << 20;
 
-/// Reads in flight, so that parsing overlaps with reading.
-const CHUNKS_IN_FLIGHT: usize = 4;
+/// Chunks being read, or parsed by threads.
+const CHUNKS_IN_FLIGHT: usize = 8;
 
 /// Pages parsed between two yields: 2048 records, less than a millisecond. No caller is served before the store is
 /// open.
-const PAGES_PER_YIELD: usize = 64;
+pub(super) const PAGES_PER_YIELD: usize = 64;
 
 /// Visits the record pages, in the order of the tables within each member.
 pub(crate) trait PageVisitor {
+    /// A chunk of pages that a thread has parsed.
+    type Parsed;
+
     /// Largest number of unreadable pages before the device is given up. Each costs a failed read.
     const UNREADABLE_MAX: u64;
 
@@ -36,6 +39,9 @@ pub(crate) trait PageVisitor {
 
     /// Visits a page of records; `Break` ends the pass.
     fn page(&mut self, page: PageId, bytes: &[u8; PAGE_BYTES]) -> ControlFlow<()>;
+
+    /// Visits a chunk that a thread has parsed, in place of its pages.
+    async fn parsed(&mut self, chunk: Self::Parsed);
 }
 
 /// Consecutive record pages of one member.
@@ -46,11 +52,13 @@ struct Chunk {
     bytes: usize,
 }
 
-/// Reads all record tables until the visitor breaks.
+/// Reads all record tables until the visitor breaks. `parse` may have a chunk parsed by a thread while others are read
+/// and visited; it gets the first page and the bytes, and returns the bytes.
 pub(crate) async fn read_tables<S: Storage, P: PageVisitor>(
     storage: &S,
     members: &[Member],
     stripe: &Stripe,
+    parse: impl AsyncFn(PageId, AlignedBuf) -> (Option<P::Parsed>, AlignedBuf),
     pages: &mut P,
 ) -> Result<()> {
     let chunks = chunks(stripe);
@@ -65,7 +73,7 @@ pub(crate) async fn read_tables<S: Storage, P: PageVisitor>(
             && let Some(chunk) = chunks.next()
         {
             let buffer = buffers.pop().expect("there is one");
-            reads.push_back(read_chunk(storage, chunk, buffer));
+            reads.push_back(read_chunk(storage, chunk, buffer, &parse));
         }
         let Some((chunk, result, mut buffer)) = reads.next().await else { break };
         if result.is_err() {
@@ -78,8 +86,10 @@ pub(crate) async fn read_tables<S: Storage, P: PageVisitor>(
                 return Err(Error::io("read the record table of", path, io::Error::other(text)));
             }
         }
-        if parse(&chunk, &buffer, pages).await.is_break() {
-            break;
+        match result.ok().flatten() {
+            Some(parsed) => pages.parsed(parsed).await,
+            None if visit(&chunk, &buffer, pages).await.is_break() => break,
+            None => {}
         }
         buffers.push(buffer);
     }
@@ -102,11 +112,20 @@ fn chunks(stripe: &Stripe) -> Vec<Chunk> {
     chunks.into_iter().map(|(_, chunk)| chunk).collect()
 }
 
-async fn read_chunk<S: Storage>(storage: &S, chunk: Chunk, buffer: AlignedBuf) -> (Chunk, io::Result<()>, AlignedBuf) {
+async fn read_chunk<S: Storage, T>(
+    storage: &S,
+    chunk: Chunk,
+    buffer: AlignedBuf,
+    parse: impl AsyncFn(PageId, AlignedBuf) -> (Option<T>, AlignedBuf),
+) -> (Chunk, io::Result<Option<T>>, AlignedBuf) {
     // Only the last chunk of a member is shorter; its read gets a buffer of its own length.
     let buffer = if buffer.len() == chunk.bytes { buffer } else { AlignedBuf::zeroed(chunk.bytes) };
     let (result, buffer) = read_into(storage, chunk.file, chunk.offset, buffer.into_io()).await;
-    (chunk, result, buffer)
+    if let Err(error) = result {
+        return (chunk, Err(error), buffer);
+    }
+    let (parsed, buffer) = parse(chunk.page, buffer).await;
+    (chunk, Ok(parsed), buffer)
 }
 
 /// After a failed read of the chunk, reads its pages one by one. Unreadable pages become zeros and are reported to the
@@ -136,7 +155,7 @@ async fn read_pages<S: Storage, P: PageVisitor>(
     Ok(unreadable)
 }
 
-async fn parse<P: PageVisitor>(chunk: &Chunk, buffer: &AlignedBuf, pages: &mut P) -> ControlFlow<()> {
+async fn visit<P: PageVisitor>(chunk: &Chunk, buffer: &AlignedBuf, pages: &mut P) -> ControlFlow<()> {
     for (at, bytes) in buffer[..chunk.bytes].chunks_exact(PAGE_BYTES).enumerate() {
         let bytes = bytes.first_chunk().expect("chunks of a page");
         pages.page(PageId(chunk.page.0 + at as u32), bytes)?;

@@ -1,6 +1,6 @@
 //! Creation and recovery over the simulated disk and over plain memory.
 
-use std::{future::Future, time::Instant};
+use std::{cell::RefCell, future::Future, time::Instant};
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use kvhoist::{
     BlockKey, Config, DiskPath, Error,
     internals::{
         disk::{
-            Counts, DiskSlots, Member, PageId, Recovered, RecoveredRecord,
+            Counts, DiskSlots, Member, PageId, Recovered, RecoveredRecord, Threads,
             format::{
                 HEAD_BYTES, PAGE_BYTES, RECORD_BYTES, TABLE_OFFSET,
                 pair::SuperblockPair,
@@ -94,14 +94,14 @@ async fn open<S: Storage>(
     config: &Config,
     uuid: [u8; 16],
 ) -> Result<Recovered, Error> {
-    recovery::open(storage, members, config, uuid, &mut |_, _| ()).await
+    recovery::open(storage, members, config, uuid, &(), &mut |_, _| ()).await
 }
 
 fn recovered(config: &Config, files: Vec<Vec<u8>>) -> (Recovered, Vec<RecoveredRecord>) {
     let (storage, mut records) = (Memory::new(files), Vec::new());
     let opening = async {
         let mut take = enter(&mut records);
-        recovery::open(&storage, &members(config, true), config, [0xFF; 16], &mut take).await
+        recovery::open(&storage, &members(config, true), config, [0xFF; 16], &(), &mut take).await
     };
     let store = block_on(opening).expect("a store");
     store.slots.validate().expect("valid");
@@ -235,6 +235,52 @@ fn bad_records_are_counted_and_cost_nothing_else() {
     assert_eq!(store.counts, counts);
     assert_eq!(stale(&store), [PageId(0), PageId(1), PageId(3)]);
     assert!(records.iter().all(|found| ![10, 11, 40].contains(&found.slot)));
+}
+
+/// Threads that take their time, and now and then die with their work.
+struct Drawn(RefCell<Rng>);
+
+impl Threads for Drawn {
+    fn take(&self, _bytes: u64) -> bool {
+        self.0.borrow_mut().below(8) > 0
+    }
+
+    async fn run<T: Send + 'static>(&self, _bytes: u64, work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
+        let turns = self.0.borrow_mut().below(20);
+        for _ in 0..turns {
+            tokio::task::yield_now().await;
+        }
+        (self.0.borrow_mut().below(4) > 0).then(work)
+    }
+}
+
+#[test]
+fn what_is_recovered_does_not_depend_on_threads() {
+    let config = config(&[3000, 40, 9000, 1, 500]);
+    let stripe = Stripe::new(&config);
+    let mut files = created(&config);
+    // Every block twice, some slots free, some records in a wrong place.
+    for slot in (0..stripe.slots()).filter(|slot| slot % 7 != 0) {
+        put_record(&mut files, &stripe, slot, &Record { generation: u64::from(slot), ..record(slot / 2) });
+    }
+    for page in 3..40 {
+        files[2].copy_within(page << 12..(page << 12) + 200, (page << 12) + 1000);
+    }
+    let (expected, records) = recovered(&config, files.clone());
+    assert!(expected.counts.bad > 30 && !stale(&expected).is_empty(), "{:?}", expected.counts);
+    for seed in 0..24 {
+        let (storage, mut found) = (Memory::new(files.clone()), Vec::new());
+        let threads = Drawn(RefCell::new(Rng::new(seed)));
+        let opening = async {
+            let mut take = enter(&mut found);
+            recovery::open(&storage, &members(&config, true), &config, UUID, &threads, &mut take).await
+        };
+        let store = block_on(opening).expect("a store");
+        store.slots.validate().expect("valid");
+        assert_eq!((store.counts, store.next_generation), (expected.counts, expected.next_generation), "seed {seed}");
+        assert_eq!(stale(&store), stale(&expected), "seed {seed}");
+        assert_eq!(found, records, "seed {seed}");
+    }
 }
 
 #[test]
