@@ -87,7 +87,7 @@ fn without_the_library_blocks_go_through_host_memory() {
 #[test]
 fn a_library_that_lacks_a_function_is_not_called() {
     with_part("routes::a_library_that_lacks_a_function_is_not_called", true, Some("cuFileBatchIOSubmit=other"), |_| {
-        through_host_memory("libcufile.so has no cuFileBatchIOSubmit");
+        through_host_memory("libcufile.so.0 has no cuFileBatchIOSubmit");
     });
 }
 
