@@ -4,7 +4,8 @@
 //!     valgrind --tool=callgrind target/release/deps/hit-HASH fetch 1; and the same with 5: the difference, by 4 rounds
 //!
 //! `chain` matches 128 blocks, then fetches them. Prints the least time of a call among the rounds: on a busy machine
-//! most rounds are interrupted. The instructions of a call are the difference of two runs, divided by that of the calls.
+//! most rounds are interrupted. The instructions of a call are the difference of two runs, divided by that of the
+//! calls.
 
 use std::{hint::black_box, process::ExitCode, time::Instant};
 

@@ -78,7 +78,7 @@ impl Inner {
         }
     }
 
-    /// Sleeps until a completion or another event arrives, for at most [`TICK`]. True if there was work before it slept.
+    /// Sleeps until a completion or another event arrives, for at most [`TICK`]. True if there was work before that.
     async fn sleep(self: &Rc<Self>) -> bool {
         if let Err(fault) = self.queue.borrow().qp().completions().arm() {
             tracing::debug!(%fault, "the completion queue was not armed");

@@ -50,8 +50,8 @@ use crate::{
 /// How long posted work may take to be flushed after a failure.
 const DRAIN: Duration = Duration::from_secs(2);
 
-/// The GDR copy engine. Lives on the reactor's thread, inside a runtime with I/O. Batches complete in the order in which
-/// they were submitted.
+/// The GDR copy engine. Lives on the reactor's thread, inside a runtime with I/O. Batches complete in the order of
+/// their submission.
 pub struct GdrCopy {
     inner: Rc<Inner>,
 }

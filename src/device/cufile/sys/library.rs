@@ -92,7 +92,8 @@ functions! {
         write = "cuFileWrite": fn(*mut c_void, *const c_void, usize, i64, i64) -> isize;
         batch_set_up = "cuFileBatchIOSetUp": fn(*mut *mut c_void, c_uint) -> RawResult;
         batch_submit = "cuFileBatchIOSubmit": fn(*mut c_void, c_uint, *mut RawEntry, c_uint) -> RawResult;
-        batch_status = "cuFileBatchIOGetStatus": fn(*mut c_void, u32, *mut u32, *mut RawEvent, *mut Timespec) -> RawResult;
+        batch_status = "cuFileBatchIOGetStatus":
+            fn(*mut c_void, u32, *mut u32, *mut RawEvent, *mut Timespec) -> RawResult;
         batch_destroy = "cuFileBatchIODestroy": fn(*mut c_void);
     }
 }
