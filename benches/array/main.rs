@@ -1,7 +1,7 @@
 //! The cache over an array of drives, beside threads that call `pread` and `pwrite` on the same places, in interleaved
 //! rounds.
 //!
-//!     cargo bench --bench array -- [load|store|fetch|device|syscalls]... [--path PATH]... [--block-bytes N]...
+//!     cargo bench --bench array -- [load|store|fetch|device|syscalls|reactor]... [--path PATH]... [--block-bytes N]...
 //!                                  [--drive-mib N] [--drives N]... [--rounds N] [--workers N] [--read-mib N]
 //!                                  [--write-mib N] [--csv FILE]
 //!
@@ -16,11 +16,14 @@
 //! `device` runs only by name: loads into a pool on a CUDA device, where each block has another place in each round.
 //!
 //! `syscalls` runs only by name: the system calls of all threads for each block of fetches by one thread, 1 and 32 at a
-//! time, of loads and of stores. It needs root. `--csv` appends the medians to a file, which docs/plots/draw.py draws.
+//! time, of loads and of stores. It needs root. `reactor` runs only by name: the time of the reactor's thread for each
+//! block of loads and stores, which needs nothing beside the cache. `--csv` appends the medians to a file, which
+//! docs/plots/draw.py draws.
 
 mod calls;
 mod contenders;
 mod options;
+mod reactor;
 
 use std::{
     fs::{File, OpenOptions},
@@ -189,6 +192,7 @@ impl Array {
             "store" => self.stores(rounds),
             "device" => self.device_loads(rounds),
             "syscalls" => self.count_calls(rounds),
+            "reactor" => self.time_reactor(rounds),
             _ => self.fetches(rounds),
         }?;
         if let Some(csv) = &options.csv {

@@ -50,7 +50,7 @@ impl Options {
                 "--write-mib" => options.write_bytes = Some(number(value()?)? << 20),
                 "--drives" => options.drives.push(number(value()?)? as usize),
                 "--csv" => options.csv = Some(value()?.into()),
-                "load" | "store" | "fetch" | "device" | "syscalls" => options.names.push(arg),
+                "load" | "store" | "fetch" | "device" | "syscalls" | "reactor" => options.names.push(arg),
                 _ => return Err(other(format!("found {arg}, expected a name or an option of the file's head"))),
             }
         }
