@@ -72,8 +72,10 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     // By draws of its own: all else of a seed stays as it is.
     let mut workers = Rng::new(world.seed);
     world.deaths = pick(&mut workers, &[0.0, 1.0 / 64.0, 0.1]);
-    if plan.trial != Some(Trial::PromptReads) {
-        world.transfers_max = pick(&mut workers, &[1, 2, 32]);
+    match plan.trial {
+        // A block is read again as often as its worker dies.
+        Some(Trial::PromptReads) => world.deaths = 0.0,
+        _ => world.transfers_max = pick(&mut workers, &[1, 2, 32]),
     }
     // Dropped after the runtime: what died with it may still name the memory.
     let mut pool = Pool::default();
