@@ -106,6 +106,34 @@ fn a_block_that_is_alone_is_not_handed_over() {
     block_on(cache.close()).expect("close");
 }
 
+/// Stores and loads the first 16 KiB of so many blocks, in a call each. Returns the pieces of work that workers did.
+fn round_trip_of_small(blocks: usize) -> u64 {
+    const SMALL: usize = 16 << 10;
+    let (dir, mut pool) = (directory(), Pool::filled());
+    let mut places = pool.places(1);
+    places.truncate(blocks);
+    places.iter_mut().for_each(|place| place[0].len = SMALL);
+    let cache = block_on(Cache::open(settings(&dir, StorageKind::Uring, 2).block_bytes(SMALL))).expect("open");
+    let region = pool.register(&cache);
+    let stored = block_on(cache.store_from(&keys()[..blocks], None, &places)).expect("stored");
+    assert_eq!(all(stored), vec![true; blocks]);
+    pool.0.fill(0xee);
+    assert_eq!(all(block_on(cache.load_into(&keys()[..blocks], &places)).expect("loaded")), vec![true; blocks]);
+    let here = |n: usize| pool.0[n * BLOCK..][..SMALL] == payload(n as u64, BLOCK)[..SMALL];
+    assert!((0..blocks).all(here), "the right bytes");
+    let done = cache.stats().work_done;
+    block_on(cache.unregister(&region)).expect("unregistered");
+    block_on(cache.close()).expect("close");
+    done
+}
+
+#[test]
+fn small_blocks_are_moved_by_workers_if_there_are_many() {
+    let done = round_trip_of_small(BLOCKS);
+    assert!(done > BLOCKS as u64, "{done} pieces of work for {BLOCKS} stores and as many loads");
+    assert_eq!(round_trip_of_small(4), 0, "a few are not worth waking a thread");
+}
+
 #[test]
 fn workers_find_every_damaged_block() {
     for segments in [1, 16] {

@@ -9,3 +9,10 @@ use crate::block::Segment;
 pub(crate) unsafe trait Readable: Send + Sync + 'static {
     fn segments(&self) -> Vec<Segment>;
 }
+
+// SAFETY: the value in the box promises it, and moving the box does not move it.
+unsafe impl<T: Readable> Readable for Box<T> {
+    fn segments(&self) -> Vec<Segment> {
+        (**self).segments()
+    }
+}

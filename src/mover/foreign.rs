@@ -12,7 +12,10 @@ use tokio::time::Instant;
 use super::{
     Mover,
     ahead::{Offer, Target},
+    from_region::RegionStore,
+    pages::CallPages,
     promote::{Asked, Next},
+    read::RegionRead,
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
     staged::Staged,
 };
@@ -21,7 +24,7 @@ use crate::{
     device::{CopyEngine, OwnedBatch, pair_segments},
     error::{Error, Result},
     io::Storage,
-    state::{Class, Committed, Found, Pin, Purpose},
+    state::{Class, Committed, Found, Pin, Purpose, State},
 };
 
 /// Where the block of a load is after its promotion.
@@ -34,6 +37,13 @@ enum Brought {
 
 /// Jobs begun in one turn of the reactor: about 20 us of work.
 const BEGUN_PER_TURN: usize = 32;
+
+/// Jobs begun under one lock, for which callers wait: some microseconds.
+const BEGUN_PER_LOCK: usize = 8;
+
+/// Jobs that begin before the first of them runs: those of a call are on a few pages of records, which they share only
+/// if they are in flight together.
+const BEGUN_TOGETHER: usize = 128;
 
 /// Calls `begin` with each item, and lets the reactor do other work after every few: a call may have any number of
 /// blocks.
@@ -73,20 +83,46 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Copies each block into its segments; `false` for a block that is resident nowhere.
     pub(super) async fn load(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
-        self.each(jobs, |this, job| async move { this.load_one(job).await }).await
+        let begin = |state: &mut State, job: &Job| self.begin_region_read(state, job);
+        self.each(jobs, begin, Self::load_begun).await
     }
 
     /// Stores each block from its segments.
     pub(super) async fn store_from(self: &Rc<Self>, jobs: Vec<Job>) -> Vec<Result<bool>> {
-        self.each(jobs, |this, job| async move { this.store_one(job).await.map(|()| true) }).await
+        let pages = Rc::new(CallPages::default());
+        let bytes = jobs.len() as u64 * self.shared.config.slot_bytes() as u64;
+        let begin = |state: &mut State, job: &Job| self.begin_region_store(state, job, bytes, &pages);
+        self.each(jobs, begin, |this, job, begun| this.store_begun(job, begun, Rc::clone(&pages))).await
     }
 
-    /// Runs all jobs at once: the byte budget, not the number of jobs, bounds what is in flight.
-    async fn each<F>(self: &Rc<Self>, jobs: Vec<Job>, run: impl Fn(Rc<Self>, Job) -> F) -> Vec<Result<bool>>
+    /// Runs all jobs at once: the byte budget, not the number of jobs, bounds what is in flight. Jobs begin under one
+    /// lock, a few at a time, and the blocks of a few pages of records before the first of them is written.
+    async fn each<B, F>(
+        self: &Rc<Self>,
+        jobs: Vec<Job>,
+        begin: impl Fn(&mut State, &Job) -> B,
+        run: impl Fn(Rc<Self>, Box<Job>, B) -> F,
+    ) -> Vec<Result<bool>>
     where
         F: Future<Output = Result<bool>> + 'static,
     {
-        let tasks = in_turns(jobs, |job| tokio::task::spawn_local(run(Rc::clone(self), job))).await;
+        let mut tasks = Vec::with_capacity(jobs.len());
+        let mut jobs = jobs.into_iter();
+        while jobs.len() > 0 {
+            let part: Vec<Job> = jobs.by_ref().take(BEGUN_TOGETHER).collect();
+            let mut begun = Vec::with_capacity(part.len());
+            for jobs in part.chunks(BEGUN_PER_TURN) {
+                if !(tasks.is_empty() && begun.is_empty()) {
+                    crate::io::yield_now().await;
+                }
+                for jobs in jobs.chunks(BEGUN_PER_LOCK) {
+                    let mut state = self.shared.lock();
+                    begun.extend(jobs.iter().map(|job| begin(&mut state, job)));
+                }
+            }
+            let spawn = |(job, begun)| tokio::task::spawn_local(run(Rc::clone(self), Box::new(job), begun));
+            tasks.extend(in_turns(part.into_iter().zip(begun), spawn).await);
+        }
         let mut results = Vec::with_capacity(tasks.len());
         for task in tasks {
             results.push(task.await.unwrap_or(Err(Error::Closed)));
@@ -95,7 +131,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     }
 
     pub(super) async fn load_one(self: Rc<Self>, job: Job) -> Result<bool> {
-        let Some(job) = self.read_to_region(job).await? else { return Ok(true) };
+        let begun = self.begin_region_read(&mut self.shared.lock(), &job);
+        self.load_begun(Box::new(job), begun).await
+    }
+
+    /// The job is boxed, and what seldom happens: every block has a future, which is the smaller for it.
+    async fn load_begun(self: Rc<Self>, job: Box<Job>, begun: RegionRead) -> Result<bool> {
+        match self.read_to_region(job, begun).await? {
+            None => Ok(true),
+            Some(job) => Box::pin(self.load_otherwise(*job)).await,
+        }
+    }
+
+    async fn load_otherwise(self: &Rc<Self>, job: Job) -> Result<bool> {
         match self.load_staged(job).await? {
             Staged::Loaded => Ok(true),
             Staged::Elsewhere(job) => self.load_through_host(job).await,
@@ -168,19 +216,37 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    async fn store_one(self: Rc<Self>, job: Job) -> Result<()> {
-        let (key, parent) = (job.key, job.parent);
-        let committed = match self.shared.store_known(&key, parent.as_ref())? {
-            Some(committed) => {
+    /// Boxes as [`load_begun`](Self::load_begun).
+    async fn store_begun(
+        self: Rc<Self>,
+        job: Box<Job>,
+        begun: Result<RegionStore<S, C>>,
+        pages: Rc<CallPages>,
+    ) -> Result<bool> {
+        let left = match begun? {
+            RegionStore::Known(Committed::Done) | RegionStore::Refused => None,
+            RegionStore::Known(committed) => {
                 drop(job);
-                committed
+                Box::pin(self.finish_store(committed)).await?;
+                None
             }
-            None => {
-                let Some(job) = self.write_from_region(job).await? else { return Ok(()) };
-                let Some(job) = self.store_staged(job).await? else { return Ok(()) };
-                self.gather(job).await?
+            RegionStore::Begun(begun, sharing) => {
+                self.write_unsummed(job, begun, sharing).await?;
+                None
             }
+            RegionStore::Later => Box::pin(self.write_unsummed_late(job, &pages)).await?,
+            RegionStore::Unsummed => Box::pin(self.sum_and_write(job)).await?,
+            RegionStore::Elsewhere => Some(job),
         };
+        if let Some(job) = left {
+            Box::pin(self.store_otherwise(*job)).await?;
+        }
+        Ok(true)
+    }
+
+    async fn store_otherwise(self: &Rc<Self>, job: Job) -> Result<()> {
+        let Some(job) = self.store_staged(job).await? else { return Ok(()) };
+        let committed = self.gather(job).await?;
         self.finish_store(committed).await
     }
 

@@ -14,6 +14,7 @@ mod command;
 mod direct;
 mod flush;
 mod foreign;
+mod from_region;
 mod layers;
 mod offload;
 mod overdue;
@@ -46,7 +47,7 @@ use tokio::{
     time::Instant,
 };
 
-use self::{allowance::Allowance, budget::Budget, pages::RecordPages};
+use self::{allowance::Allowance, budget::Budget, offload::Checksums, pages::RecordPages};
 use crate::{
     block::{BlockKey, FileId, Tier},
     device::{CopyEngine, cufile::Cufile},
@@ -76,8 +77,7 @@ pub(crate) struct Mover<S, C> {
     /// Pages whose write has ended, to be noted in the slots under the next lock that is taken anyway.
     written: RefCell<Vec<PageId>>,
     workers: Rc<Workers>,
-    /// One permit: whose block is checksummed on this thread.
-    checksums: Semaphore,
+    checksums: Checksums,
     /// Outcomes to be sent to their waiters.
     answers: RefCell<Vec<(oneshot::Sender<Message>, Message)>>,
     /// Write-backs in flight without a waiter.
@@ -148,7 +148,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             records: RefCell::default(),
             written: RefCell::default(),
             workers,
-            checksums: Semaphore::new(1),
+            checksums: Checksums::new(),
             answers: RefCell::default(),
             demoting: Cell::new(0),
             active: Cell::new(0),

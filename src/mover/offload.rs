@@ -1,6 +1,8 @@
 //! Transfers between disk slots and host memory, and checksums, on a worker or here.
 
-use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
+use std::{cell::Cell, io, ptr::NonNull, rc::Rc, sync::Arc};
+
+use tokio::sync::Semaphore;
 
 use super::{Mover, budget::Kind};
 use crate::{
@@ -15,13 +17,39 @@ use crate::{
 /// Bytes that the reactor checksums before other tasks get a turn: about 15 us.
 const CHECKSUM_CHUNK_BYTES: usize = 256 << 10;
 
+/// Bytes of small blocks that the reactor checksums before other tasks get a turn: a turn costs about as much as the
+/// checksum of 16 KiB.
+const TURN_BYTES: usize = 64 << 10;
+
 /// Least bytes of a write without a checksum that are worth handing over: pinning or copying them then takes the kernel
 /// longer than waking a thread. One drive took writes of 128 KiB at 0.86 of the bare ring from the reactor and at 0.81
 /// from workers, which also took 1.3 times the CPU.
 const PLAIN_WRITE_BYTES_MIN: u64 = 256 << 10;
 
+/// The bytes in flight, as a multiple of the least work worth handing over, with which smaller blocks are handed over
+/// too.
+const SMALL_PART: u64 = 4;
+
+/// The checksums that are computed on this thread.
+pub(super) struct Checksums {
+    /// One permit: whose block it is.
+    turn: Semaphore,
+    /// Bytes since the last turn of other tasks.
+    bytes: Cell<usize>,
+}
+
+impl Checksums {
+    pub(super) fn new() -> Self {
+        Checksums { turn: Semaphore::new(1), bytes: Cell::new(0) }
+    }
+}
+
 /// A range of host memory, and the number of the registered buffer around it.
 pub(super) type Place = (Segment, Option<u16>);
+
+fn start_of(segment: &Segment) -> NonNull<u8> {
+    NonNull::new(segment.ptr).expect("no memory begins at 0")
+}
 
 /// # Safety
 /// As [`Readable`] promises, for as long as the borrow lasts.
@@ -53,22 +81,37 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         sum_bytes: usize,
         guard: G,
     ) -> (io::Result<Option<u64>>, G) {
-        let start = |segment: &Segment| NonNull::new(segment.ptr).expect("no memory begins at 0");
         // Most blocks are one segment, which needs no task of its own.
         if let [(segment, fixed)] = places {
             // SAFETY: the caller's promise.
-            let buf = unsafe { IoBuf::new(start(segment), segment.len, *fixed, guard) };
+            let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, guard) };
             return match self.transfer_on_worker(kind, file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
-                // Boxed: every movement would have room for it.
+                // Boxed: with workers it happens seldom, and every block has a future, which is the smaller for it.
                 None => Box::pin(self.transfer_here(kind, file, offset, buf)).await,
             };
         }
+        // SAFETY: the caller's promise.
+        Box::pin(unsafe { self.transfer_parts(kind, file, offset, places, guard) }).await
+    }
+
+    /// As [`transfer`](Self::transfer), here, for a block in several places.
+    ///
+    /// # Safety
+    /// As of [`transfer`](Self::transfer).
+    async unsafe fn transfer_parts<G: Send + Sync + 'static>(
+        self: &Rc<Self>,
+        kind: OpKind,
+        file: FileId,
+        offset: u64,
+        places: &[Place],
+        guard: G,
+    ) -> (io::Result<Option<u64>>, G) {
         let guard = Arc::new(guard);
         let mut at = offset;
         let operation = |(segment, fixed): &Place| {
             // SAFETY: the caller's promise.
-            let buf = unsafe { IoBuf::new(start(segment), segment.len, *fixed, Arc::clone(&guard)) };
+            let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, Arc::clone(&guard)) };
             let (this, from) = (Rc::clone(self), at);
             at += segment.len as u64;
             tokio::task::spawn_local(async move { this.transfer_here(kind, file, from, buf).await.0 })
@@ -108,9 +151,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         sum_bytes: usize,
     ) -> Option<io::Result<Option<u64>>> {
         let bytes = buf.len() as u64;
-        let in_flight = self.budget.in_flight(Kind::Read) + self.budget.in_flight(Kind::Write);
-        let is_alone = !self.workers.is_busy() && in_flight <= bytes;
-        if is_alone || !self.workers.take(bytes) {
+        if !self.is_worth_a_transfer(bytes, self.bytes_in_flight()) {
             return None;
         }
         if kind == OpKind::Write && sum_bytes == 0 && bytes < PLAIN_WRITE_BYTES_MIN {
@@ -160,28 +201,42 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         (sum, Arc::into_inner(guard).expect("a worker drops its share before it answers"))
     }
 
-    pub(super) fn is_worth_a_worker(&self, bytes: u64) -> bool {
-        let is_alone = !self.workers.is_busy()
-            && self.budget.in_flight(Kind::Read) == 0
-            && self.budget.in_flight(Kind::Write) == 0;
+    fn is_worth_a_worker(&self, bytes: u64) -> bool {
+        let is_alone = !self.workers.is_busy() && self.bytes_in_flight() == 0;
         self.workers.take(bytes) && !is_alone
+    }
+
+    /// Whether a worker is to read or write a block, with which so many bytes are `in_flight`: not a lone one, and small
+    /// ones only if there are many, which a worker that was woken then takes together.
+    pub(super) fn is_worth_a_transfer(&self, bytes: u64, in_flight: u64) -> bool {
+        let is_alone = !self.workers.is_busy() && in_flight <= bytes;
+        !is_alone && self.workers.take(bytes.max(in_flight / SMALL_PART))
+    }
+
+    /// Bytes of the operations in flight.
+    pub(super) fn bytes_in_flight(&self) -> u64 {
+        self.budget.in_flight(Kind::Read) + self.budget.in_flight(Kind::Write)
     }
 
     /// The checksum of a block, on the reactor, with turns for other tasks between chunks.
     ///
-    /// One block at a time, in the order of the requests, and a turn of the I/O after each: blocks that arrive together
-    /// leave one by one, and the first of them makes room for its successor on the disk while the others wait. In
-    /// turns, they would all be late, and the disk would idle meanwhile. All segments of a block take one turn together
-    /// for the same reason.
+    /// One block at a time, in the order of the requests, and a turn of the I/O after each, or after some small ones:
+    /// blocks that arrive together leave one by one, and the first of them makes room for its successor on the disk
+    /// while the others wait. In turns, they would all be late, and the disk would idle meanwhile. All segments of a
+    /// block take one turn together for the same reason.
     async fn checksum_here(&self, segments: &[Segment]) -> u64 {
         let _busy = self.workers.enter();
-        let _turn = self.checksums.acquire().await.expect("never closed");
+        let Checksums { turn, bytes } = &self.checksums;
+        let _turn = turn.acquire().await.expect("never closed");
         let mut digest = Digest::new();
         for segment in segments {
             // SAFETY: the caller holds the guard until this has returned.
             for chunk in unsafe { read(segment) }.chunks(CHECKSUM_CHUNK_BYTES) {
                 digest.update(chunk);
-                crate::io::yield_now().await;
+                if bytes.replace(bytes.get() + chunk.len()) + chunk.len() >= TURN_BYTES {
+                    bytes.set(0);
+                    crate::io::yield_now().await;
+                }
             }
         }
         digest.finish()

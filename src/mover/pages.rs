@@ -1,12 +1,15 @@
 //! The pages of the record table that are being written. Pure data.
 
-use std::collections::{BTreeMap, btree_map::Entry};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, btree_map::Entry},
+};
 
 use tokio::sync::oneshot;
 
 use crate::{disk::PageId, error::Result};
 
-type Waiter = oneshot::Sender<Result<()>>;
+pub(super) type Waiter = oneshot::Sender<Result<()>>;
 
 /// The waiters for writes of a page.
 #[derive(Default)]
@@ -43,5 +46,36 @@ impl RecordPages {
     /// Ends the write; returns its waiters.
     pub(super) fn end(&mut self, page: PageId) -> Vec<Waiter> {
         self.0.get_mut(&page).map(|waiters| std::mem::take(&mut waiters.current)).unwrap_or_default()
+    }
+}
+
+/// The pages of the blocks that one call stores. The last of the call's blocks on a page has it written for all of
+/// them: the caller waits for all blocks of the call in any case, and a page costs about as much as a block.
+#[derive(Default)]
+pub(super) struct CallPages(RefCell<BTreeMap<PageId, Sharers>>);
+
+/// The blocks of a call whose records are on one page.
+#[derive(Default)]
+struct Sharers {
+    /// Those whose payload is being written.
+    writing: u32,
+    /// Waiters of those whose payload is written.
+    waiting: Vec<Waiter>,
+}
+
+impl CallPages {
+    /// A block whose payload is about to be written, with its record on the page.
+    pub(super) fn enter(&self, page: PageId) {
+        self.0.borrow_mut().entry(page).or_default().writing += 1;
+    }
+
+    /// The payload of a block that has [entered](Self::enter) is written, and `waiter` waits for its record; without a
+    /// waiter, the block needs no record. Returns the waiters for the page once no other block will have one.
+    pub(super) fn leave(&self, page: PageId, waiter: Option<Waiter>) -> Vec<Waiter> {
+        let mut pages = self.0.borrow_mut();
+        let Entry::Occupied(mut sharers) = pages.entry(page) else { unreachable!("a block leaves once") };
+        sharers.get_mut().waiting.extend(waiter);
+        sharers.get_mut().writing -= 1;
+        if sharers.get().writing > 0 { Vec::new() } else { sharers.remove().waiting }
     }
 }

@@ -55,6 +55,16 @@ pub(super) enum Source {
 /// What a read to a host slot has taken: its slot, its share of the bytes in flight, and its source.
 pub(super) type BegunRead = (Filling, Share, Source);
 
+/// The first step of a load to a caller's memory.
+pub(super) enum RegionRead {
+    /// The block is read there.
+    Begun(Share, OnDisk),
+    /// As `Begun`, but its share of the bytes in flight must be waited for.
+    Later,
+    /// It goes through a slot of another tier.
+    Elsewhere,
+}
+
 /// Result of the fill of a host slot.
 pub(super) enum Filled {
     /// A pin on the block, which needs no verification, or `None` for a miss.
@@ -244,14 +254,19 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// The memory may cause a failure: other code may write to it meanwhile, for example if many blocks are loaded into
     /// one place, or the kernel may not be able to reach it. So a failure proves nothing about the disk: the block is
     /// read again through a host slot, and unlinked if it is wrong there.
-    pub(super) async fn read_to_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
-        if !self.shared.config.host.bypass || !job.may_bypass_host(self.memory_align_bytes) {
-            return Ok(Some(job));
-        }
+    pub(super) async fn read_to_region(self: &Rc<Self>, job: Box<Job>, begun: RegionRead) -> Result<Option<Box<Job>>> {
         let started = Instant::now();
-        let share = self.share(Kind::Read, Purpose::Call).await;
-        let begun = self.begin_read(&mut self.shared.lock(), &job.key, Destination::Region);
-        let Some(OnDisk { pin, file, offset, checksum }) = begun else { return Ok(Some(job)) };
+        let (share, block) = match begun {
+            RegionRead::Begun(share, block) => (share, block),
+            RegionRead::Later => {
+                let share = self.share(Kind::Read, Purpose::Call).await;
+                let begun = self.begin_read(&mut self.shared.lock(), &job.key, Destination::Region);
+                let Some(block) = begun else { return Ok(Some(job)) };
+                (share, block)
+            }
+            RegionRead::Elsewhere => return Ok(Some(job)),
+        };
+        let OnDisk { pin, file, offset, checksum } = block;
         let places = job.places();
         // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
         // mapped and not to touch what is loaded.
@@ -289,6 +304,20 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.metrics.looked_up(Some(Tier::Disk));
         self.shared.metrics.moved(Route::DiskToRegion, self.shared.config.block_bytes, started.elapsed());
         Ok(None)
+    }
+
+    /// Begins a read of a block to its caller's memory.
+    pub(super) fn begin_region_read(&self, state: &mut State, job: &Job) -> RegionRead {
+        if !self.shared.config.host.bypass || !job.may_bypass_host(self.memory_align_bytes) {
+            return RegionRead::Elsewhere;
+        }
+        let urgency = state.holder_urgency(Purpose::Call);
+        let block = || Some(self.begin_read(state, &job.key, Destination::Region));
+        match self.budget.take_now(Kind::Read, urgency, self.shared.config.slot_bytes() as u64, block) {
+            Some((share, Some(block))) => RegionRead::Begun(share, block),
+            Some((_, None)) => RegionRead::Elsewhere,
+            None => RegionRead::Later,
+        }
     }
 
     /// Reads a block to a device slot by libcufile, if that is in service, verifies it there, and makes it visible.

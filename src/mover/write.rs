@@ -10,23 +10,18 @@ use super::{
     budget::{Kind, Share},
     offload::Place,
     promote::{Asked, Next},
-    region::Job,
 };
 use crate::{
     block::{BlockKey, FileId, OpKind, Route, Tier},
-    config::WritePolicy,
     device::CopyEngine,
     error::{Error, Result},
     index::EntryId,
     io::Storage,
-    state::{Class, Committed, DiskPlace, DiskWrite, Filling, PendingWrite, Pin, Purpose, Started, State},
+    state::{Class, Committed, DiskPlace, DiskWrite, Filling, PendingWrite, Pin, Purpose, State},
 };
 
 /// Write-backs in flight at once; the byte budget bounds how many of them the disk has.
 pub(super) const DEMOTING_MAX: u32 = 64;
-
-/// A write from a caller's memory, and its flight.
-pub(super) type BegunRegionWrite = (BegunWrite, Started);
 
 /// What a write of a block has taken: its share of the bytes in flight, and its disk slot, which the table has as the
 /// block's.
@@ -66,7 +61,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 }
                 drop(state);
                 // The removal waits for the end of this: no record names the block then.
-                self.write_record(slot).await
+                Box::pin(self.write_record(slot)).await
             }
             Ok(None) => Ok(()),
             Err(error) => Err(error),
@@ -147,7 +142,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     ///
     /// # Safety
     /// While `guard` lives the places must stay mapped, and nobody may write to them.
-    async unsafe fn write_out<G: Send + Sync + 'static>(
+    pub(super) async unsafe fn write_out<G: Send + Sync + 'static>(
         self: &Rc<Self>,
         (share, DiskWrite { id, filling }, place): BegunWrite,
         places: &[Place],
@@ -163,132 +158,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.shared.account(&self.failures, file, OpKind::Write, &result);
         let result = result.map_err(|source| Error::io("write", self.path_of(file), source)).and(recorded);
         self.written(DiskWrite { id, filling }, result)
-    }
-
-    /// Writes a block from its caller's memory to its disk slot, with a worker that computes the checksum first, and
-    /// then its record, for which the checksum must be known.
-    async fn sum_and_write_out(
-        self: &Rc<Self>,
-        (share, DiskWrite { id, filling }, place): BegunWrite,
-        job: Job,
-    ) -> Result<Option<DiskWrite>> {
-        let DiskPlace { file, offset, page } = place;
-        let (places, block_bytes) = (job.places(), self.shared.config.block_bytes);
-        // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
-        // mapped and not to write to what is stored.
-        let payload = unsafe { self.transfer(OpKind::Write, file, offset, &places, block_bytes, (job, filling)) };
-        let (result, (job, filling)) = payload.await;
-        drop(share);
-        self.shared.account(&self.failures, file, OpKind::Write, &result);
-        let write = DiskWrite { id, filling };
-        let sum = match result {
-            Ok(Some(sum)) => sum,
-            // The reactor wrote it: no other block was in flight any more, or the worker died.
-            Ok(None) => self.checksum_of(job).await.0,
-            Err(source) => return self.written(write, Err(Error::io("write", self.path_of(file), source))),
-        };
-        let is_entered = self.lock().enter_written(&write, sum);
-        let recorded = if is_entered { self.write_page(page).await } else { Ok(()) };
-        self.written(write, recorded)
-    }
-
-    /// Writes a block that is resident nowhere from its caller's memory, with no copy in the host tier. Returns the
-    /// job if the block must go through a host slot.
-    ///
-    /// Ends when the kernel has given the memory back, however long that takes: the caller uses it once it has the
-    /// answer.
-    pub(super) async fn write_from_region(self: &Rc<Self>, job: Job) -> Result<Option<Job>> {
-        let config = &self.shared.config;
-        if !config.host.bypass
-            || config.disk.write_policy != WritePolicy::WriteThrough
-            || config.disk.paths.is_empty()
-            || !job.may_bypass_host(self.memory_align_bytes)
-        {
-            return Ok(Some(job));
-        }
-        {
-            let mut state = self.shared.lock();
-            if !state.disk_service.writes() {
-                return Ok(Some(job));
-            }
-            if self.shared.refuses(&mut state, &job.key, job.parent.as_ref(), Tier::Disk) {
-                return Ok(None);
-            }
-        }
-        // A worker computes the checksum and writes at once; a block in several segments is written by the reactor.
-        let by_worker = job.segments.len() == 1 && self.is_worth_a_worker(config.block_bytes as u64);
-        let (checksum, job) = match by_worker {
-            true => (None, job),
-            false => {
-                let (checksum, job) = self.checksum_of(job).await;
-                (Some(checksum), job)
-            }
-        };
-        let Some(((share, write, place), started)) = self.begin_region_write(&job, checksum).await? else {
-            return Ok(Some(job));
-        };
-        let (key, id, began) = (job.key, write.id, Instant::now());
-        let _landing = Landing::new(self, &key, Tier::Disk, Some(started));
-        let begun = (share, write, place);
-        let written = match checksum {
-            None => self.sum_and_write_out(begun, job).await,
-            Some(_) => {
-                let places = job.places();
-                // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep
-                // them mapped and not to write to what is stored.
-                unsafe { self.write_out(begun, &places, job) }.await
-            }
-        };
-        if self.end_write(&key, id, None, written).await? {
-            self.shared.metrics.stores.add(1);
-            self.shared.metrics.moved(Route::RegionToDisk, self.shared.config.block_bytes, began.elapsed());
-        }
-        Ok(None)
-    }
-
-    /// Takes what the write of a block from a caller's memory needs, under one lock if all of it can be had at once,
-    /// and begins the write and its flight. `None` if the block is resident by now, or on its way.
-    pub(super) async fn begin_region_write(
-        &self,
-        job: &Job,
-        checksum: Option<u64>,
-    ) -> Result<Option<BegunRegionWrite>> {
-        {
-            let mut state = self.shared.lock();
-            let urgency = state.holder_urgency(Purpose::Call);
-            let slot = || self.shared.acquire_locked(&mut state, Tier::Disk);
-            let bytes = self.shared.config.slot_bytes() as u64;
-            if let Some(taken) = self.budget.take_now(Kind::Write, urgency, bytes, slot) {
-                return self.begin_region_write_with(&mut state, job, taken, checksum);
-            }
-        }
-        let share = self.share(Kind::Write, Purpose::Call).await;
-        let filling = self.shared.acquire(Tier::Disk, Purpose::Call).await?;
-        self.begin_region_write_with(&mut self.shared.lock(), job, (share, filling), checksum)
-    }
-
-    fn begin_region_write_with(
-        &self,
-        state: &mut State,
-        job: &Job,
-        (share, filling): (Share, Filling),
-        checksum: Option<u64>,
-    ) -> Result<Option<BegunRegionWrite>> {
-        if let Err(error) = state.check_open() {
-            filling.release(state);
-            return Err(error);
-        }
-        let is_known = state.index.find(&job.key).is_some_and(|id| state.index.best_tier(id).is_some());
-        if is_known || Tier::ALL.iter().any(|&tier| state.flights.contains(&job.key, tier)) {
-            filling.release(state);
-            return Ok(None);
-        }
-        let id = state.index.insert(job.key, job.parent);
-        let place = state.begin_disk_write(id, &filling, checksum);
-        let place = place.expect("it is resident nowhere, and on no way");
-        // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
-        let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Vec::new());
-        Ok(Some(((share, DiskWrite { id, filling }, place), started)))
     }
 
     pub(super) fn path_of(&self, file: FileId) -> PathBuf {

@@ -36,25 +36,17 @@ pub(crate) enum BegunStore {
 pub(crate) type FlightEnd = (Vec<(oneshot::Sender<Message>, Outcome)>, Option<PendingWrite>);
 
 impl Shared {
-    /// The next step for a block that is resident already; `None` if its bytes are needed.
-    pub(crate) fn store_known(
-        self: &Arc<Self>,
-        key: &BlockKey,
-        parent: Option<&BlockKey>,
-    ) -> Result<Option<Committed>> {
-        self.store_known_locked(&mut self.lock(), key, parent)
-    }
-
     /// Begins a store: as [`store_known`](Self::store_known), and with a slot for a block whose bytes are needed.
     pub(crate) fn begin_store(self: &Arc<Self>, key: &BlockKey, parent: Option<&BlockKey>) -> Result<BegunStore> {
         let mut state = self.lock();
-        if let Some(committed) = self.store_known_locked(&mut state, key, parent)? {
+        if let Some(committed) = self.store_known(&mut state, key, parent)? {
             return Ok(BegunStore::Known(committed));
         }
         Ok(self.acquire_locked(&mut state, Tier::Host).map_or(BegunStore::NoSlot, BegunStore::Slot))
     }
 
-    fn store_known_locked(
+    /// The next step for a block that is resident already; `None` if its bytes are needed.
+    pub(crate) fn store_known(
         self: &Arc<Self>,
         state: &mut State,
         key: &BlockKey,
