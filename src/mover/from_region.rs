@@ -122,8 +122,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.end_region_write(&key, id, began, self.written(write, recorded)).await
     }
 
-    /// As [`write_unsummed`](Self::write_unsummed), after waiting for what the write needs. Returns the job if the block
-    /// must go through a host slot.
+    /// As [`write_unsummed`](Self::write_unsummed), after waiting for what the write needs. Returns the job if the
+    /// block must go through a host slot.
     pub(super) async fn write_unsummed_late(
         self: &Rc<Self>,
         job: Box<Job>,

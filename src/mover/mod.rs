@@ -47,7 +47,7 @@ use tokio::{
     time::Instant,
 };
 
-use self::{allowance::Allowance, budget::Budget, offload::Checksums, pages::RecordPages};
+use self::{allowance::Allowance, budget::Budget, pages::RecordPages};
 use crate::{
     block::{BlockKey, FileId, Tier},
     device::{CopyEngine, cufile::Cufile},
@@ -77,7 +77,10 @@ pub(crate) struct Mover<S, C> {
     /// Pages whose write has ended, to be noted in the slots under the next lock that is taken anyway.
     written: RefCell<Vec<PageId>>,
     workers: Rc<Workers>,
-    checksums: Checksums,
+    /// One permit: whose block is checksummed on this thread.
+    checksums: Semaphore,
+    /// Bytes checksummed on this thread since the last turn of other tasks.
+    checksummed: Cell<usize>,
     /// Outcomes to be sent to their waiters.
     answers: RefCell<Vec<(oneshot::Sender<Message>, Message)>>,
     /// Write-backs in flight without a waiter.
@@ -148,7 +151,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             records: RefCell::default(),
             written: RefCell::default(),
             workers,
-            checksums: Checksums::new(),
+            checksums: Semaphore::new(1),
+            checksummed: Cell::new(0),
             answers: RefCell::default(),
             demoting: Cell::new(0),
             active: Cell::new(0),

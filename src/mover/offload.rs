@@ -1,8 +1,6 @@
 //! Transfers between disk slots and host memory, and checksums, on a worker or here.
 
-use std::{cell::Cell, io, ptr::NonNull, rc::Rc, sync::Arc};
-
-use tokio::sync::Semaphore;
+use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
 
 use super::{Mover, budget::Kind};
 use crate::{
@@ -29,20 +27,6 @@ const PLAIN_WRITE_BYTES_MIN: u64 = 256 << 10;
 /// The bytes in flight, as a multiple of the least work worth handing over, with which smaller blocks are handed over
 /// too.
 const SMALL_PART: u64 = 4;
-
-/// The checksums that are computed on this thread.
-pub(super) struct Checksums {
-    /// One permit: whose block it is.
-    turn: Semaphore,
-    /// Bytes since the last turn of other tasks.
-    bytes: Cell<usize>,
-}
-
-impl Checksums {
-    pub(super) fn new() -> Self {
-        Checksums { turn: Semaphore::new(1), bytes: Cell::new(0) }
-    }
-}
 
 /// A range of host memory, and the number of the registered buffer around it.
 pub(super) type Place = (Segment, Option<u16>);
@@ -87,7 +71,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, guard) };
             return match self.transfer_on_worker(kind, file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
-                // Boxed: with workers it happens seldom, and every block has a future, which is the smaller for it.
+                // Boxed: every movement would have room for it.
                 None => Box::pin(self.transfer_here(kind, file, offset, buf)).await,
             };
         }
@@ -206,8 +190,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         self.workers.take(bytes) && !is_alone
     }
 
-    /// Whether a worker is to read or write a block, with which so many bytes are `in_flight`: not a lone one, and small
-    /// ones only if there are many, which a worker that was woken then takes together.
+    /// Whether a worker is to read or write a block, with which so many bytes are `in_flight`: not a lone one, and
+    /// small ones only if there are many, which a worker that was woken then takes together.
     pub(super) fn is_worth_a_transfer(&self, bytes: u64, in_flight: u64) -> bool {
         let is_alone = !self.workers.is_busy() && in_flight <= bytes;
         !is_alone && self.workers.take(bytes.max(in_flight / SMALL_PART))
@@ -226,15 +210,15 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// block take one turn together for the same reason.
     async fn checksum_here(&self, segments: &[Segment]) -> u64 {
         let _busy = self.workers.enter();
-        let Checksums { turn, bytes } = &self.checksums;
-        let _turn = turn.acquire().await.expect("never closed");
+        let _turn = self.checksums.acquire().await.expect("never closed");
         let mut digest = Digest::new();
         for segment in segments {
             // SAFETY: the caller holds the guard until this has returned.
             for chunk in unsafe { read(segment) }.chunks(CHECKSUM_CHUNK_BYTES) {
                 digest.update(chunk);
-                if bytes.replace(bytes.get() + chunk.len()) + chunk.len() >= TURN_BYTES {
-                    bytes.set(0);
+                self.checksummed.update(|bytes| bytes + chunk.len());
+                if self.checksummed.get() >= TURN_BYTES {
+                    self.checksummed.set(0);
                     crate::io::yield_now().await;
                 }
             }

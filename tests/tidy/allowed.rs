@@ -75,10 +75,11 @@ pub const MOVER: Group = Group {
     allowed: &[
         ("by_value", "mod"),
         ("layers", "foreign mod progress region"),
-        ("foreign", "promote ahead staged mod region"),
+        ("foreign", "promote ahead from_region pages read staged mod region"),
+        ("from_region", "write mod budget pages records region"),
         ("balance", "mod budget"),
         ("flush", "write mod"),
-        ("write", "promote mod budget offload region"),
+        ("write", "promote mod budget offload"),
         ("promote", "ahead read mod"),
         ("ahead", "mod region"),
         ("direct", "mod read"),
