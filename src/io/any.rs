@@ -52,10 +52,10 @@ impl Storage for AnyStorage {
         }
     }
 
-    fn is_blocking(&self, file: FileId) -> bool {
+    fn is_in_memory(&self, file: FileId) -> bool {
         match self {
-            AnyStorage::Uring(engine) => engine.is_blocking(file),
-            AnyStorage::Blocking(engine) => engine.is_blocking(file),
+            AnyStorage::Uring(engine) => engine.is_in_memory(file),
+            AnyStorage::Blocking(engine) => engine.is_in_memory(file),
         }
     }
 

@@ -58,9 +58,9 @@ pub trait Storage: 'static {
         None
     }
 
-    /// True if the kernel makes every operation on the file by blocking a thread, as it does for files in memory. A
-    /// ring hands such an operation to a thread of its own, so a worker makes it by a system call instead.
-    fn is_blocking(&self, file: FileId) -> bool {
+    /// True if the file lies in memory (tmpfs). The kernel makes each operation on it by blocking a thread: a ring hands
+    /// the operation to one more thread, so a worker makes it by a system call instead.
+    fn is_in_memory(&self, file: FileId) -> bool {
         let _ = file;
         false
     }

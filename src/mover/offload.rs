@@ -145,8 +145,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let _busy = self.workers.enter();
         // SAFETY: its only `Lent`: where the worker loses it, it has been dropped when that is known.
         let buf = unsafe { buf.lend() };
-        let is_blocking = self.storage.is_blocking(file);
-        let transfer = Transfer { kind, file: handle, id: file, is_blocking, offset, buf };
+        let is_in_memory = self.storage.is_in_memory(file);
+        let transfer = Transfer { kind, file: handle, id: file, is_in_memory, offset, buf };
         self.workers.transfer(transfer, sum_bytes).await.map(|Transferred { buf, result }| {
             drop(buf);
             result

@@ -118,7 +118,7 @@ async fn transfers(pool: &Arc<Pool>, blocks: u8) {
         buf.fill(n);
         let kind = if n % 2 == 0 { OpKind::Read } else { OpKind::Write };
         let transfer =
-            Transfer { kind, file: Arc::clone(&file), id: FileId(0), is_blocking: false, offset: 0, buf: buf.lend() };
+            Transfer { kind, file: Arc::clone(&file), id: FileId(0), is_in_memory: false, offset: 0, buf: buf.lend() };
         let (waiter, transferred) = Waiter::new(4096);
         pool.push_transfer(transfer, waiter);
         let (answer, worked) = oneshot::channel();

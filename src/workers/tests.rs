@@ -96,7 +96,7 @@ async fn transfer(workers: &Workers, kind: OpKind, file: &Arc<File>, offset: u64
     let mut buf = AlignedBuf::zeroed(4096);
     buf.fill(fill);
     let transfer =
-        Transfer { kind, file: Arc::clone(file), id: FileId(0), is_blocking: false, offset, buf: buf.lend() };
+        Transfer { kind, file: Arc::clone(file), id: FileId(0), is_in_memory: false, offset, buf: buf.lend() };
     workers.transfer(transfer, 4096).await
 }
 

@@ -45,8 +45,8 @@ pub struct Transfer {
     pub file: Arc<File>,
     /// The file's id in errors.
     pub id: FileId,
-    /// Made by a system call of the worker's ([`Storage::is_blocking`](crate::io::Storage::is_blocking)).
-    pub is_blocking: bool,
+    /// Made by a system call of the worker's ([`Storage::is_in_memory`](crate::io::Storage::is_in_memory)).
+    pub is_in_memory: bool,
     /// Offset in the file.
     pub offset: u64,
     /// The memory.
@@ -185,14 +185,14 @@ impl<T> Lane<T> {
     /// Starts a transfer at the next [`poll`](Self::poll) or [`wait`](Self::wait). At most [`TRANSFERS_MAX`] may be in
     /// flight.
     pub(crate) fn start(&mut self, transfer: Transfer, tag: T) {
-        let Transfer { kind, file, id, is_blocking, offset, buf } = transfer;
+        let Transfer { kind, file, id, is_in_memory, offset, buf } = transfer;
         if let Err(error) = check_offset(offset, buf.len()) {
             return self.completed.push_back(Completed { buf, result: Err(error), tag });
         }
         let (skipped, progress) = (buf.skipped(), Progress::new(kind, id, offset, &buf));
         self.bytes += buf.len();
         let transfer = InFlight { buf: Some(buf), file, kind, offset, skipped, progress, tag };
-        if is_blocking {
+        if is_in_memory {
             return self.calls.push_back(transfer);
         }
         let at = self.in_flight.insert(transfer);

@@ -42,7 +42,7 @@ use crate::{
 };
 use op::{Nothing, OpOutput, OpState};
 use pins::RingBuffers;
-use probe::is_blocking;
+use probe::is_in_memory;
 use runtime::Ring;
 use table::{Entry, Table};
 
@@ -56,8 +56,8 @@ pub const REGIONS_MAX: usize = 1024;
 /// ring has entries; further ones wait in order. So neither the submission queue nor the completion queue overflows.
 pub struct Uring {
     files: Vec<Arc<File>>,
-    /// Of each file, whether [`is_blocking`](Storage::is_blocking).
-    blocking: Vec<bool>,
+    /// Of each file, whether [`is_in_memory`](Storage::is_in_memory).
+    in_memory: Vec<bool>,
     ring: Rc<Ring>,
     permits: Arc<Semaphore>,
     /// Registered memory. Operations on it use fixed buffers, identified by `Lent::fixed`.
@@ -89,8 +89,8 @@ impl Uring {
         let regions = regions.into_iter().take(REGIONS_MAX);
         let entry = |(ptr, len): (NonNull<u8>, usize)| Entry::new(ptr.as_ptr(), len, Some(Arc::clone(&keep_alive)));
         let table = RefCell::new(Table::new(regions.map(entry).collect(), RingBuffers::default()));
-        let blocking = files.iter().map(|file| is_blocking(file)).collect();
-        Ok(Uring { files, blocking, ring, permits, table, _keep_alive: keep_alive })
+        let in_memory = files.iter().map(|file| is_in_memory(file)).collect();
+        Ok(Uring { files, in_memory, ring, permits, table, _keep_alive: keep_alive })
     }
 
     /// True if memory regions were given and the kernel has registered them.
@@ -156,8 +156,8 @@ impl Storage for Uring {
         self.files.get(usize::from(file.0)).cloned()
     }
 
-    fn is_blocking(&self, file: FileId) -> bool {
-        self.blocking.get(usize::from(file.0)).is_some_and(|&is_blocking| is_blocking)
+    fn is_in_memory(&self, file: FileId) -> bool {
+        self.in_memory.get(usize::from(file.0)) == Some(&true)
     }
 
     async fn sync(&self, file: FileId) -> io::Result<()> {

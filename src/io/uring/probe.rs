@@ -73,20 +73,30 @@ fn explain(error: &io::Error, io_uring_disabled: Option<u8>) -> io::Error {
     )
 }
 
-/// Whether the kernel makes every operation on `file` by blocking a thread: by the flag (`FMODE_NOWAIT`) that io_uring
-/// looks at too. A kernel that knows no such flag counts as one that blocks no thread.
-pub(super) fn is_blocking(file: &File) -> bool {
-    let mut byte = 0_u8;
-    let part = libc::iovec { iov_base: (&raw mut byte).cast(), iov_len: 1 };
-    // SAFETY: one range of one byte, which nothing else uses; the descriptor is open while `file` lives. Without the
-    // flag it fails before it reads.
-    let read = unsafe { libc::preadv2(file.as_raw_fd(), &raw const part, 1, 0, libc::RWF_NOWAIT) };
-    read < 0 && io::Error::last_os_error().raw_os_error() == Some(libc::EOPNOTSUPP)
+/// Whether `file` lies in memory, by the type of its file system: tmpfs or ramfs.
+///
+/// Other file systems whose I/O blocks a thread, as those of networks do, are not meant: a ring's threads keep more
+/// operations in flight than there are workers.
+pub(super) fn is_in_memory(file: &File) -> bool {
+    /// `RAMFS_MAGIC` of the kernel's `linux/magic.h`.
+    const RAMFS_MAGIC: u64 = 0x8584_58f6;
+    // SAFETY: plain data, of which all zeros is a value.
+    let mut found: libc::statfs = unsafe { std::mem::zeroed() };
+    // SAFETY: `found` is writable; the descriptor is open while `file` lives.
+    let known = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut found) } == 0;
+    known && [libc::TMPFS_MAGIC as u64, RAMFS_MAGIC].contains(&(found.f_type as u64))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_files_of_memory_are_in_memory() {
+        assert!(is_in_memory(&tempfile::tempfile_in("/dev/shm").expect("a tmpfs")));
+        // Its reads block a thread too.
+        assert!(!is_in_memory(&File::open("/proc/self/mounts").expect("a /proc")));
+    }
 
     #[test]
     fn refusals_are_explained_by_their_cause() {

@@ -13,7 +13,7 @@ fn pages(count: u8) -> Arc<File> {
 }
 
 fn read(file: &Arc<File>, offset: u64, buf: Lent) -> Transfer {
-    Transfer { kind: OpKind::Read, file: Arc::clone(file), id: FileId(0), is_blocking: false, offset, buf }
+    Transfer { kind: OpKind::Read, file: Arc::clone(file), id: FileId(0), is_in_memory: false, offset, buf }
 }
 
 /// Waits for `count` transfers, and returns them by tag.
@@ -82,7 +82,7 @@ fn a_transfer_of_a_blocking_file_is_made_when_it_is_taken_and_never_reaches_the_
     let mut lane = Lane::new().expect("a ring");
     for page in [2_u64, 0, 3] {
         let transfer = read(&file, page << 12, AlignedBuf::zeroed(4096).lend());
-        lane.start(Transfer { is_blocking: true, ..transfer }, page);
+        lane.start(Transfer { is_in_memory: true, ..transfer }, page);
     }
     assert_eq!(lane.in_flight(), (3, 3 << 12));
     assert_eq!(lane.ring.submission().len(), 0);
@@ -95,11 +95,11 @@ fn a_transfer_of_a_blocking_file_is_made_when_it_is_taken_and_never_reaches_the_
     let past_the_end = lane.take_completed().expect("three transfers").result.expect_err("no such page");
     assert_eq!(past_the_end.kind(), io::ErrorKind::UnexpectedEof);
     assert!(lane.in_flight() == (0, 0) && !lane.has_completed());
-    lane.start(Transfer { is_blocking: true, ..read(&file, 0, AlignedBuf::zeroed(4096).lend()) }, 9);
+    lane.start(Transfer { is_in_memory: true, ..read(&file, 0, AlignedBuf::zeroed(4096).lend()) }, 9);
     let memory = Arc::new([0_u8; 4096]);
     // SAFETY: the array lives as long as its owner, and nothing reads it.
     let lent = unsafe { Lent::new(NonNull::from(&*memory).cast(), 4096, None, Arc::clone(&memory) as _) };
-    lane.start(Transfer { is_blocking: true, ..read(&file, 0, lent) }, 10);
+    lane.start(Transfer { is_in_memory: true, ..read(&file, 0, lent) }, 10);
     drop(lane);
     assert_eq!(Arc::strong_count(&memory), 1, "the lane dropped the memory");
 }
