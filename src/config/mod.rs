@@ -39,9 +39,10 @@ pub struct Config {
     pub namespace: String,
     /// Which blocks host memory and disk evict first.
     pub eviction_policy: Eviction,
-    /// Threads that take reads, checksums and copies of host memory off the reactor, so that one core does not bound
-    /// them. 0: all of this work is done on the reactor. `None`: half of the processors available to the process, at
-    /// most 8; none if there are two or fewer. 0 to 256.
+    /// Threads that take reads, writes, checksums and copies of host memory off the reactor, so that one core does not
+    /// bound them. 0: all of this work is done on the reactor. `None`: half of the processors available to the process,
+    /// at most 8; none if there are two or fewer. As many of these as there are drives then read and write, at least
+    /// two; if a number is given, direct I/O is not required, or the drives are unknown, all of them do. 0 to 256.
     pub workers: Option<u32>,
     /// Microseconds for which the reactor polls for work before it sleeps. While a movement is in flight the reactor
     /// then never sleeps, and occupies a core. Useful for single blocks from fast disks, most of all in a virtual

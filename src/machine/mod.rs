@@ -1,5 +1,6 @@
 //! Compares planned caches with the machine before one is opened, for `kvhoist doctor` and `python -m kvhoist doctor`.
 
+mod drives;
 mod limits;
 mod numa;
 mod places;
@@ -8,6 +9,7 @@ mod wear;
 
 use std::path::Path;
 
+pub(crate) use drives::drives;
 pub(crate) use numa::near_node;
 use plan::Kernel;
 pub use plan::{Finding, Plan};

@@ -6,12 +6,10 @@ use std::{
 };
 
 use super::{
+    drives::{STACK_MAX, parts},
     places::drive_folder,
     plan::{Finding, Kernel},
 };
-
-/// Drives that are stacked upon each other are followed this far: a volume of an array of partitions, for example.
-const STACK_MAX: usize = 4;
 
 /// The NUMA node that drives are attached to, on a machine with several.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,10 +46,10 @@ pub(super) fn finding(paths: &[PathBuf], kernel: &Kernel<'_>) -> Option<Finding>
 /// The node of a drive, from its directory in /sys: that of the nearest device above it that has one, or that of all
 /// the drives that it is made of.
 pub(super) fn node_of(folder: &Path, kernel: &Kernel<'_>, stack_max: usize) -> Option<u32> {
-    let parts: Vec<_> = fs::read_dir(folder.join("slaves")).into_iter().flatten().flatten().collect();
+    let parts = parts(folder);
     if !parts.is_empty() {
         let deeper = stack_max.checked_sub(1)?;
-        return same(parts.iter().map(|part| node_of(&part.path().canonicalize().ok()?, kernel, deeper)));
+        return same(parts.into_iter().map(|part| node_of(&part?, kernel, deeper)));
     }
     let devices = folder.ancestors().take_while(|device| *device != kernel.root);
     devices.filter_map(|device| fs::read_to_string(device.join("numa_node")).ok()).find_map(|text| {
@@ -81,7 +79,7 @@ fn numbers(list: &str) -> Vec<usize> {
 mod tests {
     use std::os::unix::fs::{MetadataExt, symlink};
 
-    use super::*;
+    use super::{super::drives::drives_at, *};
 
     /// A made-up /sys in which the temporary directory lies on a drive below the PCI device `device`.
     struct Machine(tempfile::TempDir);
@@ -152,6 +150,39 @@ mod tests {
         assert_eq!(machine.near().map(|near| near.node), Some(1));
         machine.write("sys/devices/pci0/0000:05/numa_node", "0");
         assert_eq!(machine.near(), None, "its drives are on two nodes");
+    }
+
+    #[test]
+    fn each_drive_of_an_array_counts_once_and_what_the_kernel_does_not_tell_is_unknown() {
+        let machine = Machine::new("0", "0");
+        let root = machine.0.path().canonicalize().expect("there");
+        let drives = |paths: &[&Path]| {
+            let paths: Vec<_> = paths.iter().map(|path| (*path).to_owned()).collect();
+            drives_at(&paths, &Kernel { root: &root })
+        };
+        assert_eq!(drives(&[&root, machine.0.path()]), Some(1), "two paths on one drive");
+
+        // A volume on an array of two partitions and a drive.
+        let blocks = root.join("sys/devices/virtual/block");
+        for (name, parts) in [("dm-0", &["md0"][..]), ("md0", &["nvme1n1/nvme1n1p1", "nvme2n1/nvme2n1p3", "nvme3n1"])] {
+            machine.write(&format!("sys/devices/virtual/block/{name}/queue/rotational"), "0");
+            let folder = blocks.join(name).join("slaves");
+            fs::create_dir_all(&folder).expect("a directory");
+            for part in parts {
+                let drive = part.split('/').next().expect("a name");
+                machine.write(&format!("sys/devices/virtual/block/{drive}/queue/rotational"), "0");
+                fs::create_dir_all(blocks.join(part)).expect("a directory");
+                symlink(blocks.join(part), folder.join(drive)).expect("a link");
+            }
+        }
+        let number = fs::metadata(&root).expect("there").dev();
+        machine.link(&number, "sys/devices/virtual/block/dm-0");
+        assert_eq!(drives(&[&root]), Some(3));
+
+        assert_eq!(drives(&[&root, Path::new("/proc")]), None, "no drive");
+        assert_eq!(drives(&[&root.join("missing")]), None);
+        fs::remove_dir_all(blocks.join("nvme3n1")).expect("removed");
+        assert_eq!(drives(&[&root]), None, "a part without a directory");
     }
 
     #[test]

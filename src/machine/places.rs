@@ -12,7 +12,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::plan::{Finding, Kernel, Plan, shown};
+use super::{
+    drives::whole,
+    plan::{Finding, Kernel, Plan, shown},
+};
 
 /// Share of a file system that the adapters leave free.
 const FREE_SHARE_MIN: f64 = 0.01;
@@ -189,9 +192,7 @@ fn unmounted(path: &Path, kernel: &Kernel<'_>) -> Option<Finding> {
 pub(super) fn drive_folder(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<PathBuf> {
     let number = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
     let (major, minor) = (libc::major(number), libc::minor(number));
-    let link = fs::canonicalize(kernel.root.join(format!("sys/dev/block/{major}:{minor}"))).ok()?;
-    // A partition is in the directory of its drive.
-    if link.join("queue").exists() { Some(link) } else { link.parent().map(Path::to_owned) }
+    fs::canonicalize(kernel.root.join(format!("sys/dev/block/{major}:{minor}"))).ok().map(whole)
 }
 
 /// The drive under a path.

@@ -119,18 +119,18 @@ impl Workers {
         })
     }
 
-    /// Starts `count` threads, each with a ring of its own if `rings` is set and the kernel allows it. They run on the
-    /// processors `near` the drives, if there are any that this process may use. `done` counts their work. Call on the
-    /// reactor.
+    /// Starts `count` threads; the first `rings` of them have a ring of their own, if the kernel allows it. They run on
+    /// the processors `near` the drives, if there are any that this process may use. `done` counts their work. Call on
+    /// the reactor.
     ///
     /// # Errors
     /// The system's error, if it cannot start a thread.
-    pub(crate) fn start(count: u32, rings: bool, near: &[usize], done: Arc<Count>) -> io::Result<Rc<Self>> {
+    pub(crate) fn start(count: u32, rings: u32, near: &[usize], done: Arc<Count>) -> io::Result<Rc<Self>> {
         let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done };
         if count == 0 {
             return Ok(Rc::new(workers));
         }
-        let pool = Arc::new(Pool::new(count, WAKE_BYTES));
+        let pool = Arc::new(Pool::new(count, rings.min(count), WAKE_BYTES));
         let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
         // Set before the threads start: if a later one cannot start, dropping this ends the earlier ones.
         workers.kind = Kind::Threads { pool: Arc::clone(&pool), threads: Vec::new(), answers, rings: false };
@@ -140,7 +140,7 @@ impl Workers {
             let near = near.to_vec();
             let run = move || {
                 run_on(&near);
-                let lane = if rings { lane() } else { None };
+                let lane = if worker < rings { lane() } else { None };
                 // The starting thread waits for all of these messages.
                 let _ = tell.send(lane.is_some());
                 drop(tell);

@@ -93,7 +93,8 @@ fn below(limit: usize) -> usize {
 /// Workers over modelled rings that take so many transfers at once, and the reactor's side of `blocks` transfers, some
 /// with work between them.
 fn hand_over<const N: usize>(transfers_max: [usize; N], blocks: u8) {
-    let pool = Arc::new(Pool::new(N as u32, super::pool::WAKE_BYTES));
+    let rings = transfers_max.iter().rposition(|&max| max > 0).map_or(0, |last| last + 1);
+    let pool = Arc::new(Pool::new(N as u32, rings as u32, super::pool::WAKE_BYTES));
     let threads: Vec<_> = (0..)
         .zip(transfers_max)
         .map(|(worker, transfers_max)| {
@@ -155,6 +156,7 @@ fn every_transfer_is_answered_however_workers_fall_asleep() {
 #[test]
 fn a_transfer_waits_for_no_worker_without_room() {
     check(|| hand_over([2, 0], 3));
+    check(|| hand_over([1, 1, 0], 2));
     check(|| hand_over([0, 1, 0], 2));
 }
 

@@ -39,6 +39,8 @@ struct Queue {
     /// Bytes of all that is queued.
     bytes: u64,
     threads: u32,
+    /// The first so many workers transfer.
+    rings: u32,
     /// As [`WAKE_BYTES`]; less in a simulation, whose blocks are small.
     wake_bytes: u64,
     /// Sleeping workers that have not been woken, the latest last.
@@ -76,7 +78,7 @@ struct Taken {
 impl Queue {
     /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted.
     fn take(&mut self, room: usize, wants_work: bool) -> Taken {
-        let part = self.transfers.len().div_ceil(self.threads as usize);
+        let part = self.transfers.len().div_ceil(self.rings.max(1) as usize);
         let mut taken = Taken { transfers: self.transfers.drain(..part.min(room)).collect(), ..Taken::default() };
         self.bytes -= taken.transfers.iter().map(|(transfer, _)| transfer.buf.len() as u64).sum::<u64>();
         if !wants_work || !taken.transfers.is_empty() {
@@ -101,7 +103,11 @@ impl Queue {
 
     /// Returns a worker to wake, unless the awake ones suffice for the queue.
     fn sleeper(&mut self, for_transfer: bool) -> Option<Sleeper> {
-        let awake = u64::from(self.threads) - self.asleep.len() as u64;
+        let (workers, asleep) = match for_transfer {
+            true => (self.rings, self.asleep.iter().filter(|sleeper| sleeper.worker < self.rings).count()),
+            false => (self.threads, self.asleep.len()),
+        };
+        let awake = u64::from(workers) - asleep as u64;
         if awake > 0 && self.bytes <= self.wake_bytes * awake {
             return None;
         }
@@ -116,14 +122,16 @@ impl Queue {
 }
 
 impl Pool {
-    /// A queue for `threads` workers. Another worker is woken for every `wake_bytes` queued.
-    pub fn new(threads: u32, wake_bytes: u64) -> Self {
+    /// A queue for `threads` workers, the first `rings` of which transfer. Another one is woken for every `wake_bytes`
+    /// queued.
+    pub fn new(threads: u32, rings: u32, wake_bytes: u64) -> Self {
         let queue = Queue {
             work: VecDeque::new(),
             transfers: VecDeque::new(),
             unsummed: VecDeque::new(),
             bytes: 0,
             threads,
+            rings,
             wake_bytes,
             asleep: Vec::new(),
             closed: false,
@@ -206,7 +214,7 @@ impl Pool {
         if queue.has_for(has_room) {
             return Step::Next;
         }
-        let with_room = if queue.has_for(true) { queue.any_sleeper(true) } else { None };
+        let with_room = if worker < queue.rings && queue.has_for(true) { queue.any_sleeper(true) } else { None };
         let ends = queue.closed && seat.in_flight() == 0;
         if !ends {
             queue.asleep.push(Sleeper { worker, bell: seat.bell(), has_room });

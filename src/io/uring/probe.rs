@@ -73,13 +73,17 @@ fn explain(error: &io::Error, io_uring_disabled: Option<u8>) -> io::Error {
     )
 }
 
-/// Whether `file` lies in memory, by the type of its file system: tmpfs or ramfs.
+/// Whether `file` is a regular file in memory, by the type of its file system: tmpfs or ramfs. (Nodes of devices lie in
+/// memory too.)
 ///
 /// Other file systems whose I/O blocks a thread, as those of networks do, are not meant: a ring's threads keep more
 /// operations in flight than there are workers.
 pub(super) fn is_in_memory(file: &File) -> bool {
     /// `RAMFS_MAGIC` of the kernel's `linux/magic.h`.
     const RAMFS_MAGIC: u64 = 0x8584_58f6;
+    if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
+        return false;
+    }
     // SAFETY: plain data, of which all zeros is a value.
     let mut found: libc::statfs = unsafe { std::mem::zeroed() };
     // SAFETY: `found` is writable; the descriptor is open while `file` lives.
@@ -96,6 +100,8 @@ mod tests {
         assert!(is_in_memory(&tempfile::tempfile_in("/dev/shm").expect("a tmpfs")));
         // Its reads block a thread too.
         assert!(!is_in_memory(&File::open("/proc/self/mounts").expect("a /proc")));
+        // A node in memory.
+        assert!(!is_in_memory(&File::open("/dev/null").expect("a /dev")));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Workers in virtual time: each is a task that runs the steps of a production worker, over a ring that is simulated.
 //!
 //! The queue, the list of sleepers, the wake-ups and the answers to the reactor are those of production. The seed draws
-//! how many workers there are, how long each step takes, when a completed transfer is noticed, and when a worker dies.
+//! how many workers there are and transfer, how long each step takes, when a completed transfer is noticed, and when a worker dies.
 
 use std::{
     cell::{Cell, RefCell},
@@ -30,9 +30,11 @@ pub(super) fn start(world: &World) -> Option<Arc<Pool>> {
         return None;
     }
     let wake_bytes = [0, 4096, 1 << 16][rng.below(3) as usize];
-    let pool = Arc::new(Pool::new(count, wake_bytes));
+    // From a generator of its own, because seeds have been recorded.
+    let rings = 1 + Rng::new(world.seed.rotate_left(16)).below(u64::from(count)) as u32;
+    let pool = Arc::new(Pool::new(count, rings, wake_bytes));
     for number in 0..count {
-        let worker = Worker { pool: Arc::clone(&pool), number, world: world.clone(), rng: rng.fork() };
+        let worker = Worker { pool: Arc::clone(&pool), number, rings, world: world.clone(), rng: rng.fork() };
         tokio::task::spawn_local(worker.run());
     }
     Some(pool)
@@ -41,6 +43,8 @@ pub(super) fn start(world: &World) -> Option<Arc<Pool>> {
 struct Worker {
     pool: Arc<Pool>,
     number: u32,
+    /// The first so many workers transfer.
+    rings: u32,
     world: World,
     rng: Rng,
 }
@@ -53,6 +57,9 @@ impl Worker {
     /// Works until the worker dies, as after a panic: then true, and another takes its place.
     async fn live(&mut self) -> bool {
         let mut ring = Ring::new(&self.world);
+        if self.number >= self.rings {
+            ring.transfers_max = 0;
+        }
         let mut unsubmitted = false;
         loop {
             self.linger().await;
