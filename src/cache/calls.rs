@@ -198,8 +198,9 @@ impl Cache {
     /// Starts to bring blocks into host memory; returns how many movements it started.
     ///
     /// Reads that a caller awaits go first. With [`Config::background_max`] movements in flight, or a full queue, the
-    /// rest of the call is refused and counted. A fetch that joins such a movement and is then dropped may leave the
-    /// block on disk.
+    /// rest of the call is refused and counted. A block whose movement in flight cannot be joined, because it is
+    /// overdue or has [`Config::waiters_max`] waiters, is passed over. A fetch that joins such a movement and is then
+    /// dropped may leave the block on disk.
     ///
     /// # Errors
     /// [`Error::Closed`].
@@ -227,13 +228,16 @@ impl Cache {
                 shared.metrics.background_refused.add((keys.len() - i) as u64);
                 break;
             };
-            if let (Promotion::Started(nobody), _) =
-                shared.promote(key, Tier::Host, Class::Background, Use::Announced)?
-            {
-                // First: the reactor would leave the block to a waiter, and a waiter that leaves gives it up.
-                drop(nobody);
-                permit.send(Command::Promote { key: *key, to: Tier::Host });
-                started += 1;
+            match shared.promote(key, Tier::Host, Class::Background, Use::Announced) {
+                Ok((Promotion::Started(nobody), _)) => {
+                    // First: the reactor would leave the block to a waiter, and a waiter that leaves gives it up.
+                    drop(nobody);
+                    permit.send(Command::Promote { key: *key, to: Tier::Host });
+                    started += 1;
+                }
+                Err(Error::Closed) => return Err(Error::Closed),
+                // Resident, or on its way. An error is of that movement, and no other block's.
+                Ok(_) | Err(_) => {}
             }
         }
         Ok(started)

@@ -126,9 +126,9 @@ impl Movers {
             Way::Load => {
                 if self.regions.lenders() > 1 {
                     // Other clients may load the same blocks: they are read once, into host memory, and copied to each
-                    // client. The load joins the movements; other blocks are loaded directly: those without room in
-                    // host memory, and those behind one that cannot be prefetched, whose error is no other block's.
-                    let _error_of_one_block = self.cache.prefetch(keys);
+                    // client. The load joins the movements; blocks without room in host memory are loaded directly. A
+                    // cache that is closed refuses the load as well.
+                    let _is_open = self.cache.prefetch(keys);
                 }
                 self.cache.load_into(keys, &segments).await
             }

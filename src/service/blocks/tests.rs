@@ -67,10 +67,18 @@ async fn a_block_that_cannot_be_prefetched_costs_no_other_block() {
         let first = key(0);
         let mut waits = Box::pin(space.cache.fetch(&first));
         assert!((&mut waits).now_or_never().is_none(), "all slots are pinned");
-        space.cache.prefetch(&[first]).expect_err("too many waiters");
-        let loaded = Rc::clone(&one).run(Way::Load, blocks(), Cancel::default()).await;
+        assert_eq!(space.cache.prefetch(&[first]).expect("open"), 0, "too many waiters");
+        let load = Rc::clone(&one).run(Way::Load, blocks(), Cancel::default());
+        let release = async {
+            // Until the load has passed the block over, and has begun.
+            while space.cache.stats().busy < 3 {
+                tokio::task::yield_now().await;
+            }
+            drop(leases);
+        };
+        let (loaded, ()) = tokio::join!(load, release);
+        assert!(loaded[0].is_err(), "too many waiters");
         assert!(loaded[1..].iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
-        drop(leases);
         assert!(waits.await.expect("served").is_some());
         one.regions.release_all().await;
         other.regions.release_all().await;

@@ -34,6 +34,27 @@ fn a_stalled_read_is_a_timeout_and_its_buffer_stays_with_the_disk() {
 }
 
 #[test]
+fn a_prefetch_passes_over_a_block_whose_read_is_overdue() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.script_next(OpKind::Read, Fault::Stall);
+        let stalled = fetch(&cache, 0).await;
+        assert!(matches!(stalled, Err(Error::Timeout { .. })), "{stalled:?}");
+        assert_eq!(cache.prefetch(&[key(0), key(1), key(2)]).expect("open"), 2, "the others are brought");
+        a_while().await;
+        let stats = cache.stats();
+        assert_eq!(disk.in_flight(), 1, "they were read");
+        for n in [1, 2] {
+            assert!(fetch(&cache, n).await.expect("served"), "block {n}");
+        }
+        assert_eq!(cache.stats().tier(Tier::Host).hits, stats.tier(Tier::Host).hits + 2);
+        disk.release();
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
 fn a_stalled_write_is_a_timeout_and_the_block_stays_whole() {
     sim::block_on(async {
         let (cache, reactor, disk) = open(config()).await;
