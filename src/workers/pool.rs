@@ -166,6 +166,8 @@ impl Pool {
 
     /// Runs a worker until no more work will come.
     pub(super) fn run(&self, worker: u32, seat: &mut impl Seat) {
+        // It may have died asleep, and taken its bell with it.
+        self.awake(worker);
         let mut unsubmitted = false;
         loop {
             match self.step(worker, seat, &mut unsubmitted) {

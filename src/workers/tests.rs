@@ -10,10 +10,14 @@ use std::{
 
 use tokio::task::LocalSet;
 
-use super::*;
+use super::{
+    seat::{Bell, Seat},
+    *,
+};
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
+    io::uring::Completed,
     memory::AlignedBuf,
 };
 
@@ -130,6 +134,50 @@ fn a_worker_that_dies_loses_what_it_transfers_and_another_takes_its_place() {
             assert_eq!(transferred.result.expect("transferred"), Some(checksum(&[7; 4096])), "{kind:?}");
         }
     });
+}
+
+/// A seat in which a worker dies as soon as it sleeps.
+struct Deadly;
+
+impl Seat for Deadly {
+    fn room(&self) -> usize {
+        0
+    }
+
+    fn in_flight(&self) -> usize {
+        0
+    }
+
+    fn start(&mut self, _: Transfer, _: Waiter) {
+        unreachable!("there is no room");
+    }
+
+    fn poll(&mut self) {}
+
+    fn has_completed(&self) -> bool {
+        false
+    }
+
+    fn take_completed(&mut self) -> Option<Completed<Waiter>> {
+        None
+    }
+
+    fn bell(&self) -> Bell {
+        Ringless.bell()
+    }
+
+    fn sleep(&mut self) {
+        std::panic::resume_unwind(Box::new("on purpose"))
+    }
+}
+
+#[test]
+fn a_worker_that_died_asleep_is_listed_once() {
+    let pool = Pool::new(1, WAKE_BYTES);
+    for _ in 0..3 {
+        assert!(catch_unwind(AssertUnwindSafe(|| pool.run(0, &mut Deadly))).is_err());
+        assert_eq!(pool.asleep(), 1, "its successor would not be woken");
+    }
 }
 
 /// Fills a pipe, so that the next write to it waits for its reader.
