@@ -310,6 +310,15 @@ impl DiskSlots {
         self.stale.iter().map(PageId)
     }
 
+    /// The index entries of the blocks in the slots of a record page.
+    ///
+    /// # Panics
+    /// If the store has no such page.
+    pub fn entries_of(&self, page: PageId) -> impl Iterator<Item = u32> + '_ {
+        let (file, first, count) = self.stripe.page_slots(page);
+        (first..first + count).filter_map(move |local| self.meta(self.stripe.slot(file, local))).map(|meta| meta.entry)
+    }
+
     /// Number of stale pages.
     pub fn stale_count(&self) -> u32 {
         self.stale.len()

@@ -155,6 +155,8 @@ pub struct Index {
     blocks: usize,
     /// During recovery only: shortcuts up the chains.
     tops: restore::Tops,
+    /// The clock at the end of recovery.
+    restored_at: u64,
     /// Which blocks are worth a write to disk, after [`value_writes`](Index::value_writes).
     values: Option<Box<WriteValues>>,
 }
@@ -184,6 +186,7 @@ impl Index {
             resident: [0; Tier::COUNT],
             blocks: 0,
             tops: restore::Tops::default(),
+            restored_at: 0,
             values: None,
         }
     }

@@ -126,6 +126,7 @@ impl Index {
     /// entries.
     pub fn restored(&mut self, tier: Tier) {
         self.tops = Tops::default();
+        self.restored_at = self.clock;
         let mut leaves = Vec::new();
         for (id, entry) in &mut self.entries {
             if entry.belongs_in_list(tier) && !entry.has(tier, LISTED) {
@@ -138,6 +139,11 @@ impl Index {
             }
         }
         self.policies[tier as usize].fill(&radix::sort(leaves));
+    }
+
+    /// True if the entry was used since the [end of recovery](Self::restored).
+    pub fn is_used_since_restored(&self, id: EntryId) -> bool {
+        self.entry(id).last_use > self.restored_at
     }
 
     /// True where `id` is `of` or above it. Records come in any order: from each one whose child came before it a walk

@@ -5,7 +5,10 @@ use std::rc::Rc;
 use tokio::sync::mpsc;
 
 use super::{Mover, Urgent};
-use crate::{device::CopyEngine, disk::PageId, error::Result, io::Storage};
+use crate::{device::CopyEngine, disk::PageId, error::Result, index::EntryId, io::Storage};
+
+/// Record pages whose blocks are looked at under one lock: some tens of microseconds.
+const PAGES_PER_LOCK: usize = 16;
 
 /// Number of syncs at the end if each of them passes the deadline.
 const SYNCS_MAX: u32 = 8;
@@ -30,12 +33,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             return Ok(());
         }
         self.close_direct().await;
-        // The next run starts with the use order of this one.
-        if let Some(slots) = &mut self.shared.lock().disk {
-            for page in 0..slots.stripe().pages() {
-                slots.mark_stale(PageId(page));
-            }
-        }
+        self.mark_used_pages().await;
         let mut result = self.sync().await;
         for _ in 1..SYNCS_MAX {
             while self.active.get() > 0 {
@@ -52,5 +50,24 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             self.settled.notified().await;
         }
         result.and_then(|()| refusals.report())
+    }
+
+    /// Marks the record pages of blocks that were used in this run as stale: the next run starts with the use order of
+    /// this one. The other pages on the medium have the last uses that the index has.
+    async fn mark_used_pages(&self) {
+        let pages = self.shared.lock().disk_slots().stripe().pages();
+        for first in (0..pages).step_by(PAGES_PER_LOCK) {
+            {
+                let state = &mut *self.shared.lock();
+                let is_used = |entry| state.index.is_used_since_restored(EntryId::from_u32(entry));
+                let slots = state.disk.as_mut().expect("only a disk tier has records");
+                for page in (first..pages).take(PAGES_PER_LOCK).map(PageId) {
+                    if slots.entries_of(page).any(is_used) {
+                        slots.mark_stale(page);
+                    }
+                }
+            }
+            crate::io::yield_now().await;
+        }
     }
 }

@@ -1,5 +1,6 @@
 //! Situations that seeds reach by chance only, made to happen.
 
+mod closes;
 mod removals;
 #[path = "../scene/mod.rs"]
 mod scene;
