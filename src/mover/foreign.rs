@@ -24,6 +24,7 @@ use crate::{
     device::{CopyEngine, OwnedBatch, pair_segments},
     error::{Error, Result},
     io::Storage,
+    shield::caught,
     state::{Class, Committed, Found, Pin, Purpose, State},
 };
 
@@ -67,7 +68,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // SAFETY: the owner of the region promised at its registration to keep it mapped until `Cache::unregister`
             // has resolved. That waits for the hold on it which came with this request, and then for `unregister`. If
             // the registration was dropped meanwhile, nothing is read into the region, and `GiveBack` follows.
-            if let Some(first) = unsafe { self.storage.register(start, region.len) } {
+            let register = || unsafe { self.storage.register(start, region.len) };
+            // No movement contains a subscriber that panics when it is told of a refusal.
+            if let Some(first) = caught(register).flatten() {
                 region.fixed.store(u32::from(first), Ordering::Release);
             }
         }
@@ -77,7 +80,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     pub(super) fn unregister(&self, region: &RegionUse) {
         let region = &region.0;
         if let Ok(first) = u16::try_from(region.fixed.swap(UNREGISTERED, Ordering::AcqRel)) {
-            self.storage.unregister(first, region.len);
+            // As in `register`: what is left to do for the region must not depend on a subscriber.
+            _ = caught(|| self.storage.unregister(first, region.len));
         }
     }
 

@@ -23,9 +23,10 @@ impl Shared {
         let refused = state.slot_requests.take_all(Tier::Device);
         let error = state.check_service(Tier::Device);
         drop(state);
-        tracing::error!(reason, "the device tier is out of service");
         refused.refuse(&error.expect_err("the device tier was just taken out of service"));
         self.drop_device_copies();
+        // Last: a subscriber may panic.
+        tracing::error!(reason, "the device tier is out of service");
     }
 
     /// Drops every copy in the device tier that has no reader. The last unpin drops each of the others, also of those

@@ -34,6 +34,7 @@ use self::{
 use crate::{
     io::uring::{Lane, Transfer},
     metrics::Count,
+    shield::caught,
 };
 
 /// Least work worth handing over to threads: about 8 us.
@@ -102,8 +103,9 @@ fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>) {
         if ended.is_ok() {
             return;
         }
-        tracing::error!("a worker thread panicked and restarts");
-        lane = if has_ring { self::lane() } else { None };
+        // A subscriber of the log may panic: that must not end the thread.
+        _ = caught(|| tracing::error!("a worker thread panicked and restarts"));
+        lane = if has_ring { caught(self::lane).flatten() } else { None };
     }
 }
 

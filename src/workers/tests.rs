@@ -9,6 +9,7 @@ use std::{
 };
 
 use tokio::task::LocalSet;
+use tracing::{Event, Metadata, Subscriber, span};
 
 use super::{
     seat::{Bell, Seat},
@@ -133,6 +134,55 @@ fn a_worker_that_dies_loses_what_it_transfers_and_another_takes_its_place() {
             let transferred = transfer(&workers, kind, &file, 4096, 7).await.expect("there is a worker");
             assert_eq!(transferred.result.expect("transferred"), Some(checksum(&[7; 4096])), "{kind:?}");
         }
+    });
+}
+
+/// A log that cannot be written.
+struct ClosedPipe;
+
+impl Subscriber for ClosedPipe {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn event(&self, _: &Event<'_>) {
+        std::panic::resume_unwind(Box::new("on purpose"));
+    }
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+#[test]
+fn a_worker_that_dies_is_replaced_although_the_log_panics() {
+    on_reactor(async {
+        let workers = workers(1);
+        let Kind::Threads { pool, .. } = &workers.kind else { unreachable!("there is a thread") };
+        let dies = || -> Answer {
+            std::mem::forget(tracing::subscriber::set_default(ClosedPipe));
+            std::panic::resume_unwind(Box::new("on purpose"))
+        };
+        pool.push_work(0, Box::new(dies));
+        let (tell, told) = mpsc::channel();
+        pool.push_work(
+            0,
+            Box::new(move || {
+                tell.send(()).expect("the test waits for it");
+                Box::new(|| ())
+            }),
+        );
+        // Waits for the thread, and with it for its queued work.
+        drop(workers);
+        told.try_recv().expect("the thread did the work that was queued behind");
     });
 }
 

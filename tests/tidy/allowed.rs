@@ -21,7 +21,7 @@ pub const TOP: Group = Group {
             "mover state device disk runtime config index io machine memory workers metrics block checksum error fork \
              shield",
         ),
-        ("mover", "state device disk config index io memory workers block checksum error"),
+        ("mover", "state device disk config index io memory workers block checksum error shield"),
         ("state", "device disk config index io memory metrics block checksum error fork shield sync"),
         ("device", "config io memory workers metrics block error"),
         ("store", "disk runtime config io memory block checksum error"),
@@ -29,7 +29,7 @@ pub const TOP: Group = Group {
         ("runtime", "config io memory error"),
         ("config", "block error"),
         ("index", "block bits"),
-        ("workers", "io memory metrics block checksum sync"),
+        ("workers", "io memory metrics block checksum shield sync"),
         ("machine", ""),
         ("io", "memory block"),
         ("memory", "block error fork"),

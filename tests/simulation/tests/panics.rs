@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{Error, Tier, WritePolicy, internals::io::OpKind};
+use kvhoist::{Error, Memory, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::{
     run,
     sim::{self, Fault},
@@ -116,6 +116,24 @@ fn deadlines_outlive_a_warning_that_panics() {
             assert!(matches!(&fetched, Err(Error::Timeout { .. })), "{fetched:?}");
         }
         disk.release();
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_warning_that_panics_ends_neither_the_reactor_nor_a_registration() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        let mut memory = vec![0; BLOCK_BYTES];
+        let start = memory.as_mut_ptr();
+        disk.unmap(start.addr()..start.addr() + BLOCK_BYTES);
+        let _log = tracing::subscriber::set_default(ClosedPipe::default());
+        // SAFETY: the memory outlives the cache, and no block is moved there.
+        let lent = unsafe { Memory::host(start, BLOCK_BYTES) };
+        let region = timeout(PATIENCE, cache.register(lent.pinned(true))).await.expect("answered").expect("registered");
+        assert!(!region.is_pinned(), "the kernel refuses");
+        store(&cache, 0).await.expect("the reactor continues");
+        cache.unregister(&region).await.expect("its own region");
         finish(cache, reactor).await;
     });
 }

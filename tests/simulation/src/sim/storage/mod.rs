@@ -277,7 +277,7 @@ impl Storage for Sim {
         match self.0.borrow_mut().table.add(start.as_ptr(), len) {
             Ok(first) => Some(first),
             Err(error) => {
-                tracing::debug!(%error, "memory is not registered");
+                tracing::warn!(%error, "memory is not registered");
                 None
             }
         }
