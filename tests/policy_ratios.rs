@@ -7,7 +7,7 @@ use std::collections::{BTreeSet, HashMap, HashSet};
 use common::{Rng, key};
 use kvhoist::{
     BlockKey, Tier,
-    internals::index::{EntryId, EvictionPolicy as _, Index, Lru, Policy, Rb},
+    internals::index::{EntryId, Index, Lru, Policy, Rb},
 };
 
 /// One tier of the index alone, in which every missing block of a request is stored.
@@ -76,7 +76,6 @@ impl Tiered {
 fn ratios(trace: &[Vec<BlockKey>], slots: usize) -> [[f64; 2]; 3] {
     let [rb, refusing] = [Rb::new(slots as u32), Rb::refusing(slots as u32)].map(|rb| Policy::Rb(Box::new(rb)));
     [Policy::Lru(Lru::new()), rb, refusing].map(|policy| {
-        assert!(policy.is_empty());
         let mut tier = Tiered::new(policy, slots);
         trace.iter().for_each(|chain| tier.request(chain));
         tier.index.validate().unwrap_or_else(|what| panic!("{what}"));

@@ -1,7 +1,7 @@
 //! The lists of a tier: what is evicted first, and what must be demoted before.
 
 use super::{
-    EntryId, EvictionPolicy, Index, Used,
+    EntryId, Index, Used,
     entry::{DIRTY, FULL, HELD, LISTED, List},
 };
 use crate::block::Tier;

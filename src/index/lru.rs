@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use lru::LruCache;
 
-use super::{EntryId, EvictionPolicy, Restored, Used, hash::BuildIdHasher};
+use super::{EntryId, Restored, Used, hash::BuildIdHasher};
 
 /// Evicts the entry that was used longest ago. Exact, also for entries that arrive out of order.
 ///
@@ -26,8 +26,8 @@ impl Lru {
         Lru { in_order: LruCache::unbounded_with_hasher(BuildIdHasher::default()), late: BTreeSet::new(), newest: 0 }
     }
 
-    /// Enters many at once, in ascending order of last use.
-    pub(super) fn append<'a>(&mut self, entries: impl Iterator<Item = &'a Restored>) {
+    /// As [`Policy::fill`](super::Policy::fill).
+    pub(super) fn fill<'a>(&mut self, entries: impl Iterator<Item = &'a Restored>) {
         let mut entries: BTreeSet<(u64, u32)> = entries.map(|entry| (entry.used().last, entry.id().0)).collect();
         self.late.append(&mut entries);
     }
@@ -52,16 +52,8 @@ impl Lru {
             Err(format!("entry {id} is listed as a late arrival, used at {used}, or is listed twice"))
         })
     }
-}
 
-impl Default for Lru {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl EvictionPolicy for Lru {
-    fn insert(&mut self, id: EntryId, Used { last: last_use, .. }: Used) {
+    pub(super) fn insert(&mut self, id: EntryId, Used { last: last_use, .. }: Used) {
         if last_use >= self.newest || self.in_order.is_empty() {
             self.newest = last_use;
             self.in_order.put(id.0, ());
@@ -70,14 +62,14 @@ impl EvictionPolicy for Lru {
         }
     }
 
-    fn remove(&mut self, id: EntryId, Used { last: last_use, .. }: Used) {
+    pub(super) fn remove(&mut self, id: EntryId, Used { last: last_use, .. }: Used) {
         if self.in_order.pop(&id.0).is_none() {
             let held = self.late.remove(&(last_use, id.0));
             debug_assert!(held, "{id:?} with last use {last_use} is not held");
         }
     }
 
-    fn touch(&mut self, id: EntryId, from: Used, to: Used) {
+    pub(super) fn touch(&mut self, id: EntryId, from: Used, to: Used) {
         if to.last >= self.newest && self.in_order.promote(&id.0) {
             self.newest = to.last;
         } else {
@@ -86,7 +78,7 @@ impl EvictionPolicy for Lru {
         }
     }
 
-    fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId> {
+    pub(super) fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId> {
         let in_order = self.in_order.peek_lru().map(|(&id, &())| (last_use(EntryId(id)), id));
         let late = self.late.first().copied();
         let (_, id) = match (in_order, late) {
@@ -96,12 +88,14 @@ impl EvictionPolicy for Lru {
         Some(EntryId(id))
     }
 
-    fn fill(&mut self, entries: &[Restored]) {
-        self.append(entries.iter());
-    }
-
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.in_order.len() + self.late.len()
+    }
+}
+
+impl Default for Lru {
+    fn default() -> Self {
+        Self::new()
     }
 }
 
@@ -167,7 +161,7 @@ mod tests {
                         let entries: Vec<_> = new.into_iter().zip(time..).collect();
                         model.extend(entries.iter().copied());
                         let restored = |&(id, time): &(u32, u64)| Restored::new(EntryId(id), at(time));
-                        lru.fill(&entries.iter().map(restored).collect::<Vec<_>>());
+                        lru.fill(entries.iter().map(restored).collect::<Vec<_>>().iter());
                     }
                     Op::Evict => {
                         if let Some(id) = lru.victim(&|id| model[&id.0]) {

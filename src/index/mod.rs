@@ -41,12 +41,11 @@
 //! Every unpin, [`touch`](Index::touch), [`touch_chain`](Index::touch_chain), and a fill that completes, unless a
 //! faster tier holds the block already: a demotion must not make a cold block recent.
 //!
-//! A policy that [counts requests](EvictionPolicy::counts_requests), such as [`Rb`], needs the number of requests for a
-//! block, not of its movements. With such a policy the ends of pins and fills are no uses, except the fill of a block
-//! that was never used (it is being stored), and several uses in one request count as one. A request begins with
-//! [`begin_request`](Index::begin_request) and ends with the next one, or when two uses for each of its blocks have
-//! been counted; outside of a request each call counts as one. An [announced](Index::announce) use is not counted again
-//! when it follows, whatever requests begin in between.
+//! [`Rb`] needs the number of requests for a block, not of its movements. With this policy the ends of pins and fills
+//! are no uses, except the fill of a block that was never used (it is being stored), and several uses in one request
+//! count as one. A request begins with [`begin_request`](Index::begin_request) and ends with the next one, or when two
+//! uses for each of its blocks have been counted; outside of a request each call counts as one. An
+//! [announced](Index::announce) use is not counted again when it follows, whatever requests begin in between.
 //!
 //! # Bytes
 //!
@@ -87,7 +86,7 @@ mod values;
 mod worth;
 
 pub use lru::Lru;
-pub use policy::{EvictionPolicy, Policy, Restored, Used};
+pub use policy::{Policy, Restored, Used};
 pub use rb::Rb;
 pub use worth::Worth;
 
@@ -173,7 +172,7 @@ impl Index {
     pub fn with_policies(seed: u64, policies: impl FnMut(Tier) -> Policy) -> Self {
         let policies = Tier::ALL.map(policies);
         Index {
-            counts_requests: policies.iter().any(Policy::counts_requests),
+            counts_requests: policies.iter().any(|policy| policy.rb().is_some()),
             request: 0..0,
             entries: Slab::new(),
             map: HashTable::new(),

@@ -10,7 +10,7 @@
 //! share of the blocks in their first use. The share falls while evicted blocks would bring more hits, for the time
 //! that they would occupy a slot, than new blocks do.
 
-use super::{EntryId, EvictionPolicy, Lru, Restored, Used, ghosts::Ghosts};
+use super::{EntryId, Lru, Restored, Used, ghosts::Ghosts};
 
 /// The head start at first, and at most, as multiples of the tier's slots.
 const HEAD_FIRST: f64 = 0.5;
@@ -146,23 +146,16 @@ impl Rb {
         }
         regrets.iter_mut().chain(evictions).for_each(|count| *count *= decay);
     }
-}
 
-/// Evictions and refusals between two adaptations.
-fn period(slots: f64) -> u32 {
-    ((slots / 32.0) as u32).max(16)
-}
-
-impl EvictionPolicy for Rb {
-    fn insert(&mut self, id: EntryId, used: Used) {
+    pub(super) fn insert(&mut self, id: EntryId, used: Used) {
         self.lists[usize::from(used.again())].insert(id, used);
     }
 
-    fn remove(&mut self, id: EntryId, used: Used) {
+    pub(super) fn remove(&mut self, id: EntryId, used: Used) {
         self.lists[usize::from(used.again())].remove(id, used);
     }
 
-    fn touch(&mut self, id: EntryId, from: Used, to: Used) {
+    pub(super) fn touch(&mut self, id: EntryId, from: Used, to: Used) {
         if from.again() == to.again() {
             return self.lists[usize::from(to.again())].touch(id, from, to);
         }
@@ -170,32 +163,30 @@ impl EvictionPolicy for Rb {
         self.insert(id, to);
     }
 
-    fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId> {
+    pub(super) fn victim(&self, last_use: &dyn Fn(EntryId) -> u64) -> Option<EntryId> {
         let [once, again] = self.lists.each_ref().map(|list| list.victim(last_use));
         let (Some(once), Some(again)) = (once, again) else { return once.or(again) };
         let is_once = last_use(once) as f64 <= last_use(again) as f64 + self.head;
         Some(if is_once { once } else { again })
     }
 
-    fn fill(&mut self, entries: &[Restored]) {
+    pub(super) fn fill(&mut self, entries: &[Restored]) {
         for (again, list) in [false, true].into_iter().zip(&mut self.lists) {
-            list.append(entries.iter().filter(|entry| entry.used().again() == again));
+            list.fill(entries.iter().filter(|entry| entry.used().again() == again));
         }
     }
 
-    fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.lists.iter().map(Lru::len).sum()
     }
 
-    fn counts_requests(&self) -> bool {
-        true
-    }
-
-    fn try_reserve(&mut self) -> Result<(), usize> {
+    /// Allocates the memory that it will need; the error is the number of bytes that were refused.
+    pub(super) fn try_reserve(&mut self) -> Result<(), usize> {
         self.ghosts.try_reserve()
     }
 
-    fn evicted(&mut self, used: Used, now: u64) {
+    /// The copy that [`victim`](Self::victim) named is evicted. [`remove`](Self::remove) follows.
+    pub(super) fn evicted(&mut self, used: Used, now: u64) {
         self.evictions[usize::from(used.again())] += 1.0;
         if let Some(admission) = &mut self.admission
             && !used.again()
@@ -205,11 +196,14 @@ impl EvictionPolicy for Rb {
         self.count();
     }
 
-    fn remember(&mut self, hash: u64, at: u32, uses: u8) {
+    /// The evicted block is in no tier now: it is remembered, by the hash of its key. `at` is the low half of the clock
+    /// at the eviction.
+    pub(super) fn remember(&mut self, hash: u64, at: u32, uses: u8) {
         self.ghosts.push(hash, at, uses, false);
     }
 
-    fn returned(&mut self, hash: u64, now: u32) -> u8 {
+    /// A block that was in no tier is used. Returns its uses if it was remembered; else 0.
+    pub(super) fn returned(&mut self, hash: u64, now: u32) -> u8 {
         let Some(ghost) = self.ghosts.take(hash) else { return 0 };
         if !ghost.refused() {
             self.count_regret(ghost.uses() > 1, now.wrapping_sub(ghost.at));
@@ -218,33 +212,40 @@ impl EvictionPolicy for Rb {
         ghost.uses().max(1)
     }
 
-    fn returned_to(&mut self, at: u32, now: u32, uses: u8) {
+    /// A block that was evicted at `at`, and is in another tier, is used.
+    pub(super) fn returned_to(&mut self, at: u32, now: u32, uses: u8) {
         self.count_regret(uses > 1, now.wrapping_sub(at));
     }
 
+    /// A resident block in its first use is used again, `after` uses later.
     #[inline]
-    fn reused(&mut self, after: u64) {
+    pub(super) fn reused(&mut self, after: u64) {
         if let Some(admission) = &mut self.admission {
             admission.hits += 1.0;
             admission.time += after as f64;
         }
     }
 
-    fn accepted(&mut self, hash: u64) {
+    /// A new block is admitted. It may not be resident yet when its successors in the chain arrive.
+    pub(super) fn accepted(&mut self, hash: u64) {
         if let Some(admission) = &mut self.admission {
             admission.accepted.push(hash, 0, 0, false);
         }
     }
 
-    fn was_accepted(&self, hash: u64) -> bool {
+    /// True if a new block was admitted recently.
+    pub(super) fn was_accepted(&self, hash: u64) -> bool {
         self.admission.as_ref().is_some_and(|admission| admission.accepted.contains(hash))
     }
 
-    fn refuses(&self, coin: u64) -> bool {
+    /// True if the tier, which is full, should not take a new block. `coin` is one random draw for it and its
+    /// successors.
+    pub(super) fn refuses(&self, coin: u64) -> bool {
         coin as f64 / 2f64.powi(64) > self.share()
     }
 
-    fn refused(&mut self, hash: u64, at: u32) {
+    /// A block was refused, which is a use. `at` is the low half of the clock.
+    pub(super) fn refused(&mut self, hash: u64, at: u32) {
         if let Some(admission) = &mut self.admission {
             admission.accepted.take(hash);
         }
@@ -253,9 +254,15 @@ impl EvictionPolicy for Rb {
         self.count();
     }
 
-    fn remembers(&self, hash: u64) -> bool {
+    /// True if a block that is in no tier is remembered, so that this is not its first use.
+    pub(super) fn remembers(&self, hash: u64) -> bool {
         self.ghosts.contains(hash)
     }
+}
+
+/// Evictions and refusals between two adaptations.
+fn period(slots: f64) -> u32 {
+    ((slots / 32.0) as u32).max(16)
 }
 
 #[cfg(test)]

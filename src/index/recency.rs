@@ -1,7 +1,7 @@
 //! Uses: how they are counted, and what the policies learn of them.
 
 use super::{
-    EntryId, EvictionPolicy, Index, Policy, Used,
+    EntryId, Index, Policy, Rb, Used,
     entry::{FULL, NONE, USES_MAX},
 };
 use crate::block::{BlockKey, Tier};
@@ -122,11 +122,14 @@ impl Index {
         match from.uses {
             0 => {
                 let hash = hasher.hash(&entry.key);
-                return policies.iter_mut().fold(known, |uses, policy| policy.returned(hash, now).max(uses));
+                let policies = policies.iter_mut().filter_map(Policy::rb_mut);
+                return policies.fold(known, |uses, policy| policy.returned(hash, now).max(uses));
             }
             1 => {
                 for tier in Tier::ALL.into_iter().filter(|tier| entry.has(*tier, FULL)) {
-                    policies[tier as usize].reused(clock - from.last);
+                    if let Some(policy) = policies[tier as usize].rb_mut() {
+                        policy.reused(clock - from.last);
+                    }
                 }
             }
             _ => {}
@@ -146,8 +149,10 @@ impl Index {
         let entry = &mut entries[id.0 as usize];
         let uses = entry.used().uses;
         for tier in Tier::ALL {
-            if let Some(at) = entry.take_evicted_at(tier) {
-                policies[tier as usize].returned_to(at, now, uses);
+            if let Some(at) = entry.take_evicted_at(tier)
+                && let Some(policy) = policies[tier as usize].rb_mut()
+            {
+                policy.returned_to(at, now, uses);
             }
         }
     }
@@ -162,8 +167,10 @@ impl Index {
         }
         let hash = hasher.hash(&entry.key);
         for tier in Tier::ALL {
-            if let Some(at) = entry.take_evicted_at(tier) {
-                policies[tier as usize].remember(hash, at, uses);
+            if let Some(at) = entry.take_evicted_at(tier)
+                && let Some(policy) = policies[tier as usize].rb_mut()
+            {
+                policy.remember(hash, at, uses);
             }
         }
         entry.forget_uses();
@@ -174,11 +181,10 @@ impl Index {
     ///
     /// `parent_comes` is true if the block before it is being written to the tier.
     pub fn refuses(&mut self, key: &BlockKey, parent: Option<&BlockKey>, parent_comes: bool, tier: Tier) -> bool {
-        let policy = &self.policies[tier as usize];
         // No draw is higher.
-        if !policy.refuses(u64::MAX) {
+        let Some(policy) = self.policies[tier as usize].rb().filter(|policy| policy.refuses(u64::MAX)) else {
             return false;
-        }
+        };
         let hash = self.hasher.hash(key);
         let entry = self.find(key).map(|id| self.entry(id)).filter(|entry| entry.occupies_any());
         let is_first = match entry.map(|entry| entry.used().uses) {
@@ -186,7 +192,7 @@ impl Index {
             Some(uses) => uses == 1,
         };
         let is_new = entry.is_none();
-        let refuses = match self.parent_taken(parent, parent_comes, tier) {
+        let refuses = match self.parent_taken(policy, parent, parent_comes, tier) {
             Some(Parent::Refused) => true,
             _ if !is_first => return false,
             Some(Parent::Elsewhere) => true,
@@ -199,19 +205,18 @@ impl Index {
             self.clock = self.clock.saturating_add(1);
         }
         let at = self.now();
-        let policy = &mut self.policies[tier as usize];
-        if refuses {
-            policy.refused(hash, at);
-        } else {
-            policy.accepted(hash);
+        match self.policies[tier as usize].rb_mut() {
+            Some(policy) if refuses => policy.refused(hash, at),
+            Some(policy) => policy.accepted(hash),
+            None => {}
         }
         refuses
     }
 
     /// What became of the block before a new one. `None` if it does not decide: it is used in other chains, or not
     /// known.
-    fn parent_taken(&self, parent: Option<&BlockKey>, comes: bool, tier: Tier) -> Option<Parent> {
-        let (policy, hash) = (&self.policies[tier as usize], self.hasher.hash(parent?));
+    fn parent_taken(&self, policy: &Rb, parent: Option<&BlockKey>, comes: bool, tier: Tier) -> Option<Parent> {
+        let hash = self.hasher.hash(parent?);
         let entry = self.find(parent?).map(|id| self.entry(id)).filter(|entry| entry.occupies_any());
         match entry {
             Some(entry) if entry.occupies(tier) || comes => (!entry.used().again()).then_some(Parent::Taken),
@@ -236,18 +241,12 @@ impl Index {
 
     /// The head start of blocks with several uses, in uses, if [`Rb`](super::Rb) is the policy of `tier`.
     pub fn head(&self, tier: Tier) -> Option<f64> {
-        match &self.policies[tier as usize] {
-            Policy::Rb(rb) => Some(rb.head()),
-            _ => None,
-        }
+        self.policies[tier as usize].rb().map(Rb::head)
     }
 
     /// The share of new blocks that `tier` admits while it is full.
     pub fn share(&self, tier: Tier) -> f64 {
-        match &self.policies[tier as usize] {
-            Policy::Rb(rb) => rb.share(),
-            _ => 1.0,
-        }
+        self.policies[tier as usize].rb().map_or(1.0, Rb::share)
     }
 
     /// Counts a hit. Returns the count, at most 255.

@@ -1,7 +1,7 @@
 //! Copies in tiers: fills, pins, evictions and removals.
 
 use super::{
-    EntryId, EvictionPolicy, Index,
+    EntryId, Index,
     entry::{DIRTY, FILLING, FULL, List, NONE},
 };
 use crate::block::Tier;
@@ -160,7 +160,9 @@ impl Index {
             return self.free(id, tier);
         }
         let used = self.entry(id).used();
-        self.policies[tier as usize].evicted(used, self.clock);
+        if let Some(policy) = self.policies[tier as usize].rb_mut() {
+            policy.evicted(used, self.clock);
+        }
         let slot = self.entry(id).place(tier).slot;
         self.forget(id, tier);
         // The entry remembers the eviction while it is in another tier.

@@ -1,7 +1,7 @@
 //! Recovery: blocks enter in any order, and are put in the order of eviction at the end.
 
 use super::{
-    EntryId, EvictionPolicy, Index, Restored, Used,
+    EntryId, Index, Restored, Used,
     entry::{Entry, FULL, LISTED, List, NONE, USES_MAX},
     radix,
 };

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 
 use super::{
-    EntryId, EvictionPolicy, Index, Policy, Used,
+    EntryId, Index, Used,
     entry::{DIRTY, Entry, FILLING, FULL, HELD, LISTED, List, NONE},
 };
 use crate::block::Tier;
@@ -117,11 +117,9 @@ impl Index {
             return Ok(());
         }
         let list = entry.list(tier);
-        let in_list = match &self.policies[at] {
-            _ if list != List::Policy => self.lists[list as usize][at].contains(id, entry.last_use),
-            Policy::Lru(lru) => lru.contains(id, entry.last_use),
-            Policy::Rb(rb) => rb.contains(id, entry.used()),
-            Policy::Other(_) => true,
+        let in_list = match list {
+            List::Policy => self.policies[at].contains(id, entry.used()),
+            list => self.lists[list as usize][at].contains(id, entry.last_use),
         };
         ensure!(in_list, "not in its list, {list:?}");
         let count = match list {
@@ -146,11 +144,7 @@ impl Index {
             ensure!(counts.evictable[at] == evictable, "{tier}: {evictable} in the eviction list");
             ensure!(counts.dirty[at] == dirty, "{tier}: {dirty} in the dirty list");
             let used = |id: EntryId| self.entries.get(id.0 as usize).map_or(Used { last: 0, uses: 0 }, Entry::used);
-            let ordered = match &self.policies[at] {
-                Policy::Lru(lru) => lru.validate(&|id| used(id).last),
-                Policy::Rb(rb) => rb.validate(&used),
-                Policy::Other(_) => Ok(()),
-            };
+            let ordered = self.policies[at].validate(&used);
             let lists = self.lists.iter().map(|lists| lists[at].validate(&|id| used(id).last));
             lists.fold(ordered, Result::and).map_err(|what| format!("{tier}: {what}"))?;
             let frontier = self.frontier[at].len();
