@@ -11,6 +11,9 @@
 
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+#[macro_use]
+mod debug;
+
 mod bits;
 mod block;
 mod block_on;

@@ -1,6 +1,6 @@
 //! Loads that complete layer by layer, and streams that wait for a layer.
 
-use std::{fmt, sync::Arc};
+use std::sync::Arc;
 
 use super::Cache;
 use crate::{
@@ -201,8 +201,4 @@ impl LayerLoad {
     }
 }
 
-impl fmt::Debug for LayerLoad {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LayerLoad").field("layers", &self.layers).finish_non_exhaustive()
-    }
-}
+debug_fields!(LayerLoad, load => layers: load.layers);

@@ -1,7 +1,6 @@
 //! Guards: a lease on a full slot, a reservation of an empty one.
 
 use std::{
-    fmt,
     ops::{Deref, DerefMut},
     sync::{Arc, atomic::Ordering},
 };
@@ -69,11 +68,7 @@ impl From<Lease> for Bytes {
     }
 }
 
-impl fmt::Debug for Lease {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lease").field("len", &self.len()).field("route", &self.route()).finish_non_exhaustive()
-    }
-}
+debug_fields!(Lease, lease => len: lease.len(), route: lease.route());
 
 /// A block in device memory, pinned: it stays there, unchanged, until the lease is dropped.
 pub struct DeviceLease {
@@ -108,11 +103,7 @@ impl DeviceLease {
     }
 }
 
-impl fmt::Debug for DeviceLease {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceLease").field("route", &self.route()).finish_non_exhaustive()
-    }
-}
+debug_fields!(DeviceLease, lease => route: lease.route());
 
 /// A host slot to be filled in place and committed. Dropping it gives the slot back.
 ///
@@ -221,8 +212,4 @@ impl DerefMut for Reservation {
     }
 }
 
-impl fmt::Debug for Reservation {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Reservation").field("len", &self.len()).finish_non_exhaustive()
-    }
-}
+debug_fields!(Reservation, reservation => len: reservation.len());

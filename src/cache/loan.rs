@@ -149,11 +149,7 @@ impl Loan {
     }
 }
 
-impl std::fmt::Debug for Loan {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Loan").field("ranges", &self.ranges.len()).finish_non_exhaustive()
-    }
-}
+debug_fields!(Loan, loan => ranges: loan.ranges.len());
 
 /// The ranges in order, those that overlap or touch made one.
 fn joined(mut ranges: Vec<Range<usize>>) -> Vec<Range<usize>> {

@@ -117,11 +117,7 @@ impl Cache {
     }
 }
 
-impl std::fmt::Debug for Cache {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Cache").field("config", self.config()).finish_non_exhaustive()
-    }
-}
+debug_fields!(Cache, cache => config: cache.config());
 
 /// A pin is all that keeps a slot from being reused: it may be dropped on any thread.
 const _: fn() = || {

@@ -217,14 +217,7 @@ impl CompletionQueue {
     }
 }
 
-impl std::fmt::Debug for CompletionQueue {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CompletionQueue")
-            .field("depth", &self.depth)
-            .field("outstanding", &self.outstanding())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(CompletionQueue, queue => depth: queue.depth, outstanding: queue.outstanding());
 
 #[cfg(test)]
 mod tests {

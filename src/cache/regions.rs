@@ -30,11 +30,7 @@ impl Region {
     }
 }
 
-impl std::fmt::Debug for Region {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Region").field("len", &self.inner.len).field("memory", &self.inner.memory).finish()
-    }
-}
+debug_fields!(Region, region => len: region.inner.len, memory: region.inner.memory);
 
 /// Regions that may be registered at once.
 const REGIONS_MAX: usize = 4096;

@@ -159,15 +159,7 @@ impl DevicePool {
     }
 }
 
-impl fmt::Debug for DevicePool {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DevicePool")
-            .field("kind", &self.memory.kind())
-            .field("slots", &self.slots())
-            .field("bytes", &self.bytes())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(DevicePool, pool => kind: pool.memory.kind(), slots: pool.slots(), bytes: pool.bytes());
 
 struct Simulated(Mapping);
 

@@ -75,8 +75,4 @@ impl GdrStatus {
     }
 }
 
-impl fmt::Debug for GdrStatus {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("GdrStatus").field(&self.get()).finish()
-    }
-}
+debug_fields!(GdrStatus, status => state: status.get());

@@ -90,8 +90,6 @@ pub use policy::{Policy, Restored, Used};
 pub use rb::Rb;
 pub use worth::Worth;
 
-use std::fmt;
-
 use hashbrown::{HashTable, hash_table};
 use slab::Slab;
 
@@ -311,12 +309,4 @@ impl Index {
     }
 }
 
-impl fmt::Debug for Index {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Index")
-            .field("len", &self.len())
-            .field("resident", &self.resident)
-            .field("clock", &self.clock)
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Index, index => len: index.len(), resident: index.resident, clock: index.clock);

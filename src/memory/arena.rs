@@ -157,15 +157,7 @@ impl Arena {
     }
 }
 
-impl fmt::Debug for Arena {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Arena")
-            .field("slots", &self.slots)
-            .field("slot_bytes", &self.slot_bytes)
-            .field("chunks", &self.chunks.len())
-            .finish_non_exhaustive()
-    }
-}
+debug_fields!(Arena, arena => slots: arena.slots, slot_bytes: arena.slot_bytes, chunks: arena.chunks.len());
 
 /// Slots per chunk: as many as fit, or a few less if the next chunk then starts on a huge page, because a huge page
 /// shared by two buffers is pinned and counted twice.

@@ -3,7 +3,6 @@
 use std::{
     alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error},
     any::Any,
-    fmt,
     ops::{Deref, DerefMut},
     ptr::NonNull,
     sync::Arc,
@@ -139,11 +138,7 @@ impl<O: Send + Sync + 'static> IoBuf<O> {
     }
 }
 
-impl fmt::Debug for Lent {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Lent").field("len", &self.len).field("fixed", &self.fixed).finish_non_exhaustive()
-    }
-}
+debug_fields!(Lent, lent => len: lent.len, fixed: lent.fixed);
 
 /// Zeroed heap memory aligned for direct I/O: superblocks, record pages, start-up reads.
 pub struct AlignedBuf {

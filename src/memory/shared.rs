@@ -107,8 +107,4 @@ impl Drop for SharedMemory {
     }
 }
 
-impl std::fmt::Debug for SharedMemory {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("SharedMemory").field("len", &self.len).finish_non_exhaustive()
-    }
-}
+debug_fields!(SharedMemory, memory => len: memory.len);

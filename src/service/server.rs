@@ -115,11 +115,7 @@ impl Drop for Server {
     }
 }
 
-impl std::fmt::Debug for Server {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Server").field("socket", &self.socket).finish_non_exhaustive()
-    }
-}
+debug_fields!(Server, server => socket: server.socket);
 
 fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
     thread.join().unwrap_or_else(|_| {

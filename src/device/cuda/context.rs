@@ -1,8 +1,8 @@
 //! A device and its primary context.
 
-use std::{fmt, sync::Arc};
+use std::sync::Arc;
 
-use cudarc::driver::sys::{self, CUcontext, CUdevice};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUresult};
 
 use super::{
     discover::{Device, discover, handle},
@@ -98,11 +98,7 @@ impl Gpu {
     }
 }
 
-impl fmt::Debug for Gpu {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Gpu").field("device", &self.device).finish_non_exhaustive()
-    }
-}
+debug_fields!(Gpu, gpu => device: gpu.device);
 
 impl Drop for Gpu {
     fn drop(&mut self) {

@@ -1,6 +1,6 @@
 //! Device memory, and pinned host memory.
 
-use std::{any::Any, fmt, ptr::NonNull, sync::Arc};
+use std::{any::Any, ptr::NonNull, sync::Arc};
 
 use cudarc::driver::sys;
 
@@ -83,11 +83,7 @@ unsafe impl DeviceMemory for DeviceBuffer {
     }
 }
 
-impl fmt::Debug for DeviceBuffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DeviceBuffer").field("bytes", &self.bytes).finish_non_exhaustive()
-    }
-}
+debug_fields!(DeviceBuffer, buffer => bytes: buffer.bytes);
 
 /// A range of host memory that is pinned for the device until dropped: copies bypass the driver's own buffers, and
 /// kernels can read and write it.
@@ -184,8 +180,4 @@ impl Drop for HostPin {
     }
 }
 
-impl fmt::Debug for HostPin {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HostPin").field("bytes", &self.bytes).finish_non_exhaustive()
-    }
-}
+debug_fields!(HostPin, pin => bytes: pin.bytes);

@@ -2,7 +2,6 @@
 
 use std::{
     ffi::{c_char, c_int, c_void},
-    fmt,
     sync::OnceLock,
 };
 
@@ -78,8 +77,4 @@ impl Library {
     }
 }
 
-impl fmt::Debug for Library {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Library").field("dma_buf", &self.has_dma_buf()).finish_non_exhaustive()
-    }
-}
+debug_fields!(Library, library => dma_buf: library.has_dma_buf());

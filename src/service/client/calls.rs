@@ -285,11 +285,7 @@ impl Client {
     }
 }
 
-impl std::fmt::Debug for Client {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Client").field("socket", &self.inner.socket).finish_non_exhaustive()
-    }
-}
+debug_fields!(Client, client => socket: client.inner.socket);
 
 /// The client's thread.
 fn run(worker: Worker<impl Dial>, first: oneshot::Sender<Result<()>>) {

@@ -54,11 +54,7 @@ impl ClientLoan {
     }
 }
 
-impl std::fmt::Debug for ClientLoan {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ClientLoan").field("segments", &self.memory.len()).finish_non_exhaustive()
-    }
-}
+debug_fields!(ClientLoan, loan => segments: loan.memory.len());
 
 impl Client {
     /// Lends memory that is not registered for calls of the loan: their blocks go through a bounce buffer of

@@ -2,7 +2,6 @@
 //! that can be abandoned.
 
 use std::{
-    fmt,
     path::Path,
     sync::{Condvar, Mutex, PoisonError},
     thread,
@@ -15,6 +14,7 @@ use super::library::{Library, RawProperties, check};
 const DIRECT_BYTES_MAX: usize = 16 << 20;
 
 /// libcufile, initialized until the process ends. It is never closed: other code in the process may use it.
+#[derive(Debug)]
 pub struct Driver {
     library: &'static Library,
     properties: RawProperties,
@@ -92,12 +92,6 @@ impl Driver {
     pub fn direct_bytes_max(&self) -> usize {
         // libcufile counts in KiB.
         self.properties.max_direct_io.saturating_mul(1024).min(DIRECT_BYTES_MAX)
-    }
-}
-
-impl fmt::Debug for Driver {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Driver").field("library", &self.library).field("properties", &self.properties).finish()
     }
 }
 

@@ -153,11 +153,7 @@ impl Library {
     }
 }
 
-impl fmt::Debug for Library {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Library").field("name", &self.name).field("version", &self.version).finish_non_exhaustive()
-    }
-}
+debug_fields!(Library, library => name: library.name, version: library.version);
 
 fn version(library: &Dynamic) -> Option<u32> {
     // SAFETY: the type is that of the header.
