@@ -27,20 +27,6 @@ pub enum WritePolicy {
     ByValue,
 }
 
-impl WritePolicy {
-    /// The policy of this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [
-            ("write_through", WritePolicy::WriteThrough),
-            ("write_through_selective", WritePolicy::WriteThroughSelective),
-            ("write_back", WritePolicy::WriteBack),
-            ("by_value", WritePolicy::ByValue),
-        ]
-        .into_iter()
-        .find_map(|(known, policy)| (known == name).then_some(policy))
-    }
-}
-
 /// Which blocks host memory and disk evict first. Under every policy, the last blocks of a prefix chain go before those
 /// that precede them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, Default)]
@@ -59,15 +45,6 @@ pub enum Eviction {
     /// rest of its chain. A refusal is not an error: the block stays in host memory only, or without a disk tier
     /// becomes a miss. Refusals are counted ([`TierStats::refused`](crate::TierStats::refused)).
     RbRefuse,
-}
-
-impl Eviction {
-    /// The policy with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [("lru", Eviction::Lru), ("rb", Eviction::Rb), ("rb_refuse", Eviction::RbRefuse)]
-            .into_iter()
-            .find_map(|(known, policy)| (known == name).then_some(policy))
-    }
 }
 
 /// The I/O engine of the disk tier.
@@ -105,11 +82,6 @@ impl CopyMethod {
     pub fn name(self) -> &'static str {
         ["loop", "batch", "kernel"][self as usize]
     }
-
-    /// The method with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|method| method.name() == name)
-    }
 }
 
 impl fmt::Display for CopyMethod {
@@ -143,15 +115,6 @@ pub enum EngineMode {
     On,
     /// Never. Its library is not loaded.
     Off,
-}
-
-impl EngineMode {
-    /// The mode with this name.
-    pub fn from_name(name: &str) -> Option<Self> {
-        [("auto", EngineMode::Auto), ("on", EngineMode::On), ("off", EngineMode::Off)]
-            .into_iter()
-            .find_map(|(known, mode)| (known == name).then_some(mode))
-    }
 }
 
 /// Which copy engine to prefer if two are about equally fast.

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use serde::de::{DeserializeOwned, IntoDeserializer, value};
+
 use super::{AnyCopy, DevicePool, GdrState, GdrStatus, Memcpy, PoolLayout, cuda::Gpu, gdr::GdrCopy};
 use crate::{
     block::Layout,
@@ -121,18 +123,20 @@ pub(crate) fn simulated(config: &Config) -> Result<Option<DevicePool>> {
 }
 
 fn method(config: &Config) -> Result<Option<CopyMethod>> {
-    match std::env::var_os(COPY_VARIABLE) {
-        None => Ok(config.device.copy),
-        Some(name) if name == "auto" => Ok(None),
-        Some(name) => name.to_str().and_then(CopyMethod::from_name).map(Some).ok_or_else(|| {
-            Error::config(COPY_VARIABLE, name.to_string_lossy().into_owned(), "auto, loop, batch or kernel")
-        }),
+    if std::env::var_os(COPY_VARIABLE).is_some_and(|name| name == "auto") {
+        return Ok(None);
     }
+    Ok(from_variable(COPY_VARIABLE, "auto, loop, batch or kernel")?.or(config.device.copy))
 }
 
 fn gdr_mode(config: &Config) -> Result<EngineMode> {
-    let Some(name) = std::env::var_os(GDR_VARIABLE) else { return Ok(config.device.gdr) };
-    name.to_str()
-        .and_then(EngineMode::from_name)
-        .ok_or_else(|| Error::config(GDR_VARIABLE, name.to_string_lossy().into_owned(), "auto, on or off"))
+    Ok(from_variable(GDR_VARIABLE, "auto, on or off")?.unwrap_or(config.device.gdr))
+}
+
+/// The choice that an environment variable names, if it is set.
+fn from_variable<T: DeserializeOwned>(variable: &'static str, expected: &str) -> Result<Option<T>> {
+    let Some(found) = std::env::var_os(variable) else { return Ok(None) };
+    let found = found.to_string_lossy();
+    let choice = T::deserialize(IntoDeserializer::<value::Error>::into_deserializer(&*found));
+    choice.map(Some).map_err(|_| Error::config(variable, &found, expected))
 }

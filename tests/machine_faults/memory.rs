@@ -151,7 +151,7 @@ fn an_open_that_runs_out_of_memory_is_an_error_and_no_abort() {
     const NAME: &str = "memory::an_open_that_runs_out_of_memory_is_an_error_and_no_abort";
     if let Some(case) = case() {
         let [policy, mib, path] = case.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("{case}") };
-        let policy = WritePolicy::from_name(policy).expect("a policy");
+        let policy = serde_json::from_value(policy.into()).expect("a policy");
         return open_within(path, policy, mib.parse().expect("a number"));
     }
     let dir = directory();

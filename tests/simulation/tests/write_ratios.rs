@@ -99,7 +99,12 @@ async fn serve(cache: &Cache, chain: &[BlockKey]) -> u64 {
 /// What all are compared with is LRU that writes through.
 fn eviction(policy: WritePolicy) -> Eviction {
     let name = std::env::var("KVHOIST_POLICY").ok().filter(|_| policy == WritePolicy::ByValue);
-    name.map_or(Eviction::Lru, |name| Eviction::from_name(&name).expect("lru, rb or rb_refuse"))
+    match name.as_deref().unwrap_or("lru") {
+        "lru" => Eviction::Lru,
+        "rb" => Eviction::Rb,
+        "rb_refuse" => Eviction::RbRefuse,
+        other => panic!("KVHOIST_POLICY: found {other}, expected lru, rb or rb_refuse"),
+    }
 }
 
 fn replay(requests: &[Request], host: u32, disk: u32, policy: WritePolicy, budget: Option<u64>) -> Figures {
