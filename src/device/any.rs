@@ -33,6 +33,16 @@ struct Gdr {
     in_flight: Cell<u64>,
 }
 
+/// Calls a method of the base engine.
+macro_rules! base {
+    ($copy:expr, $engine:ident => $call:expr) => {
+        match &$copy.base {
+            Base::Memcpy($engine) => $call,
+            Base::Cuda($engine) => $call,
+        }
+    };
+}
+
 impl AnyCopy {
     pub(crate) fn memcpy(engine: Memcpy, metrics: Arc<CopyMetrics>) -> Self {
         AnyCopy { base: Base::Memcpy(engine), base_in_flight: Cell::new(0), gdr: None, metrics }
@@ -49,10 +59,7 @@ impl AnyCopy {
     }
 
     fn base_cost(&self, batch: &CopyBatch) -> Duration {
-        match &self.base {
-            Base::Memcpy(engine) => engine.cost(batch),
-            Base::Cuda(engine) => engine.cost(batch),
-        }
+        base!(self, engine => engine.cost(batch))
     }
 
     /// The RDMA device, if it should take this batch.
@@ -115,10 +122,7 @@ impl Drop for InFlight<'_> {
 
 impl CopyEngine for AnyCopy {
     fn name(&self) -> &'static str {
-        match &self.base {
-            Base::Memcpy(engine) => engine.name(),
-            Base::Cuda(engine) => engine.name(),
-        }
+        base!(self, engine => engine.name())
     }
 
     async fn copy(&self, batch: CopyBatch) -> (Result<()>, CopyBatch) {
@@ -143,10 +147,7 @@ impl CopyEngine for AnyCopy {
             };
         }
         let in_flight = InFlight::new(&self.base_in_flight, bytes);
-        let (result, batch) = match &self.base {
-            Base::Memcpy(engine) => engine.copy(batch).await,
-            Base::Cuda(engine) => engine.copy(batch).await,
-        };
+        let (result, batch) = base!(self, engine => engine.copy(batch).await);
         drop(in_flight);
         if result.is_ok() {
             self.metrics.copied(self.name(), bytes);
@@ -161,26 +162,16 @@ impl CopyEngine for AnyCopy {
     }
 
     fn checksums(&self) -> bool {
-        match &self.base {
-            Base::Memcpy(engine) => engine.checksums(),
-            Base::Cuda(engine) => engine.checksums(),
-        }
+        base!(self, engine => engine.checksums())
     }
 
     async unsafe fn checksum(&self, segments: &[Segment], owner: Arc<dyn Any + Send + Sync>) -> Option<Result<u64>> {
-        match &self.base {
-            // SAFETY: the caller upholds the same contract.
-            Base::Memcpy(engine) => unsafe { engine.checksum(segments, owner) }.await,
-            // SAFETY: the caller upholds the same contract.
-            Base::Cuda(engine) => unsafe { engine.checksum(segments, owner) }.await,
-        }
+        // SAFETY: the caller upholds the same contract.
+        base!(self, engine => unsafe { engine.checksum(segments, owner) }.await)
     }
 
     fn fault(&self) -> Option<String> {
-        match &self.base {
-            Base::Memcpy(engine) => engine.fault(),
-            Base::Cuda(engine) => engine.fault(),
-        }
+        base!(self, engine => engine.fault())
     }
 
     fn cost(&self, batch: &CopyBatch) -> Duration {

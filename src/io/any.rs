@@ -23,60 +23,47 @@ impl AnyStorage {
     }
 }
 
+/// Calls a method of the engine.
+macro_rules! each {
+    ($storage:expr, $engine:ident => $call:expr) => {
+        match $storage {
+            AnyStorage::Uring($engine) => $call,
+            AnyStorage::Blocking($engine) => $call,
+        }
+    };
+}
+
 impl Storage for AnyStorage {
     fn name(&self) -> &'static str {
-        match self {
-            AnyStorage::Uring(engine) => engine.name(),
-            AnyStorage::Blocking(engine) => engine.name(),
-        }
+        each!(self, engine => engine.name())
     }
 
     async fn read(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        match self {
-            AnyStorage::Uring(engine) => engine.read(file, offset, buf).await,
-            AnyStorage::Blocking(engine) => engine.read(file, offset, buf).await,
-        }
+        each!(self, engine => engine.read(file, offset, buf).await)
     }
 
     async fn write(&self, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
-        match self {
-            AnyStorage::Uring(engine) => engine.write(file, offset, buf).await,
-            AnyStorage::Blocking(engine) => engine.write(file, offset, buf).await,
-        }
+        each!(self, engine => engine.write(file, offset, buf).await)
     }
 
     fn file(&self, file: FileId) -> Option<Arc<File>> {
-        match self {
-            AnyStorage::Uring(engine) => engine.file(file),
-            AnyStorage::Blocking(engine) => engine.file(file),
-        }
+        each!(self, engine => engine.file(file))
     }
 
     fn is_in_memory(&self, file: FileId) -> bool {
-        match self {
-            AnyStorage::Uring(engine) => engine.is_in_memory(file),
-            AnyStorage::Blocking(engine) => engine.is_in_memory(file),
-        }
+        each!(self, engine => engine.is_in_memory(file))
     }
 
     async fn sync(&self, file: FileId) -> io::Result<()> {
-        match self {
-            AnyStorage::Uring(engine) => engine.sync(file).await,
-            AnyStorage::Blocking(engine) => engine.sync(file).await,
-        }
+        each!(self, engine => engine.sync(file).await)
     }
 
     unsafe fn register(&self, start: NonNull<u8>, len: usize) -> Option<u16> {
-        match self {
-            // SAFETY: the caller upholds the same contract.
-            AnyStorage::Uring(engine) => unsafe { engine.register(start, len) },
-            AnyStorage::Blocking(_) => None,
-        }
+        // SAFETY: the caller upholds the same contract.
+        each!(self, engine => unsafe { engine.register(start, len) })
     }
 
     fn unregister(&self, first: u16, len: usize) {
-        if let AnyStorage::Uring(engine) = self {
-            engine.unregister(first, len);
-        }
+        each!(self, engine => engine.unregister(first, len));
     }
 }

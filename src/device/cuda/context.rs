@@ -60,6 +60,13 @@ impl Gpu {
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(self.context) })
     }
 
+    /// Gives something of this context back to the driver. A refusal, which leaves no more to do, is logged.
+    pub(super) fn give_back(&self, call: &'static str, release: impl FnOnce() -> CUresult) {
+        if let Err(fault) = self.bind().and_then(|()| check(call, release())) {
+            tracing::debug!(%fault, "the driver did not take something back");
+        }
+    }
+
     /// Makes the device's primary context current on this thread, for the caller's own calls of the driver.
     ///
     /// # Errors

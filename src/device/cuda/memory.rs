@@ -170,13 +170,8 @@ impl Drop for HostPin {
         if !self.ours {
             return;
         }
-        let unpinned = self.gpu.bind().and_then(|()| {
-            // SAFETY: registered in `register`, unregistered once. The driver waits for copies that use it.
-            check("cuMemHostUnregister", unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) })
-        });
-        if let Err(fault) = unpinned {
-            tracing::debug!(%fault, "host memory was not unpinned");
-        }
+        // SAFETY: registered in `register`, unregistered once. The driver waits for copies that use it.
+        self.gpu.give_back("cuMemHostUnregister", || unsafe { sys::cuMemHostUnregister(self.start.as_ptr().cast()) });
     }
 }
 

@@ -98,11 +98,7 @@ impl Loaded {
 impl Drop for Loaded {
     fn drop(&mut self) {
         // SAFETY: our own module, unloaded once, with no launch in flight.
-        let unloaded =
-            self.gpu.bind().and_then(|()| check("cuModuleUnload", unsafe { sys::cuModuleUnload(self.module) }));
-        if let Err(fault) = unloaded {
-            tracing::debug!(%fault, "a kernel was not unloaded");
-        }
+        self.gpu.give_back("cuModuleUnload", || unsafe { sys::cuModuleUnload(self.module) });
     }
 }
 

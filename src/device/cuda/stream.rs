@@ -127,11 +127,7 @@ impl BatchArrays {
 impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: our own stream, destroyed once; queued work still runs.
-        let destroyed =
-            self.gpu.bind().and_then(|()| check("cuStreamDestroy", unsafe { sys::cuStreamDestroy_v2(self.raw) }));
-        if let Err(fault) = destroyed {
-            tracing::debug!(%fault, "a stream was not destroyed");
-        }
+        self.gpu.give_back("cuStreamDestroy", || unsafe { sys::cuStreamDestroy_v2(self.raw) });
     }
 }
 
@@ -165,10 +161,6 @@ impl Event {
 impl Drop for Event {
     fn drop(&mut self) {
         // SAFETY: our own event, destroyed once.
-        let destroyed =
-            self.gpu.bind().and_then(|()| check("cuEventDestroy", unsafe { sys::cuEventDestroy_v2(self.raw) }));
-        if let Err(fault) = destroyed {
-            tracing::debug!(%fault, "an event was not destroyed");
-        }
+        self.gpu.give_back("cuEventDestroy", || unsafe { sys::cuEventDestroy_v2(self.raw) });
     }
 }
