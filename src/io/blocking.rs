@@ -4,18 +4,17 @@
 //! its file: the worker sends both back, or drops them if the caller is gone.
 
 use std::{
-    collections::VecDeque,
     fs::File,
     io,
     os::fd::AsRawFd,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    sync::Arc,
     thread::{self, JoinHandle},
 };
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot};
 
-use super::{Storage, TRANSFER_BYTES_MAX, check_offset, file_at};
+use super::{Storage, TRANSFER_BYTES_MAX, check_offset, file_at, queue::Queue};
 use crate::{
     block::{FileId, OpKind},
     memory::Lent,
@@ -29,7 +28,7 @@ pub const IN_FLIGHT_PER_THREAD_MAX: usize = 64;
 /// Dropping it completes all queued operations and joins the threads, and blocks for that long.
 pub struct Blocking {
     files: Vec<Arc<File>>,
-    queue: Arc<Queue>,
+    queue: Arc<Queue<Job>>,
     permits: Arc<Semaphore>,
     threads: Vec<JoinHandle<()>>,
 }
@@ -59,8 +58,12 @@ impl Blocking {
         };
         let permit = Arc::clone(&self.permits).acquire_owned().await.expect("the semaphore is never closed");
         let (answer, answered) = oneshot::channel();
-        self.queue.push(Job { kind, file, offset, buf, answer, permit });
+        self.push(Job { kind, file, offset, buf, answer, permit });
         answered.await.expect("workers answer every job before they end, and end after the queue is empty")
+    }
+
+    fn push(&self, job: Job) {
+        assert!(self.queue.push(job).is_ok(), "a future borrows its engine, so none outlives the pool");
     }
 }
 
@@ -138,53 +141,7 @@ pub(super) fn call(kind: OpKind, file: &File, offset: u64, buf: Option<&Lent>) -
     usize::try_from(result).map_err(|_| io::Error::last_os_error())
 }
 
-#[derive(Default)]
-struct Queue {
-    state: Mutex<QueueState>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct QueueState {
-    jobs: VecDeque<Job>,
-    closed: bool,
-}
-
-impl Queue {
-    /// No code that can panic runs under the lock, so a poisoned lock guards consistent state.
-    fn lock(&self) -> MutexGuard<'_, QueueState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn push(&self, job: Job) {
-        let mut state = self.lock();
-        assert!(!state.closed, "a future borrows its engine, so none outlives the pool");
-        state.jobs.push_back(job);
-        drop(state);
-        self.changed.notify_one();
-    }
-
-    /// The next job; `None` once the queue is closed and empty. Blocks without using the CPU.
-    fn pop(&self) -> Option<Job> {
-        let mut state = self.lock();
-        loop {
-            if let Some(job) = state.jobs.pop_front() {
-                return Some(job);
-            }
-            if state.closed {
-                return None;
-            }
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn close(&self) {
-        self.lock().closed = true;
-        self.changed.notify_all();
-    }
-}
-
-fn work(queue: &Queue) {
+fn work(queue: &Queue<Job>) {
     while let Some(job) = queue.pop() {
         // The job is answered before any code of the caller runs; only the drop of abandoned memory can panic.
         if catch_unwind(AssertUnwindSafe(|| job.run())).is_err() {
@@ -198,9 +155,10 @@ mod tests {
     use std::{
         any::Any,
         ptr::NonNull,
-        sync::mpsc,
-        task::{Context, Poll, Waker},
+        sync::{Mutex, mpsc},
     };
+
+    use futures_util::FutureExt;
 
     use super::*;
 
@@ -227,11 +185,7 @@ mod tests {
 
     /// Starts the operation and drops its future.
     fn start_and_drop(pool: &Blocking, buf: Lent) {
-        let mut future = Box::pin(pool.write(FileId(0), 0, buf));
-        assert!(matches!(
-            future.as_mut().poll(&mut Context::from_waker(Waker::noop())),
-            Poll::Pending | Poll::Ready(_)
-        ));
+        drop(pool.write(FileId(0), 0, buf).now_or_never());
     }
 
     /// Queues an operation whose future is already dropped: a worker must drop its memory.
@@ -239,7 +193,7 @@ mod tests {
         let (answer, _) = oneshot::channel();
         let permit = Arc::clone(&pool.permits).try_acquire_owned().expect("below the limit");
         let (file, buf) = (Arc::clone(&pool.files[0]), Some(buf));
-        pool.queue.push(Job { kind: OpKind::Write, file, offset: 0, buf, answer, permit });
+        pool.push(Job { kind: OpKind::Write, file, offset: 0, buf, answer, permit });
     }
 
     #[test]
@@ -317,13 +271,12 @@ mod tests {
                 let _ = may_go.lock().expect("locked once").recv();
             }),
         );
-        let mut context = Context::from_waker(Waker::noop());
         let mut futures: Vec<_> =
             (0..2 * IN_FLIGHT_PER_THREAD_MAX).map(|_| Box::pin(pool.write(FileId(0), 0, lend(|| ())))).collect();
         for future in &mut futures {
-            assert!(future.as_mut().poll(&mut context).is_pending(), "the only worker is held");
+            assert!(future.as_mut().now_or_never().is_none(), "the only worker is held");
         }
-        assert!(pool.queue.lock().jobs.len() <= IN_FLIGHT_PER_THREAD_MAX);
+        assert_eq!(pool.permits.available_permits(), 0, "as many are queued as may be");
         go.send(()).expect("the worker waits");
         let runtime = tokio::runtime::Builder::new_current_thread().build().expect("a runtime");
         for future in futures {

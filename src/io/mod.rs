@@ -15,6 +15,7 @@ mod any;
 pub mod blocking;
 mod full;
 mod memlock;
+pub mod queue;
 pub mod uring;
 
 pub use crate::{

@@ -8,7 +8,7 @@
 //! back to another route; the request keeps its slots and memory until libcufile returns it, which may be never.
 
 mod open;
-mod queue;
+mod request;
 mod sys;
 mod worker;
 
@@ -27,13 +27,16 @@ use std::{
 
 use tokio::{sync::oneshot, time::timeout};
 
-use self::queue::{Answer, Queue, Request};
-use crate::block::{FileId, OpKind};
+use self::request::{Answer, Request};
+use crate::{
+    block::{FileId, OpKind},
+    io::queue::{Queue, Wait},
+};
 
 /// The reactor's handle to the worker. Dropping it ends the worker once libcufile has returned every transfer; the drop
 /// does not wait.
 pub(crate) struct Cufile {
-    queue: Arc<Queue>,
+    queue: Arc<Queue<Request>>,
     /// Number of requests that libcufile has not completed in time and still holds.
     stuck: Arc<AtomicI64>,
     limit: Duration,
@@ -98,7 +101,8 @@ impl Cufile {
 
     /// Closes the queue and fails the requests that the worker has not taken.
     pub(crate) fn retire(&self) {
-        for mut request in self.queue.close() {
+        self.queue.close();
+        for mut request in self.queue.take(usize::MAX, Wait::No).0 {
             request.fail("the cuFile route was retired".into());
         }
     }

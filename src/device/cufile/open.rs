@@ -10,13 +10,14 @@ use tokio::{sync::oneshot, time::timeout};
 
 use super::{
     Cufile, Part, SelfTest, Setup,
-    queue::Queue,
+    request::Request,
     worker::{Ranges, Submission, Transfers, Worker},
 };
 use crate::{
     block::OpKind,
     config::EngineMode,
     device::cufile::sys::{Batch, Counters, CufileError, Driver, Handle},
+    io::queue::Queue,
 };
 
 /// Largest number of transfers in a batch: more are not faster, and libcufile's own limit is 256.
@@ -63,7 +64,7 @@ impl Cufile {
 }
 
 /// The worker's thread.
-fn run(setup: Setup, queue: Arc<Queue>, ready: oneshot::Sender<Result<SelfTest, String>>) {
+fn run(setup: Setup, queue: Arc<Queue<Request>>, ready: oneshot::Sender<Result<SelfTest, String>>) {
     let keep = Arc::clone(&setup.keep);
     match prepare(setup, queue) {
         Ok((mut worker, found)) => {
@@ -78,7 +79,7 @@ fn run(setup: Setup, queue: Arc<Queue>, ready: oneshot::Sender<Result<SelfTest, 
     drop(keep);
 }
 
-fn prepare(setup: Setup, queue: Arc<Queue>) -> Result<(Worker, SelfTest), String> {
+fn prepare(setup: Setup, queue: Arc<Queue<Request>>) -> Result<(Worker, SelfTest), String> {
     let Setup { gpu, files, mode, probe, probe_owner, buffers, limit, .. } = setup;
     let driver = Driver::open(limit)?;
     let text = |fault: CufileError| fault.to_string();

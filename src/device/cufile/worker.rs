@@ -4,16 +4,14 @@ use std::{collections::VecDeque, sync::Arc, thread, time::Duration};
 
 use slab::Slab;
 
-use super::{
-    Buffer, Part,
-    queue::{Queue, Request, Wait},
-};
+use super::{Buffer, Part, request::Request};
 use crate::{
     block::IO_ALIGN,
     device::{
         cuda::Gpu,
         cufile::sys::{Batch, BatchEntry, BatchEvent, CufileError, Driver, Handle, Registration},
     },
+    io::queue::{Queue, Wait},
 };
 
 /// How long the worker waits for new requests before it polls for completions again: a poll takes 1 to 20 us.
@@ -70,7 +68,7 @@ pub(super) struct Worker {
     pub(super) driver: &'static Driver,
     pub(super) gpu: Arc<Gpu>,
     pub(super) capacity: usize,
-    pub(super) queue: Arc<Queue>,
+    pub(super) queue: Arc<Queue<Request>>,
     pub(super) state: Transfers,
 }
 
@@ -93,7 +91,7 @@ impl Worker {
     /// Serves requests until the queue is closed and all of them have completed.
     pub(super) fn serve(&mut self) {
         loop {
-            // Requests beyond the capacity stay in the queue, where `Queue::close` can still take them back.
+            // Requests beyond the capacity stay in the queue, where `Cufile::retire` can still take them back.
             let room = self.capacity.saturating_sub(self.state.in_flight.len() + self.state.backlog.len());
             let wait = match (self.state.in_flight.is_empty(), self.state.backlog.is_empty()) {
                 (true, true) => Wait::ForEver,
