@@ -319,11 +319,6 @@ impl DiskSlots {
         (first..first + count).filter_map(move |local| self.meta(self.stripe.slot(file, local))).map(|meta| meta.entry)
     }
 
-    /// Number of stale pages.
-    pub fn stale_count(&self) -> u32 {
-        self.stale.len()
-    }
-
     /// Number of free slots.
     pub fn free_count(&self) -> u32 {
         self.free.len()

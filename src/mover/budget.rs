@@ -194,21 +194,14 @@ impl Drop for Share {
 
 #[cfg(test)]
 mod tests {
-    use std::future::Future;
-    use std::pin::{Pin, pin};
-    use std::task::{Context, Poll, Waker};
+    use std::pin::pin;
+
+    use futures_util::FutureExt;
 
     use super::{
         Urgency::{Awaited, Background},
         *,
     };
-
-    fn poll<F: Future>(future: Pin<&mut F>) -> Option<F::Output> {
-        match future.poll(&mut Context::from_waker(Waker::noop())) {
-            Poll::Ready(value) => Some(value),
-            Poll::Pending => None,
-        }
-    }
 
     #[test]
     fn an_awaited_read_goes_before_writes_that_waited_longer() {
@@ -216,23 +209,23 @@ mod tests {
         let mut read_1 = pin!(budget.take(Kind::Read, Awaited, 10));
         let mut write_1 = pin!(budget.take(Kind::Write, Awaited, 5));
         let mut write_1b = pin!(budget.take(Kind::Write, Awaited, 5));
-        let read_share = poll(read_1.as_mut()).expect("fits");
-        let write_share = poll(write_1.as_mut()).expect("fits");
-        let write_share_b = poll(write_1b.as_mut()).expect("fits");
+        let read_share = read_1.as_mut().now_or_never().expect("fits");
+        let write_share = write_1.as_mut().now_or_never().expect("fits");
+        let write_share_b = write_1b.as_mut().now_or_never().expect("fits");
         let mut background = pin!(budget.take(Kind::Write, Background(1), 5));
         let mut write_2 = pin!(budget.take(Kind::Write, Awaited, 5));
         let mut read_2 = pin!(budget.take(Kind::Read, Awaited, 5));
-        assert!(poll(background.as_mut()).is_none() && poll(write_2.as_mut()).is_none());
-        assert!(poll(read_2.as_mut()).is_none());
+        assert!(background.as_mut().now_or_never().is_none() && write_2.as_mut().now_or_never().is_none());
+        assert!(read_2.as_mut().now_or_never().is_none());
         drop(write_share);
         assert_eq!(budget.in_flight(Kind::Write), 5);
-        assert!(poll(write_2.as_mut()).is_none(), "no second write starts while an awaited read waits");
+        assert!(write_2.as_mut().now_or_never().is_none(), "no second write starts while an awaited read waits");
         drop(read_share);
-        let read_2 = poll(read_2.as_mut()).expect("the read goes first");
-        let write_2 = poll(write_2.as_mut()).expect("then the awaited write");
-        assert!(poll(background.as_mut()).is_none(), "10 of 10 bytes are in flight");
+        let read_2 = read_2.as_mut().now_or_never().expect("the read goes first");
+        let write_2 = write_2.as_mut().now_or_never().expect("then the awaited write");
+        assert!(background.as_mut().now_or_never().is_none(), "10 of 10 bytes are in flight");
         drop(write_2);
-        let background = poll(background.as_mut()).expect("then the other");
+        let background = background.as_mut().now_or_never().expect("then the other");
         drop((background, read_2, write_share_b));
         assert_eq!(budget.in_flight(Kind::Write), 0);
     }
@@ -241,17 +234,17 @@ mod tests {
     fn one_awaited_write_runs_beside_waiting_reads_and_no_background_write_does() {
         let budget = Budget::new(10, 10);
         let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
-        let read = poll(read.as_mut()).expect("fits");
+        let read = read.as_mut().now_or_never().expect("fits");
         let mut waiting = pin!(budget.take(Kind::Read, Awaited, 10));
-        assert!(poll(waiting.as_mut()).is_none());
+        assert!(waiting.as_mut().now_or_never().is_none());
         let mut background = pin!(budget.take(Kind::Write, Background(1), 1));
-        assert!(poll(background.as_mut()).is_none(), "nobody awaits it");
+        assert!(background.as_mut().now_or_never().is_none(), "nobody awaits it");
         let mut write_1 = pin!(budget.take(Kind::Write, Awaited, 1));
         let mut write_2 = pin!(budget.take(Kind::Write, Awaited, 1));
-        let write_1 = poll(write_1.as_mut()).expect("the only write");
-        assert!(poll(write_2.as_mut()).is_none(), "the second");
+        let write_1 = write_1.as_mut().now_or_never().expect("the only write");
+        assert!(write_2.as_mut().now_or_never().is_none(), "the second");
         drop(write_1);
-        assert!(poll(write_2.as_mut()).is_some(), "now the only one");
+        assert!(write_2.as_mut().now_or_never().is_some(), "now the only one");
         drop(read);
     }
 
@@ -259,65 +252,65 @@ mod tests {
     fn no_read_waits_for_a_write() {
         let budget = Budget::new(10, 10);
         let mut write = pin!(budget.take(Kind::Write, Awaited, 10));
-        let _write = poll(write.as_mut()).expect("fits");
+        let _write = write.as_mut().now_or_never().expect("fits");
         let mut awaited = pin!(budget.take(Kind::Write, Awaited, 10));
         let mut background = pin!(budget.take(Kind::Write, Background(1), 10));
-        assert!(poll(awaited.as_mut()).is_none() && poll(background.as_mut()).is_none());
+        assert!(awaited.as_mut().now_or_never().is_none() && background.as_mut().now_or_never().is_none());
         let mut prefetch = pin!(budget.take(Kind::Read, Background(2), 5));
-        let prefetch = poll(prefetch.as_mut()).expect("no read is in flight");
+        let prefetch = prefetch.as_mut().now_or_never().expect("no read is in flight");
         let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
-        assert!(poll(read.as_mut()).is_none(), "10 bytes do not fit beside 5");
+        assert!(read.as_mut().now_or_never().is_none(), "10 bytes do not fit beside 5");
         let mut later = pin!(budget.take(Kind::Read, Background(3), 5));
-        assert!(poll(later.as_mut()).is_none(), "an awaited read goes first");
+        assert!(later.as_mut().now_or_never().is_none(), "an awaited read goes first");
         drop(prefetch);
-        let read = poll(read.as_mut()).expect("the writes still wait");
+        let read = read.as_mut().now_or_never().expect("the writes still wait");
         drop(read);
-        assert!(poll(later.as_mut()).is_some(), "the writes still wait");
+        assert!(later.as_mut().now_or_never().is_some(), "the writes still wait");
     }
 
     #[test]
     fn an_operation_that_is_raised_goes_before_those_that_nobody_awaits() {
         let budget = Budget::new(10, 10);
         let mut first = pin!(budget.take(Kind::Read, Awaited, 10));
-        let share = poll(first.as_mut()).expect("fits");
+        let share = first.as_mut().now_or_never().expect("fits");
         let mut earlier = pin!(budget.take(Kind::Read, Background(1), 10));
         let mut joined = pin!(budget.take(Kind::Read, Background(2), 10));
-        assert!(poll(earlier.as_mut()).is_none() && poll(joined.as_mut()).is_none());
+        assert!(earlier.as_mut().now_or_never().is_none() && joined.as_mut().now_or_never().is_none());
         budget.raise(&Raised { flights: vec![2, 7], holders: false });
         drop(share);
-        let share = poll(joined.as_mut()).expect("somebody waits for it");
-        assert!(poll(earlier.as_mut()).is_none(), "nobody waits for it");
+        let share = joined.as_mut().now_or_never().expect("somebody waits for it");
+        assert!(earlier.as_mut().now_or_never().is_none(), "nobody waits for it");
         let mut read = pin!(budget.take(Kind::Read, Awaited, 10));
         let mut write_back = pin!(budget.take(Kind::Write, Background(3), 10));
-        assert!(poll(read.as_mut()).is_none() && poll(write_back.as_mut()).is_none());
+        assert!(read.as_mut().now_or_never().is_none() && write_back.as_mut().now_or_never().is_none());
         budget.raise(&Raised { flights: vec![], holders: true });
-        assert!(poll(write_back.as_mut()).is_some(), "the sole write, and somebody waits for it");
+        assert!(write_back.as_mut().now_or_never().is_some(), "the sole write, and somebody waits for it");
         drop(share);
-        drop(poll(read.as_mut()).expect("awaited before the other was"));
-        assert!(poll(earlier.as_mut()).is_some());
+        drop(read.as_mut().now_or_never().expect("awaited before the other was"));
+        assert!(earlier.as_mut().now_or_never().is_some());
     }
 
     #[test]
     fn a_cancelled_waiter_gives_its_share_to_the_next() {
         let budget = Budget::new(10, 10);
         let mut first = pin!(budget.take(Kind::Read, Awaited, 10));
-        let share = poll(first.as_mut()).expect("fits");
+        let share = first.as_mut().now_or_never().expect("fits");
         let mut kept = pin!(budget.take(Kind::Read, Awaited, 10));
         {
             let mut cancelled = pin!(budget.take(Kind::Read, Awaited, 10));
-            assert!(poll(cancelled.as_mut()).is_none());
-            assert!(poll(kept.as_mut()).is_none());
+            assert!(cancelled.as_mut().now_or_never().is_none());
+            assert!(kept.as_mut().now_or_never().is_none());
             drop(share);
             // `cancelled` has been sent the share and is dropped without being polled again.
         }
-        assert!(poll(kept.as_mut()).is_some());
+        assert!(kept.as_mut().now_or_never().is_some());
     }
 
     #[test]
     fn more_than_the_whole_budget_waits_for_all_of_it() {
         let budget = Budget::new(10, 10);
         let mut huge = pin!(budget.take(Kind::Read, Awaited, 1000));
-        assert!(poll(huge.as_mut()).is_some());
+        assert!(huge.as_mut().now_or_never().is_some());
         assert_eq!(budget.in_flight(Kind::Read), 0, "given back");
     }
 }

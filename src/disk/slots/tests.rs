@@ -69,7 +69,7 @@ fn a_page_that_changes_while_it_is_written_stays_stale() {
     let page = slots.page_of(a);
     let mut bytes = [0xFF; PAGE_BYTES];
     slots.encode_page(page, &mut bytes, describe);
-    assert_eq!(slots.stale_count(), 0);
+    assert_eq!(slots.stale_pages().next(), None);
     slots.commit(b, 2, 2, 4);
     assert!(slots.stale_pages().eq([page]), "the image in flight does not know of b");
     slots.encode_page(page, &mut bytes, describe);

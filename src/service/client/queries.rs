@@ -1,9 +1,6 @@
 //! Look-ups, prefetches, removals, and the space's figures.
 
-use super::{
-    calls::{Client, unexpected},
-    worker,
-};
+use super::calls::{Client, unexpected};
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
@@ -52,8 +49,9 @@ impl Client {
     pub async fn match_prefix(&self, keys: &[BlockKey]) -> Result<Vec<Tier>> {
         let mut leading = Vec::new();
         for keys in keys.chunks(KEYS_MAX) {
-            let Reply::Tiers(tiers) = self.ask(Request::MatchPrefix { keys: keys.to_vec() }).await? else {
-                return Err(worker::nonsense("tiers were asked for"));
+            let tiers = match self.ask(Request::MatchPrefix { keys: keys.to_vec() }).await? {
+                Reply::Tiers(tiers) => tiers,
+                other => return Err(unexpected(&other)),
             };
             let all = tiers.len() == keys.len();
             leading.extend(tiers);
