@@ -29,11 +29,34 @@ pub(crate) struct TierMetrics {
     pub(crate) bytes_out: Count,
 }
 
+impl TierMetrics {
+    fn new(of: &Of<'_>, tier: Tier) -> Self {
+        let count = |name| of.labelled(name, "tier", tier.name());
+        TierMetrics {
+            hits: count("kvhoist_hits_total"),
+            evictions: count("kvhoist_evictions_total"),
+            refused: count("kvhoist_refused_total"),
+            bytes_in: count("kvhoist_bytes_in_total"),
+            bytes_out: count("kvhoist_bytes_out_total"),
+        }
+    }
+}
+
 /// Counters of one route.
 pub(crate) struct RouteMetrics {
     pub(crate) blocks: Count,
     pub(crate) bytes: Count,
     pub(crate) seconds: Histogram,
+}
+
+impl RouteMetrics {
+    fn new(of: &Of<'_>, route: Route) -> Self {
+        RouteMetrics {
+            blocks: of.labelled("kvhoist_moved_blocks_total", "route", route.name()),
+            bytes: of.labelled("kvhoist_moved_bytes_total", "route", route.name()),
+            seconds: of.histogram("kvhoist_movement_seconds", route),
+        }
+    }
 }
 
 /// The copy engines, as metric labels.
@@ -73,59 +96,84 @@ impl CopyMetrics {
 /// Why a block is dropped that could be written to disk.
 pub(crate) const DECLINED: [&str; 2] = ["value", "budget"];
 
-/// All metrics of one cache.
-pub(crate) struct Metrics {
-    pub(crate) tiers: [TierMetrics; Tier::COUNT],
-    pub(crate) routes: [RouteMetrics; Route::COUNT],
-    pub(crate) misses: Count,
-    pub(crate) stores: Count,
-    pub(crate) stores_known: Count,
-    pub(crate) stores_failed: Count,
-    pub(crate) writes_refused: Count,
-    /// By why.
-    pub(crate) writes_declined: [Count; DECLINED.len()],
-    pub(crate) write_share: Gauge,
-    pub(crate) checksum_failures: Count,
-    pub(crate) read_errors: Count,
-    pub(crate) write_errors: Count,
-    pub(crate) copy_errors: Count,
-    pub(crate) quarantined: Count,
-    pub(crate) background_refused: Count,
-    pub(crate) released: Count,
-    pub(crate) released_unwritten: Count,
-    pub(crate) busy: Count,
-    pub(crate) timeouts: Count,
-    pub(crate) record_writes: Count,
-    pub(crate) records_bad: Count,
-    pub(crate) cufile_errors: Count,
-    pub(crate) work_done: Arc<Count>,
-    pub(crate) copies: Arc<CopyMetrics>,
-    pub(crate) movements: Gauge,
-    pub(crate) cufile_in_use: Gauge,
+/// Declares the counters of a cache that have no label but its own: the field, the name, and what is counted.
+macro_rules! metrics {
+    ($($field:ident: $name:literal, $text:literal;)*) => {
+        /// All metrics of one cache.
+        pub(crate) struct Metrics {
+            pub(crate) tiers: [TierMetrics; Tier::COUNT],
+            pub(crate) routes: [RouteMetrics; Route::COUNT],
+            /// By why.
+            pub(crate) writes_declined: [Count; DECLINED.len()],
+            pub(crate) write_share: Gauge,
+            pub(crate) work_done: Arc<Count>,
+            pub(crate) copies: Arc<CopyMetrics>,
+            pub(crate) movements: Gauge,
+            pub(crate) cufile_in_use: Gauge,
+            $(pub(crate) $field: Count,)*
+        }
+
+        const PLAIN: &[(&str, &str)] = &[$(($name, $text)),*];
+
+        impl Metrics {
+            /// The metrics of the cache of a namespace, which is their label `cache`.
+            pub(crate) fn new(namespace: &str) -> Self {
+                _ = caught(describe);
+                let of = Of(namespace);
+                Metrics {
+                    tiers: Tier::ALL.map(|tier| TierMetrics::new(&of, tier)),
+                    routes: Route::ALL.map(|route| RouteMetrics::new(&of, route)),
+                    writes_declined: DECLINED.map(|why| of.labelled("kvhoist_writes_declined_total", "reason", why)),
+                    write_share: of.gauge("kvhoist_write_share", None),
+                    work_done: Arc::new(of.plain("kvhoist_work_done_total")),
+                    copies: Arc::new(CopyMetrics::new(&of)),
+                    movements: of.gauge("kvhoist_movements", None),
+                    cufile_in_use: of.gauge("kvhoist_cufile_in_use", None),
+                    $($field: of.plain($name),)*
+                }
+            }
+        }
+    };
 }
 
-const COUNTERS: [(&str, Unit, &str); 29] = [
+metrics! {
+    misses: "kvhoist_misses_total", "Blocks fetched or loaded that were in no tier";
+    stores: "kvhoist_stores_total", "Blocks stored";
+    stores_known: "kvhoist_stores_known_total", "Stores of blocks that were already resident";
+    stores_failed: "kvhoist_stores_failed_total", "Stores that failed";
+    writes_refused: "kvhoist_writes_refused_total", "Writes that the disk tier refused";
+    checksum_failures: "kvhoist_checksum_failures_total", "Blocks read from disk whose checksum did not match";
+    read_errors: "kvhoist_read_errors_total", "Reads of the disk tier that failed";
+    write_errors: "kvhoist_write_errors_total", "Writes to the disk tier that failed";
+    copy_errors: "kvhoist_copy_errors_total", "Copies between memories that failed";
+    quarantined: "kvhoist_quarantined_total", "Disk slots taken out of service until the store is opened again";
+    background_refused: "kvhoist_background_refused_total",
+        "Prefetches and background writes refused because their queue was full";
+    released: "kvhoist_released_total", "Blocks of chains that callers released";
+    released_unwritten: "kvhoist_released_unwritten_total",
+        "Released blocks that were evicted from host memory without a write to disk";
+    busy: "kvhoist_busy_total", "Calls answered with Error::Busy";
+    timeouts: "kvhoist_timeouts_total", "Calls answered with Error::Timeout";
+    record_writes: "kvhoist_record_writes_total", "Pages of the record table written";
+    records_bad: "kvhoist_records_bad_total", "Records refused at recovery: torn or damaged";
+    cufile_errors: "kvhoist_cufile_errors_total",
+        "Requests that libcufile failed; their blocks went through host memory";
+}
+
+/// Counters with labels, and one that the copies share.
+const LABELED: [(&str, Unit, &str); 12] = [
     ("kvhoist_hits_total", Unit::Count, "Blocks fetched or loaded from a tier, by tier"),
-    ("kvhoist_misses_total", Unit::Count, "Blocks fetched or loaded that were in no tier"),
     ("kvhoist_evictions_total", Unit::Count, "Blocks evicted, by tier"),
     ("kvhoist_refused_total", Unit::Count, "New blocks that a full tier refused, by tier"),
     ("kvhoist_bytes_in_total", Unit::Bytes, "Bytes moved into a tier, by tier"),
     ("kvhoist_bytes_out_total", Unit::Bytes, "Bytes moved out of a tier, by tier"),
     ("kvhoist_moved_blocks_total", Unit::Count, "Blocks served or moved, by route"),
     ("kvhoist_moved_bytes_total", Unit::Bytes, "Bytes served or moved, by route"),
-    ("kvhoist_stores_total", Unit::Count, "Blocks stored"),
-    ("kvhoist_stores_known_total", Unit::Count, "Stores of blocks that were already resident"),
-    ("kvhoist_stores_failed_total", Unit::Count, "Stores that failed"),
-    ("kvhoist_writes_refused_total", Unit::Count, "Writes that the disk tier refused"),
     (
         "kvhoist_writes_declined_total",
         Unit::Count,
         "Blocks that were not worth a write to the disk tier, or for which its budget had no room, by reason",
     ),
-    ("kvhoist_checksum_failures_total", Unit::Count, "Blocks read from disk whose checksum did not match"),
-    ("kvhoist_read_errors_total", Unit::Count, "Reads of the disk tier that failed"),
-    ("kvhoist_write_errors_total", Unit::Count, "Writes to the disk tier that failed"),
-    ("kvhoist_copy_errors_total", Unit::Count, "Copies between memories that failed"),
     ("kvhoist_copies_total", Unit::Count, "Batches of copies between memories, by engine"),
     ("kvhoist_copied_bytes_total", Unit::Bytes, "Bytes copied between memories, by engine"),
     (
@@ -133,74 +181,10 @@ const COUNTERS: [(&str, Unit, &str); 29] = [
         Unit::Count,
         "Batches of copies that the RDMA device failed; another engine copied them",
     ),
-    (
-        "kvhoist_cufile_errors_total",
-        Unit::Count,
-        "Requests that libcufile failed; their blocks went through host memory",
-    ),
-    ("kvhoist_quarantined_total", Unit::Count, "Disk slots taken out of service until the store is opened again"),
-    (
-        "kvhoist_background_refused_total",
-        Unit::Count,
-        "Prefetches and background writes refused because their queue was full",
-    ),
-    ("kvhoist_released_total", Unit::Count, "Blocks of chains that callers released"),
-    (
-        "kvhoist_released_unwritten_total",
-        Unit::Count,
-        "Released blocks that were evicted from host memory without a write to disk",
-    ),
-    ("kvhoist_busy_total", Unit::Count, "Calls answered with Error::Busy"),
-    ("kvhoist_timeouts_total", Unit::Count, "Calls answered with Error::Timeout"),
     ("kvhoist_work_done_total", Unit::Count, "Checksums and copies done by worker threads"),
-    ("kvhoist_record_writes_total", Unit::Count, "Pages of the record table written"),
 ];
 
 impl Metrics {
-    /// The metrics of the cache of a namespace, which is their label `cache`.
-    pub(crate) fn new(namespace: &str) -> Self {
-        _ = caught(describe);
-        let of = Of(namespace);
-        Metrics {
-            tiers: Tier::ALL.map(|tier| TierMetrics {
-                hits: of.labelled("kvhoist_hits_total", "tier", tier.name()),
-                evictions: of.labelled("kvhoist_evictions_total", "tier", tier.name()),
-                refused: of.labelled("kvhoist_refused_total", "tier", tier.name()),
-                bytes_in: of.labelled("kvhoist_bytes_in_total", "tier", tier.name()),
-                bytes_out: of.labelled("kvhoist_bytes_out_total", "tier", tier.name()),
-            }),
-            routes: Route::ALL.map(|route| RouteMetrics {
-                blocks: of.labelled("kvhoist_moved_blocks_total", "route", route.name()),
-                bytes: of.labelled("kvhoist_moved_bytes_total", "route", route.name()),
-                seconds: of.histogram("kvhoist_movement_seconds", route),
-            }),
-            misses: of.plain("kvhoist_misses_total"),
-            stores: of.plain("kvhoist_stores_total"),
-            stores_known: of.plain("kvhoist_stores_known_total"),
-            stores_failed: of.plain("kvhoist_stores_failed_total"),
-            writes_refused: of.plain("kvhoist_writes_refused_total"),
-            writes_declined: DECLINED.map(|reason| of.labelled("kvhoist_writes_declined_total", "reason", reason)),
-            write_share: of.gauge("kvhoist_write_share", None),
-            checksum_failures: of.plain("kvhoist_checksum_failures_total"),
-            read_errors: of.plain("kvhoist_read_errors_total"),
-            write_errors: of.plain("kvhoist_write_errors_total"),
-            copy_errors: of.plain("kvhoist_copy_errors_total"),
-            quarantined: of.plain("kvhoist_quarantined_total"),
-            background_refused: of.plain("kvhoist_background_refused_total"),
-            released: of.plain("kvhoist_released_total"),
-            released_unwritten: of.plain("kvhoist_released_unwritten_total"),
-            busy: of.plain("kvhoist_busy_total"),
-            timeouts: of.plain("kvhoist_timeouts_total"),
-            record_writes: of.plain("kvhoist_record_writes_total"),
-            records_bad: of.plain("kvhoist_records_bad_total"),
-            cufile_errors: of.plain("kvhoist_cufile_errors_total"),
-            work_done: Arc::new(of.plain("kvhoist_work_done_total")),
-            copies: Arc::new(CopyMetrics::new(&of)),
-            movements: of.gauge("kvhoist_movements", None),
-            cufile_in_use: of.gauge("kvhoist_cufile_in_use", None),
-        }
-    }
-
     pub(crate) fn tier(&self, tier: Tier) -> &TierMetrics {
         &self.tiers[tier as usize]
     }
@@ -336,7 +320,10 @@ const GAUGES: [(&str, Unit, &str); 12] = [
 ];
 
 fn describe() {
-    for (name, unit, text) in COUNTERS {
+    for (name, text) in PLAIN {
+        metrics::describe_counter!(*name, Unit::Count, *text);
+    }
+    for (name, unit, text) in LABELED {
         metrics::describe_counter!(name, unit, text);
     }
     for (name, unit, text) in GAUGES {
@@ -347,7 +334,6 @@ fn describe() {
         Unit::Bytes,
         "Bytes written to an NVMe drive in its whole life, by path; none where it may not be asked"
     );
-    metrics::describe_counter!("kvhoist_records_bad_total", "Records refused at recovery: torn or damaged");
     metrics::describe_histogram!("kvhoist_movement_seconds", Unit::Seconds, "Duration of movements, by route");
     metrics::describe_gauge!("kvhoist_movements", "Movements in flight");
     metrics::describe_gauge!(
