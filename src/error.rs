@@ -130,6 +130,7 @@ pub enum Error {
 
 /// Why the node's service did not carry out a client's call, grouped by what the client can do about it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 #[non_exhaustive]
 pub enum ServiceFault {
     /// No service answers at the socket, or the connection was lost. The client reconnects by itself: retry later.

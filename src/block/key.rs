@@ -22,6 +22,7 @@ const KEY_BYTES: usize = 32;
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct BlockKey([u8; KEY_BYTES]);
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 
 impl BlockKey {
     /// The key with these 32 bytes.

@@ -13,6 +13,7 @@ use crate::{
 
 /// Why something was not done.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct Failure {
     /// The kind of failure, which decides what the client can do.
     pub fault: ServiceFault,
@@ -54,6 +55,7 @@ pub type BlockResult = Result<bool, Failure>;
 
 /// A service's reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub enum Reply {
     /// The request was not done.
     Failed(Failure),
@@ -83,7 +85,7 @@ pub enum Reply {
     /// One answer a key.
     Flags(Vec<bool>),
     /// One result a block.
-    Results(Vec<BlockResult>),
+    Results(#[cfg_attr(test, proptest(strategy = "super::tests::results()"))] Vec<BlockResult>),
     /// Figures of a space.
     Stats(Box<SpaceStats>),
     /// Figures of the service.

@@ -8,6 +8,7 @@ use crate::block::BlockKey;
 
 /// A range of a registered region.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct Place {
     /// The client's number for the region.
     pub region: u32,
@@ -57,6 +58,7 @@ impl Way {
 
 /// A client's request.
 #[derive(Debug, Clone, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub enum Request {
     /// Attaches the connection to a space, which is made if there is none.
     Attach {
@@ -168,6 +170,7 @@ pub enum Request {
 
 /// Kinds of memory that a client can lend.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub enum RegionKind {
     /// Host memory: a memfd.
     Host,

@@ -11,6 +11,7 @@ const ROWS_MAX: usize = 4096;
 
 /// One tier of a space.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct TierFigures {
     /// Blocks loaded or fetched that were found here.
     pub hits: u64,
@@ -28,6 +29,7 @@ pub struct TierFigures {
 
 /// A space's figures since the service opened it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct SpaceStats {
     /// Per tier, indexed by [`Tier`] as usize.
     pub tiers: [TierFigures; Tier::COUNT],
@@ -68,6 +70,7 @@ impl SpaceStats {
 
 /// One space.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct SpaceStatus {
     /// Its name.
     pub namespace: String,
@@ -91,6 +94,7 @@ pub struct SpaceStatus {
 
 /// One connection.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct ClientStatus {
     /// The service's number for it.
     pub id: u64,
@@ -112,6 +116,7 @@ pub struct ClientStatus {
 
 /// A service.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[cfg_attr(test, derive(proptest_derive::Arbitrary))]
 pub struct ServiceStatus {
     /// Its version.
     pub version: String,
