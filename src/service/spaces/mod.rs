@@ -68,12 +68,6 @@ struct Entry {
     state: State,
 }
 
-/// The beginning of an attach.
-enum Begun {
-    Open(Rc<Space>),
-    Opening(oneshot::Receiver<Result<Rc<Space>, Failure>>),
-}
-
 /// The space that a client wants.
 pub(super) struct Wanted {
     pub(super) namespace: String,
@@ -133,17 +127,11 @@ impl Spaces {
             let text = format!("space: found {block_bytes} bytes a block and a name of {} bytes, ", namespace.len());
             return Err(Failure::new(ServiceFault::Argument, text + "expected 1 byte to 1 GiB, and a name"));
         }
-        match self.begin(&wanted)? {
-            Begun::Open(space) => Ok(space),
-            Begun::Opening(opened) => {
-                let ending = || Err(Failure::new(ServiceFault::Draining, "the service is ending"));
-                opened.await.unwrap_or_else(|_| ending())
-            }
-        }
+        self.begin(&wanted)?.await.unwrap_or_else(|_| Err(ending()))
     }
 
-    /// Begins to open a space that is neither open nor being opened.
-    fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<Begun, Failure> {
+    /// The space that is open, or will be: begins to open one that is neither open nor being opened.
+    fn begin(self: &Rc<Self>, wanted: &Wanted) -> Result<oneshot::Receiver<Result<Rc<Space>, Failure>>, Failure> {
         let Wanted { ref namespace, uid, shared, block_bytes, capacity_bytes, host_bytes } = *wanted;
         let mut deed = Deed { namespace: namespace.clone(), uid, shared, block_bytes, capacity_bytes: 0 };
         let folder = deed.folder();
@@ -151,10 +139,13 @@ impl Spaces {
         let mut entries = self.entries.borrow_mut();
         let (is_new, is_full) = (!entries.contains_key(&folder), entries.len() >= SPACES_MAX);
         match entries.get_mut(&folder) {
-            Some(Entry { state: State::Open(space), .. }) => return Ok(Begun::Open(Rc::clone(space))),
+            Some(Entry { state: State::Open(space), .. }) => {
+                drop(sender.send(Ok(Rc::clone(space))));
+                return Ok(receiver);
+            }
             Some(Entry { state: State::Opening(waiters), .. }) => {
                 waiters.push(sender);
-                return Ok(Begun::Opening(receiver));
+                return Ok(receiver);
             }
             Some(Entry { state: State::Removing(_), .. }) => {
                 let text = "busy: the space is being removed; attach again later to make it anew";
@@ -174,7 +165,7 @@ impl Spaces {
             }
         }
         tokio::task::spawn_local(Rc::clone(self).open(deed, host_bytes, is_new));
-        Ok(Begun::Opening(receiver))
+        Ok(receiver)
     }
 
     /// Sets disk aside for a new space; 0 takes all that it may have.
@@ -276,10 +267,9 @@ impl Spaces {
     pub(super) async fn close(&self) -> Result<()> {
         self.moves_end().await;
         self.removals_end().await;
-        let caches: Vec<Cache> = self.entries.borrow().values().filter_map(Entry::cache).collect();
         let mut result = Ok(());
-        for cache in caches {
-            result = result.and(cache.close().await);
+        for space in self.open_spaces() {
+            result = result.and(space.cache.close().await);
         }
         result
     }
@@ -292,23 +282,18 @@ impl Spaces {
     /// The spaces that are open.
     pub(super) fn opened(&self) -> Vec<OpenSpace> {
         let entries = self.entries.borrow();
-        let opened = entries.iter().filter_map(|(folder, entry)| Some((folder, entry, entry.cache()?)));
-        let report = |(folder, entry, cache): (&String, &Entry, Cache)| OpenSpace {
-            namespace: entry.deed.namespace.clone(),
-            folder: folder.clone(),
-            config: cache.config().clone(),
-            stats: cache.stats(),
+        let report = |(folder, entry): (&String, &Entry)| {
+            let cache = &entry.space()?.cache;
+            let (namespace, folder) = (entry.deed.namespace.clone(), folder.clone());
+            Some(OpenSpace { namespace, folder, config: cache.config().clone(), stats: cache.stats() })
         };
-        opened.map(report).collect()
+        entries.iter().filter_map(report).collect()
     }
 
     pub(super) fn status(&self) -> Vec<SpaceStatus> {
         let status = |(folder, entry): (&String, &Entry)| {
             let Deed { namespace, uid, shared, block_bytes, capacity_bytes } = entry.deed.clone();
-            let space = match &entry.state {
-                State::Open(space) => Some(space),
-                _ => None,
-            };
+            let space = entry.space();
             SpaceStatus {
                 namespace,
                 folder: folder.clone(),
@@ -333,9 +318,10 @@ impl Space {
 }
 
 impl Entry {
-    fn cache(&self) -> Option<Cache> {
+    /// The space, if it is open.
+    fn space(&self) -> Option<&Rc<Space>> {
         match &self.state {
-            State::Open(space) => Some(space.cache.clone()),
+            State::Open(space) => Some(space),
             _ => None,
         }
     }
@@ -347,6 +333,10 @@ impl Entry {
         waiters.push(sender);
         Some(receiver)
     }
+}
+
+fn ending() -> Failure {
+    Failure::new(ServiceFault::Draining, "the service is ending")
 }
 
 /// Slots in a share of host memory.

@@ -12,7 +12,7 @@
 
 use std::rc::Rc;
 
-use super::{Space, Spaces, State, host::HostShare};
+use super::{Entry, Space, Spaces, host::HostShare};
 use crate::service::protocol::Failure;
 
 /// What moves at a time: this part of the service's host memory.
@@ -114,11 +114,7 @@ impl Spaces {
         self.move_ended.notify_waiters();
     }
 
-    fn open_spaces(&self) -> Vec<Rc<Space>> {
-        let open = |entry: &super::Entry| match &entry.state {
-            State::Open(space) => Some(Rc::clone(space)),
-            _ => None,
-        };
-        self.entries.borrow().values().filter_map(open).collect()
+    pub(super) fn open_spaces(&self) -> Vec<Rc<Space>> {
+        self.entries.borrow().values().filter_map(Entry::space).cloned().collect()
     }
 }

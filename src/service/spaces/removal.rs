@@ -4,7 +4,7 @@ use std::{path::PathBuf, rc::Rc};
 
 use tokio::sync::oneshot;
 
-use super::{Entry, Space, Spaces, State, Wanted, deed::Deed};
+use super::{Entry, Space, Spaces, State, Wanted, deed::Deed, ending};
 use crate::{
     error::ServiceFault,
     service::{peers::own_uid, protocol::Failure},
@@ -19,7 +19,7 @@ impl Spaces {
     pub(in crate::service) async fn remove(self: &Rc<Self>, wanted: Wanted) -> Result<(), Failure> {
         self.moves_end().await;
         let ended = self.begin_removal(wanted)?;
-        ended.await.unwrap_or_else(|_| Err(Failure::new(ServiceFault::Draining, "the service is ending")))
+        ended.await.unwrap_or_else(|_| Err(ending()))
     }
 
     /// Begins to remove a space, in a task of its own: the caller may go.
@@ -51,10 +51,8 @@ impl Spaces {
             return Ok(ended);
         }
         let (sender, receiver) = oneshot::channel();
-        let space = match std::mem::replace(&mut entry.state, State::Removing(vec![sender])) {
-            State::Open(space) => Some(space),
-            _ => None,
-        };
+        let space = entry.space().cloned();
+        entry.state = State::Removing(vec![sender]);
         tokio::task::spawn_local(Rc::clone(self).finish_removal(folder, space));
         Ok(receiver)
     }
