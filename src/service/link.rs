@@ -101,10 +101,11 @@ pub(super) struct Sender {
     outbox_bytes: usize,
 }
 
-/// One end of a connection. Nothing here waits but [`ready`](Link::ready).
+/// One end of a connection. The peer sees the hang-up when both halves are dropped. Nothing here waits but
+/// [`ready`](Link::ready).
 pub(super) struct Link {
-    receiver: Receiver,
-    sender: Sender,
+    pub(super) receiver: Receiver,
+    pub(super) sender: Sender,
 }
 
 impl Sender {
@@ -176,6 +177,11 @@ impl Receiver {
         }
     }
 
+    /// The oldest descriptor that came and was not taken.
+    pub(super) fn take_fd(&mut self) -> Option<OwnedFd> {
+        self.inbox.fds.pop_front()
+    }
+
     /// The next `N` bytes, if they have come.
     pub(super) fn take_bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
         let bytes = *self.inbox.unread().first_chunk()?;
@@ -211,49 +217,6 @@ impl Link {
     pub(super) fn new(wire: Arc<dyn Wire>) -> Self {
         let sender = Sender { wire: Arc::clone(&wire), outbox: VecDeque::new(), outbox_bytes: 0 };
         Link { receiver: Receiver { wire, inbox: Inbox::default() }, sender }
-    }
-
-    /// Its halves. The peer sees the hang-up when both are dropped.
-    pub(super) fn split(self) -> (Receiver, Sender) {
-        (self.receiver, self.sender)
-    }
-
-    /// Bytes that the peer has not taken yet.
-    pub(super) fn outbox_bytes(&self) -> usize {
-        self.sender.bytes()
-    }
-
-    /// As [`Sender::push`].
-    pub(super) fn push(&mut self, bytes: Vec<u8>, fd: Option<Arc<OwnedFd>>) {
-        self.sender.push(bytes, fd);
-    }
-
-    /// As [`Sender::flush`].
-    pub(super) fn flush(&mut self) -> Result<usize, LinkError> {
-        self.sender.flush()
-    }
-
-    /// As [`Receiver::receive`].
-    pub(super) fn receive(&mut self) -> Result<bool, LinkError> {
-        self.receiver.receive()
-    }
-
-    /// The oldest descriptor that came and was not taken.
-    pub(super) fn take_fd(&mut self) -> Option<OwnedFd> {
-        self.receiver.inbox.fds.pop_front()
-    }
-
-    /// As [`Receiver::take_bytes`].
-    pub(super) fn take_bytes<const N: usize>(&mut self) -> Option<[u8; N]> {
-        self.receiver.take_bytes()
-    }
-
-    /// As [`Receiver::next_frame`].
-    pub(super) fn next_frame<T>(
-        &mut self,
-        decode: impl FnOnce(&Header, &[u8]) -> Result<T, Malformed>,
-    ) -> Result<Option<(u64, T)>, LinkError> {
-        self.receiver.next_frame(decode)
     }
 
     /// Waits until the socket has something, or takes what is to go out. `listen`: whether what the peer sends is

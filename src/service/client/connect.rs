@@ -37,9 +37,9 @@ impl<D: Dial> Worker<D> {
             _ => away(&self.socket, error),
         };
         let mut link = Link::new((self.dial)().await.map_err(failed)?);
-        link.push(Hello::ours().encode(), None);
+        link.sender.push(Hello::ours().encode(), None);
         let welcome = loop {
-            if let Some(bytes) = link.take_bytes::<{ Welcome::BYTES }>() {
+            if let Some(bytes) = link.receiver.take_bytes::<{ Welcome::BYTES }>() {
                 break Welcome::decode(&bytes).map_err(|error| nonsense(&error.to_string()))?;
             }
             self.transfer(&mut link).await?;
@@ -70,13 +70,13 @@ impl<D: Dial> Worker<D> {
                 other => return Err(nonsense(&format!("{other:?} to a register request"))),
             }
         }
-        let (receiver, sender) = link.split();
+        let Link { receiver, sender } = link;
         Ok((receiver, sender, welcome.limits))
     }
 
     /// Asks, and waits for the reply, on a connection without calls.
     async fn ask(&self, link: &mut Link, request: &Request, fd: Option<Arc<OwnedFd>>) -> Result<Reply> {
-        link.push(request.encode(ONLY_ID), fd);
+        link.sender.push(request.encode(ONLY_ID), fd);
         match self.reply(link).await? {
             (ONLY_ID, reply) => Ok(reply),
             (_, Reply::Goodbye(failure)) => Err(failure.into()),
@@ -87,7 +87,7 @@ impl<D: Dial> Worker<D> {
     /// The next reply, with its id.
     async fn reply(&self, link: &mut Link) -> Result<(u64, Reply)> {
         loop {
-            let reply = link.next_frame(|header, body| Reply::decode(header.kind, body));
+            let reply = link.receiver.next_frame(|header, body| Reply::decode(header.kind, body));
             match reply.map_err(|error| self.broken(error))? {
                 Some(reply) => return Ok(reply),
                 None => self.transfer(link).await?,
@@ -106,9 +106,9 @@ impl<D: Dial> Worker<D> {
     async fn transfer(&self, link: &mut Link) -> Result<()> {
         let moved = async {
             // A service that has hung up may have said why: that is read first.
-            let _found_by_receive = link.flush();
+            let _found_by_receive = link.sender.flush();
             link.ready(true).await?;
-            link.receive().map(drop)
+            link.receiver.receive().map(drop)
         };
         moved.await.map_err(|error| self.broken(error))
     }

@@ -100,7 +100,7 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire
 /// Sends a connection the reason why it is refused.
 pub(super) async fn refuse(house: Rc<House>, wire: Arc<dyn Wire>, failure: Failure) {
     let mut link = Link::new(wire);
-    link.push(refusal(&house, failure), None);
+    link.sender.push(refusal(&house, failure), None);
     tell(&mut link).await;
 }
 
@@ -114,7 +114,7 @@ fn refusal(house: &House, failure: Failure) -> Vec<u8> {
 /// Sends the outbox, for at most [`GOODBYE`].
 async fn tell(link: &mut Link) {
     let sent = timeout(GOODBYE, async {
-        while link.flush().is_ok() && link.outbox_bytes() > 0 {
+        while link.sender.flush().is_ok() && link.sender.bytes() > 0 {
             if link.ready(false).await.is_err() {
                 break;
             }
@@ -132,7 +132,7 @@ impl Session {
     async fn greet(&mut self) -> Result<(), End> {
         let deadline = Instant::now() + self.stall();
         let hello: [u8; Hello::BYTES] = loop {
-            if let Some(bytes) = self.link.take_bytes() {
+            if let Some(bytes) = self.link.receiver.take_bytes() {
                 break bytes;
             }
             tokio::select! { biased;
@@ -142,7 +142,7 @@ impl Session {
                     return Err(End::Cut(Failure::new(ServiceFault::Timeout, "no hello came in time")));
                 }
             }
-            self.link.receive()?;
+            self.link.receiver.receive()?;
         };
         let hello = Hello::decode(&hello).map_err(LinkError::from)?;
         let Some(version) = hello.common_version() else {
@@ -150,7 +150,7 @@ impl Session {
             let text = format!("versions {version_min} to {version_max}, of which none is spoken here");
             return Err(End::Cut(Failure::new(ServiceFault::Version, text)));
         };
-        self.link.push(Welcome::new(Ok(version), self.house.limits()).encode(), None);
+        self.link.sender.push(Welcome::new(Ok(version), self.house.limits()).encode(), None);
         self.greeted = true;
         Ok(())
     }
@@ -167,11 +167,11 @@ impl Session {
     /// Handles received frames, sends replies, and waits for more of either.
     async fn turn(&mut self) -> Result<(), End> {
         let draining = self.house.is_draining();
-        let listens = !draining && self.link.outbox_bytes() <= OUTBOX_BYTES_MAX;
+        let listens = !draining && self.link.sender.bytes() <= OUTBOX_BYTES_MAX;
         let mut frames = if listens { FRAMES_PER_TURN } else { 0 };
         while frames > 0 {
             let decode = |header: &Header, body: &[u8]| Ok((body.len(), Request::decode(header.kind, body)?));
-            let Some((id, (bytes, request))) = self.link.next_frame(decode)? else { break };
+            let Some((id, (bytes, request))) = self.link.receiver.next_frame(decode)? else { break };
             self.begin(id, bytes, request)?;
             frames -= 1;
         }
@@ -181,7 +181,7 @@ impl Session {
             tokio::task::yield_now().await;
             return self.reap();
         }
-        let outbox = self.link.outbox_bytes();
+        let outbox = self.link.sender.bytes();
         if !listens && !draining && outbox <= OUTBOX_BYTES_MAX {
             // The client took its replies. Frames may have come before, for which the socket wakes nobody again.
             return Ok(());
@@ -204,7 +204,7 @@ impl Session {
             ready = io => {
                 ready?;
                 if listens {
-                    self.link.receive()?;
+                    self.link.receiver.receive()?;
                 }
                 Ok(())
             }
@@ -225,17 +225,17 @@ impl Session {
     }
 
     fn flush(&mut self) -> Result<(), End> {
-        if self.link.flush()? > 0 {
+        if self.link.sender.flush()? > 0 {
             self.taken = Instant::now();
         }
         Ok(())
     }
 
     fn reply(&mut self, id: u64, reply: &Reply) {
-        if self.link.outbox_bytes() == 0 {
+        if self.link.sender.bytes() == 0 {
             self.taken = Instant::now();
         }
-        self.link.push(reply.encode(id), None);
+        self.link.sender.push(reply.encode(id), None);
     }
 
     /// Answers a request whose task has ended; `None`: it panicked.
@@ -289,7 +289,7 @@ impl Session {
                 true => Reply::Goodbye(failure).encode(0),
                 false => refusal(&self.house, failure),
             };
-            self.link.push(bytes, None);
+            self.link.sender.push(bytes, None);
             tell(&mut self.link).await;
         }
         // Blocks that were not begun are dropped here. Movements in flight hold their regions.

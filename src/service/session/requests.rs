@@ -24,7 +24,7 @@ impl Session {
             return Ok(());
         }
         // Taken also if the request is refused: the next one must not get it.
-        let fd = matches!(request, Request::Register { .. }).then(|| self.link.take_fd()).flatten();
+        let fd = matches!(request, Request::Register { .. }).then(|| self.link.receiver.take_fd()).flatten();
         if id == 0 || self.requests.contains_key(&id) {
             let text = format!("request id: found {id}, expected one that is not 0 and not in flight");
             return Err(End::Cut(Failure::new(ServiceFault::Protocol, text)));

@@ -5,8 +5,6 @@
 //! the socket does not take, deadlines.
 
 #[cfg(test)]
-mod full_socket;
-#[cfg(test)]
 mod tests;
 mod thread;
 

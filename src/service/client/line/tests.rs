@@ -1,11 +1,20 @@
-//! Requests over real sockets, among them one that takes few bytes at a time.
+//! Requests over sockets, among them some that take few bytes at a time.
 
 use std::{
+    collections::VecDeque,
     io::{self, Read, Write},
-    os::{fd::AsRawFd, unix::net::UnixStream},
-    sync::{Arc, atomic::AtomicUsize},
+    os::{
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+    task::{Context, Poll},
 };
 
+use futures_util::FutureExt;
 use tokio::{
     net::UnixStream as AsyncStream,
     sync::oneshot,
@@ -23,7 +32,8 @@ use crate::{
             places::Lent,
         },
         link::Link,
-        protocol::{Limits, RegionKind, Reply, Request},
+        protocol::{HEADER_BYTES, Limits, RegionKind, Reply, Request},
+        wire::Wire,
     },
 };
 
@@ -69,7 +79,7 @@ async fn sends_a_frame_in_parts() {
     let (ours, mut theirs) = narrow();
     let line = Line::new("a test".into(), PATIENCE);
     assert!(line.connect().is_some_and(|lent| lent.is_empty()));
-    let (mut receiver, sender) = Link::new(Arc::new(ours)).split();
+    let Link { mut receiver, sender } = Link::new(Arc::new(ours));
     receiver.ready(true).await.expect("connected");
     line.connected(sender, &Limits::new(8, 8, 0));
 
@@ -109,10 +119,65 @@ async fn sends_a_frame_in_parts() {
     assert_eq!(second.await.expect("answered").expect("served"), Reply::Done);
 }
 
+#[tokio::test]
+async fn a_frame_that_the_socket_takes_in_part_arrives_whole() {
+    timeout(PATIENCE, sends_a_frame_in_parts()).await.expect("no hang");
+}
+
+/// Takes as many bytes as it has room for.
+#[derive(Default)]
+struct Narrow {
+    room: AtomicUsize,
+    taken: Mutex<Vec<u8>>,
+}
+
+impl Wire for Narrow {
+    fn send(&self, bytes: &[u8], _fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
+        let len = bytes.len().min(self.room.load(Ordering::Relaxed));
+        if len == 0 {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
+        self.room.fetch_sub(len, Ordering::Relaxed);
+        self.taken.lock().expect("one thread").extend_from_slice(&bytes[..len]);
+        Ok(len)
+    }
+
+    fn receive(&self, _buf: &mut [u8], _fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+        Err(io::ErrorKind::WouldBlock.into())
+    }
+
+    fn end(&self) {}
+
+    fn poll_ready(&self, _context: &mut Context<'_>, _receive: bool, _send: bool) -> Poll<io::Result<()>> {
+        Poll::Pending
+    }
+}
+
+/// Whether the thread would go on without waiting.
+fn is_woken(line: &Line) -> bool {
+    line.woken.notified().now_or_never().is_some()
+}
+
 #[test]
-fn a_frame_that_the_socket_takes_in_part_arrives_whole() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    runtime.block_on(async { timeout(PATIENCE, sends_a_frame_in_parts()).await.expect("no hang") });
+fn the_thread_waits_while_the_socket_is_full() {
+    let wire = Arc::new(Narrow::default());
+    let Link { sender, .. } = Link::new(Arc::clone(&wire) as Arc<dyn Wire>);
+    let line = Line::new("a socket".into(), PATIENCE);
+    line.connected(sender, &Limits::new(8, 8, 1 << 20));
+    wire.room.store(HEADER_BYTES + 3, Ordering::Relaxed);
+    let requests = [(2, Request::Sync), (4, Request::Unregister { region: 7 }), (6, Request::Stats)];
+    let _answers = requests.each_ref().map(|(id, request)| begin(&line, *id, request));
+    assert!(is_woken(&line), "bytes are left, which the thread is to send");
+    assert!(line.wait().to_send);
+    assert!(!is_woken(&line), "the thread waits for the socket, and does not spin");
+    assert_eq!(wire.taken.lock().expect("one thread").len(), HEADER_BYTES + 3);
+    for _ in 0..1000 {
+        wire.room.store(1, Ordering::Relaxed);
+        line.wait();
+    }
+    assert!(!line.wait().to_send, "all is sent");
+    let frames = requests.map(|(id, request)| request.encode(id)).concat();
+    assert_eq!(*wire.taken.lock().expect("one thread"), frames);
 }
 
 #[test]
@@ -126,14 +191,15 @@ fn a_call_that_is_answered_leaves_no_deadline_behind() {
     }
 }
 
-async fn takes_back_memory_within_the_limit_of_requests() {
+#[tokio::test]
+async fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests() {
     let (ours, theirs) = UnixStream::pair().expect("two sockets");
     for socket in [&ours, &theirs] {
         socket.set_nonblocking(true).expect("set");
     }
     let line = Line::new("a test".into(), PATIENCE);
     assert!(line.connect().is_some_and(|lent| lent.is_empty()));
-    let (receiver, sender) = Link::new(Arc::new(AsyncStream::from_std(ours).expect("a reactor"))).split();
+    let Link { receiver, sender } = Link::new(Arc::new(AsyncStream::from_std(ours).expect("a reactor")));
     receiver.ready(true).await.expect("connected");
     line.connected(sender, &Limits::new(1, 8, 0));
     let memory = SharedMemory::new(4096).expect("memory");
@@ -151,10 +217,4 @@ async fn takes_back_memory_within_the_limit_of_requests() {
     came.clear();
     read_available(&theirs, &mut came);
     assert!(came == Request::Unregister { region: 7 }.encode(3));
-}
-
-#[test]
-fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
-    runtime.block_on(takes_back_memory_within_the_limit_of_requests());
 }
