@@ -14,10 +14,10 @@ use super::{
     region::{Job, RegionMemory},
 };
 use crate::{
-    block::{CopyOp, Direction, Route, Tier},
+    block::{CopyOp, Direction, Tier},
     device::{CopyEngine, CopyRegion, OwnedBatch},
     io::Storage,
-    state::Pin,
+    state::{Found, Pin},
 };
 
 /// Bytes of layers that are under way at once: enough to keep the bus busy, few enough that an early layer does not
@@ -54,9 +54,11 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let LayerJobs { jobs, layers, board } = load;
         let board = Rc::new(RefCell::new(board));
         let (mut resident, mut away) = (Vec::new(), Vec::new());
-        let sort = |(at, job)| match self.pin_in_host(&job) {
-            Some(pin) => resident.push((at, pin, job)),
-            None => away.push((at, job)),
+        let sort = |(at, job): (usize, Job)| match self.shared.look_up_to_copy(&job.key, Tier::Host) {
+            Ok(Found::Hit(pin)) => resident.push((at, pin, job)),
+            Ok(Found::Elsewhere(_)) => away.push((at, job)),
+            Ok(Found::Miss) => board.borrow_mut().block_ended(at, Ok(false)),
+            Err(error) => board.borrow_mut().block_ended(at, Err(error)),
         };
         in_turns(jobs.into_iter().enumerate(), sort).await;
         // Reads go on while what is in host memory is copied.
@@ -75,19 +77,6 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             // A task that was lost has marked nothing; the board reports its blocks as lost when it is dropped.
             drop(task.await);
         }
-    }
-
-    /// Pins a block that is in host memory, and counts the use and the hit.
-    fn pin_in_host(&self, job: &Job) -> Option<Pin> {
-        let mut state = self.shared.lock();
-        let id = state.index.find(&job.key)?;
-        let pin = Pin::take(&self.shared, &mut state, id, Tier::Host, Route::HostHit)?;
-        state.index.touch(id);
-        state.index.hit(id);
-        self.shared.reconsider(&mut state, id);
-        drop(state);
-        self.shared.metrics.looked_up(Some(Tier::Host));
-        Some(pin)
     }
 
     async fn copy_by_layer(
