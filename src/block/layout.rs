@@ -1,5 +1,7 @@
 //! The layout of a block in memory: its segments.
 
+use std::ops::Range;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -17,6 +19,27 @@ pub struct Segment {
 unsafe impl Send for Segment {}
 // SAFETY: as above.
 unsafe impl Sync for Segment {}
+
+impl Segment {
+    /// The addresses; an error about `what` if they are none.
+    pub(crate) fn addresses(&self, what: &'static str) -> Result<Range<usize>> {
+        let start = self.ptr as usize;
+        match start.checked_add(self.len) {
+            Some(end) if start != 0 && self.len > 0 => Ok(start..end),
+            _ => Err(Error::argument(what, format!("{} bytes at {start:#x}", self.len), "a range of memory")),
+        }
+    }
+
+    /// Refuses segments that are not one block long in all.
+    pub(crate) fn check_block(segments: &[Segment], block_bytes: usize) -> Result<()> {
+        let bytes = segments.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
+        if bytes == Some(block_bytes) {
+            return Ok(());
+        }
+        let found = format!("{bytes:?} bytes in {} segments", segments.len());
+        Err(Error::argument("segments", found, format!("one block of {block_bytes} bytes")))
+    }
+}
 
 /// The lengths of a block's segments, in block order.
 ///

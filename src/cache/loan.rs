@@ -52,19 +52,9 @@ impl Cache {
     /// # cache.close().await }).expect("the example runs");
     /// ```
     pub unsafe fn lend(&self, memory: &[Segment]) -> Result<Loan> {
-        let mut ranges = Vec::with_capacity(memory.len());
-        for segment in memory.iter().filter(|segment| segment.len > 0) {
-            let start = segment.ptr as usize;
-            let Some(end) = start.checked_add(segment.len).filter(|_| start != 0) else {
-                return Err(Error::argument(
-                    "memory",
-                    format!("{} bytes at {start:#x}", segment.len),
-                    "a range of memory",
-                ));
-            };
-            ranges.push(start..end);
-        }
-        Ok(Loan { cache: self.clone(), region: RegionInner::lent(), ranges: joined(ranges) })
+        let ranges = memory.iter().filter(|segment| segment.len > 0).map(|segment| segment.addresses("memory"));
+        let ranges = joined(ranges.collect::<Result<_>>()?);
+        Ok(Loan { cache: self.clone(), region: RegionInner::lent(), ranges })
     }
 }
 

@@ -1,8 +1,11 @@
 //! Registered memory: [`Region`], and the table of a cache's regions.
 
-use std::sync::{
-    Arc, Mutex, MutexGuard,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    ops::Range,
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use super::loan::Loan;
@@ -53,30 +56,26 @@ impl Regions {
     }
 
     pub(super) fn add(&self, memory: Memory) -> Result<Region> {
-        let Memory { range: Segment { ptr: address, len }, kind, .. } = memory;
+        let Memory { range, kind, .. } = memory;
         let (memory, owner) = match kind {
             MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
             MemoryKind::Shared(owner) => (RegionMemory::Host, Some(owner)),
             MemoryKind::Device => (RegionMemory::Device, None),
         };
-        let start = address;
-        let start = start as usize;
-        if start == 0 || len == 0 || start.checked_add(len).is_none() {
-            return Err(Error::argument("region", format!("{len} bytes at {start:#x}"), "a range of memory"));
-        }
+        let Range { start, end } = range.addresses("region")?;
         let mut regions = self.lock();
         if regions.len() >= REGIONS_MAX {
             return Err(Error::busy("registered regions", REGIONS_MAX as u64, "none"));
         }
-        let shares = |region: &Arc<RegionInner>| start < region.start + region.len && region.start < start + len;
+        let shares = |region: &Arc<RegionInner>| start < region.start + region.len && region.start < end;
         if regions.iter().any(shares) {
             return Err(Error::argument(
                 "region",
-                format!("{len} bytes at {start:#x}, part of which is registered"),
+                format!("{} bytes at {start:#x}, part of which is registered", range.len),
                 "each range registered once",
             ));
         }
-        let inner = RegionInner::new(address, len, memory, owner);
+        let inner = RegionInner::new(range.ptr, range.len, memory, owner);
         regions.push(Arc::clone(&inner));
         Ok(Region { inner, registry: self.number })
     }
@@ -109,14 +108,7 @@ impl Regions {
 
     /// Holds the memory that `segments` lie in: lent for the call, or registered.
     pub(super) fn hold(&self, segments: &[Segment], block_bytes: usize, lent: Option<&Loan>) -> Result<Vec<RegionUse>> {
-        let bytes = segments.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
-        if bytes != Some(block_bytes) {
-            return Err(Error::argument(
-                "segments",
-                format!("{bytes:?} bytes in {} segments", segments.len()),
-                format!("one block of {block_bytes} bytes"),
-            ));
-        }
+        Segment::check_block(segments, block_bytes)?;
         let regions = self.lock();
         let mut held: Vec<RegionUse> = Vec::new();
         for segment in segments {

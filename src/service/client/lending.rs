@@ -1,6 +1,7 @@
 //! Memory that a client lends to the service.
 
 use std::{
+    ops::Range,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, atomic::Ordering},
 };
@@ -73,7 +74,7 @@ impl Client {
     /// ```
     pub async fn register(&self, memory: impl Into<Memory>) -> Result<ClientRegion> {
         let Memory { range, kind, pinned } = memory.into();
-        let at = (range.ptr as usize, range.len);
+        let at = range.addresses("region")?;
         match kind {
             MemoryKind::Shared(memory) => {
                 self.register_range(at, (memory.as_fd(), 0), pinned, Some(Arc::clone(&memory))).await
@@ -89,23 +90,19 @@ impl Client {
     }
 
     /// Registers memory that cannot be passed to the service.
-    fn register_copied(&self, (start, len): (usize, usize)) -> Result<ClientRegion> {
-        self.check_range(start, len)?;
+    fn register_copied(&self, at: Range<usize>) -> Result<ClientRegion> {
+        self.check_free(&at)?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
-        let users = self.inner.places.add_copied(number, start, len);
+        let users = self.inner.places.add_copied(number, at.start, at.len());
         Ok(ClientRegion { client: self.inner.id, number, pinned: false, users: Some(users) })
     }
 
-    fn check_range(&self, start: usize, len: usize) -> Result<()> {
-        let wrong = |found: String, expected: &str| Error::argument("region", found, expected);
-        if start == 0 || len == 0 || start.checked_add(len).is_none() {
-            return Err(wrong(format!("{len} bytes at {start:#x}"), "a range of memory"));
+    fn check_free(&self, at: &Range<usize>) -> Result<()> {
+        if self.inner.places.is_free(at.start, at.len()) {
+            return Ok(());
         }
-        if !self.inner.places.is_free(start, len) {
-            let found = format!("{len} bytes at {start:#x}, part of which is registered");
-            return Err(wrong(found, "each range registered once"));
-        }
-        Ok(())
+        let found = format!("{} bytes at {:#x}, part of which is registered", at.len(), at.start);
+        Err(Error::argument("region", found, "each range registered once"))
     }
 
     /// The bounce buffer, which the first call that needs it makes and lends to the service.
@@ -125,15 +122,15 @@ impl Client {
 
     async fn register_range(
         &self,
-        (start, len): (usize, usize),
+        at: Range<usize>,
         (fd, offset): (BorrowedFd<'_>, u64),
         pin: bool,
         memory: Option<Arc<SharedMemory>>,
     ) -> Result<ClientRegion> {
-        self.check_range(start, len)?;
+        self.check_free(&at)?;
         let fd: OwnedFd = fd.try_clone_to_owned().map_err(|error| Error::io("duplicate", "a memfd", error))?;
         let number = self.inner.next_region.fetch_add(1, Ordering::Relaxed);
-        let lent = Lent { number, start, len, offset, pin, fd: Arc::new(fd) };
+        let lent = Lent { number, start: at.start, len: at.len(), offset, pin, fd: Arc::new(fd) };
         match self.call(register(&lent), What::Register(lent.clone()), None).await? {
             Reply::Registered { pinned } => {
                 self.inner.places.add(&lent, memory);

@@ -97,11 +97,7 @@ impl Places {
         let known = self.lock();
         let (mut found, mut used) = (Vec::with_capacity(keys), BTreeMap::new());
         for of_block in segments {
-            let bytes = of_block.iter().try_fold(0usize, |sum, segment| sum.checked_add(segment.len));
-            if bytes != Some(block_bytes) {
-                let what = format!("{bytes:?} bytes in {} segments", of_block.len());
-                return Err(wrong(what, format!("one block of {block_bytes} bytes")));
-            }
+            Segment::check_block(of_block, block_bytes)?;
             found.push(block(&known, of_block, loan, &mut used)?);
         }
         // Not write-locked: `unregister` removes a range from the map first.
