@@ -4,12 +4,14 @@ use std::{
     collections::VecDeque,
     fs::File,
     io::{Read, Write},
-    os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd},
     sync::{
         Arc, Mutex,
         atomic::{AtomicU64, AtomicUsize, Ordering},
     },
 };
+
+use rustix::event::{EventfdFlags, eventfd};
 
 use super::Cache;
 use crate::{
@@ -44,13 +46,8 @@ struct Inner {
 
 impl Inner {
     fn new() -> Result<Self> {
-        // SAFETY: plain system call; the result is checked before it is used.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC | libc::EFD_NONBLOCK) };
-        if fd < 0 {
-            return Err(Error::io("eventfd", "", std::io::Error::last_os_error()));
-        }
-        // SAFETY: a new descriptor that nothing else owns.
-        let event = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
+        let event = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let event = File::from(event.map_err(|error| Error::io("eventfd", "", error.into()))?);
         Ok(Inner { done: Mutex::default(), outstanding: AtomicUsize::new(0), event })
     }
 

@@ -2,16 +2,7 @@
 
 use std::{fmt, io};
 
-/// The soft limit of `RLIMIT_MEMLOCK` in bytes. `None`: unlimited.
-pub(super) fn limit_bytes() -> io::Result<Option<u64>> {
-    let mut limit = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
-    // SAFETY: `limit` is writable and lives across the call.
-    let result = unsafe { libc::getrlimit(libc::RLIMIT_MEMLOCK, &raw mut limit) };
-    if result != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok((limit.rlim_cur != libc::RLIM_INFINITY).then_some(limit.rlim_cur))
-}
+use rustix::process::{Resource, getrlimit};
 
 /// The error text for `wanted_bytes` that could not be registered, with the fix.
 pub(super) struct Refusal<'a> {
@@ -26,14 +17,13 @@ impl fmt::Display for Refusal<'_> {
         if !refused_for_size {
             return Ok(());
         }
-        match limit_bytes() {
-            Ok(Some(limit)) => write!(
+        match getrlimit(Resource::Memlock).current {
+            Some(limit) => write!(
                 f,
                 "; RLIMIT_MEMLOCK is {limit} bytes: raise it (`ulimit -l unlimited`, systemd LimitMEMLOCK=infinity, \
                  docker --ulimit memlock=-1) or grant CAP_IPC_LOCK"
             ),
-            Ok(None) => write!(f, "; RLIMIT_MEMLOCK is unlimited: too little memory is free, or a cgroup limits it"),
-            Err(error) => write!(f, "; RLIMIT_MEMLOCK could not be read ({error})"),
+            None => write!(f, "; RLIMIT_MEMLOCK is unlimited: too little memory is free, or a cgroup limits it"),
         }
     }
 }

@@ -2,13 +2,8 @@
 
 use std::{
     collections::BTreeMap,
-    ffi::CString,
     fs,
-    mem::MaybeUninit,
-    os::unix::{
-        ffi::OsStrExt,
-        fs::{FileTypeExt, MetadataExt},
-    },
+    os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
 };
 
@@ -81,14 +76,7 @@ impl Shared<'_> {
 
 /// Bytes available to this process on a path's file system, and its size.
 pub(super) fn free_bytes(path: &Path) -> Option<(u64, u64)> {
-    let path = CString::new(path.as_os_str().as_bytes()).ok()?;
-    let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
-    // SAFETY: the path ends in NUL, and `stat` is writable.
-    if unsafe { libc::statvfs64(path.as_ptr(), stat.as_mut_ptr()) } != 0 {
-        return None;
-    }
-    // SAFETY: the call succeeded, so `stat` is initialized.
-    let stat = unsafe { stat.assume_init() };
+    let stat = rustix::fs::statvfs(path).ok()?;
     Some((stat.f_bavail.saturating_mul(stat.f_frsize), stat.f_blocks.saturating_mul(stat.f_frsize)))
 }
 

@@ -2,6 +2,12 @@
 
 use std::{io, ptr::NonNull};
 
+use rustix::{
+    io::Errno,
+    mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap},
+    param::page_size,
+};
+
 use crate::fork::Home;
 
 /// The huge page size. Mappings are aligned to it, so that their first and last slots are in huge pages too.
@@ -31,8 +37,8 @@ impl Mapping {
     /// Maps at least `len` bytes (`len` > 0). Memory is committed at its first write; only a lack of address space and
     /// the overcommit rule can fail here.
     pub(crate) fn anonymous(len: usize) -> io::Result<Self> {
-        let page_bytes = page_bytes();
-        let too_large = || io::Error::from_raw_os_error(libc::ENOMEM);
+        let page_bytes = page_size();
+        let too_large = || io::Error::from(Errno::NOMEM);
         let len = len.checked_next_multiple_of(page_bytes).ok_or_else(too_large)?;
         if len < HUGE_PAGE_BYTES {
             return Self::map(len)?.advise();
@@ -47,12 +53,9 @@ impl Mapping {
     }
 
     fn map(len: usize) -> io::Result<Self> {
-        let (protection, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping at an address that the system chooses affects no existing memory.
-        let ptr = unsafe { libc::mmap(std::ptr::null_mut(), len, protection, flags, -1, 0) };
-        if ptr == libc::MAP_FAILED {
-            return Err(io::Error::last_os_error());
-        }
+        let ptr = unsafe { mmap_anonymous(std::ptr::null_mut(), len, access, MapFlags::PRIVATE)? };
         let ptr = NonNull::new(ptr.cast()).ok_or_else(|| io::Error::other("mmap gave address 0"))?;
         Ok(Mapping { ptr, len, home: Home::here() })
     }
@@ -62,12 +65,12 @@ impl Mapping {
         let tail = self.len - head - len;
         if tail > 0 {
             // SAFETY: the last `tail` bytes of our own mapping, which has no users yet.
-            unsafe { unmap(self.ptr.add(head + len), tail)? };
+            unsafe { munmap(self.ptr.add(head + len).as_ptr().cast(), tail)? };
             self.len -= tail;
         }
         if head > 0 {
             // SAFETY: the first `head` bytes of our own mapping, which has no users yet.
-            unsafe { unmap(self.ptr, head)? };
+            unsafe { munmap(self.ptr.as_ptr().cast(), head)? };
             // SAFETY: the mapping has `len` more bytes from there on.
             self.ptr = unsafe { self.ptr.add(head) };
             self.len -= head;
@@ -77,16 +80,15 @@ impl Mapping {
 
     fn advise(self) -> io::Result<Self> {
         // Optional: without huge pages the memory is only slower, and an old kernel may lack either advice.
-        let _ = self.madvise(libc::MADV_HUGEPAGE);
-        let _ = self.madvise(libc::MADV_DONTDUMP);
-        self.madvise(libc::MADV_DONTFORK)?;
+        let _ = self.madvise(Advice::LinuxHugepage);
+        let _ = self.madvise(Advice::LinuxDontDump);
+        self.madvise(Advice::LinuxDontFork)?;
         Ok(self)
     }
 
-    fn madvise(&self, advice: libc::c_int) -> io::Result<()> {
+    fn madvise(&self, advice: Advice) -> rustix::io::Result<()> {
         // SAFETY: the range is our own mapping, and the advice used here does not change its contents.
-        let rc = unsafe { libc::madvise(self.ptr.as_ptr().cast(), self.len, advice) };
-        if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        unsafe { madvise(self.ptr.as_ptr().cast(), self.len, advice) }
     }
 
     /// Gives the memory of `len` bytes from `offset` on back to the system. They read as zeros from now on.
@@ -96,23 +98,22 @@ impl Mapping {
     pub(crate) unsafe fn discard(&self, offset: usize, len: usize) -> io::Result<()> {
         assert!(offset <= self.len && len <= self.len - offset, "{len} bytes from {offset} of {}", self.len);
         // SAFETY: within our own mapping, and the caller promises that the contents are not needed.
-        let rc = unsafe { libc::madvise(self.ptr.as_ptr().add(offset).cast(), len, libc::MADV_DONTNEED) };
-        if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        Ok(unsafe { madvise(self.ptr.as_ptr().add(offset).cast(), len, Advice::LinuxDontNeed) }?)
     }
 
     /// Commits all pages now, so that no later first write waits for the system to allocate and clear a page. Contents
     /// are unchanged.
     pub(crate) fn populate(&mut self) -> io::Result<()> {
-        match self.madvise(libc::MADV_POPULATE_WRITE) {
+        match self.madvise(Advice::LinuxPopulateWrite) {
             // Kernels before 5.14 have no such advice.
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => self.touch(),
-            other => return other,
+            Err(Errno::INVAL) => self.touch(),
+            other => other?,
         }
         Ok(())
     }
 
     fn touch(&mut self) {
-        for offset in (0..self.len).step_by(page_bytes()) {
+        for offset in (0..self.len).step_by(page_size()) {
             // SAFETY: `offset` is within the mapping, whose bytes are initialized (zero at first).
             let byte = unsafe { self.ptr.add(offset) };
             // SAFETY: within the mapping; `&mut self` is held before any slot is handed out, so nothing else writes
@@ -137,23 +138,9 @@ impl Drop for Mapping {
         }
         // SAFETY: our own mapping. A user of an address in it keeps its owner alive (contracts of `Lent::new` and
         // `CopyBatch::new`).
-        let unmapped = unsafe { unmap(self.ptr, self.len) };
+        let unmapped = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
         debug_assert!(unmapped.is_ok(), "munmap of {} bytes: {unmapped:?}", self.len);
     }
-}
-
-/// # Safety
-/// The range must be whole pages of a mapping that is no longer used.
-unsafe fn unmap(ptr: NonNull<u8>, len: usize) -> io::Result<()> {
-    // SAFETY: the caller vouches for the range.
-    let rc = unsafe { libc::munmap(ptr.as_ptr().cast(), len) };
-    if rc == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-}
-
-fn page_bytes() -> usize {
-    // SAFETY: reads a constant of the system.
-    let bytes = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-    usize::try_from(bytes).expect("every system has a page size")
 }
 
 #[cfg(test)]
@@ -195,7 +182,7 @@ mod tests {
     fn large_mappings_begin_on_a_huge_page_and_all_are_zero_and_writable() {
         for len in [1, 4096, HUGE_PAGE_BYTES - 1, HUGE_PAGE_BYTES, 2 * HUGE_PAGE_BYTES + 1] {
             let mapping = Mapping::anonymous(len).expect("at most 4 MiB");
-            assert!(mapping.len() >= len && mapping.len() < len + page_bytes());
+            assert!(mapping.len() >= len && mapping.len() < len + page_size());
             if mapping.len() >= HUGE_PAGE_BYTES {
                 assert!(mapping.ptr().as_ptr().addr().is_multiple_of(HUGE_PAGE_BYTES));
             }

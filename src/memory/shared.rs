@@ -1,9 +1,11 @@
 //! Memory that a client can lend to a service.
 
-use std::{
-    fs::File,
-    io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::{
+    fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
+    io::Errno,
+    mm::{MapFlags, ProtFlags, mmap, munmap},
 };
 
 use crate::error::{Error, Result};
@@ -30,29 +32,18 @@ impl SharedMemory {
     /// # Errors
     /// [`Error::Argument`] for no bytes, [`Error::Io`] if the system refuses them.
     pub fn new(len: usize) -> Result<Self> {
-        let failed = |op| move |error| Error::io(op, "a memfd", error);
+        let failed = |op| move |error: Errno| Error::io(op, "a memfd", error.into());
         if len == 0 {
             return Err(Error::argument("len", "0", "1 byte or more"));
         }
-        // SAFETY: a name that ends with 0; the result is checked before it is used.
-        let fd = unsafe { libc::memfd_create(c"kvhoist".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
-        if fd < 0 {
-            return Err(failed("create")(io::Error::last_os_error()));
-        }
-        // SAFETY: a descriptor just made, with no other owner.
-        let file = File::from(unsafe { OwnedFd::from_raw_fd(fd) });
-        file.set_len(len as u64).map_err(failed("size"))?;
-        // SAFETY: plain system call without memory.
-        if unsafe { libc::fcntl(fd, libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) } != 0 {
-            return Err(failed("seal")(io::Error::last_os_error()));
-        }
-        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let fd = memfd_create(c"kvhoist", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).map_err(failed("create"))?;
+        ftruncate(&fd, len as u64).map_err(failed("size"))?;
+        fcntl_add_seals(&fd, SealFlags::SHRINK).map_err(failed("seal"))?;
+        let access = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a new mapping, at an address of the kernel's choice, of a file that cannot shrink.
-        let start = unsafe { libc::mmap(std::ptr::null_mut(), len, access, libc::MAP_SHARED, fd, 0) };
-        if start == libc::MAP_FAILED {
-            return Err(failed("map")(io::Error::last_os_error()));
-        }
-        Ok(SharedMemory { fd: file.into(), start: start.cast(), len })
+        let start =
+            unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &fd, 0) }.map_err(failed("map"))?;
+        Ok(SharedMemory { fd, start: start.cast(), len })
     }
 
     /// Address of the first byte.
@@ -100,9 +91,8 @@ impl SharedMemory {
 impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: mapped in `new` with this length. A service that has the memfd mapped keeps its pages.
-        let refused = unsafe { libc::munmap(self.start.cast(), self.len) };
-        if refused != 0 {
-            tracing::error!(error = %io::Error::last_os_error(), fd = self.fd.as_raw_fd(), "munmap");
+        if let Err(error) = unsafe { munmap(self.start.cast(), self.len) } {
+            tracing::error!(%error, fd = self.fd.as_raw_fd(), "munmap");
         }
     }
 }

@@ -93,9 +93,7 @@ fn add_node() -> &'static Node {
 fn install() -> io::Result<()> {
     static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
     let refused = INSTALLED.get_or_init(|| {
-        // SAFETY: a plain constant.
-        let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
-        PAGE_BYTES.store(usize::try_from(page).unwrap_or(4096), Ordering::Relaxed);
+        PAGE_BYTES.store(rustix::param::page_size(), Ordering::Relaxed);
         // SAFETY: all zero is a valid value; the call fills it in.
         let mut before: libc::sigaction = unsafe { zeroed() };
         // SAFETY: `before` outlives the call, which changes nothing.

@@ -4,11 +4,12 @@
 //! that it maps, and [guards](super::guard) files that take no seal. It maps plain memory only: in a file system of
 //! huge pages a hole may be punched, and touched again when no huge page is left.
 
-use std::{
-    cell::RefCell,
-    io,
-    mem::zeroed,
-    os::fd::{AsRawFd, OwnedFd},
+use std::{cell::RefCell, io, os::fd::OwnedFd};
+
+use rustix::{
+    fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs},
+    io::Errno,
+    mm::{MapFlags, ProtFlags, mmap, munmap},
 };
 
 use super::{guard::Guard, protocol::Failure};
@@ -56,11 +57,11 @@ pub fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
     let refused = |found: String, expected: &str| {
         Failure::new(ServiceFault::Memory, format!("memory: found {found}, expected {expected}"))
     };
-    let system = |op: &str| refused(format!("{op}: {}", io::Error::last_os_error()), "a memfd that can be mapped");
-    // SAFETY: a plain constant.
-    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as u64;
-    let end = offset.checked_add(len);
-    let (Some(end), Ok(bytes), Ok(start)) = (end, usize::try_from(len), libc::off_t::try_from(offset)) else {
+    let system =
+        |op| move |error: Errno| refused(format!("{op}: {}", io::Error::from(error)), "a memfd that can be mapped");
+    let page = rustix::param::page_size() as u64;
+    let end = offset.checked_add(len).filter(|end| i64::try_from(*end).is_ok());
+    let (Some(end), Ok(bytes)) = (end, usize::try_from(len)) else {
         return Err(refused(format!("{len} bytes from {offset} on"), "a range that ends before 2^63"));
     };
     if bytes == 0 || !offset.is_multiple_of(page) {
@@ -70,28 +71,21 @@ pub fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
     check_kind(fd).map_err(|found| refused(found, "a memfd in plain memory"))?;
     let sealed = seal(fd);
     // Sealed, it has at least this size from now on.
-    // SAFETY: all zero is a valid value; the call fills it in.
-    let mut stat: libc::stat = unsafe { zeroed() };
-    // SAFETY: `stat` outlives the call.
-    if unsafe { libc::fstat(fd.as_raw_fd(), &raw mut stat) } != 0 {
-        return Err(system("fstat"));
-    }
+    let stat = fstat(fd).map_err(system("fstat"))?;
     if u64::try_from(stat.st_size).is_ok_and(|size| size < end) {
         return Err(refused(format!("a file of {} bytes", stat.st_size), &format!("one of {end} bytes or more")));
     }
-    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new mapping, at an address of the kernel's choice, of a file that cannot shrink or is guarded below.
-    let start = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, libc::MAP_SHARED, fd.as_raw_fd(), start) };
-    if start == libc::MAP_FAILED {
-        return Err(system("mmap"));
-    }
+    let start = unsafe { mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, fd, offset) };
+    let start = start.map_err(system("mmap"))?;
     let start = start.cast();
     let guard = if sealed { None } else { Some(Guard::new(start, bytes)) };
     match guard.transpose() {
         Ok(guard) => Ok(Mapped { start, len: bytes, guard: RefCell::new(guard) }),
         Err(error) => {
             // SAFETY: mapped above, and used nowhere.
-            unsafe { libc::munmap(start.cast(), bytes) };
+            let _gone_with_the_process = unsafe { munmap(start.cast(), bytes) };
             Err(refused(format!("sigaction: {error}"), "a memfd made with MFD_ALLOW_SEALING, which needs no handler"))
         }
     }
@@ -99,12 +93,8 @@ pub fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
 
 /// Refuses files that are not plain shared memory.
 fn check_kind(fd: &OwnedFd) -> Result<(), String> {
-    // SAFETY: all zero is a valid value; the call fills it in.
-    let mut stat: libc::statfs = unsafe { zeroed() };
-    // SAFETY: `stat` outlives the call.
-    if unsafe { libc::fstatfs(fd.as_raw_fd(), &raw mut stat) } != 0 {
-        return Err(format!("a descriptor that has no file system ({})", io::Error::last_os_error()));
-    }
+    let stat =
+        fstatfs(fd).map_err(|error| format!("a descriptor that has no file system ({})", io::Error::from(error)))?;
     match stat.f_type as u64 {
         kind if kind == libc::TMPFS_MAGIC as u64 => Ok(()),
         kind if kind == libc::HUGETLBFS_MAGIC as u64 => Err("a memfd in huge pages (MFD_HUGETLB)".into()),
@@ -114,29 +104,22 @@ fn check_kind(fd: &OwnedFd) -> Result<(), String> {
 
 /// Seals a file against shrinking; false if it takes no seal.
 fn seal(fd: &OwnedFd) -> bool {
-    // SAFETY: plain system call without memory.
-    let seals = unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_GET_SEALS) };
-    if seals >= 0 && seals & libc::F_SEAL_SHRINK != 0 {
-        return true;
-    }
-    // SAFETY: plain system call without memory.
-    unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_ADD_SEALS, libc::F_SEAL_SHRINK) == 0 }
+    fcntl_get_seals(fd).is_ok_and(|seals| seals.contains(SealFlags::SHRINK))
+        || fcntl_add_seals(fd, SealFlags::SHRINK).is_ok()
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{fs::File, os::fd::FromRawFd};
+    use std::fs::File;
+
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
     use super::*;
 
-    fn memfd(flags: libc::c_uint, len: u64) -> OwnedFd {
-        // SAFETY: a name that ends with 0; the result is checked before it is used.
-        let fd = unsafe { libc::memfd_create(c"test".as_ptr(), flags | libc::MFD_CLOEXEC) };
-        assert!(fd >= 0, "{}", io::Error::last_os_error());
-        // SAFETY: a descriptor just made, with no other owner.
-        let file = unsafe { File::from_raw_fd(fd) };
-        file.set_len(len).expect("a size");
-        file.into()
+    fn memfd(flags: MemfdFlags, len: u64) -> OwnedFd {
+        let fd = memfd_create(c"test", flags | MemfdFlags::CLOEXEC).expect("a memfd");
+        ftruncate(&fd, len).expect("a size");
+        fd
     }
 
     fn refusal(fd: &OwnedFd, offset: u64, len: u64) -> String {
@@ -147,7 +130,7 @@ mod tests {
 
     #[test]
     fn a_memfd_is_sealed_before_it_is_mapped() {
-        let fd = memfd(libc::MFD_ALLOW_SEALING, 8192);
+        let fd = memfd(MemfdFlags::ALLOW_SEALING, 8192);
         let mapped = map(&fd, 4096, 4096).expect("mapped");
         // SAFETY: mapped above, and written to by nobody else.
         unsafe { mapped.start().write(7) };
@@ -160,7 +143,7 @@ mod tests {
 
     #[test]
     fn memory_that_is_taken_away_reads_as_zeros() {
-        let fd = memfd(0, 8192);
+        let fd = memfd(MemfdFlags::empty(), 8192);
         let mapped = map(&fd, 0, 8192).expect("mapped");
         // SAFETY: mapped above, and written to by nobody else.
         unsafe { mapped.start().add(5000).write(7) };
@@ -185,7 +168,7 @@ mod tests {
 
     #[test]
     fn a_range_outside_the_file_is_refused() {
-        let fd = memfd(libc::MFD_ALLOW_SEALING, 8192);
+        let fd = memfd(MemfdFlags::ALLOW_SEALING, 8192);
         for (offset, len) in
             [(0, 0), (0, 8193), (4096, 8192), (8192, 1), (1, 4096), (u64::MAX - 4095, 4096), (0, u64::MAX)]
         {

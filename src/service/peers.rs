@@ -28,8 +28,7 @@ pub struct Peer {
 
 /// The user of this process.
 pub(super) fn own_uid() -> u32 {
-    // SAFETY: plain system call without arguments.
-    unsafe { libc::geteuid() }
+    rustix::process::geteuid().as_raw()
 }
 
 /// Admits a process of the service's own user, of a user in the list, or with the socket's group.

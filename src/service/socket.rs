@@ -2,12 +2,12 @@
 
 use std::{
     collections::VecDeque,
-    fs, io,
-    mem::{size_of, zeroed},
+    fs,
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
     os::{
-        fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+        fd::{BorrowedFd, OwnedFd},
         unix::{
-            ffi::OsStrExt,
             fs::{PermissionsExt, lchown},
             net::UnixListener,
         },
@@ -15,133 +15,82 @@ use std::{
     path::Path,
 };
 
+use rustix::{
+    fs::{Mode, fchmod},
+    io::Errno,
+    net::{
+        AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+        SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
+    },
+};
+
 use crate::error::{Error, Result};
 
 /// Descriptors in one message. A register frame has one.
 const FDS_MAX: usize = 8;
-const CONTROL_BYTES: usize = 16 + FDS_MAX * size_of::<libc::c_int>();
+const CONTROL_BYTES: usize = 16 + FDS_MAX * size_of::<BorrowedFd<'_>>();
 /// Connections that wait to be accepted.
-const BACKLOG: libc::c_int = 256;
+const BACKLOG: i32 = 256;
+/// Bytes of a socket's name: the kernel wants a zero behind it.
+const NAME_BYTES_MAX: usize = 107;
 
 /// Room for descriptors, aligned as the kernel wants it.
 #[repr(C, align(8))]
-struct Control([u8; CONTROL_BYTES]);
+struct Control([MaybeUninit<u8>; CONTROL_BYTES]);
+
+impl Control {
+    fn new() -> Self {
+        Control([MaybeUninit::uninit(); CONTROL_BYTES])
+    }
+}
 
 /// Receives available bytes into `buf` without waiting. 0 bytes: the peer has hung up. Descriptors that come with the
 /// bytes are appended to `fds`.
 pub(super) fn receive(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
-    let mut control = Control([0; CONTROL_BYTES]);
-    let mut part = libc::iovec { iov_base: buf.as_mut_ptr().cast(), iov_len: buf.len() };
-    // SAFETY: all zero is an empty message.
-    let mut message: libc::msghdr = unsafe { zeroed() };
-    message.msg_iov = &raw mut part;
-    message.msg_iovlen = 1;
-    message.msg_control = (&raw mut control).cast();
-    message.msg_controllen = CONTROL_BYTES as _;
-    // SAFETY: the message names `buf` and `control`, which outlive the call, with their lengths.
-    let received =
-        unsafe { libc::recvmsg(socket.as_raw_fd(), &raw mut message, libc::MSG_CMSG_CLOEXEC | libc::MSG_DONTWAIT) };
-    let Ok(received) = usize::try_from(received) else { return Err(io::Error::last_os_error()) };
-    take_fds(&message, fds);
-    if message.msg_flags & libc::MSG_CTRUNC != 0 {
+    let mut control = Control::new();
+    let mut control = RecvAncillaryBuffer::new(&mut control.0);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let received = recvmsg(socket, &mut [IoSliceMut::new(buf)], &mut control, flags)?;
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(came) = message {
+            fds.extend(came);
+        }
+    }
+    if received.flags.contains(ReturnFlags::CTRUNC) {
         let text = format!(
             "descriptors of a message were lost: it had more than {FDS_MAX}, or this process may open no more (raise \
              LimitNOFILE, `ulimit -n`)"
         );
         return Err(io::Error::new(io::ErrorKind::InvalidData, text));
     }
-    Ok(received)
-}
-
-/// Takes ownership of the descriptors that came with a message.
-fn take_fds(message: &libc::msghdr, fds: &mut VecDeque<OwnedFd>) {
-    // SAFETY: the kernel has just filled in the message's control buffer, which is alive.
-    let mut part = unsafe { libc::CMSG_FIRSTHDR(message) };
-    while !part.is_null() {
-        // SAFETY: a header that CMSG_FIRSTHDR or CMSG_NXTHDR found lies wholly within the control buffer.
-        let header = unsafe { part.read_unaligned() };
-        if header.cmsg_level == libc::SOL_SOCKET && header.cmsg_type == libc::SCM_RIGHTS {
-            // SAFETY: arithmetic on a length.
-            let before = unsafe { libc::CMSG_LEN(0) } as usize;
-            let count = (header.cmsg_len as usize).saturating_sub(before) / size_of::<libc::c_int>();
-            // SAFETY: the data of a header lies behind it.
-            let data = unsafe { libc::CMSG_DATA(part) }.cast::<libc::c_int>();
-            for at in 0..count {
-                // SAFETY: the length in the header covers `count` descriptors.
-                let fd = unsafe { data.add(at).read_unaligned() };
-                // SAFETY: the kernel has made this descriptor for this call; it has no other owner.
-                fds.push_back(unsafe { OwnedFd::from_raw_fd(fd) });
-            }
-        }
-        // SAFETY: as for CMSG_FIRSTHDR; `part` is one of its headers.
-        part = unsafe { libc::CMSG_NXTHDR(message, part) };
-    }
+    Ok(received.bytes)
 }
 
 /// Sends as much as the socket takes without waiting; `fd` goes with the first byte.
 pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'_>>) -> io::Result<usize> {
-    let mut control = Control([0; CONTROL_BYTES]);
-    let mut part = libc::iovec { iov_base: bytes.as_ptr().cast_mut().cast(), iov_len: bytes.len() };
-    // SAFETY: all zero is an empty message.
-    let mut message: libc::msghdr = unsafe { zeroed() };
-    message.msg_iov = &raw mut part;
-    message.msg_iovlen = 1;
-    if let Some(fd) = fd {
-        let fd_bytes = size_of::<libc::c_int>() as libc::c_uint;
-        message.msg_control = (&raw mut control).cast();
-        // SAFETY: arithmetic on a length.
-        message.msg_controllen = unsafe { libc::CMSG_SPACE(fd_bytes) } as _;
-        // SAFETY: the control buffer has room for a header with one descriptor, and is aligned for it.
-        let header = unsafe { &mut *libc::CMSG_FIRSTHDR(&raw const message) };
-        header.cmsg_level = libc::SOL_SOCKET;
-        header.cmsg_type = libc::SCM_RIGHTS;
-        // SAFETY: arithmetic on a length.
-        header.cmsg_len = unsafe { libc::CMSG_LEN(fd_bytes) } as _;
-        // SAFETY: the data of that header lies within the control buffer.
-        unsafe { libc::CMSG_DATA(header).cast::<libc::c_int>().write_unaligned(fd.as_raw_fd()) };
+    let mut control = Control::new();
+    let mut control = SendAncillaryBuffer::new(&mut control.0);
+    if fd.is_some() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fd.as_slice())), "there is room for {FDS_MAX}");
     }
-    // SAFETY: the message names `bytes` and `control`, which outlive the call; the kernel only reads them.
-    let sent =
-        unsafe { libc::sendmsg(socket.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL | libc::MSG_DONTWAIT) };
-    usize::try_from(sent).map_err(|_| io::Error::last_os_error())
+    Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
 }
 
 /// Listens at `path`, which must not exist. The socket has `mode`, and `group` where one is given, before anybody can
 /// connect.
-pub(super) fn listen(path: &Path, mode: libc::mode_t, group: Option<u32>) -> Result<UnixListener> {
+pub(super) fn listen(path: &Path, mode: u32, group: Option<u32>) -> Result<UnixListener> {
     let failed = |op| move |error| Error::io(op, path, error);
-    // SAFETY: all zero is an unnamed address.
-    let mut address: libc::sockaddr_un = unsafe { zeroed() };
-    address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-    let name = path.as_os_str().as_bytes();
-    // The kernel wants a zero behind the name.
-    if name.is_empty() || name.len() >= address.sun_path.len() || name.contains(&0) {
-        return Err(Error::argument(
-            "socket",
-            format!("a path of {} bytes", name.len()),
-            format!("a path of 1 to {} bytes", address.sun_path.len() - 1),
-        ));
-    }
-    for (to, from) in address.sun_path.iter_mut().zip(name) {
-        *to = *from as libc::c_char;
-    }
-    // SAFETY: plain system call; the result is checked before it is used.
-    let fd = unsafe { libc::socket(libc::AF_UNIX, libc::SOCK_STREAM | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK, 0) };
-    if fd < 0 {
-        return Err(failed("make a socket for")(io::Error::last_os_error()));
-    }
-    // SAFETY: a descriptor just made, with no other owner.
-    let socket = unsafe { OwnedFd::from_raw_fd(fd) };
-    let checked = |op, result: libc::c_int| match result {
-        0 => Ok(()),
-        _ => Err(failed(op)(io::Error::last_os_error())),
-    };
+    let refused = |op| move |error: Errno| Error::io(op, path, error.into());
+    let bytes = path.as_os_str().len();
+    let address = SocketAddrUnix::new(path).ok().filter(|_| bytes > 0).ok_or_else(|| {
+        Error::argument("socket", format!("a path of {bytes} bytes"), format!("a path of 1 to {NAME_BYTES_MAX} bytes"))
+    })?;
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None);
+    let socket = socket.map_err(refused("make a socket for"))?;
     // Before it has a name, whose mode is the socket's, less the umask.
-    // SAFETY: plain system call on a descriptor that is ours.
-    checked("set the mode of", unsafe { libc::fchmod(fd, 0o600) })?;
-    let len = size_of::<libc::sockaddr_un>() as libc::socklen_t;
-    // SAFETY: the address outlives the call, and `len` is its length.
-    checked("bind", unsafe { libc::bind(fd, (&raw const address).cast(), len) })?;
+    fchmod(&socket, Mode::from_raw_mode(0o600)).map_err(refused("set the mode of"))?;
+    rustix::net::bind(&socket, &address).map_err(refused("bind"))?;
     if let Some(group) = group {
         lchown(path, None, Some(group)).map_err(failed("give the group to"))?;
     }
@@ -149,8 +98,7 @@ pub(super) fn listen(path: &Path, mode: libc::mode_t, group: Option<u32>) -> Res
         // Under any umask.
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(failed("set the mode of"))?;
     }
-    // SAFETY: plain system call on a descriptor that is ours.
-    checked("listen at", unsafe { libc::listen(fd, BACKLOG) })?;
+    rustix::net::listen(&socket, BACKLOG).map_err(refused("listen at"))?;
     Ok(UnixListener::from(socket))
 }
 

@@ -1,23 +1,23 @@
 //! System calls that the standard library lacks.
 
-use std::{ffi::c_int, fs::File, io, mem::MaybeUninit, os::fd::AsRawFd};
+use std::{fs::File, io};
 
-/// Status flags of an open file (`F_GETFL`).
-fn flags(file: &File) -> io::Result<c_int> {
-    // SAFETY: F_GETFL takes no pointer; the borrowed file is open.
-    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_GETFL) })
-}
+use rustix::{
+    fs::{self, AtFlags, FallocateFlags, OFlags, StatxFlags},
+    io::{Errno, retry_on_intr},
+    process::{Resource, geteuid, getrlimit},
+    rand::{GetRandomFlags, getrandom},
+};
 
 /// Turns direct I/O on or off. Also clears `O_NONBLOCK`, with which a ring fails requests that would have to wait.
 ///
 /// # Errors
 /// `EINVAL` if the file system has no direct I/O; `Unsupported` if it accepted the flag and dropped it.
 pub(super) fn set_direct(file: &File, direct: bool) -> io::Result<()> {
-    let wanted = if direct { libc::O_DIRECT } else { 0 };
-    let kept = flags(file)? & !(libc::O_DIRECT | libc::O_NONBLOCK);
-    // SAFETY: F_SETFL takes an integer; the borrowed file is open.
-    check(unsafe { libc::fcntl(file.as_raw_fd(), libc::F_SETFL, kept | wanted) })?;
-    if flags(file)? & libc::O_DIRECT == wanted {
+    let wanted = if direct { OFlags::DIRECT } else { OFlags::empty() };
+    let kept = fs::fcntl_getfl(file)? - (OFlags::DIRECT | OFlags::NONBLOCK);
+    fs::fcntl_setfl(file, kept | wanted)?;
+    if fs::fcntl_getfl(file)? & OFlags::DIRECT == wanted {
         return Ok(());
     }
     Err(io::Error::new(io::ErrorKind::Unsupported, "the file system accepted O_DIRECT but did not set it"))
@@ -26,14 +26,9 @@ pub(super) fn set_direct(file: &File, direct: bool) -> io::Result<()> {
 /// Memory alignment of direct I/O on the file, in bytes (`STATX_DIOALIGN`, Linux 6.1); `None` if the kernel does not
 /// report it.
 pub(super) fn direct_memory_align_bytes(file: &File) -> Option<usize> {
-    let mut stat = MaybeUninit::<libc::statx>::zeroed();
-    let (fd, flags) = (file.as_raw_fd(), libc::AT_EMPTY_PATH);
-    // SAFETY: the path is a C string, `stat` is writable, and the borrowed file is open.
-    check(unsafe { libc::statx(fd, c"".as_ptr(), flags, libc::STATX_DIOALIGN, stat.as_mut_ptr()) }).ok()?;
-    // SAFETY: zeros are a valid value of every field, and the call succeeded.
-    let stat = unsafe { stat.assume_init() };
+    let stat = fs::statx(file, c"", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
     // Zero means that the file has no direct I/O.
-    let said = stat.stx_mask & libc::STATX_DIOALIGN != 0 && stat.stx_dio_mem_align > 0;
+    let said = stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0 && stat.stx_dio_mem_align > 0;
     said.then_some(stat.stx_dio_mem_align as usize)
 }
 
@@ -41,61 +36,36 @@ pub(super) fn direct_memory_align_bytes(file: &File) -> Option<usize> {
 ///
 /// Reserves the blocks first and sets the size in one step: a crash leaves an empty file or a complete one.
 pub(super) fn preallocate(file: &File, bytes: u64) -> io::Result<()> {
-    match fallocate(file, libc::FALLOC_FL_KEEP_SIZE, bytes) {
+    match retry_on_intr(|| fs::fallocate(file, FallocateFlags::KEEP_SIZE, 0, bytes)) {
         // Without this mode (on NFS, for example) the plain call below does everything.
-        Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
+        Err(Errno::OPNOTSUPP) => {}
         other => other?,
     }
     file.set_len(bytes)?;
     // Some file systems release the blocks past the old end when the size changes.
-    fallocate(file, 0, bytes)
-}
-
-fn fallocate(file: &File, mode: c_int, bytes: u64) -> io::Result<()> {
-    let len = libc::off64_t::try_from(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EFBIG))?;
-    loop {
-        // SAFETY: takes no pointers; the borrowed file is open.
-        match check(unsafe { libc::fallocate64(file.as_raw_fd(), mode, 0, len) }) {
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            other => return other.map(drop),
-        }
-    }
+    Ok(retry_on_intr(|| fs::fallocate(file, FallocateFlags::empty(), 0, bytes))?)
 }
 
 /// The user who owns files that this process creates.
 pub(super) fn effective_user() -> u32 {
-    // SAFETY: takes no arguments and cannot fail.
-    unsafe { libc::geteuid() }
+    geteuid().as_raw()
 }
 
 /// Largest file that this process may write (RLIMIT_FSIZE), in bytes; `u64::MAX` without a limit.
-pub(super) fn file_bytes_max() -> io::Result<u64> {
-    let mut limit = MaybeUninit::<libc::rlimit64>::uninit();
-    // SAFETY: `limit` is writable.
-    check(unsafe { libc::getrlimit64(libc::RLIMIT_FSIZE, limit.as_mut_ptr()) })?;
-    // SAFETY: the call succeeded, so `limit` is initialized.
-    Ok(unsafe { limit.assume_init() }.rlim_cur)
+pub(super) fn file_bytes_max() -> u64 {
+    getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX)
 }
 
 /// Bytes that an unprivileged process may still allocate on the file's file system.
 pub(super) fn available_bytes(file: &File) -> io::Result<u64> {
-    let mut stat = MaybeUninit::<libc::statvfs64>::uninit();
-    // SAFETY: `stat` is writable; the borrowed file is open.
-    check(unsafe { libc::fstatvfs64(file.as_raw_fd(), stat.as_mut_ptr()) })?;
-    // SAFETY: the call succeeded, so `stat` is initialized.
-    let stat = unsafe { stat.assume_init() };
+    let stat = fs::fstatvfs(file)?;
     Ok(stat.f_bavail.saturating_mul(stat.f_frsize))
 }
 
 /// Name of the file's file system, for messages.
 pub(super) fn file_system(file: &File) -> String {
-    let mut stat = MaybeUninit::<libc::statfs64>::uninit();
-    // SAFETY: `stat` is writable; the borrowed file is open.
-    if check(unsafe { libc::fstatfs64(file.as_raw_fd(), stat.as_mut_ptr()) }).is_err() {
-        return "an unknown file system".into();
-    }
-    // SAFETY: the call succeeded, so `stat` is initialized.
-    let magic = unsafe { stat.assume_init() }.f_type as u32;
+    let Ok(stat) = fs::fstatfs(file) else { return "an unknown file system".into() };
+    let magic = stat.f_type as u32;
     // linux/magic.h, and the sources of file systems that it does not list.
     let name = match magic {
         0xEF53 => "ext4",
@@ -129,12 +99,7 @@ pub(super) const NFS: &str = "nfs";
 /// Random bytes for a new store's id.
 pub(super) fn random_uuid() -> io::Result<[u8; 16]> {
     let mut uuid = [0; 16];
-    // SAFETY: the buffer is writable for its length.
-    let got = unsafe { libc::getrandom(uuid.as_mut_ptr().cast(), uuid.len(), 0) };
     // Requests of up to 256 bytes are never short.
-    if got == uuid.len() as isize { Ok(uuid) } else { Err(io::Error::last_os_error()) }
-}
-
-fn check(result: c_int) -> io::Result<c_int> {
-    if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
+    getrandom(&mut uuid, GetRandomFlags::empty())?;
+    Ok(uuid)
 }

@@ -13,12 +13,13 @@ use std::{
     collections::VecDeque,
     fs::File,
     io,
-    os::fd::{AsRawFd, FromRawFd, OwnedFd},
+    os::fd::{AsRawFd, OwnedFd},
     sync::Arc,
     time::Duration,
 };
 
 use io_uring::{IoUring, cqueue, opcode, types};
+use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
 
 use super::{entry, probe::probe};
@@ -99,20 +100,13 @@ pub(crate) struct Bell(Arc<OwnedFd>);
 
 impl Bell {
     fn new() -> io::Result<Self> {
-        // SAFETY: takes no pointers.
-        let fd = unsafe { libc::eventfd(0, libc::EFD_CLOEXEC) };
-        if fd < 0 {
-            return Err(io::Error::last_os_error());
-        }
-        // SAFETY: a new descriptor that nothing else owns.
-        Ok(Bell(Arc::new(unsafe { OwnedFd::from_raw_fd(fd) })))
+        Ok(Bell(Arc::new(eventfd(0, EventfdFlags::CLOEXEC)?)))
     }
 
     /// Makes the current or next [`Lane::wait`] return.
     pub(crate) fn ring(&self) {
-        let one = 1_u64;
-        // SAFETY: `one` is 8 bytes. Only 2^64 signals that were not read could make this wait.
-        unsafe { libc::write(self.0.as_raw_fd(), (&raw const one).cast(), size_of::<u64>()) };
+        // Only 2^64 signals that were not read could make this wait.
+        let _written = rustix::io::write(&*self.0, &1_u64.to_ne_bytes());
     }
 }
 
