@@ -2,6 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
+use bytes::Bytes;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de};
 
 use crate::error::Error;
@@ -21,8 +22,8 @@ const KEY_BYTES: usize = 32;
 /// # Ok::<(), kvhoist::Error>(())
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct BlockKey([u8; KEY_BYTES]);
 #[cfg_attr(test, derive(proptest_derive::Arbitrary))]
+pub struct BlockKey([u8; KEY_BYTES]);
 
 impl BlockKey {
     /// The key with these 32 bytes.
@@ -69,7 +70,10 @@ impl TryFrom<&[u8]> for BlockKey {
     type Error = Error;
 
     fn try_from(bytes: &[u8]) -> Result<Self, Error> {
-        bytes.try_into().map(BlockKey).map_err(|_| wrong_length(bytes.len()))
+        bytes
+            .try_into()
+            .map(BlockKey)
+            .map_err(|_| Error::argument("key", format!("{} bytes", bytes.len()), BYTES_EXPECTED))
     }
 }
 
@@ -96,10 +100,6 @@ impl FromStr for BlockKey {
 const HEX_EXPECTED: &str = "a key of exactly 64 hex characters";
 const BYTES_EXPECTED: &str = "a key of exactly 32 bytes";
 
-fn wrong_length(found: usize) -> Error {
-    Error::argument("key", format!("{found} bytes"), BYTES_EXPECTED)
-}
-
 impl Serialize for BlockKey {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if serializer.is_human_readable() { serializer.collect_str(self) } else { serializer.serialize_bytes(&self.0) }
@@ -108,51 +108,13 @@ impl Serialize for BlockKey {
 
 impl<'de> Deserialize<'de> for BlockKey {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        if deserializer.is_human_readable() {
-            deserializer.deserialize_str(HexVisitor)
+        let key = if deserializer.is_human_readable() {
+            String::deserialize(deserializer)?.parse()
         } else {
-            deserializer.deserialize_bytes(BytesVisitor)
-        }
-    }
-}
-
-struct HexVisitor;
-
-impl de::Visitor<'_> for HexVisitor {
-    type Value = BlockKey;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(HEX_EXPECTED)
-    }
-
-    fn visit_str<E: de::Error>(self, text: &str) -> Result<BlockKey, E> {
-        text.parse().map_err(E::custom)
-    }
-}
-
-struct BytesVisitor;
-
-impl<'de> de::Visitor<'de> for BytesVisitor {
-    type Value = BlockKey;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(BYTES_EXPECTED)
-    }
-
-    fn visit_bytes<E: de::Error>(self, bytes: &[u8]) -> Result<BlockKey, E> {
-        BlockKey::try_from(bytes).map_err(E::custom)
-    }
-
-    // Formats without a byte-string type present bytes as a sequence of numbers.
-    fn visit_seq<A: de::SeqAccess<'de>>(self, mut seq: A) -> Result<BlockKey, A::Error> {
-        let mut bytes = [0; KEY_BYTES];
-        for (found, byte) in bytes.iter_mut().enumerate() {
-            *byte = seq.next_element()?.ok_or_else(|| de::Error::custom(wrong_length(found)))?;
-        }
-        match seq.next_element::<u8>()? {
-            None => Ok(BlockKey(bytes)),
-            Some(_) => Err(de::Error::invalid_length(KEY_BYTES + 1, &self)),
-        }
+            // Formats without a byte-string type present bytes as a sequence of numbers, which this takes too.
+            Bytes::deserialize(deserializer)?[..].try_into()
+        };
+        key.map_err(de::Error::custom)
     }
 }
 

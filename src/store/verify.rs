@@ -45,7 +45,7 @@ pub struct Duplicate {
 }
 
 /// Result of a verification.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct Verification {
     /// Contents of the superblocks; `None` if the store is too damaged to be opened, in which case nothing else was
     /// read.
@@ -110,22 +110,11 @@ impl Verification {
     /// Of these files, of which nothing was read yet.
     fn new(files: &[ReadOnlyFile], faults: Faults) -> Self {
         Verification {
-            shape: None,
             paths: files.iter().map(|file| file.path.clone()).collect(),
-            committed: 0,
-            empty: 0,
-            records_bad: 0,
-            superseded: 0,
-            duplicates: Vec::new(),
-            payloads_good: 0,
-            payloads_bad: 0,
             faults,
-            bytes_read: 0,
-            elapsed: Duration::ZERO,
             storage: "none",
-            direct_io: false,
             in_use: files.iter().any(|file| file.in_use),
-            complete: false,
+            ..Verification::default()
         }
     }
 }
