@@ -20,13 +20,12 @@ impl Cache {
     /// changes nothing about how long it stays. By the time of a fetch it may be gone.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// let key = kvhoist::BlockKey::new([1; 32]);
     /// assert!(!cache.contains(&key));
     /// cache.store(&key, None, &[7; 4096]).await?;
     /// assert!(cache.contains(&key));
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn contains(&self, key: &BlockKey) -> bool {
         let state = self.shared().lock();
@@ -44,12 +43,11 @@ impl Cache {
     /// lock. Blocks of a disk tier that is out of service count, although no call serves them.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// assert!(cache.is_empty());
     /// cache.store(&kvhoist::BlockKey::new([1; 32]), None, &[7; 4096]).await?;
     /// assert_eq!(cache.len(), 1);
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn len(&self) -> usize {
         let state = self.shared().lock();
@@ -59,10 +57,9 @@ impl Cache {
     /// True where no block is resident.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// assert!(cache.is_empty());
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn is_empty(&self) -> bool {
         self.len() == 0
@@ -77,15 +74,14 @@ impl Cache {
     /// closed.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// # cache.store(&kvhoist::BlockKey::new([1; 32]), None, &[7; 4096]).await?;
     /// for key in cache.keys() {
     ///     if let Some(block) = cache.fetch(&key).await? {
     ///         println!("{key}: {} bytes", block.len());
     ///     }
     /// }
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn keys(&self) -> impl Iterator<Item = BlockKey> + Send + use<> {
         let shared = Arc::clone(self.shared());
@@ -119,12 +115,11 @@ impl Cache {
     /// What was removed stays so, and no more blocks are removed.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// cache.store(&kvhoist::BlockKey::new([1; 32]), None, &[7; 4096]).await?;
     /// assert_eq!(cache.clear().await?, 1);
     /// assert!(cache.is_empty());
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn clear(&self) -> Result<u64> {
         self.shared().lock().check_open()?;
@@ -155,8 +150,7 @@ impl Cache {
     /// As [`fetch`](Cache::fetch): reads that began may still finish and make their blocks resident.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// # let keys = [kvhoist::BlockKey::new([1; 32]), kvhoist::BlockKey::new([2; 32])];
     /// # cache.store(&keys[0], None, &[7; 4096]).await?;
     /// for (key, block) in keys.iter().zip(cache.fetch_many(&keys).await?) {
@@ -165,7 +159,7 @@ impl Cache {
     ///         None => println!("{key}: a miss"),
     ///     }
     /// }
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn fetch_many(&self, keys: &[BlockKey]) -> Result<Vec<Result<Option<Lease>>>> {
         self.shared().lock().check_open()?;

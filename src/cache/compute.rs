@@ -41,8 +41,7 @@ impl Cache {
     /// A computation must not wait, directly or through others, for the block that it computes.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// let key = kvhoist::BlockKey::new([1; 32]);
     /// let block = cache
     ///     .get_or_fetch_with(&key, None, || async {
@@ -52,7 +51,7 @@ impl Cache {
     ///     .await?;
     /// assert_eq!(block[..], [7; 4096]);
     /// assert!(cache.contains(&key));
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn get_or_fetch_with<C, B, E>(
         &self,

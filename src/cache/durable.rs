@@ -25,13 +25,10 @@ impl Cache {
     /// The block is forgotten at the first poll. Dropped after that, only its record may come back at the next start.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// # let key = kvhoist::BlockKey::new([1; 32]);
-    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// # kvhoist_bench_kit::examples::with_block(async |cache, key| {
     /// assert!(cache.remove(&key).await?);
     /// assert!(!cache.contains(&key));
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
         let shared = &self.inner.shared;

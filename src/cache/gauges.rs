@@ -11,11 +11,10 @@ impl Cache {
     /// Takes one short lock, and asks each NVMe drive for its wear, which may take a millisecond.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// // In the handler of /metrics, before the recorder renders its page:
     /// cache.export_gauges();
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn export_gauges(&self) {
         let (config, stats) = (self.config(), self.stats());

@@ -73,13 +73,10 @@ impl Cache {
     /// passed over.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
-    /// # let key = kvhoist::BlockKey::new([1; 32]);
-    /// # cache.store(&key, None, &[7; 4096]).await?;
+    /// # kvhoist_bench_kit::examples::with_block(async |cache, key| {
     /// // The engine has the block in its own memory: it is in use, although nobody loads it.
     /// cache.touch(&[key]);
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn touch(&self, keys: &[BlockKey]) {
         // From the end, as within each part: a chain's end is to be evicted before its beginning.

@@ -45,8 +45,7 @@ impl Cache {
     /// use until [`unregister`](Cache::unregister) resolves.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// use kvhoist::{Memory, Segment};
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
@@ -63,7 +62,7 @@ impl Cache {
     ///     println!("layer {layer} of {leading} blocks is in place");
     /// }
     /// cache.unregister(&region).await?;
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn load_layers(
         &self,

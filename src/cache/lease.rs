@@ -134,14 +134,13 @@ impl Cache {
     /// Dropping the future or the reservation gives the slot back.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// # let key = kvhoist::BlockKey::new([1; 32]);
     /// let mut slot = cache.reserve().await?;
     /// slot[..4].copy_from_slice(b"here");
     /// slot.commit(&key, None).await?;
     /// assert!(cache.contains(&key));
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn reserve(&self) -> Result<Reservation> {
         let mut reservation = self.reserve_for_overwrite().await?;
@@ -161,13 +160,12 @@ impl Cache {
     /// As [`reserve`](Self::reserve).
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// # let key = kvhoist::BlockKey::new([1; 32]);
     /// let mut slot = cache.reserve_for_overwrite().await?;
     /// slot.copy_from_slice(&[7; 4096]);
     /// slot.commit(&key, None).await?;
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub async fn reserve_for_overwrite(&self) -> Result<Reservation> {
         let filling = self.inner.shared.acquire_for_caller().await?;

@@ -37,8 +37,7 @@ impl Cache {
     /// load.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// use kvhoist::Segment;
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
@@ -49,7 +48,7 @@ impl Cache {
     /// let stored = loan.store_from(&[key], None, &[vec![place]]).await?;
     /// loan.returned().await;
     /// assert!(matches!(stored[..], [Ok(true)]));
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub unsafe fn lend(&self, memory: &[Segment]) -> Result<Loan> {
         let ranges = memory.iter().filter(|segment| segment.len > 0).map(|segment| segment.addresses("memory"));

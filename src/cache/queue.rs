@@ -96,8 +96,7 @@ impl Cache {
     /// [`Error::Io`] if the system has no eventfd to give.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// use kvhoist::{Memory, Segment};
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
@@ -117,7 +116,7 @@ impl Cache {
     /// };
     /// assert!(done == ticket && matches!(results[..], [Ok(true)]));
     /// cache.unregister(&region).await?;
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn completion_queue(&self, depth: usize) -> Result<CompletionQueue> {
         let inner = Arc::new(Inner::new()?);

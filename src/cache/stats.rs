@@ -177,8 +177,7 @@ impl Cache {
     /// Figures since the cache was opened. One short lock.
     ///
     /// ```
-    /// # kvhoist::block_on(async {
-    /// # let cache = kvhoist::Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+    /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
     /// use kvhoist::{Route, Tier};
     ///
     /// # let key = kvhoist::BlockKey::new([1; 32]);
@@ -188,7 +187,7 @@ impl Cache {
     /// assert_eq!((stats.tier(Tier::Host).hits, stats.misses), (1, 0));
     /// assert_eq!(stats.route_bytes(Route::HostHit), 4096);
     /// println!("{}", serde_json::to_string(&stats).expect("numbers, words and maps"));
-    /// # cache.close().await }).expect("the example runs");
+    /// # Ok(()) });
     /// ```
     pub fn stats(&self) -> Stats {
         let shared = self.shared();

@@ -1,9 +1,28 @@
 //! What the examples of the documentation begin with, so that they show the call that they are about.
 
 use kvhoist::{
-    BlockKey, DirectIo, Error, PrefixChain, Segment, block_on,
+    BlockKey, Cache, DirectIo, Error, PrefixChain, Segment, block_on,
     service::{Client, ClientOptions, Server, ServerConfig},
 };
+
+/// Runs an example with a cache in host memory.
+pub fn with_cache(example: impl AsyncFnOnce(&Cache) -> Result<(), Error>) {
+    block_on(async {
+        let cache = Cache::builder().block_bytes(4096).host_bytes(1 << 20).open().await?;
+        example(&cache).await?;
+        cache.close().await
+    })
+    .expect("the example runs");
+}
+
+/// As [`with_cache`], with the key of a block that is stored.
+pub fn with_block(example: impl AsyncFnOnce(&Cache, BlockKey) -> Result<(), Error>) {
+    with_cache(async |cache| {
+        let key = BlockKey::new([1; 32]);
+        cache.store(&key, None, &[7; 4096]).await?;
+        example(cache, key).await
+    });
+}
 
 /// Runs an example with a client of a service that has host memory and a disk.
 pub fn with_client(example: impl AsyncFnOnce(&Client) -> Result<(), Error>) {
