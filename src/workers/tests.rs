@@ -223,7 +223,7 @@ impl Seat for Deadly {
 
 #[test]
 fn a_worker_that_died_asleep_is_listed_once() {
-    let pool = Pool::new(1, WAKE_BYTES);
+    let pool = Pool::new(1, 1, WAKE_BYTES);
     for _ in 0..3 {
         assert!(catch_unwind(AssertUnwindSafe(|| pool.run(0, &mut Deadly))).is_err());
         assert_eq!(pool.asleep(), 1, "its successor would not be woken");

@@ -1,8 +1,9 @@
 //! Checks whether the kernel and its configuration allow io_uring.
 
-use std::{fs::File, io, os::fd::AsRawFd};
+use std::{fs::File, io};
 
 use io_uring::{IoUring, Probe, opcode};
+use rustix::fs::fstatfs;
 
 /// Makes a small ring and checks that it supports the operations in use.
 ///
@@ -80,15 +81,12 @@ fn explain(error: &io::Error, io_uring_disabled: Option<u8>) -> io::Error {
 /// operations in flight than there are workers.
 pub(super) fn is_in_memory(file: &File) -> bool {
     /// `RAMFS_MAGIC` of the kernel's `linux/magic.h`.
-    const RAMFS_MAGIC: u64 = 0x8584_58f6;
+    const RAMFS_MAGIC: u32 = 0x8584_58f6;
     if !file.metadata().is_ok_and(|metadata| metadata.is_file()) {
         return false;
     }
-    // SAFETY: plain data, of which all zeros is a value.
-    let mut found: libc::statfs = unsafe { std::mem::zeroed() };
-    // SAFETY: `found` is writable; the descriptor is open while `file` lives.
-    let known = unsafe { libc::fstatfs(file.as_raw_fd(), &raw mut found) } == 0;
-    known && [libc::TMPFS_MAGIC as u64, RAMFS_MAGIC].contains(&(found.f_type as u64))
+    let found = fstatfs(file).map(|found| found.f_type as u32);
+    found.is_ok_and(|found| [libc::TMPFS_MAGIC as u32, RAMFS_MAGIC].contains(&found))
 }
 
 #[cfg(test)]
