@@ -2,7 +2,6 @@
 
 use std::{
     hash::{BuildHasher, RandomState},
-    path::PathBuf,
     rc::Rc,
     sync::Arc,
     thread,
@@ -13,7 +12,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use super::{Cache, Inner, regions::Regions, turns::Turns};
 use crate::{
     block::Tier,
-    config::{Config, DirectIo, Eviction},
+    config::{Config, Eviction},
     device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
     disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads},
     error::{Error, Result},
@@ -141,24 +140,16 @@ pub(super) struct Parts<S, C> {
     pub(super) seed: u64,
 }
 
-/// How many of the workers read and write, where that is not given: one for each drive, but at least two. More of them
-/// would share a drive's blocks, so that each sleeps and is woken for every few of them.
-fn rings(config: &Config, paths: &[PathBuf]) -> u32 {
-    let workers = config.worker_threads();
-    // A buffered operation is a copy by whoever makes it.
-    if config.workers.is_some() || config.disk.direct_io != DirectIo::Require {
-        return workers;
-    }
-    machine::drives(paths).map_or(workers, |drives| drives.max(2).min(workers))
-}
-
 async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) -> Result<Started<AnyStorage, AnyCopy>> {
     // The memory first: a file that had to be created is left behind by what fails after it.
     let arena = Arc::new(Arena::new(config.host_slots(), config.slot_bytes())?);
     let metrics = Metrics::new(&config.namespace);
     let paths: Vec<_> = config.disk.paths.iter().map(|disk| disk.path.clone()).collect();
     let near = machine::near_node(&paths).map(|near| near.processors).unwrap_or_default();
-    let rings = if matches!(reactor, Reactor::Uring(_)) { rings(&config, &paths) } else { 0 };
+    let rings = match reactor {
+        Reactor::Uring(_) => config.transferring_threads(machine::drives(&paths)),
+        Reactor::Plain(_) => 0,
+    };
     let workers = Workers::start(config.worker_threads(), rings, &near, Arc::clone(&metrics.work_done))
         .map_err(|source| Error::io("start", "the worker threads", source))?;
     let host_copies = Memcpy::with_workers(Rc::clone(&workers));

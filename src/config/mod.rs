@@ -113,6 +113,16 @@ impl Config {
         })
     }
 
+    /// How many of these threads read and write, on so many drives: if [`workers`](Self::workers) does not say it, one
+    /// for each drive, but at least two. More of them would share a drive's blocks, so that each sleeps and is woken
+    /// for every few of them.
+    pub(crate) fn transferring_threads(&self, drives: Option<u32>) -> u32 {
+        // A buffered operation is a copy by whoever makes it.
+        let is_direct = self.disk.direct_io == DirectIo::Require;
+        let wanted = drives.filter(|_| is_direct && self.workers.is_none()).map_or(u32::MAX, |drives| drives.max(2));
+        wanted.min(self.worker_threads())
+    }
+
     /// Bytes that may be written to the disk tier a day.
     pub fn write_budget_bytes(&self) -> Option<u64> {
         let disk = &self.disk;
@@ -149,5 +159,23 @@ impl Config {
         !self.disk.paths.is_empty()
             && policy != WritePolicy::ByValue
             && (policy == WritePolicy::WriteThroughSelective || self.eviction_policy == Eviction::RbRefuse)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_worker_transfers_for_each_drive_unless_their_number_is_given_or_more_would_copy() {
+        let automatic = Config::default();
+        let all = automatic.worker_threads();
+        for (drives, wanted) in [(0, 2), (1, 2), (3, 3), (64, 64)] {
+            assert_eq!(automatic.transferring_threads(Some(drives)), all.min(wanted), "{drives} drives");
+        }
+        assert_eq!(automatic.transferring_threads(None), all, "unknown drives");
+        assert_eq!(automatic.direct_io(DirectIo::Prefer).transferring_threads(Some(1)), all, "copies");
+        assert_eq!(Config::default().workers(8).transferring_threads(Some(1)), 8, "a given number");
+        assert_eq!(Config::default().workers(0).transferring_threads(Some(1)), 0);
     }
 }
