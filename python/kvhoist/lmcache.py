@@ -57,6 +57,7 @@ from .config import config_error, parse_bytes  # noqa: E402
 from .errors import ArgumentError, ClosedError  # noqa: E402
 from .failures import Failures  # noqa: E402
 from .lmcache_announced import Announced  # noqa: E402
+from .lmcache_unread import Unread  # noqa: E402
 from .object_names import ObjectNames, row_of  # noqa: E402
 from .objects import Ended, ObjectStore, StoredObject  # noqa: E402
 
@@ -105,6 +106,7 @@ class KvhoistL2(L2AdapterInterface):
         #: For each object that a lookup did not find: the object before it in its prefix.
         self._before: OrderedDict[StoredObject, StoredObject] = OrderedDict()
         self._announced = Announced(self)
+        self._unread = Unread()
         self._closed = False
         place = Place("lmcache", "l2", _identity(block_bytes, self.config.revision))
         self.store = ObjectStore(self.config, place, block_bytes, _pieces(l1_memory_desc), self._end)
@@ -146,7 +148,13 @@ class KvhoistL2(L2AdapterInterface):
                 after = [self._before.pop(one, None) for one in task.named]
             self.store.submit_store(task_id, task.named, _addresses(objects), after)
 
-        return self._begun("submit_store_task", keys, objects, begin, False)
+        unread = self._unread.take(keys)
+        if unread:
+            why = "their last load has failed, and LMCache before 0.5.6 may store what lay in their memory"
+            self._failed("store", why, len(unread))
+            written = [(key, obj) for key, obj in zip(keys, objects) if key not in unread]
+            keys, objects = [key for key, _ in written], [obj for _, obj in written]
+        return self._begun("submit_store_task", keys, objects, begin, False, bool(unread))
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """The store tasks that have ended since the last call. Does not wait."""
@@ -231,10 +239,11 @@ class KvhoistL2(L2AdapterInterface):
         objects: Sequence[Any],
         begin: Callable[[int, _Task], None],
         is_load: bool,
+        partial: bool = False,
     ) -> int:
         """Begins a task. If it cannot begin, it fails; `begin` submits in its last step."""
         self._check_open()
-        task = _Task(list(keys))
+        task = _Task(list(keys), partial)
         with self._lock:
             task_id = next(self._task_ids)
             self._under_way[task_id] = task
@@ -255,12 +264,14 @@ class KvhoistL2(L2AdapterInterface):
             task = self._under_way.pop(ended.task_id)
         self._guarded("account", None, lambda: self._account(ended, task))
         moved = [n for n, good in enumerate(ended.moved) if good]
+        if ended.is_load:
+            self._unread.loaded(task.keys, ended.moved)
         with self._lock:
             if ended.is_load:
                 self._loaded[ended.task_id] = _bitmap(len(task.keys), moved)
                 self._signal(self._load_fd)
             else:
-                good = len(moved) == len(task.keys)
+                good = len(moved) == len(task.keys) and not task.partial
                 nbytes = sum(one.nbytes for one in task.named) if good else 0
                 self._stored[ended.task_id] = L2StoreResult(good, nbytes)
                 self._signal(self._store_fd)
@@ -348,6 +359,8 @@ class KvhoistL2(L2AdapterInterface):
 @dataclass
 class _Task:
     keys: list
+    #: Some of its objects are refused already, and not among the keys.
+    partial: bool
     #: Empty if the task did not begin.
     named: list[StoredObject] = field(default_factory=list)
 

@@ -19,6 +19,7 @@ if why:
 lm.boot()
 
 import kvhoist.lmcache  # noqa: E402
+import kvhoist.lmcache_unread  # noqa: E402
 from kvhoist import ConfigError, StoreError  # noqa: E402
 from lm import Alone, Server, adapter_config, bytes_of, keys_of  # noqa: E402
 
@@ -158,9 +159,31 @@ def test_a_damaged_object_fails_alone_and_comes_back_when_it_is_stored(store_dir
         assert alone.adapter.report_status()["checksum_failures"] == 4
         assert alone.lock(keys) == "HM" * 4, "a miss at the next lookup"
         assert alone.load(keys) == "HM" * 4
+        # Before 0.5.6 the first store after a failed load is refused.
+        assert alone.store(keys) != kvhoist.lmcache_unread.ANNOUNCES_FAILED_LOADS
         assert alone.store(keys)
         assert alone.lock(keys) == "H" * 8
         assert alone.load(keys) == "H" * 8
+
+
+def test_memory_into_which_a_load_failed_is_not_stored(store_dir, monkeypatch, caplog):
+    """LMCache before 0.5.6 announces an object of a failed load as written before it deletes it: in between it may
+    store what lies there, under the object's key."""
+    monkeypatch.setattr("kvhoist.lmcache_unread.ANNOUNCES_FAILED_LOADS", True)
+    keys = keys_of("a", 6)
+    with Alone(adapter_config(store_dir)) as alone:
+        assert alone.load(keys[:4]) == "MMMM"
+        with caplog.at_level(logging.WARNING, logger="kvhoist.lmcache"):
+            assert not alone.store(keys), "the task fails"
+        assert "their last load has failed" in caplog.text
+        assert alone.lock(keys) == "MMMMHH", "the others of its objects are stored"
+        # Computed meanwhile: the next store is no mistake.
+        assert alone.store(keys)
+        assert alone.load(keys) == "H" * 6
+        assert alone.load(keys_of("b", 2)) == "MM"
+        assert not alone.store(keys_of("b", 2)), "nothing is left of the task"
+        assert alone.lock(keys_of("b", 2)) == "MM"
+        assert alone.adapter.report_status()["store_inflight_task_count"] == 0
 
 
 def test_a_drive_that_dies_is_a_drive_without_objects(store_dir):
