@@ -30,7 +30,7 @@ const NAMES: [&str; 7] = ["disk", "tmpfs", "store", "pool", "hits", "idle", "sta
 
 fn main() -> ExitCode {
     drive::main(&NAMES, env!("CARGO_TARGET_TMPDIR"), |name, options| match name {
-        "disk" => [(128 << 10, 8), (128 << 10, 32), (1 << 20, 8)]
+        "disk" => [(128 << 10, 1), (128 << 10, 8), (128 << 10, 32), (1 << 20, 8)]
             .into_iter()
             .try_for_each(|(block_bytes, depth)| route(options, &options.dir, Way::DiskToHost, block_bytes, depth)),
         "tmpfs" => route(options, Path::new("/dev/shm"), Way::DiskToHost, 128 << 10, 8),

@@ -24,6 +24,10 @@ impl Report {
     pub fn text(&self) -> String {
         let mut text = table(&self.title, &self.series);
         text += &format!("throughput of the bare loop: {:.3}; all blocks verified\n", self.over_bare());
+        if let Some(peer) = self.series.iter().find(|series| series.name.starts_with("pread + checksum")) {
+            let over = ratio(&self.series[1], peer, Sample::mib_per_s);
+            text += &format!("throughput of pread + checksum in the caller: {over:.3}\n");
+        }
         if let Some(pages) = self.record_writes {
             text += &format!("record pages written per block stored: {pages:.3}\n");
         }

@@ -233,6 +233,7 @@ impl<'a> World<'a> {
             Ok(sample)
         });
         let mut entrants = vec![bare, kvhoist];
+        let places = Places { file: &file, data_offset, block_bytes, blocks };
         if matches!(way, Way::DiskToHost | Way::DiskToPool) {
             // What every byte's verification costs, where nothing else is done.
             entrants.push(Entrant::new("bare ring that verifies, to host", |round| {
@@ -241,9 +242,11 @@ impl<'a> World<'a> {
                     Ok(())
                 })
             }));
+            if depth == 1 {
+                entrants.push(peers::pread_and_sum(places)?);
+            }
         }
         if let Way::DiskToDevice(DeviceKind::Cuda) = way {
-            let places = Places { file: &file, data_offset, block_bytes, blocks };
             entrants.push(cuda::pread_and_copy(places)?);
             #[cfg(feature = "cufile")]
             match crate::cufile::read(places) {
