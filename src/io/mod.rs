@@ -59,8 +59,8 @@ pub trait Storage: 'static {
         None
     }
 
-    /// True if the file lies in memory (tmpfs). The kernel makes each operation on it by blocking a thread: a ring hands
-    /// the operation to one more thread, so a worker makes it by a system call instead.
+    /// True if the file lies in memory (tmpfs). The kernel makes each operation on it by blocking a thread: a ring
+    /// hands the operation to one more thread, so a worker makes it by a system call instead.
     fn is_in_memory(&self, file: FileId) -> bool {
         let _ = file;
         false

@@ -3,10 +3,11 @@
 use std::{
     collections::BTreeSet,
     fs,
+    os::unix::fs::{FileTypeExt, MetadataExt},
     path::{Path, PathBuf},
 };
 
-use super::{places::drive_folder, plan::Kernel};
+use super::plan::Kernel;
 
 /// Drives that are stacked upon each other are followed this far: a volume of an array of partitions, for example.
 pub(super) const STACK_MAX: usize = 4;
@@ -43,8 +44,15 @@ pub(super) fn parts(folder: &Path) -> Vec<Option<PathBuf>> {
     entries.map(|part| Some(whole(part.path().canonicalize().ok()?))).collect()
 }
 
+/// The directory in /sys of the drive under a path.
+pub(super) fn drive_folder(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<PathBuf> {
+    let number = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
+    let (major, minor) = (libc::major(number), libc::minor(number));
+    fs::canonicalize(kernel.root.join(format!("sys/dev/block/{major}:{minor}"))).ok().map(whole)
+}
+
 /// The directory in /sys of the drive that a partition lies on, or of a drive itself.
-pub(super) fn whole(folder: PathBuf) -> PathBuf {
+fn whole(folder: PathBuf) -> PathBuf {
     match folder.parent() {
         Some(drive) if !folder.join("queue").exists() => drive.to_owned(),
         _ => folder,

@@ -6,8 +6,7 @@ use std::{
 };
 
 use super::{
-    drives::{STACK_MAX, parts},
-    places::drive_folder,
+    drives::{STACK_MAX, drive_folder, parts},
     plan::{Finding, Kernel},
 };
 

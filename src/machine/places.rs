@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{
-    drives::whole,
+    drives::drive_folder,
     plan::{Finding, Kernel, Plan, shown},
 };
 
@@ -174,13 +174,6 @@ fn unmounted(path: &Path, kernel: &Kernel<'_>) -> Option<Finding> {
     let (source, point) = wanted.max_by_key(|(_, point)| point.len())?;
     let found = format!("{}: /etc/fstab has {source} for {point}, and it is not mounted", path.display());
     Some(Finding::trouble("mount", found, format!("mount {point}")))
-}
-
-/// The directory in /sys of the drive under a path.
-pub(super) fn drive_folder(metadata: &fs::Metadata, kernel: &Kernel<'_>) -> Option<PathBuf> {
-    let number = if metadata.file_type().is_block_device() { metadata.rdev() } else { metadata.dev() };
-    let (major, minor) = (libc::major(number), libc::minor(number));
-    fs::canonicalize(kernel.root.join(format!("sys/dev/block/{major}:{minor}"))).ok().map(whole)
 }
 
 /// The drive under a path.

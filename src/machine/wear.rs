@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::{
-    places,
+    drives,
     plan::{Kernel, shown},
 };
 
@@ -108,7 +108,7 @@ impl fmt::Display for DriveWear {
 /// In words, where the drive is no NVMe drive or cannot be asked.
 pub fn drive_wear(path: &Path) -> Result<DriveWear, String> {
     let metadata = std::fs::metadata(path).map_err(|error| format!("{}: {error}", path.display()))?;
-    let folder = places::drive_folder(&metadata, &Kernel { root: Path::new("/") });
+    let folder = drives::drive_folder(&metadata, &Kernel { root: Path::new("/") });
     let folder = folder.ok_or_else(|| {
         let (major, minor) = (libc::major(metadata.dev()), libc::minor(metadata.dev()));
         format!("{}: the kernel names no drive for device {major}:{minor}", path.display())

@@ -1,7 +1,8 @@
 //! Workers in virtual time: each is a task that runs the steps of a production worker, over a ring that is simulated.
 //!
 //! The queue, the list of sleepers, the wake-ups and the answers to the reactor are those of production. The seed draws
-//! how many workers there are and transfer, how long each step takes, when a completed transfer is noticed, and when a worker dies.
+//! how many workers there are, how many of them transfer, how long each step takes, when a completed transfer is
+//! noticed, and when a worker dies.
 
 use std::{
     cell::{Cell, RefCell},
