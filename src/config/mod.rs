@@ -41,8 +41,8 @@ pub struct Config {
     pub eviction_policy: Eviction,
     /// Threads that take reads, writes, checksums and copies of host memory off the reactor, so that one core does not
     /// bound them. 0: all of this work is done on the reactor. `None`: half of the processors available to the process,
-    /// at most 8; none if there are two or fewer. As many of these as there are drives then read and write, at least
-    /// two; if a number is given, direct I/O is not required, or the drives are unknown, all of them do. 0 to 256.
+    /// at most 8; none if there are two or fewer. Two of these for each drive then read and write; if a number is
+    /// given, direct I/O is not required, or the drives are unknown, all of them do. 0 to 256.
     pub workers: Option<u32>,
     /// Microseconds for which the reactor polls for work before it sleeps. While a movement is in flight the reactor
     /// then never sleeps, and occupies a core. Useful for single blocks from fast disks, most of all in a virtual
@@ -113,13 +113,14 @@ impl Config {
         })
     }
 
-    /// How many of these threads read and write, on so many drives: if [`workers`](Self::workers) does not say it, one
-    /// for each drive, but at least two. More of them would share a drive's blocks, so that each sleeps and is woken
-    /// for every few of them.
+    /// How many of these threads read and write, on so many drives: if [`workers`](Self::workers) does not say it, two
+    /// for each drive. More of them would share a drive's blocks, so that each sleeps and is woken for every few of
+    /// them.
     pub(crate) fn transferring_threads(&self, drives: Option<u32>) -> u32 {
         // A buffered operation is a copy by whoever makes it.
         let is_direct = self.disk.direct_io == DirectIo::Require;
-        let wanted = drives.filter(|_| is_direct && self.workers.is_none()).map_or(u32::MAX, |drives| drives.max(2));
+        let wanted =
+            drives.filter(|_| is_direct && self.workers.is_none()).map_or(u32::MAX, |drives| drives.saturating_mul(2));
         wanted.min(self.worker_threads())
     }
 
@@ -167,10 +168,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_worker_transfers_for_each_drive_unless_their_number_is_given_or_more_would_copy() {
+    fn two_workers_transfer_for_each_drive_unless_their_number_is_given_or_more_would_copy() {
         let automatic = Config::default();
         let all = automatic.worker_threads();
-        for (drives, wanted) in [(0, 2), (1, 2), (3, 3), (64, 64)] {
+        for (drives, wanted) in [(0, 0), (1, 2), (3, 6), (64, 128)] {
             assert_eq!(automatic.transferring_threads(Some(drives)), all.min(wanted), "{drives} drives");
         }
         assert_eq!(automatic.transferring_threads(None), all, "unknown drives");
