@@ -98,7 +98,7 @@ fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>) {
         // notified.
         let ended = catch_unwind(AssertUnwindSafe(|| match lane.take() {
             Some(mut lane) => pool.run(worker, &mut lane),
-            None => pool.run(worker, &mut Ringless),
+            None => pool.run(worker, &mut Ringless(thread::park)),
         }));
         if ended.is_ok() {
             return;

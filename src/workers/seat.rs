@@ -120,8 +120,8 @@ impl Seat for Lane<Waiter> {
     }
 }
 
-/// A worker without a ring, which leaves transfers to the others.
-pub(super) struct Ringless;
+/// A worker without a ring, which leaves transfers to the others, and how it sleeps.
+pub(super) struct Ringless(pub(super) fn());
 
 impl Seat for Ringless {
     fn room(&self) -> usize {
@@ -151,6 +151,6 @@ impl Seat for Ringless {
     }
 
     fn sleep(&mut self) {
-        thread::park();
+        self.0();
     }
 }

@@ -11,14 +11,10 @@ use std::{
 use tokio::task::LocalSet;
 use tracing::{Event, Metadata, Subscriber, span};
 
-use super::{
-    seat::{Bell, Seat},
-    *,
-};
+use super::*;
 use crate::{
     block::{FileId, OpKind},
     checksum::checksum,
-    io::uring::Completed,
     memory::AlignedBuf,
 };
 
@@ -186,46 +182,12 @@ fn a_worker_that_dies_is_replaced_although_the_log_panics() {
     });
 }
 
-/// A seat in which a worker dies as soon as it sleeps.
-struct Deadly;
-
-impl Seat for Deadly {
-    fn room(&self) -> usize {
-        0
-    }
-
-    fn in_flight(&self) -> usize {
-        0
-    }
-
-    fn start(&mut self, _: Transfer, _: Waiter) {
-        unreachable!("there is no room");
-    }
-
-    fn poll(&mut self) {}
-
-    fn has_completed(&self) -> bool {
-        false
-    }
-
-    fn take_completed(&mut self) -> Option<Completed<Waiter>> {
-        None
-    }
-
-    fn bell(&self) -> Bell {
-        Ringless.bell()
-    }
-
-    fn sleep(&mut self) {
-        std::panic::resume_unwind(Box::new("on purpose"))
-    }
-}
-
 #[test]
 fn a_worker_that_died_asleep_is_listed_once() {
     let pool = Pool::new(1, 1, WAKE_BYTES);
     for _ in 0..3 {
-        assert!(catch_unwind(AssertUnwindSafe(|| pool.run(0, &mut Deadly))).is_err());
+        let mut dies_asleep = Ringless(|| std::panic::resume_unwind(Box::new("on purpose")));
+        assert!(catch_unwind(AssertUnwindSafe(|| pool.run(0, &mut dies_asleep))).is_err());
         assert_eq!(pool.asleep(), 1, "its successor would not be woken");
     }
 }
