@@ -4,7 +4,7 @@ mod common;
 
 use bytes::Bytes;
 use common::{BLOCK_BYTES, config, directory, fetch_verified, key, payload, store};
-use kvhoist::{BlockKey, Cache, DirectIo, Error, PrefixChain, Route, StorageKind, Tier, WritePolicy, block_on};
+use kvhoist::{BlockKey, Cache, Config, DirectIo, Error, PrefixChain, Route, StorageKind, Tier, WritePolicy, block_on};
 
 /// Runs a test over each storage engine.
 macro_rules! over_both_engines {
@@ -381,4 +381,19 @@ async fn several_paths_are_striped(storage: StorageKind) {
     settings.disk.paths.swap(0, 1);
     let error = Cache::open(settings).await.expect_err("members in the wrong order");
     assert!(matches!(error, Error::Store { .. }), "{error}");
+}
+
+#[test]
+fn a_block_larger_than_the_limits_of_bytes_in_flight_moves() {
+    let dir = directory();
+    let bytes = 33 << 20;
+    block_on(async {
+        let config = Config::default().block_bytes(bytes).host_blocks(1).disk(dir.path(), 2 * bytes as u64);
+        let cache = Cache::open(config).await.expect("open");
+        for n in 0..2 {
+            cache.store(&key(n), None, &payload(n, bytes)).await.expect("store");
+        }
+        let lease = cache.fetch(&key(0)).await.expect("fetch").expect("on disk");
+        assert_eq!((lease.route(), lease[..] == payload(0, bytes)), (Route::DiskToHost, true));
+    });
 }

@@ -185,11 +185,11 @@ impl Default for DiskConfig {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Limits {
-    /// Largest number of bytes that reads of the disk tier may have in flight per path, at least one block. All paths
-    /// share what they have together.
+    /// Largest number of bytes that reads of the disk tier may have in flight per path. All paths share what they have
+    /// together; one block is always allowed.
     pub read_bytes_in_flight_max: u64,
-    /// Largest number of bytes that writes to the disk tier may have in flight per path, at least one block. All paths
-    /// share what they have together.
+    /// Largest number of bytes that writes to the disk tier may have in flight per path. All paths share what they have
+    /// together; one block is always allowed.
     pub write_bytes_in_flight_max: u64,
     /// Largest number of movements requested but not finished; further calls get `Error::Busy`.
     pub movements_max: u32,

@@ -112,12 +112,11 @@ impl Config {
 
     fn validate_limits(&self) -> Result<()> {
         let limits = &self.limits;
-        let least = self.slot_bytes() as u64;
         for (field, bytes) in [
             ("read_bytes_in_flight_max", limits.read_bytes_in_flight_max),
             ("write_bytes_in_flight_max", limits.write_bytes_in_flight_max),
         ] {
-            check(field, bytes, least, u64::MAX >> 1, "bytes (one block at least)")?;
+            check(field, bytes, 1, u64::MAX >> 1, "bytes")?;
         }
         check("movements_max", limits.movements_max, 1, 1 << 24, "movements")?;
         check("waiters_max", limits.waiters_max, 1, 1 << 24, "waiters")?;
@@ -181,8 +180,8 @@ mod tests {
             ("cufile_stuck_ms", |c| c.cufile_stuck_ms(86_400_001)),
             ("selective_hits", |c| c.selective_hits(0)),
             ("blocking_threads", |c| c.blocking_threads(0)),
-            ("read_bytes_in_flight_max", |c| c.read_bytes_in_flight_max(1)),
-            ("write_bytes_in_flight_max", |c| c.write_bytes_in_flight_max(1)),
+            ("read_bytes_in_flight_max", |c| c.read_bytes_in_flight_max(0)),
+            ("write_bytes_in_flight_max", |c| c.write_bytes_in_flight_max(0)),
             ("movements_max", |c| c.movements_max(0)),
             ("waiters_max", |c| c.waiters_max(0)),
             ("namespace", |c| c.namespace("")),

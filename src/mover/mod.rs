@@ -139,10 +139,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let files: Vec<FileId> =
             (0..config.disk.paths.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
         let drives = files.len().max(1) as u64;
+        // A block moves, whatever its size and the limits.
+        let in_flight = |per_path: u64| per_path.saturating_mul(drives).max(config.slot_bytes() as u64);
         Rc::new(Mover {
             budget: Budget::new(
-                config.limits.read_bytes_in_flight_max.saturating_mul(drives),
-                config.limits.write_bytes_in_flight_max.saturating_mul(drives),
+                in_flight(config.limits.read_bytes_in_flight_max),
+                in_flight(config.limits.write_bytes_in_flight_max),
             ),
             allowance: config
                 .write_budget_bytes()

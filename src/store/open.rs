@@ -216,9 +216,7 @@ fn settings(members: &[(Superblock, ReadOnlyFile)]) -> Result<Config> {
     let config = Config::default()
         .block_bytes(usize::try_from(first.block_bytes).expect("checked to be 1 GiB at most"))
         .disks(members.iter().map(disk).collect())
-        .namespace(first.namespace.clone())
-        .read_bytes_in_flight_max(first.slot_bytes)
-        .write_bytes_in_flight_max(first.slot_bytes);
+        .namespace(first.namespace.clone());
     config.validate()?;
     Ok(config)
 }

@@ -251,9 +251,6 @@ impl Spaces {
             config.disk.write_budget = Some(u64::try_from(share).unwrap_or(u64::MAX));
             (config.disk.drive_writes_per_day, config.disk.drive_bytes) = (None, None);
         }
-        // A block moves, whatever its size.
-        config.limits.read_bytes_in_flight_max = config.limits.read_bytes_in_flight_max.max(slot_bytes);
-        config.limits.write_bytes_in_flight_max = config.limits.write_bytes_in_flight_max.max(slot_bytes);
         Ok(config)
     }
 
