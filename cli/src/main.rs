@@ -25,8 +25,9 @@ mod workload;
 
 use std::{io::Write, process::ExitCode};
 
-use clap::{Parser, Subcommand, error::ErrorKind};
+use clap::{CommandFactory, FromArgMatches, Parser, Subcommand, error::ErrorKind};
 use kvhoist_cli::{failure, shown, size, trace};
+use tracing_subscriber::{EnvFilter, filter::LevelFilter};
 
 use crate::failure::{EXIT_STATUS, Failure};
 
@@ -76,7 +77,10 @@ enum Command {
 }
 
 fn main() -> ExitCode {
-    let filter = tracing_subscriber::EnvFilter::try_from_env("KVHOIST_LOG").unwrap_or_else(|_| "warn".into());
+    let filter = match log_filter(std::env::var("KVHOIST_LOG").ok().as_deref()) {
+        Ok(filter) => filter,
+        Err(failure) => return end(Err(failure)),
+    };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(|| progress::BesideProgress)
@@ -84,7 +88,8 @@ fn main() -> ExitCode {
         .log_internal_errors(false)
         .without_time()
         .init();
-    let cli = match Cli::try_parse() {
+    let parsed = command(Cli::command()).try_get_matches().and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => return wrong_flags(&error),
     };
@@ -100,6 +105,27 @@ fn main() -> ExitCode {
         Command::Verify(args) => verify::run(&args),
         Command::Wipe(args) => wipe::run(&args),
     })
+}
+
+/// What `KVHOIST_LOG` selects: warnings, if it is not set.
+fn log_filter(given: Option<&str>) -> Result<EnvFilter, Failure> {
+    let given = given.unwrap_or("warn");
+    // A word alone that is no level would select the messages of a module of that name, and so none.
+    let is_level = |word: &str| word.parse::<LevelFilter>().is_ok();
+    let known = given.split(',').all(|part| part.contains(['=', '[']) || is_level(part.trim()));
+    EnvFilter::try_new(given).ok().filter(|_| known).ok_or_else(|| {
+        Failure::usage(format!(
+            "KVHOIST_LOG: found {given:?}, expected off, error, warn, info, debug or trace, or a level for each module, \
+             such as warn,kvhoist::service=debug"
+        ))
+    })
+}
+
+/// Takes `-1` as the value of the flag before it, so that the refusal names that flag.
+fn command(command: clap::Command) -> clap::Command {
+    command
+        .mut_args(|arg| if arg.get_action().takes_values() { arg.allow_negative_numbers(true) } else { arg })
+        .mut_subcommands(self::command)
 }
 
 /// Prints the failure, if there is one. Returns the exit status.
@@ -120,11 +146,29 @@ fn wrong_flags(error: &clap::Error) -> ExitCode {
             drop(std::io::stderr().write_all(text.as_bytes()));
             ExitCode::from(Failure::USAGE)
         }
-        _ => {
-            let said = |line: &&str| !line.is_empty() && !line.starts_with("Usage:");
-            let words: Vec<&str> = text.lines().map(str::trim).filter(said).collect();
-            let line = words.join("; ");
-            end(Err(Failure::usage(line.strip_prefix("error: ").unwrap_or(&line))))
+        _ => end(Err(Failure::usage(one_line(&text)))),
+    }
+}
+
+/// An error of clap's as one line: a list on lines of its own follows its colon, a tip its sentence.
+fn one_line(text: &str) -> String {
+    let mut line = String::new();
+    let said =
+        |part: &&str| !part.is_empty() && !part.starts_with("Usage:") && !part.starts_with("For more information");
+    for part in text.lines().map(str::trim).filter(said) {
+        let values = part.strip_prefix("[possible values: ").and_then(|part| part.strip_suffix(']'));
+        let part = part.strip_prefix("tip: ").or(part.strip_prefix("error: ")).unwrap_or(part);
+        let between = match line.as_bytes().last() {
+            None => "",
+            Some(b':') => " ",
+            Some(b'>') if part.starts_with('-') => ", ",
+            Some(_) => "; ",
+        };
+        line.push_str(between);
+        match values {
+            Some(values) => line.extend(["expected one of ", values]),
+            None => line.push_str(part),
         }
     }
+    line + "; for the flags, try '--help'"
 }

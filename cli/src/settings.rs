@@ -74,8 +74,8 @@ impl Settings {
     /// # Errors
     /// What was found and what was expected.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let value: Value =
-            serde_json::from_str(text).map_err(|error| format!("found {error}, expected a JSON object of settings"))?;
+        let value: Value = serde_json::from_str(text)
+            .map_err(|error| format!("expected a JSON object of settings, found text that is none: {error}"))?;
         let Value::Object(mut given) = value else {
             return Err("found no object, expected a JSON object of settings".into());
         };

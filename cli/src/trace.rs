@@ -86,7 +86,7 @@ pub fn parse(mut reader: impl BufRead) -> Result<Vec<Request>, String> {
             // A line that ends too early has its error in column 0 of the next one.
             let column = if error.is_eof() { line.trim_ascii_end().len() } else { error.column() };
             format!(
-                "line {number}, column {column}: found {}, expected an object with `hash_ids`, a list of numbers",
+                "line {number}, column {column}: {}; a request is an object with `hash_ids`, a list of numbers",
                 what.unwrap_or(&text)
             )
         })?;

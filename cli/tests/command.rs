@@ -344,3 +344,32 @@ fn a_store_is_wiped_only_if_it_is_one_and_nobody_uses_it_and_that_is_meant() {
         assert_eq!((a.exists(), b.exists(), foreign.exists()), (status == 1, status == 1, true));
     }
 }
+
+#[test]
+fn wrong_flags_are_refused_in_one_sentence_that_names_them() {
+    for (args, said) in [
+        (&["serve", "--path", "x"][..], "not provided: --socket <FILE>, --capacity <SIZE>, --host-bytes <SIZE>; for"),
+        (&["replay", "--disk-blocks", "-1"], "invalid value '-1' for '--disk-blocks <N>'"),
+        (&["replay", "--policy", "best"], "for '--policy <POLICY>'; expected one of lru, rb, rb_refuse; for"),
+        (&["serve", "--capcity", "1G"], "found; a similar argument exists: '--capacity'; for the flags, try '--help'"),
+    ] {
+        let output = kvhoist(args);
+        assert_eq!((output.status.code(), text(&output.stderr).lines().count()), (Some(2), 1), "{args:?}");
+        assert!(text(&output.stderr).contains(said), "{args:?}: {}", text(&output.stderr));
+    }
+}
+
+#[test]
+fn a_log_filter_that_selects_nothing_is_refused() {
+    let run =
+        |filter: &str| command(&["inspect", "/nonexistent"]).env("KVHOIST_LOG", filter).output().expect("it runs");
+    for filter in ["bogus", "warn,bogus", "kvhoist=bogus"] {
+        let output = run(filter);
+        assert_eq!(output.status.code(), Some(2), "{filter}");
+        let said = text(&output.stderr);
+        assert!(said.contains("KVHOIST_LOG: found") && said.contains("expected off, error"), "{filter}: {said}");
+    }
+    for filter in ["off", "info", "warn,kvhoist::service=debug"] {
+        assert!(text(&run(filter).stderr).contains("open /nonexistent"), "{filter}");
+    }
+}
