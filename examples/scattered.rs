@@ -8,13 +8,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (block_bytes, layout) = (geometry.block_bytes()?, geometry.layer_first()?);
     let cache = block_on(
         Cache::builder()
+            .namespace("a small model")
             .block_bytes(block_bytes)
             .host_bytes(1 << 20)
             .device_bytes(1 << 20)
             .device_layout(layout.clone())
             .open(),
     )?;
-    let keys = PrefixChain::new("a small model").extend_tokens(&(0..64).collect::<Vec<_>>(), 16)?;
+    let keys = PrefixChain::new(&cache.config().namespace).extend_tokens(&(0..64).collect::<Vec<_>>(), 16)?;
     for (n, key) in keys.iter().enumerate() {
         block_on(cache.store(key, n.checked_sub(1).map(|n| &keys[n]), &vec![n as u8; block_bytes]))?;
     }

@@ -1,5 +1,20 @@
 //! A tiered cache for fixed-size blocks: GPU HBM, host DRAM, NVMe.
 //!
+//! ```
+//! use kvhoist::{Cache, PrefixChain, block_on};
+//!
+//! # let directory = tempfile::tempdir()?;
+//! let config = Cache::builder().namespace("llama-3-8b bf16").block_bytes(64 << 10).host_bytes(16 << 20);
+//! let cache = block_on(config.disk(directory.path(), 64 << 20).open())?;
+//! let tokens: Vec<u32> = (0..128).collect();
+//! let keys = PrefixChain::new(&cache.config().namespace).extend_tokens(&tokens, 64)?; // 64 tokens a block
+//! block_on(cache.store(&keys[0], None, &[7; 64 << 10]))?;
+//! let resident = cache.match_prefix(&keys).len(); // leading blocks; no I/O
+//! let block = block_on(cache.fetch(&keys[0]))?.expect("stored above"); // derefs to its bytes
+//! assert_eq!((resident, block[0]), (1, 7));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
 //! [`Cache`] is the main type, [`Config`] its settings, [`PrefixChain`] makes keys, and [`store::Store`] is a store on
 //! disk without a cache.
 //!

@@ -23,7 +23,7 @@ use crate::{
 /// A lease takes a slot of the host tier for as long as it lives. If leases, or the [`Bytes`] made of them, go to
 /// clients that read slowly, a few hundred of them may hold every slot: then each call that needs a slot waits, and
 /// ends with [`Error::Timeout`](crate::Error::Timeout) after [`Config::deadline_ms`](crate::Config::deadline_ms). Its
-/// field `held` says how many leases and reservations there were. Give
+/// fields `leases` and `reservations` say how many there were, of how many `slots`. Give
 /// [`Config::host_blocks`](crate::Config::host_blocks) more slots than leases that live at once, bound the clients that
 /// are served at once, or copy the bytes and drop the lease.
 pub struct Lease {
