@@ -7,6 +7,7 @@ pub use crate::cache::seams;
 pub use crate::device::rdma;
 pub use crate::{
     cache::{pin_region, validate},
+    config::{SETTING_NAMES, expected_by},
     device::cuda as gpu,
 };
 

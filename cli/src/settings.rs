@@ -5,21 +5,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use kvhoist::{Capacity, Config, DiskPath, internals::size, service::Share};
+use kvhoist::{
+    Capacity, Config, DiskPath,
+    internals::{SETTING_NAMES, expected_by, size},
+    service::Share,
+};
 use serde_json::{Map, Value};
 
 use crate::{failure::Failure, shown::shown};
-
-/// Settings that hold bytes, as a number or as text with a unit.
-const SIZES: [&str; 7] = [
-    "block_bytes",
-    "host_bytes",
-    "device_bytes",
-    "read_bytes_in_flight_max",
-    "write_bytes_in_flight_max",
-    "write_budget",
-    "drive_bytes",
-];
 
 /// Settings of the engines, and of their adapters, that say nothing about a cache.
 const OF_ENGINES: [&str; 14] = [
@@ -38,6 +31,9 @@ const OF_ENGINES: [&str; 14] = [
     "service",
     "linger_s",
 ];
+
+/// Settings that the files of adapters and of services have beside those of the library.
+const OF_ADAPTERS: [&str; 5] = ["path", "capacity", "capacity_total", "keep_in_host", "shares"];
 
 /// What a file of settings says.
 #[derive(Debug, Clone, PartialEq)]
@@ -84,11 +80,6 @@ impl Settings {
         let (capacity, is_total) = capacity(&mut given)?;
         keep_in_host(&mut given)?;
         let shares = shares(given.remove("shares"))?;
-        for name in SIZES {
-            if let Some(value) = given.get_mut(name) {
-                *value = bytes(name, value)?.into();
-            }
-        }
         if paths.is_empty() == capacity.is_some() || (!paths.is_empty() && given.contains_key("disks")) {
             return Err("expected `path` and `capacity` (or `capacity_total`), or `disks`, or none of them".into());
         }
@@ -208,11 +199,24 @@ fn bytes(name: &str, value: &Value) -> Result<u64, String> {
 /// The library's own settings, each of which it reads itself.
 fn engine(given: Map<String, Value>) -> Result<Config, String> {
     for (name, value) in &given {
+        if !SETTING_NAMES.contains(&name.as_str()) {
+            return Err(format!("{name}: found {value}, expected no such setting{}", nearest(name)));
+        }
         let alone = Map::from_iter([(name.clone(), value.clone())]);
         let read: Result<Config, _> = serde_json::from_value(Value::Object(alone));
-        read.map_err(|error| format!("{name}: found {value}: {error}"))?;
+        read.map_err(|error| format!("{name}: found {value}, expected {}", expected_by(&error)))?;
     }
     serde_json::from_value(Value::Object(given)).map_err(|error| error.to_string())
+}
+
+/// The setting that somebody who wrote `name` may have meant.
+fn nearest(name: &str) -> String {
+    let known = SETTING_NAMES.iter().chain(&OF_ADAPTERS);
+    let likeness = |known: &&&str| strsim::jaro_winkler(name, known);
+    match known.max_by(|a, b| likeness(a).total_cmp(&likeness(b))) {
+        Some(known) if likeness(&known) > 0.8 => format!("; did you mean {known}?"),
+        _ => "; docs/reference/settings.md lists all".into(),
+    }
 }
 
 #[cfg(test)]
@@ -260,7 +264,9 @@ mod tests {
         let cases = [
             ("{", "expected a JSON object"),
             ("[]", "found no object"),
-            (r#"{"capasity": 1}"#, "capasity: found 1: unknown field"),
+            (r#"{"capasity": 1}"#, "capasity: found 1, expected no such setting; did you mean capacity?"),
+            (r#"{"write_polcy": "lru"}"#, "; did you mean write_policy?"),
+            (r#"{"colour": "red"}"#, "expected no such setting; docs/reference/settings.md lists all"),
             (r#"{"path": "/a", "capacity": "10 apples"}"#, "capacity: found \"10 apples\", expected a positive"),
             (r#"{"path": [], "capacity": 1}"#, "path: found []"),
             (r#"{"path": "/a"}"#, "expected `path` and `capacity`"),
@@ -270,9 +276,10 @@ mod tests {
             (r#"{"keep_in_host": true, "bypass_host": true}"#, "keep_in_host: found true, expected either it or"),
             (r#"{"keep_in_host": "much"}"#, "keep_in_host: found \"much\", expected a positive"),
             (r#"{"host_bytes": "1GiB", "host_blocks": 5}"#, "`host_bytes` and `host_blocks`"),
-            (r#"{"deadline_ms": "soon"}"#, "deadline_ms: found \"soon\""),
+            (r#"{"deadline_ms": "soon"}"#, "deadline_ms: found \"soon\", expected a whole number"),
             (r#"{"write_policy": "never"}"#, "write_policy: found \"never\""),
-            (r#"{"block_bytes": -5}"#, "block_bytes: found -5"),
+            (r#"{"block_bytes": -5}"#, "block_bytes: found -5, expected a positive number of bytes, such as"),
+            (r#"{"drive_bytes": "big"}"#, "drive_bytes: found \"big\", expected a positive number of bytes, such as"),
             (r#"{"shares": ["a"]}"#, "shares: found \"a\", expected a list of texts, each NAME:disk="),
         ];
         for (text, wanted) in cases {

@@ -28,6 +28,7 @@ __all__ = [
     "examine",
     "parse_bytes",
     "path_bytes",
+    "setting_names",
     "slots_on_each",
 ]
 __version__: str
@@ -36,6 +37,7 @@ BYTES_EXPECTED: str
 ENGINES: str
 
 def parse_bytes(text: str) -> int | None: ...
+def setting_names() -> list[str]: ...
 def path_bytes(slots: int, block_bytes: int) -> int: ...
 def slots_on_each(capacity: int, paths: int, block_bytes: int) -> int: ...
 def examine(

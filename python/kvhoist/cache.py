@@ -6,12 +6,16 @@ import asyncio
 import itertools
 import os
 import weakref
-from typing import Any, Sequence
+from typing import TYPE_CHECKING, Any, Sequence
 
 from . import _logs, _native
-from .config import config_error, parse_bytes
+from ._settings import EngineSettings
+from .config import config_error, nearest, parse_bytes
 from .errors import ArgumentError
 from .loops import AsyncFace, _LoopFace
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 SLOT_ALIGN = 4096
 
@@ -20,6 +24,10 @@ DEFAULT_HOST_BYTES = "64MiB"
 #: The engine's bound.
 BLOCK_BYTES_MAX = 1 << 30
 
+
+#: Keywords of the engine, and those that `Cache` makes of its own.
+_SETTINGS = frozenset(EngineSettings.__annotations__)
+_OWN = frozenset({"block_bytes", "capacity", "disk_blocks", "host_blocks", "host_bytes", "namespace"})
 
 #: The caches of this process that somebody still has, in the order of their opening: for `kvhoist.metrics`.
 _opened: weakref.WeakValueDictionary[int, Cache] = weakref.WeakValueDictionary()
@@ -82,7 +90,7 @@ class Cache(AsyncFace, _native.Cache):
     allocated when a store is made, which fails if there is less space. ``host_bytes`` is the number of bytes in host
     memory (64 MiB by default). ``disk_blocks`` and ``host_blocks`` give the same sizes in blocks. Sizes are numbers, or
     strings such as ``"200GiB"``. ``settings`` are those of the engine: ``write_policy``, ``storage``, ``direct_io``,
-    ``deadline_ms``, ``read_bytes_in_flight_max``, ...
+    ``deadline_ms``, ``read_bytes_in_flight_max``, ... (`EngineSettings` has all).
 
     ``key in cache``, ``len(cache)``, ``for key in cache`` and ``cache.clear()`` work as in a dict. Calls may come from
     any number of threads. As a context manager it closes itself at the end; so does dropping the last reference, which
@@ -104,10 +112,13 @@ class Cache(AsyncFace, _native.Cache):
         host_blocks: int | None = None,
         disk_blocks: int | None = None,
         namespace: str = "default",
-        **settings: Any,
+        **engine_settings: Unpack[EngineSettings],
     ) -> "Cache":
+        settings: dict[str, Any] = dict(engine_settings)
         if not isinstance(block_bytes, int) or isinstance(block_bytes, bool) or not 0 < block_bytes <= BLOCK_BYTES_MAX:
             raise config_error("block_bytes", block_bytes, f"1 to {BLOCK_BYTES_MAX} bytes")
+        if unknown := sorted(set(settings) - _SETTINGS):
+            raise ArgumentError(f"{unknown[0]}: found an unknown keyword, expected {nearest(unknown[0], _SETTINGS | _OWN)}")
         settings.update(block_bytes=block_bytes, namespace=namespace)
         for name, bytes_, blocks in (("host_bytes", host_bytes, host_blocks), ("capacity", capacity, disk_blocks)):
             if bytes_ is not None and blocks is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass, field, replace
-from typing import Any, Mapping
+from typing import Any, Iterable, Mapping
 
 from . import _native
 from .errors import ConfigError
@@ -47,6 +48,13 @@ def config_error(field: str, found: object, expected: str) -> ConfigError:
     error = ConfigError(f"{field}: found {shown(found)}, expected {expected}")
     error.field = field
     return error
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """What is expected instead of an unknown name: the known one that is most like it, or all."""
+    names = sorted(known)
+    likely = difflib.get_close_matches(name, names, n=1)
+    return f"no such name; did you mean {likely[0]}?" if likely else "one of " + ", ".join(names)
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:
@@ -154,9 +162,7 @@ class HiCacheConfig:
         given = {k: v for k, v in extra_config.items() if k not in SGLANG_KEYS}
         unknown = sorted(map(str, set(given) - set(cls.__dataclass_fields__)))
         if unknown:
-            raise config_error(
-                unknown[0], given.get(unknown[0]), "one of the keys " + ", ".join(cls.__dataclass_fields__)
-            )
+            raise config_error(unknown[0], given.get(unknown[0]), nearest(unknown[0], cls.__dataclass_fields__))
         for name in cls.__dataclass_fields__:
             variable = "KVHOIST_" + name.upper()
             if name not in given and name != "pool_shares" and environ.get(variable):

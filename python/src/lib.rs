@@ -35,6 +35,7 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(parse_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(path_bytes, module)?)?;
     module.add_function(wrap_pyfunction!(slots_on_each, module)?)?;
+    module.add_function(wrap_pyfunction!(options::setting_names, module)?)?;
     module.add_function(wrap_pyfunction!(examine, module)?)?;
     module.add_class::<cache::PyCache>()?;
     module.add_class::<client::PyClient>()?;

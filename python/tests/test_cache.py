@@ -22,7 +22,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvhoist
+from kvhoist import _native
 from kvhoist._native import chunk_keys
+from kvhoist._settings import EngineSettings
 
 BLOCK = 8192
 
@@ -273,9 +275,38 @@ def test_a_wrong_setting_is_named(field, change, store_dir):
     assert list(store_dir.iterdir()) == [], "a refused setting left something behind"
 
 
-def test_unknown_settings_are_refused(store_dir):
-    with pytest.raises(kvhoist.ArgumentError, match="spin_uss"):
-        opened(store_dir, spin_uss=3)
+def test_an_unknown_keyword_is_refused_with_the_one_that_was_meant(store_dir):
+    for unknown, meant in (("spin_uss", "spin_us"), ("write_polcy", "write_policy"), ("capasity", "capacity")):
+        with pytest.raises(kvhoist.ArgumentError, match=f"{unknown}: .* did you mean {meant}"):
+            opened(store_dir, **{unknown: 3})
+    with pytest.raises(kvhoist.ArgumentError, match="one of background_max, block_bytes, "):
+        opened(store_dir, zzz=3)
+
+
+def test_every_setting_of_the_engine_is_a_keyword_with_a_type():
+    of_cache = {"block_bytes", "namespace", "host_bytes", "host_blocks", "disks"}
+    assert set(EngineSettings.__annotations__) == set(_native.setting_names()) - of_cache
+
+
+def test_the_reference_of_settings_is_taken_with_its_defaults_and_sizes_as_text(store_dir):
+    given = dict(
+        low_watermark=0.1, high_watermark=0.2, device_layout=[BLOCK // 2, BLOCK // 2], device_bytes="1MiB", copy=None,
+        copy_prefer="latency", gdr="off", gdr_device=None, gdr_stuck_ms=9_000, cufile_stuck_ms=4_000, workers=None,
+        read_bytes_in_flight_max="96MiB", write_bytes_in_flight_max="32MiB", write_budget=None,
+    )  # fmt: skip
+    with opened(store_dir, **given) as cache:
+        cache.store(["a"], [block(1)])
+        assert cache.get("a") == block(1)
+    for name, value, expected in (
+        ("read_bytes_in_flight_max", "10 apples", "a positive number of bytes, such as"),
+        ("high_watermark", "much", "a number"),
+        ("deadline_ms", 2.5, "a whole number in its range"),
+        ("bypass_host", 1, "true or false"),
+        ("low_watermark", float("nan"), "a finite number"),
+        ("copy", object(), "a number, a bool, text"),
+    ):
+        with pytest.raises(kvhoist.ConfigError, match=f"^{name}: found .*, expected {expected}"):
+            opened(store_dir / "refused", **{name: value})
 
 
 def test_a_path_that_is_not_there_is_an_io_error(store_dir):

@@ -275,7 +275,7 @@ def test_the_stubs_are_those_of_the_native_half():
 
 
 def test_unknown_keys_are_named():
-    with pytest.raises(ConfigError, match="^capasity: found '1GiB', expected one of the keys path, capacity"):
+    with pytest.raises(ConfigError, match="^capasity: found '1GiB', expected no such name; did you mean capacity"):
         HiCacheConfig.load({"path": "/a", "capasity": "1GiB"}, {})
 
 

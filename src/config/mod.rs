@@ -7,6 +7,7 @@ mod validate;
 
 pub use choices::{CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, Eviction, StorageKind, WritePolicy};
 pub use groups::{Capacity, DeviceConfig, DiskConfig, DiskPath, HostConfig, Limits};
+pub use settings::{SETTING_NAMES, expected_by};
 
 use crate::block::{IO_ALIGN, Tier};
 

@@ -8,11 +8,18 @@ use super::{
     Capacity, Config, CopyMethod, CopyPrefer, DeviceKind, DirectIo, DiskPath, EngineMode, Eviction, StorageKind,
     WritePolicy,
 };
-use crate::block::Layout;
+use crate::{
+    block::Layout,
+    size::{EXPECTED, parse_bytes},
+};
 
-/// `name(type) => field` sets a field, `name(Option<type>) => field` one that may be `None`.
+/// `name(type) => field` sets a field, `name(Option<type>) => field` one that may be `None`. Attributes are serde's.
 macro_rules! settings {
-    ($($name:ident($($type:tt)+) => $($field:ident).+;)*) => {
+    ($($(#[$attribute:meta])* $name:ident($($type:tt)+) => $($field:ident).+;)*) => {
+        /// The names of all settings.
+        pub const SETTING_NAMES: &[&str] =
+            &["host_bytes", "host_blocks", "device_bytes", "device_blocks", $(stringify!($name)),*];
+
         impl Config {
             $(settings! { @setter $name($($type)+) => $($field).+ })*
         }
@@ -21,15 +28,15 @@ macro_rules! settings {
         #[derive(Serialize, Deserialize)]
         #[serde(default, deny_unknown_fields)]
         struct Named {
-            #[serde(skip_serializing_if = "Option::is_none")]
+            #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size_or_none")]
             host_bytes: Option<u64>,
             #[serde(skip_serializing_if = "Option::is_none")]
             host_blocks: Option<u32>,
-            #[serde(skip_serializing_if = "Option::is_none")]
+            #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "size_or_none")]
             device_bytes: Option<u64>,
             #[serde(skip_serializing_if = "Option::is_none")]
             device_blocks: Option<u32>,
-            $($name: settings!(@type $($type)+),)*
+            $($(#[$attribute])* $name: settings!(@type $($type)+),)*
         }
 
         impl From<Config> for Named {
@@ -79,6 +86,7 @@ macro_rules! settings {
 }
 
 settings! {
+    #[serde(deserialize_with = "size")]
     block_bytes(usize) => block_bytes;
     namespace(String) => namespace;
     eviction_policy(Eviction) => eviction_policy;
@@ -101,15 +109,19 @@ settings! {
     disks(Vec<DiskPath>) => disk.paths;
     write_policy(WritePolicy) => disk.write_policy;
     selective_hits(u8) => disk.selective_hits;
+    #[serde(deserialize_with = "size_or_none")]
     write_budget(Option<u64>) => disk.write_budget;
     drive_writes_per_day(Option<f64>) => disk.drive_writes_per_day;
+    #[serde(deserialize_with = "size_or_none")]
     drive_bytes(Option<u64>) => disk.drive_bytes;
     storage(StorageKind) => disk.storage;
     direct_io(DirectIo) => disk.direct_io;
     blocking_threads(usize) => disk.blocking_threads;
     quarantine_max(u32) => disk.quarantine_max;
     disk_failures_max(u32) => disk.failures_max;
+    #[serde(deserialize_with = "size")]
     read_bytes_in_flight_max(u64) => limits.read_bytes_in_flight_max;
+    #[serde(deserialize_with = "size")]
     write_bytes_in_flight_max(u64) => limits.write_bytes_in_flight_max;
     movements_max(u32) => limits.movements_max;
     waiters_max(u32) => limits.waiters_max;
@@ -186,7 +198,7 @@ impl<'de> Deserialize<'de> for Config {
 #[serde(deny_unknown_fields)]
 struct NamedPath {
     path: PathBuf,
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "size_or_none")]
     bytes: Option<u64>,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     blocks: Option<u32>,
@@ -208,6 +220,48 @@ impl<'de> Deserialize<'de> for DiskPath {
     }
 }
 
+/// What a setting's type takes, in an error of serde's that names the type.
+pub fn expected_by(error: &impl std::fmt::Display) -> String {
+    let text = error.to_string();
+    let expected = text.rsplit_once("expected ").map_or(&*text, |(_, expected)| expected);
+    match expected {
+        "u8" | "u32" | "u64" | "usize" => "a whole number in its range".into(),
+        "f64" => "a number".into(),
+        "a boolean" => "true or false".into(),
+        other => other.into(),
+    }
+}
+
+/// A number of bytes, or text with a unit.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "expected a positive number of bytes, such as 65536, 64KiB, 1.5MiB, 200Gi or 10GB")]
+enum Size {
+    Number(u64),
+    Text(String),
+}
+
+fn size<'de, D: Deserializer<'de>, T: TryFrom<u64>>(deserializer: D) -> Result<T, D::Error> {
+    // Formats that do not describe themselves have numbers only.
+    let size = if deserializer.is_human_readable() {
+        Size::deserialize(deserializer)?
+    } else {
+        Size::Number(u64::deserialize(deserializer)?)
+    };
+    let bytes = match &size {
+        Size::Number(bytes) => Some(*bytes),
+        Size::Text(text) => parse_bytes(text),
+    };
+    let fitting = bytes.and_then(|bytes| T::try_from(bytes).ok());
+    fitting.ok_or_else(|| D::Error::custom(format!("expected {EXPECTED}")))
+}
+
+fn size_or_none<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(transparent)]
+    struct Bytes(#[serde(deserialize_with = "size")] u64);
+    Ok(Option::<Bytes>::deserialize(deserializer)?.map(|Bytes(bytes)| bytes))
+}
+
 fn split(capacity: Capacity) -> (Option<u64>, Option<u32>) {
     match capacity {
         Capacity::Bytes(bytes) => (Some(bytes), None),
@@ -224,5 +278,30 @@ fn joined<E: serde::de::Error>(
         (Some(_), Some(_)) => Err(E::custom(format!("found `{}` and `{}`, expected one of them", names[0], names[1]))),
         (Some(bytes), None) => Ok(Some(Capacity::Bytes(bytes))),
         (None, blocks) => Ok(blocks.map(Capacity::Blocks)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_numbers_or_text_in_every_setting_of_bytes() {
+        let of_bytes: Vec<_> =
+            SETTING_NAMES.iter().filter(|name| name.contains("bytes") || **name == "write_budget").collect();
+        assert_eq!(of_bytes.len(), 7, "{of_bytes:?}");
+        for name in of_bytes {
+            let read = |value: &str| serde_json::from_str::<Config>(&format!("{{\"{name}\": {value}}}"));
+            let number = read("1572864").expect("a number");
+            assert_eq!(read("\"1.5 MiB\"").expect("text"), number, "{name}");
+            assert_ne!(number, Config::default(), "{name}");
+            for wrong in ["\"10 apples\"", "-1", "1.5", "true", "[1]"] {
+                let error = read(wrong).expect_err(wrong);
+                assert!(expected_by(&error).starts_with("a positive number of bytes"), "{name}: {wrong}: {error}");
+            }
+        }
+        let text = r#"{"disks": [{"path": "/a", "bytes": "1MiB"}]}"#;
+        let disks = serde_json::from_str::<Config>(text).expect("a path");
+        assert_eq!(disks, Config::default().disk("/a", 1 << 20));
     }
 }
