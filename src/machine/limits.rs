@@ -134,6 +134,11 @@ fn ring(kernel: &Kernel<'_>) -> Finding {
     }
 }
 
+/// How an engine's pool comes to lie in huge pages. glibc's tunable reaches none of these: neither pool is malloc's.
+const HUGE_POOLS: &str = "for an engine's pool to lie in them: SGLang 0.5.23 with \
+     SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8, 0.5.17 with SGLANG_HUGEPAGE_SIZE=2MB and vm.nr_hugepages; vLLM after \
+     mount -o remount,huge=advise /dev/shm";
+
 fn huge_pages(kernel: &Kernel<'_>) -> Finding {
     const WHAT: &str = "huge pages";
     const SWITCH: &str = "sys/kernel/mm/transparent_hugepage/enabled";
@@ -141,10 +146,9 @@ fn huge_pages(kernel: &Kernel<'_>) -> Finding {
         Some(modes) if modes.contains("[never]") => Finding::trouble(
             WHAT,
             format!("transparent: {modes}; an engine's pool in small pages splits a drive's requests"),
-            format!("echo madvise > /{SWITCH}, and start the engine with GLIBC_TUNABLES=glibc.malloc.hugetlb=1"),
+            format!("echo madvise > /{SWITCH}; {HUGE_POOLS}"),
         ),
-        Some(modes) => Finding::note(WHAT, format!("transparent: {modes}"))
-            .fix("start an engine with GLIBC_TUNABLES=glibc.malloc.hugetlb=1, for its pool to lie in them"),
+        Some(modes) => Finding::note(WHAT, format!("transparent: {modes}")).fix(HUGE_POOLS),
         None => Finding::note(WHAT, "not known to this kernel"),
     }
 }

@@ -146,3 +146,14 @@ fn the_years_of_a_drive_count_what_all_ranks_may_write_to_it() {
     assert!(of(8, 1 << 30).ends_with("2.8 years at the configured 4.0 GiB a day"), "{}", of(8, 1 << 30));
     assert_eq!(of(8, 0), wear.to_string());
 }
+
+#[test]
+fn the_quick_start_sets_what_the_doctor_advises_for_huge_pages() {
+    let advice =
+        troubles(&plan(1, 1 << 30), &[("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]")]);
+    let variable = "SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8";
+    assert!(advice[0].1.contains(variable) && !advice[0].1.contains("GLIBC_TUNABLES"), "{advice:?}");
+    for page in [include_str!("../../docs/start/sglang.md"), include_str!("../../docs/sglang.md")] {
+        assert!(page.contains(&format!("{variable} python -m sglang.launch_server")));
+    }
+}
