@@ -7,7 +7,6 @@ pub use crate::cache::seams;
 pub use crate::device::rdma;
 pub use crate::{
     cache::{pin_region, validate},
-    config::{SETTING_NAMES, expected_by},
     device::cuda as gpu,
 };
 
@@ -33,4 +32,4 @@ macro_rules! export {
     };
 }
 
-export! { block checksum device disk index io machine memory size }
+export! { block checksum config device disk index io machine memory size }

@@ -7,7 +7,10 @@ use std::{
 
 use kvhoist::{
     Capacity, Config, DiskPath,
-    internals::{SETTING_NAMES, expected_by, size},
+    internals::{
+        config::{SETTING_NAMES, expected_by},
+        size,
+    },
     service::Share,
 };
 use serde_json::{Map, Value};

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use kvhoist::{
     Config, DeviceKind, DiskPath,
-    internals::{SETTING_NAMES, expected_by},
+    internals::config::{SETTING_NAMES, expected_by},
 };
 use pyo3::{
     prelude::*,

@@ -125,6 +125,13 @@ impl Config {
         wanted.min(self.worker_threads())
     }
 
+    /// Bytes that reads and writes of the disk tier may have in flight, on all paths: a block moves, whatever its size.
+    pub(crate) fn bytes_in_flight_max(&self) -> [u64; 2] {
+        let (paths, block) = (self.disk.paths.len().max(1) as u64, self.slot_bytes() as u64);
+        let per_path = [self.limits.read_bytes_in_flight_max, self.limits.write_bytes_in_flight_max];
+        per_path.map(|bytes| bytes.saturating_mul(paths).max(block))
+    }
+
     /// Bytes that may be written to the disk tier a day.
     pub fn write_budget_bytes(&self) -> Option<u64> {
         let disk = &self.disk;

@@ -134,10 +134,10 @@ fn ring(kernel: &Kernel<'_>) -> Finding {
     }
 }
 
-/// How an engine's pool comes to lie in huge pages. glibc's tunable reaches none of these: neither pool is malloc's.
+/// How an engine's pool comes to lie in huge pages. glibc's tunable does not: no pool is malloc's.
 const HUGE_POOLS: &str = "for an engine's pool to lie in them: SGLang 0.5.23 with \
-     SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8, 0.5.17 with SGLANG_HUGEPAGE_SIZE=2MB and vm.nr_hugepages; vLLM after \
-     mount -o remount,huge=advise /dev/shm";
+     SGLANG_HICACHE_HOST_PARALLEL_ALLOC_THREADS=8, 0.5.17 with SGLANG_HUGEPAGE_SIZE=2MB and vm.nr_hugepages; vLLM \
+     after mount -o remount,huge=advise /dev/shm";
 
 fn huge_pages(kernel: &Kernel<'_>) -> Finding {
     const WHAT: &str = "huge pages";

@@ -138,14 +138,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let config = &shared.config;
         let files: Vec<FileId> =
             (0..config.disk.paths.len()).map(|i| FileId(u16::try_from(i).expect("at most 64 disks"))).collect();
-        let drives = files.len().max(1) as u64;
-        // A block moves, whatever its size and the limits.
-        let in_flight = |per_path: u64| per_path.saturating_mul(drives).max(config.slot_bytes() as u64);
+        let [read_bytes, write_bytes] = config.bytes_in_flight_max();
         Rc::new(Mover {
-            budget: Budget::new(
-                in_flight(config.limits.read_bytes_in_flight_max),
-                in_flight(config.limits.write_bytes_in_flight_max),
-            ),
+            budget: Budget::new(read_bytes, write_bytes),
             allowance: config
                 .write_budget_bytes()
                 .map(|bytes| RefCell::new(Allowance::new(bytes, config.written_bytes(), is_new))),

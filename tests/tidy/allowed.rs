@@ -27,7 +27,7 @@ pub const TOP: Group = Group {
         ("store", "disk runtime config io memory block checksum error"),
         ("disk", "config io memory block bits checksum error"),
         ("runtime", "config io memory error"),
-        ("config", "block error"),
+        ("config", "block error size"),
         ("index", "block bits"),
         ("workers", "io memory metrics block checksum shield sync"),
         ("machine", ""),
