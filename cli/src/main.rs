@@ -115,8 +115,8 @@ fn log_filter(given: Option<&str>) -> Result<EnvFilter, Failure> {
     let known = given.split(',').all(|part| part.contains(['=', '[']) || is_level(part.trim()));
     EnvFilter::try_new(given).ok().filter(|_| known).ok_or_else(|| {
         Failure::usage(format!(
-            "KVHOIST_LOG: found {given:?}, expected off, error, warn, info, debug or trace, or a level for each module, such \
-             as warn,kvhoist::service=debug"
+            "KVHOIST_LOG: found {given:?}, expected off, error, warn, info, debug or trace, or a level for each \
+             module, such as warn,kvhoist::service=debug"
         ))
     })
 }
