@@ -1,6 +1,6 @@
 //! One caller: what it has, and the leases that it keeps.
 
-use std::rc::Rc;
+use std::{pin::Pin, rc::Rc};
 
 use crate::sim::{Rng, World};
 use kvhoist::{Cache, DeviceLease, Error, Lease};
@@ -10,6 +10,7 @@ use crate::{
     context::{Context, error_code},
     foreign::Memory,
     stranger::Stranger,
+    submit::Submissions,
 };
 
 /// Leases that a caller keeps at once.
@@ -29,11 +30,16 @@ pub struct Caller {
     pub rng: Rng,
     /// For hints: the draws of other calls do not depend on them.
     pub hints: Rng,
+    /// For the calls that are made between the others, in the place of `rng`.
+    pub extras: Rng,
     pub memory: Memory,
     /// More of it, for the calls that register regions.
     pub spares: Vec<Memory>,
     pub stranger: Option<Rc<Stranger>>,
     pub kept: Vec<Kept>,
+    /// Calls that are not polled any longer, and not dropped either.
+    pub parked: Vec<Pin<Box<dyn Future<Output = ()>>>>,
+    pub submissions: Submissions,
 }
 
 impl Caller {
@@ -59,6 +65,13 @@ impl Caller {
     pub async fn run_call<T>(&self, cancel: Cancel, call: impl Future<Output = T>) -> Option<T> {
         let rng = self.context.late.borrow_mut().fork();
         until(late(call, rng), cancel).await
+    }
+
+    /// One block's error in a call on many.
+    pub fn check_one(&self, what: &str, error: &Error) {
+        let closing = self.context.closing.get();
+        self.context.check_error(&format_args!("caller {}: {what} of one block", self.number), error, closing);
+        self.context.mix(error_code(error));
     }
 
     pub fn draw_block(&mut self) -> usize {

@@ -153,19 +153,24 @@ pub fn prefetch(caller: &mut Caller) -> End {
     }
 }
 
-pub async fn remove(caller: &mut Caller, cancel: Cancel) -> End {
+/// Removes a block; `durably`: also for after a power cut.
+pub async fn remove(caller: &mut Caller, cancel: Cancel, durably: bool) -> End {
     let block = caller.draw_block();
     let key = caller.context.plan.universe.key(block);
     caller.context.say(|| format!("caller {} removes block {block}", caller.number));
     let began = caller.context.model.borrow_mut().remove_begins(block);
-    let (end, remove_end) = match caller.run_call(cancel, caller.cache.remove(&key)).await {
+    let (result, done) = match durably {
+        true => (caller.run_call(cancel, caller.cache.remove_durably(&key)).await, RemoveEnd::Durable),
+        false => (caller.run_call(cancel, caller.cache.remove(&key)).await, RemoveEnd::Recorded),
+    };
+    let (end, remove_end) = match result {
         None => (End::Dropped, RemoveEnd::Unknown),
-        Some(Ok(resident)) => (End::Done(7 + u64::from(resident)), RemoveEnd::Recorded),
+        Some(Ok(resident)) => (End::Done(7 + u64::from(resident)), done),
         Some(Err(error @ (Error::Io { .. } | Error::Timeout { .. }))) => (End::Error(error), RemoveEnd::Forgotten),
         Some(Err(error)) => (End::Error(error), RemoveEnd::Unknown),
     };
     caller.context.model.borrow_mut().remove_ends(began, remove_end);
-    if remove_end == RemoveEnd::Recorded {
+    if remove_end == done {
         caller.context.removal_ended();
     }
     end

@@ -15,11 +15,17 @@ use crate::{
 /// An awaited read waits for no write.
 pub fn check_prompt(caller: &Caller, block: usize, asked: Instant) {
     let (plan, took) = (&caller.context.plan, asked.elapsed());
-    // A block that is removed while it is read may be read again. Timers round up.
-    let most = 3 * plan.disk_latency_max + 2 * plan.copy_latency_max + Duration::from_millis(10);
+    let reads = match plan.transfers_max {
+        // A block that is removed while it is read may be read again.
+        None => 3,
+        // A transfer in flight, and the reads that all callers wait for.
+        Some(_) => plan.callers as u32 + 2,
+    };
+    // Timers round up.
+    let most = reads * plan.disk_latency_max + 2 * plan.copy_latency_max + Duration::from_millis(10);
     if plan.trial == Some(Trial::PromptReads) && took > most && !caller.context.closing.get() {
         caller.context.fail(format!(
-            "a fetch of block {block} took {} ms; a read takes {} ms at most",
+            "a fetch of block {block} took {} ms, for {reads} reads at most of {} ms",
             took.as_millis(),
             plan.disk_latency_max.as_millis()
         ));
@@ -28,7 +34,8 @@ pub fn check_prompt(caller: &Caller, block: usize, asked: Instant) {
 
 /// Prefetches blocks, and fetches them while that is under way.
 pub async fn hurry(caller: &mut Caller, cancel: Cancel) -> End {
-    let blocks: Vec<usize> = (0..caller.rng.between(1, 4)).map(|_| caller.draw_block()).collect();
+    let most = if caller.context.plan.transfers_max.is_some() { 60 } else { 4 };
+    let blocks: Vec<usize> = (0..caller.rng.between(1, most)).map(|_| caller.draw_block()).collect();
     let (pauses, pause_ms) = (caller.rng.chance(0.5), caller.rng.below(10));
     let keys: Vec<BlockKey> = blocks.iter().map(|&block| caller.context.plan.universe.key(block)).collect();
     caller.context.say(|| format!("caller {} prefetches and fetches {blocks:?}", caller.number));
@@ -39,7 +46,7 @@ pub async fn hurry(caller: &mut Caller, cancel: Cancel) -> End {
         tokio::time::sleep(Duration::from_millis(pause_ms)).await;
     }
     let mut code = 500;
-    for (block, key) in blocks.into_iter().zip(keys) {
+    for (block, key) in blocks.into_iter().zip(keys).rev().take(4) {
         let (began, asked) = (caller.context.model.borrow().begin(block), Instant::now());
         match caller.run_call(cancel, caller.cache.fetch(&key)).await {
             None => return End::Dropped,

@@ -12,7 +12,9 @@ use kvhoist::{Cache, Error, Tier, WritePolicy, internals::io::OpKind};
 use tokio::{sync::Notify, time::Instant};
 
 use crate::{
+    compute::Computations,
     model::{Began, Claims, Model},
+    pending,
     plan::{Call, Level, Plan},
     report::Report,
 };
@@ -27,6 +29,7 @@ pub struct Context {
     pub lied_before: Cell<bool>,
     /// The cache is being closed: calls may be refused.
     pub closing: Cell<bool>,
+    pub computations: RefCell<Computations>,
     /// Draws how late callers are resumed.
     pub late: RefCell<Rng>,
     failure: RefCell<Option<String>>,
@@ -51,6 +54,7 @@ impl Context {
             verbose,
             lied_before: Cell::new(false),
             closing: Cell::new(false),
+            computations: RefCell::default(),
             late,
             failure: RefCell::new(None),
             digest: Cell::new(0xcbf2_9ce4_8422_2325),
@@ -66,6 +70,7 @@ impl Context {
         self.calls_ended.set(0);
         self.closing.set(false);
         self.removals_left.set(None);
+        *self.computations.borrow_mut() = Computations::default();
     }
 
     /// Lets the life end when so many removals have been answered.
@@ -85,7 +90,7 @@ impl Context {
     /// The longest that a call may take in virtual time, however slow the disk is.
     pub fn patience(&self, call: Call) -> Duration {
         let deadlines = match call {
-            Call::Sync => 100,
+            Call::Sync | Call::RemoveDurably | Call::Clear => 100,
             _ => 20,
         };
         Duration::from_millis(self.plan.config.limits.deadline_ms * deadlines + 2_000)
@@ -160,9 +165,9 @@ impl Context {
     /// What a sync or a close that begins now will have made durable.
     pub fn sync_begins(&self, cache: &Cache) -> Vec<Began> {
         let mut began = self.model.borrow().sync_begins();
-        if self.plan.trial.is_some() {
+        if self.plan.trial.is_some() || pending::SYNC_WAITS_FOR_RELEASED_BLOCKS {
             for (block, began) in began.iter_mut().enumerate() {
-                began.visible = cache.match_len(&[self.plan.universe.key(block)]) == 1;
+                began.visible = cache.contains(&self.plan.universe.key(block));
             }
         }
         began
@@ -215,8 +220,9 @@ pub fn claims_of(cache: &Cache, world: &World, lied: bool) -> Claims {
         && stats.disk_retired.is_none()
         && stats.writes_declined + stats.writes_over_budget == 0
         && stats.tier(Tier::Disk).evictions == 0
-        && stats.released_unwritten == 0;
+        && (stats.released_unwritten == 0 || pending::SYNC_WAITS_FOR_RELEASED_BLOCKS);
     let keeps = keeps_synced
+        && stats.released_unwritten == 0
         && (cache.config().disk.write_policy == WritePolicy::WriteThrough
             || (stats.writes_refused == 0 && stats.disk_read_only.is_none()));
     Claims { keeps, keeps_synced, honest }

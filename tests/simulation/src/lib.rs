@@ -3,16 +3,20 @@
 //!
 //! The same seed gives the same run, so a failing one is its own reproduction: `kvhoist-sim --seed N --verbose`.
 
+mod call;
 mod caller;
 mod calls;
 mod cancel;
 mod chains;
+mod compute;
 mod context;
 mod foreign;
 mod life;
 pub mod log;
+mod many;
 mod memory_calls;
 mod model;
+mod pending;
 mod plan;
 mod report;
 mod run;
@@ -20,6 +24,7 @@ mod schedule;
 mod service;
 pub mod sim;
 mod stranger;
+mod submit;
 mod trial;
 mod universe;
 

@@ -64,28 +64,39 @@ pub async fn load(caller: &mut Caller, cancel: Cancel) -> End {
             return End::Dropped;
         }
     };
+    End::Done(check_loaded(caller, &caller.memory, &blocks, began, results))
+}
+
+/// Checks what a load says of each block, and what is in the memory; a number that tells answers apart.
+pub fn check_loaded(
+    caller: &Caller,
+    memory: &Memory,
+    blocks: &[usize],
+    began: Vec<Began>,
+    results: Vec<Result<bool, Error>>,
+) -> u64 {
     if results.len() != blocks.len() {
         caller.context.fail(format!("{} results for {} blocks", results.len(), blocks.len()));
     }
     let (mut code, config) = (300, &caller.context.plan.config);
-    for (at, ((result, block), began)) in results.into_iter().zip(&blocks).zip(began).enumerate() {
+    for (at, ((result, block), began)) in results.into_iter().zip(blocks).zip(began).enumerate() {
         match result {
             Ok(found) => {
                 check_found(caller, began, found);
                 let right = match found {
-                    true => caller.memory.holds(at, &caller.context.plan.universe.block(*block).payload),
+                    true => memory.holds(at, &caller.context.plan.universe.block(*block).payload),
                     // Where it went there at once it may have been found out to be damaged, or was removed.
-                    false => caller.memory.takes_unverified(config) || caller.memory.is_clear(at),
+                    false => memory.takes_unverified(config) || memory.is_clear(at),
                 };
                 if !right {
                     caller.context.fail(format!("block {block}, loaded: {found}, left wrong bytes"));
                 }
                 code = code * 2 + u64::from(found);
             }
-            Err(error) => check_one(caller, "a load", &error),
+            Err(error) => caller.check_one("a load", &error),
         }
     }
-    End::Done(code)
+    code
 }
 
 /// What is said of every layer holds at that moment.
@@ -138,6 +149,14 @@ pub async fn store_from(caller: &mut Caller, cancel: Cancel) -> End {
             return End::Dropped;
         }
     };
+    End::Done(end_stores(caller, began, results))
+}
+
+/// Tells the model what a store says of each block; a number that tells answers apart.
+pub fn end_stores(caller: &Caller, began: Vec<Began>, results: Vec<Result<bool, Error>>) -> u64 {
+    if results.len() != began.len() {
+        caller.context.fail(format!("{} results for {} blocks that were stored", results.len(), began.len()));
+    }
     let mut code = 400;
     for (result, began) in results.into_iter().zip(began) {
         code *= 2;
@@ -148,20 +167,13 @@ pub async fn store_from(caller: &mut Caller, cancel: Cancel) -> End {
             }
             Ok(false) => StoreEnd::Failed,
             Err(error) => {
-                check_one(caller, "a store", &error);
+                caller.check_one("a store", &error);
                 StoreEnd::Failed
             }
         };
         caller.context.model.borrow_mut().store_ends(began, end);
     }
-    End::Done(code)
-}
-
-/// One block's error in a call on many.
-fn check_one(caller: &Caller, what: &str, error: &Error) {
-    let closing = caller.context.closing.get();
-    caller.context.check_error(&format_args!("caller {}: {what} of one block", caller.number), error, closing);
-    caller.context.mix(crate::context::error_code(error));
+    code
 }
 
 /// Registers memory, has it pinned, loads into it, and takes it back: before, while, or after it is loaded.

@@ -5,6 +5,10 @@
 //! the disk tier gave something up for good ([`Claims`]). *Absent*: a remove has ended, and no store ran since it
 //! began. A fetch that begins then must not find it. *Durable*, *durably absent*: the same, and a sync covered it.
 
+use std::cell::Cell;
+
+use crate::pending;
+
 /// Which promises still stand, given what has gone wrong so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Claims {
@@ -38,14 +42,20 @@ struct State {
     durably_absent: bool,
     /// A caller was told in this life that the disk did not take the block, or may have been.
     told: bool,
+    /// When the latest of the removals that have ended began.
+    removed: u64,
 }
 
 /// What was so when a call began.
 #[derive(Debug, Clone, Copy)]
 pub struct Began {
     block: usize,
+    /// When the call began, among all that the model was told.
+    pub at: u64,
     stores: u64,
-    removes: u64,
+    pub removes: u64,
+    /// When the latest of the removals that had ended began.
+    pub removed: u64,
     /// No other store was under way.
     alone: bool,
     /// A remove was under way: it may take effect after a store that begins now.
@@ -74,6 +84,8 @@ pub enum StoreEnd {
 /// How a remove ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RemoveEnd {
+    /// The block is forgotten, its record is written, and that is flushed.
+    Durable,
     /// The block is forgotten and its record is written.
     Recorded,
     /// The block is forgotten.
@@ -99,17 +111,22 @@ pub struct Model {
     keeps: bool,
     /// Syncs that reported refused writes so far.
     reports: u64,
+    /// Counts what begins.
+    clock: Cell<u64>,
 }
 
 impl Model {
     pub fn new(blocks: usize, keeps: bool, writes_through: bool) -> Self {
-        Model { blocks: vec![State::default(); blocks], keeps, writes_through, reports: 0 }
+        Model { blocks: vec![State::default(); blocks], keeps, writes_through, reports: 0, clock: Cell::new(0) }
     }
 
     pub fn begin(&self, block: usize) -> Began {
         let state = &self.blocks[block];
+        self.clock.update(|at| at + 1);
         Began {
             block,
+            at: self.clock.get(),
+            removed: state.removed,
             stores: state.stores_begun,
             removes: state.removes_begun,
             alone: state.stores == 0,
@@ -163,7 +180,12 @@ impl Model {
         let undisturbed = began.alone && state.stores_begun == began.stores;
         if undisturbed && end != RemoveEnd::Unknown {
             state.absent = true;
-            state.recorded_absent |= end == RemoveEnd::Recorded && !state.write_loose;
+            let recorded = matches!(end, RemoveEnd::Recorded | RemoveEnd::Durable) && !state.write_loose;
+            state.recorded_absent |= recorded;
+            state.durably_absent |= recorded && end == RemoveEnd::Durable;
+        }
+        if end != RemoveEnd::Unknown {
+            state.removed = state.removed.max(began.at);
         }
     }
 
@@ -200,7 +222,8 @@ impl Model {
             let stored =
                 began.visible && self.keeps && began.alone && !began.doubtful && !began.removing && !state.told;
             let undisturbed = state.removes_begun == began.removes && began.reports == self.reports;
-            if (began.must_hit || stored) && undisturbed {
+            let present = began.must_hit && (began.visible || !pending::SYNC_WAITS_FOR_RELEASED_BLOCKS);
+            if (present || stored) && undisturbed {
                 state.durable = true;
             }
             if began.must_miss && began.alone && state.recorded_absent && state.stores_begun == began.stores {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::sim::{FaultRates, Rng};
 use kvhoist::{Config, DiskPath, Eviction, Layout, WritePolicy, internals::io::IO_ALIGN};
 
+pub use crate::call::Call;
 use crate::{
     trial::{MEMORY_SEEDS, PROMPT_SEEDS, Refusal, TRIAL_SEEDS, Trial},
     universe::Universe,
@@ -35,78 +36,8 @@ pub struct Habits {
     pub pause: f64,
     /// A caller gives a hint before a call.
     pub hint: f64,
-}
-
-/// What a caller may do.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Call {
-    Store,
-    Reserve,
-    Fetch,
-    FetchToDevice,
-    Prefetch,
-    Remove,
-    Match,
-    Load,
-    StoreFrom,
-    Sync,
-    Stats,
-    /// Fetches a chain block by block, each under the lease of the one before.
-    Walk,
-    /// Prefetches blocks, and fetches them at once.
-    Hurry,
-    /// Registers a region, has it pinned, loads into it and takes it back, in any order.
-    Regions,
-    /// Hands the cache leases and regions of another one.
-    Strangers,
-    /// Releases a chain, or keeps it. Made between the other calls, by draws of its own.
-    Hint,
-}
-
-impl Call {
-    pub const COUNT: usize = 16;
-    /// Those that every run draws from; the others belong to a [`Trial`].
-    const COMMON: usize = 11;
-    pub const ALL: [Call; Call::COUNT] = [
-        Call::Store,
-        Call::Reserve,
-        Call::Fetch,
-        Call::FetchToDevice,
-        Call::Prefetch,
-        Call::Remove,
-        Call::Match,
-        Call::Load,
-        Call::StoreFrom,
-        Call::Sync,
-        Call::Stats,
-        Call::Walk,
-        Call::Hurry,
-        Call::Regions,
-        Call::Strangers,
-        Call::Hint,
-    ];
-
-    pub fn name(self) -> &'static str {
-        const NAMES: [&str; Call::COUNT] = [
-            "store",
-            "reserve",
-            "fetch",
-            "fetch_to_device",
-            "prefetch",
-            "remove",
-            "match_prefix",
-            "load_into",
-            "store_from",
-            "sync",
-            "stats",
-            "walk",
-            "hurry",
-            "regions",
-            "strangers",
-            "hint",
-        ];
-        NAMES[self as usize]
-    }
+    /// A caller makes one of [`Call::EXTRA`] before a call.
+    pub extra: f64,
 }
 
 /// Everything that a seed decides beforehand.
@@ -142,6 +73,8 @@ pub struct Plan {
     pub pinned_bytes_max: u64,
     /// Another cache lives in the same process.
     pub stranger: bool,
+    /// Transfers that a worker has in flight at most, where the run decides it.
+    pub transfers_max: Option<usize>,
     /// For what is decided on the way.
     pub rng: Rng,
 }
@@ -207,10 +140,12 @@ impl Plan {
             pin_refusals: 0.0,
             pinned_bytes_max: u64::MAX,
             stranger: false,
+            transfers_max: None,
             rng,
         };
         // By a draw of its own, so that older seeds make the calls that they made.
         plan.habits.hint = pick(&mut Rng::new(seed ^ 0x417_0000_0000_0000), &[0.0, 0.0, 0.02, 0.1, 0.4]);
+        plan.habits.extra = pick(&mut Rng::new(seed ^ 0xe0c4_0000_0000_0000), &[0.0, 0.0, 0.05, 0.2, 0.5]);
         if let Some(trial) = trial {
             let mut rng = plan.rng.reseeded(seed ^ 0x7214_1000_0000_0000);
             (plan.layered, plan.config.host.bypass) = (rng.chance(0.2), rng.chance(0.3));
@@ -354,5 +289,6 @@ fn habits(rng: &mut Rng, config: &Config) -> Habits {
         keep: pick(rng, &[0.0, 0.2, 0.6]),
         pause: pick(rng, &[0.0, 0.1, 0.5]),
         hint: 0.0,
+        extra: 0.0,
     }
 }

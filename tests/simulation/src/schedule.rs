@@ -9,8 +9,10 @@ use crate::{
     caller::{Caller, End, LEASES_MAX},
     calls,
     cancel::Cancel,
-    chains, memory_calls,
+    chains, compute, many, memory_calls,
     plan::Call,
+    sim::Rng,
+    submit,
 };
 
 /// Whether a caller goes on.
@@ -33,6 +35,8 @@ impl Caller {
             }
         }
         self.let_go(0);
+        self.parked.clear();
+        submit::finish(&mut self).await;
         self.memory.unregister(&self.cache).await;
         for mut memory in std::mem::take(&mut self.spares) {
             memory.unregister(&self.cache).await;
@@ -60,7 +64,21 @@ impl Caller {
             let end = chains::hint(self);
             self.note(Call::Hint, &end, Instant::now());
         }
-        let call = self.draw_call();
+        if self.extras.chance(self.context.plan.habits.extra) {
+            std::mem::swap(&mut self.rng, &mut self.extras);
+            let extra = weighted(&mut self.rng, Call::EXTRA.into_iter());
+            let flow = self.make(extra).await;
+            std::mem::swap(&mut self.rng, &mut self.extras);
+            if flow == Flow::Closed || self.context.is_struck() {
+                return flow;
+            }
+        }
+        let weights = self.context.plan.habits.weights;
+        let call = weighted(&mut self.rng, Call::ALL.into_iter().zip(weights));
+        self.make(call).await
+    }
+
+    async fn make(&mut self, call: Call) -> Flow {
         let cancel = Cancel::draw(&mut self.rng, self.context.plan.habits.cancel);
         let began = Instant::now();
         self.context.report.borrow_mut().calls[call as usize] += 1;
@@ -70,7 +88,7 @@ impl Caller {
             Call::Fetch => calls::fetch(self, cancel).await,
             Call::FetchToDevice => calls::fetch_to_device(self, cancel).await,
             Call::Prefetch => calls::prefetch(self),
-            Call::Remove => calls::remove(self, cancel).await,
+            Call::Remove => calls::remove(self, cancel, false).await,
             Call::Match => calls::match_prefix(self),
             Call::Load => memory_calls::load(self, cancel).await,
             Call::StoreFrom => memory_calls::store_from(self, cancel).await,
@@ -80,23 +98,18 @@ impl Caller {
             Call::Hurry => chains::hurry(self, cancel).await,
             Call::Regions => memory_calls::regions(self).await,
             Call::Strangers => memory_calls::strangers(self).await,
+            Call::Clear => many::clear(self, cancel).await,
+            Call::FetchMany => many::fetch_many(self, cancel).await,
+            Call::Compute => compute::get_or_fetch_with(self, cancel).await,
+            Call::RemoveDurably => calls::remove(self, cancel, true).await,
+            Call::Touch => many::touch(self),
+            Call::Lend => submit::lend(self, cancel).await,
+            Call::Submit => submit::submit(self).await,
             Call::Hint => unreachable!("it has no weight"),
         };
         self.note(call, &end, began);
         self.context.call_ended();
         if matches!(end, End::Error(Error::Closed)) { Flow::Closed } else { Flow::GoOn }
-    }
-
-    fn draw_call(&mut self) -> Call {
-        let weights = &self.context.plan.habits.weights;
-        let mut at = self.rng.below(weights.iter().sum());
-        for (call, weight) in Call::ALL.into_iter().zip(weights) {
-            if at < *weight {
-                return call;
-            }
-            at -= weight;
-        }
-        unreachable!("the draw is below the sum")
     }
 
     fn note(&self, call: Call, end: &End, began: Instant) {
@@ -127,4 +140,16 @@ impl Caller {
     fn is_closing(&self) -> bool {
         self.context.closing.get()
     }
+}
+
+/// Draws a call by its weight.
+fn weighted(rng: &mut Rng, of: impl Iterator<Item = (Call, u64)> + Clone) -> Call {
+    let mut at = rng.below(of.clone().map(|(_, weight)| weight).sum());
+    for (call, weight) in of {
+        if at < weight {
+            return call;
+        }
+        at -= weight;
+    }
+    unreachable!("the draw is below the sum")
 }

@@ -8,6 +8,7 @@ use crate::sim::{Fault, FaultRates, Rng, Sim};
 use kvhoist::{Capacity, DiskPath, WritePolicy, internals::io::OpKind};
 
 use crate::{
+    pending,
     plan::{Call, Level, Plan, pick},
     universe::Universe,
 };
@@ -116,7 +117,7 @@ impl Trial {
 fn sober(plan: &mut Plan) {
     plan.level = plan.level.min(Level::Crashes);
     (plan.rates, plan.copy_failure) = (FaultRates::default(), 0.0);
-    plan.habits.keep = 0.0;
+    (plan.habits.keep, plan.habits.extra) = (0.0, 0.0);
     let config = &mut plan.config;
     (config.limits.movements_max, config.limits.waiters_max, config.limits.background_max) = (65_536, 65_536, 65_536);
     config.limits.deadline_ms = 60_000;
@@ -144,7 +145,7 @@ fn walks(plan: &mut Plan, rng: &mut Rng) {
     plan.config.host.capacity = Capacity::Blocks(slots as u32);
     let blocks = rng.between(slots, 5 * slots).min(60) as usize;
     plan.universe = Universe::of_long_chains(rng, blocks, plan.config.block_bytes);
-    weigh(plan, &[(Call::Walk, 30), (Call::Remove, 1)]);
+    weigh(plan, &[(Call::Walk, 30), (Call::Remove, 1), (Call::Touch, 2), (Call::FetchMany, 3), (Call::Compute, 5)]);
 }
 
 fn prompt_reads(plan: &mut Plan, rng: &mut Rng) {
@@ -158,6 +159,21 @@ fn prompt_reads(plan: &mut Plan, rng: &mut Rng) {
     plan.disk_latency_max = Duration::from_millis(20);
     plan.callers = rng.between(4, 6);
     weigh(plan, &[(Call::Hurry, 20), (Call::Store, 20), (Call::StoreFrom, 20), (Call::Remove, 10), (Call::Sync, 1)]);
+    if pending::TRANSFERS_HAVE_URGENCY && rng.chance(0.5) {
+        queued_reads(plan, rng);
+    }
+}
+
+/// The workers have few transfers in flight: what is announced and what is written waits in their queue, and no awaited
+/// read waits for it.
+fn queued_reads(plan: &mut Plan, rng: &mut Rng) {
+    plan.transfers_max = Some(pick(rng, &[1, 2]));
+    plan.universe = Universe::new(rng, 72, plan.config.block_bytes);
+    roomy(plan);
+    plan.config.limits.write_bytes_in_flight_max = plan.config.slot_bytes() as u64 * 1024;
+    plan.config.host.capacity = Capacity::Blocks(4 * plan.universe.len() as u32 + 32);
+    // A block that is removed is read again, and a load waits for several reads.
+    weigh(plan, &[(Call::Remove, 0), (Call::Load, 0), (Call::Stats, 0)]);
 }
 
 fn refusals(plan: &mut Plan, rng: &mut Rng) {
@@ -166,7 +182,7 @@ fn refusals(plan: &mut Plan, rng: &mut Rng) {
         pick(rng, &[WritePolicy::WriteBack, WritePolicy::WriteBack, WritePolicy::WriteThrough]);
     plan.level = Level::Crashes;
     plan.refusal = Some(pick(rng, &[Refusal::Writes, Refusal::Syncs, Refusal::ReadOnly]));
-    weigh(plan, &[(Call::Store, 20), (Call::Sync, 4)]);
+    weigh(plan, &[(Call::Store, 20), (Call::Sync, 4), (Call::Compute, 8), (Call::Lend, 3), (Call::Submit, 3)]);
     plan.habits.cancel = pick(rng, &[0.0, 0.05]);
 }
 
@@ -179,6 +195,7 @@ fn dropped_stores(plan: &mut Plan, rng: &mut Rng) {
     plan.disk_latency_max = Duration::from_millis(20);
     plan.habits.cancel = 0.4;
     weigh(plan, &[(Call::Store, 20), (Call::Sync, 6), (Call::Remove, pick(rng, &[0, 3]))]);
+    weigh(plan, &[(Call::Compute, 8), (Call::Lend, 4), (Call::Submit, 4)]);
 }
 
 fn removals(plan: &mut Plan, rng: &mut Rng) {
@@ -194,6 +211,7 @@ fn removals(plan: &mut Plan, rng: &mut Rng) {
     let blocks = rng.between(4, 12) as usize;
     plan.universe = Universe::new(rng, blocks, plan.config.block_bytes);
     weigh(plan, &[(Call::Store, 20), (Call::StoreFrom, 5), (Call::Remove, 20)]);
+    weigh(plan, &[(Call::RemoveDurably, 8), (Call::Clear, 1), (Call::Compute, 4)]);
 }
 
 fn memory(plan: &mut Plan, rng: &mut Rng) {
@@ -205,4 +223,5 @@ fn memory(plan: &mut Plan, rng: &mut Rng) {
         pick(rng, &[(0.0, u64::MAX), (0.3, u64::MAX), (0.7, u64::MAX), (0.0, arena_bytes - 1), (0.3, arena_bytes - 1)]);
     plan.disk_latency_max = Duration::from_millis(pick(rng, &[1, 3, 20]));
     weigh(plan, &[(Call::Regions, 20), (Call::Strangers, 3), (Call::Store, 10), (Call::StoreFrom, 5)]);
+    weigh(plan, &[(Call::Lend, 8), (Call::Submit, 8)]);
 }

@@ -16,6 +16,7 @@ use crate::{
     model::{Began, Claims, Ending},
     plan::{Call, Level, pick},
     stranger::Stranger,
+    submit::Submissions,
     trial::Trial,
 };
 
@@ -74,7 +75,10 @@ pub fn live(context: &Rc<Context>, files: Vec<Vec<u8>>, life: u32) -> Remains {
     world.deaths = pick(&mut workers, &[0.0, 1.0 / 64.0, 0.1]);
     match plan.trial {
         // A block is read again as often as its worker dies.
-        Some(Trial::PromptReads) => world.deaths = 0.0,
+        Some(Trial::PromptReads) => {
+            world.deaths = 0.0;
+            world.transfers_max = plan.transfers_max.unwrap_or(world.transfers_max);
+        }
         _ => world.transfers_max = pick(&mut workers, &[1, 2, 32]),
     }
     // Dropped after the runtime: what died with it may still name the memory.
@@ -127,9 +131,12 @@ impl Life {
         let stranger = self.stranger(pool).await;
         let callers: Vec<_> = (0..self.context.plan.callers)
             .map(|number| {
-                let caller = self.caller(number, &cache, pool);
-                let spares = self.spares(pool);
-                tokio::task::spawn_local(Caller { spares, stranger: stranger.clone(), ..caller }.run())
+                let mut caller = self.caller(number, &cache, pool);
+                caller.spares = self.spares(pool);
+                caller.stranger = stranger.clone();
+                let mut rng = Rng::new(caller.extras.clone().next_u64());
+                caller.submissions = Submissions::new(&self.context.plan, &cache, &mut rng, pool);
+                tokio::task::spawn_local(caller.run())
             })
             .collect();
         self.wait_for_exit(exit, &callers).await;
@@ -214,11 +221,14 @@ impl Life {
             world: self.world.clone(),
             number,
             hints: Rng::new(rng.clone().next_u64() ^ 0x417),
+            extras: Rng::new(rng.clone().next_u64() ^ 0xe0c4),
             rng,
             memory: pool.take(config.block_bytes, blocks, device, self.context.plan.memory_shift),
             spares: Vec::new(),
             stranger: None,
             kept: Vec::new(),
+            parked: Vec::new(),
+            submissions: Submissions::default(),
         }
     }
 

@@ -1,0 +1,218 @@
+//! Blocks that callers compute where they are missing, and what is known of each computation.
+
+use std::{cell::RefCell, rc::Rc, time::Duration};
+
+use bytes::Bytes;
+use kvhoist::Error;
+
+use crate::{
+    caller::{Caller, End},
+    calls::check_found,
+    cancel::Cancel,
+    context::Context,
+    model::{Began, StoreEnd},
+    pending,
+};
+
+/// The computations of a life.
+#[derive(Default)]
+pub struct Computations {
+    /// Block, and removals begun, of each computation under way.
+    under_way: Vec<(usize, u64)>,
+    /// What was computed, and when.
+    computed: Vec<(u64, Bytes)>,
+}
+
+impl Computations {
+    /// When bytes were computed, if they are not a copy.
+    fn when(&self, bytes: &Bytes) -> Option<u64> {
+        let same = self.computed.iter().find(|(_, computed)| computed.as_ptr() == bytes.as_ptr());
+        same.map(|(at, _)| *at)
+    }
+}
+
+/// How a computation ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Outcome {
+    Right,
+    Fails,
+    TooShort,
+}
+
+/// What a call came to that computed nothing, or whose computation failed.
+#[derive(Debug)]
+enum Wrong {
+    Cache(Error),
+    /// The number of the caller whose computation it was.
+    Computation(u64),
+}
+
+impl From<Error> for Wrong {
+    fn from(error: Error) -> Self {
+        Wrong::Cache(error)
+    }
+}
+
+/// What a call's own computation came to, where the call made it.
+#[derive(Default)]
+struct Own {
+    called: bool,
+    /// The store of what it computed.
+    stores: Option<Began>,
+}
+
+/// A computation under way; it may be dropped.
+struct Running {
+    context: Rc<Context>,
+    mark: (usize, u64),
+}
+
+impl Running {
+    fn begin(context: &Rc<Context>, block: usize) -> Self {
+        let mark = (block, context.model.borrow().begin(block).removes);
+        let mut computations = context.computations.borrow_mut();
+        // After a removal a block may be computed anew beside a computation from before it.
+        if computations.under_way.contains(&mark) {
+            context.fail(format!("two callers compute block {block} at a time"));
+        }
+        computations.under_way.push(mark);
+        Running { context: Rc::clone(context), mark }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let under_way = &mut self.context.computations.borrow_mut().under_way;
+        let at = under_way.iter().position(|mark| *mark == self.mark);
+        under_way.swap_remove(at.expect("it was noted when it began"));
+    }
+}
+
+pub async fn get_or_fetch_with(caller: &mut Caller, cancel: Cancel) -> End {
+    let block = caller.draw_block();
+    let outcome = match caller.rng.below(20) {
+        0..=2 => Outcome::Fails,
+        3 => Outcome::TooShort,
+        _ => Outcome::Right,
+    };
+    let (takes_ms, parks) = (caller.rng.below(30), caller.rng.chance(0.1));
+    caller.context.say(|| format!("caller {} wants block {block}, and computes it if need be", caller.number));
+    let began = caller.context.model.borrow().begin(block);
+    let own = Rc::new(RefCell::new(Own::default()));
+    let mut call = Box::pin(call(caller, block, began, outcome, takes_ms, Rc::clone(&own)));
+    if pending::WAITERS_NEED_NO_POLL && parks && futures_poll_once(&mut call).await.is_none() && !own.borrow().called {
+        caller.parked.push(Box::pin(async move { drop(call.await) }));
+        return End::Dropped;
+    }
+    let result = caller.run_call(cancel, call).await;
+    let own = std::mem::take(&mut *own.borrow_mut());
+    if let Some(stores) = own.stores {
+        let end = store_end(caller, &result);
+        caller.context.model.borrow_mut().store_ends(stores, end);
+    }
+    match result {
+        None => End::Dropped,
+        Some(Err(Wrong::Computation(number))) => {
+            if number != caller.number || !own.called || outcome != Outcome::Fails {
+                caller.context.fail(format!("caller {} was told of the computation of caller {number}", caller.number));
+            }
+            End::Done(950)
+        }
+        Some(Err(Wrong::Cache(Error::Argument { what: "data", .. }))) if own.called && outcome == Outcome::TooShort => {
+            End::Done(951)
+        }
+        Some(Err(Wrong::Cache(error))) => End::Error(error),
+        Some(Ok(bytes)) => {
+            check_bytes(caller, block, began, own.called, &bytes);
+            End::Done(952 + u64::from(own.called))
+        }
+    }
+}
+
+/// The call itself, which owns all that it needs.
+fn call(
+    caller: &Caller,
+    block: usize,
+    began: Began,
+    outcome: Outcome,
+    takes_ms: u64,
+    own: Rc<RefCell<Own>>,
+) -> impl Future<Output = Result<Bytes, Wrong>> + 'static {
+    let (context, cache, world, number) =
+        (Rc::clone(&caller.context), caller.cache.clone(), caller.world.clone(), caller.number);
+    async move {
+        let universe = &context.plan.universe;
+        let (key, parent) = (universe.key(block), universe.parent_key(block));
+        let compute = || {
+            own.borrow_mut().called = true;
+            // It was looked for, and not found.
+            let claims = context.claims(&cache, &world);
+            context.check(context.model.borrow_mut().answered(began, false, claims));
+            async {
+                let running = Running::begin(&context, block);
+                tokio::time::sleep(Duration::from_millis(takes_ms)).await;
+                drop(running);
+                let payload = &universe.block(block).payload;
+                match outcome {
+                    Outcome::Fails => return Err(Wrong::Computation(number)),
+                    Outcome::TooShort => return Ok(Bytes::copy_from_slice(&payload[1..])),
+                    Outcome::Right => {}
+                }
+                let bytes = Bytes::copy_from_slice(payload);
+                let stores = context.model.borrow_mut().store_begins(block);
+                own.borrow_mut().stores = Some(stores);
+                context.computations.borrow_mut().computed.push((stores.at, bytes.clone()));
+                Ok(bytes)
+            }
+        };
+        cache.get_or_fetch_with(&key, parent.as_ref(), compute).await
+    }
+}
+
+/// Polls a future once.
+async fn futures_poll_once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+    std::future::poll_fn(|context| {
+        std::task::Poll::Ready(match std::pin::Pin::new(&mut *future).poll(context) {
+            std::task::Poll::Ready(output) => Some(output),
+            std::task::Poll::Pending => None,
+        })
+    })
+    .await
+}
+
+/// How the store of a computed block ended: the call does not say, and returns the block whatever it came to.
+fn store_end(caller: &Caller, result: &Option<Result<Bytes, Wrong>>) -> StoreEnd {
+    if result.is_none() {
+        return StoreEnd::Dropped;
+    }
+    let stats = caller.cache.stats();
+    let refused = stats.busy + stats.timeouts + stats.writes_refused + stats.write_errors > 0
+        || stats.disk_read_only.is_some()
+        || stats.disk_retired.is_some()
+        || caller.context.closing.get();
+    match (refused, pending::COMPUTED_STORES_ARE_REPORTED) {
+        (false, _) => StoreEnd::Acknowledged,
+        // Nobody was told: the next sync says so.
+        (true, true) => StoreEnd::Dropped,
+        (true, false) => StoreEnd::Failed,
+    }
+}
+
+fn check_bytes(caller: &Caller, block: usize, began: Began, computed: bool, bytes: &Bytes) {
+    let context = &caller.context;
+    if *bytes != context.plan.universe.block(block).payload {
+        context.fail(format!("block {block}, computed or found, has wrong bytes"));
+    }
+    if computed {
+        return;
+    }
+    let when = context.computations.borrow().when(bytes);
+    match when {
+        // It is the host tier's.
+        None => check_found(caller, began, true),
+        Some(at) if pending::JOINERS_GET_NOTHING_REMOVED && at < began.removed => {
+            context.fail(format!("a caller got block {block} as it was computed before it was removed"));
+        }
+        Some(_) => {}
+    }
+}
