@@ -43,7 +43,7 @@ impl Call {
     /// Those that are made between the common calls, by draws of their own, with their weights: what an older seed draws
     /// for its common calls does not depend on them.
     pub const EXTRA: [(Call, u64); 7] = [
-        (Call::Clear, 1),
+        (Call::Clear, 2),
         (Call::FetchMany, 5),
         (Call::Compute, 8),
         (Call::RemoveDurably, 1),

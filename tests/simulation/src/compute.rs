@@ -1,6 +1,6 @@
 //! Blocks that callers compute where they are missing, and what is known of each computation.
 
-use std::{cell::RefCell, rc::Rc, time::Duration};
+use std::{cell::RefCell, pin::Pin, rc::Rc, task::Poll, time::Duration};
 
 use bytes::Bytes;
 use kvhoist::Error;
@@ -96,15 +96,19 @@ pub async fn get_or_fetch_with(caller: &mut Caller, cancel: Cancel) -> End {
         _ => Outcome::Right,
     };
     let (takes_ms, parks) = (caller.rng.below(30), caller.rng.chance(0.1));
+    let doze_ms = if caller.rng.chance(0.3) { caller.rng.below(80) } else { 0 };
     caller.context.say(|| format!("caller {} wants block {block}, and computes it if need be", caller.number));
     let began = caller.context.model.borrow().begin(block);
     let own = Rc::new(RefCell::new(Own::default()));
     let mut call = Box::pin(call(caller, block, began, outcome, takes_ms, Rc::clone(&own)));
-    if pending::WAITERS_NEED_NO_POLL && parks && futures_poll_once(&mut call).await.is_none() && !own.borrow().called {
-        caller.parked.push(Box::pin(async move { drop(call.await) }));
+    if pending::WAITERS_NEED_NO_POLL && parks && is_computed_elsewhere(caller, block) {
+        // It waits for that computation, and has asked for nothing else.
+        if poll_once(&mut call).await.is_none() && !own.borrow().called && is_computed_elsewhere(caller, block) {
+            caller.parked.push(Box::pin(async move { drop(call.await) }));
+        }
         return End::Dropped;
     }
-    let result = caller.run_call(cancel, call).await;
+    let result = caller.run_call(cancel, doze(call, Rc::clone(&own), doze_ms)).await;
     let own = std::mem::take(&mut *own.borrow_mut());
     if let Some(stores) = own.stores {
         let end = store_end(caller, &result);
@@ -169,13 +173,34 @@ fn call(
     }
 }
 
+/// Another caller computes the block, which is nowhere in the cache.
+fn is_computed_elsewhere(caller: &Caller, block: usize) -> bool {
+    let computations = caller.context.computations.borrow();
+    let is_computed = computations.under_way.iter().any(|(of, _)| *of == block);
+    is_computed && !caller.cache.contains(&caller.context.plan.universe.key(block))
+}
+
+/// Runs a call whose caller is not resumed for a while after it has computed the block.
+async fn doze<F: Future + Unpin>(mut call: F, own: Rc<RefCell<Own>>, doze_ms: u64) -> F::Output {
+    let first = std::future::poll_fn(|context| match Pin::new(&mut call).poll(context) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending if own.borrow().stores.is_some() => Poll::Ready(None),
+        Poll::Pending => Poll::Pending,
+    });
+    match first.await {
+        Some(output) => output,
+        None => {
+            tokio::time::sleep(Duration::from_millis(doze_ms)).await;
+            call.await
+        }
+    }
+}
+
 /// Polls a future once.
-async fn futures_poll_once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
-    std::future::poll_fn(|context| {
-        std::task::Poll::Ready(match std::pin::Pin::new(&mut *future).poll(context) {
-            std::task::Poll::Ready(output) => Some(output),
-            std::task::Poll::Pending => None,
-        })
+async fn poll_once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+    std::future::poll_fn(|context| match Pin::new(&mut *future).poll(context) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => Poll::Ready(None),
     })
     .await
 }

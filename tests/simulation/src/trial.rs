@@ -182,7 +182,7 @@ fn refusals(plan: &mut Plan, rng: &mut Rng) {
         pick(rng, &[WritePolicy::WriteBack, WritePolicy::WriteBack, WritePolicy::WriteThrough]);
     plan.level = Level::Crashes;
     plan.refusal = Some(pick(rng, &[Refusal::Writes, Refusal::Syncs, Refusal::ReadOnly]));
-    weigh(plan, &[(Call::Store, 20), (Call::Sync, 4), (Call::Compute, 8), (Call::Lend, 3), (Call::Submit, 3)]);
+    weigh(plan, &[(Call::Store, 20), (Call::Sync, 4), (Call::Compute, 20), (Call::Lend, 3), (Call::Submit, 3)]);
     plan.habits.cancel = pick(rng, &[0.0, 0.05]);
 }
 
@@ -194,6 +194,7 @@ fn dropped_stores(plan: &mut Plan, rng: &mut Rng) {
     plan.config.limits.write_bytes_in_flight_max = plan.config.slot_bytes() as u64 * pick(rng, &[1, 2, 1024]);
     plan.disk_latency_max = Duration::from_millis(20);
     plan.habits.cancel = 0.4;
+    plan.habits.hint = pick(rng, &[0.0, 0.1, 0.4]);
     weigh(plan, &[(Call::Store, 20), (Call::Sync, 6), (Call::Remove, pick(rng, &[0, 3]))]);
     weigh(plan, &[(Call::Compute, 8), (Call::Lend, 4), (Call::Submit, 4)]);
 }

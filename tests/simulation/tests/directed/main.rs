@@ -1,6 +1,8 @@
 //! Situations that seeds reach by chance only, made to happen.
 
 mod closes;
+mod flights;
+mod records;
 mod removals;
 #[path = "../scene/mod.rs"]
 mod scene;

@@ -1,0 +1,79 @@
+//! Movements that meet another movement of the same key.
+
+use std::{pin::Pin, task::Poll};
+
+use kvhoist::{
+    Error, Tier, WritePolicy,
+    internals::{disk::format::DATA_ALIGN, io::OpKind},
+};
+use kvhoist_simulation::sim::{self, Event, Fault, LogEntry};
+
+use crate::scene::*;
+
+/// A block comes from the device, and is to be written to disk once it is in host memory. Meanwhile it is removed and
+/// stored anew, and the new one is being written.
+#[test]
+fn a_write_that_is_to_follow_a_movement_joins_the_write_of_the_block_that_was_stored_anew() {
+    sim::block_on(async {
+        let config = config().device_blocks(1).write_policy(WritePolicy::WriteThroughSelective).selective_hits(3);
+        let (cache, reactor, disk) = open_with(config.clone(), 200, 60).await;
+        let to_device = async || drop(cache.fetch_to_device(&key(0)).await.expect("served").expect("resident"));
+        store(&cache, 0).await.expect("stored");
+        to_device().await;
+        // Others take its slot in host memory.
+        for n in 1..9 {
+            store(&cache, n).await.expect("stored");
+        }
+        assert_eq!(cache.match_prefix(&[key(0)]), [Tier::Device]);
+        let fetching = spawn(&cache, async |cache| fetch(&cache, 0).await);
+        a_while().await;
+        // The third use: it is to be written.
+        to_device().await;
+        let removal = spawn_remove(&cache, 0);
+        a_while().await;
+        store(&cache, 0).await.expect("stored anew");
+        for _ in 0..3 {
+            assert!(fetch(&cache, 0).await.expect("served"));
+        }
+        a_while().await;
+        assert!(!fetching.is_finished() && disk.in_flight() > 0, "the copy is under way, and the new block's write");
+        fetching.await.expect("no panic").expect("served");
+        assert!(disk.in_flight() > 0, "the write goes on");
+        assert!(removal.await.expect("no panic").expect("removed"));
+        finish(cache, reactor).await;
+        let is_payload = |entry: &&LogEntry| entry.event == Event::Started && entry.offset >= DATA_ALIGN;
+        assert_eq!(disk.log().iter().filter(is_payload).count(), 1, "it is written once");
+        let (later, end, _) = open_killed(config, &disk).await;
+        assert!(fetch(&later, 0).await.expect("served"), "the new block is on disk");
+        finish(later, end).await;
+    });
+}
+
+#[test]
+fn a_block_computed_and_stored_since_it_was_missed_is_not_computed_again() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        // Both callers wait for one read, and its block is damaged: both miss.
+        disk.script_next(OpKind::Read, Fault::BitFlip);
+        let slow = cache.clone();
+        let mut slow = Box::pin(async move {
+            let compute = async || -> Result<Vec<u8>, Error> { panic!("the block is in the cache") };
+            slow.get_or_fetch_with(&key(0), None, compute).await
+        });
+        assert!(poll_once(&mut slow).await.is_none(), "it waits for the read");
+        let computed = cache.get_or_fetch_with(&key(0), None, async || Ok::<_, Error>(payload(0))).await;
+        assert_eq!(computed.expect("computed"), payload(0));
+        assert_eq!(slow.await.expect("found"), payload(0));
+        finish(cache, reactor).await;
+    });
+}
+
+/// Polls a future once.
+async fn poll_once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+    std::future::poll_fn(|context| match Pin::new(&mut *future).poll(context) {
+        Poll::Ready(output) => Poll::Ready(Some(output)),
+        Poll::Pending => Poll::Ready(None),
+    })
+    .await
+}

@@ -1,0 +1,88 @@
+//! What the records on the medium say when the process ends at the worst instant.
+
+use kvhoist::{
+    DiskPath,
+    internals::io::{FileId, OpKind},
+};
+use kvhoist_simulation::sim::{self, Fault, Simulated, World};
+
+use crate::scene::*;
+
+/// The number of the write that begins after so many more.
+fn write_after(disk: &sim::Sim, more: u64) -> u64 {
+    disk.counts().started[OpKind::Write as usize] + more
+}
+
+#[test]
+fn a_removal_waits_for_an_image_of_its_page_that_was_made_after_it() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        // The payload of block 1 is written; the image with its record still has block 0.
+        disk.script(OpKind::Write, write_after(&disk, 1), Fault::Stall);
+        let storing = spawn(&cache, async |cache| store(&cache, 1).await);
+        a_while().await;
+        assert_eq!(disk.stalled(), 1, "the image is being written");
+        let removal = spawn_remove(&cache, 0);
+        a_while().await;
+        disk.script(OpKind::Write, write_after(&disk, 0), Fault::Stall);
+        assert_eq!(disk.release(), 1);
+        storing.await.expect("no panic").expect("stored");
+        a_while().await;
+        assert!(!removal.is_finished(), "the medium has block 0 until another image is written");
+        assert_eq!(disk.stalled(), 1, "that image is being written");
+        disk.release();
+        assert!(removal.await.expect("no panic").expect("removed"));
+        let (later, end, _) = open_killed(config(), &disk).await;
+        assert!(!fetch(&later, 0).await.expect("served"), "its removal had returned before the kill");
+        assert!(fetch(&later, 1).await.expect("served"));
+        finish(later, end).await;
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn of_two_records_of_a_block_the_later_one_counts() {
+    sim::block_on(async {
+        // Two pages of records; the blocks alternate between them.
+        let config = config().disks(vec![DiskPath::with_blocks("simulated", 33)]);
+        let (cache, reactor, disk) = open(config.clone()).await;
+        for n in 0..33 {
+            store(&cache, n).await.expect("a sound disk");
+        }
+        // Block 33 takes the slot of block 0, whose record stays on the medium.
+        disk.script(OpKind::Write, write_after(&disk, 1), Fault::Stall);
+        let storing = spawn(&cache, async |cache| store(&cache, 33).await);
+        a_while().await;
+        assert_eq!((disk.stalled(), cache.contains(&key(0))), (1, false));
+        // Block 0 takes the slot of block 1, on the other page.
+        store(&cache, 0).await.expect("stored anew");
+        assert!(!cache.contains(&key(1)));
+        let (later, end, _) = open_killed(config, &disk).await;
+        assert!(fetch(&later, 0).await.expect("served"), "the older record names a slot with another block");
+        finish(later, end).await;
+        disk.release();
+        storing.await.expect("no panic").expect("stored");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_block_whose_record_could_not_be_read_is_not_back_after_its_removal() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        finish(cache, reactor).await;
+        let world = World::new(2, vec![disk.contents(FileId(0))]);
+        // Read 0 is the superblocks, 1 the whole table, 2 its only page.
+        world.storage.script(OpKind::Read, 1, Fault::Error(libc::EIO));
+        world.storage.script(OpKind::Read, 2, Fault::Error(libc::EIO));
+        let Simulated { cache, reactor } = sim::open(config(), &world).await.expect("a page may be unreadable");
+        assert_eq!((cache.stats().records_bad, cache.len()), (16, 0), "its page could not be read");
+        assert!(!cache.remove(&key(0)).await.expect("removed"), "nobody knows of the block");
+        let (later, end, _) = open_killed(config(), &world.storage).await;
+        assert!(!fetch(&later, 0).await.expect("served"), "its removal had returned before the kill");
+        finish(later, end).await;
+        finish(cache, reactor).await;
+    });
+}
