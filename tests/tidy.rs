@@ -13,6 +13,8 @@ mod imports;
 mod mask;
 #[path = "tidy/rules.rs"]
 mod rules;
+#[path = "tidy/simulated.rs"]
+mod simulated;
 #[path = "tidy/walk.rs"]
 mod walk;
 
@@ -99,6 +101,22 @@ fn every_method_of_a_cache_and_of_a_client_has_an_example() {
         let bare: Vec<_> = methods.iter().filter(|(_, (_, has_example))| !has_example).collect();
         assert!(bare.is_empty(), "methods of {name} without an example in their documentation: {bare:#?}");
     }
+}
+
+/// What the seeds of the simulation do not call they do not test.
+#[test]
+fn every_call_of_a_cache_is_simulated_or_has_a_reason_not_to_be() {
+    let files: Vec<PathBuf> = rust_files().into_iter().filter(|file| file.starts_with("src/cache")).collect();
+    let mut methods = Vec::new();
+    for file in &files {
+        let text = read(file);
+        for of in simulated::TYPES {
+            methods.extend(face::methods(&text, of).into_iter().map(|(method, _)| (of, method)));
+        }
+    }
+    let code = |file: &str| mask::mask(&read(&Path::new("tests/simulation/src").join(file)));
+    let wrong = simulated::check(&methods, code);
+    assert!(wrong.is_empty(), "calls to mend (tests/tidy/simulated.rs):\n{}", wrong.join("\n"));
 }
 
 /// rustdoc lists methods in the order of the modules that have them, and of their lines in it.

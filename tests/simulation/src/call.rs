@@ -40,7 +40,7 @@ impl Call {
     /// Those that every run draws from; the others belong to a [`Trial`](crate::trial::Trial), or are
     /// [`EXTRA`](Self::EXTRA).
     pub const COMMON: usize = 11;
-    /// Those that are made between the common calls, by draws of their own, with their weights: what an older seed draws
+    /// Those that are made between the common calls, with their weights. By draws of their own: what a seed draws
     /// for its common calls does not depend on them.
     pub const EXTRA: [(Call, u64); 7] = [
         (Call::Clear, 2),

@@ -10,7 +10,7 @@ use crate::{
     context::{Context, error_code},
     foreign::Memory,
     stranger::Stranger,
-    submit::Submissions,
+    submissions::Submissions,
 };
 
 /// Leases that a caller keeps at once.

@@ -14,23 +14,6 @@ use crate::{
     pending,
 };
 
-/// The computations of a life.
-#[derive(Default)]
-pub struct Computations {
-    /// Block, and removals begun, of each computation under way.
-    under_way: Vec<(usize, u64)>,
-    /// What was computed, and when.
-    computed: Vec<(u64, Bytes)>,
-}
-
-impl Computations {
-    /// When bytes were computed, if they are not a copy.
-    fn when(&self, bytes: &Bytes) -> Option<u64> {
-        let same = self.computed.iter().find(|(_, computed)| computed.as_ptr() == bytes.as_ptr());
-        same.map(|(at, _)| *at)
-    }
-}
-
 /// How a computation ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Outcome {

@@ -12,7 +12,7 @@ use kvhoist::{Cache, Error, Tier, WritePolicy, internals::io::OpKind};
 use tokio::{sync::Notify, time::Instant};
 
 use crate::{
-    compute::Computations,
+    computations::Computations,
     model::{Began, Claims, Model},
     pending,
     plan::{Call, Level, Plan},

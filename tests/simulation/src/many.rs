@@ -44,8 +44,7 @@ pub async fn clear(caller: &mut Caller, cancel: Cancel) -> End {
 
 pub async fn fetch_many(caller: &mut Caller, cancel: Cancel) -> End {
     let plan = &caller.context.plan;
-    // Two callers that hold some leases and wait for more wait for each other until the deadline, unless there are slots
-    // for all.
+    // Callers that hold leases and want more wait for each other until the deadline, unless there are slots for all.
     let most = if plan.may_time_out() || plan.trial == Some(Trial::Walks) { WALK_LEASES_MAX + 1 } else { 1 };
     let (slots, wrong) = (u64::from(plan.config.host_slots()), caller.rng.chance(0.02));
     let count = if wrong { slots + 1 } else { caller.rng.between(1, most.min(slots)) };

@@ -2,104 +2,58 @@
 
 use std::time::Duration;
 
-use kvhoist::{BlockKey, Cache, CompletionQueue, Error, Loan, Segment};
+use kvhoist::{CompletionQueue, Error, Loan};
 
 use crate::{
     caller::{Caller, End},
     cancel::Cancel,
-    foreign::{Memory, Pool},
+    foreign::Memory,
     memory_calls::{check_loaded, end_stores},
-    model::{Began, StoreEnd},
-    plan::{Call, Plan},
-    sim::Rng,
+    model::StoreEnd,
+    submissions::{Job, Submission},
 };
-
-/// Memory of a caller for these calls: pieces, and the blocks of each.
-const PIECES: usize = 3;
-const PIECE_BLOCKS: usize = 2;
 
 /// Longest wait for a completion, in milliseconds of virtual time.
 const PATIENCE_MS: u64 = 3_600_000;
 
-/// A caller's completion queue, its memory, and what it has submitted.
-#[derive(Default)]
-pub struct Submissions {
-    queue: Option<(CompletionQueue, usize)>,
-    free: Vec<Memory>,
-    under_way: Vec<Submission>,
-}
-
-struct Submission {
-    ticket: u64,
-    job: Job,
-    memory: Memory,
-    loan: Option<Loan>,
-}
-
-/// Blocks that are loaded into a piece of memory, or stored from it.
-struct Job {
-    loads: bool,
-    blocks: Vec<usize>,
-    keys: Vec<BlockKey>,
-    parent: Option<BlockKey>,
-    segments: Vec<Vec<Segment>>,
-    began: Vec<Began>,
-}
-
-impl Submissions {
-    /// What a caller of the run has for these calls: nothing where the run makes none.
-    pub fn new(plan: &Plan, cache: &Cache, rng: &mut Rng, pool: &mut Pool) -> Self {
-        let drawn = plan.habits.weights[Call::Lend as usize] + plan.habits.weights[Call::Submit as usize];
-        if plan.habits.extra == 0.0 && drawn == 0 {
-            return Submissions::default();
+/// Draws what is loaded into a piece of memory or stored from it, and tells the model.
+fn draw(caller: &mut Caller, memory: &mut Memory) -> Job {
+    let loads = caller.rng.chance(0.5);
+    let blocks: Vec<usize> = match loads {
+        true => (0..caller.rng.between(1, memory.blocks() as u64)).map(|_| caller.draw_block()).collect(),
+        false => {
+            let last = caller.draw_block();
+            let path = caller.context.plan.universe.path(last);
+            path[path.len().saturating_sub(memory.blocks())..].to_vec()
         }
-        let depth = rng.between(1, PIECES as u64) as usize;
-        let queue = cache.completion_queue(depth).expect("the system has a descriptor left");
-        let blocks = PIECE_BLOCKS.min(plan.config.limits.movements_max as usize);
-        let free = (0..PIECES).map(|_| pool.take(plan.config.block_bytes, blocks, false, plan.memory_shift));
-        Submissions { queue: Some((queue, depth)), free: free.collect(), under_way: Vec::new() }
+    };
+    let segments = (0..blocks.len()).map(|at| memory.segments(at, &mut caller.rng)).collect();
+    let universe = &caller.context.plan.universe;
+    for (at, &block) in blocks.iter().enumerate() {
+        match loads {
+            true => memory.clear(at),
+            false => memory.fill(at, &universe.block(block).payload),
+        }
     }
+    let keys = blocks.iter().map(|&block| universe.key(block)).collect();
+    let parent = blocks.first().and_then(|&first| universe.parent_key(first)).filter(|_| !loads);
+    let mut model = caller.context.model.borrow_mut();
+    let began = blocks.iter().map(|&block| if loads { model.begin(block) } else { model.store_begins(block) });
+    Job { loads, began: began.collect(), blocks, keys, parent, segments }
 }
 
-impl Job {
-    fn draw(caller: &mut Caller, memory: &mut Memory) -> Self {
-        let loads = caller.rng.chance(0.5);
-        let blocks: Vec<usize> = match loads {
-            true => (0..caller.rng.between(1, memory.blocks() as u64)).map(|_| caller.draw_block()).collect(),
-            false => {
-                let last = caller.draw_block();
-                let path = caller.context.plan.universe.path(last);
-                path[path.len().saturating_sub(memory.blocks())..].to_vec()
-            }
-        };
-        let segments = (0..blocks.len()).map(|at| memory.segments(at, &mut caller.rng)).collect();
-        let universe = &caller.context.plan.universe;
-        for (at, &block) in blocks.iter().enumerate() {
-            match loads {
-                true => memory.clear(at),
-                false => memory.fill(at, &universe.block(block).payload),
-            }
-        }
-        let keys = blocks.iter().map(|&block| universe.key(block)).collect();
-        let parent = blocks.first().and_then(|&first| universe.parent_key(first)).filter(|_| !loads);
+/// Nothing came of it, or it may still become visible.
+fn ends(job: &Job, caller: &Caller, end: StoreEnd) {
+    if !job.loads {
         let mut model = caller.context.model.borrow_mut();
-        let began = blocks.iter().map(|&block| if loads { model.begin(block) } else { model.store_begins(block) });
-        Job { loads, began: began.collect(), blocks, keys, parent, segments }
+        job.began.iter().for_each(|began| model.store_ends(*began, end));
     }
+}
 
-    /// Nothing came of it, or it may still become visible.
-    fn ends(&self, caller: &Caller, end: StoreEnd) {
-        if !self.loads {
-            let mut model = caller.context.model.borrow_mut();
-            self.began.iter().for_each(|began| model.store_ends(*began, end));
-        }
-    }
-
-    fn answered(self, caller: &Caller, memory: &Memory, results: Vec<Result<bool, Error>>) -> u64 {
-        match self.loads {
-            true => check_loaded(caller, memory, &self.blocks, self.began, results),
-            false => end_stores(caller, self.began, results),
-        }
+fn answered(job: Job, caller: &Caller, memory: &Memory, results: Vec<Result<bool, Error>>) -> u64 {
+    match job.loads {
+        true => check_loaded(caller, memory, &job.blocks, job.began, results),
+        false => end_stores(caller, job.began, results),
     }
 }
 
@@ -122,7 +76,7 @@ async fn lend_memory(caller: &mut Caller, cancel: Cancel, memory: &mut Memory) -
         Ok(loan) => loan,
         Err(error) => return End::Error(error),
     };
-    let job = Job::draw(caller, memory);
+    let job = draw(caller, memory);
     let does = if job.loads { "loads into" } else { "stores from" };
     caller.context.say(|| format!("caller {} {does} lent memory: {:?}", caller.number, job.blocks));
     let result = match job.loads {
@@ -130,14 +84,14 @@ async fn lend_memory(caller: &mut Caller, cancel: Cancel, memory: &mut Memory) -
         false => caller.run_call(cancel, loan.store_from(&job.keys, job.parent.as_ref(), &job.segments)).await,
     };
     let end = match result {
-        Some(Ok(results)) => End::Done(971 + job.answered(caller, memory, results)),
+        Some(Ok(results)) => End::Done(971 + answered(job, caller, memory, results)),
         Some(Err(error)) => {
-            job.ends(caller, if matches!(error, Error::Closed) { StoreEnd::GoesOn } else { StoreEnd::Failed });
+            ends(&job, caller, if matches!(error, Error::Closed) { StoreEnd::GoesOn } else { StoreEnd::Failed });
             End::Error(error)
         }
         None => {
             // Some of it may be about to become visible.
-            job.ends(caller, StoreEnd::GoesOn);
+            ends(&job, caller, StoreEnd::GoesOn);
             End::Dropped
         }
     };
@@ -185,7 +139,7 @@ async fn submit_memory(caller: &mut Caller, memory: &mut Memory) -> Result<(u64,
         false if memory.is_registered() => None,
         false => memory.register(&caller.cache, false).await.map(|()| None).map_err(End::Error)?,
     };
-    let job = Job::draw(caller, memory);
+    let job = draw(caller, memory);
     let does = if job.loads { "load" } else { "store" };
     context.say(|| format!("caller {} submits a {does} of {:?}", caller.number, job.blocks));
     let Some((queue, depth)) = &caller.submissions.queue else { return Err(End::Done(981)) };
@@ -206,7 +160,7 @@ async fn submit_memory(caller: &mut Caller, memory: &mut Memory) -> Result<(u64,
             Ok((ticket, job, loan))
         }
         Err(error) => {
-            job.ends(caller, StoreEnd::Failed);
+            ends(&job, caller, StoreEnd::Failed);
             Err(match error {
                 Error::Busy { .. } if is_full => End::Done(982),
                 error => End::Error(error),
@@ -231,7 +185,7 @@ fn drain(caller: &mut Caller) -> u64 {
         };
         let Submission { job, memory, loan, .. } = caller.submissions.under_way.swap_remove(at);
         caller.context.say(|| format!("caller {}: ticket {ticket} completed", caller.number));
-        let code = job.answered(caller, &memory, results);
+        let code = answered(job, caller, &memory, results);
         caller.context.mix(code);
         // What completed uses the memory no longer.
         if loan.is_some_and(|loan| !loan.is_returned()) {

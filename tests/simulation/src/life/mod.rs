@@ -16,7 +16,7 @@ use crate::{
     model::{Began, Claims, Ending},
     plan::{Call, Level, pick},
     stranger::Stranger,
-    submit::Submissions,
+    submissions::Submissions,
     trial::Trial,
 };
 
