@@ -37,6 +37,12 @@ impl Home {
         Home(FORKS.load(Ordering::Relaxed))
     }
 
+    /// Another process, for a test of what a forked child does.
+    #[cfg(test)]
+    pub(crate) fn elsewhere() -> Self {
+        Home(u32::MAX)
+    }
+
     /// False in a forked child of that process.
     #[inline]
     pub(crate) fn is_here(self) -> bool {

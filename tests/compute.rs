@@ -78,18 +78,36 @@ async fn a_hundred_callers_compute_a_block_once() {
 }
 
 #[test]
-fn a_dropped_computation_hands_the_turn_to_the_caller_that_waited_longest() {
+fn after_a_dropped_computation_the_first_waiter_that_is_polled_computes() {
     let (cache, computed) = (memory(10), AtomicU32::new(0));
     let mut first = call(&cache, pending);
     assert!(poll(&mut first).is_pending());
-    let (mut second, mut third) = (ready(&cache, &computed), call(&cache, || async { panic!("not its turn") }));
+    let (mut second, mut third) = (call(&cache, || async { panic!("it is not polled") }), ready(&cache, &computed));
     assert!(poll(&mut second).is_pending() && poll(&mut third).is_pending());
     assert_eq!(computed.load(Ordering::Relaxed), 0, "one computation at a time");
     drop(first);
-    assert!(poll(&mut third).is_pending());
-    assert_is_block(poll(&mut second));
     assert_is_block(poll(&mut third));
+    assert_is_block(poll(&mut second));
     assert_eq!(computed.load(Ordering::Relaxed), 1);
+    block_on(cache.close()).expect("closed");
+}
+
+#[test]
+fn a_waiter_that_is_not_polled_holds_up_neither_those_behind_it_nor_later_callers() {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    let (go, gone) = oneshot::channel::<()>();
+    let mut first = call(&cache, || async {
+        drop(gone.await);
+        Ok(payload(1, BLOCK_BYTES))
+    });
+    assert!(poll(&mut first).is_pending());
+    let (mut parked, mut behind) = (ready(&cache, &computed), ready(&cache, &computed));
+    assert!(poll(&mut parked).is_pending() && poll(&mut behind).is_pending());
+    drop(go);
+    assert_is_block(poll(&mut first));
+    assert_is_block(poll(&mut behind));
+    assert_is_block(poll(&mut ready(&cache, &computed)));
+    assert_eq!(computed.load(Ordering::Relaxed), 0, "the first caller's");
     block_on(cache.close()).expect("closed");
 }
 
@@ -159,6 +177,53 @@ fn a_computed_block_is_stored_and_one_that_was_removed_is_computed_again() {
         assert!(block_on(cache.remove(&key(1))).expect("removed"));
     }
     block_on(cache.close()).expect("closed");
+}
+
+/// A removal while block 1 is computed, or is stored by the caller that computed it.
+fn remove_amid_a_computation(is_computed: bool) {
+    let (cache, computed) = (memory(10), AtomicU32::new(0));
+    let held: Vec<_> = (0..8).map(|_| block_on(cache.reserve()).expect("a slot")).collect();
+    let (go, gone) = oneshot::channel::<()>();
+    let mut before = call(&cache, || async {
+        drop(gone.await);
+        Ok(payload(9, BLOCK_BYTES))
+    });
+    assert!(poll(&mut before).is_pending());
+    let mut waits = ready(&cache, &computed);
+    let mut go = Some(go);
+    if is_computed {
+        drop(go.take());
+        assert!(poll(&mut before).is_pending(), "it waits for a slot");
+        assert!(matches!(poll(&mut waits), Poll::Ready(Ok(bytes)) if bytes == payload(9, BLOCK_BYTES)));
+    } else {
+        assert!(poll(&mut waits).is_pending());
+    }
+    block_on(cache.remove(&key(1))).expect("removed");
+    let mut after = ready(&cache, &computed);
+    assert!(poll(&mut after).is_pending(), "it waits for a slot");
+    assert_eq!(computed.load(Ordering::Relaxed), 1, "computed anew, although the other computation goes on");
+    drop((go, held));
+    assert!(matches!(block_on(before), Ok(bytes) if bytes == payload(9, BLOCK_BYTES)), "its own");
+    assert!(!cache.contains(&key(1)), "what was removed is not stored");
+    assert_is_block(Poll::Ready(block_on(after)));
+    if !is_computed {
+        assert_is_block(Poll::Ready(block_on(waits)));
+    }
+    assert_eq!(computed.load(Ordering::Relaxed), 1);
+    let lease = block_on(cache.fetch(&key(1))).expect("served").expect("stored");
+    assert_eq!(lease[..], payload(1, BLOCK_BYTES));
+    drop(lease);
+    block_on(cache.close()).expect("closed");
+}
+
+#[test]
+fn a_block_that_is_removed_while_it_is_computed_is_computed_anew() {
+    remove_amid_a_computation(false);
+}
+
+#[test]
+fn a_block_that_is_removed_before_it_is_stored_is_computed_anew() {
+    remove_amid_a_computation(true);
 }
 
 #[test]

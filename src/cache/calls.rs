@@ -101,15 +101,26 @@ impl Cache {
     /// ```
     pub async fn store(&self, key: &BlockKey, parent: Option<&BlockKey>, data: &[u8]) -> Result<()> {
         self.check_length(data)?;
+        let committed = self.place(key, parent, data, || true).await?;
+        self.finish_store(key, committed).await
+    }
+
+    /// Makes a block visible in host memory, unless it is resident, or not wanted when that is decided under the lock.
+    pub(super) async fn place(
+        &self,
+        key: &BlockKey,
+        parent: Option<&BlockKey>,
+        data: &[u8],
+        is_wanted: impl FnOnce() -> bool,
+    ) -> Result<Committed> {
         let shared = &self.inner.shared;
         let mut filling = match shared.begin_store(key, parent)? {
-            BegunStore::Known(committed) => return self.finish_store(key, committed).await,
+            BegunStore::Known(committed) => return Ok(committed),
             BegunStore::Slot(filling) => filling,
             BegunStore::NoSlot => shared.acquire(Tier::Host, Purpose::Call).await?,
         };
         filling.bytes_mut().copy_from_slice(data);
-        let committed = shared.commit(key, parent, filling, checksum(data))?;
-        self.finish_store(key, committed).await
+        shared.commit_if(key, parent, filling, checksum(data), is_wanted)
     }
 
     /// The default settings, to change and to [open](Config::open).
@@ -354,8 +365,14 @@ impl Cache {
         }
     }
 
-    /// Does what the write policy wants for a committed block.
+    /// Does what the write policy wants for a committed block, and tells its caller.
     pub(super) async fn finish_store(&self, key: &BlockKey, committed: Committed) -> Result<()> {
+        let written = self.write_placed(committed).await;
+        written.inspect_err(|error| self.inner.shared.forget_reported_one(key, error))
+    }
+
+    /// Does what the write policy wants for a committed block. A refusal of the disk is left to the next sync.
+    pub(super) async fn write_placed(&self, committed: Committed) -> Result<()> {
         let receiver = match committed {
             Committed::Done => return Ok(()),
             Committed::Wait(receiver) => receiver,
@@ -364,10 +381,8 @@ impl Cache {
                 receiver
             }
         };
-        shield(self.inner.shared.written(receiver)).await.inspect_err(|error| {
-            self.inner.shared.metrics.stores_failed.add(1);
-            self.inner.shared.forget_reported_one(key, error);
-        })
+        let written = shield(self.inner.shared.written(receiver)).await;
+        written.inspect_err(|_| self.inner.shared.metrics.stores_failed.add(1))
     }
 
     /// Begins the write of a block that was used, if its uses decide on that.

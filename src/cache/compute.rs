@@ -4,7 +4,10 @@ use std::future::Future;
 
 use bytes::Bytes;
 
-use super::Cache;
+use super::{
+    Cache,
+    turns::{Joined, Turn},
+};
 use crate::{
     block::BlockKey,
     error::{Error, Result},
@@ -18,11 +21,17 @@ impl Cache {
     /// A resident block is fetched, as by [`fetch`](Cache::fetch). Of the callers that miss, the first one calls
     /// `compute`; the others get what it computed as soon as that is there. Then the block is stored, as by
     /// [`store`](Cache::store) with `parent`, and the caller that computed it returns when the store has ended. If the
-    /// computation fails, panics or is dropped, the caller that has waited longest has the turn, and calls its own
-    /// `compute`.
+    /// computation fails, panics or is dropped, all that wait look again, and the first of them to be polled calls its
+    /// own `compute`.
     ///
-    /// A store that fails takes nothing away: the computed block is returned all the same. It is counted
-    /// ([`Stats`](crate::Stats)), logged at the level `DEBUG`, and the block will be computed again.
+    /// A store that fails takes nothing away: the computed block is returned all the same. So `Ok` says that the caller
+    /// has the block, and not, with `write_through` either, that the disk has it. As no caller gets the error of the
+    /// store, the next [`sync`](Cache::sync) or [`close`](Cache::close) reports it, as that of a write-back
+    /// ([`Error::Refused`]). It is counted ([`Stats`](crate::Stats)) and logged at the level `DEBUG`.
+    ///
+    /// A [`remove`](Cache::remove) during the computation is about this block too: what is computed is returned to its
+    /// own caller and not stored, and all that wait look again. No caller that asks after the removal gets bytes whose
+    /// computation began before it.
     ///
     /// The bytes are the host tier's own (see [`Lease`](crate::Lease), *Slow readers*) or those that were computed.
     ///
@@ -34,8 +43,8 @@ impl Cache {
     /// No deadline applies to a computation, nor to those that wait for it: drop the future to wait no longer.
     ///
     /// # Cancel safety
-    /// Dropped while it waits, it leaves no trace. Dropped while it computes, it drops the computation, and the turn
-    /// goes to the next caller. Dropped while it stores, it is a dropped [`store`](Cache::store).
+    /// Dropped while it waits, it leaves no trace. Dropped while it computes, it drops the computation, and those that
+    /// wait look again. Dropped while it stores, it is a dropped [`store`](Cache::store).
     ///
     /// # Deadlocks
     /// A computation must not wait, directly or through others, for the block that it computes.
@@ -64,32 +73,53 @@ impl Cache {
         B: Into<Bytes>,
         E: From<Error>,
     {
-        if let Some(lease) = self.fetch(key).await? {
-            return Ok(lease.into_bytes());
-        }
         let waiters_max = self.config().limits.waiters_max;
-        let participant = self.inner.turns.join(key, waiters_max as usize);
-        let participant = participant
-            .ok_or_else(|| self.shared().busy("callers that want one block", u64::from(waiters_max), "waiters_max"))?;
-        let mut computed = shield(participant.turn().lock()).await;
-        if let Some(bytes) = computed.as_ref() {
-            return Ok(bytes.clone());
-        }
-        // Another caller may have computed and stored it since the fetch.
-        if self.contains(key)
-            && let Some(lease) = self.fetch(key).await?
-        {
-            return Ok(lease.into_bytes());
-        }
+        let mut has_looked_again = false;
+        let turn = loop {
+            if let Some(lease) = self.fetch(key).await? {
+                return Ok(lease.into_bytes());
+            }
+            match self.inner.turns.join(key, waiters_max as usize) {
+                // Another caller may have computed and stored it since the fetch. The turn is dropped: those that wait
+                // must not depend on a fetch.
+                Joined::Computes(_) if !has_looked_again && self.contains(key) => has_looked_again = true,
+                Joined::Computes(turn) => break turn,
+                Joined::Computed(bytes) => return Ok(bytes),
+                Joined::Waits(receiver) => {
+                    if let Ok(bytes) = shield(receiver).await {
+                        return Ok(bytes);
+                    }
+                }
+                Joined::Full => {
+                    let what = "callers that want one block";
+                    return Err(self.shared().busy(what, u64::from(waiters_max), "waiters_max").into());
+                }
+            }
+        };
         let bytes: Bytes = compute().await?.into();
         self.check_length(&bytes)?;
-        *computed = Some(bytes.clone());
-        participant.note_computed();
         // Those that wait need not wait for the disk.
-        drop(computed);
-        if let Err(error) = self.store(key, parent, &bytes).await {
+        turn.computed(&bytes);
+        self.store_computed(key, parent, &bytes, &turn).await;
+        Ok(bytes)
+    }
+
+    /// Stores a computed block, unless it was removed since its computation began.
+    async fn store_computed(&self, key: &BlockKey, parent: Option<&BlockKey>, bytes: &Bytes, turn: &Turn<'_>) {
+        let placed = self.place(key, parent, bytes, || !turn.is_removed()).await;
+        let stored = match placed {
+            Ok(committed) => self.write_placed(committed).await,
+            Err(error) => {
+                self.shared().metrics.stores_failed.add(1);
+                Err(error)
+            }
+        };
+        if let Err(error) = stored {
+            // First: a subscriber of the log may panic.
+            if !turn.is_removed() {
+                self.shared().note_untold(key, &error);
+            }
             tracing::debug!(%error, "a computed block was not stored");
         }
-        Ok(bytes)
     }
 }

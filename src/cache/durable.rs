@@ -15,7 +15,8 @@ impl Cache {
     /// Resolves when no record on disk names it any more, also where it was resident no longer: a write of the block
     /// that is under way is waited for, and records that still name it are written anew. The removal then survives the
     /// end of the process. A power cut may undo it until a [`sync`](Cache::sync) has followed; use
-    /// [`remove_durably`](Cache::remove_durably) where it must not.
+    /// [`remove_durably`](Cache::remove_durably) where it must not. A computation of the block that is under way
+    /// ([`get_or_fetch_with`](Cache::get_or_fetch_with)) is not stored.
     ///
     /// # Errors
     /// [`Error::Io`] if its record on disk could not be cleared, [`Error::Timeout`] if that takes too long; the block
@@ -32,6 +33,8 @@ impl Cache {
     /// ```
     pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
         let shared = &self.inner.shared;
+        // First: a computation that ends meanwhile stores the block before the removal from the index, or not at all.
+        self.inner.turns.remove(key);
         let Removed { resident, writing } = shared.remove(key)?;
         // A write that failed has ended as well, and has left its record to be cleared.
         if let Some(writing) = writing
@@ -82,8 +85,9 @@ impl Cache {
     /// [`Stats::writes_over_budget`](crate::Stats::writes_over_budget) count it, and it is no error.
     ///
     /// # Errors
-    /// [`Error::Refused`] if the disk did not take blocks and no store has returned that error: write-backs, and writes
-    /// whose store was dropped. They are not tried again, and not reported to syncs that begin later: store them anew.
+    /// [`Error::Refused`] if the disk did not take blocks and no store has returned that error: write-backs, writes
+    /// whose store was dropped, and stores of [computed](Cache::get_or_fetch_with) blocks, also if host memory had no
+    /// slot for them. They are not tried again, and not reported to syncs that begin later: store them anew.
     ///
     /// [`Error::Io`] if records could not be written (the next sync tries again) or a flush failed. After a failed
     /// flush every later sync, and the close, fails too: the kernel does not try again what it could not write, so

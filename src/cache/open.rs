@@ -232,7 +232,7 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
         end: told,
         device_reads: Arc::new(Semaphore::new(movements_max)),
         regions,
-        turns: Turns::default(),
+        turns: Turns::new(),
         storage_name,
         direct_io,
         memory_align_bytes,

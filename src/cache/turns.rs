@@ -1,108 +1,267 @@
-//! One caller at a time computes a block.
+//! One caller at a time computes a block, and tells those who wait for it.
+//!
+//! The end of a computation wakes every caller that waits: with the block, or to look again. No turn passes from one
+//! waiter to the next, so a waiter that is not polled holds nobody up.
 
 use std::{
-    collections::HashMap,
+    collections::{HashMap, hash_map::Entry},
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
 };
 
 use bytes::Bytes;
+use tokio::sync::oneshot;
 
-use crate::block::BlockKey;
+use crate::{block::BlockKey, fork::Home, sync::Mutex};
 
-/// The turn to compute one block. Its lock is the right to compute, given first come, first served; the value is there
-/// once somebody has computed it.
-pub(super) type Turn = tokio::sync::Mutex<Option<Bytes>>;
+/// Blocks that callers compute. Nothing of a caller's is dropped or woken under its lock.
+pub(super) struct Turns {
+    computations: Mutex<HashMap<BlockKey, Computation>>,
+    home: Home,
+}
 
-/// Blocks that callers compute now, or wait for.
-#[derive(Default)]
-pub(super) struct Turns(Mutex<HashMap<BlockKey, Arc<Turn>>>);
+struct Computation {
+    stage: Stage,
+    /// The block was removed since the computation began. Shared with the turn, and no other computation.
+    is_removed: Arc<AtomicBool>,
+}
 
-/// A caller that computes a block or waits for its turn.
-pub(super) struct Participant<'a> {
+enum Stage {
+    /// With the callers that wait. A sender that is dropped has its waiter look again.
+    Computing(Vec<oneshot::Sender<Bytes>>),
+    /// The block may not be in the cache yet.
+    Computed(Bytes),
+}
+
+/// What a caller that misses a block does.
+pub(super) enum Joined<'a> {
+    /// It computes the block.
+    Computes(Turn<'a>),
+    /// It waits for the block. The end of the channel says that it has to look again.
+    Waits(oneshot::Receiver<Bytes>),
+    /// It has the block, which is being stored.
+    Computed(Bytes),
+    /// As many callers as are permitted want the block already.
+    Full,
+}
+
+/// The right to compute a block, of one caller at a time. To drop it without a block makes the waiters look again.
+pub(super) struct Turn<'a> {
     turns: &'a Turns,
     key: BlockKey,
-    /// `None` once dropped.
-    turn: Option<Arc<Turn>>,
-    /// It has computed the block: when it goes, the block is in the cache, and whoever asks then is answered there.
-    has_computed: AtomicBool,
+    is_removed: Arc<AtomicBool>,
 }
 
 impl Turns {
-    fn map(&self) -> MutexGuard<'_, HashMap<BlockKey, Arc<Turn>>> {
-        // The map is whole between any two of its methods.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn new() -> Self {
+        Turns { computations: Mutex::new(HashMap::new()), home: Home::here() }
     }
 
-    /// Joins those who want a block, where fewer than `participants_max` do.
-    pub(super) fn join(&self, key: &BlockKey, participants_max: usize) -> Option<Participant<'_>> {
-        let mut map = self.map();
-        let turn = map.entry(*key).or_default();
-        if Arc::strong_count(turn) > participants_max {
-            return None;
+    /// Joins the callers that want a missing block, at most `callers_max`.
+    pub(super) fn join(&self, key: &BlockKey, callers_max: usize) -> Joined<'_> {
+        // Dropped after the unlock: a sender drops the waker of its waiter.
+        let mut gone = Vec::new();
+        let mut computations = self.computations.lock();
+        match computations.entry(*key) {
+            Entry::Vacant(vacant) => {
+                let is_removed = Arc::<AtomicBool>::default();
+                let stage = Stage::Computing(Vec::new());
+                vacant.insert(Computation { stage, is_removed: Arc::clone(&is_removed) });
+                Joined::Computes(Turn { turns: self, key: *key, is_removed })
+            }
+            Entry::Occupied(mut present) => match &mut present.get_mut().stage {
+                Stage::Computed(bytes) => Joined::Computed(bytes.clone()),
+                Stage::Computing(waiters) => {
+                    // One computes.
+                    if waiters.len() + 1 >= callers_max {
+                        gone.extend(waiters.extract_if(.., |waiter| waiter.is_closed()));
+                    }
+                    if waiters.len() + 1 >= callers_max {
+                        return Joined::Full;
+                    }
+                    let (sender, receiver) = oneshot::channel();
+                    waiters.push(sender);
+                    Joined::Waits(receiver)
+                }
+            },
         }
-        let turn = Some(Arc::clone(turn));
-        drop(map);
-        Some(Participant { turns: self, key: *key, turn, has_computed: AtomicBool::new(false) })
+    }
+
+    /// The block is about to be removed: what is being computed goes to its own caller alone and is not stored, and the
+    /// waiters look again.
+    pub(super) fn remove(&self, key: &BlockKey) {
+        let removed = self.computations.lock().remove(key);
+        if let Some(computation) = removed {
+            computation.is_removed.store(true, Ordering::Release);
+        }
     }
 }
 
-impl Participant<'_> {
-    pub(super) fn turn(&self) -> &Turn {
-        self.turn.as_ref().expect("it is there until the participant is dropped")
+impl Turn<'_> {
+    /// Gives the block to the callers that wait, and to those that come before this is dropped.
+    pub(super) fn computed(&self, bytes: &Bytes) {
+        let computed = Stage::Computed(bytes.clone());
+        let before = {
+            let mut computations = self.turns.computations.lock();
+            let own = computations.get_mut(&self.key).filter(|found| self.is_of(found));
+            own.map(|own| std::mem::replace(&mut own.stage, computed))
+        };
+        // After the unlock: wakers are callers' code.
+        if let Some(Stage::Computing(waiters)) = before {
+            waiters.into_iter().for_each(|waiter| drop(waiter.send(bytes.clone())));
+        }
     }
 
-    /// From now on nobody need wait for it: when it goes, the block is in the cache.
-    pub(super) fn note_computed(&self) {
-        self.has_computed.store(true, Ordering::Relaxed);
+    /// True if the block was removed since the computation began.
+    pub(super) fn is_removed(&self) -> bool {
+        self.is_removed.load(Ordering::Acquire)
+    }
+
+    fn is_of(&self, computation: &Computation) -> bool {
+        Arc::ptr_eq(&self.is_removed, &computation.is_removed)
     }
 }
 
-impl Drop for Participant<'_> {
+impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let Some(own) = self.turn.take() else { return };
-        let mut map = self.turns.map();
-        let is_current = map.get(&self.key).is_some_and(|turn| Arc::ptr_eq(turn, &own));
-        // The map's, and this one's: nobody else is left.
-        if is_current && (self.has_computed.load(Ordering::Relaxed) || Arc::strong_count(&own) == 2) {
-            map.remove(&self.key);
+        // In a forked child another thread of the parent may hold the lock for ever, and the waiters are the parent's.
+        if !self.turns.home.is_here() {
+            return;
         }
-        // Under the lock: of two participants that go at once the second is to see that it is the last.
+        let own = self.turns.computations.lock_unless_poisoned().and_then(|mut computations| {
+            let is_own = computations.get(&self.key).is_some_and(|found| self.is_of(found));
+            if is_own { computations.remove(&self.key) } else { None }
+        });
+        // After the unlock: wakers, and the drop of a block that a caller computed, are callers' code.
         drop(own);
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicU32;
+
+    use futures_util::FutureExt;
+
     use super::*;
 
     const KEY: BlockKey = BlockKey::new([1; 32]);
 
-    #[test]
-    fn a_turn_lives_as_long_as_somebody_wants_the_block() {
-        let turns = Turns::default();
-        let (first, second) = (turns.join(&KEY, 2).expect("room"), turns.join(&KEY, 2).expect("room"));
-        assert!(turns.join(&KEY, 2).is_none(), "two at most");
-        assert!(std::ptr::eq(first.turn(), second.turn()));
-        drop(first);
-        assert_eq!(turns.map().len(), 1);
-        drop(second);
-        assert!(turns.map().is_empty());
+    fn computes(turns: &Turns) -> Turn<'_> {
+        match turns.join(&KEY, 9) {
+            Joined::Computes(turn) => turn,
+            _ => panic!("another caller computes"),
+        }
+    }
+
+    fn waits(turns: &Turns) -> oneshot::Receiver<Bytes> {
+        match turns.join(&KEY, 9) {
+            Joined::Waits(receiver) => receiver,
+            _ => panic!("nobody computes"),
+        }
+    }
+
+    /// What a waiter has by now: `None` if it still waits.
+    fn told(receiver: oneshot::Receiver<Bytes>) -> Option<Option<Bytes>> {
+        receiver.now_or_never().map(Result::ok)
     }
 
     #[test]
-    fn a_computed_block_is_asked_for_anew_when_its_caller_is_gone() {
-        let turns = Turns::default();
-        let (computes, waits) = (turns.join(&KEY, 9).expect("room"), turns.join(&KEY, 9).expect("room"));
-        computes.note_computed();
-        drop(computes);
-        let later = turns.join(&KEY, 9).expect("room");
-        assert!(!std::ptr::eq(waits.turn(), later.turn()), "it is to find the block in the cache");
-        drop(waits);
-        assert_eq!(turns.map().len(), 1, "the later one's");
-        drop(later);
-        assert!(turns.map().is_empty());
+    fn the_end_of_a_computation_wakes_every_waiter_and_leaves_nothing() {
+        let turns = Turns::new();
+        let turn = computes(&turns);
+        let waiters = [(); 3].map(|()| waits(&turns));
+        drop(turn);
+        assert!(waiters.into_iter().all(|waiter| told(waiter) == Some(None)), "each looks again");
+        assert!(turns.computations.lock().is_empty());
+        let turn = computes(&turns);
+        let waiter = waits(&turns);
+        turn.computed(&Bytes::from_static(b"block"));
+        assert_eq!(told(waiter), Some(Some(Bytes::from_static(b"block"))));
+        assert!(matches!(turns.join(&KEY, 2), Joined::Computed(_)), "until it is stored");
+        drop(turn);
+        assert!(turns.computations.lock().is_empty());
+    }
+
+    #[test]
+    fn a_removal_ends_the_computation_for_all_but_its_own_caller() {
+        let turns = Turns::new();
+        let turn = computes(&turns);
+        let waiter = waits(&turns);
+        turns.remove(&KEY);
+        assert!(turn.is_removed());
+        assert_eq!(told(waiter), Some(None), "it looks again");
+        let later = computes(&turns);
+        turn.computed(&Bytes::from_static(b"before"));
+        let waiter = waits(&turns);
+        drop(turn);
+        assert!(!later.is_removed());
+        later.computed(&Bytes::from_static(b"after"));
+        assert_eq!(told(waiter), Some(Some(Bytes::from_static(b"after"))));
+        turns.remove(&KEY);
+        drop((computes(&turns), later));
+        assert!(turns.computations.lock().is_empty());
+    }
+
+    #[test]
+    fn callers_that_have_left_make_room() {
+        let turns = Turns::new();
+        let turn = computes(&turns);
+        let (left, stays) = (waits(&turns), waits(&turns));
+        assert!(matches!(turns.join(&KEY, 3), Joined::Full));
+        drop(left);
+        assert!(matches!(turns.join(&KEY, 3), Joined::Waits(_)));
+        drop(turn);
+        assert_eq!(told(stays), Some(None));
+    }
+
+    #[test]
+    fn a_forked_child_that_drops_a_turn_takes_no_lock() {
+        let turns = Turns { computations: Mutex::new(HashMap::new()), home: Home::elsewhere() };
+        let turn = computes(&turns);
+        std::thread::scope(|scope| {
+            let held = turns.computations.lock();
+            let (ended, end) = std::sync::mpsc::channel();
+            scope.spawn(move || {
+                drop(turn);
+                _ = ended.send(());
+            });
+            let has_ended = end.recv_timeout(std::time::Duration::from_secs(60)).is_ok();
+            drop(held);
+            assert!(has_ended, "it waits for a lock that a thread of its parent holds");
+        });
+    }
+
+    /// A block of a caller whose drop comes back to the table.
+    struct Returns(Arc<Turns>, Arc<AtomicU32>);
+
+    impl AsRef<[u8]> for Returns {
+        fn as_ref(&self) -> &[u8] {
+            &[7]
+        }
+    }
+
+    impl Drop for Returns {
+        fn drop(&mut self) {
+            self.0.remove(&BlockKey::new([2; 32]));
+            self.1.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn what_callers_computed_is_dropped_without_the_lock() {
+        let (turns, dropped) = (Arc::new(Turns::new()), Arc::<AtomicU32>::default());
+        let block = || Bytes::from_owner(Returns(Arc::clone(&turns), Arc::clone(&dropped)));
+        let turn = computes(&turns);
+        turn.computed(&block());
+        drop(turn);
+        let turn = computes(&turns);
+        turn.computed(&block());
+        turns.remove(&KEY);
+        turn.computed(&block());
+        drop(turn);
+        assert_eq!(dropped.load(Ordering::Relaxed), 3);
     }
 }

@@ -76,12 +76,24 @@ impl Shared {
         filling: Filling,
         checksum: u64,
     ) -> Result<Committed> {
+        self.commit_if(key, parent, filling, checksum, || true)
+    }
+
+    /// As [`commit`](Self::commit), if `is_wanted` is true under the lock.
+    pub(crate) fn commit_if(
+        self: &Arc<Self>,
+        key: &BlockKey,
+        parent: Option<&BlockKey>,
+        filling: Filling,
+        checksum: u64,
+        is_wanted: impl FnOnce() -> bool,
+    ) -> Result<Committed> {
         let mut state = self.lock();
         if let Err(error) = state.check_open() {
             filling.release(&mut state);
             return Err(error);
         }
-        if self.refuses_store(&mut state, key, parent) {
+        if !is_wanted() || self.refuses_store(&mut state, key, parent) {
             filling.release(&mut state);
             return Ok(Committed::Done);
         }

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use super::Shared;
 use crate::{
-    block::BlockKey,
+    block::{BlockKey, Tier},
+    config::WritePolicy,
     error::{Error, Result},
 };
 
@@ -21,6 +22,24 @@ impl Shared {
     pub(crate) fn forget_reported(&self, keys: &[BlockKey], results: &[Result<bool>]) {
         for (key, result) in keys.iter().zip(results) {
             result.as_ref().err().into_iter().for_each(|error| self.forget_reported_one(key, error));
+        }
+    }
+}
+
+impl Shared {
+    /// Notes the error of a store that its caller does not get, unless the block is on disk all the same, or the policy
+    /// promises no write of it.
+    pub(crate) fn note_untold(&self, key: &BlockKey, error: &Error) {
+        let disk = &self.config.disk;
+        let is_promised = matches!(disk.write_policy, WritePolicy::WriteThrough | WritePolicy::WriteBack);
+        // A closed cache has no sync, and its close covers what was stored before.
+        if disk.paths.is_empty() || !is_promised || matches!(error, Error::Closed) {
+            return;
+        }
+        let mut state = self.lock();
+        let is_on_disk = state.index.find(key).is_some_and(|id| state.index.slot(id, Tier::Disk).is_some());
+        if !is_on_disk {
+            state.refusals.add(*key, error.clone());
         }
     }
 }

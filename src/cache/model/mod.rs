@@ -7,6 +7,7 @@
 //! The checker switches threads where the lock is taken or released, where a future waits, and in the storage. What
 //! tokio's channels do between two of these is one step: they are checked by their own authors.
 
+mod computes;
 mod world;
 
 use std::{
@@ -308,7 +309,7 @@ fn any_callers(world: &World, refused: fn(Error)) -> [JoinHandle<()>; 3] {
 
 async fn one_call(cache: &Cache, n: u32) -> Result<()> {
     let block = payload(n);
-    match below(11) {
+    match below(12) {
         0 => {
             let Some(lease) = cache.fetch(&key(n)).await? else { return Ok(()) };
             shuttle::future::yield_now().await;
@@ -326,6 +327,13 @@ async fn one_call(cache: &Cache, n: u32) -> Result<()> {
             let mut reserved = cache.reserve_for_overwrite().await?;
             reserved.copy_from_slice(&block);
             _ = give_up_some_time(reserved.commit(&key(n), None)).await.transpose()?;
+        }
+        10 => {
+            let wanted = key(n);
+            let computed = cache.get_or_fetch_with(&wanted, None, async || Ok::<_, Error>(block.clone()));
+            if let Some(bytes) = give_up_some_time(computed).await.transpose()? {
+                assert_is(&bytes, n);
+            }
         }
         _ => {
             let Some(lease) = cache.fetch_to_device(&key(n)).await? else { return Ok(()) };

@@ -263,7 +263,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
         end: told,
         device_reads: Arc::new(Semaphore::new(4)),
         regions,
-        turns: Turns::default(),
+        turns: Turns::new(),
         storage_name: "memory",
         direct_io: true,
         memory_align_bytes: 1,

@@ -94,6 +94,45 @@ fn a_store_that_reports_its_refusal_leaves_nothing_for_a_sync_to_report() {
     });
 }
 
+async fn compute(cache: &Cache, n: u8) {
+    let block = cache.get_or_fetch_with(&key(n), None, async || Ok::<_, Error>(payload(n))).await;
+    assert_eq!(block.expect("a block, whatever becomes of its store"), payload(n));
+}
+
+#[test]
+fn a_sync_reports_a_computed_block_that_the_disk_or_host_memory_refused() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        disk.script_next(OpKind::Write, Fault::Error(5));
+        compute(&cache, 0).await;
+        let refused = cache.sync().await;
+        assert!(matches!(&refused, Err(Error::Refused { reason }) if reason.starts_with("1 block")), "{refused:?}");
+        cache.sync().await.expect("it was reported");
+
+        let mut held = Vec::new();
+        for _ in 0..4 {
+            held.push(cache.reserve().await.expect("a slot"));
+        }
+        compute(&cache, 1).await;
+        drop(held);
+        let refused = cache.sync().await;
+        assert!(matches!(&refused, Err(Error::Refused { reason }) if reason.starts_with("1 block")), "{refused:?}");
+
+        disk.script_next(OpKind::Write, Fault::Error(5));
+        compute(&cache, 2).await;
+        compute(&cache, 3).await;
+        store(&cache, 2).await.expect("the disk is sound again");
+        cache.sync().await.expect("block 2 was written since");
+        for n in 2..4 {
+            assert_eq!(found_after_power_cuts(&config(), &disk, n).await, POWER_CUTS, "block {n} was synced");
+        }
+        disk.script_next(OpKind::Write, Fault::Error(5));
+        compute(&cache, 4).await;
+        cache.close().await.expect_err("block 4 is on no disk, and nobody was told");
+        reactor.ended().await;
+    });
+}
+
 /// What a sync says when `ask` has had a block stored from registered memory, and the disk has refused it.
 async fn sync_after_refused_store<F: Future<Output = ()>>(
     ask: impl FnOnce(Cache, Vec<Vec<Segment>>) -> F,
