@@ -32,6 +32,15 @@ impl Cache {
     /// # Ok(()) });
     /// ```
     pub async fn remove(&self, key: &BlockKey) -> Result<bool> {
+        let resident = self.forget(key).await?;
+        if self.inner.shared.may_be_recorded(key) {
+            self.ask(|reply| Command::Forget { key: Some(*key), reply }).await?;
+        }
+        Ok(resident)
+    }
+
+    /// Forgets a block, and waits for its write in flight. Its record may still name it.
+    pub(super) async fn forget(&self, key: &BlockKey) -> Result<bool> {
         let shared = &self.inner.shared;
         // First: a computation that ends meanwhile stores the block before the removal from the index, or not at all.
         self.inner.turns.remove(key);
@@ -42,9 +51,6 @@ impl Cache {
             && (error.is_transient() || matches!(error, Error::Closed))
         {
             return Err(error);
-        }
-        if shared.may_be_recorded(key) {
-            self.ask(|reply| Command::Forget { key: *key, reply }).await?;
         }
         Ok(resident)
     }

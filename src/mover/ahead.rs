@@ -15,9 +15,9 @@ use super::{Mover, region::Job};
 use crate::{
     block::{Segment, Tier},
     device::{CopyEngine, CopyRegion, OwnedBatch, pair_segments},
-    error::{Error, Result},
+    error::Result,
     io::Storage,
-    state::{Filling, Outcome, Unverified},
+    state::{Filling, Outcome, Unverified, verify::panicked},
 };
 
 /// The target of a block on the device.
@@ -58,12 +58,12 @@ impl Offer {
     /// verification of its block: for the device, never for the disk.
     ///
     /// # Errors
-    /// [`Error::Closed`] if the movement that had taken it ended without an answer.
+    /// If the movement that had taken it panicked.
     pub(super) async fn withdraw(self) -> Result<Told> {
         if let Some((target, _)) = self.ahead.0.take() {
             return Ok((target, None));
         }
-        self.told.await.map_err(|_| Error::Closed)
+        self.told.await.map_err(|_| panicked())
     }
 }
 

@@ -26,8 +26,8 @@ pub(crate) enum Command {
     StoreFrom { jobs: Vec<Job>, reply: Reply },
     /// Register a region with the storage; the answer says whether the kernel has pinned it.
     Register { region: RegionUse, reply: oneshot::Sender<bool> },
-    /// Write the record pages that name a block that was removed.
-    Forget { key: BlockKey, reply: oneshot::Sender<Result<()>> },
+    /// Write the record pages that name a block that was removed, or all that are out of date.
+    Forget { key: Option<BlockKey>, reply: oneshot::Sender<Result<()>> },
     /// Flush what is written.
     Flush { reply: oneshot::Sender<Result<()>> },
     /// Write what is dirty and flush.

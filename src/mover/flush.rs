@@ -122,18 +122,47 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let this = Rc::clone(self);
         // A task of its own: its failure counts, even if it has no waiter any more.
         self.spawn(async move {
+            let flushing = Flushing { mover: &this, file, has_ended: false };
             let result = this.storage.sync(file).await;
+            // First: a subscriber of the log may panic.
+            flushing.end(&result);
             this.shared.account(&this.failures, file, OpKind::Sync, &result);
-            if let Err(source) = result {
-                let doubt = "what was written before may not survive a power cut, and no later flush can tell";
-                let source = io::Error::new(source.kind(), format!("{source}; {doubt}: open the cache anew"));
-                *this.flushes[usize::from(file.0)].failed.borrow_mut() =
-                    Some(Error::io("sync", this.path_of(file), source));
-            }
             drop((turn, ended));
         });
         // The other end is dropped when it is done.
         drop(end.await);
+    }
+}
+
+/// A flush in flight. One that panics has failed.
+struct Flushing<'a, S: Storage, C: CopyEngine> {
+    mover: &'a Mover<S, C>,
+    file: FileId,
+    has_ended: bool,
+}
+
+impl<S: Storage, C: CopyEngine> Flushing<'_, S, C> {
+    /// Notes the failure of a flush, for good.
+    fn end(mut self, result: &io::Result<()>) {
+        self.has_ended = true;
+        if let Err(source) = result {
+            self.fail(source);
+        }
+    }
+
+    fn fail(&self, source: &io::Error) {
+        let doubt = "what was written before may not survive a power cut, and no later flush can tell";
+        let source = io::Error::new(source.kind(), format!("{source}; {doubt}: open the cache anew"));
+        let error = Error::io("sync", self.mover.path_of(self.file), source);
+        *self.mover.flushes[usize::from(self.file.0)].failed.borrow_mut() = Some(error);
+    }
+}
+
+impl<S: Storage, C: CopyEngine> Drop for Flushing<'_, S, C> {
+    fn drop(&mut self) {
+        if !self.has_ended {
+            self.fail(&io::Error::other("the flush panicked, which is a defect"));
+        }
     }
 }
 

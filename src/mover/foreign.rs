@@ -14,6 +14,7 @@ use super::{
     ahead::{Offer, Target},
     from_region::RegionStore,
     pages::CallPages,
+    panicked::of_task,
     promote::{Asked, Next},
     read::RegionRead,
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
@@ -22,7 +23,7 @@ use super::{
 use crate::{
     block::{BlockKey, Direction, Route, Tier},
     device::{CopyEngine, OwnedBatch, pair_segments},
-    error::{Error, Result},
+    error::Result,
     io::Storage,
     shield::caught,
     state::{Class, Committed, Found, Pin, Purpose, State},
@@ -129,7 +130,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
         let mut results = Vec::with_capacity(tasks.len());
         for task in tasks {
-            results.push(task.await.unwrap_or(Err(Error::Closed)));
+            results.push(of_task(task.await));
         }
         results
     }

@@ -5,11 +5,13 @@
 
 use std::{cell::RefCell, collections::VecDeque, rc::Rc, sync::Arc};
 
+use futures_util::FutureExt;
 use tokio::{task::JoinHandle, time::Instant};
 
 use super::{
     Mover,
     foreign::in_turns,
+    panicked::or_panicked,
     progress::{LayerBoard, LayerJobs},
     region::{Job, RegionMemory},
 };
@@ -65,7 +67,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let load_away = |(at, job)| {
             let (this, board) = (Rc::clone(&self), Rc::clone(&board));
             tokio::task::spawn_local(async move {
-                let outcome = this.load_one(job).await;
+                let outcome = or_panicked(this.load_one(job)).await;
                 board.borrow_mut().block_ended(at, outcome);
             })
         };
@@ -113,10 +115,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(task.await);
                 bytes_under_way -= ended;
             }
-            let (this, board) = (Rc::clone(self), Rc::clone(board));
+            let (this, board, copied) = (Rc::clone(self), Rc::clone(board), Arc::clone(&resident));
             let task = tokio::task::spawn_local(async move {
-                let (result, resident) = this.copied(batch).await;
-                board.borrow_mut().layer_ended(layer, resident.numbers(), &result);
+                let result = or_panicked(this.copied(batch).map(|(result, _)| result)).await;
+                board.borrow_mut().layer_ended(layer, copied.numbers(), &result);
             });
             bytes_under_way += bytes;
             under_way.push_back((bytes, task));

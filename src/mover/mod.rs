@@ -47,7 +47,7 @@ use tokio::{
     time::Instant,
 };
 
-use self::{allowance::Allowance, budget::Budget, pages::RecordPages};
+use self::{allowance::Allowance, budget::Budget, pages::RecordPages, panicked::or_panicked};
 use crate::{
     block::{BlockKey, FileId, Tier},
     device::{CopyEngine, cufile::Cufile},
@@ -233,13 +233,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 let _ = reply.send(region.is_fixed());
             }
             Command::Forget { key, reply } => self.spawn(async move {
-                drop(reply.send(this.forget_records(&key).await));
+                drop(reply.send(or_panicked(this.forget_records(key.as_ref())).await));
             }),
             Command::Flush { reply } => self.spawn(async move {
-                drop(reply.send(this.flush().await));
+                drop(reply.send(or_panicked(this.flush()).await));
             }),
             Command::Sync { reply } => self.spawn(async move {
-                drop(reply.send(this.sync().await));
+                drop(reply.send(or_panicked(this.sync()).await));
             }),
         }
     }
@@ -256,7 +256,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 drop(region);
             }),
             Urgent::ReadDevice(DeviceRead { pin, buf, permit, reply }) => self.spawn(async move {
-                let result = this.read_device(pin, buf).await;
+                let result = or_panicked(this.read_device(pin, buf)).await;
                 drop(permit);
                 drop(reply.send(result));
             }),

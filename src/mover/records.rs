@@ -11,6 +11,7 @@ use tokio::sync::oneshot;
 use super::{
     Mover, Serving,
     pages::{CallPages, Waiter, Waiters},
+    panicked::of_task,
 };
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
@@ -20,7 +21,7 @@ use crate::{
     index::{EntryId, Used},
     io::{Storage, write_from},
     memory::AlignedBuf,
-    state::Locked,
+    state::{Locked, verify::panicked},
 };
 
 /// Pages written at once by `sync`.
@@ -128,13 +129,16 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         }
     }
 
-    /// The task that wrote the page is gone: the page must be written again, and the drop of its waiters answers them.
+    /// The task that wrote the page has panicked: the page must be written again.
     pub(super) fn give_up_page(&self, page: PageId) {
         let waiters = self.records.borrow_mut().0.remove(&page);
         if let Some(state) = self.shared.lock_unless_broken() {
             self.noted(state).disk_slots().page_failed(page);
         }
-        drop(waiters);
+        let Waiters { current, next } = waiters.unwrap_or_default();
+        for waiter in current.into_iter().chain(next) {
+            drop(waiter.send(Err(panicked())));
+        }
     }
 
     async fn write_page_once(&self, page: PageId, mut buf: AlignedBuf) -> (Result<()>, AlignedBuf) {
@@ -176,8 +180,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         state
     }
 
-    /// Writes the pages whose records name a block that was removed, or waits for their writes.
-    pub(super) async fn forget_records(self: &Rc<Self>, key: &BlockKey) -> Result<()> {
+    /// Writes the pages whose records name a block that was removed, or waits for their writes; without a key, all pages
+    /// that are out of date.
+    pub(super) async fn forget_records(self: &Rc<Self>, key: Option<&BlockKey>) -> Result<()> {
+        let Some(key) = key else { return self.write_stale_records().await };
         let pages: Vec<_> = match &self.lock().disk {
             Some(slots) => slots.pages_naming(key).collect(),
             None => return Ok(()),
@@ -209,7 +215,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
                 })
                 .collect();
             for write in writes {
-                write.await.unwrap_or(Err(Error::Closed))?;
+                of_task(write.await)?;
             }
         }
         Ok(())

@@ -11,7 +11,7 @@ use std::{
     time::Duration,
 };
 
-use kvhoist::{Error, Memory, Tier, WritePolicy, internals::io::OpKind};
+use kvhoist::{Error, Memory, Segment, Tier, WritePolicy, internals::io::OpKind};
 use kvhoist_simulation::{
     run,
     sim::{self, Fault},
@@ -23,13 +23,24 @@ use tracing::{Event, Level, Metadata, Subscriber, span};
 
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// A log whose first warning cannot be written, as where standard error is a pipe that nobody reads.
-#[derive(Default)]
-struct ClosedPipe(AtomicBool);
+/// A log whose first event of a level cannot be written, as where standard error is a pipe that nobody reads.
+struct ClosedPipe(Level, AtomicBool);
+
+impl Default for ClosedPipe {
+    fn default() -> Self {
+        ClosedPipe(Level::WARN, AtomicBool::new(false))
+    }
+}
+
+impl ClosedPipe {
+    fn for_errors() -> Self {
+        ClosedPipe(Level::ERROR, AtomicBool::new(false))
+    }
+}
 
 impl Subscriber for ClosedPipe {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() == Level::WARN
+        *metadata.level() == self.0
     }
 
     fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
@@ -41,7 +52,7 @@ impl Subscriber for ClosedPipe {
     fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
 
     fn event(&self, _: &Event<'_>) {
-        assert!(self.0.swap(true, Ordering::Relaxed), "a warning cannot be written");
+        assert!(self.1.swap(true, Ordering::Relaxed), "an event cannot be written");
     }
 
     fn enter(&self, _: &span::Id) {}
@@ -134,6 +145,53 @@ fn a_warning_that_panics_ends_neither_the_reactor_nor_a_registration() {
         assert!(!region.is_pinned(), "the kernel refuses");
         store(&cache, 0).await.expect("the reactor continues");
         cache.unregister(&region).await.expect("its own region");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_flush_that_failed_stays_failed_although_its_error_cannot_be_logged() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config().disk_failures_max(1)).await;
+        store(&cache, 0).await.expect("a sound disk");
+        let _log = tracing::subscriber::set_default(ClosedPipe::for_errors());
+        disk.script_next(OpKind::Sync, Fault::Error(5));
+        for _ in 0..2 {
+            let synced = timeout(PATIENCE, cache.sync()).await.expect("a sync ends");
+            assert!(matches!(&synced, Err(Error::Io { op: "sync", .. })), "{synced:?}");
+        }
+        let removed = timeout(PATIENCE, cache.remove_durably(&key(0))).await.expect("a removal ends");
+        assert!(matches!(&removed, Err(Error::Io { op: "sync", .. })), "{removed:?}");
+        timeout(PATIENCE, cache.close()).await.expect("a close ends").expect_err("nobody can tell what survives");
+        reactor.ended().await;
+    });
+}
+
+/// An open cache says what happened, and not that it is closed.
+#[test]
+fn who_waits_for_a_task_that_panics_is_not_told_that_the_cache_is_closed() {
+    sim::block_on(async {
+        for bypass in [false, true] {
+            let (cache, reactor, disk) = open(config().bypass_host(bypass)).await;
+            let mut memory = vec![1u8; BLOCK_BYTES];
+            // SAFETY: the memory outlives the cache, and nobody writes to it.
+            let lent = unsafe { Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
+            let region = cache.register(lent).await.expect("registered");
+            let _log = tracing::subscriber::set_default(ClosedPipe::default());
+            disk.script_next(OpKind::Write, Fault::Error(5));
+            let place = vec![vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
+            let stored = timeout(PATIENCE, cache.store_from(&[key(1)], None, &place)).await.expect("answered");
+            let stored = stored.expect("submitted");
+            assert!(matches!(&stored[..], [Err(Error::Io { op: "move", .. })]), "{stored:?}");
+            cache.unregister(&region).await.expect("its own region");
+            finish(cache, reactor).await;
+        }
+        let (cache, reactor, disk) = open(config().disk_failures_max(1)).await;
+        store(&cache, 0).await.expect("a sound disk");
+        let _log = tracing::subscriber::set_default(ClosedPipe::for_errors());
+        disk.script_next(OpKind::Write, Fault::Error(5));
+        let removed = timeout(PATIENCE, cache.remove(&key(0))).await.expect("a removal ends");
+        assert!(matches!(&removed, Err(Error::Io { op: "move", .. })), "{removed:?}");
         finish(cache, reactor).await;
     });
 }
