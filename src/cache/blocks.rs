@@ -1,6 +1,6 @@
 //! Calls about many blocks, or all of them.
 
-use std::{iter, pin::pin, sync::Arc};
+use std::{iter, sync::Arc};
 
 use futures_util::{StreamExt, stream};
 
@@ -8,10 +8,12 @@ use super::{Cache, Lease};
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, Result},
+    mover::Command,
+    state::State,
 };
 
-/// Removals that [`Cache::clear`] keeps in flight: those of neighboring slots share a write of their records.
-const REMOVALS_IN_FLIGHT: usize = 256;
+/// Blocks that [`Cache::clear`] forgets before other tasks of its caller's thread get a turn.
+const REMOVED_PER_TURN: usize = 256;
 
 impl Cache {
     /// Whether a block is resident in some tier that is in service; false once the cache is closed. One lock, no I/O.
@@ -32,15 +34,11 @@ impl Cache {
         if state.check_open().is_err() {
             return false;
         }
-        match state.index.find(key).and_then(|id| state.index.best_tier(id)) {
-            None => false,
-            Some(Tier::Disk) => state.disk_service.reads(),
-            Some(Tier::Device | Tier::Host) => true,
-        }
+        state.index.find(key).and_then(|id| state.served_tier(id)).is_some()
     }
 
     /// The number of resident blocks, each counted once, however many tiers hold it; 0 once the cache is closed. One
-    /// lock. Blocks of a disk tier that is out of service count, although no call serves them.
+    /// lock. Blocks of a tier that is out of service count, although no call serves them.
     ///
     /// ```
     /// # kvhoist_bench_kit::examples::with_cache(async |cache| {
@@ -65,7 +63,7 @@ impl Cache {
         self.len() == 0
     }
 
-    /// The keys of all resident blocks, in no particular order. No I/O, no use counted.
+    /// The keys of all blocks that are resident in a tier in service, in no particular order. No I/O, no use counted.
     ///
     /// The iterator looks at one page of the index at a time, a few thousand blocks, and holds the lock for some tens
     /// of microseconds; between pages it holds neither the lock nor a block. A block that is resident from the first
@@ -84,32 +82,37 @@ impl Cache {
     /// # Ok(()) });
     /// ```
     pub fn keys(&self) -> impl Iterator<Item = BlockKey> + Send + use<> {
+        self.pages(State::serves).flatten()
+    }
+
+    /// The keys of the resident blocks that are wanted, a page of the index at a time.
+    fn pages(
+        &self,
+        is_wanted: fn(&State, &BlockKey, Tier) -> bool,
+    ) -> impl Iterator<Item = Vec<BlockKey>> + Send + use<> {
         let shared = Arc::clone(self.shared());
         let mut next = Some(0);
-        let pages = iter::from_fn(move || {
+        iter::from_fn(move || {
             let page = next.take()?;
             let state = shared.lock();
             state.check_open().ok()?;
-            let is_disk_read = state.disk_service.reads();
             let mut found = Vec::new();
-            next = state.index.visit_page(page, |key, tier| {
-                if tier != Tier::Disk || is_disk_read {
-                    found.push(key);
-                }
-            });
+            next = state.index.visit_page(page, |key, tier| found.extend(is_wanted(&state, &key, tier).then_some(key)));
             Some(found)
-        });
-        pages.flatten()
+        })
     }
 
-    /// Forgets every block that is resident when it is called, as [`remove`](Cache::remove) forgets one; how many there
-    /// were. Readers keep their leases.
+    /// Forgets every block that is resident when it is called, as [`remove`](Cache::remove) forgets one, also those of
+    /// a tier that is out of service; how many there were. Readers keep their leases.
     ///
-    /// Blocks that are stored meanwhile may stay or go. It takes about as long as a write of all records: to begin with
-    /// an empty store, close the cache and remove its files, which is quicker.
+    /// Resolves when no record on disk names one of them, or a block that was evicted or removed before. Blocks that
+    /// are stored meanwhile may stay or go. It takes about as long as a write of all records: to begin with an empty
+    /// store, close the cache and remove its files, which is quicker.
     ///
     /// # Errors
-    /// The first that a removal ended with; the other blocks are removed all the same. [`Error::Closed`].
+    /// The first that a removal ended with; the other blocks are forgotten all the same. After [`Error::Io`], which a
+    /// disk that is out of service may cause, or [`Error::Timeout`] some may be back at the next start: call it again,
+    /// or remove the files of the closed cache. [`Error::Closed`].
     ///
     /// # Cancel safety
     /// What was removed stays so, and no more blocks are removed.
@@ -123,17 +126,21 @@ impl Cache {
     /// ```
     pub async fn clear(&self) -> Result<u64> {
         self.shared().lock().check_open()?;
-        let removals = stream::iter(self.keys()).map(async |key| self.remove(&key).await);
-        let mut ended = pin!(removals.buffer_unordered(REMOVALS_IN_FLIGHT));
         let (mut removed, mut failed) = (0, None);
-        while let Some(result) = ended.next().await {
-            match result {
-                Ok(was_resident) => removed += u64::from(was_resident),
-                Err(Error::Closed) => return Err(Error::Closed),
-                Err(error) => failed = failed.or(Some(error)),
+        for page in self.pages(|_, _, _| true) {
+            for keys in page.chunks(REMOVED_PER_TURN) {
+                for key in keys {
+                    match self.forget(key).await {
+                        Ok(was_resident) => removed += u64::from(was_resident),
+                        Err(Error::Closed) => return Err(Error::Closed),
+                        Err(error) => failed = failed.or(Some(error)),
+                    }
+                }
+                tokio::task::yield_now().await;
             }
         }
-        failed.map_or(Ok(removed), Err)
+        let recorded = self.ask(|reply| Command::Forget { key: None, reply }).await;
+        failed.or(recorded.err()).map_or(Ok(removed), Err)
     }
 
     /// Fetches many blocks at a time: one result per block, in order, each as of [`fetch`](Cache::fetch).

@@ -152,8 +152,8 @@ impl Cache {
         &self.inner.shared.config
     }
 
-    /// The leading blocks of `keys` that are resident: the fastest tier of each, none once the cache is closed. One
-    /// lock, no I/O, no use counted.
+    /// The leading blocks of `keys` that are resident in a tier in service: the fastest of each, none once the cache is
+    /// closed. One lock, no I/O, no use counted.
     ///
     /// A request begins, for eviction policies that count uses by requests ([`Eviction::Rb`](crate::Eviction::Rb)):
     /// until the next match a block counts as used once, however often it is fetched or loaded.
@@ -173,15 +173,11 @@ impl Cache {
             return Vec::new();
         }
         state.index.begin_request(keys.len());
-        let mut tiers = state.index.match_prefix(keys);
-        if !state.disk_service.reads() {
-            tiers.truncate(tiers.iter().position(|&tier| tier == Tier::Disk).unwrap_or(tiers.len()));
-        }
-        tiers
+        state.match_prefix(keys)
     }
 
-    /// The number of leading `keys` that are resident in some tier; 0 once the cache is closed. Allocates nothing while
-    /// the disk is in service.
+    /// The number of leading `keys` that are resident in some tier in service; 0 once the cache is closed. Allocates
+    /// nothing.
     ///
     /// ```
     /// # kvhoist::block_on(async {
@@ -199,11 +195,7 @@ impl Cache {
             return 0;
         }
         state.index.begin_request(keys.len());
-        if state.disk_service.reads() {
-            return state.index.match_len(keys);
-        }
-        drop(state);
-        self.match_prefix(keys).len()
+        state.match_len(keys)
     }
 
     /// Starts to bring blocks into host memory; returns how many movements it started.

@@ -109,7 +109,7 @@ impl Shared {
         tier: Tier,
         reserve: impl FnOnce() -> Option<P>,
     ) -> Result<Found<P>> {
-        if state.index.best_tier(id).is_some() || state.flights.contains(key, tier) {
+        if state.served_tier(id).is_some() || state.flights.contains(key, tier) {
             let Some(room) = reserve() else { return Ok(Found::Elsewhere(None)) };
             let promotion = self.promote_locked(&mut state, key, tier, Class::Awaited, Use::Now);
             // Before the room in the channel is given back, which may wake a caller.
@@ -153,7 +153,8 @@ impl Shared {
         state.check_open()?;
         state.check_device(tier)?;
         let Some(id) = state.index.find(key) else { return Ok((Promotion::Miss, None)) };
-        if state.index.best_tier(id).is_some() {
+        let source = state.served_tier(id);
+        if source.is_some() {
             match usage {
                 Use::Now => {
                     state.index.touch(id);
@@ -168,7 +169,6 @@ impl Shared {
         if let Some(pin) = Pin::take(self, state, id, tier, route) {
             return Ok((Promotion::Hit(pin), Some(tier)));
         }
-        let source = state.index.best_tier(id);
         let waiters_max = self.config.limits.waiters_max;
         match state.join(key, tier, class, waiters_max) {
             Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
@@ -230,5 +230,51 @@ impl Shared {
     /// True if a record on disk may still name `key`, a removed block.
     pub(crate) fn may_be_recorded(&self, key: &BlockKey) -> bool {
         self.lock().disk.as_ref().is_some_and(|slots| slots.pages_naming(key).next().is_some())
+    }
+}
+
+impl State {
+    /// The fastest tier in service that has the block: what a fetch of it finds.
+    #[inline]
+    pub(crate) fn served_tier(&self, id: EntryId) -> Option<Tier> {
+        let best = self.index.best_tier(id)?;
+        if self.reads_from(best) {
+            return Some(best);
+        }
+        Tier::ALL.into_iter().find(|&tier| self.reads_from(tier) && self.index.slot(id, tier).is_some())
+    }
+
+    /// True if a tier in service has the block of `key`; `best` is the fastest of all.
+    pub(crate) fn serves(&self, key: &BlockKey, best: Tier) -> bool {
+        self.reads_from(best) || self.index.find(key).is_some_and(|id| self.served_tier(id).is_some())
+    }
+
+    /// As [`Index::match_prefix`](crate::index::Index::match_prefix), of the tiers in service.
+    pub(crate) fn match_prefix(&self, keys: &[BlockKey]) -> Vec<Tier> {
+        match Tier::ALL.into_iter().all(|tier| self.reads_from(tier)) {
+            true => self.index.match_prefix(keys),
+            false => self.match_served(keys).collect(),
+        }
+    }
+
+    /// The length of [`match_prefix`](Self::match_prefix), without allocating.
+    pub(crate) fn match_len(&self, keys: &[BlockKey]) -> usize {
+        match Tier::ALL.into_iter().all(|tier| self.reads_from(tier)) {
+            true => self.index.match_len(keys),
+            false => self.match_served(keys).count(),
+        }
+    }
+
+    fn match_served(&self, keys: &[BlockKey]) -> impl Iterator<Item = Tier> {
+        keys.iter().map_while(|key| self.served_tier(self.index.find(key)?))
+    }
+
+    #[inline]
+    fn reads_from(&self, tier: Tier) -> bool {
+        match tier {
+            Tier::Device => self.device_service.reads(),
+            Tier::Host => true,
+            Tier::Disk => self.disk_service.reads(),
+        }
     }
 }

@@ -74,9 +74,42 @@ fn a_device_out_of_service_keeps_no_block_beyond_its_last_lease() {
         let copied = cache.read_device(&leased, Vec::new()).await;
         assert!(copied.is_err() && cache.stats().device_retired.is_some(), "{copied:?}");
         assert!(!cache.contains(&key(14)), "it cannot be read any more");
+        assert!(cache.fetch(&key(15)).await.expect("a miss").is_none(), "only the device has it");
+        assert!(!cache.contains(&key(15)) && cache.keys().all(|found| found != key(15)), "nor is it named");
+        assert_eq!((cache.match_len(&[key(15)]), cache.match_prefix(&[key(15)])), (0, vec![]));
+        assert_eq!(cache.prefetch(&[key(15)]).expect("open"), 0, "there is nothing to prefetch");
         drop(leased);
         assert!(!cache.contains(&key(15)), "it cannot be read any more");
         assert_eq!((cache.len(), cache.stats().tier(Tier::Device).resident), (4, 0));
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_block_of_a_device_out_of_service_is_named_with_the_tier_that_serves_it() {
+    sim::block_on(async {
+        let config = config().device_blocks(2);
+        let world = World::new(1, sim::blank_files(&config));
+        let Simulated { cache, reactor } = sim::open(config, &world).await.expect("blank files open");
+        for n in 0..2 {
+            store(&cache, n).await.expect("a sound disk");
+        }
+        let leases = [cache.fetch_to_device(&key(0)).await, cache.fetch_to_device(&key(1)).await];
+        for n in 20..24 {
+            store(&cache, n).await.expect("a sound disk");
+        }
+        drop(cache.fetch(&key(1)).await.expect("served").expect("on the device and on disk"));
+        let both = [key(0), key(1)];
+        assert_eq!(cache.match_prefix(&both), [Tier::Device; 2]);
+        world.copy.stop();
+        let leased = leases[0].as_ref().expect("served").as_ref().expect("stored");
+        assert!(cache.read_device(leased, Vec::new()).await.is_err() && cache.stats().device_retired.is_some());
+        assert_eq!((cache.match_prefix(&both), cache.match_len(&both)), (vec![Tier::Disk, Tier::Host], 2));
+        for wanted in both {
+            assert!(cache.contains(&wanted) && cache.keys().any(|found| found == wanted));
+            assert!(cache.fetch(&wanted).await.expect("served").is_some(), "what is named is served");
+        }
+        drop(leases);
         finish(cache, reactor).await;
     });
 }

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use kvhoist::{Memory, Segment, Tier, WritePolicy, internals::io::OpKind};
-use kvhoist_simulation::sim::{self, Fault};
+use kvhoist::{Error, Memory, Segment, Tier, WritePolicy, internals::io::OpKind};
+use kvhoist_simulation::sim::{self, Fault, FaultRates};
 
 use crate::scene::*;
 
@@ -256,6 +256,56 @@ fn a_store_during_the_write_of_a_removed_block_from_a_callers_memory_is_written(
         finish(killed, its_reactor).await;
         drop((storing.await.expect("no panic"), removal.await.expect("no panic")));
         cache.unregister(&region).await.expect("its own region");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_clear_leaves_no_block_to_the_next_start_or_says_so() {
+    for is_written in [true, false] {
+        sim::block_on(async {
+            let (cache, reactor, disk) = open(config()).await;
+            fill(&cache).await;
+            disk.set_rates(FaultRates { read_error: 1.0, ..FaultRates::default() });
+            for n in 0..3 {
+                fetch(&cache, n).await.expect_err("it cannot be read");
+            }
+            assert!(cache.stats().disk_retired.is_some(), "three reads failed in a row");
+            let (resident, write_error) = (cache.len() as u64, if is_written { 0.0 } else { 1.0 });
+            assert!(resident > 4, "more than host memory has");
+            disk.set_rates(FaultRates { write_error, ..FaultRates::default() });
+            let cleared = cache.clear().await;
+            assert!(cache.is_empty());
+            if is_written {
+                assert_eq!(cleared.expect("the records can be written"), resident);
+                let (killed, its_reactor, _) = open_killed(config(), &disk).await;
+                assert_eq!(killed.len(), 0, "blocks are back");
+                finish(killed, its_reactor).await;
+            } else {
+                assert!(matches!(&cleared, Err(Error::Io { op: "write", .. })), "{cleared:?}");
+                disk.set_rates(FaultRates::default());
+                assert_eq!(cache.clear().await.expect("the records can be written"), 0);
+                let (killed, its_reactor, _) = open_killed(config(), &disk).await;
+                assert_eq!(killed.len(), 0, "blocks are back");
+                finish(killed, its_reactor).await;
+            }
+            finish(cache, reactor).await;
+        });
+    }
+}
+
+#[test]
+fn a_clear_forgets_what_was_evicted_before() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        // It takes the slot of the coldest block, and leaves that one's record.
+        disk.script_next(OpKind::Write, Fault::Error(28));
+        store(&cache, 20).await.expect_err("there is no space");
+        assert_eq!(cache.clear().await.expect("a sound disk"), 16, "15 on disk, and one in host memory");
+        let (killed, its_reactor, _) = open_killed(config(), &disk).await;
+        assert_eq!(killed.len(), 0, "blocks are back");
+        finish(killed, its_reactor).await;
         finish(cache, reactor).await;
     });
 }
