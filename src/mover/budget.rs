@@ -48,7 +48,8 @@ const KINDS: [Kind; 2] = [Kind::Read, Kind::Write];
 
 /// A share of the budget; dropping it gives the bytes back.
 pub(crate) struct Share {
-    budget: Budget,
+    /// `None` once it has given its bytes back.
+    budget: Option<Budget>,
     kind: Kind,
     bytes: u64,
 }
@@ -77,7 +78,7 @@ impl Budget {
         }
         let also = also()?;
         inner.in_flight[kind as usize] += bytes;
-        Some((Share { budget: self.clone(), kind, bytes }, also))
+        Some((Share { budget: Some(self.clone()), kind, bytes }, also))
     }
 
     /// Waits for `bytes` of the budget. Cancel safe: a share given to a dropped future goes back.
@@ -125,10 +126,12 @@ impl Budget {
         loop {
             let next = self.0.borrow_mut().pop_next();
             let Some((kind, waiter)) = next else { return };
-            // A waiter that is gone drops the share, which comes back here: the loop in that inner
-            // call has then started whatever fits.
-            let share = Share { budget: self.clone(), kind, bytes: waiter.bytes };
-            drop(waiter.wake.send(share));
+            let share = Share { budget: Some(self.clone()), kind, bytes: waiter.bytes };
+            // Its waiter is gone. Only the bytes come back: a drop would begin another loop inside this one, and that
+            // one another.
+            if let Err(mut share) = waiter.wake.send(share) {
+                share.give_back();
+            }
         }
     }
 }
@@ -185,10 +188,20 @@ impl Inner {
     }
 }
 
+impl Share {
+    /// Gives the bytes back, once. The caller starts what they are enough for.
+    fn give_back(&mut self) -> Option<Budget> {
+        let budget = self.budget.take()?;
+        budget.0.borrow_mut().in_flight[self.kind as usize] -= self.bytes;
+        Some(budget)
+    }
+}
+
 impl Drop for Share {
     fn drop(&mut self) {
-        self.budget.0.borrow_mut().in_flight[self.kind as usize] -= self.bytes;
-        self.budget.start_waiting();
+        if let Some(budget) = self.give_back() {
+            budget.start_waiting();
+        }
     }
 }
 
@@ -304,6 +317,21 @@ mod tests {
             // `cancelled` has been sent the share and is dropped without being polled again.
         }
         assert!(kept.as_mut().now_or_never().is_some());
+    }
+
+    #[test]
+    fn any_number_of_waiters_that_are_gone_are_passed_over_on_a_small_stack() {
+        let budget = Budget::new(10, 10);
+        let mut first = pin!(budget.take(Kind::Read, Awaited, 10));
+        let share = first.as_mut().now_or_never().expect("fits");
+        for _ in 0..200_000 {
+            assert!(pin!(budget.take(Kind::Read, Awaited, 10)).now_or_never().is_none());
+        }
+        let mut last = pin!(budget.take(Kind::Read, Awaited, 10));
+        assert!(last.as_mut().now_or_never().is_none());
+        drop(share);
+        drop(last.as_mut().now_or_never().expect("the others are gone"));
+        assert_eq!(budget.in_flight(Kind::Read), 0, "given back");
     }
 
     #[test]
