@@ -19,8 +19,8 @@ impl Cache {
     ///
     /// Release only what is known to be over. A chain that is released and continues has to be computed anew, which
     /// costs far more than a chain that is over and occupies slots until it is the coldest. A released block that is
-    /// not written yet (`write_back`) is written by a [`sync`](Self::sync) that begins while it is resident; if it is
-    /// evicted before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With
+    /// not written yet (`write_back`) is written by a [`sync`](Self::sync) that begins while it is resident, and stays
+    /// in host memory until then; if it is evicted before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With
     /// `by_value` a `sync` does not write it.
     ///
     /// ```
@@ -49,8 +49,8 @@ impl Cache {
     ///
     /// At most a quarter of a tier's slots is kept. Beyond that the coldest kept copies are evicted as if they were not
     /// kept ([`TierStats::kept`](crate::TierStats::kept) counts the kept copies). This is a preference, not a pin: if
-    /// nothing else can be evicted, kept blocks are. The blocks before a kept block are kept as well. A second call
-    /// only extends the time; nothing ends it early but the end of the process.
+    /// nothing else can be evicted, kept blocks are. The blocks that are before a kept one during the call are kept as
+    /// well. A second call only extends the time; nothing ends it early but the end of the process.
     ///
     /// ```
     /// # use kvhoist::{Cache, PrefixChain, block_on};

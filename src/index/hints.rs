@@ -3,21 +3,26 @@
 //! A *released* block is evicted before all others, and need not be written first. Its chain is released from its end
 //! up to the first block from which another chain continues, or has continued while both were resident: a prompt that
 //! many conversations begin with is not over with one of them. A use takes the release back, for the block and for its
-//! ancestors; so all children of a released block are released.
+//! ancestors, so that all children of a released block are released. A chain may be long, and a use is made under the
+//! lock that all callers share: the use takes back [`TAKEN_BACK_AT_ONCE`] releases, and evictions the others. Until
+//! then no block is evicted because of a release, unless nothing else can be.
 //!
 //! A *kept* block is evicted after all others, as long as no more copies are kept in its tier than
-//! [`limit_kept`](Index::limit_kept) allows; beyond that the coldest of them are evicted as if they were not kept. The
-//! ancestors of a kept block are kept as well, since they cannot be evicted before it. This is a preference: if nothing
-//! else can be evicted, kept blocks are.
+//! [`limit_kept`](Index::limit_kept) allows; beyond that the coldest of them are evicted as if they were not kept. Its
+//! ancestors are kept by [`keep_before`](Index::keep_before), one by one. This is a preference: if nothing else can be
+//! evicted, kept blocks are.
 
 use super::{
-    ANCESTORS_MAX, EntryId, Index,
+    EntryId, Index,
     entry::{Entry, FULL},
 };
 use crate::block::{BlockKey, Tier};
 
 /// Expired blocks that one call of [`Index::expire`] handles.
 const EXPIRED_AT_ONCE: usize = 64;
+
+/// Releases that one call takes back: some microseconds.
+const TAKEN_BACK_AT_ONCE: usize = 64;
 
 impl Index {
     /// Releases the chain of `keys`, in prefix order. Returns how many blocks are released now.
@@ -49,7 +54,7 @@ impl Index {
 
     /// True if the block is evicted first.
     pub fn is_released(&self, id: EntryId) -> bool {
-        self.entry(id).is_released()
+        self.entry(id).is_released() && self.taking_back.is_empty()
     }
 
     /// True if the block is evicted last, within the limit of its tier.
@@ -57,15 +62,38 @@ impl Index {
         self.entry(id).is_kept()
     }
 
-    /// Keeps a block and its ancestors until `until`, a time as [`expire`](Self::expire) gets it; a later time that was
-    /// set before stays. False if it is resident nowhere, or its chain is too long.
+    /// Keeps a block until `until`, a time as [`expire`](Self::expire) gets it; a later time that was set before stays.
+    /// False if it is resident nowhere.
     pub fn keep(&mut self, id: EntryId, until: u64) -> bool {
-        if !self.entry(id).occupies_any() || self.entry(id).is_removed() || !self.reaches_kept(id, until) {
+        if !self.entry(id).occupies_any() || self.entry(id).is_removed() {
             return false;
         }
-        self.end_release(id);
-        self.keep_up_from(id, until);
+        if !self.is_kept_until(id, until) {
+            self.keep_longer(id, until);
+        }
         true
+    }
+
+    /// Keeps the parent of a block as well, and returns it; `None` if it is kept until then, and its ancestors with it.
+    pub fn keep_before(&mut self, id: EntryId, until: u64) -> Option<EntryId> {
+        let parent = self.parent(id).filter(|&parent| !self.entry(parent).is_removed())?;
+        if self.is_kept_until(parent, until) {
+            return None;
+        }
+        self.keep_longer(parent, until);
+        Some(parent)
+    }
+
+    fn is_kept_until(&self, id: EntryId, until: u64) -> bool {
+        self.kept.until(id.0).is_some_and(|known| known >= until)
+    }
+
+    fn keep_longer(&mut self, id: EntryId, until: u64) {
+        self.kept.set(id.0, until);
+        self.end_release(id);
+        if !self.entry(id).is_kept() {
+            self.set_kept(id, true);
+        }
     }
 
     /// How many copies of `tier` may be kept.
@@ -87,7 +115,6 @@ impl Index {
     pub fn expire(&mut self, now: u64) {
         for _ in 0..EXPIRED_AT_ONCE {
             let Some(&(_, id)) = self.kept.by_time.first().filter(|(until, _)| *until <= now) else { return };
-            self.kept.expired = self.kept.expired.max(now);
             let id = EntryId(id);
             self.kept.forget(id.0);
             self.set_kept(id, false);
@@ -105,10 +132,23 @@ impl Index {
     #[cold]
     fn end_releases_from(&mut self, id: EntryId) {
         let mut at = Some(id);
-        while let Some(id) = at.filter(|id| self.entry(*id).is_released()) {
+        for _ in 0..TAKEN_BACK_AT_ONCE {
+            let Some(id) = at.filter(|id| self.entry(*id).is_released()) else { return };
             self.set_released(id, false);
             at = self.parent(id);
         }
+        let rest = at.map(|id| self.entry(id)).filter(|entry| entry.is_released()).map(|entry| entry.key);
+        self.taking_back.extend(rest);
+    }
+
+    /// Takes back some of the releases that uses have left; true if there were any.
+    pub(super) fn take_back_some(&mut self) -> bool {
+        let Some(key) = self.taking_back.pop_front() else { return false };
+        // It may have been removed since.
+        if let Some(id) = self.find(&key) {
+            self.end_release(id);
+        }
+        true
     }
 
     /// A child of `parent` is about to get its first copy: if another child exists, two chains continue from there.
@@ -122,34 +162,6 @@ impl Index {
     pub(super) fn hint_parent(&mut self, id: EntryId, parent: EntryId) {
         if !self.entry(id).is_released() {
             self.end_release(parent);
-        }
-        if let Some(until) = self.kept.until(id.0) {
-            self.keep_up_from(parent, until);
-        }
-    }
-
-    /// True if the walk up to an ancestor that is kept for as long, or to the chain's beginning, is short enough to be
-    /// made under the lock.
-    fn reaches_kept(&self, id: EntryId, until: u64) -> bool {
-        let mut at = Some(id);
-        for _ in 0..ANCESTORS_MAX {
-            let Some(id) = at.filter(|id| self.kept.until(id.0).is_none_or(|known| known < until)) else { return true };
-            at = self.parent(id);
-        }
-        false
-    }
-
-    fn keep_up_from(&mut self, id: EntryId, until: u64) {
-        let mut at = Some(id);
-        while let Some(id) =
-            at.filter(|id| self.kept.until(id.0).is_none_or(|known| known < until) && !self.entry(*id).is_removed())
-        {
-            self.kept.set(id.0, until);
-            self.end_release(id);
-            if !self.entry(id).is_kept() {
-                self.set_kept(id, true);
-            }
-            at = self.parent(id);
         }
     }
 
@@ -185,11 +197,8 @@ impl Index {
         let Some(parent) = self.parent(id).map(|parent| self.entry(parent)).filter(|_| !entry.is_removed()) else {
             return Ok(());
         };
-        if parent.is_released() && !released {
+        if parent.is_released() && !released && !self.taking_back.contains(&parent.key) {
             return Err("not released, and its parent is".into());
-        }
-        if until.is_some_and(|until| until > self.kept.expired) && !parent.is_kept() && !parent.is_removed() {
-            return Err("kept, and its parent is not".into());
         }
         Ok(())
     }
@@ -205,5 +214,52 @@ impl Index {
             ));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LONG: u32 = 1000;
+
+    fn key(number: u32) -> BlockKey {
+        let mut bytes = [0; 32];
+        bytes[..4].copy_from_slice(&number.to_le_bytes());
+        BlockKey::new(bytes)
+    }
+
+    fn put(index: &mut Index, number: u32, parent: Option<u32>, tier: Tier) -> EntryId {
+        let id = index.insert(key(number), parent.map(key));
+        assert!(index.begin_fill(id, tier) && index.complete_fill(id, tier, number));
+        id
+    }
+
+    #[test]
+    fn a_use_takes_a_long_release_back_in_steps_and_none_is_evicted_for_it_meanwhile() {
+        let mut index = Index::new(1);
+        // Its second half is on disk only: in host memory its middle can be evicted.
+        let tier = |number| if number < LONG / 2 { Tier::Host } else { Tier::Disk };
+        let ids: Vec<_> = (0..LONG).map(|n| put(&mut index, n, n.checked_sub(1), tier(n))).collect();
+        let others: Vec<_> = (LONG..LONG + 20).map(|n| put(&mut index, n, None, Tier::Host)).collect();
+        let keys: Vec<_> = (0..LONG).map(key).collect();
+        assert_eq!(index.release(&keys), LONG as usize);
+        let marked = |index: &Index| ids.iter().filter(|id| index.entry(**id).is_released()).count();
+        index.touch(ids[LONG as usize - 1]);
+        assert_eq!(marked(&index), LONG as usize - TAKEN_BACK_AT_ONCE, "a use takes a bounded number of steps");
+        assert!(ids.iter().all(|id| !index.is_released(*id)), "its chain is in use");
+        for other in others.iter().take(6) {
+            index.validate().expect("valid");
+            let before = marked(&index);
+            assert_eq!(index.victim(Tier::Host), Some(*other), "the chain is in use, and colder");
+            assert!(before - marked(&index) <= TAKEN_BACK_AT_ONCE, "so does an eviction");
+            index.evict(*other, Tier::Host);
+        }
+        while marked(&index) > 0 {
+            assert!(index.victim(Tier::Host).is_some());
+        }
+        index.validate().expect("valid");
+        let middle = ids[LONG as usize / 2 - 1];
+        assert_eq!(index.victim(Tier::Host), Some(middle), "the coldest, as if it had not been released");
     }
 }

@@ -12,8 +12,6 @@ pub(super) struct Kept {
     /// Full copies of kept blocks that are in the map.
     pub(super) copies: [usize; Tier::COUNT],
     pub(super) copies_max: [usize; Tier::COUNT],
-    /// Blocks that were kept until then are not kept any more.
-    pub(super) expired: u64,
 }
 
 impl Kept {

@@ -34,15 +34,26 @@ impl Index {
     /// leaf can be evicted, a copy right above held ones ([why](super)). `None` if every copy is pinned, dirty or being
     /// filled.
     pub fn victim(&mut self, tier: Tier) -> Option<EntryId> {
+        self.victim_unless(tier, false)
+    }
+
+    /// As [`victim`](Self::victim); with `spares_dirty` no copy that is dirty, and released.
+    pub fn victim_unless(&mut self, tier: Tier, spares_dirty: bool) -> Option<EntryId> {
+        let is_taking_back = self.take_back_some();
+        let is_spared = |id: &EntryId| spares_dirty && self.entry(*id).has(tier, DIRTY);
         let last_use = |id: EntryId| self.entry(id).last_use;
         let coldest = |list: List| self.lists[list as usize][tier as usize].victim(&last_use);
         let by_policy = || self.policies[tier as usize].victim(&last_use);
-        let leaf = coldest(List::Released).or_else(|| match (by_policy(), coldest(List::Kept)) {
+        let released = coldest(List::Released).filter(|id| !is_spared(id));
+        let leaf = released.filter(|_| !is_taking_back).or_else(|| match (by_policy(), coldest(List::Kept)) {
             // Beyond the limit of kept copies they compete with all others.
             (Some(choice), Some(kept)) if self.kept.is_over(tier) && last_use(kept) < last_use(choice) => Some(kept),
             (choice, kept) => choice.or(kept),
         });
-        leaf.or_else(|| self.last_resort(tier))
+        if let Some(leaf) = leaf.or(released) {
+            return Some(leaf);
+        }
+        self.last_resort(tier).filter(|id| !spares_dirty || !self.entry(*id).has(tier, DIRTY))
     }
 
     /// A copy that can be evicted although it has children there, all of them held. Takes as many steps as inner copies

@@ -62,7 +62,8 @@
 //!
 //! Every operation is O(1), with these exceptions. A late arrival in an [`Lru`] is O(log n). A search for a victim when
 //! no leaf can be evicted takes a step for each inner copy that was pinned since the last such search. `touch_chain`
-//! and `match_prefix` are linear in their keys. Linking a block that has children to a parent that has parents walks up
+//! and `match_prefix` are linear in their keys. A use of a released block takes at most 64 steps up its chain, and so
+//! does a search for a victim after it. Linking a block that has children to a parent that has parents walks up
 //! the chain in search of a cycle, 16,384 steps at most.
 
 mod chain;
@@ -89,6 +90,8 @@ pub use lru::Lru;
 pub use policy::{Policy, Restored, Used};
 pub use rb::Rb;
 pub use worth::Worth;
+
+use std::collections::VecDeque;
 
 use hashbrown::{HashTable, hash_table};
 use slab::Slab;
@@ -144,6 +147,8 @@ pub struct Index {
     /// The lists in order of last use, whatever the policy: those before [`List::Policy`].
     lists: [[Lru; Tier::COUNT]; List::BY_LAST_USE.len()],
     kept: Kept,
+    /// Released ancestors of blocks that were used since.
+    taking_back: VecDeque<BlockKey>,
     /// By id, the copies right above held ones: the search for a victim begins at them if no leaf can be evicted.
     frontier: [BitSet; Tier::COUNT],
     /// Full copies of entries in the map.
@@ -179,6 +184,7 @@ impl Index {
             policies,
             lists: std::array::from_fn(|_| std::array::from_fn(|_| Lru::new())),
             kept: Kept::default(),
+            taking_back: VecDeque::new(),
             frontier: std::array::from_fn(|_| BitSet::new(0)),
             resident: [0; Tier::COUNT],
             blocks: 0,

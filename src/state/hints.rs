@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::Shared;
 use crate::block::BlockKey;
 
-/// Blocks that are marked under one acquisition of the lock.
+/// Blocks that are marked, or looked at, under one acquisition of the lock.
 const MARKED_UNDER_ONE_LOCK: usize = 256;
 
 impl Shared {
@@ -34,25 +34,73 @@ impl Shared {
         released
     }
 
-    /// Keeps the blocks of a chain for `time`. Returns how many of them are kept; 0 once the cache is closed.
+    /// Keeps the blocks of a chain, and those before it, for `time`. Returns how many of the chain are kept; 0 once the
+    /// cache is closed.
     pub(crate) fn keep(&self, keys: &[BlockKey], time: Duration) -> usize {
         let until = self.now_ms().saturating_add(u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
-        let mut kept = 0;
-        // From the beginning: the blocks before a kept one are kept already.
-        for keys in keys.chunks(MARKED_UNDER_ONE_LOCK) {
+        let (mut kept, mut keys) = (0, keys.iter());
+        // The block whose ancestors are kept next: named by its key, as it may be gone by the next lock.
+        let mut below: Option<BlockKey> = None;
+        loop {
             let mut state = self.lock();
             if state.check_open().is_err() {
-                break;
+                return kept;
             }
-            for id in keys.iter().filter_map(|key| state.index.find(key)).collect::<Vec<_>>() {
-                kept += usize::from(state.index.keep(id, until));
+            let mut at = below.and_then(|key| state.index.find(&key));
+            for _ in 0..MARKED_UNDER_ONE_LOCK {
+                at = match at {
+                    Some(id) => state.index.keep_before(id, until),
+                    // From the beginning: the blocks before a kept one are kept already.
+                    None => {
+                        let Some(key) = keys.next() else { return kept };
+                        let found = state.index.find(key).filter(|id| state.index.keep(*id, until));
+                        kept += usize::from(found.is_some());
+                        found
+                    }
+                };
             }
+            below = at.map(|id| state.index.key(id));
         }
-        kept
     }
 
     /// Milliseconds since the cache was opened.
     pub(super) fn now_ms(&self) -> u64 {
         u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX)
+    }
+}
+
+#[cfg(all(test, feature = "sim"))]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::{block::Tier, config::Config, index::Index, memory::Arena, metrics::Metrics, state::locks_taken};
+
+    #[test]
+    fn a_long_chain_is_kept_to_its_beginning_under_many_locks() {
+        const BLOCKS: u64 = 1 << 15;
+        let config = Config::default().block_bytes(4096).host_blocks(2);
+        let arena = Arc::new(Arena::new(2, 4096).expect("a little memory"));
+        let shared = Shared::new(config, arena, None, Index::new(1), None, 1, Metrics::new(""));
+        let keys = (0..BLOCKS).map(|n| {
+            let mut key = [0; 32];
+            key[..8].copy_from_slice(&n.to_le_bytes());
+            BlockKey::new(key)
+        });
+        let keys: Vec<_> = keys.collect();
+        let mut state = shared.lock();
+        for (at, key) in keys.iter().enumerate() {
+            let id = state.index.insert(*key, at.checked_sub(1).map(|at| keys[at]));
+            assert!(state.index.begin_fill(id, Tier::Disk) && state.index.complete_fill(id, Tier::Disk, at as u32));
+        }
+        drop(state);
+        let (last, before) = (keys.len() - 1, locks_taken());
+        assert_eq!(shared.keep(&keys[last..], Duration::from_secs(60)), 1);
+        let locks = locks_taken() - before;
+        assert!(locks >= BLOCKS / MARKED_UNDER_ONE_LOCK as u64, "{locks} locks for {BLOCKS} blocks");
+        let state = shared.lock();
+        let is_kept = |key: &BlockKey| state.index.find(key).is_some_and(|id| state.index.is_kept(id));
+        assert!(keys.iter().all(is_kept), "the blocks before it too");
+        state.index.validate().expect("valid");
     }
 }

@@ -46,6 +46,11 @@ impl Refusals {
         self.keys.remove(key);
     }
 
+    /// True while a sync is in flight, or the close.
+    pub(super) fn is_sync_in_flight(&self) -> bool {
+        !self.syncs.is_empty()
+    }
+
     /// Begins a sync, or the close.
     pub(super) fn begin(&mut self) -> Moment {
         self.now += 1;

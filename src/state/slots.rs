@@ -199,7 +199,9 @@ impl Shared {
             if !state.index.keeps_nothing() {
                 state.index.expire(self.now_ms());
             }
-            let victim = state.index.victim(tier)?;
+            // A released block that is not written is evicted unwritten, but not before a sync in flight has written it.
+            let spares_dirty = state.refusals.is_sync_in_flight() && !self.config.values_writes();
+            let victim = state.index.victim_unless(tier, spares_dirty)?;
             let key = state.index.key(victim);
             let slot = state.index.evict(victim, tier);
             // Of the blocks that must be written only released ones may be evicted.

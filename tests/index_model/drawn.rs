@@ -93,7 +93,9 @@ fn hint_step(hint: u64, n: u64, is_resident: bool, rng: &mut Rng, index: &mut In
         }
         10 if is_resident => {
             let until = model.now + rng.below(20);
-            assert!(index.keep(index.find(&key(n)).expect("resident"), until));
+            let id = index.find(&key(n)).expect("resident");
+            assert!(index.keep(id, until));
+            _ = std::iter::successors(Some(id), |&id| index.keep_before(id, until)).last();
             model.keep(n, until);
         }
         11 => {
@@ -114,9 +116,6 @@ fn fill(n: u64, tier: Tier, index: &mut Index, model: &mut Model) {
         let is_named = !model.children_anywhere(parent).is_empty();
         model.known.entry(parent).or_default().forked |= is_named;
         model.end_release(parent);
-        if let Some(until) = model.known.get(&n).and_then(|known| known.kept) {
-            model.keep(parent, until);
-        }
     }
     let known = model.known.entry(n).or_default();
     known.parent = parent;

@@ -196,10 +196,14 @@ impl Model {
     }
 
     pub fn keep(&mut self, n: u64, until: u64) {
-        for n in chain_to(n).into_iter().rev() {
+        for (at, n) in chain_to(n).into_iter().rev().enumerate() {
             let known = self.known.entry(n).or_default();
             if known.kept.is_some_and(|known| known >= until) {
-                break;
+                // What is before an ancestor that is kept was kept with it.
+                if at > 0 {
+                    break;
+                }
+                continue;
             }
             known.kept = Some(until);
             self.end_release(n);

@@ -151,7 +151,9 @@ impl Pair {
         let Some(at) = self.model.any(pick) else { return };
         let entity = self.model.entity(at);
         let may = !entity.removed && entity.copies != [Copy::None; Tier::COUNT];
-        assert_eq!(self.index.keep(self.model.id(at), self.now + u64::from(time)), may);
+        let (id, until) = (self.model.id(at), self.now + u64::from(time));
+        assert_eq!(self.index.keep(id, until), may);
+        _ = std::iter::successors(Some(id).filter(|_| may), |&id| self.index.keep_before(id, until)).last();
         self.marks();
         let entity = self.model.entity(at);
         assert!(!may || entity.kept && !entity.released, "{} is kept and not released", entity.key);

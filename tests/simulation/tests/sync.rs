@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvhoist::{BlockKey, Config, DiskPath, Error, Tier, WritePolicy};
-use kvhoist_simulation::sim;
+use kvhoist_simulation::sim::{self, FaultRates};
 
 fn config(waiters_max: u32) -> Config {
     Config::default()
@@ -60,6 +60,50 @@ fn a_sync_writes_every_dirty_block_however_many_there_are() {
         cache.sync().await.expect("nothing goes wrong");
         let stats = cache.stats();
         assert_eq!((stats.dirty, stats.tier(Tier::Disk).resident), (0, u64::from(BLOCKS)));
+    });
+}
+
+/// The release says that a block need not be written, but the sync began while the block was there.
+#[test]
+fn a_block_that_is_released_after_a_sync_began_stays_until_the_sync_has_written_it() {
+    const BLOCKS: u8 = 80;
+    let config = config(65_536).host_blocks(u32::from(BLOCKS)).disks(vec![DiskPath::with_blocks("simulated", 256)]);
+    let config = config.low_watermark(0.0).high_watermark(0.0);
+    let world = sim::World::new(3, sim::blank_files(&config));
+    let key = |block| BlockKey::new([block; 32]);
+    sim::block_on(async {
+        let sim::Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("a new store");
+        for block in 0..BLOCKS {
+            cache.store(&key(block), None, &[block; 4096]).await.expect("stored");
+        }
+        assert_eq!(cache.stats().dirty, u64::from(BLOCKS), "nothing is written before the sync");
+        world.storage.set_rates(FaultRates { stall: 1.0, ..FaultRates::default() });
+        let syncing = tokio::task::spawn_local({
+            let cache = cache.clone();
+            async move { cache.sync().await }
+        });
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        // The sync writes in the order of keys, and has not come to these.
+        for block in BLOCKS - 8..BLOCKS {
+            assert_eq!(cache.release(&[key(block)]), 1);
+        }
+        let storing = tokio::task::spawn_local({
+            let cache = cache.clone();
+            async move { cache.store(&key(200), None, &[200; 4096]).await }
+        });
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        world.storage.set_rates(FaultRates::default());
+        world.storage.release();
+        syncing.await.expect("no panic").expect("a sound disk");
+        storing.await.expect("no panic").expect("there is room by then");
+        assert_eq!(cache.stats().released_unwritten, 0);
+        let cut = sim::World::new(4, world.storage.crash());
+        let sim::Simulated { cache: after, .. } = sim::open(config, &cut).await.expect("a whole store");
+        for block in 0..BLOCKS {
+            assert!(after.contains(&key(block)), "block {block} was synced");
+        }
+        cache.close().await.expect("closed");
+        reactor.ended().await;
     });
 }
 
