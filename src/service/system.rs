@@ -30,11 +30,11 @@ pub type Later<T> = Pin<Box<dyn Future<Output = T>>>;
 
 /// The system as the service uses it. The simulation has another one.
 pub trait System {
-    /// The files of the spaces below a path: where each one is, and its text.
+    /// The files of the spaces below a path: where each one is, and its text, or why it cannot be read.
     ///
     /// # Errors
     /// [`Error::Io`].
-    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, String)>>;
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>>;
 
     /// Makes those folders of a space that are missing, and a file with `text`, if there is one, in the first: complete
     /// or absent after a crash at any moment.
@@ -82,14 +82,14 @@ pub(super) async fn on_thread<T: Send + 'static>(
 pub(super) struct Machine;
 
 impl System for Machine {
-    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, String)>> {
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>> {
         let entries = fs::read_dir(path).map_err(|error| Error::io("open", path, error))?;
         let mut files = Vec::new();
         for entry in entries {
             let entry = entry.map_err(|error| Error::io("read", path, error))?;
             let file = entry.path().join(FILE_NAME);
             if entry.file_name().to_string_lossy().starts_with(FOLDER_PREFIX) && file.exists() {
-                let text = fs::read_to_string(&file).map_err(|error| Error::io("read", &file, error))?;
+                let text = fs::read_to_string(&file).map_err(|error| Error::io("read", &file, error));
                 files.push((file, text));
             }
         }

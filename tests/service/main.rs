@@ -3,6 +3,7 @@
 #[path = "../common/mod.rs"]
 mod common;
 
+mod attach;
 mod calls;
 mod child;
 mod deaths;

@@ -8,7 +8,9 @@ use crate::{
     error::{Error, Result},
     service::{
         config::ServerConfig,
+        peers::own_uid,
         protocol::NAMESPACE_BYTES_MAX,
+        shares::SpaceOf,
         system::{FOLDER_PREFIX, System},
     },
 };
@@ -31,6 +33,16 @@ pub(super) struct Deed {
 }
 
 impl Deed {
+    /// Of a space whose file says nothing: named after its folder.
+    pub(super) fn unknown(folder: &str) -> Self {
+        Deed { namespace: folder.into(), uid: own_uid(), shared: false, block_bytes: 0, capacity_bytes: 0 }
+    }
+
+    /// What shares know it by.
+    pub(super) fn of(&self) -> SpaceOf<'_> {
+        SpaceOf { uid: self.uid, name: &self.namespace }
+    }
+
     /// The folder of the space below every path.
     pub(super) fn folder(&self) -> String {
         let mut hash = Sha256::new();
@@ -76,22 +88,28 @@ impl Deed {
     }
 }
 
-/// The spaces below the first path, each with its file.
-pub(super) fn deeds(system: &dyn System, config: &ServerConfig) -> Result<Vec<(PathBuf, Deed)>> {
+/// A space below the first path: its file, the name of its folder, and its description.
+type Read = (PathBuf, String, Result<Deed>);
+
+/// The spaces below the first path.
+pub(super) fn deeds(system: &dyn System, config: &ServerConfig) -> Result<Vec<Read>> {
     let Some(path) = config.paths.first() else { return Ok(Vec::new()) };
-    let read = |(file, text): (PathBuf, String)| {
-        let folder = file.parent().and_then(|folder| folder.file_name());
-        match Deed::parse(&text).filter(|deed| folder.is_some_and(|folder| *deed.folder() == *folder)) {
-            Some(deed) => Ok((file, deed)),
-            None => Err(Error::store(
-                file,
-                "a file that describes no space, or another one",
-                format!("`{FILE_HEADER}` and the space of this folder"),
-                "put the file back, or delete the space's folder below every path",
-            )),
-        }
+    let read = |(file, text): (PathBuf, Result<String>)| {
+        let folder = file.parent().and_then(|folder| folder.file_name()).unwrap_or_default().to_string_lossy();
+        let folder = folder.into_owned();
+        let deed = text.and_then(|text| {
+            Deed::parse(&text).filter(|deed| deed.folder() == folder).ok_or_else(|| {
+                Error::store(
+                    file.clone(),
+                    "a file that describes no space, or another one",
+                    format!("`{FILE_HEADER}` and the space of this folder"),
+                    "put the file back and restart the service, or remove the space (`kvhoist space rm`)",
+                )
+            })
+        });
+        (file, folder, deed)
     };
-    system.spaces(path)?.into_iter().map(read).collect()
+    Ok(system.spaces(path)?.into_iter().map(read).collect())
 }
 
 #[cfg(test)]

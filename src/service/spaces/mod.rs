@@ -3,6 +3,7 @@
 mod deed;
 mod figures;
 mod host;
+mod open;
 mod pool;
 mod removal;
 #[cfg(test)]
@@ -22,25 +23,24 @@ pub(super) use self::figures::stats;
 use self::host::HostShare;
 use super::{
     config::ServerConfig,
-    protocol::{Failure, SpaceStatus},
+    protocol::{Failure, SpaceStats, SpaceStatus},
     report::OpenSpace,
-    shares::Ledger,
+    shares::{Ledger, SpaceOf},
     system::System,
 };
 use crate::{
     cache::Cache,
-    config::{Capacity, Config, DiskPath},
     error::{Error, Result, ServiceFault},
 };
 
 /// Spaces of one service.
 const SPACES_MAX: usize = 256;
-/// Slots in the host memory of one space.
-const SLOTS_MAX: u64 = (u32::MAX >> 1) as u64;
 
 /// An open space.
 pub(super) struct Space {
     pub(super) namespace: String,
+    /// The user that made it.
+    uid: u32,
     pub(super) block_bytes: u64,
     pub(super) capacity_bytes: u64,
     host: HostShare,
@@ -61,6 +61,8 @@ enum State {
     Opening(Waiters<Rc<Space>>),
     Open(Rc<Space>),
     Removing(Waiters<()>),
+    /// Its file describes no space: why it is refused. Its deed is made up, but for the folder.
+    Damaged(Failure),
 }
 
 struct Entry {
@@ -92,18 +94,29 @@ pub(super) struct Spaces {
 }
 
 impl Spaces {
-    /// Reads the files of all spaces.
+    /// Reads the files of all spaces. One whose file cannot be read or understood is refused to its clients; the others
+    /// are served.
     ///
     /// # Errors
-    /// [`Error::Store`] for a space whose file cannot be understood, or that has more disk than it may have now.
+    /// [`Error::Store`] for a space that has more disk than it may have now. [`Error::Io`] if the first path cannot be
+    /// read.
     pub(super) fn load(config: ServerConfig, system: Rc<dyn System>) -> Result<Self> {
         let mut entries = BTreeMap::new();
         let capacity = if config.paths.is_empty() { 0 } else { config.capacity_bytes };
         let disk = Ledger::new("bytes of disk", capacity, &config.shares, |share| share.disk);
         let host = Ledger::new("bytes of host memory", config.host_bytes, &config.shares, |share| share.host);
-        for (path, deed) in deeds(&*system, &config)? {
+        for (path, folder, deed) in deeds(&*system, &config)? {
+            let deed = match deed {
+                Ok(deed) => deed,
+                Err(error) => {
+                    tracing::error!(%error, "a space is not served; the others are");
+                    let (deed, state) = (Deed::unknown(&folder), State::Damaged(Failure::from(&error)));
+                    entries.insert(folder, Entry { deed, state });
+                    continue;
+                }
+            };
             let bytes = deed.capacity_bytes;
-            disk.take(&deed.namespace, bytes).map_err(|failure| {
+            disk.take(deed.of(), bytes).map_err(|failure| {
                 Error::store(
                     path.clone(),
                     format!("the space {:?} with {bytes} bytes of disk ({})", deed.namespace, failure.text),
@@ -111,7 +124,7 @@ impl Spaces {
                     "raise the capacity or the share, or delete the folders of a space that is not wanted",
                 )
             })?;
-            entries.insert(deed.folder(), Entry { deed, state: State::Closed });
+            entries.insert(folder, Entry { deed, state: State::Closed });
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
         Ok(Spaces { disk, host, entries: RefCell::new(entries), config, system, moving, move_ended })
@@ -151,6 +164,7 @@ impl Spaces {
                 let text = "busy: the space is being removed; attach again later to make it anew";
                 return Err(Failure::new(ServiceFault::Busy, text));
             }
+            Some(Entry { state: State::Damaged(failure), .. }) => return Err(failure.clone()),
             Some(entry) => {
                 deed = entry.deed.clone();
                 entry.state = State::Opening(vec![sender]);
@@ -160,7 +174,7 @@ impl Spaces {
                 return Err(Failure::new(ServiceFault::Capacity, text));
             }
             None => {
-                deed.capacity_bytes = self.take_capacity(namespace, capacity_bytes)?;
+                deed.capacity_bytes = self.take_capacity(deed.of(), capacity_bytes)?;
                 entries.insert(folder, Entry { deed: deed.clone(), state: State::Opening(vec![sender]) });
             }
         }
@@ -169,89 +183,11 @@ impl Spaces {
     }
 
     /// Sets disk aside for a new space; 0 takes all that it may have.
-    fn take_capacity(&self, space: &str, wanted: u64) -> Result<u64, Failure> {
+    fn take_capacity(&self, space: SpaceOf<'_>, wanted: u64) -> Result<u64, Failure> {
         if self.config.paths.is_empty() {
             return Ok(0);
         }
         self.disk.take(space, wanted)
-    }
-
-    /// Opens a space and answers its waiters.
-    async fn open(self: Rc<Self>, deed: Deed, host_bytes: u64, is_new: bool) {
-        let folder = deed.folder();
-        let slot_bytes = self.config.cache.clone().block_bytes(deed.block_bytes as usize).slot_bytes() as u64;
-        let opened = match self.take_host(&deed.namespace, slot_bytes, host_bytes).await {
-            Err(failure) => Err(failure),
-            Ok((bytes, floor)) => {
-                let opened = self.open_cache(&deed, bytes, floor, is_new).await;
-                if opened.is_err() {
-                    self.host.give_back(&deed.namespace, bytes);
-                }
-                opened.map_err(|error| Failure::from(&error))
-            }
-        };
-        let opened = opened.map(|(cache, host)| {
-            let Deed { namespace, block_bytes, capacity_bytes, .. } = deed.clone();
-            let system = Rc::clone(&self.system);
-            let (clients, lenders) = (Cell::default(), Rc::default());
-            Rc::new(Space { namespace, block_bytes, capacity_bytes, host, cache, system, clients, lenders })
-        });
-        let mut entries = self.entries.borrow_mut();
-        let state = match &opened {
-            Ok(space) => State::Open(Rc::clone(space)),
-            Err(_) => State::Closed,
-        };
-        let entry = entries.get_mut(&folder).expect("entries that are being opened stay");
-        let State::Opening(waiters) = std::mem::replace(&mut entry.state, state) else {
-            unreachable!("only this call ends the opening");
-        };
-        if opened.is_err() && is_new {
-            entries.remove(&folder);
-            self.disk.give_back(&deed.namespace, deed.capacity_bytes);
-            self.system.forget_space(&self.folders(&folder));
-        }
-        for waiter in waiters {
-            drop(waiter.send(opened.clone()));
-        }
-    }
-
-    async fn open_cache(&self, deed: &Deed, bytes: u64, floor: u64, is_new: bool) -> Result<(Cache, HostShare)> {
-        let config = self.cache_config(deed, bytes, floor)?;
-        config.validate()?;
-        self.system.make_space(&self.folders(&deed.folder()), is_new.then(|| deed.text()).as_deref())?;
-        let cache = self.system.open_cache(config).await?;
-        let share = HostShare::new(&cache, floor, bytes);
-        share.resize(&cache, bytes, &*self.system).await;
-        Ok((cache, share))
-    }
-
-    /// The settings of a space's cache, for the most host memory that the space may ever have.
-    fn cache_config(&self, deed: &Deed, bytes: u64, floor: u64) -> Result<Config> {
-        let mut config = self
-            .config
-            .cache
-            .clone()
-            .block_bytes(usize::try_from(deed.block_bytes).unwrap_or(usize::MAX))
-            .namespace(deed.namespace.clone());
-        let slot_bytes = config.slot_bytes() as u64;
-        let most = self.host.most(&deed.namespace);
-        config.host.parks = self.config.move_host && floor < most;
-        let most = if config.host.parks { (most / slot_bytes).min(SLOTS_MAX) as u32 } else { 0 };
-        config.host.capacity = Capacity::Blocks(slots(bytes, slot_bytes)?.max(most));
-        config.disk.paths.clear();
-        if !self.config.paths.is_empty() {
-            let blocks = DiskPath::blocks_on_each(deed.capacity_bytes, self.config.paths.len(), deed.block_bytes)
-                .map_err(|error| error.with_settings_named(&[("capacity", "capacity_bytes")]))?;
-            let paths = self.config.paths.iter().map(|path| path.join(deed.folder()));
-            config.disk.paths.extend(paths.map(|path| DiskPath::with_blocks(path, blocks)));
-        }
-        if let Some(bytes) = config.write_budget_bytes() {
-            let all = u128::from(self.config.capacity_bytes.max(1));
-            let share = u128::from(bytes) * u128::from(deed.capacity_bytes) / all;
-            config.disk.write_budget = Some(u64::try_from(share).unwrap_or(u64::MAX));
-            (config.disk.drive_writes_per_day, config.disk.drive_bytes) = (None, None);
-        }
-        Ok(config)
     }
 
     /// The folders of a space, below every path.
@@ -300,7 +236,12 @@ impl Spaces {
                 capacity_bytes,
                 host_bytes: space.map_or(0, |space| space.host.bytes()),
                 clients: space.map_or(0, |space| space.clients.get()),
-                stats: space.map(|space| stats(&space.cache)),
+                stats: match &entry.state {
+                    State::Damaged(Failure { text, .. }) => {
+                        Some(SpaceStats { disk_trouble: text.clone(), ..SpaceStats::default() })
+                    }
+                    _ => space.map(|space| stats(&space.cache)),
+                },
             }
         };
         self.entries.borrow().iter().map(status).collect()
@@ -308,6 +249,11 @@ impl Spaces {
 }
 
 impl Space {
+    /// What shares know it by.
+    fn of(&self) -> SpaceOf<'_> {
+        SpaceOf { uid: self.uid, name: &self.namespace }
+    }
+
     /// The host memory that it has now, bytes.
     pub(super) fn host_bytes(&self) -> u64 {
         self.host.bytes()
@@ -334,16 +280,4 @@ impl Entry {
 
 fn ending() -> Failure {
     Failure::new(ServiceFault::Draining, "the service is ending")
-}
-
-/// Slots in a share of host memory.
-fn slots(bytes: u64, slot_bytes: u64) -> Result<u32> {
-    match u32::try_from(bytes / slot_bytes) {
-        Ok(slots) if slots > 0 => Ok(slots),
-        _ => Err(Error::config(
-            "host_bytes",
-            format!("{bytes} bytes for a space"),
-            format!("room for 1 to {SLOTS_MAX} slots of {slot_bytes} bytes"),
-        )),
-    }
 }

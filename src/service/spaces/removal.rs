@@ -4,7 +4,7 @@ use std::{path::PathBuf, rc::Rc};
 
 use tokio::sync::oneshot;
 
-use super::{Entry, Space, Spaces, State, Wanted, deed::Deed, ending};
+use super::{Entry, Spaces, State, Wanted, deed::Deed, ending};
 use crate::{
     error::ServiceFault,
     service::{peers::own_uid, protocol::Failure},
@@ -32,7 +32,9 @@ impl Spaces {
             let text = format!("space: found none {whose} with this name and {block_bytes} bytes a block");
             return Err(Failure::new(ServiceFault::Argument, text + "; `kvhoist status` lists them"));
         };
-        if uid != entry.deed.uid && uid != own_uid() {
+        // The folder of a space that is not shared is named after its user.
+        let is_its = uid == entry.deed.uid || matches!(entry.state, State::Damaged(_)) && !shared;
+        if !is_its && uid != own_uid() {
             let maker = entry.deed.uid;
             let text = format!("space: found user {uid}, expected {maker}, who made it, or the service's user");
             return Err(Failure::new(ServiceFault::Permission, text));
@@ -41,7 +43,7 @@ impl Spaces {
             // The entry has one, each session another.
             State::Open(space) => Rc::strong_count(space) > 1,
             State::Opening(_) => true,
-            State::Closed | State::Removing(_) => false,
+            State::Closed | State::Removing(_) | State::Damaged(_) => false,
         };
         if attached {
             let text = "busy: clients are attached to the space; end them first, then remove it";
@@ -51,32 +53,37 @@ impl Spaces {
             return Ok(ended);
         }
         let (sender, receiver) = oneshot::channel();
-        let space = entry.space().cloned();
-        entry.state = State::Removing(vec![sender]);
-        tokio::task::spawn_local(Rc::clone(self).finish_removal(folder, space));
+        let before = std::mem::replace(&mut entry.state, State::Removing(vec![sender]));
+        tokio::task::spawn_local(Rc::clone(self).finish_removal(folder, before));
         Ok(receiver)
     }
 
     /// Removes a space, and answers the waiters.
-    async fn finish_removal(self: Rc<Self>, folder: String, space: Option<Rc<Space>>) {
-        if let Some(space) = space {
+    async fn finish_removal(self: Rc<Self>, folder: String, before: State) {
+        let damage = match &before {
+            State::Damaged(failure) => Some(failure.clone()),
+            _ => None,
+        };
+        if let State::Open(space) = before {
             if let Err(error) = space.cache.close().await {
                 tracing::warn!(%error, "the cache of a space that is removed");
             }
-            self.host.give_back(&space.namespace, space.host.bytes());
+            self.host.give_back(space.of(), space.host.bytes());
         }
         // The first path has the file that makes it a space: last.
         let folders: Vec<PathBuf> = self.folders(&folder).into_iter().rev().collect();
         let removed = self.system.remove_space(folders).await.map_err(|error| Failure::from(&error));
         let mut entries = self.entries.borrow_mut();
         let entry = entries.get_mut(&folder).expect("entries that are being removed stay");
-        let State::Removing(waiters) = std::mem::replace(&mut entry.state, State::Closed) else {
+        let State::Removing(waiters) =
+            std::mem::replace(&mut entry.state, damage.map_or(State::Closed, State::Damaged))
+        else {
             unreachable!("only this call ends the removal");
         };
         if removed.is_ok()
             && let Some(entry) = entries.remove(&folder)
         {
-            self.disk.give_back(&entry.deed.namespace, entry.deed.capacity_bytes);
+            self.disk.give_back(entry.deed.of(), entry.deed.capacity_bytes);
         }
         for waiter in waiters {
             drop(waiter.send(removed.clone()));

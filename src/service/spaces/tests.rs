@@ -22,6 +22,7 @@ use crate::{
     service::{
         config::ServerConfig,
         memory::Mapped,
+        peers::own_uid,
         protocol::Failure,
         system::{Later, Machine, System},
     },
@@ -35,7 +36,7 @@ struct Gated {
 }
 
 impl System for Gated {
-    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, String)>> {
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>> {
         Machine.spaces(path)
     }
 
@@ -74,10 +75,15 @@ impl System for Gated {
 }
 
 fn load(folder: &Path) -> (Rc<Spaces>, Rc<Semaphore>) {
+    load_with(folder, &[])
+}
+
+fn load_with(folder: &Path, shares: &[&str]) -> (Rc<Spaces>, Rc<Semaphore>) {
     let mut config = ServerConfig::new(folder.join("socket"));
     config.paths = vec![folder.to_owned()];
     (config.capacity_bytes, config.host_bytes) = (16 << 20, 1 << 20);
     config.cache = Config::default().direct_io(DirectIo::Prefer);
+    config.shares = shares.iter().map(|share| share.parse().expect("a share")).collect();
     let deletions = Rc::new(Semaphore::new(0));
     let spaces = Spaces::load(config, Rc::new(Gated { deletions: Rc::clone(&deletions) }));
     (Rc::new(spaces.expect("loaded")), deletions)
@@ -131,6 +137,31 @@ async fn two_removals_at_a_time_remove_a_space_once() {
         let space = spaces.attach(wanted()).await.expect("the space that was made anew");
         let lease = space.cache.fetch(&key).await.expect("served").expect("the block stays");
         assert_eq!(lease[..], block);
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// Each user may name a space as a share is named; only the share's own user gets the floor, at once and after a
+/// restart.
+#[tokio::test]
+async fn a_floor_is_not_for_another_users_space_of_the_same_name() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let share = format!("tests:uid={},disk=12MiB..,host=768KiB..", own_uid() + 7);
+    let run = async {
+        let (spaces, _) = load_with(folder.path(), &[&share]);
+        let of = |uid: u32| Wanted { uid, ..wanted() };
+        let found = spaces.attach(Wanted { capacity_bytes: 5 << 20, ..of(own_uid() + 8) }).await;
+        assert_eq!(found.err().map(|failure| failure.fault), Some(ServiceFault::Capacity), "the floor is not its");
+        let shared = spaces.attach(Wanted { shared: true, capacity_bytes: 2 << 20, host_bytes: 65_536, ..wanted() });
+        let shared = shared.await.expect("of what others leave");
+        let other = spaces.attach(of(own_uid() + 8)).await.expect("what is left of the rest");
+        assert_eq!((other.capacity_bytes, other.host_bytes()), (2 << 20, (1 << 18) - 65_536));
+        let own = spaces.attach(of(own_uid() + 7)).await.expect("the floor");
+        assert_eq!((own.capacity_bytes, own.host_bytes()), (12 << 20, 768 << 10));
+        drop((shared, other, own));
+        spaces.close().await.expect("closed");
+        let (spaces, _) = load_with(folder.path(), &[&share]);
+        assert_eq!(spaces.left().0, 0, "each space has what it had");
     };
     LocalSet::new().run_until(run).await;
 }

@@ -199,10 +199,10 @@ impl Machine {
 pub struct Handle(pub Rc<Machine>);
 
 impl System for Handle {
-    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, String)>, Error> {
+    fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String, Error>)>, Error> {
         let state = self.0.state.borrow();
         let below = state.texts.iter().filter(|(folder, _)| folder.parent() == Some(path));
-        Ok(below.map(|(folder, text)| (folder.join("space"), text.clone())).collect())
+        Ok(below.map(|(folder, text)| (folder.join("space"), Ok(text.clone()))).collect())
     }
 
     fn make_space(&self, folders: &[PathBuf], text: Option<&str>) -> Result<(), Error> {
