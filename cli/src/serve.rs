@@ -56,6 +56,10 @@ pub struct Args {
     /// who can reach it sees the names and the figures of spaces, but no blocks.
     #[arg(long, value_name = "IP:PORT")]
     http: Option<std::net::SocketAddr>,
+    /// A name by which --http is reached. Requests for an IP address or localhost are answered, those for other names
+    /// refused. Repeat it for several names.
+    #[arg(long, value_name = "NAME", requires = "http")]
+    http_host: Vec<String>,
     /// Send the metrics to an OpenTelemetry collector: http://HOST:PORT, its OTLP over HTTP. Every minute, or as
     /// OTEL_METRIC_EXPORT_INTERVAL says (milliseconds).
     #[cfg(feature = "otel")]
@@ -79,8 +83,8 @@ pub struct Args {
     linger: Option<u64>,
     /// Minimum and maximum of the disk and host memory of a tenant's spaces, such as
     /// llama-8b:disk=200GiB..1TiB,host=8GiB..16GiB. A tenant's spaces are the one of this name and those whose names
-    /// continue with "/". Repeat it for other tenants.
-    #[arg(long = "share", value_name = "NAME:disk=MIN..MAX,host=MIN..MAX")]
+    /// continue with "/", made by the service's user, or by the one that uid=UID names. Repeat it for other tenants.
+    #[arg(long = "share", value_name = "NAME:disk=MIN..MAX,host=MIN..MAX,uid=UID")]
     shares: Vec<Share>,
     /// Give each space the host memory that its clients ask for, and no more: none moves between spaces.
     #[arg(long)]
@@ -160,7 +164,7 @@ pub fn run(args: &Args) -> Result<(), Failure> {
     let source = Arc::new(http::Source::new(Arc::clone(&server), paths));
     let mut said = format!("kvhoist: listening at {}\n", shown(&args.socket));
     if let Some(address) = args.http {
-        said += &format!("kvhoist: http://{}\n", http::start(address, Arc::clone(&source))?);
+        said += &format!("kvhoist: http://{}\n", http::start(address, &args.http_host, Arc::clone(&source))?);
     }
     #[cfg(feature = "otel")]
     let _exporter = args.otlp.as_deref().map(|url| http::otlp::Exporter::start(url, source)).transpose()?;

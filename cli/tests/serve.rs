@@ -217,6 +217,11 @@ fn wrong_flags_are_said() {
     let path = place.path().display().to_string();
     let none = kvhoist(&["serve", "--socket", &format!("{path}/s"), "--capacity", "1MiB", "--host-bytes", "1MiB"]);
     assert_eq!(none.status.code(), Some(2), "no path");
+    let sizes = ["--path", &path, "--capacity", "1MiB", "--host-bytes", "1MiB"];
+    let slash =
+        kvhoist(&[&["serve", "--socket", &format!("{path}/s"), "--share", "a/:disk=1MiB.."][..], &sizes].concat());
+    assert_eq!(slash.status.code(), Some(2));
+    assert!(text(&slash.stderr).contains("NAME has no / at its end"), "{}", text(&slash.stderr));
     std::fs::write(place.path().join("file"), "mine").expect("written");
     let taken = kvhoist(&[
         "serve",
@@ -298,6 +303,47 @@ fn metrics_health_and_a_page_are_served_over_http() {
 
     serving.signal();
     assert!(serving.child.wait().expect("an end").success());
+}
+
+/// Hostile connections send requests until nobody takes any more, and read nothing.
+#[test]
+fn connections_that_never_read_keep_nobody_from_http() {
+    let serving = Serving::start_with(&["--http", "127.0.0.1:0"]);
+    let address = serving.http.clone().expect("it says where");
+    let request = format!("GET / HTTP/1.1\r\nHost: {address}\r\n\r\n").repeat(2_000);
+    let unread = |_| {
+        let mut stream = TcpStream::connect(&address).expect("connected");
+        stream.set_write_timeout(Some(Duration::from_millis(10))).expect("set");
+        // The service may have hung up, or its buffers may be full.
+        drop(stream.write_all(request.as_bytes()));
+        stream
+    };
+    let hostile: Vec<TcpStream> = (0..70).map(unread).collect();
+    let silent: Vec<TcpStream> = (0..70).map(|_| TcpStream::connect(&address).expect("connected")).collect();
+    assert_eq!(get(&address, "/healthz"), ("HTTP/1.0 200 OK".into(), "ok\n".into()));
+    drop((hostile, silent));
+}
+
+/// A page of another site cannot read the figures by letting its own name resolve to this address.
+#[test]
+fn http_is_answered_under_an_address_and_under_names_that_were_given() {
+    let serving = Serving::start_with(&["--http", "127.0.0.1:0", "--http-host", "node7.example"]);
+    let address = serving.http.clone().expect("it says where");
+    let asked = |path: &str, host: &str| {
+        let mut stream = TcpStream::connect(&address).expect("connected");
+        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("set");
+        write!(stream, "GET {path} HTTP/1.1\r\n{host}\r\n").expect("sent");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("an answer");
+        answer.lines().next().expect("a status line").to_owned()
+    };
+    for host in ["Host: node7.example\r\n", "Host: [::1]:9401\r\n", "Host: localhost\r\n"] {
+        assert_eq!(asked("/status.json", host), "HTTP/1.1 200 OK", "{host}");
+    }
+    for path in ["/", "/metrics", "/healthz", "/status.json", "/nothing", "http://evil.example/metrics"] {
+        let host = if path.starts_with('/') { "Host: evil.example\r\n" } else { "Host: localhost\r\n" };
+        assert_eq!(asked(path, host), "HTTP/1.1 421 Misdirected Request", "{path}");
+    }
 }
 
 /// The page of metrics says which ones a service exports, and the board and the alerts use those of the Python package:

@@ -21,8 +21,12 @@ is opened. A cache has the labels ``cache``, its namespace, and ``number``, whic
 from __future__ import annotations
 
 import http.server
+import ipaddress
+import socket
+import sys
 import threading
-from typing import Any, Callable, Iterator, NamedTuple
+import time
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 from . import __version__
 from .cache import Cache, _opened
@@ -197,15 +201,76 @@ class Collector:
         return []
 
 
+#: Connections that are served at a time, each by a thread.
+_CONNECTIONS_MAX = 16
+#: Seconds after which a connection is closed, wherever its one request and the answer are.
+_EXCHANGE_S = 30.0
+#: While others wait, the oldest connection is closed that has had so many seconds.
+_GRACE_S = 1.0
+
+
+class _Listener(http.server.ThreadingHTTPServer):
+    """One request of each connection, at most so many of them, and none for ever."""
+
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], hosts: tuple[str, ...]) -> None:
+        self.hosts = hosts
+        #: When each one began, the oldest first.
+        self._open: dict[socket.socket, float] = {}
+        self._ended = threading.Condition()
+        super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._ended:
+            while len(self._open) >= _CONNECTIONS_MAX:
+                oldest, since = next(iter(self._open.items()))
+                left = since + _GRACE_S - time.monotonic()
+                if left <= 0:
+                    # Nobody knows which one is to blame: the one that had the longest time.
+                    self._end(oldest)
+                else:
+                    self._ended.wait(left)
+            self._open[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def service_actions(self) -> None:
+        """Called by `serve_forever`, twice a second."""
+        super().service_actions()
+        with self._ended:
+            overdue = time.monotonic() - _EXCHANGE_S
+            for request in [request for request, since in self._open.items() if since <= overdue]:
+                self._end(request)
+
+    def _end(self, request: socket.socket) -> None:
+        """Its thread finds it at its end, and closes it."""
+        del self._open[request]
+        try:
+            request.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # The client was faster.
+
+    def shutdown_request(self, request: Any) -> None:
+        # Forgotten before it is closed: `_end` must not meet a descriptor that is another's by then.
+        with self._ended:
+            self._open.pop(request, None)
+            self._ended.notify()
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A client that hangs up is no fault.
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
+
 class Server:
     """An HTTP server with ``/metrics`` and ``/healthz``, on a thread of its own, until `close`. A context manager.
 
     ``/healthz`` answers 200, or 503 with the reasons while a tier of some cache is out of service or read-only.
     """
 
-    def __init__(self, port: int, address: str) -> None:
-        self._server = http.server.ThreadingHTTPServer((address, port), _Handler)
-        self._server.daemon_threads = True
+    def __init__(self, port: int, address: str, hosts: tuple[str, ...] = ()) -> None:
+        self._server = _Listener((address, port), hosts)
         self._thread = threading.Thread(target=self._server.serve_forever, name="kvhoist-metrics", daemon=True)
         self._thread.start()
 
@@ -227,15 +292,32 @@ class Server:
         self.close()
 
 
-def serve(port: int, address: str = "127.0.0.1") -> Server:
+def serve(port: int, address: str = "127.0.0.1", hosts: Iterable[str] = ()) -> Server:
     """Serves the metrics of this process at ``http://address:port/metrics``.
 
     There is no authentication, and namespaces and reasons are shown: listen where the scraper is, and nowhere else.
-    Each rank of an engine is a process of its own and needs a port of its own.
+    Each rank of an engine is a process of its own and needs a port of its own. Requests for an IP address, for
+    ``localhost`` and for the names in ``hosts`` are answered, those for other names refused: a page of another site could
+    let its own name resolve to this address.
 
     Raises OSError where the address cannot be listened at.
     """
-    return Server(port, address)
+    return Server(port, address, tuple(hosts))
+
+
+def _is_ours(host: str, hosts: tuple[str, ...]) -> bool:
+    """Whether a request for this host, with or without a port, is answered."""
+    if host.startswith("["):
+        name, bracket, port = host[1:].partition("]")
+        if not bracket or (port and not port.startswith(":")):
+            return False
+    else:
+        name = host.partition(":")[0]
+    try:
+        ipaddress.ip_address(name)
+        return True
+    except ValueError:
+        return any(name.rstrip(".").lower() == own.rstrip(".").lower() for own in ("localhost", *hosts))
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -245,7 +327,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path == "/metrics":
+        assert isinstance(self.server, _Listener)
+        # A request without a name is no browser's.
+        other = next((name for name in self.headers.get_all("Host", []) if not _is_ours(name, self.server.hosts)), None)
+        if other is not None:
+            text_ = f"Host: found {other!r}, expected an IP address, localhost, or a name in `hosts`\n"
+            self._answer(421, "text/plain; charset=utf-8", text_)
+        elif path == "/metrics":
             self._answer(200, CONTENT_TYPE, text())
         elif path == "/healthz":
             ill = _ill()

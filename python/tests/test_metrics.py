@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -146,6 +147,50 @@ def test_a_server_answers_until_it_is_closed(caches):
     with pytest.raises(urllib.error.URLError):
         get(server, "/metrics")
     assert not any(thread.name == "kvhoist-metrics" for thread in threading.enumerate())
+
+
+def sent(server, text: bytes) -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    connection.sendall(text)
+    return connection
+
+
+def test_connections_that_never_read_keep_nobody_from_the_figures(monkeypatch):
+    monkeypatch.setattr(kvhoist.metrics, "_GRACE_S", 0.01)
+    # More than the buffers of two sockets.
+    monkeypatch.setattr(kvhoist.metrics, "text", lambda: "x" * (8 << 20))
+    before = threading.active_count()
+    with kvhoist.metrics.serve(0) as server:
+        hostile = [sent(server, b"GET /metrics HTTP/1.0\r\n\r\n" if n % 2 else b"GET /me") for n in range(40)]
+        for _ in range(3):
+            assert get(server, "/healthz") == (200, "ok\n")
+        assert threading.active_count() - before <= kvhoist.metrics._CONNECTIONS_MAX + 2, "one more may be ending"
+        for connection in hostile:
+            connection.close()
+
+
+def test_no_connection_lasts_for_ever(monkeypatch):
+    monkeypatch.setattr(kvhoist.metrics, "_EXCHANGE_S", 0.01)
+    with kvhoist.metrics.serve(0) as server:
+        for text in (b"", b"GET /metrics HTTP/1.0\r\nX: y"):
+            assert sent(server, text).recv(1) == b"", "closed without an answer"
+
+
+def test_requests_for_other_names_are_refused():
+    with kvhoist.metrics.serve(0, hosts=["node7.example"]) as server:
+
+        def status(host: str) -> int:
+            url = f"http://127.0.0.1:{server.port}/metrics"
+            try:
+                with urllib.request.urlopen(urllib.request.Request(url, headers={"Host": host}), timeout=60) as answer:
+                    return answer.status
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        for host in ("127.0.0.1", "10.0.0.1:9401", "[::1]:9401", "LOCALHOST:1", "node7.example:9401", "Node7.example."):
+            assert status(host) == 200, host
+        for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "[::1].evil.example", "::1", "1"):
+            assert status(host) == 421, host
 
 
 def test_health_says_what_is_out_of_service(caches, monkeypatch):
