@@ -147,6 +147,8 @@ metrics! {
     write_errors: "kvhoist_write_errors_total", "Writes to the disk tier that failed";
     copy_errors: "kvhoist_copy_errors_total", "Copies between memories that failed";
     quarantined: "kvhoist_quarantined_total", "Disk slots taken out of service until the store is opened again";
+    changed_memory: "kvhoist_changed_memory_total",
+        "Blocks given up because their caller's memory was changed while they were stored from it";
     background_refused: "kvhoist_background_refused_total",
         "Prefetches and background writes refused because their queue was full";
     released: "kvhoist_released_total", "Blocks of chains that callers released";

@@ -89,6 +89,7 @@ fn space_rows(table: &mut Table, space: &SpaceStatus) {
         table.row("read errors", stats.read_errors);
         table.row("write errors", stats.write_errors);
         table.row("quarantined", stats.quarantined);
+        table.row("changed while stored", stats.changed_memory);
     }
     if !stats.disk_trouble.is_empty() {
         table.row("disk trouble", plain(&stats.disk_trouble));
@@ -136,6 +137,7 @@ fn space_object(space: &SpaceStatus) -> Value {
             "read_errors": stats.read_errors,
             "write_errors": stats.write_errors,
             "quarantined": stats.quarantined,
+            "changed_memory": stats.changed_memory,
             "straight_bytes": stats.straight_bytes,
             "read_bytes": stats.read_bytes,
             "disk_trouble": stats.disk_trouble,

@@ -122,6 +122,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("kvhoist_read_errors_total", "counter", "Reads of the disk that failed", _one("read_errors")),
     Metric("kvhoist_write_errors_total", "counter", "Writes to the disk that failed", _one("write_errors")),
     Metric("kvhoist_quarantined_total", "counter", "Disk slots taken out of use", _one("quarantined")),
+    Metric("kvhoist_changed_memory_total", "counter", "Blocks whose memory was changed during their store", _one("changed_memory")),
     Metric("kvhoist_background_refused_total", "counter", "Prefetches refused for want of room", _one("background_refused")),
     Metric("kvhoist_released_total", "counter", "Blocks of chains that are over", _one("released")),
     Metric("kvhoist_released_unwritten_total", "counter", "Released blocks that were not written", _one("released_unwritten")),

@@ -355,6 +355,7 @@ impl PyClient {
             ("read_errors", stats.read_errors),
             ("write_errors", stats.write_errors),
             ("quarantined", stats.quarantined),
+            ("changed_memory", stats.changed_memory),
             ("straight_bytes", stats.straight_bytes),
             ("read_bytes", stats.read_bytes),
         ];

@@ -72,6 +72,7 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
         ("read_errors", stats.read_errors),
         ("write_errors", stats.write_errors),
         ("quarantined", stats.quarantined),
+        ("changed_memory", stats.changed_memory),
         ("background_refused", stats.background_refused),
         ("released", stats.released),
         ("released_unwritten", stats.released_unwritten),

@@ -53,7 +53,7 @@ impl Cache {
     pub unsafe fn lend(&self, memory: &[Segment]) -> Result<Loan> {
         let ranges = memory.iter().filter(|segment| segment.len > 0).map(|segment| segment.addresses("memory"));
         let ranges = joined(ranges.collect::<Result<_>>()?);
-        Ok(Loan { cache: self.clone(), region: RegionInner::lent(), ranges })
+        Ok(Loan { cache: self.clone(), region: RegionInner::lent(Arc::clone(&self.shared().lenders.of_loans)), ranges })
     }
 }
 

@@ -23,6 +23,7 @@ pub mod seams;
 mod stats;
 mod turns;
 
+pub(crate) use crate::state::Lender;
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;

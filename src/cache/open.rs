@@ -336,4 +336,7 @@ fn restore(index: &mut Index, slots: &mut DiskSlots, record: &RecoveredRecord) {
         }
     };
     slots.restore(slot, id.as_u32(), record.checksum, record.generation);
+    if record.in_place {
+        slots.set_origin(slot, disk::Origin::UNKNOWN);
+    }
 }

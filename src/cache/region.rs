@@ -1,5 +1,7 @@
 //! The calls on registered memory: register it, load blocks into it, store blocks from it, take it back.
 
+use std::sync::Arc;
+
 use tokio::sync::oneshot;
 
 use super::{Cache, Loan, regions::Region};
@@ -10,6 +12,7 @@ use crate::{
     memory::{Memory, MemoryKind, huge},
     mover::{Command, Job, RegionInner, RegionMemory, Reply, Urgent},
     shield::shield,
+    state::Lender,
 };
 
 /// Forgets a region whose registration is dropped before its caller has it.
@@ -80,11 +83,22 @@ impl Cache {
     }
 
     /// Registers memory without pinning it.
-    pub(crate) fn add_region(&self, memory: Memory) -> Result<Region> {
+    fn add_region(&self, memory: Memory) -> Result<Region> {
+        let name = format!("a region of {} bytes at {:p}", memory.range.len, memory.range.ptr);
+        self.add_region_of(memory, &self.lender(name))
+    }
+
+    /// As [`add_region`](Self::add_region), of a lender that may have several.
+    pub(crate) fn add_region_of(&self, memory: Memory, lender: &Arc<Lender>) -> Result<Region> {
         if matches!(memory.kind, MemoryKind::Device) {
             self.need_device()?;
         }
-        self.inner.regions.add(memory)
+        self.inner.regions.add(memory, Arc::clone(lender))
+    }
+
+    /// One who lends memory, by a name for the log.
+    pub(crate) fn lender(&self, name: String) -> Arc<Lender> {
+        self.shared().lenders.add(name)
     }
 
     /// Moves a region of host memory into huge pages and has the kernel keep it pinned; `false` where the kernel or the

@@ -14,6 +14,7 @@ use crate::{
     error::{Error, Result},
     memory::{Memory, MemoryKind},
     mover::{RegionInner, RegionMemory, RegionUse},
+    state::Lender,
 };
 
 /// A registered range of a caller's memory. Give it back with [`Cache::unregister`](super::Cache::unregister): until
@@ -55,7 +56,7 @@ impl Regions {
         self.entries.lock().expect("nothing panics under it")
     }
 
-    pub(super) fn add(&self, memory: Memory) -> Result<Region> {
+    pub(super) fn add(&self, memory: Memory, lender: Arc<Lender>) -> Result<Region> {
         let Memory { range, kind, .. } = memory;
         let (memory, owner) = match kind {
             MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
@@ -75,7 +76,7 @@ impl Regions {
                 "each range registered once",
             ));
         }
-        let inner = RegionInner::new(range.ptr, range.len, memory, owner);
+        let inner = RegionInner::new(range.ptr, range.len, memory, owner, lender);
         regions.push(Arc::clone(&inner));
         Ok(Region { inner, registry: self.number })
     }
@@ -134,6 +135,7 @@ impl Regions {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::state::Lenders;
 
     fn at(address: usize) -> *mut u8 {
         std::ptr::without_provenance_mut(address)
@@ -146,11 +148,12 @@ mod tests {
 
     #[test]
     fn no_memory_is_registered_twice() {
-        let regions = Regions::new();
-        let pool = regions.add(memory(4096, 8192)).expect("the first");
-        regions.add(memory(8192, 4096)).expect_err("part of it is registered");
-        regions.add(memory(12288, 4096)).expect("beside the pool");
-        regions.add(memory(0, 10)).expect_err("no memory lies there");
+        let (regions, lenders) = (Regions::new(), Lenders::new());
+        let add = |memory| regions.add(memory, Arc::clone(&lenders.of_loans));
+        let pool = add(memory(4096, 8192)).expect("the first");
+        add(memory(8192, 4096)).expect_err("part of it is registered");
+        add(memory(12288, 4096)).expect("beside the pool");
+        add(memory(0, 10)).expect_err("no memory lies there");
 
         let segment = [Segment { ptr: at(4096), len: 10 }];
         assert_eq!(regions.hold(&segment, 10, None).expect("registered").len(), 1);

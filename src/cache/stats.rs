@@ -84,6 +84,10 @@ pub struct Stats {
     pub write_errors: u64,
     /// Disk slots taken out of use.
     pub quarantined: u64,
+    /// Blocks that were stored in place from a caller's memory and came back otherwise when they were first read: the
+    /// memory was changed while they were stored. Their slots stay in use. After 16 such blocks the stores from that
+    /// memory are copied first.
+    pub changed_memory: u64,
     /// Prefetches and background writes refused because their queue was full.
     pub background_refused: u64,
     /// Blocks that were [released](Cache::release).
@@ -222,6 +226,7 @@ impl Cache {
             read_errors: metrics.read_errors.get(),
             write_errors: metrics.write_errors.get(),
             quarantined: metrics.quarantined.get(),
+            changed_memory: metrics.changed_memory.get(),
             background_refused: metrics.background_refused.get(),
             released: metrics.released.get(),
             released_unwritten: metrics.released_unwritten.get(),

@@ -11,4 +11,4 @@ pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub use format::stripe::PageId;
 pub use recovery::{Counts, Member, RecordSink, Recovered, RecoveredRecord, Threads, recover};
 pub(crate) use recovery::{PageVisitor, read_tables};
-pub use slots::DiskSlots;
+pub use slots::{DiskSlots, Origin};

@@ -45,6 +45,33 @@ enum State {
     Quarantined,
 }
 
+/// Whose memory a block was written from, for as long as it was not read back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Origin([u8; 3]);
+
+impl Origin {
+    /// A slot of the cache; or anyone's, and the block was read back since.
+    pub const OURS: Origin = Origin([0; 3]);
+    /// Of a caller that nobody remembers.
+    pub const UNKNOWN: Origin = Origin([1, 0, 0]);
+    /// Of the first caller with a number.
+    pub const FIRST: Origin = Origin([2, 0, 0]);
+    /// Of the last one.
+    pub const LAST: Origin = Origin([0xff; 3]);
+
+    /// Of the caller with this number; `None` past the last one.
+    pub fn new(number: u32) -> Option<Self> {
+        let [low @ .., 0] = number.to_le_bytes() else { return None };
+        Some(Origin(low))
+    }
+
+    /// Its number.
+    pub fn number(self) -> u32 {
+        let [a, b, c] = self.0;
+        u32::from_le_bytes([a, b, c, 0])
+    }
+}
+
 /// The content of a full slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SlotMeta {
@@ -54,12 +81,13 @@ pub struct SlotMeta {
     pub generation: u64,
     /// The index entry of the block.
     pub entry: u32,
-    // Here and not in a table of its own: it lies in the padding, so that a slot takes 24 bytes.
+    // Here and not in tables of their own: they lie in the padding, so that a slot takes 24 bytes.
     state: State,
+    origin: Origin,
 }
 
 impl SlotMeta {
-    const FREE: Self = SlotMeta { checksum: 0, generation: 0, entry: 0, state: State::Free };
+    const FREE: Self = SlotMeta { checksum: 0, generation: 0, entry: 0, state: State::Free, origin: Origin::OURS };
 }
 
 /// The slot table of a store. 24.2 bytes per slot.
@@ -173,6 +201,23 @@ impl DiskSlots {
         self.stale.insert(self.stripe.page_of(slot).0);
     }
 
+    /// Notes whose memory the block of a full slot was written from, or that it was read back and is right
+    /// ([`Origin::OURS`]). The record says no more than whether it was a caller's.
+    ///
+    /// # Panics
+    /// If the store has no such slot.
+    pub fn set_origin(&mut self, slot: u32, origin: Origin) {
+        self.slots[slot as usize].origin = origin;
+    }
+
+    /// Whose memory the block in `slot` was written from.
+    ///
+    /// # Panics
+    /// If the store has no such slot.
+    pub fn origin(&self, slot: u32) -> Origin {
+        self.slots[slot as usize].origin
+    }
+
     /// Makes the full slot of block `key` filling again, and its record page stale, after an eviction or removal. Must
     /// be followed by `release`, or by filling the slot with another block.
     ///
@@ -261,7 +306,9 @@ impl DiskSlots {
             let uses = if self.records_uses { uses } else { 0 };
             let length = self.stripe.block_bytes();
             let (generation, checksum) = (meta.generation, meta.checksum);
-            *bytes = seal.encode(local, &Record { key, parent, length, generation, checksum, last_use, uses });
+            let in_place = self.records_uses && meta.origin != Origin::OURS;
+            let record = Record { key, parent, length, generation, checksum, last_use, uses, in_place };
+            *bytes = seal.encode(local, &record);
         }
         self.stale.remove(page.0);
         self.leftovers.encoded(page);
@@ -363,7 +410,7 @@ impl DiskSlots {
 
     fn fill(&mut self, slot: u32, entry: u32, checksum: u64, generation: u64) {
         self.expect(slot, State::Filling);
-        self.slots[slot as usize] = SlotMeta { checksum, generation, entry, state: State::Full };
+        self.slots[slot as usize] = SlotMeta { checksum, generation, entry, state: State::Full, origin: Origin::OURS };
         self.full += 1;
     }
 

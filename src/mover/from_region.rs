@@ -9,7 +9,7 @@ use super::{
     budget::{Kind, Share},
     pages::CallPages,
     records::Sharing,
-    region::Job,
+    region::{Job, RegionMemory},
     write::BegunWrite,
 };
 use crate::{
@@ -57,6 +57,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let may_write_from = config.host.bypass
             && config.disk.write_policy == WritePolicy::WriteThrough
             && !config.disk.paths.is_empty()
+            && job.is_kept_unchanged()
             && job.may_bypass_host(self.memory_align_bytes);
         if !may_write_from || !state.disk_service.writes() {
             return Ok(RegionStore::Elsewhere);
@@ -93,7 +94,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         ((share, DiskWrite { id, filling }, place), started): BegunRegionWrite,
         sharing: Sharing<S, C>,
     ) -> Result<()> {
-        let (key, began) = (job.key, Instant::now());
+        let (key, origin, began) = (job.key, job.origin(), Instant::now());
         let _landing = Landing::new(self, &key, Tier::Disk, Some(started));
         let DiskPlace { file, offset, .. } = place;
         let (places, block_bytes) = (job.places(), self.shared.config.block_bytes);
@@ -111,7 +112,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Err(source) => Err(Error::io("write", self.path_of(file), source)),
         };
         // False: it was removed meanwhile.
-        let is_entered = sum.map(|sum| self.lock().enter_written(&write, sum));
+        let is_entered = sum.map(|sum| self.lock().enter_written(&write, sum, origin));
         let recorded = match is_entered {
             Ok(true) => sharing.written().await,
             other => {
@@ -218,6 +219,10 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let id = state.index.insert(job.key, job.parent);
         let place = state.begin_disk_write(id, &filling, checksum);
         let place = place.expect("it is resident nowhere, and on no way");
+        // Device memory is copied to a slot of the cache first.
+        if checksum.is_some() && job.memory() == RegionMemory::Host {
+            state.disk_slots().set_origin(filling.slot(), job.origin());
+        }
         // For callers that want the same block on disk meanwhile; the one that stores it is answered by the end itself.
         let started = state.flights.begin_started(&job.key, Tier::Disk, id, Class::Awaited, Vec::new());
         Ok(Some(((share, DiskWrite { id, filling }, place), started)))

@@ -20,7 +20,10 @@ use crate::{
     error::{Error, Result},
     io::Storage,
     memory::Readable,
-    state::{Filling, Message, Outcome, Pin, Purpose, State, Unverified, blames_disk, verify},
+    state::{
+        Filling, Message, Outcome, Pin, Purpose, State, Unverified, blames_disk,
+        verify::{self, Fault},
+    },
 };
 
 /// The memory to read a block to.
@@ -198,7 +201,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Err(source) => {
                 self.shared.metrics.read_errors.add(1);
                 match blames_disk(&source) {
-                    true => self.shared.unlink(pin, Some(filling), "it cannot be read"),
+                    true => self.shared.unlink(pin, filling, Fault::Unreadable),
                     false => self.shared.abort_read(pin, filling),
                 }
                 Err(Error::io("read", self.path_of(file), source))
@@ -299,6 +302,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let mut state = self.shared.lock();
             state.index.touch(pin.id());
             state.index.hit(pin.id());
+            state.note_right(&pin);
             pin.release(&mut state);
         }
         self.shared.metrics.looked_up(Some(Tier::Disk));

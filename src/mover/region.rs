@@ -10,7 +10,9 @@ use tokio::sync::Notify;
 use crate::{
     block::{BlockKey, FIXED_BYTES_MAX, IO_ALIGN, Segment},
     device::CopyRegion,
+    disk::Origin,
     memory::{Readable, SharedMemory},
+    state::Lender,
 };
 
 /// A block in shorter segments takes one operation through a host slot, and many without.
@@ -31,6 +33,8 @@ pub(crate) struct RegionInner {
     /// How copy engines know it. `None` for one that is lent for a call: registering it with a NIC would take longer
     /// than to copy it.
     pub(crate) lasting: Option<CopyRegion>,
+    /// Who keeps its bytes unchanged while they are stored.
+    lender: Arc<Lender>,
     /// Keeps the memory mapped, if the caller has shared it.
     _owner: Option<Arc<SharedMemory>>,
     users: AtomicUsize,
@@ -47,15 +51,21 @@ pub(super) const UNREGISTERED: u32 = u32::MAX;
 pub(crate) struct RegionUse(pub(super) Arc<RegionInner>);
 
 impl RegionInner {
-    pub(crate) fn new(start: *mut u8, len: usize, memory: RegionMemory, owner: Option<Arc<SharedMemory>>) -> Arc<Self> {
+    pub(crate) fn new(
+        start: *mut u8,
+        len: usize,
+        memory: RegionMemory,
+        owner: Option<Arc<SharedMemory>>,
+        lender: Arc<Lender>,
+    ) -> Arc<Self> {
         let lasting = CopyRegion::new(start, len, memory == RegionMemory::Device);
-        RegionInner::with((start as usize, len), memory, Some(lasting), owner)
+        RegionInner::with((start as usize, len), memory, Some(lasting), owner, lender)
     }
 
     /// Stands for host memory that is lent for a call: it counts the movements that use it. It contains no segment,
     /// so neither storage nor copy engines take it for memory that they have registered.
-    pub(crate) fn lent() -> Arc<Self> {
-        RegionInner::with((0, 0), RegionMemory::Host, None, None)
+    pub(crate) fn lent(lender: Arc<Lender>) -> Arc<Self> {
+        RegionInner::with((0, 0), RegionMemory::Host, None, None, lender)
     }
 
     fn with(
@@ -63,12 +73,14 @@ impl RegionInner {
         memory: RegionMemory,
         lasting: Option<CopyRegion>,
         owner: Option<Arc<SharedMemory>>,
+        lender: Arc<Lender>,
     ) -> Arc<Self> {
         Arc::new(RegionInner {
             start,
             len,
             memory,
             lasting,
+            lender,
             _owner: owner,
             users: AtomicUsize::new(0),
             unused: Notify::new(),
@@ -159,6 +171,16 @@ pub(crate) struct Job {
 impl Job {
     pub(crate) fn memory(&self) -> RegionMemory {
         self.regions.first().map_or(RegionMemory::Host, RegionUse::memory)
+    }
+
+    /// Whose memory its bytes lie in. Segments in memory of several lenders count as the first one's.
+    pub(super) fn origin(&self) -> Origin {
+        self.regions.first().map_or(Origin::UNKNOWN, |region| region.0.lender.origin)
+    }
+
+    /// False where too many blocks of this memory were changed while they were stored from it.
+    pub(super) fn is_kept_unchanged(&self) -> bool {
+        self.regions.iter().all(|region| region.0.lender.is_trusted())
     }
 
     /// Its regions, as copy engines know them.

@@ -69,6 +69,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             let mut state = self.shared.lock();
             state.index.touch(pin.id());
             state.index.hit(pin.id());
+            state.note_right(&pin);
             pin.release(&mut state);
         }
         self.shared.metrics.looked_up(Some(Tier::Disk));

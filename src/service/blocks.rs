@@ -57,13 +57,13 @@ pub(super) struct Movers {
 }
 
 impl Movers {
-    pub(super) fn new(space: &Space, bytes_in_flight_max: u64) -> Self {
+    pub(super) fn new(space: &Space, bytes_in_flight_max: u64, client: String) -> Self {
         let cache = space.cache.clone();
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
         let movements_max = cache.config().limits.movements_max as usize;
         Movers {
-            regions: Regions::new(cache.clone(), Rc::clone(&space.system), Rc::clone(&space.lenders)),
+            regions: Regions::new(cache.clone(), Rc::clone(&space.system), Rc::clone(&space.lenders), client),
             cache,
             permits: Arc::new(Semaphore::new(blocks)),
             per_call: BLOCKS_PER_CALL.min(blocks).min(movements_max),

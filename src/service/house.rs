@@ -19,7 +19,7 @@ use super::{
 /// The state of a connection that others see.
 pub(super) struct Guest {
     id: u64,
-    pid: u32,
+    pub(super) pid: u32,
     pub(super) uid: u32,
     pub(super) namespace: RefCell<String>,
     pub(super) movers: RefCell<Option<Rc<Movers>>>,

@@ -5,6 +5,7 @@ use std::{
     collections::BTreeMap,
     os::fd::OwnedFd,
     rc::Rc,
+    sync::Arc,
 };
 
 use super::{
@@ -14,7 +15,7 @@ use super::{
 };
 use crate::{
     block::Segment,
-    cache::{Cache, Region},
+    cache::{Cache, Lender, Region},
     error::ServiceFault,
     memory::Memory,
 };
@@ -33,13 +34,16 @@ pub(super) struct Regions {
     cache: Cache,
     system: Rc<dyn System>,
     lenders: Rc<Cell<u32>>,
+    /// The client, which answers for what its memory does.
+    lender: Arc<Lender>,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
 }
 
 impl Regions {
-    /// `lenders`: the connections of the space that have regions.
-    pub(super) fn new(cache: Cache, system: Rc<dyn System>, lenders: Rc<Cell<u32>>) -> Self {
-        Regions { cache, system, lenders, held: RefCell::default() }
+    /// `lenders`: the connections of the space that have regions. `client`: its name for the log.
+    pub(super) fn new(cache: Cache, system: Rc<dyn System>, lenders: Rc<Cell<u32>>, client: String) -> Self {
+        let lender = cache.lender(client);
+        Regions { cache, system, lenders, lender, held: RefCell::default() }
     }
 
     /// The number of connections of the space that have regions.
@@ -69,7 +73,7 @@ impl Regions {
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
         let memory = unsafe { Memory::host(mapped.start(), mapped.len()) };
-        match self.cache.add_region(memory) {
+        match self.cache.add_region_of(memory, &self.lender) {
             Ok(region) => {
                 let held = Held { mapped, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
                 let mut all = self.held.borrow_mut();

@@ -3,7 +3,7 @@
 use super::{Filling, Pin, State};
 use crate::{
     block::{BlockKey, FileId, Tier},
-    disk::PageId,
+    disk::{Origin, PageId},
     error::Error,
     index::EntryId,
 };
@@ -93,12 +93,13 @@ impl State {
         Some(DiskPlace { file, offset, page: slots.page_of(filling.slot()) })
     }
 
-    /// Enters a block that is being written in the table, now that its checksum is known. False if the block was
-    /// removed meanwhile: no record may name it.
-    pub(crate) fn enter_written(&mut self, write: &DiskWrite, checksum: u64) -> bool {
+    /// Enters a block that is being written in place from memory of `origin` in the table, now that its checksum is
+    /// known. False if the block was removed meanwhile: no record may name it.
+    pub(crate) fn enter_written(&mut self, write: &DiskWrite, checksum: u64, origin: Origin) -> bool {
         let is_there = self.index.find(&self.index.key(write.id)) == Some(write.id);
         if is_there {
             self.enter_in_table(write.id, &write.filling, checksum);
+            self.disk_slots().set_origin(write.filling.slot(), origin);
         }
         is_there
     }

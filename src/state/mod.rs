@@ -13,6 +13,7 @@ mod guards;
 mod health;
 mod hints;
 mod leaving;
+mod lenders;
 mod lock;
 mod lookup;
 mod refusals;
@@ -27,6 +28,7 @@ pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use disk_write::{DiskPlace, DiskWrite};
 pub(crate) use flights::{Class, Raised, Started, Unclaimed, Urgency};
 pub(crate) use health::{Failures, Health, blames_disk};
+pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::Locked;
 #[cfg(feature = "sim")]
 pub use lock::{holds_lock, locks_taken, panic_under_lock};
@@ -109,6 +111,7 @@ pub(crate) struct Shared {
     pub(crate) arena: Arc<Arena>,
     pub(crate) device: Option<DevicePool>,
     pub(crate) metrics: Metrics,
+    pub(crate) lenders: Lenders,
     /// Host slots that callers have reserved and not committed.
     pub(crate) reservations: AtomicU64,
     /// Host slots that are parked.
@@ -176,6 +179,7 @@ impl Shared {
             arena,
             device,
             metrics,
+            lenders: Lenders::new(),
             reservations: AtomicU64::new(0),
             parked: AtomicU32::new(0),
             leases: Default::default(),

@@ -14,8 +14,9 @@ use tokio::sync::oneshot;
 
 use super::{Filling, Finished, Flight, Joined, Message, Outcome, Pin, Shared, State, Ticket, Unclaimed, Unverified};
 use crate::{
-    block::{BlockKey, Route, Segment, Tier},
+    block::{BlockKey, FileId, Route, Segment, Tier},
     checksum::checksum,
+    disk::Origin,
     error::Error,
     index::EntryId,
     memory::Readable,
@@ -30,6 +31,24 @@ pub(crate) fn panicked() -> Error {
 
 /// Larger blocks are verified on the reactor, in pieces: at most about 100 us in one poll.
 pub(crate) const BLOCK_BYTES_MAX: usize = 1 << 20;
+
+/// Why a block on disk is given up.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fault {
+    /// The drive does not return it.
+    Unreadable,
+    /// The drive returns other bytes than its checksum is of.
+    Mismatch,
+}
+
+impl Fault {
+    fn text(self) -> &'static str {
+        match self {
+            Fault::Unreadable => "it cannot be read",
+            Fault::Mismatch => "its checksum does not match",
+        }
+    }
+}
 
 // SAFETY: an unpublished slot, which the filling keeps and no operation writes to any more.
 unsafe impl Readable for Unverified {
@@ -131,7 +150,7 @@ impl Shared {
         let Unverified { source, filling, checksum, started, .. } = unverified;
         if !matches {
             self.metrics.checksum_failures.add(1);
-            self.unlink(source, Some(filling), "its checksum does not match");
+            self.unlink(source, filling, Fault::Mismatch);
             return Ok(None);
         }
         self.metrics.moved(Route::DiskToHost, self.config.block_bytes, started.elapsed());
@@ -251,6 +270,9 @@ impl Shared {
             filling.release(state);
             None
         };
+        if source.tier() == Tier::Disk {
+            state.note_right(&source);
+        }
         source.release(state);
         pin
     }
@@ -263,33 +285,72 @@ impl Shared {
         pin.release(&mut state);
     }
 
-    /// Gives up a block that cannot be read from its disk slot, and quarantines the slot, unless the block was removed
-    /// meanwhile. `filling` is the host slot that the block was read into, if one was.
+    /// Gives up a block that cannot be read from its disk slot, unless it was removed meanwhile: quarantines the slot,
+    /// if the drive is to blame. `filling` is the host slot that the block was read into.
     ///
     /// If other readers hold the disk slot, the whole block is removed: a store must find it missing and keep its data.
-    pub(crate) fn unlink(&self, pin: Pin, filling: Option<Filling>, why: &str) {
+    pub(crate) fn unlink(&self, pin: Pin, filling: Filling, fault: Fault) {
         let (id, slot) = (pin.id(), pin.slot());
         let mut state = self.lock();
         let key = state.index.key(id);
-        if let Some(filling) = filling {
-            state.index.abort_fill(id, Tier::Host);
-            filling.release(&mut state);
-        }
+        state.index.abort_fill(id, Tier::Host);
+        filling.release(&mut state);
         // If the block was removed meanwhile, its last reader frees the slot.
         let removed = state.index.slot(id, Tier::Disk) != Some(slot);
         pin.release(&mut state);
         if removed {
             return;
         }
-        if state.index.drop_copy(id, Tier::Disk).is_none() {
-            for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
-                slot.into_iter().for_each(|slot| state.push_free(tier, slot));
+        let origin = state.disk_slots().origin(slot);
+        let is_callers = fault == Fault::Mismatch && origin != Origin::OURS;
+        if is_callers {
+            state.disk_slots().clear(slot, &key);
+        }
+        match state.index.drop_copy(id, Tier::Disk) {
+            Some(slot) if is_callers => state.push_free(Tier::Disk, slot),
+            Some(_) => {}
+            None => {
+                for (tier, slot) in Tier::ALL.into_iter().zip(state.index.remove(id)) {
+                    slot.into_iter().for_each(|slot| state.push_free(tier, slot));
+                }
             }
         }
-        let slots = state.disk_slots();
-        let (file, of_path) = slots.quarantine(slot, &key);
-        let count = slots.quarantined_count();
+        if is_callers {
+            drop(state);
+            return self.blame_lender(origin, slot);
+        }
+        let (file, of_path) = state.disk_slots().quarantine(slot, &key);
+        let count = state.disk_slots().quarantined_count();
         drop(state);
+        self.note_quarantined(file, of_path, count, (slot, fault.text()));
+    }
+
+    /// Counts a block whose lender changed its memory while it was stored, or so it seems: the bytes were never read
+    /// back before.
+    fn blame_lender(&self, origin: Origin, slot: u32) {
+        self.metrics.changed_memory.add(1);
+        let blamed = self.lenders.blame(origin);
+        let name = blamed.as_ref().map_or("memory of a caller that is gone", |(lender, _)| &lender.name);
+        let count = self.metrics.changed_memory.get();
+        // Any caller can have many: a warning for each power of two, counters for the others.
+        if count.is_power_of_two() {
+            tracing::warn!(
+                name,
+                slot,
+                count,
+                "a block on disk was given up: its memory was changed while it was stored from there, or the drive lost \
+                 it before it was first read; wait for the end of a store before its memory is used again"
+            );
+        } else {
+            tracing::debug!(name, slot, count, "a block on disk was given up: its memory was changed during its store");
+        }
+        if let Some((lender, true)) = blamed {
+            tracing::info!(name = lender.name, "blocks stored from this memory are copied first from now on");
+        }
+    }
+
+    /// Counts a quarantined slot of a path, and takes the disk tier out of service if there are too many.
+    fn note_quarantined(&self, file: FileId, of_path: u32, count: u32, (slot, why): (u32, &str)) {
         self.metrics.quarantined.add(1);
         // A bad drive has many: one warning per path, counters for the others.
         if of_path == 1 {
@@ -310,5 +371,12 @@ impl Shared {
         } else if u64::from(count) == self.config.disk_slots() {
             self.retire_disk(format!("all of its {count} slots are quarantined"));
         }
+    }
+}
+
+impl State {
+    /// Notes that a block which is pinned on disk was read and is right: what becomes of it later is the drive's.
+    pub(crate) fn note_right(&mut self, on_disk: &Pin) {
+        self.disk_slots().set_origin(on_disk.slot(), Origin::OURS);
     }
 }

@@ -5,6 +5,7 @@ mod common;
 
 mod attach;
 mod calls;
+mod changed_memory;
 mod child;
 mod deaths;
 mod descriptors;

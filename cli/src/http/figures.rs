@@ -50,7 +50,7 @@ const OF_ROUTES: [OfRoute; 2] = [
     ("kvhoist_moved_bytes_total", "Bytes served or moved, by route", Stats::route_bytes),
 ];
 
-const OF_SPACES: [Of<Stats>; 20] = [
+const OF_SPACES: [Of<Stats>; 21] = [
     ("kvhoist_misses_total", "Blocks fetched or loaded that were in no tier", |stats| stats.misses),
     ("kvhoist_stores_total", "Blocks stored", |stats| stats.stores),
     ("kvhoist_stores_known_total", "Stores of blocks that were already resident", |stats| stats.stores_known),
@@ -62,6 +62,9 @@ const OF_SPACES: [Of<Stats>; 20] = [
     ("kvhoist_write_errors_total", "Writes to the disk tier that failed", |stats| stats.write_errors),
     ("kvhoist_quarantined_total", "Disk slots taken out of service until the store is opened again", |stats| {
         stats.quarantined
+    }),
+    ("kvhoist_changed_memory_total", "Blocks given up because their memory was changed during their store", |stats| {
+        stats.changed_memory
     }),
     ("kvhoist_background_refused_total", "Prefetches and background writes refused by a full queue", |stats| {
         stats.background_refused

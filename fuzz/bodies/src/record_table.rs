@@ -58,6 +58,7 @@ struct Fields {
     checksum: u64,
     last_use: u64,
     uses: u8,
+    in_place: bool,
 }
 
 impl Fields {
@@ -72,6 +73,7 @@ impl Fields {
             checksum: self.checksum,
             last_use: counter(self.last_use),
             uses: self.uses % 4,
+            in_place: self.in_place,
         }
     }
 }
@@ -191,8 +193,9 @@ impl Store {
             } else if let Some(record) = naive(file.0, local, &bytes) {
                 counts.valid += 1;
                 assert_eq!(RecordSeal::new(&UUID, file.0).encode(local, &record), bytes, "one record, one form");
-                let Record { key, parent, generation, checksum, last_use, uses, .. } = record;
-                expected.insert(slot, RecoveredRecord { key, parent, slot, generation, checksum, last_use, uses });
+                let Record { key, parent, generation, checksum, last_use, uses, in_place, .. } = record;
+                let record = RecoveredRecord { key, parent, slot, generation, checksum, last_use, uses, in_place };
+                expected.insert(slot, record);
             } else {
                 counts.bad += 1;
                 assert!(recovered.slots.stale_pages().any(|page| page == self.stripe.page_of(slot)));
@@ -246,7 +249,7 @@ fn naive(member: u16, local: u32, bytes: &[u8; RECORD_BYTES]) -> Option<Record> 
     let (flags, length) = (bytes[0], u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]));
     let (generation, last_use) = (number(8), number(24));
     let crc = checksum(&[&bytes[..120], &seal_of(member, local)].concat());
-    let (flags, uses) = (flags & !12, flags >> 2 & 3);
+    let (flags, uses, in_place) = (flags & !28, flags >> 2 & 3, flags & 16 != 0);
     let parent = (flags == 3).then(|| key(64));
     let sound = number(120) == crc
         && (flags == 1 || flags == 3)
@@ -255,5 +258,5 @@ fn naive(member: u16, local: u32, bytes: &[u8; RECORD_BYTES]) -> Option<Record> 
         && (parent.is_some() || bytes[64..96] == [0; 32])
         && bytes[96..120] == [0; 24]
         && generation.max(last_use) <= COUNTER_MAX;
-    sound.then(|| Record { key: key(32), parent, length, generation, checksum: number(16), last_use, uses })
+    sound.then(|| Record { key: key(32), parent, length, generation, checksum: number(16), last_use, uses, in_place })
 }

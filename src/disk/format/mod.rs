@@ -23,7 +23,8 @@
 //!   8  generation                     8      64  parent          32
 //!  16  payload checksum               8      96  zero            24
 //!                                           120  crc              8
-//! flags: 1 full; 2 has a parent; 4 and 8 number of requests that used the block (3 or more: 3; unknown: 0)
+//! flags: 1 full; 2 has a parent; 4 and 8 number of requests that used the block (3 or more: 3; unknown: 0);
+//! 16 was written from a caller's memory and not read back since
 //! ```
 //!
 //! All checksums are CRC-64/NVME (`checksum.rs`). A record's crc is taken over its first 120
@@ -34,8 +35,8 @@
 //! distinguish a newer store from a damaged one. A store keeps the version it was created with: a program that could
 //! open it still can after newer programs have used it.
 //!
-//! - 1: records have no use count. Flags 4 and 8 are zero.
-//! - 2: records have a use count.
+//! - 1: records have no use count. Flags 4, 8 and 16 are zero.
+//! - 2: records have a use count, and say whose memory a block came from.
 //!
 //! **States.** *Forming* (1): the store is being created and holds no block. *Whole* (2): when this state was written,
 //! every member was at least forming on the medium. Creation runs in steps, each over all members before the next: zero

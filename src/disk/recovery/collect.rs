@@ -33,6 +33,8 @@ pub struct RecoveredRecord {
     pub last_use: u64,
     /// Number of requests that used it, at most 3; 0 if unknown.
     pub uses: u8,
+    /// It was written from a caller's memory and not read back since.
+    pub in_place: bool,
 }
 
 /// Number of slots by state of their record; the counts sum to the store's slots.
@@ -150,6 +152,7 @@ impl Decoder {
                         checksum: record.checksum,
                         last_use: record.last_use,
                         uses: record.uses,
+                        in_place: record.in_place,
                     });
                 }
                 Err(_) => {

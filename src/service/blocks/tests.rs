@@ -27,7 +27,7 @@ fn key(block: u8) -> BlockKey {
 
 /// A client with room for all blocks.
 fn client(space: &Space) -> Rc<Movers> {
-    let movers = Movers::new(space, 1 << 20);
+    let movers = Movers::new(space, 1 << 20, "a client".into());
     let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
     let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
     movers.regions.add(1, &fd, 0, pool.len() as u64).expect("registered");

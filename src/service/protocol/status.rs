@@ -53,6 +53,8 @@ pub struct SpaceStats {
     pub write_errors: u64,
     /// Disk slots taken out of use.
     pub quarantined: u64,
+    /// Blocks given up because their client's memory was changed while they were stored.
+    pub changed_memory: u64,
     /// Bytes that went straight between disk and clients' memory.
     pub straight_bytes: u64,
     /// Bytes read from the drives.
@@ -155,6 +157,7 @@ fields!(SpaceStats {
     read_errors,
     write_errors,
     quarantined,
+    changed_memory,
     straight_bytes,
     read_bytes,
     disk_trouble

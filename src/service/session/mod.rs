@@ -263,7 +263,8 @@ impl Session {
 
     /// Attaches the client to a space.
     fn enter(&mut self, space: Rc<Space>) -> Reply {
-        let movers = Rc::new(Movers::new(&space, self.house.config.bytes_in_flight_max));
+        let client = format!("process {} of user {}", self.guest.pid, self.guest.uid);
+        let movers = Rc::new(Movers::new(&space, self.house.config.bytes_in_flight_max, client));
         space.clients.set(space.clients.get() + 1);
         self.guest.namespace.borrow_mut().clone_from(&space.namespace);
         *self.guest.movers.borrow_mut() = Some(Rc::clone(&movers));

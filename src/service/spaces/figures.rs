@@ -33,6 +33,7 @@ pub(in crate::service) fn stats(cache: &Cache) -> SpaceStats {
         read_errors: stats.read_errors,
         write_errors: stats.write_errors,
         quarantined: stats.quarantined,
+        changed_memory: stats.changed_memory,
         straight_bytes: straight.iter().sum(),
         read_bytes: reads.iter().sum(),
         disk_trouble: stats.disk_retired.or(stats.disk_read_only).unwrap_or_default(),
