@@ -23,13 +23,13 @@ pub mod seams;
 mod stats;
 mod turns;
 
-pub(crate) use crate::state::Lender;
 pub use layers::LayerLoad;
 pub use lease::{DeviceLease, Lease, Reservation};
 pub use loan::Loan;
 pub(crate) use park::Parked;
 pub use queue::CompletionQueue;
 pub use region::pin_region;
+pub(crate) use regions::MemoryOwner;
 pub use regions::Region;
 pub use stats::{Stats, TierStats, validate};
 

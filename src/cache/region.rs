@@ -1,10 +1,11 @@
 //! The calls on registered memory: register it, load blocks into it, store blocks from it, take it back.
 
-use std::sync::Arc;
-
 use tokio::sync::oneshot;
 
-use super::{Cache, Loan, regions::Region};
+use super::{
+    Cache, Loan,
+    regions::{MemoryOwner, Region},
+};
 use crate::{
     block::{BlockKey, Segment},
     device::GdrState,
@@ -12,7 +13,6 @@ use crate::{
     memory::{Memory, MemoryKind, huge},
     mover::{Command, Job, RegionInner, RegionMemory, Reply, Urgent},
     shield::shield,
-    state::Lender,
 };
 
 /// Forgets a region whose registration is dropped before its caller has it.
@@ -85,20 +85,20 @@ impl Cache {
     /// Registers memory without pinning it.
     fn add_region(&self, memory: Memory) -> Result<Region> {
         let name = format!("a region of {} bytes at {:p}", memory.range.len, memory.range.ptr);
-        self.add_region_of(memory, &self.lender(name))
+        self.add_region_of(memory, self.memory_owner(name))
     }
 
-    /// As [`add_region`](Self::add_region), of a lender that may have several.
-    pub(crate) fn add_region_of(&self, memory: Memory, lender: &Arc<Lender>) -> Result<Region> {
+    /// As [`add_region`](Self::add_region), for an owner that may have several.
+    pub(crate) fn add_region_of(&self, memory: Memory, whose: MemoryOwner) -> Result<Region> {
         if matches!(memory.kind, MemoryKind::Device) {
             self.need_device()?;
         }
-        self.inner.regions.add(memory, Arc::clone(lender))
+        self.inner.regions.add(memory, whose)
     }
 
-    /// One who lends memory, by a name for the log.
-    pub(crate) fn lender(&self, name: String) -> Arc<Lender> {
-        self.shared().lenders.add(name)
+    /// One who will register memory, by a name for the log.
+    pub(crate) fn memory_owner(&self, name: String) -> MemoryOwner {
+        MemoryOwner(self.shared().lenders.add(name))
     }
 
     /// Moves a region of host memory into huge pages and has the kernel keep it pinned; `false` where the kernel or the

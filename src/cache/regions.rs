@@ -36,6 +36,10 @@ impl Region {
 
 debug_fields!(Region, region => len: region.inner.len, memory: region.inner.memory);
 
+/// One whose memory is registered, in any number of regions: what is stored from them is charged to it.
+#[derive(Clone)]
+pub(crate) struct MemoryOwner(pub(super) Arc<Lender>);
+
 /// Regions that may be registered at once.
 const REGIONS_MAX: usize = 4096;
 
@@ -56,7 +60,7 @@ impl Regions {
         self.entries.lock().expect("nothing panics under it")
     }
 
-    pub(super) fn add(&self, memory: Memory, lender: Arc<Lender>) -> Result<Region> {
+    pub(super) fn add(&self, memory: Memory, whose: MemoryOwner) -> Result<Region> {
         let Memory { range, kind, .. } = memory;
         let (memory, owner) = match kind {
             MemoryKind::Host | MemoryKind::Memfd { .. } => (RegionMemory::Host, None),
@@ -76,7 +80,7 @@ impl Regions {
                 "each range registered once",
             ));
         }
-        let inner = RegionInner::new(range.ptr, range.len, memory, owner, lender);
+        let inner = RegionInner::new(range.ptr, range.len, memory, owner, whose.0);
         regions.push(Arc::clone(&inner));
         Ok(Region { inner, registry: self.number })
     }
@@ -149,7 +153,7 @@ mod tests {
     #[test]
     fn no_memory_is_registered_twice() {
         let (regions, lenders) = (Regions::new(), Lenders::new());
-        let add = |memory| regions.add(memory, Arc::clone(&lenders.of_loans));
+        let add = |memory| regions.add(memory, MemoryOwner(Arc::clone(&lenders.of_loans)));
         let pool = add(memory(4096, 8192)).expect("the first");
         add(memory(8192, 4096)).expect_err("part of it is registered");
         add(memory(12288, 4096)).expect("beside the pool");

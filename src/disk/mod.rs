@@ -3,12 +3,14 @@
 mod files;
 pub mod format;
 mod leftovers;
+mod origin;
 pub mod recovery;
 pub mod slots;
 
 pub(crate) use files::random_uuid;
 pub use files::{ReadOnlyFile, StoreFile, open_files, open_read_only};
 pub use format::stripe::PageId;
+pub use origin::Origin;
 pub use recovery::{Counts, Member, RecordSink, Recovered, RecoveredRecord, Threads, recover};
 pub(crate) use recovery::{PageVisitor, read_tables};
-pub use slots::{DiskSlots, Origin};
+pub use slots::DiskSlots;

@@ -5,7 +5,6 @@ use std::{
     collections::BTreeMap,
     os::fd::OwnedFd,
     rc::Rc,
-    sync::Arc,
 };
 
 use super::{
@@ -15,7 +14,7 @@ use super::{
 };
 use crate::{
     block::Segment,
-    cache::{Cache, Lender, Region},
+    cache::{Cache, MemoryOwner, Region},
     error::ServiceFault,
     memory::Memory,
 };
@@ -35,15 +34,15 @@ pub(super) struct Regions {
     system: Rc<dyn System>,
     lenders: Rc<Cell<u32>>,
     /// The client, which answers for what its memory does.
-    lender: Arc<Lender>,
+    owner: MemoryOwner,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
 }
 
 impl Regions {
     /// `lenders`: the connections of the space that have regions. `client`: its name for the log.
     pub(super) fn new(cache: Cache, system: Rc<dyn System>, lenders: Rc<Cell<u32>>, client: String) -> Self {
-        let lender = cache.lender(client);
-        Regions { cache, system, lenders, lender, held: RefCell::default() }
+        let owner = cache.memory_owner(client);
+        Regions { cache, system, lenders, owner, held: RefCell::default() }
     }
 
     /// The number of connections of the space that have regions.
@@ -73,7 +72,7 @@ impl Regions {
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
         let memory = unsafe { Memory::host(mapped.start(), mapped.len()) };
-        match self.cache.add_region_of(memory, &self.lender) {
+        match self.cache.add_region_of(memory, self.owner.clone()) {
             Ok(region) => {
                 let held = Held { mapped, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
                 let mut all = self.held.borrow_mut();

@@ -1,8 +1,8 @@
 //! Who lends memory that blocks are written from in place, and what came of it.
 //!
 //! Only the lender keeps its memory unchanged while a block is stored from it. If it does not, the checksum and the
-//! bytes on disk differ, and neither the drive nor another lender is to blame. So a block that was never read back since
-//! it was written in place counts against its lender, and not against the drive ([`Shared::unlink`]). After
+//! bytes on disk differ, and neither the drive nor another lender is to blame. So a block that was never read back
+//! since it was written in place counts against its lender, and not against the drive ([`Shared::unlink`]). After
 //! [`CHANGED_MAX`] such blocks the lender's stores are copied first: then a difference is the drive's.
 //!
 //! [`Shared::unlink`]: super::Shared::unlink

@@ -338,8 +338,8 @@ impl Shared {
                 name,
                 slot,
                 count,
-                "a block on disk was given up: its memory was changed while it was stored from there, or the drive lost \
-                 it before it was first read; wait for the end of a store before its memory is used again"
+                "a block on disk was given up: its memory was changed while it was stored from there, or the drive \
+                 lost it before it was first read; wait for the end of a store before its memory is used again"
             );
         } else {
             tracing::debug!(name, slot, count, "a block on disk was given up: its memory was changed during its store");

@@ -15,6 +15,7 @@ mod hints;
 mod hostile;
 mod kills;
 mod late;
+mod little_memory;
 mod neighbor;
 mod node;
 mod pool;
