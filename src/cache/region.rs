@@ -199,6 +199,14 @@ impl Cache {
         self.load_jobs(self.jobs(keys, None, segments, None)?).await
     }
 
+    /// As [`load_into`](Self::load_into), of blocks that others load at the same time: each is read once for all who
+    /// wait for it, into host memory, where it is pinned until it is copied to the last of them.
+    pub(crate) async fn load_shared(&self, keys: &[BlockKey], segments: &[Vec<Segment>]) -> Result<Vec<Result<bool>>> {
+        let mut jobs = self.jobs(keys, None, segments, None)?;
+        jobs.iter_mut().for_each(|job| job.is_shared = true);
+        self.load_jobs(jobs).await
+    }
+
     /// Stores blocks from registered memory: one result per block, in order; `true`: stored, as the
     /// write policy wants it.
     ///
@@ -271,7 +279,7 @@ impl Cache {
         let mut jobs = Vec::with_capacity(keys.len());
         for (key, segments) in keys.iter().zip(segments) {
             let regions = self.inner.regions.hold(segments, self.config().block_bytes, lent)?;
-            jobs.push(Job { key: *key, parent, segments: segments.clone(), regions });
+            jobs.push(Job { key: *key, parent, segments: segments.clone(), regions, is_shared: false });
             if chain.is_some() {
                 parent = Some(*key);
             }

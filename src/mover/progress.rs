@@ -265,7 +265,13 @@ mod tests {
         assert_eq!(LayerBoard::new(Arc::clone(&progress)).left, [0, 0]);
         assert!(matches!(progress.layer(1), Some((0, None))), "of no blocks");
         let progress = LayerProgress::new(1, 1);
-        let job = Job { key: crate::block::BlockKey::new([1; 32]), parent: None, segments: vec![], regions: vec![] };
+        let job = Job {
+            key: crate::block::BlockKey::new([1; 32]),
+            parent: None,
+            segments: vec![],
+            regions: vec![],
+            is_shared: false,
+        };
         let board = LayerBoard::new(Arc::clone(&progress));
         LayerJobs { jobs: vec![job], layers: vec![vec![]], board }.refuse(&copy_error());
         assert!(matches!(progress.layer(0), Some((0, Some(Error::Copy { .. })))));

@@ -312,7 +312,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Begins a read of a block to its caller's memory.
     pub(super) fn begin_region_read(&self, state: &mut State, job: &Job) -> RegionRead {
-        if !self.shared.config.host.bypass || !job.may_bypass_host(self.memory_align_bytes) {
+        if job.is_shared || !self.shared.config.host.bypass || !job.may_bypass_host(self.memory_align_bytes) {
             return RegionRead::Elsewhere;
         }
         let urgency = state.holder_urgency(Purpose::Call);

@@ -166,6 +166,8 @@ pub(crate) struct Job {
     pub(crate) segments: Vec<Segment>,
     /// Holds every region that the segments lie in. All are of one kind of memory.
     pub(crate) regions: Vec<RegionUse>,
+    /// Other callers may load the same block: it goes through host memory, where they join its movement.
+    pub(crate) is_shared: bool,
 }
 
 impl Job {

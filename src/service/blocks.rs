@@ -123,15 +123,8 @@ impl Movers {
         // Polled before other tasks of this thread: the call holds the segments' regions from its first poll on,
         // and a region that leaves is waited for.
         let ended = match way {
-            Way::Load => {
-                if self.regions.lenders() > 1 {
-                    // Other clients may load the same blocks: they are read once, into host memory, and copied to each
-                    // client. The load joins the movements; blocks without room in host memory are loaded directly. A
-                    // cache that is closed refuses the load as well.
-                    let _is_open = self.cache.prefetch(keys);
-                }
-                self.cache.load_into(keys, &segments).await
-            }
+            Way::Load if self.regions.lenders() > 1 => self.cache.load_shared(keys, &segments).await,
+            Way::Load => self.cache.load_into(keys, &segments).await,
             Way::Store(parent) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
         };
         if let Some(region) = self.regions.spoiled(places) {
