@@ -195,8 +195,7 @@ impl Cache {
     /// ```
     pub fn stats(&self) -> Stats {
         let shared = self.shared();
-        let config = &shared.config;
-        let metrics = &shared.metrics;
+        let (config, metrics) = (&shared.config, &shared.metrics);
         let slots = [u64::from(config.device_slots()), u64::from(shared.host_slots()), config.disk_slots()];
         let gdr: GdrState = self.inner.gdr.get();
         let state = shared.lock();
