@@ -20,8 +20,8 @@ impl Cache {
     /// Release only what is known to be over. A chain that is released and continues has to be computed anew, which
     /// costs far more than a chain that is over and occupies slots until it is the coldest. A released block that is
     /// not written yet (`write_back`) is written by a [`sync`](Self::sync) that begins while it is resident, and stays
-    /// in host memory until then; if it is evicted before, it is lost, and counted ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With
-    /// `by_value` a `sync` does not write it.
+    /// in host memory until then. If it is evicted before, it is lost, and counted
+    /// ([`Stats::released_unwritten`](crate::Stats::released_unwritten)). With `by_value` a `sync` does not write it.
     ///
     /// ```
     /// # use kvhoist::{Cache, PrefixChain, block_on};

@@ -14,10 +14,10 @@ use super::{
     ahead::{Offer, Target},
     from_region::RegionStore,
     pages::CallPages,
-    panicked::of_task,
     promote::{Asked, Next},
     read::RegionRead,
     region::{Job, RegionMemory, RegionUse, UNREGISTERED},
+    results::of_task,
     staged::Staged,
 };
 use crate::{

@@ -11,9 +11,9 @@ use tokio::{task::JoinHandle, time::Instant};
 use super::{
     Mover,
     foreign::in_turns,
-    panicked::or_panicked,
     progress::{LayerBoard, LayerJobs},
     region::{Job, RegionMemory},
+    results::or_panicked,
 };
 use crate::{
     block::{CopyOp, Direction, Tier},

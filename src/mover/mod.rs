@@ -25,6 +25,7 @@ mod promote;
 mod read;
 mod records;
 mod region;
+mod results;
 mod shutdown;
 mod spin;
 mod staged;
@@ -47,7 +48,7 @@ use tokio::{
     time::Instant,
 };
 
-use self::{allowance::Allowance, budget::Budget, pages::RecordPages, panicked::or_panicked};
+use self::{allowance::Allowance, budget::Budget, pages::RecordPages, results::or_panicked};
 use crate::{
     block::{BlockKey, FileId, Tier},
     device::{CopyEngine, cufile::Cufile},
@@ -197,10 +198,9 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             }
         }
         let result = self.drain(urgent).await;
-        write_back.abort();
-        deadlines.abort();
-        spin.abort();
-        raise.abort();
+        for task in [write_back, deadlines, spin, raise] {
+            task.abort();
+        }
         result
     }
 

@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use super::{
     Mover, Serving,
     pages::{CallPages, Waiter, Waiters},
-    panicked::of_task,
+    results::of_task,
 };
 use crate::{
     block::{BlockKey, IO_ALIGN, OpKind},
@@ -180,8 +180,8 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         state
     }
 
-    /// Writes the pages whose records name a block that was removed, or waits for their writes; without a key, all pages
-    /// that are out of date.
+    /// Writes the pages whose records name a block that was removed, or waits for their writes; without a key, all
+    /// pages that are out of date.
     pub(super) async fn forget_records(self: &Rc<Self>, key: Option<&BlockKey>) -> Result<()> {
         let Some(key) = key else { return self.write_stale_records().await };
         let pages: Vec<_> = match &self.lock().disk {

@@ -199,7 +199,7 @@ impl Shared {
             if !state.index.keeps_nothing() {
                 state.index.expire(self.now_ms());
             }
-            // A released block that is not written is evicted unwritten, but not before a sync in flight has written it.
+            // A released block may be evicted unwritten, but not while a sync is in flight, which covers it.
             let spares_dirty = state.refusals.is_sync_in_flight() && !self.config.values_writes();
             let victim = state.index.victim_unless(tier, spares_dirty)?;
             let key = state.index.key(victim);

@@ -19,7 +19,7 @@ pub const TOP: Group = Group {
         (
             "cache",
             "mover state device disk runtime config index io machine memory workers metrics block checksum error fork \
-             shield",
+             shield sync",
         ),
         ("mover", "state device disk config index io memory workers block checksum error shield"),
         ("state", "device disk config index io memory metrics block checksum error fork shield sync"),
@@ -75,8 +75,8 @@ pub const MOVER: Group = Group {
     parent: &["mover"],
     allowed: &[
         ("by_value", "mod"),
-        ("layers", "foreign mod progress region"),
-        ("foreign", "promote ahead from_region pages read staged mod region"),
+        ("layers", "foreign mod progress region results"),
+        ("foreign", "promote ahead from_region pages read staged mod region results"),
         ("from_region", "write mod budget pages records region"),
         ("balance", "mod budget"),
         ("flush", "write mod"),
@@ -89,16 +89,17 @@ pub const MOVER: Group = Group {
         ("offload", "mod budget"),
         ("overdue", "mod command"),
         ("panicked", "mod"),
-        ("records", "mod pages"),
+        ("records", "mod pages results"),
         ("shutdown", "mod command"),
         ("spin", "mod"),
-        ("mod", "allowance command budget pages"),
+        ("mod", "allowance command budget pages results"),
         ("command", "progress region"),
         ("progress", "region"),
         ("allowance", ""),
         ("budget", ""),
         ("pages", ""),
         ("region", ""),
+        ("results", ""),
     ],
 };
 
