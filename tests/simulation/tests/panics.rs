@@ -173,13 +173,14 @@ fn who_waits_for_a_task_that_panics_is_not_told_that_the_cache_is_closed() {
     sim::block_on(async {
         for bypass in [false, true] {
             let (cache, reactor, disk) = open(config().bypass_host(bypass)).await;
-            let mut memory = vec![1u8; BLOCK_BYTES];
+            let mut memory = vec![1u8; 2 * BLOCK_BYTES];
+            let start = memory.as_mut_ptr().wrapping_add(memory.as_ptr().align_offset(BLOCK_BYTES));
             // SAFETY: the memory outlives the cache, and nobody writes to it.
-            let lent = unsafe { Memory::host(memory.as_mut_ptr(), BLOCK_BYTES) };
+            let lent = unsafe { Memory::host(start, BLOCK_BYTES) };
             let region = cache.register(lent).await.expect("registered");
             let _log = tracing::subscriber::set_default(ClosedPipe::default());
             disk.script_next(OpKind::Write, Fault::Error(5));
-            let place = vec![vec![Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES }]];
+            let place = vec![vec![Segment { ptr: start, len: BLOCK_BYTES }]];
             let stored = timeout(PATIENCE, cache.store_from(&[key(1)], None, &place)).await.expect("answered");
             let stored = stored.expect("submitted");
             assert!(matches!(&stored[..], [Err(Error::Io { op: "move", .. })]), "{stored:?}");
