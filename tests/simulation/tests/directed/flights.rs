@@ -1,12 +1,7 @@
 //! Movements that meet another movement of the same key.
 
-use std::{pin::Pin, task::Poll};
-
-use kvhoist::{
-    Error, Tier, WritePolicy,
-    internals::{disk::format::DATA_ALIGN, io::OpKind},
-};
-use kvhoist_simulation::sim::{self, Event, Fault, LogEntry};
+use kvhoist::{Error, Tier, WritePolicy, internals::disk::format::DATA_ALIGN};
+use kvhoist_simulation::sim::{self, Event, LogEntry};
 
 use crate::scene::*;
 
@@ -50,30 +45,26 @@ fn a_write_that_is_to_follow_a_movement_joins_the_write_of_the_block_that_was_st
 }
 
 #[test]
-fn a_block_computed_and_stored_since_it_was_missed_is_not_computed_again() {
+fn a_block_stored_while_its_computation_failed_is_not_computed_by_the_next_caller() {
     sim::block_on(async {
-        let (cache, reactor, disk) = open(config()).await;
-        fill(&cache).await;
-        // Both callers wait for one read, and its block is damaged: both miss.
-        disk.script_next(OpKind::Read, Fault::BitFlip);
-        let slow = cache.clone();
-        let mut slow = Box::pin(async move {
-            let compute = async || -> Result<Vec<u8>, Error> { panic!("the block is in the cache") };
-            slow.get_or_fetch_with(&key(0), None, compute).await
+        let (cache, reactor, _) = open(config()).await;
+        let failing = spawn(&cache, async |cache| {
+            let compute = async || -> Result<Vec<u8>, Error> {
+                a_while().await;
+                Err(Error::Closed)
+            };
+            cache.get_or_fetch_with(&key(0), None, compute).await
         });
-        assert!(poll_once(&mut slow).await.is_none(), "it waits for the read");
-        let computed = cache.get_or_fetch_with(&key(0), None, async || Ok::<_, Error>(payload(0))).await;
-        assert_eq!(computed.expect("computed"), payload(0));
-        assert_eq!(slow.await.expect("found"), payload(0));
+        tokio::task::yield_now().await;
+        let waiting = spawn(&cache, async |cache| {
+            let compute = async || -> Result<Vec<u8>, Error> { panic!("the block is in the cache") };
+            cache.get_or_fetch_with(&key(0), None, compute).await
+        });
+        tokio::task::yield_now().await;
+        store(&cache, 0).await.expect("stored");
+        assert!(!failing.is_finished() && !waiting.is_finished(), "one computes, and the other waits for that");
+        assert!(matches!(failing.await.expect("no panic"), Err(Error::Closed)), "what its computation returned");
+        assert_eq!(waiting.await.expect("it computes nothing").expect("found"), payload(0));
         finish(cache, reactor).await;
     });
-}
-
-/// Polls a future once.
-async fn poll_once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
-    std::future::poll_fn(|context| match Pin::new(&mut *future).poll(context) {
-        Poll::Ready(output) => Poll::Ready(Some(output)),
-        Poll::Pending => Poll::Ready(None),
-    })
-    .await
 }
