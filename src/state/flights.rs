@@ -2,6 +2,9 @@
 //!
 //! Pure data: `M` is the message that answers a waiter, `U` a block that waits to be verified.
 
+#[cfg(test)]
+mod tests;
+
 use std::{
     collections::{BTreeMap, HashMap},
     hash::{BuildHasherDefault, DefaultHasher},

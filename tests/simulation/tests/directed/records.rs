@@ -86,3 +86,65 @@ fn a_block_whose_record_could_not_be_read_is_not_back_after_its_removal() {
         finish(cache, reactor).await;
     });
 }
+
+#[test]
+fn a_sync_writes_a_page_whose_write_failed_during_a_removal() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        cache.sync().await.expect("flushed");
+        disk.script_next(OpKind::Write, Fault::Error(libc::EIO));
+        cache.remove(&key(0)).await.expect_err("its record could not be cleared");
+        assert!(!fetch(&cache, 0).await.expect("served"), "it is forgotten all the same");
+        cache.sync().await.expect("the page is written, and flushed");
+        assert_eq!(found_after_power_cuts(&config(), &disk, 0).await, 0);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_sync_waits_for_the_page_of_a_removal_that_is_being_written() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        disk.script_next(OpKind::Write, Fault::Stall);
+        let removal = spawn_remove(&cache, 0);
+        a_while().await;
+        assert_eq!(disk.stalled(), 1, "the page without the block is being written");
+        let syncing = spawn(&cache, async |cache| cache.sync().await);
+        a_while().await;
+        assert!(!syncing.is_finished(), "a flush before the end of that write would not cover it");
+        disk.release();
+        removal.await.expect("no panic").expect("removed");
+        syncing.await.expect("no panic").expect("flushed");
+        assert_eq!(found_after_power_cuts(&config(), &disk, 0).await, 0);
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_removal_of_what_no_record_names_writes_nothing() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        assert!(cache.remove(&key(0)).await.expect("removed"));
+        let writes = write_after(&disk, 0);
+        assert!(!cache.remove(&key(0)).await.expect("removed before"));
+        assert_eq!(write_after(&disk, 0), writes, "its page has been written since");
+        finish(cache, reactor).await;
+    });
+}
+
+#[test]
+fn a_clear_says_that_a_record_could_not_be_cleared_and_forgets_the_blocks_all_the_same() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        fill(&cache).await;
+        disk.script_next(OpKind::Write, Fault::Error(libc::EIO));
+        cache.clear().await.expect_err("a page of records could not be written");
+        assert_eq!(cache.keys().count(), 0);
+        cache.sync().await.expect("the page is written, and flushed");
+        assert_eq!(found_after_power_cuts(&config(), &disk, 0).await, 0);
+        finish(cache, reactor).await;
+    });
+}

@@ -1,0 +1,60 @@
+//! Joining movements: limits of waiters, and movements that are overdue.
+
+use super::*;
+
+const KEY: BlockKey = BlockKey::new([1; 32]);
+
+fn flights() -> Flights<u8, u8> {
+    Flights::new(Arc::default())
+}
+
+/// A movement of `entry`, whose first waiter is returned with it.
+fn in_flight(tier: Tier, entry: u32) -> (Flights<u8, u8>, oneshot::Receiver<u8>) {
+    let mut flights = flights();
+    let receiver = flights.begin(&KEY, tier, EntryId::from_u32(entry), Class::Awaited);
+    (flights, receiver)
+}
+
+#[test]
+fn a_movement_has_no_more_waiters_than_permitted_and_those_that_left_make_room() {
+    let (mut flights, first) = in_flight(Tier::Host, 1);
+    let Joined::Waiting(second) = flights.join(&KEY, Tier::Host, 2) else { panic!("there is room for two") };
+    assert!(matches!(flights.join(&KEY, Tier::Host, 2), Joined::Full));
+    drop(first);
+    assert!(matches!(flights.join(&KEY, Tier::Host, 2), Joined::Waiting(_)));
+    drop(second);
+}
+
+#[test]
+fn nobody_joins_a_movement_that_is_overdue() {
+    let (mut flights, _first) = in_flight(Tier::Disk, 1);
+    assert_eq!(flights.take_overdue(1).len(), 1, "its waiter is told");
+    assert!(flights.any_overdue());
+    assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::Overdue));
+    let (sender, _receiver) = oneshot::channel();
+    let refused = flights.pass_to_write(&KEY, EntryId::from_u32(1), vec![sender]);
+    assert_eq!(refused.expect_err("it is overdue").len(), 1, "they are given back");
+    flights.finish(&KEY, Tier::Disk);
+    assert!(!flights.any_overdue());
+    assert!(matches!(flights.join(&KEY, Tier::Disk, 9), Joined::None));
+}
+
+#[test]
+fn a_block_that_was_read_in_time_is_not_overdue() {
+    let (mut flights, _first) = in_flight(Tier::Host, 1);
+    flights.get_mut(&KEY, Tier::Host).expect("in flight").unverified = Some(Unclaimed::new(7));
+    assert!(flights.take_overdue(1).is_empty(), "the first waiter to be polled ends it");
+    assert!(!flights.any_overdue());
+    assert!(matches!(flights.join(&KEY, Tier::Host, 9), Joined::Unverified));
+}
+
+#[test]
+fn waiters_are_passed_to_the_write_of_their_entry_or_to_the_one_that_follows() {
+    for (entry, follows) in [(1, false), (2, true)] {
+        let (mut flights, _first) = in_flight(Tier::Disk, 1);
+        let (sender, _receiver) = oneshot::channel();
+        flights.pass_to_write(&KEY, EntryId::from_u32(entry), vec![sender]).expect("a write is in flight");
+        let Finished { waiters, next } = flights.finish(&KEY, Tier::Disk);
+        assert_eq!((waiters.len(), next.map(|next| next.len())), (2 - usize::from(follows), follows.then_some(1)));
+    }
+}
