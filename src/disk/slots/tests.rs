@@ -78,6 +78,40 @@ fn a_page_that_changes_while_it_is_written_stays_stale() {
 }
 
 #[test]
+fn a_removed_block_is_named_by_its_page_until_an_image_without_it_is_written() {
+    let mut slots = slots_of(&[32]);
+    let slot = slots.alloc().expect("free");
+    slots.commit(slot, 1, 2, 3);
+    let (page, key) = (slots.page_of(slot), describe(1).0);
+    let mut bytes = [0; PAGE_BYTES];
+    slots.encode_page(page, &mut bytes, describe);
+    slots.page_written(page);
+    slots.clear(slot, &key);
+    for _ in 0..2 {
+        assert!(slots.pages_naming(&key).eq([(page, true)]), "another write is needed");
+        slots.encode_page(page, &mut bytes, describe);
+        assert!(slots.pages_naming(&key).eq([(page, false)]), "it is in flight");
+        slots.page_failed(page);
+    }
+    slots.encode_page(page, &mut bytes, describe);
+    slots.page_written(page);
+    assert_eq!(slots.pages_naming(&key).next(), None);
+}
+
+#[test]
+fn records_of_a_store_without_use_counts_have_none() {
+    for (records_uses, uses) in [(true, 3), (false, 0)] {
+        let mut slots = slots_of(&[32]);
+        slots.records_uses = records_uses;
+        let slot = slots.alloc().expect("free");
+        slots.commit(slot, 3, 2, 3);
+        let mut bytes = [0; PAGE_BYTES];
+        slots.encode_page(slots.page_of(slot), &mut bytes, describe);
+        assert_eq!(decode(&slots, PageId(0), &bytes)[&slot].uses, uses);
+    }
+}
+
+#[test]
 fn a_quarantined_slot_is_never_used_again_and_its_record_is_cleared() {
     let mut slots = slots_of(&[1]);
     let slot = slots.alloc().expect("free");

@@ -1,15 +1,18 @@
 //! What the records on the medium say when the process ends at the worst instant.
 
 use kvhoist::{
-    DiskPath,
-    internals::io::{FileId, OpKind},
+    Cache, Config, DiskPath,
+    internals::{
+        disk::format::TABLE_OFFSET,
+        io::{FileId, OpKind},
+    },
 };
-use kvhoist_simulation::sim::{self, Fault, Simulated, World};
+use kvhoist_simulation::sim::{self, Fault, Reactor, Sim, Simulated, World};
 
 use crate::scene::*;
 
 /// The number of the write that begins after so many more.
-fn write_after(disk: &sim::Sim, more: u64) -> u64 {
+fn write_after(disk: &Sim, more: u64) -> u64 {
     disk.counts().started[OpKind::Write as usize] + more
 }
 
@@ -41,28 +44,67 @@ fn a_removal_waits_for_an_image_of_its_page_that_was_made_after_it() {
     });
 }
 
+/// A block's slot is given to another one, whose record is not written; the block is stored anew, in a slot whose record
+/// is on the other page. Before the kill `evicted` blocks were evicted: which page has the older record.
+async fn killed_with_two_records(evicted: u8) -> (Cache, Reactor, Sim, Config) {
+    // Two pages of records; the blocks alternate between them.
+    let config = config().disks(vec![DiskPath::with_blocks("simulated", 33)]);
+    let (cache, reactor, disk) = open(config.clone()).await;
+    for n in 0..33 + evicted {
+        store(&cache, n).await.expect("a sound disk");
+    }
+    disk.script(OpKind::Write, write_after(&disk, 1), Fault::Stall);
+    let storing = spawn(&cache, async move |cache| store(&cache, 33 + evicted).await);
+    a_while().await;
+    assert_eq!((disk.stalled(), cache.contains(&key(evicted))), (1, false));
+    store(&cache, evicted).await.expect("stored anew");
+    let (later, end, medium) = open_killed(config.clone(), &disk).await;
+    disk.release();
+    storing.await.expect("no panic").expect("stored");
+    finish(cache, reactor).await;
+    (later, end, medium, config)
+}
+
 #[test]
 fn of_two_records_of_a_block_the_later_one_counts() {
     sim::block_on(async {
-        // Two pages of records; the blocks alternate between them.
-        let config = config().disks(vec![DiskPath::with_blocks("simulated", 33)]);
-        let (cache, reactor, disk) = open(config.clone()).await;
-        for n in 0..33 {
-            store(&cache, n).await.expect("a sound disk");
+        for evicted in [0, 1] {
+            let (cache, reactor, ..) = killed_with_two_records(evicted).await;
+            assert!(fetch(&cache, evicted).await.expect("served"), "the older record names another block's slot");
+            finish(cache, reactor).await;
         }
-        // Block 33 takes the slot of block 0, whose record stays on the medium.
-        disk.script(OpKind::Write, write_after(&disk, 1), Fault::Stall);
-        let storing = spawn(&cache, async |cache| store(&cache, 33).await);
-        a_while().await;
-        assert_eq!((disk.stalled(), cache.contains(&key(0))), (1, false));
-        // Block 0 takes the slot of block 1, on the other page.
-        store(&cache, 0).await.expect("stored anew");
-        assert!(!cache.contains(&key(1)));
-        let (later, end, _) = open_killed(config, &disk).await;
-        assert!(fetch(&later, 0).await.expect("served"), "the older record names a slot with another block");
+    });
+}
+
+#[test]
+fn a_removal_clears_every_record_of_its_block() {
+    sim::block_on(async {
+        for evicted in [0, 1] {
+            let (cache, reactor, disk, config) = killed_with_two_records(evicted).await;
+            assert!(cache.remove(&key(evicted)).await.expect("removed"));
+            let (later, end, _) = open_killed(config, &disk).await;
+            assert!(!later.contains(&key(evicted)), "its removal had returned before the kill");
+            finish(later, end).await;
+            finish(cache, reactor).await;
+        }
+    });
+}
+
+#[test]
+fn a_block_whose_record_was_read_wrong_is_not_back_after_its_removal() {
+    sim::block_on(async {
+        let (cache, reactor, disk) = open(config()).await;
+        store(&cache, 0).await.expect("stored");
+        finish(cache, reactor).await;
+        let (file, in_key) = (FileId(0), TABLE_OFFSET as usize + 40);
+        disk.flip(file, in_key, 1);
+        let (cache, reactor, disk) = open_killed(config(), &disk).await;
+        assert_eq!((cache.stats().records_bad, cache.len()), (1, 0));
+        assert!(!cache.remove(&key(0)).await.expect("removed"), "nobody knows of the block");
+        disk.flip(file, in_key, 1);
+        let (later, end, _) = open_killed(config(), &disk).await;
+        assert!(!later.contains(&key(0)), "its removal had returned before the kill");
         finish(later, end).await;
-        disk.release();
-        storing.await.expect("no panic").expect("stored");
         finish(cache, reactor).await;
     });
 }
