@@ -10,7 +10,7 @@ use super::io::{
     uring::{self, Uring},
 };
 use crate::{
-    config::{Config, StorageKind},
+    config::{Config, HeldFile, StorageKind},
     error::{Error, Result},
     memory::Arena,
 };
@@ -50,7 +50,8 @@ impl Reactor {
         };
         if wants_ring {
             check_descriptors()?;
-            match uring::runtime(RING_ENTRIES) {
+            let held = config.disk.rings_hold.as_ref().map(HeldFile::as_fd);
+            match uring::runtime(RING_ENTRIES, held) {
                 Ok(runtime) => return Ok(Reactor::Uring(runtime)),
                 Err(error) if config.disk.storage == StorageKind::Uring => {
                     return Err(Error::config(

@@ -12,7 +12,7 @@ use tokio::sync::{Semaphore, mpsc, oneshot, watch};
 use super::{Cache, Inner, regions::Regions, turns::Turns};
 use crate::{
     block::Tier,
-    config::{Config, Eviction},
+    config::{Config, Eviction, HeldFile},
     device::{self, AnyCopy, CopyEngine, DevicePool, GdrState, GdrStatus, Memcpy, cuda::Gpu},
     disk::{self, DiskSlots, Member, RecoveredRecord, StoreFile, Threads},
     error::{Error, Result},
@@ -150,7 +150,8 @@ async fn start(reactor: &Reactor, config: Config, files: &mut Vec<StoreFile>) ->
         Reactor::Uring(_) => config.transferring_threads(machine::drives(&paths)),
         Reactor::Plain(_) => 0,
     };
-    let workers = Workers::start(config.worker_threads(), rings, &near, Arc::clone(&metrics.work_done))
+    let (threads, held) = (config.worker_threads(), config.disk.rings_hold.as_ref().map(HeldFile::file));
+    let workers = Workers::start(threads, rings, &near, held, Arc::clone(&metrics.work_done))
         .map_err(|source| Error::io("start", "the worker threads", source))?;
     let host_copies = Memcpy::with_workers(Rc::clone(&workers));
     let device::Opened { pool, gpu, copy, gdr } = device::open(&config, &arena, &metrics.copies, host_copies).await?;

@@ -1,6 +1,10 @@
 //! The groups of settings.
 
-use std::path::PathBuf;
+use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::PathBuf,
+    sync::Arc,
+};
 
 use super::choices::{CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, StorageKind, WritePolicy};
 use crate::block::Layout;
@@ -126,6 +130,30 @@ impl Default for DeviceConfig {
     }
 }
 
+/// A file that each ring of a cache holds open.
+#[derive(Debug, Clone)]
+pub(crate) struct HeldFile(Arc<OwnedFd>);
+
+impl HeldFile {
+    pub(crate) fn new(file: Arc<OwnedFd>) -> Self {
+        HeldFile(file)
+    }
+
+    pub(crate) fn file(&self) -> Arc<OwnedFd> {
+        Arc::clone(&self.0)
+    }
+
+    pub(crate) fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl PartialEq for HeldFile {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
 /// Settings of the disk tier.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
@@ -162,6 +190,8 @@ pub struct DiskConfig {
     /// Number of consecutive failures of one file after which the disk tier is taken out of service (reads) or accepts
     /// no more blocks (writes). At least 1.
     pub failures_max: u32,
+    /// Held open by each ring until the ring's operations have ended, however this process ends.
+    pub(crate) rings_hold: Option<HeldFile>,
 }
 
 impl Default for DiskConfig {
@@ -178,6 +208,7 @@ impl Default for DiskConfig {
             blocking_threads: 16,
             quarantine_max: 1_024,
             failures_max: 16,
+            rings_hold: None,
         }
     }
 }

@@ -6,6 +6,7 @@ mod settings;
 mod validate;
 
 pub use choices::{CopyMethod, CopyPrefer, DeviceKind, DirectIo, EngineMode, Eviction, StorageKind, WritePolicy};
+pub(crate) use groups::HeldFile;
 pub use groups::{Capacity, DeviceConfig, DiskConfig, DiskPath, HostConfig, Limits};
 pub use settings::{SETTING_NAMES, expected_by};
 

@@ -101,7 +101,7 @@ pub(super) struct Sender {
     outbox_bytes: usize,
 }
 
-/// One end of a connection. The peer sees the hang-up when both halves are dropped. Nothing here waits but
+/// One end of a connection. A client's is hung up when both halves are dropped. Nothing here waits but
 /// [`ready`](Link::ready).
 pub(super) struct Link {
     pub(super) receiver: Receiver,
@@ -217,6 +217,12 @@ impl Link {
     pub(super) fn new(wire: Arc<dyn Wire>) -> Self {
         let sender = Sender { wire: Arc::clone(&wire), outbox: VecDeque::new(), outbox_bytes: 0 };
         Link { receiver: Receiver { wire, inbox: Inbox::default() }, sender }
+    }
+
+    /// Hangs up. A service uses none of the client's memory from here on: its connections are not hung up otherwise, as
+    /// long as its process or one of its rings lives ([`LateClose`](super::late_close::LateClose)).
+    pub(super) fn hang_up(self) {
+        self.sender.wire.hang_up();
     }
 
     /// Waits until the socket has something, or takes what is to go out. `listen`: whether what the peer sends is

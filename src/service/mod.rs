@@ -9,6 +9,7 @@ mod client;
 mod config;
 mod guard;
 mod house;
+mod late_close;
 mod link;
 mod memory;
 mod peers;

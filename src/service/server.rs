@@ -25,6 +25,7 @@ use tokio::{
 use super::{
     config::ServerConfig,
     house::House,
+    late_close::LateClose,
     peers::{Peer, admit, group_number},
     protocol::Failure,
     report::{Ask, Asked, ServiceReport},
@@ -165,11 +166,19 @@ fn listen(config: &ServerConfig, group: Option<u32>) -> Result<StdListener> {
 }
 
 /// The service's thread.
-fn run(config: ServerConfig, drained: watch::Receiver<bool>, asked: Asked, started: &mpsc::Sender<()>) -> Result<()> {
+fn run(
+    mut config: ServerConfig,
+    drained: watch::Receiver<bool>,
+    asked: Asked,
+    started: &mpsc::Sender<()>,
+) -> Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build();
     let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
     let socket = config.socket.clone();
     let group = config.socket_group.as_deref().map(group_number).transpose()?;
+    let late_close = LateClose::new();
+    let mut late_close = late_close.map_err(|error| Error::io("make a pair of sockets for", "the service", error))?;
+    config.cache.disk.rings_hold = Some(late_close.held());
     let spaces = Spaces::load(config.clone(), Rc::new(Machine))?;
     let listener = listen(&config, group)?;
     let result = LocalSet::new().block_on(&runtime, async move {
@@ -178,14 +187,21 @@ fn run(config: ServerConfig, drained: watch::Receiver<bool>, asked: Asked, start
         let _nobody_waits = started.send(());
         let uids = config.uids.clone();
         let accept = async move || {
-            let (stream, _) = listener.accept().await?;
+            let stream = Arc::new(listener.accept().await?.0);
             let peer = admit(&stream, &uids, group);
-            Ok((Arc::new(stream) as Arc<dyn Wire>, peer))
+            let peer = peer.and_then(|peer| late_close.keep(&stream).map(|()| peer).map_err(|error| not_kept(&error)));
+            Ok((stream as Arc<dyn Wire>, peer))
         };
         hold(config, spaces, accept, drained, asked).await
     });
     drop(fs::remove_file(socket));
     result
+}
+
+/// Why a connection is refused that would be hung up too early if the service were killed.
+fn not_kept(error: &io::Error) -> Failure {
+    let text = format!("busy: the system keeps no more connections ({error}); try later, or raise `ulimit -n`");
+    Failure::new(ServiceFault::Busy, text)
 }
 
 /// A connection, and who is at its other end or why it is refused.

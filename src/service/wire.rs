@@ -3,10 +3,11 @@
 use std::{
     collections::VecDeque,
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     task::{Context, Poll},
 };
 
+use rustix::net::{Shutdown, shutdown};
 use tokio::{io::Interest, net::UnixStream};
 
 use super::socket;
@@ -30,6 +31,9 @@ pub trait Wire: Send + Sync {
 
     /// Says that nothing more comes from here. The peer's bytes still arrive.
     fn end(&self);
+
+    /// Hangs up, whoever else holds this end of the stream.
+    fn hang_up(&self);
 
     /// Whether one of the operations named is worth a try: a [`receive`](Self::receive), a [`send`](Self::send).
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>>;
@@ -56,8 +60,11 @@ impl Wire for UnixStream {
     }
 
     fn end(&self) {
-        // SAFETY: plain system call on a descriptor that the stream owns.
-        let _gone_already = unsafe { libc::shutdown(self.as_raw_fd(), libc::SHUT_WR) };
+        let _gone_already = shutdown(self, Shutdown::Write);
+    }
+
+    fn hang_up(&self) {
+        let _gone_already = shutdown(self, Shutdown::Both);
     }
 
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>> {

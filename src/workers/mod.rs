@@ -17,6 +17,7 @@ pub(crate) mod waiter;
 use std::{
     cell::Cell,
     io,
+    os::fd::{AsFd, OwnedFd},
     panic::{AssertUnwindSafe, catch_unwind},
     rc::Rc,
     sync::{Arc, mpsc},
@@ -85,13 +86,13 @@ fn run_on(processors: &[usize]) {
 }
 
 /// A ring for this thread, if the kernel allows one.
-fn lane() -> Option<Lane<Waiter>> {
+fn lane(held: Option<&OwnedFd>) -> Option<Lane<Waiter>> {
     let refused = |error: &io::Error| tracing::warn!(%error, "a worker has no ring and does not read or write");
-    Lane::new().inspect_err(refused).ok()
+    Lane::new(held.map(AsFd::as_fd)).inspect_err(refused).ok()
 }
 
 /// Runs a worker to its end, on its thread, with the ring that it was given at first.
-fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>) {
+fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>, held: Option<&OwnedFd>) {
     let has_ring = lane.is_some();
     loop {
         // After a panic, transfers in flight are dropped once the kernel is done with them, and their waiters are
@@ -105,7 +106,7 @@ fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>) {
         }
         // A subscriber of the log may panic: that must not end the thread.
         _ = caught(|| tracing::error!("a worker thread panicked and restarts"));
-        lane = if has_ring { caught(self::lane).flatten() } else { None };
+        lane = if has_ring { caught(|| self::lane(held)).flatten() } else { None };
     }
 }
 
@@ -122,12 +123,18 @@ impl Workers {
     }
 
     /// Starts `count` threads; the first `rings` of them have a ring of their own, if the kernel allows it. They run on
-    /// the processors `near` the drives, if there are any that this process may use. `done` counts their work. Call on
-    /// the reactor.
+    /// the processors `near` the drives, if there are any that this process may use. Their rings hold the file `held`
+    /// open. `done` counts their work. Call on the reactor.
     ///
     /// # Errors
     /// The system's error, if it cannot start a thread.
-    pub(crate) fn start(count: u32, rings: u32, near: &[usize], done: Arc<Count>) -> io::Result<Rc<Self>> {
+    pub(crate) fn start(
+        count: u32,
+        rings: u32,
+        near: &[usize],
+        held: Option<Arc<OwnedFd>>,
+        done: Arc<Count>,
+    ) -> io::Result<Rc<Self>> {
         let mut workers = Workers { kind: Kind::None, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done };
         if count == 0 {
             return Ok(Rc::new(workers));
@@ -139,14 +146,14 @@ impl Workers {
         let (tell, told) = mpsc::channel();
         for worker in 0..count {
             let (pool, tell) = (Arc::clone(&pool), tell.clone());
-            let near = near.to_vec();
+            let (near, held) = (near.to_vec(), held.clone());
             let run = move || {
                 run_on(&near);
-                let lane = if worker < rings { lane() } else { None };
+                let lane = if worker < rings { lane(held.as_deref()) } else { None };
                 // The starting thread waits for all of these messages.
                 let _ = tell.send(lane.is_some());
                 drop(tell);
-                run(&pool, worker, lane);
+                run(&pool, worker, lane, held.as_deref());
             };
             let thread = thread::Builder::new().name(format!("kvhoist-work-{worker}")).spawn(run)?;
             if let Kind::Threads { threads, .. } = &mut workers.kind {

@@ -25,7 +25,7 @@ fn on_reactor(test: impl Future<Output = ()>) {
 }
 
 fn workers(count: u32) -> Rc<Workers> {
-    Workers::start(count, 0, &[], Arc::new(Count::unexported())).expect("threads")
+    Workers::start(count, 0, &[], None, Arc::new(Count::unexported())).expect("threads")
 }
 
 #[test]
@@ -105,7 +105,7 @@ async fn transfer(workers: &Workers, kind: OpKind, file: &Arc<File>, offset: u64
 fn a_worker_that_dies_loses_what_it_transfers_and_another_takes_its_place() {
     on_reactor(async {
         for kind in [OpKind::Read, OpKind::Write] {
-            let workers = Workers::start(1, 1, &[], Arc::new(Count::unexported())).expect("threads");
+            let workers = Workers::start(1, 1, &[], None, Arc::new(Count::unexported())).expect("threads");
             assert!(workers.transfers());
             let (from, mut to) = io::pipe().expect("a pipe");
             let (mut from, stuck) = match kind {
@@ -202,7 +202,7 @@ fn fill_pipe(to: &mut io::PipeWriter) {
 #[test]
 fn blocks_are_written_with_the_checksum_of_what_was_written() {
     on_reactor(async {
-        let workers = Workers::start(3, 2, &[], Arc::new(Count::unexported())).expect("threads");
+        let workers = Workers::start(3, 2, &[], None, Arc::new(Count::unexported())).expect("threads");
         let file = Arc::new(tempfile::tempfile().expect("a file"));
         for round in 0..8_u8 {
             let one = |n: u8| {
@@ -230,7 +230,7 @@ fn blocks_are_written_with_the_checksum_of_what_was_written() {
 #[test]
 fn the_end_waits_for_writes_under_way() {
     on_reactor(async {
-        let workers = Workers::start(2, 2, &[], Arc::new(Count::unexported())).expect("threads");
+        let workers = Workers::start(2, 2, &[], None, Arc::new(Count::unexported())).expect("threads");
         let file = Arc::new(tempfile::tempfile().expect("a file"));
         for n in 0..64 {
             let mut abandoned = std::pin::pin!(transfer(&workers, OpKind::Write, &file, n << 12, 7));
@@ -280,7 +280,7 @@ fn workers_run_on_the_processors_near_the_drives_and_anywhere_if_none_of_them_is
     }
     on_reactor(async {
         let there = async |near: &[usize]| {
-            let workers = Workers::start(1, 0, near, Arc::new(Count::unexported())).expect("threads");
+            let workers = Workers::start(1, 0, near, None, Arc::new(Count::unexported())).expect("threads");
             workers.run(1, allowed).await.expect("ran")
         };
         let all = allowed();

@@ -1,9 +1,9 @@
 //! What the tests run as processes of their own.
 
 use crate::{
-    guest,
+    guest, killed,
     node::{self, ROLE},
-    users,
+    twins, users,
 };
 
 /// By itself it does nothing.
@@ -13,6 +13,8 @@ fn child() {
     let words: Vec<&str> = role.split(' ').collect();
     match words[..] {
         ["service", ..] => node::run(&words[1..]),
+        ["direct", ..] => killed::run(&words[1..]),
+        ["twin", ..] => twins::run(&words[1..]),
         ["store", socket] => guest::store_all(socket),
         ["load", socket] => guest::load_all(socket),
         ["as", ..] => users::run(&words[1..]),

@@ -89,6 +89,11 @@ impl Process {
         self.child.id()
     }
 
+    /// Begins to kill it: [`kill`](Self::kill) waits until it is dead.
+    pub fn send_kill(&mut self) {
+        self.child.kill().expect("killed");
+    }
+
     /// Kills it. It may have ended well before, and may not have failed.
     pub fn kill(&mut self) {
         self.child.kill().expect("killed");
@@ -96,9 +101,14 @@ impl Process {
         assert!(status.signal() == Some(libc::SIGKILL) || status.success(), "it failed: {status}");
     }
 
+    /// Ends its input.
+    pub fn end_input(&mut self) {
+        drop(self.child.stdin.take());
+    }
+
     /// Ends its input, and waits for its end.
     pub fn end(&mut self) -> ExitStatus {
-        drop(self.child.stdin.take());
+        self.end_input();
         self.child.wait().expect("an end")
     }
 

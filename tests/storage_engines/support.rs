@@ -57,7 +57,7 @@ pub fn ring_engine(files: Vec<Arc<File>>, arena: &Arc<Arena>) -> Uring {
 
 /// A ring, unless this system refuses rings; then the test has nothing to show.
 pub fn ring_runtime(entries: u32) -> Option<uring::Runtime> {
-    match uring::runtime(entries) {
+    match uring::runtime(entries, None) {
         Ok(runtime) => Some(runtime),
         Err(error) if std::env::var_os("KVHOIST_REQUIRE_URING").is_none() => {
             eprintln!("skipped: {error}");

@@ -13,7 +13,7 @@ use std::{
     collections::VecDeque,
     fs::File,
     io,
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd},
     sync::Arc,
     time::Duration,
 };
@@ -22,7 +22,7 @@ use io_uring::{IoUring, cqueue, opcode, types};
 use rustix::event::{EventfdFlags, eventfd};
 use slab::Slab;
 
-use super::{entry, probe::probe};
+use super::{entry, hold::hold, probe::probe};
 use crate::{
     block::{FileId, OpKind},
     io::{blocking::call, check_offset, full::Progress},
@@ -128,11 +128,12 @@ pub(crate) struct Lane<T> {
 }
 
 impl<T> Lane<T> {
-    /// A lane for the calling thread.
+    /// A lane for the calling thread. `held` is a file that the ring holds open until all of its transfers have ended,
+    /// also when the process is killed.
     ///
     /// # Errors
-    /// The kernel's error, with its cause and the fix, if it refuses rings.
-    pub(crate) fn new() -> io::Result<Self> {
+    /// The kernel's error, with its cause and the fix, if it refuses rings, or to hold the file.
+    pub(crate) fn new(held: Option<BorrowedFd<'_>>) -> io::Result<Self> {
         probe()?;
         let mut modern = IoUring::builder();
         modern.setup_single_issuer().setup_defer_taskrun();
@@ -141,6 +142,7 @@ impl<T> Lane<T> {
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => IoUring::new(ENTRIES)?,
             other => other?,
         };
+        held.map_or(Ok(()), |file| hold(&ring, file))?;
         let (in_flight, completed) = (Slab::with_capacity(TRANSFERS_MAX), VecDeque::with_capacity(TRANSFERS_MAX));
         let (bell, heard, calls) = (Bell::new()?, Box::new(0), VecDeque::new());
         Ok(Lane { ring, bell, listens: false, heard, in_flight, bytes: 0, completed, calls })

@@ -18,6 +18,7 @@
 //! being submitted, without end if it waits for that I/O. [`yield_now`] of this module goes through the ring and lets
 //! the runtime park.
 
+mod hold;
 pub(crate) mod lane;
 mod op;
 mod pins;

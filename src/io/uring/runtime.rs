@@ -5,13 +5,14 @@ use std::{
     fs::File,
     io,
     mem::ManuallyDrop,
+    os::fd::BorrowedFd,
     rc::Rc,
     sync::Arc,
 };
 
 use tokio::sync::Semaphore;
 
-use super::{Lent, probe::probe};
+use super::{Lent, hold::hold_by_runtime, probe::probe};
 
 /// A tokio-uring runtime that never frees memory the kernel may still use.
 ///
@@ -26,26 +27,38 @@ pub struct Runtime {
 }
 
 /// A runtime whose ring has `entries` entries (1 to 4096, rounded up to a power of two by the kernel), and as many
-/// operations in flight.
+/// operations in flight. `held` is a file that the ring holds open until all of its operations have ended, also when
+/// the process is killed.
 ///
 /// Must be made on the thread that uses it: the kernel ties the ring to the thread.
 ///
 /// # Errors
-/// The kernel's error, with its cause and the fix, if it refuses rings ([`probe`]) or this many entries.
-pub fn runtime(entries: u32) -> io::Result<Runtime> {
+/// The kernel's error, with its cause and the fix, if it refuses rings ([`probe`]), this many entries, or to hold the
+/// file.
+pub fn runtime(entries: u32, held: Option<BorrowedFd<'_>>) -> io::Result<Runtime> {
     probe()?;
     let entries = entries.clamp(1, 4096);
     let mut modern = tokio_uring::uring_builder();
     modern.setup_single_issuer().setup_coop_taskrun();
     let inner = match build(entries, &modern) {
         // Kernels before 6.0 (single issuer) or 5.19 (cooperative task work) do not know these flags.
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => build(entries, &tokio_uring::uring_builder())?,
+        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => match held {
+            None => build(entries, &tokio_uring::uring_builder())?,
+            Some(_) => return Err(io::Error::new(io::ErrorKind::Unsupported, HOLDS_NONE)),
+        },
         other => other?,
     };
+    if let Some(file) = held {
+        hold_by_runtime(&inner, file)?;
+    }
     let permits = Arc::new(Semaphore::new(entries as usize));
     let ring = Ring { permits, closing: Cell::new(false), deferred: RefCell::default() };
     Ok(Runtime { inner: Some(inner), ring: Rc::new(ring) })
 }
+
+/// Without a single issuer the ring of another thread could be taken for this one.
+const HOLDS_NONE: &str =
+    "io_uring of this kernel has no single issuer: Linux 6.0 or later is needed, or the blocking storage engine";
 
 fn build(entries: u32, ring: &io_uring::Builder) -> io::Result<tokio_uring::Runtime> {
     let mut builder = tokio_uring::builder();

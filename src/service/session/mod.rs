@@ -102,6 +102,7 @@ pub(super) async fn refuse(house: Rc<House>, wire: Arc<dyn Wire>, failure: Failu
     let mut link = Link::new(wire);
     link.sender.push(refusal(&house, failure), None);
     tell(&mut link).await;
+    link.hang_up();
 }
 
 /// The answer to a client that is not admitted: a welcome with the fault, and a goodbye with the reason.
@@ -299,5 +300,6 @@ impl Session {
             movers.regions.release_all().await;
             space.clients.set(space.clients.get() - 1);
         }
+        self.link.hang_up();
     }
 }

@@ -32,7 +32,7 @@ fn ended<T: Ord + Copy>(lane: &mut Lane<T>, count: usize) -> Vec<Completed<T>> {
 #[test]
 fn each_of_many_transfers_gets_its_own_bytes() {
     let file = pages(64);
-    let mut lane = Lane::new().expect("a ring");
+    let mut lane = Lane::new(None).expect("a ring");
     for round in 0..2_u64 {
         for page in 0..TRANSFERS_MAX as u64 {
             lane.start(read(&file, (round * 32 + page) << 12, AlignedBuf::zeroed(4096).lend()), page);
@@ -49,7 +49,7 @@ fn each_of_many_transfers_gets_its_own_bytes() {
 #[test]
 fn the_end_of_the_file_and_an_impossible_offset_are_errors_and_give_the_memory_back() {
     let file = pages(1);
-    let mut lane = Lane::new().expect("a ring");
+    let mut lane = Lane::new(None).expect("a ring");
     lane.start(read(&file, 0, AlignedBuf::zeroed(8192).lend()), 0);
     lane.start(read(&file, u64::MAX, AlignedBuf::zeroed(4096).lend()), 1);
     let [short, nowhere] = ended(&mut lane, 2).try_into().map_err(|_| ()).expect("two");
@@ -62,7 +62,7 @@ fn the_end_of_the_file_and_an_impossible_offset_are_errors_and_give_the_memory_b
 fn a_transfer_that_arrives_in_parts_is_completed() {
     let (from, mut to) = io::pipe().expect("a pipe");
     let file = Arc::new(File::from(OwnedFd::from(from)));
-    let mut lane = Lane::new().expect("a ring");
+    let mut lane = Lane::new(None).expect("a ring");
     // Not a multiple of a page: the transfer is resumed where it ended.
     lane.start(read(&file, 1, AlignedBuf::zeroed(8192).lend()), ());
     lane.poll();
@@ -79,7 +79,7 @@ fn a_transfer_that_arrives_in_parts_is_completed() {
 #[test]
 fn a_transfer_of_a_blocking_file_is_made_when_it_is_taken_and_never_reaches_the_ring() {
     let file = pages(3);
-    let mut lane = Lane::new().expect("a ring");
+    let mut lane = Lane::new(None).expect("a ring");
     for page in [2_u64, 0, 3] {
         let transfer = read(&file, page << 12, AlignedBuf::zeroed(4096).lend());
         lane.start(Transfer { is_in_memory: true, ..transfer }, page);
@@ -123,7 +123,7 @@ fn dropping_a_lane_waits_for_the_kernel() {
     let start = NonNull::new(memory.as_ptr().cast_mut()).expect("not null");
     // SAFETY: the array lives as long as its owner, and is read after the lane is gone.
     let lent = unsafe { Lent::new(start, 4096, None, Arc::clone(&memory) as _) };
-    let mut lane = Lane::new().expect("a ring");
+    let mut lane = Lane::new(None).expect("a ring");
     lane.start(read(&file, 1, lent), ());
     lane.poll();
     assert_eq!(Arc::strong_count(&memory), 2, "the lane keeps the memory");

@@ -192,13 +192,6 @@ pub struct End {
     into: Arc<Lane>,
 }
 
-impl End {
-    /// Hangs up, whoever else holds this end.
-    pub fn hang_up(&self) {
-        self.out.change(|way| (way.ended, way.hung_up) = (true, true));
-    }
-}
-
 impl Drop for End {
     fn drop(&mut self) {
         self.hang_up();
@@ -264,6 +257,10 @@ impl Wire for End {
 
     fn end(&self) {
         self.out.change(|way| way.ended = true);
+    }
+
+    fn hang_up(&self) {
+        self.out.change(|way| (way.ended, way.hung_up) = (true, true));
     }
 
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>> {
