@@ -1,6 +1,6 @@
 //! Services that are killed in the middle of loads: from the hang-up on, their clients' memory is their clients'.
 //!
-//! `KVHOIST_SERVICE_KILLS=1000` kills so many services for each kind of storage; `KVHOIST_TEST_SEED` repeats a run's
+//! `KVHOIST_SERVICE_KILLS=1000` kills so many services for each way of transferring; `KVHOIST_TEST_SEED` repeats a run's
 //! draws.
 
 use std::{
@@ -59,7 +59,7 @@ impl fmt::Display for Way {
 
 /// How many services are killed for each way.
 pub fn kills() -> u64 {
-    let Ok(text) = std::env::var("KVHOIST_SERVICE_KILLS") else { return 8 };
+    let Ok(text) = std::env::var("KVHOIST_SERVICE_KILLS") else { return 4 };
     text.parse().unwrap_or_else(|_| panic!("KVHOIST_SERVICE_KILLS: found {text:?}, expected a number, such as 1000"))
 }
 

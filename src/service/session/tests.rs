@@ -38,6 +38,8 @@ struct Stream {
     /// The service waits to send, and for nothing else.
     only_sends: bool,
     waker: Option<Waker>,
+    /// The service has hung up.
+    over: bool,
 }
 
 #[derive(Default)]
@@ -86,6 +88,10 @@ impl Wire for Ends {
     }
 
     fn end(&self) {}
+
+    fn hang_up(&self) {
+        self.lock().over = true;
+    }
 
     fn poll_ready(&self, context: &mut Context<'_>, receive: bool, send: bool) -> Poll<io::Result<()>> {
         let mut stream = self.lock();
@@ -139,8 +145,10 @@ async fn read_all_at_once(more: usize) {
     timeout(HANG, ends.replies(wanted)).await.expect("all replies");
     let wanted = ask(1);
     timeout(HANG, ends.replies(wanted)).await.expect("a reply to a request that came afterwards");
+    assert!(!ends.lock().over);
     ends.change(|stream| stream.hung_up = true);
     timeout(HANG, session).await.expect("the hang-up is seen").expect("no panic");
+    assert!(ends.lock().over, "the stream may have more owners than the session");
 }
 
 #[tokio::test(start_paused = true)]

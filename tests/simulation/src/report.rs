@@ -36,6 +36,8 @@ pub struct Report {
     pub power_cuts: u64,
     /// Lives that ended with their process.
     pub kills: u64,
+    /// Of these, services with reads in flight into their clients' memory.
+    pub kills_amid_reads: u64,
     /// Lives that ended by `close`.
     pub closes: u64,
     /// Closes beside another one.
@@ -95,7 +97,7 @@ impl Report {
         self.digest = self.digest.rotate_left(1) ^ other.digest;
     }
 
-    fn numbers_mut(&mut self) -> [&mut u64; 27] {
+    fn numbers_mut(&mut self) -> [&mut u64; 28] {
         [
             &mut self.runs,
             &mut self.lives,
@@ -109,6 +111,7 @@ impl Report {
             &mut self.failed,
             &mut self.power_cuts,
             &mut self.kills,
+            &mut self.kills_amid_reads,
             &mut self.closes,
             &mut self.drops,
             &mut self.second_closes,
@@ -147,9 +150,16 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "lives ended by: {} power cuts, {} kills, {} closes ({} of them twice), {} drops; {} stores wiped, \
-             {} opened by two",
-            self.power_cuts, self.kills, self.closes, self.second_closes, self.drops, self.wipes, self.second_openers
+            "lives ended by: {} power cuts, {} kills ({} amid reads into clients' memory), {} closes ({} of them twice), \
+             {} drops; {} stores wiped, {} opened by two",
+            self.power_cuts,
+            self.kills,
+            self.kills_amid_reads,
+            self.closes,
+            self.second_closes,
+            self.drops,
+            self.wipes,
+            self.second_openers
         )?;
         writeln!(
             f,

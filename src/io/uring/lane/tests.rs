@@ -106,7 +106,7 @@ fn a_transfer_of_a_blocking_file_is_made_when_it_is_taken_and_never_reaches_the_
 
 #[test]
 fn the_bell_ends_the_current_wait_or_the_next_one() {
-    let mut lane = Lane::<()>::new().expect("a ring");
+    let mut lane = Lane::<()>::new(None).expect("a ring");
     let bell = lane.bell();
     bell.ring();
     lane.wait();

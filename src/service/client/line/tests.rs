@@ -148,6 +148,8 @@ impl Wire for Narrow {
 
     fn end(&self) {}
 
+    fn hang_up(&self) {}
+
     fn poll_ready(&self, _context: &mut Context<'_>, _receive: bool, _send: bool) -> Poll<io::Result<()>> {
         Poll::Pending
     }

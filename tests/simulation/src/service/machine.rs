@@ -18,7 +18,7 @@ use kvhoist::{
 };
 
 use super::{
-    mappings::Mappings,
+    mappings::{Landing, Mappings},
     plan::{PATIENCE, Plan},
 };
 use crate::{
@@ -127,6 +127,18 @@ impl Machine {
     /// Bytes of clients' memory that the service has mapped.
     pub fn mapped_bytes(&self) -> usize {
         self.state.borrow().mapped.values().sum()
+    }
+
+    /// The reads that the drives have in flight into clients' memory. The kernel ends them after a kill.
+    pub fn reads_in_flight(&self) -> Vec<Landing> {
+        let state = self.state.borrow();
+        let landing = |(&start, &len): (&usize, &usize)| {
+            let reads = state.worlds.values().flat_map(|world| world.storage.reads_in_flight(start, len));
+            let reads: Vec<_> = reads.collect();
+            // SAFETY: a mapping of the service, which has not been unmapped.
+            (!reads.is_empty()).then(|| unsafe { Landing::new(start, len, reads) })
+        };
+        state.mapped.iter().filter_map(landing).collect()
     }
 
     /// The process has ended, and nothing of it runs any more: what the drives hold, with a `power_cut` what is on the

@@ -1,10 +1,49 @@
 //! The memory of clients as the service has it mapped. Memory that was unmapped stays in its place, with a pattern, so
-//! that a late write is found, whatever code makes it.
+//! that a late write is found, whatever code makes it. The kernel keeps the pages of reads that a killed service has in
+//! flight.
 
 use std::{cell::RefCell, collections::BTreeMap};
 
 /// What memory holds that was unmapped.
 const UNMAPPED: u8 = 0x9d;
+
+/// Memory of a client that the drives still write to after the service was killed.
+pub struct Landing {
+    /// The kernel's own mapping of the client's memory.
+    start: *mut u8,
+    len: usize,
+    /// Where in the memory each read goes, and what it brings.
+    reads: Vec<(usize, Vec<u8>)>,
+}
+
+impl Landing {
+    /// Of these reads into a mapping that the service has.
+    ///
+    /// # Safety
+    /// The range is a whole mapping of a client's memory, and each read lies within it.
+    pub unsafe fn new(start: usize, len: usize, reads: Vec<(usize, Vec<u8>)>) -> Self {
+        // SAFETY: a length of 0 makes a second mapping of shared memory, at an address of the kernel's choice, and
+        // leaves the first.
+        let start = unsafe { libc::mremap(std::ptr::with_exposed_provenance_mut(start), 0, len, libc::MREMAP_MAYMOVE) };
+        assert!(start != libc::MAP_FAILED, "the system maps memory that is mapped already");
+        Landing { start: start.cast(), len, reads }
+    }
+
+    /// Ends one of the reads; `None` if there is none.
+    pub fn land(&mut self) -> Option<()> {
+        let (at, bytes) = self.reads.pop()?;
+        // SAFETY: it lies within the mapping, by the contract of `new`. The client may write there too: bytes are bytes.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) };
+        Some(())
+    }
+}
+
+impl Drop for Landing {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `new` with this length, and used here only.
+        unsafe { libc::munmap(self.start.cast(), self.len) };
+    }
+}
 
 #[derive(Default)]
 pub struct Mappings(RefCell<BTreeMap<usize, usize>>);

@@ -47,6 +47,7 @@ pub fn run(seed: u64, verbose: bool) -> Result<Report, String> {
             plan,
             machine: Rc::clone(&machine),
             door: RefCell::default(),
+            ends: RefCell::default(),
             given_back: RefCell::default(),
             ids: RefCell::default(),
             life: Cell::new(0),

@@ -1,6 +1,6 @@
 //! The service's process, from its start to its end, and again.
 
-use std::{rc::Rc, time::Duration};
+use std::{rc::Rc, sync::Arc, time::Duration};
 
 use kvhoist::{
     Error,
@@ -11,7 +11,9 @@ use tokio::{
     time::{sleep, timeout},
 };
 
-use super::{actor, checks, door::Door, hostile, machine::Handle, plan::PATIENCE, run::Run};
+use super::{
+    actor, checks, door::Door, hostile, machine::Handle, mappings::Landing, plan::PATIENCE, run::Run, stream::End,
+};
 use crate::{
     model::{Claims, Ending},
     plan::pick,
@@ -40,12 +42,16 @@ impl Process {
         Ok(Process { service, ended, task })
     }
 
-    /// The process ends at this instant.
-    async fn kill(self, run: &Run, power_cut: bool) {
+    /// The process ends at this instant. Its drives go on for a while with what they write to clients' memory, and the
+    /// clients are told of the death after that.
+    async fn kill(self, run: &Run, power_cut: bool, rng: Rng) {
         run.say(|| format!("the service is killed, power cut: {power_cut}"));
         run.door.borrow_mut().take();
         self.task.abort();
         drop(self.task.await);
+        let landings = if power_cut { Vec::new() } else { run.machine.reads_in_flight() };
+        run.report.borrow_mut().kills_amid_reads += u64::from(!landings.is_empty());
+        spawn_local(hang_up(run.ends.take(), landings, rng));
         end_life(run, if power_cut { Ending::PowerCut } else { Ending::Kill });
         let mut report = run.report.borrow_mut();
         report.kills += u64::from(!power_cut);
@@ -74,6 +80,7 @@ impl Process {
         // Workers of the simulation outlive their cache.
         self.task.abort();
         drop(self.task.await);
+        drop(run.ends.take());
         let left = run.machine.mapped_bytes();
         if left > 0 {
             run.fail(format!("{left} bytes of clients' memory are mapped after the drain"));
@@ -81,6 +88,29 @@ impl Process {
         end_life(run, if power_cut { Ending::PowerCut } else { Ending::Kill });
         run.report.borrow_mut().closes += 1;
     }
+}
+
+/// Waits until a read into a client's memory is in flight, or for a while.
+async fn some_reads(run: &Run) {
+    for _ in 0..200 {
+        if !run.machine.reads_in_flight().is_empty() {
+            return;
+        }
+        sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// Ends the reads in flight of a killed service, then its connections.
+async fn hang_up(ends: Vec<Arc<End>>, landings: Vec<Landing>, mut rng: Rng) {
+    for mut landing in landings {
+        loop {
+            sleep(Duration::from_millis(rng.below(60))).await;
+            if landing.land().is_none() {
+                break;
+            }
+        }
+    }
+    drop(ends);
 }
 
 /// The process is gone: what the next one must find.
@@ -125,7 +155,12 @@ pub async fn live(run: &Rc<Run>, mut rng: Rng) {
         sleep(Duration::from_millis(rng.below(longest))).await;
         let power_cut = rng.chance(0.4);
         match rng.chance(0.7) {
-            true => process.kill(run, power_cut).await,
+            true => {
+                if rng.chance(0.6) {
+                    some_reads(run).await;
+                }
+                process.kill(run, power_cut, rng.fork()).await;
+            }
             false => process.drain(run, power_cut).await,
         }
         let pause = if rng.chance(0.5) { 0 } else { rng.below(400) };

@@ -99,7 +99,8 @@ impl Plan {
             rates: if with_faults { rates(rng) } else { FaultRates::default() },
             disk_latency_max: Duration::from_millis(pick(rng, &[0, 1, 3, 20])),
             delivery: delivery(rng),
-            clients: rng.between(2, 5),
+            // The only client of a space has blocks read directly into its memory.
+            clients: pick(rng, &[1, 1, 2, 3, 4, 5]),
             hostile: pick(rng, &[0, 0, 1, 2]),
             calls_each: rng.between(3, 14),
             callers_max: rng.between(1, 3),

@@ -35,6 +35,8 @@ pub struct Run {
     pub machine: Rc<Machine>,
     /// Where clients reach the service, while it runs.
     pub door: RefCell<Option<Rc<Door>>>,
+    /// The service's ends of its connections, which the kernel keeps open until the last transfer has ended.
+    pub ends: RefCell<Vec<Arc<End>>>,
     /// Memory that no call uses any longer: nobody writes to it.
     pub given_back: RefCell<Vec<Memory>>,
     /// The requests of every connection.
@@ -54,6 +56,9 @@ impl Run {
         let Some(door) = self.door.borrow().clone() else { return Err(io::ErrorKind::ConnectionRefused.into()) };
         let (ours, theirs, ids) = stream::pair(rng, self.plan.delivery);
         self.ids.borrow_mut().push(Arc::clone(&ids));
+        let mut ends = self.ends.borrow_mut();
+        ends.retain(|end| Arc::strong_count(end) > 1);
+        ends.push(Arc::clone(&theirs));
         door.knock((theirs as Arc<dyn Wire>, Ok(Peer { pid: 1, uid })));
         Ok((ours, ids))
     }

@@ -85,6 +85,11 @@ impl Sim {
         self.0.borrow().uses(start, len)
     }
 
+    /// The reads in flight into a range of memory: the place of each in the range, and the bytes that it brings.
+    pub(crate) fn reads_in_flight(&self, start: usize, len: usize) -> Vec<(usize, Vec<u8>)> {
+        self.0.borrow().reads_in_flight(start, len)
+    }
+
     /// What addresses of reads and writes must be multiples of.
     pub fn memory_align_bytes(&self) -> usize {
         self.0.borrow().memory_align_bytes()

@@ -127,6 +127,13 @@ impl State {
         self.in_flight.values().any(|op| op.memory < start + len && start < op.memory + op.len)
     }
 
+    /// The reads in flight into the range: the place of each in the range, and the bytes that it brings.
+    pub(super) fn reads_in_flight(&self, start: usize, len: usize) -> Vec<(usize, Vec<u8>)> {
+        let reads = self.in_flight.values().filter(|op| op.kind == OpKind::Read);
+        let into = reads.filter(|op| op.memory >= start && op.memory + op.len <= start + len);
+        into.map(|op| (op.memory - start, self.disk(op.file).read(op.offset, op.len).to_vec())).collect()
+    }
+
     pub(super) fn counts(&self) -> Counts {
         self.counts
     }
