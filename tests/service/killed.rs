@@ -1,7 +1,7 @@
 //! Services that are killed in the middle of loads: from the hang-up on, their clients' memory is their clients'.
 //!
-//! `KVHOIST_SERVICE_KILLS=1000` kills so many services for each way of transferring; `KVHOIST_TEST_SEED` repeats a run's
-//! draws.
+//! `KVHOIST_SERVICE_KILLS=1000` kills so many services for each way of transferring; `KVHOIST_TEST_SEED` repeats a
+//! run's draws.
 
 use std::{
     fmt,

@@ -150,8 +150,8 @@ impl fmt::Display for Report {
         )?;
         writeln!(
             f,
-            "lives ended by: {} power cuts, {} kills ({} amid reads into clients' memory), {} closes ({} of them twice), \
-             {} drops; {} stores wiped, {} opened by two",
+            "lives ended by: {} power cuts, {} kills ({} amid reads into clients' memory), {} closes ({} of them \
+             twice), {} drops; {} stores wiped, {} opened by two",
             self.power_cuts,
             self.kills,
             self.kills_amid_reads,

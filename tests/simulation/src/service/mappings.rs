@@ -32,7 +32,7 @@ impl Landing {
     /// Ends one of the reads; `None` if there is none.
     pub fn land(&mut self) -> Option<()> {
         let (at, bytes) = self.reads.pop()?;
-        // SAFETY: it lies within the mapping, by the contract of `new`. The client may write there too: bytes are bytes.
+        // SAFETY: it lies within the mapping, by the contract of `new`, and any bytes are valid there.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start.add(at), bytes.len()) };
         Some(())
     }
