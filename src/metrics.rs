@@ -3,12 +3,13 @@
 //! Each counter is kept twice: in a tally that [`Cache::stats`](crate::Cache::stats) reads, and in a handle of the
 //! `metrics` crate, acquired once at open. Install the recorder before opening a cache.
 //!
-//! The recorder is the user's code, and runs also under the index lock. If it panics, only that figure is lost.
+//! The recorder is the user's code: it is never called under the index lock, so it may call the cache. If it panics,
+//! only that figure is lost.
 
 mod count;
 mod tally;
 
-pub(crate) use count::{Count, Gauge};
+pub(crate) use count::{Count, Export, Gauge};
 pub(crate) use tally::{Held, Tally};
 
 use std::{path::Path, sync::Arc, time::Duration};
@@ -222,15 +223,20 @@ impl Metrics {
         self.moved_untimed(route, bytes);
     }
 
-    /// Counts a block moved on a caller's thread, which takes no time stamps.
+    /// Counts a moved block without its duration.
     pub(crate) fn moved_untimed(&self, route: Route, bytes: usize) {
-        self.took(route, bytes, Count::add);
+        self.moved_by(route, bytes, Count::add);
+    }
+
+    /// Counts a moved block by `add`.
+    pub(crate) fn moved_by(&self, route: Route, bytes: usize, mut add: impl FnMut(&Count, u64)) {
+        self.took(route, bytes, &mut add);
         let (from, to) = ends(route);
         if let Some(tier) = from {
-            self.tier(tier).bytes_out.add(bytes as u64);
+            add(&self.tier(tier).bytes_out, bytes as u64);
         }
         if let Some(tier) = to {
-            self.tier(tier).bytes_in.add(bytes as u64);
+            add(&self.tier(tier).bytes_in, bytes as u64);
         }
     }
 }

@@ -27,7 +27,7 @@ impl Count {
         self.export(n);
     }
 
-    /// Counts, for the holder of the index lock, who calls [`export`](Self::export) after the unlock.
+    /// Counts, for the holder of the index lock, who [exports](Self::export) it after the unlock.
     #[inline]
     pub(crate) fn add_locked(&self, n: u64, held: &mut impl Held) {
         self.own.add_locked(n, held);
@@ -39,8 +39,29 @@ impl Count {
         _ = caught(|| self.exported.increment(n));
     }
 
+    /// What the holder of the index lock leaves to be exported after the unlock.
+    pub(crate) fn exported_later(&self, n: u64) -> Export {
+        Export::Count(self.exported.clone(), n)
+    }
+
     pub(crate) fn get(&self) -> u64 {
         self.own.get()
+    }
+}
+
+/// What the recorder is told after the unlock: it is the user's code, and may call the cache.
+pub(crate) enum Export {
+    Count(Counter, u64),
+    Gauge(metrics::Gauge, f64),
+}
+
+impl Export {
+    pub(crate) fn run(self) {
+        // The handle is dropped in there too.
+        _ = caught(|| match self {
+            Export::Count(counter, n) => counter.increment(n),
+            Export::Gauge(gauge, value) => gauge.set(value),
+        });
     }
 }
 
@@ -58,5 +79,10 @@ impl Gauge {
 
     pub(crate) fn add(&self, n: f64) {
         _ = caught(|| self.0.increment(n));
+    }
+
+    /// As [`set`](Self::set), for the holder of the index lock.
+    pub(crate) fn set_later(&self, value: f64) -> Export {
+        Export::Gauge(self.0.clone(), value)
     }
 }

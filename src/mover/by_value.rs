@@ -110,7 +110,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let taken = match &self.allowance {
             // Its chain is over, and it says nothing about other blocks of its class.
             _ if state.index.is_released(id) => {
-                by_value.add(1);
+                state.count(by_value, 1);
                 shared.decline_write(state, id, &key);
                 return wanted;
             }
@@ -118,13 +118,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Some(allowance) if worth.is_enough || worth.again => {
                 let mut allowance = allowance.borrow_mut();
                 let taken = allowance.admit(self.opened.elapsed(), worth.again, worth.coin, chain.len());
-                shared.metrics.write_share.set(allowance.share());
-                by_budget.add(u64::from(taken < chain.len()));
+                state.export(shared.metrics.write_share.set_later(allowance.share()));
+                state.count(by_budget, u64::from(taken < chain.len()));
                 taken
             }
             None if worth.is_enough => chain.len(),
             _ => {
-                by_value.add(1);
+                state.count(by_value, 1);
                 0
             }
         };

@@ -64,7 +64,7 @@ impl Shared {
             state.index.insert(*key, parent.copied());
         }
         state.index.touch(id);
-        self.metrics.stores_known.add(1);
+        state.count(&self.metrics.stores_known, 1);
         self.apply_policy(state, id, key).map(Some)
     }
 
@@ -103,12 +103,13 @@ impl Shared {
             assert!(published, "nothing can come between the two");
             state.host_checksums[filling.slot() as usize] = checksum;
             filling.published();
-            self.metrics.stores.add(1);
-            self.metrics.moved_untimed(Route::CallerToHost, self.config.block_bytes);
+            state.count(&self.metrics.stores, 1);
+            let bytes = self.config.block_bytes;
+            self.metrics.moved_by(Route::CallerToHost, bytes, |count, n| state.count(count, n));
         } else {
             // Another caller stored it meanwhile, or it is being read from disk: the bytes are the same.
             filling.release(&mut state);
-            self.metrics.stores_known.add(1);
+            state.count(&self.metrics.stores_known, 1);
         }
         self.apply_policy(&mut state, id, key)
     }
@@ -147,7 +148,7 @@ impl Shared {
         }
         let parent_comes = parent.is_some_and(|parent| state.flights.contains(parent, tier));
         let refused = state.index.refuses(key, parent, parent_comes, tier);
-        self.metrics.tier(tier).refused.add(u64::from(refused));
+        state.count(&self.metrics.tier(tier).refused, u64::from(refused));
         refused
     }
 
@@ -159,7 +160,7 @@ impl Shared {
             return;
         }
         if let Err(error) = state.disk_service.check_writes("disk") {
-            self.metrics.writes_refused.add(1);
+            state.count(&self.metrics.writes_refused, 1);
             state.refusals.add(*key, error);
             return;
         }
@@ -224,8 +225,10 @@ impl Shared {
             Joined::Waiting(receiver) => Ok(Committed::Wait(receiver)),
             // It is in no memory from which it could be written, or it comes from disk.
             Joined::None | Joined::Unverified => Ok(Committed::Done),
-            Joined::Full => Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
-            Joined::Overdue => Err(self.timeout("a movement of the block that is overdue")),
+            Joined::Full => {
+                Err(self.busy_locked(state, "waiters for one block", u64::from(waiters_max), "waiters_max"))
+            }
+            Joined::Overdue => Err(self.timeout_locked(state, "a movement of the block that is overdue")),
         }
     }
 
@@ -302,14 +305,14 @@ impl Shared {
                     }
                     Err(waiters) => next = waiters,
                 }
-                missed = Err(self.timeout("a movement of the block that is overdue"));
+                missed = Err(self.timeout_locked(state, "a movement of the block that is overdue"));
             } else if let Some(pin) = self.pin_source(state, id, key) {
                 let class = if next.is_empty() { Class::Background } else { Class::Awaited };
                 let started = state.flights.begin_started(key, Tier::Disk, id, class, next);
                 return (answers, Some(PendingWrite { key: *key, pin, started }));
             } else if let (Tier::Host, Err(error)) = (tier, outcome) {
                 // It did not arrive in host memory, from which it would be written.
-                self.metrics.writes_refused.add(1);
+                state.count(&self.metrics.writes_refused, 1);
                 state.refusals.add(*key, error.clone());
                 missed = Err(error.clone());
             }
@@ -375,7 +378,7 @@ impl Shared {
             return None;
         }
         if state.flights.len() >= self.config.limits.background_max as usize {
-            self.metrics.background_refused.add(1);
+            state.count(&self.metrics.background_refused, 1);
             return None;
         }
         let committed = self.begin_write(&mut state, id, key, Class::Background, self.config.limits.waiters_max);

@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use super::{Message, Shared};
+use super::{Message, Shared, State};
 use crate::{block::Tier, error::Error, shield::caught};
 
 /// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
@@ -16,6 +16,12 @@ impl Shared {
 
     pub(crate) fn timeout(&self, what: &'static str) -> Error {
         self.metrics.timeouts.add(1);
+        Error::timeout(what, self.deadline(), None)
+    }
+
+    /// As [`timeout`](Self::timeout), for a holder of the lock.
+    pub(super) fn timeout_locked(&self, state: &mut State, what: &'static str) -> Error {
+        state.count(&self.metrics.timeouts, 1);
         Error::timeout(what, self.deadline(), None)
     }
 

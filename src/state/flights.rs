@@ -115,6 +115,8 @@ pub(crate) struct Flights<M, U> {
     begun: Arc<AtomicU64>,
     /// Overdue movements in flight.
     overdue: usize,
+    /// Waiters that have left, to be dropped after the unlock: the waker of a caller may go with one.
+    pub(super) gone: Vec<oneshot::Sender<M>>,
 }
 
 /// What a flight leaves when it ends.
@@ -154,7 +156,7 @@ impl<M, U> Flight<M, U> {
 impl<M, U> Flights<M, U> {
     /// No flights. `begun` holds the number of the latest movement from now on.
     pub(crate) fn new(begun: Arc<AtomicU64>) -> Self {
-        Flights { by_target: HashMap::default(), by_age: BTreeMap::new(), begun, overdue: 0 }
+        Flights { by_target: HashMap::default(), by_age: BTreeMap::new(), begun, overdue: 0, gone: Vec::new() }
     }
 
     /// True while a movement of `key` to `tier` is in flight.
@@ -191,6 +193,13 @@ impl<M, U> Flights<M, U> {
         self.by_target.get_mut(&(*key, tier))
     }
 
+    /// As [`get_mut`](Self::get_mut), without the waiters that have left.
+    pub(crate) fn get_awaited(&mut self, key: &BlockKey, tier: Tier) -> Option<&mut Flight<M, U>> {
+        let flight = self.by_target.get_mut(&(*key, tier))?;
+        prune(&mut flight.waiters, &mut self.gone);
+        Some(flight)
+    }
+
     /// Joins the movement in flight, if there is one.
     pub(crate) fn join(&mut self, key: &BlockKey, tier: Tier, waiters_max: u32) -> Joined<M> {
         let Some(flight) = self.by_target.get_mut(&(*key, tier)) else { return Joined::None };
@@ -200,7 +209,7 @@ impl<M, U> Flights<M, U> {
         if flight.overdue {
             return Joined::Overdue;
         }
-        wait(&mut flight.waiters, waiters_max)
+        wait(&mut flight.waiters, waiters_max, &mut self.gone)
     }
 
     /// Requests a write of the block that `key` names when the movement in flight ends, and waits for that write. The
@@ -211,7 +220,7 @@ impl<M, U> Flights<M, U> {
             return Joined::Unverified;
         }
         let next = flight.next.get_or_insert_default();
-        if flight.overdue { Joined::Overdue } else { wait(next, waiters_max) }
+        if flight.overdue { Joined::Overdue } else { wait(next, waiters_max, &mut self.gone) }
     }
 
     /// Has waiters of a write of `entry` wait for the one in flight, or for the one that follows the write of a removed
@@ -371,11 +380,16 @@ impl<M, U> Flights<M, U> {
     }
 }
 
+/// Takes the waiters that have left.
+fn prune<M>(waiters: &mut Vec<oneshot::Sender<M>>, gone: &mut Vec<oneshot::Sender<M>>) {
+    gone.extend(waiters.extract_if(.., |waiter| waiter.is_closed()));
+}
+
 /// Adds a waiter to a movement, unless it has the largest permitted number.
-fn wait<M>(waiters: &mut Vec<oneshot::Sender<M>>, waiters_max: u32) -> Joined<M> {
+fn wait<M>(waiters: &mut Vec<oneshot::Sender<M>>, waiters_max: u32, gone: &mut Vec<oneshot::Sender<M>>) -> Joined<M> {
     if waiters.len() >= waiters_max as usize {
         // Waiters that left make room: a movement without a caller begins with a dropped waiter.
-        waiters.retain(|waiter| !waiter.is_closed());
+        prune(waiters, gone);
     }
     if waiters.len() >= waiters_max as usize {
         return Joined::Full;

@@ -6,8 +6,10 @@
 
 use std::ops::{Deref, DerefMut};
 
-use super::{Flight, Shared, State, requests::Refused, slots::Grant};
-use crate::{block::Tier, error::Error, sync::MutexGuard};
+use tokio::sync::oneshot;
+
+use super::{Flight, Message, Shared, State, requests::Refused, slots::Grant};
+use crate::{block::Tier, error::Error, metrics::Export, sync::MutexGuard};
 
 impl Shared {
     /// Locks the state.
@@ -47,12 +49,14 @@ impl Shared {
         Box::new(Work::Abandon { flights, requests })
     }
 
-    /// Grants available slots to the requests that wait.
+    /// Grants available slots to the requests that wait, and takes what is left for after the unlock.
     #[cold]
     fn serve(&self, state: &mut State) -> Option<Box<Work>> {
         let granted = self.grant_slots(state);
         let is_raised = !state.raised.is_empty();
-        (is_raised || !granted.is_empty()).then(|| Box::new(Work::Serve { granted, is_raised }))
+        let (exports, gone) = (std::mem::take(&mut state.exports), std::mem::take(&mut state.flights.gone));
+        let any = is_raised || !granted.is_empty() || !exports.is_empty() || !gone.is_empty();
+        any.then(|| Box::new(Work::Serve { granted, is_raised, exports, _gone: gone }))
     }
 }
 
@@ -96,11 +100,24 @@ pub fn holds_lock() -> bool {
     LOCKS_HELD.get() > 0
 }
 
+impl State {
+    /// True if something follows the unlock.
+    #[inline]
+    fn has_left_work(&self) -> bool {
+        !self.slot_requests.is_empty()
+            || !self.raised.is_empty()
+            || !self.exports.is_empty()
+            || !self.flights.gone.is_empty()
+    }
+}
+
 /// The state, locked. The unlock grants available slots to the requests that wait, first come, first served.
 ///
 /// Many events free slots, some of them several: the end of a fill makes copies in other tiers evictable, an evicted
-/// suffix its prefix. None of them looks for requests. Wakers run after the unlock: they are callers' code, and may
-/// drop a future that locks.
+/// suffix its prefix. None of them looks for requests.
+///
+/// Wakers and the recorder of metrics are users' code, which may call the cache. So whatever wakes or drops a waker, or
+/// calls the recorder, is left in the state by the holder of the lock, and follows the unlock.
 pub(crate) struct Locked<'a> {
     // Declared, and so dropped, before what follows the unlock.
     state: MutexGuard<'a, State>,
@@ -130,7 +147,7 @@ impl Drop for Locked<'_> {
         let Locked { state, after, was_unwinding } = self;
         if std::thread::panicking() && !*was_unwinding {
             after.work = Some(after.shared.abandon(state));
-        } else if !state.slot_requests.is_empty() || !state.raised.is_empty() {
+        } else if state.has_left_work() {
             after.work = after.shared.serve(state);
         }
     }
@@ -143,8 +160,9 @@ struct AfterUnlock<'a> {
 }
 
 enum Work {
-    /// Sends the granted slots, and wakes the task that raises priorities.
-    Serve { granted: Vec<Grant>, is_raised: bool },
+    /// Sends the granted slots, wakes the task that raises priorities, tells the recorder of metrics, and drops the
+    /// waiters that have left.
+    Serve { granted: Vec<Grant>, is_raised: bool, exports: Vec<Export>, _gone: Vec<oneshot::Sender<Message>> },
     /// Answers all waiters.
     Abandon { flights: Vec<Flight>, requests: [Refused; Tier::COUNT] },
 }
@@ -163,11 +181,12 @@ impl Work {
     #[cold]
     fn run(self, shared: &Shared) {
         match self {
-            Work::Serve { granted, is_raised } => {
+            Work::Serve { granted, is_raised, exports, _gone } => {
                 if is_raised {
                     shared.raised.notify_one();
                 }
                 granted.into_iter().for_each(|grant| grant.send(shared));
+                exports.into_iter().for_each(Export::run);
             }
             Work::Abandon { flights, requests } => {
                 requests.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
@@ -195,7 +214,7 @@ mod tests {
         index::Index,
         memory::Arena,
         metrics::Metrics,
-        state::{Class, Pin, Purpose, Shared},
+        state::{Class, Joined, Pin, Purpose, Shared},
     };
 
     const BYTES: usize = 4096;
@@ -249,5 +268,41 @@ mod tests {
             drop(shared.lock());
         }));
         assert!(refused.is_err(), "no state is shown that may be wrong");
+    }
+    #[test]
+    fn a_lease_dropped_by_a_panic_of_its_caller_gives_its_slot_to_the_first_in_line() {
+        let key = BlockKey::new([1; 32]);
+        let shared = with_a_block(&key);
+        let held = pin(&shared, &key);
+        let _filling = shared.acquire_now(Tier::Host).expect("the other slot");
+        let mut waiting = pin!(shared.acquire(Tier::Host, Purpose::Call));
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(waiting.as_mut().poll(&mut context).is_pending(), "both slots are held");
+
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let _held = held;
+            panic!("a caller, on purpose");
+        }));
+
+        assert!(panicked.is_err());
+        assert!(matches!(waiting.as_mut().poll(&mut context), Poll::Ready(Ok(_))), "no other event would grant it");
+    }
+
+    #[test]
+    fn waiters_that_have_left_are_dropped_after_the_unlock() {
+        let key = BlockKey::new([1; 32]);
+        let shared = with_a_block(&key);
+        let mut state = shared.lock();
+        let id = state.index.find(&key).expect("stored");
+        // Its waiter leaves at once. Before tokio 1.50 the channel keeps the waker of a receiver that is gone.
+        drop(state.flights.begin(&key, Tier::Disk, id, Class::Background));
+        let joined = state.flights.join(&key, Tier::Disk, 1);
+        assert!(matches!(joined, Joined::Waiting(_)), "the one that left made room");
+        assert_eq!(state.flights.gone.len(), 1, "it is not dropped under the lock");
+        drop(joined);
+        assert!(state.flights.get_awaited(&key, Tier::Disk).expect("in flight").waiters.is_empty());
+        assert_eq!(state.flights.gone.len(), 2);
+        drop(state);
+        assert!(shared.lock().flights.gone.is_empty(), "the unlock dropped them");
     }
 }

@@ -103,7 +103,7 @@ impl Shared {
     #[inline(never)]
     fn look_elsewhere<P>(
         self: &Arc<Self>,
-        mut state: Locked<'_>,
+        state: Locked<'_>,
         key: &BlockKey,
         id: EntryId,
         tier: Tier,
@@ -111,8 +111,9 @@ impl Shared {
     ) -> Result<Found<P>> {
         if state.served_tier(id).is_some() || state.flights.contains(key, tier) {
             let Some(room) = reserve() else { return Ok(Found::Elsewhere(None)) };
+            // Unlocked before the room is given back, also by a panic: that wakes a caller.
+            let mut state = state;
             let promotion = self.promote_locked(&mut state, key, tier, Class::Awaited, Use::Now);
-            // Before the room in the channel is given back, which may wake a caller.
             drop(state);
             let (promotion, source) = promotion?;
             self.metrics.looked_up(source);
@@ -173,8 +174,12 @@ impl Shared {
         match state.join(key, tier, class, waiters_max) {
             Joined::Waiting(receiver) => return Ok((Promotion::Joined(receiver), source)),
             Joined::Unverified => return Ok((Promotion::Joined(self.ticket(state, key)), source)),
-            Joined::Full => return Err(self.busy("waiters for one block", u64::from(waiters_max), "waiters_max")),
-            Joined::Overdue => return Err(self.timeout("a movement of the block that is overdue")),
+            Joined::Full => {
+                return Err(self.busy_locked(state, "waiters for one block", u64::from(waiters_max), "waiters_max"));
+            }
+            Joined::Overdue => {
+                return Err(self.timeout_locked(state, "a movement of the block that is overdue"));
+            }
             Joined::None => {}
         }
         if source.is_none() {

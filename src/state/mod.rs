@@ -56,7 +56,7 @@ use crate::{
     fork::Home,
     index::{EntryId, Index},
     memory::Arena,
-    metrics::{Held, Metrics, Tally},
+    metrics::{Count, Export, Held, Metrics, Tally},
     sync::Mutex,
 };
 
@@ -95,6 +95,8 @@ pub(crate) struct State {
     pub(crate) leaving: Leaving,
     /// Blocks that the disk tier refused, and whose refusal no caller got.
     pub(crate) refusals: Refusals,
+    /// What the recorder of metrics is told after the unlock.
+    exports: Vec<Export>,
     closed: bool,
 }
 
@@ -171,6 +173,7 @@ impl Shared {
             dirty: BTreeSet::new(),
             leaving: Leaving::default(),
             refusals: Refusals::default(),
+            exports: Vec::new(),
             closed: false,
         };
         Shared {
@@ -237,6 +240,12 @@ impl Shared {
         Error::busy(what, limit, setting)
     }
 
+    /// As [`busy`](Self::busy), for a holder of the lock.
+    fn busy_locked(&self, state: &mut State, what: &'static str, limit: u64, setting: &'static str) -> Error {
+        state.count(&self.metrics.busy, 1);
+        Error::busy(what, limit, setting)
+    }
+
     /// Requests that libcufile has not returned.
     pub(crate) fn cufile_stuck(&self) -> u64 {
         // A request that returns at the moment of its timeout may be subtracted before it is added.
@@ -255,6 +264,19 @@ impl Shared {
 }
 
 impl State {
+    /// Counts, and tells the recorder of metrics after the unlock.
+    pub(crate) fn count(&mut self, count: &Count, n: u64) {
+        if n > 0 {
+            count.add_locked(n, self);
+            self.exports.push(count.exported_later(n));
+        }
+    }
+
+    /// Has the recorder of metrics told something after the unlock.
+    pub(crate) fn export(&mut self, export: Export) {
+        self.exports.push(export);
+    }
+
     #[inline]
     pub(crate) fn check_open(&self) -> Result<()> {
         if self.closed { Err(Error::Closed) } else { Ok(()) }

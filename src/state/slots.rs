@@ -103,7 +103,8 @@ impl Shared {
             }
             state.check_may_wait(tier)?;
             if state.slot_requests.len(tier) >= self.config.limits.waiters_max as usize {
-                return Err(self.busy("waiters for a slot", u64::from(self.config.limits.waiters_max), "waiters_max"));
+                let waiters_max = u64::from(self.config.limits.waiters_max);
+                return Err(self.busy_locked(&mut state, "waiters for a slot", waiters_max, "waiters_max"));
             }
             SlotWait::begin(self, &mut state, tier, purpose, urgency)
         };
@@ -206,9 +207,9 @@ impl Shared {
             let slot = state.index.evict(victim, tier);
             // Of the blocks that must be written only released ones may be evicted.
             if tier == Tier::Host && state.dirty.remove(&key) {
-                self.metrics.released_unwritten.add(1);
+                state.count(&self.metrics.released_unwritten, 1);
             }
-            self.metrics.tier(tier).evictions.add(1);
+            state.count(&self.metrics.tier(tier).evictions, 1);
             if tier == Tier::Disk {
                 state.disk_slots().clear(slot, &key);
             }
@@ -219,10 +220,6 @@ impl Shared {
     /// Takes available slots for the requests that wait.
     pub(crate) fn grant_slots(&self, state: &mut State) -> Vec<Grant> {
         let mut granted = Vec::new();
-        // No slot is granted while a thread unwinds: wakers are callers' code, and a second panic ends the process.
-        if state.slot_requests.is_empty() || std::thread::panicking() {
-            return granted;
-        }
         for tier in Tier::ALL {
             let before = granted.len();
             while state.has_waiters(tier)
@@ -333,11 +330,13 @@ impl Drop for SlotWait {
         if !self.shared.home.is_here() {
             return;
         }
+        // Nothing is sent any more. Not under the lock: the waker of the caller may be dropped here.
+        let sent = self.answer.try_recv();
         let Some(mut state) = self.shared.lock_unless_broken() else { return };
         self.note(&mut state, None);
         let request = state.slot_requests.tiers[self.tier as usize].remove(self.number);
         // Sent just before the channel was closed: the slot has no owner.
-        if let Ok(Ok(slot)) = self.answer.try_recv() {
+        if let Ok(Ok(slot)) = sent {
             state.push_free(self.tier, slot);
         }
         drop(state);

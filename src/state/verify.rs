@@ -86,7 +86,9 @@ impl Ticket {
         flight.tickets -= 1;
         match state.flights.join(&key, Tier::Host, waiters_max) {
             Joined::Waiting(receiver) => ControlFlow::Continue(receiver),
-            Joined::Overdue => ControlFlow::Break(Some(Err(shared.timeout("the verification of the block")))),
+            Joined::Overdue => {
+                ControlFlow::Break(Some(Err(shared.timeout_locked(&mut state, "the verification of the block"))))
+            }
             _ => ControlFlow::Break(None),
         }
     }
@@ -201,8 +203,7 @@ impl Shared {
         if state.check_open().is_err() {
             return Err(unverified);
         }
-        let Some(flight) = state.flights.get_mut(key, Tier::Host) else { return Err(unverified) };
-        flight.waiters.retain(|waiter| !waiter.is_closed());
+        let Some(flight) = state.flights.get_awaited(key, Tier::Host) else { return Err(unverified) };
         if flight.waiters.is_empty() || flight.is_followed() {
             return Err(unverified);
         }

@@ -1,14 +1,15 @@
-//! A log that is read while the cache runs: nothing may be logged under the index lock, where every caller would wait
-//! for whoever reads the log.
+//! A log that is read while the cache runs, and a recorder of metrics. Neither may be called under the index lock: every
+//! caller would wait for them, and they would wait for ever if they called the cache.
 
 use std::{
     cell::Cell,
     sync::{
-        Once,
+        Arc, Once,
         atomic::{AtomicU64, Ordering},
     },
 };
 
+use metrics::{Counter, CounterFn, Gauge, GaugeFn, Histogram, HistogramFn, Key, KeyName, Recorder, SharedString, Unit};
 use tracing::{Event, Metadata, Subscriber, span};
 
 std::thread_local! {
@@ -45,15 +46,78 @@ impl Subscriber for Watch {
 }
 
 fn check(what: &str) {
-    assert!(!kvhoist::internals::seams::holds_lock(), "{what} is logged under the index lock");
+    assert!(!kvhoist::internals::seams::holds_lock(), "{what} is reported under the index lock");
 }
 
-/// Watches all that is logged in this process from now on.
+/// Panics where a figure is recorded under the index lock. The cache catches the panic, and the run notes it.
+struct Figure(String);
+
+impl CounterFn for Figure {
+    fn increment(&self, _: u64) {
+        check(&self.0);
+    }
+
+    fn absolute(&self, _: u64) {
+        check(&self.0);
+    }
+}
+
+impl GaugeFn for Figure {
+    fn increment(&self, _: f64) {
+        check(&self.0);
+    }
+
+    fn decrement(&self, _: f64) {
+        check(&self.0);
+    }
+
+    fn set(&self, _: f64) {
+        check(&self.0);
+    }
+}
+
+impl HistogramFn for Figure {
+    fn record(&self, _: f64) {
+        check(&self.0);
+    }
+}
+
+impl Drop for Figure {
+    fn drop(&mut self) {
+        check(&self.0);
+    }
+}
+
+/// Makes [`Figure`]s.
+struct Figures;
+
+impl Recorder for Figures {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &Key, _: &metrics::Metadata<'_>) -> Counter {
+        Counter::from_arc(Arc::new(Figure(key.name().to_owned())))
+    }
+
+    fn register_gauge(&self, key: &Key, _: &metrics::Metadata<'_>) -> Gauge {
+        Gauge::from_arc(Arc::new(Figure(key.name().to_owned())))
+    }
+
+    fn register_histogram(&self, key: &Key, _: &metrics::Metadata<'_>) -> Histogram {
+        Histogram::from_arc(Arc::new(Figure(key.name().to_owned())))
+    }
+}
+
+/// Watches all that is logged and recorded in this process from now on.
 pub fn watch() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         let watch = Watch { spans: AtomicU64::new(0) };
         tracing::subscriber::set_global_default(watch).expect("nobody else subscribes in a simulation");
+        metrics::set_global_recorder(Figures).expect("nobody else records in a simulation");
     });
 }
 

@@ -2,9 +2,18 @@
 
 mod scene;
 
-use std::future::Future;
+use std::{
+    future::Future,
+    pin::pin,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering::Relaxed},
+    },
+    task::{Context, RawWaker, RawWakerVTable, Waker},
+    time::Duration,
+};
 
-use kvhoist::Route;
+use kvhoist::{Cache, Route};
 use kvhoist_simulation::sim;
 use scene::*;
 
@@ -34,6 +43,94 @@ fn a_call_takes_the_lock_this_often() {
         let locks = [store_locks, hit_locks, lease_locks, fetch_locks];
         println!("locks of a store, a hit, the end of a lease, a fetch from disk: {locks:?}");
         assert_eq!(locks, [5, 1, 1, 4], "of a store, a hit, the end of a lease, a fetch from disk");
+        finish(cache, reactor).await;
+    });
+}
+
+/// A user's code, called where the cache calls it: it calls the cache in turn, and counts how often it was called.
+struct Theirs {
+    cache: Cache,
+    calls: Arc<AtomicU64>,
+}
+
+impl Theirs {
+    fn waker(cache: &Cache, calls: &Arc<AtomicU64>) -> Waker {
+        let theirs = Arc::new(Theirs { cache: cache.clone(), calls: Arc::clone(calls) });
+        // SAFETY: the table below takes the pointer for what it is, a share of `theirs`.
+        unsafe { Waker::from_raw(RawWaker::new(Arc::into_raw(theirs).cast(), &TABLE)) }
+    }
+
+    fn call(&self) {
+        // Under the lock the call would wait for ever.
+        assert!(!kvhoist::internals::seams::holds_lock(), "a waker is touched under the index lock");
+        self.cache.contains(&key(3));
+        self.calls.fetch_add(1, Relaxed);
+    }
+}
+
+static TABLE: RawWakerVTable = RawWakerVTable::new(
+    |theirs| {
+        // SAFETY: made by `Theirs::waker`, or here, and not dropped yet.
+        let theirs = unsafe {
+            Arc::increment_strong_count(theirs.cast::<Theirs>());
+            &*theirs.cast::<Theirs>()
+        };
+        theirs.call();
+        RawWaker::new(std::ptr::from_ref(theirs).cast(), &TABLE)
+    },
+    // SAFETY: as above; it takes the share with it.
+    |theirs| unsafe { Arc::from_raw(theirs.cast::<Theirs>()) }.call(),
+    // SAFETY: as above.
+    |theirs| unsafe { &*theirs.cast::<Theirs>() }.call(),
+    // SAFETY: as above; it takes the share with it.
+    |theirs| unsafe { Arc::from_raw(theirs.cast::<Theirs>()) }.call(),
+);
+
+/// Polls a call once with a waker that calls the cache, and drops it after some time, or never.
+async fn poll_with<T>(cache: &Cache, calls: &Arc<AtomicU64>, call: impl Future<Output = T>, after: Option<Duration>) {
+    let waker = Theirs::waker(cache, calls);
+    let mut call = pin!(call);
+    if call.as_mut().poll(&mut Context::from_waker(&waker)).is_ready() {
+        return;
+    }
+    drop(waker);
+    match after {
+        Some(after) => tokio::time::sleep(after).await,
+        None => drop(call.await),
+    }
+}
+
+#[test]
+fn wakers_that_call_the_cache_are_cloned_woken_and_dropped_without_the_lock() {
+    sim::block_on(async {
+        let (cache, reactor, _disk) = open(config().waiters_max(3)).await;
+        fill(&cache).await;
+        let calls = Arc::new(AtomicU64::new(0));
+        for after in [Some(Duration::ZERO), Some(Duration::from_millis(5)), None] {
+            // Blocks on disk, joined by more callers than may wait: those that have left make room.
+            let keys = [key(0), key(1)];
+            for key in keys.iter().cycle().take(8) {
+                poll_with(&cache, &calls, cache.fetch(key), after).await;
+            }
+            // A slot that is granted to a caller who has left.
+            let mut held = Vec::new();
+            for _ in 0..4 {
+                held.push(cache.reserve().await.expect("a slot"));
+            }
+            for _ in 0..2 {
+                poll_with(&cache, &calls, async { cache.reserve().await.map(drop) }, Some(Duration::ZERO)).await;
+            }
+            let mut waiting = Box::pin(cache.reserve());
+            let waker = Theirs::waker(&cache, &calls);
+            assert!(waiting.as_mut().poll(&mut Context::from_waker(&waker)).is_pending(), "every slot is held");
+            drop(held);
+            drop(waiting);
+            for n in 0..2 {
+                poll_with(&cache, &calls, store(&cache, 100 + n), after).await;
+                poll_with(&cache, &calls, cache.remove(&key(100 + n)), after).await;
+            }
+        }
+        assert!(calls.load(Relaxed) > 100, "{calls:?}");
         finish(cache, reactor).await;
     });
 }
