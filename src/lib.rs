@@ -54,6 +54,7 @@ mod size;
 mod state;
 pub mod store;
 mod sync;
+mod urgency;
 mod workers;
 
 pub use block::{BlockGeometry, BlockKey, Layout, Namespace, PrefixChain, Route, Segment, Tier};

@@ -2,15 +2,14 @@
 //! awaited writes before background writes. While an awaited read waits for its share, only one awaited write starts at
 //! a time, so that no store waits for ever.
 
-use std::{
-    cell::RefCell,
-    collections::{BTreeMap, VecDeque},
-    rc::Rc,
-};
+use std::{cell::RefCell, rc::Rc};
 
 use tokio::sync::oneshot;
 
-use crate::state::{Raised, Urgency};
+use crate::{
+    state::Raised,
+    urgency::{Line, Urgency},
+};
 
 /// Bounds the bytes in flight of reads and of writes. Lives on the reactor's thread.
 #[derive(Clone)]
@@ -19,17 +18,10 @@ pub(crate) struct Budget(Rc<RefCell<Inner>>);
 struct Inner {
     limits: [u64; 2],
     in_flight: [u64; 2],
-    waiting: [Queue; 2],
+    waiting: [Line<Waiter>; 2],
 }
 
-/// Operations of one kind that wait for their share.
-#[derive(Default)]
-struct Queue {
-    awaited: VecDeque<Waiter>,
-    /// By the number of the flight.
-    background: BTreeMap<u64, Waiter>,
-}
-
+/// An operation that waits for its share.
 struct Waiter {
     bytes: u64,
     wake: oneshot::Sender<Share>,
@@ -52,6 +44,19 @@ pub(crate) struct Share {
     budget: Option<Budget>,
     kind: Kind,
     bytes: u64,
+    /// Of its operation, when it was given.
+    urgency: Urgency,
+}
+
+impl Share {
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
+    }
+
+    /// How urgent its operation was when it was given.
+    pub(super) fn urgency(&self) -> Urgency {
+        self.urgency
+    }
 }
 
 impl Budget {
@@ -78,7 +83,7 @@ impl Budget {
         }
         let also = also()?;
         inner.in_flight[kind as usize] += bytes;
-        Some((Share { budget: Some(self.clone()), kind, bytes }, also))
+        Some((Share { budget: Some(self.clone()), kind, bytes, urgency }, also))
     }
 
     /// Waits for `bytes` of the budget. Cancel safe: a share given to a dropped future goes back.
@@ -98,13 +103,7 @@ impl Budget {
 
     /// These movements are awaited from now on.
     pub(super) fn raise(&self, raised: &Raised) {
-        for queue in &mut self.0.borrow_mut().waiting {
-            if raised.holders {
-                queue.awaited.extend(std::mem::take(&mut queue.background).into_values());
-            }
-            let found = raised.flights.iter().filter_map(|number| queue.background.remove(number));
-            queue.awaited.extend(found);
-        }
+        self.0.borrow_mut().waiting.iter_mut().for_each(|line| line.raise(&raised.flights, raised.holders));
         self.start_waiting();
     }
 
@@ -112,8 +111,7 @@ impl Budget {
     #[cfg(feature = "sim")]
     pub(super) fn waiting(&self) -> usize {
         let inner = self.0.borrow();
-        let waiters = inner.waiting.iter().flat_map(|queue| queue.awaited.iter().chain(queue.background.values()));
-        waiters.filter(|waiter| !waiter.wake.is_closed()).count()
+        inner.waiting.iter().flat_map(Line::iter).filter(|waiter| !waiter.wake.is_closed()).count()
     }
 
     /// Bytes in flight of a kind.
@@ -125,8 +123,8 @@ impl Budget {
     fn start_waiting(&self) {
         loop {
             let next = self.0.borrow_mut().pop_next();
-            let Some((kind, waiter)) = next else { return };
-            let share = Share { budget: Some(self.clone()), kind, bytes: waiter.bytes };
+            let Some((kind, urgency, waiter)) = next else { return };
+            let share = Share { budget: Some(self.clone()), kind, bytes: waiter.bytes, urgency };
             // Its waiter is gone. Only the bytes come back: a drop would begin another loop inside this one, and that
             // one another.
             if let Err(mut share) = waiter.wake.send(share) {
@@ -136,27 +134,10 @@ impl Budget {
     }
 }
 
-impl Queue {
-    fn push(&mut self, urgency: Urgency, waiter: Waiter) {
-        match urgency {
-            Urgency::Awaited => self.awaited.push_back(waiter),
-            Urgency::Background(number) => {
-                let earlier = self.background.insert(number, waiter);
-                assert!(earlier.is_none(), "a movement waits for one share of a kind at a time");
-            }
-        }
-    }
-
-    /// True where a new operation would be first.
-    fn is_first(&self, urgency: Urgency) -> bool {
-        self.awaited.is_empty() && (urgency == Urgency::Awaited || self.background.is_empty())
-    }
-}
-
 impl Inner {
     fn may_start(&self, kind: Kind, urgency: Urgency, bytes: u64) -> bool {
         let is_awaited = urgency == Urgency::Awaited;
-        self.waiting[kind as usize].is_first(urgency) && self.allows(kind, is_awaited) && self.fits(kind, bytes)
+        self.waiting[kind as usize].would_be_first(urgency) && self.allows(kind, is_awaited) && self.fits(kind, bytes)
     }
 
     fn fits(&self, kind: Kind, bytes: u64) -> bool {
@@ -166,23 +147,19 @@ impl Inner {
     /// True where no operation of the other kind must go before one of this kind.
     fn allows(&self, kind: Kind, is_awaited: bool) -> bool {
         let is_sole_write = is_awaited && self.in_flight[Kind::Write as usize] == 0;
-        kind == Kind::Read || is_sole_write || self.waiting[Kind::Read as usize].awaited.is_empty()
+        kind == Kind::Read || is_sole_write || !self.waiting[Kind::Read as usize].has_awaited()
     }
 
     /// Takes the next waiter that may start off its queue, and counts its bytes.
-    fn pop_next(&mut self) -> Option<(Kind, Waiter)> {
+    fn pop_next(&mut self) -> Option<(Kind, Urgency, Waiter)> {
         for kind in KINDS {
-            let queue = &self.waiting[kind as usize];
-            let is_awaited = !queue.awaited.is_empty();
-            let first = if is_awaited { queue.awaited.front() } else { queue.background.values().next() };
-            let Some(bytes) = first.map(|waiter| waiter.bytes) else { continue };
-            if !self.fits(kind, bytes) || !self.allows(kind, is_awaited) {
+            let line = &self.waiting[kind as usize];
+            let Some(bytes) = line.first().map(|waiter| waiter.bytes) else { continue };
+            if !self.fits(kind, bytes) || !self.allows(kind, line.has_awaited()) {
                 continue;
             }
             self.in_flight[kind as usize] += bytes;
-            let queue = &mut self.waiting[kind as usize];
-            let waiter = queue.awaited.pop_front().or_else(|| queue.background.pop_first().map(|(_, waiter)| waiter));
-            return waiter.map(|waiter| (kind, waiter));
+            return self.waiting[kind as usize].pop().map(|(urgency, waiter)| (kind, urgency, waiter));
         }
         None
     }

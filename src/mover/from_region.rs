@@ -100,7 +100,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let (places, block_bytes) = (job.places(), self.shared.config.block_bytes);
         // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
         // mapped and not to write to what is stored.
-        let payload = unsafe { self.transfer(OpKind::Write, file, offset, &places, block_bytes, (job, filling)) };
+        let payload = unsafe { self.transfer(&share, file, offset, &places, block_bytes, (job, filling)) };
         let (result, (job, filling)) = payload.await;
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Write, &result);

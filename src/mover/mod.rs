@@ -204,12 +204,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         result
     }
 
-    /// Raises movements that are awaited by now in the budget.
+    /// Raises movements that are awaited by now, in the budget and in the queue of the workers.
     async fn raise_loop(self: Rc<Self>) {
         loop {
             self.shared.raised.notified().await;
             let raised = std::mem::take(&mut self.shared.lock().raised);
             self.budget.raise(&raised);
+            self.workers.raise(&raised.flights, raised.holders);
         }
     }
 

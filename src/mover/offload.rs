@@ -2,13 +2,17 @@
 
 use std::{io, ptr::NonNull, rc::Rc, sync::Arc};
 
-use super::{Mover, budget::Kind};
+use super::{
+    Mover,
+    budget::{Kind, Share},
+};
 use crate::{
     block::{FileId, OpKind, Segment},
     checksum::Digest,
     device::CopyEngine,
     io::{Storage, read_into, uring::Transfer, write_from},
     memory::{IoBuf, Readable},
+    urgency::Urgency,
     workers::Transferred,
 };
 
@@ -51,25 +55,29 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
 
     /// Reads a disk slot into host memory, or writes it from there, all places at once; the `guard` that keeps them
     /// is returned. With the checksum of the first `sum_bytes` bytes, if a worker made the transfer: of what it has
-    /// read, or of what it wrote.
+    /// read, or of what it wrote. Which of the two it is, and how urgent, its `share` of the bytes in flight tells.
     ///
     /// # Safety
     /// While `guard` lives the places must stay mapped, nobody else may write to them, and if they are read into nobody
     /// may read them either.
     pub(super) async unsafe fn transfer<G: Send + Sync + 'static>(
         self: &Rc<Self>,
-        kind: OpKind,
+        share: &Share,
         file: FileId,
         offset: u64,
         places: &[Place],
         sum_bytes: usize,
         guard: G,
     ) -> (io::Result<Option<u64>>, G) {
+        let kind = match share.kind() {
+            Kind::Read => OpKind::Read,
+            Kind::Write => OpKind::Write,
+        };
         // Most blocks are one segment, which needs no task of its own.
         if let [(segment, fixed)] = places {
             // SAFETY: the caller's promise.
             let buf = unsafe { IoBuf::new(start_of(segment), segment.len, *fixed, guard) };
-            return match self.transfer_on_worker(kind, file, offset, &buf, sum_bytes).await {
+            return match self.transfer_on_worker((kind, share.urgency()), file, offset, &buf, sum_bytes).await {
                 Some(result) => (result, buf.into_owner()),
                 // Boxed: every movement would have room for it.
                 None => Box::pin(self.transfer_here(kind, file, offset, buf)).await,
@@ -128,7 +136,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
     /// whose worker died during a write is written again, the same bytes to the same place.
     async fn transfer_on_worker<O: Send + Sync + 'static>(
         &self,
-        kind: OpKind,
+        (kind, urgency): (OpKind, Urgency),
         file: FileId,
         offset: u64,
         buf: &IoBuf<O>,
@@ -147,7 +155,12 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let buf = unsafe { buf.lend() };
         let is_in_memory = self.storage.is_in_memory(file);
         let transfer = Transfer { kind, file: handle, id: file, is_in_memory, offset, buf };
-        self.workers.transfer(transfer, sum_bytes).await.map(|Transferred { buf, result }| {
+        let urgency = match urgency {
+            Urgency::Awaited => Urgency::Awaited,
+            // A caller may have joined the movement since: from here on its transfer is raised in the queue.
+            background @ Urgency::Background(_) => self.shared.lock().urgency_by_now(background),
+        };
+        self.workers.transfer(urgency, transfer, sum_bytes).await.map(|Transferred { buf, result }| {
             drop(buf);
             result
         })

@@ -193,7 +193,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let place = [self.place_of(filling.slot())];
         // SAFETY: an unpublished slot, which the filling keeps, and the arena with it.
         let (result, (pin, filling)) =
-            unsafe { self.transfer(OpKind::Read, file, offset, &place, sum_bytes, (pin, filling)) }.await;
+            unsafe { self.transfer(&share, file, offset, &place, sum_bytes, (pin, filling)) }.await;
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Read, &result);
         match result {
@@ -273,8 +273,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         let places = job.places();
         // SAFETY: the segments lie in regions that the job holds, whose owner promised at registration to keep them
         // mapped and not to touch what is loaded.
-        let read =
-            unsafe { self.transfer(OpKind::Read, file, offset, &places, self.shared.config.block_bytes, (pin, job)) };
+        let read = unsafe { self.transfer(&share, file, offset, &places, self.shared.config.block_bytes, (pin, job)) };
         let (result, (pin, job)) = read.await;
         drop(share);
         let sum = match result {

@@ -152,7 +152,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         // Both at once: whichever is on the medium first, a record without its payload is found by the checksum that it
         // carries. Nobody here sees the block before both are there.
         // SAFETY: the caller's promise.
-        let payload = unsafe { self.transfer(OpKind::Write, file, offset, places, 0, (guard, filling)) };
+        let payload = unsafe { self.transfer(&share, file, offset, places, 0, (guard, filling)) };
         let ((result, (_guard, filling)), recorded) = tokio::join!(payload, self.write_page(page));
         drop(share);
         self.shared.account(&self.failures, file, OpKind::Write, &result);

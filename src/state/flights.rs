@@ -20,6 +20,7 @@ use crate::{
     block::{BlockKey, Tier},
     index::EntryId,
     sync::Mutex,
+    urgency::Urgency,
 };
 
 /// Whether a movement has a waiter.
@@ -29,14 +30,6 @@ pub(crate) enum Class {
     Awaited,
     /// A prefetch or a write-back.
     Background,
-}
-
-/// How urgent the next step of a movement is, or a call.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Urgency {
-    Awaited,
-    /// No waiter. The number of its flight, which finds it when a waiter joins.
-    Background(u64),
 }
 
 /// Movements requested as [`Urgency::Background`] that have a waiter by now.
@@ -298,6 +291,15 @@ impl<M, U> Flights<M, U> {
         match self.by_target.get(&(*key, tier)) {
             Some(Flight { class: Class::Background, number, .. }) => Urgency::Background(*number),
             _ => Urgency::Awaited,
+        }
+    }
+
+    /// How urgent the movement of this number is, which had no waiter.
+    pub(crate) fn urgency_of(&self, number: u64) -> Urgency {
+        let flight = self.by_age.get(&number).and_then(|target| self.by_target.get(target));
+        match flight {
+            Some(Flight { class: Class::Awaited, .. }) => Urgency::Awaited,
+            _ => Urgency::Background(number),
         }
     }
 

@@ -26,7 +26,7 @@ pub(crate) mod verify;
 pub(crate) use commit::{BegunStore, Committed, FlightEnd};
 pub(crate) use deadline::LOOKS_PER_DEADLINE;
 pub(crate) use disk_write::{DiskPlace, DiskWrite};
-pub(crate) use flights::{Class, Raised, Started, Unclaimed, Urgency};
+pub(crate) use flights::{Class, Raised, Started, Unclaimed};
 pub(crate) use health::{Failures, Health, blames_disk};
 pub(crate) use lenders::{Lender, Lenders};
 pub(crate) use lock::Locked;

@@ -5,13 +5,14 @@ use std::sync::{Arc, atomic::Ordering};
 use tokio::sync::oneshot;
 
 use super::{
-    Filling, KEPT_PART, Shared, State, Urgency,
+    Filling, KEPT_PART, Shared, State,
     requests::{Queue, Request},
 };
 use crate::{
     block::{BlockKey, Tier},
     error::{Error, HeldSlots, Result},
     shield::shield,
+    urgency::Urgency,
 };
 
 /// What a slot or a share of the budget is for.
@@ -67,6 +68,16 @@ impl State {
             return Urgency::Awaited;
         }
         self.urgency(purpose)
+    }
+
+    /// How urgent a step is that was of this urgency, of a movement that holds a host slot.
+    pub(crate) fn urgency_by_now(&self, urgency: Urgency) -> Urgency {
+        match urgency {
+            Urgency::Background(number) if self.slot_requests.tiers[Tier::Host as usize].awaited.is_empty() => {
+                self.flights.urgency_of(number)
+            }
+            _ => Urgency::Awaited,
+        }
     }
 
     fn urgency(&self, purpose: Purpose) -> Urgency {

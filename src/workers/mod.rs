@@ -36,6 +36,7 @@ use crate::{
     io::uring::{Lane, Transfer},
     metrics::Count,
     shield::caught,
+    urgency::Urgency,
 };
 
 /// Least work worth handing over to threads: about 8 us.
@@ -87,26 +88,27 @@ fn run_on(processors: &[usize]) {
 
 /// A ring for this thread, if the kernel allows one.
 fn lane(held: Option<&OwnedFd>) -> Option<Lane<Waiter>> {
-    let refused = |error: &io::Error| tracing::warn!(%error, "a worker has no ring and does not read or write");
+    let refused = |error: &io::Error| tracing::warn!(%error, "a worker has no ring");
     Lane::new(held.map(AsFd::as_fd)).inspect_err(refused).ok()
 }
 
-/// Runs a worker to its end, on its thread, with the ring that it was given at first.
-fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>, held: Option<&OwnedFd>) {
+/// Runs a worker to its end, on its thread, with the ring that it was given at first. After a panic it gets another by
+/// `renew`. If that is refused, the worker transfers by system calls: the queue has transfers for it.
+fn run(pool: &Pool, worker: u32, mut lane: Option<Lane<Waiter>>, renew: impl Fn() -> Option<Lane<Waiter>>) {
     let has_ring = lane.is_some();
     loop {
         // After a panic, transfers in flight are dropped once the kernel is done with them, and their waiters are
         // notified.
         let ended = catch_unwind(AssertUnwindSafe(|| match lane.take() {
             Some(mut lane) => pool.run(worker, &mut lane),
-            None => pool.run(worker, &mut Ringless(thread::park)),
+            None => pool.run(worker, &mut Ringless::new(thread::park, has_ring)),
         }));
         if ended.is_ok() {
             return;
         }
         // A subscriber of the log may panic: that must not end the thread.
         _ = caught(|| tracing::error!("a worker thread panicked and restarts"));
-        lane = if has_ring { caught(|| self::lane(held)).flatten() } else { None };
+        lane = if has_ring { caught(&renew).flatten() } else { None };
     }
 }
 
@@ -153,7 +155,7 @@ impl Workers {
                 // The starting thread waits for all of these messages.
                 let _ = tell.send(lane.is_some());
                 drop(tell);
-                run(&pool, worker, lane, held.as_deref());
+                run(&pool, worker, lane, || self::lane(held.as_deref()));
             };
             let thread = thread::Builder::new().name(format!("kvhoist-work-{worker}")).spawn(run)?;
             if let Kind::Threads { threads, .. } = &mut workers.kind {
@@ -227,15 +229,22 @@ impl Workers {
         matches!(self.kind, Kind::Threads { rings: true, .. })
     }
 
+    /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.
+    pub(crate) fn raise(&self, flights: &[u64], all: bool) {
+        if let Kind::Threads { pool, .. } = &self.kind {
+            pool.raise(flights, all);
+        }
+    }
+
     /// Reads or writes all of a buffer on a worker, which also computes the checksum of its first `sum_bytes` bytes: of
     /// what it has read, or before it writes. `None` if no worker has a ring, or if the worker died: the kernel is then
     /// done with the memory, which has been dropped, and a block that was written may be there, in part, or not at all.
     ///
     /// Dropping the future does not stop the transfer, which keeps its memory.
-    pub(crate) async fn transfer(&self, transfer: Transfer, sum_bytes: usize) -> Option<Transferred> {
+    pub(crate) async fn transfer(&self, urgency: Urgency, transfer: Transfer, sum_bytes: usize) -> Option<Transferred> {
         let Kind::Threads { pool, rings: true, .. } = &self.kind else { return None };
         let (waiter, answered) = Waiter::new(sum_bytes);
-        pool.push_transfer(transfer, waiter);
+        pool.push_transfer(urgency, transfer, waiter);
         let transferred = answered.await.ok()?;
         self.done.add(1);
         Some(transferred)

@@ -17,14 +17,15 @@ use crate::{
     checksum::checksum,
     io::uring::{Completed, Transfer},
     memory::AlignedBuf,
+    urgency::Urgency,
 };
 
 /// A ring whose transfers complete while its worker sleeps, or when the checker likes.
 struct Modelled {
     rung: Rung,
-    /// Transfers that it takes at once.
+    /// Reads that it takes at once, and writes.
     transfers_max: usize,
-    in_flight: Vec<Completed<Waiter>>,
+    in_flight: Vec<(OpKind, Completed<Waiter>)>,
     completed: VecDeque<Completed<Waiter>>,
 }
 
@@ -36,22 +37,22 @@ impl Modelled {
     fn complete_one(&mut self) {
         if !self.in_flight.is_empty() {
             let at = below(self.in_flight.len());
-            self.completed.push_back(self.in_flight.swap_remove(at));
+            self.completed.push_back(self.in_flight.swap_remove(at).1);
         }
     }
 }
 
 impl Seat for Modelled {
-    fn room(&self) -> usize {
-        self.transfers_max - self.in_flight.len()
+    fn room(&self, kind: OpKind) -> usize {
+        self.transfers_max - Seat::in_flight(self, kind)
     }
 
-    fn in_flight(&self) -> usize {
-        self.in_flight.len()
+    fn in_flight(&self, kind: OpKind) -> usize {
+        self.in_flight.iter().filter(|(other, _)| *other == kind).count()
     }
 
     fn start(&mut self, transfer: Transfer, tag: Waiter) {
-        self.in_flight.push(Completed { buf: transfer.buf, result: Ok(()), tag });
+        self.in_flight.push((transfer.kind, Completed { buf: transfer.buf, result: Ok(()), tag }));
     }
 
     fn poll(&mut self) {
@@ -121,7 +122,10 @@ async fn transfers(pool: &Arc<Pool>, blocks: u8) {
         let transfer =
             Transfer { kind, file: Arc::clone(&file), id: FileId(0), is_in_memory: false, offset: 0, buf: buf.lend() };
         let (waiter, transferred) = Waiter::new(4096);
-        pool.push_transfer(transfer, waiter);
+        // Some are raised while they wait.
+        let urgency = if n % 3 == 0 { Urgency::Awaited } else { Urgency::Background(u64::from(n)) };
+        pool.push_transfer(urgency, transfer, waiter);
+        pool.raise(&[u64::from(n / 2)], n == 5);
         let (answer, worked) = oneshot::channel();
         pool.push_work(0, Box::new(move || Box::new(move || answer.send(n).expect("it is awaited"))));
         answered.push((n, transferred, worked));

@@ -1,5 +1,8 @@
 //! The queue between the reactor and its workers, and the loop of a worker.
 
+#[cfg(test)]
+mod tests;
+
 use std::{collections::VecDeque, sync::Arc};
 
 use tokio::sync::Notify;
@@ -12,6 +15,7 @@ use crate::{
     block::OpKind,
     io::uring::Transfer,
     sync::{Mutex, MutexGuard},
+    urgency::{Line, Urgency},
 };
 
 /// Queued bytes per awake worker above which another worker is woken: about 30 us of work. Waking a thread costs the
@@ -20,6 +24,9 @@ pub(super) const WAKE_BYTES: u64 = 256 << 10;
 
 /// A unit of work. Returns what the reactor runs afterwards.
 pub(super) type Work = Box<dyn FnOnce() -> Answer + Send>;
+
+/// A transfer that waits.
+type Queued = (Transfer, Waiter);
 
 /// State shared by the reactor and the threads.
 pub struct Pool {
@@ -32,10 +39,11 @@ pub struct Pool {
 
 struct Queue {
     work: VecDeque<(u64, Work)>,
-    /// Transfers that can start at once.
-    transfers: VecDeque<(Transfer, Waiter)>,
+    reads: Line<Queued>,
+    /// Writes that can start at once.
+    writes: Line<Queued>,
     /// Writes whose block must be checksummed first. A worker takes one at a time, so that the others take the rest.
-    unsummed: VecDeque<(Transfer, Waiter)>,
+    unsummed: Line<Queued>,
     /// Bytes of all that is queued.
     bytes: u64,
     threads: u32,
@@ -53,8 +61,24 @@ struct Queue {
 struct Sleeper {
     worker: u32,
     bell: Bell,
-    /// Whether it could start another transfer.
-    has_room: bool,
+    /// What it could start.
+    room: Room,
+}
+
+/// What a worker could start.
+#[derive(Clone, Copy)]
+struct Room {
+    reads: usize,
+    writes: usize,
+    /// Writes that it has in flight.
+    writing: usize,
+}
+
+impl Room {
+    fn of(seat: &impl Seat) -> Room {
+        let [reads, writes] = [OpKind::Read, OpKind::Write].map(|kind| seat.room(kind));
+        Room { reads, writes, writing: seat.in_flight(OpKind::Write) }
+    }
 }
 
 /// What a worker does after a step.
@@ -70,16 +94,24 @@ pub enum Step {
 /// What a worker takes from the queue.
 #[derive(Default)]
 struct Taken {
-    transfers: Vec<(Transfer, Waiter)>,
-    unsummed: Option<(Transfer, Waiter)>,
+    transfers: Vec<Queued>,
+    unsummed: Option<Queued>,
     work: Option<Work>,
 }
 
+/// The order is the budget's (`mover/budget.rs`): reads and writes have room apart, so that no read waits for a write;
+/// awaited ones go first; while awaited reads wait, a worker starts awaited writes alone, one at a time.
 impl Queue {
     /// Takes transfers, limited by the worker's room and its share of the queue, and one unit of work if wanted.
-    fn take(&mut self, room: usize, wants_work: bool) -> Taken {
-        let part = self.transfers.len().div_ceil(self.rings.max(1) as usize);
-        let mut taken = Taken { transfers: self.transfers.drain(..part.min(room)).collect(), ..Taken::default() };
+    fn take(&mut self, room: Room, wants_work: bool) -> Taken {
+        let part = |line: &Line<Queued>| line.len().div_ceil(self.rings.max(1) as usize);
+        let (reads, writes) = (part(&self.reads).min(room.reads), part(&self.writes));
+        let mut taken = Taken::default();
+        taken.transfers.extend((0..reads).map_while(|_| self.reads.pop()).map(|(_, queued)| queued));
+        let writes = writes.min(self.writes_for(room));
+        for _ in 0..writes {
+            taken.transfers.extend(self.next_write(|queue| &mut queue.writes));
+        }
         self.bytes -= taken.transfers.iter().map(|(transfer, _)| transfer.buf.len() as u64).sum::<u64>();
         if !wants_work || !taken.transfers.is_empty() {
             return taken;
@@ -87,8 +119,8 @@ impl Queue {
         if let Some((bytes, work)) = self.work.pop_front() {
             self.bytes -= bytes;
             taken.work = Some(work);
-        } else if room > 0
-            && let Some((transfer, waiter)) = self.unsummed.pop_front()
+        } else if self.writes_for(room) > 0
+            && let Some((transfer, waiter)) = self.next_write(|queue| &mut queue.unsummed)
         {
             self.bytes -= transfer.buf.len() as u64;
             taken.unsummed = Some((transfer, waiter));
@@ -96,9 +128,28 @@ impl Queue {
         taken
     }
 
-    /// Whether there is something for a worker with or without room for a transfer.
-    fn has_for(&self, has_room: bool) -> bool {
-        !self.work.is_empty() || (has_room && !(self.transfers.is_empty() && self.unsummed.is_empty()))
+    /// How many writes a worker with this room may start.
+    fn writes_for(&self, room: Room) -> usize {
+        match self.reads.has_awaited() {
+            true => room.writes.min(1_usize.saturating_sub(room.writing)),
+            false => room.writes,
+        }
+    }
+
+    /// Takes the next write of a line that may start.
+    fn next_write(&mut self, line: impl FnOnce(&mut Self) -> &mut Line<Queued>) -> Option<Queued> {
+        let awaited_alone = self.reads.has_awaited();
+        let line = line(self);
+        let next = if awaited_alone { line.pop_awaited() } else { line.pop() };
+        next.map(|(_, queued)| queued)
+    }
+
+    /// Whether a worker with this room could start a transfer.
+    fn has_transfer_for(&self, room: Room) -> bool {
+        let awaited_alone = self.reads.has_awaited();
+        let may_start = |line: &Line<Queued>| if awaited_alone { line.has_awaited() } else { !line.is_empty() };
+        let any_write = self.writes_for(room) > 0 && (may_start(&self.writes) || may_start(&self.unsummed));
+        any_write || (room.reads > 0 && !self.reads.is_empty())
     }
 
     /// Returns a worker to wake, unless the awake ones suffice for the queue.
@@ -116,7 +167,7 @@ impl Queue {
 
     /// Returns a worker to wake, if one is asleep that can do it.
     fn any_sleeper(&mut self, for_transfer: bool) -> Option<Sleeper> {
-        let at = self.asleep.iter().rposition(|sleeper| sleeper.has_room || !for_transfer)?;
+        let at = self.asleep.iter().rposition(|sleeper| !for_transfer || self.has_transfer_for(sleeper.room))?;
         Some(self.asleep.remove(at))
     }
 }
@@ -127,8 +178,9 @@ impl Pool {
     pub fn new(threads: u32, rings: u32, wake_bytes: u64) -> Self {
         let queue = Queue {
             work: VecDeque::new(),
-            transfers: VecDeque::new(),
-            unsummed: VecDeque::new(),
+            reads: Line::default(),
+            writes: Line::default(),
+            unsummed: Line::default(),
             bytes: 0,
             threads,
             rings,
@@ -152,16 +204,24 @@ impl Pool {
         sleeper.iter().for_each(|sleeper| sleeper.bell.ring());
     }
 
-    pub(super) fn push_transfer(&self, transfer: Transfer, waiter: Waiter) {
+    pub(super) fn push_transfer(&self, urgency: Urgency, transfer: Transfer, waiter: Waiter) {
         let mut queue = self.lock();
         queue.bytes += transfer.buf.len() as u64;
-        match transfer.kind == OpKind::Write && waiter.sum_bytes > 0 {
-            true => queue.unsummed.push_back((transfer, waiter)),
-            false => queue.transfers.push_back((transfer, waiter)),
-        }
+        let line = match transfer.kind {
+            OpKind::Write if waiter.sum_bytes > 0 => &mut queue.unsummed,
+            OpKind::Write => &mut queue.writes,
+            _ => &mut queue.reads,
+        };
+        line.push(urgency, (transfer, waiter));
         let sleeper = queue.sleeper(true);
         drop(queue);
         sleeper.iter().for_each(|sleeper| sleeper.bell.ring());
+    }
+
+    /// The queued transfers of these flights are awaited from now on; with `all`, every queued one is.
+    pub(super) fn raise(&self, flights: &[u64], all: bool) {
+        let Queue { reads, writes, unsummed, .. } = &mut *self.lock();
+        [reads, writes, unsummed].into_iter().for_each(|line| line.raise(flights, all));
     }
 
     /// Runs a worker until no more work will come.
@@ -185,7 +245,7 @@ impl Pool {
     /// Starts queued transfers, and does one piece of work. `unsubmitted`: whether the seat has started transfers that
     /// it has not submitted.
     pub fn step(&self, worker: u32, seat: &mut impl Seat, unsubmitted: &mut bool) -> Step {
-        let Taken { transfers, unsummed, work } = self.lock().take(seat.room(), !seat.has_completed());
+        let Taken { transfers, unsummed, work } = self.lock().take(Room::of(seat), !seat.has_completed());
         *unsubmitted |= !transfers.is_empty();
         transfers.into_iter().for_each(|(transfer, waiter)| seat.start(transfer, waiter));
         // Submitted before other work, so that the drives stay busy meanwhile; otherwise by the call that sleeps.
@@ -211,15 +271,15 @@ impl Pool {
     /// Enters the worker in the list of sleepers, unless there is work. A worker without room for the queued transfers
     /// wakes one that has room: no worker was woken for them while this one was awake.
     fn fall_asleep(&self, worker: u32, seat: &impl Seat) -> Step {
-        let has_room = seat.room() > 0;
+        let room = Room::of(seat);
         let mut queue = self.lock();
-        if queue.has_for(has_room) {
+        if !queue.work.is_empty() || queue.has_transfer_for(room) {
             return Step::Next;
         }
-        let with_room = if worker < queue.rings && queue.has_for(true) { queue.any_sleeper(true) } else { None };
-        let ends = queue.closed && seat.in_flight() == 0;
+        let with_room = if worker < queue.rings { queue.any_sleeper(true) } else { None };
+        let ends = queue.closed && [OpKind::Read, OpKind::Write].iter().all(|&kind| seat.in_flight(kind) == 0);
         if !ends {
-            queue.asleep.push(Sleeper { worker, bell: seat.bell(), has_room });
+            queue.asleep.push(Sleeper { worker, bell: seat.bell(), room });
         }
         drop(queue);
         with_room.iter().for_each(|sleeper| sleeper.bell.ring());

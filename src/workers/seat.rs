@@ -1,21 +1,27 @@
 //! Where a worker sits: its ring, if it has one, and the place where it sleeps.
 
-use std::thread::{self, Thread};
+use std::{
+    collections::VecDeque,
+    thread::{self, Thread},
+};
 
 use super::waiter::Waiter;
-use crate::io::uring::{self, Completed, Lane, TRANSFERS_MAX, Transfer};
+use crate::{
+    block::OpKind,
+    io::uring::{self, Completed, Lane, TRANSFERS_MAX, Transfer},
+};
 
-/// Bytes that a worker has in flight at once, but at least two blocks: enough to keep a few drives busy, and little
-/// enough to stay in the processor's cache until the checksum is computed.
+/// Bytes that a worker reads at once, and that it writes at once, but at least two blocks each: enough to keep a few
+/// drives busy, and little enough to stay in the processor's cache until the checksum is computed.
 const IN_FLIGHT_BYTES_MAX: usize = 16 << 20;
 
 /// What a worker transfers with, and where it sleeps.
 pub trait Seat {
-    /// Number of further transfers that the worker takes.
-    fn room(&self) -> usize;
+    /// Number of further reads or writes that the worker takes. Reads take no room of writes, nor writes of reads.
+    fn room(&self, kind: OpKind) -> usize;
 
-    /// Transfers in flight.
-    fn in_flight(&self) -> usize;
+    /// Reads or writes in flight.
+    fn in_flight(&self, kind: OpKind) -> usize;
 
     /// Starts a transfer at the next [`poll`](Self::poll) or [`sleep`](Self::sleep).
     fn start(&mut self, transfer: Transfer, waiter: Waiter);
@@ -81,18 +87,18 @@ impl Bell {
 }
 
 impl Seat for Lane<Waiter> {
-    fn room(&self) -> usize {
+    fn room(&self, kind: OpKind) -> usize {
         // Other workers may be free to make the next calls.
         if self.has_calls() {
             return 0;
         }
-        let (count, bytes) = Lane::in_flight(self);
+        let (count, bytes) = Lane::in_flight(self, kind);
         let more = if count < 2 { 2 - count } else { IN_FLIGHT_BYTES_MAX.saturating_sub(bytes) * count / bytes.max(1) };
         more.min(TRANSFERS_MAX - count)
     }
 
-    fn in_flight(&self) -> usize {
-        Lane::in_flight(self).0
+    fn in_flight(&self, kind: OpKind) -> usize {
+        Lane::in_flight(self, kind).0
     }
 
     fn start(&mut self, transfer: Transfer, waiter: Waiter) {
@@ -120,30 +126,43 @@ impl Seat for Lane<Waiter> {
     }
 }
 
-/// A worker without a ring, which leaves transfers to the others, and how it sleeps.
-pub(super) struct Ringless(pub(super) fn());
+/// A worker without a ring, and how it sleeps.
+pub(super) struct Ringless {
+    sleep: fn(),
+    /// Whether it transfers by system calls, one at a time; otherwise it leaves transfers to the others.
+    transfers: bool,
+    /// Transfers to be made when they are taken as completed.
+    calls: VecDeque<(Transfer, Waiter)>,
+}
+
+impl Ringless {
+    pub(super) fn new(sleep: fn(), transfers: bool) -> Self {
+        Ringless { sleep, transfers, calls: VecDeque::new() }
+    }
+}
 
 impl Seat for Ringless {
-    fn room(&self) -> usize {
-        0
+    fn room(&self, kind: OpKind) -> usize {
+        usize::from(self.transfers).saturating_sub(Seat::in_flight(self, kind))
     }
 
-    fn in_flight(&self) -> usize {
-        0
+    fn in_flight(&self, kind: OpKind) -> usize {
+        self.calls.iter().filter(|(transfer, _)| transfer.kind == kind).count()
     }
 
-    fn start(&mut self, _: Transfer, _: Waiter) {
-        unreachable!("a worker takes as many transfers as it has room for");
+    fn start(&mut self, transfer: Transfer, waiter: Waiter) {
+        self.calls.push_back((transfer, waiter));
     }
 
     fn poll(&mut self) {}
 
     fn has_completed(&self) -> bool {
-        false
+        !self.calls.is_empty()
     }
 
     fn take_completed(&mut self) -> Option<Completed<Waiter>> {
-        None
+        let (transfer, waiter) = self.calls.pop_front()?;
+        Some(transfer.make(waiter))
     }
 
     fn bell(&self) -> Bell {
@@ -151,6 +170,6 @@ impl Seat for Ringless {
     }
 
     fn sleep(&mut self) {
-        self.0();
+        (self.sleep)();
     }
 }

@@ -4,7 +4,10 @@ use std::{
         fd::{AsRawFd, OwnedFd},
         unix::fs::FileExt,
     },
-    sync::mpsc,
+    sync::{
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
     task::{Context, Waker},
 };
 
@@ -98,7 +101,7 @@ async fn transfer(workers: &Workers, kind: OpKind, file: &Arc<File>, offset: u64
     buf.fill(fill);
     let transfer =
         Transfer { kind, file: Arc::clone(file), id: FileId(0), is_in_memory: false, offset, buf: buf.lend() };
-    workers.transfer(transfer, 4096).await
+    workers.transfer(Urgency::Awaited, transfer, 4096).await
 }
 
 #[test]
@@ -183,10 +186,40 @@ fn a_worker_that_dies_is_replaced_although_the_log_panics() {
 }
 
 #[test]
+fn a_worker_that_gets_no_ring_again_transfers_by_system_calls() {
+    static REFUSED: AtomicBool = AtomicBool::new(false);
+    fn refused() -> Option<Lane<Waiter>> {
+        REFUSED.store(true, Ordering::Release);
+        None
+    }
+    on_reactor(async {
+        let pool = Arc::new(Pool::new(1, 1, WAKE_BYTES));
+        let answers = tokio::task::spawn_local(Arc::clone(&pool).take_answers()).abort_handle();
+        let of_thread = Arc::clone(&pool);
+        let thread = thread::spawn(move || run(&of_thread, 0, lane(None), refused));
+        pool.push_work(0, Box::new(|| std::panic::resume_unwind(Box::new("on purpose"))));
+        while !REFUSED.load(Ordering::Acquire) {
+            thread::yield_now();
+        }
+        let kind = Kind::Threads { pool, threads: vec![thread], answers, rings: true };
+        let done = Arc::new(Count::unexported());
+        let workers = Workers { kind, busy: Cell::new(0), work_bytes_min: WORK_BYTES_MIN, done };
+        let file = Arc::new(tempfile::tempfile().expect("a file"));
+        for kind in [OpKind::Write, OpKind::Read] {
+            let all = (0..8).map(|n| transfer(&workers, kind, &file, n << 12, 7));
+            for transferred in futures_util::future::join_all(all).await {
+                let sum = transferred.expect("no worker died").result.expect("transferred");
+                assert_eq!(sum, Some(checksum(&[7; 4096])), "{kind:?}");
+            }
+        }
+    });
+}
+
+#[test]
 fn a_worker_that_died_asleep_is_listed_once() {
     let pool = Pool::new(1, 1, WAKE_BYTES);
     for _ in 0..3 {
-        let mut dies_asleep = Ringless(|| std::panic::resume_unwind(Box::new("on purpose")));
+        let mut dies_asleep = Ringless::new(|| std::panic::resume_unwind(Box::new("on purpose")), false);
         assert!(catch_unwind(AssertUnwindSafe(|| pool.run(0, &mut dies_asleep))).is_err());
         assert_eq!(pool.asleep(), 1, "its successor would not be woken");
     }

@@ -27,13 +27,20 @@ use crate::{
     block::{FileId, OpKind},
     io::{blocking::call, check_offset, full::Progress},
     memory::Lent,
+    shield::caught,
 };
 
 /// Entries of a lane's ring: more than can be queued between two submissions.
-const ENTRIES: u32 = 64;
+const ENTRIES: u32 = 128;
 
-/// Largest number of transfers in flight in a lane.
+/// Largest number of reads in flight in a lane, and of writes.
 pub(crate) const TRANSFERS_MAX: usize = 32;
+
+/// Calls of [`Lane::drop`] that the kernel may refuse one after the other before the lane is given up: a second.
+const REFUSALS_MAX: u32 = 100;
+
+/// How long a refused call is not repeated.
+const REFUSED_FOR: Duration = Duration::from_millis(10);
 
 /// User data of the read of the bell's eventfd; no slab index has this value.
 const BELL: u64 = u64::MAX;
@@ -78,7 +85,27 @@ struct InFlight<T> {
     tag: T,
 }
 
+impl Transfer {
+    /// Makes the transfer by system calls, without a ring.
+    pub(crate) fn make<T>(self, tag: T) -> Completed<T> {
+        match InFlight::new(self, tag) {
+            Ok(transfer) => transfer.make(),
+            Err(refused) => refused,
+        }
+    }
+}
+
 impl<T> InFlight<T> {
+    /// A transfer of which nothing is done yet; completed, where its offset is impossible.
+    fn new(transfer: Transfer, tag: T) -> Result<Self, Completed<T>> {
+        let Transfer { kind, file, id, is_in_memory: _, offset, buf } = transfer;
+        if let Err(error) = check_offset(offset, buf.len()) {
+            return Err(Completed { buf, result: Err(error), tag });
+        }
+        let (skipped, progress) = (buf.skipped(), Progress::new(kind, id, offset, &buf));
+        Ok(InFlight { buf: Some(buf), file, kind, offset, skipped, progress, tag })
+    }
+
     /// Makes the transfer by system calls.
     fn make(mut self) -> Completed<T> {
         let mut result = Ok(());
@@ -119,8 +146,8 @@ pub(crate) struct Lane<T> {
     /// The target of that read: shared with the kernel until the read has completed.
     heard: Box<u64>,
     in_flight: Slab<InFlight<T>>,
-    /// Bytes in flight.
-    bytes: usize,
+    /// Reads and their bytes in flight, and writes and theirs.
+    moving: [(usize, usize); 2],
     completed: VecDeque<Completed<T>>,
     /// Transfers to be made by system calls, each when it is taken as completed: its bytes are still in the processor's
     /// cache then.
@@ -143,18 +170,33 @@ impl<T> Lane<T> {
             other => other?,
         };
         held.map_or(Ok(()), |file| hold(&ring, file))?;
-        let (in_flight, completed) = (Slab::with_capacity(TRANSFERS_MAX), VecDeque::with_capacity(TRANSFERS_MAX));
+        let (in_flight, completed) =
+            (Slab::with_capacity(2 * TRANSFERS_MAX), VecDeque::with_capacity(2 * TRANSFERS_MAX));
         let (bell, heard, calls) = (Bell::new()?, Box::new(0), VecDeque::new());
-        Ok(Lane { ring, bell, listens: false, heard, in_flight, bytes: 0, completed, calls })
+        Ok(Lane { ring, bell, listens: false, heard, in_flight, moving: [(0, 0); 2], completed, calls })
     }
 
     pub(crate) fn bell(&self) -> Bell {
         self.bell.clone()
     }
 
-    /// Transfers in flight, and their bytes.
-    pub(crate) fn in_flight(&self) -> (usize, usize) {
-        (self.in_flight.len() + self.calls.len(), self.bytes)
+    /// Reads or writes in flight, and their bytes.
+    pub(crate) fn in_flight(&self, kind: OpKind) -> (usize, usize) {
+        self.moving[usize::from(kind == OpKind::Write)]
+    }
+
+    fn moving(&mut self, kind: OpKind) -> &mut (usize, usize) {
+        &mut self.moving[usize::from(kind == OpKind::Write)]
+    }
+
+    fn moves(&mut self, transfer: &InFlight<T>) {
+        let (count, bytes) = self.moving(transfer.kind);
+        (*count, *bytes) = (*count + 1, *bytes + transfer.progress.len);
+    }
+
+    fn moved(&mut self, transfer: &InFlight<T>) {
+        let (count, bytes) = self.moving(transfer.kind);
+        (*count, *bytes) = (*count - 1, *bytes - transfer.progress.len);
     }
 
     /// Whether transfers wait that will be made by system calls.
@@ -172,22 +214,21 @@ impl<T> Lane<T> {
         if self.completed.is_empty()
             && let Some(call) = self.calls.pop_front()
         {
-            self.bytes -= call.progress.len;
+            self.moved(&call);
             return Some(call.make());
         }
         self.completed.pop_front()
     }
 
-    /// Starts a transfer at the next [`poll`](Self::poll) or [`wait`](Self::wait). At most [`TRANSFERS_MAX`] may be in
-    /// flight.
+    /// Starts a transfer at the next [`poll`](Self::poll) or [`wait`](Self::wait). At most [`TRANSFERS_MAX`] reads and
+    /// as many writes may be in flight.
     pub(crate) fn start(&mut self, transfer: Transfer, tag: T) {
-        let Transfer { kind, file, id, is_in_memory, offset, buf } = transfer;
-        if let Err(error) = check_offset(offset, buf.len()) {
-            return self.completed.push_back(Completed { buf, result: Err(error), tag });
-        }
-        let (skipped, progress) = (buf.skipped(), Progress::new(kind, id, offset, &buf));
-        self.bytes += buf.len();
-        let transfer = InFlight { buf: Some(buf), file, kind, offset, skipped, progress, tag };
+        let is_in_memory = transfer.is_in_memory;
+        let transfer = match InFlight::new(transfer, tag) {
+            Ok(transfer) => transfer,
+            Err(refused) => return self.completed.push_back(refused),
+        };
+        self.moves(&transfer);
         if is_in_memory {
             return self.calls.push_back(transfer);
         }
@@ -238,20 +279,24 @@ impl<T> Lane<T> {
     }
 
     fn end(&mut self, at: usize, result: io::Result<()>) {
-        let InFlight { buf, skipped, progress, tag, .. } = self.in_flight.remove(at);
-        self.bytes -= progress.len;
+        let ended = self.in_flight.remove(at);
+        self.moved(&ended);
+        let InFlight { buf, skipped, tag, .. } = ended;
         let buf = buf.expect("put back before it ends").rewind().skip(skipped);
         self.completed.push_back(Completed { buf, result, tag });
     }
 
     fn reap(&mut self, entered: io::Result<usize>) {
-        if let Err(error) = entered
-            && !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY))
-        {
+        if let Some(error) = refusal(entered) {
             // Operations that were submitted continue; the next call submits the others.
             tracing::warn!(%error, "the ring of a worker refused a call; retrying");
-            std::thread::sleep(Duration::from_millis(10));
+            std::thread::sleep(REFUSED_FOR);
         }
+        self.collect();
+    }
+
+    /// Collects completions.
+    fn collect(&mut self) {
         let mut completions = [const { None::<cqueue::Entry> }; 2 * ENTRIES as usize];
         let mut count = 0;
         for (place, completion) in completions.iter_mut().zip(self.ring.completion()) {
@@ -284,14 +329,39 @@ impl<T> Lane<T> {
     }
 }
 
+/// The error of a call that the kernel refused, if it is none that passes by itself.
+fn refusal(entered: io::Result<usize>) -> Option<io::Error> {
+    entered.err().filter(|error| !matches!(error.raw_os_error(), Some(libc::EINTR | libc::EAGAIN | libc::EBUSY)))
+}
+
 impl<T> Drop for Lane<T> {
     /// Waits for the kernel, which may still write to the memory of transfers in flight.
+    ///
+    /// A kernel that refuses every call does not tell when it is done. Then the transfers, with their memory, are as
+    /// those of a drive that does not answer: they stay in flight for good.
     fn drop(&mut self) {
         // Completes the read of the bell.
         self.bell.ring();
+        let mut refused = 0;
         while self.listens || !self.in_flight.is_empty() {
             let entered = self.ring.submit_and_wait(1);
-            self.reap(entered);
+            self.collect();
+            let Some(error) = refusal(entered) else {
+                refused = 0;
+                continue;
+            };
+            refused += 1;
+            if refused == REFUSALS_MAX {
+                let transfers = std::mem::take(&mut self.in_flight);
+                let count = transfers.len();
+                std::mem::forget((transfers, std::mem::take(&mut self.heard), self.bell.clone()));
+                // It may be dropped by a panic, and a subscriber may panic too.
+                _ = caught(
+                    || tracing::error!(%error, count, "the kernel refuses a worker's ring; its transfers are lost"),
+                );
+                return;
+            }
+            std::thread::sleep(REFUSED_FOR);
         }
     }
 }

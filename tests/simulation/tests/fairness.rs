@@ -1,6 +1,12 @@
 //! Who goes first: awaited movements before those that nobody awaits, and for slots whoever came first.
 
-use std::{cell::RefCell, future::Future, rc::Rc, time::Duration};
+use std::{
+    cell::{Cell, RefCell},
+    future::Future,
+    ops::RangeInclusive,
+    rc::Rc,
+    time::Duration,
+};
 
 use kvhoist::{BlockKey, Cache, Config, DiskPath, Region, Segment, Tier, WritePolicy, internals::io::FileId};
 use kvhoist_simulation::sim::{self, Reactor, Sim, SimOptions, Simulated, World};
@@ -134,6 +140,95 @@ fn a_fetch_does_not_wait_for_the_slots_of_prefetches_that_came_before() {
         let (_, took) = elapsed(fetch(&cache, 16)).await;
         assert!(took <= LATENCY * 4, "waited for prefetches, {took:?}");
         finish(cache, reactor).await;
+    });
+}
+
+/// What was done when a fetch ended that began while `others` waited for workers, which transfer one block of a kind at
+/// a time each; `None` if the seed has no workers that transfer.
+async fn done_before_a_fetch(
+    seed: u64,
+    config: Config,
+    others: impl AsyncFnOnce(&Cache) -> Rc<Cell<u64>>,
+    (stored, fetched): (RangeInclusive<u8>, u8),
+) -> Option<u64> {
+    let options = SimOptions { latency: LATENCY..=LATENCY, ..SimOptions::default() };
+    let mut world = World::new(seed, sim::blank_files(&config));
+    (world.deaths, world.transfers_max) = (0.0, 1);
+    world.storage = Sim::new(1, sim::blank_files(&config), options);
+    let block = vec![7; config.block_bytes];
+    for is_filled in [false, true] {
+        let Simulated { cache, reactor } = sim::open(config.clone(), &world).await.expect("it opens");
+        if is_filled {
+            let done = others(&cache).await;
+            tokio::time::sleep(LATENCY / 2).await;
+            let before = done.get() + cache.stats().tier(Tier::Host).resident;
+            assert!(*cache.fetch(&key(fetched)).await.expect("fetched").expect("it was stored") == block[..]);
+            let after = done.get() + cache.stats().tier(Tier::Host).resident;
+            let done = cache.stats().work_done;
+            finish(cache, reactor).await;
+            return (done > 0).then_some(after - before);
+        }
+        for n in stored.clone() {
+            cache.store(&key(n), None, &block).await.expect("stored");
+        }
+        cache.close().await.expect("closed");
+        reactor.ended().await;
+    }
+    unreachable!("the second run returns")
+}
+
+/// Of `queued` transfers no more are done before a fetch than workers have in flight when it comes, and begin while it is
+/// transferred.
+fn a_fetch_passes(queued: u64, done: impl Fn(u64) -> Option<u64>) {
+    let counts: Vec<_> = (0..24).filter_map(done).collect();
+    assert!(counts.len() >= 8, "seeds with workers: {counts:?}");
+    assert!(
+        counts.iter().all(|&count| count <= queued / 2),
+        "of {queued} transfers so many were done before: {counts:?}"
+    );
+}
+
+#[test]
+fn a_fetch_waits_for_prefetches_in_flight_and_for_none_that_is_queued() {
+    let config = || {
+        Config::default().block_bytes(BLOCK_BYTES).host_blocks(48).disks(vec![DiskPath::with_blocks("simulated", 48)])
+    };
+    // The second of them joins the last prefetch.
+    for fetched in [40, 31] {
+        a_fetch_passes(32, |seed| {
+            let prefetches = async |cache: &Cache| {
+                let keys: Vec<_> = (0..32).map(key).collect();
+                assert_eq!(cache.prefetch(&keys).expect("open"), 32);
+                Rc::default()
+            };
+            sim::block_on(done_before_a_fetch(seed, config(), prefetches, (0..=40, fetched)))
+        });
+    }
+}
+
+#[test]
+fn a_fetch_waits_for_stores_in_flight_and_for_none_that_is_queued() {
+    // Smaller blocks are written by the reactor.
+    let config =
+        Config::default().block_bytes(256 << 10).host_blocks(48).disks(vec![DiskPath::with_blocks("simulated", 80)]);
+    a_fetch_passes(32, |seed| {
+        let stores = async |cache: &Cache| {
+            let done = Rc::new(Cell::new(0));
+            for n in 100..132 {
+                let (cache, done) = (cache.clone(), Rc::clone(&done));
+                spawn_local(async move {
+                    cache.store(&key(n), None, &[n; 256 << 10]).await.expect("stored");
+                    done.set(done.get() + 1);
+                });
+            }
+            done
+        };
+        sim::block_on(done_before_a_fetch(
+            seed,
+            config.clone().write_bytes_in_flight_max(64 << 20),
+            stores,
+            (40..=40, 40),
+        ))
     });
 }
 

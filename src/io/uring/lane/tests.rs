@@ -42,7 +42,7 @@ fn each_of_many_transfers_gets_its_own_bytes() {
             result.expect("read");
             assert_eq!(*AlignedBuf::from_lent(buf), [(round * 32 + tag) as u8; 4096]);
         }
-        assert_eq!(lane.in_flight(), (0, 0));
+        assert_eq!(lane.in_flight(OpKind::Read), (0, 0));
     }
 }
 
@@ -84,7 +84,7 @@ fn a_transfer_of_a_blocking_file_is_made_when_it_is_taken_and_never_reaches_the_
         let transfer = read(&file, page << 12, AlignedBuf::zeroed(4096).lend());
         lane.start(Transfer { is_in_memory: true, ..transfer }, page);
     }
-    assert_eq!(lane.in_flight(), (3, 3 << 12));
+    assert_eq!(lane.in_flight(OpKind::Read), (3, 3 << 12));
     assert_eq!(lane.ring.submission().len(), 0);
     for page in [2_u8, 0] {
         let Completed { buf, result, tag } = lane.take_completed().expect("three transfers");
@@ -94,7 +94,7 @@ fn a_transfer_of_a_blocking_file_is_made_when_it_is_taken_and_never_reaches_the_
     }
     let past_the_end = lane.take_completed().expect("three transfers").result.expect_err("no such page");
     assert_eq!(past_the_end.kind(), io::ErrorKind::UnexpectedEof);
-    assert!(lane.in_flight() == (0, 0) && !lane.has_completed());
+    assert!(lane.in_flight(OpKind::Read) == (0, 0) && !lane.has_completed());
     lane.start(Transfer { is_in_memory: true, ..read(&file, 0, AlignedBuf::zeroed(4096).lend()) }, 9);
     let memory = Arc::new([0_u8; 4096]);
     // SAFETY: the array lives as long as its owner, and nothing reads it.
@@ -132,4 +132,23 @@ fn dropping_a_lane_waits_for_the_kernel() {
     assert_eq!(Arc::strong_count(&memory), 1, "the lane dropped the memory");
     assert_eq!(*memory, [7; 4096], "only after the kernel was done");
     writer.join().expect("no panic").expect("written");
+}
+
+#[test]
+fn a_lane_that_the_kernel_refuses_for_good_is_given_up_with_the_memory_of_its_transfers() {
+    let (from, _to) = io::pipe().expect("a pipe");
+    let file = Arc::new(File::from(OwnedFd::from(from)));
+    let memory = Arc::new([0_u8; 4096]);
+    let start = NonNull::new(memory.as_ptr().cast_mut()).expect("not null");
+    // SAFETY: the array lives as long as its owner, and nothing reads it.
+    let lent = unsafe { Lent::new(start, 4096, None, Arc::clone(&memory) as _) };
+    let mut lane = Lane::new(None).expect("a ring");
+    lane.start(read(&file, 1, lent), ());
+    lane.poll();
+    let no_ring = File::open("/dev/null").expect("a file");
+    // SAFETY: both descriptors are open. The ring stays as it is, by its mappings, and its descriptor names the file.
+    let replaced = unsafe { libc::dup2(no_ring.as_raw_fd(), lane.ring.as_raw_fd()) };
+    assert_eq!(replaced, lane.ring.as_raw_fd());
+    drop(lane);
+    assert_eq!(Arc::strong_count(&memory), 2, "the kernel never said that it was done");
 }

@@ -97,7 +97,8 @@ impl Worker {
 /// What the kernel has of a worker's transfers.
 #[derive(Default)]
 struct Kernel {
-    in_flight: usize,
+    /// Of each transfer.
+    in_flight: Vec<OpKind>,
     completed: VecDeque<Completed<Waiter>>,
 }
 
@@ -128,19 +129,20 @@ impl Ring {
     /// Drops all transfers, those in flight once the disk is done with their memory.
     async fn end(mut self) {
         self.poll();
-        while self.kernel.borrow().in_flight > 0 {
+        while !self.kernel.borrow().in_flight.is_empty() {
             self.bell.notified().await;
         }
     }
 }
 
 impl Seat for Ring {
-    fn room(&self) -> usize {
-        self.transfers_max.saturating_sub(self.in_flight())
+    fn room(&self, kind: OpKind) -> usize {
+        self.transfers_max.saturating_sub(self.in_flight(kind))
     }
 
-    fn in_flight(&self) -> usize {
-        self.started.len() + self.kernel.borrow().in_flight
+    fn in_flight(&self, kind: OpKind) -> usize {
+        let started = self.started.iter().filter(|(transfer, _)| transfer.kind == kind).count();
+        started + self.kernel.borrow().in_flight.iter().filter(|&&other| other == kind).count()
     }
 
     fn start(&mut self, transfer: Transfer, waiter: Waiter) {
@@ -152,7 +154,7 @@ impl Seat for Ring {
 
     fn poll(&mut self) {
         for (Transfer { kind, id, offset, buf, .. }, tag) in self.started.drain(..) {
-            self.kernel.borrow_mut().in_flight += 1;
+            self.kernel.borrow_mut().in_flight.push(kind);
             let (disks, kernel, bell) = (self.disks.clone(), Rc::clone(&self.kernel), Arc::clone(&self.bell));
             tokio::task::spawn_local(async move {
                 let (result, buf) = match kind {
@@ -160,7 +162,8 @@ impl Seat for Ring {
                     _ => write_full(&disks, id, offset, buf).await,
                 };
                 let mut kernel = kernel.borrow_mut();
-                kernel.in_flight -= 1;
+                let at = kernel.in_flight.iter().position(|&other| other == kind).expect("it was entered");
+                kernel.in_flight.swap_remove(at);
                 kernel.completed.push_back(Completed { buf, result, tag });
                 bell.notify_one();
             });

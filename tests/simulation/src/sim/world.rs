@@ -18,7 +18,7 @@ pub struct World {
     pub seed: u64,
     /// The probability that a worker dies after a step of its work.
     pub deaths: f64,
-    /// Transfers that a worker has in flight at most.
+    /// Reads that a worker has in flight at most, and writes.
     pub transfers_max: usize,
     /// Bytes of blocks that workers checksum after a read.
     pub read_sum_bytes: Rc<Cell<usize>>,
