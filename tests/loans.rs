@@ -57,3 +57,35 @@ fn only_a_loans_own_calls_use_its_memory() {
     // SAFETY: refused, so never used.
     assert!(unsafe { cache.lend(&[nowhere]) }.is_err());
 }
+
+#[test]
+fn no_call_of_a_loan_uses_its_memory_once_it_was_returned() {
+    let cache = opened();
+    for by_query in [false, true] {
+        let mut memory = vec![7; BLOCK_BYTES];
+        let place = Segment { ptr: memory.as_mut_ptr(), len: BLOCK_BYTES };
+        // SAFETY: the vector outlives the loan's use, which has ended before it is dropped; nothing touches it before.
+        let loan = unsafe { cache.lend(&[place]) }.expect("it is lent");
+        let stored = block_on(loan.store_from(&[key(1)], None, &[vec![place]])).expect("the call is taken");
+        assert!(matches!(stored[..], [Ok(true)]), "{stored:?}");
+        // A call that was made before, and is polled after.
+        let (keys, places) = ([key(2)], [vec![place]]);
+        let late = loan.store_from(&keys, None, &places);
+        match by_query {
+            true => while !loan.is_returned() {},
+            false => block_on(loan.returned()),
+        }
+        drop(memory);
+        let queue = cache.completion_queue(1).expect("an eventfd");
+        let refused = [
+            block_on(late).err(),
+            block_on(loan.load_into(&[key(1)], &[vec![place]])).err(),
+            loan.submit_store(&queue, &[key(2)], None, &[vec![place]]).err(),
+        ];
+        for error in refused {
+            let error = error.expect("its owner may have unmapped it");
+            assert!(matches!(error, Error::Argument { .. }) && error.to_string().contains("was returned"), "{error}");
+        }
+        assert!(loan.is_returned());
+    }
+}

@@ -12,9 +12,9 @@ use crate::{
 /// Host memory lent for one call: any number of ranges, which may overlap each other, registered regions and other
 /// loans, so that two callers can store from one buffer at a time.
 ///
-/// The calls that may use it are its own methods. Dropping it changes nothing: movements under way go on, and the
-/// memory must stay mapped until [`returned`](Loan::returned) has resolved, or [`is_returned`](Loan::is_returned) is
-/// true, before that.
+/// The calls that may use it are its own methods, until it is [returned](Loan::returned): then they refuse the memory,
+/// which its owner may have unmapped. Dropping it changes nothing: movements under way go on, and the memory must stay
+/// mapped until [`returned`](Loan::returned) has resolved, or [`is_returned`](Loan::is_returned) is true, before that.
 pub struct Loan {
     cache: Cache,
     /// Counts the movements that use the memory.
@@ -61,7 +61,7 @@ impl Loan {
     /// [`Cache::load_into`], with segments in this memory or in registered regions.
     ///
     /// # Errors
-    /// As [`Cache::load_into`].
+    /// As [`Cache::load_into`]; [`Error::Argument`] for memory of a loan that was [returned](Loan::returned).
     ///
     /// # Cancel safety
     /// The loads go on: the memory stays in use until [`returned`](Loan::returned) resolves.
@@ -72,7 +72,7 @@ impl Loan {
     /// [`Cache::store_from`], with segments in this memory or in registered regions.
     ///
     /// # Errors
-    /// As [`Cache::store_from`].
+    /// As [`Cache::store_from`]; [`Error::Argument`] for memory of a loan that was [returned](Loan::returned).
     ///
     /// # Cancel safety
     /// The stores go on: the memory stays in use until [`returned`](Loan::returned) resolves.
@@ -109,17 +109,18 @@ impl Loan {
         queue.submit_store_jobs(self.cache.jobs(keys, Some(parent), segments, Some(self))?)
     }
 
-    /// Resolves when no movement uses the memory.
+    /// Ends the loan: from the first poll on, its calls refuse the memory. Resolves when no movement uses the memory.
     ///
     /// # Cancel safety
-    /// Dropping the future changes nothing.
+    /// The loan has ended when the future is dropped; call again to wait for the movements.
     pub async fn returned(&self) {
+        self.region.end();
         crate::shield::shield(self.region.wait_unused()).await;
     }
 
-    /// Whether no movement uses the memory now.
+    /// Whether no movement uses the memory. If so, the loan has ended, as with [`returned`](Loan::returned).
     pub fn is_returned(&self) -> bool {
-        self.region.is_unused()
+        self.region.end_if_unused()
     }
 
     /// What a movement that uses `segment` holds, if the segment lies in this memory.

@@ -129,7 +129,13 @@ impl Regions {
                 return Err(Error::argument("segments", "host and device memory in one block", "one kind of memory"));
             }
             if !held.iter().any(|other| other.is_of(region)) {
-                held.push(region.hold());
+                held.push(region.try_hold().ok_or_else(|| {
+                    Error::argument(
+                        "segments",
+                        "memory of a loan that was returned",
+                        "memory that `Cache::lend` lends anew",
+                    )
+                })?);
             }
         }
         Ok(held)

@@ -37,6 +37,7 @@ pub(crate) struct RegionInner {
     lender: Arc<Lender>,
     /// Keeps the memory mapped, if the caller has shared it.
     _owner: Option<Arc<SharedMemory>>,
+    /// Holds, and [`ENDED`].
     users: AtomicUsize,
     unused: Notify,
     /// The storage's number for its first piece, or [`UNREGISTERED`].
@@ -45,6 +46,9 @@ pub(crate) struct RegionInner {
 
 /// The region is not registered with the storage.
 pub(super) const UNREGISTERED: u32 = u32::MAX;
+
+/// The flag among the users of lent memory that has been returned to its owner.
+const ENDED: usize = 1 << (usize::BITS - 1);
 
 /// A hold on a region, by a movement or by a request about the region: its owner does not get it back before the hold
 /// is dropped.
@@ -112,9 +116,27 @@ impl RegionInner {
         RegionUse(Arc::clone(self))
     }
 
+    /// As [`hold`](Self::hold); `None` once it has [ended](Self::end).
+    pub(crate) fn try_hold(self: &Arc<Self>) -> Option<RegionUse> {
+        let add = |users: usize| (users & ENDED == 0).then_some(users + 1);
+        let held = self.users.fetch_update(Ordering::AcqRel, Ordering::Acquire, add);
+        held.is_ok().then(|| RegionUse(Arc::clone(self)))
+    }
+
+    /// No movement begins to use it from now on.
+    pub(crate) fn end(&self) {
+        self.users.fetch_or(ENDED, Ordering::AcqRel);
+    }
+
+    /// Whether no movement uses it; it has [ended](Self::end) then.
+    pub(crate) fn end_if_unused(&self) -> bool {
+        let ended = self.users.compare_exchange(0, ENDED, Ordering::AcqRel, Ordering::Acquire);
+        ended.unwrap_or_else(|users| users & !ENDED) == 0
+    }
+
     /// Whether no movement uses the region.
     pub(crate) fn is_unused(&self) -> bool {
-        self.users.load(Ordering::Acquire) == 0
+        self.users.load(Ordering::Acquire) & !ENDED == 0
     }
 
     /// Waits until no movement uses the region.
@@ -153,7 +175,7 @@ impl RegionUse {
 
 impl Drop for RegionUse {
     fn drop(&mut self) {
-        if self.0.users.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if self.0.users.fetch_sub(1, Ordering::AcqRel) & !ENDED == 1 {
             self.0.unused.notify_waiters();
         }
     }
