@@ -69,6 +69,7 @@ struct Inner {
     /// Blocks that callers compute.
     turns: turns::Turns,
     storage_name: &'static str,
+    /// The arena was registered when the cache was opened.
     registered: bool,
     direct_io: bool,
     memory_align_bytes: usize,

@@ -3,7 +3,7 @@
 use std::{
     hash::{BuildHasher, RandomState},
     rc::Rc,
-    sync::Arc,
+    sync::{Arc, atomic::Ordering},
     thread,
 };
 
@@ -219,12 +219,13 @@ pub(super) async fn assemble<S: Storage, C: CopyEngine>(
     }
     let storage_name = if config.disk.paths.is_empty() { "none" } else { storage.name() };
     let shared = Arc::new(Shared::new(config, arena, device, index, slots, generation, metrics));
+    shared.registered.store(storage.registered(), Ordering::Release);
     let mover = Mover::new(Arc::clone(&shared), storage, copy, workers, memory_align_bytes, is_new);
     let movements_max = shared.config.limits.movements_max as usize;
     let (sender, commands) = mpsc::channel(COMMANDS_MAX.min(movements_max));
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
-    let regions = Regions::new();
+    let regions = Regions::new(Arc::clone(&shared.registered));
     let gdr = gdr.unwrap_or_else(|| GdrStatus::new(GdrState::Off("this is a simulation".into())));
     let inner = Inner {
         shared,

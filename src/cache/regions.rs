@@ -4,7 +4,7 @@ use std::{
     ops::Range,
     sync::{
         Arc, Mutex, MutexGuard,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -25,12 +25,15 @@ pub struct Region {
     pub(super) inner: Arc<RegionInner>,
     /// The number of the cache's [`Regions`].
     registry: u64,
+    /// As [`Regions::registered`].
+    registered: Arc<AtomicBool>,
 }
 
 impl Region {
-    /// Whether the kernel keeps the memory pinned ([`Memory::pinned`](crate::Memory::pinned)).
+    /// Whether the kernel keeps the memory pinned ([`Memory::pinned`](crate::Memory::pinned)) now. Every change pins all
+    /// regions anew: if the kernel refuses one, no region is pinned until the next change.
     pub fn is_pinned(&self) -> bool {
-        self.inner.is_fixed()
+        self.inner.is_fixed() && self.registered.load(Ordering::Acquire)
     }
 }
 
@@ -48,12 +51,14 @@ pub(super) struct Regions {
     /// Tells them from those of every other cache of this process.
     number: u64,
     entries: Mutex<Vec<Arc<RegionInner>>>,
+    /// Whether the kernel has the regions that it was asked to pin.
+    registered: Arc<AtomicBool>,
 }
 
 impl Regions {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(registered: Arc<AtomicBool>) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        Regions { number: NEXT.fetch_add(1, Ordering::Relaxed), entries: Mutex::default() }
+        Regions { number: NEXT.fetch_add(1, Ordering::Relaxed), entries: Mutex::default(), registered }
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Arc<RegionInner>>> {
@@ -82,7 +87,7 @@ impl Regions {
         }
         let inner = RegionInner::new(range.ptr, range.len, memory, owner, whose.0);
         regions.push(Arc::clone(&inner));
-        Ok(Region { inner, registry: self.number })
+        Ok(Region { inner, registry: self.number, registered: Arc::clone(&self.registered) })
     }
 
     /// Refuses a region of another cache.
@@ -158,7 +163,7 @@ mod tests {
 
     #[test]
     fn no_memory_is_registered_twice() {
-        let (regions, lenders) = (Regions::new(), Lenders::new());
+        let (regions, lenders) = (Regions::new(Arc::default()), Lenders::new());
         let add = |memory| regions.add(memory, MemoryOwner(Arc::clone(&lenders.of_loans)));
         let pool = add(memory(4096, 8192)).expect("the first");
         add(memory(8192, 4096)).expect_err("part of it is registered");

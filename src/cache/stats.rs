@@ -1,6 +1,6 @@
 //! Figures of a cache since it was opened.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::atomic::Ordering};
 
 use serde::{Serialize, Serializer};
 
@@ -236,7 +236,7 @@ impl Cache {
             records_bad: metrics.records_bad.get(),
             dirty: state.dirty.len() as u64,
             storage: self.inner.storage_name,
-            registered: self.inner.registered,
+            registered: self.inner.registered && shared.registered.load(Ordering::Acquire),
             direct_io: self.inner.direct_io,
             memory_align_bytes: self.inner.memory_align_bytes,
             cufile: state.cufile.reads(),

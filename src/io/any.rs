@@ -13,16 +13,6 @@ pub enum AnyStorage {
     Blocking(Blocking),
 }
 
-impl AnyStorage {
-    /// True if the engine's memory is registered with a ring.
-    pub fn registered(&self) -> bool {
-        match self {
-            AnyStorage::Uring(engine) => engine.registered(),
-            AnyStorage::Blocking(_) => false,
-        }
-    }
-}
-
 /// Calls a method of the engine.
 macro_rules! each {
     ($storage:expr, $engine:ident => $call:expr) => {
@@ -65,5 +55,9 @@ impl Storage for AnyStorage {
 
     fn unregister(&self, first: u16, len: usize) {
         each!(self, engine => engine.unregister(first, len));
+    }
+
+    fn registered(&self) -> bool {
+        each!(self, engine => engine.registered())
     }
 }

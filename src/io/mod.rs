@@ -83,6 +83,12 @@ pub trait Storage: 'static {
     fn unregister(&self, first: u16, len: usize) {
         let _ = (first, len);
     }
+
+    /// Whether the kernel has what is registered. A kernel that refuses a change leaves nothing registered, until a
+    /// later change.
+    fn registered(&self) -> bool {
+        false
+    }
 }
 
 /// True for a temporary shortage of a resource: the same operation may succeed later.

@@ -74,6 +74,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             if let Some(first) = caught(register).flatten() {
                 region.fixed.store(u32::from(first), Ordering::Release);
             }
+            self.note_registered();
         }
     }
 
@@ -83,7 +84,13 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
         if let Ok(first) = u16::try_from(region.fixed.swap(UNREGISTERED, Ordering::AcqRel)) {
             // As in `register`: what is left to do for the region must not depend on a subscriber.
             _ = caught(|| self.storage.unregister(first, region.len));
+            self.note_registered();
         }
+    }
+
+    /// Notes whether the kernel has taken the new table, for the figures.
+    fn note_registered(&self) {
+        self.shared.registered.store(self.storage.registered(), Ordering::Release);
     }
 
     /// Copies each block into its segments; `false` for a block that is resident nowhere.

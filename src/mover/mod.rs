@@ -231,7 +231,7 @@ impl<S: Storage, C: CopyEngine> Mover<S, C> {
             Command::Register { reply, .. } if reply.is_closed() => {}
             Command::Register { region, reply } => {
                 self.register(&region);
-                let _ = reply.send(region.is_fixed());
+                let _ = reply.send(region.is_fixed() && self.storage.registered());
             }
             Command::Forget { key, reply } => self.spawn(async move {
                 drop(reply.send(or_panicked(this.forget_records(key.as_ref())).await));

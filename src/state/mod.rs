@@ -40,7 +40,7 @@ use std::{
     ptr::NonNull,
     sync::{
         Arc,
-        atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicI64, AtomicU32, AtomicU64, Ordering},
     },
 };
 
@@ -118,6 +118,8 @@ pub(crate) struct Shared {
     pub(crate) reservations: AtomicU64,
     /// Host slots that are parked.
     pub(crate) parked: AtomicU32,
+    /// Whether the kernel has the registered memory: it may refuse a later table, and then has none.
+    pub(crate) registered: Arc<AtomicBool>,
     /// Leases that callers hold on blocks of the device and the host tier.
     pub(crate) leases: [Tally; 2],
     /// Wakes the task that raises movements in the budget.
@@ -185,6 +187,7 @@ impl Shared {
             lenders: Lenders::new(),
             reservations: AtomicU64::new(0),
             parked: AtomicU32::new(0),
+            registered: Arc::default(),
             leases: Default::default(),
             raised: Notify::new(),
             write_back: Notify::new(),

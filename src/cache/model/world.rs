@@ -255,7 +255,7 @@ async fn serve(config: Config, stored: u32, chain: bool, sender: oneshot::Sender
     let (commands, requests) = mpsc::channel(4);
     let (urgent, urgent_requests) = mpsc::unbounded_channel();
     let (end, told) = watch::channel(None);
-    let regions = Regions::new();
+    let regions = Regions::new(Arc::default());
     let inner = Inner {
         shared,
         commands,

@@ -94,11 +94,6 @@ impl Uring {
         Ok(Uring { files, in_memory, ring, permits, table, _keep_alive: keep_alive })
     }
 
-    /// True if memory regions were given and the kernel has registered them.
-    pub fn registered(&self) -> bool {
-        self.table.borrow().is_registered()
-    }
-
     /// Reads or writes, with a fixed buffer if the memory is registered.
     async fn transfer(&self, kind: OpKind, file: FileId, offset: u64, buf: Lent) -> (io::Result<usize>, Lent) {
         let file = match check_offset(offset, buf.len()).and_then(|()| file_at(&self.files, file)) {
@@ -180,6 +175,10 @@ impl Storage for Uring {
 
     fn unregister(&self, first: u16, len: usize) {
         self.table.borrow_mut().remove(first, len);
+    }
+
+    fn registered(&self) -> bool {
+        self.table.borrow().is_registered()
     }
 }
 

@@ -291,4 +291,8 @@ impl Storage for Sim {
     fn unregister(&self, first: u16, len: usize) {
         self.0.borrow_mut().table.remove(first, len);
     }
+
+    fn registered(&self) -> bool {
+        self.0.borrow().table.is_registered()
+    }
 }
