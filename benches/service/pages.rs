@@ -16,7 +16,9 @@ pub fn pages(options: &Options, cache: &Cache, client: &Client) -> Outcome<()> {
     let memory = unsafe { kvhoist::Memory::host(pool.memory.as_ptr(), pool.memory.len()) };
     let region = block_on(cache.register(memory.pinned(true)))?;
     let pinned = region.is_pinned();
-    let theirs = block_on(client.register(kvhoist::Memory::from(&lent.memory).pinned(true)))?;
+    // SAFETY: nobody touches a block of it while the block is on its way.
+    let shared = unsafe { kvhoist::Memory::shared(lent.memory.clone()) };
+    let theirs = block_on(client.register(shared.pinned(true)))?;
     println!("pools pinned: in-process {pinned}, by the service {}", theirs.is_pinned());
     let (mut sets, mut gets) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
     for round in 0..=options.rounds as u64 {
@@ -51,7 +53,9 @@ pub fn host_hits(options: &Options, client: &Client, threads: usize) -> Outcome<
     let (from, to) = (Pool::new(options.block_bytes)?, Pool::new(options.block_bytes)?);
     from.fill(0);
     let keys: Vec<BlockKey> = (0..PAGES as u64).map(key).collect();
-    let region = block_on(client.register(kvhoist::Memory::from(&to.memory).pinned(true)))?;
+    // SAFETY: nobody touches a block of it while the block is on its way.
+    let lent = unsafe { kvhoist::Memory::shared(to.memory.clone()) };
+    let region = block_on(client.register(lent.pinned(true)))?;
     block_on(client.prefetch(&keys))?;
     // It joins the movements of the prefetch.
     all_done(&block_on(client.load_into(&keys, &to.places))?)?;

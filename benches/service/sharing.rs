@@ -36,7 +36,9 @@ pub fn client(words: &[String]) -> Outcome<()> {
     (wanted.capacity_bytes, wanted.host_bytes) = (capacity, host_bytes);
     let client = block_on(Client::connect(socket, wanted))?;
     let pool = Pool::new(block_bytes as usize)?;
-    block_on(client.register(kvhoist::Memory::from(&pool.memory).pinned(true)))?;
+    // SAFETY: nobody touches a block of it while the block is on its way.
+    let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool.memory)) };
+    block_on(client.register(lent.pinned(true)))?;
     let keys: Vec<BlockKey> = (first..first + PAGES as u64).map(key).collect();
     pool.fill(seed);
     if stores == 1 {

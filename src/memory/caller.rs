@@ -61,6 +61,15 @@ impl Memory {
         Memory::of(start, len, MemoryKind::Memfd { fd, offset })
     }
 
+    /// Memory that a service can map, which is kept mapped for as long as it is registered.
+    ///
+    /// # Safety
+    /// As of [`Memory`]: [`SharedMemory::write`], other mappings of its memfd and blocks that are loaded into it may
+    /// change what is being stored.
+    pub unsafe fn shared(memory: Arc<SharedMemory>) -> Self {
+        Memory::of(memory.as_ptr(), memory.len(), MemoryKind::Shared(memory))
+    }
+
     /// Whether the kernel is asked to keep host memory pinned, as a buffer of the ring, for as long as it is
     /// registered; not by default.
     ///
@@ -81,18 +90,5 @@ impl Memory {
 
     fn of(ptr: *mut u8, len: usize, kind: MemoryKind) -> Self {
         Memory { range: Segment { ptr, len }, kind, pinned: false }
-    }
-}
-
-/// The memory is kept mapped for as long as it is registered.
-impl From<Arc<SharedMemory>> for Memory {
-    fn from(memory: Arc<SharedMemory>) -> Self {
-        Memory::of(memory.as_ptr(), memory.len(), MemoryKind::Shared(memory))
-    }
-}
-
-impl From<&Arc<SharedMemory>> for Memory {
-    fn from(memory: &Arc<SharedMemory>) -> Self {
-        Arc::clone(memory).into()
     }
 }

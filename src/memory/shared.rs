@@ -1,6 +1,9 @@
 //! Memory that a client can lend to a service.
 
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::{
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+    sync::{PoisonError, RwLock},
+};
 
 use rustix::{
     fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
@@ -19,6 +22,8 @@ pub struct SharedMemory {
     fd: OwnedFd,
     start: *mut u8,
     len: usize,
+    /// Held by the copies of [`read`](Self::read) and [`write`](Self::write), which would race otherwise.
+    copying: RwLock<()>,
 }
 
 // SAFETY: the mapping lives as long as the value, and its bytes are only copied through pointers.
@@ -43,7 +48,7 @@ impl SharedMemory {
         // SAFETY: a new mapping, at an address of the kernel's choice, of a file that cannot shrink.
         let start =
             unsafe { mmap(std::ptr::null_mut(), len, access, MapFlags::SHARED, &fd, 0) }.map_err(failed("map"))?;
-        Ok(SharedMemory { fd, start: start.cast(), len })
+        Ok(SharedMemory { fd, start: start.cast(), len, copying: RwLock::new(()) })
     }
 
     /// Address of the first byte.
@@ -72,18 +77,22 @@ impl SharedMemory {
     /// If the range does not lie within the memory.
     pub fn read(&self, offset: usize, to: &mut [u8]) {
         assert!(offset <= self.len && to.len() <= self.len - offset, "a range within the memory");
+        let _copying = self.copying.read().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: the range is mapped. The service may write to it meanwhile; `to` then has a mix of old and new bytes,
         // all of which are valid.
         unsafe { std::ptr::copy_nonoverlapping(self.start.add(offset).cast_const(), to.as_mut_ptr(), to.len()) };
     }
 
-    /// Copies `from` to the bytes from `offset` on.
+    /// Copies `from` to the bytes from `offset` on. Where the memory is registered, the contract of
+    /// [`Memory::shared`](crate::Memory::shared) says when.
     ///
     /// # Panics
     /// If the range does not lie within the memory.
     pub fn write(&self, offset: usize, from: &[u8]) {
         assert!(offset <= self.len && from.len() <= self.len - offset, "a range within the memory");
-        // SAFETY: the range is mapped, and no reference to it exists.
+        let _copying = self.copying.write().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the range is mapped, no reference to it exists, and no other copy is made meanwhile. Who registered it
+        // promised that no block is stored from the range or loaded into it now.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.start.add(offset), from.len()) };
     }
 }

@@ -33,7 +33,9 @@ impl Guest {
 
     pub fn of(client: Client) -> Self {
         let pool = Arc::new(SharedMemory::new(POOL_BLOCKS as usize * BLOCK_BYTES).expect("memory"));
-        let region = block_on(client.register(kvhoist::Memory::from(&pool).pinned(true))).expect("registered");
+        // SAFETY: nobody touches a block of it while the block is on its way.
+        let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool)) };
+        let region = block_on(client.register(lent.pinned(true))).expect("registered");
         Guest { client, pool, region }
     }
 
@@ -110,7 +112,9 @@ pub fn run(socket: &str, seed: u64, may_be_away: bool) {
         }
     };
     let region = loop {
-        match block_on(client.register(kvhoist::Memory::from(&pool).pinned(true))) {
+        // SAFETY: nobody touches a block of it while the block is on its way.
+        let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&pool)) };
+        match block_on(client.register(lent.pinned(true))) {
             Ok(region) => break region,
             error => checked(error.map(drop)),
         }
@@ -139,7 +143,9 @@ fn draw_call(guest: &Guest, rng: &mut Rng) -> Result<(), Error> {
         3 | 4 => guest.load(shared, count).map(drop),
         5 => {
             let more = Arc::new(SharedMemory::new(1 << 20).expect("memory"));
-            let region = block_on(guest.client.register(kvhoist::Memory::from(&more).pinned(true)))?;
+            // SAFETY: nobody touches a block of it while the block is on its way.
+            let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&more)) };
+            let region = block_on(guest.client.register(lent.pinned(true)))?;
             block_on(guest.client.unregister(&region))
         }
         _ => block_on(guest.client.prefetch(&[key(shared), key(passing)])).map(drop),

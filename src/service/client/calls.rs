@@ -54,7 +54,9 @@ const CALLS_MAX: usize = 4096;
 /// # async fn run(key: BlockKey) -> Result<(), kvhoist::Error> {
 /// let client = Client::connect("/run/kvhoist.sock", ClientOptions::new("llama-3-8b bf16", 1 << 20)).await?;
 /// let pool = Arc::new(SharedMemory::new(64 << 20)?);
-/// let region = client.register(Memory::from(&pool).pinned(true)).await?;
+/// // SAFETY: nobody touches a block of it while the block is on its way.
+/// let lent = unsafe { Memory::shared(Arc::clone(&pool)) };
+/// let region = client.register(lent.pinned(true)).await?;
 /// let place = vec![Segment { ptr: pool.as_ptr(), len: 1 << 20 }];
 /// if client.load_into(&[key], &[place.clone()]).await?[0].as_ref().is_ok_and(|there| !there) {
 ///     pool.write(0, &[7; 1 << 20]);

@@ -65,10 +65,12 @@ impl Client {
     /// ```
     /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// use std::sync::Arc;
-    /// use kvhoist::service::SharedMemory;
+    /// use kvhoist::{Memory, service::SharedMemory};
     ///
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
-    /// let region = client.register(&pool).await?;
+    /// // SAFETY: nobody touches a block of the pool while it is on its way.
+    /// let lent = unsafe { Memory::shared(pool.clone()) };
+    /// let region = client.register(lent).await?;
     /// assert!(region.is_shared());
     /// # Ok(()) });
     /// ```
@@ -110,7 +112,9 @@ impl Client {
         let make = || async {
             let bounce = Bounce::new(self.inner.bounce_bytes, self.inner.block_bytes)?;
             // Never unregistered: it is lent for as long as the client lives.
-            self.register(Memory::from(bounce.memory()).pinned(true)).await?;
+            // SAFETY: a slot of the buffer belongs to one call, until the service has answered it.
+            let lent = unsafe { Memory::shared(Arc::clone(bounce.memory())) };
+            self.register(lent.pinned(true)).await?;
             Ok(bounce)
         };
         self.inner.bounce.get_or_try_init(make).await
@@ -153,10 +157,12 @@ impl Client {
     /// ```
     /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// use std::sync::Arc;
-    /// use kvhoist::service::SharedMemory;
+    /// use kvhoist::{Memory, service::SharedMemory};
     ///
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
-    /// let region = client.register(&pool).await?;
+    /// // SAFETY: nobody touches a block of the pool while it is on its way.
+    /// let lent = unsafe { Memory::shared(pool.clone()) };
+    /// let region = client.register(lent).await?;
     /// client.unregister(&region).await?;
     /// drop(pool);
     /// # Ok(()) });

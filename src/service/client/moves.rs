@@ -100,10 +100,12 @@ impl Client {
     /// ```
     /// # kvhoist_bench_kit::examples::with_stored(async |client, keys| {
     /// use std::sync::Arc;
-    /// use kvhoist::{Segment, service::SharedMemory};
+    /// use kvhoist::{Memory, Segment, service::SharedMemory};
     ///
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
-    /// let region = client.register(&pool).await?;
+    /// // SAFETY: nobody touches a block of the pool while it is on its way.
+    /// let lent = unsafe { Memory::shared(pool.clone()) };
+    /// let region = client.register(lent).await?;
     /// let places = [0, 1].map(|n| vec![Segment { ptr: pool.as_ptr().wrapping_add(n * 4096), len: 4096 }]);
     /// let loaded = client.load_into(keys, &places).await?;
     /// assert!(matches!(loaded[..], [Ok(true), Ok(false)]), "the second block is nowhere");
@@ -130,11 +132,13 @@ impl Client {
     /// ```
     /// # kvhoist_bench_kit::examples::with_client(async |client| {
     /// use std::sync::Arc;
-    /// use kvhoist::{Segment, service::SharedMemory};
+    /// use kvhoist::{Memory, Segment, service::SharedMemory};
     ///
     /// let keys = kvhoist::PrefixChain::new("model").extend_tokens(&[1, 2, 3, 4], 2)?;
     /// let pool = Arc::new(SharedMemory::new(64 << 10)?);
-    /// let region = client.register(&pool).await?;
+    /// // SAFETY: nobody touches a block of the pool while it is on its way.
+    /// let lent = unsafe { Memory::shared(pool.clone()) };
+    /// let region = client.register(lent).await?;
     /// pool.write(0, &[7; 8192]);
     /// let places = [0, 1].map(|n| vec![Segment { ptr: pool.as_ptr().wrapping_add(n * 4096), len: 4096 }]);
     /// let stored = client.store_from(&keys, None, &places).await?;

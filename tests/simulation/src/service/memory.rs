@@ -34,7 +34,9 @@ impl Memory {
     }
 
     pub async fn register(&mut self, client: &Client, pinned: bool) -> Result<(), Error> {
-        let region = client.register(kvhoist::Memory::from(&self.shared).pinned(pinned)).await?;
+        // SAFETY: nobody touches a block of it while the block is on its way.
+        let lent = unsafe { kvhoist::Memory::shared(Arc::clone(&self.shared)) };
+        let region = client.register(lent.pinned(pinned)).await?;
         self.region = Some(region);
         Ok(())
     }
