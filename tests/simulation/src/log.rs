@@ -14,6 +14,7 @@ use tracing::{Event, Metadata, Subscriber, span};
 
 std::thread_local! {
     static EVENTS: Cell<u64> = const { Cell::new(0) };
+    static UNDER_LOCK: Cell<u64> = const { Cell::new(0) };
 }
 
 /// Panics where anything is logged under the index lock.
@@ -46,6 +47,7 @@ impl Subscriber for Watch {
 }
 
 fn check(what: &str) {
+    UNDER_LOCK.set(UNDER_LOCK.get() + u64::from(kvhoist::internals::seams::holds_lock()));
     assert!(!kvhoist::internals::seams::holds_lock(), "{what} is reported under the index lock");
 }
 
@@ -119,6 +121,11 @@ pub fn watch() {
         tracing::subscriber::set_global_default(watch).expect("nobody else subscribes in a simulation");
         metrics::set_global_recorder(Figures).expect("nobody else records in a simulation");
     });
+}
+
+/// How often this thread has logged or recorded something under the index lock, from [`watch`] on.
+pub fn under_lock() -> u64 {
+    UNDER_LOCK.get()
 }
 
 /// Events that this thread has logged, from [`watch`] on.

@@ -101,7 +101,7 @@ async fn poll_with<T>(cache: &Cache, calls: &Arc<AtomicU64>, call: impl Future<O
 }
 
 #[test]
-fn wakers_that_call_the_cache_are_cloned_woken_and_dropped_without_the_lock() {
+fn wakers_and_the_recorder_of_metrics_may_call_the_cache() {
     sim::block_on(async {
         let (cache, reactor, _disk) = open(config().waiters_max(3)).await;
         fill(&cache).await;
@@ -132,5 +132,6 @@ fn wakers_that_call_the_cache_are_cloned_woken_and_dropped_without_the_lock() {
         }
         assert!(calls.load(Relaxed) > 100, "{calls:?}");
         finish(cache, reactor).await;
+        assert_eq!(kvhoist_simulation::log::under_lock(), 0, "the recorder of metrics is called after the unlock");
     });
 }
