@@ -1,7 +1,7 @@
 //! Isolates panics of users' code that kvhoist calls: wakers, the recorder of metrics, and subscribers of the log. A
 //! waker runs on the reactor or on another caller's thread, whichever answers a future, frees a slot or makes room in a
-//! channel; a recorder runs on any thread. A panic there must not affect those threads. None of them runs under the index lock:
-//! it may call the cache.
+//! channel; a recorder runs on any thread. A panic there must not affect those threads. None of them runs under the
+//! index lock: they may call the cache.
 //!
 //! A subscriber that panics in a movement fails that movement (`mover::Landing`); its panic is caught here where no
 //! movement contains it.

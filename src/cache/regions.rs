@@ -30,7 +30,7 @@ pub struct Region {
 }
 
 impl Region {
-    /// Whether the kernel keeps the memory pinned ([`Memory::pinned`](crate::Memory::pinned)) now. Every change pins all
+    /// Whether the kernel keeps the memory pinned ([`Memory::pinned`](crate::Memory::pinned)). Every change pins all
     /// regions anew: if the kernel refuses one, no region is pinned until the next change.
     pub fn is_pinned(&self) -> bool {
         self.inner.is_fixed() && self.registered.load(Ordering::Acquire)

@@ -91,7 +91,7 @@ impl SharedMemory {
     pub fn write(&self, offset: usize, from: &[u8]) {
         assert!(offset <= self.len && from.len() <= self.len - offset, "a range within the memory");
         let _copying = self.copying.write().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the range is mapped, no reference to it exists, and no other copy is made meanwhile. Who registered it
+        // SAFETY: the range is mapped, no reference to it exists, and no other copy is made meanwhile. Its registrar
         // promised that no block is stored from the range or loaded into it now.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), self.start.add(offset), from.len()) };
     }

@@ -390,9 +390,8 @@ struct Serving<S: Storage, C: CopyEngine>(Rc<Mover<S, C>>, PageId);
 
 impl<S: Storage, C: CopyEngine> Drop for Serving<S, C> {
     fn drop(&mut self) {
-        let Serving(mover, page) = self;
         if std::thread::panicking() {
-            mover.give_up_page(*page);
+            self.0.give_up_page(self.1);
         }
     }
 }

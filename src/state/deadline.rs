@@ -2,7 +2,7 @@
 
 use std::{sync::atomic::Ordering, time::Duration};
 
-use super::{Message, Shared, State};
+use super::{Message, Shared};
 use crate::{block::Tier, error::Error, shield::caught};
 
 /// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
@@ -12,17 +12,6 @@ impl Shared {
     /// How long a movement may take.
     pub(crate) fn deadline(&self) -> Duration {
         Duration::from_millis(self.config.limits.deadline_ms)
-    }
-
-    pub(crate) fn timeout(&self, what: &'static str) -> Error {
-        self.metrics.timeouts.add(1);
-        Error::timeout(what, self.deadline(), None)
-    }
-
-    /// As [`timeout`](Self::timeout), for a holder of the lock.
-    pub(super) fn timeout_locked(&self, state: &mut State, what: &'static str) -> Error {
-        state.count(&self.metrics.timeouts, 1);
-        Error::timeout(what, self.deadline(), None)
     }
 
     /// Answers the waiters of the first `begun` movements; true if some of these are still in flight.

@@ -9,7 +9,12 @@ use std::ops::{Deref, DerefMut};
 use tokio::sync::oneshot;
 
 use super::{Flight, Message, Shared, State, requests::Refused, slots::Grant};
-use crate::{block::Tier, error::Error, metrics::Export, sync::MutexGuard};
+use crate::{
+    block::Tier,
+    error::Error,
+    metrics::{Count, Export},
+    sync::MutexGuard,
+};
 
 impl Shared {
     /// Locks the state.
@@ -101,6 +106,19 @@ pub fn holds_lock() -> bool {
 }
 
 impl State {
+    /// Counts, and tells the recorder of metrics after the unlock.
+    pub(crate) fn count(&mut self, count: &Count, n: u64) {
+        if n > 0 {
+            count.add_locked(n, self);
+            self.exports.push(count.exported_later(n));
+        }
+    }
+
+    /// Has the recorder of metrics told something after the unlock.
+    pub(crate) fn export(&mut self, export: Export) {
+        self.exports.push(export);
+    }
+
     /// True if something follows the unlock.
     #[inline]
     fn has_left_work(&self) -> bool {

@@ -14,6 +14,7 @@ mod health;
 mod hints;
 mod leaving;
 mod lenders;
+mod limits;
 mod lock;
 mod lookup;
 mod refusals;
@@ -56,7 +57,7 @@ use crate::{
     fork::Home,
     index::{EntryId, Index},
     memory::Arena,
-    metrics::{Count, Export, Held, Metrics, Tally},
+    metrics::{Export, Held, Metrics, Tally},
     sync::Mutex,
 };
 
@@ -238,17 +239,6 @@ impl Shared {
         refused.into_iter().for_each(|requests| requests.refuse(&Error::Closed));
     }
 
-    pub(crate) fn busy(&self, what: &'static str, limit: u64, setting: &'static str) -> Error {
-        self.metrics.busy.add(1);
-        Error::busy(what, limit, setting)
-    }
-
-    /// As [`busy`](Self::busy), for a holder of the lock.
-    fn busy_locked(&self, state: &mut State, what: &'static str, limit: u64, setting: &'static str) -> Error {
-        state.count(&self.metrics.busy, 1);
-        Error::busy(what, limit, setting)
-    }
-
     /// Requests that libcufile has not returned.
     pub(crate) fn cufile_stuck(&self) -> u64 {
         // A request that returns at the moment of its timeout may be subtracted before it is added.
@@ -267,19 +257,6 @@ impl Shared {
 }
 
 impl State {
-    /// Counts, and tells the recorder of metrics after the unlock.
-    pub(crate) fn count(&mut self, count: &Count, n: u64) {
-        if n > 0 {
-            count.add_locked(n, self);
-            self.exports.push(count.exported_later(n));
-        }
-    }
-
-    /// Has the recorder of metrics told something after the unlock.
-    pub(crate) fn export(&mut self, export: Export) {
-        self.exports.push(export);
-    }
-
     #[inline]
     pub(crate) fn check_open(&self) -> Result<()> {
         if self.closed { Err(Error::Closed) } else { Ok(()) }

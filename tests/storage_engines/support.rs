@@ -12,6 +12,7 @@ use std::{
 };
 
 use kvhoist::internals::io::{
+    Storage,
     blocking::Blocking,
     uring::{self, Uring},
 };

@@ -80,7 +80,9 @@ impl Places {
     }
 
     pub(super) fn remove(&self, number: u32) {
-        self.lock().retain(|_, known| known.number != number);
+        // Dropped after the unlock: the memory may be unmapped with it.
+        let removed: Vec<_> = self.lock().extract_if(.., |_, known| known.number == number).collect();
+        drop(removed);
     }
 
     /// Where the blocks of a call lie: in registered memory, or in `loan`; and what keeps the memory that is copied.

@@ -1,5 +1,5 @@
-//! A log that is read while the cache runs, and a recorder of metrics. Neither may be called under the index lock: every
-//! caller would wait for them, and they would wait for ever if they called the cache.
+//! A log that is read while the cache runs, and a recorder of metrics. Neither may be called under the index lock:
+//! every caller would wait for them, for ever if they call the cache.
 
 use std::{
     cell::Cell,

@@ -177,8 +177,8 @@ async fn done_before_a_fetch(
     unreachable!("the second run returns")
 }
 
-/// Of `queued` transfers no more are done before a fetch than workers have in flight when it comes, and begin while it is
-/// transferred.
+/// Of `queued` transfers no more are done before a fetch than workers have in flight when it comes, and begin while it
+/// is transferred.
 fn a_fetch_passes(queued: u64, done: impl Fn(u64) -> Option<u64>) {
     let counts: Vec<_> = (0..24).filter_map(done).collect();
     assert!(counts.len() >= 8, "seeds with workers: {counts:?}");

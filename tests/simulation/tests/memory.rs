@@ -201,32 +201,6 @@ fn memory_of_a_dropped_registration_may_be_unmapped_and_others_are_pinned_after_
 }
 
 #[test]
-fn after_a_refused_table_nothing_is_said_to_be_pinned_until_a_change_that_the_kernel_takes() {
-    sim::block_on(async {
-        let (cache, reactor, world) = open(config()).await;
-        let mut memory: [Memory; 2] = std::array::from_fn(|_| Memory::new(1));
-        // SAFETY: the memory outlives the cache, and nothing touches it while a call is under way.
-        let mut lent = |n: usize| unsafe { kvhoist::Memory::host(memory[n].start(), BLOCK_BYTES) }.pinned(true);
-        let first = cache.register(lent(0)).await.expect("registered");
-        assert!(first.is_pinned() && cache.stats().registered, "this kernel pins");
-        let start = memory[0].start().addr();
-        world.storage.unmap(start..start + BLOCK_BYTES);
-        // SAFETY: as above.
-        let lent = unsafe { kvhoist::Memory::host(memory[1].start(), BLOCK_BYTES) };
-        let second = cache.register(lent.pinned(true)).await.expect("registered, unpinned");
-        assert!(world.storage.pins_refused() >= 2, "the new table, and the old one again");
-        assert!(!second.is_pinned() && !first.is_pinned(), "the kernel has no table");
-        assert!(!cache.stats().registered, "nor the arena");
-        let loaded = cache.load_into(&[key(1)], &[memory[1].place(0)]).await.expect("registered");
-        assert!(matches!(loaded[..], [Ok(true)]), "{loaded:?}");
-        cache.unregister(&first).await.expect("its own");
-        assert!(!second.is_pinned() && cache.stats().registered, "the table without it is taken, with the arena");
-        cache.unregister(&second).await.expect("its own");
-        finish(cache, reactor).await;
-    });
-}
-
-#[test]
 fn everyone_who_unregisters_a_region_waits_until_it_is_unused() {
     for bypass_host in [false, true] {
         sim::block_on(async {

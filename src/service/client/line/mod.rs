@@ -159,8 +159,9 @@ impl Line {
 
     /// Sends a call, or queues it. Fails at once while the service is away.
     pub(super) fn begin(&self, call: Call) -> Result<()> {
-        let mut state = self.lock();
+        // Before the lock, and so dropped after it: `keeps` may wake a caller.
         let Call { id, frame, what, reply, keeps } = call;
+        let mut state = self.lock();
         let taken_back = match what {
             What::Unregister(number) => Some(number),
             _ => None,
