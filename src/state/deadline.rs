@@ -3,7 +3,7 @@
 use std::{sync::atomic::Ordering, time::Duration};
 
 use super::{Message, Shared};
-use crate::{block::Tier, error::Error, shield::caught};
+use crate::{block::Tier, shield::caught};
 
 /// Looks at the clock for each deadline that passes: a waiter waits at most a quarter longer than it should.
 pub(crate) const LOOKS_PER_DEADLINE: u32 = 4;
