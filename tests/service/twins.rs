@@ -81,9 +81,9 @@ fn the_lock_of_a_store_is_free_when_a_dead_process_writes_to_memory_no_longer() 
             a_moment(&mut rng);
             let replaced = count % 2 == 1;
             if replaced {
-                twin.end_input()
+                twin.end_input();
             } else {
-                twin.send_kill()
+                twin.send_kill();
             }
             wait_for_lock(&common::store_file(&store));
             let pages = overwritten_pages(&memory, &mut mine);
@@ -100,5 +100,6 @@ fn wait_for_lock(store: &Path) {
     let (file, hang) = (File::open(store).expect("the store"), Instant::now() + HANG);
     while file.try_lock().is_err() {
         assert!(Instant::now() < hang, "the lock is never free");
+        std::thread::yield_now();
     }
 }
