@@ -11,6 +11,7 @@ use tokio::sync::Notify;
 use super::{
     blocks::Movers,
     config::ServerConfig,
+    inbox::Unread,
     protocol::{ClientStatus, Limits, ServiceStatus},
     report::ServiceReport,
     spaces::Spaces,
@@ -54,6 +55,8 @@ pub(super) struct House {
     pub(super) config: ServerConfig,
     pub(super) spaces: Rc<Spaces>,
     pub(super) cut_off: Cell<u64>,
+    /// Frames that have come in part.
+    pub(super) unread: Unread,
     /// The service takes no more work.
     draining: Cell<bool>,
     /// Wakes the sessions when that begins.
@@ -70,6 +73,7 @@ impl House {
             config,
             spaces: Rc::new(spaces),
             cut_off: Cell::new(0),
+            unread: Unread::default(),
             draining: Cell::new(false),
             drain_began: Notify::new(),
             guests: RefCell::default(),

@@ -25,6 +25,7 @@ use rustix::{
 };
 use tokio::net::UnixStream;
 
+use super::accepted::Aside;
 use crate::config::HeldFile;
 
 /// Connections in a message: the kernel takes 253 descriptors.
@@ -42,12 +43,14 @@ pub(super) struct LateClose {
     door: OwnedFd,
     /// The connections of each message in the queue.
     messages: VecDeque<Vec<Weak<UnixStream>>>,
+    /// Takes messages out of the queue: the last close of a connection closes what its client sent and nobody received.
+    aside: Arc<Aside>,
 }
 
 impl LateClose {
-    pub(super) fn new() -> io::Result<Self> {
+    pub(super) fn new(aside: Arc<Aside>) -> io::Result<Self> {
         let (queue, door) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        Ok(LateClose { queue: Arc::new(queue), door, messages: VecDeque::new() })
+        Ok(LateClose { queue: Arc::new(queue), door, messages: VecDeque::new(), aside })
     }
 
     /// What every ring must hold that may write to clients' memory.
@@ -99,11 +102,10 @@ impl LateClose {
             if !live.is_empty() {
                 self.send(live)?;
             }
-            for _ in 0..heads {
-                // The kernel closes descriptors for which there is no room.
-                recv(&self.queue, &mut [0], RecvFlags::DONTWAIT)?;
-                self.messages.pop_front();
-            }
+            self.messages.drain(..heads);
+            let queue = Arc::clone(&self.queue);
+            // Each was sent before: there are as many messages. The kernel closes descriptors for which there is no room.
+            self.aside.close_by(move || (0..heads).for_each(|_| drop(recv(&queue, &mut [0], RecvFlags::DONTWAIT))));
             left -= heads;
         }
         Ok(())
@@ -137,7 +139,7 @@ mod tests {
     /// Connections come and go in a drawn order; the service's own descriptors are closed at last, as by a kill.
     #[tokio::test]
     async fn connections_are_open_until_nobody_holds_the_queue() {
-        let mut late = LateClose::new().expect("a pair of sockets");
+        let mut late = LateClose::new(Aside::start().expect("threads")).expect("a pair of sockets");
         let held = late.held();
         let (mut live, mut over) = (Vec::new(), Vec::new());
         for n in 0..600_u64 {
@@ -159,6 +161,10 @@ mod tests {
         let clients: Vec<_> = live.into_iter().map(|(_, theirs)| theirs).collect();
         assert!(clients.iter().all(is_open), "the queue is held");
         drop(held);
-        assert!(!clients.iter().any(is_open), "nobody holds the queue");
+        // Nobody holds the queue, once the messages before are taken out.
+        for mut client in clients {
+            client.set_nonblocking(false).expect("set");
+            assert_eq!(client.read(&mut [0]).expect("the end"), 0);
+        }
     }
 }

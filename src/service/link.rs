@@ -9,16 +9,11 @@ use std::{
 };
 
 use super::{
-    protocol::{HEADER_BYTES, Header, Malformed},
-    wire::Wire,
+    inbox::{Inbox, Unread},
+    protocol::{FRAME_BYTES_MAX, HEADER_BYTES, Header, Malformed, Request},
+    wire::{Came, Lent, Wire},
 };
 
-/// Room for bytes that come, at least.
-const RECEIVE_BYTES: usize = 16 << 10;
-/// A buffer larger than this is given back once it is empty.
-const KEPT_BYTES_MAX: usize = 256 << 10;
-/// Descriptors that may have come and not been asked for.
-const FDS_MAX: usize = 16;
 /// Small frames share a buffer up to this size.
 const SHARED_BYTES_MAX: usize = 32 << 10;
 
@@ -37,49 +32,6 @@ impl From<Malformed> for LinkError {
     }
 }
 
-/// Bytes that have come and are not read yet.
-#[derive(Default)]
-struct Inbox {
-    /// All of it may be received into; its length is not that of what has come.
-    bytes: Vec<u8>,
-    /// Bytes at the beginning that have been read.
-    read: usize,
-    /// Bytes at the beginning that have come.
-    filled: usize,
-    fds: VecDeque<OwnedFd>,
-}
-
-impl Inbox {
-    fn unread(&self) -> &[u8] {
-        &self.bytes[self.read..self.filled]
-    }
-
-    /// Room after the bytes that have come: for the rest of the frame that they begin, and for more.
-    fn make_room(&mut self) {
-        let header = self.unread().first_chunk().and_then(|header| Header::decode(header).ok());
-        let rest = header
-            .map_or(0, |header| (HEADER_BYTES + header.body_bytes as usize).saturating_sub(self.filled - self.read));
-        let room = rest.max(RECEIVE_BYTES);
-        if self.bytes.len() - self.filled < room {
-            self.bytes.copy_within(self.read..self.filled, 0);
-            (self.filled, self.read) = (self.filled - self.read, 0);
-            if self.bytes.len() - self.filled < room {
-                self.bytes.resize(self.filled + room, 0);
-            }
-        }
-    }
-
-    fn read(&mut self, len: usize) {
-        self.read += len;
-        if self.read == self.filled {
-            (self.read, self.filled) = (0, 0);
-            if self.bytes.len() > KEPT_BYTES_MAX {
-                self.bytes = Vec::new();
-            }
-        }
-    }
-}
-
 /// Frames on their way out.
 struct Outgoing {
     bytes: Vec<u8>,
@@ -92,6 +44,19 @@ struct Outgoing {
 pub(super) struct Receiver {
     wire: Arc<dyn Wire>,
     inbox: Inbox,
+    /// What came beside bytes, for the next register frame.
+    lent: Option<Lent>,
+    /// Bytes that a frame may have after its header now.
+    pub(super) frame_bytes_max: usize,
+}
+
+/// What [`Receiver::receive`] has done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Received {
+    Nothing,
+    Bytes,
+    /// So many bytes can be had with [`Receiver::receive_lent`]: a descriptor comes with them.
+    Lent(usize),
 }
 
 /// The sending half.
@@ -157,29 +122,64 @@ impl Sender {
 }
 
 impl Receiver {
-    /// Receives available bytes; false if there are none.
-    pub(super) fn receive(&mut self) -> Result<bool, LinkError> {
-        let Receiver { wire, inbox } = self;
-        inbox.make_room();
-        match wire.receive(&mut inbox.bytes[inbox.filled..], &mut inbox.fds) {
-            Ok(0) => Err(LinkError::Gone(io::ErrorKind::UnexpectedEof.into())),
-            Ok(len) => {
-                inbox.filled += len;
-                if inbox.fds.len() > FDS_MAX {
-                    return Err(LinkError::Nonsense(format!("{} descriptors that no frame wants", inbox.fds.len())));
-                }
-                Ok(true)
+    /// Receives available bytes.
+    pub(super) fn receive(&mut self) -> Result<Received, LinkError> {
+        let Receiver { wire, inbox, .. } = self;
+        match wire.receive(inbox.room()) {
+            Ok(Came::Bytes(0) | Came::Lent(0)) => Err(gone()),
+            Ok(Came::Bytes(len)) => {
+                inbox.fill(len);
+                Ok(Received::Bytes)
             }
-            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Ok(false),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(true),
-            Err(error) if error.kind() == io::ErrorKind::InvalidData => Err(LinkError::Nonsense(error.to_string())),
-            Err(error) => Err(LinkError::Gone(error)),
+            Ok(Came::Lent(len)) => Ok(Received::Lent(len)),
+            Err(error) => failed(error),
         }
     }
 
-    /// The oldest descriptor that came and was not taken.
-    pub(super) fn take_fd(&mut self) -> Option<OwnedFd> {
-        self.inbox.fds.pop_front()
+    /// Receives bytes with their descriptor, if they hold the register frame that it comes with.
+    pub(super) async fn receive_lent(&mut self, len: usize) -> Result<Received, LinkError> {
+        let is_register =
+            |header: &Header, body: &[u8]| matches!(Request::decode(header.kind, body), Ok(Request::Register { .. }));
+        let unasked = |found: &str| LinkError::Nonsense(format!("descriptors: found {found}, expected one a register"));
+        if self.lent.is_some() {
+            return Err(unasked("one behind another"));
+        }
+        if !self.inbox.would_hold(len, is_register) {
+            if len == self.inbox.room().len() && self.inbox.more_room() {
+                // The frame may go on behind these bytes.
+                return Ok(Received::Nothing);
+            }
+            return Err(unasked("some that no frame wants"));
+        }
+        let (bytes, lent) = match self.wire.receive_lent(len).await {
+            Ok(came) => came,
+            Err(error) => return failed(error),
+        };
+        if bytes.is_empty() {
+            return Err(gone());
+        }
+        self.inbox.append(&bytes);
+        self.lent = Some(lent);
+        Ok(Received::Bytes)
+    }
+
+    /// What came with the frame that was read.
+    pub(super) fn take_lent(&mut self) -> Lent {
+        self.lent.take().unwrap_or(Lent::Nothing)
+    }
+
+    /// Counts the bytes of long frames among those of other connections; the oldest frame of all is cut off where they
+    /// are too many.
+    pub(super) fn count_in(&mut self, unread: &Unread) {
+        self.inbox.count_in(unread);
+    }
+
+    /// Resolves when this connection's frame was the oldest and there was no room for others.
+    ///
+    /// # Cancel safety
+    /// Nothing is lost.
+    pub(super) async fn is_crowded_out(&self) {
+        self.inbox.is_crowded_out().await;
     }
 
     /// The next `N` bytes, if they have come.
@@ -197,6 +197,13 @@ impl Receiver {
         let rest = self.inbox.unread();
         let Some(header) = rest.first_chunk::<HEADER_BYTES>() else { return Ok(None) };
         let header = Header::decode(header)?;
+        if header.body_bytes as usize > self.frame_bytes_max {
+            let text = format!("at most {}: attach first", self.frame_bytes_max);
+            return Err(LinkError::Nonsense(format!(
+                "frame length: found {} bytes, expected {text}",
+                header.body_bytes
+            )));
+        }
         let end = HEADER_BYTES + header.body_bytes as usize;
         let Some(body) = rest.get(HEADER_BYTES..end) else { return Ok(None) };
         let frame = decode(&header, body)?;
@@ -216,7 +223,8 @@ impl Receiver {
 impl Link {
     pub(super) fn new(wire: Arc<dyn Wire>) -> Self {
         let sender = Sender { wire: Arc::clone(&wire), outbox: VecDeque::new(), outbox_bytes: 0 };
-        Link { receiver: Receiver { wire, inbox: Inbox::default() }, sender }
+        let receiver = Receiver { wire, inbox: Inbox::default(), lent: None, frame_bytes_max: FRAME_BYTES_MAX };
+        Link { receiver, sender }
     }
 
     /// Hangs up. A service uses none of the client's memory from here on: its connections are not hung up otherwise, as
@@ -234,5 +242,18 @@ impl Link {
         let to_send = !listen || self.sender.bytes() > 0;
         let wire = &self.sender.wire;
         poll_fn(|context| wire.poll_ready(context, listen, to_send)).await.map_err(LinkError::Gone)
+    }
+}
+
+fn gone() -> LinkError {
+    LinkError::Gone(io::ErrorKind::UnexpectedEof.into())
+}
+
+fn failed(error: io::Error) -> Result<Received, LinkError> {
+    match error.kind() {
+        io::ErrorKind::WouldBlock => Ok(Received::Nothing),
+        io::ErrorKind::Interrupted => Ok(Received::Bytes),
+        io::ErrorKind::InvalidData => Err(LinkError::Nonsense(error.to_string())),
+        _ => Err(LinkError::Gone(error)),
     }
 }

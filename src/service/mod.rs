@@ -4,11 +4,14 @@
 //! client lends the service memory as memfds, and blocks go directly between it and the drives. docs/service.md is for
 //! operators, docs/protocol.md for authors of clients.
 
+mod accepted;
 mod blocks;
+mod brief;
 mod client;
 mod config;
 mod guard;
 mod house;
+mod inbox;
 mod late_close;
 mod link;
 mod memory;
@@ -19,6 +22,7 @@ mod regions;
 pub(crate) mod report;
 #[cfg(feature = "sim")]
 pub(crate) mod seams;
+mod seldom;
 mod server;
 mod session;
 mod shares;

@@ -19,7 +19,7 @@ pub use super::{
     peers::Peer,
     server::Caller,
     system::{Later, System},
-    wire::Wire,
+    wire::{Came, Coming, Descriptor, Lent, Wire},
 };
 use crate::error::{Error, Result};
 

@@ -23,12 +23,14 @@ use tokio::{
 };
 
 use super::{
+    accepted::{Accepted, Aside, Listener},
     config::ServerConfig,
     house::House,
     late_close::LateClose,
     peers::{Peer, admit, group_number},
     protocol::Failure,
     report::{Ask, Asked, ServiceReport},
+    seldom::Seldom,
     session, socket,
     spaces::Spaces,
     system::Machine,
@@ -176,7 +178,8 @@ fn run(
     let runtime = runtime.map_err(|error| Error::io("start the runtime of", "the service", error))?;
     let socket = config.socket.clone();
     let group = config.socket_group.as_deref().map(group_number).transpose()?;
-    let late_close = LateClose::new();
+    let aside = Aside::start().map_err(|error| Error::io("start a thread of", "the service", error))?;
+    let late_close = LateClose::new(Arc::clone(&aside));
     let mut late_close = late_close.map_err(|error| Error::io("make a pair of sockets for", "the service", error))?;
     config.cache.disk.rings_hold = Some(late_close.held());
     let spaces = Spaces::load(config.clone(), Rc::new(Machine))?;
@@ -184,13 +187,17 @@ fn run(
     let result = LocalSet::new().block_on(&runtime, async move {
         let listener =
             UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
+        let listener = Listener::new(listener, Arc::clone(&aside));
         let _nobody_waits = started.send(());
         let uids = config.uids.clone();
         let accept = async move || {
-            let stream = Arc::new(listener.accept().await?.0);
+            let stream = listener.accept().await?;
             let peer = admit(&stream, &uids, group);
-            let peer = peer.and_then(|peer| late_close.keep(&stream).map(|()| peer).map_err(|error| not_kept(&error)));
-            Ok((stream as Arc<dyn Wire>, peer))
+            // Of one who is not admitted, nothing is received.
+            let uid = peer.as_ref().map_or(u32::MAX, |peer| peer.uid);
+            let accepted = Accepted::new(stream, uid, Arc::clone(&aside));
+            let peer = peer.and_then(|peer| late_close.keep(&accepted).map(|()| peer).map_err(|error| not_kept(&error)));
+            Ok((Arc::new(accepted) as Arc<dyn Wire>, peer))
         };
         hold(config, spaces, accept, drained, asked).await
     });
@@ -250,7 +257,10 @@ async fn serve(
                     yield_now().await;
                 }
                 Err(error) => {
-                    tracing::warn!(%error, "a connection could not be accepted");
+                    static NOT_ACCEPTED: Seldom = Seldom::new();
+                    if let Some(others) = NOT_ACCEPTED.turn() {
+                        tracing::warn!(%error, others, "a connection could not be accepted");
+                    }
                     tokio::time::sleep(NO_DESCRIPTOR).await;
                 }
             },
@@ -280,7 +290,10 @@ fn let_in(house: &Rc<House>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
     });
     match admitted {
         Err(failure) => {
-            tracing::warn!(reason = %failure.text, "a connection was refused");
+            static REFUSED: Seldom = Seldom::new();
+            if let Some(others) = REFUSED.turn() {
+                tracing::warn!(reason = %failure.text, others, "a connection was refused");
+            }
             sessions.spawn_local(session::refuse(Rc::clone(house), wire, failure));
         }
         Ok(peer) => {

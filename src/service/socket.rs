@@ -1,7 +1,6 @@
 //! Unix sockets that carry descriptors.
 
 use std::{
-    collections::VecDeque,
     fs,
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
@@ -20,15 +19,15 @@ use rustix::{
     io::Errno,
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
-        SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
+        SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recv, recvmsg, sendmsg, socket_with,
     },
 };
 
 use crate::error::{Error, Result};
 
-/// Descriptors in one message. A register frame has one.
-const FDS_MAX: usize = 8;
-const CONTROL_BYTES: usize = 16 + FDS_MAX * size_of::<BorrowedFd<'_>>();
+/// A header and one descriptor. The kernel puts another one into the padding, if it is told of that.
+const ONE_BYTES: usize = size_of::<libc::cmsghdr>() + size_of::<BorrowedFd<'_>>();
+const CONTROL_BYTES: usize = ONE_BYTES.next_multiple_of(align_of::<libc::cmsghdr>());
 /// Connections that wait to be accepted.
 const BACKLOG: i32 = 256;
 /// Bytes of a socket's name: the kernel wants a zero behind it.
@@ -44,26 +43,34 @@ impl Control {
     }
 }
 
-/// Receives available bytes into `buf` without waiting. 0 bytes: the peer has hung up. Descriptors that come with the
-/// bytes are appended to `fds`.
-pub(super) fn receive(socket: BorrowedFd<'_>, buf: &mut [u8], fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+/// Receives available bytes into `buf` without waiting. 0 bytes: the peer has hung up. Descriptors that come with them
+/// are closed by the kernel, in this thread.
+pub(super) fn receive(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<usize> {
+    Ok(recv(socket, buf, RecvFlags::DONTWAIT)?.0)
+}
+
+/// Looks at available bytes without receiving them; whether descriptors come with them.
+pub(super) fn peek(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<(usize, bool)> {
+    // The kernel's copies of the descriptors are not the last ones: nothing is closed.
+    let mut none = RecvAncillaryBuffer::new(&mut []);
+    let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+    let seen = recvmsg(socket, &mut [IoSliceMut::new(buf)], &mut none, flags)?;
+    Ok((seen.bytes, seen.flags.contains(ReturnFlags::CTRUNC)))
+}
+
+/// Receives as [`receive`], with room for one descriptor; whether there were more.
+pub(super) fn receive_one(socket: BorrowedFd<'_>, buf: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>, bool)> {
     let mut control = Control::new();
-    let mut control = RecvAncillaryBuffer::new(&mut control.0);
+    let mut control = RecvAncillaryBuffer::new(&mut control.0[..ONE_BYTES]);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
     let received = recvmsg(socket, &mut [IoSliceMut::new(buf)], &mut control, flags)?;
+    let mut fd = None;
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(came) = message {
-            fds.extend(came);
+            fd = came.last();
         }
     }
-    if received.flags.contains(ReturnFlags::CTRUNC) {
-        let text = format!(
-            "descriptors of a message were lost: it had more than {FDS_MAX}, or this process may open no more (raise \
-             LimitNOFILE, `ulimit -n`)"
-        );
-        return Err(io::Error::new(io::ErrorKind::InvalidData, text));
-    }
-    Ok(received.bytes)
+    Ok((received.bytes, fd, received.flags.contains(ReturnFlags::CTRUNC)))
 }
 
 /// Sends as much as the socket takes without waiting; `fd` goes with the first byte.
@@ -71,7 +78,7 @@ pub(super) fn send(socket: BorrowedFd<'_>, bytes: &[u8], fd: Option<BorrowedFd<'
     let mut control = Control::new();
     let mut control = SendAncillaryBuffer::new(&mut control.0);
     if fd.is_some() {
-        assert!(control.push(SendAncillaryMessage::ScmRights(fd.as_slice())), "there is room for {FDS_MAX}");
+        assert!(control.push(SendAncillaryMessage::ScmRights(fd.as_slice())), "there is room for one");
     }
     Ok(sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL | SendFlags::DONTWAIT)?)
 }
@@ -118,17 +125,21 @@ mod tests {
         assert_eq!(send(ours.as_fd(), b"first", None).expect("room"), 5);
         assert_eq!(send(ours.as_fd(), b"second", Some(file.as_fd())).expect("room"), 6);
         assert_eq!(send(ours.as_fd(), b"third", None).expect("room"), 5);
-        let (mut bytes, mut fds, mut buf) = (Vec::new(), VecDeque::new(), [0; 100]);
+        let (mut bytes, mut fd, mut buf) = (Vec::<u8>::new(), None, [0; 100]);
         while bytes.len() < 16 {
-            let len = receive(theirs.as_fd(), &mut buf, &mut fds).expect("bytes");
+            let (len, has_descriptor) = peek(theirs.as_fd(), &mut buf).expect("bytes");
+            let (received, came, lost) = receive_one(theirs.as_fd(), &mut buf[..len]).expect("bytes");
+            assert_eq!((received, came.is_some(), lost), (len, has_descriptor, false));
             // No later than its first byte.
             bytes.extend(&buf[..len]);
-            assert!(bytes.len() <= 5 || fds.len() == 1, "{} bytes and {} descriptors", bytes.len(), fds.len());
+            fd = fd.or(came);
+            assert!(bytes.len() <= 5 || fd.is_some(), "{} bytes and no descriptor", bytes.len());
         }
-        assert_eq!((&bytes[..], fds.len()), (&b"firstsecondthird"[..], 1));
-        assert_eq!(receive(theirs.as_fd(), &mut buf, &mut fds).expect_err("empty").kind(), io::ErrorKind::WouldBlock);
+        assert_eq!(bytes, b"firstsecondthird");
+        assert_eq!(peek(theirs.as_fd(), &mut buf).expect_err("empty").kind(), io::ErrorKind::WouldBlock);
         drop(ours);
-        assert_eq!(receive(theirs.as_fd(), &mut buf, &mut fds).expect("hung up"), 0);
+        assert_eq!(peek(theirs.as_fd(), &mut buf).expect("hung up"), (0, false));
+        assert_eq!(receive(theirs.as_fd(), &mut buf).expect("hung up"), 0);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! What the tests run as processes of their own.
 
 use crate::{
-    guest, killed,
+    guest, hung, killed,
     node::{self, ROLE},
     twins, users,
 };
@@ -17,6 +17,7 @@ fn child() {
         ["twin", ..] => twins::run(&words[1..]),
         ["store", socket] => guest::store_all(socket),
         ["load", socket] => guest::load_all(socket),
+        ["linger", socket, pid, how] => hung::linger(socket.as_ref(), pid.parse().expect("a number"), how),
         ["as", ..] => users::run(&words[1..]),
         ["busy", socket, seed] => guest::run(socket, seed.parse().expect("a number"), false),
         ["busy-or-away", socket, seed] => guest::run(socket, seed.parse().expect("a number"), true),

@@ -1,7 +1,15 @@
-//! A service that may open no more files.
+//! Descriptors that clients send: too many for the service, unasked, or of the connection that they are sent on.
+
+use std::{
+    fs::File,
+    os::{
+        fd::{AsFd, BorrowedFd},
+        unix::net::UnixStream,
+    },
+};
 
 use kvhoist::{
-    internals::service::protocol::{RegionKind, Request},
+    internals::service::protocol::{RegionKind, Reply, Request},
     service::SharedMemory,
 };
 
@@ -35,8 +43,65 @@ fn a_client_whose_memory_cannot_be_received_is_told_what_to_raise() {
     let before = limit(node.process.pid(), 3);
     raw.send_with(&register.encode(2), &[pool.as_fd()]);
     let why = raw.goodbye();
-    assert!(why.contains("more than 8") && why.contains("LimitNOFILE"), "{why}");
+    assert!(why.contains("more than one") && why.contains("LimitNOFILE"), "{why}");
     limit(node.process.pid(), before);
     guest.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
     assert_eq!(guest.load(0, 4).expect("a service"), [true; 4]);
+}
+
+fn register(len: u64) -> Request {
+    Request::Register { region: 1, kind: RegionKind::Host, pin: false, offset: 0, len }
+}
+
+#[test]
+fn descriptors_that_nobody_asked_for_take_none_of_the_service() {
+    let node = Node::new();
+    let guest = Guest::new(&node.socket());
+    let raws: Vec<Raw> = (0..40).map(|_| Raw::attached(&node.socket())).collect();
+    let held = node.held();
+    // Room for a client more, with its memory.
+    let before = limit(node.process.pid(), held.descriptors as u64 + 8);
+    let file = File::open("/dev/null").expect("there");
+    for raw in &raws {
+        raw.try_send_with(&Request::Stats.encode(7), &[file.as_fd(); 100]);
+        raw.try_send_with(&Request::Stats.encode(8), &[file.as_fd(); 100]);
+    }
+    for mut raw in raws {
+        let why = raw.goodbye();
+        assert!(why.contains("descriptors") && !why.contains("lost"), "{why}");
+    }
+    let pool = SharedMemory::new(BLOCK_BYTES).expect("memory");
+    let mut raw = Raw::attached(&node.socket());
+    assert!(matches!(raw.ask_with(2, &register(4096), pool.as_fd()), Reply::Registered { .. }));
+    limit(node.process.pid(), before);
+    guest.store(0, 4).expect("a service").into_iter().for_each(|result| assert!(result.expect("stored")));
+}
+
+/// Sends its own end along, in every way, and dies.
+fn send_own_end(node: &Node, how: usize, other: &UnixStream) {
+    let mut raw = if how == 0 { Raw::connect(&node.socket()) } else { Raw::attached(&node.socket()) };
+    let own = raw.stream.try_clone().expect("a copy");
+    let ends: [BorrowedFd<'_>; 2] = [own.as_fd(), other.as_fd()];
+    match how {
+        0 => raw.send_with(b"kvhoist", &ends[..1]),
+        1 => raw.send_with(&register(4096).encode(2), &ends[..1]),
+        2 => raw.send_with(&register(4096).encode(2)[..20], &ends[..1]),
+        3 => raw.send_with(&Request::Sync.encode(2), &ends),
+        _ => raw.send_with(&[register(4096).encode(2), register(4096).encode(3)].concat(), &ends[1..]),
+    }
+}
+
+#[test]
+fn a_connection_ends_with_its_client_that_sent_its_own_end_along() {
+    let node = Node::new();
+    let _guest = Guest::new(&node.socket());
+    let held = node.held();
+    for _ in 0..8 {
+        let other = Raw::attached(&node.socket()).stream;
+        for how in 0..5 {
+            send_own_end(&node, how, &other);
+        }
+    }
+    node.wait_for_clients(1);
+    node.wait_for_held(&held);
 }

@@ -17,7 +17,7 @@ use kvhoist::{
 use crate::{
     common::{key, payload},
     guest::Guest,
-    node::{BLOCK_BYTES, HANG, Node, options},
+    node::{BLOCK_BYTES, HANG, Node, Stopped, options},
 };
 
 const DEADLINE: Duration = Duration::from_secs(2);
@@ -51,31 +51,6 @@ async fn waits<F: Future>(call: &mut Pin<Box<F>>) -> bool {
     poll_fn(|context| Poll::Ready(call.as_mut().poll(context).is_pending())).await
 }
 
-/// A process that does not run, until dropped.
-struct Stopped(libc::pid_t);
-
-impl Stopped {
-    fn new(node: &Node) -> Self {
-        let pid = libc::pid_t::try_from(node.process.pid()).expect("a process");
-        let mut status = 0;
-        // SAFETY: plain system calls; the process is this one's child, and `status` outlives the call. Its threads may
-        // run on until it is reported as stopped.
-        unsafe {
-            assert_eq!(libc::kill(pid, libc::SIGSTOP), 0);
-            assert_eq!(libc::waitpid(pid, &raw mut status, libc::WUNTRACED), pid);
-        }
-        assert!(libc::WIFSTOPPED(status), "{status}");
-        Stopped(pid)
-    }
-}
-
-impl Drop for Stopped {
-    fn drop(&mut self) {
-        // SAFETY: plain system call.
-        unsafe { libc::kill(self.0, libc::SIGCONT) };
-    }
-}
-
 /// Callers use their memory again when a call has ended. A slow service must not write to it then, or store what is
 /// there then.
 #[test]
@@ -85,7 +60,7 @@ fn a_late_call_ends_when_the_service_no_longer_uses_its_memory() {
     guest.pool.write(0, &vec![0xa5; BLOCK_BYTES]);
     guest.pool.write(BLOCK_BYTES, &payload(1, BLOCK_BYTES));
     let (load, store) = ([guest.place(0)], [guest.place(1)]);
-    let stopped = Stopped::new(&node);
+    let stopped = Stopped::new(node.process.pid());
     let moved: [Result<Vec<Result<bool, Error>>, Error>; 2] = block_on(async {
         let keys = [key(0), key(1)];
         let mut load = Box::pin(guest.client.load_into(&keys[..1], &load));
@@ -131,7 +106,7 @@ fn a_call_waits_for_slots_to_copy_through_until_its_deadline() {
     let loan = Arc::new(unsafe { guest.client.lend(&place[0]) });
     // The buffer is there from the first call on.
     while block_on(loan.load_into(&[key(0)], &place)).is_err() {}
-    let stopped = Stopped::new(&node);
+    let stopped = Stopped::new(node.process.pid());
     assert!(is_late(&block_on(loan.load_into(&[key(0)], &place)).expect_err("the service is stopped")));
     let (tell, told) = mpsc::channel();
     thread::scope(|scope| {

@@ -211,6 +211,34 @@ impl Node {
     }
 }
 
+/// A process that does not run, until dropped.
+pub struct Stopped(libc::pid_t);
+
+impl Stopped {
+    pub fn new(pid: u32) -> Self {
+        let pid = libc::pid_t::try_from(pid).expect("a process");
+        // SAFETY: plain system call.
+        assert_eq!(unsafe { libc::kill(pid, libc::SIGSTOP) }, 0);
+        let stops = |task: std::io::Result<fs::DirEntry>| {
+            let status = fs::read_to_string(task.expect("an entry").path().join("status"));
+            status.is_ok_and(|status| status.contains("State:\tT"))
+        };
+        let hang = Instant::now() + HANG;
+        while !fs::read_dir(format!("/proc/{pid}/task")).expect("alive").all(stops) {
+            assert!(Instant::now() < hang, "{pid} does not stop");
+            std::thread::yield_now();
+        }
+        Stopped(pid)
+    }
+}
+
+impl Drop for Stopped {
+    fn drop(&mut self) {
+        // SAFETY: plain system call.
+        unsafe { libc::kill(self.0, libc::SIGCONT) };
+    }
+}
+
 fn start(socket: &Path, store: &Path, settings: &str) -> Process {
     let mut process = Process::start(&format!("service {} {} {settings}", socket.display(), store.display()));
     assert_eq!(process.word().as_deref(), Some("ready"));

@@ -86,6 +86,11 @@ impl Raw {
 
     /// Sends bytes and descriptors together.
     pub fn send_with(&mut self, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+        assert_eq!(self.try_send_with(bytes, fds), Some(bytes.len()));
+    }
+
+    /// As [`send_with`](Self::send_with); how many bytes the service still takes.
+    pub fn try_send_with(&self, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Option<usize> {
         let numbers: Vec<libc::c_int> = fds.iter().map(AsRawFd::as_raw_fd).collect();
         let data_bytes = size_of_val(&numbers[..]) as libc::c_uint;
         let mut control = vec![0u64; 64];
@@ -106,7 +111,13 @@ impl Raw {
             std::ptr::copy_nonoverlapping(numbers.as_ptr().cast::<u8>(), data, data_bytes as usize);
             libc::sendmsg(self.stream.as_raw_fd(), &raw const message, libc::MSG_NOSIGNAL)
         };
-        assert_eq!(usize::try_from(sent).ok(), Some(bytes.len()));
+        usize::try_from(sent).ok()
+    }
+
+    /// As [`goodbye`](Self::goodbye), for a connection whose hello is refused.
+    pub fn goodbye_of_hello(&mut self) -> String {
+        self.welcome().answer.expect_err("refused");
+        self.goodbye()
     }
 
     /// The service says why, and hangs up.

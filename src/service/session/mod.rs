@@ -14,8 +14,9 @@ use tokio::{
 use super::{
     blocks::{Cancel, Movers},
     house::{Guest, House},
-    link::{Link, LinkError},
-    protocol::{Failure, Header, Hello, Reply, Request, Welcome},
+    link::{Link, LinkError, Received},
+    protocol::{FRAME_BYTES_MAX, Failure, Header, Hello, Reply, Request, Welcome},
+    seldom::Seldom,
     spaces::Space,
     wire::Wire,
 };
@@ -23,10 +24,14 @@ use crate::error::ServiceFault;
 
 /// With more unread replies than this, nothing more is read from the client.
 const OUTBOX_BYTES_MAX: usize = 1 << 20;
+/// Bytes of a frame before the client is attached to a space.
+const FRAME_BYTES_UNATTACHED: usize = 4096;
 /// Frames that are read in one turn.
 const FRAMES_PER_TURN: usize = 32;
 /// How long a client that is cut off has to read the reason.
 const GOODBYE: Duration = Duration::from_millis(100);
+/// How long a client has to read its last replies, all of them, while the service drains.
+const FAREWELL: Duration = Duration::from_secs(1);
 
 /// Why a session ends.
 enum End {
@@ -74,12 +79,17 @@ struct Session {
     greeted: bool,
     /// When the client last read a part of its replies, or had read all.
     taken: Instant,
+    /// When the service drained, and every request of the client was answered.
+    last_replies: Option<Instant>,
 }
 
 /// Serves a connection until it ends, and unmaps the client's memory before it hangs up.
 pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire>) {
+    let mut link = Link::new(wire);
+    link.receiver.frame_bytes_max = FRAME_BYTES_UNATTACHED;
+    link.receiver.count_in(&house.unread);
     let mut session = Session {
-        link: Link::new(wire),
+        link,
         tasks: JoinSet::new(),
         requests: BTreeMap::new(),
         request_bytes: BTreeMap::new(),
@@ -87,6 +97,7 @@ pub(super) async fn serve(house: Rc<House>, guest: Rc<Guest>, wire: Arc<dyn Wire
         attaching: false,
         greeted: false,
         taken: Instant::now(),
+        last_replies: None,
         house,
         guest,
     };
@@ -143,7 +154,7 @@ impl Session {
                     return Err(End::Cut(Failure::new(ServiceFault::Timeout, "no hello came in time")));
                 }
             }
-            self.link.receiver.receive()?;
+            self.receive().await?;
         };
         let hello = Hello::decode(&hello).map_err(LinkError::from)?;
         let Some(version) = hello.common_version() else {
@@ -190,7 +201,10 @@ impl Session {
         if draining && outbox == 0 && self.requests.is_empty() {
             return Err(End::Drained);
         }
-        let stalled = self.taken + self.stall();
+        let mut stalled = self.taken + self.stall();
+        if draining && self.requests.is_empty() {
+            stalled = stalled.min(*self.last_replies.get_or_insert_with(Instant::now) + FAREWELL);
+        }
         let io = async {
             match listens || outbox > 0 {
                 true => self.link.ready(listens).await,
@@ -204,17 +218,28 @@ impl Session {
             }
             ready = io => {
                 ready?;
-                if listens {
-                    self.link.receiver.receive()?;
-                }
-                Ok(())
+                if listens { self.receive().await } else { Ok(()) }
+            }
+            () = self.link.receiver.is_crowded_out() => {
+                let text = "busy: long frames of other connections have no room; send a frame at once";
+                Err(End::Cut(Failure::new(ServiceFault::Busy, text)))
             }
             () = self.house.drains(), if !draining => Ok(()),
             () = sleep_until(stalled), if outbox > 0 => {
-                let text = format!("{outbox} bytes of replies were not taken for {:?}", self.stall());
+                let patience = if draining { FAREWELL } else { self.stall() };
+                let text = format!("{outbox} bytes of replies were not taken for {patience:?}");
                 Err(End::Cut(Failure::new(ServiceFault::Timeout, text)))
             }
         }
+    }
+
+    /// Receives bytes, and the descriptor that a register frame comes with.
+    async fn receive(&mut self) -> Result<(), End> {
+        let receiver = &mut self.link.receiver;
+        if let Received::Lent(len) = receiver.receive()? {
+            receiver.receive_lent(len).await?;
+        }
+        Ok(())
     }
 
     /// Answers all requests that have ended.
@@ -271,6 +296,7 @@ impl Session {
         *self.guest.movers.borrow_mut() = Some(Rc::clone(&movers));
         let Space { block_bytes, capacity_bytes, .. } = *space;
         let host_bytes = space.host_bytes();
+        self.link.receiver.frame_bytes_max = FRAME_BYTES_MAX;
         self.attached = Some((space, movers));
         Reply::Attached { block_bytes, capacity_bytes, host_bytes }
     }
@@ -282,7 +308,10 @@ impl Session {
             End::Drained => Some(Failure::new(ServiceFault::Draining, "the service is ending; connect again later")),
             End::Cut(failure) => {
                 self.house.cut_off.set(self.house.cut_off.get() + 1);
-                tracing::warn!(reason = %failure.text, uid = self.guest.uid, "a client was cut off");
+                static CUT_OFF: Seldom = Seldom::new();
+                if let Some(others) = CUT_OFF.turn() {
+                    tracing::warn!(reason = %failure.text, uid = self.guest.uid, others, "a client was cut off");
+                }
                 Some(failure)
             }
         };

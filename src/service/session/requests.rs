@@ -1,6 +1,6 @@
 //! How a session handles requests.
 
-use std::{os::fd::OwnedFd, rc::Rc, time::Duration};
+use std::{rc::Rc, time::Duration};
 
 use super::{End, Ended, Outcome, Session};
 use crate::{
@@ -11,6 +11,7 @@ use crate::{
         blocks::{Cancel, Movers},
         protocol::{Blocks, Failure, RegionKind, Reply, Request, Way},
         spaces::{Wanted, stats},
+        wire::Lent,
     },
 };
 
@@ -24,7 +25,10 @@ impl Session {
             return Ok(());
         }
         // Taken also if the request is refused: the next one must not get it.
-        let fd = matches!(request, Request::Register { .. }).then(|| self.link.receiver.take_fd()).flatten();
+        let lent = match request {
+            Request::Register { .. } => self.link.receiver.take_lent(),
+            _ => Lent::Nothing,
+        };
         if id == 0 || self.requests.contains_key(&id) {
             let text = format!("request id: found {id}, expected one that is not 0 and not in flight");
             return Err(End::Cut(Failure::new(ServiceFault::Protocol, text)));
@@ -37,7 +41,7 @@ impl Session {
             self.reply(id, &Reply::Failed(Failure::new(ServiceFault::Busy, text)));
             return Ok(());
         }
-        match self.answer(id, request, fd) {
+        match self.answer(id, request, lent) {
             Ok(None) => {}
             Ok(Some(reply)) => self.reply(id, &reply),
             Err(failure) => self.reply(id, &Reply::Failed(failure)),
@@ -56,7 +60,7 @@ impl Session {
     }
 
     /// The reply, or `None` if a task will give it.
-    fn answer(&mut self, id: u64, request: Request, fd: Option<OwnedFd>) -> Result<Option<Reply>, Failure> {
+    fn answer(&mut self, id: u64, request: Request, lent: Lent) -> Result<Option<Reply>, Failure> {
         match request {
             Request::Status => return Ok(Some(Reply::Status(Box::new(self.house.status())))),
             Request::Attach { namespace, block_bytes, capacity_bytes, host_bytes, shared } => {
@@ -79,23 +83,17 @@ impl Session {
         let movers = Rc::clone(movers);
         match answer_at_once(movers.cache(), request) {
             Ok(answered) => answered.map(Some),
-            Err(request) => self.start(id, &movers, request, fd),
+            Err(request) => self.start(id, &movers, request, lent),
         }
     }
 
     /// Starts a request in the client's space.
-    fn start(
-        &mut self,
-        id: u64,
-        movers: &Rc<Movers>,
-        request: Request,
-        fd: Option<OwnedFd>,
-    ) -> Result<Option<Reply>, Failure> {
+    fn start(&mut self, id: u64, movers: &Rc<Movers>, request: Request, lent: Lent) -> Result<Option<Reply>, Failure> {
         let (movers, cache, none) = (Rc::clone(movers), movers.cache().clone(), Cancel::default());
         match request {
             Request::Register { region, kind, pin, offset, len } => {
                 check_kind(kind)?;
-                self.register(&movers, (region, offset, len), fd)?;
+                self.register(&movers, (region, offset, len), &lent)?;
                 if !pin || !self.house.config.pin {
                     return Ok(Some(Reply::Registered { pinned: false }));
                 }
@@ -132,15 +130,17 @@ impl Session {
     }
 
     /// Maps a client's memory and registers it.
-    fn register(
-        &self,
-        movers: &Movers,
-        (region, offset, len): (u32, u64, u64),
-        fd: Option<OwnedFd>,
-    ) -> Result<(), Failure> {
+    fn register(&self, movers: &Movers, (region, offset, len): (u32, u64, u64), lent: &Lent) -> Result<(), Failure> {
         let (regions, config) = (&movers.regions, &self.house.config);
-        let Some(fd) = fd else {
-            return Err(Failure::new(ServiceFault::Argument, "register: no descriptor came with the frame"));
+        let fd = match lent {
+            Lent::Memory(fd) => fd,
+            Lent::Nothing => {
+                return Err(Failure::new(ServiceFault::Argument, "register: no descriptor came with the frame"));
+            }
+            Lent::Other => {
+                let text = "memory: found a descriptor of something else, expected a memfd, or a file in /dev/shm";
+                return Err(Failure::new(ServiceFault::Memory, text));
+            }
         };
         if regions.has(region) {
             let text = format!("region: found {region}, which is registered, expected another number");
@@ -158,7 +158,7 @@ impl Session {
             );
             return Err(Failure::new(ServiceFault::Busy, text));
         }
-        regions.add(region, &fd, offset, len)
+        regions.add(region, fd, offset, len)
     }
 
     fn move_blocks(&mut self, id: u64, movers: &Rc<Movers>, way: Way, blocks: Blocks) -> Result<(), Failure> {

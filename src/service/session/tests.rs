@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     io,
-    os::fd::{BorrowedFd, OwnedFd},
+    os::fd::BorrowedFd,
     rc::Rc,
     sync::{Arc, Mutex, MutexGuard},
     task::{Context, Poll, Waker},
@@ -22,7 +22,7 @@ use crate::service::{
     protocol::{HEADER_BYTES, Header, Hello, Request, Welcome},
     spaces::Spaces,
     system::Machine,
-    wire::Wire,
+    wire::{Came, Wire},
 };
 
 /// Virtual time: the clock moves when every task waits.
@@ -79,12 +79,12 @@ impl Wire for Ends {
         Ok(bytes.len())
     }
 
-    fn receive(&self, buf: &mut [u8], _fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+    fn receive(&self, buf: &mut [u8]) -> io::Result<Came> {
         let mut stream = self.lock();
         if stream.to_service.is_empty() && !stream.hung_up {
             return Err(io::ErrorKind::WouldBlock.into());
         }
-        io::Read::read(&mut stream.to_service, buf)
+        io::Read::read(&mut stream.to_service, buf).map(Came::Bytes)
     }
 
     fn end(&self) {}

@@ -1,10 +1,9 @@
 //! Requests over sockets, among them some that take few bytes at a time.
 
 use std::{
-    collections::VecDeque,
     io::{self, Read, Write},
     os::{
-        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        fd::{AsRawFd, BorrowedFd},
         unix::net::UnixStream,
     },
     sync::{
@@ -33,7 +32,7 @@ use crate::{
         },
         link::Link,
         protocol::{HEADER_BYTES, Limits, RegionKind, Reply, Request},
-        wire::Wire,
+        wire::{Came, Wire},
     },
 };
 
@@ -142,7 +141,7 @@ impl Wire for Narrow {
         Ok(len)
     }
 
-    fn receive(&self, _buf: &mut [u8], _fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+    fn receive(&self, _buf: &mut [u8]) -> io::Result<Came> {
         Err(io::ErrorKind::WouldBlock.into())
     }
 

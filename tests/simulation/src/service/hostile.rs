@@ -1,12 +1,12 @@
 //! Clients that do not keep to the protocol. Nothing is expected of their own calls.
 
-use std::{collections::VecDeque, future::poll_fn, os::fd::BorrowedFd, rc::Rc, sync::Arc, time::Duration};
+use std::{future::poll_fn, os::fd::BorrowedFd, rc::Rc, sync::Arc, time::Duration};
 
 use kvhoist::{
     BlockKey,
     internals::service::{
         protocol::{Blocks, Hello, Place, RegionKind, Request},
-        seams::Wire,
+        seams::{Came, Wire},
     },
     service::SharedMemory,
 };
@@ -51,13 +51,13 @@ pub async fn live(run: Rc<Run>, number: u64, space: usize, mut rng: Rng) {
 
 /// Reads and forgets.
 async fn read(end: Arc<End>) {
-    let (mut buf, mut fds) = (vec![0; 4096], VecDeque::new());
+    let mut buf = vec![0; 4096];
     loop {
         if poll_fn(|context| end.poll_ready(context, true, false)).await.is_err() {
             return;
         }
-        match end.receive(&mut buf, &mut fds) {
-            Ok(0) => return,
+        match end.receive(&mut buf) {
+            Ok(Came::Bytes(0)) => return,
             Ok(_) => {}
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             Err(_) => return,

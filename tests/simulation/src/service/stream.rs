@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
+    future::ready,
     io,
     os::fd::{BorrowedFd, OwnedFd},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
@@ -11,7 +12,7 @@ use std::{
 
 use kvhoist::internals::service::{
     protocol::{HEADER_BYTES, Header, Hello, Welcome},
-    seams::Wire,
+    seams::{Came, Coming, Descriptor, Lent, Wire},
 };
 use tokio::sync::Notify;
 
@@ -93,6 +94,9 @@ impl Observer {
     }
 }
 
+/// A message of so many bytes is not cut in pieces: a register frame.
+const WHOLE_BYTES: usize = 44;
+
 /// One direction of a stream.
 struct Way {
     /// Sent and not received.
@@ -114,6 +118,24 @@ struct Way {
     receiver: Option<Waker>,
     sender: Option<Waker>,
     observer: Observer,
+}
+
+impl Way {
+    /// So many bytes arrive, and the rest of a short message that a descriptor came with.
+    fn arrive(&mut self, piece: usize) {
+        let mut end = self.received + (self.arrived + piece) as u64;
+        let within = |at: &u64| *at < end && end < *at + WHOLE_BYTES as u64;
+        if let Some(at) = self.fds.iter().map(|(at, _)| *at).find(within) {
+            end = (at + WHOLE_BYTES as u64).min(self.received + self.bytes.len() as u64);
+        }
+        self.arrived = (end - self.received) as usize;
+    }
+
+    fn take(&mut self, len: usize) -> Vec<u8> {
+        self.arrived -= len;
+        self.received += len as u64;
+        self.bytes.drain(..len).collect()
+    }
 }
 
 /// One direction, and what wakes its carrier.
@@ -181,7 +203,7 @@ impl Lane {
                 tokio::task::yield_now().await;
             }
             let piece = if rng.chance(delivery.pieces) { rng.between(1, left as u64) as usize } else { left };
-            self.change(|way| way.arrived += piece);
+            self.change(|way| way.arrive(piece));
         }
     }
 }
@@ -217,7 +239,9 @@ impl Wire for End {
         if way.broken || way.ended {
             return Err(io::ErrorKind::BrokenPipe.into());
         }
-        let len = bytes.len().min(way.room - way.bytes.len());
+        let room = way.room.saturating_sub(way.bytes.len());
+        // A message as short as that is taken whole or not at all.
+        let len = bytes.len().min(if fd.is_some() && room > 0 { room.max(WHOLE_BYTES) } else { room });
         if len == 0 {
             return Err(io::ErrorKind::WouldBlock.into());
         }
@@ -232,27 +256,39 @@ impl Wire for End {
         Ok(len)
     }
 
-    fn receive(&self, buf: &mut [u8], fds: &mut VecDeque<OwnedFd>) -> io::Result<usize> {
+    fn receive(&self, buf: &mut [u8]) -> io::Result<Came> {
         let mut way = lock(&self.into.0);
         let mut len = way.arrived.min(buf.len());
         if len == 0 {
-            return if way.end_arrived { Ok(0) } else { Err(io::ErrorKind::WouldBlock.into()) };
+            return if way.end_arrived { Ok(Came::Bytes(0)) } else { Err(io::ErrorKind::WouldBlock.into()) };
         }
-        // A descriptor ends a call before the next one, as in the kernel.
-        if way.fds.front().is_some_and(|(at, _)| *at < way.received + len as u64) {
-            fds.extend(way.fds.pop_front().map(|(_, fd)| fd));
-            if let Some((next, _)) = way.fds.front() {
+        let lent = way.fds.front().is_some_and(|(at, _)| *at < way.received + len as u64);
+        if lent {
+            // A descriptor ends a call before the next one, as in the kernel.
+            if let Some((next, _)) = way.fds.get(1) {
                 len = len.min((*next - way.received) as usize);
             }
+            for (to, from) in buf.iter_mut().zip(&way.bytes) {
+                *to = *from;
+            }
+            return Ok(Came::Lent(len));
         }
-        for (to, from) in buf.iter_mut().zip(way.bytes.drain(..len)) {
+        for (to, from) in buf.iter_mut().zip(way.take(len)) {
             *to = from;
         }
-        way.arrived -= len;
-        way.received += len as u64;
         drop(way);
         self.into.change(|_| {});
-        Ok(len)
+        Ok(Came::Bytes(len))
+    }
+
+    fn receive_lent(&self, len: usize) -> Coming<'_> {
+        let mut way = lock(&self.into.0);
+        let fd = way.fds.pop_front();
+        let bytes = way.take(len);
+        drop(way);
+        self.into.change(|_| {});
+        let lent = fd.map_or(Lent::Nothing, |(_, fd)| Lent::Memory(Descriptor::new(fd, drop)));
+        Box::pin(ready(Ok((bytes, lent))))
     }
 
     fn end(&self) {
