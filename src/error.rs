@@ -161,6 +161,9 @@ pub enum ServiceFault {
     Version,
     /// The peer violated the protocol; the connection is closed.
     Protocol,
+    /// The service did not let go of the memory of a call in time, and may still read and write it: until
+    /// [`unregister`](crate::service::Client::unregister) has returned Ok, whatever the memory holds is not to be used.
+    Abandoned,
 }
 
 impl ServiceFault {

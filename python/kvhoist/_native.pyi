@@ -205,6 +205,7 @@ class Client:
         block_bytes: int,
         sizes: tuple[int, int, int],
         deadline_ms: int,
+        give_up_ms: int | None,
         shared: bool,
     ) -> Self: ...
     @property

@@ -49,6 +49,7 @@ def connect(
     host_bytes: int | str | None = None,
     bounce_bytes: int | str = DEFAULT_BOUNCE_BYTES,
     deadline_ms: int = 30_000,
+    give_up_ms: int | None = 30_000,
     shared: bool = False,
 ) -> "Client":
     """Connects to the service at ``socket`` and attaches to a space, which is made if there is none.
@@ -59,7 +60,9 @@ def connect(
     ``None`` is all that is left. ``bounce_bytes`` are for blocks whose memory the service cannot map; they are taken
     for the first of them. Calls end after ``deadline_ms``, with a DeadlineError. Loads and stores of memory that the
     service maps then fail for the blocks that are not begun, and wait for those in flight: when such a call has ended,
-    the service uses none of its memory.
+    the service uses none of its memory. A service that hangs for ``give_up_ms`` more keeps it: the call raises a
+    DeadlineError, whatever its ``errors``, and so do later calls with that memory, whose content is not to be used
+    until ``Region.unregister`` has returned. With None such a call waits for as long as the connection lasts.
 
     Raises UnavailableError where no service answers, StoreError where too little is left for a new space, ConfigError.
     """
@@ -67,10 +70,12 @@ def connect(
         raise config_error("block_bytes", block_bytes, f"1 to {BLOCK_BYTES_MAX} bytes")
     if not isinstance(deadline_ms, int) or isinstance(deadline_ms, bool) or not 0 < deadline_ms <= 86_400_000:
         raise config_error("deadline_ms", deadline_ms, "1 to 86400000")
+    if give_up_ms is not None and (type(give_up_ms) is not int or not 0 < give_up_ms <= 86_400_000):
+        raise config_error("give_up_ms", give_up_ms, "1 to 86400000, or None")
     disk = 0 if capacity is None else parse_bytes(capacity, "capacity")
     memory = 0 if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
     bounce = parse_bytes(bounce_bytes, "bounce_bytes")
-    return Client(socket, space, block_bytes, (disk, memory, bounce), deadline_ms, shared)
+    return Client(socket, space, block_bytes, (disk, memory, bounce), deadline_ms, give_up_ms, shared)
 
 
 class Client(AsyncFace, _native.Client):

@@ -108,6 +108,8 @@ def connect_pool(store: Any, socket: str) -> Client:
         host_bytes=config.host_bytes,
         bounce_bytes=max(slot, min(config.host_bytes, _BOUNCE_BYTES_MAX)),
         deadline_ms=config.deadline_ms,
+        # The engine computes into the memory of a load that has failed.
+        give_up_ms=None,
     )
     try:
         if store.geometry.segments:

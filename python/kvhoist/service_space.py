@@ -49,7 +49,8 @@ class ServiceSpace:
         }  # fmt: skip
 
     def _connect(self, deadline_ms: int) -> Client:
-        return connect(self._keeper.socket, **self._options, deadline_ms=deadline_ms)
+        # The engine computes into the memory of a load that has failed.
+        return connect(self._keeper.socket, **self._options, deadline_ms=deadline_ms, give_up_ms=None)
 
     @property
     def socket(self) -> str:

@@ -83,9 +83,13 @@ impl PyClient {
             }
         });
         drop(buffers);
-        // Away: the error is in each block's place, as the caller asked.
-        let results = waited?.unwrap_or_else(|error| vec![Err(error); keys.len()]);
-        convert::results(py, results, on_error)
+        match waited? {
+            Ok(results) => convert::results(py, results, on_error),
+            // Raised however the caller wants errors: memory that is given up is not to be used again.
+            Err(error @ Error::Service { fault: ServiceFault::Abandoned, .. }) => Err(errors::to_python(py, &error)),
+            // Away: the error is in each block's place, as the caller asked.
+            Err(error) => convert::results(py, vec![Err(error); keys.len()], on_error),
+        }
     }
 
     /// Registers memory. The service maps it if it is a memfd that it can map.
@@ -104,10 +108,15 @@ impl PyClient {
         let (pinned, copied) = (region.is_pinned(), !region.is_shared());
         let client = opened.client.clone();
         let unregister = Box::pin(async move {
-            if let Err(error) = client.unregister(&region).await
-                && !matches!(error, Error::Closed)
-            {
-                tracing::warn!(%error, "a region could not be unregistered");
+            loop {
+                match client.unregister(&region).await {
+                    // The caller uses the memory again, or frees it, as soon as this ends.
+                    Err(error @ Error::Service { fault: ServiceFault::Abandoned, .. }) => {
+                        tracing::warn!(%error, "a region is waited for");
+                    }
+                    Ok(()) | Err(Error::Closed) => return,
+                    Err(error) => return tracing::warn!(%error, "a region could not be unregistered"),
+                }
             }
         });
         Ok(PyRegion::of(&opened.registrations, unregister, buffer, (address, nbytes), pinned, copied))
@@ -142,7 +151,7 @@ fn register(
 #[pymethods]
 impl PyClient {
     #[new]
-    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadline_ms, shared))]
+    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadline_ms, give_up_ms, shared))]
     fn open(
         py: Python<'_>,
         socket: PathBuf,
@@ -150,11 +159,13 @@ impl PyClient {
         block_bytes: usize,
         sizes: (u64, u64, usize),
         deadline_ms: u64,
+        give_up_ms: Option<u64>,
         shared: bool,
     ) -> PyResult<Self> {
         let mut options = ClientOptions::new(namespace.clone(), block_bytes);
         (options.capacity_bytes, options.host_bytes, options.bounce_bytes) = sizes;
         options.deadline = Duration::from_millis(deadline_ms);
+        options.give_up = give_up_ms.map(Duration::from_millis);
         options.shared = shared;
         let connected = wait::interruptible(py, Client::connect(socket.clone(), options))?;
         let client = connected.map_err(|error| errors::to_python(py, &error))?;

@@ -57,7 +57,7 @@ pub fn to_python(py: Python<'_>, error: &Error) -> PyErr {
 fn service(fault: ServiceFault) -> &'static str {
     match fault {
         ServiceFault::Busy => "BusyError",
-        ServiceFault::Timeout => "DeadlineError",
+        ServiceFault::Timeout | ServiceFault::Abandoned => "DeadlineError",
         ServiceFault::Argument | ServiceFault::Memory => "ArgumentError",
         ServiceFault::Capacity => "StoreError",
         ServiceFault::Refused => "RefusedError",

@@ -11,7 +11,7 @@ use std::{
 
 use kvhoist::{
     Error, Segment, block_on,
-    service::{Client, ServiceFault},
+    service::{Client, ServiceFault, SharedMemory},
 };
 
 use crate::{
@@ -115,4 +115,49 @@ fn a_call_waits_for_slots_to_copy_through_until_its_deadline() {
         drop(stopped);
         assert!(is_late(&second.expect("it has a deadline").expect_err("no slot is free")));
     });
+}
+
+/// A service that hangs for good ends no call by itself, and may still use memory when it goes on.
+#[test]
+fn a_service_that_hangs_holds_up_no_call_and_is_given_its_memory() {
+    let node = Node::new();
+    let mut options = options();
+    (options.deadline, options.give_up) = (DEADLINE, Some(Duration::from_millis(300)));
+    let guest = loop {
+        match block_on(Client::connect(&node.socket(), options.clone())) {
+            Ok(client) => break Guest::of(client),
+            Err(error) => assert!(is_late(&error) || is_away(&error), "{error}"),
+        }
+    };
+    let stopped = Stopped::new(node.process.pid());
+    let (tell, told) = mpsc::channel();
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            let (client, place) = (&guest.client, [guest.place(0)]);
+            let keys = [key(0)];
+            let calls = block_on(async {
+                let load = client.load_into(&keys, &place).await.map(drop);
+                let store = client.store_from(&keys, None, &place).await.map(drop);
+                let register = client.register(&std::sync::Arc::new(SharedMemory::new(4096)?)).await.map(drop);
+                let unregister = client.unregister(&guest.region).await;
+                let close = client.close().await;
+                Ok::<_, Error>([load, store, register, unregister, close])
+            });
+            tell.send(calls).expect("wanted");
+        });
+        let calls = told.recv_timeout(HANG);
+        drop(stopped);
+        let [load, store, register, unregister, close] = calls.expect("every call ends").expect("memory");
+        for given_up in [load, unregister, close] {
+            let error = given_up.expect_err("the service hangs");
+            assert!(is_abandoned(&error) && error.to_string().contains("may still read and write"), "{error}");
+        }
+        let error = store.expect_err("the region is the service's");
+        assert!(is_abandoned(&error) && error.to_string().contains("was given up"), "{error}");
+        assert!(is_late(&register.expect_err("the service hangs")));
+    });
+}
+
+fn is_abandoned(error: &Error) -> bool {
+    matches!(error, Error::Service { fault: ServiceFault::Abandoned, .. })
 }

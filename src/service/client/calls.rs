@@ -165,7 +165,7 @@ impl Client {
             ));
         }
         let (block_bytes, bounce_bytes) = (options.block_bytes, options.bounce_bytes);
-        let line = Arc::new(Line::new(socket.display().to_string(), options.deadline));
+        let line = Arc::new(Line::new(socket.display().to_string(), options.deadline, options.give_up));
         let worker = Worker { socket: socket.clone(), options, line: Arc::clone(&line), dial };
         let (first, connected) = oneshot::channel();
         run(worker, first)?;
@@ -226,7 +226,8 @@ impl Client {
     /// Hangs up, and resolves when the service uses none of this client's memory any longer. Calls fail from then on.
     ///
     /// # Errors
-    /// [`Error::Closed`] if it is closed already.
+    /// [`Error::Closed`] if it is closed already. [`Error::Service`] with [`ServiceFault::Abandoned`] if the service has
+    /// not let go of the memory by the deadline: the client is closed, and its memory may still be read and written.
     ///
     /// # Cancel safety
     /// From the first poll on it goes on.
@@ -243,7 +244,7 @@ impl Client {
             return Err(Error::Closed);
         }
         self.inner.line.close(Some(ended))?;
-        shield(end).await.map_err(|_| Error::Closed)
+        shield(end).await.unwrap_or(Err(Error::Closed))
     }
 
     pub(super) async fn ask(&self, request: Request) -> Result<Reply> {

@@ -148,7 +148,8 @@ impl Client {
     /// it was taken back already, or if the service is away.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child.
+    /// [`Error::Argument`] for a region of another client. [`Error::Closed`] in a forked child. [`Error::Service`] with
+    /// [`ServiceFault::Abandoned`] if the service still has the memory at the deadline: call again to wait for it.
     ///
     /// # Cancel safety
     /// The region is forgotten at the first poll. The service may still use it when the future is dropped: call again

@@ -1,6 +1,6 @@
 //! Loads and stores: blocks whose memory the service has go straight, the others through a bounce buffer.
 
-use std::{ops::Range, sync::Arc};
+use std::{collections::BTreeSet, ops::Range, sync::Arc};
 
 use futures_util::future::{Either, join_all};
 
@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     block::{BlockKey, Segment},
-    error::{Error, Result},
+    error::{Error, Result, ServiceFault},
     service::protocol::{Blocks, KEYS_MAX, PLACES_MAX, Place, Reply, Request, Way},
 };
 
@@ -90,8 +90,9 @@ impl Client {
     ///
     /// When the call has ended, the service uses none of its segments, whatever the results: blocks that are not begun
     /// at the [deadline](super::ClientOptions::deadline) fail with
-    /// [`ServiceFault::Timeout`](crate::service::ServiceFault::Timeout), and those in flight are waited for, as long as
-    /// the connection lasts.
+    /// [`ServiceFault::Timeout`](crate::service::ServiceFault::Timeout), and those in flight are waited for. A service
+    /// that hangs for [longer](super::ClientOptions::give_up) keeps the segments: the call fails with
+    /// [`ServiceFault::Abandoned`](crate::service::ServiceFault::Abandoned).
     ///
     /// # Cancel safety
     /// The service begins no more of its blocks. Movements in flight continue, and their segments stay in use until
@@ -175,8 +176,7 @@ impl Client {
                 }
                 _ => {
                     let places = found[run].iter().map(|one| one.places().to_vec()).collect();
-                    let request = way.request(Blocks { keys: keys.to_vec(), places });
-                    Either::Right(self.results(request, What::Move, keys.len(), None))
+                    Either::Right(self.move_straight(way, keys, places))
                 }
             });
         }
@@ -185,6 +185,17 @@ impl Client {
             results.extend(ended?);
         }
         Ok(results)
+    }
+
+    /// Moves blocks between regions and the service.
+    async fn move_straight(&self, way: Way, keys: &[BlockKey], places: Vec<Vec<Place>>) -> Result<Vec<Result<bool>>> {
+        let regions: BTreeSet<u32> = places.iter().flatten().map(|place| place.region).collect();
+        let request = way.request(Blocks { keys: keys.to_vec(), places });
+        let results = self.results(request, What::Move, keys.len(), None).await;
+        if let Err(Error::Service { fault: ServiceFault::Abandoned, .. }) = &results {
+            self.places().give_up(&regions);
+        }
+        results
     }
 
     /// Moves blocks between segments and slots of the bounce buffer, and these and the service.

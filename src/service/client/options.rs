@@ -21,6 +21,10 @@ pub struct ClientOptions {
     /// After this calls are answered with [`ServiceFault::Timeout`](crate::service::ServiceFault::Timeout). Loads and
     /// stores of registered memory begin no more blocks then, and wait for those that the service is moving.
     pub deadline: Duration,
+    /// How long they wait for these. After it their memory is given up: the call fails with
+    /// [`ServiceFault::Abandoned`](crate::service::ServiceFault::Abandoned), and so do all later calls that name the
+    /// region. `None`: for as long as the connection lasts, for callers that cannot do without their memory.
+    pub give_up: Option<Duration>,
     /// Memory of the client's own for blocks whose memory cannot be passed to the service: taken for the first of them,
     /// one block at least. So much of it moves at a time.
     pub bounce_bytes: usize,
@@ -29,7 +33,7 @@ pub struct ClientOptions {
 }
 
 impl ClientOptions {
-    /// A space with all that the service has left, a deadline of 60 s, 64 MiB to copy through, an attempt to connect
+    /// A space with all that the service has left, a deadline of 60 s and as much until memory is given up, 64 MiB to copy through, an attempt to connect
     /// every second.
     pub fn new(namespace: impl Into<String>, block_bytes: usize) -> Self {
         ClientOptions {
@@ -39,6 +43,7 @@ impl ClientOptions {
             capacity_bytes: 0,
             host_bytes: 0,
             deadline: Duration::from_secs(60),
+            give_up: Some(Duration::from_secs(60)),
             bounce_bytes: 64 << 20,
             backoff_max: Duration::from_secs(1),
         }

@@ -27,14 +27,16 @@ pub(super) type Keeps = (Counted, Option<Arc<Taken>>);
 pub(super) enum What {
     Plain,
     /// Blocks between memory that the service has and its space. The caller uses that memory after the call, so it is
-    /// answered when the service has replied or the connection is lost, whatever the deadline.
+    /// answered when the service has replied or the connection is lost; some time after the deadline the memory is given
+    /// up.
     Move,
     /// A wait for something else than the service. It is never sent, and ends at its deadline or when the connection is
     /// lost.
     Wait,
     /// Memory that is the service's once the reply says so, and again after each reconnection.
     Register(Lent),
-    /// Memory that is given back: it needs no service, and has no deadline.
+    /// Memory that is given back: it needs no service. It is asked for also after the deadline, when the caller knows
+    /// that the memory is not free yet.
     Unregister(u32),
 }
 

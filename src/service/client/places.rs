@@ -1,7 +1,7 @@
 //! Which of a client's addresses lie in memory that it has lent to the service.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     os::fd::OwnedFd,
     sync::{Arc, Mutex, MutexGuard},
 };
@@ -10,7 +10,7 @@ use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 
 use crate::{
     block::Segment,
-    error::{Error, Result},
+    error::{Error, Result, ServiceFault},
     memory::SharedMemory,
     service::protocol::{PLACES_MAX, Place},
 };
@@ -32,6 +32,8 @@ struct Known {
     number: u32,
     start: usize,
     len: usize,
+    /// A call left it to a service that hangs.
+    given_up: bool,
     /// Of memory that could not be passed, whose blocks are copied: the calls that name it.
     users: Option<Users>,
     /// Keeps the mapping of memory that this crate has mapped.
@@ -69,14 +71,20 @@ impl Places {
     /// Memory that the service has.
     pub(super) fn add(&self, lent: &Lent, memory: Option<Arc<SharedMemory>>) {
         let Lent { number, start, len, .. } = *lent;
-        self.lock().insert(start, Known { number, start, len, users: None, _memory: memory });
+        self.lock().insert(start, Known { number, start, len, given_up: false, users: None, _memory: memory });
     }
 
     /// Memory that the service has not.
     pub(super) fn add_copied(&self, number: u32, start: usize, len: usize) -> Users {
         let users = Users::default();
-        self.lock().insert(start, Known { number, start, len, users: Some(Arc::clone(&users)), _memory: None });
+        let known = Known { number, start, len, given_up: false, users: Some(Arc::clone(&users)), _memory: None };
+        self.lock().insert(start, known);
         users
+    }
+
+    /// No call moves blocks between these regions and the service any more.
+    pub(super) fn give_up(&self, numbers: &BTreeSet<u32>) {
+        self.lock().values_mut().for_each(|known| known.given_up |= numbers.contains(&known.number));
     }
 
     pub(super) fn remove(&self, number: u32) {
@@ -123,6 +131,14 @@ fn unknown(segment: &Segment) -> Error {
     wrong(found, "memory registered with this client".into())
 }
 
+fn given_up(number: u32) -> Error {
+    let text = format!(
+        "region {number} was given up to a service that hangs, which may still read and write it; unregister it, which \
+         waits for the service, or move blocks to other memory"
+    );
+    Error::service(ServiceFault::Abandoned, text)
+}
+
 fn block(
     known: &BTreeMap<usize, Known>,
     segments: &[Segment],
@@ -132,6 +148,7 @@ fn block(
     let mut places = Vec::with_capacity(segments.len());
     for segment in segments {
         match holder(known, segment) {
+            Ok(Known { given_up: true, number, .. }) => return Err(given_up(*number)),
             Ok(Known { number, users: Some(users), .. }) => drop(used.entry(*number).or_insert_with(|| users.clone())),
             Ok(known) => places.push(place(known, segment)?),
             Err(error) => loan.iter().any(|lent| is_within(segment, lent)).then_some(()).ok_or(error)?,

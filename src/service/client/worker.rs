@@ -111,7 +111,11 @@ impl<D: Dial> Worker<D> {
                 receiver.receive()?;
             }
             () = self.line.woken.notified() => {}
-            () = deadline => self.line.late(),
+            () = deadline => {
+                if self.line.late() {
+                    return Err(LinkError::Gone(io::Error::new(io::ErrorKind::TimedOut, "no hang-up after the close")));
+                }
+            }
         }
         Ok(())
     }

@@ -159,7 +159,7 @@ fn check_magic(reader: &mut Reader<'_>) -> Result<(), Malformed> {
     Err(malformed("first bytes", format!("{found:02x?}"), format!("{MAGIC:02x?} (kvhoist and a line feed)")))
 }
 
-const FAULTS: [ServiceFault; 14] = [
+const FAULTS: [ServiceFault; 15] = [
     ServiceFault::Away,
     ServiceFault::Draining,
     ServiceFault::Busy,
@@ -174,6 +174,7 @@ const FAULTS: [ServiceFault; 14] = [
     ServiceFault::Permission,
     ServiceFault::Version,
     ServiceFault::Protocol,
+    ServiceFault::Abandoned,
 ];
 
 /// The number of a fault on the wire, from 1.

@@ -38,8 +38,10 @@ struct Pending {
     /// Until it is sent.
     frame: Option<Vec<u8>>,
     frame_bytes: usize,
-    /// When it is late; `None` once it is, or if it has no deadline.
+    /// When it is late, and for memory that the service has, when that is given up; `None` after that.
     deadline: Option<Instant>,
+    /// It was canceled by its deadline.
+    late: bool,
     /// `None` if it has no caller.
     _keeps: Option<Keeps>,
 }
@@ -97,7 +99,11 @@ struct State {
     /// The id of the last request that no caller has made. Callers' ids are even.
     own_id: u64,
     /// Who waits for the close, once it has begun.
-    closing: Option<Vec<oneshot::Sender<()>>>,
+    closing: Option<Vec<oneshot::Sender<Result<()>>>>,
+    /// When the service is to have hung up.
+    closed_by: Option<Instant>,
+    /// It has not.
+    abandoned: bool,
 }
 
 impl State {
@@ -126,10 +132,12 @@ pub(super) struct Line {
     /// The service's socket, for messages.
     name: String,
     deadline: Duration,
+    /// From the deadline until memory of a call is given up.
+    give_up: Option<Duration>,
 }
 
 impl Line {
-    pub(super) fn new(name: String, deadline: Duration) -> Self {
+    pub(super) fn new(name: String, deadline: Duration, give_up: Option<Duration>) -> Self {
         let state = State {
             phase: Phase::Connecting,
             away: None,
@@ -144,8 +152,10 @@ impl Line {
             request_bytes_max: 0,
             own_id: 1,
             closing: None,
+            closed_by: None,
+            abandoned: false,
         };
-        Line { state: Mutex::new(state), woken: Notify::new(), name, deadline }
+        Line { state: Mutex::new(state), woken: Notify::new(), name, deadline, give_up }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -174,16 +184,14 @@ impl Line {
         if matches!(state.phase, Phase::Closed) || (taken_back.is_none() && state.closing.is_some()) {
             return Err(Error::Closed);
         }
-        let deadline = if let Some(number) = taken_back {
+        if let Some(number) = taken_back {
             // Not given to a service that comes after this one.
             state.lent.remove(&number);
-            None
-        } else {
-            Some(Instant::now() + self.deadline)
-        };
+        }
+        let deadline = Some(Instant::now() + self.deadline);
         let (frame_bytes, keeps) = (frame.len(), Some(keeps));
         let mut pending =
-            Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, deadline, _keeps: keeps };
+            Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, deadline, late: false, _keeps: keeps };
         match state.phase {
             // The service has none of this process's memory.
             Phase::Down => {
@@ -264,12 +272,13 @@ impl Line {
     }
 
     /// Says that nothing more comes. The service hangs up when it has let go of this process's memory.
-    pub(super) fn close(&self, waits: Option<oneshot::Sender<()>>) -> Result<()> {
+    pub(super) fn close(&self, waits: Option<oneshot::Sender<Result<()>>>) -> Result<()> {
         let mut state = self.lock();
         if matches!(state.phase, Phase::Closed) {
             return Err(Error::Closed);
         }
         state.closing.get_or_insert_default().extend(waits);
+        state.closed_by.get_or_insert_with(|| Instant::now() + self.deadline);
         if let Phase::Up(sender) | Phase::Parting(sender) = &state.phase {
             sender.end();
         }

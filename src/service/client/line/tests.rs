@@ -76,7 +76,7 @@ fn begin_as(line: &Line, id: u64, request: &Request, what: What) -> oneshot::Rec
 
 async fn sends_a_frame_in_parts() {
     let (ours, mut theirs) = narrow();
-    let line = Line::new("a test".into(), PATIENCE);
+    let line = Line::new("a test".into(), PATIENCE, None);
     assert!(line.connect().is_some_and(|lent| lent.is_empty()));
     let Link { mut receiver, sender } = Link::new(Arc::new(ours));
     receiver.ready(true).await.expect("connected");
@@ -163,7 +163,7 @@ fn is_woken(line: &Line) -> bool {
 fn the_thread_waits_while_the_socket_is_full() {
     let wire = Arc::new(Narrow::default());
     let Link { sender, .. } = Link::new(Arc::clone(&wire) as Arc<dyn Wire>);
-    let line = Line::new("a socket".into(), PATIENCE);
+    let line = Line::new("a socket".into(), PATIENCE, None);
     line.connected(sender, &Limits::new(8, 8, 1 << 20));
     wire.room.store(HEADER_BYTES + 3, Ordering::Relaxed);
     let requests = [(2, Request::Sync), (4, Request::Unregister { region: 7 }), (6, Request::Stats)];
@@ -183,7 +183,7 @@ fn the_thread_waits_while_the_socket_is_full() {
 
 #[test]
 fn a_call_that_is_answered_leaves_no_deadline_behind() {
-    let line = Line::new("a test".into(), PATIENCE);
+    let line = Line::new("a test".into(), PATIENCE, None);
     let _never_answered = begin(&line, 2, &Request::Sync);
     for id in (4..100).step_by(2) {
         let _answer = begin(&line, id, &Request::Sync);
@@ -198,7 +198,7 @@ async fn memory_that_nobody_waits_for_is_taken_back_within_the_limit_of_requests
     for socket in [&ours, &theirs] {
         socket.set_nonblocking(true).expect("set");
     }
-    let line = Line::new("a test".into(), PATIENCE);
+    let line = Line::new("a test".into(), PATIENCE, None);
     assert!(line.connect().is_some_and(|lent| lent.is_empty()));
     let Link { receiver, sender } = Link::new(Arc::new(AsyncStream::from_std(ours).expect("a reactor")));
     receiver.ready(true).await.expect("connected");

@@ -54,7 +54,7 @@ impl Line {
         state.sent_bytes = state.sent_bytes.saturating_sub(pending.frame_bytes);
         let result = match reply {
             Reply::Failed(Failure { fault, text }) => Err(Error::service(fault, text)),
-            Reply::Results(results) if matches!(pending.what, What::Move) && pending.deadline.is_none() => {
+            Reply::Results(results) if pending.late => {
                 let told = |result: BlockResult| result.map_err(|failure| self.late_block(failure));
                 Ok(Reply::Results(results.into_iter().map(told).collect()))
             }
@@ -91,7 +91,8 @@ impl Line {
         let (id, what) = (state.own_id, What::Unregister(number));
         let frame = Request::Unregister { region: number }.encode(id);
         let frame_bytes = frame.len();
-        let pending = Pending { what, reply: None, frame: Some(frame), frame_bytes, deadline: None, _keeps: None };
+        let frame = Some(frame);
+        let pending = Pending { what, reply: None, frame, frame_bytes, deadline: None, late: false, _keeps: None };
         state.pending.insert(id, pending);
         state.waiting.push_back(id);
         self.send(&mut state);
@@ -126,13 +127,14 @@ impl Line {
         let now = Instant::now();
         // A timer that is set stays: the next call then need not wake the thread for its own.
         let set = state.timer.filter(|timer| *timer > now);
-        state.timer = state.deadlines.first().map(|(late, _)| *late).into_iter().chain(set).min();
+        let first = state.deadlines.first().map(|(late, _)| *late);
+        state.timer = first.into_iter().chain(set).chain(state.closed_by).min();
         Wait { to_send, until: state.timer }
     }
 
-    /// Cancels the calls that are late, and answers those whose caller may go on: not those whose memory the service
-    /// may still read or write.
-    pub(in crate::service::client) fn late(&self) {
+    /// Cancels the calls that are late, and answers those whose caller may go on. Those whose memory the service may
+    /// still read or write are answered when that is given up. True if the client was to be closed by now.
+    pub(in crate::service::client) fn late(&self) -> bool {
         let (now, mut answers) = (Instant::now(), Answers::default());
         let mut state = self.lock();
         state.timer = None;
@@ -141,15 +143,36 @@ impl Line {
         {
             state.deadlines.pop_first();
             let Some(pending) = state.pending.get_mut(&id) else { continue };
-            pending.deadline = None;
+            let was_late = mem::replace(&mut pending.late, true);
             let is_moving = matches!(pending.what, What::Move) && pending.frame.is_none();
-            let answer = if is_moving { None } else { pending.reply.take() };
-            let forgotten = self.cancel(&mut state, id);
-            let text = format!("{}: no reply within {:?}; what was begun goes on", self.name, self.deadline);
-            answers.0.push((answer, Err(Error::service(ServiceFault::Timeout, text)), forgotten));
+            pending.deadline = self.give_up.filter(|_| is_moving && !was_late).map(|patience| now + patience);
+            let keeps_memory = is_moving || matches!(pending.what, What::Unregister(_));
+            let answer = if is_moving && !was_late { None } else { pending.reply.take() };
+            let wait = pending.deadline.map(|given_up| (given_up, id));
+            // Memory is taken back also where nobody waits for it.
+            let goes_on = was_late || matches!(pending.what, What::Unregister(_));
+            let forgotten = if goes_on { None } else { self.cancel(&mut state, id) };
+            state.deadlines.extend(wait);
+            answers.0.push((answer, Err(self.lateness(keeps_memory)), forgotten));
         }
+        let is_over = state.closed_by.is_some_and(|by| by <= now);
+        state.abandoned |= is_over;
         drop(state);
         answers.send();
+        is_over
+    }
+
+    fn lateness(&self, keeps_memory: bool) -> Error {
+        let Line { name, deadline, .. } = self;
+        if !keeps_memory {
+            let text = format!("{name}: no reply within {deadline:?}; what was begun goes on");
+            return Error::service(ServiceFault::Timeout, text);
+        }
+        let text = format!(
+            "{name}: the service hangs and has not let go of memory within {deadline:?} and more; it may still read and \
+             write it: do not use what is there until it is unregistered"
+        );
+        Error::service(ServiceFault::Abandoned, text)
     }
 
     /// The connection is lost, or could not be made, and with it the service's hold on this process's memory: answers
@@ -187,10 +210,10 @@ impl Line {
         state.phase = Phase::Closed;
         state.away = None;
         state.lent.clear();
-        let closing = state.closing.take();
+        let (closing, abandoned) = (state.closing.take(), state.abandoned);
         drop(state);
         for waits in closing.into_iter().flatten() {
-            let _nobody_waits = waits.send(());
+            let _nobody_waits = waits.send(if abandoned { Err(self.lateness(true)) } else { Ok(()) });
         }
     }
 }

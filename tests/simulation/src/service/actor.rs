@@ -49,6 +49,8 @@ impl Process {
         options.shared = wanted.shared;
         (options.capacity_bytes, options.host_bytes) = (wanted.capacity_bytes, wanted.host_bytes);
         options.deadline = deadline;
+        // Memory that is given up stays in use, which the checks do not know.
+        options.give_up = None;
         options.bounce_bytes = wanted.block_bytes * rng.between(1, 4) as usize;
         options.backoff_max = Duration::from_millis(rng.between(10, 300));
         let end: Rc<RefCell<Option<Connection>>> = Rc::default();
