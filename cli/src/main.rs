@@ -7,6 +7,7 @@ mod generator;
 mod http;
 mod inspect;
 mod interrupt;
+mod json;
 mod output;
 mod payload;
 mod plot;

@@ -15,7 +15,7 @@ use kvhoist::{
 };
 use serde_json::{Map, Value};
 
-use crate::{failure::Failure, shown::shown};
+use crate::{failure::Failure, json, shown::shown};
 
 /// Settings of the engines, and of their adapters, that say nothing about a cache.
 const OF_ENGINES: [&str; 14] = [
@@ -73,8 +73,8 @@ impl Settings {
     /// # Errors
     /// What was found and what was expected.
     pub fn parse(text: &str) -> Result<Self, String> {
-        let value: Value = serde_json::from_str(text)
-            .map_err(|error| format!("expected a JSON object of settings, found text that is none: {error}"))?;
+        let value = json::parse(text)
+            .map_err(|error| format!("expected a JSON object of settings, each of them once: {error}"))?;
         let Value::Object(mut given) = value else {
             return Err("found no object, expected a JSON object of settings".into());
         };

@@ -120,11 +120,9 @@ impl Inbox {
         &mut self.bytes[self.filled..]
     }
 
-    /// Room for a little more than [`room`](Self::room); false if there was some.
-    pub(super) fn more_room(&mut self) -> bool {
-        let before = self.bytes.len() - self.filled;
-        self.make_room(RECEIVE_BYTES * 2);
-        self.bytes.len() - self.filled > before
+    /// Makes more room than [`room`](Self::room), for a frame that begins at its end.
+    pub(super) fn more_room(&mut self) {
+        self.make_room(self.bytes.len() - self.filled + RECEIVE_BYTES);
     }
 
     fn make_room(&mut self, room: usize) {

@@ -145,8 +145,9 @@ impl Receiver {
             return Err(unasked("one behind another"));
         }
         if !self.inbox.would_hold(len, is_register) {
-            if len == self.inbox.room().len() && self.inbox.more_room() {
-                // The frame may go on behind these bytes.
+            if len == self.inbox.room().len() {
+                // The frame may go on behind these bytes: of what has come, the socket shows more the next time.
+                self.inbox.more_room();
                 return Ok(Received::Nothing);
             }
             return Err(unasked("some that no frame wants"));

@@ -129,8 +129,14 @@ fn joined(thread: JoinHandle<Result<()>>) -> Result<()> {
 
 /// Takes the lock of a service.
 fn lock(path: &Path, of: &Path) -> Result<File> {
-    let opened = OpenOptions::new().create(true).write(true).truncate(false).mode(0o600).open(path);
+    // A link, a pipe or a device that another user has put there is not followed, waited for, or locked.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let opened = OpenOptions::new().create(true).write(true).truncate(false).mode(0o600).custom_flags(flags).open(path);
     let file = opened.map_err(|error| Error::io("open", path, error))?;
+    let found = file.metadata().map_err(|error| Error::io("stat", path, error))?;
+    if !found.is_file() {
+        return Err(Error::store(path, "a file that is no regular one", "a service's lock", "remove it"));
+    }
     match file.try_lock() {
         Ok(()) => Ok(file),
         Err(TryLockError::WouldBlock) => {
@@ -300,5 +306,24 @@ fn let_in(house: &Rc<House>, (wire, peer): Caller, sessions: &mut JoinSet<()>) {
             let guest = house.enter(peer.pid, peer.uid);
             sessions.spawn_local(session::serve(Rc::clone(house), guest, wire));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_is_no_link_and_no_pipe() {
+        let directory = tempfile::tempdir().expect("a directory");
+        let path = |name: &str| directory.path().join(name);
+        lock(&path("good"), &path("s")).expect("a new one");
+        std::os::unix::fs::symlink(path("elsewhere"), path("link")).expect("a link");
+        lock(&path("link"), &path("s")).expect_err("a link is not followed");
+        assert!(!path("elsewhere").exists(), "nothing is made where a link points to");
+        let name = std::ffi::CString::new(path("pipe").into_os_string().into_encoded_bytes()).expect("no zero");
+        // SAFETY: plain system call; the name outlives it.
+        assert_eq!(unsafe { libc::mkfifo(name.as_ptr(), 0o600) }, 0);
+        lock(&path("pipe"), &path("s")).expect_err("a pipe is not waited for");
     }
 }

@@ -5,17 +5,14 @@ use std::{
     io::{self, IoSlice, IoSliceMut},
     mem::MaybeUninit,
     os::{
-        fd::{BorrowedFd, OwnedFd},
-        unix::{
-            fs::{PermissionsExt, lchown},
-            net::UnixListener,
-        },
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        unix::{fs::PermissionsExt, net::UnixListener},
     },
     path::Path,
 };
 
 use rustix::{
-    fs::{Mode, fchmod},
+    fs::{AtFlags, FileType, Gid, Mode, OFlags, chownat, fchmod, fstat, open},
     io::Errno,
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
@@ -23,6 +20,7 @@ use rustix::{
     },
 };
 
+use super::peers::own_uid;
 use crate::error::{Error, Result};
 
 /// A header and one descriptor. The kernel puts another one into the padding, if it is told of that.
@@ -98,12 +96,26 @@ pub(super) fn listen(path: &Path, mode: u32, group: Option<u32>) -> Result<UnixL
     // Before it has a name, whose mode is the socket's, less the umask.
     fchmod(&socket, Mode::from_raw_mode(0o600)).map_err(refused("set the mode of"))?;
     rustix::net::bind(&socket, &address).map_err(refused("bind"))?;
-    if let Some(group) = group {
-        lchown(path, None, Some(group)).map_err(failed("give the group to"))?;
-    }
-    if mode != 0o600 {
-        // Under any umask.
-        fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(failed("set the mode of"))?;
+    if group.is_some() || mode != 0o600 {
+        // What the name leads to now, which is asked and changed by this descriptor only: whoever may write to the
+        // folder may have put a link or another file there.
+        let place = open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty());
+        let place = place.map_err(refused("open"))?;
+        let found = fstat(&place).map_err(refused("stat"))?;
+        if FileType::from_raw_mode(found.st_mode) != FileType::Socket
+            || found.st_uid != own_uid()
+            || found.st_nlink != 1
+        {
+            let todo = "use a folder that only the service's user may write to";
+            return Err(Error::store(path, "a file that took its place", "the socket that was just made", todo));
+        }
+        if group.is_some() {
+            let given = chownat(&place, c"", None, group.map(Gid::from_raw), AtFlags::EMPTY_PATH);
+            given.map_err(refused("give the group to"))?;
+        }
+        // Under any umask. The mode of a descriptor of this kind is set by its name in /proc, which is a link to it.
+        let name = format!("/proc/self/fd/{}", place.as_raw_fd());
+        fs::set_permissions(name, fs::Permissions::from_mode(mode)).map_err(failed("set the mode of"))?;
     }
     rustix::net::listen(&socket, BACKLOG).map_err(refused("listen at"))?;
     Ok(UnixListener::from(socket))
@@ -140,6 +152,35 @@ mod tests {
         drop(ours);
         assert_eq!(peek(theirs.as_fd(), &mut buf).expect("hung up"), (0, false));
         assert_eq!(receive(theirs.as_fd(), &mut buf).expect("hung up"), 0);
+    }
+
+    /// The name is another's by the time that the mode is set.
+    #[test]
+    fn a_mode_is_given_to_no_file_that_took_the_sockets_place() {
+        use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+        let directory = tempfile::tempdir().expect("a directory");
+        let (path, secret) = (directory.path().join("socket"), directory.path().join("secret"));
+        std::fs::write(&secret, "of the service's user").expect("written");
+        std::fs::set_permissions(&secret, std::fs::Permissions::from_mode(0o600)).expect("set");
+        let ended = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let link = directory.path().join("link");
+                while !ended.load(Relaxed) {
+                    drop(std::os::unix::fs::symlink(&secret, &link));
+                    // Only where the socket is there: in its place.
+                    if path.exists() {
+                        drop(std::fs::rename(&link, &path));
+                    }
+                }
+            });
+            for _ in 0..2000 {
+                drop(listen(&path, 0o666, None));
+                drop(std::fs::remove_file(&path));
+            }
+            ended.store(true, Relaxed);
+        });
+        assert_eq!(std::fs::metadata(&secret).expect("there").permissions().mode() & 0o777, 0o600);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use kvhoist::{
 
 use crate::{
     guest::Guest,
-    node::{BLOCK_BYTES, Node},
+    node::{BLOCK_BYTES, Node, Stopped},
     raw::Raw,
 };
 
@@ -104,4 +104,32 @@ fn a_connection_ends_with_its_client_that_sent_its_own_end_along() {
     }
     node.wait_for_clients(1);
     node.wait_for_held(&held);
+}
+
+/// However many frames come at once, and wherever the service's buffer ends.
+#[test]
+fn a_register_frame_behind_others_has_its_descriptor() {
+    let node = Node::new();
+    let pool = SharedMemory::new(BLOCK_BYTES).expect("memory");
+    // Of 24 bytes each: the register frame begins at every place around the end of a buffer of 16 KiB.
+    let (touch, unregister) = (Request::Touch { keys: Vec::new() }.encode(2), Request::Unregister { region: 1 });
+    for most in [16 << 10, 32 << 10] {
+        let mut raw = Raw::attached(&node.socket());
+        for short in 0..4 {
+            let frames = touch.repeat(most / touch.len() - short);
+            let stopped = Stopped::new(node.process.pid());
+            raw.send(&frames);
+            raw.send_with(&register(4096).encode(3), &[pool.as_fd()]);
+            drop(stopped);
+            let registered = loop {
+                match raw.reply().expect("a reply") {
+                    (2, Reply::Done) => {}
+                    (3, reply) => break reply,
+                    other => panic!("{other:?}"),
+                }
+            };
+            assert!(matches!(registered, Reply::Registered { .. }), "{registered:?}");
+            assert_eq!(raw.ask(4, &unregister), Reply::Done);
+        }
+    }
 }

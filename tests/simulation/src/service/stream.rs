@@ -95,7 +95,7 @@ impl Observer {
 }
 
 /// A message of so many bytes is not cut in pieces: a register frame.
-const WHOLE_BYTES: usize = 44;
+const WHOLE_BYTES: usize = 40;
 
 /// One direction of a stream.
 struct Way {
