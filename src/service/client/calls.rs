@@ -227,7 +227,7 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Closed`] if it is closed already. [`Error::Service`] with [`ServiceFault::Abandoned`] if the service has
-    /// not let go of the memory by the deadline: the client is closed, and its memory may still be read and written.
+    /// not let go of the memory in time ([`give_up`](ClientOptions::give_up)): the client is closed, and its memory may still be read and written.
     ///
     /// # Cancel safety
     /// From the first poll on it goes on.

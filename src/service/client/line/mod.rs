@@ -184,11 +184,14 @@ impl Line {
         if matches!(state.phase, Phase::Closed) || (taken_back.is_none() && state.closing.is_some()) {
             return Err(Error::Closed);
         }
-        if let Some(number) = taken_back {
+        let late = Instant::now() + self.deadline;
+        let deadline = if let Some(number) = taken_back {
             // Not given to a service that comes after this one.
             state.lent.remove(&number);
-        }
-        let deadline = Some(Instant::now() + self.deadline);
+            self.give_up.map(|patience| late + patience)
+        } else {
+            Some(late)
+        };
         let (frame_bytes, keeps) = (frame.len(), Some(keeps));
         let mut pending =
             Pending { what, reply: Some(reply), frame: Some(frame), frame_bytes, deadline, late: false, _keeps: keeps };
@@ -278,7 +281,8 @@ impl Line {
             return Err(Error::Closed);
         }
         state.closing.get_or_insert_default().extend(waits);
-        state.closed_by.get_or_insert_with(|| Instant::now() + self.deadline);
+        let by = self.give_up.map(|patience| Instant::now() + self.deadline + patience);
+        state.closed_by = state.closed_by.or(by);
         if let Phase::Up(sender) | Phase::Parting(sender) = &state.phase {
             sender.end();
         }
