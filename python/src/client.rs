@@ -1,5 +1,7 @@
 //! `kvhoist.Client`: a space of a node's service, with the calls of `kvhoist.Cache`.
 
+// Over 400 lines: the methods of one Python class.
+
 use std::{
     os::fd::BorrowedFd,
     path::PathBuf,

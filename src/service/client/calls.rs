@@ -226,8 +226,8 @@ impl Client {
     /// Hangs up, and resolves when the service uses none of this client's memory any longer. Calls fail from then on.
     ///
     /// # Errors
-    /// [`Error::Closed`] if it is closed already. [`Error::Service`] with [`ServiceFault::Abandoned`] if the service has
-    /// not let go of the memory in time ([`give_up`](ClientOptions::give_up)): the client is closed, and its memory may still be read and written.
+    /// [`Error::Closed`] if it is closed already. [`Error::Service`] with [`ServiceFault::Abandoned`] if the service
+    /// has not let go of the memory in time ([`give_up`](ClientOptions::give_up)): the client is closed, and its memory may still be read and written.
     ///
     /// # Cancel safety
     /// From the first poll on it goes on.

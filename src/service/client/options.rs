@@ -34,8 +34,8 @@ pub struct ClientOptions {
 }
 
 impl ClientOptions {
-    /// A space with all that the service has left, a deadline of 60 s and as much until memory is given up, 64 MiB to copy through, an attempt to connect
-    /// every second.
+    /// A space with all that the service has left, a deadline of 60 s and as much until memory is given up, 64 MiB to
+    /// copy through, an attempt to connect every second.
     pub fn new(namespace: impl Into<String>, block_bytes: usize) -> Self {
         ClientOptions {
             namespace: namespace.into(),

@@ -27,8 +27,8 @@ pub(super) type Keeps = (Counted, Option<Arc<Taken>>);
 pub(super) enum What {
     Plain,
     /// Blocks between memory that the service has and its space. The caller uses that memory after the call, so it is
-    /// answered when the service has replied or the connection is lost; some time after the deadline the memory is given
-    /// up.
+    /// answered when the service has replied or the connection is lost; some time after the deadline the memory is
+    /// given up.
     Move,
     /// A wait for something else than the service. It is never sent, and ends at its deadline or when the connection is
     /// lost.

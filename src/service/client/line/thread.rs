@@ -169,8 +169,8 @@ impl Line {
             return Error::service(ServiceFault::Timeout, text);
         }
         let text = format!(
-            "{name}: the service hangs and has not let go of memory within {deadline:?} and more; it may still read and \
-             write it: do not use what is there until it is unregistered"
+            "{name}: the service hangs and has not let go of memory within {deadline:?} and more; it may still read \
+             and write it: do not use what is there until it is unregistered"
         );
         Error::service(ServiceFault::Abandoned, text)
     }
