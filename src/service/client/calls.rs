@@ -227,7 +227,8 @@ impl Client {
     ///
     /// # Errors
     /// [`Error::Closed`] if it is closed already. [`Error::Service`] with [`ServiceFault::Abandoned`] if the service
-    /// has not let go of the memory in time ([`give_up`](ClientOptions::give_up)): the client is closed, and its memory may still be read and written.
+    /// has not let go of the memory in time ([`give_up`](ClientOptions::give_up)): the client is closed, and its
+    /// memory may still be read and written.
     ///
     /// # Cancel safety
     /// From the first poll on it goes on.

@@ -23,7 +23,8 @@ pub struct ClientOptions {
     pub deadline: Duration,
     /// How long they wait for these. After it their memory is given up: the call fails with
     /// [`ServiceFault::Abandoned`](crate::service::ServiceFault::Abandoned), and so do all later calls that name the
-    /// region. [`unregister`](super::Client::unregister) and [`close`](super::Client::close) fail then, too. `None`: all
+    /// region. [`unregister`](super::Client::unregister) and [`close`](super::Client::close) fail then, too. `None`:
+    /// all
     /// of them wait for as long as the connection lasts, for callers that cannot do without their memory.
     pub give_up: Option<Duration>,
     /// Memory of the client's own for blocks whose memory cannot be passed to the service: taken for the first of them,
