@@ -1,26 +1,38 @@
-//! Clients' memory that cannot be sealed: a page that is taken away under its mapping hurts its client alone.
+//! Clients' memory that cannot be sealed: a file that shrinks under its mapping hurts its client alone.
 //!
-//! An access to a mapping whose file has shrunk raises SIGBUS. The handler maps a page of
-//! zeros in that place and marks the range as spoiled; the thread goes on. libwayland guards compositors against their
-//! clients' pools in the same way. The kernel's own accesses fail with EFAULT.
+//! An access to a mapping whose file has shrunk raises SIGBUS. The handler maps zeros in the place of the whole range
+//! and marks it as spoiled; the thread goes on. libwayland guards compositors against their clients' pools in the same
+//! way. The range costs one mapping before and after, however many of its pages are gone: with a mapping a page, a
+//! client that takes every second page away would use up the mappings that a process may have. The kernel's own
+//! accesses fail with EFAULT.
 
 use std::{
     io,
     mem::zeroed,
     ptr,
     sync::{
-        OnceLock,
-        atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
+        Mutex, OnceLock,
+        atomic::{AtomicPtr, AtomicU8, AtomicUsize, Ordering, fence},
     },
 };
 
+/// The file has the range's pages, as far as anybody knows here.
+const SOUND: u8 = 0;
+/// A thread maps zeros in the place of the range.
+const MENDING: u8 = 1;
+/// There are zeros in the place of the range.
+const SPOILED: u8 = 2;
+/// There are zeros in the places of some pages.
+const SPOILED_IN_PAGES: u8 = 3;
+
 /// A guarded range. Never freed, for a handler may be reading it; a range that has ended lends its node to the next.
 struct Node {
-    taken: AtomicBool,
+    /// Odd while `start` and `len` change.
+    version: AtomicUsize,
     start: AtomicUsize,
     /// 0 while nothing is guarded.
     len: AtomicUsize,
-    spoiled: AtomicBool,
+    state: AtomicU8,
     next: *mut Node,
 }
 
@@ -28,6 +40,8 @@ struct Node {
 unsafe impl Sync for Node {}
 
 static NODES: AtomicPtr<Node> = AtomicPtr::new(ptr::null_mut());
+/// Nodes that guard nothing. No handler looks here.
+static FREE: Mutex<Vec<&'static Node>> = Mutex::new(Vec::new());
 static PAGE_BYTES: AtomicUsize = AtomicUsize::new(4096);
 /// The previous handler of SIGBUS.
 static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
@@ -42,45 +56,64 @@ fn nodes() -> impl Iterator<Item = &'static Node> {
     })
 }
 
+impl Node {
+    /// Guards another range from now on, or none. One thread has the node.
+    fn set(&self, start: usize, len: usize) {
+        let version = self.version.load(Ordering::Relaxed);
+        self.version.store(version.wrapping_add(1), Ordering::Relaxed);
+        fence(Ordering::Release);
+        self.start.store(start, Ordering::Relaxed);
+        self.len.store(len, Ordering::Relaxed);
+        self.version.store(version.wrapping_add(2), Ordering::Release);
+    }
+
+    /// The range, if it contains the address. A range that is in use does not change.
+    fn range_of(&self, address: usize) -> Option<(usize, usize)> {
+        let version = self.version.load(Ordering::Acquire);
+        let (start, len) = (self.start.load(Ordering::Relaxed), self.len.load(Ordering::Relaxed));
+        fence(Ordering::Acquire);
+        let whole = version.is_multiple_of(2) && self.version.load(Ordering::Relaxed) == version;
+        (whole && address.wrapping_sub(start) < len).then_some((start, len))
+    }
+}
+
 /// Guards a range of memory for as long as it lives.
 pub(super) struct Guard(&'static Node);
 
 impl Guard {
-    /// Guards `len` bytes at `start`.
+    /// Guards `len` bytes at `start`: a whole mapping.
     ///
     /// # Errors
     /// Where the system takes no handler.
     pub(super) fn new(start: *mut u8, len: usize) -> io::Result<Self> {
         install()?;
-        let free =
-            nodes().find(|node| node.taken.compare_exchange(false, true, Ordering::AcqRel, Ordering::Relaxed).is_ok());
+        let free = FREE.lock().expect("nothing panics under it").pop();
         let node = free.unwrap_or_else(add_node);
-        node.spoiled.store(false, Ordering::Relaxed);
-        node.start.store(start.expose_provenance(), Ordering::Relaxed);
-        node.len.store(len, Ordering::Release);
+        node.state.store(SOUND, Ordering::Relaxed);
+        node.set(start.expose_provenance(), len);
         Ok(Guard(node))
     }
 
-    /// Whether a page of the range was taken away while it was touched here.
+    /// Whether a page of the range was taken away while it was touched here. Before anybody reads a zero in its place.
     pub(super) fn is_spoiled(&self) -> bool {
-        self.0.spoiled.load(Ordering::Acquire)
+        self.0.state.load(Ordering::Acquire) != SOUND
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.0.len.store(0, Ordering::Release);
-        self.0.taken.store(false, Ordering::Release);
+        self.0.set(0, 0);
+        FREE.lock().expect("nothing panics under it").push(self.0);
     }
 }
 
-/// A node more, taken.
+/// A node more.
 fn add_node() -> &'static Node {
     let node = Box::leak(Box::new(Node {
-        taken: AtomicBool::new(true),
+        version: AtomicUsize::new(0),
         start: AtomicUsize::new(0),
         len: AtomicUsize::new(0),
-        spoiled: AtomicBool::new(false),
+        state: AtomicU8::new(SOUND),
         next: NODES.load(Ordering::Acquire),
     }));
     while let Err(next) = NODES.compare_exchange_weak(node.next, node, Ordering::AcqRel, Ordering::Acquire) {
@@ -128,24 +161,36 @@ unsafe extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, 
     unsafe { as_before(signal, info, context) };
 }
 
-/// Maps zeros in the place of a missing page; false if the address is in no guarded range.
+/// Maps zeros in the place of the guarded range that contains the address; false if there is none, or the system
+/// refuses.
 fn mend(address: usize) -> bool {
-    let holds = |node: &&Node| {
-        let (len, start) = (node.len.load(Ordering::Acquire), node.start.load(Ordering::Relaxed));
-        address.wrapping_sub(start) < len
-    };
-    let Some(node) = nodes().find(holds) else { return false };
-    let page_bytes = PAGE_BYTES.load(Ordering::Relaxed);
-    let page = ptr::with_exposed_provenance_mut(address - address % page_bytes);
-    let (access, flags) =
-        (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED);
-    // SAFETY: the page lies in a mapping that the guard's owner made and has not unmapped; its file has no such page.
-    let mapped = unsafe { libc::mmap(page, page_bytes, access, flags, -1, 0) };
-    if mapped == libc::MAP_FAILED {
+    let Some((node, (start, len))) = nodes().find_map(|node| Some((node, node.range_of(address)?))) else {
         return false;
+    };
+    let page_bytes = PAGE_BYTES.load(Ordering::Relaxed);
+    let page = address - address % page_bytes;
+    match node.state.compare_exchange(SOUND, MENDING, Ordering::AcqRel, Ordering::Acquire) {
+        Ok(_) => {
+            let whole = map_zeros(start, len);
+            // A system that promises no memory that it may lack (`vm.overcommit_memory` 2) can refuse the range, but
+            // not a page.
+            let mended = whole || map_zeros(page, page_bytes);
+            node.state.store(if whole { SPOILED } else { SPOILED_IN_PAGES }, Ordering::Release);
+            mended
+        }
+        Err(SPOILED_IN_PAGES) => map_zeros(page, page_bytes),
+        // Another thread mends it, or has: the access is made again.
+        Err(_) => true,
     }
-    node.spoiled.store(true, Ordering::Release);
-    true
+}
+
+/// Maps zeros in the place of a mapping, or of a page of one.
+fn map_zeros(start: usize, len: usize) -> bool {
+    let access = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED | libc::MAP_NORESERVE;
+    // SAFETY: the range lies in a mapping that the guard's owner made and has not unmapped: it is in use. Whoever reads
+    // zeros there is told so by `is_spoiled`.
+    unsafe { libc::mmap(ptr::with_exposed_provenance_mut(start), len, access, flags, -1, 0) != libc::MAP_FAILED }
 }
 
 /// Does what the previous handler would have done.
@@ -167,5 +212,134 @@ unsafe fn as_before(signal: libc::c_int, info: *mut libc::siginfo_t, context: *m
     } else {
         // SAFETY: without the flag it is such a function.
         unsafe { std::mem::transmute::<usize, unsafe extern "C" fn(libc::c_int)>(before.sa_sigaction)(signal) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs::File, os::fd::OwnedFd, sync::Barrier, thread};
+
+    use rustix::{
+        fs::{MemfdFlags, memfd_create},
+        mm::{MapFlags, ProtFlags, mmap, munmap},
+    };
+
+    use super::*;
+
+    const PAGES: usize = 64;
+
+    /// Guarded memory of a file that takes no seal.
+    struct Memory {
+        file: File,
+        start: *mut u8,
+        guard: Guard,
+        len: usize,
+    }
+
+    impl Memory {
+        fn new() -> Self {
+            let fd: OwnedFd = memfd_create(c"test", MemfdFlags::CLOEXEC).expect("a memfd");
+            let (file, len) = (File::from(fd), PAGES * rustix::param::page_size());
+            file.set_len(len as u64).expect("a size");
+            let access = ProtFlags::READ | ProtFlags::WRITE;
+            // SAFETY: a new mapping, at an address of the kernel's choice.
+            let start = unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, &file, 0) }.expect("mapped");
+            let guard = Guard::new(start.cast(), len).expect("a handler");
+            Memory { file, start: start.cast(), guard, len }
+        }
+
+        fn page(&self, page: usize) -> *mut u8 {
+            self.start.wrapping_add(page * rustix::param::page_size())
+        }
+    }
+
+    impl Drop for Memory {
+        fn drop(&mut self) {
+            self.guard.0.set(0, 0);
+            // SAFETY: mapped by `new`, and used nowhere.
+            unsafe { munmap(self.start.cast(), self.len) }.expect("unmapped");
+        }
+    }
+
+    /// Lines of /proc/self/maps that lie in a range.
+    fn mappings(of: &Memory) -> usize {
+        let maps = std::fs::read_to_string("/proc/self/maps").expect("there");
+        let start = |line: &str| usize::from_str_radix(line.split('-').next().unwrap_or_default(), 16).unwrap_or(0);
+        maps.lines().filter(|line| start(line).wrapping_sub(of.start.addr()) < of.len).count()
+    }
+
+    #[test]
+    fn a_range_that_is_taken_away_in_every_second_page_costs_one_mapping() {
+        let memory = Memory::new();
+        memory.file.set_len(0).expect("it takes no seal");
+        for page in (0..PAGES).step_by(2) {
+            // SAFETY: mapped, if not by the file any more.
+            unsafe { memory.page(page).write_volatile(7) };
+        }
+        assert!(memory.guard.is_spoiled());
+        assert!(mappings(&memory) <= 1, "{} mappings", mappings(&memory));
+        // SAFETY: mapped memory of this test.
+        let read = |page| unsafe { memory.page(page).read_volatile() };
+        assert_eq!((read(0), read(1), read(PAGES - 1)), (7, 0, 0), "what is written there stays");
+    }
+
+    #[test]
+    fn threads_that_find_one_range_taken_away_all_go_on_and_a_neighbor_keeps_its_bytes() {
+        for _ in 0..50 {
+            let (memory, neighbor) = (Memory::new(), Memory::new());
+            // SAFETY: mapped memory of this test.
+            unsafe { neighbor.page(1).write_volatile(9) };
+            memory.file.set_len(0).expect("it takes no seal");
+            let (threads, together) = (8, Barrier::new(8));
+            thread::scope(|scope| {
+                for thread in 0..threads {
+                    let page = memory.page(thread * PAGES / threads).expose_provenance();
+                    let (guard, together) = (&memory.guard, &together);
+                    scope.spawn(move || {
+                        together.wait();
+                        // SAFETY: mapped, if not by the file any more.
+                        let read = unsafe { ptr::with_exposed_provenance::<u8>(page).read_volatile() };
+                        assert_eq!(read, 0);
+                        assert!(guard.is_spoiled(), "zeros are told from bytes");
+                    });
+                }
+            });
+            assert!(!neighbor.guard.is_spoiled());
+            // SAFETY: mapped memory of this test.
+            assert_eq!(unsafe { neighbor.page(1).read_volatile() }, 9);
+        }
+    }
+
+    /// In a child: other tests need mappings too.
+    #[test]
+    fn a_range_is_mended_by_a_process_that_has_no_mapping_to_spare() {
+        let memory = Memory::new();
+        memory.file.set_len(0).expect("it takes no seal");
+        // SAFETY: the child calls what a signal handler may call, and ends.
+        let child = unsafe { libc::fork() };
+        if child == 0 {
+            // SAFETY: plain system calls; each mapping is new, and the last one is given back.
+            unsafe {
+                let mut last = ptr::null_mut();
+                loop {
+                    // Of a file of its own: mappings of one kind would be one.
+                    let (flags, page) = (libc::MAP_SHARED | libc::MAP_ANONYMOUS, 4096);
+                    let mapped = libc::mmap(ptr::null_mut(), page, libc::PROT_READ, flags, -1, 0);
+                    if mapped == libc::MAP_FAILED {
+                        break;
+                    }
+                    last = mapped;
+                }
+                libc::munmap(last, 4096);
+                for page in (0..PAGES).step_by(2) {
+                    memory.page(page).write_volatile(7);
+                }
+                libc::_exit(if memory.guard.is_spoiled() { 0 } else { 1 });
+            }
+        }
+        let mut status = 0;
+        // SAFETY: the child is this test's own.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "the child ended with status {status:#x}");
     }
 }
