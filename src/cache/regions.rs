@@ -1,6 +1,7 @@
 //! Registered memory: [`Region`], and the table of a cache's regions.
 
 use std::{
+    collections::{BTreeMap, btree_map::Entry},
     ops::Range,
     sync::{
         Arc, Mutex, MutexGuard,
@@ -50,9 +51,18 @@ const REGIONS_MAX: usize = 4096;
 pub(super) struct Regions {
     /// Tells them from those of every other cache of this process.
     number: u64,
-    entries: Mutex<Vec<Arc<RegionInner>>>,
+    /// By their first addresses. No two overlap.
+    entries: Mutex<Entries>,
     /// Whether the kernel has the regions that it was asked to pin.
     registered: Arc<AtomicBool>,
+}
+
+type Entries = BTreeMap<usize, Arc<RegionInner>>;
+
+/// The region that contains the segment.
+fn region_of<'a>(entries: &'a Entries, segment: &Segment) -> Option<&'a Arc<RegionInner>> {
+    let (_, last) = entries.range(..=segment.ptr as usize).next_back()?;
+    last.contains(segment).then_some(last)
 }
 
 impl Regions {
@@ -61,7 +71,7 @@ impl Regions {
         Regions { number: NEXT.fetch_add(1, Ordering::Relaxed), entries: Mutex::default(), registered }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Arc<RegionInner>>> {
+    fn lock(&self) -> MutexGuard<'_, Entries> {
         self.entries.lock().expect("nothing panics under it")
     }
 
@@ -77,8 +87,8 @@ impl Regions {
         if regions.len() >= REGIONS_MAX {
             return Err(Error::busy("registered regions", REGIONS_MAX as u64, "none"));
         }
-        let shares = |region: &Arc<RegionInner>| start < region.start + region.len && region.start < end;
-        if regions.iter().any(shares) {
+        let before = regions.range(..end).next_back();
+        if before.is_some_and(|(_, region)| start < region.start + region.len) {
             return Err(Error::argument(
                 "region",
                 format!("{} bytes at {start:#x}, part of which is registered", range.len),
@@ -86,7 +96,7 @@ impl Regions {
             ));
         }
         let inner = RegionInner::new(range.ptr, range.len, memory, owner, whose.0);
-        regions.push(Arc::clone(&inner));
+        regions.insert(start, Arc::clone(&inner));
         Ok(Region { inner, registry: self.number, registered: Arc::clone(&self.registered) })
     }
 
@@ -102,7 +112,7 @@ impl Regions {
     pub(super) fn hold_one(&self, region: &Region) -> Result<RegionUse> {
         self.check(region)?;
         let regions = self.lock();
-        if regions.iter().any(|other| Arc::ptr_eq(other, &region.inner)) {
+        if is_in(&regions, region) {
             // Under the lock: who forgets a region counts its users after that.
             return Ok(region.inner.hold());
         }
@@ -112,29 +122,33 @@ impl Regions {
     /// Forgets a region, if it is not forgotten already: nothing begins to use it after that.
     pub(super) fn remove(&self, region: &Region) -> Result<()> {
         self.check(region)?;
-        self.lock().retain(|other| !Arc::ptr_eq(other, &region.inner));
+        let mut regions = self.lock();
+        if is_in(&regions, region) {
+            regions.remove(&region.inner.start);
+        }
         Ok(())
     }
 
-    /// Holds the memory that `segments` lie in: lent for the call, or registered.
+    /// Holds the memory that `segments` lie in: lent for the call, or registered. By their first addresses.
     pub(super) fn hold(&self, segments: &[Segment], block_bytes: usize, lent: Option<&Loan>) -> Result<Vec<RegionUse>> {
         Segment::check_block(segments, block_bytes)?;
         let regions = self.lock();
-        let mut held: Vec<RegionUse> = Vec::new();
+        let mut held: BTreeMap<usize, RegionUse> = BTreeMap::new();
         for segment in segments {
             let lent = lent.and_then(|loan| loan.region_of(segment));
-            let Some(region) = lent.or_else(|| regions.iter().find(|region| region.contains(segment))) else {
+            let Some(region) = lent.or_else(|| region_of(&regions, segment)) else {
                 return Err(Error::argument(
                     "segments",
                     format!("{} bytes at {:p}, in no registered region", segment.len, segment.ptr),
                     "registered memory",
                 ));
             };
-            if held.first().is_some_and(|first| first.memory() != region.memory) {
+            if held.values().next().is_some_and(|first| first.memory() != region.memory) {
                 return Err(Error::argument("segments", "host and device memory in one block", "one kind of memory"));
             }
-            if !held.iter().any(|other| other.is_of(region)) {
-                held.push(region.try_hold().ok_or_else(|| {
+            // A lent one has no addresses, and there is one at most.
+            if let Entry::Vacant(vacant) = held.entry(region.start) {
+                vacant.insert(region.try_hold().ok_or_else(|| {
                     Error::argument(
                         "segments",
                         "memory of a loan that was returned",
@@ -143,8 +157,12 @@ impl Regions {
                 })?);
             }
         }
-        Ok(held)
+        Ok(held.into_values().collect())
     }
+}
+
+fn is_in(entries: &Entries, region: &Region) -> bool {
+    entries.get(&region.inner.start).is_some_and(|other| Arc::ptr_eq(other, &region.inner))
 }
 
 #[cfg(test)]
@@ -174,5 +192,25 @@ mod tests {
         assert_eq!(regions.hold(&segment, 10, None).expect("registered").len(), 1);
         regions.remove(&pool).expect("its own");
         assert!(regions.hold(&segment, 10, None).is_err(), "the pool is gone");
+    }
+
+    fn at_region(number: usize) -> *mut u8 {
+        at(number << 20)
+    }
+
+    #[test]
+    fn a_block_holds_each_of_its_regions_once_whatever_their_order() {
+        let (regions, lenders) = (Regions::new(Arc::default()), Lenders::new());
+        for number in [3, 1, 2] {
+            let whose = MemoryOwner(Arc::clone(&lenders.of_loans));
+            regions.add(memory(number << 20, 4096), whose).expect("beside the others");
+        }
+        let segments = [2, 3, 1, 3, 2].map(|number| Segment { ptr: at_region(number), len: 2 });
+        let held = regions.hold(&segments, 10, None).expect("registered");
+        assert_eq!(held.len(), 3);
+        for wrong in [at(1 << 19), at((2 << 20) + 4095), at((3 << 20) + 4096)] {
+            let refused = regions.hold(&[Segment { ptr: wrong, len: 10 }], 10, None).is_err();
+            assert!(refused, "in no region, or not all of it");
+        }
     }
 }

@@ -154,10 +154,6 @@ impl RegionInner {
 }
 
 impl RegionUse {
-    pub(crate) fn is_of(&self, region: &Arc<RegionInner>) -> bool {
-        Arc::ptr_eq(&self.0, region)
-    }
-
     pub(crate) fn memory(&self) -> RegionMemory {
         self.0.memory
     }
@@ -186,7 +182,7 @@ pub(crate) struct Job {
     pub(crate) key: BlockKey,
     pub(crate) parent: Option<BlockKey>,
     pub(crate) segments: Vec<Segment>,
-    /// Holds every region that the segments lie in. All are of one kind of memory.
+    /// Holds every region that the segments lie in, by their first addresses. All are of one kind of memory.
     pub(crate) regions: Vec<RegionUse>,
     /// Other callers may load the same block: it goes through host memory, where they join its movement.
     pub(crate) is_shared: bool,
@@ -231,7 +227,9 @@ impl Job {
 
     /// The storage's number for the memory of one of its segments.
     fn fixed(&self, segment: &Segment) -> Option<u16> {
-        self.regions.iter().find(|region| region.0.contains(segment))?.0.fixed(segment)
+        let after = self.regions.partition_point(|region| region.0.start <= segment.ptr as usize);
+        let region = &self.regions[after.checked_sub(1)?].0;
+        region.contains(segment).then(|| region.fixed(segment)).flatten()
     }
 }
 
