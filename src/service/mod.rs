@@ -10,6 +10,7 @@ mod brief;
 mod client;
 mod config;
 mod guard;
+mod helpers;
 mod house;
 mod inbox;
 mod late_close;

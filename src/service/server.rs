@@ -188,7 +188,7 @@ fn run(
     let late_close = LateClose::new(Arc::clone(&aside));
     let mut late_close = late_close.map_err(|error| Error::io("make a pair of sockets for", "the service", error))?;
     config.cache.disk.rings_hold = Some(late_close.held());
-    let spaces = Spaces::load(config.clone(), Rc::new(Machine))?;
+    let spaces = Spaces::load(config.clone(), Rc::new(Machine::start()?))?;
     let listener = listen(&config, group)?;
     let result = LocalSet::new().block_on(&runtime, async move {
         let listener =

@@ -6,11 +6,13 @@ use std::{
     os::{fd::OwnedFd, unix::fs::DirBuilderExt},
     path::{Path, PathBuf},
     pin::Pin,
+    time::Duration,
 };
 
 use tokio::sync::oneshot;
 
 use super::{
+    helpers,
     memory::{Mapped, map},
     protocol::Failure,
 };
@@ -24,6 +26,10 @@ use crate::{
 /// The name of a space's file, in its folder below the first path.
 pub(super) const FILE_NAME: &str = "space";
 pub(super) const FOLDER_PREFIX: &str = "space-";
+
+/// How often memory is unmapped that the kernel refuses to unmap, and the pause between.
+const UNMAP_TRIES: u32 = 10;
+const UNMAP_PAUSE: Duration = Duration::from_secs(1);
 
 /// The result of something that takes long.
 pub type Later<T> = Pin<Box<dyn Future<Output = T>>>;
@@ -52,7 +58,7 @@ pub trait System {
     /// Opens the cache of a space.
     fn open_cache(&self, config: Config) -> Later<Result<Cache>>;
 
-    /// Runs work that takes milliseconds on another thread.
+    /// Runs work that takes long on another thread. Where none can be started, on one that there is.
     fn run(&self, work: Box<dyn FnOnce() + Send>);
 
     /// Maps a range of a client's memfd, which is sealed or guarded.
@@ -61,7 +67,7 @@ pub trait System {
     /// As [`map`].
     fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure>;
 
-    /// Unmaps memory of a client. After its first poll the future may be dropped.
+    /// Unmaps memory of a client. The future is polled to its end.
     ///
     /// # Safety
     /// The range is a whole mapping that the service has made; nothing uses it any longer, and nothing will.
@@ -80,6 +86,17 @@ pub(super) async fn on_thread<T: Send + 'static>(
 
 /// This machine. Used in a tokio runtime.
 pub(super) struct Machine;
+
+impl Machine {
+    /// With a thread for work that takes long.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the system starts none.
+    pub(super) fn start() -> Result<Self> {
+        helpers::start().map_err(|error| Error::io("start a thread of", "the service", error))?;
+        Ok(Machine)
+    }
+}
 
 impl System for Machine {
     fn spaces(&self, path: &Path) -> Result<Vec<(PathBuf, Result<String>)>> {
@@ -131,7 +148,7 @@ impl System for Machine {
     }
 
     fn run(&self, work: Box<dyn FnOnce() + Send>) {
-        drop(tokio::task::spawn_blocking(work));
+        helpers::run(work);
     }
 
     fn map(&self, fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
@@ -143,12 +160,20 @@ impl System for Machine {
         let unmap = move || {
             // SAFETY: the caller promises that it is a mapping of this length which is in use nowhere.
             let refused = unsafe { libc::munmap(std::ptr::with_exposed_provenance_mut(start), len) };
-            if refused != 0 {
-                tracing::error!(error = %io::Error::last_os_error(), len, "a client's memory could not be unmapped");
-            }
+            if refused == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
         };
-        // Large mappings take long. Lost with the runtime only, and the process's memory with it.
-        Box::pin(async move { on_thread(&Machine, unmap).await.unwrap_or_default() })
+        // Large mappings take long.
+        Box::pin(async move {
+            for _ in 0..UNMAP_TRIES {
+                match on_thread(&Machine, unmap).await.unwrap_or(Ok(())) {
+                    Ok(()) => return,
+                    // A mapping that the kernel has joined with another is divided first, which takes one more.
+                    Err(error) => tracing::warn!(%error, len, "a client's memory is not unmapped yet"),
+                }
+                tokio::time::sleep(UNMAP_PAUSE).await;
+            }
+            tracing::error!(len, "a client's memory could not be unmapped; it counts against the limits no longer");
+        })
     }
 }
 
