@@ -11,12 +11,13 @@ use std::{
 
 use tokio::{
     sync::{Notify, Semaphore},
-    task::JoinSet,
+    task::{JoinSet, yield_now},
 };
 
 use super::{
+    budget::Account,
     protocol::{BlockResult, Blocks, Failure, Place, Way},
-    regions::Regions,
+    regions::{Regions, shrunk},
     spaces::Space,
 };
 use crate::{
@@ -27,6 +28,9 @@ use crate::{
 
 /// Blocks that are given to the cache in one call.
 const BLOCKS_PER_CALL: usize = 32;
+/// Places that are worked through for one connection before the others have their turn. A block that has more is not
+/// divided.
+const PLACES_PER_TURN: usize = 1024;
 
 /// A client's cancellation of a request.
 #[derive(Clone, Default)]
@@ -52,21 +56,34 @@ pub(super) struct Movers {
     /// A permit a block.
     permits: Arc<Semaphore>,
     per_call: usize,
+    /// One request of the connection at a time works through its places.
+    turns: Semaphore,
+    /// Places since the others had their turn.
+    places: Cell<usize>,
     /// Blocks in flight.
     moving: Cell<u64>,
 }
 
 impl Movers {
-    pub(super) fn new(space: &Space, bytes_in_flight_max: u64, client: String) -> Self {
+    /// `client`: its name for the log. `account`: what the regions of the connection are charged to.
+    pub(super) fn new(space: &Space, bytes_in_flight_max: u64, client: String, account: Rc<Account>) -> Self {
         let cache = space.cache.clone();
         let block_bytes = cache.config().block_bytes as u64;
         let blocks = (bytes_in_flight_max / block_bytes).clamp(1, 4096) as usize;
         let movements_max = cache.config().limits.movements_max as usize;
         Movers {
-            regions: Regions::new(cache.clone(), Rc::clone(&space.system), Rc::clone(&space.lenders), client),
+            regions: Regions::new(
+                cache.clone(),
+                Rc::clone(&space.system),
+                Rc::clone(&space.lenders),
+                client,
+                account,
+            ),
             cache,
             permits: Arc::new(Semaphore::new(blocks)),
             per_call: BLOCKS_PER_CALL.min(blocks).min(movements_max),
+            turns: Semaphore::new(1),
+            places: Cell::new(0),
             moving: Cell::new(0),
         }
     }
@@ -80,23 +97,76 @@ impl Movers {
         self.moving.get() * self.cache.config().block_bytes as u64
     }
 
+    /// Waits for the connection's turn to work through so many places.
+    async fn turn(&self, places: usize) {
+        let _others_wait = self.turns.acquire().await.expect("nobody closes it");
+        let so_far = self.places.get() + places;
+        if so_far < PLACES_PER_TURN {
+            return self.places.set(so_far);
+        }
+        yield_now().await;
+        self.places.set(places.min(PLACES_PER_TURN - 1));
+    }
+
+    /// Checks the places of all blocks.
+    async fn check(&self, blocks: &Blocks) -> Result<(), Failure> {
+        let block_bytes = self.cache.config().block_bytes as u64;
+        for block in &blocks.places {
+            let mut bytes = 0;
+            for places in block.chunks(PLACES_PER_TURN) {
+                self.turn(places.len()).await;
+                self.regions.segments(places)?;
+                bytes += places.iter().map(|place| u64::from(place.len)).sum::<u64>();
+            }
+            if bytes != block_bytes {
+                let text = format!("places: found {bytes} bytes, expected one block of {block_bytes}");
+                return Err(Failure::new(ServiceFault::Argument, text));
+            }
+        }
+        Ok(())
+    }
+
+    /// The end of a call's blocks that begin with `first`.
+    fn last(&self, blocks: &Blocks, first: usize) -> (usize, usize) {
+        let most = (first + self.per_call).min(blocks.keys.len());
+        let (mut last, mut places) = (first + 1, blocks.places[first].len());
+        while last < most && places + blocks.places[last].len() <= PLACES_PER_TURN {
+            places += blocks.places[last].len();
+            last += 1;
+        }
+        (last, places)
+    }
+
     /// Moves blocks; a result for each, in order. After a cancellation no more blocks begin; those in flight complete.
+    ///
+    /// # Errors
+    /// Before anything moves, for places that are wrong.
     ///
     /// # Cancel safety
     /// No more blocks begin. Movements in flight continue, and hold their regions until they end.
-    pub(super) async fn run(self: Rc<Self>, way: Way, blocks: Blocks, cancel: Cancel) -> Vec<BlockResult> {
+    pub(super) async fn run(
+        self: Rc<Self>,
+        way: Way,
+        blocks: Blocks,
+        cancel: Cancel,
+    ) -> Result<Vec<BlockResult>, Failure> {
+        self.check(&blocks).await?;
         let count = blocks.keys.len();
         let canceled = Failure::new(ServiceFault::Canceled, "canceled before the block was begun");
         let results = Rc::new(RefCell::new(vec![Err(canceled); count]));
         let blocks = Rc::new(blocks);
         let mut calls = JoinSet::new();
-        for first in (0..count).step_by(self.per_call) {
-            let last = (first + self.per_call).min(count);
+        let mut next = 0;
+        while next < count {
+            let first = next;
+            let (last, places) = self.last(&blocks, first);
+            next = last;
             let permits = Arc::clone(&self.permits).acquire_many_owned((last - first) as u32);
             let permits = tokio::select! { biased;
                 () = cancel.canceled() => break,
                 permits = permits => permits.expect("nobody closes it"),
             };
+            self.turn(places).await;
             let (this, blocks, results) = (Rc::clone(&self), Rc::clone(&blocks), Rc::clone(&results));
             calls.spawn_local(async move {
                 let range = first..last;
@@ -108,7 +178,7 @@ impl Movers {
             while calls.try_join_next().is_some() {}
         }
         while calls.join_next().await.is_some() {}
-        results.take()
+        Ok(results.take())
     }
 
     /// One call of the cache.
@@ -119,6 +189,7 @@ impl Movers {
             Ok(segments) => segments,
             Err(failure) => return refuse(failure),
         };
+        let guarded = self.regions.guarded(places);
         let _moving = Moving::new(&self.moving, keys.len() as u64);
         // Polled before other tasks of this thread: the call holds the segments' regions from its first poll on,
         // and a region that leaves is waited for.
@@ -127,12 +198,17 @@ impl Movers {
             Way::Load => self.cache.load_into(keys, &segments).await,
             Way::Store(parent) => self.cache.store_from(keys, parent.as_ref(), &segments).await,
         };
-        if let Some(region) = self.regions.spoiled(places) {
+        let spoiled = guarded.iter().filter(|(_, lent)| lent.is_spoiled()).map(|(region, _)| *region);
+        let spoiled: Vec<u32> = spoiled.collect();
+        if let Some(first) = spoiled.first() {
             if matches!(way, Way::Store(_)) {
                 self.forget(keys).await;
             }
-            let text = format!("region {region}: found a file that has shrunk, expected one that keeps its size");
-            return refuse(Failure::new(ServiceFault::Memory, text));
+            // What is written there is the service's memory.
+            for region in &spoiled {
+                self.regions.release(*region).await;
+            }
+            return refuse(shrunk(*first));
         }
         match ended {
             Ok(results) => results.into_iter().map(told).collect(),

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use super::shares::Share;
+use super::{budget::Room, shares::Share};
 use crate::{
     config::{Config, WritePolicy},
     error::{Error, Result},
@@ -47,6 +47,14 @@ pub struct ServerConfig {
     pub regions_max: u32,
     /// Bytes of all regions of one connection.
     pub region_bytes_max: u64,
+    /// Bytes of all regions of all connections. `None`: half of the address space that the process has left when the
+    /// service starts, which is the most. Half of it is divided equally between `connections_max` connections, which
+    /// get their part in any case; the other half goes to those that want more, and no user's connections get more of
+    /// it than they leave to others.
+    pub region_bytes_total_max: Option<u64>,
+    /// Regions of all connections, divided in the same way. `None`: a quarter of the mappings that the process has left
+    /// (`vm.max_map_count`) when the service starts, which is the most: a region takes up to three.
+    pub regions_total_max: Option<u32>,
     /// Bytes of blocks that move for one connection at a time. At least one block moves, whatever its size.
     pub bytes_in_flight_max: u64,
     /// Milliseconds within which a client must read a part of its replies, and a new connection must say hello, before
@@ -76,13 +84,15 @@ impl ServerConfig {
             requests_max: 128,
             regions_max: 256,
             region_bytes_max: 1 << 40,
+            region_bytes_total_max: None,
+            regions_total_max: None,
             bytes_in_flight_max: 256 << 20,
             stall_ms: 10_000,
             linger_ms: None,
         }
     }
 
-    /// Checks every field; the error names the first that is wrong.
+    /// Checks every field, also against what this process has left; the error names the first that is wrong.
     ///
     /// # Errors
     /// [`Error::Config`].
@@ -103,6 +113,7 @@ impl ServerConfig {
                 return Err(wrong(field, found, format!("1 to {max}")));
             }
         }
+        self.check_totals()?;
         if self.paths.len() > 64 {
             return Err(wrong("paths", self.paths.len(), "64 at most"));
         }
@@ -112,6 +123,22 @@ impl ServerConfig {
         }
         let disk = if self.paths.is_empty() { 0 } else { self.capacity_bytes };
         Share::check(&self.shares, disk, self.host_bytes).map_err(|(found, expected)| wrong("shares", found, expected))
+    }
+
+    /// Whether this process can map what clients may lend.
+    fn check_totals(&self) -> Result<()> {
+        let room = Room::of_process();
+        let totals = [
+            ("region_bytes_total_max", self.region_bytes_total_max, room.region_bytes(), "address space"),
+            ("regions_total_max", self.regions_total_max.map(u64::from), room.regions(), "mappings (vm.max_map_count)"),
+        ];
+        for (field, found, max, of) in totals {
+            if found.unwrap_or(max) == 0 || found > Some(max) {
+                let expected = format!("1 to {max}, for the {of} that this process has left");
+                return Err(wrong(field, found.unwrap_or(max), expected));
+            }
+        }
+        Ok(())
     }
 }
 
@@ -132,11 +159,13 @@ mod tests {
         type Spoil = fn(&mut ServerConfig);
         let by_value = Config::default().write_policy(WritePolicy::ByValue);
         ServerConfig { cache: by_value, ..on_disk.clone() }.validate().expect("good");
-        let cases: [(&str, Spoil); 7] = [
+        let cases: [(&str, Spoil); 9] = [
             ("connections_max", |config| config.connections_max = 5000),
             ("requests_max", |config| config.requests_max = 0),
             ("stall_ms", |config| config.stall_ms = 0),
             ("linger_ms", |config| config.linger_ms = Some(0)),
+            ("region_bytes_total_max", |config| config.region_bytes_total_max = Some(1 << 47)),
+            ("regions_total_max", |config| config.regions_total_max = Some(u32::MAX)),
             ("host_bytes", |config| config.host_bytes = 0),
             ("capacity_bytes", |config| config.capacity_bytes = 0),
             ("write_policy", |config| config.cache.disk.write_policy = WritePolicy::WriteBack),

@@ -10,6 +10,7 @@ use tokio::sync::Notify;
 
 use super::{
     blocks::Movers,
+    budget::{Account, Budget},
     config::ServerConfig,
     inbox::Unread,
     protocol::{ClientStatus, Limits, ServiceStatus},
@@ -25,6 +26,8 @@ pub(super) struct Guest {
     pub(super) namespace: RefCell<String>,
     pub(super) movers: RefCell<Option<Rc<Movers>>>,
     pub(super) requests: Cell<u32>,
+    /// What its regions take.
+    pub(super) account: Rc<Account>,
     house: Rc<House>,
 }
 
@@ -57,6 +60,7 @@ pub(super) struct House {
     pub(super) cut_off: Cell<u64>,
     /// Frames that have come in part.
     pub(super) unread: Unread,
+    budget: Rc<Budget>,
     /// The service takes no more work.
     draining: Cell<bool>,
     /// Wakes the sessions when that begins.
@@ -70,6 +74,7 @@ pub(super) struct House {
 impl House {
     pub(super) fn new(config: ServerConfig, spaces: Spaces) -> Self {
         House {
+            budget: Rc::new(Budget::new(&config)),
             config,
             spaces: Rc::new(spaces),
             cut_off: Cell::new(0),
@@ -109,6 +114,7 @@ impl House {
             namespace: RefCell::default(),
             movers: RefCell::default(),
             requests: Cell::new(0),
+            account: self.budget.account(uid),
             house: Rc::clone(self),
         });
         self.connections.set(self.connections.get() + 1);

@@ -4,7 +4,11 @@
 //! that it maps, and [guards](super::guard) files that take no seal. It maps plain memory only: in a file system of
 //! huge pages a hole may be punched, and touched again when no huge page is left.
 
-use std::{cell::RefCell, io, os::fd::OwnedFd};
+use std::{
+    cell::{Cell, RefCell},
+    io,
+    os::fd::OwnedFd,
+};
 
 use rustix::{
     fs::{SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs},
@@ -23,6 +27,8 @@ pub struct Mapped {
     len: usize,
     /// The guard of a file that can shrink.
     guard: RefCell<Option<Guard>>,
+    /// What the guard had seen when it ended.
+    spoiled: Cell<bool>,
 }
 
 impl Mapped {
@@ -37,13 +43,19 @@ impl Mapped {
         self.len
     }
 
-    /// Whether its file has shrunk while it was used.
+    /// Whether its file can shrink.
+    pub(super) fn is_guarded(&self) -> bool {
+        self.guard.borrow().is_some()
+    }
+
+    /// Whether its file has shrunk while it was used. Still known when it is unmapped.
     pub(super) fn is_spoiled(&self) -> bool {
-        self.guard.borrow().as_ref().is_some_and(Guard::is_spoiled)
+        self.spoiled.get() || self.guard.borrow().as_ref().is_some_and(Guard::is_spoiled)
     }
 
     /// Ends the guard. Before the memory is unmapped: the addresses may soon be another's.
     pub(super) fn end_guard(&self) {
+        self.spoiled.set(self.is_spoiled());
         drop(self.guard.borrow_mut().take());
     }
 }
@@ -82,7 +94,7 @@ pub fn map(fd: &OwnedFd, offset: u64, len: u64) -> Result<Mapped, Failure> {
     let start = start.cast();
     let guard = if sealed { None } else { Some(Guard::new(start, bytes)) };
     match guard.transpose() {
-        Ok(guard) => Ok(Mapped { start, len: bytes, guard: RefCell::new(guard) }),
+        Ok(guard) => Ok(Mapped { start, len: bytes, guard: RefCell::new(guard), spoiled: Cell::new(false) }),
         Err(error) => {
             // SAFETY: mapped above, and used nowhere.
             let _gone_with_the_process = unsafe { munmap(start.cast(), bytes) };

@@ -7,6 +7,7 @@
 mod accepted;
 mod blocks;
 mod brief;
+mod budget;
 mod client;
 mod config;
 mod guard;

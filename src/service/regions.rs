@@ -7,7 +7,10 @@ use std::{
     rc::Rc,
 };
 
+use tokio::task::{JoinHandle, spawn_local};
+
 use super::{
+    budget::{Account, Charge},
     memory::Mapped,
     protocol::{Failure, Place},
     system::System,
@@ -19,9 +22,23 @@ use crate::{
     memory::Memory,
 };
 
+/// A client's memory, and what it takes of what all clients may lend.
+pub(super) struct Lent {
+    mapped: Mapped,
+    /// Given back when the memory is unmapped.
+    _charge: Charge,
+}
+
+impl Lent {
+    /// Whether its file has shrunk while it was used.
+    pub(super) fn is_spoiled(&self) -> bool {
+        self.mapped.is_spoiled()
+    }
+}
+
 /// A client's memory, mapped and registered with the cache of its space.
 struct Held {
-    mapped: Mapped,
+    lent: Rc<Lent>,
     region: Region,
     /// The client has taken it back: no movement begins to use it.
     leaving: Cell<bool>,
@@ -35,14 +52,21 @@ pub(super) struct Regions {
     lenders: Rc<Cell<u32>>,
     /// The client, which answers for what its memory does.
     owner: MemoryOwner,
+    account: Rc<Account>,
     held: RefCell<BTreeMap<u32, Rc<Held>>>,
 }
 
 impl Regions {
     /// `lenders`: the connections of the space that have regions. `client`: its name for the log.
-    pub(super) fn new(cache: Cache, system: Rc<dyn System>, lenders: Rc<Cell<u32>>, client: String) -> Self {
+    pub(super) fn new(
+        cache: Cache,
+        system: Rc<dyn System>,
+        lenders: Rc<Cell<u32>>,
+        client: String,
+        account: Rc<Account>,
+    ) -> Self {
         let owner = cache.memory_owner(client);
-        Regions { cache, system, lenders, owner, held: RefCell::default() }
+        Regions { cache, system, lenders, owner, account, held: RefCell::default() }
     }
 
     /// The number of connections of the space that have regions.
@@ -57,7 +81,7 @@ impl Regions {
 
     /// Their bytes.
     pub(super) fn bytes(&self) -> u64 {
-        self.held.borrow().values().map(|held| held.mapped.len() as u64).sum()
+        self.held.borrow().values().map(|held| held.lent.mapped.len() as u64).sum()
     }
 
     /// Whether a region has this number.
@@ -67,14 +91,17 @@ impl Regions {
 
     /// Maps and registers a client's memory under a number that no region has.
     pub(super) fn add(&self, number: u32, fd: &OwnedFd, offset: u64, len: u64) -> Result<(), Failure> {
+        // Before it is mapped: what is too much for all is never mapped.
+        let charge = self.account.take(len)?;
         let mapped = self.system.map(fd, offset, len)?;
         // SAFETY: the memory stays mapped until `release` has unregistered it, or for ever if that is never called.
         // Its owner, another process, may write to it at any time: loaded blocks are verified where they lie, and a
         // block that was changed while it was stored does not match its checksum later, and is a miss.
         let memory = unsafe { Memory::host(mapped.start(), mapped.len()) };
+        let lent = Rc::new(Lent { mapped, _charge: charge });
         match self.cache.add_region_of(memory, self.owner.clone()) {
             Ok(region) => {
-                let held = Held { mapped, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
+                let held = Held { lent, region, leaving: Cell::new(false), unmapped: Cell::new(false) };
                 let mut all = self.held.borrow_mut();
                 if all.is_empty() {
                     self.lenders.set(self.lenders.get() + 1);
@@ -83,11 +110,8 @@ impl Regions {
                 Ok(())
             }
             Err(error) => {
-                let system = Rc::clone(&self.system);
-                tokio::task::spawn_local(async move {
-                    // SAFETY: no cache knows it, and it is unmapped here only.
-                    unsafe { unmap(&*system, &mapped) }.await;
-                });
+                // SAFETY: no cache knows it, and it is unmapped here only.
+                drop(unsafe { unmap(&*self.system, lent) });
                 Err(Failure::from(&error))
             }
         }
@@ -103,11 +127,18 @@ impl Regions {
         self.cache.pin_region(&held.region).await.unwrap_or(false)
     }
 
-    /// The first of these regions whose file shrank while it was used.
-    pub(super) fn spoiled(&self, places: &[Vec<Place>]) -> Option<u32> {
-        let held = self.held.borrow();
-        let spoiled = |place: &&Place| held.get(&place.region).is_some_and(|held| held.mapped.is_spoiled());
-        places.iter().flatten().find(spoiled).map(|place| place.region)
+    /// Those of these regions whose files can shrink. Whoever uses them asks afterwards
+    /// [whether they did](Lent::is_spoiled), also of one that was released in between.
+    pub(super) fn guarded(&self, places: &[Vec<Place>]) -> BTreeMap<u32, Rc<Lent>> {
+        let (held, mut guarded) = (self.held.borrow(), BTreeMap::new());
+        if held.values().any(|held| held.lent.mapped.is_guarded()) {
+            for place in places.iter().flatten() {
+                if let Some(held) = held.get(&place.region).filter(|held| held.lent.mapped.is_guarded()) {
+                    guarded.entry(place.region).or_insert_with(|| Rc::clone(&held.lent));
+                }
+            }
+        }
+        guarded
     }
 
     /// Where a block's places lie in the service's memory. Good until the next await only: a region may leave then.
@@ -117,13 +148,18 @@ impl Regions {
             let Place { region, len, offset } = *place;
             let wrong = |found: String| Failure::new(ServiceFault::Argument, format!("place: found {found}"));
             let Some(held) = held.get(&region).filter(|held| !held.leaving.get()) else {
-                return Err(wrong(format!("region {region}, expected one that is registered")));
+                let expected = "one that is registered, and was not given up because its file has shrunk";
+                return Err(wrong(format!("region {region}, expected {expected}")));
             };
-            let (len, region_bytes) = (len as usize, held.mapped.len());
+            let mapped = &held.lent.mapped;
+            if mapped.is_spoiled() {
+                return Err(shrunk(region));
+            }
+            let (len, region_bytes) = (len as usize, mapped.len());
             match usize::try_from(offset).ok().filter(|offset| *offset <= region_bytes && len <= region_bytes - offset)
             {
                 // Within the mapping, or at its end.
-                Some(offset) => Ok(Segment { ptr: held.mapped.start().wrapping_add(offset), len }),
+                Some(offset) => Ok(Segment { ptr: mapped.start().wrapping_add(offset), len }),
                 None => Err(wrong(format!("{len} bytes from {offset} on, expected a range within {region_bytes}"))),
             }
         };
@@ -149,7 +185,8 @@ impl Regions {
             }
             // SAFETY: `unregister` has resolved, so that the cache uses it no longer; `leaving` keeps others from
             // naming it; and it was not unmapped before.
-            unsafe { unmap(&*self.system, &held.mapped) }.await;
+            let unmapped = unsafe { unmap(&*self.system, Rc::clone(&held.lent)) };
+            drop(unmapped.await);
         }
     }
 
@@ -165,12 +202,22 @@ impl Regions {
     }
 }
 
-/// Unmaps a client's memory. After the first poll it is unmapped in any case.
+/// The failure of a region whose file has shrunk.
+pub(super) fn shrunk(region: u32) -> Failure {
+    let text = format!("region {region}: found a file that has shrunk, expected one that keeps its size");
+    Failure::new(ServiceFault::Memory, text)
+}
+
+/// Unmaps a client's memory, whether the handle is awaited or not, and then gives back what it took of the limits.
 ///
 /// # Safety
 /// Nothing uses the memory any longer, nothing will, and this was not called before.
-async unsafe fn unmap(system: &dyn System, mapped: &Mapped) {
-    mapped.end_guard();
+unsafe fn unmap(system: &dyn System, lent: Rc<Lent>) -> JoinHandle<()> {
+    lent.mapped.end_guard();
     // SAFETY: `System::map` made it with this length; the caller promises that it is in use nowhere.
-    unsafe { system.unmap(mapped.start(), mapped.len()) }.await;
+    let unmapping = unsafe { system.unmap(lent.mapped.start(), lent.mapped.len()) };
+    spawn_local(async move {
+        unmapping.await;
+        drop(lent);
+    })
 }

@@ -1,7 +1,7 @@
 //! What the tests run as processes of their own.
 
 use crate::{
-    guest, hung, killed,
+    guest, hung, killed, limits,
     node::{self, ROLE},
     twins, users,
 };
@@ -15,6 +15,7 @@ fn child() {
         ["service", ..] => node::run(&words[1..]),
         ["direct", ..] => killed::run(&words[1..]),
         ["twin", ..] => twins::run(&words[1..]),
+        ["limited", ..] => limits::run(&words[1..]),
         ["store", socket] => guest::store_all(socket),
         ["load", socket] => guest::load_all(socket),
         ["linger", socket, pid, how] => hung::linger(socket.as_ref(), pid.parse().expect("a number"), how),

@@ -18,6 +18,7 @@ mod hung;
 mod killed;
 mod kills;
 mod late;
+mod limits;
 mod little_memory;
 mod neighbor;
 mod node;

@@ -85,6 +85,12 @@ impl Process {
         }
     }
 
+    /// Gives it a line.
+    pub fn tell(&mut self, line: &str) {
+        let input = self.child.stdin.as_mut().expect("piped, and not ended");
+        input.write_all(format!("{line}\n").as_bytes()).expect("somebody who reads");
+    }
+
     pub fn pid(&self) -> u32 {
         self.child.id()
     }

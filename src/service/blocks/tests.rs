@@ -3,14 +3,15 @@
 use std::rc::Rc;
 
 use futures_util::FutureExt;
-use tokio::task::LocalSet;
+use tokio::task::{JoinSet, LocalSet};
 
-use super::{Cancel, Movers, Way};
+use super::{Cancel, Movers, PLACES_PER_TURN, Way};
 use crate::{
     block::BlockKey,
     config::{Config, DirectIo},
     memory::SharedMemory,
     service::{
+        budget::Budget,
         config::ServerConfig,
         protocol::{Blocks, Place},
         spaces::{Space, Spaces, Wanted},
@@ -27,7 +28,8 @@ fn key(block: u8) -> BlockKey {
 
 /// A client with room for all blocks.
 fn client(space: &Space) -> Rc<Movers> {
-    let movers = Movers::new(space, 1 << 20, "a client".into());
+    let budget = Rc::new(Budget::new(&ServerConfig::new("unused")));
+    let movers = Movers::new(space, 1 << 20, "a client".into(), budget.account(1));
     let pool = SharedMemory::new(usize::from(BLOCKS) * BLOCK_BYTES).expect("memory");
     let fd = pool.as_fd().try_clone_to_owned().expect("a descriptor");
     movers.regions.add(1, &fd, 0, pool.len() as u64).expect("registered");
@@ -60,7 +62,7 @@ async fn a_block_that_cannot_be_prefetched_costs_no_other_block() {
         let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
         let space = spaces.attach(wanted).await.expect("attached");
         let (one, other) = (client(&space), client(&space));
-        let stored = Rc::clone(&one).run(Way::Store(None), blocks(), Cancel::default()).await;
+        let stored = Rc::clone(&one).run(Way::Store(None), blocks(), Cancel::default()).await.expect("its places");
         assert!(stored.iter().all(|result| matches!(result, Ok(true))), "{stored:?}");
         // Its movement cannot end: no slot is free. It has as many waiters as it may have.
         let leases = space.cache.fetch_many(&[key(6), key(7)]).await;
@@ -77,12 +79,59 @@ async fn a_block_that_cannot_be_prefetched_costs_no_other_block() {
             drop(leases);
         };
         let (loaded, ()) = tokio::join!(load, release);
+        let loaded = loaded.expect("its places");
         assert!(loaded[0].is_err(), "too many waiters");
         assert!(loaded[1..].iter().all(|result| matches!(result, Ok(true))), "{loaded:?}");
         assert!(waits.await.expect("served").is_some());
         one.regions.release_all().await;
         other.regions.release_all().await;
         drop((one, other, space));
+        spaces.close().await.expect("closed");
+    };
+    LocalSet::new().run_until(run).await;
+}
+
+/// Lists as long as a request may have: wrong at their ends, so that nothing moves.
+fn long_lists() -> Blocks {
+    let place = |offset| Place { region: 1, len: 1, offset };
+    let mut places: Vec<Vec<Place>> = (0..16).map(|_| (0..BLOCK_BYTES as u64).map(place).collect()).collect();
+    places[15][4095].region = 77;
+    Blocks { keys: (0..16).map(key).collect(), places }
+}
+
+#[tokio::test]
+async fn others_have_their_turns_while_a_clients_long_lists_are_worked_through() {
+    let config = ServerConfig { host_bytes: 1 << 20, ..ServerConfig::new("unused") };
+    let wanted = Wanted {
+        namespace: "tests".into(),
+        uid: 1,
+        shared: false,
+        block_bytes: BLOCK_BYTES as u64,
+        capacity_bytes: 0,
+        host_bytes: 0,
+    };
+    let run = async {
+        let spaces = Rc::new(Spaces::load(config, Rc::new(Machine)).expect("loaded"));
+        let space = spaces.attach(wanted).await.expect("attached");
+        let movers = client(&space);
+        let mut requests = JoinSet::new();
+        for _ in 0..4 {
+            let run = Rc::clone(&movers).run(Way::Load, long_lists(), Cancel::default());
+            requests.spawn_local(async move { run.await.expect_err("a region that is not there") });
+        }
+        let (mut turns, mut ended) = (0, 0);
+        while ended < 4 {
+            tokio::task::yield_now().await;
+            turns += 1;
+            while requests.try_join_next().is_some() {
+                ended += 1;
+            }
+        }
+        // Each turn is one connection's, whatever it has in flight.
+        let least = 4 * 16 * BLOCK_BYTES / PLACES_PER_TURN;
+        assert!(turns >= least, "{turns} turns of another, expected {least} or more");
+        movers.regions.release_all().await;
+        drop((movers, space));
         spaces.close().await.expect("closed");
     };
     LocalSet::new().run_until(run).await;

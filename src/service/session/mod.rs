@@ -26,8 +26,9 @@ use crate::error::ServiceFault;
 const OUTBOX_BYTES_MAX: usize = 1 << 20;
 /// Bytes of a frame before the client is attached to a space.
 const FRAME_BYTES_UNATTACHED: usize = 4096;
-/// Frames that are read in one turn.
+/// Frames that are read in one turn, short ones: so many bytes of a frame count as one more.
 const FRAMES_PER_TURN: usize = 32;
+const BYTES_LIKE_A_FRAME: usize = 4096;
 /// How long a client that is cut off has to read the reason.
 const GOODBYE: Duration = Duration::from_millis(100);
 /// How long a client has to read its last replies, all of them, while the service drains.
@@ -185,7 +186,7 @@ impl Session {
             let decode = |header: &Header, body: &[u8]| Ok((body.len(), Request::decode(header.kind, body)?));
             let Some((id, (bytes, request))) = self.link.receiver.next_frame(decode)? else { break };
             self.begin(id, bytes, request)?;
-            frames -= 1;
+            frames = frames.saturating_sub(1 + bytes / BYTES_LIKE_A_FRAME);
         }
         self.flush()?;
         if listens && frames == 0 {
@@ -290,7 +291,8 @@ impl Session {
     /// Attaches the client to a space.
     fn enter(&mut self, space: Rc<Space>) -> Reply {
         let client = format!("process {} of user {}", self.guest.pid, self.guest.uid);
-        let movers = Rc::new(Movers::new(&space, self.house.config.bytes_in_flight_max, client));
+        let (bytes_max, account) = (self.house.config.bytes_in_flight_max, Rc::clone(&self.guest.account));
+        let movers = Rc::new(Movers::new(&space, bytes_max, client, account));
         space.clients.set(space.clients.get() + 1);
         self.guest.namespace.borrow_mut().clone_from(&space.namespace);
         *self.guest.movers.borrow_mut() = Some(Rc::clone(&movers));

@@ -106,8 +106,8 @@ impl Session {
                 };
                 self.spawn(id, release, none);
             }
-            Request::Load(blocks) => self.move_blocks(id, &movers, Way::Load, blocks)?,
-            Request::Store { parent, blocks } => self.move_blocks(id, &movers, Way::Store(parent), blocks)?,
+            Request::Load(blocks) => self.move_blocks(id, movers, Way::Load, blocks),
+            Request::Store { parent, blocks } => self.move_blocks(id, movers, Way::Store(parent), blocks),
             Request::Remove { durable, keys } => self.spawn(id, remove(cache, keys, durable), none),
             Request::Sync => {
                 let sync = async move { done(cache.sync().await.map_err(|error| Failure::from(&error))) };
@@ -161,20 +161,10 @@ impl Session {
         regions.add(region, fd, offset, len)
     }
 
-    fn move_blocks(&mut self, id: u64, movers: &Rc<Movers>, way: Way, blocks: Blocks) -> Result<(), Failure> {
-        let block_bytes = movers.cache().config().block_bytes as u64;
-        for places in &blocks.places {
-            let bytes: u64 = places.iter().map(|place| u64::from(place.len)).sum();
-            if bytes != block_bytes {
-                let text = format!("places: found {bytes} bytes, expected one block of {block_bytes}");
-                return Err(Failure::new(ServiceFault::Argument, text));
-            }
-            movers.regions.segments(places)?;
-        }
+    fn move_blocks(&mut self, id: u64, movers: Rc<Movers>, way: Way, blocks: Blocks) {
         let cancel = Cancel::default();
-        let run = Rc::clone(movers).run(way, blocks, cancel.clone());
-        self.spawn(id, async move { Reply::Results(run.await) }, cancel);
-        Ok(())
+        let run = movers.run(way, blocks, cancel.clone());
+        self.spawn(id, async move { run.await.map_or_else(Reply::Failed, Reply::Results) }, cancel);
     }
 }
 
