@@ -6,6 +6,7 @@ mod host;
 mod open;
 mod pool;
 mod removal;
+mod tables;
 #[cfg(test)]
 mod tests;
 
@@ -20,7 +21,7 @@ use tokio::sync::{Notify, oneshot};
 
 use self::deed::{Deed, deeds};
 pub(super) use self::figures::stats;
-use self::host::HostShare;
+use self::{host::HostShare, tables::Tables};
 use super::{
     config::ServerConfig,
     protocol::{Failure, SpaceStats, SpaceStatus},
@@ -87,6 +88,7 @@ pub(super) struct Spaces {
     entries: RefCell<BTreeMap<String, Entry>>,
     disk: Ledger,
     host: Ledger,
+    tables: Tables,
     /// Host memory moves from one space to another.
     moving: Cell<bool>,
     /// Told when such a move has ended.
@@ -127,7 +129,8 @@ impl Spaces {
             entries.insert(folder, Entry { deed, state: State::Closed });
         }
         let (moving, move_ended) = (Cell::new(false), Notify::new());
-        Ok(Spaces { disk, host, entries: RefCell::new(entries), config, system, moving, move_ended })
+        let tables = Tables::new(&config);
+        Ok(Spaces { disk, host, tables, entries: RefCell::new(entries), config, system, moving, move_ended })
     }
 
     /// Finds, opens or makes the space that a client wants.

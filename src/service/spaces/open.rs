@@ -82,6 +82,7 @@ impl Spaces {
     async fn open_cache(&self, deed: &Deed, grant: &Grant, is_new: bool) -> Result<Cache> {
         let config = self.cache_config(deed, grant)?;
         config.validate()?;
+        self.tables.take(&deed.folder(), &config, |folder| self.entries.borrow().contains_key(folder))?;
         self.system.make_space(&self.folders(&deed.folder()), is_new.then(|| deed.text()).as_deref())?;
         self.system.open_cache(config).await
     }
