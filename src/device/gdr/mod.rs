@@ -27,7 +27,8 @@ use std::{
     any::Any,
     cell::{Cell, OnceCell, RefCell},
     rc::Rc,
-    sync::Arc,
+    sync::{self, Arc},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -182,15 +183,28 @@ impl CopyEngine for GdrCopy {
     }
 }
 
-/// Deregisters on a blocking thread: deregistration takes time per page.
+/// Deregisters on another thread: deregistration takes time per page.
 async fn give_back(regions: Vec<MemoryRegion>) {
     if !regions.is_empty() {
-        drop(tokio::task::spawn_blocking(move || drop(regions)).await);
+        apart(move || drop(regions)).await;
     }
 }
 
+/// Runs work on a thread of its own; here, where the system starts none: slowly is better than not at all.
+async fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (answer, answered) = oneshot::channel();
+    let work = Arc::new(sync::Mutex::new(Some(move || drop(answer.send(work())))));
+    let take = |work: &sync::Mutex<Option<_>>| work.lock().expect("nothing panics under it").take();
+    let theirs = Arc::clone(&work);
+    let run = move || take(&theirs).into_iter().for_each(|work| work());
+    if thread::Builder::new().name("kvhoist-gdr".into()).spawn(run).is_err() {
+        take(&work).into_iter().for_each(|work| work());
+    }
+    answered.await.expect("registration does not panic, and the work answers")
+}
+
 impl Inner {
-    /// Registers the batch's regions that the NIC does not know, on a blocking thread: pinning takes time per page. A
+    /// Registers the batch's regions that the NIC does not know, on another thread: pinning takes time per page. A
     /// region that cannot be registered stays unknown.
     async fn register(&self, batch: CopyBatch) -> CopyBatch {
         if self.regions.missing(&batch).is_empty() {
@@ -203,7 +217,7 @@ impl Inner {
         }
         let (domain, gpu) = (Arc::clone(self.regions.domain()), self.gpu.clone());
         // The closure owns the batch, which keeps the memory.
-        let registered = tokio::task::spawn_blocking(move || {
+        let registered = apart(move || {
             let register = |region: &CopyRegion| {
                 let gpu = gpu.as_deref().filter(|_| region.is_on_device());
                 // SAFETY: by the contract of `CopyBatch::within` the region stays mapped until the engine forgets it;
@@ -214,7 +228,7 @@ impl Inner {
             let made: Vec<_> = missing.iter().map(register).collect();
             (batch, made)
         });
-        let (batch, made) = registered.await.expect("registration does not panic, and blocking tasks are not aborted");
+        let (batch, made) = registered.await;
         for made in made {
             match made {
                 (region, Ok(made)) => give_back(self.regions.enter(&region, made)).await,
