@@ -74,6 +74,15 @@ pub struct Args {
     /// The most memory that one client may lend.
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes, default_value = "1TiB")]
     region_bytes: usize,
+    /// The most memory that all clients together may lend [default: half of the address space that the process has
+    /// left]. Half of it is divided equally between all connections that there may be; the other half goes to clients
+    /// that want more.
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    region_bytes_total: Option<usize>,
+    /// The most regions that all clients together may register [default: a quarter of the mappings that the process
+    /// has left, vm.max_map_count]. Divided as --region-bytes-total.
+    #[arg(long, value_name = "COUNT", value_parser = clap::value_parser!(u32).range(1..))]
+    regions_total: Option<u32>,
     /// Move all blocks through the service's host memory and keep them there, so that a block that several clients
     /// load is read once.
     #[arg(long)]
@@ -131,6 +140,8 @@ impl Args {
         config.uids.clone_from(&self.uids);
         config.socket_group.clone_from(&self.socket_group);
         config.region_bytes_max = self.region_bytes as u64;
+        config.region_bytes_total_max = self.region_bytes_total.map(|bytes| bytes as u64);
+        config.regions_total_max = self.regions_total;
         config.linger_ms = self.linger.map(|seconds| seconds * 1000);
         config.pin = !self.no_pin;
         config.move_host = !self.no_move_host;
