@@ -194,7 +194,9 @@ mod tests {
     proptest! {
         /// Nothing is lost, nothing is taken twice, and a connection within its part is never refused.
         #[test]
-        fn all_that_is_given_back_is_there_again(steps in prop::collection::vec((0..6usize, 1..400u64, any::<bool>()), 1..200)) {
+        fn all_that_is_given_back_is_there_again(
+            steps in prop::collection::vec((0..6usize, 1..400u64, any::<bool>()), 1..200)
+        ) {
             let budget = budget(2400, 60, 6);
             let accounts: Vec<_> = (0..6).map(|at| budget.account(at % 3)).collect();
             let mut held: Vec<Vec<Charge>> = (0..6).map(|_| Vec::new()).collect();

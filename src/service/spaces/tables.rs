@@ -11,7 +11,8 @@ use crate::{
     service::{budget::Room, config::ServerConfig},
 };
 
-/// What an empty slot takes in the tables of its tier and in the index: 25 bytes, and what their lengths are rounded by.
+/// What an empty slot takes in the tables of its tier and in the index: 25 bytes, and some for their
+/// lengths, which are rounded.
 const SLOT_BYTES: u64 = 32;
 /// The tables of all spaces may take this in any case.
 const TABLE_BYTES_MIN: u64 = 64 << 20;
@@ -30,8 +31,8 @@ impl Tables {
         Tables { most: [config.host_bytes.max(TABLE_BYTES_MIN), addresses], taken: RefCell::default() }
     }
 
-    /// Charges the space of this folder for the tables and the addresses that a cache with these settings takes, instead
-    /// of what it was charged for before. Spaces that are there no longer give back theirs.
+    /// Charges the space of this folder for the tables and the addresses that a cache with these settings takes,
+    /// instead of what it was charged for before. Spaces that are there no longer give back theirs.
     ///
     /// # Errors
     /// [`ServiceFault::Capacity`] if the others leave too little.
