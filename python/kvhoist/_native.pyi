@@ -74,7 +74,7 @@ class Region:
 
 @final
 class Queue:
-    """Submissions without a waiting caller, and their results. Dropping it waits for those in flight."""
+    """Submissions without a waiting caller, and their results. Dropping that of a cache waits for those in flight."""
 
     @property
     def event_fd(self) -> int:
@@ -204,8 +204,7 @@ class Client:
         namespace: str,
         block_bytes: int,
         sizes: tuple[int, int, int],
-        deadline_ms: int,
-        give_up_ms: int | None,
+        deadlines_ms: tuple[int, int | None, int | None],
         shared: bool,
     ) -> Self: ...
     @property
@@ -250,8 +249,9 @@ class Client:
     def remove(self, key: _Key, durable: bool) -> bool: ...
     def sync(self) -> None:
         """Returns when all that was stored in the space before, by any client, is written and flushed."""
-    def stats(self) -> dict[str, Any]:
-        """The space's figures for all clients, since the service opened it."""
+    def stats(self, briefly: bool = False) -> dict[str, Any]:
+        """The space's figures for all clients, since the service opened it. ``briefly``: within ``ask_ms``."""
+    def queue(self, depth: int) -> Queue: ...
     def close(self) -> None: ...
 
 @final

@@ -192,14 +192,21 @@ class Jobs:
 
     def _collect(self) -> None:
         for ticket, results in self._queue.drain():
-            job_id = self._owner.pop(ticket)
-            job = self._jobs[job_id]
-            for key, result in zip(job.tickets.pop(ticket), results):
-                if result is True:
-                    job.good.append(key)
-                else:
-                    job.failed[key] = result
-            self._end_if_done(job_id, job)
+            # Each on its own: an engine waits for ever for a job whose end is not reported.
+            try:
+                self._take(ticket, results)
+            except Exception:
+                logger.exception("kvhoist: the end of submission %d could not be taken", ticket)
+
+    def _take(self, ticket: int, results: list) -> None:
+        job_id = self._owner.pop(ticket)
+        job = self._jobs[job_id]
+        for key, result in zip(job.tickets.pop(ticket), results):
+            if result is True:
+                job.good.append(key)
+            else:
+                job.failed[key] = result
+        self._end_if_done(job_id, job)
 
     def _end_if_done(self, job_id: int, job: _Job) -> None:
         if not job.tickets:

@@ -5,22 +5,16 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
-import threading
 import weakref
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Callable, Sequence
+from typing import Any, Sequence
 
 from . import _logs, _native
 from .cache import BLOCK_BYTES_MAX
 from .config import config_error, parse_bytes
-from .errors import ArgumentError, BusyError, ClosedError
+from .errors import ArgumentError, ClosedError
 from .loops import AsyncFace, _LoopFace
 
 DEFAULT_BOUNCE_BYTES = "64MiB"
-
-#: Submissions of one queue that are under way at once; the others wait.
-_QUEUE_THREADS = 16
 
 
 class SharedMemory:
@@ -50,6 +44,7 @@ def connect(
     bounce_bytes: int | str = DEFAULT_BOUNCE_BYTES,
     deadline_ms: int = 30_000,
     give_up_ms: int | None = 30_000,
+    ask_ms: int | None = None,
     shared: bool = False,
 ) -> "Client":
     """Connects to the service at ``socket`` and attaches to a space, which is made if there is none.
@@ -58,11 +53,13 @@ def connect(
     that the service admits. ``capacity`` is the disk of a space
     that is made now, ``host_bytes`` its share of host memory where this is the first client since the service began;
     ``None`` is all that is left. ``bounce_bytes`` are for blocks whose memory the service cannot map; they are taken
-    for the first of them. Calls end after ``deadline_ms``, with a DeadlineError. Loads and stores of memory that the
-    service maps then fail for the blocks that are not begun, and wait for those in flight: when such a call has ended,
-    the service uses none of its memory. A service that hangs for ``give_up_ms`` more keeps it: the call raises a
-    DeadlineError, whatever its ``errors``, and so do later calls with that memory, whose content is not to be used
-    until ``Region.unregister`` has returned. With None such a call waits for as long as the connection lasts.
+    for the first of them. Calls end after ``deadline_ms``, with a DeadlineError; those that only ask the service's
+    index (``match_prefix``, ``contains``, ``touch``, ``release``, ``keep``) after ``ask_ms``, if it is given. Loads and
+    stores of memory that the service maps then fail for the blocks that are not begun, and wait for those in flight:
+    when such a call has ended, the service uses none of its memory. A service that hangs for ``give_up_ms`` more keeps
+    it: the call raises a DeadlineError, whatever its ``errors``, and so do later calls with that memory, whose content
+    is not to be used until ``Region.unregister`` has returned. With None such a call waits for as long as the
+    connection lasts.
 
     Raises UnavailableError where no service answers, StoreError where too little is left for a new space, ConfigError.
     """
@@ -72,10 +69,12 @@ def connect(
         raise config_error("deadline_ms", deadline_ms, "1 to 86400000")
     if give_up_ms is not None and (type(give_up_ms) is not int or not 0 < give_up_ms <= 86_400_000):
         raise config_error("give_up_ms", give_up_ms, "1 to 86400000, or None")
+    if ask_ms is not None and (type(ask_ms) is not int or not 0 < ask_ms <= 86_400_000):
+        raise config_error("ask_ms", ask_ms, "1 to 86400000, or None")
     disk = 0 if capacity is None else parse_bytes(capacity, "capacity")
     memory = 0 if host_bytes is None else parse_bytes(host_bytes, "host_bytes")
     bounce = parse_bytes(bounce_bytes, "bounce_bytes")
-    return Client(socket, space, block_bytes, (disk, memory, bounce), deadline_ms, give_up_ms, shared)
+    return Client(socket, space, block_bytes, (disk, memory, bounce), (deadline_ms, ask_ms, give_up_ms), shared)
 
 
 class Client(AsyncFace, _native.Client):
@@ -89,13 +88,11 @@ class Client(AsyncFace, _native.Client):
     """
 
     _loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _LoopFace]
-    _queues: weakref.WeakSet[ClientQueue]
 
     def __new__(cls, *settings: Any) -> "Client":
         _logs.start()
         self = super().__new__(cls, *settings)
         self._loops = weakref.WeakKeyDictionary()
-        self._queues = weakref.WeakSet()
         return self
 
     def __init__(self, *_settings: Any) -> None:
@@ -178,95 +175,21 @@ class Client(AsyncFace, _native.Client):
         """As `Cache.remove`, for all clients of the space."""
         return super().remove(key, bool(durable))
 
-    def queue(self, depth: int = 1024) -> "ClientQueue":
-        """A queue of at most ``depth`` submissions that are not drained yet: submit, ``event_fd``, drain."""
+    def queue(self, depth: int = 1024) -> _native.Queue:
+        """As `Cache.queue`, with a thread of its own, of which at most 16 submissions are in flight.
+
+        Raises IoError where the system has no thread to give. Dropping it drops what is in flight; what the service has
+        goes on until the region is unregistered.
+        """
         if not isinstance(depth, int) or isinstance(depth, bool) or depth < 1:
             raise ArgumentError(f"depth: found {depth!r}, expected 1 or more")
         if self.closed:
             raise ClosedError("the client is closed")
-        queue = ClientQueue(weakref.ref(self), depth)
-        self._queues.add(queue)
-        return queue
+        return super().queue(depth)
 
     def close(self) -> None:
         """Hangs up, and returns when the service uses none of this client's memory. Again: does nothing."""
         super().close()
-        for queue in list(self._queues):
-            queue._end()
-
-
-class ClientQueue:
-    """Submissions without a waiting caller, as those of `Queue`; at most 16 are in flight."""
-
-    def __init__(self, client: Callable[[], Client | None], depth: int) -> None:
-        self._client = client
-        self._depth = depth
-        self._tickets = 0
-        self._outstanding = 0
-        self._done: deque = deque()
-        self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(_QUEUE_THREADS, "kvhoist-queue")
-        #: Readable when `drain` has something to give. The queue's own: not to be read from or closed.
-        self.event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        weakref.finalize(self, os.close, self.event_fd)
-
-    @property
-    def outstanding(self) -> int:
-        """Submissions that were not drained yet."""
-        return self._outstanding
-
-    def submit_load(self, keys: Sequence[str | bytes], blocks: Sequence[Any]) -> int:
-        """Begins a load; returns its ticket. Buffer objects are kept until it has ended. BusyError past the depth."""
-        return self._submit(len(keys), lambda client: client.load(keys, blocks, errors="return"))
-
-    def submit_store(
-        self, keys: Sequence[str | bytes], blocks: Sequence[Any], parent: str | bytes | None = None
-    ) -> int:
-        """Begins a store; returns its ticket. As `submit_load`."""
-        return self._submit(len(keys), lambda client: client.store(keys, blocks, parent=parent, errors="return"))
-
-    def drain(self) -> list[tuple[int, list]]:
-        """Completed submissions, oldest first: (ticket, results), with an exception in the place of a failed block."""
-        with self._lock:
-            try:
-                os.eventfd_read(self.event_fd)
-            except BlockingIOError:
-                pass
-            done = list(self._done)
-            self._done.clear()
-            self._outstanding -= len(done)
-        return done
-
-    def _submit(self, blocks: int, run: Callable[[Client], list]) -> int:
-        client = self._client()
-        if client is None or client.closed:
-            raise ClosedError("the client is closed")
-        with self._lock:
-            if self._outstanding >= self._depth:
-                raise BusyError(f"busy: {self._depth} outstanding submissions (`depth`); drain some of them")
-            self._tickets += 1
-            self._outstanding += 1
-            ticket = self._tickets
-        try:
-            self._threads.submit(self._run, ticket, client, blocks, run)
-        except RuntimeError:
-            with self._lock:
-                self._outstanding -= 1
-            raise ClosedError("the client is closed") from None
-        return ticket
-
-    def _run(self, ticket: int, client: Client, blocks: int, run: Callable[[Client], list]) -> None:
-        try:
-            results = run(client)
-        except BaseException as error:
-            results = [error] * blocks
-        with self._lock:
-            self._done.append((ticket, results))
-            os.eventfd_write(self.event_fd, 1)
-
-    def _end(self) -> None:
-        """Waits for submissions in flight, which a closed client ends soon."""
-        self._threads.shutdown(wait=True)
 
 
 def _address(memory: Any) -> tuple[int, int]:

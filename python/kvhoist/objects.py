@@ -19,6 +19,7 @@ from .cache import slot_bytes
 from .chunks import Place, open_store
 from .client import SharedMemory
 from .config import HiCacheConfig, config_error
+from .errors import UnavailableError
 from .service_space import ServiceSpace
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class ObjectStore:
     """One engine's memory, registered once, its store on disk or a service's space, and the tasks between the two.
 
     Methods raise, and may be called from any thread. A thread of the store calls `ended` with each task that has ended;
-    it must not raise, and not call `close`.
+    it must not call `close`.
     """
 
     def __init__(
@@ -109,7 +110,15 @@ class ObjectStore:
         self._closed = False
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._thread = threading.Thread(target=self._relay, name="kvhoist-objects", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            os.close(self._wake)
+            self.cache.close()
+            raise UnavailableError(
+                f"thread: none could be started to report ended tasks: {error}; raise `ulimit -u`, or the container's "
+                "limit of processes"
+            ) from error
 
     # Lookup
 
@@ -220,16 +229,23 @@ class ObjectStore:
     def _collect(self) -> list[Ended]:
         ended = []
         for ticket, results in self._queue.drain():
-            task_id = self._owner.pop(ticket)
-            task = self._tasks[task_id]
-            at = 0
-            for n, blocks in task.tickets.pop(ticket):
-                some = results[at : at + blocks]
-                at += blocks
-                task.moved[n] = all(result is True for result in some)
-                task.why = task.why or next((result for result in some if isinstance(result, Exception)), None)
-            ended += self._end_if_done(task_id, task)
+            # Each on its own: an engine waits for ever for a task whose end is not reported.
+            try:
+                ended += self._take(ticket, results)
+            except Exception:
+                logger.exception("kvhoist: the end of submission %d could not be taken", ticket)
         return ended
+
+    def _take(self, ticket: int, results: list) -> list[Ended]:
+        task_id = self._owner.pop(ticket)
+        task = self._tasks[task_id]
+        at = 0
+        for n, blocks in task.tickets.pop(ticket):
+            some = results[at : at + blocks]
+            at += blocks
+            task.moved[n] = all(result is True for result in some)
+            task.why = task.why or next((result for result in some if isinstance(result, Exception)), None)
+        return self._end_if_done(task_id, task)
 
     def _end_if_done(self, task_id: int, task: _Task) -> list[Ended]:
         if task.tickets:
@@ -239,7 +255,10 @@ class ObjectStore:
 
     def _tell(self, done: list[Ended]) -> None:
         for one in done:
-            self._ended(one)
+            try:
+                self._ended(one)
+            except Exception:
+                logger.exception("kvhoist: the end of task %d could not be reported", one.task_id)
 
     @property
     def tasks(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ impl Blocks {
     pub fn from_python(cache: &Cache, blocks: &Bound<'_, PyAny>, writable: bool) -> PyResult<Self> {
         let py = blocks.py();
         let (segments, buffers) = parse(blocks, writable)?;
-        let lent: Vec<_> = buffers.iter().map(|buffer| Segment { ptr: buffer.ptr(), len: buffer.len() }).collect();
+        let lent: Vec<_> = buffers.iter().map(Buffer::segment).collect();
         // SAFETY: the exports keep the memory mapped until this is dropped, which waits until it is unused. That nobody
         // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
         let loan = unsafe { cache.lend(&lent) }.map_err(|error| errors::to_python(py, &error))?;
@@ -51,46 +51,16 @@ impl Blocks {
         Ok(Blocks { segments, loan, buffers: Vec::new() })
     }
 
-    /// Blocks in registered memory that are all cut in the same way: the addresses of every block's segments, 64-bit
-    /// integers of this machine in a buffer object, and the bytes of each segment of one block.
+    /// Blocks in registered memory that are all cut in the same way, as [`parse_addresses`] has them.
     pub fn from_addresses(
         cache: &Cache,
         count: usize,
         addresses: &Bound<'_, PyAny>,
         sizes: &Bound<'_, PyAny>,
     ) -> PyResult<Self> {
-        let py = addresses.py();
-        let sizes: Vec<usize> = sizes.extract().map_err(|_| {
-            errors::argument(
-                py,
-                "sizes",
-                errors::shown(sizes),
-                "a sequence with the bytes of each segment of one block",
-            )
-        })?;
-        let buffer = Buffer::new(addresses, false)?;
-        let wanted = count.checked_mul(sizes.len()).and_then(|segments| segments.checked_mul(size_of::<usize>()));
-        if wanted != Some(buffer.len()) {
-            let found = format!("{} bytes", buffer.len());
-            let expected = format!("{} addresses of 8 bytes for each of {count} keys", sizes.len());
-            return Err(errors::argument(py, "addresses", found, expected));
-        }
-        let bytes = match buffer.len() {
-            0 => &[][..],
-            // SAFETY: the export keeps so many bytes mapped until it is dropped, below, and the interpreter's lock
-            // keeps other threads from writing to them.
-            len => unsafe { std::slice::from_raw_parts(buffer.ptr().cast_const(), len) },
-        };
-        let mut addresses = bytes
-            .chunks_exact(size_of::<usize>())
-            .map(|one| usize::from_ne_bytes(one.try_into().expect("chunks are of this size")));
-        let mut segment = |len: &usize| {
-            let start = addresses.next().expect("there are as many addresses as segments");
-            Segment { ptr: std::ptr::with_exposed_provenance_mut(start), len: *len }
-        };
-        let segments = (0..count).map(|_| sizes.iter().map(&mut segment).collect()).collect();
+        let segments = parse_addresses(count, addresses, sizes)?;
         // SAFETY: no memory is lent.
-        let loan = unsafe { cache.lend(&[]) }.map_err(|error| errors::to_python(py, &error))?;
+        let loan = unsafe { cache.lend(&[]) }.map_err(|error| errors::to_python(addresses.py(), &error))?;
         Ok(Blocks { segments, loan, buffers: Vec::new() })
     }
 
@@ -149,6 +119,40 @@ pub fn parse_lists(
         segments.push(pairs.by_ref().take(each).map(one).collect::<PyResult<Vec<_>>>()?);
     }
     Ok(segments)
+}
+
+/// The segments of blocks that are all cut in the same way: the addresses of every block's segments, 64-bit
+/// integers of this machine in a buffer object, and the bytes of each segment of one block.
+pub fn parse_addresses(
+    count: usize,
+    addresses: &Bound<'_, PyAny>,
+    sizes: &Bound<'_, PyAny>,
+) -> PyResult<Vec<Vec<Segment>>> {
+    let py = addresses.py();
+    let sizes: Vec<usize> = sizes.extract().map_err(|_| {
+        errors::argument(py, "sizes", errors::shown(sizes), "a sequence with the bytes of each segment of one block")
+    })?;
+    let buffer = Buffer::new(addresses, false)?;
+    let wanted = count.checked_mul(sizes.len()).and_then(|segments| segments.checked_mul(size_of::<usize>()));
+    if wanted != Some(buffer.len()) {
+        let found = format!("{} bytes", buffer.len());
+        let expected = format!("{} addresses of 8 bytes for each of {count} keys", sizes.len());
+        return Err(errors::argument(py, "addresses", found, expected));
+    }
+    let bytes = match buffer.len() {
+        0 => &[][..],
+        // SAFETY: the export keeps so many bytes mapped until it is dropped, below, and the interpreter's lock
+        // keeps other threads from writing to them.
+        len => unsafe { std::slice::from_raw_parts(buffer.ptr().cast_const(), len) },
+    };
+    let mut addresses = bytes
+        .chunks_exact(size_of::<usize>())
+        .map(|one| usize::from_ne_bytes(one.try_into().expect("chunks are of this size")));
+    let mut segment = |len: &usize| {
+        let start = addresses.next().expect("there are as many addresses as segments");
+        Segment { ptr: std::ptr::with_exposed_provenance_mut(start), len: *len }
+    };
+    Ok((0..count).map(|_| sizes.iter().map(&mut segment).collect()).collect())
 }
 
 /// The parts of an entry that has several: a list, or a tuple that is no pair (address, bytes).

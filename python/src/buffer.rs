@@ -9,6 +9,7 @@ use std::{
     ptr,
 };
 
+use kvhoist::Segment;
 use pyo3::{PyTraverseError, PyVisit, ffi, prelude::*};
 
 #[repr(C)]
@@ -84,6 +85,11 @@ impl Buffer {
     /// Its first byte.
     pub fn ptr(&self) -> *mut u8 {
         self.raw.buf.cast()
+    }
+
+    /// All of it.
+    pub fn segment(&self) -> Segment {
+        Segment { ptr: self.ptr(), len: self.len() }
     }
 
     /// Its bytes.

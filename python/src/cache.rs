@@ -91,6 +91,7 @@ pub enum Places<'a, 'py> {
 }
 
 /// Which way blocks go.
+#[derive(Clone, Copy)]
 pub enum Movement {
     Load,
     /// With the key before the first.
@@ -335,7 +336,7 @@ impl PyCache {
     fn queue(&self, py: Python<'_>, depth: &Bound<'_, PyAny>) -> PyResult<PyQueue> {
         let cache = self.use_it(py)?;
         let queue = cache.completion_queue(whole(depth, "depth")?).map_err(|error| errors::to_python(py, &error))?;
-        Ok(PyQueue::new(cache.clone(), queue))
+        Ok(PyQueue::of_cache(cache.clone(), queue))
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {

@@ -13,7 +13,7 @@ use std::{
 };
 
 use kvhoist::{
-    BlockKey, Error, Memory, Segment, Tier, block_on,
+    BlockKey, Error, Memory, Segment, block_on,
     service::{Client, ClientOptions, ClientRegion, ServiceFault},
 };
 use pyo3::{
@@ -26,9 +26,11 @@ use crate::{
     blocks,
     buffer::Buffer,
     cache::{Movement, Places},
+    client_queue::ClientQueue,
     convert::{self, OnError, seconds_of, whole},
     errors, keys,
     process::ProcessLocal,
+    queue::PyQueue,
     region::{PyRegion, Registrations},
     wait,
 };
@@ -37,7 +39,9 @@ use crate::{
 #[pyclass(frozen, subclass, module = "kvhoist._native", name = "Client")]
 pub struct PyClient {
     opened: ProcessLocal<Opened>,
-    closed: AtomicBool,
+    closed: Arc<AtomicBool>,
+    /// Questions to the index end after so long.
+    ask_max: Option<Duration>,
     block_bytes: usize,
     namespace: String,
     socket: PathBuf,
@@ -58,6 +62,16 @@ impl PyClient {
         wait::interruptible(py, answer)?.map_err(|error| errors::to_python(py, &error))
     }
 
+    /// Waits for an answer from the service's index, for as long as the caller has said.
+    fn looked_up<T: Send>(&self, py: Python<'_>, answer: impl Future<Output = Result<T, Error>> + Send) -> PyResult<T> {
+        let Some(limit) = self.ask_max else { return self.asked(py, answer) };
+        let answer = wait::within(py, limit, answer)?.unwrap_or_else(|| {
+            let text = format!("timeout: the service has not answered for {limit:?} (`ask_ms`)");
+            Err(Error::Service { fault: ServiceFault::Timeout, text })
+        });
+        answer.map_err(|error| errors::to_python(py, &error))
+    }
+
     /// Runs a load or a store to its end. Interrupted, it leaves the memory of buffers alone; what the service has goes
     /// on until the region is unregistered.
     fn moved<'py>(
@@ -74,7 +88,7 @@ impl PyClient {
             Places::Blocks(blocks) => blocks::parse(blocks, matches!(movement, Movement::Load))?,
             Places::Lists(addresses, sizes) => (blocks::parse_lists(keys.len(), addresses, sizes)?, Vec::new()),
         };
-        let lent: Vec<_> = buffers.iter().map(|buffer| Segment { ptr: buffer.ptr(), len: buffer.len() }).collect();
+        let lent: Vec<_> = buffers.iter().map(Buffer::segment).collect();
         // SAFETY: the exports keep the memory mapped until they are dropped, which is after the call. That nobody else
         // writes to it meanwhile is the caller's part, as documented; bytes are bytes, whatever they come to.
         let loan = unsafe { client.lend(&lent) };
@@ -153,27 +167,27 @@ fn register(
 #[pymethods]
 impl PyClient {
     #[new]
-    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadline_ms, give_up_ms, shared))]
+    #[pyo3(signature = (socket, namespace, block_bytes, sizes, deadlines_ms, shared))]
     fn open(
         py: Python<'_>,
         socket: PathBuf,
         namespace: String,
         block_bytes: usize,
         sizes: (u64, u64, usize),
-        deadline_ms: u64,
-        give_up_ms: Option<u64>,
+        deadlines_ms: (u64, Option<u64>, Option<u64>),
         shared: bool,
     ) -> PyResult<Self> {
         let mut options = ClientOptions::new(namespace.clone(), block_bytes);
         (options.capacity_bytes, options.host_bytes, options.bounce_bytes) = sizes;
+        let (deadline_ms, ask_ms, give_up_ms) = deadlines_ms;
         options.deadline = Duration::from_millis(deadline_ms);
         options.give_up = give_up_ms.map(Duration::from_millis);
         options.shared = shared;
         let connected = wait::interruptible(py, Client::connect(socket.clone(), options))?;
         let client = connected.map_err(|error| errors::to_python(py, &error))?;
         let opened = Opened { client, registrations: Arc::default() };
-        let closed = AtomicBool::new(false);
-        Ok(PyClient { opened: ProcessLocal::new(opened), closed, block_bytes, namespace, socket })
+        let (closed, ask_max) = (Arc::default(), ask_ms.map(Duration::from_millis));
+        Ok(PyClient { opened: ProcessLocal::new(opened), closed, ask_max, block_bytes, namespace, socket })
     }
 
     /// Size of every block, bytes.
@@ -209,37 +223,37 @@ impl PyClient {
     /// How many leading keys are resident. Asks the service; no I/O, no use counted.
     fn match_prefix(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
-        self.asked(py, client.match_len(&keys))
+        self.looked_up(py, client.match_len(&keys))
     }
 
     /// Whether a key is resident. Asks the service; no I/O, no use counted.
     fn contains(&self, py: Python<'_>, key: &Bound<'_, PyAny>) -> PyResult<bool> {
         let (client, key) = (self.use_it(py)?, [keys::one(key)?]);
-        Ok(self.asked(py, client.match_len(&key))? == 1)
+        Ok(self.looked_up(py, client.match_len(&key))? == 1)
     }
 
     /// Which keys are resident, in one request.
     fn contains_each(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<Vec<bool>> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
-        self.asked(py, client.contains(&keys))
+        self.looked_up(py, client.contains(&keys))
     }
 
     /// Counts a use of every resident block of a chain, as a load of it would. No I/O.
     fn touch(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<()> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
-        self.asked(py, client.touch(&keys))
+        self.looked_up(py, client.touch(&keys))
     }
 
     /// Says that a chain is over: its blocks are evicted first. Returns the number of released blocks.
     fn release(&self, py: Python<'_>, keys: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (client, keys) = (self.use_it(py)?, keys::from_python(keys)?);
-        self.asked(py, client.release(&keys))
+        self.looked_up(py, client.release(&keys))
     }
 
     /// Keeps the resident blocks of a chain for a time in seconds: they are evicted last. Returns their number.
     fn keep(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, seconds: &Bound<'_, PyAny>) -> PyResult<usize> {
         let (client, keys, time) = (self.use_it(py)?, keys::from_python(keys)?, seconds_of(seconds)?);
-        self.asked(py, client.keep(&keys, time))
+        self.looked_up(py, client.keep(&keys, time))
     }
 
     /// Lends mapped memory of `nbytes` bytes at an address; `Client.register_host` is its public face.
@@ -343,39 +357,17 @@ impl PyClient {
     }
 
     /// The space's figures for all clients, since the service opened it.
-    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    #[pyo3(signature = (briefly=false))]
+    fn stats<'py>(&self, py: Python<'py>, briefly: bool) -> PyResult<Bound<'py, PyDict>> {
         let client = self.use_it(py)?;
-        let stats = self.asked(py, client.stats())?;
-        let all = PyDict::new(py);
-        let tiers = PyDict::new(py);
-        for (tier, figures) in Tier::ALL.iter().zip(&stats.tiers) {
-            let one = PyDict::new(py);
-            let (hits, resident, slots) = (figures.hits, figures.resident, figures.slots);
-            let named = [("hits", hits), ("resident", resident), ("slots", slots), ("evictions", figures.evictions)];
-            let more = [("refused", figures.refused), ("bytes_in", figures.bytes_in)];
-            named.into_iter().chain(more).try_for_each(|(name, value)| one.set_item(name, value))?;
-            tiers.set_item(tier.name(), one)?;
-        }
-        all.set_item("tiers", tiers)?;
-        let counts = [
-            ("misses", stats.misses),
-            ("stores", stats.stores),
-            ("stores_known", stats.stores_known),
-            ("writes_refused", stats.writes_refused),
-            ("writes_declined", stats.writes_declined),
-            ("writes_over_budget", stats.writes_over_budget),
-            ("checksum_failures", stats.checksum_failures),
-            ("read_errors", stats.read_errors),
-            ("write_errors", stats.write_errors),
-            ("quarantined", stats.quarantined),
-            ("changed_memory", stats.changed_memory),
-            ("straight_bytes", stats.straight_bytes),
-            ("read_bytes", stats.read_bytes),
-        ];
-        counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
-        let trouble = Some(stats.disk_trouble).filter(|trouble| !trouble.is_empty());
-        all.set_item("disk_trouble", trouble)?;
-        Ok(all)
+        let stats = if briefly { self.looked_up(py, client.stats())? } else { self.asked(py, client.stats())? };
+        convert::client_stats(py, &stats)
+    }
+
+    fn queue(&self, py: Python<'_>, depth: usize) -> PyResult<PyQueue> {
+        let client = self.use_it(py)?.clone();
+        let queue = ClientQueue::new(client, Arc::clone(&self.closed), depth);
+        queue.map(PyQueue::of_client).map_err(|error| errors::to_python(py, &error))
     }
 
     fn close(&self, py: Python<'_>) -> PyResult<()> {
@@ -404,6 +396,7 @@ impl PyClient {
 impl Drop for PyClient {
     fn drop(&mut self) {
         let Some(opened) = self.opened.here() else { return };
+        self.closed.store(true, Ordering::Release);
         // Movements that use the program's memory end before it is released.
         Python::attach(|py| {
             drop(wait::to_the_end(py, opened.client.close()));

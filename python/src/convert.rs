@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvhoist::{Config, Error, Route, Stats, Tier};
+use kvhoist::{Config, Error, Route, Stats, Tier, service::SpaceStats};
 use pyo3::{
     prelude::*,
     types::{PyBool, PyDict, PyList},
@@ -100,6 +100,40 @@ pub fn stats<'py>(py: Python<'py>, stats: &Stats, config: &Config) -> PyResult<B
     all.set_item("device_retired", stats.device_retired.as_deref())?;
     all.set_item("disk_retired", stats.disk_retired.as_deref())?;
     all.set_item("disk_read_only", stats.disk_read_only.as_deref())?;
+    Ok(all)
+}
+
+/// The figures of a service's space.
+pub fn client_stats<'py>(py: Python<'py>, stats: &SpaceStats) -> PyResult<Bound<'py, PyDict>> {
+    let all = PyDict::new(py);
+    let tiers = PyDict::new(py);
+    for (tier, figures) in Tier::ALL.iter().zip(&stats.tiers) {
+        let one = PyDict::new(py);
+        let (hits, resident, slots) = (figures.hits, figures.resident, figures.slots);
+        let named = [("hits", hits), ("resident", resident), ("slots", slots), ("evictions", figures.evictions)];
+        let more = [("refused", figures.refused), ("bytes_in", figures.bytes_in)];
+        named.into_iter().chain(more).try_for_each(|(name, value)| one.set_item(name, value))?;
+        tiers.set_item(tier.name(), one)?;
+    }
+    all.set_item("tiers", tiers)?;
+    let counts = [
+        ("misses", stats.misses),
+        ("stores", stats.stores),
+        ("stores_known", stats.stores_known),
+        ("writes_refused", stats.writes_refused),
+        ("writes_declined", stats.writes_declined),
+        ("writes_over_budget", stats.writes_over_budget),
+        ("checksum_failures", stats.checksum_failures),
+        ("read_errors", stats.read_errors),
+        ("write_errors", stats.write_errors),
+        ("quarantined", stats.quarantined),
+        ("changed_memory", stats.changed_memory),
+        ("straight_bytes", stats.straight_bytes),
+        ("read_bytes", stats.read_bytes),
+    ];
+    counts.into_iter().try_for_each(|(name, value)| all.set_item(name, value))?;
+    let trouble = Some(stats.disk_trouble.as_str()).filter(|trouble| !trouble.is_empty());
+    all.set_item("disk_trouble", trouble)?;
     Ok(all)
 }
 

@@ -8,6 +8,7 @@ mod blocks;
 mod buffer;
 mod cache;
 mod client;
+mod client_queue;
 mod convert;
 mod errors;
 mod keys;

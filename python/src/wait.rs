@@ -43,6 +43,27 @@ where
     }
 }
 
+/// As [`interruptible`], for so long at most: `None`, with the future dropped, if it has not ended by then.
+///
+/// # Errors
+/// As [`interruptible`].
+pub fn within<F>(py: Python<'_>, limit: Duration, future: F) -> PyResult<Option<F::Output>>
+where
+    F: Future + Send,
+    F::Output: Send,
+{
+    let mut future = pin!(future);
+    let until = Instant::now() + limit;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let output = py.detach(|| run_for(future.as_mut(), left.min(SIGNALS_EVERY)));
+        if output.is_some() || left.is_zero() {
+            return Ok(output);
+        }
+        py.check_signals()?;
+    }
+}
+
 /// Runs a future to its end in spite of signals: for operations that must end before their memory is released.
 pub fn to_the_end<F>(py: Python<'_>, future: F) -> F::Output
 where

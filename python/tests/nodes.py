@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -49,6 +50,20 @@ class Node:
         self.process.kill()
         assert self.process.wait(PATIENCE_S) == -signal.SIGKILL
         self.process.stdout.close()
+
+    @contextlib.contextmanager
+    def hanging(self):
+        """The service answers nothing meanwhile."""
+        os.kill(self.process.pid, signal.SIGSTOP)
+        try:
+            await_(self._all_stopped, "the service's threads to stop")
+            yield
+        finally:
+            os.kill(self.process.pid, signal.SIGCONT)
+
+    def _all_stopped(self) -> bool:
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/stat")
+        return all(task.read_text().rsplit(")", 1)[1].split()[0] == "T" for task in tasks)
 
     def start_deaths(self, stop: threading.Event) -> threading.Thread:
         """Kills the service and starts it again, four times or until `stop` is set, in the thread it returns."""

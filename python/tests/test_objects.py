@@ -10,11 +10,14 @@ import tempfile
 import threading
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvhoist.chunks import Place, tier_settings
+from kvhoist import Cache, UnavailableError
+from kvhoist._native import chunk_keys
+from kvhoist.chunks import Jobs, Place, tier_settings
 from kvhoist.objects import DIGEST_BYTES, ObjectStore, StoredObject
 
 BLOCK = 8192
@@ -149,3 +152,78 @@ TestObjects.settings = settings(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+
+
+class Misled:
+    """A queue that also gives the end of a submission that nobody made, first."""
+
+    def __init__(self, queue):
+        self._queue = queue
+        self.given = False
+
+    def __getattr__(self, name):
+        return getattr(self._queue, name)
+
+    def drain(self):
+        done = self._queue.drain()
+        if done and not self.given:
+            self.given, done = True, [(1 << 40, [True]), *done]
+        return done
+
+
+def test_every_end_is_reported_whatever_became_of_another(store_dir, caplog):
+    """A submission of nobody's, and a report that raises: the tasks behind them end all the same."""
+    import ctypes
+
+    arena, ended, changed = mmap.mmap(-1, ARENA), [], threading.Condition()
+
+    def end(task):
+        with changed:
+            ended.append(task.task_id)
+            changed.notify_all()
+        if task.task_id == 1:
+            raise KeyError("an engine's own trouble")
+
+    address = ctypes.addressof(ctypes.c_char.from_buffer(arena))
+    config = tier_settings({"path": str(store_dir), "capacity": "4MiB", "direct_io": "prefer"})
+    store = ObjectStore(config, Place("test", "objects", {}), BLOCK, [(address, ARENA, False)], end)
+    store._queue = queue = Misled(store._queue)
+    for task in range(1, 6):
+        store.submit_store(task, [object_of(task)], [address + task * 8 * BLOCK], [None])
+    with changed:
+        assert changed.wait_for(lambda: len(ended) == 5, 60), "a task never ended"
+    assert queue.given and sorted(ended) == [1, 2, 3, 4, 5]
+    assert "an engine's own trouble" in caplog.text and str(1 << 40) in caplog.text
+    store.close()
+
+
+def test_every_job_ends_whatever_became_of_a_submission(store_dir):
+    with Cache(None, block_bytes=4096, host_blocks=64) as cache:
+        jobs = Jobs(cache)
+        jobs._queue = queue = Misled(jobs._queue)
+        for job in range(5):
+            name, block = bytes([job]) * 36, bytes(4096)
+            jobs.begin(job, False, [([name], lambda q, n=name, b=block: q.submit_store(chunk_keys([n]), [b]))])
+        jobs.drain()
+        ended = sorted((one.job_id, len(one.good)) for one in jobs.finished())
+        assert queue.given and ended == [(job, 1) for job in range(5)]
+
+
+def test_a_thread_that_cannot_be_started_ends_the_start(store_dir, monkeypatch):
+    def exhausted(_thread):
+        raise RuntimeError("can't start new thread")
+
+    arena = mmap.mmap(-1, ARENA)
+    config = tier_settings({"path": str(store_dir), "capacity": "4MiB", "direct_io": "prefer"})
+
+    def opened():
+        import ctypes
+
+        address = ctypes.addressof(ctypes.c_char.from_buffer(arena))
+        return ObjectStore(config, Place("test", "objects", {}), BLOCK, [(address, ARENA, False)], print)
+
+    with monkeypatch.context() as none_to_be_had:
+        none_to_be_had.setattr(threading.Thread, "start", exhausted)
+        with pytest.raises(UnavailableError, match="ulimit -u"):
+            opened()
+    opened().close()  # It has left nothing open.
