@@ -36,6 +36,17 @@ def refuse_adapters_without_keys(args: Any) -> None:
         )
 
 
+def warn_of_salts() -> None:
+    """Warns of versions of SGLang whose keys do not tell `cache_salt` apart, and which say of no request what it had."""
+    utils = sys.modules.get("sglang.srt.mem_cache.utils")
+    if utils is not None and not hasattr(utils, "storage_namespace_seed"):
+        logger.warning(
+            "kvhoist: this version of SGLang leaves `cache_salt` and `extra_key` of a request out of the keys of its "
+            "pages: requests with different salts share pages. Where salts separate tenants, give each a server with "
+            "a `revision` of its own, or use SGLang 0.5.23"
+        )
+
+
 def refuse_what_is_not_kept(config: Any, in_service: bool) -> None:
     """Refuses layouts of ranks whose pages the backend cannot keep."""
     if config.is_mla_model and config.tp_size > 1 and not in_service:

@@ -19,7 +19,7 @@ from .errors import ClosedError, Error, UnavailableError
 from .hicache import Geometry, PoolStore, prefix_parent, split_capacity
 from .hicache_hits import policy, trailing
 from .hicache_identity import Identity
-from .hicache_refusals import refuse_adapters_without_keys, refuse_what_is_not_kept, server_args
+from .hicache_refusals import refuse_adapters_without_keys, refuse_what_is_not_kept, server_args, warn_of_salts
 from .hicache_service import Keeper, is_writer, wants_service
 
 logger = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ class HiCacheKvhoist(HiCacheStorage):
         args = server_args()
         self.identity = Identity.of(storage_config, args, self.config.revision)
         refuse_adapters_without_keys(args)
+        warn_of_salts()
         in_service = wants_service(self.config, storage_config)
         refuse_what_is_not_kept(storage_config, in_service)
         if in_service:

@@ -122,3 +122,13 @@ def test_adapters_whose_pages_have_the_same_keys_are_refused(store_dir, monkeypa
         monkeypatch.delattr(utils, "storage_namespace_seed")
     with pytest.raises(ConfigError, match="^enable_lora: found True"):
         sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir))
+
+
+def test_a_version_whose_keys_have_no_salt_says_so_at_the_start(store_dir, caplog):
+    """Where tenants are told apart by `cache_salt`, an operator must know that their pages are not."""
+    from sglang.srt.mem_cache import utils
+
+    pool = filled(sgl.MHA)
+    sgl.backend(sgl.MHA, pool, sgl.extra_config(store_dir)).close()
+    assert ("cache_salt" in caplog.text) != hasattr(utils, "storage_namespace_seed")
+    assert ("cache_salt" in caplog.text) == (sgl.version() < (0, 5, 23))
