@@ -164,7 +164,7 @@ class KvhoistL2(L2AdapterInterface):
 
     # Lookup
 
-    def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Any) -> int:
+    def submit_lookup_and_lock_task(self, keys: Sequence[Any], group_layout_descs: Any = None) -> int:
         """Looks objects up, in this call. Found objects count as used, and are evicted last."""
         self._check_open()
         keys = list(keys)

@@ -21,6 +21,15 @@ def row_of(key: Any) -> tuple:
     return key.model_name, key.kv_rank, key.object_group_id, key.cache_salt
 
 
+def _dtypes(obj: Any) -> tuple:
+    """The dtypes of an object. One of a single tensor may have its dtype only, and none in the list."""
+    try:
+        dtypes = obj.get_dtypes()
+    except (AssertionError, ValueError, NotImplementedError):
+        dtypes = None
+    return tuple(dtypes or (obj.get_dtype(),))
+
+
 class ObjectNames:
     """Names of an engine's objects: digests of their keys and layouts, which are not in the keys."""
 
@@ -37,7 +46,7 @@ class ObjectNames:
         with self._lock:
             named = []
             for key, obj in zip(keys, objects):
-                layout = (obj.get_physical_size(), tuple(obj.get_dtypes()))
+                layout = (obj.get_physical_size(), _dtypes(obj))
                 known = self._layouts.setdefault(row_of(key)[:3], {})
                 if known and next(reversed(known)) != layout:
                     known.pop(layout, None)

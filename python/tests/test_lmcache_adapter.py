@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import sys
+
 import lm
 import pytest
 
@@ -115,3 +119,27 @@ def test_figures_say_what_the_store_does(store_dir):
         usage = alone.adapter.get_usage()
         assert usage.total_bytes_used == 12 * (64 << 10) == usage.bytes_by_cache_salt[""]
         assert not alone.adapter.supports_global_eviction
+
+
+def test_lmcaches_own_bench_stores_and_loads_all(store_dir, monkeypatch, capsys):
+    """Its objects have a dtype and no list of dtypes."""
+    from lmcache.cli.main import main
+
+    config = json.dumps(adapter_config(store_dir, capacity="64MiB"))
+    monkeypatch.setattr(sys, "argv", [
+        "lmcache", "bench", "l2", "--l2-adapter", config, "--num-keys", "32", "--in-flight", "4",
+        "--data-size-kb", "64", "--no-skip-verify", "--lookup-max-hit-rate", "1.0", "--warmup-rounds", "0",
+    ])  # fmt: skip
+    main()
+    words = capsys.readouterr().out.split("\n")
+    found = [int(line.split()[-1]) for line in words if line.startswith("Total success:")]
+    assert found == [128, 128, 128], "stored, looked up, loaded"
+
+
+def test_lmcaches_own_check_passes(store_dir, capsys):
+    from lmcache.v1.check.check_mode_test_l2_adapter import run_test_mode
+
+    config = json.dumps(adapter_config(store_dir, capacity="64MiB"))
+    asyncio.run(run_test_mode("meta/tiny", l2_adapter=[config], num_keys=128))
+    out = capsys.readouterr().out
+    assert out.count("128/128") >= 4 and "FAIL" not in out and "0/128" not in out.replace("128/128", ""), out

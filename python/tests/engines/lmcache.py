@@ -14,8 +14,8 @@ from .stand_ins import add_absent, prepare_torch
 #: Packages that LMCache imports and its storage does not need.
 ABSENT = frozenset(
     """
-    aiofile aiofiles aiohttp awscrt blake3 cpuinfo cufile cupy fastapi grpc huggingface_hub numba nvtx redis safetensors
-    transformers uvicorn xxhash
+    aiofile aiofiles aiohttp awscrt blake3 cpuinfo cufile cupy fastapi grpc huggingface_hub numba nvtx openai redis
+    safetensors transformers uvicorn xxhash
     """.split()
 )
 
