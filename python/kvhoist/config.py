@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,8 @@ from typing import Any, Iterable, Mapping
 
 from . import _native
 from .errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 _WHOLE = re.compile(r"\s*\d{1,40}\s*", re.ASCII)
 
@@ -55,6 +58,18 @@ def nearest(name: str, known: Iterable[str]) -> str:
     names = sorted(known)
     likely = difflib.get_close_matches(name, names, n=1)
     return f"no such name; did you mean {likely[0]}?" if likely else "one of " + ", ".join(names)
+
+
+#: Keywords that were warned of, each with the class that got it.
+_warned: set[tuple[str, str]] = set()
+
+
+def warn_of_keywords(what: str, names: Iterable[str]) -> None:
+    """Logs, once each, that an engine has passed keywords of which a class makes no use."""
+    new = sorted({(what, str(name)) for name in names} - _warned)
+    _warned.update(new)
+    if new:
+        logger.warning("kvhoist: %s makes no use of %s, which the engine passes", what, ", ".join(n for _, n in new))
 
 
 def parse_bytes(size: int | str, name: str = "size") -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import re
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
@@ -20,26 +19,11 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 
 import lmcache
 
+from .versions import Supported
+
 #: The first and the last supported version; the tests run with both.
-VERSIONS = ((0, 5), (0, 5))
-
-
-def _version() -> tuple[int, ...]:
-    """LMCache's version; (0, 0) if the build has none."""
-    return tuple(map(int, re.findall(r"\d+", str(getattr(lmcache, "__version__", "")))[:2])) or (0, 0)
-
-
-def _wrong_version() -> str:
-    found, (first, last) = getattr(lmcache, "__version__", "unknown"), VERSIONS
-    known = f"{first[0]}.{first[1]}" + ("" if first == last else f" to {last[0]}.{last[1]}")
-    return (
-        f"lmcache: found version {found}, expected {known}, whose L2 adapters kvhoist.lmcache supports; install one "
-        "of these, or a kvhoist that supports yours"
-    )
-
-
-if (0, 0) < _version() < VERSIONS[0]:
-    raise ImportError(_wrong_version())
+VERSION = Supported(lmcache, (0, 5), (0, 5), "L2 adapters kvhoist.lmcache")
+VERSION.check()
 try:
     from lmcache.v1.distributed.internal_api import L2StoreResult
     from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
@@ -49,11 +33,11 @@ try:
     except ImportError:  # Before 0.5.6.
         from lmcache.native_storage_ops import Bitmap
 except ImportError as error:
-    raise ImportError(f"{_wrong_version()} ({error})") from error
+    raise ImportError(f"{VERSION.refusal()} ({error})") from error
 
 from . import __version__  # noqa: E402
 from .chunks import Place, tier_settings  # noqa: E402
-from .config import config_error, parse_bytes  # noqa: E402
+from .config import config_error, parse_bytes, warn_of_keywords  # noqa: E402
 from .errors import ArgumentError, ClosedError  # noqa: E402
 from .failures import Failures  # noqa: E402
 from .lmcache_announced import Announced  # noqa: E402
@@ -79,10 +63,10 @@ class KvhoistL2(L2AdapterInterface):
     a miss or a failed task, a line in the log, and a count in ``counters``.
     """
 
-    def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
+    def __init__(self, config: Mapping[str, Any], l1_memory_desc: Any = None, **more: Any) -> None:
         super().__init__()
-        if _version() > VERSIONS[1]:
-            logger.warning("kvhoist: %s; trying", _wrong_version())
+        VERSION.warn()
+        warn_of_keywords("KvhoistL2", more)
         if l1_memory_desc is None:
             raise config_error("l1_memory_desc", None, "an L1 in host memory: kvhoist reads and writes it in place")
         settings = dict(config)
@@ -378,8 +362,7 @@ def _addresses(objects: Sequence[Any]) -> list[int]:
 
 def _identity(block_bytes: int, revision: str) -> dict[str, Any]:
     # The layout of an object depends on the version.
-    version = ".".join(map(str, _version()))
-    return {"format": FORMAT, "block_bytes": block_bytes, "lmcache": version, "revision": revision}
+    return {"format": FORMAT, "block_bytes": block_bytes, "lmcache": VERSION.layout(), "revision": revision}
 
 
 def _pieces(memory: Any) -> list[tuple[int, int, bool]]:

@@ -14,7 +14,7 @@ from typing import Any, Callable, Optional
 
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage, PoolTransferResult
 
-from .config import HiCacheConfig, config_error
+from .config import HiCacheConfig, config_error, warn_of_keywords
 from .errors import ClosedError, Error, UnavailableError
 from .hicache import Geometry, PoolStore, prefix_parent, split_capacity
 from .hicache_hits import policy, trailing
@@ -42,7 +42,8 @@ class HiCacheKvhoist(HiCacheStorage):
     threads: a failure is a miss or a `False`, a line in the log, and a count in ``counters``.
     """
 
-    def __init__(self, storage_config: Any, kwargs: Optional[dict] = None) -> None:
+    def __init__(self, storage_config: Any, kwargs: Optional[dict] = None, **more: Any) -> None:
+        warn_of_keywords("HiCacheKvhoist", more)
         self.config = HiCacheConfig.load(storage_config.extra_config)
         args = server_args()
         self.identity = Identity.of(storage_config, args, self.config.revision)

@@ -18,31 +18,11 @@ from typing import Any, Callable, Collection, Iterable, Mapping
 
 import vllm
 
+from .versions import Supported
+
 #: The first and the last supported version; the tests run with both.
-VERSIONS = ((0, 28), (0, 33))
-
-
-def _version() -> tuple[int, ...]:
-    """vLLM's version; (0, 0) if the build has none."""
-    return tuple(map(int, re.findall(r"\d+", str(getattr(vllm, "__version__", "")))[:2])) or (0, 0)
-
-
-def _wrong_version() -> str:
-    found, (first, last) = getattr(vllm, "__version__", "unknown"), VERSIONS
-    return (
-        f"vllm: found version {found}, expected {first[0]}.{first[1]} to {last[0]}.{last[1]}, whose KV offloading "
-        "kvhoist.vllm supports; install one of these, or a kvhoist that supports yours"
-    )
-
-
-def warn_of_version() -> None:
-    """Logs a warning for a version after the last supported one."""
-    if _version() > VERSIONS[1]:
-        logger.warning("kvhoist: %s; trying", _wrong_version())
-
-
-if (0, 0) < _version() < VERSIONS[0]:
-    raise ImportError(_wrong_version())
+VERSION = Supported(vllm, (0, 28), (0, 33), "KV offloading kvhoist.vllm")
+VERSION.check()
 try:
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
     from vllm.v1.kv_offload.base import (
@@ -55,12 +35,12 @@ try:
     from vllm.v1.kv_offload.file_mapper import FileMapper
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 except ImportError as error:
-    raise ImportError(f"{_wrong_version()} ({error})") from error
+    raise ImportError(f"{VERSION.refusal()} ({error})") from error
 
 from . import __version__  # noqa: E402
 from .chunk_service import SharedChunkStore  # noqa: E402
 from .chunks import ChunkStore, Ended, Place, tier_settings  # noqa: E402
-from .config import config_error  # noqa: E402
+from .config import HiCacheConfig, config_error, warn_of_keywords  # noqa: E402
 from .failures import Failures  # noqa: E402
 from .vllm_figures import Figures, metric_definitions  # noqa: E402
 from .vllm_hints import give_hint  # noqa: E402
@@ -99,9 +79,9 @@ class KvhoistTier(SecondaryTierManager):
         # The detector exists since 0.33.
         more = {} if backpressure_detector is None else {"backpressure_detector": backpressure_detector}
         super().__init__(offloading_spec, primary_kv_view, tier_type, **more)
-        warn_of_version()
+        VERSION.warn()
         self.locality = None if locality is None else Locality(locality)
-        self.config = tier_settings(settings)
+        self.config = tier_settings(_own(settings, offloading_spec))
         rows, row_bytes = primary_kv_view.shape  # pyright: ignore[reportGeneralTypeIssues]
         if primary_kv_view.strides != (row_bytes, 1):
             raise config_error("primary_kv_view", primary_kv_view.strides, f"strides of ({row_bytes}, 1), rows in line")
@@ -284,6 +264,18 @@ _HAS_BYTES = "transfer_bytes" in {field.name for field in dataclasses.fields(Job
 
 
 def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
+def _own(settings: Mapping[str, Any], spec: Any) -> dict[str, Any]:
+    """The settings, without keywords of which a later vLLM has made some of its own.
+
+    What the operator has written stays, so that a misspelt setting is refused.
+    """
+    tiers = getattr(spec, "extra_config", {}).get("secondary_tiers", ())
+    written = {name for tier in tiers if isinstance(tier, Mapping) for name in tier}
+    more = settings.keys() - written - HiCacheConfig.__dataclass_fields__.keys()
+    warn_of_keywords("KvhoistTier", more)
+    return {name: value for name, value in settings.items() if name not in more}
+
+
     """The place of this engine's chunks, apart from all engines whose chunks would have other bytes.
 
     `chunk` is what an adapter knows of a chunk's bytes: format and size.
@@ -295,7 +287,7 @@ def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
     identity = {
         **chunk,
         # The layout of a block depends on the version.
-        "vllm": ".".join(map(str, _version())),
+        "vllm": VERSION.layout(),
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),
         "revision": revision,
         **mapper.fields,

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 from .config import config_error
 from .device_chunks import DeviceChunks, Group, Page
 from .device_settings import DeviceSettings, vllm_settings
-from .vllm import place_of, warn_of_version
+from .vllm import VERSION, place_of
 from .vllm_figures import Figures, metric_definitions
 from .vllm_hints import give_hint
 from .vllm_prefix import Prefix, positions
@@ -68,7 +68,7 @@ class KvhoistOffloadingSpec(OffloadingSpec):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        warn_of_version()
+        VERSION.warn()
         parallel = config.parallel
         if parallel.world_size != 1:
             raise config_error(

@@ -16,7 +16,8 @@ if why:
 lm.boot()
 
 from kvhoist import ClosedError  # noqa: E402
-from lm import Alone, adapter_config, keys_of  # noqa: E402
+from kvhoist.lmcache import KvhoistL2  # noqa: E402
+from lm import Alone, adapter_config, boot, keys_of  # noqa: E402
 
 
 def test_the_three_descriptors_are_readable_when_their_tasks_have_ended(store_dir):
@@ -143,3 +144,11 @@ def test_lmcaches_own_check_passes(store_dir, capsys):
     asyncio.run(run_test_mode("meta/tiny", l2_adapter=[config], num_keys=128))
     out = capsys.readouterr().out
     assert out.count("128/128") >= 4 and "FAIL" not in out and "0/128" not in out.replace("128/128", ""), out
+
+
+def test_a_keyword_that_a_later_lmcache_passes_is_taken_with_a_warning(store_dir, caplog):
+    alone = Alone(adapter_config(store_dir))
+    alone.adapter.close()
+    memory = boot().internal.L1MemoryDesc(alone._start, 8 << 20, 4096)
+    KvhoistL2(adapter_config(store_dir)["adapter_params"], l1_memory_desc=memory, next_thing=7).close()
+    assert "makes no use of next_thing" in caplog.text

@@ -327,3 +327,30 @@ def test_events_say_what_was_stored(store_dir):
         assert sorted(key for event in events for key in event.keys) == sorted(keys)
         assert not any(event.removed for event in events)
         assert not list(engine.tier.take_events())
+
+
+def test_a_keyword_that_a_later_vllm_passes_is_taken_with_one_warning(store_dir, monkeypatch, caplog):
+    """What the operator has misspelt is refused still."""
+    real = kvhoist.vllm.KvhoistTier.__init__
+
+    def passing_more(self, *given, **named):
+        real(self, *given, **named, worker_group="a", next_thing=7)
+
+    monkeypatch.setattr(kvhoist.vllm.KvhoistTier, "__init__", passing_more)
+    for _ in range(2):
+        with Engine([tier_config(store_dir)]) as engine:
+            keys = stored(engine, "a", 4)
+            assert engine.resolve(engine.request(keys), keys) == "HHHH"
+    assert caplog.text.count("makes no use of next_thing, worker_group") == 1
+    with pytest.raises(kvhoist.ConfigError, match="capactiy"):
+        Engine([{**tier_config(store_dir), "capactiy": "1GiB"}])
+
+
+def test_a_build_from_source_is_tried_with_a_warning(monkeypatch, caplog, store_dir):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.1.dev1+gabcdef123")
+    importlib.reload(kvhoist.vllm)
+    with Engine([tier_config(store_dir)]) as engine:
+        assert stored(engine, "a", 2)
+    assert "found version 0.1.dev1+gabcdef123" in caplog.text

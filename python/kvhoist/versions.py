@@ -1,0 +1,59 @@
+"""Versions of an engine that an adapter supports. Needs no engine."""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+#: What a build from source calls itself: a development version, or a commit behind any number.
+_FROM_SOURCE = re.compile(r"dev|\+g[0-9a-f]{6,40}\b")
+
+
+class Supported:
+    """The first and the last version of an engine that an adapter supports, as (major, minor).
+
+    The number of a build from source says little: it is tried, with a warning.
+    """
+
+    def __init__(self, package: Any, first: tuple[int, int], last: tuple[int, int], what: str) -> None:
+        self._package, self._first, self._last, self._what = package, first, last, what
+
+    @property
+    def found(self) -> str:
+        """The version, as the engine has it."""
+        return str(getattr(self._package, "__version__", None) or "unknown")
+
+    @property
+    def _number(self) -> tuple[int, ...]:
+        return tuple(map(int, re.findall(r"\d+", self.found.partition("+")[0])[:2]))
+
+    @property
+    def is_from_source(self) -> bool:
+        """Whether its number says little of its interfaces."""
+        return not self._number or bool(_FROM_SOURCE.search(self.found))
+
+    def layout(self) -> str:
+        """What the layout of stored bytes depends on: major and minor, or all that is known of a build from source."""
+        return self.found if self.is_from_source else ".".join(map(str, self._number))
+
+    def refusal(self) -> str:
+        """What is supported, and what to do."""
+        first, last = (".".join(map(str, version)) for version in (self._first, self._last))
+        known = first if first == last else f"{first} to {last}"
+        return (
+            f"{self._package.__name__}: found version {self.found}, expected {known}, whose {self._what} supports; "
+            "install one of these, or a kvhoist that supports yours"
+        )
+
+    def check(self) -> None:
+        """Raises ImportError for a version before the first."""
+        if not self.is_from_source and self._number < self._first:
+            raise ImportError(self.refusal())
+
+    def warn(self) -> None:
+        """Logs a warning for a version after the last, and for a build from source."""
+        if self.is_from_source or self._number > self._last:
+            logger.warning("kvhoist: %s; trying", self.refusal())
