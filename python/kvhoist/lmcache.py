@@ -42,6 +42,7 @@ from .errors import ArgumentError, ClosedError  # noqa: E402
 from .failures import Failures  # noqa: E402
 from .lmcache_announced import Announced  # noqa: E402
 from .lmcache_unread import Unread  # noqa: E402
+from .misses import Misses  # noqa: E402
 from .object_names import ObjectNames, row_of  # noqa: E402
 from .objects import Ended, ObjectStore, StoredObject  # noqa: E402
 
@@ -94,6 +95,7 @@ class KvhoistL2(L2AdapterInterface):
         self._closed = False
         place = Place("lmcache", "l2", _identity(block_bytes, self.config.revision))
         self.store = ObjectStore(self.config, place, block_bytes, _pieces(l1_memory_desc), self._end)
+        self._misses = Misses(self.store.cache)
         self._fds = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(3)]
         self._store_fd, self._lookup_fd, self._load_fd = self._fds
         self._announce(l1_memory_desc)
@@ -263,7 +265,7 @@ class KvhoistL2(L2AdapterInterface):
     def _account(self, ended: Ended, task: _Task) -> None:
         failed = len(task.keys) - sum(ended.moved)
         if failed and task.named:  # Without names the task did not begin, which is logged already.
-            self._failed("load" if ended.is_load else "store", ended.why or "evicted meanwhile", failed)
+            self._failed("load" if ended.is_load else "store", ended.why or self._misses.why(), failed)
         moved = [(key, one) for key, one, good in zip(task.keys, task.named, ended.moved) if good]
         keys = [key for key, _ in moved]
         self._announced.add(keys, [one for _, one in moved])

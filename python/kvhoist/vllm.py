@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import re
 from typing import Any, Callable, Collection, Iterable, Mapping
 
 import vllm
@@ -42,6 +41,7 @@ from .chunk_service import SharedChunkStore  # noqa: E402
 from .chunks import ChunkStore, Ended, Place, tier_settings  # noqa: E402
 from .config import HiCacheConfig, config_error, warn_of_keywords  # noqa: E402
 from .failures import Failures  # noqa: E402
+from .misses import Misses  # noqa: E402
 from .vllm_figures import Figures, metric_definitions  # noqa: E402
 from .vllm_hints import give_hint  # noqa: E402
 from .vllm_prefix import Prefix, positions  # noqa: E402
@@ -101,6 +101,7 @@ class KvhoistTier(SecondaryTierManager):
         #: Failed calls by method; `chunks` counts failed chunks.
         self.counters = failures.counters
         self._figures = Figures(tier_type)
+        self._misses = Misses(self.store.cache)
         logger.info(
             "kvhoist: tier %s %s; chunks go %s; %d rows of vLLM's memory registered, %s by the ring",
             tier_type, self.store.description(),
@@ -168,7 +169,7 @@ class KvhoistTier(SecondaryTierManager):
 
     def _result(self, job: Ended) -> JobResult:
         if job.failed:
-            why = next((error for error in job.failed.values() if error is not False), "evicted meanwhile")
+            why = next((error for error in job.failed.values() if error is not False), None) or self._misses.why()
             self._failed("load" if job.is_load else "store", why, len(job.failed))
         if job.is_load:
             for key in job.good:
@@ -263,7 +264,6 @@ class KvhoistTier(SecondaryTierManager):
 _HAS_BYTES = "transfer_bytes" in {field.name for field in dataclasses.fields(JobResult)}
 
 
-def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
 def _own(settings: Mapping[str, Any], spec: Any) -> dict[str, Any]:
     """The settings, without keywords of which a later vLLM has made some of its own.
 
@@ -276,6 +276,7 @@ def _own(settings: Mapping[str, Any], spec: Any) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in more}
 
 
+def place_of(spec: Any, chunk: Mapping[str, Any], revision: str) -> Place:
     """The place of this engine's chunks, apart from all engines whose chunks would have other bytes.
 
     `chunk` is what an adapter knows of a chunk's bytes: format and size.

@@ -12,6 +12,7 @@ from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, LookupResul
 
 from .device_chunks import DeviceChunks, Part
 from .failures import Failures
+from .misses import Misses
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Opened:
         #: it is stored again.
         self.known: dict[bytes, LookupResult] = {}
         self.failures = Failures(logger, "chunks")
+        self.misses = Misses(store.cache)
 
     def loads_failed(self, names: Collection[bytes]) -> None:
         """Makes chunks a miss, so that no request retries a load that always fails."""
@@ -139,7 +141,8 @@ class KvhoistWorker(OffloadingWorker):
         blocks, parts = self._targets.pop(job.job_id, ((), []))
         if job.failed:
             method = "load" if job.is_load else "store"
-            why = next((error for error in job.failed.values() if error is not False), "evicted meanwhile")
+            why = next((error for error in job.failed.values() if error is not False), None)
+            why = why or self._opened.misses.why()
             self._opened.failures.failed(method, why, len(job.failed))
             self._counters[f"{method} chunks"] += len(job.failed)
         if job.is_load and job.failed:

@@ -145,7 +145,7 @@ def test_every_task_failing_costs_recomputing_and_no_more(store_dir, caplog):
         server.check(more)
 
 
-def test_a_damaged_object_fails_alone_and_comes_back_when_it_is_stored(store_dir):
+def test_a_damaged_object_fails_alone_and_comes_back_when_it_is_stored(store_dir, caplog):
     keys = keys_of("a", 8)
     with Server(adapter_config(store_dir)) as server:
         server.put(keys)
@@ -157,6 +157,7 @@ def test_a_damaged_object_fails_alone_and_comes_back_when_it_is_stored(store_dir
         assert alone.lock(keys) == "H" * 8
         assert alone.load(keys) == "HM" * 4
         assert alone.adapter.report_status()["checksum_failures"] == 4
+        assert "damaged on the drive: a checksum failed (4 since" in caplog.text and "evicted" not in caplog.text
         assert alone.lock(keys) == "HM" * 4, "a miss at the next lookup"
         assert alone.load(keys) == "HM" * 4
         # Before 0.5.6 the first store after a failed load is refused.

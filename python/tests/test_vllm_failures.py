@@ -153,3 +153,22 @@ def test_a_process_killed_while_it_stores_leaves_whole_chunks(store_dir, seed):
             engine.finish(context)
             engine.forget()
         engine.tier.store.cache.validate()
+
+
+def test_the_log_tells_damaged_chunks_from_evicted_ones(store_dir, caplog):
+    keys = keys_of("a", 4)
+    with Engine([tier_config(store_dir)]) as engine:
+        stored(engine, "a", 4)
+    (path,) = files(store_dir)
+    with Engine([tier_config(store_dir)]) as engine:
+        gone = engine.request(keys)
+        # Looked up, and gone before its load begins.
+        assert engine.lookup(gone, keys[:1]) == "P"
+        engine.tier.store.cache.remove(*kvhoist.chunks.chunk_keys(keys[:1]))
+        engine.settle()
+        assert "evicted meanwhile" in caplog.text and "checksum" not in caplog.text
+        caplog.clear()
+        overwrite(path, vtier.cell_of(keys[1], 0, CELL).numpy().tobytes())
+        assert engine.resolve(engine.request(keys[1:]), keys[1:]) == "MHH"
+        assert "damaged on the drive: a checksum failed (1 since the last miss)" in caplog.text
+        assert "evicted" not in caplog.text
