@@ -14,6 +14,9 @@ from .vllm_prefix import positions
 #: The key of `kv_transfer_params`, and what the types of actions in `kv_hints` begin with.
 NAME = "kvhoist"
 
+#: The version of these actions.
+ACTION_VERSION = "1"
+
 
 def hint_of(context: Any) -> tuple[bool, float]:
     """Whether the request's chain is over, and the seconds for which it is to be kept.
@@ -26,6 +29,8 @@ def hint_of(context: Any) -> tuple[bool, float]:
     hint = dict(given)
     envelope = getattr(context, "kv_hints", None)
     for action in envelope.actions if envelope is not None else ():
+        if action.action_type in (f"{NAME}.release", f"{NAME}.keep") and action.action_version != ACTION_VERSION:
+            raise config_error("action_version", action.action_version, f"{ACTION_VERSION!r} for {action.action_type}")
         if action.action_type == f"{NAME}.release":
             hint["release"] = True
         elif action.action_type == f"{NAME}.keep":

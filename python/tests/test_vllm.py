@@ -346,6 +346,21 @@ def test_a_keyword_that_a_later_vllm_passes_is_taken_with_one_warning(store_dir,
         Engine([{**tier_config(store_dir), "capactiy": "1GiB"}])
 
 
+@pytest.mark.skipif(vtier.version() < (0, 33), reason="vLLM has no hints before 0.33")
+def test_a_hint_of_another_version_is_not_followed(store_dir, caplog):
+    with Engine([tier_config(store_dir)]) as engine:
+        keys = stored(engine, "over", 6)
+        later = hints("kvhoist.release")
+        protocol = importlib.import_module("vllm.v1.kv_hints.protocol")
+        actions = [protocol.KvHintAction("a", "kvhoist.release", "2", {}), later.actions[0]]
+        finished(engine, keys, kv_hints=protocol.KvHintsEnvelope("1", "m", actions))
+        assert engine.tier.store.cache.stats()["released"] == 0 and engine.tier.counters["hint"] == 1
+        assert "action_version: found '2', expected '1'" in caplog.text
+        others = [protocol.KvHintAction("a", "somebody.else", "2", {}), later.actions[0]]
+        finished(engine, keys, kv_hints=protocol.KvHintsEnvelope("1", "m", others))
+        assert engine.tier.store.cache.stats()["released"] == 6
+
+
 def test_a_build_from_source_is_tried_with_a_warning(monkeypatch, caplog, store_dir):
     import vllm
 
