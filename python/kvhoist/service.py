@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 #: Seconds until a started service must listen.
 _START_PATIENCE_S = 120
 
+#: Seconds between two looks of a service at the places where it is found.
+_LOOK_EVERY_S = 1.0
+
 #: The kernel's bound on a socket's path.
 _SOCKET_BYTES_MAX = 107
 
@@ -170,6 +173,27 @@ def serve(given: argparse.Namespace) -> int:
     _logs.start()
     settings = {
         "direct_io": given.direct_io, "storage": given.storage, "bypass_host": not given.keep_in_host,
+class _Places:
+    """Files and folders by which a service is found, as they are now."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self._known = {path: self._identity(path) for path in paths}
+
+    @staticmethod
+    def _identity(path: str) -> tuple[int, int] | None:
+        try:
+            found = os.stat(path)
+        except FileNotFoundError:
+            return None
+        except OSError:  # It cannot be looked at now, which says nothing.
+            return (0, 0)
+        return (found.st_dev, found.st_ino)
+
+    def are_there(self) -> bool:
+        """Whether none was deleted, or replaced by another."""
+        return all(self._identity(path) in (known, (0, 0)) for path, known in self._known.items())
+
+
         "write_policy": given.write_policy,
     }  # fmt: skip
     if given.write_budget is not None:
@@ -194,11 +218,17 @@ def serve(given: argparse.Namespace) -> int:
     threading.Thread(target=wait, name="kvhoist-wait", daemon=True).start()
     print(f"kvhoist: listening at {given.socket}", flush=True)
     draining = False
-    while (found := signal.sigwait({*ends, ended})) != ended:
-        if draining:
-            os._exit(128 + found)
+    while (found := signal.sigtimedwait({*ends, ended}, _LOOK_EVERY_S)) is None or found.si_signo != ended:
+        if found is None:
+            if draining or places is None or places.are_there():
+                continue
+            logger.warning("kvhoist: %s or its socket was deleted or replaced: this service ends", given.path)
+        elif draining:
+            os._exit(128 + found.si_signo)
         draining = True
         server.drain()
     if failure:
         raise failure[0]
     return 0
+    # Of a service that ends by itself: any other may outlive its socket, which a cleaner of old files may delete.
+    places = None if given.linger is None else _Places([given.socket, *given.path])

@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -321,3 +322,25 @@ def test_an_address_is_found_in_the_file_that_it_is_mapped_from():
     assert mapped_from(at[1], 4096, fd) is None, "nobody else sees what is written there"
     assert mapped_from(at[0], 512 << 20, fd) is None
     os.close(fd)
+
+
+@pytest.mark.parametrize("what", ["its folder", "what is in it"])
+def test_a_service_whose_folder_was_deleted_ends_and_leaves_its_successor_alone(store_dir, what):
+    first = store_dir / "kv"
+    path = service.find_or_start(settings_of(first, linger_s=600))
+    (old,) = service_pids(first)
+    if what == "its folder":
+        shutil.rmtree(first)
+    else:
+        for file in first.iterdir():
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+    # At once, before the other has seen it.
+    os.kill(old, signal.SIGSTOP)
+    assert service.find_or_start(settings_of(first, linger_s=600)) == path
+    (new,) = set(service_pids(first)) - {old}
+    os.kill(old, signal.SIGCONT)
+    await_(lambda: old not in service_pids(first), "the end of a service that nobody can find")
+    with kvhoist.connect(path, space="a", block_bytes=BLOCK) as client:
+        assert client.store([key(1)], [block(1)]) == [True], "its successor's socket is there"
+    os.kill(new, signal.SIGTERM)
+    await_(lambda: new not in service_pids(first), "the end of its successor")

@@ -5,7 +5,7 @@ use std::{
     future::pending,
     io,
     os::unix::{
-        fs::{FileTypeExt, OpenOptionsExt},
+        fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
         net::UnixListener as StdListener,
     },
     path::{Path, PathBuf},
@@ -190,6 +190,7 @@ fn run(
     config.cache.disk.rings_hold = Some(late_close.held());
     let spaces = Spaces::load(config.clone(), Rc::new(Machine::start()?))?;
     let listener = listen(&config, group)?;
+    let own = inode_of(&socket);
     let result = LocalSet::new().block_on(&runtime, async move {
         let listener =
             UnixListener::from_std(listener).map_err(|error| Error::io("listen at", &config.socket, error))?;
@@ -207,7 +208,10 @@ fn run(
         };
         hold(config, spaces, accept, drained, asked).await
     });
-    drop(fs::remove_file(socket));
+    // Another service may have its socket there, if the folder was deleted.
+    if own.is_some() && inode_of(&socket) == own {
+        drop(fs::remove_file(socket));
+    }
     result
 }
 
@@ -215,6 +219,10 @@ fn run(
 fn not_kept(error: &io::Error) -> Failure {
     let text = format!("busy: the system keeps no more connections ({error}); try later, or raise `ulimit -n`");
     Failure::new(ServiceFault::Busy, text)
+}
+
+fn inode_of(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|found| (found.dev(), found.ino()))
 }
 
 /// A connection, and who is at its other end or why it is refused.
